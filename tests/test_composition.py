@@ -54,7 +54,7 @@ CLASSES = {
 
 
 def test_the_study_goes_on_past_what_cannot_be_run(script, tmp_path, monkeypatch, capsys):
-    """What is refused is said, and the others are run."""
+    """Refused runs are named, and the others are run."""
     ran = []
 
     def run(method, **settings):

@@ -67,5 +67,5 @@ def test_every_sample_is_there():
 
 
 def test_the_example_is_small():
-    """What is committed of the study stays a small part of a checkout."""
+    """The committed part of the study stays a small part of a checkout."""
     assert sum(path.stat().st_size for path in EXAMPLE.rglob("*") if path.is_file()) < MOST_BYTES

@@ -95,7 +95,7 @@ def _by_length(run: Stored) -> dict[str, list[SampleRecord]]:
 
 
 def ratio_of(record: RunRecord) -> float:
-    """What kvpress calls the compression ratio: the share that is taken away."""
+    """The compression ratio as kvpress has it: the share that is taken away."""
     if record.method == FULL:
         return 0.0
     budget = settings_of(record).get("method.budget")

@@ -1,1 +1,1 @@
-"""What stored results prove: comparisons, frontiers and reports. This room reads results and changes no answer."""
+"""Comparisons, frontiers and reports of stored results. This room reads results and changes no answer."""

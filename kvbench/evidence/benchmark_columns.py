@@ -1,4 +1,4 @@
-"""How papers print the subsets of a benchmark: their order, short names and categories."""
+"""Subsets of a benchmark as papers print them: their order, short names and categories."""
 
 # LongBench's English subsets. The order and the categories are those of its own table 1; the short names are those of
 # the tables in SnapKV's and PyramidKV's papers.

@@ -55,7 +55,7 @@ def is_number(value: object) -> bool:
 
 
 def resident_share(run: StoredRun, names: Sequence[SampleName]) -> np.ndarray:
-    """What each sample adds to the share of the FP16 cache that a run holds; the mean of these is that share."""
+    """The part of each sample in the share of the FP16 cache that a run holds; their mean is that share."""
     sums: dict[SampleName, list[float]] = {}
     for record in run.samples.values():
         if record["status"] != "ok":
@@ -127,11 +127,11 @@ def _area(values: np.ndarray, x: np.ndarray, ends: np.ndarray) -> float:
 def _pseudo_values(
     values: Strata, shifts: np.ndarray, x: np.ndarray, read: Callable[[np.ndarray, np.ndarray], float]
 ) -> np.ndarray:
-    """What each sample adds to a function of the runs' means and of their log bytes, to first order.
+    """The part that each sample adds to a function of the runs' means and of their log bytes, to first order.
 
     Args:
         values: [n, runs] of each subset.
-        shifts: [count, runs], what each sample adds to the log bytes of each run; the mean of each column is 0.
+        shifts: [count, runs], the part of each sample in the log bytes of each run; the mean of each column is 0.
         x: [runs] log bytes.
         read: (means, log bytes) -> number; linear in the means.
     """

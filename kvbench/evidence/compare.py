@@ -14,7 +14,7 @@ from kvbench.evidence.samples import Change
 from kvbench.evidence.settings import check
 from kvbench.results.writing import write_file
 from kvbench.show import terminal
-from kvbench.show.csv_file import Cell, records_csv
+from kvbench.show.csv_file import Cell, csv_row, records_csv
 from kvbench.show.terminal import NO_INTERVAL, number, p_text, span
 from kvbench.show.text import safe
 from kvbench.stats.paired import ALPHA
@@ -133,13 +133,12 @@ def legend(num_family: int) -> list[str]:
 def record_of(group: Group, row: ComparedRun) -> dict[str, Cell]:
     """A row of the CSV with all its numbers, unrounded, in the metric's own unit."""
     (low, high), kind = row.interval or (None, None), row.found.interval[1]
-    mine, theirs = {"hash": row.run.record.hash[:12] if row.run else None}, {"against": row.other_label}
-    found = {"difference": row.value, "low": low, "high": high, "interval": kind, "worst": row.worst}
+    mine = row.run.record.hash[:12] if row.run else None
     tests = ("test", "null", "p", "p_holm", "margin", "p_equal", "p_equal_holm", "detectable", "needed", "verdict")
     return (
-        {"group": group.title, "run": row.label, **mine, **theirs, "metric": row.what.key}
-        | {"n": row.pairs.num_samples, "of": row.pairs.total, **found}
-        | {"lost": row.num_lost, "gained": row.num_gained}
+        csv_row(group=group.title, run=row.label, hash=mine, against=row.other_label, metric=row.what.key)
+        | csv_row(n=row.pairs.num_samples, of=row.pairs.total, difference=row.value, low=low, high=high)
+        | csv_row(interval=kind, worst=row.worst, lost=row.num_lost, gained=row.num_gained)
         | {name: getattr(row, name) for name in tests}
     )
 

@@ -34,7 +34,7 @@ class ComparedRun:
     margin: float
     """Largest difference that counts as none."""
     null: float
-    """What `p` refuses: no difference (0), or for nearness to the full cache one of at most the margin."""
+    """The difference that `p` refuses: none (0), or for nearness to the full cache one of at most the margin."""
     changes: list[Change]
     """Samples that got worse or better by more than noise."""
     num_family: int = 1

@@ -1,4 +1,4 @@
-"""Which points are on the frontier, which might be, and which are not: dominance that no chance can make."""
+"""Points that are on the frontier, that might be, and that are not: dominance that no chance can make."""
 
 from collections.abc import Sequence
 from itertools import combinations

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from kvbench.evidence.settings import KINDS, check, out_folder, write_drawn
 from kvbench.results.measures import NATS_TOLERANCE
 from kvbench.results.sample import SampleRecord
 from kvbench.show import terminal
-from kvbench.show.csv_file import Cell, records_csv
+from kvbench.show.csv_file import Cell, csv_row, records_csv
 from kvbench.show.palette import GREY, STYLES, method_style
 from kvbench.show.picture import drawn
 from kvbench.stats.intervals import Estimate, estimate
@@ -47,13 +48,13 @@ class Bin:
 
     @property
     def middle(self) -> float:
-        """Where it is drawn."""
+        """The position at which it is drawn."""
         return (self.first + self.last + 1) / 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """What one run has along its texts."""
+    """The values of one run along its texts."""
 
     label: str
     method: str
@@ -309,10 +310,10 @@ def csv_of(several: Sequence[Drawing]) -> bytes:
         for one, column in ((one, column) for one in curve.bins for column in COLUMNS):
             found = one.values[column]
             records.append(
-                {"group": drawing.title, "run": curve.label, "metric": column}
-                | {"first_token": one.first + 1, "last_token": one.last + 1, "n": found.num_samples}
-                | {"value": found.value, "low": found.low, "high": found.high}
-                | {"noise_kl": band[one.middle] if column == KL else None, "leaves_at": leaves}
+                csv_row(group=drawing.title, run=curve.label, metric=column)
+                | csv_row(first_token=one.first + 1, last_token=one.last + 1, n=found.num_samples)
+                | csv_row(value=found.value, low=found.low, high=found.high)
+                | csv_row(noise_kl=band[one.middle] if column == KL else None, leaves_at=leaves)
             )
     return records_csv(records)
 
@@ -333,7 +334,7 @@ def main(cfg: DictConfig) -> int:
     for drawing in several:
         render(drawing, console)
     kinds = patterns(cfg.kinds) or KINDS
-    pictures = [(d.title, f".{kind}", drawn(lambda d=d: figure(d), kind, STYLE)) for d in several for kind in kinds]
+    pictures = [(d.title, f".{kind}", drawn(partial(figure, d), kind, STYLE)) for d in several for kind in kinds]
     written = write_drawn(out_folder(cfg, "drift") / "drift.csv", csv_of(several), pictures)
     tolerance = "noise: the full cache beside itself (upper end of its interval), 0.0025 nats at least. "
     rule = "A method leaves it at the first bin from which on the lower end of its interval stays above."

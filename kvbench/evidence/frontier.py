@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 
 import numpy as np
 from omegaconf import DictConfig
@@ -37,11 +36,11 @@ NO_EVIDENCE = frozenset({TIME.name})
 
 @dataclass(kw_only=True)
 class Cost:
-    """What one run costs: bytes against the FP16 cache of the same tokens, or time."""
+    """The cost of one run: bytes against the FP16 cache of the same tokens, or time."""
 
     value: float
     shares: Strata | None
-    """What each sample adds to the value, to first order: `value` is their mean. None for what is no evidence."""
+    """The part that each sample adds to the value, to first order; None for what is no evidence."""
 
     @cached_property
     def interval(self) -> Interval | None:
@@ -68,7 +67,7 @@ class Point:
     """The metric of each sample."""
     score_interval: Interval | None
     quality: float = 0.0
-    """What is drawn: the paired difference to the full cache, or the score without one."""
+    """The drawn value: the paired difference to the full cache, or the score without one."""
     interval: Interval | None = None
     """95 % interval of the quality; None where nothing can be said, and for the full cache beside itself."""
     costs: dict[str, Cost]
@@ -98,10 +97,10 @@ class Panel:
     resamples: int = RESAMPLES
     seed: int = SEED
     band: Interval | None = None
-    """Where the full cache lands when it is run again with another batch size or backend."""
+    """The range in which the full cache lands when it is run again with another batch size or backend."""
     notes: list[str] = field(default_factory=list)
     published: list[PublishedPoint] = field(default_factory=list)
-    """What papers printed for the task; not measured here."""
+    """Numbers that papers printed for the task; not measured here."""
 
     @property
     def num_samples(self) -> int:
@@ -150,7 +149,7 @@ def score_interval(scores: Strata, what: Measure) -> Interval | None:
 
 
 def question(group: Group, sample: SampleName) -> Question:
-    """What is asked, whatever the length, the protocol or the batch: the same name with the same right answers.
+    """The question, whatever the length, the protocol or the batch: the same name with the same right answers.
 
     A generated task asks something else under another seed, by the same name.
     """
@@ -176,7 +175,7 @@ def family(runs: Sequence[StoredRun]) -> str:
 
 
 def _columns(
-    runs: Sequence[StoredRun], samples: Questions | list[list[SampleName]], pick: Callable[[SampleRecord], float | None]
+    runs: Sequence[StoredRun], samples: list[list[SampleName]], pick: Callable[[SampleRecord], float | None]
 ) -> list[np.ndarray]:
     """One number per sample and run, [n, runs] for each subset; NaN where a record lacks it."""
     tables = []
@@ -364,14 +363,15 @@ def _average(title: str, panels: Sequence[Panel]) -> Panel:
 def distinct(groups: Sequence[Questions]) -> Questions:
     """The distinct questions of some groups, in subsets of task and subset name."""
     found: dict[tuple[str, str], set[Question]] = {}
-    for item in chain.from_iterable(chain.from_iterable(groups)):
+    for item in (item for group in groups for members in group for item in members):
         found.setdefault(item[:2], set()).add(item)
     return [sorted(found[name]) for name in sorted(found)]
 
 
 def together(questions: Sequence[Questions], values: Sequence[Strata]) -> Strata:
-    """What each distinct question adds to the mean of some groups' weighted means, given a value for each question of
-    each.
+    """The part that each distinct question adds to the mean of some groups' weighted means.
+
+    The values are those of each group's questions.
 
     Returns:
         Subsets as those of `distinct`, whose weighted mean is the mean of the groups' means. A question that is not in

@@ -196,7 +196,7 @@ def one_figure(drawing: Drawing) -> "Figure":
 
 
 def _width_in(name: str) -> float:
-    """How wide a name is beside the panel, in inches."""
+    """Width of a name beside the panel, in inches."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextPath
 
@@ -204,7 +204,7 @@ def _width_in(name: str) -> float:
 
 
 def _one_words(drawing: Drawing) -> list[str]:
-    """What cannot be read without words; a caption says the rest."""
+    """Words without which the picture cannot be read; a caption says the rest."""
     panel, places = drawing.panel, set(drawing.standing.values())
     words = [f"{panel.title}, n = {panel.num_samples}; whiskers: 95 % intervals."]
     if FRONTIER in places:

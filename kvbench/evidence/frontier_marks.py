@@ -1,4 +1,4 @@
-"""What the pictures of a frontier draw alike: axes, points with whiskers, lines, names apart, round ticks."""
+"""Parts that the pictures of a frontier draw alike: axes, points with whiskers, lines, names apart, round ticks."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -98,7 +98,7 @@ class Drawing:
         return dict(sorted(result.items()))
 
     def parts(self) -> list[tuple[str, dict[str, list[Point]]]]:
-        """What each panel after the first shows: a title and its methods."""
+        """The panels after the first: a title and its methods."""
         found = []
         for name in self.families:
             panels: list[dict[str, list[Point]]] = []
@@ -134,7 +134,7 @@ class Drawing:
         return across, lengths(point.interval or (point.quality, point.quality), self.scale, self.y(point))
 
     def printed(self, method: str) -> list[tuple[float, float]]:
-        """What papers printed for a method, as cost and quality; only memory can be compared, and only in kind."""
+        """Numbers that papers printed for a method, as cost and quality; only memory can be compared."""
         if self.axis.name != RESIDENT.name:
             return []
         mine = (point for point in self.panel.published if method_name(point.row.method) == method_name(method))

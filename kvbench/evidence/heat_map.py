@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from kvbench.evidence.samples import SampleName, measure, values_of
 from kvbench.evidence.settings import KINDS, check, out_folder, write_drawn
 from kvbench.results.measures import Measure
 from kvbench.show import terminal
-from kvbench.show.csv_file import Cell, records_csv
+from kvbench.show.csv_file import Cell, csv_row, records_csv
 from kvbench.show.palette import BLUE, VERMILION
 from kvbench.show.picture import drawn
 from kvbench.show.terminal import number
@@ -40,7 +41,7 @@ STYLE: dict[Any, Any] = {"font.size": 7}
 
 @dataclass(frozen=True, kw_only=True)
 class Map:
-    """What one run has in each cell."""
+    """The values of one run in each cell."""
 
     label: str
     values: Cells
@@ -210,9 +211,9 @@ def csv_of(several: Sequence[Panels]) -> bytes:
             cell = estimate({"": values}, bounds=(0.0, 1.0) if panels.what.bounded else None)
             minus = fmean(found.differences[depth, length]) if found.differences else None
             records.append(
-                {"group": panels.title, "run": found.label, "metric": panels.what.key, "depth_percent": depth}
-                | {"length_tokens": length, "n": len(values), "value": cell.value}
-                | {"low": cell.low, "high": cell.high, "difference": minus}
+                csv_row(group=panels.title, run=found.label, metric=panels.what.key, depth_percent=depth)
+                | csv_row(length_tokens=length, n=len(values), value=cell.value)
+                | csv_row(low=cell.low, high=cell.high, difference=minus)
             )
     return records_csv(records)
 
@@ -231,7 +232,7 @@ def main(cfg: DictConfig) -> int:
     for panels in several:
         render(panels, console)
     kinds = patterns(cfg.kinds) or KINDS
-    pictures = [(p.title, f".{kind}", drawn(lambda p=p: figure(p), kind, STYLE)) for p in several for kind in kinds]
+    pictures = [(p.title, f".{kind}", drawn(partial(figure, p), kind, STYLE)) for p in several for kind in kinds]
     written = write_drawn(out_folder(cfg, "heatmap") / "heatmap.csv", csv_of(several), pictures)
     what = "cell: mean over its samples (run minus full cache, the same samples); the CSV has n and 95 % intervals."
     console.print(Text(what, style="dim"))

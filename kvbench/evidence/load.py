@@ -77,7 +77,7 @@ class StoredRun:
 
     @property
     def progress(self) -> str:
-        """How many answers there are, in words: `12 of 24 answers`."""
+        """Number of the answers that are there, in words: `12 of 24 answers`."""
         return f"{len(self.samples)} of {'an unknown number of' if self.total is None else self.total} answers"
 
 
@@ -92,7 +92,7 @@ class Group:
     runs: list[StoredRun] = field(default_factory=list)
     """Runs with at least one finished sample, by method; complete or not."""
     notes: list[str] = field(default_factory=list)
-    """What a reader must know: which runs are incomplete, failed or of another version."""
+    """Sentences for the reader: which runs are incomplete, failed or of another version."""
 
     @property
     def reference(self) -> StoredRun | None:
@@ -228,7 +228,7 @@ def _nothing(cfg: DictConfig, root: Path, unreadable: Sequence[str]) -> str:
 
 
 def _question(run: StoredRun) -> str:
-    """What two runs must share to be comparable, as text that can be sorted."""
+    """Everything that two runs must share to be comparable, as text that can be sorted."""
     identity = run.record.identity
     task = {key: value for key, value in identity.get("task", {}).items() if key != "limit"}
     # Not the store: how large pages are changes no answer, and a byte budget is lifted for the full cache.

@@ -15,7 +15,7 @@ from kvbench.evidence.settings import check as check_settings
 from kvbench.evidence.settings import out_folder, write_drawn
 from kvbench.results.measures import COSTS, SCORE
 from kvbench.show import terminal
-from kvbench.show.csv_file import Cell, records_csv
+from kvbench.show.csv_file import Cell, csv_row, records_csv
 from kvbench.show.terminal import number, span, three_digits
 
 KINDS = ("png", "svg", "pdf")
@@ -81,7 +81,7 @@ def render(panel: Panel, axis: str, console: Console) -> None:
 
 
 def quality_text(panel: Panel, point: Point) -> str:
-    """What is drawn of a point, with its interval, in shown units."""
+    """The drawn value of a point, with its interval, in shown units."""
     signed, scale = panel.reference is not None, panel.what.scale
     text = number(point.quality, scale, signed=signed)
     if point.interval is None and point.key == panel.reference:
@@ -98,9 +98,9 @@ def csv_of(panels: Sequence[Panel]) -> bytes:
         for point in panel.points:
             low, high = point.interval or (None, None)
             record: dict[str, Cell] = (
-                {"group": panel.title, "run": point.label, "method": point.method, "family": point.family}
-                | {"metric": panel.what.key, "n": panel.num_samples, "score": point.score}
-                | {"quality": point.quality, "quality_low": low, "quality_high": high}
+                csv_row(group=panel.title, run=point.label, method=point.method, family=point.family)
+                | csv_row(metric=panel.what.key, n=panel.num_samples, score=point.score)
+                | csv_row(quality=point.quality, quality_low=low, quality_high=high)
             )
             for name in axes:
                 cost = point.costs.get(name)

@@ -47,7 +47,7 @@ class Published:
     memory_kind: str
     """`nominal`, or `unstated`: the paper does not say whether metadata counts."""
     conditions: str
-    """What the paper says of the setting: `key=value;...`."""
+    """The paper's words on the setting: `key=value;...`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from kvbench.evidence.settings import check as check_settings
 from kvbench.results.measures import Measure
 from kvbench.results.writing import write_file
 from kvbench.show import terminal
-from kvbench.show.csv_file import Cell, records_csv
+from kvbench.show.csv_file import Cell, csv_row, records_csv
 from kvbench.show.terminal import number
 from kvbench.stats.ranks import FEWEST_RUNS, Agreement, agreement
 from kvbench.stats.strata import Strata
@@ -30,7 +30,7 @@ Two = tuple[Measure, Measure]
 
 @dataclass(frozen=True, kw_only=True)
 class _Values:
-    """What the runs of one group have under both measures, on the questions that all of them have."""
+    """Values of the runs of one group under both measures, on the questions that all of them have."""
 
     labels: dict[str, str]
     """Key of a run in any group -> label."""
@@ -149,7 +149,7 @@ def rankings(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[Ranking], l
 
 
 def words(ranking: Ranking) -> list[str]:
-    """What the correlation is, and how much of it the questions decide."""
+    """Sentences on the correlation, and on how much of it the questions decide."""
     names = [what.title for what in ranking.measures]
     found = ranking.found
     if found.value is None:
@@ -180,15 +180,15 @@ def csv_of(found: Sequence[Ranking]) -> bytes:
     records: list[dict[str, Cell]] = []
     for ranking in found:
         (first, second), (low, high) = ranking.measures, ranking.found.interval or (None, None)
-        (half, other_half), group = ranking.found.halves, {"group": ranking.title, "n": ranking.num_questions}
+        (half, other_half), group = ranking.found.halves, csv_row(group=ranking.title, n=ranking.num_questions)
         numbers = zip(*ranking.means, *ranking.ranks, strict=True)
         for label, (value, other_value, rank, other_rank) in zip(ranking.labels, numbers, strict=True):
             records.append(
                 {**group, "run": label, "metric": first.key, "other": second.key}
-                | {"value": float(value), "other_value": float(other_value)}
-                | {"rank": float(rank), "other_rank": float(other_rank)}
-                | {"correlation": ranking.found.value, "low": low, "high": high}
-                | {"half": half, "other_half": other_half}
+                | csv_row(value=float(value), other_value=float(other_value))
+                | csv_row(rank=float(rank), other_rank=float(other_rank))
+                | csv_row(correlation=ranking.found.value, low=low, high=high)
+                | csv_row(half=half, other_half=other_half)
             )
     return records_csv(records)
 

@@ -46,7 +46,7 @@ def value_of(record: SampleRecord, what: Measure) -> float | None:
 
 
 def unknown_range(what: Measure) -> Range:
-    """What a missing value could be."""
+    """The range of a missing value."""
     return (0.0, 1.0) if what.bounded else (-math.inf, math.inf)
 
 
@@ -196,7 +196,7 @@ def pair(mine: Curve, theirs: Curve, what: Measure) -> Pairs:
 
 
 def num_samples(run: StoredRun) -> int:
-    """How many samples a run is about, also those that are missing or did not end well."""
+    """Number of the samples that a run is about, also those that are missing or did not end well."""
     repeats = max((repeat for _, repeat in run.samples), default=0) + 1
     return max(len({sample for sample, _ in run.samples}), (run.total or 0) // repeats)
 

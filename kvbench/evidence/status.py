@@ -23,8 +23,8 @@ STATES: tuple[State, ...] = ("done", "running", "failed", "lost", "left")
 
 
 def run_states(results_dir: Path) -> tuple[Counter[str], dict[Path, RunRecord]]:
-    """How many runs are done, running, failed, and unfinished (stopped or killed, with nobody at work on them); and
-    those that are split into shards and not done."""
+    """Counts the runs that are done, running, failed, and unfinished (stopped or killed, with nobody at work on
+    them); and finds those that are split into shards and not done."""
     split: dict[Path, RunRecord] = {}
     unreadable: dict[str, str] = {}
     states = []
@@ -52,7 +52,7 @@ def show_shards(folder: Path, record: RunRecord, console: Console) -> None:
 
 
 def _shard_state(place: Path | None) -> tuple[str, str]:
-    """How one shard stands, and what else is known of it."""
+    """The state of one shard, and what else is known of it."""
     try:
         record = RunRecord.load(place) if place else None
     except ValueError as error:
@@ -92,7 +92,7 @@ def show_sweep(sweep: Sweep, most: int | None, console: Console) -> None:
 
 
 def _more(state: State, job: JobRecord | None) -> str:
-    """What else is known of a job."""
+    """Further facts of a job."""
     if job is None:
         return ""
     if state == "failed":

@@ -11,9 +11,8 @@ from kvbench.evidence.load import load_groups
 from kvbench.evidence.settings import check as check_settings
 from kvbench.evidence.table_content import AVERAGE, PaperTable, tables_of
 from kvbench.evidence.table_formats import FORMATS, Layout
-from kvbench.results.measures import RESIDENT
 from kvbench.results.writing import write_file
-from kvbench.show.csv_file import Cell, records_csv
+from kvbench.show.csv_file import Cell, csv_row, records_csv
 
 BY = ("subset", "category", "length", "method")
 WIDTH = 120  # columns where the output is no terminal
@@ -35,11 +34,11 @@ def csv_of(tables: Sequence[PaperTable]) -> bytes:
             cell = row.cells.get(key)
             low, high = (cell.interval if cell else None) or (None, None)
             records.append(
-                {"group": table.title, "run": row.label, "method": row.method}
-                | {f"{RESIDENT.name}_ratio": row.resident, "column": "average" if key == AVERAGE else key}
-                | {"heading": heading, "metric": table.what.key, "value": cell.value if cell else None}
-                | {"low": low, "high": high, "n": cell.num_samples if cell else 0}
-                | {"best": int(cell.is_best) if cell else None}
+                csv_row(group=table.title, run=row.label, method=row.method)
+                | csv_row(resident_ratio=row.resident, column="average" if key == AVERAGE else key)
+                | csv_row(heading=heading, metric=table.what.key, value=cell.value if cell else None)
+                | csv_row(low=low, high=high, n=cell.num_samples if cell else 0)
+                | csv_row(best=int(cell.is_best) if cell else None)
             )
     return records_csv(records)
 

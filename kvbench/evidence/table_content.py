@@ -117,7 +117,7 @@ def _columns(group: Group, by: str) -> list[str]:
 
 
 def _column_of(group: Group, by: str) -> Callable[[SampleRecord], str]:
-    """What says in which column a sample belongs."""
+    """Gives the function that says in which column a sample belongs."""
     if by == "category":
         return lambda record: category_of(group.task, record["subset"])
     if by != "length":

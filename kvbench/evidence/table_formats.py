@@ -21,7 +21,7 @@ TEX |= {char: f"\\{char}" for char in "&%$#_{}"}
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a table is written."""
+    """The way a table is written."""
 
     turned: bool = False
     """A row for each subset, and a column for each run."""
@@ -90,7 +90,7 @@ def grid(table: PaperTable, layout: Layout) -> Grid:
 
 
 def legend(table: PaperTable, mark: str) -> list[str]:
-    """What must be known to read the table."""
+    """Sentences that must be known to read the table."""
     lines = [
         f"{table.what.title}, {table.what.unit}; {'higher' if table.what.higher_is_better else 'lower'} is better. "
         f"{BYTES}: resident bytes, {RESIDENT.unit}. {MISSING}: not there."

@@ -26,6 +26,11 @@ def csv_bytes(headings: Sequence[str], rows: Iterable[Sequence[Cell]]) -> bytes:
     return buffer.getvalue().encode()
 
 
+def csv_row(**cells: Cell) -> dict[str, Cell]:
+    """A row of a CSV, or a part of one, by its headings."""
+    return cells
+
+
 def records_csv(records: Sequence[Mapping[str, Cell]]) -> bytes:
     """Records of one kind as CSV; the headings are the keys of the first."""
     return csv_bytes(list(records[0]), [list(record.values()) for record in records])

@@ -73,7 +73,7 @@ def _point(record: RunRecord) -> tuple[float, float, float, float] | None:
 
 
 def _bytes(axes: "Axes", records: Sequence[RunRecord]) -> None:
-    """What every method holds, item by item."""
+    """The bytes that every method holds, item by item."""
     from matplotlib.patches import Patch
 
     shown: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""What a run says while it works: a live bar on a terminal, a plain line now and then anywhere else. All of it goes
+"""Words of a run while it works: a live bar on a terminal, a plain line now and then anywhere else. All of it goes
 to stderr."""
 
 import sys

@@ -117,7 +117,7 @@ def _estimators(records: Sequence[RunRecord]) -> str:
 
 
 def _notes(records: Sequence[RunRecord]) -> list[str]:
-    """What a reader must know to read the numbers right."""
+    """Sentences without which the numbers are read wrong."""
     notes = [
         f"[a, b] is a 95 % interval ({_estimators(records)}); vs full is measured on the same samples; % of bytes is "
         "of an FP16 full cache."
@@ -185,7 +185,7 @@ def _settings(record: RunRecord) -> dict:
 
 
 def _fidelity_notes(record: RunRecord) -> list[str]:
-    """What NLL and KL are over: which answer, which tokens, which weights, how many samples."""
+    """Says over what NLL and KL are: which answer, which tokens, which weights, how many samples."""
     found = record.fidelity.get(KL.numerator[-1])
     if found is None:
         return []
@@ -227,7 +227,7 @@ def _across(
 
 
 def _drift(records: Sequence[RunRecord]) -> list[Table]:
-    """How far the predictions are from the full cache's along the answer, where answers are long enough to tell."""
+    """Distance of the predictions from the full cache's along the answer, where answers are long enough to tell."""
     ranges = {one.first: one.last for record in records for one in record.drift}
     if max(ranges, default=0) < DRIFT_FROM:
         return []
@@ -296,7 +296,7 @@ def _sampled(record: RunRecord, name: str) -> str:
 
 
 def _answers(records: Sequence[RunRecord]) -> list[Table]:
-    """How the answers ended, and what several answers to one problem say."""
+    """Ends of the answers, and what several answers to one problem say."""
     last = records[-1].task_aggregate
     tables = []
     if "answers" in last:
@@ -319,7 +319,7 @@ def _answers(records: Sequence[RunRecord]) -> list[Table]:
 
 
 def _protocol_notes(protocol: dict) -> list[str]:
-    """What the protocol changes about the meaning of the numbers."""
+    """Sentences on what the protocol changes about the numbers."""
     notes = []
     if protocol.get("query_aware") is False:
         notes.append("Query-agnostic: the context was compressed before the question was seen.")
@@ -338,18 +338,16 @@ def render(records: Sequence[RunRecord]) -> Group:
         (NLL.short, partial(_value, what=NLL, form=".4f")),
         (KL.short, partial(_value, what=KL, form=".2g")),
     )
-    cost = (
-        *((what.short, partial(_bytes, what=what)) for what in BYTES),
-        *([(ONE_SHOT_PEAK.short, partial(_bytes, what=ONE_SHOT_PEAK))] if _chunked(records) else []),
-        *(
-            [(f"{READ.short}, {READ.unit}", partial(_value, what=READ, form=".1f", missing=1.0))]
-            if _reads_parts(records)
-            else []
-        ),
+    cost: list[tuple[str, Cell]] = [(what.short, partial(_bytes, what=what)) for what in BYTES]
+    if _chunked(records):
+        cost.append((ONE_SHOT_PEAK.short, partial(_bytes, what=ONE_SHOT_PEAK)))
+    if _reads_parts(records):
+        cost.append((f"{READ.short}, {READ.unit}", partial(_value, what=READ, form=".1f", missing=1.0)))
+    cost += [
         (f"{PREFILL.short} {PREFILL.unit}", partial(_value, what=PREFILL, form=".3g")),
         (f"{RATE.short} {RATE.unit}", partial(_value, what=RATE, form=".3g")),
         ("backend", lambda record: record.backend),
-    )
+    ]
     tables = [
         _table(f"Quality: {safe(last.task)} with {safe(last.model)}", records, quality),
         _table("Cost: cache bytes per sample, and time", records, cost),

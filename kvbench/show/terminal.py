@@ -1,4 +1,4 @@
-"""What the commands share when they print: the console, tables without lines, numbers and texts in narrow columns."""
+"""The console, tables without lines, numbers and texts in narrow columns."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -36,7 +36,7 @@ class PlainConsole(Console):
 
 
 def console(width: int | None = None, *, file: TextIO | None = None) -> Console:
-    """Where a command prints: the terminal as wide as it is, anything else as wide as the command wants."""
+    """The console of a command: the terminal as wide as it is, anything else as wide as the command wants."""
     found = PlainConsole(file=file)
     return found if found.is_terminal or width is None else PlainConsole(file=file, width=width)
 

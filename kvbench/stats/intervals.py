@@ -25,7 +25,7 @@ class Estimate:
     high: float | None = None
     """Upper end of the 95 % interval."""
     interval: str = ""
-    """How the interval was computed: `wilson` (yes or no), `newcombe` (paired yes or no), `studentised bootstrap`,
+    """Kind of interval: `wilson` (yes or no), `newcombe` (paired yes or no), `studentised bootstrap`,
     `clopper-pearson` (paired scores of which fewer than six differ); empty without one. See kvbench/stats."""
     num_nonfinite: int = 0
     """Samples left out because their value was NaN or infinite."""
@@ -132,7 +132,7 @@ def _rate(found: Strata) -> tuple[float, float]:
 
 
 def mover(parts: Sequence[tuple[float, float, float]], weights: Sequence[float]) -> tuple[float, float]:
-    """How far the interval of a weighted sum of independent values reaches below and above it.
+    """Reach of the interval of a weighted sum of independent values, below and above it.
 
     Each part is a value with its lower and upper end. Squared distances to the ends add up, on each side by itself.
 

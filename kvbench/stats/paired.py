@@ -239,8 +239,8 @@ class Paired:
         return self.error[0] * _noncentral(self.error[1], level)
 
     def needed(self, difference: float, level: float = ALPHA) -> int | None:
-        """How many samples would show a true difference of this size with 80 % probability, at the churn or the spread
-        seen here."""
+        """Number of samples that would show a true difference of this size with 80 % probability, at the churn or the
+        spread seen here."""
         if self.pairs is not None or self.few_differ:
             return yes_no.samples_needed(difference, self.churn, level)
         if self.error is None:

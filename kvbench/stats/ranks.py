@@ -1,4 +1,4 @@
-"""How alike two measures rank several runs: Spearman's correlation of their means, and what other questions would give.
+"""Agreement of two measures on the order of several runs: Spearman's correlation of their means.
 
 The runs are the ones there are; only the questions are a sample. So questions are resampled inside their subsets, with
 all their answers under both measures.
@@ -18,7 +18,7 @@ MOST_UNDEFINED = 0.05  # of the resamples; with more, all runs are nearly alike 
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """How alike two measures rank runs."""
+    """Agreement of two measures on the order of runs."""
 
     value: float | None
     """Spearman's rank correlation; None where a measure gives all runs the same mean."""

@@ -44,7 +44,7 @@ class Strata:
 
     @property
     def per_sample(self) -> np.ndarray:
-        """What each sample weighs in the mean, [count]; the sum is 1."""
+        """Weight of each sample in the mean, [count]; the sum is 1."""
         return np.repeat([weight / size for weight, size in zip(self.weights, self.sizes, strict=True)], self.sizes)
 
     @property

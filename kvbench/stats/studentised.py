@@ -25,7 +25,7 @@ SMALL = 8  # samples of a subset below which its spread is not known well enough
 
 
 def resamples_for(num_tests: int, least: int = RESAMPLES) -> int:
-    """How many resamples a family of tests needs: the smallest p value must survive Holm's correction."""
+    """Number of resamples that a family of tests needs: the smallest p value must survive Holm's correction."""
     return min(MOST_RESAMPLES, max(least, 200 * num_tests))
 
 
@@ -43,7 +43,7 @@ def _pools(sizes: tuple[int, ...]) -> list[list[int]]:
 
 @lru_cache(maxsize=64)
 def _counts(size: int, pool: int, resamples: int, seed: int) -> np.ndarray:
-    """How often each of `pool` residuals is drawn when `size` are, uint16 [resamples, pool]."""
+    """Counts how often each of `pool` residuals is drawn when `size` are, uint16 [resamples, pool]."""
     rng = np.random.default_rng(seed)
     found = np.empty((resamples, pool), dtype=np.uint16)
     for start in range(0, resamples, BLOCK):

@@ -87,7 +87,7 @@ def detectable(churn: float, count: int, level: float) -> float | None:
 
 
 def samples_needed(loss: float, churn: float, level: float) -> int | None:
-    """How many samples show a loss with 80 % probability, to 0.5 %; None for more than a million. Arguments as of
+    """Number of samples that show a loss with 80 % probability, to 0.5 %; None for more than a million. Arguments as of
     `power`."""
     from scipy.stats import norm
 

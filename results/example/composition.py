@@ -1,4 +1,4 @@
-"""Which score with which allocation, at equal bytes: runs the study, and makes its tables from the samples.
+"""Scores with allocations at equal bytes: runs the study, and makes its tables from the samples.
 
     python results/example/composition.py FOLDER [NAME=VALUE ...]      (make composition FOLDER=...)
 

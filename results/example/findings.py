@@ -291,7 +291,7 @@ def _formats() -> Iterator[list[str]]:
 
 
 def verdict(row: Row) -> str:
-    """What `compare` says, where it says something."""
+    """The verdict of `compare`, where it has one."""
     return f" {row['verdict']}" if row["verdict"] in ("better", "worse", "equal") else ""
 
 

@@ -1,4 +1,4 @@
-"""What each storage format loses at which bytes: runs the study, and makes its table from the samples.
+"""Losses of each storage format at its bytes: runs the study, and makes its table from the samples.
 
     python results/example/formats.py FOLDER [NAME=VALUE ...]      (make formats FOLDER=...)
 

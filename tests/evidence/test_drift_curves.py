@@ -37,7 +37,7 @@ def put(root, method, kl, *, length=LENGTH, meta=None, statuses=None, items=ITEM
 
 
 def noise(sample, token):
-    """What the full cache differs from itself; large where the prompt's own pass predicts, which must not count."""
+    """Distance of the full cache from itself; large where the prompt's own pass predicts, which must not count."""
     return 50.0 if token == 0 else 1e-5 * (1 + sample)
 
 
@@ -77,7 +77,7 @@ def test_bins_and_where_methods_leave_the_noise(runs) -> None:
 
 
 def test_the_band_is_what_the_full_cache_does(runs) -> None:
-    """Where the full cache itself differs by more than the tolerance, its upper end is the band."""
+    """The band is the full cache's own upper end, if that is above the tolerance."""
     folder = next((runs / "drift" / "tiny" / "full").iterdir())
     for path in sorted(folder.iterdir(), reverse=True):
         path.unlink()

@@ -18,7 +18,7 @@ NAMES = ("[/red]", "a$x^{$", "\x1b[31mred\x1b]0;t\x07", "=cmd|' /C calc'!A0", "m
 
 
 def places(value, path=()):
-    """Where something lies in a JSON value, first of each list."""
+    """Paths to everything in a JSON value, first of each list."""
     yield path
     items = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
     for key, item in items:
@@ -52,7 +52,7 @@ def root(tmp_path):
 
 
 def read_all(root, capsys, *, pictures=True):
-    """What the reading commands print; each must end well and show the good runs."""
+    """The output of the reading commands; each must end well and show the good runs."""
     shown = {}
     for command in ("compare", "pareto", "report") if pictures else ("compare",):
         extra = (

@@ -21,7 +21,7 @@ EVIL = '</script><script>alert(1)</script><img src=x onerror="alert(2)"> & \u202
 
 
 class Page(HTMLParser):
-    """What a browser would see: elements, their attributes, and the text of the page and of its data."""
+    """Everything a browser would see: elements, their attributes, and the text of the page and of its data."""
 
     def __init__(self, text):
         super().__init__()
@@ -56,7 +56,7 @@ def make(root, *words):
 
 
 class Planted(Policy):
-    """What a results folder from somewhere else might name."""
+    """Names that a results folder from somewhere else might have."""
 
     made = []
 
@@ -176,7 +176,7 @@ def test_same_results_same_page(sweep, quick):
 
 
 def test_page_stays_small(sweep, quick, monkeypatch):
-    """What does not fit is cut, answers first, then pictures, and the page says so; what cannot fit is an error."""
+    """A page that is too large loses answers first, then pictures, and says so; one that cannot fit is an error."""
     for run in range(3):
         store(sweep, f"long{run}", flips(SCORES, 16, 3), text=lambda number, run=run: f"{run} {number} " + "x" * 5000)
     cfg = compose_command("report", [f"results_dir={sweep}", "resamples=100", "axes=[resident,peak]"])

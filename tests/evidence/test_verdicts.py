@@ -49,7 +49,7 @@ def test_significantly_more_lost_is_never_better(tmp_path):
 
 
 def test_groups_weighted_by_size_are(tmp_path):
-    """Where the task says that samples weigh alike, the same runs are worse: value, interval and p are pooled."""
+    """If the task says that samples weigh alike, the same runs are worse: value, interval and p are pooled."""
     full = {"big": [1] * 100 + [0] * 100, "small": [0] * 10}
     mine = {"big": [0] * 34 + [1] * 66 + [1] * 10 + [0] * 90, "small": [1] * 5 + [0] * 5}
     for name, scores in (("full", full), ("snapkv", mine)):

@@ -1,4 +1,4 @@
-"""How often the verdicts are wrong, by simulation: `make simulate`, or with few trials inside the default suite.
+"""Rates of wrong verdicts, by simulation: `make simulate`, or with few trials inside the default suite.
 
 Every table has twelve methods that are as good as the full cache, with costs in order, or one. A verdict that any of
 them is worse or better, and a *dominated*, is false. So is an *equal* where every method truly loses the margin.

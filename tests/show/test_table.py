@@ -62,7 +62,7 @@ def test_table_says_once_what_could_not_be_had_of_the_model(tmp_path):
 
 
 def test_table_shows_the_peak_beside_that_of_a_prompt_read_at_once(tmp_path):
-    """Where prompts were read in chunks, and nowhere else; the row and a note say so."""
+    """The row and a note say that prompts were read in chunks, and nowhere else."""
     finished = run_experiment(make_cfg(tmp_path), method="half", parts=make_parts(), **QUIET)
     ledger = finished.record.ledger | {"one_shot_peak_bytes": 4567.0, "one_shot_peak_ratio": 4.567}
     chunked = dataclasses.replace(finished.record, hash="f" * 64, protocol={"prefill_chunk": 64}, ledger=ledger)

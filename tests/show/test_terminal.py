@@ -1,4 +1,4 @@
-"""What the commands share when they print."""
+"""Consoles, numbers, tables and bars that the commands share."""
 
 import io
 

@@ -174,7 +174,7 @@ def test_would_show_of_graded_values():
 
 
 def test_unequal_subsets_would_show_what_simulation_shows():
-    """Where samples weigh unlike, the effective number of samples takes the place of the number."""
+    """If samples weigh unlike, the effective number of samples takes the place of the number."""
     sizes = (60, 30, 10)
     found = stats.paired({str(n): answers(n // 10, n // 20, n) for n in sizes})
     effect, churn = found.detectable(), found.churn

@@ -1,4 +1,4 @@
-"""Whether two measures rank runs alike, against plain code, and how often the interval covers the truth."""
+"""Agreement of two measures on an order, against plain code, and how often the interval covers the truth."""
 
 import itertools
 
