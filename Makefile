@@ -51,7 +51,7 @@ test: setup model ## install, fetch the embedded model, run the default tests in
 # One process more than there are cores: some tests sleep until a limit ends them, and some wait for the disk.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, 1 + (os.cpu_count() or 1)))")
 PYTEST = $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal
-suite: ## run the default tests, where `make setup` was done; show the slowest, and fail where one takes over 5 s of a processor
+suite: ## run the default tests, where `make setup` was done; fail where one takes over 5 s of a processor
 	$(PYTEST) --slowest 20
 
 exhaustive: ## run the tests that are marked `exhaustive` too: full products, all instruction sets, simulations, kills, hostile programs (an hour and more)

@@ -274,6 +274,7 @@ def test_the_lines_of_python_in_the_readme_run(embedded_model, monkeypatch, caps
     assert 0 < items["quant_meta_bytes"] < items["resident_bytes"] < 0.6 * items["fp16_bytes"]
 
 
+@pytest.mark.exhaustive
 def test_the_lines_of_the_page_on_python_run(embedded_model, monkeypatch, tmp_path, capsys):
     """The blocks of docs/python.md run one after the other, from a folder that is no clone, and leave nothing there."""
     monkeypatch.chdir(tmp_path)

@@ -37,7 +37,7 @@ def executed(embedded_model, tmp_path_factory):
     return spans
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_first_compression(executed):
     """Every method holds another number of bytes, and the run ends with its table and its picture."""
     text = printed(executed["first_compression"])
@@ -48,7 +48,7 @@ def test_first_compression(executed):
     assert "vs full" in shown.data["text/plain"] and "image/png;base64" in shown.data["text/html"]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_generate(executed):
     """Three texts are continued, the items of the bytes are shown, a stream is seen and beams are refused."""
     text = printed(executed["generate"])
@@ -56,14 +56,14 @@ def test_generate(executed):
     assert "resident_bytes" in text and "num_beams=4 asks for beam search" in text
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_read_results(executed):
     """Tables of runs and of answers come out, with nothing left out."""
     text = printed(executed["read_results"])
     assert "method.budget" in text and "{'left_out': {}}" in text and re.search(r"snapkv +0\.\d+ +0\.\d+", text)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_write_a_method(executed):
     """A class in a cell is tried, a wrong setting is named, and two files make a method that runs are stored for."""
     text = printed(executed["write_a_method"])

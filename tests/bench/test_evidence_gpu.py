@@ -71,6 +71,7 @@ def test_every_stage_names_settings_that_exist(tmp_path, dry):
     assert sum(stage.limit_s for stage in STAGES) <= 65 * 60 and max(stage.limit_s for stage in STAGES) <= 540
 
 
+@pytest.mark.exhaustive
 def test_a_dry_run_leaves_one_folder_and_one_archive(tmp_path, monkeypatch, capsys):
     """Real stages on interpreted kernels: the machine, one bench; documents that check, and the archive holds all."""
     pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")

@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from engine_helpers import answers, comparable, engine, random_tokens, request
+from selection import few
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvbench.cache.prompts import ScoredLayer
@@ -81,9 +82,10 @@ def run(loaded, policy, failing: int = -1) -> tuple[dict, int]:
     return got, scarce.count
 
 
-@pytest.mark.parametrize("policy", METHODS.values(), ids=METHODS)
-def test_an_allocation_that_fails_anywhere_loses_nothing(loaded, policy):
+@pytest.mark.parametrize("name", few(METHODS, "kivi", "h2o"))
+def test_an_allocation_that_fails_anywhere_loses_nothing(loaded, name):
     """One failing allocation costs at most the sample that ran alone then: all other tokens and bytes are as ever."""
+    policy = METHODS[name]
     want, total = run(loaded, policy)
     assert total > 1000 and {outcome.status for outcome in want.values()} == {"ok"}
     wanted = {key: (outcome.token_ids, outcome.ledger["resident_bytes"]) for key, outcome in want.items()}
@@ -278,6 +280,7 @@ def test_a_prompt_cache_without_memory_lets_the_prompt_through(monkeypatch):
     assert recording.overflow and recording.layers == []
 
 
+@pytest.mark.exhaustive
 def test_a_process_without_address_space_names_the_sample():
     """The operating system really refuses: the long prompt is `oom` and the short one answered."""
     script = """

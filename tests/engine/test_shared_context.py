@@ -5,6 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from engine_helpers import NATIVE_METHODS, answers, comparable, engine, random_tokens, request
+from selection import few
 
 from kvbench.engine.runner import Runner
 from kvbench.methods.diffkv import DiffKV
@@ -54,7 +55,7 @@ def test_answers_are_those_of_separate_runs(loaded, name):
 
 
 @pytest.mark.parametrize("name", list(NATIVE_METHODS))
-@pytest.mark.parametrize("batch_size", [3, 8])
+@pytest.mark.parametrize("batch_size", few([3, 8], 3))
 def test_in_batches_too(loaded, name, batch_size):
     """Questions of one context in one batch and over several."""
     policy, asked = NATIVE_METHODS[name], questions(max_new_tokens=10)

@@ -26,7 +26,7 @@ def can_mount(folder: Path) -> bool:
     return subprocess.run(trial, capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_full_disk_in_a_sweep(tmp_path, server):
     """Started with more and more room, a sweep names the file that did not fit every time and goes on from there; in
     the end its quality and byte columns are an unbroken sweep's, and readers leave their good files alone."""

@@ -25,7 +25,7 @@ def compose(method: str, results_dir: Path) -> OmegaConf:
     for group, name in {"method": method, "task": "longctx", "model": "random", "protocol": "default"}.items():
         cfg[group] = OmegaConf.load(conf / group / f"{name}.yaml")
     cfg.backend = {"name": "torch"}
-    changes = {"model.preset": "tiny", "task.length": 1200, "task.items": 2, "task.kinds": ["kv", "passkey", "recall"]}
+    changes = {"model.preset": "tiny", "task.length": 600, "task.items": 2, "task.kinds": ["kv", "passkey", "recall"]}
     changes |= {"results_dir": str(results_dir), "batch_size": 2, "reference": "none", "protocol.max_new_tokens": 6}
     changes |= {f"method.{key}": value for key, value in open_settings(method).items()}
     for key, value in changes.items():

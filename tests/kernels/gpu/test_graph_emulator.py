@@ -20,6 +20,7 @@ pytestmark = [
 STEPS = 6
 
 
+@pytest.mark.exhaustive
 def test_a_replayed_decode_step_is_an_eager_one(monkeypatch: pytest.MonkeyPatch):
     """Reserving, looking up, writing, attending and adding scores of one layer: outputs after every step, slots and
     page bytes at the end, as `check_device` captures it on a GPU."""
