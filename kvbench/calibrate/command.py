@@ -17,8 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from kvbench.calibrate import figure as calibrate_figure
 from kvbench.calibrate import show as calibrate_show
 from kvbench.calibrate import write as calibrate_write
-from kvbench.calibrate.choose import Measured, choose, evaluate
-from kvbench.calibrate.curse import false_confirmations
+from kvbench.calibrate.choose import Measured, choose, evaluate, false_confirmations
 from kvbench.calibrate.layers import LayerPlan, read_layer_plan
 from kvbench.calibrate.layers import search as search_layers
 from kvbench.calibrate.measure import Sweep, Trial
@@ -86,7 +85,7 @@ def main(cfg: DictConfig, parts: Loaders | None = None) -> int:
         tuned = _tune(sweep, plan, tuning, result)
         if tuned is not None:
             result.choice = _judged(sweep, plan, held_out, default, tuned)
-            result.false_confirmations = _curse(plan, result, tuned)
+            result.false_confirmations = _false_confirmations(plan, result, tuned)
             result.looks = 1 + _earlier_looks(folder, digest, held_out.fingerprint)
         result.prompts_read, result.prompts_reused = sweep.prompts.num_read, sweep.prompts.num_reused
         result.sets = {"tuning": _described(tuning), "held_out": _described(held_out)}
@@ -193,7 +192,7 @@ def _judged(sweep: Sweep, plan: Plan, task: TaskSet, default: Trial, tuned: Meas
     )
 
 
-def _curse(plan: Plan, result: Result, tuned: Measured) -> float:
+def _false_confirmations(plan: Plan, result: Result, tuned: Measured) -> float:
     """How often this plan confirms a setting that loses just the margin, at the losses' shape that was seen."""
     return false_confirmations(
         np.asarray(tuned.lost),

@@ -1,10 +1,11 @@
 """The picture of a calibration, after the paper's figure 10: quality and memory against each threshold, with intervals,
 the chosen point, and what it did on the held-out samples."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvbench.calibrate.choose import Measured, beside, value_text
+from kvbench.calibrate.choose import beside, value_text
 from kvbench.calibrate.write import Result, StageResult
 from kvbench.results.measures import LOSSES, RESIDENT
 from kvbench.results.writing import write_atomic
@@ -36,11 +37,30 @@ def draw(result: Result) -> list[Path]:
     figure = Figure(figsize=(1.2 + 4.4 * count, 5.4), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, count, squeeze=False, sharex="col", sharey="row")
+    rule, memory = result.plan.rule, RESIDENT
+    lost = LOSSES[rule.criterion]
     for column, item in enumerate(result.stages):
-        is_last = column == len(result.stages) - 1
-        _quality(axes[0][column], item, result, with_verdict=is_last)
-        _memory(axes[1][column], item, result, with_verdict=is_last)
-    lost = LOSSES[result.plan.rule.criterion]
+        quality = [point.losses.get(rule.criterion) for point in item.points]
+        held_out = result.choice.held_out if column == count - 1 and result.choice is not None else None
+        judged = (held_out.losses[rule.criterion], held_out.bytes_ratio) if held_out is not None else (None, None)
+        num = 0 if held_out is None else held_out.num_samples
+        top, bottom = axes[0][column], axes[1][column]
+        margin = lost.scale * rule.margin
+        top.axhline(0, color="#999999", linewidth=0.8)
+        top.axhline(margin, color=LIMIT, linestyle="--", linewidth=1.1, label=f"margin {margin:g}")
+        _series(top, item, quality, lost.scale, QUALITY, "o")
+        _verdict(top, item, judged[0], lost.scale, num)
+        _loss_scale(top, margin)
+        text = beside(item.points, item.stage.parameter)
+        top.set_title(f"{item.stage.parameter} ({text})" if text else item.stage.parameter, fontsize=10)
+        ratios = [point.bytes_ratio for point in item.points]
+        _series(bottom, item, ratios, memory.scale, MEMORY, "s")
+        _verdict(bottom, item, judged[1], memory.scale, num)
+        bottom.set_ylim(0, 1.12 * max(memory.scale * (found.high or found.value or 0) for found in ratios))
+        labels = [value_text(value).strip("()").replace(", ", "\n") for value in item.stage.values]
+        bottom.set_xticks(range(len(item.points)), labels)
+        bottom.set_xlim(-0.6, len(item.points) - 0.4)
+        bottom.set_xlabel(item.stage.parameter)
     axes[0][0].set_ylabel(f"{lost.title}\n({lost.unit})")
     axes[1][0].set_ylabel(f"resident bytes\n({RESIDENT.unit})")
     handles = dict(zip(*reversed(axes[0][-1].get_legend_handles_labels()), strict=True))
@@ -59,25 +79,6 @@ def draw(result: Result) -> list[Path]:
     return files
 
 
-def _quality(axes: "Axes", item: StageResult, result: Result, with_verdict: bool) -> None:
-    rule = result.plan.rule
-    scale = LOSSES[rule.criterion].scale
-    found = [point.losses.get(rule.criterion) for point in item.points]
-    axes.axhline(0, color="#999999", linewidth=0.8)
-    axes.axhline(
-        scale * rule.margin, color=LIMIT, linestyle="--", linewidth=1.1, label=f"margin {scale * rule.margin:g}"
-    )
-    _series(axes, [(x, e.value, e.low, e.high) for x, e in enumerate(found) if e is not None], scale, QUALITY, "o")
-    _choice(axes, item, [None if e is None else e.value for e in found], scale)
-    if with_verdict and result.choice is not None and item.chosen is not None:
-        held_out = result.choice.held_out
-        _verdict(axes, item.chosen, held_out.losses[rule.criterion], scale, held_out)
-    _loss_scale(axes, scale * rule.margin)
-    text = beside(item.points, item.stage.parameter)
-    axes.set_title(f"{item.stage.parameter} ({text})" if text else item.stage.parameter, fontsize=10)
-    axes.grid(axis="y", alpha=0.3)
-
-
 def _loss_scale(axes: "Axes", margin: float) -> None:
     """Losses span decades and the margin must stay visible: linear to twice the margin, logarithmic beyond."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
@@ -91,75 +92,44 @@ def _loss_scale(axes: "Axes", margin: float) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def _memory(axes: "Axes", item: StageResult, result: Result, with_verdict: bool) -> None:
-    found = [point.bytes_ratio for point in item.points]
-    _series(
+def _series(
+    axes: "Axes", item: StageResult, found: Sequence[Estimate | None], scale: float, colour: str, marker: str
+) -> None:
+    """Values with their 95 % intervals, joined by a thin line because the grid has an order, and a ring around the
+    choice."""
+    points = [(x, estimate) for x, estimate in enumerate(found) if estimate is not None and estimate.value is not None]
+    _errorbar(
         axes,
-        [(x, e.value, e.low, e.high) for x, e in enumerate(found) if e.value is not None],
-        RESIDENT.scale,
-        MEMORY,
-        "s",
-    )
-    _choice(axes, item, [e.value for e in found], RESIDENT.scale)
-    if with_verdict and result.choice is not None and item.chosen is not None:
-        held_out = result.choice.held_out
-        _verdict(axes, item.chosen, held_out.bytes_ratio, RESIDENT.scale, held_out)
-    axes.set_ylim(0, 1.12 * max(RESIDENT.scale * (e.high or e.value or 0) for e in found))
-    labels = [value_text(value).strip("()").replace(", ", "\n") for value in item.stage.values]
-    axes.set_xticks(range(len(item.points)), labels)
-    axes.set_xlim(-0.6, len(item.points) - 0.4)
-    axes.set_xlabel(item.stage.parameter)
-    axes.grid(axis="y", alpha=0.3)
-
-
-def _series(axes: "Axes", points: list[tuple], scale: float, colour: str, marker: str) -> None:
-    """Values with their 95 % intervals, joined by a thin line because the grid has an order."""
-    xs, values = [p[0] for p in points], [scale * p[1] for p in points]
-    below = [scale * (p[1] - (p[1] if p[2] is None else p[2])) for p in points]
-    above = [scale * ((p[1] if p[3] is None else p[3]) - p[1]) for p in points]
-    span = [[max(0.0, b) for b in below], [max(0.0, a) for a in above]]
-    axes.errorbar(
-        xs,
-        values,
-        yerr=span,
+        points,
+        scale,
         color=colour,
         marker=marker,
         markersize=5,
         linewidth=1,
-        capsize=3,
         label="tuning samples, 95 % interval",
     )
+    ring = {"marker": "o", "markersize": 13, "color": "black", "fillstyle": "none", "markeredgewidth": 1.6}
+    for x, estimate in points:
+        if x == item.chosen:
+            axes.plot(x, scale * (estimate.value or 0), linestyle="none", label="chosen", **ring)
+    axes.grid(axis="y", alpha=0.3)
 
 
-def _choice(axes: "Axes", item: StageResult, values: list[float | None], scale: float) -> None:
-    if item.chosen is None or (value := values[item.chosen]) is None:
+def _verdict(axes: "Axes", item: StageResult, found: Estimate | None, scale: float, num_samples: int) -> None:
+    """What the choice did on the held-out samples."""
+    if found is None or found.value is None or item.chosen is None:
         return
-    axes.plot(
-        item.chosen,
-        scale * value,
-        marker="o",
-        markersize=13,
-        color="black",
-        fillstyle="none",
-        markeredgewidth=1.6,
-        linestyle="none",
-        label="chosen",
-    )
+    label = f"chosen, on {num_samples} held-out samples"
+    point = [(item.chosen + 0.25, found)]
+    _errorbar(axes, point, scale, color=HELD_OUT, marker="D", markersize=6, linestyle="none", label=label)
 
 
-def _verdict(axes: "Axes", place: int, found: Estimate, scale: float, held_out: Measured) -> None:
-    if found.value is None:
-        return
-    value = scale * found.value
-    low, high = (value if end is None else scale * end for end in (found.low, found.high))
-    axes.errorbar(
-        place + 0.25,
-        value,
-        yerr=[[max(0.0, value - low)], [max(0.0, high - value)]],
-        color=HELD_OUT,
-        marker="D",
-        markersize=6,
-        capsize=3,
-        linestyle="none",
-        label=f"chosen, on {held_out.num_samples} held-out samples",
-    )
+def _errorbar(axes: "Axes", points: Sequence[tuple[float, Estimate]], scale: float, **style: Any) -> None:
+    values = [scale * (estimate.value or 0) for _, estimate in points]
+    low = [value if e.low is None else scale * e.low for value, (_, e) in zip(values, points, strict=True)]
+    high = [value if e.high is None else scale * e.high for value, (_, e) in zip(values, points, strict=True)]
+    span = [
+        [max(0.0, value - end) for value, end in zip(values, low, strict=True)],
+        [max(0.0, end - value) for value, end in zip(values, high, strict=True)],
+    ]
+    axes.errorbar([x for x, _ in points], values, yerr=span, capsize=3, **style)

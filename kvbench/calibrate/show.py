@@ -7,8 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from kvbench.calibrate.choose import Measured, beside, settings_text
-from kvbench.calibrate.curse import ALLOWED
+from kvbench.calibrate.choose import ALLOWED, Measured, beside, settings_text
 from kvbench.calibrate.layers import LayerSearch
 from kvbench.calibrate.plan import Rule
 from kvbench.calibrate.write import Choice, Result, StageResult

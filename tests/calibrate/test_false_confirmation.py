@@ -1,4 +1,4 @@
-"""The winner's curse: how often a calibration confirms what it should not, and that looks are counted."""
+"""False confirmations: how often a calibration confirms what it should not, and that looks are counted."""
 
 import json
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from graded import Bench, gentle, make_cfg, smaller
 
+from kvbench.calibrate.choose import ALLOWED, false_confirmations
 from kvbench.calibrate.command import _earlier_looks, main
-from kvbench.calibrate.curse import ALLOWED, false_confirmations
 from kvbench.calibrate.plan import Rule
 
 RULE = Rule(criterion="nll", margin=0.05, proof="interval", tie=0.01, resamples=499, seed=0)
