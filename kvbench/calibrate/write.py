@@ -1,8 +1,7 @@
 """What a calibration leaves behind: the file that `method.calibration=` loads, and every measurement as JSON."""
 
-import dataclasses
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from kvbench.calibrate.choose import Measured
@@ -101,8 +100,7 @@ def write(result: Result, *, out: str | None = None) -> list[Path]:
     Raises:
         JournalError: The disk is full.
     """
-    content = _everything(result)
-    text = json.dumps(plain(content), indent=1, allow_nan=False)
+    text = json.dumps(plain(_everything(result)), indent=1, allow_nan=False)
     files = [result.folder / "calibration.json"]
     write_atomic(files[0], text.encode("ascii") + b"\n")
     if result.choice is None:
@@ -145,13 +143,14 @@ def _file(result: Result, choice: Choice) -> dict:
             "calibrated_against_uncalibrated": _short(choice.against_default),
         },
         "tuning": [
-            {"parameter": item.stage.parameter, "chosen": item.value, "grid": _grid(item)} for item in result.stages
+            {"parameter": item.stage.parameter, "chosen": item.value, "grid": list(map(_short, item.points))}
+            for item in result.stages
         ],
         **({} if result.layers is None else {"layers": _sensitivity(result.layers, plan.rule.criterion)}),
         "model": origin["model"],
         "data": origin["data"],
         "code": origin["code"],
-        "calibration": {"hash": result.hash, "plan": dataclasses.asdict(plan)},
+        "calibration": {"hash": result.hash, "plan": asdict(plan)},
         "versions": origin["versions"],
         "git": origin["git"],
         "made": now(),
@@ -170,6 +169,7 @@ def _sensitivity(found: LayerSearch, criterion: str) -> dict:
 def _origin(result: Result) -> dict:
     """What the calibration rests on."""
     run, tuned = result.default, [item.parameter for item in result.plan.stages]
+    counted = ("fingerprint", "num_samples")
     settings = {name: value for name, value in run.identity["method"].items() if not name.startswith("_")}
     own = {
         f"{folder}/{path.name}": path
@@ -186,8 +186,7 @@ def _origin(result: Result) -> dict:
             "protocol": run.task.protocol,
             "seed": run.config.seed,
             "batch_size": run.config.batch_size,
-            "tuning": _counted(result.sets.get("tuning", {})),
-            "held_out": _counted(result.sets.get("held_out", {})),
+            **{name: {key: result.sets[name][key] for key in counted} for name in ("tuning", "held_out")},
         },
         "code": {
             "harness": run.identity["code"]["harness"],
@@ -195,17 +194,9 @@ def _origin(result: Result) -> dict:
             "calibrate": hash_files(own),
             "backend": run.backend,
         },
-        "versions": dataclasses.asdict(provenance.versions()),
-        "git": dataclasses.asdict(provenance.git_state()),
+        "versions": asdict(provenance.versions()),
+        "git": asdict(provenance.git_state()),
     }
-
-
-def _counted(described: dict) -> dict:
-    return {name: described[name] for name in ("fingerprint", "num_samples") if name in described}
-
-
-def _grid(item: StageResult) -> list[dict]:
-    return [_short(point) for point in item.points]
 
 
 def _short(measured: Measured) -> dict:
@@ -233,15 +224,14 @@ def _rounded(value: float | None) -> float | None:
 def _everything(result: Result) -> dict:
     """All measurements, each sample's included."""
     choice = result.choice
-    judged = ("tuned", "held_out", "held_out_full", "held_out_default", "against_default")
     return {
-        "plan": dataclasses.asdict(result.plan),
+        "plan": asdict(result.plan),
         "method": result.method,
         "hash": result.hash,
-        "layers": None if result.layers is None else dataclasses.asdict(result.layers),
-        "stages": [dataclasses.asdict(item) for item in result.stages],
+        "layers": None if result.layers is None else asdict(result.layers),
+        "stages": [asdict(item) for item in result.stages],
         "chosen": None if choice is None else choice.settings,
-        **{name: None if choice is None else dataclasses.asdict(getattr(choice, name)) for name in judged},
+        **(dict.fromkeys(item.name for item in fields(Choice)) if choice is None else asdict(choice)),
         "confirmed": choice is not None and choice.confirmed,
         "false_confirmations": result.false_confirmations,
         "looks": result.looks,
@@ -250,6 +240,6 @@ def _everything(result: Result) -> dict:
         "prompts_reused": result.prompts_reused,
         "rule": result.plan.rule.text(),
         "origin": _origin(result),
-        "machine": dataclasses.asdict(provenance.machine(result.default.model.device)),
+        "machine": asdict(provenance.machine(result.default.model.device)),
         "made": now(),
     }

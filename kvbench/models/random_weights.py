@@ -9,6 +9,7 @@ import yaml
 
 from kvbench.config.files import package_folder
 from kvbench.errors import check_whole, unknown_name
+from kvbench.kernels.bench.machine import available_bytes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -183,7 +184,7 @@ def _check_memory(outline: "PreTrainedModel", config: "PretrainedConfig", device
     """Raises ValueError when the weights of `outline` (on the meta device) exceed the memory that is free."""
     total_bytes = sum(weight.numel() * weight.element_size() for weight in outline.parameters())
     layer_bytes = sum(weight.numel() * weight.element_size() for weight in outline.model.layers[0].parameters())
-    free_bytes = _free_bytes(device)
+    free_bytes = available_bytes(str(device))
     if free_bytes is None or total_bytes <= free_bytes:
         return
     num_layers = config.num_hidden_layers
@@ -196,14 +197,3 @@ def _check_memory(outline: "PreTrainedModel", config: "PretrainedConfig", device
         f"free on {device}; "
         f"{remedy}" + ("; model.dtype=bfloat16 halves the need." if outline.dtype == torch.float32 else ".")
     )
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    """Returns the free memory of a device in bytes; None where it cannot be told."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None

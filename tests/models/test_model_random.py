@@ -98,7 +98,7 @@ def test_byte_tokenizer_covers_every_byte():
 
 def test_weights_beyond_the_memory_are_refused_with_what_fits(monkeypatch):
     """The error says need, free memory and the number of layers that fits, before anything is allocated."""
-    monkeypatch.setattr(model_random, "_free_bytes", lambda device: 8 * 2**30)
+    monkeypatch.setattr(model_random, "available_bytes", lambda device: 8 * 2**30)
     build, devices = transformers.AutoModelForCausalLM.from_config, []
     monkeypatch.setattr(
         transformers.AutoModelForCausalLM,

@@ -7,12 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_helpers import random_tokens
-from store_helpers import held_positions
 
-from kvbench.cache.layout import StoreOptions
-from kvbench.engine.runner import Runner
-from kvbench.methods.critical import Critical
 from kvbench.models import packed
 from kvbench.models.load import load_model
 
@@ -164,17 +159,6 @@ def test_a_layer_with_two_users_stays_plain():
     assert model["a"][0] is shared and model["b"][1] is twin and isinstance(model["c"], packed.PackedLinear)
 
 
-def test_methods_that_look_at_weights_find_them():
-    """CriticalKV takes the projection behind attention of a packed model for what it is of the plain one."""
-    prompt, found = random_tokens(60), []
-    for loaded in plain_and_packed():
-        runner = Runner(loaded, Critical(budget=0.5, window=8), options=StoreOptions(track=("pos",)))
-        runner.reserve(rows=1, prompt_tokens=60, new_tokens=4)
-        row, _ = runner.read(list(prompt))
-        found.append(held_positions(runner.store, row))
-    assert found[0] == found[1] and 0 < len(found[0][0]) < 60
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -197,26 +181,7 @@ def test_what_cannot_be_packed_stays_plain_and_says_so(change, reason, monkeypat
     assert not any(isinstance(module, packed.PackedLinear) for module in loaded.model.modules())
 
 
-def test_a_gpu_is_no_place_for_it():
-    """The reason names the kind of device."""
-    assert "runs on cuda" in packed.why_not(torch.float32, torch.device("cuda:0"))
-
-
 def test_another_word_is_refused():
     """With the words that there are."""
     with pytest.raises(ValueError, match=r"model.linear=pakced does not exist. Did you mean packed\?"):
         load_model(TINY | {"linear": "pakced"})
-
-
-def test_layers_in_two_places_are_packed_alike():
-    """A model whose layers share two places of main memory gives the logits of one in one place."""
-    found = []
-    for device in ("cpu", ["cpu", "cpu"]):
-        loaded = load_model({**TINY, "linear": "packed", "device": device})
-        runner = Runner(loaded, Critical(budget=0.5, window=8), options=StoreOptions(track=("pos",)))
-        runner.reserve(rows=1, prompt_tokens=40, new_tokens=2)
-        row, logits = runner.read(random_tokens(40))
-        found.append((runner.step([row], [7]), logits[-1], held_positions(runner.store, row)))
-        assert (loaded.linear, len(runner.store.holding.parts)) == ("packed", 1 if device == "cpu" else 2)
-    for one, two in zip(found[0][:2], found[1][:2], strict=True):
-        assert torch.equal(one, two)

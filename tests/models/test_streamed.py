@@ -13,10 +13,11 @@ from kvbench.kernels.cpu.build import BuildError
 from kvbench.kernels.cpu.products import MAX_ROWS, FewRows
 from kvbench.methods.critical import Critical
 from kvbench.methods.full import Full
-from kvbench.models import matrices, streamed
+from kvbench.models import matrices, packed, streamed
 from kvbench.models.load import load_model
 
 TINY = {"kind": "random", "preset": "tiny", "dtype": "float32", "device": "cpu"}
+WAYS = ["streamed"] + ([] if packed.why_not(torch.float32, torch.device("cpu")) else ["packed"])
 pytestmark = pytest.mark.skipif(
     bool(streamed.why_not(torch.float32, torch.device("cpu"))), reason="the kernels cannot be built here"
 )
@@ -100,17 +101,6 @@ def test_a_decode_step_is_the_same_bits_in_any_batch():
         assert torch.equal(decode([i])[0], together[i])
 
 
-def test_methods_that_look_at_weights_find_them():
-    """CriticalKV takes the projection behind attention of a streamed model for what it is of the plain one."""
-    prompt, found = random_tokens(60), []
-    for loaded in plain_and_streamed():
-        runner = Runner(loaded, Critical(budget=0.5, window=8), options=StoreOptions(track=("pos",)))
-        runner.reserve(rows=1, prompt_tokens=60, new_tokens=4)
-        row, _ = runner.read(list(prompt))
-        found.append(held_positions(runner.store, row))
-    assert found[0] == found[1] and 0 < len(found[0][0]) < 60
-
-
 def test_a_copied_model_multiplies_alike():
     """A deep copy has layers of the same kind and gives the same bits."""
     model = load_model(TINY | {"linear": "streamed"}).model
@@ -142,7 +132,6 @@ def test_where_it_cannot_be_had_the_model_is_plain_and_says_so(monkeypatch):
     loaded = load_model(TINY | {"linear": "streamed"})
     assert loaded.linear == "plain" and type(loaded.model.lm_head) is torch.nn.Linear
     assert loaded.remark == "model.linear=streamed was not done, because no C++ compiler found; install g++"
-    assert "runs on cuda" in streamed.why_not(torch.float32, torch.device("cuda:0"))
     assert "no kernel for float64" in streamed.why_not(torch.float64, torch.device("cpu"))
 
 
@@ -167,14 +156,23 @@ def test_the_identity_has_the_instructions(monkeypatch):
     assert [matrices.kernels(linear) for linear in matrices.LINEAR] == [(), (), ("cpu",)]
 
 
-def test_layers_in_two_places_are_streamed_alike():
-    """A model whose layers share two places of main memory gives the logits of one in one place."""
-    found = []
-    for device in ("cpu", ["cpu", "cpu"]):
-        loaded = load_model({**TINY, "linear": "streamed", "device": device})
-        runner = Runner(loaded, Full(), options=StoreOptions())
-        runner.reserve(rows=1, prompt_tokens=40, new_tokens=2)
-        row, _ = runner.read(random_tokens(40))
-        found.append(runner.step([row], [7]))
-        assert (loaded.linear, len(runner.store.holding.parts)) == ("streamed", 1 if device == "cpu" else 2)
-    assert torch.equal(*found)
+def read_and_step(loaded, tokens):
+    """CriticalKV's held positions after a prompt, and the logits of a step."""
+    runner = Runner(loaded, Critical(budget=0.5, window=8), options=StoreOptions(track=("pos",)))
+    runner.reserve(rows=1, prompt_tokens=tokens, new_tokens=4)
+    row, logits = runner.read(random_tokens(tokens))
+    held = held_positions(runner.store, row)
+    return held, logits[-1], runner.step([row], [7]), len(runner.store.holding.parts)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_methods_find_weights_and_layers_lie_in_two_places(way):
+    """CriticalKV takes the projection behind attention for what it is in the plain model; a model whose layers share
+    two places of main memory gives the logits of one in one place."""
+    plain, *others = (load_model(TINY | more) for more in ({}, {"linear": way}, {"linear": way, "device": ["cpu"] * 2}))
+    assert all(loaded.linear == way for loaded in others)
+    held, *_ = read_and_step(plain, 60)
+    one, two = (read_and_step(loaded, 60) for loaded in others)
+    assert one[0] == held == two[0] and 0 < len(held[0]) < 60
+    assert torch.equal(one[1], two[1]) and torch.equal(one[2], two[2]) and (one[3], two[3]) == (1, 2)
+    assert "runs on cuda" in getattr(matrices, way).why_not(torch.float32, torch.device("cuda:0"))
