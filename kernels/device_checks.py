@@ -11,6 +11,7 @@ from kvbench.kernels.device_inputs import (
     REFERENCE,
     Finding,
     Plan,
+    bounded_format,
     bytes_differ,
     differ,
     filled,
@@ -219,8 +220,7 @@ def check_bounds(plan: Plan) -> Iterator[Finding]:
     for head_dim, _, _ in plan.kinds:
         if not plan.takes(f"bounds {head_dim}"):
             continue
-        slots = format_of("k16v16", head_dim).slot
-        fmt = PageFormat(slots, 16 * int(slots.slot_bytes) + 4 * head_dim, bounds=True)
+        fmt = bounded_format(head_dim)
         want = torch.zeros(9, fmt.page_bytes, dtype=torch.uint8)
         for page, slot, distinct in (
             (torch.arange(8).repeat_interleave(16), torch.arange(16).repeat(8), False),

@@ -103,6 +103,12 @@ def format_of(name: str, head_dim: int) -> PageFormat:
     return PageFormat(slot, max(64 * head_dim, -(-slot.quantum_bytes // 16) * 16))
 
 
+def bounded_format(head_dim: int) -> PageFormat:
+    """Pages of 16 slots of 16 bits that carry the bounds of their keys."""
+    slot = SlotFormat(head_dim, 16, 16)
+    return PageFormat(slot, 16 * int(slot.slot_bytes) + 4 * head_dim, bounds=True)
+
+
 def differ(a: Tensor, b: Tensor) -> float:
     """The largest difference of two tensors; NaN where only one is NaN."""
     a, b = a.detach().cpu().double(), b.detach().cpu().double()

@@ -48,16 +48,10 @@ def table_page(table, which, entries, index, live, REVERSED: tl.constexpr):
 def _attend_tier(
     q, pages, table, num_k, num_v, angles, frequencies, seen, weights, tops, ring_tokens, ring_k, ring_v, part_top,
     part_sum, part_out, pid, row, which, flat, part, parts, place, num_parts, scale2, page_bytes, columns, entries,
-    pages_per_part, heads, rk_row, rk_head, rv_row, rv_head, angle_row,
-    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
-    SCORES: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, HELD: tl.constexpr, REVERSED: tl.constexpr,
-    TURN: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, REST: tl.constexpr,
-    K_BITS: tl.constexpr, K_P: tl.constexpr, K_W: tl.constexpr, K_WP: tl.constexpr, K_OFF: tl.constexpr,
-    K_SCALE: tl.constexpr, K_ZERO: tl.constexpr, K_GROUPS: tl.constexpr, K_CHANNEL: tl.constexpr, K_CODE: tl.constexpr,
-    K_ELEM: tl.constexpr,
-    V_BITS: tl.constexpr, V_P: tl.constexpr, V_W: tl.constexpr, V_WP: tl.constexpr, V_OFF: tl.constexpr,
-    V_SCALE: tl.constexpr, V_ZERO: tl.constexpr, V_GROUPS: tl.constexpr, V_CHANNEL: tl.constexpr, V_CODE: tl.constexpr,
-    V_ELEM: tl.constexpr,
+    pages_per_part, heads, rk_row, rk_head, rv_row, rv_head, angle_row, G: tl.constexpr, GP: tl.constexpr,
+    D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, SCORES: tl.constexpr, RK: tl.constexpr,
+    RV: tl.constexpr, HELD: tl.constexpr, REVERSED: tl.constexpr, TURN: tl.constexpr, HALF: tl.constexpr,
+    HP: tl.constexpr, REST: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """One part of one list in one tier (and its residual buffer): maximum, sum, unnormalised output, exponentials.
 
@@ -73,11 +67,11 @@ def _attend_tier(
     if RK > 0:
         total = tl.load(ring_tokens + flat).to(tl.int32)
     g = tl.arange(0, GP)
-    query = query_planes(q, pid * G * D, G, GP, D, K_P, K_W, K_WP)
-    q_sum = sum_channels(query, K_P)
+    query = query_planes(q, pid * G * D, G, GP, D, K)
+    q_sum = sum_channels(query, K)
     top = tl.full([GP], LOWEST, tl.float32)
     norm = tl.zeros([GP], tl.float32)
-    acc = zero_planes(V_P, GP, V_WP)
+    acc = zero_planes(V, GP)
     num_pages = (total + T - 1) // T
     share = pages_per_part
     if share == 0:
@@ -96,21 +90,15 @@ def _attend_tier(
             angle = key_angles(
                 angles, frequencies, seen, pid // heads, held_k, token, live_k, angle_row, HALF, HP, TURN
             )
-            logit = rotated_logits(
-                q, pid * G * D, angle, base, t, live_k, G, GP, D, T, HALF, HP, REST, K_BITS, K_W, K_OFF, K_SCALE,
-                K_ZERO, K_GROUPS, K_CHANNEL, K_CODE, K_ELEM,
-            )  # fmt: skip
+            logit = rotated_logits(q, pid * G * D, angle, base, t, live_k, G, GP, D, T, HALF, HP, REST, K)
         else:
-            logit = key_logits(
-                query, q_sum, base, start, held_k - index * T, D, T, BT, OP, K_BITS, K_P, K_W, K_WP, K_OFF, K_SCALE,
-                K_ZERO, K_GROUPS, K_CHANNEL, K_CODE, K_ELEM,
-            )  # fmt: skip
+            logit = key_logits(query, q_sum, base, start, held_k - index * T, D, T, BT, OP, K)
         live = live_k
         if RK > 0:  # noqa: SIM102 - known when the kernel is compiled, unlike what follows
             if (index + 1) * T > held_k:
                 in_ring = inside & (token >= held_k) & (token < total) & (token >= total - RK)
                 at = row * rk_row + pid % heads * rk_head
-                dots = ring_logits(query, ring_k, at, token, in_ring, GP, BT, OP, RK, D, K_P, K_W, K_WP)
+                dots = ring_logits(query, ring_k, at, token, in_ring, GP, BT, OP, RK, D, K)
                 logit = tl.where(live_k[None, :], logit, dots)
                 live = live_k | in_ring
         logit = tl.where(live[None, :], logit * scale2, LOWEST)
@@ -119,15 +107,12 @@ def _attend_tier(
         shrink = tl.exp2(top - new_top)
         norm = norm * shrink + tl.sum(p, 1)
         live_v = inside & (token < held_v) & (token < total)
-        acc = add_values(
-            acc, shrink, tl.where(live_v[None, :], p, 0.0), base, t, live_v, D, T, BT, OP, V_BITS, V_P, V_W, V_WP,
-            V_OFF, V_SCALE, V_ZERO, V_GROUPS, V_CODE, V_ELEM,
-        )  # fmt: skip
+        acc = add_values(acc, shrink, tl.where(live_v[None, :], p, 0.0), base, t, live_v, D, T, BT, OP, V)
         if RV > 0:  # noqa: SIM102
             if (index + 1) * T > held_v:
                 in_ring = inside & (token >= held_v) & (token < total) & (token >= total - RV)
                 at = row * rv_row + pid % heads * rv_head
-                acc = add_ring_values(acc, p, ring_v, at, token, in_ring, OP, RV, D, V_P, V_W, V_WP)
+                acc = add_ring_values(acc, p, ring_v, at, token, in_ring, OP, RV, D, V)
         top = new_top
         if SCORES:
             at = (pid * G + g) * (columns * T)
@@ -138,36 +123,25 @@ def _attend_tier(
     at = (pid * num_parts + place) * G + g
     tl.store(part_top + at, top, mask=g < G)
     tl.store(part_sum + at, norm, mask=g < G)
-    w = tl.arange(0, V_WP)
+    w = tl.arange(0, V.WP)
     if first < last:
-        for plane in tl.static_range(V_P):
-            where = part_out + at[:, None] * D + (plane * V_W + w)[None, :]
-            tl.store(where, acc[plane], mask=(g < G)[:, None] & (w < V_W)[None, :])
+        P: tl.constexpr = V.P
+        for plane in tl.static_range(P):
+            where = part_out + at[:, None] * D + (plane * V.W + w)[None, :]
+            tl.store(where, acc[plane], mask=(g < G)[:, None] & (w < V.W)[None, :])
 
 
 @triton.jit(do_not_specialize=["offset", "first_part"])
 def _attend(
-    q, pages, rows, seen, frequencies, ring_tokens, ring_k, ring_v, part_top, part_sum, part_out,
-    a_table, a_num_k, a_num_v, a_angles, a_weights, a_tops, a_parts, a_columns, a_entries, a_pages, a_angle_row,
-    b_table, b_num_k, b_num_v, b_angles, b_weights, b_tops, b_parts, b_columns, b_entries, b_pages, b_angle_row,
-    scale2, page_bytes, num_parts, first_part, heads, per_row, offset, rk_row, rk_head, rv_row, rv_head,
-    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, OP: tl.constexpr, SCORES: tl.constexpr, RK: tl.constexpr,
-    RV: tl.constexpr, NAMED: tl.constexpr, TABLED: tl.constexpr, HELD: tl.constexpr, HALF: tl.constexpr,
-    HP: tl.constexpr, REST: tl.constexpr, TWO: tl.constexpr,
-    A_T: tl.constexpr, A_BT: tl.constexpr, A_REVERSED: tl.constexpr, A_TURN: tl.constexpr,
-    AK_BITS: tl.constexpr, AK_P: tl.constexpr, AK_W: tl.constexpr, AK_WP: tl.constexpr, AK_OFF: tl.constexpr,
-    AK_SCALE: tl.constexpr, AK_ZERO: tl.constexpr, AK_GROUPS: tl.constexpr, AK_CHANNEL: tl.constexpr,
-    AK_CODE: tl.constexpr, AK_ELEM: tl.constexpr,
-    AV_BITS: tl.constexpr, AV_P: tl.constexpr, AV_W: tl.constexpr, AV_WP: tl.constexpr, AV_OFF: tl.constexpr,
-    AV_SCALE: tl.constexpr, AV_ZERO: tl.constexpr, AV_GROUPS: tl.constexpr, AV_CHANNEL: tl.constexpr,
-    AV_CODE: tl.constexpr, AV_ELEM: tl.constexpr,
-    B_T: tl.constexpr, B_BT: tl.constexpr, B_REVERSED: tl.constexpr, B_TURN: tl.constexpr,
-    BK_BITS: tl.constexpr, BK_P: tl.constexpr, BK_W: tl.constexpr, BK_WP: tl.constexpr, BK_OFF: tl.constexpr,
-    BK_SCALE: tl.constexpr, BK_ZERO: tl.constexpr, BK_GROUPS: tl.constexpr, BK_CHANNEL: tl.constexpr,
-    BK_CODE: tl.constexpr, BK_ELEM: tl.constexpr,
-    BV_BITS: tl.constexpr, BV_P: tl.constexpr, BV_W: tl.constexpr, BV_WP: tl.constexpr, BV_OFF: tl.constexpr,
-    BV_SCALE: tl.constexpr, BV_ZERO: tl.constexpr, BV_GROUPS: tl.constexpr, BV_CHANNEL: tl.constexpr,
-    BV_CODE: tl.constexpr, BV_ELEM: tl.constexpr,
+    q, pages, rows, seen, frequencies, ring_tokens, ring_k, ring_v, part_top, part_sum, part_out, a_table, a_num_k,
+    a_num_v, a_angles, a_weights, a_tops, a_parts, a_columns, a_entries, a_pages, a_angle_row, b_table, b_num_k,
+    b_num_v, b_angles, b_weights, b_tops, b_parts, b_columns, b_entries, b_pages, b_angle_row, scale2, page_bytes,
+    num_parts, first_part, heads, per_row, offset, rk_row, rk_head, rv_row, rv_head, G: tl.constexpr, GP: tl.constexpr,
+    D: tl.constexpr, OP: tl.constexpr, SCORES: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, NAMED: tl.constexpr,
+    TABLED: tl.constexpr, HELD: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, REST: tl.constexpr,
+    TWO: tl.constexpr, A_T: tl.constexpr, A_BT: tl.constexpr, A_REVERSED: tl.constexpr, A_TURN: tl.constexpr,
+    AK: tl.constexpr, AV: tl.constexpr, B_T: tl.constexpr, B_BT: tl.constexpr, B_REVERSED: tl.constexpr,
+    B_TURN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """One part of one list of a layer: the first `a_parts` are of one tier, the others of a second one (TWO)."""
     pid, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -180,19 +154,15 @@ def _attend(
         _attend_tier(
             q, pages, a_table, a_num_k, a_num_v, a_angles, frequencies, seen, a_weights, a_tops, ring_tokens, ring_k,
             ring_v, part_top, part_sum, part_out, pid, row, which, flat, part, a_parts, first_part + part, num_parts,
-            scale2, page_bytes, a_columns, a_entries, a_pages, heads, rk_row, rk_head, rv_row, rv_head, a_angle_row,
-            G, GP, D, A_T, A_BT, OP, SCORES, RK, RV, HELD, A_REVERSED, A_TURN, HALF, HP, REST,
-            AK_BITS, AK_P, AK_W, AK_WP, AK_OFF, AK_SCALE, AK_ZERO, AK_GROUPS, AK_CHANNEL, AK_CODE, AK_ELEM,
-            AV_BITS, AV_P, AV_W, AV_WP, AV_OFF, AV_SCALE, AV_ZERO, AV_GROUPS, AV_CHANNEL, AV_CODE, AV_ELEM,
+            scale2, page_bytes, a_columns, a_entries, a_pages, heads, rk_row, rk_head, rv_row, rv_head, a_angle_row, G,
+            GP, D, A_T, A_BT, OP, SCORES, RK, RV, HELD, A_REVERSED, A_TURN, HALF, HP, REST, AK, AV,
         )  # fmt: skip
     elif TWO:
         _attend_tier(
             q, pages, b_table, b_num_k, b_num_v, b_angles, frequencies, seen, b_weights, b_tops, ring_tokens, ring_k,
             ring_v, part_top, part_sum, part_out, pid, row, which, flat, part - a_parts, b_parts, first_part + part,
             num_parts, scale2, page_bytes, b_columns, b_entries, b_pages, heads, rk_row, rk_head, rv_row, rv_head,
-            b_angle_row, G, GP, D, B_T, B_BT, OP, SCORES, 0, 0, HELD, B_REVERSED, B_TURN, HALF, HP, REST,
-            BK_BITS, BK_P, BK_W, BK_WP, BK_OFF, BK_SCALE, BK_ZERO, BK_GROUPS, BK_CHANNEL, BK_CODE, BK_ELEM,
-            BV_BITS, BV_P, BV_W, BV_WP, BV_OFF, BV_SCALE, BV_ZERO, BV_GROUPS, BV_CHANNEL, BV_CODE, BV_ELEM,
+            b_angle_row, G, GP, D, B_T, B_BT, OP, SCORES, 0, 0, HELD, B_REVERSED, B_TURN, HALF, HP, REST, BK, BV,
         )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from kvbench.kernels.gpu.fields import BLOCK, _read_side, _write_fields
 from kvbench.kernels.gpu.manager import DevicePages
 from kvbench.kernels.gpu.moves import _demote_both, _move_bytes, byte_map
 from kvbench.kernels.gpu.pages import TILE, slots_per_program, write_part
-from kvbench.kernels.gpu.parts import ELEMENT, LOG2_E, launch, power_of_two, side_constants
+from kvbench.kernels.gpu.parts import ELEMENT, LOG2_E, launch, power_of_two, side_layout
 from kvbench.kernels.gpu.prefill import prompt_statistics, sum_columns
 from kvbench.kernels.gpu.step import DeviceStep, check_step
 from kvbench.kernels.gpu.table import DevicePool, DeviceTable
@@ -159,7 +159,7 @@ class Gpu(Backend):
             launch(
                 _read_side, (-(-count // rows),), pages, target, page.contiguous(), slot.contiguous(), count,
                 pages.shape[1], BM=rows, DP=padded, KEYS=side == "k", D=head_dim, T=fmt.tokens_per_page,
-                **side_constants(fmt, side, least=1),
+                SIDE=side_layout(fmt, side, least=1),
             )  # fmt: skip
         return out[0], out[1]
 
@@ -332,9 +332,9 @@ class Gpu(Backend):
             _demote_both, (max(-(-count // each) for each in rows), 3 if fields else 2), pages, src_page.contiguous(),
             src_slot.contiguous(), dst_page.contiguous(), dst_slot.contiguous(), *maps, count, fields, pages.shape[1],
             BK=rows[0], BV=rows[1], D=target.slot.head_dim, META_FIRST=False, BM=max(rows), BB=power_of_two(fields),
-            T=target.tokens_per_page, S_T=source.tokens_per_page, **side_constants(target, "k", "K_", least=1),
-            **side_constants(target, "v", "V_", least=1), **side_constants(source, "k", "SK_", least=1),
-            **side_constants(source, "v", "SV_", least=1), enable_fp_fusion=False,
+            T=target.tokens_per_page, S_T=source.tokens_per_page, K=side_layout(target, "k", least=1),
+            V=side_layout(target, "v", least=1), SK=side_layout(source, "k", least=1),
+            SV=side_layout(source, "v", least=1), enable_fp_fusion=False,
         )  # fmt: skip
 
     def attention_with_lse(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.attend import _attend, _finish
-from kvbench.kernels.gpu.parts import ELEMENT, INTERPRETED, LOG2_E, MIN_DOT, launch, power_of_two, side_constants
+from kvbench.kernels.gpu.parts import ELEMENT, INTERPRETED, LOG2_E, MIN_DOT, launch, power_of_two, side_layout
 from kvbench.kernels.operands import NO_SCORES, Reduce, Ring, StepScores, TierPages
 from kvbench.kernels.tier_table import KeyRotation, TierTable
 
@@ -159,7 +159,7 @@ class ListTier:
         """Its compile-time constants in `_attend`."""
         turn = 0 if not self.half else 1 if self.rotation is None else 3 if self.rotation.ages is None else 2
         found = {"T": self.fmt.tokens_per_page, "REVERSED": self.is_reversed, "TURN": turn}
-        sides = {**side_constants(self.fmt, "k", prefix + "K_"), **side_constants(self.fmt, "v", prefix + "V_")}
+        sides = {prefix + side.upper(): side_layout(self.fmt, side) for side in "kv"}
         return {f"{prefix}_{name}": value for name, value in found.items()} | sides
 
 

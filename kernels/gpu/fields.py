@@ -33,10 +33,8 @@ def _write_fields(
 
 @triton.jit
 def _read_side(
-    pages, out, page, slot, count, page_bytes, BM: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
-    D: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
-    OFF: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr,
-    CODE: tl.constexpr, ELEM: tl.constexpr,
+    pages, out, page, slot, count, page_bytes, BM: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
+    T: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Dequantises one side of BM slots."""
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
@@ -44,10 +42,7 @@ def _read_side(
     source = tl.load(page + row, mask=row < count, other=-1).to(tl.int64)
     at = tl.load(slot + row, mask=row < count, other=0).to(tl.int32)
     mask = (source >= 0)[:, None] & (channel < D)
-    values = _slot_values(
-        (pages + source * page_bytes)[:, None], at[:, None], channel, mask, KEYS, D, T, BITS, P, W, WP, OFF, SCALE,
-        ZERO, GROUPS, CHANNEL, CODE, ELEM,
-    )  # fmt: skip
+    values = _slot_values((pages + source * page_bytes)[:, None], at[:, None], channel, mask, KEYS, D, T, SIDE)
     values = tl.where(mask, values, 0.0)
     tl.store(out + row[:, None] * D + channel, values, mask=(row < count)[:, None] & (channel < D))
 

@@ -47,21 +47,9 @@ def _move_bytes(
 
 @triton.jit
 def _demote_both(
-    pages, source_page, source_slot, page, slot, source_map, target_map, count, num_bytes, page_bytes,
-    BK: tl.constexpr, BV: tl.constexpr, D: tl.constexpr, META_FIRST: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
-    T: tl.constexpr, S_T: tl.constexpr,
-    K_BITS: tl.constexpr, K_P: tl.constexpr, K_W: tl.constexpr, K_WP: tl.constexpr, K_OFF: tl.constexpr,
-    K_SCALE: tl.constexpr, K_ZERO: tl.constexpr, K_GROUPS: tl.constexpr, K_CHANNEL: tl.constexpr, K_CODE: tl.constexpr,
-    K_ELEM: tl.constexpr,
-    V_BITS: tl.constexpr, V_P: tl.constexpr, V_W: tl.constexpr, V_WP: tl.constexpr, V_OFF: tl.constexpr,
-    V_SCALE: tl.constexpr, V_ZERO: tl.constexpr, V_GROUPS: tl.constexpr, V_CHANNEL: tl.constexpr, V_CODE: tl.constexpr,
-    V_ELEM: tl.constexpr,
-    SK_BITS: tl.constexpr, SK_P: tl.constexpr, SK_W: tl.constexpr, SK_WP: tl.constexpr, SK_OFF: tl.constexpr,
-    SK_SCALE: tl.constexpr, SK_ZERO: tl.constexpr, SK_GROUPS: tl.constexpr, SK_CHANNEL: tl.constexpr,
-    SK_CODE: tl.constexpr, SK_ELEM: tl.constexpr,
-    SV_BITS: tl.constexpr, SV_P: tl.constexpr, SV_W: tl.constexpr, SV_WP: tl.constexpr, SV_OFF: tl.constexpr,
-    SV_SCALE: tl.constexpr, SV_ZERO: tl.constexpr, SV_GROUPS: tl.constexpr, SV_CHANNEL: tl.constexpr,
-    SV_CODE: tl.constexpr, SV_ELEM: tl.constexpr,
+    pages, source_page, source_slot, page, slot, source_map, target_map, count, num_bytes, page_bytes, BK: tl.constexpr,
+    BV: tl.constexpr, D: tl.constexpr, META_FIRST: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, T: tl.constexpr,
+    S_T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SK: tl.constexpr, SV: tl.constexpr,
 ):  # fmt: skip
     """Re-quantises the keys (programs of the first column), the values (of the second), or copies the tracked fields of
     some slots into another format."""
@@ -69,16 +57,12 @@ def _demote_both(
     if part == 0:
         _write_side(
             pages, pages, source_page, source_slot, page, slot, pages, pages, count, page_bytes, count, 0, 0, BK, True,
-            D, T, META_FIRST, 1, 0, K_BITS, K_P, K_W, K_WP, K_OFF, K_SCALE, K_ZERO, K_GROUPS, K_CHANNEL, K_CODE,
-            K_ELEM, S_T, SK_BITS, SK_P, SK_W, SK_WP, SK_OFF, SK_SCALE, SK_ZERO, SK_GROUPS, SK_CHANNEL, SK_CODE,
-            SK_ELEM,
+            D, T, META_FIRST, 1, 0, K, S_T, SK,
         )  # fmt: skip
     elif part == 1:
         _write_side(
             pages, pages, source_page, source_slot, page, slot, pages, pages, count, page_bytes, count, 0, 0, BV, False,
-            D, T, META_FIRST, 1, 0, V_BITS, V_P, V_W, V_WP, V_OFF, V_SCALE, V_ZERO, V_GROUPS, V_CHANNEL, V_CODE,
-            V_ELEM, S_T, SV_BITS, SV_P, SV_W, SV_WP, SV_OFF, SV_SCALE, SV_ZERO, SV_GROUPS, SV_CHANNEL, SV_CODE,
-            SV_ELEM,
+            D, T, META_FIRST, 1, 0, V, S_T, SV,
         )  # fmt: skip
     else:
         _move_bytes(pages, source_page, source_slot, page, slot, source_map, target_map, count, num_bytes, page_bytes,

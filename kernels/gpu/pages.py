@@ -22,68 +22,51 @@ from kvbench.kernels.gpu.coding import (
     store_metadata,
     store_scale,
 )
-from kvbench.kernels.gpu.parts import (
-    e4m3_bytes,
-    e4m3_values,
-    elements,
-    launch,
-    power_of_two,
-    side_constants,
-    side_layout,
-)
+from kvbench.kernels.gpu.parts import e4m3_bytes, e4m3_values, elements, launch, power_of_two, side_layout
 
 TILE = 2048  # entries of a program's tile
 
 
 @triton.jit
-def _slot_values(
-    base, slot, channel, mask, KEYS: tl.constexpr, D: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr,
-    P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, OFF: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr,
-    GROUPS: tl.constexpr, CHANNEL: tl.constexpr, CODE: tl.constexpr, ELEM: tl.constexpr,
-):  # fmt: skip
+def _slot_values(base, slot, channel, mask, KEYS: tl.constexpr, D: tl.constexpr, T: tl.constexpr, SIDE: tl.constexpr):
     """Channels of single slots, fp32, in the broadcast shape of `base`, `slot` and `channel`; 0 where masked, and of
     channels that keys are stored without.
 
     A code times its fp16 scale is exact in fp32, so nothing depends on whether the zero is added in the same step.
     """
-    if BITS >= 16:
+    if SIDE.BITS >= 16:
         if KEYS:
             cell = channel * T + slot
         else:
             cell = slot * D + channel
-        held = mask & (channel < W)
-        return tl.load((base + OFF).to(tl.pointer_type(ELEM)) + cell, mask=held, other=0.0).to(tl.float32)
+        held = mask & (channel < SIDE.W)
+        return tl.load((base + SIDE.OFF).to(tl.pointer_type(SIDE.ELEM)) + cell, mask=held, other=0.0).to(tl.float32)
     else:
         if KEYS:
-            cell = (channel % W) * T + slot
+            cell = (channel % SIDE.W) * T + slot
         else:
-            cell = slot * (W * 3 if BITS == 3 else W) + channel % W
-        raw = load_codes(base + OFF + cell, T if KEYS else 1, mask, W, BITS)
-        if BITS == 0:
-            if CODE == 0:
+            cell = slot * (SIDE.W * 3 if SIDE.BITS == 3 else SIDE.W) + channel % SIDE.W
+        raw = load_codes(base + SIDE.OFF + cell, T if KEYS else 1, mask, SIDE)
+        if SIDE.BITS == 0:
+            if SIDE.CODE == 0:
                 return e4m3_values(raw)
             else:
-                return e4m3_values(raw) * scales(base, (channel // (D // GROUPS)) * T + slot, mask, SCALE, CODE)
+                return e4m3_values(raw) * scales(base, (channel // (D // SIDE.GROUPS)) * T + slot, mask, SIDE)
         else:
-            codes = plane_codes(raw.to(tl.int32), channel // W, BITS)
-            if CHANNEL > 0:
-                index = (slot // CHANNEL) * D + channel
+            codes = plane_codes(raw.to(tl.int32), channel // SIDE.W, SIDE)
+            if SIDE.CHANNEL > 0:
+                index = (slot // SIDE.CHANNEL) * D + channel
             else:
-                index = (channel // (D // GROUPS)) * T + slot
-            scale, zero = metadata(base, index, mask, SCALE, ZERO, BITS, CODE)
-            return level_values(codes, BITS, CODE, tl.float32) * scale + zero
+                index = (channel // (D // SIDE.GROUPS)) * T + slot
+            scale, zero = metadata(base, index, mask, SIDE)
+            return level_values(codes, SIDE, tl.float32) * scale + zero
 
 
 @triton.jit
 def _write_side(
     x, pages, source_page, source_slot, page, slot, cos, sin, count, page_bytes, heads, per_row, offset,
     BM: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, T: tl.constexpr, META_FIRST: tl.constexpr,
-    FROM: tl.constexpr, HALF: tl.constexpr,
-    BITS: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, OFF: tl.constexpr, SCALE: tl.constexpr,
-    ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, CODE: tl.constexpr, ELEM: tl.constexpr,
-    S_T: tl.constexpr, S_BITS: tl.constexpr, S_P: tl.constexpr, S_W: tl.constexpr, S_WP: tl.constexpr,
-    S_OFF: tl.constexpr, S_SCALE: tl.constexpr, S_ZERO: tl.constexpr, S_GROUPS: tl.constexpr, S_CHANNEL: tl.constexpr,
-    S_CODE: tl.constexpr, S_ELEM: tl.constexpr,
+    FROM: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, S_T: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
     """Encodes one side of BM slots whose scales are their own: from dense vectors (FROM = 0), from slots of another
     format (1), or from the rows of x that `source_page` names (2). With `per_row` lists of a sequence, of which `heads`
@@ -94,16 +77,14 @@ def _write_side(
     live = target >= 0
     at = tl.load(slot + place_of, mask=row < count, other=0).to(tl.int32)
     base = (pages + target * page_bytes)[:, None, None]
-    plane, w = tl.arange(0, P), tl.arange(0, WP)
-    channel = (plane[:, None] * W + w[None, :])[None, :, :]
-    real = live[:, None, None] & (w < W)[None, None, :]
+    plane, w = tl.arange(0, SIDE.P), tl.arange(0, SIDE.WP)
+    channel = (plane[:, None] * SIDE.W + w[None, :])[None, :, :]
+    real = live[:, None, None] & (w < SIDE.W)[None, None, :]
     if FROM == 1:
         origin = tl.load(source_page + row, mask=row < count, other=0).to(tl.int64)
         there = tl.load(source_slot + row, mask=row < count, other=0).to(tl.int32)
-        values = _slot_values(
-            (pages + origin * page_bytes)[:, None, None], there[:, None, None], channel, real, KEYS, D, S_T, S_BITS,
-            S_P, S_W, S_WP, S_OFF, S_SCALE, S_ZERO, S_GROUPS, S_CHANNEL, S_CODE, S_ELEM,
-        )  # fmt: skip
+        source = (pages + origin * page_bytes)[:, None, None]
+        values = _slot_values(source, there[:, None, None], channel, real, KEYS, D, S_T, SOURCE)
     else:
         where = row
         if FROM == 2:
@@ -120,79 +101,77 @@ def _write_side(
     if KEYS:
         step, stride = T, 1
     else:
-        step, stride = 1, (W * 3 if BITS == 3 else W)
+        step, stride = 1, (SIDE.W * 3 if SIDE.BITS == 3 else SIDE.W)
     cell = at[:, None, None] * stride + w[None, None, :] * step
-    if BITS >= 16:
-        tl.store((base + OFF).to(tl.pointer_type(ELEM)) + cell, elements(values, ELEM), mask=real)
-    elif BITS == 0 and CODE == 0:
-        tl.store(base + OFF + cell, e4m3_bytes(values), mask=real)
-    elif BITS == 0 or CODE > 1:
+    if SIDE.BITS >= 16:
+        tl.store((base + SIDE.OFF).to(tl.pointer_type(SIDE.ELEM)) + cell, elements(values, SIDE.ELEM), mask=real)
+    elif SIDE.BITS == 0 and SIDE.CODE == 0:
+        tl.store(base + SIDE.OFF + cell, e4m3_bytes(values), mask=real)
+    elif SIDE.BITS == 0 or SIDE.CODE > 1:
         codes = tl.zeros_like(values).to(tl.int32)
-        for r in range(GROUPS):
-            mine = ((channel // (D // GROUPS)) == r) & real
-            its_codes, its_scale = encode_group(values, mine, D // GROUPS, BITS, CODE)
-            store_scale(pages + target * page_bytes, r * T + at, its_scale, live, SCALE, CODE)
+        for r in range(SIDE.GROUPS):
+            mine = ((channel // (D // SIDE.GROUPS)) == r) & real
+            its_codes, its_scale = encode_group(values, mine, D // SIDE.GROUPS, SIDE)
+            store_scale(pages + target * page_bytes, r * T + at, its_scale, live, SIDE)
             codes = tl.where(mine, its_codes, codes)
-        if BITS == 0:
-            tl.store(base + OFF + cell, codes.to(tl.uint8), mask=real)
+        if SIDE.BITS == 0:
+            tl.store(base + SIDE.OFF + cell, codes.to(tl.uint8), mask=real)
         else:
-            place = (pages + target * page_bytes)[:, None] + OFF + at[:, None] * stride + w[None, :] * step
-            store_codes(place, codes, plane, step, live[:, None] & (w < W)[None, :], W, BITS)
+            place = (pages + target * page_bytes)[:, None] + SIDE.OFF + at[:, None] * stride + w[None, :] * step
+            store_codes(place, codes, plane, step, live[:, None] & (w < SIDE.W)[None, :], SIDE)
     else:
         flat = base + tl.zeros([BM, 1, 1], tl.int32)
-        if CODE:
+        if SIDE.CODE:
             below, above = values, tl.abs(values)
         else:
             below, above = values, values
         scale, zero = tl.zeros_like(values), tl.zeros_like(values)
-        for r in range(GROUPS):
-            mine = ((channel // (D // GROUPS)) == r) & real
+        for r in range(SIDE.GROUPS):
+            mine = ((channel // (D // SIDE.GROUPS)) == r) & real
             low = tl.min(tl.min(tl.where(mine, below, float("inf")), 2), 1)
             high = tl.max(tl.max(tl.where(mine, above, float("-inf")), 2), 1)
             its_scale, its_zero = scale_of(
-                tl.where(live, low, 0.0)[:, None, None], tl.where(live, high, 0.0)[:, None, None], BITS, CODE
+                tl.where(live, low, 0.0)[:, None, None], tl.where(live, high, 0.0)[:, None, None], SIDE
             )
-            store_metadata(flat, r * T + at[:, None, None], its_scale, its_zero, live[:, None, None], SCALE, ZERO, CODE)
+            store_metadata(flat, r * T + at[:, None, None], its_scale, its_zero, live[:, None, None], SIDE)
             scale, zero = tl.where(mine, its_scale, scale), tl.where(mine, its_zero, zero)
-        codes = codes_of(values, scale, zero, BITS, CODE, META_FIRST)
-        place = (pages + target * page_bytes)[:, None] + OFF + at[:, None] * stride + w[None, :] * step
-        store_codes(place, codes, plane, step, live[:, None] & (w < W)[None, :], W, BITS)
+        codes = codes_of(values, scale, zero, SIDE, META_FIRST)
+        place = (pages + target * page_bytes)[:, None] + SIDE.OFF + at[:, None] * stride + w[None, :] * step
+        store_codes(place, codes, plane, step, live[:, None] & (w < SIDE.W)[None, :], SIDE)
 
 
 @triton.jit
 def _write_key_groups(
     x, place, pages, page, slot, page_bytes, D: tl.constexpr, T: tl.constexpr, GT: tl.constexpr, BW: tl.constexpr,
-    NAMED: tl.constexpr, BITS: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, OFF: tl.constexpr,
-    SCALE: tl.constexpr, ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, CODE: tl.constexpr,
-    ELEM: tl.constexpr,
+    NAMED: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Encodes the keys of one group of tokens with one scale per channel, BW bytes of every slot; NAMED: from the rows
     of x that `place` names."""
-    first = tl.program_id(0).to(tl.int64) * CHANNEL
+    first = tl.program_id(0).to(tl.int64) * SIDE.CHANNEL
     target = tl.load(page + first).to(tl.int64)
     start = tl.load(slot + first).to(tl.int32)
-    i, plane = tl.arange(0, GT), tl.arange(0, P)
+    i, plane = tl.arange(0, GT), tl.arange(0, SIDE.P)
     w = tl.program_id(1) * BW + tl.arange(0, BW)
-    width, tokens = tl.where(target >= 0, W, 0), tl.where(target >= 0, CHANNEL, 0)
+    width, tokens = tl.where(target >= 0, SIDE.W, 0), tl.where(target >= 0, SIDE.CHANNEL, 0)
     base = pages + target * page_bytes
-    channel = plane[:, None] * W + w[None, :]
-    real = (i < tokens)[:, None, None] & (w < W)[None, None, :]
+    channel = plane[:, None] * SIDE.W + w[None, :]
+    real = (i < tokens)[:, None, None] & (w < SIDE.W)[None, None, :]
     where = first + i
     if NAMED:
         where = tl.load(place + where, mask=i < tokens, other=0).to(tl.int64)
     values = tl.load(x + where[:, None, None] * D + channel[None, :, :], mask=real, other=0.0).to(tl.float32)
     low = tl.min(tl.where(real, values, float("inf")), 0)
-    if CODE:
+    if SIDE.CODE:
         high = tl.max(tl.where(real, tl.abs(values), float("-inf")), 0)
     else:
         high = tl.max(tl.where(real, values, float("-inf")), 0)
     held = (w < width)[None, :] & (plane >= 0)[:, None]
-    scale, zero = scale_of(tl.where(held, low, 0.0), tl.where(held, high, 0.0), BITS, CODE)
-    store_metadata(base, (start // CHANNEL) * D + channel, scale, zero, held, SCALE, ZERO, CODE)
+    scale, zero = scale_of(tl.where(held, low, 0.0), tl.where(held, high, 0.0), SIDE)
+    store_metadata(base, (start // SIDE.CHANNEL) * D + channel, scale, zero, held, SIDE)
     grown = tl.zeros_like(values)
-    codes = codes_of(values, grown + scale[None, :, :], grown + zero[None, :, :], BITS, CODE, True)
-    put = base + OFF + w[None, :] * T + (start + i)[:, None]
-    store_codes(put, codes, plane, T, (i < tokens)[:, None] & (w < W)[None, :], W, BITS)
+    codes = codes_of(values, grown + scale[None, :, :], grown + zero[None, :, :], SIDE, True)
+    put = base + SIDE.OFF + w[None, :] * T + (start + i)[:, None]
+    store_codes(put, codes, plane, T, (i < tokens)[:, None] & (w < SIDE.W)[None, :], SIDE)
 
 
 def write_part(
@@ -210,7 +189,7 @@ def write_part(
         _write_key_groups, (page.numel() // group, -(-num_bytes // width)), x.contiguous(),
         page if place is None else place, pages, page.contiguous(), slot.contiguous(), pages.shape[1],
         D=fmt.slot.head_dim, T=fmt.tokens_per_page, GT=tokens, BW=width, NAMED=place is not None,
-        **side_constants(fmt, "k", least=1), enable_fp_fusion=False,
+        SIDE=side, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -224,12 +203,12 @@ def _write(
     side: str, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, x: Tensor, place: Tensor | None = None
 ) -> None:
     """Launches `_write_side` from dense vectors, or from the rows named by `place`."""
-    rows, count = slots_per_program(fmt, side), page.numel()
+    layout, rows, count = side_layout(fmt, side, least=1), slots_per_program(fmt, side), page.numel()
     page, slot = page.contiguous(), slot.contiguous()
     launch(
         _write_side, (-(-count // rows),), x.contiguous(), pages, page if place is None else place.contiguous(), slot,
         page, slot, pages, pages, count, pages.shape[1], count, 0, 0, BM=rows, KEYS=side == "k", D=fmt.slot.head_dim,
         T=fmt.tokens_per_page, META_FIRST=fmt.slot.channel_keys, FROM=0 if place is None else 2, HALF=0,
-        S_T=fmt.tokens_per_page, **side_constants(fmt, side, least=1), **side_constants(fmt, side, "S_", least=1),
+        S_T=fmt.tokens_per_page, SIDE=layout, SOURCE=layout,
         enable_fp_fusion=False,  # a product that is rounded only with the sum behind it can round a code the other way
     )  # fmt: skip

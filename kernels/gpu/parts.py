@@ -6,7 +6,7 @@ power of two above. A byte holds one channel of each plane: byte w has channel p
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
@@ -83,7 +83,7 @@ def power_of_two(n: int, least: int = 1) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SideLayout:
-    """The compile-time constants that describe one side (keys or values) of a page, named as kernels name them.
+    """What kernels must know of one side (keys or values) of a page, when they are compiled: they take it as a whole.
 
     Args:
         BITS: 1 to 8 of codes, 0 for e4m3, 16 or 32 of elements.
@@ -138,16 +138,6 @@ def side_layout(fmt: PageFormat, side: str, least: int = MIN_DOT) -> SideLayout:
         CODE=0 if code is None else CODES[code.name],
         ELEM=ELEMENT[slot.dtype],
     )
-
-
-@cache
-def side_constants(fmt: PageFormat, side: str, prefix: str = "", least: int = MIN_DOT) -> dict[str, object]:
-    """`side_layout` as a launch takes it: name -> value, with `prefix` before every name.
-
-    Every kernel that reads a side takes all of them, whether it needs each or not: a launch need not know which.
-    """
-    layout = side_layout(fmt, side, least)
-    return {prefix + each.name: getattr(layout, each.name) for each in fields(layout)}
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from kvbench.kernels.gpu.bounds import page_bounds, widen_by_one
 from kvbench.kernels.gpu.choice import choose
 from kvbench.kernels.gpu.decode import Lists, ListTier, attend_lists
 from kvbench.kernels.gpu.pages import _write_side, slots_per_program, write_part
-from kvbench.kernels.gpu.parts import ELEMENT, launch, power_of_two, side_constants
+from kvbench.kernels.gpu.parts import ELEMENT, launch, power_of_two, side_layout
 from kvbench.kernels.operands import NO_SCORES, PageChoice, Ring, StepRing, StepScores, StepTarget
 from kvbench.kernels.reference.attention import rotate
 from kvbench.kernels.tier_table import TierTable
@@ -31,27 +31,20 @@ _BLOCK = 256
 @triton.jit(do_not_specialize=["offset"])
 def _write_both(
     k, v, pages, page, slot, cos, sin, count, page_bytes, heads, per_row, offset, BK: tl.constexpr, BV: tl.constexpr,
-    D: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr,
-    K_BITS: tl.constexpr, K_P: tl.constexpr, K_W: tl.constexpr, K_WP: tl.constexpr, K_OFF: tl.constexpr,
-    K_SCALE: tl.constexpr, K_ZERO: tl.constexpr, K_GROUPS: tl.constexpr, K_CHANNEL: tl.constexpr, K_CODE: tl.constexpr,
-    K_ELEM: tl.constexpr,
-    V_BITS: tl.constexpr, V_P: tl.constexpr, V_W: tl.constexpr, V_WP: tl.constexpr, V_OFF: tl.constexpr,
-    V_SCALE: tl.constexpr, V_ZERO: tl.constexpr, V_GROUPS: tl.constexpr, V_CHANNEL: tl.constexpr, V_CODE: tl.constexpr,
-    V_ELEM: tl.constexpr, DP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BOUND: tl.constexpr,
+    D: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DP: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
     """Encodes the new key (programs of the first column) or the new value of some lists into their slots; in a third
     column, one list's key widens the bounds of its page."""
     if tl.program_id(1) == 0:
         _write_side(
             k, pages, page, slot, page, slot, cos, sin, count, page_bytes, heads, per_row, offset, BK, True, D, T,
-            False, 0, HALF, K_BITS, K_P, K_W, K_WP, K_OFF, K_SCALE, K_ZERO, K_GROUPS, K_CHANNEL, K_CODE, K_ELEM,
-            T, K_BITS, K_P, K_W, K_WP, K_OFF, K_SCALE, K_ZERO, K_GROUPS, K_CHANNEL, K_CODE, K_ELEM,
+            False, 0, HALF, K, T, K,
         )  # fmt: skip
     elif tl.program_id(1) == 1:
         _write_side(
             v, pages, page, slot, page, slot, cos, sin, count, page_bytes, heads, per_row, offset, BV, False, D, T,
-            False, 0, 0, V_BITS, V_P, V_W, V_WP, V_OFF, V_SCALE, V_ZERO, V_GROUPS, V_CHANNEL, V_CODE, V_ELEM,
-            T, V_BITS, V_P, V_W, V_WP, V_OFF, V_SCALE, V_ZERO, V_GROUPS, V_CHANNEL, V_CODE, V_ELEM,
+            False, 0, 0, V, T, V,
         )  # fmt: skip
     else:
         at = tl.program_id(0).to(tl.int64)
@@ -222,7 +215,7 @@ class DeviceStep(FusedStep):
             _write_both, grid, k, v, self._pages, page, slot, cos, sin,
             count, self._pages.shape[1], lists.heads, lists.per_row, lists.offset, BK=programs[0], BV=programs[1],
             D=fmt.slot.head_dim, T=fmt.tokens_per_page, HALF=0 if self._strip is None else cos.shape[1],
-            **side_constants(fmt, "k", "K_", least=1), **side_constants(fmt, "v", "V_", least=1),
+            K=side_layout(fmt, "k", least=1), V=side_layout(fmt, "v", least=1),
             DP=power_of_two(fmt.slot.head_dim), LOW=low, HIGH=high, BOUND=ELEMENT[fmt.slot.dtype],
             enable_fp_fusion=False,
         )  # fmt: skip

@@ -156,7 +156,7 @@ def test_the_number_of_parts_does_not_change_the_result():
     cache = Cache([fmt], [[[90, 3]]], 64)
     q = random_queries(1, 6, 64)
     for cut in (1, 2, 100):
-        assert_equal(cache, q, group="max", pages_per_part=cut or 0)
+        assert_equal(cache, q, group="max", pages_per_part=cut)
     assert_equal(cache, q, group="max", pages_per_part=None)
 
 
