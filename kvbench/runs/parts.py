@@ -5,9 +5,11 @@ before.
 """
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from importlib import import_module
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from kvbench.config.settings import as_dict, read_settings
@@ -109,6 +111,23 @@ def make_engine(
     )
 
 
+def _compile_kernels() -> None:
+    """Compile the CPU kernels, where no GPU will do the work and no equal build is cached."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    from kvbench.kernels.cpu import abi
+
+    begin = time.monotonic()
+    try:
+        abi.load()
+    except ValueError:
+        return  # the backend that needs them says so
+    if (took_s := time.monotonic() - begin) > 2:
+        note(f"compiled the CPU kernels, once: {took_s:.0f} s")
+
+
 class Loaders:
     """Loads what runs are made of, and keeps the last model, the last task and the prompts that were read: a method and
     its reference, and all jobs of a sweep, share them."""
@@ -138,6 +157,7 @@ class Loaders:
         def load() -> "LoadedModel":
             name = group.get("path") or group.get("name") or group.get("preset") or group.get("kind")
             note(f"loading model {name}")  # the imports alone take seconds
+            Thread(target=_compile_kernels, daemon=True).start()  # on another core, meanwhile
             from kvbench.models.load import load_model
 
             return load_model(group)

@@ -1,5 +1,7 @@
 """Building policy and engine from the configuration: what does not fit is refused by name."""
 
+from threading import Event
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -95,3 +97,11 @@ def test_loaders_share_model_task_and_prompts():
     assert one.prompts(kept) is one.prompts(2**20)
     assert one.prompts(kept) is not one.prompts(0) and one.prompts(kept) is not other.prompts(kept)
     assert other.load_model(model) is not loaded
+
+
+def test_kernels_are_compiled_while_the_model_loads(monkeypatch):
+    """The compiler has begun before the model is there."""
+    begun = Event()
+    monkeypatch.setattr("kvbench.kernels.cpu.abi.load", begun.set)
+    monkeypatch.setattr("kvbench.models.load.load_model", lambda group: begun.wait(60))
+    assert Loaders().load_model({"kind": "random"})
