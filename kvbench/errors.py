@@ -60,9 +60,6 @@ def unknown_name(what: str, value: object, known: Iterable[str]) -> ValueError:
         what: The setting that held the name, for example `model.preset`.
         value: What the user gave.
         known: All valid names.
-
-    Returns:
-        The error, for the caller to raise.
     """
     return ValueError(f"{what}={value} does not exist.{_near(value, known)}")
 
@@ -73,9 +70,6 @@ def unknown_setting(name: str, known: Iterable[str]) -> ValueError:
     Args:
         name: What the user wrote before the equals sign.
         known: All settings there are.
-
-    Returns:
-        The error, for the caller to raise.
     """
     return ValueError(f"there is no setting {name}.{_near(name, known)}")
 

@@ -25,9 +25,6 @@ BENCHES = ("throughput", "decode")  # what of `kvbench bench` measures tokens pe
 def main(cfg: DictConfig) -> int:
     """Print the table.
 
-    Returns:
-        0.
-
     Raises:
         ValueError: A setting is unknown or out of range, or no run can be read.
     """

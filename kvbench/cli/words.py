@@ -48,10 +48,7 @@ HABITS = {
 
 
 def split_command(arguments: list[str]) -> tuple[str, list[str]]:
-    """Take the command off the front.
-
-    Returns:
-        The command (`run` when none is given) and the other arguments.
+    """Take the command off the front: it (`run` when none is given), and the other arguments.
 
     Raises:
         ValueError: The first word is no command; lists the commands and the nearest.
@@ -76,10 +73,7 @@ def _settings_meant(words: list[str]) -> list[str]:
 
 
 def take_config_dir(arguments: list[str]) -> tuple[list[Path], list[str]]:
-    """Take `--config-dir DIR` out of the words; the last one counts.
-
-    Returns:
-        The folder, if there is one, and the other words.
+    """Take `--config-dir DIR` out of the words: the folder, if there is one, the last one named; and the other words.
 
     Raises:
         ValueError: No folder follows the flag.

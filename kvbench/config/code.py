@@ -46,13 +46,11 @@ def _meaning_of_python(content: bytes) -> bytes:
 
 
 def hash_files(files: dict[str, Path]) -> str:
-    """Hash names and contents of files; comments, formatting and docstrings of Python do not count.
+    """Hash names and contents of files; comments, formatting and docstrings of Python do not count; 64
+    hexadecimal digits.
 
     Args:
         files: Name under which each file counts (so that the place of the installation does not matter), and its path.
-
-    Returns:
-        64 hexadecimal digits.
     """
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):

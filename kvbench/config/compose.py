@@ -100,11 +100,7 @@ def words_of(settings: Mapping[str, object], prefix: str = "") -> list[str]:
 
 
 def explain(error: Exception, arguments: Sequence[str]) -> ValueError:
-    """Turn an error of the configuration library into one message for the user.
-
-    Returns:
-        The error, for the caller to raise.
-    """
+    """Turn an error of the configuration library into one message for the user."""
     parsed = list(_parse(arguments))
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")

@@ -45,11 +45,7 @@ def canonical(value: object) -> object:
 
 
 def hash_identity(identity: dict) -> str:
-    """Hash everything that changes an answer.
-
-    Returns:
-        64 hexadecimal digits.
-    """
+    """Hash everything that changes an answer; 64 hexadecimal digits."""
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=True)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 

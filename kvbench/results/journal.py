@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from kvbench.config import durable
-from kvbench.results.sample import Key, SampleRecord, journal_content, key_of, parse, read_lines, write_line
+from kvbench.results.sample import Key, SampleRecord, journal_content, key_of, read_line, read_lines, write_line
 from kvbench.results.writing import remove_litter, write_atomic, write_error
 
 MAX_NAMED = 5  # dropped lines that are named one by one
@@ -102,7 +102,7 @@ class Journal:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, size)
             raise write_error(self.path, error) from error
-        written = parse(line[:-1], self.run).record
+        written = read_line(line[:-1], self.run).record
         assert written is not None
         self._records[key_of(record)] = written
         return True

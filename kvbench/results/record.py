@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from kvbench.results.provenance import Git, Machine, Versions
-from kvbench.results.typed import Misfit, fit, read_json
+from kvbench.results.typed import Misfit, parse, read_json
 from kvbench.results.writing import read_regular, write_record
 from kvbench.stats.intervals import Estimate
 from kvbench.stats.strata import Weighting
@@ -278,9 +278,9 @@ class RunRecord:
                 f"{path} has schema version {version!r}, this kvbench reads {SCHEMA_VERSION}; use another results_dir"
             )
         try:
-            record = fit(content, cls)
+            record = parse(content, cls)
             for part, inner in record.identity.items():
-                fit(inner, IDENTITY.get(part, typing.Any), f"identity.{part}")
+                parse(inner, IDENTITY.get(part, typing.Any), f"identity.{part}")
         except Misfit as error:
             raise ValueError(
                 f"{path} has fields this kvbench does not know ({error}); use another results_dir"

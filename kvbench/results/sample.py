@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict, cast
 
 from kvbench.engine.requests import Outcome, Request
-from kvbench.results.typed import Misfit, fit, read_json
+from kvbench.results.typed import Misfit, parse, read_json
 from kvbench.results.writing import encode_line, plain, read_regular
 
 Key = tuple[str, int]  # which sample, which of its answers
@@ -252,7 +252,7 @@ class Line:
     """Why it does not count: `torn line`, ..."""
 
 
-def parse(line: bytes, run: str, *, is_sealed: bool = True) -> Line:
+def read_line(line: bytes, run: str, *, is_sealed: bool = True) -> Line:
     """Read one line.
 
     Args:
@@ -281,7 +281,7 @@ def _short(error: BaseException) -> str:
 
 def _check(record: Any) -> None:
     """Raise Misfit for what is no whole record."""
-    fit(record, SampleRecord)
+    parse(record, SampleRecord)
     if record["repeat"] < 0:
         raise Misfit("repeat is negative")
     for name, count in record["ledger"].items():
@@ -307,7 +307,7 @@ def read_lines(content: bytes, run: str, *, is_sealed: bool = True) -> Iterator[
     """
     *lines, rest = content.split(b"\n")
     for line in lines:
-        yield parse(line, run, is_sealed=is_sealed)
+        yield read_line(line, run, is_sealed=is_sealed)
     # A line without its newline may look complete and yet lack its end (a number cut short parses), so it never counts.
     if rest:
         yield Line(content=rest, record=None, fault="torn line")

@@ -32,7 +32,7 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def fit(value: Any, kind: Any, where: str = "", *, null_numbers: bool = False) -> Any:
+def parse(value: Any, kind: Any, where: str = "", *, null_numbers: bool = False) -> Any:
     """Check a JSON value against a type hint, and build the dataclasses that the hint names.
 
     Args:
@@ -55,25 +55,25 @@ def fit(value: Any, kind: Any, where: str = "", *, null_numbers: bool = False) -
     if origin in (typing.Union, types.UnionType):
         return _any_of(value, arguments, where, null_numbers)
     if origin in (typing.Required, typing.NotRequired):
-        return fit(value, arguments[0], where, null_numbers=null_numbers)
+        return parse(value, arguments[0], where, null_numbers=null_numbers)
     if origin is typing.Literal:
         if value not in arguments:
             raise Misfit(f"{where} is none of {', '.join(map(str, arguments))}")
         return value
     if dict in (kind, origin):
         inner, found = arguments[1] if arguments else Any, _expect(value, dict, where)
-        return {key: fit(item, inner, f"{where}.{key}", null_numbers=null_numbers) for key, item in found.items()}
+        return {key: parse(item, inner, f"{where}.{key}", null_numbers=null_numbers) for key, item in found.items()}
     if list in (kind, origin):
         inner, items = arguments[0] if arguments else Any, _expect(value, list, where)
         if inner in (int, str) and all(type(item) is inner for item in items):  # thousands of token ids
             return items
-        return [fit(item, inner, f"{where}[{place}]", null_numbers=null_numbers) for place, item in enumerate(items)]
+        return [parse(item, inner, f"{where}[{place}]", null_numbers=null_numbers) for place, item in enumerate(items)]
     if typing.is_typeddict(kind):
         found = _expect(value, dict, where or "the line")
         _refuse_missing(kind.__required_keys__ - found.keys(), "")
         hints = _hints(kind)
         for key, item in found.items():
-            fit(item, hints.get(key, Any), f"{where}.{key}" if where else key, null_numbers=True)
+            parse(item, hints.get(key, Any), f"{where}.{key}" if where else key, null_numbers=True)
         return found
     if dataclasses.is_dataclass(kind):
         return _fit_dataclass(value, kind, where)
@@ -93,7 +93,7 @@ def _any_of(value: Any, kinds: tuple, where: str, null_numbers: bool) -> Any:
     for kind in kinds:
         if kind is not type(None):
             try:
-                return fit(value, kind, where, null_numbers=null_numbers)
+                return parse(value, kind, where, null_numbers=null_numbers)
             except Misfit as found:
                 error = found
     raise error
@@ -131,7 +131,7 @@ def _fit_dataclass(value: Any, kind: Any, where: str) -> Any:
     missing = dataclasses.MISSING
     needed = {name for name, item in fields.items() if item.default is missing and item.default_factory is missing}
     _refuse_missing(needed - found.keys(), prefix)
-    return kind(**{key: fit(item, hints[key], f"{prefix}{key}") for key, item in found.items()})
+    return kind(**{key: parse(item, hints[key], f"{prefix}{key}") for key, item in found.items()})
 
 
 def _check_depth(value: Any, where: str) -> None:

@@ -206,11 +206,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def write_error(path: Path | str, error: OSError) -> JournalError:
-    """Say why a file cannot be written and what to do.
-
-    Returns:
-        The error, for the caller to raise.
-    """
+    """Say why a file cannot be written and what to do."""
     if is_full(error):
         why = "the disk is full; free some space"
     else:

@@ -6,7 +6,7 @@ import pytest
 
 from kvbench.engine.requests import Outcome, Request
 from kvbench.results.journal import Journal
-from kvbench.results.sample import LONGEST_LINE, journal_record, parse, read_samples, seal_of, write_line
+from kvbench.results.sample import LONGEST_LINE, journal_record, read_line, read_samples, seal_of, write_line
 from kvbench.results.writing import encode_line
 
 RUN, OTHER = "5" * 64, "6" * 64
@@ -59,11 +59,11 @@ BROKEN = {
 
 def test_the_seal_is_of_run_and_content():
     """Another run, another value or no seal gives no record; another order of the keys is the same record."""
-    found = parse(GOOD, RUN)
+    found = read_line(GOOD, RUN)
     assert found.record == record(0) and not found.fault
     turned = json.dumps(dict(reversed(json.loads(GOOD).items()))).encode()
-    assert parse(turned, RUN).record == record(0)
-    assert parse(FOREIGN, OTHER).record == record(0)
+    assert read_line(turned, RUN).record == record(0)
+    assert read_line(FOREIGN, OTHER).record == record(0)
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -97,7 +97,7 @@ def test_a_huge_line_is_damage(monkeypatch):
     """A line longer than every record is not parsed; one that would be so long is not written."""
     assert LONGEST_LINE > 10_000_000
     monkeypatch.setattr("kvbench.results.sample.LONGEST_LINE", 1000)
-    assert parse(b"[" + b"1," * 600 + b"1]", RUN).fault.startswith("line of 1203 bytes")
+    assert read_line(b"[" + b"1," * 600 + b"1]", RUN).fault.startswith("line of 1203 bytes")
     with pytest.raises(TypeError, match=r"sample 'a/0' has \d+ bytes"):
         write_line(record(0, text="x" * 2000), RUN)
 
@@ -121,4 +121,4 @@ def test_a_journal_from_before_seals_is_read(tmp_path):
 def test_a_score_that_is_not_finite_is_null_and_readable(score):
     """What strict JSON has no word for is null on the line, and the line is a record."""
     line = write_line(record(0, scores={"exact": score}), RUN)
-    assert parse(line[:-1], RUN).record["scores"] == {"exact": None}
+    assert read_line(line[:-1], RUN).record["scores"] == {"exact": None}
