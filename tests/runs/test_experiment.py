@@ -2,8 +2,6 @@
 
 import pytest
 from fake_parts import FakePolicy, altered, make_cfg, make_parts
-from omegaconf import OmegaConf
-from places import CONF
 
 from kvbench.config import code
 from kvbench.kernels.cpu.abi import ISA_VARIABLE, best_isa
@@ -187,13 +185,6 @@ def test_empty_and_doubled_tasks(tmp_path):
     doubled = altered(parts, load_task=lambda *a, **k: task)
     with pytest.raises(ValueError, match="two samples with the id a/0"):
         prepared(make_cfg(tmp_path), "half", doubled)
-
-
-def test_the_shipped_defaults_are_read(tmp_path):
-    """The shipped top-level settings pass their own check."""
-    shipped = OmegaConf.load(CONF / "config.yaml")
-    del shipped["defaults"], shipped["hydra"]
-    RunConfig.read(shipped)
 
 
 def test_hash_sees_the_instruction_set_of_the_kernels(tmp_path):
