@@ -191,7 +191,7 @@ def show_sweep(sweep: Sweep) -> int:
     ]
     if groups:
         table.show([record for records in groups.values() for record in records], pictures)
-    tally = Counter(states.values())
+    tally: Counter[str] = Counter(states.values())
     counted = ", ".join(f"{tally[state]} {state}" for state in ("done", "failed", *OPEN) if tally[state])
     note(f"{len(states)} jobs: {counted}; log: {sweep.log}")
     named: dict[str, list[str]] = {}
