@@ -23,7 +23,6 @@ class Buffered(Paged):
 
     Args:
         policy: Decides; it has one tier and does not act while decoding.
-        residual: The policy's residual buffer.
         shape, pages, counters, rotations, first_layer: See `Holding`.
     """
 

@@ -29,7 +29,6 @@ class Channels:
     same order before they come to the pages: attention reads no list of channels.
 
     Args:
-        rows: Sequences held at once.
         shape: The shape of the layers and heads that are held here.
     """
 

@@ -26,10 +26,6 @@ class CheckedPlans:
     another device the host does not wait for them: slots that may not be written are made new ones on the device, and
     the error comes with what else the host learns late (`Pages.counts`): when the next step begins, or when a row's
     report is asked for.
-
-    Args:
-        policy: Decides.
-        pages: What the plans are about.
     """
 
     def __init__(self, policy: Policy, pages: Pages) -> None:
@@ -42,7 +38,6 @@ class CheckedPlans:
         """The plan for a prompt.
 
         Args:
-            view: What the policy sees.
             score: fp32 [V, H, N] the view's statistics, or None.
 
         Raises:

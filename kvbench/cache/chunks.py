@@ -48,15 +48,7 @@ class _Reading:
 
 
 class Chunks:
-    """Reads prompts in chunks.
-
-    Args:
-        policy: Decides; one that `check_chunk` lets pass.
-        shape: The model's shape.
-        holding: The place of all tokens.
-        ledger: Counts bytes.
-        prompts: Ends a prompt that was read.
-    """
+    """Reads prompts in chunks."""
 
     def __init__(self, policy: Policy, shape: ModelShape, holding: Paged, ledger: Ledger, prompts: Prompts) -> None:
         self._policy, self._shape, self._holding = policy, shape, holding
@@ -83,7 +75,6 @@ class Chunks:
 
         Args:
             q: [Hq, n, D] post-RoPE queries; k, v: [H, n, D] post-RoPE keys and values, at the cache's granularity.
-            scale: Factor on the attention logits.
 
         Returns:
             [Hq, n, D], fp32 or the dtype of `q`.

@@ -12,8 +12,6 @@ class EvictionDue:
     """The host's knowledge of the bulk evictions of rows. It is about all layers and heads, wherever they lie.
 
     Args:
-        policy: Decides.
-        plans: Asks it.
         counts: Brings what the device knows.
         is_told: The device tells whether an eviction is due, and nobody asks it before every step.
     """

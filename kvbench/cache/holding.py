@@ -25,10 +25,6 @@ class Holding:
     """Tokens in pages, with what a step and a prompt need to know of them.
 
     Args:
-        policy: Decides.
-        shape: The model's shape.
-        pages: The pages.
-        counters: The tokens that rows have seen.
         rotations: What keys and values took before they come here; statistics see them without.
         first_layer: The model's number of the first layer that is held here; other arguments count from it.
     """

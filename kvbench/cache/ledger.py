@@ -65,8 +65,6 @@ class Ledger:
 
     Args:
         policy: Decides; of its budget in bytes the ledger says what it buys.
-        holding: The places that hold the tokens.
-        shape: The model's shape.
     """
 
     def __init__(self, policy: Policy, holding: Paged | Split, shape: ModelShape) -> None:

@@ -20,8 +20,6 @@ class PromptLayer:
     """One layer of a prompt on its way into the cache.
 
     Args:
-        row: The row.
-        layer: The layer.
         lists: int64 [H] its lists.
         k, v: [H, N, D] keys and values as the model gives them.
         paged_k: [H, N, D] keys as pages hold them.

@@ -34,13 +34,10 @@ class Pages:
         formats: Page format of each tier; all share one page size.
         shape: (rows, layers, heads): the lists there are.
         max_slots: Most slots of one list over all tiers, for sizing the tables.
-        backend: The kernels.
-        device: Where the pages live.
         budget_bytes: Limit on the pool. None lets it grow in main memory. On a GPU the pool is as large as the lists
             can need, at most `memory_share` of what is free: growing would hold the old pool beside the new one, and
             move the pages under a captured graph.
         memory_share: See `budget_bytes`.
-        pool: Class of the pool.
         tier_map: Where tier 0 of a plan stands for one tier here and another there; None = each is what it is.
         codebooks: Tables of codes, and scales of key channels, where a calibration found some.
         lists_by_tier: Lists of a row of the whole model that have each of the tiers that tier 0 of a plan stands for;
@@ -157,7 +154,6 @@ class Pages:
         """The kernels' description of a tier.
 
         Args:
-            tier: Tier index.
             lists: int64 of any shape.
             width: Pages to name per list; None = as many as the longest list has.
             known: Slots that the lists hold, where the caller has asked.
@@ -202,7 +198,6 @@ class Pages:
         """The tiers of all lists as a step of rows reads them; only on a device.
 
         Args:
-            rows: The rows.
             lists: int64 [S, L, H].
             turn_of: Says how keys of so many slots per list at most are turned.
         """
@@ -242,8 +237,6 @@ class Pages:
         """Value, slot and position [S, L, H] of the smallest value in every list of rows, found where the slots lie.
 
         Args:
-            tier: Tier index.
-            rows: The rows.
             known: As for `tier`.
             search: The value that counts, and conditions, by row.
             over_layer: As for `DecodeView.argmin`.
@@ -291,7 +284,6 @@ class Pages:
         """Writes slots: keys with the bounds of their pages, values, tracked fields.
 
         Args:
-            tier: Tier index.
             page: int64 [M] page ids; slot: int64 [M] slots in them.
             k: [M, D], or None to leave the keys.
             v: [M, D], or None to leave the values.

@@ -48,13 +48,8 @@ def make_places(
     """Makes the places of a cache, empty.
 
     Args:
-        policy: Decides.
-        shape: The model's shape.
-        rows: Sequences held at once.
         max_slots: Most slots of one list.
         options: Page size, byte budget, extra tracked fields.
-        backend: The kernels.
-        pool: Class of the page pools.
 
     Raises:
         ValueError: The policy does not fit the model or the options.
@@ -106,11 +101,6 @@ def make_places(
 
 class Split(Places):
     """Holds the layers of a model in several places, and the heads in several processes.
-
-    Args:
-        policy: Decides.
-        shape: The model's shape.
-        parts: The places, in the order of their layers.
 
     Raises:
         ValueError: The policy's statistic cannot be computed from some of the heads.
@@ -187,13 +177,7 @@ class Split(Places):
 
 
 class SplitView(SlotsView):
-    """The policy's view of rows whose layers or heads lie in several places: the places' views, put together.
-
-    Args:
-        views: Of the places in this process, in the order of their layers.
-        ranks: The processes.
-        window: As for `SlotsView`.
-    """
+    """The policy's view of rows whose layers or heads lie in several places: the places' views, put together."""
 
     def __init__(self, views: Sequence[PagesView], ranks: Ranks, window: int) -> None:
         super().__init__(window)

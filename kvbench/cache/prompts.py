@@ -46,14 +46,7 @@ class ScoredLayer:
 
 
 class Prompts:
-    """The prompts on their way into a cache.
-
-    Args:
-        policy: Decides.
-        shape: The model's shape.
-        holding: The places that hold the tokens.
-        ledger: Counts bytes.
-    """
+    """The prompts on their way into a cache."""
 
     def __init__(self, policy: Policy, shape: ModelShape, holding: Paged | Split, ledger: Ledger) -> None:
         self._policy, self._shape, self._holding, self._ledger = policy, shape, holding, ledger
@@ -117,7 +110,6 @@ class Prompts:
         """Asks the policy about layers of a prompt.
 
         Args:
-            row: The row.
             layers: The layers that are planned together, which follow one another.
             heads: Heads of the cache in each.
             num_tokens: Tokens so far.

@@ -46,9 +46,6 @@ class ProcessRanks(Ranks):
     """The processes of torch.distributed's default group.
 
     All of them make the same calls in the same order (`engine/following.py`).
-
-    Args:
-        device: Where their tensors lie.
     """
 
     def __init__(self, device: torch.device) -> None:

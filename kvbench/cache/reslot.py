@@ -28,8 +28,6 @@ def replan(
     newest chunk is written.
 
     Args:
-        pages: The pages.
-        layer: The layer that the lists are of.
         lists: int64 [H], which share no page with others.
         tier_of: int8 [H, N] the tier of each position so far; a held one never goes to an earlier tier.
         pos: Per tier, int32 [H, slots] what lies where; is brought up to date.
@@ -56,8 +54,6 @@ def keep(pages: Pages, tier: int, lists: Tensor, stays: Tensor, room: int, peak:
     one reads.
 
     Args:
-        pages: The pages.
-        tier: Tier index.
         lists: int64 [H], which share no page with others.
         stays: bool [H, slots]; False past a list's end.
         room: Slots that each list has room for beside those that it holds, >= 1.
@@ -89,11 +85,6 @@ def append(pages: Pages, tier: int, layer: int, lists: Tensor, arrivals: list[Ar
     """Writes tokens behind those that lists hold, in the order of their positions.
 
     Args:
-        pages: The pages.
-        tier: Tier index.
-        layer: The layer that the lists are of.
-        lists: int64 [H].
-        arrivals: What comes.
         pos: int32 [H, slots] positions of what is there.
 
     Returns:
@@ -122,9 +113,6 @@ def leaving(
     """Takes out of a tier what goes to others or is dropped; what goes to others is read before anything moves.
 
     Args:
-        pages: The pages.
-        tier: Tier index.
-        lists: int64 [H].
         goes_to: int8 [H, N] the new tier of each position.
         pos: int32 [H, slots] positions of what is there.
         arrivals: Per tier, takes what comes to it.
@@ -156,8 +144,6 @@ def track(pages: Pages, lists: Tensor, pos: list[Tensor], score: Tensor | None) 
     """Writes the tracked fields of everything that lists hold.
 
     Args:
-        pages: The pages.
-        lists: int64 [H].
         pos: Per tier, int32 [H, slots].
         score: fp32 [H, N] by position, or None for 0.
     """

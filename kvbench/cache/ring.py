@@ -16,12 +16,10 @@ class ResidualBuffer:
     the ring's length.
 
     Args:
-        spec: The policy's residual.
         lists_shape: (rows, layers, heads).
         head_dim: Channels.
         dtype: Element type of the rings.
         group_tokens: Slots that tier 0 takes together on the key side.
-        device: Where the rings live.
     """
 
     def __init__(
@@ -127,8 +125,6 @@ class QueryRing:
 
     Args:
         num_queries: Length, >= 1.
-        rows: Rows of the cache.
-        shape: The model's shape.
         dtype: Element type, of 16 bits.
     """
 

@@ -19,7 +19,6 @@ class Rope:
 
     Args:
         policy: Its `position_mode`, and for `cache_relative` its `cache_positions`.
-        shape: The model's shape.
 
     Raises:
         ValueError: The model's keys cannot be rotated, or the policy would move slots away from their tokens.
@@ -127,7 +126,6 @@ class Rope:
         Args:
             view: What the step was planned from.
             held: int64 [S] slots per list, the newest token's included.
-            tier: The tier.
 
         Returns:
             fp32 [S, m * T, D_rot / 2].

@@ -24,8 +24,6 @@ class Rotation:
 
     Args:
         kind: `none` or `hadamard`.
-        head_dim: Channels per head.
-        device: Where the cache lives.
 
     Source: QuaRot (Ashkboos et al. 2024) section 3, for keys; TurboQuant (Zandieh et al. 2025), for both sides.
     Differs: the model's weights stay as they are; the cache turns queries and output itself.

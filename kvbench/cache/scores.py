@@ -16,8 +16,6 @@ class Scores:
     """The statistics of one method over pages.
 
     Args:
-        policy: What asks for them.
-        shape: The model's shape.
         pages: Where slots and their tracked fields lie.
         rotations: What the keys and values in them took; statistics see them without.
         first_layer: The model's number of the pages' first layer.
@@ -51,10 +49,8 @@ class Scores:
         """Scores of one layer of a prompt.
 
         Args:
-            layer: The layer, by the model's number.
             q: [Hq, N, D]; None for a statistic of keys and values only.
             k, v: [H, N, D], at the cache's granularity.
-            scale: Factor on the attention logits.
             call: What the model called the layer's attention with, or None.
             replays: What the probe's passes gave; none without a probe.
             lse: fp32 [Hq, N] the log-sum-exp of every query's logits; only where `takes_lse`.
@@ -100,12 +96,10 @@ class Scores:
         """Scores of what is held of a prompt that is read in chunks, its newest chunk included.
 
         Args:
-            layer: The layer.
             q: [Hq, n, D] the chunk's queries.
             k, v: fp32 [H, M, D], at the cache's granularity; the chunk's are the last n.
             pos: int64 [H, M] positions; -1 where there is nothing.
             tokens_seen: Tokens read so far, the chunk's included.
-            scale: Factor on the attention logits.
             sums: fp32 [H, tokens_seen] what earlier chunks' queries gave each position, which is brought up to date;
                 None where only the newest queries count.
 
@@ -236,7 +230,6 @@ class Scores:
         Args:
             tokens_seen: int64 [S], which is the position of the step's queries.
             prompt_tokens: int64 [S].
-            tiers: What was attended to.
             reduced: Per tier, fp32 [S, H, n] probabilities, the group reduced; empty when a step updates nothing.
         """
         spec, pages = self.spec, self._pages

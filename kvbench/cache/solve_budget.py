@@ -18,7 +18,6 @@ class SolvedBudget:
 
     Args:
         policy: Has the budget, and says how many tokens a list comes to hold.
-        pages: The pages.
         fixed_bytes: Gives the bytes of a row that do not depend on its tokens.
         paged_slots: Slots of a list that lie in pages once it was given so many tokens of a prompt and so many after.
 

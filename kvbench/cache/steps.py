@@ -26,7 +26,6 @@ class PageSelection:
     """The pages that one decode step reads under a policy's `ReadSpec`, and how many bytes that is.
 
     Args:
-        spec: The policy's wishes.
         fmt: The format of the pages, with bounds.
         view: The view that the step was planned from.
         held: int64 [S, L, H] slots of every list, the new token's among them.
@@ -71,8 +70,6 @@ class PagedStep:
     """A decode step over pages, planned and with its slots reserved.
 
     Args:
-        holding: The tokens' place.
-        rows: The live rows.
         plan: The policy's plan; None = it is asked.
 
     Raises:

@@ -3,7 +3,9 @@
 A *row* is one sequence. `prefill_layer` and `append_chunk` write prompts; `begin_step`, `attend` and `end_step` do one
 decode step for many rows. The store only conducts: `Pages` hold bytes, `Paged` or `Buffered` hold tokens in them,
 `Prompts` plan and write prompts, `Ledger` counts. Legend: S live rows, L layers, H heads (the KV heads, or the query
-heads where every one keeps a set of its own), Hq query heads, D head dim, N prompt tokens.
+heads where every one keeps a set of its own), Hq query heads, D head dim, N prompt tokens. In all of this folder,
+`policy` decides, `shape` is the model's, `row`, `layer` and `tier` are numbers, `lists` are list numbers int64 [M], and
+`scale` is the factor on the attention logits.
 """
 
 import math

@@ -18,13 +18,7 @@ MOST_NUMBERS = 1 << 24
 
 @dataclass(frozen=True)
 class Measurer:
-    """What the tensors of all layers share.
-
-    Args:
-        spec: What the method asks for.
-        shape: The model's shape.
-        backend: Scores prompts.
-    """
+    """What the tensors of all layers share."""
 
     spec: ScoreSpec
     shape: ModelShape
@@ -78,11 +72,8 @@ class PromptTensors(MeasuredTensors):
     """One layer of a prompt.
 
     Args:
-        measurer: What all layers share.
-        layer: The layer.
         q: [Hq, N, D], or None where the prompt comes without.
         k, v: [H, N, D] at the cache's granularity.
-        scale: Factor on attention logits.
         call: What the model called the layer's attention with, or None.
         replays: What further passes over the prompt gave, keys at the cache's granularity.
         lse: fp32 [Hq, N] the log-sum-exp of every query's logits, where it is at hand.
@@ -145,13 +136,10 @@ class SlotTensors(MeasuredTensors):
     """KV heads of one layer of a row that hold the same number of slots.
 
     Args:
-        measurer: What all layers share.
-        layer: The layer.
         heads: int64 [h] which KV heads these are.
         k, v: [h, n, D] as pages give them back, in order of position.
         pos: int64 [h, n].
         tokens_seen: Tokens so far.
-        scale: Factor on attention logits.
         q: [Hq, w, D] the last queries of all heads, or None.
         stored: fp32 [h, n] tracked scores, or None.
     """
@@ -201,14 +189,11 @@ class ChunkTensors(MeasuredTensors):
     """KV heads of one layer that hold the same number of tokens, the newest chunk's included.
 
     Args:
-        measurer: What all layers share.
-        layer: The layer.
         heads: int64 [h] which heads of the cache these are.
         num_heads: Heads of the cache in all.
         k, v: fp32 [h, m, D] in the order of their positions.
         pos: int64 [h, m].
         tokens_seen: Tokens read so far.
-        scale: Factor on attention logits.
         q: [Hq, n, D] the chunk's queries, of all heads.
         before: fp32 [h, m] what all queries of earlier chunks gave; None where only the newest queries count.
 

@@ -13,7 +13,6 @@ class TierMap:
 
     Args:
         table: The tier of every head of every layer.
-        device: Where the lists lie.
     """
 
     def __init__(self, table: tuple[tuple[int, ...], ...], device: torch.device) -> None:
@@ -54,12 +53,7 @@ def _places_of(tier: int, tiers: list[int] | tuple[int, ...], device: torch.devi
 
 
 class MappedStep(FusedStep):
-    """Steps of several formats, each for the layers that have it.
-
-    Args:
-        tier_map: The layers' tiers.
-        steps: A step per tier.
-    """
+    """Steps of several formats, each for the layers that have it."""
 
     def __init__(self, tier_map: TierMap, steps: dict[int, FusedStep]) -> None:
         self._tier_map, self._steps = tier_map, steps

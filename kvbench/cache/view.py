@@ -95,10 +95,6 @@ class PagesView(SlotsView):
     fields of a tier once per step, on first use.
 
     Args:
-        pages: The pages.
-        counters: The tokens that rows have seen.
-        rows: The live rows.
-        spec: The policy's wishes.
         check_find: Refuses positions that `find` must not be asked for.
         budget: Says what the policy's budget in bytes buys.
         measure: Gives the slots of rows at so many tokens the scores that `slots` shows, fp32 [1 + len(also), S, L, H,

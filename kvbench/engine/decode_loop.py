@@ -32,7 +32,6 @@ class DecodeLoop:
     """Makes the decode steps of an engine.
 
     Args:
-        runner: Makes them.
         capture: What captures a step; `auto` = a CUDA graph where there is CUDA; None = there are no runs.
 
     Attributes:
@@ -134,7 +133,6 @@ class _Run:
     """What a run tells the host, and what the rows make of it.
 
     Args:
-        rows: The rows.
         most: Steps of the run at most.
         device: Where it runs.
 

@@ -10,13 +10,12 @@ from kvbench.cache.layout import StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.engine.answer import Answer
 from kvbench.engine.captured_steps import Capture
-from kvbench.engine.contexts import SharedContexts
 from kvbench.engine.conversation import Forced, next_turn
 from kvbench.engine.decode_loop import DecodeLoop, Spoiled
 from kvbench.engine.fidelity import ChoiceMeter, FidelityMeter
 from kvbench.engine.following import make_runner
 from kvbench.engine.long_logits import Logits, take
-from kvbench.engine.needs import Needs
+from kvbench.engine.needs import Needs, SharedContexts
 from kvbench.engine.probe import plan_passes
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.requests import Outcome, Request
@@ -115,33 +114,55 @@ class Engine:
         Raises:
             ValueError: A prompt is empty or longer than the model, or there is nothing to do for a request.
         """
-        everything = list(sizing or requests)
-        self._needs = Needs(self.loaded, self.fidelity_max_tokens, own and self.fidelity_max_tokens != 0)
-        for request in everything:
+        _Run(self, requests, list(sizing or requests), on_outcome, on_step, own).answer()
+
+
+class _Run:
+    """One call of `Engine.run`, whose arguments it takes; `everything` are the requests that tables are sized for."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        everything: list[Request],
+        on_outcome: Callable[[Outcome], None],
+        on_step: Callable[[dict], None] | None,
+        own: bool,
+    ) -> None:
+        self._engine, self._requests, self._everything = engine, requests, everything
+        self._runner, self._policy, self._loop = engine.runner, engine.policy, engine.steps
+        self._on_outcome, self._on_step = on_outcome, on_step
+        most = engine.fidelity_max_tokens
+        self._needs = Needs(engine.loaded, most, own and most != 0)
+        self._callers: BaseException | None = None  # what `on_outcome` raised
+        self._contexts = SharedContexts(self._runner, requests, self._begins_with, self._read)
+        self._finished: set[str] = set()  # samples of the group
+
+    def answer(self) -> None:
+        """Answers all requests."""
+        for request in self._everything:
             self._needs.check(request)
-        if not everything:
+        if not self._everything:
             return
-        if self.policy.needs_instruction and not all(request.instruction_tokens for request in everything):
+        if self._policy.needs_instruction and not all(request.instruction_tokens for request in self._everything):
             raise ValueError(
                 "the method protects the instruction before the user's text, and prompts of this task begin without "
                 "one; use a model with a chat template, with protocol.chat_template=auto, or protect something else"
             )
-        if (probe := self.policy.score.probe) is not None:  # a prompt without room for it stops the run here
-            for asked in everything:
-                plan_passes(probe, self.loaded.tokenizer, asked.segments[0], asked.closing, self.loaded.max_tokens)
-        self._on_outcome, self._on_step = on_outcome, on_step
-        self._callers: BaseException | None = None  # what `on_outcome` raised
-        self._contexts = SharedContexts(self.runner, requests, self._begins_with, self._read)
-        size, reason = self._reserve(everything)
+        if (probe := self._policy.score.probe) is not None:  # a prompt without room for it stops the run here
+            model = self._engine.loaded
+            for asked in self._everything:
+                plan_passes(probe, model.tokenizer, asked.segments[0], asked.closing, model.max_tokens)
+        size, reason = self._reserve(self._everything)
         if reason is not None:
-            for request in requests:
+            for request in self._requests:
                 self._fail(request, "oom", reason, None)
             return
-        if self.policy.byte_budget is not None:
-            for request in requests:  # a budget that is too small for one stops the run before the first is read
-                self.store.budget.solve(len(request.segments[0]), self._needs.new_tokens(request))
-        for begin in range(0, len(requests), size):
-            self._run_group(list(requests[begin : begin + size]))
+        if self._policy.byte_budget is not None:
+            for request in self._requests:  # a budget that is too small for one stops the run before the first is read
+                self._runner.store.budget.solve(len(request.segments[0]), self._needs.new_tokens(request))
+        for begin in range(0, len(self._requests), size):
+            self._run_group(list(self._requests[begin : begin + size]))
         self._contexts.close()  # it is still open where the last questions could not be answered
 
     def _reserve(self, requests: list[Request]) -> tuple[int, str | None]:
@@ -153,12 +174,12 @@ class Engine:
         rows_of = [self._needs.rows(r) for r in requests]
         prompt_tokens = max(r.num_prompt_tokens for r in requests)
         new_tokens = max(self._needs.most_behind(r) for r in requests)
-        size = min(self.batch_size, len(requests))  # never more rows than there is to answer
+        size = min(self._engine.batch_size, len(requests))  # never more rows than there is to answer
         while True:
             try:
                 rows = max(rows_of) * size + self._contexts.num_rows
-                self.steps.forget()
-                self.runner.reserve(rows=rows, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+                self._loop.forget()
+                self._runner.reserve(rows=rows, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
                 return size, None
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -170,9 +191,9 @@ class Engine:
     def _run_group(self, group: list[Request]) -> None:
         """Runs a group; when memory runs out, its unfinished requests run again in halves, and a single one is recorded
         as `oom`. Whatever is raised, no row stays open."""
-        finished: set[str] = set()
+        self._finished = set()
         try:
-            self._decode(self._prefill_group(group, finished), finished)
+            self._decode(self._prefill_group(group))
             return
         except BaseException as error:
             was_spoiled = isinstance(error, Spoiled)
@@ -182,9 +203,9 @@ class Engine:
             reason = first_line(error)
         # Here, not in the handler: until that ends, the error holds every tensor of the pass that failed.
         self._close_all()
-        left = [r for r in group if r.sample_id not in finished]
+        left = [r for r in group if r.sample_id not in self._finished]
         if was_spoiled:  # step by step it is known which layer began it
-            self.steps.alone.update(r.sample_id for r in left)
+            self._loop.alone.update(r.sample_id for r in left)
             self._run_group(left)
             return
         if len(left) == 1:
@@ -195,36 +216,36 @@ class Engine:
             if part:
                 self._run_group(part)
 
-    def _prefill_group(self, group: list[Request], finished: set[str]) -> list[tuple[Row, Sample]]:
+    def _prefill_group(self, group: list[Request]) -> list[tuple[Row, Sample]]:
         """Prefills every request of a group on its own and opens its rows."""
         rows: list[tuple[Row, Sample]] = []
         for request in group:
-            begin, before = time.perf_counter(), len(self.runner.open_rows)
+            begin, before = time.perf_counter(), len(self._runner.open_rows)
             shares = self._contexts.holds(request)
             try:
                 row, logits, reference = self._prefill(request)
             except NotFinite as error:
-                for opened in self.runner.open_rows[before:]:
-                    self.runner.close(opened)
+                for opened in self._runner.open_rows[before:]:
+                    self._runner.close(opened)
                 self._contexts.forget_closed()
                 self._fail(request, "nan", str(error), error.layer)
-                finished.add(request.sample_id)
+                self._finished.add(request.sample_id)
                 continue
-            replays = self.runner.prompts.limit_bytes > 0  # and a replay takes no prefill
+            replays = self._runner.prompts.limit_bytes > 0  # and a replay takes no prefill
             prefill_s = None if replays else time.perf_counter() - begin
             sample = Sample(request, prefill_s, self._needs.rows(request), shares_context=shares)
-            sample.probe_s = None if replays or shares else self.runner.probe_s or None
+            sample.probe_s = None if replays or shares else self._runner.probe_s or None
             for repeat in range(request.num_samples if request.max_new_tokens else 0):
-                own = row if repeat == 0 else self.steps.fork(row, request)
-                answer = Answer(request, self.loaded.tokenizer, self.end_ids, self._needs.room(request))
-                random = row_generator(self.seed, request.sample_id, repeat, self.runner.device)
+                own = row if repeat == 0 else self._loop.fork(row, request)
+                answer = Answer(request, self._engine.loaded.tokenizer, self._engine.end_ids, self._needs.room(request))
+                random = row_generator(self._engine.seed, request.sample_id, repeat, self._runner.device)
                 generator = random if request.temperature > 0 else None
                 free = AnswerRow(
                     row=own, request=request, logits=logits, repeat=repeat, answer=answer, generator=generator
                 )
                 rows.append((free, sample))
             if self._needs.own and request.max_new_tokens:
-                sample.own = self.steps.fork(row, request), logits
+                sample.own = self._loop.fork(row, request), logits
             forced: list[Row] = []
             if reference is not None:
                 forced.append(self._force(row, request, logits, self._needs.forced(request), reference))
@@ -234,7 +255,7 @@ class Engine:
                 )
             for place, state in enumerate(forced):
                 if place or request.max_new_tokens:
-                    state.row = self.steps.fork(row, request)
+                    state.row = self._loop.fork(row, request)
                 rows.append((state, sample))
         return rows
 
@@ -257,36 +278,36 @@ class Engine:
             row, read = self._read(request, ahead=forced.behind if sees_all else ())
             reference, logits = (read if forced.gold and sees_all else None), read[0]
         for segment in rest:
-            logits = self.runner.append(row, segment)
+            logits = self._runner.append(row, segment)
         if forced.gold and not sees_all:
             reference = self._reference(request, forced)
-        self.store.ledger.restart(row)  # averages are over the answer, not over a question fed token by token
+        self._runner.store.ledger.restart(row)  # averages are over the answer, not over a question fed token by token
         return row, logits, reference
 
     def _sees_all(self, request: Request) -> bool:
         """Whether the end of a prompt sees all of it uncompressed."""
-        return len(request.segments) == 1 and not self.runner.reads_in_chunks(request.segments[0])
+        return len(request.segments) == 1 and not self._runner.reads_in_chunks(request.segments[0])
 
     def _reference(self, request: Request, forced: Forced) -> Logits:
         """The full cache's logits behind a prompt and behind each token that is forced."""
-        return self.runner.full_logits([*request.prompt, *forced.behind], num_logits=len(forced.behind) + 1)
+        return self._runner.full_logits([*request.prompt, *forced.behind], num_logits=len(forced.behind) + 1)
 
     def _begins_with(self, request: Request) -> tuple:
         """Whatever the compressed first segment depends on: a budget in bytes counts the tokens that come after it."""
-        planned = self._needs.new_tokens(request) if self.policy.byte_budget is not None else None
-        closing = request.closing if self.policy.score.probe is not None else None
+        planned = self._needs.new_tokens(request) if self._policy.byte_budget is not None else None
+        closing = request.closing if self._policy.score.probe is not None else None
         return request.segments[0], request.instruction_tokens, planned, closing
 
     def _read(self, request: Request, ahead: tuple[int, ...] = ()) -> tuple[int, Logits]:
         """Reads the first segment of a request into a row; see `Runner.read`."""
         new_tokens, instruction_tokens = self._needs.new_tokens(request), request.instruction_tokens
-        return self.runner.read(request.segments[0], ahead, new_tokens, instruction_tokens, request.closing)
+        return self._runner.read(request.segments[0], ahead, new_tokens, instruction_tokens, request.closing)
 
     def _close_all(self) -> None:
-        self.runner.close_all()
+        self._runner.close_all()
         self._contexts.forget_closed()
 
-    def _decode(self, rows: list[tuple[Row, Sample]], finished: set[str]) -> None:
+    def _decode(self, rows: list[tuple[Row, Sample]]) -> None:
         """Decodes all rows together until each is over."""
         while rows:
             live: list[tuple[Row, Sample]] = []
@@ -295,14 +316,14 @@ class Engine:
             for state, sample in rows:  # it grows where an answer that ended is forced next
                 try:
                     token = state.coming()
-                    while token is None and next_turn(self.runner, state):
+                    while token is None and next_turn(self._runner, state):
                         token = state.next_token()
                 except NotFinite as error:
                     spoiled[sample.request.sample_id], token = error.layer, 0
                 if token is None:
                     if (following := self._force_own(state, sample)) is not None:
                         rows.append((following, sample))
-                    self._finish(state, sample, finished)
+                    self._finish(state, sample)
                 else:
                     live.append((state, sample))
                     tokens.append(token)
@@ -313,15 +334,15 @@ class Engine:
                     for token, (_, sample) in zip(tokens, rows, strict=True)
                     if sample.request.sample_id not in spoiled
                 ]
-                rows = self._drop_bad(rows, spoiled, finished)
+                rows = self._drop_bad(rows, spoiled)
             if not rows:
                 return
-            bad, rate = self.steps.make([state for state, _ in rows], tokens)
+            bad, rate = self._loop.make([state for state, _ in rows], tokens)
             if bad:
                 layers = {rows[index][0].request.sample_id: layer for index, layer in bad.items()}
-                rows = self._drop_bad(rows, layers, finished)
+                rows = self._drop_bad(rows, layers)
             if self._on_step:
-                told = {"decode_tokens_per_s": rate, "cache_bytes": self.store.used_bytes}
+                told = {"decode_tokens_per_s": rate, "cache_bytes": self._runner.store.used_bytes}
                 self._on_step(told | {"live_rows": len(tokens)})
 
     def _force_own(self, state: Row, sample: Sample) -> ForcedRow | None:
@@ -330,52 +351,46 @@ class Engine:
             return None
         (row, logits), sample.own, request = sample.own, None, sample.request
         answers = [*(turn["token_ids"] for turn in state.turns), state.answer.token_ids]
-        forced = Forced.of(request, [tokens[: self.fidelity_max_tokens] for tokens in answers])
+        forced = Forced.of(request, [tokens[: self._engine.fidelity_max_tokens] for tokens in answers])
         if not forced.gold:  # it ended at once: there is nothing to compare
-            self.runner.close(row)
+            self._runner.close(row)
             sample.open_rows -= 1
             return None
         return self._force(row, request, logits, forced, self._reference(request, forced))
 
-    def _drop_bad(
-        self, rows: list[tuple[Row, Sample]], spoiled: dict[str, int], finished: set[str]
-    ) -> list[tuple[Row, Sample]]:
+    def _drop_bad(self, rows: list[tuple[Row, Sample]], spoiled: dict[str, int]) -> list[tuple[Row, Sample]]:
         """Ends every sample that has a row with non-finite logits; `spoiled` maps its id to the layer."""
         for state, sample in rows:
             if state.request.sample_id in spoiled:
-                self.runner.close(state.row)
+                self._runner.close(state.row)
                 if sample.own is not None:
-                    self.runner.close(sample.own[0])
+                    self._runner.close(sample.own[0])
                     sample.own = None
-                if sample.request.sample_id not in finished:
+                if sample.request.sample_id not in self._finished:
                     layer = spoiled[state.request.sample_id]
                     self._fail(sample.request, "nan", str(NotFinite(layer)), layer)
-                    finished.add(sample.request.sample_id)
+                    self._finished.add(sample.request.sample_id)
         return [(state, sample) for state, sample in rows if state.request.sample_id not in spoiled]
 
-    def _finish(self, state: Row, sample: Sample, finished: set[str]) -> None:
+    def _finish(self, state: Row, sample: Sample) -> None:
         """Records a finished row, and hands out the sample's outcomes once all its rows are over."""
-        if isinstance(state, ForcedRow):
-            sample.keep(state)
-            if not state.request.max_new_tokens and not sample.outcomes:  # there is no answer: its bytes are the text's
-                sample.outcomes[0] = self._outcome(state, sample, 0)
-        elif isinstance(state, AnswerRow):
-            sample.outcomes[state.repeat] = self._outcome(state, sample, state.repeat, state.answer)
-        self.runner.close(state.row)
+        if (repeat := state.settle(sample)) is not None:
+            sample.outcomes[repeat] = self._outcome(state, sample, repeat)
+        self._runner.close(state.row)
         sample.open_rows -= 1
         if sample.open_rows == 0:
-            finished.add(sample.request.sample_id)
+            self._finished.add(sample.request.sample_id)
             for outcome in sample.outcomes.values():
                 outcome.fidelity, outcome.drift = sample.fidelity, sample.drift
-                outcome.per_token = sample.per_token if self.fidelity_per_token else None
+                outcome.per_token = sample.per_token if self._engine.fidelity_per_token else None
                 outcome.choices = [sample.choices[index] for index in sorted(sample.choices)]
                 self._hand_out(outcome)
 
-    def _outcome(self, state: Row, sample: Sample, repeat: int, answer: Answer | None = None) -> Outcome:
-        """What a finished row says of its sample."""
+    def _outcome(self, state: Row, sample: Sample, repeat: int) -> Outcome:
+        """The outcome of a sample that a finished row gives."""
         steps = state.timing.pop("row_steps")
         state.timing["batch_rows"] = steps / state.timing["decode_tokens"] if state.timing["decode_tokens"] else 0.0
-        held, kept = state.report or self.runner.report(state.row)
+        held, kept = state.report or self._runner.report(state.row)
         told = Outcome(sample_id=state.request.sample_id, repeat=repeat, ledger=held, kept=kept)
         told.num_prompt_tokens = state.request.num_prompt_tokens
         told.timing = {"prefill_s": sample.prefill_s, **state.timing}
@@ -383,11 +398,7 @@ class Engine:
             told.timing["probe_s"] = sample.probe_s
         if sample.shares_context:
             told.timing["shares_context"] = 1.0
-        if answer is not None:
-            told.text, told.token_ids = answer.text, answer.token_ids
-            told.finish, told.first_end = answer.finish, answer.first_end
-        if isinstance(state, AnswerRow):
-            told.turns = state.turns
+        state.describe(told)
         return told
 
     def _hand_out(self, outcome: Outcome) -> None:

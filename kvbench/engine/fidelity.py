@@ -19,8 +19,8 @@ class ChoiceMeter:
     """
 
     gold: tuple[int, ...]
-    nll: list[float] = field(default_factory=list)
-    hit: list[bool] = field(default_factory=list)
+    nll: list[float] = field(default_factory=list, kw_only=True)
+    hit: list[bool] = field(default_factory=list, kw_only=True)
 
     @property
     def done(self) -> bool:
@@ -32,7 +32,8 @@ class ChoiceMeter:
         self.take(self.measure(len(self.nll), logits).tolist())
 
     def measure(self, index: int, logits: Tensor) -> Tensor:
-        """What `take` takes of one token, fp32 on the device of its logits fp32 [vocabulary]; waits for nothing."""
+        """The numbers that `take` takes of one token, fp32 on the device of its logits fp32 [vocabulary]; waits for
+        nothing."""
         token, logp = self.gold[index], torch.log_softmax(logits, -1)
         return torch.stack([logp[token], (logp.argmax() == token).float()])
 
@@ -48,7 +49,7 @@ class ChoiceMeter:
 
 
 @dataclass
-class FidelityMeter:
+class FidelityMeter(ChoiceMeter):
     """Collects one row's comparison, token by token.
 
     Args:
@@ -59,26 +60,13 @@ class FidelityMeter:
             prompt was already read through the compressed cache.
     """
 
-    gold: tuple[int, ...]
     reference: Logits
     exact_first: bool = True
-    nll: list[float] = field(default_factory=list)
-    nll_full: list[float] = field(default_factory=list)
-    kl: list[float] = field(default_factory=list)
-    agree: list[bool] = field(default_factory=list)
-    hit: list[bool] = field(default_factory=list)
-
-    @property
-    def done(self) -> bool:
-        """All gold tokens were scored."""
-        return len(self.nll) == len(self.gold)
-
-    def add(self, logits: Tensor) -> None:
-        """Scores the next gold token under logits fp32 [vocabulary]."""
-        self.take(self.measure(len(self.nll), logits).tolist())
+    nll_full: list[float] = field(default_factory=list, kw_only=True)
+    kl: list[float] = field(default_factory=list, kw_only=True)
+    agree: list[bool] = field(default_factory=list, kw_only=True)
 
     def measure(self, index: int, logits: Tensor) -> Tensor:
-        """What `take` takes of one token, fp32 on the device of its logits fp32 [vocabulary]; waits for nothing."""
         # One row at a time: of a long text, all rows at once would be gigabytes for a second time.
         logp, ref = torch.log_softmax(logits, -1), torch.log_softmax(self.reference[index], -1)
         best, token = logp.argmax(), self.gold[index]
@@ -86,7 +74,6 @@ class FidelityMeter:
         return torch.stack([logp[token], ref[token], kl, (best == ref.argmax()).float(), (best == token).float()])
 
     def take(self, measured: list[float]) -> None:
-        """Takes what was measured on the next gold token."""
         logp, ref, kl, agrees, is_best = measured
         self.nll.append(-logp)
         self.nll_full.append(-ref)

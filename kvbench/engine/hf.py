@@ -21,7 +21,7 @@ from kvbench.cache.layout import ModelShape, Place
 from kvbench.cache.store import CompressedStore
 from kvbench.engine import placement
 from kvbench.engine.calls import OutputProjections, attention_modules, calls_noted, first_tokens
-from kvbench.engine.uncompressed import Uncompressed
+from kvbench.engine.probe import Uncompressed
 from kvbench.errors import UnsupportedModel
 from kvbench.models.packed import PackedLinear
 from kvbench.policy import AttentionCall

@@ -69,7 +69,6 @@ def read_long(model: PreTrainedModel, num_logits: int, forward: Callable[[], Ten
     """Runs a pass for the logits of its last positions.
 
     Args:
-        model: The model.
         num_logits: Positions.
         forward: Runs the model over the text, for the logits of its last position alone.
     """

@@ -58,7 +58,6 @@ def check(model: PreTrainedModel, name: str) -> None:
     """Refuses weights whose cache could not lie beside them.
 
     Args:
-        model: The model.
         name: What it is called in messages.
 
     Raises:

@@ -42,6 +42,14 @@ class Row(ABC):
     def steps_alone(self) -> int:
         """Steps, up to the row's end, whose tokens nobody but the device has to know before the next one; 0 = none."""
 
+    @abstractmethod
+    def settle(self, sample: "Sample") -> int | None:
+        """Keeps in its sample what a finished row measured; the answer whose outcome it gives, or None."""
+
+    @abstractmethod
+    def describe(self, outcome: Outcome) -> None:
+        """Puts the row's answer, if it is one, into an outcome."""
+
     def note_step(self, seconds: float, num_rows: int) -> None:
         """Notes the time of a step that fed so many rows."""
         self.timing["decode_s"] += seconds
@@ -86,6 +94,14 @@ class AnswerRow(Row):
         self.answer.add(token)
         return None if self.answer.finish else token
 
+    def settle(self, sample: "Sample") -> int | None:
+        return self.repeat
+
+    def describe(self, outcome: Outcome) -> None:
+        answer = self.answer
+        outcome.text, outcome.token_ids = answer.text, answer.token_ids
+        outcome.finish, outcome.first_end, outcome.turns = answer.finish, answer.first_end, self.turns
+
     def steps_alone(self) -> int:
         # A turn goes on with the row as it was when the answer ended; and draws come from the host's own order.
         return 0 if self.generator is not None or self.request.turns else self.answer.most_left
@@ -101,7 +117,7 @@ class ForcedRow(Row):
         ends: Of a conversation, how many tokens are forced up to the end of each answer but the last.
     """
 
-    meter: FidelityMeter | ChoiceMeter
+    meter: ChoiceMeter
     choice: int | None = None
     ends: tuple[int, ...] = ()
 
@@ -113,6 +129,18 @@ class ForcedRow(Row):
         self.meter.take(measured)
         done = len(self.meter.nll)
         return None if self.meter.done or done in self.ends else self.meter.gold[done - 1]
+
+    def settle(self, sample: "Sample") -> int | None:
+        if isinstance(self.meter, FidelityMeter):
+            sample.fidelity, sample.drift = self.meter.report(), self.meter.drift()
+            sample.per_token = self.meter.per_token()
+        elif self.choice is not None:
+            sample.choices[self.choice] = self.meter.report()
+        # Where there is no answer, its bytes are the text's.
+        return None if self.request.max_new_tokens or sample.outcomes else 0
+
+    def describe(self, outcome: Outcome) -> None:
+        pass
 
     def steps_alone(self) -> int:
         return 0 if self.ends else len(self.meter.gold) - len(self.meter.nll)
@@ -136,11 +164,3 @@ class Sample:
     choices: dict[int, dict] = field(default_factory=dict)
     shares_context: bool = False
     probe_s: float | None = None  # of prefill_s; None without a second pass, or not measured
-
-    def keep(self, row: ForcedRow) -> None:
-        """Keeps what a forced row measured."""
-        if isinstance(row.meter, FidelityMeter):
-            self.fidelity, self.drift = row.meter.report(), row.meter.drift()
-            self.per_token = row.meter.per_token()
-        elif row.choice is not None:
-            self.choices[row.choice] = row.meter.report()

@@ -14,9 +14,8 @@ from kvbench.cache.layout import StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.engine import hf
 from kvbench.engine.long_logits import PIECE, Logits, read_long
-from kvbench.engine.probe import plan_passes
+from kvbench.engine.probe import Uncompressed, plan_passes
 from kvbench.engine.prompt_cache import PromptCache
-from kvbench.engine.uncompressed import Uncompressed
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.dispatch import get_backend
 from kvbench.models.load import LoadedModel
