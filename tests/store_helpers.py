@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from kvbench.cache.layout import ModelShape, StoreOptions
@@ -27,30 +28,58 @@ def make_store(
     head_dim=8,
     rows=1,
     max_tokens=320,
+    new_tokens=128,
     dtype=torch.float32,
     inv_freq=None,
-    track=(),
-    rotation="none",
+    places=(),
+    device="cpu",
+    backend="torch",
+    **options,
 ) -> CompressedStore:
-    """Returns a store of the given shape with room for `max_tokens` prompt tokens and 128 more."""
+    """Returns a store of the given shape with room for `max_tokens` prompt tokens and `new_tokens` more; skips the test
+    where a backend named cannot run."""
+    try:
+        chosen = get_backend(backend) if isinstance(backend, str) else backend
+    except ValueError as error:
+        pytest.skip(str(error))
     shape = ModelShape(
         num_layers=num_layers,
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=dtype,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         inv_freq=inv_freq,
+        places=places,
     )
     return CompressedStore(
         policy,
         shape,
         rows=rows,
         max_prompt_tokens=max_tokens,
-        max_new_tokens=128,
-        options=StoreOptions(track=track, rotation=rotation),
-        backend=get_backend("torch"),
+        max_new_tokens=new_tokens,
+        options=StoreOptions(**options),
+        backend=chosen,
     )
+
+
+def read_random(store: CompressedStore, length: int, make: torch.Generator, scale: float = 0.25, row=None) -> int:
+    """Reads a prompt of random vectors into a new row, or an empty one."""
+    row, heads, dim = store.open_row() if row is None else row, store.shape.num_kv_heads, store.shape.head_dim
+    for layer in range(store.shape.num_layers):
+        q, k, v = (torch.randn(n, length, dim, generator=make) for n in (store.shape.num_q_heads, heads, heads))
+        store.prefill_layer(row, layer, q, k, v, scale)
+    return row
+
+
+def step_random(store: CompressedStore, rows: list[int], make: torch.Generator, scale: float = 0.25) -> None:
+    """Makes a decode step of random vectors."""
+    heads, dim = store.shape.num_kv_heads, store.shape.head_dim
+    store.begin_step(torch.tensor(rows))
+    for layer in range(store.shape.num_layers):
+        q, k, v = (torch.randn(len(rows), n, dim, generator=make) for n in (store.shape.num_q_heads, heads, heads))
+        store.attend(layer, q, k, v, scale)
+    store.end_step()
 
 
 def prefill_view(score: torch.Tensor | None, num_tokens: int, num_heads: int = 1, token_bytes=(1.0,)) -> PrefillView:

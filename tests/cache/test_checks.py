@@ -6,10 +6,9 @@ from typing import ClassVar
 
 import pytest
 import torch
+from store_helpers import make_store, read_random, step_random
 
-from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.cache.store import CompressedStore
-from kvbench.kernels.dispatch import get_backend
 from kvbench.policy import APPEND, EVICT, Compaction, CompactPlan, DecodePlan, Policy, PrefillPlan, ScoreSpec, Tier
 
 LAYERS, HEADS, DIM, TOKENS = 2, 3, 16, 11
@@ -66,21 +65,9 @@ def thirds(view) -> torch.Tensor:
 
 def store_of(policy: Policy, backend: str = "torch") -> CompressedStore:
     """A store of three rows."""
-    shape = ModelShape(
-        num_layers=LAYERS,
-        num_q_heads=HEADS,
-        num_kv_heads=HEADS,
-        head_dim=DIM,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        inv_freq=torch.ones(DIM // 2),
-    )
-    try:
-        chosen = get_backend(backend)
-    except ValueError as error:
-        pytest.skip(str(error))
-    store = CompressedStore(
-        policy, shape, rows=3, max_prompt_tokens=32, max_new_tokens=64, options=StoreOptions(), backend=chosen
+    shape = {"num_layers": LAYERS, "num_q_heads": HEADS, "num_kv_heads": HEADS, "head_dim": DIM}
+    store = make_store(
+        policy, **shape, rows=3, max_tokens=32, new_tokens=64, inv_freq=torch.ones(DIM // 2), backend=backend
     )
     store.pages.pool.pages.zero_()  # pages come as they lie in memory, and whole pages are compared here
     return store
@@ -88,19 +75,12 @@ def store_of(policy: Policy, backend: str = "torch") -> CompressedStore:
 
 def prefill(store: CompressedStore, seed: int = 0) -> int:
     """A prompt of 11 tokens in a new row."""
-    make, row = torch.Generator().manual_seed(seed), store.open_row()
-    for layer in range(LAYERS):
-        store.prefill_layer(row, layer, *(torch.randn(HEADS, TOKENS, DIM, generator=make) for _ in range(3)), 0.25)
-    return row
+    return read_random(store, TOKENS, torch.Generator().manual_seed(seed))
 
 
 def step(store: CompressedStore, rows: list[int]) -> None:
     """One decode step."""
-    make = torch.Generator().manual_seed(5)
-    store.begin_step(torch.tensor(rows))
-    for layer in range(LAYERS):
-        store.attend(layer, *(torch.randn(len(rows), HEADS, DIM, generator=make) for _ in range(3)), 0.25)
-    store.end_step()
+    step_random(store, rows, torch.Generator().manual_seed(5))
 
 
 def state(store: CompressedStore) -> list:

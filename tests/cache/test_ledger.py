@@ -4,11 +4,10 @@ from math import ceil
 
 import pytest
 import torch
+from store_helpers import make_store
 
 from kvbench.cache.buffered import Buffered
-from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.cache.store import CompressedStore
-from kvbench.kernels.dispatch import get_backend
 from kvbench.methods.full import Full
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.snapkv import SnapKV
@@ -19,25 +18,10 @@ LISTS = LAYERS * HEADS
 MAX_PROMPT, MAX_NEW, ROWS = 320, 64, 2
 
 
-def store_of(policy: Policy, head_dim: int, dtype: torch.dtype = torch.float32, **options) -> CompressedStore:
+def store_of(policy: Policy, head_dim: int, **options) -> CompressedStore:
     """A store of 2 layers, 3 KV heads, 6 query heads and 2 rows."""
-    shape = ModelShape(
-        num_layers=LAYERS,
-        num_q_heads=HEADS * GROUP,
-        num_kv_heads=HEADS,
-        head_dim=head_dim,
-        dtype=dtype,
-        device=torch.device("cpu"),
-    )
-    return CompressedStore(
-        policy,
-        shape,
-        rows=ROWS,
-        max_prompt_tokens=MAX_PROMPT,
-        max_new_tokens=MAX_NEW,
-        backend=get_backend("torch"),
-        options=StoreOptions(**options),
-    )
+    shape = {"num_layers": LAYERS, "num_q_heads": HEADS * GROUP, "num_kv_heads": HEADS, "head_dim": head_dim}
+    return make_store(policy, **shape, rows=ROWS, max_tokens=MAX_PROMPT, new_tokens=MAX_NEW, **options)
 
 
 def run(store: CompressedStore, length: int, steps: int) -> int:

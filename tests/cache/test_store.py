@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from store_helpers import held_positions
+from store_helpers import held_positions, make_store
 
-from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.kernels.dispatch import get_backend
 from kvbench.methods.vatp import VATP
@@ -35,23 +34,8 @@ class Keep(Policy):
 
 def store_of(policy: Policy, head_dim: int = 64, rows: int = 4, dtype: torch.dtype = torch.float32) -> CompressedStore:
     """A store of 2 layers, 2 KV heads and 6 query heads that keeps positions."""
-    shape = ModelShape(
-        num_layers=LAYERS,
-        num_q_heads=HEADS * GROUP,
-        num_kv_heads=HEADS,
-        head_dim=head_dim,
-        dtype=dtype,
-        device=torch.device("cpu"),
-    )
-    return CompressedStore(
-        policy,
-        shape,
-        rows=rows,
-        max_prompt_tokens=64,
-        max_new_tokens=64,
-        backend=get_backend("torch"),
-        options=StoreOptions(track=("pos",)),
-    )
+    shape = {"num_layers": LAYERS, "num_q_heads": HEADS * GROUP, "num_kv_heads": HEADS, "head_dim": head_dim}
+    return make_store(policy, **shape, rows=rows, dtype=dtype, max_tokens=64, new_tokens=64, track=("pos",))
 
 
 def tokens(head_dim: int, length: int, seed: int = 0) -> list[tuple]:

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from store_helpers import make_store, read_random, step_random
 
 from kvbench.cache import buffered
-from kvbench.cache.layout import ModelShape, StoreOptions
+from kvbench.cache.layout import StoreOptions
 from kvbench.cache.store import CompressedStore, PoolExhausted
 from kvbench.kernels import memory
-from kvbench.kernels.dispatch import get_backend
 from kvbench.policy import DecodePlan, DecodeView, Policy, PrefillPlan, PrefillView, Residual, ScoreSpec, Tier
 
 DIM, LAYERS, HEADS = 16, 2, 2
@@ -62,42 +62,22 @@ class Buffered(Policy):
         return Residual(num_tokens=8)
 
 
-def store_of(policy: Policy, pages: int, rows: int = 2, max_new_tokens: int = 64) -> CompressedStore:
-    """A store of 2 layers x 2 heads with a fixed number of pages."""
-    shape = ModelShape(
-        num_layers=LAYERS,
-        num_q_heads=HEADS,
-        num_kv_heads=HEADS,
-        head_dim=DIM,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    return CompressedStore(
-        policy,
-        shape,
-        rows=rows,
-        max_prompt_tokens=32,
-        max_new_tokens=max_new_tokens,
-        backend=get_backend("torch"),
-        options=StoreOptions(page_bytes=PAGE, budget_bytes=pages * PAGE + 7),
-    )
+def store_of(policy: Policy, pages: int | None, rows: int = 2, max_new_tokens: int = 64, **options) -> CompressedStore:
+    """A store of 2 layers x 2 heads, with a fixed number of pages unless `pages` is None."""
+    shape = {"num_layers": LAYERS, "num_q_heads": HEADS, "num_kv_heads": HEADS, "head_dim": DIM}
+    limit = {} if pages is None else {"budget_bytes": pages * PAGE + 7}
+    sizes = {"rows": rows, "max_tokens": 32, "new_tokens": max_new_tokens, "page_bytes": PAGE}
+    return make_store(policy, **shape, **sizes, **limit, **options)
 
 
 def fill(store: CompressedStore, length: int, seed: int = 0) -> int:
     """Prefills one row."""
-    make, row = torch.Generator().manual_seed(seed), store.open_row()
-    for layer in range(LAYERS):
-        store.prefill_layer(row, layer, *(torch.randn(HEADS, length, DIM, generator=make) for _ in range(3)), 0.25)
-    return row
+    return read_random(store, length, torch.Generator().manual_seed(seed))
 
 
 def step(store: CompressedStore, rows: list[int], seed: int = 0) -> None:
     """One decode step."""
-    make = torch.Generator().manual_seed(seed)
-    store.begin_step(torch.tensor(rows))
-    for layer in range(LAYERS):
-        store.attend(layer, *(torch.randn(len(rows), HEADS, DIM, generator=make) for _ in range(3)), 0.25)
-    store.end_step()
+    step_random(store, rows, torch.Generator().manual_seed(seed))
 
 
 def state(store: CompressedStore) -> dict:
@@ -125,16 +105,7 @@ def state(store: CompressedStore) -> dict:
 def fixed_store(share: float, free_bytes: int, monkeypatch: pytest.MonkeyPatch, **options) -> CompressedStore:
     """A store on a device that says how much memory it has left."""
     monkeypatch.setattr(memory, "free_bytes", lambda device: free_bytes)
-    shape = store_of(TwoTiers(), 7).shape
-    return CompressedStore(
-        TwoTiers(),
-        shape,
-        rows=2,
-        max_prompt_tokens=32,
-        max_new_tokens=64,
-        backend=get_backend("torch"),
-        options=StoreOptions(page_bytes=PAGE, memory_share=share, **options),
-    )
+    return store_of(TwoTiers(), None, memory_share=share, **options)
 
 
 def test_on_a_gpu_the_pool_is_made_once_from_what_is_free(monkeypatch):
@@ -309,15 +280,8 @@ def test_the_pool_keeps_to_its_budget():
     store = store_of(TwoTiers(), 12)
     assert store.pages.pool.num_pages == 12
     assert store.pages.pool.pages.nbytes <= 12 * PAGE + 7
-    free = CompressedStore(
-        TwoTiers(),
-        store.shape,
-        rows=8,
-        max_prompt_tokens=640,
-        max_new_tokens=0,
-        backend=get_backend("torch"),
-        options=StoreOptions(page_bytes=PAGE),
-    )
+    shape = {"num_layers": LAYERS, "num_q_heads": HEADS, "num_kv_heads": HEADS, "head_dim": DIM}
+    free = make_store(TwoTiers(), **shape, rows=8, max_tokens=640, new_tokens=0, page_bytes=PAGE)
     fill(free, 640)
     assert free.pages.pool.num_used > 64
 

@@ -8,11 +8,10 @@ import torch
 from oracles.golden import golden
 from oracles.slow_attention import attend_one
 from oracles.slow_pages import stored_vector
+from store_helpers import make_store
 
-from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.cache.ring import ResidualBuffer
 from kvbench.cache.store import CompressedStore
-from kvbench.kernels.dispatch import get_backend
 from kvbench.policy import EVICT, Policy, PrefillPlan, PrefillView, Residual, ScoreSpec, Tier
 
 DIM, LAYERS, HEADS, GROUP = 16, 2, 2, 3
@@ -44,25 +43,10 @@ class Behind(Policy):
         return PrefillPlan(tier_of=tier_of)
 
 
-def store_of(policy: Policy, rows: int = 2, dtype: torch.dtype = torch.float32, **options) -> CompressedStore:
+def store_of(policy: Policy, rows: int = 2, **options) -> CompressedStore:
     """A store of 2 layers, 2 KV heads and 6 query heads."""
-    shape = ModelShape(
-        num_layers=LAYERS,
-        num_q_heads=HEADS * GROUP,
-        num_kv_heads=HEADS,
-        head_dim=DIM,
-        dtype=dtype,
-        device=torch.device("cpu"),
-    )
-    return CompressedStore(
-        policy,
-        shape,
-        rows=rows,
-        max_prompt_tokens=64,
-        max_new_tokens=64,
-        backend=get_backend("torch"),
-        options=StoreOptions(**options),
-    )
+    shape = {"num_layers": LAYERS, "num_q_heads": HEADS * GROUP, "num_kv_heads": HEADS, "head_dim": DIM}
+    return make_store(policy, **shape, rows=rows, max_tokens=64, new_tokens=64, **options)
 
 
 class SlowList:

@@ -5,10 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from store_helpers import make_store
 
-from kvbench.cache.layout import ModelShape, StoreOptions
-from kvbench.cache.store import CompressedStore
-from kvbench.kernels.dispatch import get_backend
 from kvbench.kernels.pool import PoolExhausted
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kivi import Kivi
@@ -24,24 +22,10 @@ PROMPTS, STEPS = (37, 50), 40
 
 def store_of(policy, backend="torch", rows=3, **options):
     """A store of a small model."""
-    shape = ModelShape(
-        num_layers=LAYERS,
-        num_q_heads=HEADS * GROUP,
-        num_kv_heads=HEADS,
-        head_dim=DIM,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        inv_freq=10000.0 ** -(torch.arange(0, DIM, 2) / DIM),
-    )
-    return CompressedStore(
-        policy,
-        shape,
-        rows=rows,
-        max_prompt_tokens=64,
-        max_new_tokens=96,
-        options=StoreOptions(**options),
-        backend=get_backend(backend),
-    )
+    shape = {"num_layers": LAYERS, "num_q_heads": HEADS * GROUP, "num_kv_heads": HEADS, "head_dim": DIM}
+    inv_freq = 10000.0 ** -(torch.arange(0, DIM, 2) / DIM)
+    sizes = {"rows": rows, "max_tokens": 64, "new_tokens": 96, "inv_freq": inv_freq}
+    return make_store(policy, **shape, **sizes, backend=backend, **options)
 
 
 def run(policy, backend="torch", **options):

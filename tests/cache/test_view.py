@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from store_helpers import make_store
 
-from kvbench.cache.layout import ModelShape, Place, StoreOptions
+from kvbench.cache.layout import Place
 from kvbench.cache.store import CompressedStore
-from kvbench.kernels.dispatch import get_backend
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.tova import TOVA
 from kvbench.policy import ALL_QUERIES, Policy, PrefillPlan, ScoreSpec, Tier
@@ -38,22 +38,8 @@ class Scattered(Policy):
 
 def store_of(policy: Policy, backend: str, places: tuple[Place, ...] = ()) -> CompressedStore:
     """Three rows of 2 layers and 2 heads."""
-    shape = ModelShape(
-        num_layers=LAYERS,
-        num_q_heads=HEADS,
-        num_kv_heads=HEADS,
-        head_dim=DIM,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        places=places,
-    )
-    try:
-        chosen = get_backend(backend)
-    except ValueError as error:
-        pytest.skip(str(error))
-    return CompressedStore(
-        policy, shape, rows=3, max_prompt_tokens=32, max_new_tokens=16, options=StoreOptions(), backend=chosen
-    )
+    shape = {"num_layers": LAYERS, "num_q_heads": HEADS, "num_kv_heads": HEADS, "head_dim": DIM}
+    return make_store(policy, **shape, rows=3, max_tokens=32, new_tokens=16, places=places, backend=backend)
 
 
 def filled(policy: Policy, backend: str = "torch", places: tuple[Place, ...] = ()) -> CompressedStore:

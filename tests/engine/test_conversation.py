@@ -16,12 +16,6 @@ NATIVE = NATIVE_METHODS["full"]
 LENGTH = 7  # tokens of every answer
 
 
-@pytest.fixture
-def loaded(tiny_model):
-    """The tiny Llama with three query heads per KV head, in fp32."""
-    return tiny_model("llama", "gqa3", 64)
-
-
 def turn(tokens: int, seed: int, gold: int = 0) -> Turn:
     """What is said behind an answer, and a gold answer to it."""
     return Turn(tokens=random_tokens(tokens, seed=seed), gold=random_tokens(gold, seed=seed + 50) if gold else ())

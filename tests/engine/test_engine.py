@@ -24,12 +24,6 @@ METHODS = list(NATIVE_METHODS.values())
 METHOD_NAMES = list(NATIVE_METHODS)
 
 
-@pytest.fixture
-def loaded(tiny_model):
-    """The tiny Llama with three query heads per KV head, in fp32."""
-    return tiny_model("llama", "gqa3", 64)
-
-
 def poisoned(loaded, change):
     """A copy of a model whose weights `change` has spoiled."""
     model = copy.deepcopy(loaded.model)

@@ -51,12 +51,6 @@ class Scarce(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture
-def loaded(tiny_model):
-    """One layer of the tiny Llama would hide what crosses layers; this has two."""
-    return tiny_model("llama", "gqa3", 64)
-
-
 def asked() -> list:
     """Two prompts: forks for a second answer and for gold tokens, and steps in which everything moves."""
     fields = {"max_new_tokens": 5, "gold": random_tokens(3)}

@@ -8,12 +8,6 @@ from engine_helpers import NATIVE_METHODS, answers, engine, own_logits, random_t
 NATIVE = NATIVE_METHODS["full"]
 
 
-@pytest.fixture
-def loaded(tiny_model):
-    """The tiny Llama with three query heads per KV head, in fp32."""
-    return tiny_model("llama", "gqa3", 64)
-
-
 @pytest.mark.parametrize("segments", [1, 2])
 def test_every_token_has_its_numbers(loaded, segments):
     """They are those of the means and of transformers itself; without the setting there are none."""

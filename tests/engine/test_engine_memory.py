@@ -7,12 +7,6 @@ from kvbench.methods.full import Full
 from kvbench.methods.streaming_llm import StreamingLLM
 
 
-@pytest.fixture
-def loaded(tiny_model):
-    """The tiny Llama with three query heads per KV head, in fp32."""
-    return tiny_model("llama", "gqa3", 64)
-
-
 def pages_of_one(loaded, policy, asked):
     """Most pages that one request needs at once, and their size."""
     most = [0]

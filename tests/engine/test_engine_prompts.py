@@ -29,12 +29,6 @@ LOSSLESS = {
 }
 
 
-@pytest.fixture
-def loaded(tiny_model):
-    """The tiny Llama with three query heads per KV head, in fp32."""
-    return tiny_model("llama", "gqa3", 64)
-
-
 def slots_after_prompt(loaded, policy, asked) -> list[list[list[int]]]:
     """Positions per tier and list, as the first decode step leaves them (slots in order)."""
     seen = []

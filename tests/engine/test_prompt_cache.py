@@ -62,12 +62,6 @@ def outcomes(loaded, policy, prompts=None, requests=None):
 
 
 @pytest.fixture
-def loaded(tiny_model):
-    """The tiny Llama with three query heads per KV head, in fp32."""
-    return tiny_model("llama", "gqa3", 64)
-
-
-@pytest.fixture
 def forwards(monkeypatch):
     """Counts the forward passes over prompts by their mode."""
     seen = {"prefill": 0, "dense": 0}

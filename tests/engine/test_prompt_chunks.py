@@ -17,12 +17,6 @@ from kvbench.sizing.live import LiveBytes
 SNAPKV = SnapKV(budget=0.5, window=8, tier="native")
 
 
-@pytest.fixture
-def loaded(tiny_model):
-    """The tiny Llama with three query heads per KV head, in fp32."""
-    return tiny_model("llama", "gqa3", 64)
-
-
 def test_forced_answers_are_compared_with_the_full_cache(loaded):
     """Nothing is predicted exactly where a prompt was compressed while it was read, and where nothing is lost nothing
     differs from the full cache."""

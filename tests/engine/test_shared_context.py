@@ -28,12 +28,6 @@ POLICIES = {
 }
 
 
-@pytest.fixture
-def loaded(tiny_model):
-    """The tiny Llama with three query heads per KV head, in fp32."""
-    return tiny_model("llama", "gqa3", 64)
-
-
 def questions(count: int = 8, **fields) -> list:
     """Questions of several lengths about one context, and one about another between two more about a third."""
     context, other, third = random_tokens(70), random_tokens(50, seed=1), random_tokens(33, seed=2)

@@ -9,12 +9,6 @@ from kvbench.engine.requests import Thoughts, Turn
 END = 0
 
 
-@pytest.fixture
-def loaded(tiny_model):
-    """The tiny Llama with three query heads per KV head, in fp32; its tokens are bytes."""
-    return tiny_model("llama", "gqa3", 64)
-
-
 def said(loaded, text: str, *, thoughts: Thoughts | None, room: int = 1 << 30, **fields) -> Answer:
     """An answer to which the model says a text and then its end, as far as it is let."""
     asked = request("a", (1,), thoughts=thoughts, min_new_tokens=0, **fields)
