@@ -119,7 +119,8 @@ class Buffered(Paged):
     def extend_prompt(
         self, row: int, layer: int, k: Tensor, v: Tensor, tier_of: Tensor, pos: list[Tensor], peak: Callable[[], None]
     ) -> None:
-        """As there, but nothing may be dropped: what leaves the rings goes to pages, as of a prompt read at once."""
+        """Carries the plan out, which may drop nothing: tokens that leave the rings go to pages, as of a prompt read at
+        once."""
         if bool((tier_of != 0).any()):
             raise ValueError(
                 f"{type(self.policy).__name__} drops tokens of a prompt that is read in chunks, which its residual "
@@ -210,7 +211,7 @@ class BufferedStep(PagedStep):
         (tier,), _ = Paged.layer(self.holding, rows, layer, self.width[layer])
         lists = self.lists[:, layer]
         tier.num_k, tier.num_v = (count[:, layer] for count in self._before)
-        self.holding.rope.turn([tier], None)
+        self.holding.rope.attach([tier], None)
         heads, num_tokens = torch.arange(self.pages.shape[2], device=rows.device), rings.num_tokens[lists].long()
         for buffer, x in ((rings.k, k), (rings.v, v)):
             buffer[rows[:, None], layer, heads, (num_tokens - 1) % buffer.shape[3]] = x.to(buffer.dtype)

@@ -180,7 +180,7 @@ class CheckedPlans:
         return replace(plan, slot=torch.where(broken, APPEND, slot))  # a new slot harms nobody
 
     def _demoted(self, plan: DecodePlan, slot: Tensor, demote_to: Tensor, view: DecodeView) -> tuple[Tensor, Moment]:
-        """Where a demoted token takes a slot that does not exist in its new tier."""
+        """The lists in which a demoted token takes a slot that does not exist in its new tier."""
         target = plan.demote_slot
         assert target is not None
         held = torch.zeros_like(slot)
@@ -247,7 +247,7 @@ class CheckedPlans:
         counts.post(flag, lambda: receive)
 
     def judge_step(self, view: DecodeView) -> Callable[[Tensor], None]:
-        """What takes the rules that a step's plan broke, as `PageTable.take` finds them on a device."""
+        """A taker of the rules that a step's plan broke, as `PageTable.take` finds them on a device."""
         rules = (
             "a slot is APPEND (-1) or lies within its list, and one that was named does not"
             if self._policy.acts_in_decode
@@ -276,7 +276,7 @@ WHOLE = frozenset((torch.int8, torch.int16, torch.int32, torch.int64, torch.uint
 
 
 def _versions(view: object) -> dict[str, int]:
-    """How often each tensor of a view was written to; one made in inference mode does not count."""
+    """The number of times that each tensor of a view was written to; one made in inference mode does not count."""
     tensors = {name: x for name, x in vars(view).items() if isinstance(x, Tensor)}
     return {name: x._version for name, x in tensors.items() if not x.is_inference()}
 

@@ -42,7 +42,7 @@ class _Reading:
 
     @property
     def nbytes(self) -> int:
-        """What is held beside the pages."""
+        """Bytes held beside the pages."""
         held = [*self.sums, *(pos for tiers in self.pos for pos in tiers)]
         return sum(x.nbytes for x in held) + sum(k.nbytes + v.nbytes for k, v, _ in self.waiting)
 
@@ -114,7 +114,7 @@ class Chunks:
             none = torch.zeros(heads, 0, dtype=torch.int64, device=device)
             return nothing, nothing, none.bool(), none
         tiers, ring = holding.layer(torch.tensor([row], device=device), layer)
-        holding.rope.turn(tiers, None)
+        holding.rope.attach(tiers, None)
         (keys,), (values,), (live,) = pages.backend.gather_dense(pages.pool.pages, tiers, ring)
         if ring is not None:  # nothing was dropped: entry i is token i
             pos = torch.arange(keys.shape[1], device=device).expand(heads, -1)
@@ -122,7 +122,7 @@ class Chunks:
             widths = (tier.ids.shape[-1] * tier.fmt.tokens_per_page for tier in tiers)
             each = zip(reading.pos[layer], widths, strict=True)
             pos = torch.cat([_padded(own.long(), width) for own, width in each], 1)
-        keys = holding.rope.turn_past(keys, live, reading.seen)
+        keys = holding.rope.rotate_past(keys, live, reading.seen)
         return self._rotations.keys.back(keys), self._rotations.values.back(values), live, pos.masked_fill(~live, -1)
 
     # The plan.

@@ -37,7 +37,7 @@ class EvictionDue:
         self._told |= zip(numbers, due, strict=True)
 
     def may_be(self, numbers: Sequence[int]) -> bool:
-        """Whether an eviction of rows is due before the next step, or the host was not told that it is not."""
+        """True if an eviction of rows is due before the next step, or the host was not told that it is not."""
         return self._happens and any(self._told.get(number) != 0 for number in numbers)
 
     def whose(self, numbers: Sequence[int], view: Callable[[], DecodeView]) -> list[int]:

@@ -62,7 +62,7 @@ class Holding:
 
     @property
     def copies(self) -> int:
-        """How often each key and value is kept."""
+        """Times that each key and value is kept."""
         return self.pages.shape[2] // self.shape.num_kv_heads
 
     @property
@@ -126,7 +126,7 @@ class Holding:
 
     @property
     def takes_all_as_it_comes(self) -> bool:
-        """Whether a step's queries, keys and values go to attention as the model gives them, and its output back."""
+        """True if a step's queries, keys and values go to attention as the model gives them, and its output back."""
         idle = self.rotations.keys.idle and self.rotations.values.idle and self.copies == 1
         return idle and self.channels is None and self.scores.queries is None
 

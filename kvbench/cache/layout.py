@@ -17,7 +17,7 @@ from kvbench.rules import MAX_BYTES, Choice, Number, Several, Whole, check_setti
 
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions:
-    """How the store lays out memory.
+    """The layout of the store's memory.
 
     Args:
         page_bytes: Page size in bytes, or `auto` (the size that wastes least for the method's tiers).
@@ -56,7 +56,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What the store must know of a model, all its layers and heads, wherever they lie.
+    """A model as the store knows it: all its layers and heads, wherever they lie.
 
     Args:
         num_layers: Layers with attention.
@@ -94,7 +94,7 @@ class ModelShape:
         return self.num_q_heads // self.ranks.size, self.num_kv_heads // self.ranks.size
 
     def parts(self) -> "list[tuple[int, ModelShape]]":
-        """What lies here, one place after another: the number of a place's first layer, and the shape of its layers
+        """The places that lie here, one after another: the number of a place's first layer, and the shape of its layers
         with the heads of this process."""
         found, first = [], 0
         num_q_heads, num_kv_heads = self.heads_here

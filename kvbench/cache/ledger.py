@@ -115,7 +115,7 @@ class Ledger:
 
     @property
     def shared_bytes(self) -> int:
-        """What the rows together hold less than their resident bytes say, because they share pages and codebooks.
+        """Bytes that the rows together hold less than their resident bytes say, because they share pages and codebooks.
 
         A row's own bytes are those that it would hold alone, so that they do not depend on what is beside it. The sum
         over all open rows, less this, is what is really held.

@@ -83,7 +83,7 @@ class Places:
 
     @property
     def takes_chunks(self) -> bool:
-        """Whether `Paged.append` may be called; alike in all places."""
+        """True if `Paged.append` may be called; alike in all places."""
         return self.parts[0].takes_chunks
 
     @property
@@ -161,7 +161,7 @@ class Paged(Holding, Places):
 
     @property
     def takes_chunks(self) -> bool:
-        """Whether `append` may be called: the policy leaves the tokens of a later segment where they are written."""
+        """True if `append` may be called: the policy leaves the tokens of a later segment where they are written."""
         return not (self.policy.acts_in_decode or self.policy.compaction)
 
     # Prompts.
@@ -210,7 +210,7 @@ class Paged(Holding, Places):
         """Appends a segment to tier 0 and attends over pages and segment; see `CompressedStore.append_chunk`."""
         pages, chunk = self.pages, k.shape[1]
         tiers, _ = self.layer(torch.tensor([row], device=k.device), layer)
-        self.rope.turn(tiers, None)
+        self.rope.attach(tiers, None)
         keys, values, live = pages.backend.gather_dense(pages.pool.pages, tiers, None)
         out = pages.backend.chunk_attention(q, k, v, (keys[0], values[0], live[0]), scale)
         offset = torch.arange(chunk, device=k.device)

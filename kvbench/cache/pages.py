@@ -194,18 +194,20 @@ class Pages:
         """Pages of rows over all lists and tiers, int64 [S]."""
         return self.table.count_rows(rows)[0]
 
-    def step_tiers(self, rows: Rows, lists: Tensor, turn_of: Callable[[int], KeyRotation | None]) -> list[TierTable]:
+    def step_tiers(
+        self, rows: Rows, lists: Tensor, rotation_of: Callable[[int], KeyRotation | None]
+    ) -> list[TierTable]:
         """The tiers of all lists as a step of rows reads them; only on a device.
 
         Args:
             lists: int64 [S, L, H].
-            turn_of: Says how keys of so many slots per list at most are turned.
+            rotation_of: Says how keys of so many slots per list at most are turned.
         """
         found = []
         for tier, fmt in enumerate(self.formats):
             width = self.width(rows.numbers, tier)
             width = self._widest(tier, self.held(tier, lists)) if width is None else width
-            found.append(self.table.tier(tier, fmt, width, turn_of(width * fmt.tokens_per_page)))
+            found.append(self.table.tier(tier, fmt, width, rotation_of(width * fmt.tokens_per_page)))
         return found
 
     def field(self, tier: int, name: str) -> Tensor:

@@ -130,7 +130,7 @@ class Split(Places):
         return SplitView(views, self._ranks, self.policy.score.prefill_queries)
 
     def open(self, rows: Rows) -> list[PagedStep]:
-        """As `Paged.open`; a plan is made over everything before any place changes.
+        """Does what `Paged.open` does; a plan is made over everything before any place changes.
 
         Raises:
             PoolExhausted: One of the places has no page for a new slot. Others may have reserved theirs by then, so

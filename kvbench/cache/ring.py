@@ -68,7 +68,7 @@ class ResidualBuffer:
         return self.k[rows, layer], self.v[rows, layer]
 
     def split_prompt(self, count: Tensor) -> tuple[Tensor, Tensor]:
-        """How many of a prompt's `count` kept tokens (int64 [..]) go to the pages at once: keys, values."""
+        """The number of a prompt's `count` kept tokens (int64 [..]) go to the pages at once: keys, values."""
         size = self.spec.num_tokens
         if self.spec.hold_prompt:
             whole = count - count % size

@@ -11,7 +11,7 @@ from kvbench.policy import DecodeView, Policy
 
 
 class Rope:
-    """What a policy's `position_mode` means for keys on their way into pages and out of them.
+    """A policy's `position_mode`, applied to keys on their way into pages and out of them.
 
     Pages hold keys with their rotary position (`absolute`), or without it; those are rotated when they are read, to
     their index in the cache (`cache_relative`) or to their true position (`pre_rope`; nothing may be evicted, so that
@@ -46,7 +46,7 @@ class Rope:
             return k
         return rotate(k.float(), -position[..., None].float() * self._inv_freq)
 
-    def turn(self, tiers: list[TierPages], view: DecodeView | None) -> None:
+    def attach(self, tiers: list[TierPages], view: DecodeView | None) -> None:
         """Attaches the angles that give the stored keys of one layer their positions.
 
         Args:
@@ -70,8 +70,8 @@ class Rope:
             known = self._known[index] = InOrder(first, self._inv_freq)
         return known
 
-    def turn_of(self, view: DecodeView, width: int) -> KeyRotation | None:
-        """How kernels that find slots through tables turn their keys: `width` slots per list at most."""
+    def rotation_of(self, view: DecodeView, width: int) -> KeyRotation | None:
+        """The rotation of keys for kernels that find slots through tables: `width` slots per list at most."""
         if self.mode == "absolute":
             return None
         if self.mode == "pre_rope":
@@ -91,7 +91,7 @@ class Rope:
         """Rotary frequencies, fp32 [D_rot / 2], of the positions that `strip` takes off; None where it leaves them."""
         return None if self.mode == "absolute" else self._inv_freq
 
-    def turn_past(self, keys: Tensor, live: Tensor, seen: int) -> Tensor:
+    def rotate_past(self, keys: Tensor, live: Tensor, seen: int) -> Tensor:
         """Keys of one row as the tokens of a prompt's next chunk attend to them: `cache_relative` ones at their index
         in the cache, which the chunk continues; the others as they are.
 
@@ -105,7 +105,7 @@ class Rope:
         index = torch.arange(keys.shape[1], device=keys.device) + seen - live.sum(1, keepdim=True)
         return rotate(keys, index[..., None].float() * self._inv_freq)
 
-    def turn_all_layers(self, tiers: list[TierPages], view: DecodeView | None) -> bool:
+    def attach_all_layers(self, tiers: list[TierPages], view: DecodeView | None) -> bool:
         """The same for all layers at once, ids [S, L, H, m]; False where lists differ in length and need their own
         angles, or where the angles depend on the layer."""
         if self.mode == "absolute":

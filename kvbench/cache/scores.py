@@ -1,4 +1,4 @@
-"""What a method's `ScoreSpec` asks for: computed for a prompt, for held slots, for a token, and kept up in decode."""
+"""The statistics of a method's `ScoreSpec`: of a prompt, of held slots, of a token, and kept up while decoding."""
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ class Scores:
         return _checked(self.spec.statistic, "of_prompt", self.spec.statistic.of_prompt(seen), k, v, q, hidden)
 
     def of_channels(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:
-        """What the key channels of one layer of a prompt are worth, fp32 [H, D]; None where the method does not ask.
+        """The worth of the key channels of one layer of a prompt, fp32 [H, D]; None where the method does not ask.
 
         Args:
             layer, q, k, v, scale: As for `of_prompt`.
@@ -197,24 +197,24 @@ class Scores:
 
     @property
     def takes_lse(self) -> bool:
-        """Whether the log-sum-exp of a prompt's attention saves a pass: where all queries count. Of a few last ones it
+        """True if the log-sum-exp of a prompt's attention saves a pass: where all queries count. Of a few last ones it
         is made anew in no time."""
         spec = self.spec
         return self._pages.backend.takes_lse and spec.prefill_queries == ALL_QUERIES and spec.query_reduce == "sum"
 
     @property
     def writes_tokens(self) -> bool:
-        """Whether a written token brings its own score."""
+        """True if a written token brings its own score."""
         return self.spec.statistic.answers("of_token") and "score" in self._pages.formats[0].slot.track
 
     @property
     def fuses(self) -> bool:
-        """Whether plain probabilities, added or replaced, are all that a step does to tracked scores."""
+        """True if plain probabilities, added or replaced, are all that a step does to tracked scores."""
         return not (self.writes_tokens or self.settles)
 
     @property
     def settles(self) -> bool:
-        """Whether the statistic makes something else of a step's probabilities."""
+        """True if the statistic makes something else of a step's probabilities."""
         spec = self.spec
         return "score" in spec.track and spec.decode_update and spec.statistic.answers("of_step")
 

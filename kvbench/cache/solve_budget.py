@@ -39,7 +39,7 @@ class SolvedBudget:
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=pages.table.num_slots.device)
 
     def knows(self, budget: Budget) -> bool:
-        """Whether it is the budget that was solved for; others, such as of reads, count slots alone."""
+        """True if it is the budget that was solved for; others, such as of reads, count slots alone."""
         return budget == self.budget
 
     def of_row(self, row: int) -> int | None:

@@ -178,7 +178,7 @@ class PagedStep:
 
     @property
     def strips(self) -> bool:
-        """Whether `attend` takes keys without their positions."""
+        """True if `attend` takes keys without their positions."""
         return self.holding.rope.mode != "absolute"
 
     @cached_property
@@ -202,7 +202,7 @@ class PagedStep:
         tiers, _ = self.holding.layer(self.rows.tensor, layer, self.width[layer])
         if self.reads is not None:
             tiers = [self.reads.choose(pages, layer, q, tiers[0])]
-        self.holding.rope.turn(tiers, self.view)
+        self.holding.rope.attach(tiers, self.view)
         group = spec.group_reduce if spec.decode_update else None
         out, _, reduced = pages.backend.paged_decode(
             q, pages.pool.pages, tiers, None, scale, power=spec.power, group=group
@@ -236,7 +236,7 @@ class PagedStep:
             update = "replace" if spec.decode_replace else "add"
         if not self.pages.on_device:
             named = [self._named(tier) for tier in range(len(self.pages.formats))]
-            turned = self.holding.rope.turn_all_layers(named, self.view)
+            turned = self.holding.rope.attach_all_layers(named, self.view)
             return self._open_layers(named, target=target, update=update) if turned else None
         if not self.holding.scores.settles:
             choice = None if self.reads is None else self.reads.choice
@@ -250,7 +250,9 @@ class PagedStep:
         if self.pages.on_device:
             return self._open_tables([self._tables[tier]], target=target, strip=self._stripping)
         named = [self._named(tier)]
-        return self._open_layers(named, target=target) if self.holding.rope.turn_all_layers(named, self.view) else None
+        return (
+            self._open_layers(named, target=target) if self.holding.rope.attach_all_layers(named, self.view) else None
+        )
 
     def _named(self, tier: int) -> TierPages:
         """A tier of all layers, whose pages are named by their ids."""
@@ -259,7 +261,7 @@ class PagedStep:
     @cached_property
     def _tables(self) -> list[TierTable]:
         """The tiers as the step reads them from tables on a device."""
-        return self.pages.step_tiers(self.rows, self.lists, partial(self.holding.rope.turn_of, self.view))
+        return self.pages.step_tiers(self.rows, self.lists, partial(self.holding.rope.rotation_of, self.view))
 
     @cached_property
     def _stripping(self) -> tuple[Tensor, Tensor] | None:

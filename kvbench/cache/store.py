@@ -103,7 +103,7 @@ class CompressedStore:
 
     @property
     def takes_chunks(self) -> bool:
-        """Whether a later prompt segment may come at once (`append_chunk`); otherwise it comes token by token."""
+        """True if a later prompt segment may come at once (`append_chunk`); otherwise it comes token by token."""
         return self.holding.takes_chunks
 
     def view(self, rows: Tensor) -> DecodeView:
@@ -338,11 +338,11 @@ class CompressedStore:
     # Steps that are captured: of a cache in one place.
 
     def next_step_is_plain(self, numbers: Sequence[int]) -> bool:
-        """Whether the next step of rows shares no pages and evicts nothing in bulk."""
+        """True if the next step of rows shares no pages and evicts nothing in bulk."""
         return self.pages.on_device and self.pages.pool.others is None and not self.holding.due.may_be(numbers)
 
     def has_pages_for(self, rows: int) -> bool:
-        """Whether a page for every list of so many rows is free for sure, several where a ring may leave at once."""
+        """True if a page for every list of so many rows is free for sure, several where a ring may leave at once."""
         most = self.holding.parts[0].most_new_pages
         return self.pages.pool.surely_free >= rows * self.pages.lists_per_row * most
 

@@ -1,4 +1,4 @@
-"""What a statistic sees of a layer, made of a prompt's tensors or of what pages hold."""
+"""A layer as a statistic sees it, made of a prompt's tensors or of what pages hold."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ MOST_NUMBERS = 1 << 24
 
 @dataclass(frozen=True)
 class Measurer:
-    """What the tensors of all layers share."""
+    """The parts that the tensors of all layers share."""
 
     spec: ScoreSpec
     shape: ModelShape
@@ -26,7 +26,7 @@ class Measurer:
 
     @property
     def reduction(self) -> HeadScores:
-        """How column sums become the scores of a KV head."""
+        """The way in which column sums become the scores of a KV head."""
         spec = self.spec
         return HeadScores(
             group=spec.group_reduce,
@@ -165,7 +165,7 @@ class SlotTensors(MeasuredTensors):
         self._output_projection = None if projection is None else self._of_chosen(projection)
 
     def attention(self) -> Tensor:
-        """As for a prompt; the last slots count as the window that `pool_region` leaves alone."""
+        """Scores as for a prompt; the last slots count as the window that `pool_region` leaves alone."""
         spec, prob = self.measurer.spec, self.probabilities()
         pos = self.pos.repeat_interleave(self.q.shape[0] // self.k.shape[0], 0)
         counts = self.q_pos[None, :, None] - pos[:, None] >= spec.skip_near
@@ -246,7 +246,7 @@ class ChunkTensors(MeasuredTensors):
         return found
 
     def _columns(self, below_uniform: bool) -> Tensor:
-        """As `reference.attention.column_scores`, fp32 [Hq, m], for queries that stand behind keys with gaps."""
+        """Column sums as of `reference.prompts`, fp32 [Hq, m], for queries that stand behind keys with gaps."""
         spec, heads, q_pos = self.measurer.spec, len(self.k), self.q_pos
         grouped, keys = self.grouped(self.q), self.k.float().transpose(1, 2)
         shape = heads, grouped.shape[1], self.k.shape[1]

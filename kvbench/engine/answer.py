@@ -120,7 +120,7 @@ class Answer:
             self._thinking = not ended
 
     def _find_stop(self, first: int) -> int | None:
-        """Where the first stop string begins in the text of the tokens from `first` on.
+        """The place where the first stop string begins in the text of the tokens from `first` on.
 
         Those complete within the first `min_new_tokens` tokens do not count, not even once the answer is longer.
         """

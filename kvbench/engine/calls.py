@@ -1,4 +1,4 @@
-"""What a model gives its attention modules, noted while a prompt is read, for statistics that look at it."""
+"""Calls of a model's attention modules, noted while a prompt is read, for statistics that look at it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,7 +44,7 @@ class OutputProjections(Sequence[Tensor]):
 
 
 def _local(weight: Tensor) -> Tensor:
-    """What this process holds of a weight."""
+    """The part of a weight that this process holds."""
     to_local = getattr(weight, "to_local", None)  # of torch's DTensor
     return weight if to_local is None else to_local()
 

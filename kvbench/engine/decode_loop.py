@@ -93,7 +93,7 @@ class DecodeLoop:
         return bad, len(tokens) / elapsed
 
     def _is_free(self, numbers: list[int]) -> bool:
-        """Whether the next step of rows needs nothing of the host, and has pages for sure."""
+        """True if the next step of rows needs nothing of the host, and has pages for sure."""
         store = self._runner.store
         return store.next_step_is_plain(numbers) and store.has_pages_for(len(numbers))
 
@@ -130,7 +130,7 @@ class DecodeLoop:
 
 
 class _Run:
-    """What a run tells the host, and what the rows make of it.
+    """Tokens and measurements of a run on their way to its rows.
 
     Args:
         most: Steps of the run at most.

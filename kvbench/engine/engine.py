@@ -80,11 +80,11 @@ class Engine:
 
     @property
     def graphs(self) -> dict[str, int]:
-        """How decode steps were made (`DecodeLoop.counts`); empty where no graphs are used, or there was no step."""
+        """The ways in which decode steps were made (`DecodeLoop.counts`); empty without graphs, or without a step."""
         return self.steps.counts if self.steps.runs and any(self.steps.counts.values()) else {}
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """What tokens say, special tokens shown."""
+        """The text of tokens, special tokens shown."""
         return str(self.loaded.tokenizer.decode(list(ids)))
 
     def run(
@@ -285,7 +285,7 @@ class _Run:
         return row, logits, reference
 
     def _sees_all(self, request: Request) -> bool:
-        """Whether the end of a prompt sees all of it uncompressed."""
+        """True if the end of a prompt sees all of it uncompressed."""
         return len(request.segments) == 1 and not self._runner.reads_in_chunks(request.segments[0])
 
     def _reference(self, request: Request, forced: Forced) -> Logits:
@@ -293,7 +293,7 @@ class _Run:
         return self._runner.full_logits([*request.prompt, *forced.behind], num_logits=len(forced.behind) + 1)
 
     def _begins_with(self, request: Request) -> tuple:
-        """Whatever the compressed first segment depends on: a budget in bytes counts the tokens that come after it."""
+        """All that the compressed first segment depends on: a budget in bytes counts the tokens that come after it."""
         planned = self._needs.new_tokens(request) if self._policy.byte_budget is not None else None
         closing = request.closing if self._policy.score.probe is not None else None
         return request.segments[0], request.instruction_tokens, planned, closing

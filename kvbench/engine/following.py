@@ -78,7 +78,7 @@ def make_runner(model: LoadedModel, *args: Any, **named: Any) -> Runner:
 
 
 def follow() -> None:
-    """What every process but the first one does, until that one ends."""
+    """Does the part of every process but the first one, until that one ends."""
     processes.connect()
     model: LoadedModel | None = None
     runners: dict[int, Runner] = {}

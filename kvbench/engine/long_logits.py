@@ -42,12 +42,12 @@ class LongLogits:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all that the logits are made from is finite."""
+        """True if all that the logits are made from is finite."""
         return bool(torch.isfinite(self._hidden).all())
 
     @property
     def nbytes(self) -> int:
-        """What is held at most."""
+        """Bytes held at most."""
         return self._hidden.nbytes + 4 * PIECE * self._model.config.get_text_config().vocab_size
 
     def take(self, places: Sequence[int]) -> "LongLogits":

@@ -13,7 +13,7 @@ from kvbench.models.load import LoadedModel
 
 @dataclass(frozen=True)
 class Needs:
-    """What the requests of one run need.
+    """The needs of the requests of one run.
 
     Args:
         model: Its context bounds answers.
@@ -53,7 +53,7 @@ class Needs:
         return request.num_samples + bool(self.own or self.forced(request).gold) + len(request.choices)
 
     def forced(self, request: Request) -> Forced:
-        """What is forced from the start; beyond the model's context only where the request says so."""
+        """The text that is forced from the start; beyond the model's context only where the request says so."""
         if self.own and request.max_new_tokens:
             return Forced()
         most = 1 << 62 if request.past_context else self.room(request) - 1
@@ -111,7 +111,7 @@ class SharedContexts:
         return int(bool(self._followed))
 
     def holds(self, request: Request) -> bool:
-        """Whether the first segment of a request was read for an earlier one."""
+        """True if the first segment of a request was read for an earlier one."""
         return self._held is not None and self._held[0] == self._begins_with(request)
 
     def open_row(self, request: Request) -> int:

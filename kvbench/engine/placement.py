@@ -1,4 +1,4 @@
-"""Where the weights of a model lie: on one device, layer by layer on several, or cut over processes by heads."""
+"""The places of a model's weights: on one device, layer by layer on several, or cut over processes by heads."""
 
 import torch
 from transformers import PreTrainedModel

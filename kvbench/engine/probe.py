@@ -27,7 +27,7 @@ class Pass:
 def plan_passes(
     probe: Probe, tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], closing: Sequence[int], max_tokens: int
 ) -> list[Pass]:
-    """What to read behind a prompt so that every token of it is repeated once.
+    """The passes to read behind a prompt so that every token of it is repeated once.
 
     Args:
         probe: What the method asks for.

@@ -165,7 +165,7 @@ class PromptCache:
 
 
 def how_measured(store: CompressedStore) -> tuple[ScoreSpec, str] | None:
-    """What decides the scores of a prompt and the queries kept of it, beside the prompt: the policy's statistic, by
+    """All that decides the scores of a prompt and the queries kept of it, beside the prompt: the policy's statistic, by
     class and settings, and granularity; None when nothing but keys and values decides."""
     spec = store.policy.score
     if spec.only_keys_and_values:

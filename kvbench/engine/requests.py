@@ -1,4 +1,4 @@
-"""What the tasks ask of the engine, and what the engine answers."""
+"""Requests of the tasks to the engine, and its answers."""
 
 from dataclasses import dataclass, field
 from itertools import chain
@@ -10,7 +10,7 @@ BINS = (0, 1, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What is said behind an answer, and what would be right then.
+    """Words said behind an answer, and the right answer to them.
 
     Args:
         tokens: Token ids that are read behind the answer: its end, what the user says, and what opens the next answer.
@@ -25,7 +25,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Thoughts:
-    """How an answer may begin with thoughts.
+    """Rules for thoughts that an answer may begin with.
 
     Args:
         opened: The prompt ends inside them.
@@ -128,7 +128,7 @@ class Request:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What one finished sample leaves in the journal.
+    """The journal's entry of one finished sample.
 
     Args:
         sample_id: The request's id.

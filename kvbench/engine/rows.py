@@ -1,4 +1,4 @@
-"""What is in flight while the engine decodes: rows and samples."""
+"""Rows and samples in flight while the engine decodes."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field

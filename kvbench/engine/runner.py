@@ -161,7 +161,7 @@ class Runner:
             raise
 
     def reads_in_chunks(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt is longer than a chunk."""
+        """True if a prompt is longer than a chunk."""
         return self.chunk is not None and len(prompt) > self.chunk
 
     def _read_chunks(self, row: int, prompt: list[int]) -> Tensor:
@@ -220,8 +220,8 @@ class Runner:
         return logits
 
     def try_step(self, rows: Sequence[int], tokens: Sequence[int]) -> tuple[Tensor, dict[int, int]]:
-        """As `step`, but rows whose logits are not finite do not stop the others: also gives their index in `rows` and
-        the first layer whose attention output was not finite (-1: none was)."""
+        """Makes a `step` in which rows whose logits are not finite do not stop the others: also gives their index in
+        `rows` and the first layer whose attention output was not finite (-1: none was)."""
         self.store.begin_step(rows)
         session = hf.Decode(self.store)
         positions = [self.store.counters.seen[row] for row in rows]
@@ -247,11 +247,11 @@ class Runner:
             self.close(row)
 
     def bytes(self, row: int) -> int:
-        """What a row really holds."""
+        """Bytes that a row really holds."""
         return self.store.ledger.row_bytes(row)
 
     def report(self, row: int) -> tuple[dict, dict]:
-        """What a row holds and kept, as `Ledger.report` gives it."""
+        """The bytes of a row and the tokens it kept, as `Ledger.report` gives it."""
         return self.store.ledger.report(row)
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> tuple[int, list[int]]:

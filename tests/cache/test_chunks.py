@@ -186,7 +186,7 @@ def test_groups_of_tokens_are_those_of_a_prompt_read_at_once(policy):
     dense = []
     for store, own in ((chunked, row), (whole, other)):
         tiers, ring = store.holding.layer(torch.tensor([own]), 0)
-        store.holding.rope.turn(tiers, None)
+        store.holding.rope.attach(tiers, None)
         dense.append(store.pages.backend.gather_dense(store.pages.pool.pages, tiers, ring))
     for found, want in zip(*dense, strict=True):
         assert torch.equal(found, want)

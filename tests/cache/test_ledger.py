@@ -18,9 +18,10 @@ LISTS = LAYERS * HEADS
 MAX_PROMPT, MAX_NEW, ROWS = 320, 64, 2
 
 
-def store_of(policy: Policy, head_dim: int, **options) -> CompressedStore:
+def store_of(policy: Policy, head_dim: int, dtype: torch.dtype = torch.float32, **options) -> CompressedStore:
     """A store of 2 layers, 3 KV heads, 6 query heads and 2 rows."""
     shape = {"num_layers": LAYERS, "num_q_heads": HEADS * GROUP, "num_kv_heads": HEADS, "head_dim": head_dim}
+    options["dtype"] = dtype
     return make_store(policy, **shape, rows=ROWS, max_tokens=MAX_PROMPT, new_tokens=MAX_NEW, **options)
 
 

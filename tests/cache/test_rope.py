@@ -49,11 +49,11 @@ EQUAL, UNEQUAL = [[[5, 5], [5, 5]], [[7, 7], [7, 7]]], [[[5, 5], [5, 6]], [[7, 7
 def test_lists_of_one_length_share_their_angles():
     """The newest of 5 slots lies at token 20 and the others right before it, in every layer; row by row."""
     tier = tier_of(EQUAL)
-    assert rope_of("cache_relative").turn_all_layers([tier], VIEW)
+    assert rope_of("cache_relative").attach_all_layers([tier], VIEW)
     places = torch.stack([torch.arange(8) + 20 - 4, torch.arange(8) + 30 - 6])
     assert torch.equal(tier.rotation, places[..., None] * INV_FREQ)
     one_layer = tier_of([rows[0] for rows in EQUAL])
-    rope_of("cache_relative").turn([one_layer], VIEW)
+    rope_of("cache_relative").attach([one_layer], VIEW)
     assert torch.equal(one_layer.rotation, tier.rotation)
 
 
@@ -69,15 +69,15 @@ def test_lists_of_one_length_share_their_angles():
 def test_where_layers_need_their_own_angles_none_are_given(mode, held, view, answer):
     """Lists of different lengths, no plan, or true positions; keys with their position need none."""
     tier = tier_of(held)
-    assert rope_of(mode).turn_all_layers([tier], view) is answer and tier.rotation is None
+    assert rope_of(mode).attach_all_layers([tier], view) is answer and tier.rotation is None
     if mode == "cache_relative":
-        assert not rope_of(mode).turn_all_layers([tier_of(EQUAL), tier_of(EQUAL)], VIEW)
+        assert not rope_of(mode).attach_all_layers([tier_of(EQUAL), tier_of(EQUAL)], VIEW)
 
 
 def test_a_later_tier_holds_the_earlier_tokens_of_a_single_head():
     """Behind 3 tokens of tier 1, slot i of tier 0 is token 3 + i."""
     tiers = [tier_of([[5]]), tier_of([[3]])]
-    rope_of("pre_rope").turn(tiers, None)
+    rope_of("pre_rope").attach(tiers, None)
     for tier, first in zip(tiers, (3, 0), strict=True):
         assert tier.rotation.first.tolist() == [first]
         assert torch.equal(tier.rotation.angles(8), ((torch.arange(8.0) + first)[:, None] * INV_FREQ)[None])
@@ -95,7 +95,7 @@ def test_keys_lose_their_positions_and_get_them_back():
     """Before the rotation slot i is token i; a stripped key turned by its angle is the key."""
     rope, k = rope_of("pre_rope"), torch.randn(3, 4)
     tier = tier_of([[5, 5], [5, 5]])
-    rope.turn([tier], None)
+    rope.attach([tier], None)
     assert torch.equal(tier.rotation.angles(8), (torch.arange(8.0)[:, None] * INV_FREQ).expand(2, -1, -1))
     bare = rope.strip(k, torch.tensor([0, 3, 7]))
     assert bare[0].equal(k[0]) and not torch.allclose(bare[1], k[1])
