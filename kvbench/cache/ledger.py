@@ -291,16 +291,8 @@ class Ledger:
         return receive
 
     def report(self, row: int) -> tuple[dict, dict]:
-        """The ledger and the kept-token summary of a finished row, as they go into the journal.
-
-        Returns:
-            ledger: items, `average_bytes` and `average_ratio` over decode steps, `peak_bytes`, `staging_peak_bytes`,
-                `fp16_bytes` of the same tokens, `ratio` = resident / fp16, `payload_ratio` = payload / fp16; and where
-                prompts are read in chunks `one_shot_peak_bytes`.
-            kept: `tokens_seen`, slots per tier summed over lists, `slot_ratio` = slots / (tokens x lists), the
-                prompt's slots, and `read_ratio` = bytes read / bytes held over decode steps where steps choose what to
-                read.
-        """
+        """The ledger and the kept-token summary of a finished row, as they go into the journal: `ledger` and `kept` of
+        `kvbench.results.sample.SampleRecord`."""
         self._pages.counts.collect()
         items, meter = self.itemise(row), self.meters[row]
         seen = self._counters.seen[row]

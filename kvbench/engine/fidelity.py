@@ -82,15 +82,11 @@ class FidelityMeter(ChoiceMeter):
         self.hit.append(bool(is_best))
 
     def report(self) -> dict:
-        """The journal's `fidelity` record.
+        """The journal's `fidelity` record (`SampleRecord.fidelity`).
 
         All means are over the same tokens: those that were predicted from the compressed cache. A first token that the
-        prompt's own forward pass predicts, which is exact for every method, is not one of them.
-
-        Returns:
-            `nll`, `nll_full`, `kl_mean` (means per token, nats), `kl_max` (nats), `top1_agreement`,
-            `gold_argmax_share` (shares of these tokens); None where there is no such token. `gold_exact` (0 or 1, over
-            all forced tokens), `num_tokens` (forced), `num_measured` (those that the means are over).
+        prompt's own forward pass predicts, which is exact for every method, is not one of them; None where there is no
+        other.
         """
         count, first = len(self.nll), int(self.exact_first)
         measured = count - first
@@ -111,12 +107,7 @@ class FidelityMeter(ChoiceMeter):
         }
 
     def drift(self) -> dict[str, list[float]]:
-        """The same along the answer: sums over the tokens of each bin of `BINS`, up to the last bin that has one.
-
-        Returns:
-            `tokens` (how many), `nll`, `nll_full`, `kl` (sums, nats), `same_first_choice` (how many). A token that the
-            prompt's own pass predicts is left out, as in the means.
-        """
+        """The same along the answer (`SampleRecord.drift`); a token that the prompt's own pass predicts is left out."""
         first = int(self.exact_first)
         last = bisect_right(BINS, len(self.nll) - 1)
         sums = {name: [0.0] * last for name in ("tokens", "nll", "nll_full", "kl", "same_first_choice")}
@@ -128,13 +119,7 @@ class FidelityMeter(ChoiceMeter):
         return {name: [float(f"{value:.7g}") for value in values] for name, values in sums.items()}
 
     def per_token(self) -> dict[str, list[float]]:
-        """The same token by token, from the first of the answer on.
-
-        Returns:
-            `nll`, `nll_full`, `kl` (nats), `same_first_choice` and `right_first_choice` (0 or 1: the likeliest token is
-            the full cache's, is the forced one), and `exact`: how many tokens at the beginning, 0 or 1, the prompt's
-            own pass predicts, which the means leave out.
-        """
+        """The same token by token, from the first of the answer on (`SampleRecord.per_token`)."""
         columns: dict[str, list[float] | list[bool]] = {
             "nll": self.nll,
             "nll_full": self.nll_full,

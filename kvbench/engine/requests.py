@@ -128,33 +128,11 @@ class Request:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """The journal's entry of one finished sample.
+    """The journal's entry of one finished sample, before it is scored.
 
-    Args:
-        sample_id: The request's id.
-        repeat: Index of the answer in [0, num_samples).
-        status: `ok`, `nan` (logits or scores were not finite), or `oom` (did not fit in memory or in the page budget).
-        text: The decoded answer, cut at the stop rule; of a conversation the last one.
-        token_ids: The answer's tokens, stop token excluded.
-        finish: `stop` (stop string or token), `eos`, `length`, or `none` without an answer.
-        first_end: Tokens before the answer first wanted to end, where `min_new_tokens` made it go on; else None.
-        num_prompt_tokens: Prompt length as run.
-        nan_layer: First layer whose attention output was not finite; -1 means the logits only.
-        message: Human-readable reason when the status is not ok.
-        turns: The answers before the last one, in a conversation; see `kvbench.results.sample.TurnRecord`.
-        fidelity: Teacher-forced comparison with the full cache on the forced tokens, or None; see
-            `FidelityMeter.report`.
-        drift: The same along the answer, in bins of positions, or None; see `FidelityMeter.drift`.
-        per_token: The same token by token, or None; see `FidelityMeter.per_token`.
-        choices: For each of the request's choices: `loglikelihood` (nats), `greedy` (every token was the most likely
-            one), `num_tokens`.
-        ledger: Bytes of this sample: `resident_bytes`, `average_bytes`, `peak_bytes`, `fp16_bytes`, ratios, and the
-            items of the ledger at the end.
-        kept: What the method did: tokens seen, slots held per tier, ratio.
-        timing: `prefill_s`, `decode_s`, `decode_tokens`, `batch_rows`, `probe_s` (the part of `prefill_s` that a
-            method's second pass took, where it has one), and `shares_context` where the context had been
-            read for an earlier question, so that `prefill_s` is of the question alone; the only fields that differ
-            between identical runs.
+    Fields are those of the same names in `kvbench.results.sample.SampleRecord`, which says what they hold. Of two
+    identical runs only `timing` differs; it has `shares_context` where the context had been read for an earlier
+    question, so that `prefill_s` is of the question alone.
     """
 
     sample_id: str
