@@ -63,22 +63,26 @@ def make_store(
     )
 
 
+def random_qkv(store: CompressedStore, lead: tuple[int, ...], make: torch.Generator, heads_at: int) -> list:
+    """Returns queries, keys and values of one layer, the heads in dimension `heads_at`."""
+    shape = store.shape
+    sizes = [(*lead[:heads_at], n, *lead[heads_at:]) for n in (shape.num_q_heads, *[shape.num_kv_heads] * 2)]
+    return [torch.randn(*size, shape.head_dim, generator=make).to(shape.dtype) for size in sizes]
+
+
 def read_random(store: CompressedStore, length: int, make: torch.Generator, scale: float = 0.25, row=None) -> int:
     """Reads a prompt of random vectors into a new row, or an empty one."""
-    row, heads, dim = store.open_row() if row is None else row, store.shape.num_kv_heads, store.shape.head_dim
+    row = store.open_row() if row is None else row
     for layer in range(store.shape.num_layers):
-        q, k, v = (torch.randn(n, length, dim, generator=make) for n in (store.shape.num_q_heads, heads, heads))
-        store.prefill_layer(row, layer, q, k, v, scale)
+        store.prefill_layer(row, layer, *random_qkv(store, (length,), make, heads_at=0), scale)
     return row
 
 
 def step_random(store: CompressedStore, rows: list[int], make: torch.Generator, scale: float = 0.25) -> None:
     """Makes a decode step of random vectors."""
-    heads, dim = store.shape.num_kv_heads, store.shape.head_dim
     store.begin_step(torch.tensor(rows))
     for layer in range(store.shape.num_layers):
-        q, k, v = (torch.randn(len(rows), n, dim, generator=make) for n in (store.shape.num_q_heads, heads, heads))
-        store.attend(layer, q, k, v, scale)
+        store.attend(layer, *random_qkv(store, (len(rows),), make, heads_at=1), scale)
     store.end_step()
 
 

@@ -4,7 +4,7 @@ from math import ceil
 
 import pytest
 import torch
-from store_helpers import make_store
+from store_helpers import make_store, read_random, step_random
 
 from kvbench.cache.buffered import Buffered
 from kvbench.cache.store import CompressedStore
@@ -27,18 +27,10 @@ def store_of(policy: Policy, head_dim: int, dtype: torch.dtype = torch.float32, 
 
 def run(store: CompressedStore, length: int, steps: int) -> int:
     """A row with a prompt and some decode steps."""
-    row, dim, make = store.open_row(), store.shape.head_dim, torch.Generator().manual_seed(0)
-
-    def qkv(*lead: int) -> list[torch.Tensor]:
-        return [torch.randn(*lead, n, dim, generator=make).to(store.shape.dtype) for n in (HEADS * GROUP, HEADS, HEADS)]
-
-    for layer in range(LAYERS):
-        store.prefill_layer(row, layer, *(x.transpose(0, 1).contiguous() for x in qkv(length)), 0.1)
+    make = torch.Generator().manual_seed(0)
+    row = read_random(store, length, make)
     for _ in range(steps):
-        store.begin_step(torch.tensor([row]))
-        for layer in range(LAYERS):
-            store.attend(layer, *qkv(1), 0.1)
-        store.end_step()
+        step_random(store, [row], make)
     return row
 
 
@@ -154,10 +146,7 @@ def test_averages_and_peaks_follow_the_steps():
     assert store.ledger.report(row)[0]["average_bytes"] == fixed + page  # no step yet: what is held
     make, copy = torch.Generator().manual_seed(1), store.fork_row(row)
     for _ in range(17):
-        store.begin_step(torch.tensor([row]))
-        for layer in range(LAYERS):
-            store.attend(layer, *(torch.randn(1, n, 64, generator=make) for n in (6, 3, 3)), 0.1)
-        store.end_step()
+        step_random(store, [row], make)
     found, _ = store.ledger.report(row)
     held = [fixed + 2 * page] * 16 + [fixed + 3 * page]
     assert found["average_bytes"] == sum(held) / 17

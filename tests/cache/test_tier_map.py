@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from store_helpers import make_store
+from store_helpers import make_store, read_random, step_random
 
 from kvbench.kernels.pool import PoolExhausted
 from kvbench.methods.h2o import H2O
@@ -163,17 +163,10 @@ def test_a_budget_in_bytes_counts_each_layer():
     """The whole budget is spent with the formats that the layers have, and a few tokens more would not fit."""
     policy = SnapKV(budget="40KiB", window=4, tier="int4", protect_layers=[0])
     store = store_of(policy)
-    row = store.open_row(new_tokens=8)
     make = torch.Generator().manual_seed(1)
-    for layer in range(LAYERS):
-        q, k, v = (torch.randn(h, 64, DIM, generator=make) for h in (HEADS * GROUP, HEADS, HEADS))
-        store.prefill_layer(row, layer, q, k, v, SCALE)
+    row = read_random(store, 64, make, SCALE, row=store.open_row(new_tokens=8))
     for _ in range(8):
-        store.begin_step([row])
-        for layer in range(LAYERS):
-            q, k = torch.randn(1, HEADS * GROUP, DIM, generator=make), torch.randn(1, HEADS, DIM, generator=make)
-            store.attend(layer, q, k, k, SCALE)
-        store.end_step()
+        step_random(store, [row], make, SCALE)
     tokens = int(store.budget.tokens[row])
     assert store.ledger.row_bytes(row) <= 40 * 1024 < store.budget.bytes_of(tokens + 1, 64, 8)
     assert tokens > store_of(SnapKV(budget="40KiB", window=4, tier="fp16")).budget.solve(64, 8)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from store_helpers import make_store
+from store_helpers import make_store, read_random, step_random
 
 from kvbench.cache.layout import Place
 from kvbench.cache.store import CompressedStore
@@ -44,17 +44,11 @@ def store_of(policy: Policy, backend: str, places: tuple[Place, ...] = ()) -> Co
 
 def filled(policy: Policy, backend: str = "torch", places: tuple[Place, ...] = ()) -> CompressedStore:
     """Prompts of three lengths and four steps each."""
-    torch.manual_seed(0)
-    store = store_of(policy, backend, places)
+    make, store = torch.Generator().manual_seed(0), store_of(policy, backend, places)
     for length in PROMPTS:
-        row = store.open_row()
-        for layer in range(LAYERS):
-            store.prefill_layer(row, layer, *torch.randn(3, HEADS, length, DIM), 0.25)
+        read_random(store, length, make)
     for _ in range(STEPS):
-        store.begin_step(torch.arange(3))
-        for layer in range(LAYERS):
-            store.attend(layer, *torch.randn(3, 3, HEADS, DIM), 0.25)
-        store.end_step()
+        step_random(store, [0, 1, 2], make)
     return store
 
 
