@@ -1,7 +1,7 @@
 """The content of the report's page as plain words and numbers: tables, bars, changed answers, environment."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvbench.config.files import FULL
 from kvbench.evidence.compare import count, difference, legend, worst
@@ -140,54 +140,41 @@ def _at_length(run: StoredRun) -> str:
 def tier_bars(group: Group) -> dict:
     """Tokens per tier of every run, as the bars of DiffKV's figure 12."""
     found = {run.label: shares for run in group.runs if (shares := shares_by_name(run))}
-    styles = _styles(name for shares in found.values() for name in shares)
+    names = dict.fromkeys(name for shares in found.values() for name in shares)
+    styles = {name: f"c{index % NUM_STYLES}" for index, name in enumerate(names)} | {"evicted": "evicted"}
     rows = []
     for label, shares in found.items():
-        evicted = max(0.0, 1.0 - sum(shares.values()))
-        parts = [_part(name, share, 1.0, styles[name]) for name, share in shares.items()]
-        parts.append(_part("evicted", evicted, 1.0, "evicted"))
-        text = ", ".join(f"{name} {_percent(share)}" for name, share in [*shares.items(), ("evicted", evicted)])
-        rows.append({"label": label, "parts": parts, "text": text})
-    return {
-        "caption": "Share of all tokens, over layers and KV heads, in each precision at the end of the answer.",
-        "heading": "tokens",
-        "rows": rows,
-        "key": [*styles.items(), ("evicted", "evicted")],
-    }
+        whole = [*shares.items(), ("evicted", max(0.0, 1.0 - sum(shares.values())))]
+        text = ", ".join(f"{name} {_percent(share)}" for name, share in whole)
+        rows.append({"label": label, "parts": [_part(*part, 1.0, styles) for part in whole], "text": text})
+    caption = "Share of all tokens, over layers and KV heads, in each precision at the end of the answer."
+    return {"caption": caption, "heading": "tokens", "rows": rows, "key": list(styles.items())}
 
 
 def byte_bars(group: Group) -> dict:
     """The resident bytes of every run, item by item."""
-    found = {run.label: ledger for run in group.runs if (ledger := bytes_of(run)).get("fp16_bytes")}
-    items = {label: ledger_items(ledger) for label, ledger in found.items()}
-    there = dict.fromkeys(name for mine in items.values() for name, count in mine.items() if count)
-    styles = {name: f"c{item_place(name)}" for name in there}  # the colours of result.png
+    ledgers = {run.label: ledger for run in group.runs if (ledger := bytes_of(run)).get("fp16_bytes")}
+    items = {label: {k: v for k, v in ledger_items(ledger).items() if v} for label, ledger in ledgers.items()}
+    there = dict.fromkeys(name for mine in items.values() for name in mine)
+    styles = {item_title(name): f"c{item_place(name)}" for name in there}  # the colours of result.png
     widest = max((sum(mine.values()) for mine in items.values()), default=1.0)
     rows = []
     for label, mine in items.items():
         whole = sum(mine.values())
-        parts = [_part(item_title(name), count, widest, styles[name]) for name, count in mine.items() if count]
-        ratio = f"{format_bytes(whole)}, {_percent(whole / found[label]['fp16_bytes'])}: "
-        text = ", ".join(f"{item_title(name)} {_percent(count / whole)}" for name, count in mine.items() if count)
-        rows.append({"label": label, "parts": parts, "text": ratio + text})
-    return {
-        "caption": "Resident bytes per sample at the end, item by item; the items sum to what the allocator holds.",
-        "heading": "bytes",
-        "rows": rows,
-        "key": [(item_title(name), style) for name, style in styles.items()],
-    }
+        parts = [(item_title(name), count) for name, count in mine.items()]
+        text = ", ".join(f"{name} {_percent(count / whole)}" for name, count in parts)
+        ratio = f"{format_bytes(whole)}, {_percent(whole / ledgers[label]['fp16_bytes'])}: "
+        rows.append({"label": label, "parts": [_part(*part, widest, styles) for part in parts], "text": ratio + text})
+    caption = "Resident bytes per sample at the end, item by item; the items sum to what the allocator holds."
+    return {"caption": caption, "heading": "bytes", "rows": rows, "key": list(styles.items())}
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f}\u00a0%"  # a line does not break before the sign
 
 
-def _styles(names: Iterable[str]) -> dict[str, str]:
-    return {name: f"c{index % NUM_STYLES}" for index, name in enumerate(dict.fromkeys(names))}
-
-
-def _part(name: str, count: float, whole: float, style: str) -> dict:
-    return {"style": style, "width": f"{100 * count / whole:.3f}", "text": name}
+def _part(name: str, count: float, whole: float, styles: Mapping[str, str]) -> dict:
+    return {"style": styles[name], "width": f"{100 * count / whole:.3f}", "text": name}
 
 
 def changed_answers(rows: Sequence[ComparedRun], limit: int, length: int) -> dict:
