@@ -34,7 +34,7 @@ from kvbench.kernels.gpu.moves import _demote_both, _move_bytes, byte_map
 from kvbench.kernels.gpu.pages import TILE, slots_per_program, write_part
 from kvbench.kernels.gpu.parts import ELEMENT, LOG2_E, launch, power_of_two, side_layout
 from kvbench.kernels.gpu.prefill import prompt_statistics, sum_columns
-from kvbench.kernels.gpu.step import DeviceStep, check_step
+from kvbench.kernels.gpu.step import DeviceStep
 from kvbench.kernels.gpu.table import DevicePool, DeviceTable
 from kvbench.kernels.operands import (
     NO_SCORES,
@@ -226,10 +226,35 @@ class Gpu(Backend):
     ) -> FusedStep | None:
         if not self._covers(*(tier.fmt for tier in tiers)):
             return None
-        check_step(
-            pages, tiers, shape, rows, num_q_heads=num_q_heads, seen=seen, target=target, held=held, ring=ring,
-            strip=strip, choice=choice,
-        )  # fmt: skip
+        wanted, device = (len(rows), *shape), pages.device
+        if num_q_heads % shape[1]:
+            raise AssertionError(f"{num_q_heads} query heads are no multiple of {shape[1]} KV heads")
+        if (target is None) == (ring is None) or (held is None) != (ring is None):
+            raise AssertionError("a step writes its token to a page, or to a residual buffer and says what pages hold")
+        if any(tier.fmt.bounds for tier in tiers) != (choice is not None) or (
+            choice and (len(tiers) > 1 or ring or strip)
+        ):
+            raise AssertionError(
+                "pages of one tier with bounds are read in part, behind no ring, and keys as they are stored"
+            )
+        for tier in tiers:
+            checks.pool(pages, tier.fmt)
+            if tier.width > tier.entries.shape[1]:
+                raise AssertionError(
+                    f"a list of {tier.width} pages has no room in {tier.entries.shape[1]} table entries"
+                )
+        numbers: list[tuple[str, Tensor, tuple[int, ...]]] = [("rows", rows, rows.shape), ("seen", seen, rows.shape)]
+        numbers += [
+            (f"the target's {name}", x, wanted) for name, x in zip(("page", "slot"), (target or ())[1:], strict=False)
+        ]
+        numbers += [("held", x, wanted) for x in held or ()]
+        numbers += [("count", choice.count, rows.shape)] if choice is not None else []
+        if ring is not None:
+            numbers += [("a count of the ring", x, wanted) for x in (ring.num_tokens, *ring.before, *ring.after)]
+        for name, x, size in numbers:
+            checks.index(name, x, size, device)
+            if not x.is_contiguous():
+                raise AssertionError(f"{name} is not contiguous, but kernels read it as one plain array")
         num_layers, heads = shape
         lists = Lists(
             num_seq=len(rows),

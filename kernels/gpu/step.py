@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels import checks
 from kvbench.kernels.backend import FusedStep
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.attend import table_page
@@ -21,9 +20,8 @@ from kvbench.kernels.gpu.choice import choose
 from kvbench.kernels.gpu.decode import Lists, ListTier, attend_lists
 from kvbench.kernels.gpu.pages import _write_side, slots_per_program, write_part
 from kvbench.kernels.gpu.parts import ELEMENT, launch, power_of_two, side_layout
-from kvbench.kernels.operands import NO_SCORES, PageChoice, Ring, StepRing, StepScores, StepTarget
+from kvbench.kernels.operands import NO_SCORES, PageChoice, Ring, StepRing, StepScores
 from kvbench.kernels.reference.attention import rotate
-from kvbench.kernels.tier_table import TierTable
 
 _BLOCK = 256
 
@@ -96,48 +94,6 @@ def _find_leaving(
     tl.store(page + i, tl.where(leaves, found, -1), mask=mask)
     tl.store(slot + i, token % T, mask=mask)
     tl.store(place + i, mine * length + token % length, mask=mask)
-
-
-def check_step(
-    pages: Tensor,
-    tiers: list[TierTable],
-    shape: tuple[int, int],
-    rows: Tensor,
-    *,
-    num_q_heads: int,
-    seen: Tensor,
-    target: StepTarget | None,
-    held: tuple[Tensor, Tensor] | None,
-    ring: StepRing | None,
-    strip: tuple[Tensor, Tensor] | None,
-    choice: PageChoice | None,
-) -> None:
-    """Refuses what does not belong together; of `Backend.open_tables`."""
-    lists, device = (len(rows), *shape), pages.device
-    if num_q_heads % shape[1]:
-        raise AssertionError(f"{num_q_heads} query heads are no multiple of {shape[1]} KV heads")
-    if (target is None) == (ring is None) or (held is None) != (ring is None):
-        raise AssertionError("a step writes its token to a page, or to a residual buffer and says what pages hold")
-    if any(tier.fmt.bounds for tier in tiers) != (choice is not None) or (choice and (len(tiers) > 1 or ring or strip)):
-        raise AssertionError(
-            "pages of one tier with bounds are read in part, behind no ring, and keys as they are stored"
-        )
-    for tier in tiers:
-        checks.pool(pages, tier.fmt)
-        if tier.width > tier.entries.shape[1]:
-            raise AssertionError(f"a list of {tier.width} pages has no room in {tier.entries.shape[1]} table entries")
-    numbers: list[tuple[str, Tensor, tuple[int, ...]]] = [("rows", rows, rows.shape), ("seen", seen, rows.shape)]
-    numbers += [
-        (f"the target's {name}", x, lists) for name, x in zip(("page", "slot"), (target or ())[1:], strict=False)
-    ]
-    numbers += [("held", x, lists) for x in held or ()]
-    numbers += [("count", choice.count, rows.shape)] if choice is not None else []
-    if ring is not None:
-        numbers += [("a count of the ring", x, lists) for x in (ring.num_tokens, *ring.before, *ring.after)]
-    for name, x, wanted in numbers:
-        checks.index(name, x, wanted, device)
-        if not x.is_contiguous():
-            raise AssertionError(f"{name} is not contiguous, but kernels read it as one plain array")
 
 
 class DeviceStep(FusedStep):
