@@ -51,7 +51,7 @@ TESTS = (
     "tests/engine/test_invariants.py",
     "tests/engine/test_prompt_cache.py",
     "tests/engine/test_split_layers.py",
-    "tests/engine/test_ahead.py",
+    "tests/engine/test_decode_loop.py",
     "tests/engine/test_prompt_chunks.py",
 )
 EQUIVALENT = ROOT / "tests" / "mutants_equivalent.yaml"
