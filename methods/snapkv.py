@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from kvbench.policy import Scored, Whole
+from kvbench.policy import Ranked, Steps, Whole
 
 
 @dataclass(kw_only=True)
-class SnapKV(Scored):
+class SnapKV(Ranked):
     """Keeps, per KV head, the observation window and the prompt tokens that its queries attend to most, pooled along
     the prompt.
 
@@ -30,6 +30,7 @@ class SnapKV(Scored):
     window: Annotated[int, Whole(1, unit="tokens")] = 32
     pool: Literal["max", "avg", "none"] = "max"
     pool_kernel: Annotated[int, Whole(1, 1023, unit="tokens", odd=True)] = 7
+    decode_every: Steps = 0
     granularity: Literal["kv_head", "q_head"] = "kv_head"
 
     def declare(self) -> None:

@@ -9,8 +9,8 @@ policy never sees keys or values, never counts bytes, never knows a backend. Wha
 those here, or a small class in the method's own file, which the store runs on a layer's tensors.
 
 Methods of one precision derive from `ByLayer`, with which a user may give some layers or heads another one. Methods
-that rank tokens derive from `Ranked`, which has the plan of a prompt and the settings that compose, or from one of its
-two subclasses: `Scored` evicts again every so many decode steps, `Stepwise` makes room for every new token.
+that rank tokens derive from `Ranked`, which has the plan of a prompt and the settings that compose, from `Scored`, with
+which a user may evict again every so many decode steps, or from `Stepwise`, which makes room for every new token.
 docs/methods.md shows how the field's methods map onto this.
 """
 
@@ -22,9 +22,10 @@ from kvbench.policy.budget import Budget
 from kvbench.policy.by_layer import ByLayer
 from kvbench.policy.chunked import CHUNK, check_chunk, check_chunk_place
 from kvbench.policy.declare import ALL_QUERIES, CodeBooks, Compaction, Probe, ReadSpec, Residual, ScoreSpec, TierTable
+from kvbench.policy.eviction import shrink_to_share
 from kvbench.policy.plans import APPEND, EVICT, CompactPlan, DecodePlan, Extreme, PrefillPlan, SlotArrays
 from kvbench.policy.protection import Protect
-from kvbench.policy.ranked import Ranked
+from kvbench.policy.ranked import Ranked, Scored, Steps
 from kvbench.policy.ranking import (
     TwoStages,
     keep_blocks,
@@ -35,7 +36,6 @@ from kvbench.policy.ranking import (
     share_with_cap,
     uniform,
 )
-from kvbench.policy.scored import Scored, Steps, shrink_to_share
 from kvbench.policy.settings import BudgetText, TierText, check_sizes
 from kvbench.policy.statistics import (
     AttentionCall,

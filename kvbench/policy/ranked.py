@@ -1,25 +1,28 @@
 """What all methods share that rank a prompt's tokens and keep the best."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from kvbench.policy.allocation import Allocation, Shares, read_table
-from kvbench.policy.bounds import Bounds, Extent, within
+from kvbench.policy.bounds import Bounds, Extent, of_answer, within
 from kvbench.policy.budget import Budget
 from kvbench.policy.by_layer import ByLayer
-from kvbench.policy.declare import ALL_QUERIES, ScoreSpec
-from kvbench.policy.plans import EVICT, PrefillPlan
+from kvbench.policy.declare import ALL_QUERIES, Compaction, ScoreSpec
+from kvbench.policy.eviction import answer_share, prompt_share, shrink_to_share
+from kvbench.policy.plans import EVICT, CompactPlan, PrefillPlan, SlotArrays
 from kvbench.policy.protection import Protect, Protection
 from kvbench.policy.ranking import TwoStages, chunk_means, rank_descending, whole_chunks
 from kvbench.policy.settings import BudgetText, TierText
-from kvbench.policy.statistics import WithValueNorms
+from kvbench.policy.statistics import Statistic, WithValueNorms
 from kvbench.policy.tiers import Tier
-from kvbench.policy.views import GONE, PrefillView
-from kvbench.rules import TABLE_OR_PATH, Number, Whole
+from kvbench.policy.views import GONE, DecodeView, PrefillView
+from kvbench.rules import MAX_TOKENS, TABLE_OR_PATH, Number, Whole
+
+Steps = Annotated[int, Whole(0, MAX_TOKENS, unit="steps")]
 
 
 @dataclass(kw_only=True)
@@ -30,6 +33,8 @@ class Ranked(ByLayer):
         score = ranking(view)[..., first:-last]         # the others compete: by default with what `rank_by` declared
         own = shares.own(score, budget - first - last)  # how many of them each list keeps
         keep = rank_descending(score) < own
+
+    With `decode_every` all held tokens are ranked again before every so many steps, and lists go back to their share.
 
     A subclass says by what it ranks: its `declare` calls `super().declare()` and then `self.rank_by(ScoreSpec(...))`.
     It defines `always` where some tokens stay whatever their score is, and `ranking` where it does not rank by the
@@ -60,6 +65,8 @@ class Ranked(ByLayer):
         protect_tokens: First tokens that `protect=sinks` keeps; >= 1.
         threshold: Keep the tokens whose score is at least this, however many they are, in place of a budget. A sum over
             queries counts per query. null = the budget decides.
+        decode_every: Score all slots again and evict before every n-th decode step, down to each list's share of the
+            prompt's budget; 0 = never. A setting of those methods alone that redefine it as a plain field.
     """
 
     budget: BudgetText | None = 0.25
@@ -74,6 +81,7 @@ class Ranked(ByLayer):
     protect: Protect = "none"
     protect_tokens: Annotated[int, Whole(1, unit="tokens")] = 4
     threshold: Annotated[float | None, Number(-1e9, 1e9)] = None
+    decode_every: int = field(init=False, repr=False, compare=False, default=0)
 
     def declare(self) -> None:
         if (self.budget is None) == (self.threshold is None):
@@ -92,6 +100,9 @@ class Ranked(ByLayer):
         self.protection = Protection(self.protect, self.protect_tokens)
         self.needs_instruction = self.protect == "instruction"
         self.fewest_tokens = max(1, self.protection.sinks)
+        if self.decode_every:
+            self.compaction = Compaction(self.decode_every)
+            self.fewest_tokens = max(self.fewest_tokens, self.last_tokens())
         self._refuse()
 
     def _refuse(self) -> None:
@@ -122,6 +133,26 @@ class Ranked(ByLayer):
         """Declares the score."""
         self.score = replace(spec, statistic=WithValueNorms(spec.statistic)) if self.value_aware else spec
 
+    def score_by(self, statistic: Statistic, *, slot_queries: int = 0, **how: Any) -> None:
+        """Declares a score that is measured again before every eviction.
+
+        Args:
+            statistic: Measures a prompt, and the slots held where `decode_every` asks for that.
+            slot_queries: Last queries that it looks at while decoding.
+            how: Further fields of the ScoreSpec.
+        """
+        later: dict[str, Any] = {"slot_queries": slot_queries, "track": ("pos",)} if self.decode_every else {}
+        self.rank_by(ScoreSpec(statistic=statistic, **later, **how))
+
+    def sums(self, **how: Any) -> ScoreSpec:
+        """A score of attention, to which every decode step adds its own where `decode_every` asks for evictions.
+
+        Args:
+            how: Fields of the ScoreSpec.
+        """
+        later: dict[str, Any] = {"decode_update": True, "track": ("score", "pos")} if self.decode_every else {}
+        return ScoreSpec(**later, **how)
+
     def check_model(self, num_layers: int, num_kv_heads: int) -> None:
         super().check_model(num_layers, num_kv_heads)
         self.shares.check_model(num_layers, num_kv_heads)
@@ -132,6 +163,10 @@ class Ranked(ByLayer):
         """How many first and last tokens of a prompt stay whatever their score is; the first ones come first where the
         budget holds not all of them. Default: none."""
         return 0, 0
+
+    def last_tokens(self) -> int:
+        """Last tokens that evictions while decoding keep. Default: as many as of a prompt of any length."""
+        return self.always(MAX_TOKENS)[1]
 
     def ranking(self, view: PrefillView) -> Tensor:
         """fp32 [V, H, N] what the tokens of a prompt are ranked by. Default: the score."""
@@ -158,7 +193,9 @@ class Ranked(ByLayer):
     @property
     def no_eviction(self) -> str:
         """What to set so that the method evicts while decoding; empty = it does. Asked before `declare` has ended."""
-        return "the method decides about prompts alone, so set protect=none"
+        settable = type(self).__dataclass_fields__["decode_every"].init
+        remedy = "set decode_every" if settable else "the method decides about prompts alone, so set protect=none"
+        return "" if self.decode_every else remedy
 
     # The plan.
 
@@ -219,10 +256,51 @@ class Ranked(ByLayer):
             return score
         return score / (num_tokens if spec.prefill_queries == ALL_QUERIES else min(spec.prefill_queries, num_tokens))
 
+    # Evictions while decoding.
+
+    def plan_compact(self, view: DecodeView) -> CompactPlan:
+        return self.shrink(view)
+
+    def shrink(self, view: DecodeView, score: Tensor | None = None) -> CompactPlan:
+        """Every list goes back to its share, or to what reaches the threshold; what is protected stays.
+
+        Args:
+            view: The view.
+            score: fp32 [S, L, H, n] to rank by instead of the slots' scores.
+        """
+        slots, window = view.slots(0), self.last_tokens()
+        stays = self.protection.slots(view, slots.pos) & slots.valid
+        if self.threshold is None:
+            target = answer_share(view, self._budget) if self.protect == "prompt" else self._share(view)
+            return shrink_to_share(view, self._budget, window, score, stays=stays, target=target)
+        ranked = self._per_query_held(view, slots) if score is None else score
+        stays |= slots.pos >= (view.tokens_seen[:, None, None] - window)[..., None]
+        best = rank_descending(ranked.masked_fill(~slots.valid, float("-inf"))) == 0
+        return CompactPlan(keep=[(ranked >= self.threshold) | stays | best])
+
+    def _share(self, view: DecodeView) -> Tensor:
+        """int64 [S, L, H]: `prompt_share`; what first tokens took beyond the budget does not grow with the sequence."""
+        if not self.protection.is_first:
+            return prompt_share(view, self._budget)
+        allowed = view.budget_tokens(self._budget)
+        room = self.protection.room(view, allowed)[:, None, None]
+        return prompt_share(view, self._budget, view.prompt_slots * allowed[:, None, None] // room)
+
+    def _per_query_held(self, view: DecodeView, slots: SlotArrays) -> Tensor:
+        """Slots' scores; tracked sums divided by the queries since their token, of a prompt those that count."""
+        if not self.score.decode_update:
+            return slots.score
+        origin = slots.pos
+        if self.score.prefill_queries > 0:
+            origin = torch.maximum(origin, (view.prompt_tokens - self.score.prefill_queries)[:, None, None, None])
+        return slots.score / (view.tokens_seen[:, None, None, None] - origin).clamp(min=1)
+
     # How many tokens it holds.
 
     def least_tokens(self, num_prompt_tokens: int) -> int:
-        return num_prompt_tokens + 1 if self.protect == "prompt" else super().least_tokens(num_prompt_tokens)
+        if self.protect != "prompt":
+            return super().least_tokens(num_prompt_tokens)
+        return num_prompt_tokens + max(1, self.last_tokens() if self.decode_every else 1)
 
     def most_tokens(self, budget: int, num_prompt_tokens: int, num_new_tokens: int) -> int:
         if self.protect == "answer":  # which stays, while lists that share the budget hold what is theirs beside it
@@ -230,7 +308,20 @@ class Ranked(ByLayer):
         return super().most_tokens(budget, num_prompt_tokens, num_new_tokens)
 
     def bounds(self, extent: Extent) -> Bounds | None:
-        return None if self.threshold is not None else self.within_budget(extent)
+        """The budget has to be met after the prompt, and at the end where the method also evicts while decoding."""
+        if self.threshold is not None:
+            return None
+        if self.compaction is None:
+            return self.within_budget(extent)
+        stays, given = self.last_tokens(), extent.allowed(self._budget, extent.tokens_seen)
+        if self.protect == "prompt":
+            return of_answer(extent, self._budget, stays, self.compaction.every)
+        if self.protect == "answer" and extent.new_tokens:
+            # Where lists share the budget, some hold little else, others their share.
+            stays = max(stays, extent.new_tokens + (given if self.budget_is_mean else 0))
+        stays = max(stays, self.protection.first(extent.instruction_tokens), given)
+        most = stays + self.compaction.every + self.shares.spare_pages * extent.page_tokens
+        return replace(self.within_budget(extent), end_mean=(0, most))
 
     def within_budget(self, extent: Extent, at_end: int | None = None) -> Bounds:
         """The bounds that the budget sets; `at_end` as `within` has it."""
@@ -253,3 +344,15 @@ def _held(view: PrefillView, free: slice) -> Tensor:
     """bool [V, H, n]: tokens that are not gone."""
     held = torch.ones_like(view.filled(0), dtype=torch.bool) if view.held is None else view.held
     return held[..., free]
+
+
+@dataclass(kw_only=True)
+class Scored(Ranked):
+    """A method that keeps the tokens with the highest scores, and leaves it to its user to evict again while decoding.
+
+    Args:
+        decode_every: Score all slots again and evict before every n-th decode step, down to each list's share of the
+            prompt's budget; 0 = never.
+    """
+
+    decode_every: Steps = 0

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kvbench.policy.bounds import Bounds, Extent, of_answer
+from kvbench.policy.eviction import answer_share
 from kvbench.policy.plans import APPEND, DecodePlan
 from kvbench.policy.ranked import Ranked
-from kvbench.policy.scored import answer_share
 from kvbench.policy.views import DecodeView
 
 

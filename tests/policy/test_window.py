@@ -9,7 +9,7 @@ from store_helpers import make_store
 
 from kvbench.methods.full import Full
 from kvbench.policy import Budget, PrefillView, Scored, ScoreSpec, SlotArrays, shrink_to_share
-from kvbench.policy.scored import answer_share
+from kvbench.policy.eviction import answer_share
 
 
 def view_of(prompt: int, seen: list[int], share: int, held: int, *, allowed: int = 0, score=None) -> SimpleNamespace:
