@@ -72,11 +72,13 @@ def test_logits_that_are_not_finite_end_a_run(loaded, monkeypatch: pytest.Monkey
 
     def spoilt(model, session, *arguments):
         logits = plain(model, session, *arguments)
-        steps.extend([session] if isinstance(session, hf.Decode) else [])
+        if not isinstance(session, hf.Decode):
+            return logits
+        steps.append(session)
         return logits * float("nan") if len(steps) > 1 else logits
 
     monkeypatch.setattr(hf, "forward", spoilt)
-    asked = [request("spoilt", random_tokens(5), max_new_tokens=8)]
+    asked = [request("spoilt", random_tokens(5), max_new_tokens=8, min_new_tokens=1)]
     settings = {"backend": "triton", "capture": record, "counts": counts, "fidelity_max_tokens": 0}
     (found,) = answers(loaded, choices.make_method("full"), asked, **settings).values()
     assert found.status == "nan" and "not finite" in found.message

@@ -177,7 +177,7 @@ def test_outliers_leave_the_others_their_range(backend):
         row = read(store, 40, q, k, v)
         lists = store.pages.layer_lists(torch.tensor([row]), 0).flatten().repeat_interleave(40)
         page, slot = store.pages.table.lookup(lists, 0, torch.arange(40).repeat(HEADS))
-        fmt = store.pages.books.format(0, 0)
+        fmt = store.pages.codebooks.format(0, 0)
         _, values = store.pages.backend.read_slots(store.pages.pool.pages, fmt, page, slot)
         off = (values.unflatten(0, (HEADS, 40)) - v[0]).abs()
         off[:, 7, 2] = 0  # an outlier of the inputs
@@ -198,7 +198,7 @@ def test_bytes_are_the_closed_formula(bits, sinks, outliers):
     coded = 60 - sinks
     assert items["payload_bytes"] == lists * (coded * DIM * bits // 4 + sinks * 4 * DIM)
     assert items["quant_meta_bytes"] == lists * coded * (4 + 6 * outliers)
-    assert items["book_bytes"] == LAYERS * (2 * 2**bits + 4 * HEADS * DIM) == store.pages.books.nbytes
+    assert items["book_bytes"] == LAYERS * (2 * 2**bits + 4 * HEADS * DIM) == store.pages.codebooks.nbytes
     formats, size = store.pages.formats, store.pages.pool.page_bytes
     pages = lists * (ceil(coded / formats[0].tokens_per_page) + bool(sinks))
     assert store.pages.pool.num_used == pages
@@ -232,13 +232,13 @@ def test_processes_hold_the_books_of_their_heads():
     """Each has the scales of its own heads and all tables, and both are billed what one process would be."""
     lines = kvquant_books(4, DIM, LAYERS)
     whole = store_of(KVQuant(books=lines), heads=4)
-    books = whole.pages.books
+    books = whole.pages.codebooks
     k, none = torch.ones(1, DIM), torch.tensor([0])
     for index in range(2):
         ranks = Ranks()
         ranks.size, ranks.index = 2, index
         store = store_of(KVQuant(books=lines), ranks=ranks, heads=4)
-        own = store.pages.books
+        own = store.pages.codebooks
         for layer in range(LAYERS):
             found = own.levels(0, layer, none, k)
             assert torch.equal(found, books.levels(0, layer, none + 2 * index, k)) and not torch.equal(found, k)
