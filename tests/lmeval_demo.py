@@ -1,6 +1,7 @@
 """Task YAMLs of our own for lm-eval, one of each kind, with made-up data, and a tiny model that answers them."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -90,9 +91,19 @@ def task_of(folder: Path, lm: KvbenchLM, name: str, protocol: dict | None = None
     return load_task(cfg, lm.model, limit=None, seed=0, protocol=dict(lm.config.protocol) | (protocol or {}))
 
 
+def outcomes_of(lm: KvbenchLM, requests: list, forced: int = 0) -> dict:
+    """What the model answers, and so many tokens of the right answers forced."""
+    config = lm.config
+    lm.config = replace(config, fidelity=replace(config.fidelity, max_tokens=forced))
+    try:
+        return lm._run(requests)
+    finally:
+        lm.config = config
+
+
 def answered(lm: KvbenchLM, task) -> list[dict]:
     """Journal-like records of every request, scored."""
-    outcomes = lm._run(task.requests, fidelity_max_tokens=4)
+    outcomes = outcomes_of(lm, task.requests, forced=4)
     return [
         {
             "sample_id": request.sample_id,

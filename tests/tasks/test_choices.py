@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lmeval_demo import TINY
+from lmeval_demo import TINY, outcomes_of
 
 from kvbench.lm import KvbenchLM
 from kvbench.tasks.choices import choice_request
@@ -16,7 +16,7 @@ KEYS = {"sample_id": "x/0", "subset": "x"}
 
 def scored(lm: KvbenchLM, request) -> list[dict]:
     """The choices of one request, by the engine."""
-    return lm._run([request], fidelity_max_tokens=0)["x/0"].choices
+    return outcomes_of(lm, [request])["x/0"].choices
 
 
 def test_full_gives_what_transformers_gives() -> None:
@@ -24,7 +24,7 @@ def test_full_gives_what_transformers_gives() -> None:
     from kvbench.models.load import load_model
 
     lm = KvbenchLM(method="full", **TINY, **{"method.tier": "native"})
-    plain = load_model({**dict(lm.cfg.model)}).model
+    plain = load_model({**dict(lm.config.model)}).model
     request = choice_request(lm.model, **KEYS, context=CONTEXT, continuations=CHOICES)
     prompt = [token for segment in request.segments for token in segment]
     assert prompt == lm.model.tokenizer.encode(CONTEXT)
@@ -110,7 +110,7 @@ def test_the_right_choice_is_compared_with_the_full_cache() -> None:
     """Also its first token is read through the pages, so KL and agreement count it; its NLL is the choice's own."""
     lm = KvbenchLM(method="snapkv", **TINY, **{"method.budget": 16, "method.window": 4})
     request = choice_request(lm.model, **KEYS, context=CONTEXT, continuations=["A", "B"], gold=1)
-    outcome = lm._run([request], fidelity_max_tokens=4)["x/0"]
+    outcome = outcomes_of(lm, [request], forced=4)["x/0"]
     assert outcome.fidelity["num_tokens"] == 1
     assert outcome.fidelity["nll"] == pytest.approx(-outcome.choices[1]["loglikelihood"], abs=1e-5)
     assert outcome.fidelity["kl_mean"] > 1e-4 and outcome.fidelity["top1_agreement"] in (0.0, 1.0)

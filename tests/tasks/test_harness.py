@@ -59,7 +59,7 @@ def test_choices_of_the_full_cache_are_transformers_own(folder) -> None:
     from kvbench.models.load import load_model
 
     lm = lm_of(**{"method.tier": "native"})
-    plain = load_model({**dict(lm.cfg.model)}).model
+    plain = load_model({**dict(lm.config.model)}).model
     task = task_of(folder, lm, "demo_pick", num_fewshot=2)
     for record, request in zip(answered(lm, task), task.requests, strict=True):
         prompt = [token for segment in request.segments for token in segment]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lmeval_demo import outcomes_of
 from longbench_rows import row, write
 
 from kvbench.lm import KvbenchLM
@@ -44,8 +45,8 @@ def test_lmeval_runs_our_tasks(lm: KvbenchLM, tmp_path: Path) -> None:
     samples = result["samples"]["kvbench_longbench_samsum"]
     assert len(samples) == 2
     settings = {"name": "longbench", "subsets": "samsum", "data_dir": str(tmp_path)}
-    task = load_task(settings, lm.model, limit="first:2", seed=0, protocol=dict(lm.cfg.protocol))
-    outcomes = lm._run(task.requests, fidelity_max_tokens=0)
+    task = load_task(settings, lm.model, limit="first:2", seed=0, protocol=dict(lm.config.protocol))
+    outcomes = outcomes_of(lm, task.requests)
     for sample, request in zip(samples, task.requests, strict=True):
         assert sample["resps"][0][0] == outcomes[request.sample_id].text
         assert sample["score"] == task.score(request, outcomes[request.sample_id].text)["score"]
@@ -78,7 +79,7 @@ def test_loglikelihood_against_a_plain_forward(lm: KvbenchLM) -> None:
 
     from kvbench.models.load import load_model
 
-    plain = load_model({**dict(lm.cfg.model)}).model
+    plain = load_model({**dict(lm.config.model)}).model
     tokenizer = lm.model.tokenizer
     pairs = [("The cat sat on the", " mat and slept"), ("Numbers: one two ", "three"), ("a", "b")]
     instances = [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
@@ -110,7 +111,7 @@ def test_whole_texts_against_lm_evals_own_model(method: str, prompt_tokens: int)
         short |= {"method.budget": 1.0, "method.tier": "native"}
         prompt_tokens += 1
     ours = KvbenchLM(method=method, rolling_prompt_tokens=prompt_tokens, batch_size=3, **short)
-    plain = load_model({**dict(ours.cfg.model)})
+    plain = load_model({**dict(ours.config.model)})
     theirs = HFLM(pretrained=plain.model, tokenizer=plain.tokenizer, max_length=64, batch_size=1)
     asked = [Instance("loglikelihood_rolling", {}, (text,), place) for place, text in enumerate(TEXTS)]
     assert ours.loglikelihood_rolling(asked) == pytest.approx(theirs.loglikelihood_rolling(asked, True), abs=2e-3)
