@@ -163,8 +163,8 @@ class TableMachine(RuleBasedStateMachine):
             assert all(len(self.owned[n, 0]) + len(self.owned[n, 1]) <= self.max_pages for n in range(12))
 
 
-@pytest.mark.parametrize("examples", [25, pytest.param(100, marks=pytest.mark.exhaustive)])
-def test_random_histories_agree_with_the_model(examples):
+@pytest.mark.parametrize(("examples", "often"), [(25, 5), pytest.param(100, 100, marks=pytest.mark.exhaustive)])
+def test_random_histories_agree_with_the_model(examples, often):
     """A hundred operations an example, with exhaustion, full tables, growth and wrap-around among them."""
     for name in ("operations", "exhausted", "refused", "wrapped"):
         setattr(TableMachine, name, 0)
@@ -180,7 +180,7 @@ def test_random_histories_agree_with_the_model(examples):
         ),
     )
     assert TableMachine.operations >= OPERATIONS * examples
-    assert min(TableMachine.exhausted, TableMachine.refused, TableMachine.wrapped) > examples
+    assert min(TableMachine.exhausted, TableMachine.refused, TableMachine.wrapped) > often
 
 
 def test_allocation_is_grouped_by_list_and_wraps_around():

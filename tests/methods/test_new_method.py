@@ -89,7 +89,7 @@ def test_the_readme_s_lagkv_is_lagkv(copy):
     assert done.stdout == "[40, 40, 41, 41]\n", done.stderr[-3000:]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_a_new_method_is_held_to_the_conformance_tests(copy):
     """The conformance tests of the copy find them by their YAML, and they pass those that ask most of two files."""
