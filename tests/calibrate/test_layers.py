@@ -140,7 +140,7 @@ def test_the_file_is_loaded_by_the_method_that_it_is_for(tmp_path):
     path.write_text(yaml.safe_dump(content))
     method = {"_target_": "kvbench.methods.uniform.Uniform", "tier": "int4", "calibration": str(path)}
     changed, _ = calibration.apply(OmegaConf.create(method))
-    assert changed.tiers_by_layer == content["settings"]["tiers_by_layer"]
+    assert changed["tiers_by_layer"] == content["settings"]["tiers_by_layer"]
     with pytest.raises(ValueError, match=r"method.tiers_by_layer=4\*int8 and method.calibration=.* contradict each"):
         calibration.apply(OmegaConf.create(method | {"tiers_by_layer": "4*int8"}))
 

@@ -54,7 +54,7 @@ def test_every_import_of_a_task_or_the_harness_is_installed_or_optional():
         "kvpress",
     }
     harness = code.versions(code.imports(provenance.code_files("cpu").values()))
-    assert set(harness) == {"gguf", "tokenizers", "torch", "transformers"}
+    assert set(harness) == {"gguf", "pyyaml", "tokenizers", "torch", "transformers"}
 
 
 def test_a_task_counts_the_libraries_that_it_imports(monkeypatch):
