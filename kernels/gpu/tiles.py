@@ -205,6 +205,7 @@ def add_values(
     """The sums so far, shrunk, with p[g, t] * v[t] of BT slots of a page added: a tile fp32 [GP, WP] per plane."""
     w = tl.arange(0, SIDE.WP)
     cells = live[:, None] & (w < SIDE.W)[None, :]
+    P: tl.constexpr = SIDE.P
     S: tl.constexpr = SIDE.W * 3 if SIDE.BITS == 3 else SIDE.W  # bytes of a slot
     EXACT: tl.constexpr = tl.float32 if OP == tl.float32 else tl.float16  # noqa: SIM300
     if SIDE.BITS >= 16:
@@ -230,7 +231,6 @@ def add_values(
         weight, factor, constant = _scaled_weights(p, scale, zero, OP)
         sums = tl.dot(weight, level_values(plane_codes(raw, 0, SIDE), SIDE, EXACT), input_precision="ieee")
         out = (acc[0] * shrink[:, None] + sums * factor + constant[:, None],)
-        P: tl.constexpr = SIDE.P
         for plane in tl.static_range(1, P):
             codes = plane_codes(raw, plane, SIDE)
             sums = tl.dot(weight, level_values(codes, SIDE, EXACT), input_precision="ieee")
@@ -240,7 +240,6 @@ def add_values(
         raw = load_codes(base + SIDE.OFF + t[:, None] * S + w[None, :], 1, cells, SIDE)
         sums = _plane_values(p, raw, base, t, live, 0, D, T, BT, OP, SIDE)
         out = (acc[0] * shrink[:, None] + sums,)
-        P: tl.constexpr = SIDE.P
         for plane in tl.static_range(1, P):
             sums = _plane_values(p, raw, base, t, live, plane, D, T, BT, OP, SIDE)
             out = out + (acc[plane] * shrink[:, None] + sums,)
