@@ -247,7 +247,7 @@ class Bench:
             if cell.get("threads"):
                 torch.set_num_threads(cell["threads"])
             self.stage()
-            asked = {
+            asked: dict[str, Any] = {
                 "rounds": self.settings.rounds,
                 "seed": self.settings.seed,
                 "timer": choose_timer(self.settings.clock, self.device, cell["threads"]),

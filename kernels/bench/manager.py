@@ -142,7 +142,10 @@ class _State:
             self.kernels = DevicePages(PAGE_BYTES, lists * most, (size,), lists, most, device)
             self.managers["on the device"] = AllAtOnce(self.kernels, self.lists)
         for manager in self.managers.values():
-            manager.reserve(self.start.tolist() if manager is self.host else self.start)
+            if isinstance(manager, OneByOne):
+                manager.reserve(self.start.tolist())
+            else:
+                manager.reserve(self.start)
 
     def variants(self, operation: str) -> list[Variant]:
         """The variants of one operation; each is checked by running it once and comparing every page of every list."""

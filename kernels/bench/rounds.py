@@ -240,7 +240,9 @@ def measure_cell(
     by_name = {variant.name: variant for variant in right}
     first = [by_name[name] for name in [*baselines, *by_name] if name in by_name][:1]
     again = [replace(variant, name=f"{variant.name} (again)") for variant in first]
-    for variant in [*right, *again] if capture is not None else ():
+    for variant in [*right, *again]:
+        if capture is None:
+            break
         try:
             variant.replay = capture(variant.sweep)
         except Exception as problem:  # as in `refuse_wrong`

@@ -61,7 +61,8 @@ class WholeModel(Common):
 
     def decoder(self, model: LoadedModel, method: str, **more: Any) -> StoreDecoder:
         """A decoder by the settings; see `StoreDecoder`."""
-        return StoreDecoder(model, method, **{"context": self.context, "kernels": self.kernels} | more)
+        more.setdefault("context", self.context)
+        return StoreDecoder(model, method, kernels=self.kernels, **more)
 
     def stepping(self, name: str, decoder: Decoder, answers: list[list[int]], **extra: Any) -> Variant:
         """`steps` decode steps at a time; every timing goes on where the last one stopped.

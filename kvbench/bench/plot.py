@@ -133,7 +133,7 @@ def _panel(
         middle = [value["median"] for _, _, value in points]
         low = [max(0.0, value["median"] - value["q1"]) for _, _, value in points]
         high = [max(0.0, value["q3"] - value["median"]) for _, _, value in points]
-        style = {"linestyle": "none", "markersize": 5, "capsize": 2} | _style(index)
+        style: dict[str, Any] = {"linestyle": "none", "markersize": 5, "capsize": 2} | _style(index)
         axes.errorbar(middle, [place for place, _, _ in points], xerr=[low, high], label=label, **style)
         for place, row, value in points:
             axes.annotate(

@@ -144,6 +144,7 @@ def _baseline(name: str, model: dict | None) -> str:
 def _cell_table(document: dict, rows: Sequence[dict]) -> Table:
     """One row per variant; what no variant has is no column."""
     columns: dict[str, Callable[[dict], str]]
+    more: dict[str, Callable[[dict], str]]
     names = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
     if document["what"] == "attention":
         best = best_dense(rows)

@@ -108,7 +108,13 @@ def _series(
         linewidth=1,
         label="tuning samples, 95 % interval",
     )
-    ring = {"marker": "o", "markersize": 13, "color": "black", "fillstyle": "none", "markeredgewidth": 1.6}
+    ring: dict[str, Any] = {
+        "marker": "o",
+        "markersize": 13,
+        "color": "black",
+        "fillstyle": "none",
+        "markeredgewidth": 1.6,
+    }
     for x, estimate in points:
         if x == item.chosen:
             axes.plot(x, scale * (estimate.value or 0), linestyle="none", label="chosen", **ring)

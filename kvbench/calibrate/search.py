@@ -174,6 +174,7 @@ def _search(sweep: Proposed, wanted: Wanted, task: TaskSet, full: Trial, own: Pa
         trial.set_user_attr("method", method)
         trial.set_user_attr("settings", settings)
         tried = measured(method, settings, f"{done() + 1} of {wanted.cfg.trials}: {method} {words(settings)}")
+        assert tried.measured is not None
         if tried.measured.num_failed or criterion not in tried.measured.losses:
             note(f"left out: {method} {words(settings)}: {tried.measured.num_failed} answers did not end well")
             raise ValueError("answers did not end well; look at the notes above")

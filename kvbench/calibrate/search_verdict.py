@@ -167,6 +167,7 @@ def write(folder: Path, wanted: Wanted, tried: Sequence[Tried], judged: Judged, 
                 "loss": dataclasses.asdict(item.measured.losses[criterion]),
             }
             for item in tried
+            if item.measured is not None
         ],
         "held_out": [
             {

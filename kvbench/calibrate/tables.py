@@ -71,7 +71,7 @@ def books(cfg: DictConfig) -> int:
 def _command(
     cfg: DictConfig,
     name: str,
-    measure: "Callable[[LoadedModel, Sequence[Request], Advance], Tensor]",
+    measure: "Callable[..., Tensor]",
     unit: str,
     use: str,
     *,
