@@ -23,7 +23,7 @@ from kvbench.engine import placement
 from kvbench.engine.calls import OutputProjections, attention_modules, calls_noted, first_tokens
 from kvbench.engine.probe import Uncompressed
 from kvbench.errors import UnsupportedModel
-from kvbench.models.packed import PackedLinear
+from kvbench.models.matrices import PackedLinear
 from kvbench.policy import AttentionCall
 
 NAME = "kvbench"

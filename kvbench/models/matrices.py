@@ -1,13 +1,30 @@
-"""How a model's own matrices lie and are multiplied: `model.linear`."""
+"""How a model's own matrices lie and are multiplied (`model.linear`): plain, packed or streamed.
+
+A decode step reads every matrix for a few rows of numbers, and torch's products of a few rows read a plain one at a
+fraction of the core's bandwidth. `packed` has oneDNN put each matrix once, when it is loaded, into the order that a CPU
+reads fastest. `streamed` reads the plain one once for all rows, by a kernel of kvbench's own; prompts have many rows,
+and stay torch's. docs/performance.md says what each gains.
+"""
+
+import ctypes
+import platform
+from collections import Counter
+from typing import TypeGuard
 
 import torch
+from torch import Tensor
 
 from kvbench.errors import unknown_name
-from kvbench.kernels.cpu.abi import chosen_isa
-from kvbench.models import packed, streamed
+from kvbench.kernels.cpu.abi import chosen_isa, load
+from kvbench.kernels.cpu.build import BuildError
+from kvbench.kernels.cpu.products import DTYPES, MAX_ROWS, FewRows
 
 PLAIN, PACKED, STREAMED = "plain", "packed", "streamed"
 LINEAR = (PLAIN, PACKED, STREAMED)
+# Rows for which oneDNN chooses the order, which then serves any number of them. The order for 1 row is slower with 4
+# rows in fp32 and with a prompt's in bf16, and no faster with 1; those for 4 to 64 rows are alike.
+ROWS = 16
+_X86 = {"x86_64", "amd64", "i386", "i686"}
 
 
 def read_linear(value: object, quantisation: str | None, processes: int) -> str:
@@ -48,12 +65,9 @@ def lay(model: torch.nn.Module, linear: str, dtype: torch.dtype, device: torch.d
     """
     if linear == PLAIN:
         return PLAIN, ""
-    if reason := packed.why_not(dtype, device) if linear == PACKED else streamed.why_not(dtype, device):
+    if reason := why_not(linear, dtype, device):
         return PLAIN, f"model.linear={linear} was not done, because {reason}"
-    if linear == PACKED:
-        packed.pack(model)
-    else:
-        streamed.stream(model)
+    (pack if linear == PACKED else stream)(model)
     return linear, ""
 
 
@@ -65,3 +79,152 @@ def identity(linear: str) -> str:
 def kernels(linear: str) -> tuple[str, ...]:
     """The backends whose compiled kernels a way runs, whatever backend a run has."""
     return ("cpu",) if linear == STREAMED else ()
+
+
+def why_not(linear: str, dtype: torch.dtype, device: torch.device) -> str:
+    """The reason why matrices cannot be laid so here, to follow "because"; empty where they can.
+
+    Args:
+        linear: `PACKED` or `STREAMED`.
+        dtype, device: The model's.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if device.type != "cpu":
+        what = "packing is" if linear == PACKED else "these products are"
+        return f"the model runs on {device.type}, and {what} for CPUs"
+    if linear == STREAMED:
+        if dtype not in DTYPES:
+            return f"there is no kernel for {name}"
+        try:
+            load()
+        except BuildError as error:
+            return str(error)
+        return ""
+    if platform.machine().lower() not in _X86:
+        return f"this processor is {platform.machine()}, and packing was measured on x86 alone"
+    if not torch.backends.mkldnn.is_available():
+        return "this torch was built without oneDNN (mkldnn)"
+    if dtype == torch.bfloat16 and not _multiplies(dtype):
+        return "oneDNN multiplies bfloat16 only where the processor has AVX-512"
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"matrices are packed in float32 and bfloat16, not in {name}"
+    return ""
+
+
+def _multiplies(dtype: torch.dtype) -> bool:
+    """True where torch has products of many rows in this dtype that this processor was made for."""
+    ask = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
+    return ask is None or bool(getattr(torch.ops.mkldnn, ask)())
+
+
+def _is_plain(layer: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
+    """True for a linear layer of torch's own with plain weights; those that were read quantised stay as they are."""
+    return type(layer) is torch.nn.Linear and type(layer.weight) is torch.nn.Parameter
+
+
+class PackedLinear(torch.nn.Module):
+    """A linear layer whose matrix lies in oneDNN's order and nowhere else.
+
+    Sums are formed in another order than in the plain layer, so results differ from its in the last bits.
+
+    Args:
+        linear: The plain layer, on the CPU, in fp32 or bf16, without gradients.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        # An opaque tensor: kept beside the parameters, where nothing tries to move or to cast it.
+        self._matrix = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
+        found: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._matrix, self.bias, "none", [], "")
+        return found
+
+    @property
+    def weight(self) -> Tensor:
+        """A plain copy [out, in] of the matrix, the same bits; for whoever looks at weights now and then."""
+        plain: Tensor = self._matrix.to_dense()
+        return plain
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed matrix, with what pads its tiles."""
+        return int(torch.ops.mkldnn._nbytes(self._matrix))
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.weight
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def pack(model: torch.nn.Module) -> int:
+    """Puts a packed layer in place of every linear one, each plain matrix going before the next is packed.
+
+    What other modules use too stays plain: a head that is tied to the embedding, from which single rows are read, would
+    have to be held twice.
+
+    Args:
+        model: On the CPU, in a dtype that `why_not` has no word against, without gradients.
+
+    Returns:
+        How many layers were packed.
+    """
+    places = [(parent, name, child) for parent in model.modules() for name, child in parent._modules.items() if child]
+    users = Counter(id(weight) for _, _, child in places for weight in child.parameters(recurse=False))
+    found = [(parent, name) for parent, name, child in places if _is_plain(child) and users[id(child.weight)] == 1]
+    del places  # it holds the plain layers
+    for parent, name in found:
+        setattr(parent, name, PackedLinear(getattr(parent, name)))
+    for weight in model.parameters():  # one that lies in a mapped file would keep all of the file in memory
+        weight.data = weight.data.clone()
+    # The C library would keep the memory of the plain matrices for later; glibc can be asked to return it.
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
+    return len(found)
+
+
+class StreamedLinear(torch.nn.Linear):
+    """A linear layer that multiplies up to `MAX_ROWS` rows by `FewRows`, and more by torch.
+
+    The matrix stays where and as it is, so that an embedding may share it. A row's result is the same bits whatever
+    other rows of a step there are.
+
+    Attributes:
+        few_rows: The kernel.
+        widens: Many rows are multiplied as fp32, with a copy of the matrix for as long as that takes, and rounded once.
+    """
+
+    few_rows: FewRows
+    widens: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
+        if type(x) is not Tensor or not x.is_cpu or x.requires_grad:
+            return super().forward(x)
+        if x.numel() <= MAX_ROWS * self.in_features:
+            return self.few_rows(x, self.weight, self.bias)
+        if not self.widens:
+            return super().forward(x)
+        bias = None if self.bias is None else self.bias.float()
+        return torch.nn.functional.linear(x.float(), self.weight.float(), bias).to(x.dtype)
+
+
+def stream(model: torch.nn.Module) -> int:
+    """Has every plain linear layer of a model read its matrix so, a head that is tied to the embedding too.
+
+    Args, Returns: As for `pack`.
+    """
+    found = [layer for layer in model.modules() if _is_plain(layer) and layer.weight.is_contiguous()]
+    few_rows = FewRows()
+    for layer in found:
+        layer.__class__ = StreamedLinear
+        assert isinstance(layer, StreamedLinear)
+        layer.few_rows, layer.widens = few_rows, not _multiplies(layer.weight.dtype)
+    return len(found)

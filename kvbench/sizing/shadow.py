@@ -1,5 +1,7 @@
 """Pages without their bytes: a pool and a backend that keep only what decides where the next token goes."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -44,16 +46,10 @@ class Shadow(Backend):
             field = self._fields[fmt, name] = torch.cat([field, more])
         return field
 
-    def write_keys(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
-        pass
+    def _ignore(self, *given: Any, **named: Any) -> None:
+        """There are no keys, no values and no bounds to write."""
 
-    def write_values(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, v: Tensor) -> None:
-        pass
-
-    def widen_bounds(
-        self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor, *, distinct: bool
-    ) -> None:
-        pass
+    write_keys = write_values = widen_bounds = _ignore
 
     def read_slots(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         nothing = torch.zeros(len(page), 1)
@@ -67,40 +63,28 @@ class Shadow(Backend):
             field[dst_page, dst_slot] = field[src_page, src_slot]
 
     def paged_decode(
-        self,
-        q: Tensor,
-        pages: Tensor,
-        tiers: list[TierPages],
-        ring: Ring | None,
-        scale: float,
-        *,
-        power: int = 1,
-        group: Reduce | None = None,
+        self, q: Tensor, pages: Tensor, tiers: list[TierPages], *given: Any, group: Reduce | None = None, **named: Any
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        out, lse = torch.zeros(q.shape), torch.zeros(q.shape[:2])
-        return out, lse, [] if group is None else self._attention(tiers)
+        return torch.zeros(q.shape), torch.zeros(q.shape[:2]), [] if group is None else self._attention(tiers)
 
     def gather_dense(self, pages: Tensor, tiers: list[TierPages], ring: Ring | None) -> tuple[Tensor, Tensor, Tensor]:
         (tier,) = tiers
         nothing = torch.zeros(*(live := _live(tier)).shape, 1)
         return nothing, nothing, live
 
-    def choose_pages(
-        self, q: Tensor, pages: Tensor, tier: TierPages, count: Tensor, width: int, group: Reduce
-    ) -> TierPages:
+    def choose_pages(self, q: Tensor, pages: Tensor, tier: TierPages, *given: Any) -> TierPages:
         return tier  # what is read is not what is held
 
     def _attention(self, tiers: list[TierPages]) -> list[Tensor]:
-        """What a step's queries attend with, per tier fp32 [S, H, m * T]."""
-        held = torch.stack([tier.num_k for tier in tiers])  # [tiers, S, H]
-        found = []
-        for index, tier in enumerate(tiers):
+        """The attention of a step's queries, per tier fp32 [S, H, m * T]."""
+        held = torch.stack([tier.num_k for tier in tiers]).sum(0)
+        if self.is_even:
+            return [_live(tier) / held[..., None] for tier in tiers]
+        found, before = [], torch.zeros_like(held)
+        for tier in tiers:
             live = _live(tier)
-            if self.is_even:
-                found.append(live / held.sum(0)[..., None])
-            else:
-                is_first = (held[:index].sum(0) == 0)[..., None] & (torch.arange(live.shape[-1]) == 0)
-                found.append((live & is_first).float())
+            found.append((live & (before == 0)[..., None] & (torch.arange(live.shape[-1]) == 0)).float())
+            before = before + tier.num_k
         return found
 
 

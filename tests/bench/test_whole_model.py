@@ -11,7 +11,7 @@ from kvbench.bench.decoders import OwnDecoder, StaticDecoder, StoreDecoder
 from kvbench.engine import hf
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.bench import bench
-from kvbench.models import packed, streamed
+from kvbench.models import matrices
 
 MODEL = "random preset=tiny num_layers=2 dtype=float32"
 COMMON = {"model": MODEL, "context": 96, "rounds": 2, "steps": 1, "threads": [1], "kernels": "torch", "device": "cpu"}
@@ -46,7 +46,9 @@ def test_decode_measures_prompts_and_every_batch():
     assert show.render(document)
 
 
-@pytest.mark.skipif(bool(packed.why_not(torch.float32, torch.device("cpu"))), reason="matrices cannot be packed here")
+@pytest.mark.skipif(
+    bool(matrices.why_not("packed", torch.float32, torch.device("cpu"))), reason="matrices cannot be packed here"
+)
 def test_packed_and_streamed_rows_stand_beside_plain_ones():
     """Every row comes three times in the same rounds, transformers' own too, each by a model of its own kind, and speed
     is told relative to all of transformers'."""
@@ -69,7 +71,7 @@ def test_packed_and_streamed_rows_stand_beside_plain_ones():
         assert list(rows["full, packed"]["ratios"]) == [*names[::2], "full"]
     models = decode.make_models(settings, "cpu", [])
     kinds = {mark: type(model.model.model.layers[0].mlp.up_proj) for mark, model in models.items()}
-    assert kinds == {"": torch.nn.Linear, ", packed": packed.PackedLinear, ", streamed": streamed.StreamedLinear}
+    assert kinds == {"": torch.nn.Linear, ", packed": matrices.PackedLinear, ", streamed": matrices.StreamedLinear}
     variants = decode.decode_variants(settings, models[", packed"], 1, ", packed")
     assert [each.before_round.__self__.__class__ for each in variants] == [OwnDecoder, StoreDecoder]
     assert variants[0].before_round.__self__.loaded is models[", packed"]
@@ -81,7 +83,7 @@ def test_packed_and_streamed_rows_stand_beside_plain_ones():
 
 def test_packed_rows_that_cannot_be_had_are_a_note(monkeypatch):
     """The other rows are measured, and the reason is told."""
-    monkeypatch.setattr(packed, "why_not", lambda dtype, device: "of the weather")
+    monkeypatch.setattr(matrices, "why_not", lambda *given: "of the weather")
     settings, notes = decode.Settings(**COMMON, linear=["packed"]), []
     assert list(decode.make_models(settings, "cpu", notes)) == [""]
     assert notes == ["no packed rows: model.linear=packed was not done, because of the weather"]

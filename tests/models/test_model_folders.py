@@ -14,31 +14,11 @@ import transformers
 from places import ROOT
 from safetensors.torch import load_file, save_file
 
+from kvbench.errors import MissingWeightsError
 from kvbench.models import files as model_files
 from kvbench.models.checkpoint import How, check_complete, read_weights
 from kvbench.models.devices import Devices
 from kvbench.models.load import load_model
-from kvbench.models.random_weights import byte_tokenizer, random_config, random_model
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Gives a folder with a tiny model whose embeddings are tied or not."""
-
-    def save(tied: bool):
-        folder = tmp_path_factory.mktemp("models") / "tied" if tied else tmp_path_factory.mktemp("models") / "plain"
-        config = random_config("tiny", overrides={"tie_word_embeddings": tied})
-        random_model(config, seed=0, dtype=torch.float32, device=torch.device("cpu")).save_pretrained(folder)
-        byte_tokenizer(config.vocab_size).save_pretrained(folder)
-        return folder
-
-    return {tied: save(tied) for tied in (False, True)}
-
-
-@pytest.fixture
-def folder(saved, tmp_path):
-    """Gives a copy of the folder whose embeddings are not tied."""
-    return shutil.copytree(saved[False], tmp_path / "mine")
 
 
 def load(path):
@@ -90,7 +70,7 @@ def test_two_models_that_differ_in_the_middle_are_two(folder, tmp_path):
     file = folder / "model.safetensors"
     edit_weights(folder, lambda tensors: tensors.update(padding=torch.zeros(1 << 20)))
     content = bytearray(file.read_bytes())
-    other = shutil.copytree(folder, tmp_path / "other" / "mine")
+    other = shutil.copytree(folder, tmp_path / "other" / "my-tiny")
     assert len(content) > (3 << 20)
     content[len(content) // 2] ^= 1
     (other / "model.safetensors").write_bytes(content)
@@ -126,50 +106,84 @@ def test_rotary_buffers_of_old_checkpoints_are_no_tensors_of_a_model(folder):
     load(folder)
 
 
-def test_missing_tensors_are_named(folder, capfd):
-    """A folder without one of the projections is refused by name, in one sentence, instead of filled up."""
+def cut_to_one_shard(folder, tensors, listed):
+    """Puts tensors into the one shard that is there of those that an index lists."""
+    (folder / "model.safetensors").unlink()
+    save_file(tensors, folder / "model-00001-of-00002.safetensors", metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": listed | dict.fromkeys(tensors, "model-00001-of-00002.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
-    def drop(tensors):
-        for name in [name for name in tensors if "k_proj" in name]:
-            del tensors[name]
 
-    edit_weights(folder, drop)
-    with pytest.raises(ValueError, match=r"mine do not fit .* lack model.layers.0.self_attn.k_proj.weight, model.laye"):
+def without(folder, word):
+    """The tensors of a folder but for those with a word in their name."""
+    return {name: x for name, x in load_file(folder / "model.safetensors").items() if word not in name}
+
+
+def replace(folder, tensors):
+    """Puts other tensors in place of a folder's."""
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+OTHERS = {"model.layers.0.mlp.up_proj.weight": torch.zeros(3, 5), "model.extra.weight": torch.ones(2)}
+# What is done to a folder, and what is said of it.
+REFUSED = {
+    "no config": (lambda f: (f / "config.json").unlink(), "my-tiny lacks config.json"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "my-tiny lacks weights"),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "my-tiny lacks a tokenizer"),
+    "a shard is missing": (
+        lambda f: cut_to_one_shard(f, without(f, "mlp"), {"b": "model-00002-of-00002.safetensors"}),
+        "missing: model-00002-of-00002.safetensors",
+    ),
+    "cut weights": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:1000]),
+        r"transformers [\d.]+ cannot load the model in .*my-tiny",
+    ),
+    "tensors are missing": (
+        lambda f: replace(f, without(f, "k_proj")),
+        "my-tiny do not fit .* lack model.layers.0.self_attn.k_proj.weight, model.laye",
+    ),
+    "a shard that index and folder lack": (
+        lambda f: cut_to_one_shard(f, without(f, "layers.1.mlp"), {}),
+        "lack model.layers.1.mlp.down_proj.weight",
+    ),
+    "another shape and one too many": (
+        lambda f: edit_weights(f, lambda tensors: tensors.update(OTHERS)),
+        r"in another shape model.layers.0.mlp.up_proj.weight \[3, 5\] instead.*beyond the model model.extra.weight",
+    ),
+    "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is no JSON"),
+    "no object": (lambda f: (f / "config.json").write_text("[]"), "config.json holds list and not settings"),
+    "other weights": (
+        lambda f: edit_config(f, transformers_weights="other.safetensors"),
+        r"names its weights itself \(transformers_weights='other.safetensors'\)",
+    ),
+    "an adapter": (
+        lambda f: (f / "adapter_config.json").write_text("{}"),
+        r"my-tiny holds an adapter \(adapter_config.json\)",
+    ),
+} | {
+    f"num_hidden_layers={count}": (
+        lambda f, count=count: edit_config(f, num_hidden_layers=count),
+        f"config.json says num_hidden_layers={count!r}, and .* 21 tensors",
+    )
+    for count in (-1, 0, 10**9, "two", None)
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_damaged_folder_is_refused(folder, capfd, damage, message):
+    """In one sentence with its name and what is wrong there: nothing is filled up, and nothing comes from elsewhere."""
+    damage(folder)
+    with pytest.raises(
+        MissingWeightsError if "lacks" in message or "missing" in message else ValueError, match=message
+    ):
         load(folder)
     assert "LOAD REPORT" not in capfd.readouterr().err
 
 
-def test_a_sharded_checkpoint_lacks_what_its_index_lacks(folder):
-    """A shard that is left out of index and folder alike is missed."""
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    kept = {name: x for name, x in tensors.items() if "layers.1.mlp" not in name}
-    save_file(kept, folder / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": dict.fromkeys(kept, "model-00001-of-00001.safetensors")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"lack model.layers.1.mlp.down_proj.weight"):
-        load(folder)
-
-
-def test_tensors_of_another_shape_and_beyond_the_model_are_named(folder):
-    """A tensor of another shape and one that no part of the model takes are refused by name."""
-    name = "model.layers.0.mlp.up_proj.weight"
-    edit_weights(folder, lambda tensors: tensors.update({name: torch.zeros(3, 5), "model.extra.weight": torch.ones(2)}))
-    message = (
-        r"in another shape model.layers.0.mlp.up_proj.weight \[3, 5\] instead.*beyond the model model.extra.weight"
-    )
-    with pytest.raises(ValueError, match=message):
-        load(folder)
-
-
 def test_many_names_are_counted():
     """A message lists the first names and says how many there are."""
-    found = {
-        "missing_keys": {f"t{i}" for i in range(9)},
-        "unexpected_keys": (),
-        "mismatched_keys": (),
-        "error_msgs": (),
-    }
+    found = dict.fromkeys(("unexpected_keys", "mismatched_keys", "error_msgs"), ())
+    found["missing_keys"] = {f"t{i}" for i in range(9)}
     with pytest.raises(ValueError, match=r"weights of x do not .* lack t0, t1, t2, t3, ... \(9 in all\). Fetch"):
         check_complete(found, "x")
     check_complete(dict.fromkeys(found, ()), "x")
@@ -205,39 +219,11 @@ def test_a_pickle_is_not_run(folder, tmp_path):
             return os.mkdir, (str(tmp_path / "ran"),)
 
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"model.norm.weight": Evil()}))
-    with pytest.raises(ValueError, match=r"cannot load the model in .*mine"):
+    with pytest.raises(ValueError, match=r"cannot load the model in .*my-tiny"):
         load(folder)
     assert not (tmp_path / "ran").exists()
     torch.save(tensors, folder / "pytorch_model.bin")
     assert torch.equal(load(folder).model.lm_head.weight, tensors["lm_head.weight"])
-
-
-@pytest.mark.parametrize("num_layers", [-1, 0, 10**9, "two", None])
-def test_layers_that_the_weights_cannot_have_are_refused(folder, num_layers):
-    """A number of layers that transformers would build without an end, or not at all, is named."""
-    edit_config(folder, num_hidden_layers=num_layers)
-    with pytest.raises(ValueError, match=rf"config.json says num_hidden_layers={num_layers!r}, and .* 21 tensors"):
-        load(folder)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"), [("{", "config.json is no JSON"), ("[]", "config.json holds list and not settings")]
-)
-def test_a_config_that_is_no_object_is_named(folder, content, message):
-    """What cannot be read as settings is said of the file."""
-    (folder / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=message):
-        load(folder)
-
-
-def test_weights_from_elsewhere_are_refused(folder):
-    """config.json may not name other weights than those that are hashed, and an adapter is no model."""
-    edit_config(folder, transformers_weights="other.safetensors")
-    with pytest.raises(ValueError, match=r"names its weights itself \(transformers_weights='other.safetensors'\)"):
-        load(folder)
-    (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"mine holds an adapter \(adapter_config.json\)"):
-        load(folder)
 
 
 def test_a_folder_that_changes_while_it_is_loaded_is_refused(folder, monkeypatch):
@@ -249,7 +235,7 @@ def test_a_folder_that_changes_while_it_is_loaded_is_refused(folder, monkeypatch
         return fingerprint(path)
 
     monkeypatch.setattr(model_files, "folder_fingerprint", meddle)
-    with pytest.raises(ValueError, match="mine was changed while it was loaded"):
+    with pytest.raises(ValueError, match="my-tiny was changed while it was loaded"):
         load(folder)
 
 

@@ -11,19 +11,8 @@ from kvbench.models.checkpoint import How, read_weights
 from kvbench.models.devices import Devices
 from kvbench.models.load import load_model
 from kvbench.models.processes import read_processes
-from kvbench.models.random_weights import byte_tokenizer, random_config, random_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Gives a folder with a tiny model."""
-    made = tmp_path_factory.mktemp("models") / "tiny"
-    config = random_config("tiny")
-    random_model(config, seed=0, dtype=torch.float32, device=CPU).save_pretrained(made)
-    byte_tokenizer(config.vocab_size).save_pretrained(made)
-    return made
 
 
 def test_transformers_gets_the_configuration(folder, monkeypatch):
