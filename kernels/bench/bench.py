@@ -140,7 +140,6 @@ def read_words(kind: type[S], words: list[str]) -> S:
     """A settings object from `key=value` words; `quick=true` puts small values in place of the defaults.
 
     Args:
-        kind: The settings of a bench.
         words: For example `lengths=[1024,4096]` or `clock=cpu`.
 
     Raises:
@@ -178,10 +177,6 @@ def label_of(cell: dict) -> str:
 
 class Bench:
     """One start of a bench: notes the machine and its load before anything runs, then fills the document.
-
-    Args:
-        settings: What to measure.
-        progress: Told what is done.
 
     Attributes:
         device: Where the work runs.
@@ -336,10 +331,6 @@ def _span(ratio: dict | None) -> str:
 
 def main(kind: type[Common], words: list[str]) -> int:
     """The command line of one bench that needs no library for settings.
-
-    Args:
-        kind: Its settings.
-        words: `key=value` words.
 
     Returns:
         Exit code: 0 done, 1 a variant was wrong and not timed, 2 a setting is wrong.

@@ -33,10 +33,6 @@ def slot_format(name: str, head_dim: int) -> SlotFormat:
     """The slot format of a name: `K4V2` (scales per token), `KIVI2` (keys per channel), `FP8`, `KVQ4` (KVQuant's: keys
     per channel and before the rotary embedding, one number of each vector apart), or a key of `_NAMED`.
 
-    Args:
-        name: The format.
-        head_dim: Channels.
-
     Raises:
         ValueError: No such format.
     """
@@ -89,8 +85,6 @@ def build_caches(name: str, k: Tensor, v: Tensor, backend: Backend, *, num_buffe
     Args:
         name: See `slot_format`; `A+B` puts the first half of the tokens into A.
         k, v: fp32 [S, H, n, D].
-        backend: Writes.
-        num_buffers: Copies.
         seed: Of the order of page ids.
 
     Raises:

@@ -76,12 +76,7 @@ def pick_device(name: str) -> str:
 
 
 def describe(device: str, backend: Backend) -> dict:
-    """The machine, the libraries and the load at this moment, in JSON types.
-
-    Args:
-        device: Where the work runs.
-        backend: The kernels' backend.
-    """
+    """The machine, the libraries and the load at this moment, in JSON types."""
     from importlib.metadata import PackageNotFoundError, version
 
     found: dict[str, str | None] = {}
@@ -134,7 +129,6 @@ class Bandwidth:
     """Reads (and on a GPU copies) parts of a buffer far larger than the caches, in turn.
 
     Args:
-        device: Where.
         max_bytes: Size of the buffer; PROBE_BYTES by default.
     """
 

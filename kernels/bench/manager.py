@@ -50,13 +50,7 @@ class Settings(Common):
 
 
 class OneByOne:
-    """A page manager on the host that goes through its lists one after the other.
-
-    Args:
-        num_pages: Pages.
-        tokens_per_page: Slots per page.
-        lists: Lists.
-    """
+    """A page manager on the host that goes through its lists one after the other."""
 
     def __init__(self, num_pages: int, tokens_per_page: int, lists: int) -> None:
         self.free = deque(range(num_pages))

@@ -116,8 +116,6 @@ def choose_timer(clock: str, device: str, threads: int) -> Timer:
 
     Args:
         clock: `wall`, or `cpu` = CPU time of the calling thread.
-        device: Where the work runs.
-        threads: Threads of the work on a CPU.
 
     Raises:
         ValueError: `cpu` with several threads or on a GPU, or an unknown clock.
@@ -169,11 +167,9 @@ def time_rounds(
 
     Args:
         variants: What to time, names distinct.
-        rounds: Timed rounds.
         seed: Of the orders.
         timer: Returns the seconds that a function takes.
         warmup: Rounds before them whose times are thrown away.
-        on_round: Called after each round.
     """
     order = random.Random(seed)
     found: dict[str, list[float]] = {variant.name: [] for variant in variants}

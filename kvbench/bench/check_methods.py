@@ -104,10 +104,6 @@ def answer(
     """The outcomes of a case in order, the operations that the backend had no kernel for, and how steps were made.
 
     Args:
-        model: Answers.
-        method: Name of conf/method.
-        case: The prompts.
-        backend: Whose kernels.
         graphs: Answer at length, with decode steps from graphs or without; None = as short as the case says.
     """
     words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in changes(method, case).items())
@@ -148,10 +144,6 @@ def check(device: str, dtype: str, methods: list[str], cases: list[str], *, grap
     """Answers every case with both backends, or with graphs and without, and compares.
 
     Args:
-        device: Where the model and the cache lie.
-        dtype: The model's dtype.
-        methods: Names of conf/method.
-        cases: Keys of `CASES`.
         graphs: Compare graphs with none; where none was replayed, that is no success.
     """
     model = small_model(device, dtype)

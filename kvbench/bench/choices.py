@@ -94,11 +94,6 @@ def describe_model(model: LoadedModel) -> dict[str, str]:
 def sample_tokens(model: LoadedModel, rows: int, length: int) -> list[list[int]]:
     """Prose for every row, a passage of its own each: real text, because on noise attention has no peaks.
 
-    Args:
-        model: Its tokenizer.
-        rows: Passages.
-        length: Tokens per passage.
-
     Raises:
         ValueError: The passages would be longer than the model's context.
     """

@@ -22,9 +22,6 @@ MODULES |= {name: f"kvbench.bench.{name}" for name in WHOLE_MODEL}
 def main(cfg: DictConfig) -> int:
     """Measures, or shows what was measured.
 
-    Args:
-        cfg: The settings of conf/command/bench.yaml.
-
     Returns:
         0 done, 1 when something was wrong and therefore not timed.
 

@@ -68,10 +68,8 @@ class WholeModel(Common):
         """`steps` decode steps at a time; every timing goes on where the last one stopped.
 
         Args:
-            name: Of the row.
             decoder: Has read the prompts.
             answers: Tokens of each row that follow its prompt.
-            extra: Further figures for the record.
         """
         tokens = zip(*answers, strict=True)
 

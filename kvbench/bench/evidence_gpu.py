@@ -24,7 +24,9 @@ import torch
 TRIES = 2  # of a stage, before it is given up
 LEAST_S = 45.0  # a stage is not begun with less time left, unless its limit is below
 MODEL = "random preset=llama3-8b dtype=bfloat16"
-GRAPHED = "kvbench.kernels.bench.attention rounds=7 dense=[bf16] scores=[none,return]"
+GRAPHED = "kvbench.kernels.bench.attention out={out} rounds=7 dense=[bf16] scores=[none,return]"
+DECODE = "kvbench.bench.decode out={out} peak=false quantised=false"
+PREFILL, THROUGHPUT = "kvbench.kernels.bench.prefill out={out}", "kvbench.bench.throughput out={out}"
 
 
 @dataclass(frozen=True)
@@ -65,43 +67,28 @@ STAGES = (
     Stage(
         "attention",
         480,
-        f"{GRAPHED} shapes=[32x8x128] lengths=[4096,16384,32768] batches=[1,8,32] out={{out}}",
+        f"{GRAPHED} shapes=[32x8x128] lengths=[4096,16384,32768] batches=[1,8,32]",
         "kvbench.kernels.bench.attention device=cpu kernels=triton shapes=[2x1x16] lengths=[16] batches=[1] rounds=1 "
         "threads=[1] formats=[K8V4] dense=[fp32] working_set_mb=1 max_buffers=1 scores=[none] out={out}",
     ),
-    Stage("attention-64", 240, f"{GRAPHED} shapes=[9x3x64,32x8x64] lengths=[4096,16384] batches=[1,32] out={{out}}"),
+    Stage("attention-64", 240, f"{GRAPHED} shapes=[9x3x64,32x8x64] lengths=[4096,16384] batches=[1,32]"),
     Stage(
         "decode-4k",
         480,
-        f"kvbench.bench.decode model='{MODEL}' context=4096 batches=[1,8] rounds=5 prefill_rounds=2 peak=false "
-        "quantised=false out={out}",
-        "kvbench.bench.decode model='random preset=tiny dtype=float32' methods=[full] device=cpu kernels=triton "
-        "context=16 batches=[1] rounds=1 steps=1 prefill_rounds=0 threads=[1] peak=false quantised=false out={out}",
+        f"{DECODE} model='{MODEL}' context=4096 batches=[1,8] rounds=5 prefill_rounds=2",
+        f"{DECODE} model='random preset=tiny dtype=float32' methods=[full] device=cpu kernels=triton context=16 "
+        "batches=[1] rounds=1 steps=1 prefill_rounds=0 threads=[1]",
     ),
-    Stage(
-        "decode-4k-32",
-        300,
-        f"kvbench.bench.decode model='{MODEL}' context=4096 batches=[32] rounds=5 prefill_rounds=0 peak=false "
-        "quantised=false out={out}",
-    ),
+    Stage("decode-4k-32", 300, f"{DECODE} model='{MODEL}' context=4096 batches=[32] rounds=5 prefill_rounds=0"),
     Stage(
         "decode-16k",
         420,
-        "kvbench.bench.decode model='random preset=llama3.1-8b dtype=bfloat16' context=16384 batches=[1,8] rounds=5 "
-        "prefill_rounds=0 peak=false quantised=false out={out}",
+        f"{DECODE} model='random preset=llama3.1-8b dtype=bfloat16' context=16384 batches=[1,8] rounds=5 "
+        "prefill_rounds=0",
     ),
-    Stage(
-        "prefill",
-        200,
-        "kvbench.kernels.bench.prefill shapes=[32x8x128] dtype=bf16 eager=false lengths=[8192,32768] rounds=3 "
-        "out={out}",
-    ),
+    Stage("prefill", 200, f"{PREFILL} shapes=[32x8x128] dtype=bf16 eager=false lengths=[8192,32768] rounds=3"),
     Stage("manager", 60, "kvbench.kernels.bench.manager lists=[8192,32768,262144] out={out}"),
-    Stage(
-        "throughput",
-        480,
-        f"kvbench.bench.throughput model='{MODEL}' kv_mb=10000 context=4096 max_batch=128 rounds=5 out={{out}}",
-    ),
+    Stage("throughput", 480, f"{THROUGHPUT} model='{MODEL}' kv_mb=10000 context=4096 max_batch=128 rounds=5"),
 )
 
 
@@ -140,11 +127,11 @@ def _commit() -> str:
 
 def left_over(stages: tuple[Stage, ...], state: dict[str, dict], dry: bool) -> list[Stage]:
     """The stages that are still to be done, in order: neither ended well nor given up."""
-    wanted = [stage for stage in stages if stage.dry or not dry]
     return [
         stage
-        for stage in wanted
-        if state.get(stage.name, {}).get("rc") != 0 and state.get(stage.name, {}).get("tries", 0) < TRIES
+        for stage in stages
+        for done in [state.get(stage.name, {})]
+        if (stage.dry or not dry) and done.get("rc") != 0 and done.get("tries", 0) < TRIES
     ]
 
 
@@ -171,8 +158,6 @@ def go_on(folder: Path, seconds: float, stages: tuple[Stage, ...] = STAGES, dry:
 
     Args:
         folder: Where everything lies; `state.json` in it says what was done.
-        seconds: All there are.
-        stages: What there is to do.
         dry: On a CPU with interpreted kernels.
 
     Returns:

@@ -18,9 +18,6 @@ WARM_TOKENS = 32  # threads, scratch memory and compiled kernels are there befor
 class Watermark:
     """The largest resident memory of this process since `reset`, or of the GPU's allocator.
 
-    Args:
-        device: Where the model runs.
-
     Raises:
         OSError: The system keeps no resettable mark (it needs Linux's /proc/self/clear_refs).
     """

@@ -30,11 +30,7 @@ RATE_ROUNDS = 8  # rounds that the time left is told from
 
 
 class Bar:
-    """Rounds done, what is being measured, and the time left; a live bar on a terminal, else a line now and then.
-
-    Args:
-        what: Name of the bench.
-    """
+    """Rounds done, what is being measured, and the time left; a live bar on a terminal, else a line now and then."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -73,7 +69,6 @@ def publish(document: dict, path: Path) -> None:
     """Prints the tables and writes what is not there yet: the JSON file `path`, and beside it table and picture.
 
     Args:
-        document: What was measured.
         path: For example bench.json; the table goes to bench.txt, the picture to bench.png.
     """
     bench.check_document(document)

@@ -204,11 +204,9 @@ def false_confirmations(
 
     Args:
         shape: Losses of some samples; their spread and skewness are used, not their mean.
-        rule: The rule of the choice and of the verdict.
         num_points: Settings of the grid.
         num_tuning: Samples that the choice is made on.
         num_held_out: Samples that the verdict is made on.
-        trials: Simulated calibrations.
     """
     if len(shape) < 2 or np.ptp(shape) == 0:
         return 0.0  # nothing was lost, and nothing can be lucky

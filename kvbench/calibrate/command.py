@@ -8,8 +8,11 @@ The paper has no held-out verdict and no intervals.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
@@ -18,7 +21,7 @@ from kvbench.calibrate import figure as calibrate_figure
 from kvbench.calibrate import show as calibrate_show
 from kvbench.calibrate import write as calibrate_write
 from kvbench.calibrate.choose import Measured, choose, evaluate, false_confirmations
-from kvbench.calibrate.layers import LayerPlan, read_layer_plan
+from kvbench.calibrate.layers import read_layer_plan
 from kvbench.calibrate.layers import search as search_layers
 from kvbench.calibrate.measure import Sweep, Trial
 from kvbench.calibrate.plan import Number, Plan, read_plan, split
@@ -73,15 +76,12 @@ def main(cfg: DictConfig, parts: Loaders | None = None) -> int:
     sweep = Sweep(experiment, method, parts, folder=folder / "points", prompts=PromptCache(limit), say=note)
     default = sweep.trial({}, held_out)
     decides = {"plan": plan, "layers": layers, "held_out": default.experiment.identity, "tuning": tuning.fingerprint}
-    digest = identity.hash_identity({name: identity.canonical(value) for name, value in decides.items()})
-    own = folder / digest[: identity.HASH_DIGITS]
-    with run_lock(folder, say=note):
-        durable.make_folder(own)
-        for place in (own, sweep.folder):  # the lock is on all three folders
-            remove_litter(place)
+    with opened(folder, sweep, decides) as (own, digest):
         result = Result(plan=plan, method=method, default=default.experiment, hash=digest, folder=own)
         if layers is not None:
-            plan = _with_layers(sweep, plan, layers, tuning, result, hf.model_shape(model.model).num_layers)
+            num_layers = hf.model_shape(model.model).num_layers
+            result.layers, stage = search_layers(sweep, layers, plan.rule, tuning, num_layers)
+            plan = result.plan = replace(plan, stages=(stage,))
         tuned = _tune(sweep, plan, tuning, result)
         if tuned is not None:
             result.choice = _judged(sweep, plan, held_out, default, tuned)
@@ -101,28 +101,46 @@ def _parted(cfg: DictConfig) -> tuple[DictConfig, DictConfig, str, str]:
     if (what := settings.pop("what")) not in WHAT:
         raise unknown_name("what", what, WHAT)
     wanted, choices = settings.pop("calibrate"), settings.pop("_choices_")
-    experiment = OmegaConf.create(settings)
-    RunConfig.read(experiment)
-    if experiment.limit is not None:
-        raise ValueError(
-            f"limit={experiment.limit} has no meaning here; calibrate.tuning_samples and calibrate.held_out_samples "
-            "say how many samples of each subset"
-        )
-    if experiment.shard is not None:
-        raise ValueError(f"shard={experiment.shard} has no meaning here; leave it out")
+    experiment = read_experiment(settings, "calibrate")
     if experiment.method.get(KEY) is not None:
         raise ValueError("method.calibration is what this command writes; leave it out")
     return experiment, OmegaConf.create(wanted), choices["method"], what
+
+
+def read_experiment(settings: dict, command: str) -> DictConfig:
+    """The experiment's own settings of a command that says by itself which samples there are.
+
+    Raises:
+        ValueError: A setting is out of range, or leaves samples out.
+    """
+    experiment = OmegaConf.create(settings)
+    RunConfig.read(experiment)
+    for name in ("limit", "shard"):
+        if experiment[name] is not None:
+            raise ValueError(
+                f"{name}={experiment[name]} has no meaning here; leave it out: {command}.tuning_samples and "
+                f"{command}.held_out_samples say how many samples of each subset"
+            )
+    return experiment
+
+
+@contextmanager
+def opened(folder: Path, sweep: Sweep, decides: dict[str, Any]) -> Iterator[tuple[Path, str]]:
+    """Locks a folder and gives the one in it that belongs to what decides, both without litter, and its full hash."""
+    digest = identity.hash_identity({name: identity.canonical(value) for name, value in decides.items()})
+    own = folder / digest[: identity.HASH_DIGITS]
+    with run_lock(folder, say=note):
+        durable.make_folder(own)
+        for place in (own, sweep.folder):  # the lock is on all three folders
+            remove_litter(place)
+        yield own, digest
 
 
 def load_samples(cfg: DictConfig, plan: Plan, parts: Loaders, model: LoadedModel, prefix: str = "calibrate") -> TaskSet:
     """As many samples of each subset as both sets need; generated tasks make them.
 
     Args:
-        cfg: The experiment's settings.
         plan: How many samples, and what must not be lost.
-        parts: The loaders.
-        model: Whose prompts.
         prefix: The node of the command's own settings, for messages.
 
     Raises:
@@ -146,13 +164,6 @@ def load_samples(cfg: DictConfig, plan: Plan, parts: Loaders, model: LoadedModel
                 f"{without[0]}); use {prefix}.criterion=score"
             )
     return task
-
-
-def _with_layers(sweep: Sweep, plan: Plan, layers: LayerPlan, task: TaskSet, result: Result, num_layers: int) -> Plan:
-    """The plan with the tables of precisions as its only stage; `result` takes what they follow from."""
-    result.layers, stage = search_layers(sweep, layers, plan.rule, task, num_layers)
-    result.plan = replace(plan, stages=(stage,))
-    return result.plan
 
 
 def _tune(sweep: Sweep, plan: Plan, task: TaskSet, result: Result) -> Measured | None:

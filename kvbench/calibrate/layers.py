@@ -65,11 +65,6 @@ class LayerSearch:
 def read_layer_plan(cfg: DictConfig, method: str, policy: Policy) -> LayerPlan:
     """Checks the settings.
 
-    Args:
-        cfg: The node `calibrate.layers`.
-        method: Name of the method's configuration.
-        policy: The method.
-
     Raises:
         ValueError: Names the setting, its value and the remedy.
     """
@@ -96,13 +91,6 @@ def read_layer_plan(cfg: DictConfig, method: str, policy: Policy) -> LayerPlan:
 
 def search(sweep: Sweep, plan: LayerPlan, rule: Rule, task: TaskSet, num_layers: int) -> tuple[LayerSearch, Stage]:
     """Measures every layer at every precision, and makes the tables.
-
-    Args:
-        sweep: Measures.
-        plan: The precisions.
-        rule: Says which loss counts.
-        task: The tuning samples.
-        num_layers: Layers of the model.
 
     Returns:
         What was found, and the tables as the values of a stage.

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from kvbench.calibrate.plan import Number
 from kvbench.config import durable
 from kvbench.config.files import FULL
+from kvbench.config.methods import method_settings
 from kvbench.config.settings import copy_config
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.requests import Request
@@ -43,9 +44,6 @@ class Sweep:
     """Makes trials and measures them.
 
     Args:
-        cfg: The experiment's settings.
-        method: Name of the method's configuration.
-        parts: The loaders.
         folder: Where the journals go.
         prompts: Prompts that were read.
         say: Takes one-line notes.
@@ -64,6 +62,12 @@ class Sweep:
         self.cfg, self.method, self.parts = cfg, method, parts
         self.folder, self.prompts, self.say = folder, prompts, say
         self._begun: set[str] = set()  # trials that this sweep has measured; resume=false starts the others again
+
+    def of(self, method: str) -> "Sweep":
+        """The sweep of another method, from the settings of its file on."""
+        changed = copy_config(self.cfg)
+        changed.method = method_settings(method)
+        return Sweep(changed, method, self.parts, folder=self.folder, prompts=self.prompts, say=self.say)
 
     def trial(self, settings: Mapping[str, Number], task: TaskSet) -> Trial:
         """The method at some settings.

@@ -72,8 +72,6 @@ class Plan:
         """The tuned settings of one grid point.
 
         Args:
-            stage: Index of the stage that the point belongs to.
-            value: The stage's value.
             chosen: What earlier stages chose. Later ones stay at the first value of their grid.
         """
         result = {item.parameter: chosen.get(item.parameter, item.values[0]) for item in self.stages}
@@ -88,8 +86,6 @@ def read_plan(cfg: DictConfig, method: str, policy: Policy, stages: tuple[Stage,
     """Check the settings of the command.
 
     Args:
-        cfg: The node `calibrate`.
-        method: Name of the method's configuration.
         policy: The method at its uncalibrated settings.
         stages: The stages, where they do not follow from the grid.
 
@@ -166,8 +162,6 @@ def split(task: TaskSet, plan: Plan, seed: int) -> tuple[TaskSet, TaskSet]:
     in the same proportion.
 
     Args:
-        task: The loaded task.
-        plan: How many samples of each subset.
         seed: Decides the split.
 
     Raises:

@@ -14,24 +14,19 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench.calibrate import search_verdict
 from kvbench.calibrate.choose import evaluate
-from kvbench.calibrate.command import load_samples
+from kvbench.calibrate.command import load_samples, opened, read_experiment
 from kvbench.calibrate.measure import Sweep, Trial
 from kvbench.calibrate.plan import Plan, Rule, split
 from kvbench.calibrate.search_verdict import Judged, judge
-from kvbench.calibrate.space import read_space
-from kvbench.calibrate.tried import Tried, Wanted, by_hand, winners, words
-from kvbench.config import durable
-from kvbench.config.methods import method_settings
-from kvbench.config.settings import as_dict, copy_config
+from kvbench.calibrate.space import Tried, Wanted, by_hand, read_space, winners, words
+from kvbench.config.settings import as_dict
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.errors import check_whole, unknown_name
 from kvbench.evidence.settings import check_margin
 from kvbench.results import identity
-from kvbench.results.journal import run_lock
 from kvbench.results.measures import LOSSES
-from kvbench.results.writing import remove_litter
 from kvbench.runs.calibration import KEY
-from kvbench.runs.config import RunConfig, read_bytes
+from kvbench.runs.config import read_bytes
 from kvbench.runs.parts import Loaders
 from kvbench.show.progress import note
 from kvbench.tasks.taskset import TaskSet
@@ -42,22 +37,6 @@ if TYPE_CHECKING:
 SAMPLERS = ("tpe", "nsga2")
 MOST = 10.0  # margins: a setting that loses more is of no use
 REFUSED = 5  # times as many settings as are wanted may be refused by their methods
-
-
-class Proposed(Sweep):
-    """The trials of one search: methods change from one to the next."""
-
-    def of(self, method: str, settings: dict[str, Any], task: TaskSet) -> Trial:
-        """One method at some settings.
-
-        Raises:
-            ValueError: The method refuses them, or is not for the model.
-        """
-        changed = copy_config(self.cfg)
-        changed.method = method_settings(method)
-        return Sweep(changed, method, self.parts, folder=self.folder, prompts=self.prompts, say=self.say).trial(
-            settings, task
-        )
 
 
 def main(cfg: DictConfig, parts: Loaders | None = None) -> int:
@@ -76,11 +55,7 @@ def main(cfg: DictConfig, parts: Loaders | None = None) -> int:
     settings = as_dict(cfg)
     wanted = _wanted(OmegaConf.create(settings.pop("search")))
     settings.pop("_choices_", None)
-    experiment = OmegaConf.create(settings)
-    RunConfig.read(experiment)
-    for name in ("limit", "shard"):
-        if experiment[name] is not None:
-            raise ValueError(f"{name}={experiment[name]} has no meaning here; search.tuning_samples says how many")
+    experiment = read_experiment(settings, "search")
     experiment.method[KEY] = None
     parts = parts or Loaders()
     parts.check_task(experiment)
@@ -90,15 +65,10 @@ def main(cfg: DictConfig, parts: Loaders | None = None) -> int:
     root = Path(experiment.results_dir)
     folder = identity.run_folder(root / "search", task.name, model.name, "x", "x").parent.parent
     prompts = PromptCache(read_bytes("prompt_cache_bytes", experiment.prompt_cache_bytes))
-    sweep = Proposed(experiment, "search", parts, folder=folder / "points", prompts=prompts, say=note)
+    sweep = Sweep(experiment, "search", parts, folder=folder / "points", prompts=prompts, say=note)
     full = sweep.full(tuning)
     decides = {"full": full.experiment.identity, "search": as_dict(wanted.cfg) | {"trials": 0, "winners": 0}}
-    digest = identity.hash_identity({name: identity.canonical(value) for name, value in decides.items()})
-    own = folder / digest[: identity.HASH_DIGITS]
-    with run_lock(folder, say=note):
-        durable.make_folder(own)
-        for place in (own, sweep.folder):
-            remove_litter(place)
+    with opened(folder, sweep, decides) as (own, _):
         tried = _search(sweep, wanted, tuning, full, own)
         chosen = winners(tried, wanted)
         hand, origin = by_hand(
@@ -137,7 +107,7 @@ def _wanted(cfg: DictConfig) -> Wanted:
     return Wanted(cfg=cfg, space=read_space(cfg), plan=plan, most=float(cfg.most or MOST * margin))
 
 
-def _search(sweep: Proposed, wanted: Wanted, task: TaskSet, full: Trial, own: Path) -> list[Tried]:
+def _search(sweep: Sweep, wanted: Wanted, task: TaskSet, full: Trial, own: Path) -> list[Tried]:
     """Try as many settings as are wanted; those of before count."""
     import optuna
     from optuna.storages import JournalStorage
@@ -162,7 +132,7 @@ def _search(sweep: Proposed, wanted: Wanted, task: TaskSet, full: Trial, own: Pa
         """A setting's numbers, from its journal as far as that goes."""
         key = f"{method} {settings}"
         if key not in found:
-            trial = sweep.of(method, settings, task)
+            trial = sweep.of(method).trial(settings, task)
             sweep.measure([trial], label)
             found[key] = Tried(method=method, settings=settings, measured=evaluate(trial, full, wanted.plan.rule))
         return found[key]
@@ -214,13 +184,13 @@ def _sampler(cfg: DictConfig, begun: int) -> "optuna.samplers.BaseSampler":
         )
 
 
-def _held_out(sweep: Proposed, wanted: Wanted, task: TaskSet, chosen: Sequence[Tried], hand: Sequence[Tried]) -> Judged:
+def _held_out(sweep: Sweep, wanted: Wanted, task: TaskSet, chosen: Sequence[Tried], hand: Sequence[Tried]) -> Judged:
     """The winners beside the settings made by hand, on samples that nothing was chosen on."""
     trials: dict[str, tuple[str, Trial, bool]] = {}
     for item, is_found in [*((item, True) for item in chosen), *((item, False) for item in hand)]:
         label = f"{item.method} {words(item.settings)}".strip()
         try:
-            trial = sweep.of(item.method, item.settings, task)
+            trial = sweep.of(item.method).trial(item.settings, task)
         except ValueError as error:
             note(f"left out: {label}: {error}")
             continue

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from kvbench.calibrate.measure import Trial
 from kvbench.calibrate.plan import Rule
-from kvbench.calibrate.tried import STORED, Tried, Wanted
+from kvbench.calibrate.space import STORED, Tried, Wanted
 from kvbench.config.settings import as_dict
 from kvbench.evidence.dominance import best_so_far, is_cheaper
 from kvbench.evidence.frontier import Panel, Point, build, difference
@@ -63,9 +63,7 @@ def judge(full: Trial, trials: Sequence[tuple[str, Trial, bool]], rule: Rule) ->
     """Put the measured trials on one frontier.
 
     Args:
-        full: The full cache on the same samples.
         trials: Label, trial, and True where the search found it.
-        rule: Its criterion and margin.
     """
     runs = [_stored("full", full), *(_stored(label, trial) for label, trial, _ in trials)]
     group = Group(task=full.experiment.task.name, model=full.experiment.model.name, title="held-out samples", runs=runs)
@@ -146,10 +144,6 @@ def write(folder: Path, wanted: Wanted, tried: Sequence[Tried], judged: Judged, 
     """Write `search.json`: every setting that was tried, the held-out points, and the verdict.
 
     Args:
-        folder: The search's folder.
-        wanted: What was asked for.
-        tried: What was measured on the tuning samples.
-        judged: What the held-out samples say.
         origin: Where the settings made by hand are from.
     """
     criterion = wanted.plan.rule.criterion

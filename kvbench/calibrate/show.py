@@ -22,7 +22,6 @@ def show(result: Result, files: Sequence[Path]) -> None:
     """Print the tables, the verdict and the files.
 
     Args:
-        result: The calibration.
         files: What was written, the file to use first.
     """
     rule = result.plan.rule

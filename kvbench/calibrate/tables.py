@@ -108,10 +108,8 @@ def measure_gates(
 
     Args:
         loaded: A model whose attention can be asked for its weights (`eager`); it gets its own attention back.
-        requests: Prompts with gold tokens.
         sinks: First tokens that do not count.
         recent: Tokens up to and with the position itself that do not count.
-        advance: Called after every prompt.
 
     Returns:
         fp32 [layers, KV heads], in [0, 1]: the mean over the prompts, their answer positions and the query heads of a
@@ -201,8 +199,6 @@ def measure_centres(loaded: "LoadedModel", requests: "Sequence[Request]", advanc
 
     Args:
         loaded: A model with a plain rotary embedding; it gets its own attention back.
-        requests: Prompts.
-        advance: Called after every prompt.
 
     Returns:
         fp64 [layers, query heads x 3 D / 2]: per query head D numbers of the mean query, then D / 2 mean lengths.
@@ -230,7 +226,6 @@ def measure_books(
         requests: Prompts; their keys and values are held all at once, in 8 bytes x channels x tokens.
         outside: Share of a key channel's numbers that may lie outside its range, in [0, 0.5].
         sinks: First tokens of each prompt that do not count; some prompt has more.
-        advance: Called after every prompt.
 
     Returns:
         fp64 [layers, numbers]: as `method=kvquant` reads them.

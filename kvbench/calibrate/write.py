@@ -91,11 +91,7 @@ def write(result: Result, *, out: str | None = None) -> list[Path]:
     """Write `calibration.json`, and `calibration.yaml` when there is a choice.
 
     Args:
-        result: The calibration.
         out: A further place for the YAML file.
-
-    Returns:
-        The files.
 
     Raises:
         JournalError: The disk is full.

@@ -57,7 +57,6 @@ def file_digest(file: Path, remember: bool = True) -> str:
     Where the cache folder cannot be written nothing is remembered, and the file is read every time.
 
     Args:
-        file: An existing file.
         remember: False reads the file whatever is remembered, and leaves nothing; for files that are about to move.
 
     Returns:

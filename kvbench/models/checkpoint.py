@@ -47,7 +47,6 @@ def read_weights(
 
     Args:
         folder: Where configuration and weights are, or the GGUF file.
-        how: How it is to be held.
         gguf_file: Name of a GGUF file in the folder; None reads the folder.
 
     Returns:

@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Devices:
-    """One device, or several over which whole layers are spread in their order.
-
-    Args:
-        all: The devices.
-    """
+    """One device, or several over which whole layers are spread in their order."""
 
     all: tuple[torch.device, ...]
 

@@ -46,9 +46,6 @@ def find_model_folder(path: str, revision: str | None = None) -> Path:
         path: A folder, or a hub id such as `org/name`.
         revision: Branch, tag or commit of a hub id; None is the default branch.
 
-    Returns:
-        The folder.
-
     Raises:
         MissingWeightsError: The folder or some of its files are missing, or the id is neither cached nor to be had; the
             message says where was looked and which command gets the files.
@@ -183,9 +180,6 @@ def _count_tensors(folder: Path) -> int | None:
 
 def combine_fingerprints(parts: Iterable[str]) -> str:
     """Hashes a sequence of strings into one fingerprint.
-
-    Args:
-        parts: Any strings; their order counts.
 
     Returns:
         64 hex digits.

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 def check_gguf(path: Path) -> None:
     """Checks that a path is a GGUF file before anything slow happens.
 
-    Args:
-        path: What the user gave.
-
     Raises:
         MissingWeightsError: There is no such file.
         ValueError: The file does not start as GGUF files do.
@@ -44,7 +41,6 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple["PreTrainedModel", "PreTr
 
     Args:
         path: A file that passed `check_gguf`.
-        dtype: Floating-point dtype of the weights.
 
     Returns:
         The model on the CPU and its tokenizer, with the chat template and the end token that the file names.

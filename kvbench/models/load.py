@@ -80,9 +80,6 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
     Args:
         cfg: A dict or DictConfig with `kind` (embedded, hf, gguf or random) and that kind's keys.
 
-    Returns:
-        The loaded model.
-
     Raises:
         ValueError: A key or value is unknown, out of range, or does not fit the machine.
         MissingWeightsError: Files are not there; the message says where was looked and how to get them.
@@ -291,7 +288,6 @@ def context_length(config: "PretrainedConfig", wanted: int | None) -> int:
     """Returns the context length: the model's own, or a shorter one that the user asked for.
 
     Args:
-        config: Of the model.
         wanted: `model.max_tokens`; None for the model's own.
 
     Raises:

@@ -32,8 +32,6 @@ def read_linear(value: object, quantisation: str | None, processes: int) -> str:
 
     Args:
         value: plain, packed or streamed.
-        quantisation: What the weights are quantised to, or None.
-        processes: Among how many the model is cut.
 
     Raises:
         ValueError: It is something else, or the matrices are not plain ones.
@@ -53,12 +51,6 @@ def read_linear(value: object, quantisation: str | None, processes: int) -> str:
 
 def lay(model: torch.nn.Module, linear: str, dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
     """Does to a model's matrices what `model.linear` asks for, where that can be had.
-
-    Args:
-        model: Without gradients.
-        linear: As `read_linear` gives it.
-        dtype: The model's.
-        device: Its first one.
 
     Returns:
         What was done, one of `LINEAR`, and why it is not what was asked for, in a sentence; empty where it is.
@@ -86,7 +78,6 @@ def why_not(linear: str, dtype: torch.dtype, device: torch.device) -> str:
 
     Args:
         linear: `PACKED` or `STREAMED`.
-        dtype, device: The model's.
     """
     name = str(dtype).removeprefix("torch.")
     if device.type != "cpu":

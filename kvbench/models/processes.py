@@ -53,8 +53,6 @@ def read_processes(value: object, model_kind: str, devices: "Devices") -> int:
 
     Args:
         value: Processes, >= 2, or None for one.
-        model_kind: `model.kind`.
-        devices: `model.device`.
 
     Raises:
         ValueError: As many processes were not started, or the model cannot be cut; with the remedy.

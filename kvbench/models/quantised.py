@@ -23,10 +23,6 @@ def read_kind(value: object, model_kind: str, device: torch.device, dtype: torch
 
     Args:
         value: fp8, int8, int4, or None for weights as they are.
-        model_kind: `model.kind`.
-        device: The model's first one.
-        dtype: The model's.
-        processes: Among how many its heads are divided.
 
     Raises:
         ValueError: It is something else, the model is not read from a folder, or torchao is missing; with the remedy.

@@ -48,7 +48,6 @@ def random_config(
     """Builds the transformers configuration of a preset.
 
     Args:
-        preset: A key of `presets`.
         num_layers: Layers, >= 1, in place of the preset's, so that a large shape fits into memory.
         max_tokens: Context length, >= 1, in place of the preset's.
         overrides: Any configuration fields under transformers' names, for example `{"num_key_value_heads": 1}`.
@@ -99,13 +98,7 @@ def random_model(
     The same seed gives the same weights on the same kind of device; the global random state is left as it was.
 
     Args:
-        config: From `random_config`.
         seed: Seed of the weights, >= 0.
-        dtype: Floating-point dtype.
-        device: Where the weights live.
-
-    Returns:
-        The model.
 
     Raises:
         ValueError: The weights do not fit into the free memory.

@@ -52,11 +52,9 @@ def project(
     keeps the least where queries attend to one token alone, and the most where they attend to all alike.
 
     Args:
-        policy: The method.
         shape: The model's shape; its device must be a CPU.
         prompt_tokens: Tokens of the prompt, >= 1.
         new_tokens: Tokens read behind it, >= 0.
-        options: Memory layout.
 
     Returns:
         The smaller and the larger one.

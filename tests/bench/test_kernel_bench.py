@@ -1,4 +1,5 @@
-"""The kernel benches: they need torch alone, build pages by the real writer, and refuse a wrong kernel."""
+"""The benches of attention, of score passes over prompts and of page management: they need torch alone, build pages by
+the real writer, and refuse what is wrong."""
 
 import dataclasses
 import json
@@ -158,40 +159,69 @@ def test_every_buffer_holds_the_cache_in_pages_of_its_own(name):
     assert (dense[live].view(2, 2, 192, 64) - k).abs().max() < 0.55 * step
 
 
-def test_a_kernel_that_skips_a_page_is_refused(monkeypatch):
-    """A kernel that leaves out the last tokens is faster and wrong: it is named in the document and not timed."""
+class Broken(Backend):
+    """A backend with one operation that is wrong."""
 
-    class Lazy(Backend):
-        name = "broken"
+    name = "broken"
 
-        def paged_decode(self, q, pages, tiers, ring, scale, **how):
-            short = [dataclasses.replace(t, num_k=t.num_k - 3, num_v=t.num_v - 3) for t in tiers]
-            return super().paged_decode(q, pages, short, ring, scale, **how)
 
-    monkeypatch.setattr(bench, "get_backend", lambda name, device: Lazy())
-    document = bench.run(bench.read_words(Settings, SMALL))
+class Lazy(Broken):
+    """Leaves out the last tokens: faster, and wrong."""
+
+    def paged_decode(self, q, pages, tiers, ring, scale, **how):
+        short = [dataclasses.replace(t, num_k=t.num_k - 3, num_v=t.num_v - 3) for t in tiers]
+        return super().paged_decode(q, pages, short, ring, scale, **how)
+
+
+class Careless(Broken):
+    """Right attention with wrong scores."""
+
+    def paged_decode(self, q, pages, tiers, ring, scale, **how):
+        out, lse, scores = super().paged_decode(q, pages, tiers, ring, scale, **how)
+        return out, lse, [s * 1.01 for s in scores]
+
+
+class Failing(Broken):
+    """Cannot write."""
+
+    def write_values(self, *arguments):
+        raise RuntimeError("no kernel image for this device")
+
+
+class Short(Broken):
+    """Counts one query too few."""
+
+    def prompt_scores(self, q, k, scale, columns, reduction, lse=None):
+        fewer = columns.queries - 1 if columns.queries > 0 else 200
+        return super().prompt_scores(q, k, scale, dataclasses.replace(columns, queries=fewer), reduction)
+
+
+DENSE, PAGED = {"sdpa fp32", "sdpa fp32 grouped"}, {"K16V16", "K4V2", "KIVI2", "K8V4+K4V2", "K4V2+KVQ4"}
+SCORED = {f"{name} + scores" for name in PAGED}
+PROMPT = "shapes=[2x2x64] lengths=[310] windows=[8] rounds=1 threads=[1]".split()
+SCORE_PASSES = {f"attention + scores of {queries}" for queries in ("the last 8", "all queries")}
+
+
+@pytest.mark.parametrize(
+    ("backend", "module", "words", "refused", "timed", "reason"),
+    [
+        (Lazy, attention, SMALL, PAGED | SCORED, DENSE, "not timed"),
+        (Careless, attention, SMALL, SCORED, DENSE | PAGED, "not timed"),
+        (Failing, attention, SMALL, PAGED, DENSE, "RuntimeError: no kernel image"),
+        (Short, prefill, PROMPT, SCORE_PASSES, {"attention", "sdpa", "eager, all queries"}, "not timed"),
+    ],
+)
+def test_what_is_wrong_is_refused(monkeypatch, backend, module, words, refused, timed, reason):
+    """It is named in the document with the reason and not timed; it costs its own rows only."""
+    monkeypatch.setattr(bench, "get_backend", lambda name, device: backend())
+    document = bench.run(bench.read_words(module.Settings, words))
     (cell,) = document["cells"]
-    assert {row["name"] for row in cell["variants"]} == {"sdpa fp32", "sdpa fp32 grouped"}
-    assert len(cell["refused"]) == 10 and all("not timed" in entry["reason"] for entry in cell["refused"])
+    assert {row["name"] for row in cell["variants"]} == timed
+    assert len(cell["refused"]) == len(refused) and {entry["name"] for entry in cell["refused"]} == refused
+    assert all(reason in entry["reason"] for entry in cell["refused"])
     assert not bench.is_complete(document)
-    assert any("K4V2 at shape 6x2x64" in note for note in document["notes"])
-
-
-def test_a_kernel_with_wrong_scores_is_refused(monkeypatch):
-    """Right attention with wrong scores is timed without scores only."""
-
-    class Careless(Backend):
-        name = "broken"
-
-        def paged_decode(self, q, pages, tiers, ring, scale, **how):
-            out, lse, scores = super().paged_decode(q, pages, tiers, ring, scale, **how)
-            return out, lse, [s * 1.01 for s in scores]
-
-    monkeypatch.setattr(bench, "get_backend", lambda name, device: Careless())
-    (cell,) = bench.run(bench.read_words(Settings, SMALL))["cells"]
-    assert {entry["name"] for entry in cell["refused"]} == {
-        f"{name} + scores" for name in ("K16V16", "K4V2", "KIVI2", "K8V4+K4V2", "K4V2+KVQ4")
-    }
+    first = min(refused)
+    assert any(note.startswith(f"{first} at shape ") for note in document["notes"])
 
 
 def test_nan_is_never_the_smaller_error():
@@ -241,15 +271,82 @@ def test_a_loaded_machine_is_called_so():
     assert len(doubts(where | {"omp_wait_policy": "passive"}, "wall", Backend())) == 3
 
 
-def test_a_format_that_cannot_be_written_is_refused(monkeypatch):
-    """A writer that fails costs its own rows only."""
+def test_score_passes_are_timed_beside_attention():
+    """The window, all queries and the full matrix agree with a matrix in fp64; their cost is over attention's time."""
+    words = "shapes=[6x2x64] lengths=[333] windows=[8] rounds=2 threads=[1] kernels=torch".split()
+    document = bench.run(bench.read_words(prefill.Settings, words))
+    bench.check_document(document)
+    (cell,) = document["cells"]
+    assert not cell["refused"]
+    rows = {row["name"]: row for row in cell["variants"]}
+    assert set(rows) == {
+        "attention",
+        "sdpa",
+        "eager, all queries",
+        "attention + scores of the last 8",
+        "attention + scores of all queries",
+    }
+    assert rows["attention + scores of the last 8"]["versus"]["name"] == "attention"
+    assert all(row["max_error"] < 1e-4 for row in rows.values())
+    assert "costs" in _shown(document)
 
-    class Failing(Backend):
-        def write_values(self, *arguments):
-            raise RuntimeError("no kernel image for this device")
 
-    monkeypatch.setattr(bench, "get_backend", lambda name, device: Failing())
-    (cell,) = bench.run(bench.read_words(Settings, SMALL))["cells"]
-    assert {entry["name"] for entry in cell["refused"]} == {"K16V16", "K4V2", "KIVI2", "K8V4+K4V2", "K4V2+KVQ4"}
-    assert "RuntimeError: no kernel image" in cell["refused"][0]["reason"]
-    assert [row["name"] for row in cell["variants"]] == ["sdpa fp32", "sdpa fp32 grouped"]
+def test_matrices_that_do_not_fit_are_left_out(monkeypatch):
+    """The full matrix is not even tried when memory is short, and the document says so."""
+    monkeypatch.setattr(prefill.machine, "available_bytes", lambda device: 1000)
+    words = "shapes=[2x2x64] lengths=[64] windows=[8] rounds=1 threads=[1] kernels=torch".split()
+    document = bench.run(bench.read_words(prefill.Settings, words))
+    assert any("left out: its matrices" in note for note in document["notes"])
+    assert all(not row["name"].startswith("eager") for row in document["cells"][0]["variants"])
+
+
+def test_both_managers_hold_the_same_pages():
+    """All at once and one by one give every list the same pages through every operation, wrapping around."""
+    words = "lists=[5,33] tokens_per_page=8 start_tokens=11 rounds=3 threads=[1]".split()
+    document = bench.run(bench.read_words(manager.Settings, words))
+    bench.check_document(document)
+    assert len(document["cells"]) == 6
+    for cell in document["cells"]:
+        assert not cell["refused"], cell["refused"]
+        assert [row["name"] for row in cell["variants"]] == ["all at once", "one by one"]
+    assert "compact, free, take" in _shown(document)
+
+
+@pytest.mark.parametrize("operation", manager._OPERATIONS)
+def test_managers_agree_after_many_operations(operation):
+    """The lists are the same again after the counters of the circular list have gone around several times."""
+    small = manager.Settings(lists=[7], tokens_per_page=4, start_tokens=9)
+    state = manager._State(7, small, "cpu", Backend())
+    both = state.variants(operation)
+    for _ in range(80):
+        for variant in both:
+            variant.call(0)
+    assert state.pages_agree() == 0.0 and state.pool.start > 3 * state.pool.num_pages
+    assert state.table.num_slots[0].tolist() == state.host.slots == state.start.tolist()
+
+
+def test_a_manager_that_gives_out_other_pages_is_refused(monkeypatch):
+    """A batched manager whose pages differ from the sequential one's is not timed."""
+    real = manager.PageTable.reserve
+
+    def rolled(self, lists, tier, count):
+        first = real(self, lists, tier, count)
+        self.entries.copy_(self.entries.roll(1, 0))
+        return first
+
+    monkeypatch.setattr(manager.PageTable, "reserve", rolled)
+    words = "lists=[5] tokens_per_page=8 start_tokens=11 rounds=1 threads=[1]".split()
+    document = bench.run(bench.read_words(manager.Settings, words))
+    assert all([entry["name"] for entry in cell["refused"]] == ["all at once"] for cell in document["cells"])
+
+
+def _shown(document):
+    """What the command would print."""
+    from rich.console import Console
+
+    from kvbench.bench import show
+
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(show.render(document))
+    return captured.get()

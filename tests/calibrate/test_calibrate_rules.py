@@ -1,14 +1,16 @@
-"""The rule of a calibration, its statistics against plain oracles, its settings, and its sweep on a real engine."""
+"""The rule of a calibration, its statistics against plain oracles, its settings, its sweep on a real engine, and how
+often it confirms what it should not."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from fake_parts import altered
 from graded import Bench, gentle, make_cfg, smaller
 
-from kvbench.calibrate.choose import Measured, accepts, choose, evaluate, loss
-from kvbench.calibrate.command import main
+from kvbench.calibrate.choose import ALLOWED, Measured, accepts, choose, evaluate, false_confirmations, loss
+from kvbench.calibrate.command import _earlier_looks, main
 from kvbench.calibrate.measure import Sweep, Trial
 from kvbench.calibrate.plan import Rule, read_plan, split
 from kvbench.config.methods import method_settings
@@ -93,11 +95,8 @@ def measured(resident, value, high, failed=0):
         ([(400, 0.01, 0.02), (397, 0.05, 0.09)], 0.0, 1),
         ([(400, 0.01, None), (500, 0.0, 0.0)], 0.0, 1),  # no interval, no proof
         ([(400, 0.01, 0.02, 1), (500, 0.0, 0.0)], 0.0, 1),  # a sample that did not end well
-        (
-            [(308, 0.0, 0.01), (305, 0.0, 0.01), (302, 0.01, 0.02), (300, 0.09, 0.3)],
-            0.01,
-            1,
-        ),  # ties: from the fewest good
+        # Ties: from the fewest good.
+        ([(308, 0.0, 0.01), (305, 0.0, 0.01), (302, 0.01, 0.02), (300, 0.09, 0.3)], 0.01, 1),
     ],
 )
 def test_choice_and_ties(points, tie, best):
@@ -139,8 +138,6 @@ def point_with(values, scores, task):
         }
         for (subset, index, nll), score in zip(values, scores, strict=True)
     ]
-    from types import SimpleNamespace
-
     return Trial(settings={"a": 1}, experiment=SimpleNamespace(task=task, hash="x"), records=records)
 
 
@@ -227,3 +224,59 @@ def test_points_equal_fresh_runs(tmp_path, tiny_model):
     finally:
         model.model.set_attn_implementation("sdpa")
     assert len({json.dumps([r["fidelity"] for r in point.records]) for point in points}) == len(grid)
+
+
+DEFAULT = Rule(criterion="nll", margin=0.05, proof="interval", tie=0.01, resamples=499, seed=0)
+
+
+def rate(shape, proof, *, num_points=16, num_tuning=32, num_held_out=48):
+    """The simulated rate at the default grid and sample counts of docs/calibration.md."""
+    rule = Rule(**(vars(DEFAULT) | {"proof": proof}))
+    return false_confirmations(
+        shape, rule, num_points=num_points, num_tuning=num_tuning, num_held_out=num_held_out, trials=300
+    )
+
+
+@pytest.mark.parametrize("name", ["normal", "skewed", "few carry all"])
+def test_the_default_proof_confirms_seldom_what_it_should_not(name):
+    """By the interval it is below 10 % for every shape of loss; by the mean it is several times as often."""
+    rng = np.random.default_rng(0)
+    shape = {
+        "normal": rng.normal(0, 0.05, 400),
+        "skewed": rng.lognormal(-4, 1.5, 400),
+        "few carry all": (rng.random(400) < 0.05) * 1.0,
+    }[name]
+    by_interval, by_mean = rate(shape, "interval"), rate(shape, "mean")
+    assert by_interval < ALLOWED and by_mean > max(0.1, 2 * by_interval)
+
+
+def test_the_default_is_the_interval():
+    """What conf/command/calibrate.yaml says is the proof that was simulated, and its margins are those of compare."""
+    from kvbench.cli.commands import compose_command
+    from kvbench.results.measures import LOSSES
+
+    wanted = compose_command("calibrate", ["method=snapkv"]).calibrate
+    assert wanted.proof == "interval"
+    assert {name: wanted.margin[name] for name in LOSSES} == {n: lost.measure.margin for n, lost in LOSSES.items()}
+
+
+def test_nothing_lost_is_no_luck():
+    """Where no sample loses anything no setting can be lucky; too few samples prove nothing."""
+    assert false_confirmations(np.zeros(9), DEFAULT, num_points=3, num_tuning=9, num_held_out=9) == 0.0
+    noise = np.random.default_rng(0).normal(size=50)
+    assert false_confirmations(noise, DEFAULT, num_points=3, num_tuning=4, num_held_out=4) == 0.0
+
+
+def test_looks_are_counted(tmp_path, capsys):
+    """A second calibration with another margin on the same held-out samples is the second look, and says so; the same
+    one again is no further look."""
+    bench = Bench(gentle, smaller)
+    for margin in (0.05, 0.2, 0.2):
+        main(make_cfg(tmp_path, calibrate__margin__nll=margin), bench.parts())
+    shown = capsys.readouterr().out
+    files = list(tmp_path.rglob("calibration.json"))
+    found = sorted(json.loads(path.read_text())["looks"] for path in files)
+    assert found == [1, 2] and "have judged 2 calibrations" in shown
+    assert "If every setting truly lost the margin" in " ".join(shown.split())
+    folder = files[0].parent.parent
+    assert _earlier_looks(folder, "none", json.loads(files[0].read_text())["sets"]["held_out"]["fingerprint"]) == 2

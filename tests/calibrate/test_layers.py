@@ -52,14 +52,9 @@ def held(tiers, _):
 
 
 @pytest.fixture(autouse=True)
-def fixed(monkeypatch):
-    """One version of the code, a model of four layers, and no picture, which takes most of the time."""
-    from kvbench.calibrate import figure
-    from kvbench.results import provenance
-
-    monkeypatch.setattr(provenance, "harness_hash", lambda *backends: "the same")
+def four_layers(monkeypatch, undrawn):
+    """A model of four layers."""
     monkeypatch.setattr(command.hf, "model_shape", lambda model: SimpleNamespace(num_layers=len(WEIGHTS)))
-    monkeypatch.setattr(figure, "draw", lambda result: [])
 
 
 def start(folder, bench, **changes):
@@ -100,17 +95,9 @@ def test_the_cheapest_table_within_the_margin_is_found_and_proven(tmp_path, caps
     for tier, row in costs.items():
         assert row == pytest.approx([w * (factors[tier] - base) for w in WEIGHTS], abs=1e-9)
     (stage,) = found["tuning"]
-    assert [point["tiers_by_layer"] for point in stage["grid"]] == [
-        "4*fp16",
-        "fp16 int8 2*fp16",
-        "fp16 2*int8 fp16",
-        "fp16 3*int8",
-        "4*int8",
-        "int8 int4 2*int8",
-        "int8 2*int4 int8",
-        "int8 3*int4",
-        "4*int4",
-    ]
+    way = "4*fp16, fp16 int8 2*fp16, fp16 2*int8 fp16, fp16 3*int8, 4*int8, int8 int4 2*int8, int8 2*int4 int8, "
+    way += "int8 3*int4, 4*int4"
+    assert [point["tiers_by_layer"] for point in stage["grid"]] == way.split(", ")
     for (table, guess), point in zip(content_of(tmp_path, "json")["layers"]["path"], stage["grid"], strict=True):
         assert table == point["tiers_by_layer"]
         assert guess == pytest.approx(point["loss"]["nll"][0], abs=0.01), "here losses do add up"
@@ -181,11 +168,8 @@ def test_the_way_takes_the_least_loss_per_byte():
 
 def test_tables_are_spaced_evenly():
     """Both ends are among them, and there are never more than there are."""
-    assert (
-        spaced(list("abcdefg"), 3) == ["a", "d", "g"]
-        and spaced(["a"], 8) == ["a"]
-        and spaced(list("ab"), 9) == ["a", "b"]
-    )
+    for tables, count, found in (("abcdefg", 3, "adg"), ("a", 8, "a"), ("ab", 9, "ab")):
+        assert spaced(tables, count) == list(found)
 
 
 def test_a_table_is_shown_by_its_counts():

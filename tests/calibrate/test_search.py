@@ -10,21 +10,13 @@ from stored import store, yes_no
 
 from kvbench.calibrate import search as searching
 from kvbench.calibrate.search import main
-from kvbench.calibrate.tried import by_hand
+from kvbench.calibrate.space import by_hand
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main as cli
 from kvbench.config.methods import method_settings
 from kvbench.config.settings import as_dict
 
 optuna = pytest.importorskip("optuna")
-
-
-@pytest.fixture(autouse=True)
-def fixed_code(monkeypatch):
-    """The starts of a test belong to one version of the code even while somebody edits a source file."""
-    from kvbench.results import provenance
-
-    monkeypatch.setattr(provenance, "harness_hash", lambda *backends: "the same")
 
 
 def settings(folder, *words):
