@@ -1,4 +1,4 @@
-"""What every bench has in common: settings that are read from `key=value` words without any library, the loop over
+"""The parts that every bench shares: settings read from `key=value` words without any library, the loop over
 cells, the JSON document that it fills, a plain table, and the command line."""
 
 import ast
@@ -91,7 +91,7 @@ class Common:
         return self.working_set_mb or (64 if device == "cpu" else 512)
 
     def cells(self, threads: list[int]) -> list[dict]:
-        """What is measured one after the other, each in one set of rounds.
+        """The cells: measured one after the other, each in one set of rounds.
 
         Args:
             threads: The CPU thread counts, without repeats; [0] on a GPU.
@@ -102,7 +102,7 @@ class Common:
         """Makes what all cells share."""
 
     def variants(self, bench: "Bench", cell: dict) -> list[Variant]:
-        """What is timed in a cell.
+        """The variants that are timed in a cell.
 
         Raises:
             Skipped: The cell cannot be measured here.

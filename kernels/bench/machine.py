@@ -1,4 +1,4 @@
-"""What the numbers were measured on, and how fast its memory is."""
+"""The machine that numbers were measured on, and the speed of its memory."""
 
 import os
 import platform
@@ -104,7 +104,7 @@ def describe(device: str, backend: Backend) -> dict:
 
 
 def doubts(environment: dict, clock: str, backend: Backend) -> list[str]:
-    """What a reader must know before trusting the numbers; empty on a quiet machine with compiled kernels."""
+    """Warnings to read before trusting the numbers; empty on a quiet machine with compiled kernels."""
     notes = []
     load, cpus = environment["load_average"], environment["num_cpus"]
     if load is not None and load > BUSY_SHARE * cpus:

@@ -197,7 +197,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratios(baseline: Sequence[float], other: Sequence[float]) -> dict[str, float]:
-    """How many times faster `other` is: baseline / other in each round, then median and quartiles."""
+    """The speed of `other` as a multiple: baseline / other in each round, then median and quartiles."""
     return spread([b / o for b, o in zip(baseline, other, strict=True)])
 
 

@@ -79,7 +79,7 @@ CASES = {
 
 
 def changes(method: str, case: Case) -> dict:
-    """What a case changes of a method's settings."""
+    """The changes that a case makes to a method's settings."""
     own = choices.read_choice("method", method)
     found: dict[str, Any] = {key: value for key, value in TABLE.items() if key in own}
     if case.small:
@@ -134,7 +134,7 @@ def answer(
 
 
 def differing(mine: Outcome, theirs: Outcome) -> int:
-    """How many of status, tokens, bytes, kept slots and fidelity differ between two outcomes."""
+    """Counts which of status, tokens, bytes, kept slots and fidelity differ between two outcomes."""
     names = ("status", "token_ids", "ledger", "kept", "fidelity")
     pairs = [(getattr(mine, name), getattr(theirs, name)) for name in names]
     return sum(a != b for a, b in pairs) + (mine.status != "ok")

@@ -81,7 +81,7 @@ def make_model(text: str, device: str) -> LoadedModel:
 
 
 def describe_model(model: LoadedModel) -> dict[str, str]:
-    """What a document says of the model."""
+    """The description of the model in a document."""
     return {
         "name": model.name,
         "fingerprint": model.fingerprint,

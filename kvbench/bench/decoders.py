@@ -85,11 +85,11 @@ class StoreDecoder:
         return self.runner.step(self.rows, tokens)
 
     def row_bytes(self) -> Tensor:
-        """What each row holds, int64 [B]."""
+        """Bytes of each row, int64 [B]."""
         return self.runner.store.ledger.resident_bytes(torch.tensor(self.rows, device=self.runner.device))
 
     def cache_bytes(self) -> int:
-        """What all rows hold."""
+        """Bytes of all rows."""
         return int(self.row_bytes().sum())
 
     def reference_error(self, token: int) -> float:
@@ -158,7 +158,7 @@ class OwnDecoder:
         self.cache.batch_select_indices(torch.arange(rows, device=self.loaded.device) % held)
 
     def cache_bytes(self) -> int:
-        """What the cache's tensors hold."""
+        """Bytes of the cache's tensors."""
         return hf.own_cache_bytes(self.cache)
 
 

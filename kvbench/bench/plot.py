@@ -22,7 +22,7 @@ ROW_IN, POINT_IN, PANEL_IN = 0.3, 0.11, 4.4  # inches of a row, of a point in it
 
 @dataclass(frozen=True)
 class View:
-    """What a bench's picture shows.
+    """The content of a bench's picture.
 
     Args:
         panel: Names of what tells panels apart; what else tells cells apart tells the points of a row apart.

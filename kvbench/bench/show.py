@@ -1,4 +1,4 @@
-"""What a bench shows: a bar while it runs, then a table per cell, the picture, and where the files are."""
+"""The output of a bench: a bar while it runs, then a table per cell, the picture, and where the files are."""
 
 import io
 import sys
@@ -104,7 +104,7 @@ def duration(row: dict) -> str:
 
 
 def ratio(row: dict, name: str | None) -> str:
-    """How many times as fast as a baseline a row is, in tokens per second where batches differ."""
+    """The speed of a row as a multiple of a baseline's, in tokens per second where batches differ."""
     return span(row.get("rate_ratios", row["ratios"]).get(name))
 
 
@@ -120,7 +120,7 @@ def _share(row: dict) -> str:
 
 
 def _cost(row: dict) -> str:
-    """How much longer than the variant it is a change of."""
+    """The further time that a row takes beside the variant it is a change of."""
     if (versus := row.get("versus")) is None:
         return ""
     middle, low, high = (100 * (1 / versus[key] - 1) for key in ("median", "q3", "q1"))

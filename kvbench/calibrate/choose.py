@@ -25,7 +25,7 @@ ALLOWED = 0.1  # share of false confirmations above which a calibration says so
 
 @dataclass(kw_only=True)
 class Measured:
-    """What one trial lost and held, against another trial on the same samples."""
+    """The loss and the bytes of one trial, against another trial on the same samples."""
 
     settings: dict[str, Number]
     """The tuned settings."""
@@ -91,7 +91,7 @@ def evaluate(trial: Trial, reference: Trial, rule: Rule) -> Measured:
 
 
 def loss(trial: Trial, reference: Trial, criterion: str, rule: Rule) -> Estimate:
-    """What a trial loses, sample by sample, with its 95 % interval as every table has it; positive when worse.
+    """The loss of a trial, sample by sample, with its 95 % interval as every table has it; positive when worse.
 
     Where every sample loses the same NLL or KL, most often none, the interval has no width.
     """

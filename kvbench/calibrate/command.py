@@ -204,7 +204,7 @@ def _judged(sweep: Sweep, plan: Plan, task: TaskSet, default: Trial, tuned: Meas
 
 
 def _false_confirmations(plan: Plan, result: Result, tuned: Measured) -> float:
-    """How often this plan confirms a setting that loses just the margin, at the losses' shape that was seen."""
+    """The share of false confirmations of this plan, at the shape of the losses that was seen."""
     return false_confirmations(
         np.asarray(tuned.lost),
         plan.rule,
@@ -215,7 +215,7 @@ def _false_confirmations(plan: Plan, result: Result, tuned: Measured) -> float:
 
 
 def _earlier_looks(folder: Path, digest: str, held_out: str) -> int:
-    """How many other calibrations of the method were judged on the same held-out samples.
+    """Counts the other calibrations of the method that the same held-out samples judged.
 
     Each has another margin, grid or rule; who asks often enough is told yes by chance.
     """

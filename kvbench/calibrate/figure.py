@@ -122,7 +122,7 @@ def _series(
 
 
 def _verdict(axes: "Axes", item: StageResult, found: Estimate | None, scale: float, num_samples: int) -> None:
-    """What the choice did on the held-out samples."""
+    """The choice on the held-out samples."""
     if found is None or found.value is None or item.chosen is None:
         return
     label = f"chosen, on {num_samples} held-out samples"

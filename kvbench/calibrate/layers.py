@@ -31,12 +31,12 @@ AROUND = ("gentle", "harsh")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:
-    """What decides a search over layers."""
+    """The settings of a search over layers."""
 
     tiers: tuple[str, ...]
     """Precisions that a layer may have, the gentlest first."""
     around: str
-    """What the other layers have while one is measured: the `gentle` end of `tiers`, or the `harsh` one."""
+    """The precision of the other layers while one is measured: the `gentle` end of `tiers`, or the `harsh` one."""
     points: int
     """Tables to measure, of those on the way from one end to the other."""
 
@@ -52,7 +52,7 @@ class LayerTrial:
 
 @dataclass(kw_only=True)
 class LayerSearch:
-    """What was measured, and the way that the search took."""
+    """The measurements, and the way that the search took."""
 
     plan: LayerPlan
     base: Measured

@@ -1,4 +1,4 @@
-"""What `calibrate` is to do: the settings to tune one after the other, the rule of the choice, and the two sets of
+"""The plan of a calibration: the settings to tune one after the other, the rule of the choice, and the two sets of
 samples."""
 
 import hashlib

@@ -180,7 +180,7 @@ def write(folder: Path, wanted: Wanted, tried: Sequence[Tried], judged: Judged, 
 
 
 def verdict(judged: Judged, origin: str, wanted: Wanted) -> list[str]:
-    """What was found, in sentences."""
+    """The result in sentences."""
     if judged.panel is None:
         return ["nothing could be judged: no setting ended well on the held-out samples"]
     what, count = judged.panel.what, judged.panel.num_samples

@@ -40,7 +40,7 @@ def show(result: Result, files: Sequence[Path]) -> None:
 
 
 def verdict(result: Result) -> str:
-    """What was found, in one sentence."""
+    """The result in one sentence."""
     rule = result.plan.rule
     lost = LOSSES[rule.criterion]
     what = f"{lost.short} at most {lost.scale * rule.margin:g} ({rule.proof})"
@@ -61,7 +61,7 @@ def verdict(result: Result) -> str:
 
 
 def _doubt(result: Result) -> str:
-    """How far a confirmation can be trusted."""
+    """The limits of trust in a confirmation."""
     rate = result.false_confirmations
     if rate is None:
         return ""
@@ -108,7 +108,7 @@ def _row(table: Table, name: str, point: Measured, mark: str, rule: Rule) -> Non
 
 
 def _layer_table(found: LayerSearch, rule: Rule) -> Table:
-    """What one layer alone costs at each precision."""
+    """The cost of one layer alone at each precision."""
     lost, usual = LOSSES[rule.criterion], found.plan.tiers[0 if found.plan.around == "gentle" else -1]
     table = terminal.plain_table(f"{lost.short}, of one layer alone beside {usual}")
     table.add_column("layer", justify="right")

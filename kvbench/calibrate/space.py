@@ -33,7 +33,7 @@ DIGITS = 3  # of a budget: two budgets that differ by less are one
 
 
 class Suggests(Protocol):
-    """What proposes values: a trial of Optuna."""
+    """Proposes values: a trial of Optuna."""
 
     def suggest_float(self, name: str, low: float, high: float, *, log: bool = False) -> float:
         """A number in a range."""
@@ -113,7 +113,7 @@ def _range(budget: Any) -> tuple[float, float]:
 
 
 def _knob(name: str, field: Declared, cfg: DictConfig, low: float, high: float) -> Knob | None:
-    """What is varied of a setting; None where nothing is."""
+    """The knob of a setting; None where nothing is varied."""
     rule = field.rule
     if rule is None:
         return None
@@ -151,7 +151,7 @@ class Tried:
     method: str
     """Name of its configuration."""
     settings: dict[str, Any]
-    """What differs from the configuration."""
+    """The differences from the configuration."""
     measured: Measured | None = None
     """On the tuning samples; None where it was not tried."""
 
@@ -230,8 +230,8 @@ def by_hand(
 
 
 def _settings(record: RunRecord) -> Tried | None:
-    """What of a stored run can be made again: a method that is a choice here, at the run's settings. What a results
-    folder names is never imported."""
+    """The part of a stored run that can be made again: a method that is a choice here, at the run's settings. What a
+    results folder names is never imported."""
     stored = dict(record.identity.get("method") or {})
     if record.method == FULL or record.method not in files.options("method"):
         return None

@@ -152,7 +152,7 @@ class _Looks(Statistic):
         return torch.zeros(seen.k.shape[:2], device=seen.k.device)
 
     def look(self, seen: LayerTensors) -> tuple[Tensor, ...]:
-        """What is kept of a layer."""
+        """The part of a layer that is kept."""
         raise NotImplementedError
 
 

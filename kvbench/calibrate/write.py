@@ -1,4 +1,4 @@
-"""What a calibration leaves behind: the file that `method.calibration=` loads, and every measurement as JSON."""
+"""The files of a calibration: the file that `method.calibration=` loads, and every measurement as JSON."""
 
 import json
 from dataclasses import asdict, dataclass, field, fields
@@ -73,7 +73,7 @@ class Result:
     """Over the plan, the method's other settings, model, data and code."""
     folder: Path
     layers: LayerSearch | None = None
-    """What each layer costs, where their precisions are searched."""
+    """The cost of each layer, where their precisions are searched."""
     stages: list[StageResult] = field(default_factory=list)
     choice: Choice | None = None
     """None when a stage found no value that is good enough."""
@@ -154,7 +154,7 @@ def _file(result: Result, choice: Choice) -> dict:
 
 
 def _sensitivity(found: LayerSearch, criterion: str) -> dict:
-    """What one layer alone costs at each precision, above the others as usual: a list over layers for each."""
+    """The cost of one layer alone at each precision, above the others as usual: a list over layers for each."""
     usual = found.base.losses[criterion].value or 0.0
     table: dict[str, list] = {}
     for trial in found.trials:
@@ -163,7 +163,7 @@ def _sensitivity(found: LayerSearch, criterion: str) -> dict:
 
 
 def _origin(result: Result) -> dict:
-    """What the calibration rests on."""
+    """The origin of the calibration: model, data, code and settings."""
     run, tuned = result.default, [item.parameter for item in result.plan.stages]
     counted = ("fingerprint", "num_samples")
     settings = {name: value for name, value in run.identity["method"].items() if not name.startswith("_")}

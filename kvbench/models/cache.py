@@ -38,7 +38,7 @@ def cache_root() -> Path:
 
 
 def file_state(file: Path) -> State:
-    """What changes when a file does: its real path, size, times of change and inode.
+    """The state of a file: its real path, size, times of change and inode.
 
     Args:
         file: An existing file; links are followed.
@@ -92,7 +92,7 @@ def _read_whole(file: Path) -> str:
 
 
 def _read_record(record: Path) -> dict[str, Any]:
-    """What was remembered; nothing where the record is missing or damaged."""
+    """The remembered content; nothing where the record is missing or damaged."""
     try:
         known = json.loads(record.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -24,7 +24,7 @@ SAFELY = {"local_files_only": True, "trust_remote_code": False}
 
 @dataclass(frozen=True)
 class How:
-    """How a model is to be held.
+    """The form in which a model is to be held.
 
     Args:
         dtype: Floating-point dtype of the weights.
@@ -85,7 +85,7 @@ def read_weights(
 
 
 def _module_map(folder: Path, devices: Devices) -> dict[str, torch.device]:
-    """Where the modules of the model in a folder go."""
+    """The device of each module of the model in a folder."""
     import transformers
 
     if len(devices.all) == 1:

@@ -18,12 +18,12 @@ class Devices:
 
     @property
     def first(self) -> torch.device:
-        """Where prompts go in, and where plans are made."""
+        """The device that prompts go to, and on which plans are made."""
         return self.all[0]
 
     @property
     def builder(self) -> torch.device:
-        """Where a model is put together that is not read from a folder: on the one device, or in main memory."""
+        """The place to put a model together that is not read from a folder: on the one device, or in main memory."""
         return self.first if len(set(self.all)) == 1 else torch.device("cpu")
 
     def places(self, num_layers: int) -> tuple[tuple[torch.device, int], ...]:

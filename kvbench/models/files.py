@@ -112,7 +112,7 @@ def folder_fingerprint(folder: Path) -> str:
 
 
 def folder_state(folder: Path) -> list[cache.State]:
-    """What changes when a file that decides a model's answers does; to be compared before and after a load.
+    """The state of the files that decide a model's answers; to be compared before and after a load.
 
     Args:
         folder: A folder as returned by `find_model_folder`.
@@ -160,8 +160,8 @@ def _files_beside_weights(folder: Path) -> list[Path]:
 
 
 def _count_tensors(folder: Path) -> int | None:
-    """How many tensors the weights' headers list; None for weights without a header, and for damaged ones, which the
-    loader refuses in its own words."""
+    """Counts the tensors that the weights' headers list; None for weights without a header, and for damaged ones, which
+    the loader refuses in its own words."""
     names = 0
     for file in weight_files(folder):
         if file.suffix != ".safetensors":

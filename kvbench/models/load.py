@@ -55,13 +55,13 @@ class LoadedModel:
     places: tuple[tuple[torch.device, int], ...] = ()
     """Devices and how many layers each has, in the order of the layers, where `model.device` named several."""
     quantisation: str = ""
-    """What the weights were quantised to after they were read, and by what; empty = nothing."""
+    """The quantisation of the weights, and the package that made it; empty = none."""
     tensor_parallel: int = 1
     """Processes among which the heads are divided."""
 
     @property
     def decides(self) -> tuple[str, ...]:
-        """What of it decides the numbers of a forward pass, to the last bit, and where they lie."""
+        """Everything that decides the numbers of a forward pass, to the last bit, and where they lie."""
         layers = str([(str(device), count) for device, count in self.places])
         return self.fingerprint, str(self.dtype), str(self.device), self.linear, self.quantisation, layers
 

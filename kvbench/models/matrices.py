@@ -1,4 +1,4 @@
-"""How a model's own matrices lie and are multiplied (`model.linear`): plain, packed or streamed.
+"""Ways in which a model's own matrices lie and are multiplied (`model.linear`): plain, packed or streamed.
 
 A decode step reads every matrix for a few rows of numbers, and torch's products of a few rows read a plain one at a
 fraction of the core's bandwidth. `packed` has oneDNN put each matrix once, when it is loaded, into the order that a CPU
@@ -64,7 +64,7 @@ def lay(model: torch.nn.Module, linear: str, dtype: torch.dtype, device: torch.d
 
 
 def identity(linear: str) -> str:
-    """What of a way decides the bits of a product: its name, and the instructions that its own kernel uses."""
+    """The part of a way that decides the bits of a product: its name, and the instructions that its own kernel uses."""
     return f"{linear} {chosen_isa()}" if linear == STREAMED else linear
 
 

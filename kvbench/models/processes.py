@@ -81,7 +81,7 @@ def read_processes(value: object, model_kind: str, devices: "Devices") -> int:
 
 
 def parallel_arguments(processes: int) -> dict[str, Any]:
-    """What makes `from_pretrained` cut a model over the processes by its own plan."""
+    """Arguments that make `from_pretrained` cut a model over the processes by its own plan."""
     try:
         from transformers.distributed import DistributedConfig
     except ImportError:
@@ -92,7 +92,7 @@ def parallel_arguments(processes: int) -> dict[str, Any]:
 
 
 def too_few_heads(name: str, kv_heads: int, processes: int) -> str | None:
-    """Why a model's heads cannot be divided among so many processes; None where they can."""
+    """The reason why a model's heads cannot be divided among so many processes; None where they can."""
     if kv_heads % processes == 0:
         return None
     fitting = max(count for count in range(1, processes) if kv_heads % count == 0)

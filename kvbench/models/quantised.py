@@ -55,12 +55,12 @@ def read_kind(value: object, model_kind: str, device: torch.device, dtype: torch
 
 
 def in_words(kind: str | None) -> str:
-    """What the weights become and by which version, for records; empty = nothing."""
+    """The quantisation and the version that makes it, for records; empty = none."""
     return f"{kind} weights (torchao {version('torchao')})" if kind else ""
 
 
 def config_of(kind: str) -> Any:
-    """What transformers takes as `quantization_config`.
+    """The `quantization_config` that transformers takes.
 
     Raises:
         ValueError: This torchao lacks the configuration.

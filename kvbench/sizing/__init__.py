@@ -1,1 +1,1 @@
-"""What a cache would hold on a model that is not here: the store's own counting, without its memory."""
+"""Bytes of a cache on a model that is not here: the store's own counting, without its memory."""

@@ -59,5 +59,5 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _key(x: Tensor) -> int:
-    """What tells the memory behind a tensor from that behind others while it is alive."""
+    """The key of the memory behind a tensor while it is alive."""
     return int(x.untyped_storage()._cdata)

@@ -34,7 +34,7 @@ class Projection:
 
     @property
     def resident_bytes(self) -> int:
-        """What is held when the answer ends."""
+        """Bytes held when the answer ends."""
         return self.items["resident_bytes"]
 
     @property
@@ -46,7 +46,7 @@ class Projection:
 def project(
     policy: Policy, shape: ModelShape, prompt_tokens: int, new_tokens: int, options: StoreOptions | None = None
 ) -> tuple[Projection, Projection]:
-    """What one sequence holds when its answer ends: the least and the most that attention can make of it.
+    """Bytes that one sequence holds when its answer ends: the least and the most that attention can make of it.
 
     A method with a budget keeps the same however attention looks, and both are one. One that decides by thresholds
     keeps the least where queries attend to one token alone, and the most where they attend to all alike.
@@ -98,7 +98,7 @@ def project_shares(
     shares: Sequence[float],
     options: StoreOptions | None = None,
 ) -> Projection:
-    """What one sequence holds when the method gives each tier a known share of all tokens, as a stored run measured it.
+    """Bytes of one sequence when the method gives each tier a known share of all tokens, as a stored run measured it.
 
     Lists differ by up to half a page from the mean, so that slack is what it is on average.
 
@@ -181,7 +181,7 @@ def _store(
 
 
 def _standing_for(statistic: Statistic) -> Statistic:
-    """What answers in a statistic's place, where there are no keys and values to look at: all tokens are alike."""
+    """A statistic in another's place, where there are no keys and values to look at: all tokens are alike."""
 
     @dataclass(frozen=True)
     class Alike(Statistic):

@@ -1,4 +1,4 @@
-"""What a projection must know of a model: a preset of config/shapes.yaml, or the config.json of a folder."""
+"""The shape that a projection must know of a model: a preset of config/shapes.yaml, or the config.json of a folder."""
 
 import json
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class NamedShape:
     name: str
     """Name of the preset or of the folder."""
     source: str
-    """Where the numbers are from."""
+    """The source of the numbers."""
     layers: int
     q_heads: int
     kv_heads: int

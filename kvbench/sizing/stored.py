@@ -1,4 +1,4 @@
-"""What a stored run says that a projection needs: its method, and the shares of its tiers where data decide on them."""
+"""Parts of a stored run that a projection needs: its method, and the shares of its tiers where data decide them."""
 
 import importlib
 from collections.abc import Iterable, Mapping
@@ -44,7 +44,7 @@ def tier_shares(records: Iterable[SampleRecord]) -> list[float]:
 def projected(
     identity: Mapping[str, Any], records: Iterable[SampleRecord], shape: NamedShape, prompt_tokens: int, new_tokens: int
 ) -> Projection | None:
-    """What one sequence of another model would hold under the method of a stored run.
+    """Bytes that one sequence of another model would hold under the method of a stored run.
 
     Where data decide how much a method keeps, it keeps the shares that the run measured.
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from kvbench.bench import choices, decode, show, throughput
+from kvbench.bench import choices, chunks, decode, peak, show, throughput
 from kvbench.bench.decoders import OwnDecoder, StaticDecoder, StoreDecoder
 from kvbench.engine import hf
 from kvbench.kernels.backend import Backend
@@ -268,3 +268,17 @@ def test_prompts_longer_than_the_model_are_refused(model):
     """The message names the model's length and what to lower."""
     with pytest.raises(ValueError, match="lower context"):
         choices.sample_tokens(model, 1, model.max_tokens + 1)
+
+
+def test_both_forms_are_measured():
+    """The form in chunks has the smaller peaks and the same bytes in the end."""
+    found = chunks.main({"method": "snapkv budget=0.25", "context": 1024, "chunk": 128})
+    whole, chunked = found["at_once"], found["in_chunks"]
+    assert chunked["alive_bytes"] < whole["alive_bytes"] and chunked["peak_bytes"] < whole["peak_bytes"]
+    assert chunked["resident_bytes"] == whole["resident_bytes"]
+
+
+def test_a_process_can_read_in_chunks():
+    """The bench of whole decode steps measures a prompt's peak in a process of its own, in chunks where it is told."""
+    order = {"model": "random preset=tiny", "device": "cpu", "context": 256, "name": "snapkv budget=0.25"}
+    assert peak.main(order | {"kind": None, "kernels": "torch", "threads": 1, "chunk": 64}) >= 0
