@@ -88,7 +88,7 @@ def test_help_of_every_method(monkeypatch):
 
     for name in files.options("method"):
         text = method_help(name, 80)
-        listed = settings_of(files.path_of("method", name))
+        listed = settings_of(name)
         for key in listed:
             assert f"\n  {key}=" in text, (name, key)
         assert max(len(line) for line in text.splitlines()[:-2]) <= 80, name

@@ -3,15 +3,16 @@
 import math
 
 import pytest
+from engine_helpers import engine as make_engine
+from engine_helpers import random_tokens, request
 from fake_parts import make_cfg
 from omegaconf import OmegaConf
 from wrong_values import wrong
 
 from kvbench.cache.layout import StoreOptions
 from kvbench.config.compose import compose
-from kvbench.engine.engine import Engine
+from kvbench.methods.full import Full
 from kvbench.models.random_weights import random_config
-from kvbench.policy import ScoreSpec
 from kvbench.results.writing import check_writable
 from kvbench.rules import declared
 from kvbench.runs.config import Fidelity, Prefill, RunConfig, store_options
@@ -123,31 +124,12 @@ def test_overrides_of_a_random_model_are_written_as_documented():
             random_config("tiny", overrides={field: value})
 
 
-def test_rows_are_never_more_than_the_requests_need(monkeypatch):
+def test_rows_are_never_more_than_the_requests_need(tiny_model, monkeypatch):
     """A batch size far above the samples makes no larger tables."""
-    from types import SimpleNamespace
-
-    seen = []
-    runner = SimpleNamespace(reserve=lambda **sizes: seen.append(sizes["rows"]))
-    engine = Engine.__new__(Engine)
-    engine.runner, engine.batch_size, engine.fidelity_max_tokens = runner, 1_000_000, 0
-    engine.loaded, engine._own = SimpleNamespace(max_tokens=100), False
-    engine.steps = SimpleNamespace(forget=lambda: None)
-    engine.policy = SimpleNamespace(needs_instruction=False, byte_budget=None, score=ScoreSpec())
-    more = {"past_context": False, "instruction_tokens": 0}
-    monkeypatch.setattr(engine, "_run_group", lambda group: None)
-    request = SimpleNamespace(
-        sample_id="a",
-        num_prompt_tokens=5,
-        segments=((1,),),
-        num_samples=2,
-        gold=(),
-        choices=(),
-        turns=(),
-        conversation_tokens=8,
-        max_new_tokens=3,
-        **more,
-    )
-    engine.run([request], on_outcome=print)
-    engine.run([request], on_outcome=print, sizing=[request] * 7)
+    seen, asked = [], request("a", random_tokens(5), max_new_tokens=3, num_samples=2)
+    with make_engine(tiny_model("llama", "gqa3", 64), Full(), batch_size=1_000_000) as engine:
+        reserve = engine.runner.reserve
+        monkeypatch.setattr(engine.runner, "reserve", lambda **sizes: (seen.append(sizes["rows"]), reserve(**sizes)))
+        engine.run([asked], on_outcome=id)
+        engine.run([asked], on_outcome=id, sizing=[asked] * 7)
     assert seen == [2, 14]
