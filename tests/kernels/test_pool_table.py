@@ -29,7 +29,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @initialize(
         tokens=st.sampled_from([(8,), (8, 16), (16, 8, 24), (1, 3, 2), (8, 16, 24, 8)]),
-        max_pages=st.integers(3, 9),
+        max_pages=st.sampled_from([3, 3, 4, 6, 9]),  # tables that are soon full, most often
         num_pages=st.integers(1, 20),
         growable=st.booleans(),
     )
