@@ -208,11 +208,6 @@ class Scores:
         return self.spec.statistic.answers("of_token") and "score" in self._pages.formats[0].slot.track
 
     @property
-    def fuses(self) -> bool:
-        """True if plain probabilities, added or replaced, are all that a step does to tracked scores."""
-        return not (self.writes_tokens or self.settles)
-
-    @property
     def settles(self) -> bool:
         """True if the statistic makes something else of a step's probabilities."""
         spec = self.spec

@@ -11,8 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import date
-from functools import wraps
-from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 MAX_TOKENS = 2**24  # no model reads more; a larger number is a slip
 MAX_BYTES = 2**50
@@ -309,17 +308,6 @@ def check_settings(held: object, prefix: str = "") -> None:
     """
     for name, field in declared(type(held)).items():
         field.check(getattr(held, name), prefix)
-
-
-def checked_first(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A `__post_init__` that sees only settings that may be what they are."""
-
-    @wraps(post_init)
-    def checked(self: Any) -> None:
-        check_settings(self)
-        post_init(self)
-
-    return checked
 
 
 def is_same(value: object, other: object) -> bool:

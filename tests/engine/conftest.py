@@ -2,8 +2,20 @@
 
 import pytest
 
+from kvbench.models.load import load_model
+
 
 @pytest.fixture
 def loaded(tiny_model):
     """The tiny Llama of two layers with three query heads per KV head, in fp32."""
     return tiny_model("llama", "gqa3", 64)
+
+
+@pytest.fixture(scope="module")
+def smallest():
+    """A model of one layer with one KV head: what the interpreter does takes its time."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    settings = {"kind": "random", "preset": "tiny", "overrides": heads, "num_layers": 1, "seed": 0}
+    model = load_model(settings | {"dtype": "float32", "device": "cpu"})
+    yield model
+    model.model.set_attn_implementation("sdpa")

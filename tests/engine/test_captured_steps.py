@@ -20,7 +20,6 @@ from kvbench.engine.runner import Runner
 from kvbench.errors import NotForModel
 from kvbench.kernels import checks
 from kvbench.kernels.gpu import parts
-from kvbench.models.load import load_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of what empty slots hold
 NO_KERNEL = {"kvquant": {"paged_decode", "write_keys", "write_values"}}
@@ -28,21 +27,11 @@ BULK = ("kv_compress continual=true budget=96", "random_trace", "scissorhands", 
 PROMPT, ALONE = 21, Case((((1,), 3),))
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    """A model of one layer with one KV head: what the interpreter does takes its time."""
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    settings = {"kind": "random", "preset": "tiny", "overrides": heads, "num_layers": 1, "seed": 0}
-    model = load_model(settings | {"dtype": "float32", "device": "cpu"})
-    yield model
-    model.model.set_attn_implementation("sdpa")
-
-
 def reading(
-    loaded, method: str, prompts: list[int], new_tokens: int, backend: str = "triton"
+    smallest, method: str, prompts: list[int], new_tokens: int, backend: str = "triton"
 ) -> tuple[Runner, list[int], list[int]]:
     """A runner that has read prompts of so many tokens, its rows, and their first tokens."""
-    runner = Runner(loaded, choices.make_method(method), backend=backend)
+    runner = Runner(smallest, choices.make_method(method), backend=backend)
     runner.reserve(rows=3, prompt_tokens=max(prompts), new_tokens=new_tokens)
     read = [runner.read(random_tokens(length, seed)) for seed, length in enumerate(prompts)]
     return runner, [row for row, _ in read], [int(logits[0].argmax()) for _, logits in read]
@@ -62,9 +51,9 @@ def greedy(steps: CapturedSteps, runner: Runner, rows: list[int], tokens: list[i
     return chosen
 
 
-def decoded(loaded, method: str, steps: int, capture, backend: str) -> tuple:
+def decoded(smallest, method: str, steps: int, capture, backend: str) -> tuple:
     """Tokens of every step, and each row's report."""
-    runner, rows, first = reading(loaded, method, [PROMPT], steps, backend)
+    runner, rows, first = reading(smallest, method, [PROMPT], steps, backend)
     graphs = CapturedSteps(runner, capture)
     tokens = greedy(graphs, runner, rows, first, steps)
     return tokens, [runner.store.ledger.report(row) for row in rows], graphs.replays
@@ -82,22 +71,22 @@ METHODS = (
 
 
 @pytest.mark.parametrize(("method", "steps"), METHODS)
-def test_replayed_steps_are_eager_ones(loaded, method: str, steps: int, monkeypatch: pytest.MonkeyPatch):
+def test_replayed_steps_are_eager_ones(smallest, method: str, steps: int, monkeypatch: pytest.MonkeyPatch):
     """Tokens, and bytes over time and at the end, are those of eager steps of the reference; the first step runs, the
     second is captured, the others are replayed."""
     monkeypatch.setattr(checks, "within", lambda *_: None)  # looks at what indices hold, in main memory alone
-    eager, held, none = decoded(loaded, method, steps, None, "torch")
-    tokens, found, replays = decoded(loaded, method, steps, record, "triton")
+    eager, held, none = decoded(smallest, method, steps, None, "torch")
+    tokens, found, replays = decoded(smallest, method, steps, record, "triton")
     assert (len(eager), none, replays) == (steps, 0, steps - 2)
     assert tokens == eager and found == held
 
 
-def test_one_capture_serves_all_rows_of_a_batch_size(loaded, monkeypatch: pytest.MonkeyPatch):
+def test_one_capture_serves_all_rows_of_a_batch_size(smallest, monkeypatch: pytest.MonkeyPatch):
     """A second loop replays what the first one captured, for another row; steps that share pages run as they are."""
     monkeypatch.setattr(checks, "within", lambda *_: None)
     found = []
     for capture, backend in ((None, "torch"), (record, "triton")):
-        runner, rows, first = reading(loaded, "full", [9, 30], 16, backend)
+        runner, rows, first = reading(smallest, "full", [9, 30], 16, backend)
         graphs = CapturedSteps(runner, capture)
         tokens = [greedy(graphs, runner, rows[:1], first[:1], 3), greedy(graphs, runner, rows[1:], first[1:], 3)]
         replays = graphs.replays
@@ -118,13 +107,13 @@ def bare():
         yield model
 
 
-def step_without_data(loaded, method: str, due: bool = False) -> SimpleNamespace:
+def step_without_data(smallest, method: str, due: bool = False) -> SimpleNamespace:
     """Makes one step of two rows, whose bulk eviction may be due; its launches, and the operations that have no
     kernel."""
     method, _, own = method.partition(" ")
     settings = changes(method, ALONE) | open_settings(method)
     words = own + " " + " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in settings.items())
-    runner = Runner(loaded, choices.make_method(f"{method} {words}"), backend="triton")
+    runner = Runner(smallest, choices.make_method(f"{method} {words}"), backend="triton")
     runner.reserve(rows=2, prompt_tokens=40, new_tokens=8)
     store, launches = runner.store, []
     rows = [store.open_row() for _ in range(2)]

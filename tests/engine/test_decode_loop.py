@@ -13,7 +13,6 @@ from selection import few
 from kvbench.bench import choices
 from kvbench.engine import hf
 from kvbench.kernels import checks
-from kvbench.models.load import load_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of what empty slots hold
 METHODS = (
@@ -28,29 +27,19 @@ METHODS = (
 )
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    """A model of one layer with one KV head: what the interpreter does takes its time."""
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    settings = {"kind": "random", "preset": "tiny", "overrides": heads, "num_layers": 1, "seed": 0}
-    model = load_model(settings | {"dtype": "float32", "device": "cpu"})
-    yield model
-    model.model.set_attn_implementation("sdpa")
-
-
 @pytest.fixture(autouse=True)
 def unchecked(monkeypatch: pytest.MonkeyPatch):
     """Without the check that looks at what indices hold, which is made in main memory alone."""
     monkeypatch.setattr(checks, "within", lambda *_: None)
 
 
-def both(loaded, method: str, asked: list, **settings) -> tuple[dict, dict, dict]:
+def both(smallest, method: str, asked: list, **settings) -> tuple[dict, dict, dict]:
     """Outcomes of one step at a time and of runs, whatever two runs must agree on; and how the latter's were made."""
     found, counts = [], {}
     for capture in (None, record):
         policy = choices.make_method(method)
         counts.clear()
-        got = answers(loaded, policy, asked, backend="triton", capture=capture, counts=counts, **settings)
+        got = answers(smallest, policy, asked, backend="triton", capture=capture, counts=counts, **settings)
         found.append({key: comparable(outcome) | {"drift": outcome.drift} for key, outcome in got.items()})
         if capture is None:
             assert counts["replayed"] == counts["eager_in_runs"] == 0 < counts["one_at_a_time"]
@@ -66,7 +55,7 @@ def numbers(found: object) -> Iterator[float]:
         yield float(found)
 
 
-def test_logits_that_are_not_finite_end_a_run(loaded, monkeypatch: pytest.MonkeyPatch):
+def test_logits_that_are_not_finite_end_a_run(smallest, monkeypatch: pytest.MonkeyPatch):
     """Nothing of the run counts: its request is answered again step by step, which says what is wrong."""
     plain, steps, counts = hf.forward, [], {}
 
@@ -80,24 +69,24 @@ def test_logits_that_are_not_finite_end_a_run(loaded, monkeypatch: pytest.Monkey
     monkeypatch.setattr(hf, "forward", spoilt)
     asked = [request("spoilt", random_tokens(5), max_new_tokens=8, min_new_tokens=1)]
     settings = {"backend": "triton", "capture": record, "counts": counts, "fidelity_max_tokens": 0}
-    (found,) = answers(loaded, choices.make_method("full"), asked, **settings).values()
+    (found,) = answers(smallest, choices.make_method("full"), asked, **settings).values()
     assert found.status == "nan" and "not finite" in found.message
     assert len(steps) > counts["one_at_a_time"] > 0
 
 
 @pytest.mark.parametrize("method", few(METHODS, METHODS[0], METHODS[2], METHODS[7]))
-def test_a_run_gives_what_single_steps_give(loaded, method: str):
+def test_a_run_gives_what_single_steps_give(smallest, method: str):
     """Tokens, bytes now and over time, kept slots and fidelity. One answer ends with a stop token while the step behind
     it is under way; one is forced to a gold answer beside its own."""
     first = request("first", random_tokens(21), max_new_tokens=7)
-    (free,) = answers(loaded, choices.make_method(method), [first], backend="torch", fidelity_max_tokens=0).values()
+    (free,) = answers(smallest, choices.make_method(method), [first], backend="torch", fidelity_max_tokens=0).values()
     stop = free.token_ids[3]
     assert stop not in free.token_ids[1:3]
     asked = [
         request("first", random_tokens(21), max_new_tokens=9, min_new_tokens=1, stop_token_ids=(stop,)),
         request("second", random_tokens(14, 1), max_new_tokens=7, min_new_tokens=1, gold=random_tokens(6, 2)),
     ]
-    want, got, counts = both(loaded, method, asked)
+    want, got, counts = both(smallest, method, asked)
     assert got.keys() == want.keys()
     for key, outcome in got.items():
         measured = {name: (outcome.pop(name), want[key].pop(name)) for name in ("fidelity", "drift")}
