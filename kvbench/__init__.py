@@ -45,7 +45,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """What this package offers."""
+    """Import what this package offers when it is asked for."""
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(module), name)

@@ -17,12 +17,9 @@ class NotForModel(ValueError):
 
 
 def check_whole(key: str, value: object, minimum: int, otherwise: str = "") -> int:
-    """Reads a setting that is a whole number.
+    """Read a setting that is a whole number of at least `minimum`; True and 1.0 are none.
 
     Args:
-        key: The setting, as the user writes it.
-        value: What was given; True and 1.0 are no whole numbers.
-        minimum: The smallest that is allowed.
         otherwise: What else may be written, as the end of the message; the caller takes it out first.
 
     Raises:
@@ -34,12 +31,11 @@ def check_whole(key: str, value: object, minimum: int, otherwise: str = "") -> i
 
 
 def check_keys(given: Iterable[object], known: Iterable[str], *, what: str | None = None, prefix: str = "") -> None:
-    """Refuses settings that do not exist.
+    """Refuse settings that do not exist.
 
     Args:
         given: The keys that were set.
-        known: All keys there are.
-        what: What kind of key it is, as the message says it; a setting of the command line by default.
+        what: The kind of key, as the message says it; a setting of the command line by default.
         prefix: What stands before each key where the user writes it, for example `store.`.
 
     Raises:
@@ -54,28 +50,21 @@ def check_keys(given: Iterable[object], known: Iterable[str], *, what: str | Non
 
 
 def unknown_name(what: str, value: object, known: Iterable[str]) -> ValueError:
-    """Builds the error for a name that does not exist: what does exist, and the nearest to what was asked.
+    """Build the error for a name that does not exist: what does exist, and the nearest to what was asked.
 
     Args:
         what: The setting that held the name, for example `model.preset`.
-        value: What the user gave.
-        known: All valid names.
     """
     return ValueError(f"{what}={value} does not exist.{_near(value, known)}")
 
 
 def unknown_setting(name: str, known: Iterable[str]) -> ValueError:
-    """Builds the error for a setting that does not exist: those that do, and the nearest.
-
-    Args:
-        name: What the user wrote before the equals sign.
-        known: All settings there are.
-    """
+    """Build the error for a setting that does not exist: those that do, and the nearest."""
     return ValueError(f"there is no setting {name}.{_near(name, known)}")
 
 
 def did_you_mean(value: object, known: Iterable[str]) -> str:
-    """The hint at the nearest of the known names, for the end of a message; empty where none is near."""
+    """Hint at the nearest of the known names, for the end of a message; empty where none is near."""
     near = get_close_matches(str(value), list(known), n=1, cutoff=0.4)
     return f" Did you mean {near[0]}?" if near else ""
 

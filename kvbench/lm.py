@@ -128,9 +128,6 @@ class KvbenchLM(LM):
 
         The last token of the prompt is read after compression, so that even one-token continuations depend on the
         method; see `kvbench.tasks.choices`.
-
-        Raises:
-            ValueError: a continuation is empty, as long as the model, or could not be computed.
         """
         places: dict[str, list[int]] = {}
         for place, instance in enumerate(requests):
@@ -166,9 +163,6 @@ class KvbenchLM(LM):
 
         Windows are lm-eval's: the first begins with the token that begins a text, the others with one token of context.
         With the full cache the sums are those of lm-eval's own model of transformers.
-
-        Raises:
-            ValueError: The method compresses prompts only and gets none, or a window could not be computed.
         """
         check_rolling(self.policy, self.rolling_prompt_tokens)
         totals = [0.0] * len(requests)
@@ -210,11 +204,8 @@ class KvbenchLM(LM):
         yield from map(make_disjoint_window, windows)
 
     def _exact(self, prompts: list[tuple[int, list[int], int]]) -> Iterator[float]:
-        """Log-likelihoods of the last tokens of prompts, which their own forward pass predicts.
-
-        Args:
-            prompts: Anything, a prompt, and how many of its tokens at the end are scored.
-        """
+        """Log-likelihoods of the last tokens of prompts, which their own forward pass predicts; each item has a prompt,
+        and how many of its tokens at the end are scored."""
         if not prompts:
             return
         runner = self._parts.make_engine(self.config, self.model, self.policy).runner
@@ -253,7 +244,7 @@ class KvbenchLM(LM):
 
 
 def check_rolling(policy: "Policy", prompt_tokens: int) -> None:
-    """Raises ValueError for a method that compresses prompts only, asked to score texts that have none to compress."""
+    """Refuse a method that compresses prompts only, asked to score texts that have none to compress."""
     if policy.prompt_only and prompt_tokens == 1 and not isinstance(policy, Full):
         raise ValueError(
             f"{type(policy).__name__} compresses prompts only, and a text that is scored whole (loglikelihood_rolling) "
@@ -263,7 +254,7 @@ def check_rolling(policy: "Policy", prompt_tokens: int) -> None:
 
 
 def _border(text: str, doc: object, own: dict[str, Any] | None) -> int:
-    """Where the question begins in a prompt of one of our tasks; the end of the text for any other."""
+    """Find where the question begins in a prompt of one of our tasks; the end of the text for any other."""
     context = doc.get("context") if own is not None and isinstance(doc, dict) else None
     if not context or (start := text.find(context)) < 0:
         return len(text)

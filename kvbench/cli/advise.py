@@ -23,11 +23,7 @@ BENCHES = ("throughput", "decode")  # what of `kvbench bench` measures tokens pe
 
 
 def main(cfg: DictConfig) -> int:
-    """Print the table.
-
-    Raises:
-        ValueError: A setting is unknown or out of range, or no run can be read.
-    """
+    """Print the table."""
     asked = read_asked(cfg)
     most = None if cfg.rows is None else check_whole("rows", cfg.rows, 1)
     shape = find_shape(cfg.model)
@@ -43,11 +39,7 @@ def main(cfg: DictConfig) -> int:
 
 
 def read_asked(cfg: DictConfig) -> Asked:
-    """Check what is asked for.
-
-    Raises:
-        ValueError: Names the setting, its value and the rule.
-    """
+    """Check what is asked for."""
     context = read_tokens(cfg.context)
     Whole(0, context - 1, unit="tokens").check("answer", cfg.answer)
     Whole(1, 2**20, unit="sequences").check("batch", cfg.batch)
@@ -63,11 +55,7 @@ def read_asked(cfg: DictConfig) -> Asked:
 
 
 def read_tokens(value: object) -> int:
-    """A number of tokens, or text such as 32k.
-
-    Raises:
-        ValueError: It is neither.
-    """
+    """Read a number of tokens, or text such as 32k."""
     match = re.fullmatch(r"([0-9]{1,9})([kK]?)", str(value)) if not isinstance(value, bool) else None
     found = int(match[1]) * (1024 if match[2] else 1) if match else 0
     if not 1 < found <= MAX_TOKENS:
@@ -78,14 +66,7 @@ def read_tokens(value: object) -> int:
 def gather(
     groups: list[Group], cfg: DictConfig, shape: NamedShape, asked: Asked, speeds: Mapping[str, list[Speed]]
 ) -> tuple[list[Advice], list[str]]:
-    """Everything that is known of every stored method and setting, one entry each.
-
-    Args:
-        speeds: Text of a method -> what was measured of it.
-
-    Returns:
-        The entries, and what must be known beside them.
-    """
+    """Gather what is known of every stored method and setting, one entry each, and what must be known beside them."""
     found: dict[str, Advice] = {}
     notes: list[str] = []
     for group in groups:
@@ -136,11 +117,7 @@ def _quality(row: ComparedRun, group: Group, run: StoredRun, shape: NamedShape) 
 
 
 def read_speeds(folder: Path) -> tuple[dict[str, list[Speed]], list[str]]:
-    """The measured throughput of every method, by the text of its policy.
-
-    Returns:
-        The speeds, and a sentence for each file that cannot be read.
-    """
+    """Read the measured throughput of every method, by the text of its policy, and say which files cannot be read."""
     from kvbench.bench.choices import make_method
     from kvbench.bench.command import read_document
 

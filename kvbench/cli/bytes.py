@@ -34,11 +34,7 @@ Row = tuple[str, int, Projection]  # what the row is, tokens of a sequence, its 
 
 
 def main(cfg: DictConfig) -> int:
-    """Print the table.
-
-    Raises:
-        ValueError: A setting is unknown or out of range, or the method does not fit the model.
-    """
+    """Print the table."""
     lengths = [int(x) for x in cfg.length] if isinstance(cfg.length, ListConfig) else [cfg.length]
     for length in lengths:
         Whole(1, MAX_TOKENS, unit="tokens").check("length", length)

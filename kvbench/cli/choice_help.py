@@ -20,14 +20,8 @@ if TYPE_CHECKING:
 
 
 def help_for(words: list[str], width: int = 80) -> str:
-    """The answer to `kvbench help WORD ...`.
-
-    Args:
-        words: Commands, groups (`methods`), names in a group (`snapkv`), or both (`method=snapkv`).
-
-    Raises:
-        ValueError: A word is none of these; names the nearest.
-    """
+    """Answer `kvbench help WORD ...`: commands, groups (`methods`), names in a group (`snapkv`), or both
+    (`method=snapkv`)."""
     return "\n\n".join(_one(word, width) for word in words)
 
 
@@ -50,7 +44,7 @@ def _one(word: str, width: int) -> str:
 
 
 def choice_help(group: str, name: str, width: int = 80) -> str:
-    """What one choice of a group is, and its settings."""
+    """Explain one choice of a group, and its settings."""
     if group == "method":
         return method_help(name, width)
     path = files.path_of(group, name)
@@ -68,7 +62,7 @@ def choice_help(group: str, name: str, width: int = 80) -> str:
 
 
 def declared_help(group: str, name: str, path: Path, width: int) -> str:
-    """A task or a protocol: what it is, and its settings with default, type, range and unit, and their meaning."""
+    """Explain a task or a protocol: its purpose, and its settings with default, type, range, unit and meaning."""
     from kvbench.config.settings import read_config
     from kvbench.rules import declared
     from kvbench.tasks import settings_class
@@ -94,7 +88,7 @@ def declared_help(group: str, name: str, path: Path, width: int) -> str:
 
 
 def method_help(name: str, width: int = 80) -> str:
-    """A method: what it does, its settings with type, range, unit and default, its source, and where it differs."""
+    """Explain a method: its settings with type, range, unit and default, its source, and where it differs."""
     from kvbench.cli import method_table
     from kvbench.config.methods import method_settings
     from kvbench.rules import declared

@@ -17,9 +17,7 @@ BARE = "_bare_"  # in a command's file: the setting, or the settings in order, t
 
 
 def run(name: str, arguments: list[str]) -> int:
-    """Carry out a command.
-    Raises:
-        ValueError: A setting is unknown or out of range."""
+    """Carry out a command."""
     cfg = compose_command(name, arguments)
     settings = OmegaConf.create({key: value for key, value in cfg.items() if key not in ("_target_", BARE)})
     OmegaConf.set_struct(settings, True)
@@ -38,11 +36,7 @@ def _own(name: str) -> DictConfig:
 
 
 def compose_command(name: str, arguments: list[str]) -> DictConfig:
-    """The settings of a command, with what the command line changes.
-
-    Raises:
-        ValueError: A word is no setting of the command; lists those there are.
-    """
+    """Compose the settings of a command, with what the command line changes."""
     from kvbench.config.compose import compose
 
     listed, plain = _own(name), {}

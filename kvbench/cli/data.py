@@ -19,17 +19,7 @@ REPOSITORIES = {"mmlu_pro": "TIGER-Lab/MMLU-Pro", "mmlu": "cais/mmlu", "gpqa": "
 
 
 def main(cfg: DictConfig) -> int:
-    """Fetch or check.
-
-    Args:
-        cfg: The settings of conf/command/data.yaml.
-
-    Returns:
-        0 everything is there and right, 1 something is missing or wrong.
-
-    Raises:
-        ValueError: A setting is wrong, or the data cannot be fetched.
-    """
+    """Fetch or check; 0 where everything is there and right, else 1."""
     if (cfg.to is None) == (cfg.check is None):
         raise ValueError(
             f"to={cfg.to} and check={cfg.check}: give one of to=FOLDER (fetch) and check=FOLDER (look at what is there)"

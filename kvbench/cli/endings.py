@@ -33,9 +33,6 @@ def stoppable() -> Iterator[None]:
 
     A signal that is ignored (`nohup`, a shell's background) or that somebody else handles stays as it is. After a
     signal the handlers stay for good: Python's own way out takes a moment too.
-
-    Raises:
-        Stopped: A signal came.
     """
     seen: list[int] = []
     process = os.getpid()
@@ -66,7 +63,7 @@ def stoppable() -> Iterator[None]:
 
 
 def exit_code(stop: KeyboardInterrupt) -> int:
-    """What a shell says of a process that a signal ended: 128 + the signal's number."""
+    """Give what a shell says of a process that a signal ended: 128 + the signal's number."""
     return 128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
 
 

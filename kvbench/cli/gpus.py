@@ -10,9 +10,10 @@ _held: list[int] = []  # the lock of this process's GPU; the kernel lets go of i
 
 
 def claim(folder: Path | None = None) -> str | None:
-    """Take a GPU for this process, the least taken of those it sees; torch then sees this one alone.
+    """Take a GPU for this process, the least taken of those it sees, before torch uses one; torch then sees this one
+    alone.
 
-    Must be called before torch uses a GPU. The second call of a process changes nothing.
+    The second call of a process changes nothing.
 
     Args:
         folder: Where the locks of this machine lie; a folder of the user's among the temporary files by default.

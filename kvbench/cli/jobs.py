@@ -152,11 +152,7 @@ class Jobs:
         return say
 
     def finish(self) -> int:
-        """Let go of what jobs of this process shared; show what became of a sweep.
-
-        Returns:
-            The worst exit code; 1 for a job that ended without one, as after a kill.
-        """
+        """Let go of what jobs of this process shared; show what became of a sweep. Gives the worst exit code."""
         _parts.pop(self.key, None)
         _said.pop(self.key, None)
         if self.sweep is None:
@@ -170,11 +166,8 @@ _said: dict[str, set[str]] = {}  # of this process, by `Jobs.key`
 
 
 def show_sweep(sweep: Sweep) -> int:
-    """Say what became of every job, and show the table of all runs and one picture for each task and model.
-
-    Returns:
-        The worst exit code.
-    """
+    """Say what became of every job, show the table of all runs and one picture for each task and model; the worst exit
+    code, 1 for a job that ended without one, as after a kill."""
     from kvbench.show import figure, table
 
     jobs, states, root = sweep.jobs(), sweep.states(), sweep.results_dir
@@ -209,12 +202,7 @@ def show_sweep(sweep: Sweep) -> int:
 
 
 def check_data(jobs: Sequence[Sequence[str]]) -> None:
-    """Refuse a sweep one of whose tasks cannot be loaded, before any model is loaded.
-
-    Raises:
-        MissingDataError: Names every part of the data that is missing.
-        ValueError: A setting is wrong.
-    """
+    """Refuse a sweep one of whose tasks cannot be loaded, before any model is loaded."""
     from kvbench.config.compose import compose
     from kvbench.runs import parts
 

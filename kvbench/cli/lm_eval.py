@@ -17,16 +17,7 @@ OWN_PACKAGES = ("kvbench", "kernels", "methods")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run lm-eval's command line.
-
-    Returns:
-        0; lm-eval itself leaves with another code after an error of usage.
-
-    Raises:
-        ValueError: A setting of kvbench's model or a name is wrong, a task scores whole texts with a method that
-            compresses prompts only, which is said before the model is loaded, or a task needs a package that is not
-            installed.
-    """
+    """Run lm-eval's command line, which leaves with another code than 0 itself after an error of usage."""
     import lm_eval.__main__
     import lm_eval.models  # lm-eval reads the table of its own models only where no other one is registered
 
@@ -69,10 +60,6 @@ def check_whole_texts(names: Sequence[str], arguments: Sequence[str]) -> None:
     """Refuse tasks that ask for the likelihood of whole texts where the method has nothing to compress in them.
 
     kvbench's model would refuse them too, but lm-eval may ask it after an hour of other tasks.
-
-    Raises:
-        ValueError: One of them is such a task and the method compresses prompts only, a setting of the method is wrong,
-            or there is no task of that name.
     """
     from kvbench.tasks.harness.find import leaves_of, manager_of
     from kvbench.tasks.lmeval import TASKS_FOLDER
@@ -100,8 +87,8 @@ def check_whole_texts(names: Sequence[str], arguments: Sequence[str]) -> None:
 
 
 def with_defaults(arguments: Sequence[str]) -> list[str]:
-    """The arguments with kvbench's model where tasks have none, and with `--device auto` for it where none is named:
-    lm-eval itself would take its own model `hf`, and the first GPU."""
+    """Add kvbench's model where tasks have none, and `--device auto` for it where none is named: lm-eval itself would
+    take its own model `hf`, and the first GPU."""
     whole = list(arguments)
     has_model = _model_of(whole) is not None or _value(whole, "-C", "--config") is not None
     if not has_model and _value(whole, "-t", "--tasks") is not None:
@@ -112,7 +99,7 @@ def with_defaults(arguments: Sequence[str]) -> list[str]:
 
 
 def task_names(arguments: Sequence[str]) -> list[str]:
-    """The names behind `--tasks` (`-t`); empty when they are patterns or files, which need the whole index."""
+    """List the names behind `--tasks` (`-t`); none when they are patterns or files, which need the whole index."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("-t", "--tasks", nargs="+", action="extend", default=[])
     names = [name for word in parser.parse_known_args(list(arguments))[0].tasks for name in word.split(",") if name]

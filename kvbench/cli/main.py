@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def leads() -> bool:
-    """Whether this is the first of the processes that torchrun started, which has the command; the others do as it
-    says, and know once it has ended."""
+    """Tell the first of the processes that torchrun started, which has the command, from the others, which do as it
+    says until it has ended."""
     from kvbench.engine.following import follow
     from kvbench.models import processes
 
@@ -125,14 +125,7 @@ def _keeps(arguments: list[str]) -> bool:
 
 
 def run_command(overrides: list[str]) -> int:
-    """Compose the configuration and run one experiment, or a sweep.
-
-    Returns:
-        The exit code; the worst one of a sweep.
-
-    Raises:
-        ValueError: The configuration cannot be composed.
-    """
+    """Compose the configuration and run one experiment, or a sweep; the worst exit code."""
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException

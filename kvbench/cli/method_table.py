@@ -32,7 +32,7 @@ head.
 
 
 def scored(policy: Policy) -> str:
-    """Which attention statistics a method uses, in words."""
+    """Say in words which attention statistics a method uses."""
     spec = policy.score
     words = spec.statistic.words
     if not spec.prefill_queries and not spec.decode_update:
@@ -48,7 +48,7 @@ def scored(policy: Policy) -> str:
 
 
 def acts(policy: Policy) -> str:
-    """When a method acts."""
+    """Say when a method acts."""
     times = []
     if type(policy).plan_prefill is not Policy.plan_prefill and getattr(policy, "protect", "none") != "prompt":
         times.append("prompt")
@@ -65,7 +65,7 @@ def acts(policy: Policy) -> str:
 
 
 def formats(policy: Policy, head_dim: int) -> list[PageFormat]:
-    """How tokens are stored in each tier."""
+    """List how tokens are stored in each tier."""
     shape = ModelShape(
         num_layers=1, num_q_heads=1, num_kv_heads=1, head_dim=head_dim, dtype=torch.float16, device=torch.device("cpu")
     )
@@ -78,7 +78,7 @@ def token_bytes(page: PageFormat) -> float:
 
 
 def slots(policy: Policy) -> list[str]:
-    """How many tokens a head holds in each tier, in the letters of the document's head."""
+    """Count the tokens that a head holds in each tier, in the letters of the document's head."""
     plans_prompt = type(policy).plan_prefill is not Policy.plan_prefill
     if len(policy.tiers) > 1:
         return [f"n{tier}" for tier in range(len(policy.tiers))]
@@ -120,14 +120,14 @@ def section(doc: str, name: str) -> str:
 
 
 def arguments(doc: str) -> dict[str, str]:
-    """What the `Args` section of a clean docstring says of each field."""
+    """Read the `Args` section of a clean docstring: field -> meaning."""
     found = re.search(r"^Args:\n(.*?)(?=^\w+:|\Z)", doc, re.DOTALL | re.MULTILINE)
     parts = re.split(r"^    (\w+): ", found.group(1) if found else "", flags=re.MULTILINE)[1:]
     return {name: " ".join(text.split()) for name, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
 def meanings(kind: type[Policy]) -> dict[str, str]:
-    """What a method's docstring says of each setting, or that of the class which it has the setting from."""
+    """Read what a method's docstring says of each setting, or that of the class which it has the setting from."""
     found: dict[str, str] = {}
     for each in reversed(kind.__mro__):
         found |= arguments(inspect.cleandoc(each.__doc__ or ""))
@@ -153,7 +153,7 @@ def shared(kind: type[Policy]) -> dict[str, Field]:
 
 
 def by_layer() -> str:
-    """What the settings mean that give layers a precision of their own."""
+    """Explain the settings that give layers a precision of their own."""
     meaning = meanings(ByLayer)
     defaults: dict[str, object] = {item.name: [] if item.default == () else item.default for item in fields(ByLayer)}
     lines = [f"- `{name}={yaml_value(defaults[name])}`: {meaning[name]}" for name in BY_LAYER]
@@ -167,7 +167,7 @@ def by_layer() -> str:
 
 
 def composition() -> str:
-    """What the settings that compose mean, once for all methods."""
+    """Explain the settings that compose, once for all methods."""
     meaning = meanings(Scored)
     lines = [f"- `{name}={yaml_value(item.default)}`: {meaning[name]}" for name, item in shared(Scored).items()]
     return (

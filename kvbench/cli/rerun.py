@@ -19,14 +19,7 @@ SHOWN = 5  # differences that are printed
 
 
 def main(cfg: DictConfig) -> int:
-    """Run it and compare.
-
-    Returns:
-        0 when hash and records are the same, else 1.
-
-    Raises:
-        ValueError: The folder holds no run, or names code that the user did not agree to.
-    """
+    """Run it and compare; 0 when hash and records are the same, else 1."""
     if not cfg.run:
         raise ValueError("rerun needs the folder of a stored run: python -m kvbench rerun FOLDER")
     folder = Path(cfg.run)
@@ -51,14 +44,7 @@ def main(cfg: DictConfig) -> int:
 
 
 def check_trust(settings: DictConfig, folder: Path, *, with_method: bool = True) -> None:
-    """Refuse what would run code that kvbench does not bring along: a results folder may be anybody's.
-
-    Args:
-        with_method: The method is going to be run; else the task alone is loaded.
-
-    Raises:
-        ValueError: Names the settings.
-    """
+    """Refuse what would run code that kvbench does not bring along: a results folder may be anybody's."""
     method, task = settings.get("method") or {}, settings.get("task") or {}
     found = [
         f"method._target_={method.get('_target_')}"
@@ -107,7 +93,7 @@ def _answer(record: SampleRecord) -> dict[str, Any]:
 
 
 def differences(before: Any, after: Any, name: str = "") -> Iterator[tuple[str, str, str]]:
-    """Where two nested dicts differ: dotted name, and the two values in short."""
+    """List where two nested dicts differ: dotted name, and the two values in short."""
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         for key in sorted({*before, *after}, key=str):
             inner = f"{name}.{key}" if name else str(key)

@@ -26,15 +26,7 @@ WHOLE, TAIL = "whole", "tail"
 
 
 def main(cfg: DictConfig) -> int:
-    """Print the sample.
-
-    Returns:
-        0; 1 when the prompt that was made again is not the one that was asked.
-
-    Raises:
-        ValueError: The folder holds no run, the run no such sample, or the run names code that the user did not agree
-            to.
-    """
+    """Print the sample; 1 when the prompt that was made again is not the one that was asked."""
     if not cfg.run:
         raise ValueError("show needs the folder of a stored run: python -m kvbench show FOLDER SAMPLE")
     if cfg.prompt not in (WHOLE, TAIL):
@@ -102,14 +94,8 @@ def _prompt(cfg: DictConfig, folder: Path, record: SampleRecord) -> tuple[list[t
 
 
 def rebuild(cfg: DictConfig, folder: Path, sample_id: str) -> "tuple[Request, str]":
-    """Make the prompt of a sample again, from the task's data and the model's tokenizer.
-
-    Returns:
-        The request, and its prompt as the model read it, with what else was said in a conversation.
-
-    Raises:
-        ValueError: Data, tokenizer or sample are not there, or the run names code that the user did not agree to.
-    """
+    """Make the prompt of a sample again, from the task's data and the model's tokenizer: the request, and its text as
+    the model read it, with what else was said in a conversation."""
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"{folder} has no config.yaml, which names task and model")
     settings = read_config(folder / "config.yaml")

@@ -32,11 +32,7 @@ PRESETS = "launcher"  # ours
 
 
 def check_launcher(arguments: Sequence[str]) -> None:
-    """Refuse a launcher that does not exist, is not installed, or has nothing to launch.
-
-    Raises:
-        ValueError: Names the launcher and the remedy.
-    """
+    """Refuse a launcher that does not exist, is not installed, or has nothing to launch."""
     for word in arguments:
         key, sign, name = word.partition("=")
         if key != LAUNCHER or not sign:
@@ -94,7 +90,7 @@ def is_sweep(arguments: Sequence[str]) -> bool:
 
 
 def hydra_folder(arguments: Sequence[str]) -> Path:
-    """Where Hydra puts its own file of a sweep (hydra.sweep.dir in conf/config.yaml)."""
+    """Find where Hydra puts its own file of a sweep (hydra.sweep.dir in conf/config.yaml)."""
     given = [word.partition("=")[2].strip("'\"") for word in arguments if word.startswith("results_dir=")]
     return Path(["results", *given][-1]) / FOLDER
 
@@ -123,7 +119,7 @@ class Planned:
 
 
 def planned(arguments: Sequence[str]) -> Planned | None:
-    """What Hydra will make of a sweep; None where Hydra has something to say against it, which it then says itself."""
+    """Plan a sweep as Hydra will; None where Hydra has something to say against it, which it then says itself."""
     from hydra import initialize_config_dir
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.global_hydra import GlobalHydra
@@ -162,9 +158,6 @@ def begin(arguments: list[str]) -> Iterator[Jobs]:
 
     What a launcher raises after jobs were begun is said and does not get out of here: the jobs have written down what
     became of them.
-
-    Raises:
-        ValueError: A setting is wrong, or data is missing.
     """
     if not is_sweep(arguments):
         yield Jobs()

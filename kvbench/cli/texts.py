@@ -86,11 +86,7 @@ def overview(width: int = 80) -> str:
 
 
 def list_text(wanted: list[str], width: int = 100) -> str:
-    """The answer to `kvbench list`.
-
-    Raises:
-        ValueError: A name is no group.
-    """
+    """Answer `kvbench list`."""
     names = []
     for word in wanted:
         name = word if word in files.GROUPS else word.removesuffix("s")

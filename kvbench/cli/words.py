@@ -48,11 +48,7 @@ HABITS = {
 
 
 def split_command(arguments: list[str]) -> tuple[str, list[str]]:
-    """Take the command off the front: it (`run` when none is given), and the other arguments.
-
-    Raises:
-        ValueError: The first word is no command; lists the commands and the nearest.
-    """
+    """Take the command off the front: it (`run` when none is given), and the other arguments."""
     if not arguments or "=" in arguments[0] or not arguments[0][:1].isalpha():
         return "run", arguments
     word, known = arguments[0], texts.commands()
@@ -64,7 +60,7 @@ def split_command(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def _settings_meant(words: list[str]) -> list[str]:
-    """What `method snapkv`, `snapkv` and `metod` at the front probably mean, as key=value; the likeliest first."""
+    """Guess what `method snapkv`, `snapkv` and `metod` at the front mean, as key=value; the likeliest first."""
     word, after = words[0], words[1] if len(words) > 1 and "=" not in words[1] else ""
     group = word if word in files.GROUPS else word.removesuffix("s")
     if group in files.GROUPS:
@@ -73,11 +69,7 @@ def _settings_meant(words: list[str]) -> list[str]:
 
 
 def take_config_dir(arguments: list[str]) -> tuple[list[Path], list[str]]:
-    """Take `--config-dir DIR` out of the words: the folder, if there is one, the last one named; and the other words.
-
-    Raises:
-        ValueError: No folder follows the flag.
-    """
+    """Take `--config-dir DIR` out of the words: the folder that is named last, if there is one; and the other words."""
     folders, others = [], []
     rest = iter(arguments)
     for word in rest:
@@ -99,14 +91,7 @@ def config_dir_flags(folders: Sequence[Path]) -> list[str]:
 
 def refuse_stored_config(own: Sequence[Path], arguments: Sequence[str]) -> None:
     """Refuse a folder of choices that has a config.yaml: Hydra would read kvbench's own in its place, without a word.
-
-    Args:
-        own: What `--config-dir` named.
-        arguments: The other words, among which `--config-path` may name one.
-
-    Raises:
-        ValueError: Says how a stored run is run again.
-    """
+    The words may name one with `--config-path`."""
     given = [("--config-dir", folder) for folder in own]
     for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
         flag, sign, value = word.partition("=")
@@ -147,11 +132,7 @@ def parted(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def check_flags(arguments: list[str], command: str = "run") -> None:
-    """Refuse a flag that kvbench does not have, with the whole command as kvbench writes it where that can be told.
-
-    Raises:
-        ValueError: Names the flags, and the command that is probably meant.
-    """
+    """Refuse a flag that kvbench does not have, with the whole command as kvbench writes it where that can be told."""
     wrong: list[str] = []
     meant: list[str] = []
     rest = list(arguments)

@@ -15,10 +15,7 @@ def canonical(value: object) -> object:
     """Turn settings into JSON types that are equal exactly when the settings are.
 
     Args:
-        value: Nested dataclasses, mappings, sequences, sets, enums, paths, numbers, strings, torch dtypes and devices.
-
-    Returns:
-        Dicts with sorted str keys, lists, and scalars.
+        value: Nested dataclasses, mappings, sequences, sets, enums, paths, scalars, torch dtypes and devices.
 
     Raises:
         TypeError: A type whose text may differ between two runs of the same thing (an object that shows its address).
@@ -51,8 +48,7 @@ def hash_identity(identity: dict) -> str:
 
 
 def folder_name(name: str) -> str:
-    """A name as one part of a path: letters, digits, dot, dash, underscore, plus and equals sign; all else becomes a
-    dash."""
+    """Make a name one part of a path: what is none of letters, digits and ._+=- becomes a dash."""
     safe = re.sub(r"[^A-Za-z0-9._+=-]+", "-", name).strip(".-")
     return safe[:80] or "unnamed"
 

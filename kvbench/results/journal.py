@@ -31,13 +31,13 @@ class RunLocked(ValueError):
 class Journal:
     """The finished samples of one run, on disk.
 
-    Opening reads what is there and repairs it; `damaged` then tells how many lines had to be dropped (their samples
-    are redone).
+    Opening reads what is there and repairs it; `damaged` then counts the lines that were dropped (their samples are
+    redone).
 
     Args:
         path: The `samples.jsonl` of the run; made when absent, from the packed one where that is there.
         run: Hash of the run, which seals the lines.
-        warn: Called with one sentence for every line that had to be dropped, the first few by name.
+        warn: Gets a sentence for each of the first few dropped lines, and one for the others.
 
     Raises:
         JournalError: It is no regular file, or cannot be read or written.
@@ -81,10 +81,7 @@ class Journal:
         return key in self._records
 
     def append(self, record: SampleRecord) -> bool:
-        """Add one finished sample and make it durable before returning.
-
-        Returns:
-            False when this sample is already there; the file is then left as it is.
+        """Add one finished sample and make it durable before returning; False when it is already there.
 
         Raises:
             JournalError: The disk is full or not writable; the file is cut back to its last whole record.
@@ -114,10 +111,7 @@ class Journal:
         self._records = {}
 
     def finish(self, order: Iterable[Key]) -> None:
-        """Rewrite the file in canonical order, so that a resumed run and an uninterrupted one leave the same file.
-
-        Args:
-            order: Every key of the run, in request order; must name exactly the records that are there.
+        """Rewrite the file in request order, so that a resumed run and an uninterrupted one leave the same file.
 
         Raises:
             ValueError: A key without a record, or a record without a key.
@@ -142,13 +136,13 @@ class Journal:
 
 @contextlib.contextmanager
 def run_lock(folder: Path, *, wait: bool = False, say: Callable[[str], None] = lambda text: None) -> Iterator[None]:
-    """Hold a run's folder for this process; the kernel lets go when the process dies, however it dies.
+    """Hold a run's folder for this process, made when absent; the kernel lets go when the process dies, however it
+    dies.
 
     What killed processes left half written in the folder is removed.
 
     Args:
-        folder: The run's folder; made when absent.
-        wait: Wait for the other process instead of refusing; for the full-cache reference, which several runs share.
+        wait: Wait for the other process instead of refusing.
         say: Called once, with a sentence, when there is something to wait for.
 
     Raises:
@@ -189,7 +183,7 @@ def run_lock(folder: Path, *, wait: bool = False, say: Callable[[str], None] = l
 
 
 def is_held(folder: Path) -> bool:
-    """True while a process holds a run's folder with `run_lock`; the lock is not taken and nothing is changed."""
+    """Tell whether a process holds a run's folder with `run_lock`; the lock is not taken and nothing is changed."""
     try:
         descriptor = os.open(folder / ".lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

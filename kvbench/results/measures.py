@@ -70,7 +70,7 @@ class Measure:
         return at(record, self.numerator)
 
     def below(self, record: SampleRecord) -> float | None:
-        """The denominator of a sample, 1 without one; raises and returns as `above`."""
+        """The denominator of a sample, 1 without one."""
         return 1.0 if self.denominator is None else at(record, self.denominator)
 
     def of_run(self, record: RunRecord) -> float | None:
@@ -84,7 +84,7 @@ class Measure:
 
 
 def at(record: SampleRecord, path: Path) -> float | None:
-    """The number that keys lead to in a sample's record; raises and returns as `Measure.above`."""
+    """Follow keys to the number in a sample's record."""
     found: Any = record  # a path may lead into any part
     for key in path:
         found = found[key]
@@ -106,8 +106,7 @@ SCORE = score()  # unit and scale of every score
 
 
 def _fidelity(name: str, title: str, short: str, key: str, **more: Any) -> Measure:
-    """How far the answer's probabilities are from the full cache's, on the gold answer; in nats where nothing else is
-    said."""
+    """A distance of the answer's probabilities from the full cache's, on the gold answer; in nats by default."""
     nats: dict[str, Any] = {"unit": NATS, "margin": NATS_MARGIN, "tolerance": NATS_TOLERANCE}
     where: dict[str, Any] = {"numerator": ("fidelity", key), "in_run": ("fidelity", key)}
     return Measure(name=name, title=title, short=short, is_fidelity=True, **(where | (more or nats)))

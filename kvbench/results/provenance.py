@@ -113,13 +113,7 @@ def _processor() -> str:
 
 
 def machine(device: object, *others: object, processes: int = 1) -> Machine:
-    """Describe the machine.
-
-    Args:
-        device: The model's torch device, or its name.
-        others: Further ones that have some of its layers.
-        processes: How many share the model, with a device each.
-    """
+    """Describe the machine by the model's torch device or its name, and by those of its other layers and processes."""
     torch = sys.modules.get("torch")
 
     def described(one: object) -> str:
@@ -139,14 +133,13 @@ def machine(device: object, *others: object, processes: int = 1) -> Machine:
 
 
 def code_files(*backends: str) -> dict[str, Path]:
-    """The source files that decide an answer, whatever the task and the method, by name.
+    """List the source files that decide an answer, whatever the task and the method, by name.
 
     A task counts its own files (`TaskSet.fingerprint`) and a method its own (`method_files`): a new one of either must
     not make the stored runs of the others stale. What reads, shows or fetches changes no answer.
 
     Args:
-        backends: Names of those whose kernels run: the backend's, and where the model's products are another one's,
-            that one's too. The kernels of the others do not count.
+        backends: Names of those whose kernels run, for the cache and for the model's own products.
     """
     package = package_folder()
     kernels = (package / "kernels").resolve()  # a link in a clone
@@ -167,15 +160,11 @@ def harness_hash(*backends: str) -> str:
 
 
 def method_files(policy_class: type) -> dict[str, Path]:
-    """The source files a method consists of: its own, and every other one that it imports or inherits from, at any
-    remove, wherever it lies.
+    """List the source files of a method by module: its own, and every other one that it imports or inherits from, at
+    any remove, wherever it lies; none for a class that was typed into an interpreter.
 
     Not among them are Python's own modules, installed libraries, whose versions count instead, and the rest of kvbench,
-    which counts for every method. A new method must not make the stored runs of all others stale, so no folder counts
-    as a whole. What a module imports under a name that it computes is not seen.
-
-    Returns:
-        Name and path of each file; empty for a class that was typed into an interpreter.
+    which counts for every method. What a module imports under a name that it computes is not seen.
     """
     own = policy_class.__module__
     todo, seen = {cls.__module__ for cls in policy_class.__mro__}, set[str]()

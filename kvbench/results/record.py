@@ -254,10 +254,7 @@ class RunRecord:
 
     @classmethod
     def load(cls, folder: Path) -> "RunRecord | None":
-        """Read `run.json`.
-
-        Returns:
-            None when the folder has none yet.
+        """Read `run.json`; None when the folder has none yet.
 
         Raises:
             ValueError: It is not JSON, of another schema version, or a field has another type than here.

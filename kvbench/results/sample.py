@@ -167,15 +167,8 @@ def prompt_digest(ids: Iterable[int]) -> str:
 def journal_record(
     request: Request, outcome: Outcome, scores: Mapping[str, float], protocol: dict[str, Any], tail: str = ""
 ) -> SampleRecord:
-    """Make the record of a finished sample.
-
-    Args:
-        scores: The scores of the answer; none for one that did not end well.
-        tail: The end of the prompt as text; what is more than `TAIL_LENGTH` characters of it is left out.
-
-    Returns:
-        The record, with its keys in the order of the file.
-    """
+    """Make the record of a finished sample, with its keys in the order of the file; without scores where it did not end
+    well."""
     record: SampleRecord = {
         "sample_id": outcome.sample_id,
         "subset": request.subset,
@@ -213,18 +206,13 @@ def journal_record(
 
 
 def seal_of(record: Mapping[str, Any], run: str) -> str:
-    """The seal of a record, whatever the order of its keys.
-
-    Args:
-        record: JSON types, without a seal.
-        run: Hash of the run that it belongs to.
-    """
+    """Seal a record (JSON types, without a seal) of a run, whatever the order of its keys."""
     text = json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(f"{run}\n{text}".encode("ascii")).hexdigest()[:SEAL_DIGITS]
 
 
 def write_line(record: SampleRecord, run: str) -> bytes:
-    """One record as a sealed line of ASCII JSON, newline included.
+    """Write one record as a sealed line of ASCII JSON, newline included.
 
     Raises:
         TypeError: It is no whole record, or its line would be too long: a reader would drop it.
@@ -253,12 +241,7 @@ class Line:
 
 
 def read_line(line: bytes, run: str, *, is_sealed: bool = True) -> Line:
-    """Read one line.
-
-    Args:
-        line: Without its newline.
-        is_sealed: False takes a line without a seal: before there were seals, no line had one.
-    """
+    """Read one line without its newline. Before there were seals, no line had one: `is_sealed=False` takes those."""
     if len(line) >= LONGEST_LINE:
         return Line(content=line, record=None, fault=f"line of {len(line)} bytes, too long for a record,")
     try:
@@ -300,11 +283,7 @@ def key_of(record: SampleRecord) -> Key:
 
 
 def read_lines(content: bytes, run: str, *, is_sealed: bool = True) -> Iterator[Line]:
-    """Go through the content of a journal, line by line.
-
-    Args:
-        is_sealed: False takes lines without a seal.
-    """
+    """Go through the content of a journal, line by line."""
     *lines, rest = content.split(b"\n")
     for line in lines:
         yield read_line(line, run, is_sealed=is_sealed)
@@ -314,12 +293,10 @@ def read_lines(content: bytes, run: str, *, is_sealed: bool = True) -> Iterator[
 
 
 def journal_content(path: Path) -> bytes | None:
-    """The bytes of a journal, or of the packed one beside it where there is only that.
+    """Read the bytes of a journal, or of the packed one beside it where there is only that; None where there is
+    neither.
 
     Runs that are kept for good may be packed: `xz samples.jsonl` makes `samples.jsonl.xz` of it, and `xz -d` undoes it.
-
-    Returns:
-        None where there is neither.
 
     Raises:
         OSError: It is no regular file, or cannot be read or unpacked.
@@ -341,12 +318,9 @@ def journal_content(path: Path) -> bytes | None:
 
 
 def read_samples(path: Path, run: str) -> tuple[dict[Key, SampleRecord], int]:
-    """Read a journal without changing it, also while a run is writing.
+    """Read a journal without changing it, also while a run is writing; a missing one is an empty one.
 
     A journal that has no seal at all was written before there were seals; its lines count as they are.
-
-    Args:
-        path: `samples.jsonl`, which may be packed (`journal_content`); a missing one is an empty one.
 
     Returns:
         Records by sample and repeat, without their token ids, and the number of lines that do not count.

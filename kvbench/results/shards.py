@@ -37,14 +37,7 @@ class Shard:
 
     @classmethod
     def read(cls, value: object) -> "Shard | None":
-        """Read the setting.
-
-        Args:
-            value: Text such as `2/4`; None for a run that is not split.
-
-        Raises:
-            ValueError: It is neither.
-        """
+        """Read the setting: text such as `2/4`, or None for a run that is not split."""
         if value is None:
             return None
         found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", value) if isinstance(value, str) else None

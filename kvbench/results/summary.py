@@ -34,12 +34,11 @@ class MetricInfo(Protocol):
 def values_by_sample(
     records: Iterable[SampleRecord], pick: Callable[[SampleRecord], float | None]
 ) -> tuple[dict[str, dict[str, float]], int]:
-    """Collect one number per sample: the mean over its answers.
+    """Collect one number per sample that ended well: the mean over its answers.
 
     Args:
-        records: Journal records; those whose status is not `ok` are left out.
-        pick: Takes the number from a record. None means that it could not be written because it was not finite; a
-            KeyError or TypeError means that the record does not have it.
+        pick: Takes the number from a record. None means that it was not finite; a KeyError or TypeError means that the
+            record does not have it.
 
     Returns:
         Subset -> sample id -> value, and how many answers were not finite.
@@ -175,10 +174,8 @@ def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 def for_task(records: Iterable[SampleRecord]) -> list[dict[str, Any]]:
-    """The records as a task's own aggregate may read them: every score of an answer that ended well is a number.
-
-    An answer with a score that was not finite did not end well; its status here is `nan`.
-    """
+    """The records as a task's own aggregate may read them: an answer with a score that was not finite did not end well,
+    and its status here is `nan`."""
     result = []
     for record in records:
         found: dict[str, Any] = dict(record)
@@ -217,11 +214,7 @@ def sums(records: Iterable[SampleRecord], measure: Measure) -> tuple[float, floa
 
 
 def timing(records: Sequence[SampleRecord], wall_s: float) -> Timing:
-    """Speed over the records that ended well.
-
-    Args:
-        wall_s: Seconds spent on samples over all sessions.
-    """
+    """Speed over the records that ended well, beside the seconds spent on samples over all sessions."""
     ok = [record for record in records if record["status"] == "ok"]
     prefill, probe = _known(ok, PREFILL.above), _known(ok, lambda record: record["timing"]["probe_s"])
     tokens, seconds = sums(records, RATE)

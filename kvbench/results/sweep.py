@@ -83,11 +83,7 @@ class Sweep:
 
     @classmethod
     def start(cls, results_dir: Path, command: str, launcher: str, jobs: Sequence[str]) -> "Sweep":
-        """Make the folder of a new sweep.
-
-        Raises:
-            JournalError: The disk is full.
-        """
+        """Make the folder of a new sweep."""
         folder = results_dir / FOLDER / f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{os.getpid()}"
         for old in (results_dir / FOLDER).glob("*"):  # sweeps that were killed; this one has another folder
             for place in (old, *old.glob("*")):
@@ -110,11 +106,7 @@ class Sweep:
         return self.folder / "sweep.log"
 
     def record(self) -> SweepRecord:
-        """Read `sweep.json`.
-
-        Raises:
-            ValueError: It is no record of a sweep.
-        """
+        """Read `sweep.json`."""
         return _load(self.folder / "sweep.json", SweepRecord)
 
     @contextmanager
@@ -145,7 +137,8 @@ class Sweep:
         return found
 
     def states(self) -> dict[int, State]:
-        """How every job stands. `lost`: it was begun and its process is gone without an ending, as after a kill."""
+        """Tell how every job stands. `lost`: it was begun and its process is gone without an ending, as after a
+        kill."""
         begun = self.jobs()
         numbers = sorted({*range(1, len(self.record().jobs) + 1), *begun})
         return {number: self._state(begun.get(number)) for number in numbers}

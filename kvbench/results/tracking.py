@@ -24,11 +24,7 @@ NOT_SETTINGS = ("results_dir", "resume", "tracker", "shard")
 
 
 def check(tracker: object) -> None:
-    """Refuse a tracker that is not known or not installed, before anything runs.
-
-    Raises:
-        ValueError: Says what to install.
-    """
+    """Refuse a tracker that is not known or not installed, before anything runs."""
     if tracker not in (NONE, *TRACKERS):
         raise unknown_name("tracker", tracker, (NONE, *TRACKERS))
     if tracker != NONE and not _is_installed(str(tracker)):
@@ -50,11 +46,7 @@ def track(
     folder: Path,
     say: Callable[[str], None],
 ) -> None:
-    """Hand a run to a tracker. Handing it on again replaces it.
-
-    Args:
-        settings: Of the run, nested as in config.yaml.
-    """
+    """Hand a run and its nested settings to a tracker. Handing it on again replaces it."""
     if tracker == NONE:
         return
     name = f"{record.method} on {record.task} with {record.model}"

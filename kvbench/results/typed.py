@@ -17,11 +17,7 @@ class Misfit(ValueError):
 
 
 def read_json(content: bytes) -> Any:
-    """Read strict JSON.
-
-    Raises:
-        ValueError: It is no JSON, says NaN or infinity, or is nested too deeply.
-    """
+    """Read strict JSON; a ValueError where it is none, says NaN or infinity, or is nested too deeply."""
     try:
         return json.loads(content, parse_constant=_refuse_constant)
     except RecursionError:

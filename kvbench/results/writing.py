@@ -23,14 +23,8 @@ class JournalError(ValueError):
 
 
 def plain(value: Any) -> Json:
-    """Turn a value into what strict JSON can hold.
-
-    Args:
-        value: Nested dicts, lists, tuples, numbers, strings, booleans and None; numpy and torch scalars count as
-            numbers.
-
-    Returns:
-        The same structure with str keys; NaN and infinity become None, because strict JSON has no word for them.
+    """Turn nested dicts, lists, tuples, scalars (also numpy's and torch's) and None into what strict JSON can hold:
+    with str keys, and None for NaN and infinity, which it has no word for.
 
     Raises:
         TypeError: Any other type; the caller must say how it is to be written.
@@ -53,22 +47,18 @@ def plain(value: Any) -> Json:
 
 
 def write_record(path: Path, record: Any) -> None:
-    """Write a dataclass as JSON in one atomic step; raises as `write_atomic`."""
+    """Write a dataclass as JSON in one atomic step."""
     text = json.dumps(plain(dataclasses.asdict(record)), indent=2, allow_nan=False)
     write_atomic(path, text.encode("ascii") + b"\n")
 
 
 def encode_line(content: Json) -> bytes:
-    """What `plain` made of a record as one line of ASCII JSON with its keys in the order given, newline included."""
+    """Encode what `plain` gave as one line of ASCII JSON with its keys in the order given, newline included."""
     return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
 
 
 def check_writable(folder: Path, setting: str) -> None:
-    """Refuse a folder that nothing can be written to, before anything is computed; makes nothing.
-
-    Raises:
-        ValueError: Names the folder and the reason.
-    """
+    """Refuse a folder that nothing can be written to, by its setting, before anything is computed; makes nothing."""
     why, place = "", folder
     while not why:
         try:
@@ -108,12 +98,7 @@ NAME_LENGTH = 100  # characters of a file's own name in its temporary one, which
 
 
 def remove_litter(folder: Path, name: str | None = None) -> None:
-    """Remove the temporary files of writers that were killed; those of living ones stay.
-
-    Args:
-        folder: Where to look.
-        name: File that was to be written; None for all.
-    """
+    """Remove the temporary files of writers that were killed, of all files or of one; those of living writers stay."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             found = LITTER.fullmatch(entry.name)
@@ -155,7 +140,6 @@ def write_atomic(path: Path, data: bytes, *, mode: int | None = None) -> None:
 
     Args:
         path: File to write; its folder must exist. A link is replaced, not followed: see `write_file`.
-        data: The whole new content.
         mode: Permissions of the file; None leaves them to the process's own mask.
 
     Raises:
@@ -182,13 +166,9 @@ def write_atomic(path: Path, data: bytes, *, mode: int | None = None) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file that the user named, in one atomic step.
+    """Write a file that the user named, in one atomic step, and its folder when absent.
 
     A link is followed to the file that it names. A file that is there keeps its permissions.
-
-    Args:
-        path: File to write; its folder is made when absent.
-        data: The whole new content.
 
     Raises:
         ValueError: It is a pipe, a device or a folder, or its folder cannot be made or written.

@@ -43,14 +43,9 @@ def record_answers(
     with_timing: bool = True,
     own: bool = False,
 ) -> None:
-    """Run an engine and write down every answer that is not in the journal yet.
+    """Run an engine on some requests of a task and write down every answer that is not in the journal yet.
 
     Args:
-        engine: Answers the requests.
-        task: Scores the answers; all its requests decide how large the page tables are.
-        requests: Which of the task's to answer.
-        journal: Where every finished answer goes.
-        progress: Counts them.
         done: Answers that another journal has; they are computed only where their batch needs them.
         with_timing: False leaves the times out, which say nothing where prompts are replayed.
         own: Force each request's own answer in place of its gold answer.
@@ -88,12 +83,7 @@ def compute_missing(
     requests: Sequence[Request] | None = None,
     done: Container[Key] = (),
 ) -> None:
-    """Run the engine over what is in no journal yet.
-
-    Args:
-        requests: The whole groups of the run that are asked for; None for all.
-        done: Answers that another journal has.
-    """
+    """Run the engine over what is in no journal yet; `requests` are whole groups of the run, all by default."""
     task, before = experiment.task, len(journal.records)
     requests = task.requests if requests is None else requests
     own = experiment.forces_own and experiment.method == FULL

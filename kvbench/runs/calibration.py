@@ -48,14 +48,7 @@ def shipped() -> dict[str, Path]:
 
 
 def load(where: str) -> Calibration:
-    """Read a calibration file.
-
-    Args:
-        where: Path of the file, or the name of one that comes with kvbench.
-
-    Raises:
-        ValueError: It does not exist, or is not such a file.
-    """
+    """Read a calibration file, by its path or by the name of one that comes with kvbench."""
     path, asked = shipped().get(where, Path(where).expanduser()), f"method.calibration={where}"
     if not path.is_file():
         if path.suffix in (".yaml", ".yml") or "/" in where or not shipped():
@@ -81,12 +74,7 @@ def load(where: str) -> Calibration:
 
 
 def _check_content(asked: str, content: Mapping[str, Any]) -> None:
-    """Refuse what is more than data: the file may come from anywhere.
-
-    Raises:
-        ValueError: A setting is no scalar and no list of scalars, its name begins with an underscore, or a part of the
-            file has not the form that `calibrate` writes.
-    """
+    """Refuse what is more than data: the file may come from anywhere."""
     for part in ("settings", "replaces", "base"):
         values = content[part]
         if not isinstance(values, dict):
@@ -116,11 +104,10 @@ def _is_data(value: object, depth: int) -> bool:
 
 
 def apply(method: Mapping[str, Any]) -> tuple[dict[str, Any], Calibration | None]:
-    """Put the calibrated settings into a method's configuration.
+    """Put the calibrated settings into a method's configuration, whose key `calibration` stays in place.
 
     Returns:
-        The group with the file's settings, its key `calibration` left in place, and the file; the same group and None
-        when it names no file.
+        The group with the file's settings, and the file; the same group and None when it names no file.
 
     Raises:
         ValueError: The file is for another method, or a setting is given by hand as well.
@@ -144,10 +131,8 @@ def apply(method: Mapping[str, Any]) -> tuple[dict[str, Any], Calibration | None
 
 
 def notes(method: Mapping[str, Any], model: "LoadedModel", policy: "Policy") -> list[str]:
-    """Compare what a calibration was made with and what it is used with.
-
-    Returns:
-        One sentence for each difference that leaves the file usable.
+    """Compare what a calibration was made with and what it is used with: a sentence for each difference that leaves the
+    file usable.
 
     Raises:
         ValueError: It was made for another model: thresholds do not carry over.
@@ -178,11 +163,7 @@ def notes(method: Mapping[str, Any], model: "LoadedModel", policy: "Policy") -> 
 
 
 def check_values(found: Calibration, policy: "Policy") -> None:
-    """Refuse a file one of whose values the method's setting may not have; nothing is built.
-
-    Raises:
-        ValueError: Names the file, the setting and its value.
-    """
+    """Refuse a file one of whose values the method's setting may not have; nothing is built."""
     known = declared(type(policy))
     for name, value in found.settings.items():
         try:

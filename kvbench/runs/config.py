@@ -99,7 +99,7 @@ class RunConfig:
 
     @classmethod
     def read(cls, cfg: "Mapping[str, Any] | RunConfig") -> "RunConfig":
-        """The settings of a composed configuration, or of a stored config.yaml; what it lacks takes its default.
+        """Read a composed configuration, or a stored config.yaml; what it lacks takes its default.
 
         Raises:
             ValueError: Names the setting, its value, the rule and the remedy; or the results folder cannot be written.
@@ -136,11 +136,7 @@ class RunConfig:
 
 
 def store_options(given: Mapping[str, Any]) -> StoreOptions:
-    """The layout of memory that the `store` group asks for.
-
-    Raises:
-        ValueError: An unknown key, or a value out of range.
-    """
+    """Read the layout of memory that the `store` group asks for."""
     options = as_dict(given)
     if isinstance(options.get("budget_bytes"), str):
         options["budget_bytes"] = read_bytes("store.budget_bytes", options["budget_bytes"])
@@ -148,15 +144,7 @@ def store_options(given: Mapping[str, Any]) -> StoreOptions:
 
 
 def read_bytes(key: str, value: object) -> int:
-    """Read a setting in bytes.
-
-    Args:
-        key: The setting, for messages.
-        value: A whole number of bytes, or text such as 512MiB or 8GiB.
-
-    Raises:
-        ValueError: It is neither.
-    """
+    """Read a setting in bytes: a whole number, or text such as 512MiB or 8GiB."""
     from kvbench.policy.budget import read_size
 
     found = read_size(value) if isinstance(value, str) else value

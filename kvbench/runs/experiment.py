@@ -82,14 +82,7 @@ def keys_of(requests: "Sequence[Request]") -> list[Key]:
 
 
 def prepare(config: RunConfig, method: str, parts: Loaders, task: "TaskSet | None" = None) -> Experiment:
-    """Load what the configuration names and work out which run it is.
-
-    Args:
-        task: The task at hand, in place of the configured one.
-
-    Raises:
-        ValueError: A setting is out of range, or data or weights are missing.
-    """
+    """Load what the configuration names, but for a task at hand, and work out which run it is."""
     config, policy, model = load_method(config, parts, note)
     task = load_task(config, model, parts, config.limit, task)
     engine = parts.make_engine(config, model, policy)
@@ -111,15 +104,8 @@ def prepare(config: RunConfig, method: str, parts: Loaders, task: "TaskSet | Non
 def load_task(
     config: RunConfig, model: "LoadedModel", parts: Loaders, limit: int | str | None, task: "TaskSet | None" = None
 ) -> "TaskSet":
-    """Load the task, and name in its protocol that prompts are read in chunks, where they are: later tokens then see a
-    compressed past, which is another measurement than one of prompts read at once, for the full cache as well.
-
-    Args:
-        task: The task at hand, in place of the configured one.
-
-    Raises:
-        ValueError: The task has nothing to run, or two samples of the same id.
-    """
+    """Load the task, unless it is at hand, and name in its protocol that prompts are read in chunks, where they are:
+    later tokens then see a compressed past, which is another measurement, for the full cache as well."""
     if task is None:
         task = parts.load_task(config.task, model, limit=limit, seed=config.seed, protocol=config.protocol)
     if not task.requests:
@@ -137,19 +123,10 @@ def load_task(
 def load_method(
     config: RunConfig, parts: Loaders, say: Callable[[str], None]
 ) -> "tuple[RunConfig, Policy, LoadedModel]":
-    """Make the policy and load the model.
+    """Make the policy and load the model; `say` is told what a calibration was made with and is not used with.
 
     The user's own settings are checked first, because a bad one should not cost a model load. The values of a
     calibration file are checked as data; a policy is made of them only after the file was found to be for this model.
-
-    Args:
-        say: Is told what a calibration was made with and is not used with.
-
-    Returns:
-        The settings with the file's, the policy and the model.
-
-    Raises:
-        ValueError: A setting is out of range, weights are missing, or the file is for another method or model.
     """
     from kvbench.policy import check_chunk
 
@@ -206,7 +183,7 @@ def _ingredients(
 
 
 def _placement(config: RunConfig, model: "LoadedModel") -> dict[str, Any]:
-    """What of a model's placement can change an answer; where it cannot, runs are the same wherever they ran.
+    """List what of a model's placement can change an answer.
 
     Layers on several devices compute what they compute on one. Only a limit on the pool of pages is then one of each
     device, where a sample may fit or not. Heads in several processes are summed in another order.
@@ -228,6 +205,6 @@ def _harness_imports(*backends: str) -> frozenset[str]:
 
 
 def _method_settings(group: Mapping[str, Any], policy: "Policy") -> dict[str, Any]:
-    """What the YAML says plus the policy's own fields, so that a default that is only in the code counts too."""
+    """Add the policy's own fields to the YAML, so that a default that is only in the code counts too."""
     settings = {key: value for key, value in group.items() if key != calibration.KEY}  # which changes no answer
     return settings | {item.name: getattr(policy, item.name) for item in dataclasses.fields(policy) if item.init}

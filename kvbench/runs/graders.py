@@ -26,13 +26,11 @@ _WAITING_PER_WORKER = 4
 
 
 class GraderPool:
-    """Does pieces of work in threads and hands their results to the caller's own thread, in the order of the pieces.
+    """Does pieces of work in threads, if any, and hands their results to the caller's own thread, in the order of the
+    pieces.
 
     It is a context: a block that ends waits for everything; one that is left by an error hands out what is done and
     waits for nothing. The threads do not keep a process alive.
-
-    Args:
-        workers: Threads, at least 0; with 0 each piece is done at once by the caller.
     """
 
     def __init__(self, workers: int) -> None:
@@ -43,16 +41,8 @@ class GraderPool:
         self._left = False
 
     def do(self, work: Callable[[], Any], take: Callable[[Any], None]) -> None:
-        """Have a piece of work done.
-
-        Args:
-            work: Gives the result; runs in any thread.
-            take: Gets the result, in the caller's thread, in this call or a later one of `do` or `hand_out`, or at the
-                end of the block.
-
-        Raises:
-            Exception: What `take` raised, or an earlier `work`.
-        """
+        """Have a piece of work done in any thread; `take` gets its result in the caller's, now or in a later call or at
+        the end of the block. Raises what `take` raised, or an earlier `work`."""
         future: Future[Any] = Future()
         self._waiting.append((future, take))
         if len(self._threads) < self.workers:
@@ -65,11 +55,7 @@ class GraderPool:
         self.hand_out(len(self._waiting) - self.workers * _WAITING_PER_WORKER)
 
     def hand_out(self, at_least: int = 0) -> None:
-        """Hand out the results that are there, up to the first that is not.
-
-        Args:
-            at_least: So many are waited for.
-        """
+        """Hand out the results that are there, up to the first that is not; `at_least` so many are waited for."""
         while self._waiting and (at_least > 0 or self._waiting[0][0].done()):
             future, take = self._waiting[0]
             if not future.done():
@@ -115,11 +101,10 @@ class GraderPool:
 
 
 def grade_outcome(task: "TaskSet", request: Request, outcome: Outcome) -> tuple[Outcome, dict[str, float]]:
-    """The scores of one answer, by its text or by its choices' log-likelihoods.
+    """Score one answer, by its text or by its choices' log-likelihoods.
 
-    Returns:
-        The outcome and its scores. An answer that did not end well has none; one whose grader raised or took longer
-        than `task.grading_limit_s` has none either, its status is `ungraded`, and its message says why.
+    An answer that did not end well has no scores; one whose grader raised or took longer than `task.grading_limit_s`
+    has none either, its status is `ungraded`, and its message says why.
     """
     if outcome.status != "ok":
         return outcome, {}

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 def make_policy(group: Mapping[str, Any]) -> "Policy":
     """Build the policy that `_target_` names: its class, called with plain settings, and nothing else is called.
 
-    Args:
-        group: The method group: `_target_`, the policy's fields, and `calibration`, a file whose settings replace some.
-            The class is what the user's own YAML or command line names; a calibration file cannot change it.
+    The class is what the user's own YAML or command line names; a calibration file, which may replace some settings,
+    cannot change it.
 
     Raises:
         ValueError: The class does not exist, a field is unknown, a value is out of range, or the file does not fit.
@@ -45,14 +44,7 @@ def make_policy(group: Mapping[str, Any]) -> "Policy":
 
 
 def policy_class(target: object) -> "type[Policy]":
-    """The class of a method.
-
-    Args:
-        target: Its module and name, `kvbench.methods.<module>.<Class>` or a module of the user's own.
-
-    Raises:
-        ValueError: There is no such class, or it is no method.
-    """
+    """Find the class of a method by its module and name, also in a module of the user's own."""
     from kvbench.policy import Policy
 
     parts = target.split(".") if isinstance(target, str) else []
@@ -68,11 +60,7 @@ def policy_class(target: object) -> "type[Policy]":
 
 
 def check_plain(key: str, name: str, value: object) -> None:
-    """Refuses a setting that is more than a scalar or lists of scalars.
-
-    Raises:
-        ValueError: The value is or holds a mapping or anything else, or the name begins with an underscore.
-    """
+    """Refuse a setting that is more than a scalar or lists of scalars."""
     if name.startswith("_"):
         raise ValueError(f"{key} begins with an underscore, which no setting does; leave it out")
     if not _is_plain(value):
@@ -88,11 +76,7 @@ def _is_plain(value: object) -> bool:
 def make_engine(
     config: "RunConfig", model: "LoadedModel", policy: "Policy", *, prompts: "PromptCache | None" = None
 ) -> "Engine":
-    """Build the engine.
-
-    Raises:
-        ValueError: The method does not fit the model.
-    """
+    """Build the engine, where the method fits the model."""
     from kvbench.engine.engine import Engine
     from kvbench.policy import check_sizes
 

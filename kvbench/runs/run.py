@@ -116,12 +116,7 @@ def _write_config(experiment: Experiment) -> None:
 
 
 def compute_shard(experiment: Experiment, shard: Shard, *, say: Callable[[str], None], origin: Origin) -> None:
-    """Finish one shard of a run in a journal of its own. The run's lock is held at the start only, for a moment.
-
-    Raises:
-        JournalError: The disk is full.
-        KeyboardInterrupt: A signal stopped it; the shard's `run.json` says which.
-    """
+    """Finish one shard of a run in a journal of its own. The run's lock is held at the start only, for a moment."""
     folder, place = experiment.folder, shard.folder(experiment.folder)
     requests = shard.part(experiment.task.requests, experiment.config.batch_size)
     keys = keys_of(requests)
@@ -180,10 +175,6 @@ def execute(
     Args:
         resume: Keep the samples that are there; False starts again.
         reference: The full cache on the same samples, for the comparison; None for none.
-
-    Raises:
-        JournalError: The disk is full.
-        KeyboardInterrupt: A signal stopped it; `run.json` says which.
     """
     folder, origin = experiment.folder, origin or Origin()
     shard = experiment.config.shard
@@ -294,11 +285,7 @@ def run_experiment(
 
 
 def _answers_to_force(config: RunConfig, full: Run | None) -> list[SampleRecord]:
-    """The answers of the full cache.
-
-    Raises:
-        ValueError: It has not run, has failed, or has shards to come.
-    """
+    """The answers of the full cache, unless it has not run, has failed, or has shards to come."""
     if full is not None and not full.ended:
         raise ValueError(
             f"shard={config.shard}: fidelity.on={OWN} forces the full cache's answers, and only {len(full.samples)} of "

@@ -77,7 +77,7 @@ def describe(experiment: Experiment, record: RunRecord, origin: Origin) -> None:
 
 
 def other_machine(record: RunRecord) -> str:
-    """How the machine or the libraries differ from those of the last session; empty where they do not."""
+    """Name what differs from the machine or the libraries of the last session; empty where nothing does."""
 
     def facts(one: Session | RunRecord) -> list[str]:
         return [one.machine.device if one.machine else "", f"Python {one.versions.python}" if one.versions else ""]

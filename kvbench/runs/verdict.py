@@ -11,15 +11,8 @@ Kept = Mapping[str, Any]
 
 
 def complaint(policy: Policy, record: Mapping[str, Any]) -> str | None:
-    """What is wrong when a sequence held more or less than its method promises (`Policy.bounds`).
-
-    Args:
-        policy: The method.
-        record: A sample's record, with what the ledger counted: `kept` and `ledger`.
-
-    Returns:
-        One line, or None when nothing is wrong or nothing was counted.
-    """
+    """Say in one line what is wrong when a sequence held more or less than its method promises (`Policy.bounds`), by a
+    sample's record (`kept` and `ledger`); None when nothing is, or nothing was counted."""
     kept: Kept = record.get("kept", {})
     if (ratio := kept.get("read_ratio", 0.0)) > 1:  # reading the bounds of pages costs bytes too
         return f"attention read {ratio:.3f} of the bytes it holds, which saves nothing"
@@ -41,7 +34,7 @@ def extent(kept: Kept) -> Extent:
 
 
 def _of_prompt(bounds: Bounds, kept: Kept) -> str | None:
-    """What is wrong behind the prompt."""
+    """Find what is wrong behind the prompt."""
     mean = kept["prompt_slots"] / kept["lists"]
     lists = [float(kept[name]) for name in ("prompt_slots_max", "prompt_slots_min") if name in kept]
     sizes = bounds.prompt_sizes
@@ -54,7 +47,7 @@ def _of_prompt(bounds: Bounds, kept: Kept) -> str | None:
 
 
 def _at_end(bounds: Bounds, kept: Kept) -> str | None:
-    """What is wrong behind the last token."""
+    """Find what is wrong behind the last token."""
     if (slots := kept.get("slots_per_tier")) is None:
         return None
     held, inside = sum(slots) / kept["lists"], sum(slots[tier] for tier in bounds.tiers) / kept["lists"]
@@ -73,7 +66,7 @@ def _said(count: float, least: float, most: float) -> str:
 
 
 def remark(policy: Policy, records: Sequence[Mapping[str, Any]]) -> str:
-    """What readers of a run should know of what its method did, from its samples' records; empty = nothing."""
+    """Say what readers of a run should know of what its method did, from its samples' records; empty = nothing."""
     held: list[Kept] = [record["kept"] for record in records if record.get("kept")]
     if isinstance(policy, Ranked) and policy.threshold is not None and policy.protect != "prompt":
         return _of_threshold(policy.threshold, [(kept, policy.fewest_of_prompt(extent(kept))) for kept in held])
@@ -81,10 +74,9 @@ def remark(policy: Policy, records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _of_threshold(threshold: float, samples: Sequence[tuple[Kept, int]]) -> str:
-    """What share of the prompts reached a threshold, and whether that was everything or nothing.
+    """Say what share of the prompts reached a threshold, and whether that was everything or nothing.
 
     Args:
-        threshold: The setting.
         samples: Of each sample its `kept`, and the tokens per list that stay whatever their score is.
     """
     total = sum(kept["prompt_tokens"] * kept["lists"] for kept, _ in samples)
@@ -100,7 +92,7 @@ def _of_threshold(threshold: float, samples: Sequence[tuple[Kept, int]]) -> str:
 
 
 def _of_bits(policy: Policy, held: Sequence[Kept]) -> str:
-    """How many bits keys and values have on average."""
+    """Say how many bits keys and values have on average."""
     slots = [sum(counts) for counts in zip(*(kept["slots_per_tier"] for kept in held), strict=True)]
     if not sum(slots) or any(tier.native for tier in policy.tiers):
         return ""
