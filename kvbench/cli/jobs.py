@@ -32,27 +32,32 @@ if TYPE_CHECKING:
 # States of jobs that have not ended, in words.
 OPEN = {"running": "still running", "lost": "ended without a word, as after a kill", "left": "not begun"}
 MAX_NAMED = 10  # failures that the end of a sweep repeats
-_parts: "dict[str, Loaders]" = {}  # of this process: a worker loads a model once for all jobs that it gets
+# Of this process, by `Jobs.key`: a worker loads a model once for all jobs that it gets, and says some notes once.
+_shared: "dict[str, tuple[Loaders, set[str]]]" = {}
+
+
+def _process() -> tuple[str, int]:
+    return socket.gethostname(), os.getpid()
 
 
 @dataclass
 class Jobs:
-    """What Hydra calls for each experiment. It is pickled for workers, so it holds words and paths only."""
+    """Hydra calls `run` for each experiment. It is pickled for workers, so it holds words and paths only."""
 
     sweep: Path | None = None
     """Folder of the sweep; None for a single experiment."""
     labels: list[str] = field(default_factory=list)
-    """What is special about each job of the sweep; empty where that is not known before."""
+    """A name for each job of the sweep; empty where they are not known before."""
     skip: bool = False
     """A method that is not for the model is left out: nobody named it, a pattern did."""
     place: Path = field(default_factory=Path.cwd)
     """Folder that relative paths are meant from."""
     own: tuple[Path, ...] = field(default_factory=files.own_folders)
     """The user's own folders of configuration."""
-    home: tuple[str, int] = field(default_factory=lambda: _process())
+    home: tuple[str, int] = field(default_factory=_process)
     """The process that started it."""
     codes: list[int] = field(default_factory=list)
-    """Exit code of a single experiment, and of jobs that ran in this process."""
+    """Exit code of a single experiment."""
 
     @property
     def key(self) -> str:
@@ -63,18 +68,10 @@ class Jobs:
         """One experiment; called by Hydra."""
         from hydra.core.hydra_config import HydraConfig
 
-        settings = HydraConfig.get()
         if self.sweep is None:
-            try:
-                finished = self._experiment(cfg, note)
-                if finished.ended:  # else the last shard shows the whole run
-                    _show(finished)
-                if finished.record.status == "failed":
-                    note(f"error: the run failed: {finished.record.message}")
-                self.codes.append(_code(finished))
-            except Exception as error:
-                self.codes.append(report(error))
+            self.codes.append(self._single(cfg))
             return
+        settings = HydraConfig.get()
         number = settings.job.num + 1
         with ExitStack() as stack:
             if _process() != self.home:
@@ -89,6 +86,19 @@ class Jobs:
             job = stack.enter_context(sweep.job(number))
             self._job(cfg, sweep, job, " ".join(settings.overrides.task))
 
+    def _single(self, cfg: "DictConfig") -> int:
+        """An experiment by itself: its tables and its picture; gives the exit code."""
+        from kvbench.show import table
+
+        try:
+            finished = self._experiment(cfg, note)
+            if finished.ended:  # else the last shard shows the whole run
+                folder, picture = finished.folder, _draw(finished)
+                table.show(finished.records, [folder / "run.json", folder / "samples.jsonl", picture])
+        except Exception as error:
+            return report(error)
+        return _code(finished)
+
     def _job(self, cfg: "DictConfig", sweep: Sweep, job: JobRecord, words: str) -> None:
         """One experiment of a sweep. Whatever becomes of it is written down; only a signal gets out of here, because
         the other experiments do not depend on this one."""
@@ -97,7 +107,7 @@ class Jobs:
         what = self.labels[job.number - 1] if self.labels else words
         note(f"{name}: {what}{f', {format_seconds(left)} left' if left else ''}")
         try:
-            finished = self._experiment(cfg, self._say_once())
+            finished = self._experiment(cfg, self._say_once)
             job.run = os.path.relpath(finished.folder, sweep.results_dir)
             if finished.reference is not None and finished.record.comparison is not None:
                 reference = Path(cfg.results_dir) / finished.record.comparison.reference
@@ -106,11 +116,9 @@ class Jobs:
             job.num_done = sum(session.num_done for session in sessions if session.started >= job.started)
             if finished.ended:
                 _draw(finished)
-            job.message, job.code = finished.record.message, _code(finished)
             status = finished.record.status if finished.ended else f"shard {cfg.shard} is done"
             note(f"{name}: {status}, {finished.folder}")
-            if job.code:
-                note(f"error: the run failed: {job.message}")
+            job.message, job.code = finished.record.message, _code(finished)
         except KeyboardInterrupt as stop:
             job.message, job.code = f"stopped by {str(stop) or 'SIGINT'}", endings.exit_code(stop)
             raise
@@ -121,48 +129,43 @@ class Jobs:
             else:
                 job.message, job.code = f"{error}" or type(error).__name__, report(error)
 
+    def _of_process(self) -> "tuple[Loaders, set[str]]":
+        """The loaders and the notes that were said, which this command's jobs in one process share."""
+        from kvbench.runs import parts
+
+        if self.key not in _shared:
+            _shared.clear()  # let go of another sweep's model
+            _shared[self.key] = parts.Loaders(), set()
+        return _shared[self.key]
+
     def _experiment(self, cfg: "DictConfig", say: Callable[[str], None]) -> "Run":
         from hydra.core.hydra_config import HydraConfig
 
-        from kvbench.runs import parts
-        from kvbench.runs.run import run_experiment
-        from kvbench.runs.sessions import Origin
+        from kvbench.runs.run import Origin, run_experiment
 
-        if self.key not in _parts:
-            _parts.clear()  # let go of another sweep's model
-            _parts[self.key] = parts.Loaders()
         settings = HydraConfig.get()
         choices = settings.runtime.choices
         own = [*config_dir_flags(self.own), *settings.overrides.task]  # of a sweep, this job's own values
         origin = Origin(command=own, experiment=choices.get("experiment") or "")
-        return run_experiment(cfg, method=choices["method"], parts=_parts[self.key], say=say, origin=origin)
+        return run_experiment(cfg, method=choices["method"], parts=self._of_process()[0], say=say, origin=origin)
 
-    def _say_once(self) -> Callable[[str], None]:
-        """Notes in a sweep: what is there already is said shortly, and once in each process."""
-        said = _said.setdefault(self.key, set())
-
-        def say(text: str) -> None:
-            if text.startswith("already there: "):
-                text = text.removesuffix(" (resume=false runs it again)")
-                if text in said:
-                    return
-                said.add(text)
-            note(text)
-
-        return say
+    def _say_once(self, text: str) -> None:
+        """A note of a sweep's job: one on what is there already is shorter, and said once in each process."""
+        if text.startswith("already there: "):
+            text, (_, said) = text.removesuffix(" (resume=false runs it again)"), self._of_process()
+            if text in said:
+                return
+            said.add(text)
+        note(text)
 
     def finish(self) -> int:
         """Let go of what jobs of this process shared; show what became of a sweep. Gives the worst exit code."""
-        _parts.pop(self.key, None)
-        _said.pop(self.key, None)
+        _shared.pop(self.key, None)
         if self.sweep is None:
             return max(self.codes, default=0)
         sweep = Sweep(self.sweep)
         with logged(sweep.log):
             return show_sweep(sweep)
-
-
-_said: dict[str, set[str]] = {}  # of this process, by `Jobs.key`
 
 
 def show_sweep(sweep: Sweep) -> int:
@@ -189,11 +192,10 @@ def show_sweep(sweep: Sweep) -> int:
     note(f"{len(states)} jobs: {counted}; log: {sweep.log}")
     named: dict[str, list[str]] = {}
     for number, state in states.items():
-        label = f"{number} ({labels[number]})" if number in labels else f"{number}"
-        if state == "failed":
-            named.setdefault(f"failed: {jobs[number].message}", []).append(label)
-        elif state in OPEN:
-            named.setdefault(f"{OPEN[state]}; give the same command again to go on", []).append(label)
+        if state != "done":
+            again = f"{OPEN.get(state)}; give the same command again to go on"
+            why = f"failed: {jobs[number].message}" if state == "failed" else again
+            named.setdefault(why, []).append(f"{number} ({labels[number]})" if number in labels else f"{number}")
     for why, which in list(named.items())[:MAX_NAMED]:
         more = f" and {len(which) - MAX_NAMED} more" if len(which) > MAX_NAMED else ""
         note(f"job{'s' * (len(which) > 1)} {', '.join(which[:MAX_NAMED])}{more} {why}")
@@ -206,27 +208,20 @@ def check_data(jobs: Sequence[Sequence[str]]) -> None:
     from kvbench.config.compose import compose
     from kvbench.runs import parts
 
-    check, seen = parts.Loaders().check_task, set()
+    loaders, tasks = parts.Loaders(), dict[frozenset[str], Sequence[str]]()
     for job in jobs:
-        about_task = frozenset(word for word in job if not word.startswith(("method", "hydra", "model", "batch_size")))
-        if about_task not in seen:
-            seen.add(about_task)
-            check(compose(list(job)))
-
-
-def _process() -> tuple[str, int]:
-    return socket.gethostname(), os.getpid()
+        rest = (word for word in job if not word.startswith(("method", "hydra", "model", "batch_size")))
+        tasks.setdefault(frozenset(rest), job)
+    for job in tasks.values():
+        loaders.check_task(compose(list(job)))
 
 
 def _code(finished: "Run") -> int:
-    return EXIT_FAILED if finished.record.status == "failed" else 0
-
-
-def _show(finished: "Run") -> None:
-    from kvbench.show import table
-
-    picture = _draw(finished)
-    table.show(finished.records, [finished.folder / "run.json", finished.folder / "samples.jsonl", picture])
+    """The exit code of an experiment; says why one failed."""
+    if finished.record.status != "failed":
+        return 0
+    note(f"error: the run failed: {finished.record.message}")
+    return EXIT_FAILED
 
 
 def _draw(finished: "Run") -> Path:

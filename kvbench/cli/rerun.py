@@ -11,8 +11,7 @@ from kvbench.config.settings import read_config
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import SampleRecord, key_of, read_samples
 from kvbench.runs.config import OWN
-from kvbench.runs.run import run_experiment
-from kvbench.runs.sessions import Origin
+from kvbench.runs.run import Origin, run_experiment
 from kvbench.show import terminal
 
 SHOWN = 5  # differences that are printed

@@ -8,6 +8,7 @@ results/<task>/<model>/<method>/<hash>/
 """
 
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -247,6 +248,11 @@ class RunRecord:
     def primary(self) -> str:
         """Name of the primary metric, or an empty string."""
         return next((name for name, metric in self.metrics.items() if metric.primary), "")
+
+    def note_backend(self, fallbacks: Iterable[str], graphs: dict[str, int]) -> None:
+        """Add what the backend of one session did; a run that goes on keeps what its earlier sessions named."""
+        self.backend_fallbacks = sorted({*self.backend_fallbacks, *fallbacks})
+        self.graphs = graphs or self.graphs
 
     def save(self, folder: Path) -> None:
         """Write `run.json` in one atomic step."""

@@ -104,8 +104,7 @@ def take(place: Path, journal: Journal, record: RunRecord, say: Callable[[str], 
     if own is not None:
         record.sessions += [session for session in own.sessions if session not in record.sessions]
         record.sessions.sort(key=lambda session: session.started)
-        record.backend_fallbacks = sorted({*record.backend_fallbacks, *own.backend_fallbacks})
-        record.graphs = own.graphs or record.graphs
+        record.note_backend(own.backend_fallbacks, own.graphs)
     if not (place / SAMPLES).exists():
         return
     with closing(Journal(place / SAMPLES, run=journal.run, warn=say)) as shard:

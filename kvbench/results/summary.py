@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from kvbench.engine.requests import BINS, Request
+from kvbench.engine.requests import BINS
 from kvbench.results.measures import ONE_SHOT_PEAK, PEAK, PREFILL, RATE, RESIDENT, Measure, at
-from kvbench.results.record import Comparison, Counts, DriftBin, Metric, Timing
+from kvbench.results.record import Comparison, DriftBin, Metric, Timing
 from kvbench.results.sample import SampleRecord
 from kvbench.stats.intervals import Estimate, estimate
 from kvbench.stats.paired import paired_difference
@@ -139,26 +139,6 @@ def compare(
         difference=paired_difference(pairs, weighting),
         num_worse=sum(a < b if higher_is_better else a > b for a, b in flat),
         num_better=sum(a > b if higher_is_better else a < b for a, b in flat),
-    )
-
-
-def counts(
-    records: Sequence[SampleRecord],
-    requests: Sequence[Request],
-    num_quarantined: int,
-    num_damaged: int,
-    num_copies: int = 0,
-) -> Counts:
-    """Samples by outcome."""
-    statuses = [record["status"] for record in records]
-    return Counts(
-        total=sum(request.num_samples for request in requests),
-        done=len(records),
-        **{status: statuses.count(status) for status in ("ok", "nan", "oom", "ungraded")},
-        truncated=sum(request.truncated for request in requests),
-        quarantined=num_quarantined,
-        copies=num_copies,
-        damaged=num_damaged,
     )
 
 

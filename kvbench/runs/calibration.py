@@ -61,14 +61,12 @@ def load(where: str) -> Calibration:
     except Exception as error:  # whatever the YAML library makes of a file that is none
         raise ValueError(f"{asked} cannot be read as YAML: {error}") from error
     content = {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
-    if missing := [key for key in NEEDED if key not in content]:
-        raise ValueError(
-            f"{asked} is no calibration file: it lacks {', '.join(missing)}; `kvbench calibrate method=...` writes one"
-        )
+    if missing := ", ".join(key for key in NEEDED if key not in content):
+        remedy = "`kvbench calibrate method=...` writes one"
+        raise ValueError(f"{asked} is no calibration file: it lacks {missing}; {remedy}")
     if (version := content.get("schema_version")) != SCHEMA_VERSION:
-        raise ValueError(
-            f"{asked} has schema version {version!r}, this kvbench reads {SCHEMA_VERSION}; calibrate again"
-        )
+        reads = f"this kvbench reads {SCHEMA_VERSION}; calibrate again"
+        raise ValueError(f"{asked} has schema version {version!r}, {reads}")
     _check_content(asked, content)
     return Calibration(path=path, content=content)
 
@@ -83,7 +81,7 @@ def _check_content(asked: str, content: Mapping[str, Any]) -> None:
             depth = 1 if part == "settings" else 2  # what is only compared may be a table of gates
             if not isinstance(name, str) or not name.isidentifier() or name.startswith("_") or name == KEY:
                 raise ValueError(f"{asked}: {part} has {shown(name)}, which is no setting's name")
-            if not _is_data(value, depth):
+            if not is_plain(value, depth) or "${" in str(value):  # an interpolation would read the environment
                 raise ValueError(
                     f"{asked}: {part}.{name}={shown(value)} is neither a number, text, true, false or null, nor a list "
                     "of these; a calibration file holds nothing else"
@@ -94,13 +92,11 @@ def _check_content(asked: str, content: Mapping[str, Any]) -> None:
             raise ValueError(f"{asked}: {part} must give {', '.join(keys)} as text; calibrate again")
 
 
-def _is_data(value: object, depth: int) -> bool:
-    """A scalar without interpolation, or lists of these, at most so deep."""
+def is_plain(value: object, depth: int = 99) -> bool:
+    """Tell a scalar, or lists of these at most so deep, from anything else."""
     if isinstance(value, list):
-        return depth > 0 and all(_is_data(item, depth - 1) for item in value)
-    if isinstance(value, str):
-        return "${" not in value
-    return value is None or isinstance(value, bool | int | float)
+        return depth > 0 and all(is_plain(item, depth - 1) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def apply(method: Mapping[str, Any]) -> tuple[dict[str, Any], Calibration | None]:

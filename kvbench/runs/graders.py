@@ -43,6 +43,9 @@ class GraderPool:
     def do(self, work: Callable[[], Any], take: Callable[[Any], None]) -> None:
         """Have a piece of work done in any thread; `take` gets its result in the caller's, now or in a later call or at
         the end of the block. Raises what `take` raised, or an earlier `work`."""
+        if not self.workers:
+            take(work())
+            return
         future: Future[Any] = Future()
         self._waiting.append((future, take))
         if len(self._threads) < self.workers:
@@ -50,8 +53,6 @@ class GraderPool:
             self._threads.append(threading.Thread(target=self._work, name="grader", daemon=True))
             self._threads[-1].start()
         self._todo.put((work, future))
-        if not self.workers:
-            self._one()
         self.hand_out(len(self._waiting) - self.workers * _WAITING_PER_WORKER)
 
     def hand_out(self, at_least: int = 0) -> None:
@@ -65,22 +66,12 @@ class GraderPool:
             take(future.result())
 
     def _work(self) -> None:
-        while self._one():
-            pass
-
-    def _one(self) -> bool:
-        item = self._todo.get()
-        if item is None or self._left:
-            return False
-        work, future = item
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            if not self.workers:
-                self._waiting.pop()
-                raise
-            future.set_exception(error)
-        return True
+        while (item := self._todo.get()) is not None and not self._left:
+            work, future = item
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
 
     def __enter__(self) -> Self:
         return self

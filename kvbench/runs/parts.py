@@ -1,4 +1,4 @@
-"""Where a run gets its policy, model, task and engine from.
+"""The policy, model, task and engine of a run.
 
 Torch and transformers take seconds to import, so the functions import what needs them: a wrong setting is answered
 before.
@@ -39,7 +39,11 @@ def make_policy(group: Mapping[str, Any]) -> "Policy":
     settings.pop(calibration.KEY, None)
     target = settings.pop("_target_", None)
     for name, value in settings.items():
-        check_plain(f"method.{name}", name, value)
+        if name.startswith("_"):
+            raise ValueError(f"method.{name} begins with an underscore, which no setting does; leave it out")
+        if not calibration.is_plain(value):
+            why = "is no plain value; give a number, text, true, false, null or a list"
+            raise ValueError(f"method.{name}={shown(value)} {why}")
     return read_settings(policy_class(target), settings, "method.")
 
 
@@ -47,52 +51,17 @@ def policy_class(target: object) -> "type[Policy]":
     """Find the class of a method by its module and name, also in a module of the user's own."""
     from kvbench.policy import Policy
 
+    wrong = f"method._target_={target} is no policy class"
     parts = target.split(".") if isinstance(target, str) else []
     if len(parts) < 2 or not all(part.isidentifier() and not part.startswith("__") for part in parts):
-        raise ValueError(f"method._target_={target} is no policy class: write MODULE.CLASS")
+        raise ValueError(f"{wrong}: write MODULE.CLASS")
     try:
         found = getattr(import_module(".".join(parts[:-1])), parts[-1])
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"method._target_={target} is no policy class: {error}") from error
+        raise ValueError(f"{wrong}: {error}") from error
     if not isinstance(found, type) or not issubclass(found, Policy) or not is_dataclass(found):
-        raise ValueError(f"method._target_={target} is no policy class: it must be a dataclass derived from Policy")
+        raise ValueError(f"{wrong}: it must be a dataclass derived from Policy")
     return found
-
-
-def check_plain(key: str, name: str, value: object) -> None:
-    """Refuse a setting that is more than a scalar or lists of scalars."""
-    if name.startswith("_"):
-        raise ValueError(f"{key} begins with an underscore, which no setting does; leave it out")
-    if not _is_plain(value):
-        raise ValueError(f"{key}={shown(value)} is no plain value; give a number, text, true, false, null or a list")
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
-
-
-def make_engine(
-    config: "RunConfig", model: "LoadedModel", policy: "Policy", *, prompts: "PromptCache | None" = None
-) -> "Engine":
-    """Build the engine, where the method fits the model."""
-    from kvbench.engine.engine import Engine
-    from kvbench.policy import check_sizes
-
-    check_sizes(policy, max_tokens=model.max_tokens, num_layers=model.model.config.num_hidden_layers)
-    return Engine(
-        model,
-        policy,
-        store=config.store,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        backend=config.backend.name,
-        fidelity_max_tokens=config.fidelity.max_tokens,
-        fidelity_per_token=config.fidelity.per_token,
-        prompts=prompts,
-        prefill_chunk=config.prefill.chunk,
-    )
 
 
 def _compile_kernels() -> None:
@@ -149,19 +118,9 @@ class Loaders:
         return self._kept("model", as_dict(group), load)
 
     def load_task(
-        self,
-        group: Mapping[str, Any],
-        model: "LoadedModel",
-        *,
-        limit: int | str | None,
-        seed: int,
-        protocol: Mapping[str, Any],
+        self, group: Mapping[str, Any], model: "LoadedModel", *, limit: int | str | None, seed: int, protocol: Mapping
     ) -> "TaskSet":
-        """The task of a task group.
-
-        Args:
-            limit: Samples per subset, `first:` and a number for the first ones; None for all.
-        """
+        """The task of a task group."""
 
         def load() -> "TaskSet":
             from kvbench.tasks import load_task
@@ -175,10 +134,24 @@ class Loaders:
     def make_engine(
         self, config: "RunConfig", model: "LoadedModel", policy: "Policy", *, prompts: "PromptCache | None" = None
     ) -> "Engine":
-        """The engine of a run, with the prompts that the others have read unless it is given some."""
-        if prompts is None:
-            prompts = self.prompts(config.prompt_cache_bytes)
-        return make_engine(config, model, policy, prompts=prompts)
+        """The engine of a run, where the method fits the model, with the prompts that the others have read unless it is
+        given some."""
+        from kvbench.engine.engine import Engine
+        from kvbench.policy import check_sizes
+
+        check_sizes(policy, max_tokens=model.max_tokens, num_layers=model.model.config.num_hidden_layers)
+        return Engine(
+            model,
+            policy,
+            store=config.store,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            backend=config.backend.name,
+            fidelity_max_tokens=config.fidelity.max_tokens,
+            fidelity_per_token=config.fidelity.per_token,
+            prompts=self.prompts(config.prompt_cache_bytes) if prompts is None else prompts,
+            prefill_chunk=config.prefill.chunk,
+        )
 
     def prompts(self, limit_bytes: int) -> "PromptCache":
         """The prompts that all engines with one `prompt_cache_bytes` share."""
@@ -189,7 +162,7 @@ class Loaders:
         return self._prompts[limit_bytes]
 
     def _kept(self, what: str, key: object, load: Callable[[], Any]) -> Any:
-        """What these settings give: the thing at hand, or a new one in its place."""
+        """Give the thing at hand where the settings are its own, or put a new one in its place."""
         text = json.dumps(key, sort_keys=True, default=str)
         if self._held.get(what, ("", None))[0] != text:
             self._held.pop(what, None)  # let go of the old one before the new one takes its memory

@@ -4,8 +4,9 @@ The full cache on the same samples is an experiment like any other; it is looked
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,93 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from kvbench.config.files import FULL
-from kvbench.results import shards, summary, tracking
+from kvbench.results import provenance, shards, summary, tracking
 from kvbench.results.journal import Journal, run_lock
-from kvbench.results.record import Counts, RunRecord, now
+from kvbench.results.record import Counts, RunRecord, Session, now
 from kvbench.results.sample import SampleRecord
 from kvbench.results.shards import Shard
-from kvbench.results.writing import write_atomic
+from kvbench.results.writing import JournalError, write_atomic
 from kvbench.runs.answers import compute_missing
 from kvbench.runs.config import AUTO, OWN, RunConfig
 from kvbench.runs.experiment import Experiment, keys_of, prepare
 from kvbench.runs.parts import Loaders
-from kvbench.runs.sessions import Origin, describe, other_machine, says_when_stopped, session_of
 from kvbench.show.progress import note
 
 MAX_LISTED = 100  # rows of broken data that run.json names; all are counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What asked for a run; it changes no answer."""
+
+    command: Sequence[str] = ()
+    """The words after `python -m kvbench`."""
+    experiment: str = ""
+    """Name of the preset in conf/experiment/."""
+
+
+@contextmanager
+def session_of(record: RunRecord, folder: Path, origin: Origin) -> Iterator[Session]:
+    """Keep `run.json` true whatever happens inside: failed after an error, else (a full disk) still running."""
+    session = Session(started=now(), command=list(origin.command))
+    session.versions, session.git, session.machine = record.versions, record.git, record.machine
+    record.started = record.started or session.started
+    record.sessions.append(session)
+    record.status, record.message = "running", ""
+    record.save(folder)
+    clock = time.perf_counter()
+
+    def end() -> None:
+        session.wall_s = time.perf_counter() - clock
+        session.ended = record.ended = now()
+        record.save(folder)
+
+    try:
+        yield session
+    except BaseException as error:
+        if isinstance(error, Exception) and not isinstance(error, JournalError):
+            record.status, record.message = "failed", f"{type(error).__name__}: {error}"
+        with suppress(JournalError):  # a full disk must not hide the error that came first
+            end()
+        raise
+    end()
+
+
+@contextmanager
+def says_when_stopped(record: RunRecord, folder: Path) -> Iterator[None]:
+    """Write the signal that stopped a run into its `run.json`. A run that had ended stays what it was."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        if record.status == "running":
+            record.status, record.message = "stopped", f"stopped by {str(stop) or 'SIGINT'}"
+        if record.hash:  # else it has not begun
+            with suppress(JournalError):
+                record.save(folder)
+        raise
+
+
+def describe(experiment: Experiment, record: RunRecord, origin: Origin) -> None:
+    """Write into a record what runs where, from now on."""
+    record.experiment = origin.experiment or record.experiment
+    record.task, record.model, record.method = experiment.task.name, experiment.model.name, experiment.method
+    record.prompt_only, record.model_remark = experiment.policy.prompt_only, experiment.model.remark
+    record.hash, record.identity = experiment.hash, experiment.identity
+    record.protocol, record.backend, record.seed = experiment.task.protocol, experiment.backend, experiment.config.seed
+    record.versions, record.git = provenance.versions(), provenance.git_state()
+    devices = [experiment.model.device, *(device for device, _ in experiment.model.places)]
+    record.machine = provenance.machine(*devices, processes=experiment.model.tensor_parallel)
+
+
+def other_machine(record: RunRecord) -> str:
+    """Name what differs from the machine or the libraries of the last session; empty where nothing does."""
+
+    def facts(one: Session | RunRecord) -> list[str]:
+        return [one.machine.device if one.machine else "", f"Python {one.versions.python}" if one.versions else ""]
+
+    before = record.sessions[-1] if record.sessions else Session()
+    pairs = zip(facts(before), facts(record), strict=True)
+    return "; ".join(f"{was} then, {is_now} now" for was, is_now in pairs if was and was != is_now)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,21 +156,25 @@ def summarise(experiment: Experiment, record: RunRecord, journal: Journal) -> No
     record.task_aggregate = task.aggregate(summary.for_task(records))
     record.fidelity, record.drift = summary.fidelity(records, task.weighting), summary.drift(records)
     record.ledger = summary.ledger(records)
-    # A run that was stopped and goes on keeps what its earlier sessions named.
-    record.backend_fallbacks = sorted({*record.backend_fallbacks, *experiment.engine.backend.fallbacks})
-    record.graphs = experiment.engine.graphs or record.graphs
-    record.kept = summary.means(item["kept"] for item in records if item["status"] == "ok")
+    record.note_backend(experiment.engine.backend.fallbacks, experiment.engine.graphs)
+    ok = [item for item in records if item["status"] == "ok"]
+    record.kept = summary.means(item["kept"] for item in ok)
     record.timing = summary.timing(records, sum(session.wall_s for session in record.sessions))
-    ok = [dict(item) for item in records if item["status"] == "ok"]
     record.remark = remark(experiment.policy, ok)
     _count(experiment, record, journal)
 
 
 def _count(experiment: Experiment, record: RunRecord, journal: Journal) -> None:
-    task = experiment.task
-    damaged = max(record.counts.damaged, journal.damaged)
-    records = list(journal.records.values())
-    record.counts = summary.counts(records, task.requests, len(task.quarantined), damaged, len(task.copies))
+    task, statuses = experiment.task, [item["status"] for item in journal.records.values()]
+    record.counts = Counts(
+        total=len(experiment.keys),
+        done=len(statuses),
+        **{status: statuses.count(status) for status in ("ok", "nan", "oom", "ungraded")},
+        truncated=sum(request.truncated for request in task.requests),
+        quarantined=len(task.quarantined),
+        copies=len(task.copies),
+        damaged=max(record.counts.damaged, journal.damaged),
+    )
     record.quarantined = list(task.quarantined[:MAX_LISTED])
 
 
@@ -145,8 +223,7 @@ def compute_shard(experiment: Experiment, shard: Shard, *, say: Callable[[str], 
                 try:
                     compute_missing(experiment, mine, session, requests=requests, done=done)
                 finally:
-                    own.backend_fallbacks = sorted({*own.backend_fallbacks, *experiment.engine.backend.fallbacks})
-                    own.graphs = experiment.engine.graphs or own.graphs
+                    own.note_backend(experiment.engine.backend.fallbacks, experiment.engine.graphs)
             own.status = "complete"
             own.save(place)
 

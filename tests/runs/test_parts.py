@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from kvbench.config import files as listing
 from kvbench.config.methods import method_settings
 from kvbench.runs.config import RunConfig, read_bytes
-from kvbench.runs.parts import Loaders, make_engine, make_policy
+from kvbench.runs.parts import Loaders, make_policy
 
 
 def test_every_shipped_method_builds():
@@ -42,12 +42,12 @@ def test_engine_from_configuration(tiny_model):
     store = {"page_bytes": 4096, "budget_bytes": None, "track": ["pos"]}
     settings = {"store": store, "batch_size": 3, "seed": 5, "backend": {"name": "torch"}, "fidelity": {"max_tokens": 7}}
     policy = make_policy(method_settings("full"))
-    engine = make_engine(RunConfig.read(settings), tiny_model(), policy)
+    engine = Loaders().make_engine(RunConfig.read(settings), tiny_model(), policy)
     assert (engine.batch_size, engine.seed, engine.fidelity_max_tokens, engine.backend.name) == (3, 5, 7, "torch")
     assert (engine.runner.options.page_bytes, engine.runner.options.track) == (4096, ("pos",))
     store["page_bites"] = 1
     with pytest.raises(ValueError, match="there is no setting store.page_bites. Did you mean store.page_bytes?"):
-        make_engine(RunConfig.read(settings), tiny_model(), policy)
+        Loaders().make_engine(RunConfig.read(settings), tiny_model(), policy)
     tiny_model().model.set_attn_implementation("sdpa")  # other tests use the same model without an engine
 
 
