@@ -1,7 +1,7 @@
 """The checks of a device: every operation there and by the plain torch reference, on the same random pages."""
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,14 +26,7 @@ from kvbench.kernels.reference.pages import region
 from kvbench.kernels.table import PageTable
 
 if TYPE_CHECKING:
-    from kvbench.kernels.gpu.manager import DevicePages
-
-
-def device_pages(*arguments: Any) -> "DevicePages":
-    """Makes the page manager of the GPU, whose package is optional."""
-    from kvbench.kernels.gpu.manager import DevicePages
-
-    return DevicePages(*arguments)
+    from kvbench.kernels.gpu.table import DeviceTable
 
 
 def check_pages(plan: Plan) -> Iterator[Finding]:
@@ -159,33 +152,26 @@ def check_attention(plan: Plan) -> Iterator[Finding]:
 
 
 def check_prompts(plan: Plan) -> Iterator[Finding]:
-    """Checks a prompt's attention with its log-sum-exp, and its column scores."""
+    """Checks the column scores of a prompt."""
     make = torch.Generator().manual_seed(2)
     for head_dim, dtype, _ in plan.kinds:
         if not plan.takes(f"prompts {head_dim} {dtype}"):
             continue
         length = min(plan.tokens, 700)
-        q, k, v = (torch.randn(h, length, head_dim, generator=make).to(dtype) for h in (6, 2, 2))
+        q, k = (torch.randn(h, length, head_dim, generator=make).to(dtype) for h in (6, 2))
         kind, scale = f"dim {head_dim}, {str(dtype).split('.')[1]}", head_dim**-0.5
-        there = q.to(plan.device), k.to(plan.device), v.to(plan.device)
-        with no_synchronisation(plan.device):
-            out, lse = plan.backend.attention_with_lse(*there, scale)
-        grouped = (q.double().unflatten(0, (2, 3)) @ k.double()[:, None].transpose(2, 3)).flatten(0, 1) * scale
-        grouped = grouped.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
-        want = (grouped.softmax(-1).unflatten(0, (2, 3)) @ v.double()[:, None]).flatten(0, 1)
-        yield Finding(f"prompt attention, {kind}", differ(out, want), BOUNDS[dtype])
-        yield Finding(f"prompt lse, {kind}", differ(lse, grouped.logsumexp(-1)), 1e-5)
+        there = q.to(plan.device), k.to(plan.device)
         for queries, skip_near, power in ((-1, 0, 1), (-1, length // 4, 2), (32, 7, 1)):
             columns = ColumnSums(queries=queries, skip_near=skip_near, power=power)
             with no_synchronisation(plan.device):
-                got = plan.backend.prompt_scores(there[0], there[1], scale, columns, HeadScores(group="max"))
+                got = plan.backend.prompt_scores(*there, scale, columns, HeadScores(group="max"))
             known = REFERENCE.column_scores(q, k, scale, columns)
             known = known.unflatten(0, (2, 3)).amax(1)
             name = f"column scores {queries}/{skip_near}/{power}, {kind}"
             yield Finding(name, differ(got / known.max(), known / known.max()), 1e-5)
         counted = ColumnSums(queries=-1, below_uniform=True)
         with no_synchronisation(plan.device):
-            got = plan.backend.column_scores(there[0], there[1], scale, counted)
+            got = plan.backend.column_scores(*there, scale, counted)
         known = REFERENCE.column_scores(q, k, scale, counted)
         # A probability that is just one over the keys may fall on either side.
         yield Finding(f"queries below the uniform share, {kind}", differ(got, known), 2)
@@ -247,7 +233,7 @@ def check_manager(plan: Plan) -> Iterator[Finding]:
     tokens, spare = (size, size), 3 * num
     pool = PagePool(16, spare, growable=False)
     table = PageTable(pool, tokens, num, 1, 1, 6)
-    held = device_pages(pool.page_bytes, spare, tokens, num, 6, plan.device)
+    there_pool, held = plan.backend.tables(pool.page_bytes, spare, tokens, (num, 1, 1), 6, plan.device)
     lists = torch.randperm(num, generator=make)
     on = lists.to(plan.device)
     for step in range(6):
@@ -263,10 +249,10 @@ def check_manager(plan: Plan) -> Iterator[Finding]:
         else:
             want, there = table.reserve(lists, tier, count), count.to(plan.device)
             with no_synchronisation(plan.device):
-                got = held.reserve(on, tier, there)
+                got = held.reserve(on, tier, there, at_most=0)
             same = torch.equal(got.cpu(), want)
-        held.check()
-        same = same and torch.equal(held.free_ids().cpu(), pool.free_ids())
+        there_pool.check()
+        same = same and torch.equal(there_pool.free_ids().cpu(), pool.free_ids())
         same = same and torch.equal(held.num_slots.cpu(), table.num_slots)
         name = f"manager, {num} lists, {'truncate' if step in (2, 3) else 'reserve'} tier {tier}: state differs"
         yield Finding(name, float(not same), 0)
@@ -278,8 +264,8 @@ def _compaction(plan: Plan, fmt: PageFormat) -> Finding:
     pool = PagePool(fmt.page_bytes, 4 * num, growable=False)
     pool.pages.copy_(torch.randint(256, pool.pages.shape, dtype=torch.uint8, generator=make))
     table = PageTable(pool, (size,), num, 1, 1, 4)
-    held = device_pages(fmt.page_bytes, 4 * num, (size,), num, 4, plan.device)
-    held.pages.copy_(pool.pages)
+    there, held = plan.backend.tables(fmt.page_bytes, 4 * num, (size,), (num, 1, 1), 4, plan.device)
+    there.pages.copy_(pool.pages)
     lists = torch.arange(num)
     count = torch.randint(0, 3 * size, (num,), generator=make)
     table.reserve(lists, 0, count)
@@ -290,8 +276,8 @@ def _compaction(plan: Plan, fmt: PageFormat) -> Finding:
     REFERENCE.move_slots(pool.pages, fmt, *moves)
     table.truncate(lists, 0, left)
     held.compact(lists.to(plan.device), 0, keep.to(plan.device), fmt)
-    held.check()
-    differ = bytes_differ(held.pages, pool.pages) + float(not torch.equal(held.free_ids().cpu(), pool.free_ids()))
+    there.check()
+    differ = bytes_differ(there.pages, pool.pages) + float(not torch.equal(there.free_ids().cpu(), pool.free_ids()))
     return Finding("manager, compaction: bytes", differ, 0)
 
 
@@ -315,8 +301,8 @@ def check_graph(plan: Plan) -> Iterator[Finding]:
         for _ in range(3 if captured else 4):
             step()
         torch.cuda.synchronize()
-        held.check()
-        results.append((result.clone(), held.num_slots.clone(), held.pages.clone()))
+        held.pool.check()
+        results.append((result.clone(), held.num_slots.clone(), held.pool.pages.clone()))
     (out, slots, pages), (again, slots_again, pages_again) = results
     yield Finding("captured step: output", differ(again, out), 0)
     yield Finding(
@@ -324,26 +310,26 @@ def check_graph(plan: Plan) -> Iterator[Finding]:
     )
 
 
-def decode_step(plan: Plan) -> tuple[Callable[[], None], "DevicePages", Tensor]:
-    """A step over four sequences of two KV heads, its page manager and where it leaves its output."""
+def decode_step(plan: Plan) -> tuple[Callable[[], None], "DeviceTable", Tensor]:
+    """A step over four sequences of two KV heads, its page tables and where it leaves its output."""
     fmt, head_dim, num = format_of("k8v4", 64), 64, 8
     size = fmt.tokens_per_page
     make = torch.Generator(plan.device).manual_seed(8)
-    held = device_pages(fmt.page_bytes, 64, (size,), num, 4, plan.device)
-    held.pages.zero_()
+    pool, held = plan.backend.tables(fmt.page_bytes, 64, (size,), (num, 1, 1), 4, plan.device)
+    pool.pages.zero_()
     lists = torch.arange(num, device=plan.device)
     one, out = torch.ones_like(lists), torch.zeros(4, 8, head_dim, device=plan.device)
     q = torch.randn(4, 8, head_dim, generator=make, device=plan.device, dtype=torch.float16)
     k, v = (torch.randn(num, head_dim, generator=make, device=plan.device, dtype=torch.float16) for _ in range(2))
 
     def step() -> None:
-        page, slot = held.lookup(lists, 0, held.reserve(lists, 0, one))
-        plan.backend.write_keys(held.pages, fmt, page, slot, k)
-        plan.backend.write_values(held.pages, fmt, page, slot, v)
-        plan.backend.write_tracked(held.pages, fmt, page, slot, 0.0, slot)
+        page, slot = held.lookup(lists, 0, held.reserve(lists, 0, one, at_most=0))
+        plan.backend.write_keys(pool.pages, fmt, page, slot, k)
+        plan.backend.write_values(pool.pages, fmt, page, slot, v)
+        plan.backend.write_tracked(pool.pages, fmt, page, slot, 0.0, slot)
         count = held.num_slots[0].view(4, 2)
         tier = TierPages(fmt, held.page_ids(lists, 0, 4).view(4, 2, -1), count, count)
-        out.copy_(plan.backend.paged_decode(q, held.pages, [tier], None, 0.1, group="max", accumulate=True)[0])
+        out.copy_(plan.backend.paged_decode(q, pool.pages, [tier], None, 0.1, group="max", accumulate=True)[0])
         for x in (k, v):  # another token in the next step: attention over equal ones would not show which were read
             x.copy_(x.roll(1, -1))
 

@@ -20,6 +20,7 @@ class PagePool:
     The free list is a circular array of page ids between two counters that only rise, taken modulo its length. The
     number of free pages is kept explicitly, because equal counters cannot tell full from empty. `others` counts the
     holders of every page beyond the first, int32 [num_pages]; it is None, and costs nothing, while no page is shared.
+    `taken` counts pages that calls which were not waited for have taken at most; on a device alone.
 
     Args:
         page_bytes: Bytes per page.
@@ -42,6 +43,7 @@ class PagePool:
         self.end = num_pages  # where the next returned page goes
         self.num_free = num_pages
         self.others: Tensor | None = None
+        self.taken = 0
         self._before: tuple[int, int, Tensor | None] = (self.end, self.num_free, None)
 
     @property
@@ -75,15 +77,19 @@ class PagePool:
         total = int(need.sum())
         if total > self.num_free:
             if not self.growable:
-                raise PoolExhausted(
-                    f"{total} pages of {self.page_bytes} B are needed but {self.num_free} of {self.num_pages} are "
-                    "free; raise store.budget_bytes, lower batch_size, or choose a smaller method budget"
-                )
+                raise self.exhausted(total, self.num_free)
             self._grow(total - self.num_free)
         ids = torch.cat([self.free_list[part] for part in self._parts(self.start, total)]).long()
         self.start += total
         self.num_free -= total
         return ids, offsets
+
+    def exhausted(self, needed: int, free: int) -> PoolExhausted:
+        """The error where fewer pages are free than needed."""
+        return PoolExhausted(
+            f"{needed} pages of {self.page_bytes} B are needed but {free} of {self.num_pages} are free; raise "
+            "store.budget_bytes, lower batch_size, or choose a smaller method budget"
+        )
 
     def undo_allocate(self, count: int) -> None:
         """Undoes the last `allocate`, of `count` pages; needs no memory."""
@@ -132,11 +138,6 @@ class PagePool:
         return pages[left < 0], after if bool(after.any()) else None
 
     # What the host knows of pages that are kept on a device (`kernels.gpu.table`).
-
-    @property
-    def taken(self) -> int:
-        """Pages that calls which were not waited for have taken at most, so far."""
-        return 0
 
     @property
     def surely_free(self) -> int:

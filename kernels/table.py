@@ -127,13 +127,17 @@ class PageTable:
             raise AssertionError("only an empty list can share what another one holds")
         self.pool.share(self._pages_of(old))
         try:
-            self.entries[new] = self.entries[old]
-            if len(self.further):
-                self.further[new] = self.further[old]
-            self.num_slots[:, new] = self.num_slots[:, old]  # last: until then the new lists hold nothing
+            self._copy_entries(old, new)
         except BaseException:
             self.pool.undo()
             raise
+
+    def _copy_entries(self, old: Tensor, new: Tensor) -> None:
+        """Lets lists name the pages that others name."""
+        self.entries[new] = self.entries[old]
+        if len(self.further):
+            self.further[new] = self.further[old]
+        self.num_slots[:, new] = self.num_slots[:, old]  # last: until then the new lists hold nothing
 
     def own(self, slots: list[tuple[int, Tensor, Tensor]]) -> None:
         """Gives lists pages of their own where a page with a slot of theirs is held by others, too.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvbench.kernels.gpu import backend, decode, manager, moves
+from kvbench.kernels.gpu import backend, decode, pages, table
 from kvbench.kernels.reference import quant
 
 
@@ -38,7 +38,7 @@ def without_data() -> Iterator[None]:
     """A GPU of 132 multiprocessors is asked for, and no table without data stays behind."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "_num_processors", lambda device: 132)
-        for name, *modules in (("byte_map", moves, manager, backend), ("_numbers", quant)):
+        for name, *modules in (("byte_map", pages, table, backend), ("_numbers", quant)):
             for module in modules:
                 patch.setattr(module, name, _made_before(getattr(module, name).__wrapped__))
         yield

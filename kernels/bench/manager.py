@@ -101,7 +101,7 @@ class AllAtOnce:
         self.table, self.lists = table, lists
 
     def reserve(self, count: Tensor) -> None:
-        self.table.reserve(self.lists, 0, count)
+        self.table.reserve(self.lists, 0, count, at_most=0)  # enough are free: nothing is waited for
 
     def truncate(self, count: Tensor) -> None:
         self.table.truncate(self.lists, 0, count)
@@ -129,11 +129,9 @@ class _State:
             "all at once": AllAtOnce(self.table, self.lists),
             "one by one": self.host,
         }
-        self.kernels = None
+        self.kernels: Any = None
         if backend.name == "triton":
-            from kvbench.kernels.gpu.manager import DevicePages
-
-            self.kernels = DevicePages(PAGE_BYTES, lists * most, (size,), lists, most, device)
+            _, self.kernels = backend.tables(PAGE_BYTES, lists * most, (size,), (lists, 1, 1), most, device)
             self.managers["on the device"] = AllAtOnce(self.kernels, self.lists)
         for manager in self.managers.values():
             if isinstance(manager, OneByOne):
@@ -181,12 +179,11 @@ class _State:
 
     def kernels_agree(self) -> float:
         """0 when the manager on the device holds as many slots in every list, and every page once, else 1."""
-        assert self.kernels is not None
-        self.kernels.check()
+        self.kernels.pool.check()
         counts = self.table.num_pages(0)
         held = torch.arange(self.table.max_pages, device=counts.device) < counts[:, None]
         ids = self.kernels.page_ids(self.lists, 0, self.table.max_pages)[held]
-        every = torch.cat([ids, self.kernels.free_ids()]).sort().values
+        every = torch.cat([ids, self.kernels.pool.free_ids()]).sort().values
         same = torch.equal(self.kernels.num_slots, self.table.num_slots)
         return float(not (same and torch.equal(every, torch.arange(self.pool.num_pages, device=every.device))))
 

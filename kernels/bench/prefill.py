@@ -16,7 +16,6 @@ from torch import Tensor
 from kvbench.kernels.bench import caches, machine
 from kvbench.kernels.bench.bench import DTYPES, Bench, Common, label_of, main, parse_shape, setting
 from kvbench.kernels.bench.rounds import Variant
-from kvbench.kernels.dispatch import gpu_backend
 from kvbench.kernels.operands import ColumnSums, HeadScores
 
 # Of the largest exact element. Kernels may multiply 16-bit elements of the prompt in 16 bits and sum in 32.
@@ -75,9 +74,6 @@ class Settings(Common):
             return F.scaled_dot_product_attention(a, b, c, is_causal=True, scale=scale, enable_gqa=True)[0]
 
         made: dict[str, tuple[Callable[[int], Found], int]] = {"attention": (attend, -1), "sdpa": (sdpa, -1)}
-        if backend.name == "triton":
-            with_lse = gpu_backend(device).attention_with_lse
-            made["own kernel with lse"] = lambda n: with_lse(q[:, :n], k[:, :n], v[:, :n], scale)[0], -1
         if self.eager:
             need, free = 3 * 4 * queries * length * length, machine.available_bytes(device)
             if free is None or need <= 0.5 * free:

@@ -1,20 +1,13 @@
 """The GPU backend: Triton kernels for NVIDIA and AMD, written once.
 
-The kernels are in `attend`, `bounds`, `choice`, `chunks`, `decode`, `fields`, `moves`, `pages`, `prefill` and `step`
-beside this file. Prompt attention is torch's own fused kernel. For the rest plain torch stands in, much slower, and
-`fallbacks` names it: codes whose levels are a table, sums that are no sums, and reading back all that a list with a
-residual buffer holds. Which slot lies where is kept on the device, too (`table` with `manager`, `lookup` and
-`placing`).
+For what has no kernel beside this file plain torch stands in, much slower, and `fallbacks` names it: codes whose levels
+are a table, sums that are no sums, and reading back all that a list with a residual buffer holds. Which slot lies where
+is kept on the device, too (`table`).
 
-Capture-safe, once warmed up: `paged_decode`, `choose_pages`, `add_scores`, `write_keys`, `write_values`,
-`write_tracked`, `widen_bounds`, `read_slots`, `demote`, `move_slots`, `prompt_scores`, `prefill_attention`,
-`chunk_attention`, `gather_dense`, and of `DevicePages` `reserve`, `truncate`, `lookup`, `page_ids` and `compact`. Not:
-`gather_dense` behind a residual buffer (it reads how long the lists are), `DevicePages.check`, `stats` and `free_ids`.
-
-The store does not use `attention_with_lse`: torch's own fused attention gives the same.
+Capture-safe, once warmed up, are all operations but `gather_dense` behind a residual buffer, which reads how long the
+lists are; of `DeviceTable` those that do not look at the pool.
 """
 
-import math
 import os
 
 import torch
@@ -24,16 +17,21 @@ from kvbench.kernels import checks
 from kvbench.kernels.backend import Backend, FusedStep
 from kvbench.kernels.codes import BITS, code_of
 from kvbench.kernels.format import PageFormat
-from kvbench.kernels.gpu.bounds import KEYS, _widen_pages, page_bounds
-from kvbench.kernels.gpu.choice import choose
-from kvbench.kernels.gpu.chunks import attend_chunk
+from kvbench.kernels.gpu.bounds import KEYS, _widen_pages, choose, page_bounds
 from kvbench.kernels.gpu.decode import Lists, ListTier, _add_scores, attend_lists, score_offset
-from kvbench.kernels.gpu.fields import BLOCK, _read_side, _write_fields
-from kvbench.kernels.gpu.manager import DevicePages
-from kvbench.kernels.gpu.moves import _demote_both, _move_bytes, byte_map
-from kvbench.kernels.gpu.pages import TILE, slots_per_program, write_part
-from kvbench.kernels.gpu.parts import ELEMENT, LOG2_E, launch, power_of_two, side_layout
-from kvbench.kernels.gpu.prefill import prompt_statistics, sum_columns
+from kvbench.kernels.gpu.pages import (
+    BLOCK,
+    TILE,
+    _demote_both,
+    _move_bytes,
+    _read_side,
+    _write_fields,
+    byte_map,
+    slots_per_program,
+    write_part,
+)
+from kvbench.kernels.gpu.parts import ELEMENT, launch, power_of_two, side_layout
+from kvbench.kernels.gpu.prefill import attend_chunk, sum_columns
 from kvbench.kernels.gpu.step import DeviceStep
 from kvbench.kernels.gpu.table import DevicePool, DeviceTable
 from kvbench.kernels.operands import (
@@ -362,22 +360,6 @@ class Gpu(Backend):
             SV=side_layout(source, "v", least=1), enable_fp_fusion=False,
         )  # fmt: skip
 
-    def attention_with_lse(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Causal attention of a whole prompt with the log-sum-exp of every query's logits.
-
-        Args:
-            q: [Hq, N, D]; k, v: [H, N, D], the model's dtype.
-
-        Returns:
-            [Hq, N, D] in the same dtype; lse fp32 [Hq, N].
-
-        Source: FlashAttention (Dao et al. 2022), online softmax over key blocks.
-        """
-        checks.prompt(q, k, v)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        tops, sums = prompt_statistics(q, k, scale, 0, (v, out))
-        return out, (tops + sums.log2()) / LOG2_E
-
     def tables(
         self,
         page_bytes: int,
@@ -387,5 +369,5 @@ class Gpu(Backend):
         max_pages: int,
         device: torch.device | str,
     ) -> tuple[DevicePool, DeviceTable]:
-        pool = DevicePool(DevicePages(page_bytes, num_pages, tokens_per_page, math.prod(shape), max_pages, device))
-        return pool, DeviceTable(pool, *shape)
+        pool = DevicePool(page_bytes, num_pages, device)
+        return pool, DeviceTable(pool, tokens_per_page, *shape, max_pages)

@@ -25,11 +25,11 @@ from kvbench.kernels.device_checks import CHECKS
 from kvbench.kernels.device_inputs import Plan, bounded_format, format_of
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.backend import Gpu
-from kvbench.kernels.gpu.choice import choose
+from kvbench.kernels.gpu.bounds import choose
 from kvbench.kernels.gpu.decode import Lists, ListTier
-from kvbench.kernels.gpu.fields import copy_pages
-from kvbench.kernels.gpu.manager import AT_ONCE, DevicePages
+from kvbench.kernels.gpu.pages import copy_pages
 from kvbench.kernels.gpu.parts import Kernel, recording
+from kvbench.kernels.gpu.table import AT_ONCE
 from kvbench.kernels.operands import PageChoice, ScoreUpdate, StepRing, StepScores, TierPages
 from kvbench.kernels.tier_table import KeyRotation, SlotSearch
 
@@ -152,7 +152,7 @@ def _step(dtype: torch.dtype, *names: str, ring: bool = False, rotated: bool = F
     page_bytes = max(fmt.page_bytes for fmt in formats)
     formats = [PageFormat(fmt.slot, page_bytes, bounds=fmt.bounds) for fmt in formats]
     _, table = Gpu().tables(page_bytes, 8, sizes, (1, 1, _HEADS), 4, "cpu")
-    pages, seen = table.held.pages, torch.full((1,), 9)
+    pages, seen = table.pool.pages, torch.full((1,), 9)
     buffer, rows = torch.zeros(1, 1, _HEADS, 32, _DIM, dtype=dtype), torch.zeros(1, dtype=torch.int64)
     frequencies = torch.zeros(_DIM // 2)
     turn = KeyRotation(frequencies, torch.zeros(1, 2 * sizes[0], dtype=torch.int64)) if rotated else None
@@ -212,10 +212,10 @@ def _pages_of_many_lists(plan: Plan) -> None:
     """Taking, returning and compacting pages of more lists than one program takes."""
     fmt, count = format_of("k4v2", _DIM), 2 * AT_ONCE
     lists, size = torch.arange(count), fmt.tokens_per_page
-    pages = DevicePages(fmt.page_bytes, 16, (size, size), count, 4, "cpu")
-    pages.reserve(lists, 0, lists)
-    pages.truncate(lists, 1, lists)
-    pages.compact(lists, 1, torch.ones(count, 64, dtype=torch.bool), fmt)
+    _, table = Gpu().tables(fmt.page_bytes, 2 * count, (size, size), (count, 1, 1), 4, "cpu")
+    table.reserve(lists, 0, lists, at_most=0)
+    table.truncate(lists, 1, lists)
+    table.compact(lists, 1, torch.ones(count, 64, dtype=torch.bool), fmt)
 
 
 CASES: dict[str, Callable[[Plan], Iterable[object] | None]] = {

@@ -1,4 +1,5 @@
-"""GPU backend: the kernels that move page ids between the free list and the page tables; `manager` launches them."""
+"""GPU backend: the kernels that move page ids between the free list and the page tables, and slots as lists are
+compacted; `table` launches them."""
 
 import triton
 import triton.language as tl
@@ -168,3 +169,68 @@ def _change_at_once(
             )  # fmt: skip
             offset += tl.sum(need.to(tl.int64), 0)
     _close(state, status, total, fault, RELEASE)
+
+
+@triton.jit
+def _pair_moves(
+    lists, keep, num_slots, sources, targets, counts, num_lists, width, TIER: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Pairs the holes of one list, lowest first, with its kept slots from the end; unused entries become -1."""
+    pid = tl.program_id(0).to(tl.int64)
+    held = tl.minimum(tl.load(num_slots + TIER * num_lists + tl.load(lists + pid)), width)
+    count = tl.full([], 0, tl.int32)
+    for begin in range(0, width, BLOCK):
+        i = begin + tl.arange(0, BLOCK)
+        kept = tl.load(keep + pid * width + i, mask=i < held, other=0) != 0
+        count += tl.sum(kept.to(tl.int32), 0)
+        tl.store(sources + pid * width + i, tl.zeros([BLOCK], tl.int32) - 1, mask=i < width)
+        tl.store(targets + pid * width + i, tl.zeros([BLOCK], tl.int32) - 1, mask=i < width)
+    tl.store(counts + pid, count.to(tl.int64))
+    movers = tl.full([], 0, tl.int32)
+    for begin in range(0, width, BLOCK):
+        i = begin + tl.arange(0, BLOCK)
+        kept = tl.load(keep + pid * width + i, mask=i < held, other=0) != 0
+        movers += tl.sum((kept & (i >= count)).to(tl.int32), 0)
+    tl.debug_barrier()  # the entries below were cleared by other threads
+    holes = tl.full([], 0, tl.int32)
+    left = movers
+    for begin in range(0, width, BLOCK):
+        i = begin + tl.arange(0, BLOCK)
+        kept = tl.load(keep + pid * width + i, mask=i < held, other=0) != 0
+        hole = ((kept == 0) & (i < count)).to(tl.int32)
+        mover = (kept & (i >= count)).to(tl.int32)
+        tl.store(targets + pid * width + holes + tl.cumsum(hole, 0) - 1, i, mask=hole > 0)
+        tl.store(sources + pid * width + left - tl.cumsum(mover, 0), i, mask=mover > 0)
+        holes += tl.sum(hole, 0)
+        left -= tl.sum(mover, 0)
+
+
+@triton.jit
+def _move_listed(
+    pages, lists, table, sources, targets, byte_places, width, num_bytes, page_bytes, max_pages, TIER: tl.constexpr,
+    T: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
+    """Carries out a chunk of one list's moves, until an entry is -1; bytes of a slot as in `byte_map`."""
+    pid, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * BM
+    if tl.load(targets + pid * width + begin) >= 0:
+        i = begin + tl.arange(0, BM)
+        to = tl.load(targets + pid * width + i, mask=i < width, other=-1)
+        source = tl.load(sources + pid * width + i, mask=i < width, other=-1)
+        live = (to >= 0) & (source >= 0)
+        row = table + tl.load(lists + pid).to(tl.int64) * max_pages
+        to, source = tl.maximum(to, 0), tl.maximum(source, 0)
+        if TIER % 2 == 1:
+            to_column, source_column = max_pages - 1 - to // T, max_pages - 1 - source // T
+        else:
+            to_column, source_column = to // T, source // T
+        to_page = tl.load(row + to_column, mask=live, other=0).to(tl.int64)
+        source_page = tl.load(row + source_column, mask=live, other=0).to(tl.int64)
+        for start in range(0, num_bytes, BB):
+            j = start + tl.arange(0, BB)
+            wanted = j < num_bytes
+            offset = tl.load(byte_places + 2 * j, mask=wanted, other=0)
+            step = tl.load(byte_places + 2 * j + 1, mask=wanted, other=0)
+            mask = live[:, None] & wanted[None, :]
+            origin = source_page[:, None] * page_bytes + offset[None, :] + (source % T)[:, None] * step[None, :]
+            place = to_page[:, None] * page_bytes + offset[None, :] + (to % T)[:, None] * step[None, :]
+            tl.store(pages + place, tl.load(pages + origin, mask=mask, other=0), mask=mask)

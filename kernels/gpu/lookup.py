@@ -1,20 +1,10 @@
-"""GPU backend: what the page tables say, and the smallest tracked number of every list, found where the numbers lie.
+"""GPU backend: the kernels that read the page tables, and find the smallest tracked number of every list where the
+numbers lie; `table` launches them, one launch whatever the number of lists."""
 
-One launch each, whatever the number of lists; nothing is read back.
-"""
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.attend import table_page
-from kvbench.kernels.gpu.parts import launch, power_of_two
-from kvbench.kernels.tier_table import ExtremeOf, SlotSearch
-
-_BLOCK = 256
-_BY: dict[ExtremeOf, int] = {"mean": 0, "score": 1, "pos": 2}
 
 
 @triton.jit
@@ -147,20 +137,6 @@ def _find_extreme(
     tl.store(pos_of + pid, tl.where(best_slot < 0, -1, best_pos))
 
 
-def lookup(
-    table: Tensor, tokens_per_page: int, is_reversed: bool, lists: Tensor, slot: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Page id and slot within the page, int64, for slot numbers of the given lists (same shape); -1 for slot numbers
-    below 0."""
-    lists, slot = lists.contiguous(), slot.contiguous()
-    page, inside = (torch.empty(slot.shape, dtype=torch.int64, device=slot.device) for _ in range(2))
-    launch(
-        _lookup, (-(-slot.numel() // _BLOCK),), lists, slot, table, page, inside, slot.numel(), table.shape[1],
-        T=tokens_per_page, REVERSED=is_reversed, BLOCK=_BLOCK,
-    )  # fmt: skip
-    return page, inside
-
-
 @triton.jit
 def _tracked_slots(
     pages, lists, table, num_slots, score, pos, there, held, page_bytes, entries, width, T: tl.constexpr,
@@ -185,73 +161,3 @@ def _tracked_slots(
     tl.store(score + to, value, mask=slot < width)
     tl.store(pos + to, where.to(tl.int64), mask=slot < width)
     tl.store(there + to, live, mask=slot < width)
-
-
-def tracked_slots(
-    pages: Tensor, fmt: PageFormat, table: Tensor, is_reversed: bool, num_slots: Tensor, lists: Tensor, width: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the slots of lists (int64 [M]) track: score fp32, position int64, and bool: the list holds the slot; of
-    `width` slots each, [M, width]. A score that is not tracked is 0, a position -1. And int64 [M] slots held."""
-    shape = (len(lists), width)
-    held = torch.empty_like(lists)
-    score, pos, there = (
-        torch.empty(shape, dtype=dtype, device=lists.device) for dtype in (torch.float32, torch.int64, torch.bool)
-    )
-    offsets = {name.upper(): fmt.regions[name][0] if name in fmt.slot.track else -1 for name in ("score", "pos")}
-    launch(
-        _tracked_slots, (len(lists), -(-width // _BLOCK)), pages, lists, table, num_slots, score, pos, there,
-        held, pages.shape[1], table.shape[1], width, T=fmt.tokens_per_page, **offsets, REVERSED=is_reversed,
-        BLOCK=_BLOCK,
-    )  # fmt: skip
-    return score, pos, there, held
-
-
-def count_rows(num_slots: Tensor, rows: Tensor, per_row: int, tokens_per_page: tuple[int, ...]) -> Tensor:
-    """What rows (int64 [S]) of `per_row` lists hold, int64 [1 + tiers, S]: their pages, and by tier the slots of the
-    longest list."""
-    tiers, num_lists = num_slots.shape
-    out = torch.empty(1 + tiers, len(rows), dtype=torch.int64, device=rows.device)
-    sizes = [*tokens_per_page, 1, 1, 1][:4]
-    launch(
-        _count_rows, (len(rows),), rows, num_slots, out, len(rows), per_row, num_lists, T0=sizes[0], T1=sizes[1],
-        T2=sizes[2], T3=sizes[3], TIERS=tiers, BLOCK=min(1024, power_of_two(per_row)),
-    )  # fmt: skip
-    return out
-
-
-def find_extreme(
-    pages: Tensor, fmt: PageFormat, table: Tensor, is_reversed: bool, num_slots: Tensor, rows: Tensor,
-    shape: tuple[int, int, int], search: SlotSearch, over_layer: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The slot of every list of rows with the smallest value.
-
-    Args:
-        table, num_slots: int32 [lists, entries] and [lists] of the tier.
-        is_reversed: A list's pages begin at the right end of its entries.
-        rows: int64 [S].
-        shape: (S, L, H).
-        search: What is sought, with numbers per sequence.
-        over_layer: Compare the mean over the heads of a layer.
-
-    Returns:
-        value fp32, slot int64, position int64, each [S, L, H].
-    """
-    by, seen, first = search.by, search.seen, search.first
-    per_row = shape[1] * shape[2]
-    value = torch.empty(shape, dtype=torch.float32, device=rows.device)
-    slot, pos = (torch.empty(shape, dtype=torch.int64, device=rows.device) for _ in range(2))
-    given = [
-        seen if x is None else x
-        for x in (search.floor, search.before, search.exact, first if isinstance(first, Tensor) else None)
-    ]
-    offsets = {name.upper(): fmt.regions[name][0] if name in fmt.slot.track else -1 for name in ("score", "pos")}
-    if offsets["SCORE"] < 0 and by != "pos":
-        raise AssertionError(f"the format tracks {fmt.slot.track}, and a search by {by} needs scores")
-    launch(
-        _find_extreme, (shape[0] * per_row,), pages, table, rows, num_slots, seen, *given, value, slot, pos,
-        pages.shape[1], per_row, table.shape[1], 0 if isinstance(first, Tensor) else first, T=fmt.tokens_per_page,
-        BY=_BY[by], **offsets, FLOOR=search.floor is not None, BEFORE=search.before is not None,
-        EXACT=search.exact is not None, LOWEST=isinstance(first, Tensor), HEADS=shape[2] if over_layer else 1,
-        REVERSED=is_reversed, BLOCK=256,
-    )  # fmt: skip
-    return value, slot, pos

@@ -1,13 +1,17 @@
-"""GPU backend: writing slots in pages.
+"""GPU backend: slots of pages written, read, moved within a tier and demoted into another one; whole pages copied.
 
 Page ids below 0 are passed over, so that a plan over all lists needs no compaction into the lists that it concerns.
-Every function here is capture-safe.
+Every function here is capture-safe, `byte_map` once it was called for a format: it copies a small table to the device.
 """
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvbench.kernels.codes import SCALE_BYTES
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.coding import (
     codes_of,
@@ -25,6 +29,7 @@ from kvbench.kernels.gpu.coding import (
 from kvbench.kernels.gpu.parts import e4m3_bytes, e4m3_values, elements, launch, power_of_two, side_layout
 
 TILE = 2048  # entries of a program's tile
+BLOCK = 256  # slots of a program that writes tracked fields
 
 
 @triton.jit
@@ -172,6 +177,146 @@ def _write_key_groups(
     codes = codes_of(values, grown + scale[None, :, :], grown + zero[None, :, :], SIDE, True)
     put = base + SIDE.OFF + w[None, :] * T + (start + i)[:, None]
     store_codes(put, codes, plane, T, (i < tokens)[:, None] & (w < SIDE.W)[None, :], SIDE)
+
+
+@triton.jit
+def _write_fields(
+    pages, page, slot, score, pos, score_value, page_bytes, count, SCORE: tl.constexpr, SCORES: tl.constexpr,
+    POS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Score and position of a block of slots; SCORE and POS are their byte offsets in a page, -1 where not tracked."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(page + row, mask=row < count, other=-1).to(tl.int64)
+    live = target >= 0
+    at = tl.load(slot + row, mask=live, other=0)
+    base = pages + target * page_bytes
+    if SCORE >= 0:
+        value = tl.zeros([BLOCK], tl.float32) + score_value
+        if SCORES:
+            value = tl.load(score + row, mask=live, other=0.0).to(tl.float32)
+        tl.store((base + SCORE).to(tl.pointer_type(tl.float32)) + at, value, mask=live)
+    if POS >= 0:
+        where = tl.load(pos + row, mask=live, other=0).to(tl.int32)
+        tl.store((base + POS).to(tl.pointer_type(tl.int32)) + at, where, mask=live)
+
+
+@triton.jit
+def _read_side(
+    pages, out, page, slot, count, page_bytes, BM: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
+    T: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Dequantises one side of BM slots."""
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    channel = tl.arange(0, DP)[None, :]
+    source = tl.load(page + row, mask=row < count, other=-1).to(tl.int64)
+    at = tl.load(slot + row, mask=row < count, other=0).to(tl.int32)
+    mask = (source >= 0)[:, None] & (channel < D)
+    values = _slot_values((pages + source * page_bytes)[:, None], at[:, None], channel, mask, KEYS, D, T, SIDE)
+    values = tl.where(mask, values, 0.0)
+    tl.store(out + row[:, None] * D + channel, values, mask=(row < count)[:, None] & (channel < D))
+
+
+@triton.jit
+def _copy_pages(pages, source, target, page_bytes, BLOCK: tl.constexpr):
+    """Copies a block of bytes of one page to another."""
+    pid = tl.program_id(0)
+    to = tl.load(target + pid).to(tl.int64)
+    if to >= 0:
+        origin = tl.load(source + pid).to(tl.int64)
+        i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(pages + origin * page_bytes + i, mask=i < page_bytes, other=0)
+        tl.store(pages + to * page_bytes + i, value, mask=i < page_bytes)
+
+
+def copy_pages(pages: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copies whole pages, int64 [M] to int64 [M]; a target below 0 is passed over, and none is also a source."""
+    block = 1024
+    launch(
+        _copy_pages, (source.numel(), -(-pages.shape[1] // block)), pages, source.contiguous(), target.contiguous(),
+        pages.shape[1], BLOCK=block,
+    )  # fmt: skip
+
+
+@triton.jit
+def _move_bytes(
+    pages, source_page, source_slot, page, slot, source_map, target_map, count, num_bytes, page_bytes,
+    BM: tl.constexpr, BB: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Copies bytes of BM slots, BB of each, or a column of BB where there are COLUMNS; byte j of slot i lies at map[j,
+    0] + i * map[j, 1] in its page."""
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    j = tl.arange(0, BB)
+    if COLUMNS > 0:
+        j += tl.program_id(1) * BB
+    target = tl.load(page + row, mask=row < count, other=-1).to(tl.int64)
+    origin = tl.load(source_page + row, mask=row < count, other=-1).to(tl.int64)
+    at = tl.load(slot + row, mask=row < count, other=0).to(tl.int32)
+    there = tl.load(source_slot + row, mask=row < count, other=0).to(tl.int32)
+    wanted = j < num_bytes
+    mask = ((target >= 0) & (origin >= 0))[:, None] & wanted[None, :]
+    source = (
+        tl.load(source_map + 2 * j, mask=wanted, other=0)[None, :]
+        + there[:, None] * tl.load(source_map + 2 * j + 1, mask=wanted, other=0)[None, :]
+    )
+    place = (
+        tl.load(target_map + 2 * j, mask=wanted, other=0)[None, :]
+        + at[:, None] * tl.load(target_map + 2 * j + 1, mask=wanted, other=0)[None, :]
+    )
+    moved = tl.load(pages + origin[:, None] * page_bytes + source, mask=mask, other=0)
+    tl.store(pages + target[:, None] * page_bytes + place, moved, mask=mask)
+
+
+@triton.jit
+def _demote_both(
+    pages, source_page, source_slot, page, slot, source_map, target_map, count, num_bytes, page_bytes, BK: tl.constexpr,
+    BV: tl.constexpr, D: tl.constexpr, META_FIRST: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, T: tl.constexpr,
+    S_T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SK: tl.constexpr, SV: tl.constexpr,
+):  # fmt: skip
+    """Re-quantises the keys (programs of the first column), the values (of the second), or copies the tracked fields of
+    some slots into another format."""
+    part = tl.program_id(1)
+    if part == 0:
+        _write_side(
+            pages, pages, source_page, source_slot, page, slot, pages, pages, count, page_bytes, count, 0, 0, BK, True,
+            D, T, META_FIRST, 1, 0, K, S_T, SK,
+        )  # fmt: skip
+    elif part == 1:
+        _write_side(
+            pages, pages, source_page, source_slot, page, slot, pages, pages, count, page_bytes, count, 0, 0, BV, False,
+            D, T, META_FIRST, 1, 0, V, S_T, SV,
+        )  # fmt: skip
+    else:
+        _move_bytes(pages, source_page, source_slot, page, slot, source_map, target_map, count, num_bytes, page_bytes,
+                    BM, BB, 0)  # fmt: skip
+
+
+@cache
+def byte_map(fmt: PageFormat, names: tuple[str, ...], device: torch.device) -> Tensor:
+    """Where the bytes of a slot lie: int32 [bytes, 2], byte j of slot i at first[j] + i * step[j] within its page.
+
+    Args:
+        fmt: A format whose slots stand alone (no per-channel keys).
+        names: Which of its regions.
+        device: Where the table is wanted.
+    """
+    slot, table = fmt.slot, []
+    for name in names:
+        offset, length = fmt.regions[name]
+        if not length:
+            continue
+        per_slot = length // fmt.tokens_per_page
+        if name in ("v_codes", "score", "pos"):  # slot after slot
+            table += [(offset + j, per_slot) for j in range(per_slot)]
+            continue
+        unit = 1 if name.endswith("where") else 2  # of zeros, most scales, and what is kept apart
+        if name == "k_codes":
+            unit = slot.dtype.itemsize if slot.k_bits >= 16 else 1
+        elif name.endswith("scale"):
+            code = slot.keys if name == "k_scale" else slot.values
+            unit = SCALE_BYTES[code.scale] if code is not None else unit
+        row = fmt.tokens_per_page * unit  # all slots' first element, then all slots' second, ..
+        table += [(offset + j // unit * row + j % unit, unit) for j in range(per_slot)]
+    return torch.tensor(table, dtype=torch.int32, device=device)
 
 
 def write_part(

@@ -1,9 +1,9 @@
-"""GPU backend: a prompt's attention with its log-sum-exp, and column scores, in O(N) memory.
+"""GPU backend: column scores of a prompt in O(N) memory, and attention of a chunk of one over what is held already.
 
 Column sums take two passes. The first finds every counted query's maximum and sum of exponentials, and is left out
 where torch's own fused attention of the prompt gave their log-sum-exp (`reference/prompts.py`). In the second each
 program owns a block of keys and goes over the queries behind it, so that no two programs add to the same sum. Nothing
-of size N x N is ever written. Capture-safe. The store does not use `attention_with_lse`.
+of size N x N is ever written. Capture-safe.
 """
 
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from kvbench.kernels.gpu.parts import ELEMENT, INTERPRETED, LOG2_E, LOWEST, MIN_DOT, launch, power_of_two
 from kvbench.kernels.operands import ColumnSums
+
+# Queries and keys of a tile in fp32, with 8 warps and no loads ahead: larger ones, and more of either, spill registers.
+_QUERIES, _KEYS = 32, 16
 
 
 @triton.jit
@@ -24,38 +27,27 @@ def _tile(x, start, stride, i, D: tl.constexpr, DP: tl.constexpr, length, OP: tl
 
 
 @triton.jit
-def _attend_prompt(
-    q, k, v, out, tops, sums, scale2, length, first, group_size, q_head, q_token, k_head, k_token, v_head, v_token,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, OP: tl.constexpr, VALUES: tl.constexpr,
+def _sum_queries(
+    q, k, tops, sums, scale2, length, first, group_size, q_head, q_token, k_head, k_token, D: tl.constexpr,
+    DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
-    """Causal attention of one block of queries of one head: its output when wanted, its maximum and its sum."""
+    """The maximum and the sum of exponentials of one block of queries of one head, causally."""
     head = tl.program_id(1).to(tl.int64)
     i = first + tl.program_id(0) * BM + tl.arange(0, BM)
-    kv = head // group_size
     query = _tile(q, head * q_head, q_token, i, D, DP, length, OP)
     top = tl.full([BM], LOWEST, tl.float32)
     norm = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, DP], tl.float32)
     for begin in range(0, tl.minimum(length, first + (tl.program_id(0) + 1) * BM), BN):
         j = begin + tl.arange(0, BN)
-        key = _tile(k, kv * k_head, k_token, j, D, DP, length, OP)
+        key = _tile(k, (head // group_size) * k_head, k_token, j, D, DP, length, OP)
         logit = tl.dot(query, tl.trans(key), input_precision="ieee") * scale2
         logit = tl.where(j[None, :] <= i[:, None], logit, LOWEST)
         new_top = tl.maximum(top, tl.max(logit, 1))
-        p = tl.exp2(logit - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        norm = norm * shrink + tl.sum(p, 1)
-        if VALUES:
-            value = _tile(v, kv * v_head, v_token, j, D, DP, length, OP)
-            acc = acc * shrink[:, None] + tl.dot(p.to(OP), value, input_precision="ieee")
+        norm = norm * tl.exp2(top - new_top) + tl.sum(tl.exp2(logit - new_top[:, None]), 1)
         top = new_top
     at = head * (length - first) + i - first
     tl.store(tops + at, top, mask=i < length)
     tl.store(sums + at, norm, mask=i < length)
-    if VALUES:
-        d = tl.arange(0, DP)
-        cells = (i < length)[:, None] & (d < D)[None, :]
-        tl.store(out + (head * length + i)[:, None] * D + d[None, :], acc / norm[:, None], mask=cells)
 
 
 @triton.jit
@@ -88,44 +80,9 @@ def _sum_columns(
     tl.store(columns + head * length + j, column, mask=j < length)
 
 
-def _operand(q: Tensor, others: tuple[Tensor, ...]) -> tl.dtype:
-    """Type of the products' operands: the prompt's own, fp32 where they differ."""
-    exact = all(x.dtype == q.dtype for x in others) and not (INTERPRETED and q.dtype == torch.bfloat16)
-    return ELEMENT[q.dtype] if exact else tl.float32
-
-
-def _blocks(operand: tl.dtype) -> tuple[int, int]:
-    """Queries and keys per tile."""
-    return (32, 32) if operand == tl.float32 and not INTERPRETED else (64, 64)
-
-
 def _rows(x: Tensor) -> Tensor:
     """`x` with adjacent channels."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def prompt_statistics(
-    q: Tensor, k: Tensor, scale: float, first: int, attend: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
-    """Maximum in base 2 and sum of exponentials, fp32 [Hq, N - first], of queries `first` on.
-
-    With `attend`, values [H, N, D] and a place [Hq, N, D] for the output, which is then filled.
-    """
-    heads, length, head_dim = q.shape
-    q, k = _rows(q), _rows(k)
-    values, target = (None, None) if attend is None else (_rows(attend[0]), attend[1])
-    operand = _operand(q, (k,) if values is None else (k, values))
-    rows, columns = _blocks(operand)
-    tops, sums = (torch.empty(heads, length - first, device=q.device) for _ in range(2))
-    if values is None or target is None:
-        values, target = k, tops  # neither is touched
-    strides = [s for x in (q, k, values) for s in x.stride()[:2]]
-    launch(
-        _attend_prompt, (-(-(length - first) // rows), heads), q, k, values, target, tops, sums, scale * LOG2_E, length,
-        first, heads // k.shape[0], *strides, D=head_dim, DP=power_of_two(head_dim, MIN_DOT), BM=rows, BN=columns,
-        OP=operand, VALUES=attend is not None,
-    )  # fmt: skip
-    return tops, sums
 
 
 def sum_columns(q: Tensor, k: Tensor, scale: float, columns: ColumnSums, lse: Tensor | None) -> Tensor:
@@ -135,18 +92,78 @@ def sum_columns(q: Tensor, k: Tensor, scale: float, columns: ColumnSums, lse: Te
     heads, length, head_dim = q.shape
     q, k = _rows(q), _rows(k)
     first = 0 if columns.queries < 0 else max(0, length - columns.queries)
+    exact = k.dtype == q.dtype and not (INTERPRETED and q.dtype == torch.bfloat16)
+    operand = ELEMENT[q.dtype] if exact else tl.float32
+    rows = width = 32 if operand == tl.float32 and not INTERPRETED else 64  # queries and keys per tile
+    strides = (*q.stride()[:2], *k.stride()[:2])
+    tile = {"D": head_dim, "DP": power_of_two(head_dim, MIN_DOT), "BM": rows, "BN": width, "OP": operand}
     if lse is None:
-        tops, sums = prompt_statistics(q, k, scale, first)
+        tops, sums = (torch.empty(heads, length - first, device=q.device) for _ in range(2))
+        launch(
+            _sum_queries, (-(-(length - first) // rows), heads), q, k, tops, sums, scale * LOG2_E, length, first,
+            heads // k.shape[0], *strides, **tile,
+        )  # fmt: skip
     else:
         tops = (lse[:, first:] * LOG2_E).contiguous()
         sums = torch.ones_like(tops)
-    operand = _operand(q, (k,))
-    rows, width = _blocks(operand)
     out = torch.empty(heads, length, device=q.device)
     launch(
         _sum_columns, (-(-length // width), heads), q, k, tops, sums, out, scale * LOG2_E, length, first,
-        columns.skip_near, heads // k.shape[0], *q.stride()[:2], *k.stride()[:2], D=head_dim,
-        DP=power_of_two(head_dim, MIN_DOT), BM=rows, BN=width, OP=operand, POWER=columns.power,
-        BELOW=columns.below_uniform,
+        columns.skip_near, heads // k.shape[0], *strides, **tile, POWER=columns.power, BELOW=columns.below_uniform,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _take_tile(query, key, value, seen, top, norm, acc, scale2):
+    """What an online softmax comes to with one more tile of keys [BN, DP]; `seen`: bool, which of them a query sees."""
+    logit = tl.where(seen, tl.dot(query, tl.trans(key), input_precision="ieee") * scale2, LOWEST)
+    new_top = tl.maximum(top, tl.max(logit, 1))
+    p = tl.where(seen, tl.exp2(logit - new_top[:, None]), 0.0)
+    shrink = tl.exp2(top - new_top)
+    return new_top, norm * shrink + tl.sum(p, 1), acc * shrink[:, None] + tl.dot(p, value, input_precision="ieee")
+
+
+@triton.jit
+def _attend_chunk(
+    q, k, v, past_k, past_v, live, out, scale2, chunk, past, group_size, q_head, q_token, k_head, k_token, v_head,
+    v_token, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One block of a chunk's queries of one head: over the live entries of its list, then causally over the chunk."""
+    head = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * BM + tl.arange(0, BM)
+    kv = head // group_size
+    query = _tile(q, head * q_head, q_token, i, D, DP, chunk, tl.float32)
+    top, norm = tl.full([BM], LOWEST, tl.float32), tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, DP], tl.float32)
+    for begin in range(0, past, BN):
+        j = begin + tl.arange(0, BN)
+        there = tl.load(live + kv * past + j, mask=j < past, other=0) != 0
+        key = _tile(past_k, kv * past * D, D, j, D, DP, past, tl.float32)
+        value = tl.where(there[:, None], _tile(past_v, kv * past * D, D, j, D, DP, past, tl.float32), 0.0)
+        seen = there[None, :] & (i < chunk)[:, None]
+        top, norm, acc = _take_tile(query, key, value, seen, top, norm, acc, scale2)
+    for begin in range(0, tl.minimum(chunk, (tl.program_id(0) + 1) * BM), BN):
+        j = begin + tl.arange(0, BN)
+        key = _tile(k, kv * k_head, k_token, j, D, DP, chunk, tl.float32)
+        value = _tile(v, kv * v_head, v_token, j, D, DP, chunk, tl.float32)
+        seen = (j[None, :] <= i[:, None]) & (i < chunk)[:, None]
+        top, norm, acc = _take_tile(query, key, value, seen, top, norm, acc, scale2)
+    d = tl.arange(0, DP)
+    cells = (i < chunk)[:, None] & (d < D)[None, :]
+    tl.store(out + (head * chunk + i)[:, None] * D + d[None, :], acc / norm[:, None], mask=cells)
+
+
+def attend_chunk(q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor], scale: float) -> Tensor:
+    """Launches `_attend_chunk`; arguments and result as of `Backend.chunk_attention`."""
+    past_k, past_v, live = (x.contiguous() for x in history)
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    heads, chunk, head_dim = q.shape
+    out = torch.empty(heads, chunk, head_dim, device=q.device)
+    strides = [s for x in (q, k, v) for s in x.stride()[:2]]
+    launch(
+        _attend_chunk, (-(-chunk // _QUERIES), heads), q, k, v, past_k.float(), past_v.float(), live.view(torch.uint8),
+        out, scale * LOG2_E, chunk, past_k.shape[1], heads // len(k), *strides, D=head_dim,
+        DP=power_of_two(head_dim, MIN_DOT), BM=_QUERIES, BN=_KEYS, num_warps=8, num_stages=1,
     )  # fmt: skip
     return out

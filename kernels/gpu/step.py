@@ -15,8 +15,7 @@ from torch import Tensor
 from kvbench.kernels.backend import FusedStep
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.attend import table_page
-from kvbench.kernels.gpu.bounds import page_bounds, widen_by_one
-from kvbench.kernels.gpu.choice import choose
+from kvbench.kernels.gpu.bounds import choose, page_bounds, widen_by_one
 from kvbench.kernels.gpu.decode import Lists, ListTier, attend_lists
 from kvbench.kernels.gpu.pages import _write_side, slots_per_program, write_part
 from kvbench.kernels.gpu.parts import ELEMENT, launch, power_of_two, side_layout

@@ -1,68 +1,104 @@
 """GPU backend: the pool and the page tables of a cache as `PagePool` and `PageTable` are used, on the device.
 
-`DevicePages` moves the pages. This file adds what the host knows without asking: fewest pages that are free, so that a
-call which cannot fail is not waited for; and pages with several holders.
+The meaning is theirs, page by page: the same ids in the same order, in a fixed number of pages, because growing would
+need the host. The free list and the tables of all layers, heads and requests change in one launch where they are few,
+and in three whatever their number (`exchange`). Nothing is read back: a request that cannot be met changes nothing and
+leaves a code in `DevicePool.status`. The host knows without asking how many pages are free at least, so that a call
+which cannot fail is not waited for.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvbench.kernels import checks
 from kvbench.kernels.format import PageFormat
-from kvbench.kernels.gpu.fields import copy_pages
-from kvbench.kernels.gpu.lookup import count_rows, find_extreme, tracked_slots
-from kvbench.kernels.gpu.manager import DevicePages
+from kvbench.kernels.gpu.exchange import _assign, _change_at_once, _commit, _move_listed, _pair_moves, _sum_needs
+from kvbench.kernels.gpu.lookup import _count_rows, _find_extreme, _lookup, _tracked_slots
+from kvbench.kernels.gpu.pages import byte_map, copy_pages
+from kvbench.kernels.gpu.parts import launch, power_of_two
 from kvbench.kernels.gpu.placing import place, settle
 from kvbench.kernels.pool import PagePool, PoolExhausted
 from kvbench.kernels.table import Move, PageTable
-from kvbench.kernels.tier_table import KeyRotation, SlotSearch, TierTable
+from kvbench.kernels.tier_table import ExtremeOf, KeyRotation, SlotSearch, TierTable
+
+BLOCK = 256  # lists, or slots, per program
+MAX_BLOCKS = 8192
+AT_ONCE = 4096  # lists for which one program takes as long as three launches
+EXHAUSTED, ROW_FULL, GROWN = 1, 2, 3  # codes in `status`
+_BY: dict[ExtremeOf, int] = {"mean": 0, "score": 1, "pos": 2}
 
 
 class DevicePool(PagePool):
-    """The pages of a `DevicePages`, and what the host knows of how many are free.
+    """Pages on a device, and what the host knows of how many are free.
 
     Args:
-        held: The manager.
+        page_bytes, num_pages, device: As for `PagePool`.
+
+    Attributes:
+        state: int64 [3]: the next page to hand out, where the next returned page goes, and free pages; the first two
+            only rise.
+        status: int32 [1]: why a call was refused, the first reason until `check`; 0 for none.
     """
 
-    def __init__(self, held: DevicePages) -> None:
-        self.held, self.page_bytes, self.growable = held, held.pages.shape[1], False
-        self.pages, self.free_list = held.pages, held.free_list
+    def __init__(self, page_bytes: int, num_pages: int, device: torch.device | str) -> None:
+        self.page_bytes, self.growable = page_bytes, False
+        self.pages = torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device)
+        self.free_list = torch.arange(num_pages, dtype=torch.int32, device=device)
+        self.state = torch.tensor([0, num_pages, num_pages], dtype=torch.int64, device=device)
+        self.status = torch.zeros(1, dtype=torch.int32, device=device)
         self.others: Tensor | None = None
-        self._surely_free, self._taken = held.num_pages, 0
+        self._surely_free, self.taken = num_pages, 0
 
     @property
     def num_free(self) -> int:  # type: ignore[override]
         """Free pages; waits for the device."""
-        return self.held.stats()["num_free"]
+        return int(self.state[2])
 
     def free_ids(self) -> Tensor:
-        return self.held.free_ids()
-
-    # What the host knows.
+        start, _, free = self.state.tolist()
+        where = (start + torch.arange(free, device=self.free_list.device)) % max(1, self.num_pages)
+        return self.free_list[where].long()
 
     @property
     def surely_free(self) -> int:
         return self._surely_free
 
     def takes(self, most: int) -> bool:
-        """Whether so many pages are free for sure; notes them as taken where they are."""
-        self._taken += most
+        self.taken += most
         if self._surely_free < most:
             return False
         self._surely_free -= most
         return True
 
-    def look(self) -> None:
-        """Asks the device how many pages are free, and raises what it noted; waits for it.
+    def check(self) -> None:
+        """Raises what the device noted since the last check; waits for it.
 
         Raises:
             PoolExhausted: A call asked for more pages than were free; it changed nothing.
             ValueError: A list needs more table entries than a row has; the call changed nothing.
         """
+        code = int(self.status)
+        self.status.zero_()
+        if code == EXHAUSTED:
+            raise PoolExhausted(
+                f"a step needed more pages of {self.page_bytes} B than were free of {self.num_pages}; raise "
+                "store.budget_bytes, lower batch_size, or choose a smaller method budget"
+            )
+        if code == ROW_FULL:
+            raise ValueError(
+                "a list needs more page-table entries than a row has (max_pages); the sequence is longer than the "
+                "store was sized for"
+            )
+        if code == GROWN:
+            raise AssertionError("truncate would have grown a list")
+
+    def look(self) -> None:
+        """Asks how many pages are free, and raises what `check` does."""
         self._surely_free = self.num_free
-        self.held.check()
+        self.check()
 
     def require(self, count: int) -> None:
         """Notes pages as taken, once `look` has said what is free.
@@ -71,84 +107,101 @@ class DevicePool(PagePool):
             PoolExhausted: So many are not free.
         """
         if count > self._surely_free:
-            raise PoolExhausted(
-                f"{count} pages of {self.page_bytes} B are needed but {self._surely_free} of {self.num_pages} are "
-                "free; raise store.budget_bytes, lower batch_size, or choose a smaller method budget"
-            )
+            raise self.exhausted(count, self._surely_free)
         self._surely_free -= count
 
     def learn(self, free: int, taken: int) -> None:
         """Takes in how many pages were free when the host had noted so many as `taken`."""
-        self._surely_free = max(self._surely_free, free - (self._taken - taken))
+        self._surely_free = max(self._surely_free, free - (self.taken - taken))
 
     def look_at(self, status: list[int]) -> None:
-        """Raises what `look` does where the device noted something."""
+        """Raises what `check` does where the device noted something."""
         if any(status):
-            self.held.check()
-
-    @property
-    def taken(self) -> int:
-        """Pages that calls which were not waited for have taken at most, so far."""
-        return self._taken
+            self.check()
 
 
 class DeviceTable(PageTable):
-    """The tables of a `DevicePages`.
+    """The tables of a `DevicePool`; the arguments are those of `PageTable`.
 
-    Args:
-        pool: Its pages.
-        rows, layers, heads: As for `PageTable`.
+    Raises:
+        ValueError: More lists than one call can take.
+
+    Source: DiffKV mem_mgt_kernels.cu (circular list, prefix-summed offsets, bidirectional rows).
+    Differs: an explicit count of free pages, and block sums instead of one thread block that scans everything.
     """
 
     pool: DevicePool
 
-    def __init__(self, pool: DevicePool, rows: int, layers: int, heads: int) -> None:
-        held = pool.held
-        self.pool, self.held, self.tokens_per_page = pool, held, held.tokens_per_page
-        self.shape, self.num_lists, self.max_pages = (rows, layers, heads), held.num_lists, held.max_pages
-        self.num_tiers = len(held.tokens_per_page)
-        self.entries, self.further, self.num_slots = held.entries, held.further, held.num_slots
+    def __init__(
+        self, pool: DevicePool, tokens_per_page: tuple[int, ...], rows: int, layers: int, heads: int, max_pages: int
+    ) -> None:
+        super().__init__(pool, tokens_per_page, rows, layers, heads, max_pages)
+        if self.num_lists > BLOCK * MAX_BLOCKS:
+            raise ValueError(
+                f"{self.num_lists} lists are more than the {BLOCK * MAX_BLOCKS} that one call takes; use fewer rows"
+            )
+        blocks = -(-self.num_lists // BLOCK)
+        self._sums = torch.zeros(2, blocks, dtype=torch.int32, device=self.entries.device)
 
     def lookup(self, lists: Tensor, tier: int, slot: Tensor) -> tuple[Tensor, Tensor]:
         """As `PageTable.lookup`; -1 for slot numbers below 0, which every kernel passes over."""
-        return self.held.lookup(lists, tier, slot)
+        lists, slot = lists.contiguous(), slot.contiguous()
+        page, inside = (torch.empty(slot.shape, dtype=torch.int64, device=slot.device) for _ in range(2))
+        launch(
+            _lookup, (-(-slot.numel() // BLOCK),), lists, slot, self._table(tier), page, inside, slot.numel(),
+            self.max_pages, T=self.tokens_per_page[tier], REVERSED=tier % 2 == 1, BLOCK=BLOCK,
+        )  # fmt: skip
+        return page, inside
 
     def tier(self, tier: int, fmt: PageFormat, width: int, rotation: KeyRotation | None) -> TierTable:
-        """A tier of all lists as a step reads it."""
         return TierTable(
-            fmt=fmt,
-            entries=self._table(tier),
-            is_reversed=tier % 2 == 1,
-            num_slots=self.num_slots[tier],
-            width=width,
+            fmt=fmt, entries=self._table(tier), is_reversed=tier % 2 == 1, num_slots=self.num_slots[tier], width=width,
             rotation=rotation,
-        )
+        )  # fmt: skip
 
     def count_rows(self, rows: Tensor) -> Tensor:
-        """What rows (int64 [S]) hold, int64 [1 + tiers, S]: their pages, and by tier the slots of the longest list."""
-        return count_rows(self.num_slots, rows, self.shape[1] * self.shape[2], self.tokens_per_page)
+        per_row, sizes = self.shape[1] * self.shape[2], [*self.tokens_per_page, 1, 1, 1]
+        out = torch.empty(1 + self.num_tiers, len(rows), dtype=torch.int64, device=rows.device)
+        launch(
+            _count_rows, (len(rows),), rows, self.num_slots, out, len(rows), per_row, self.num_lists, T0=sizes[0],
+            T1=sizes[1], T2=sizes[2], T3=sizes[3], TIERS=self.num_tiers, BLOCK=min(1024, power_of_two(per_row)),
+        )  # fmt: skip
+        return out
 
     def find_extreme(
         self, rows: Tensor, tier: int, fmt: PageFormat, search: SlotSearch, *, over_layer: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The slot of every list of rows (int64 [S]) with the smallest value; see `lookup.find_extreme`."""
-        return find_extreme(
-            self.held.pages,
-            fmt,
-            self._table(tier),
-            tier % 2 == 1,
-            self.num_slots[tier],
-            rows,
-            (len(rows), *self.shape[1:]),
-            search,
-            over_layer,
-        )
+        """As `PageTable.find_extreme`, with numbers per sequence; `over_layer` compares the mean over a layer's
+        heads."""
+        shape, first = (len(rows), *self.shape[1:]), search.first
+        value = torch.empty(shape, dtype=torch.float32, device=rows.device)
+        slot, pos = (torch.empty(shape, dtype=torch.int64, device=rows.device) for _ in range(2))
+        sought = (search.floor, search.before, search.exact, first if isinstance(first, Tensor) else None)
+        given, per_row = [search.seen if x is None else x for x in sought], shape[1] * shape[2]
+        fields = _tracked_at(fmt)
+        if fields["SCORE"] < 0 and search.by != "pos":
+            raise AssertionError(f"the format tracks {fmt.slot.track}, and a search by {search.by} needs scores")
+        launch(
+            _find_extreme, (len(rows) * per_row,), self.pool.pages, self._table(tier), rows, self.num_slots[tier],
+            search.seen, *given, value, slot, pos, self.pool.page_bytes, per_row, self.max_pages,
+            0 if isinstance(first, Tensor) else first, T=fmt.tokens_per_page, BY=_BY[search.by], **fields,
+            FLOOR=search.floor is not None, BEFORE=search.before is not None, EXACT=search.exact is not None,
+            LOWEST=isinstance(first, Tensor), HEADS=shape[2] if over_layer else 1, REVERSED=tier % 2 == 1, BLOCK=BLOCK,
+        )  # fmt: skip
+        return value, slot, pos
 
     def tracked_slots(
         self, lists: Tensor, tier: int, fmt: PageFormat, width: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As `PageTable.tracked_slots`, in one launch."""
-        return tracked_slots(self.held.pages, fmt, self._table(tier), tier % 2 == 1, self.num_slots[tier], lists, width)
+        """As `PageTable.tracked_slots`; a score that is not tracked is 0, a position -1."""
+        held, kinds = torch.empty_like(lists), (torch.float32, torch.int64, torch.bool)
+        score, pos, there = (torch.empty(len(lists), width, dtype=kind, device=lists.device) for kind in kinds)
+        launch(
+            _tracked_slots, (len(lists), -(-width // BLOCK)), self.pool.pages, lists, self._table(tier),
+            self.num_slots[tier], score, pos, there, held, self.pool.page_bytes, self.max_pages, width,
+            T=fmt.tokens_per_page, **_tracked_at(fmt), REVERSED=tier % 2 == 1, BLOCK=BLOCK,
+        )  # fmt: skip
+        return score, pos, there, held
 
     def take(
         self,
@@ -190,18 +243,19 @@ class DeviceTable(PageTable):
     def reserve(
         self, lists: Tensor, tier: int, count: Tensor, *, at_most: int | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """As `PageTable.reserve`, into `out` where it is given. Where so many pages are free for sure, nothing is
-        waited for, and a table row that is full is learnt of later."""
+        """As `PageTable.reserve`, into `out` where it is given; all -1 when refused. Where so many pages are free for
+        sure, nothing is waited for, and a table row that is full is learnt of later."""
         knows = at_most is not None and self.pool.takes(at_most)
-        before = self.held.reserve(lists, tier, count, out)
+        first = torch.empty(len(lists), dtype=torch.int64, device=lists.device) if out is None else out
+        self._change(lists, tier, count, first, release=False)
         if not knows:
             self.pool.look()
-        return before
+        return first
 
     def truncate(self, lists: Tensor, tier: int, count: Tensor) -> None:
-        """As `PageTable.truncate`; a list that would grow is learnt of later."""
+        """As `PageTable.truncate`; nothing happens where a list would grow, which is learnt of later."""
         if self.pool.others is None:
-            self.held.truncate(lists, tier, count)
+            self._change(lists, tier, count, lists, release=True)
             return
         size, width = self.tokens_per_page[tier], self.max_pages
         before, after = (-(-x.long() // size) for x in (self.num_slots[tier, lists], count))
@@ -209,20 +263,68 @@ class DeviceTable(PageTable):
         dropped = (index >= after[:, None]) & (index < before[:, None])
         self._give_up(self.page_ids(lists, tier, width), dropped)
         self.num_slots[tier, lists] = count.to(torch.int32)
-        if not bool(self.pool.others.any()):
-            self.pool.others = None
+        self._forget_holders()
 
-    def compact(self, lists: Tensor, tier: int, keep: Tensor, fmt: PageFormat, move: Move) -> None:
-        """Drops the slots that `keep` (bool [M, n]) does not name; see `DevicePages.compact`."""
-        self.held.compact(lists, tier, keep, fmt)
+    def _change(self, lists: Tensor, tier: int, count: Tensor, first: Tensor, *, release: bool) -> None:
+        """The launches of taking or returning pages; of taken ones, `first` gets the first new slot of each list."""
+        num, blocks, pool, (sums, faults) = len(lists), -(-len(lists) // BLOCK), self.pool, self._sums
+        other = tier ^ 1 if tier ^ 1 < self.num_tiers else -1
+        asked = lists.contiguous(), count.contiguous(), self.num_slots
+        stores = self._table(tier), pool.free_list, pool.state
+        sizes, padded = (num, self.num_lists, self.max_pages), power_of_two(blocks)
+        own = {"TIER": tier, "T": self.tokens_per_page[tier], "RELEASE": release}
+        beside: dict[str, Any] = {"OTHER": other, "T_OTHER": self.tokens_per_page[max(other, 0)]}
+        if 0 < num <= AT_ONCE:
+            launch(
+                _change_at_once, (1,), *asked, *stores, pool.status, first, *sizes, pool.num_pages, **own, **beside,
+                BLOCK=min(1024, power_of_two(num)),
+            )  # fmt: skip
+        elif num:
+            launch(_sum_needs, (blocks,), *asked, sums, faults, *sizes, **own, **beside, BLOCK=BLOCK)
+            launch(
+                _assign, (blocks,), *asked, *stores, sums, faults, first, *sizes, pool.num_pages, blocks, **own,
+                BLOCK=BLOCK, BP=padded,
+            )  # fmt: skip
+            launch(_commit, (1,), pool.state, pool.status, sums, faults, blocks, RELEASE=release, BP=padded)
+
+    def plan_compaction(self, lists: Tensor, tier: int, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        """The moves of `PageTable.plan_compaction` list by list: source and target slots int32 [M, n], -1 behind the
+        last move; and the new slot counts, int64 [M]. Nothing is moved yet."""
+        width, keep = keep.shape[1], keep.contiguous().view(torch.uint8)
+        sources, targets = (torch.empty(len(lists), width, dtype=torch.int32, device=lists.device) for _ in range(2))
+        counts = torch.empty(len(lists), dtype=torch.int64, device=lists.device)
+        launch(
+            _pair_moves, (len(lists),), lists, keep, self.num_slots, sources, targets, counts, self.num_lists, width,
+            TIER=tier, BLOCK=min(1024, power_of_two(width)),
+        )  # fmt: skip
+        return sources, targets, counts
+
+    def compact(self, lists: Tensor, tier: int, keep: Tensor, fmt: PageFormat, move: Move | None = None) -> None:
+        """As `PageTable.compact`; slots that `keep` has no column for are dropped.
+
+        Raises:
+            ValueError: See `checks.movable`.
+
+        Source: KV-Compress kvcompress_eviction_kernels.cu (the same moves), DiffKV (all lists in one launch).
+        """
+        checks.movable(fmt)
+        sources, targets, counts = self.plan_compaction(lists, tier, keep)
+        width, places = keep.shape[1], byte_map(fmt, tuple(fmt.regions), self.pool.pages.device)
+        moves = min(32, power_of_two(width))
+        launch(
+            _move_listed, (len(lists), -(-width // moves)), self.pool.pages, lists, self._table(tier), sources, targets,
+            places, width, len(places), self.pool.page_bytes, self.max_pages, TIER=tier, T=self.tokens_per_page[tier],
+            BM=moves, BB=32,
+        )  # fmt: skip
+        self.truncate(lists, tier, counts)
 
     def tell(self, post: Callable[[Tensor, Callable[[], Callable[[list[int]], None]]], None]) -> None:
         def bind() -> Callable[[list[int]], None]:
             taken = self.pool.taken
             return lambda state: self.pool.learn(state[2], taken)
 
-        post(self.held.state, bind)
-        post(self.held.status, lambda: self.pool.look_at)
+        post(self.pool.state, bind)
+        post(self.pool.status, lambda: self.pool.look_at)
 
     # Pages with several holders.
 
@@ -232,14 +334,11 @@ class DeviceTable(PageTable):
         for tier in range(self.num_tiers):
             pages, there = self._named(old, tier)
             others.scatter_add_(0, pages.flatten(), there.flatten().to(torch.int32))
-        self.entries[new] = self.entries[old]
-        if len(self.further):
-            self.further[new] = self.further[old]
-        self.num_slots[:, new] = self.num_slots[:, old]
+        self._copy_entries(old, new)
         pool.others = others
 
     def own(self, slots: list[tuple[int, Tensor, Tensor]]) -> None:
-        """As `PageTable.own`, for slots of different pages; slot numbers below 0 are passed over."""
+        """As `PageTable.own`, for slots of different pages."""
         for tier, lists, slot in slots:
             index = slot.clamp(min=0) // self.tokens_per_page[tier]
             self._own(lists, tier, index[:, None], (slot >= 0)[:, None])
@@ -251,7 +350,11 @@ class DeviceTable(PageTable):
             _, there = self._named(lists, tier)
             index = torch.arange(self.max_pages, device=lists.device).expand(len(lists), -1)
             self._own(lists, tier, index, there)
-        if not bool(self.pool.others.any()):
+        self._forget_holders()
+
+    def _forget_holders(self) -> None:
+        """Counts no holders any more where no page has several; waits for the device."""
+        if self.pool.others is not None and not bool(self.pool.others.any()):
             self.pool.others = None
 
     def _named(self, lists: Tensor, tier: int) -> tuple[Tensor, Tensor]:
@@ -262,41 +365,40 @@ class DeviceTable(PageTable):
 
     def _own(self, lists: Tensor, tier: int, index: Tensor, wanted: Tensor) -> None:
         """Copies the wanted pages (bool [M, n]) number `index` [M, n] of lists that others hold, too."""
-        if self.pool.others is None:
+        pool, table = self.pool, self._table(tier).view(-1)
+        if pool.others is None:
             return
-        table, held = self._table(tier).view(-1), self.held
         entry = (lists * self.max_pages)[:, None] + self._column(tier, index)
         old = table[entry].long()
-        copied = wanted & (self.pool.others[old] > 0)
-        if not self.pool.takes(copied.numel()):
-            self.pool.look()
-            self.pool.require(int(copied.sum()))
-        new = self._taken_pages(copied)
-        copy_pages(held.pages, old.flatten(), torch.where(copied, new, -1).flatten())
+        copied = wanted & (pool.others[old] > 0)
+        if not pool.takes(copied.numel()):
+            pool.look()
+            pool.require(int(copied.sum()))
+        rank = copied.flatten().long().cumsum(0)
+        place, count = (pool.state[0] + rank - 1) % max(1, pool.num_pages), rank[-1:].sum()
+        pool.state += torch.stack([count, count * 0, -count])
+        new = pool.free_list[place].long().view(copied.shape)  # anything where nothing is copied
+        copy_pages(pool.pages, old.flatten(), torch.where(copied, new, -1).flatten())
         table.scatter_(0, entry.flatten(), torch.where(copied, new, old).flatten().to(torch.int32))
         self._give_up(old, copied)
 
-    def _taken_pages(self, wanted: Tensor) -> Tensor:
-        """A free page for every wanted entry (bool [M, n]); anything for the others."""
-        held = self.held
-        rank = wanted.flatten().long().cumsum(0)
-        place = (held.state[0] + rank - 1) % max(1, held.num_pages)
-        count = rank[-1:].sum()
-        held.state += torch.stack([count, count * 0, -count])
-        return held.free_list[place].long().view(wanted.shape)
-
     def _give_up(self, pages: Tensor, wanted: Tensor) -> None:
         """Takes a holder off the wanted pages; those that nobody holds any more are free."""
-        pool, held = self.pool, self.held
+        pool, total = self.pool, self.pool.num_pages
         assert pool.others is not None
         gone = torch.zeros_like(pool.others).scatter_add_(0, pages.flatten(), wanted.flatten().to(torch.int32))
         left = pool.others - gone
         free = (gone > 0) & (left < 0)
         rank = free.long().cumsum(0)
-        place = torch.where(free, (held.state[1] + rank - 1) % held.num_pages, held.num_pages)
-        spare = torch.cat([held.free_list, held.free_list[:1]])  # its last entry takes what is not freed
-        spare.scatter_(0, place, torch.arange(held.num_pages, dtype=torch.int32, device=pages.device))
-        held.free_list.copy_(spare[:-1])
+        place = torch.where(free, (pool.state[1] + rank - 1) % total, total)
+        spare = torch.cat([pool.free_list, pool.free_list[:1]])  # its last entry takes what is not freed
+        spare.scatter_(0, place, torch.arange(total, dtype=torch.int32, device=pages.device))
+        pool.free_list.copy_(spare[:-1])
         count = rank[-1]
-        held.state += torch.stack([count * 0, count, count])
+        pool.state += torch.stack([count * 0, count, count])
         pool.others = left.clamp(min=0)
+
+
+def _tracked_at(fmt: PageFormat) -> dict[str, int]:
+    """Byte offsets of score and position in a page, -1 where they are not tracked."""
+    return {name.upper(): fmt.regions[name][0] if name in fmt.slot.track else -1 for name in ("score", "pos")}

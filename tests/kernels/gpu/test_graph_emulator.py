@@ -35,8 +35,8 @@ def test_a_replayed_decode_step_is_an_eager_one(monkeypatch: pytest.MonkeyPatch)
         for _ in range(STEPS - len(outputs)):
             run()
             outputs.append(out.clone())
-        held.check()
-        found.append((outputs, held.num_slots.clone(), held.pages.clone()))
+        held.pool.check()
+        found.append((outputs, held.num_slots.clone(), held.pool.pages.clone()))
     (outputs, slots, pages), (again, slots_again, pages_again) = found
     assert all(torch.equal(a, b) for a, b in zip(outputs, again, strict=True)) and len(outputs) == STEPS
     assert not torch.equal(outputs[0], outputs[-1])

@@ -10,7 +10,7 @@ from triton_helpers import DEVICE, poisoned_memory, random_queries  # noqa: F401
 
 from kvbench.kernels.backend import REFERENCE, Backend
 from kvbench.kernels.format import PageFormat, SlotFormat
-from kvbench.kernels.gpu import choice
+from kvbench.kernels.gpu import bounds as triton_bounds
 from kvbench.kernels.gpu.backend import Gpu
 from kvbench.kernels.gpu.bounds import page_bounds
 from kvbench.kernels.gpu.decode import Lists, ListTier
@@ -79,7 +79,7 @@ def test_the_same_pages_are_chosen_as_by_the_reference():
 def test_ties_and_what_is_no_number_are_chosen_as_by_the_reference(at_once: int, monkeypatch: pytest.MonkeyPatch):
     """Bounds of few values, both zeros, infinities and NaN among them: of equal ones the first; also where a list's
     bounds do not fit into a program at once."""
-    monkeypatch.setattr(choice, "_AT_ONCE", at_once)
+    monkeypatch.setattr(triton_bounds, "_AT_ONCE", at_once)
     make = torch.Generator().manual_seed(3)
     nan, inf = float("nan"), float("inf")
     values = torch.tensor([nan, -nan, inf, -inf, 0.0, -0.0, 1.0, 1.0, -2.0, -2.0, 3e-40, 7.5])
@@ -92,7 +92,7 @@ def test_ties_and_what_is_no_number_are_chosen_as_by_the_reference(at_once: int,
     pages = torch.zeros(2000, fmt.page_bytes, dtype=torch.uint8)
     want = choose_by_bounds(bounds, tier, count, 37)
     _, there = moved(pages, tier)
-    ids, slots = choice.choose(bounds.to(DEVICE), ListTier.of(there), Lists.of(there), count.to(DEVICE), 37)
+    ids, slots = triton_bounds.choose(bounds.to(DEVICE), ListTier.of(there), Lists.of(there), count.to(DEVICE), 37)
     assert torch.equal(slots.cpu(), want.num_k)
     live = torch.arange(37) * 16 < want.num_k[..., None]
     assert torch.equal(ids.cpu()[live], want.ids[live])

@@ -11,9 +11,9 @@ from page_helpers import PAGE_BYTES, tier_format
 from triton_helpers import DEVICE, poisoned_memory  # noqa: F401
 
 from kvbench.kernels.backend import REFERENCE
-from kvbench.kernels.gpu import manager as triton_manager
-from kvbench.kernels.gpu import pages as triton_pages
-from kvbench.kernels.gpu.manager import DevicePages
+from kvbench.kernels.gpu import parts
+from kvbench.kernels.gpu import table as device_table
+from kvbench.kernels.gpu.backend import Gpu
 from kvbench.kernels.pool import PagePool, PoolExhausted
 from kvbench.kernels.table import PageTable
 
@@ -26,24 +26,24 @@ class Twins:
     def __init__(self, tokens: tuple[int, ...], num_lists: int, max_pages: int, num_pages: int, page_bytes: int = 32):
         self.pool = PagePool(page_bytes, num_pages, growable=False)
         self.table = PageTable(self.pool, tokens, num_lists, 1, 1, max_pages)
-        self.device = DevicePages(page_bytes, num_pages, tokens, num_lists, max_pages, DEVICE)
+        pages, self.device = Gpu().tables(page_bytes, num_pages, tokens, (num_lists, 1, 1), max_pages, DEVICE)
         self.pool.pages.copy_(torch.randint(256, self.pool.pages.shape, dtype=torch.uint8))
-        self.device.pages.copy_(self.pool.pages)
+        pages.pages.copy_(self.pool.pages)
 
     def reserve(self, lists: list[int], tier: int, counts: list[int]) -> str:
         """Both reserve; returns how it ended."""
         call = torch.tensor(lists), tier, torch.tensor(counts)
-        first = self.device.reserve(call[0].to(DEVICE), tier, call[2].to(DEVICE)).tolist()
+        first = self.device.reserve(call[0].to(DEVICE), tier, call[2].to(DEVICE), at_most=0).tolist()
         try:
             want = self.table.reserve(*call).tolist()
         except (PoolExhausted, ValueError) as error:
             kind, words = type(error), "were free of" if isinstance(error, PoolExhausted) else "page-table entries"
             with pytest.raises(kind, match=words):
-                self.device.check()
+                self.device.pool.check()
             assert first == [-1] * len(lists)
             self.agree()
             return kind.__name__
-        self.device.check()
+        self.device.pool.check()
         assert first == want
         self.agree()
         return "taken"
@@ -53,17 +53,13 @@ class Twins:
         call = torch.tensor(lists), tier, torch.tensor(counts)
         self.table.truncate(*call)
         self.device.truncate(call[0].to(DEVICE), tier, call[2].to(DEVICE))
-        self.device.check()
+        self.device.pool.check()
         self.agree()
 
     def agree(self) -> None:
         """Free pages in order, counters, slot counts and every page that a list holds."""
-        assert self.device.free_ids().tolist() == self.pool.free_ids().tolist()
-        assert self.device.stats() == {
-            "num_pages": self.pool.num_pages,
-            "num_free": self.pool.num_free,
-            "num_used": self.pool.num_used,
-        }
+        assert self.device.pool.free_ids().tolist() == self.pool.free_ids().tolist()
+        assert (self.device.pool.num_free, self.device.pool.num_used) == (self.pool.num_free, self.pool.num_used)
         assert torch.equal(self.device.num_slots.cpu(), self.table.num_slots)
         every = torch.arange(self.table.num_lists)
         for tier in range(self.table.num_tiers):
@@ -77,7 +73,7 @@ class Twins:
 @pytest.mark.parametrize("tokens", [(8,), (8, 16), (16, 8, 24)])
 def test_random_histories_keep_the_reference_s_state(tokens: tuple, monkeypatch: pytest.MonkeyPatch):
     """Takes and returns on random lists, past the end of the free list, with refusals that change nothing."""
-    monkeypatch.setattr(triton_manager, "_BLOCK", 4)  # several blocks of lists, so that prefix sums cross them
+    monkeypatch.setattr(device_table, "BLOCK", 4)  # several blocks of lists, so that prefix sums cross them
     twins, draw, seen = Twins(tokens, 11, 6, 26), random.Random(len(tokens)), []
     for _ in range(28):
         tier = draw.randrange(len(tokens))
@@ -100,16 +96,14 @@ def test_growing_by_truncation_is_noted_and_changes_nothing():
     twins.agree()
     twins.device.truncate(torch.tensor([2], device=DEVICE), 0, torch.tensor([0], device=DEVICE))
     with pytest.raises(AssertionError, match="truncate would have grown a list"):
-        twins.device.check()
-    twins.device.check()
+        twins.device.pool.check()
+    twins.device.pool.check()
 
 
 @pytest.mark.parametrize(("tier", "block"), [(0, 1024), (1, 16)])
 def test_compaction_moves_the_same_slots_and_frees_the_same_pages(tier: int, block: int, monkeypatch):
     """Random evictions, none, all, and a mask that is narrower than a list; in one block of slots and in several."""
-    monkeypatch.setattr(
-        triton_manager, "power_of_two", lambda n, least=1: min(block, triton_pages.power_of_two(n, least))
-    )
+    monkeypatch.setattr(device_table, "power_of_two", lambda n, least=1: min(block, parts.power_of_two(n, least)))
     formats = [tier_format(bits, 64, track=TRACK) for bits in ("8,4", "4,2")]
     size = formats[tier].tokens_per_page
     twins = Twins(tuple(f.tokens_per_page for f in formats), 5, 4, 24, PAGE_BYTES)
@@ -124,10 +118,9 @@ def test_compaction_moves_the_same_slots_and_frees_the_same_pages(tier: int, blo
     assert owner.numel() > 10
     REFERENCE.move_slots(twins.pool.pages, formats[tier], *where[0], *where[1])
     twins.table.truncate(lists, tier, count)
-    got = twins.device.compact(lists.to(DEVICE), tier, keep.to(DEVICE), formats[tier])
-    assert torch.equal(got.cpu(), count)
+    twins.device.compact(lists.to(DEVICE), tier, keep.to(DEVICE), formats[tier])
     twins.agree()
-    assert torch.equal(twins.device.pages.cpu(), twins.pool.pages)
+    assert torch.equal(twins.device.pool.pages.cpu(), twins.pool.pages)
 
 
 def test_lookups_name_the_reference_s_pages_and_pass_over_refused_slots():
@@ -146,7 +139,7 @@ def test_lookups_name_the_reference_s_pages_and_pass_over_refused_slots():
 
 def test_what_cannot_be_is_refused():
     """Slots with shared scales do not move alone; more lists than a call takes."""
-    device = DevicePages(PAGE_BYTES, 2, (32,), 1, 2, DEVICE)
+    _, device = Gpu().tables(PAGE_BYTES, 2, (32,), (1, 1, 1), 2, DEVICE)
     with pytest.raises(ValueError, match="cannot move one by one; evict before quantising"):
         device.compact(
             torch.tensor([0], device=DEVICE),
@@ -155,4 +148,4 @@ def test_what_cannot_be_is_refused():
             tier_format("2,2", 64, k_channel_group=32),
         )
     with pytest.raises(ValueError, match="3000000 lists are more than the 2097152 that one call takes"):
-        DevicePages(32, 1, (8,), 3_000_000, 1, DEVICE)
+        Gpu().tables(32, 1, (8,), (3_000_000, 1, 1), 1, DEVICE)

@@ -1,4 +1,4 @@
-"""Prompt attention and column scores of the Triton kernels against full matrices and the torch reference."""
+"""Column scores of the Triton kernels against full matrices and the torch reference."""
 
 import pytest
 import torch
@@ -54,26 +54,9 @@ def test_queries_below_the_uniform_share_are_counted(queries: int, skip_near: in
     assert counts.fallbacks == set()
 
 
-@pytest.mark.parametrize(("length", "head_dim", "q_heads"), [(1, 64, 2), (64, 80, 6), (130, 128, 4)])
-def test_attention_and_lse_equal_the_full_matrix(length: int, head_dim: int, q_heads: int):
-    """One token, one full block, several ragged ones; a head dim that is no power of two."""
-    q, k, v = prompt(q_heads, 2, length, head_dim)
-    out, lse = Gpu().attention_with_lse(q, k, v, head_dim**-0.5)
-    for h in range(q_heads):
-        logits = q[h].cpu().double() @ k[h // (q_heads // 2)].cpu().double().T * head_dim**-0.5
-        logits = logits.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
-        want = logits.softmax(-1) @ v[h // (q_heads // 2)].cpu().double()
-        assert torch.allclose(out[h].cpu().double(), want, rtol=0, atol=1e-5)
-        assert torch.allclose(lse[h].cpu().double(), logits.logsumexp(-1), rtol=0, atol=1e-5)
-
-
 def test_half_precision_prompts_keep_their_digits():
-    """fp16 products are summed in fp32: columns to a thousandth, outputs to fp16's rounding; the dtype stays."""
-    q, k, v = prompt(6, 2, 90, 64, torch.float16)
-    out, _ = Gpu().attention_with_lse(q, k, v, 0.125)
-    want = REFERENCE.prefill_attention(*(x.cpu().float() for x in (q, k, v)), 0.125)
-    assert out.dtype is torch.float16
-    torch.testing.assert_close(out.cpu().float(), want, rtol=0, atol=4e-3)
+    """fp16 products are summed in fp32: columns to a thousandth."""
+    q, k, _ = prompt(6, 2, 90, 64, torch.float16)
     got = Gpu().column_scores(q, k, 0.125, ColumnSums(queries=-1))
     want = REFERENCE.column_scores(q.cpu(), k.cpu(), 0.125, ColumnSums(queries=-1))
     torch.testing.assert_close(got.cpu(), want, rtol=1e-3, atol=1e-5)

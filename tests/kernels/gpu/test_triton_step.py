@@ -9,7 +9,6 @@ from page_helpers import PAGE_BYTES, tier_format
 from triton_helpers import DEVICE, random_queries
 
 from kvbench.kernels.dispatch import get_backend, gpu_backend
-from kvbench.kernels.gpu.manager import DevicePages
 from kvbench.kernels.operands import TierPages
 from kvbench.kernels.pool import PagePool
 from kvbench.kernels.reference.pages import region
@@ -23,33 +22,33 @@ def on_device(formats: list, steps: list) -> tuple:
     backend = gpu_backend(DEVICE)
     lists = torch.arange(SEQUENCES * HEADS, device=DEVICE)
     size = tuple(fmt.tokens_per_page for fmt in formats)
-    held = DevicePages(PAGE_BYTES, 24, size, len(lists), COLUMNS, DEVICE)
-    held.pages.zero_()
+    pool, held = backend.tables(PAGE_BYTES, 24, size, (len(lists), 1, 1), COLUMNS, DEVICE)
+    pool.pages.zero_()
     outs = []
     for step, (q, k, v) in enumerate(steps):
         count = held.num_slots[0].long()
         full = count >= HEAVY
-        first = held.reserve(lists, 0, (~full).long())
-        down = held.reserve(lists, 1, full.long())
+        first = held.reserve(lists, 0, (~full).long(), at_most=0)
+        down = held.reserve(lists, 1, full.long(), at_most=0)
         oldest = torch.full_like(count, step % HEAVY)
         source = held.lookup(lists, 0, oldest)
         target = held.lookup(lists, 1, torch.where(full, down, -1))
-        backend.demote(held.pages, *formats, *source, *target)
+        backend.demote(pool.pages, *formats, *source, *target)
         page, slot = held.lookup(lists, 0, torch.where(full, oldest, first))
-        backend.write_keys(held.pages, formats[0], page, slot, k.to(DEVICE))
-        backend.write_values(held.pages, formats[0], page, slot, v.to(DEVICE))
-        backend.write_tracked(held.pages, formats[0], page, slot, 0.0, torch.full_like(slot, step))
+        backend.write_keys(pool.pages, formats[0], page, slot, k.to(DEVICE))
+        backend.write_values(pool.pages, formats[0], page, slot, v.to(DEVICE))
+        backend.write_tracked(pool.pages, formats[0], page, slot, 0.0, torch.full_like(slot, step))
         shape = (SEQUENCES, HEADS)
         tiers = [
             TierPages(fmt, held.page_ids(lists, t, COLUMNS).view(*shape, -1), *[held.num_slots[t].view(shape)] * 2)
             for t, fmt in enumerate(formats)
         ]
         out, _, _ = backend.paged_decode(
-            q.to(DEVICE), held.pages, tiers, None, 0.125, group="max", accumulate=True, pages_per_part=1
+            q.to(DEVICE), pool.pages, tiers, None, 0.125, group="max", accumulate=True, pages_per_part=1
         )
         outs.append(out.cpu())
-    held.check()
-    return torch.stack(outs), held.pages.cpu(), held.num_slots.cpu(), tiers
+    pool.check()
+    return torch.stack(outs), pool.pages.cpu(), held.num_slots.cpu(), tiers
 
 
 def on_reference(formats: list, steps: list) -> tuple:
