@@ -8,10 +8,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
-from kvbench.tasks.files import DataFile, first_line, hub_source, is_network_error, paths_in
+from kvbench.tasks.files import DataFile, first_on_hub, network_fault, paths_in
 from kvbench.tasks.rows import Source, file_lines, read_rows
 
 MANIFEST = "kvbench-data.json"
@@ -68,13 +67,9 @@ def read_manifest(folder: Path) -> dict[str, dict]:
 
 
 def check_file(file: DataFile, folder: Path, manifest: Mapping[str, dict], partial_data: bool = False) -> Report:
-    """Check one file of a benchmark; every broken row is in the report.
+    """Check one file of a benchmark in a folder against what a fetch noted; every broken row is in the report.
 
-    Args:
-        file: What it should be.
-        folder: Where it should be, directly or in `data/`.
-        manifest: What a fetch noted.
-        partial_data: Fewer rows than the whole benchmark has, and missing files, are no fault.
+    With `partial_data`, fewer rows than the whole benchmark has, and missing files, are no fault.
     """
     report = Report(name=file.name, wanted=file.rows)
     lacks = report.notes if partial_data else report.faults
@@ -83,7 +78,7 @@ def check_file(file: DataFile, folder: Path, manifest: Mapping[str, dict], parti
         lacks.append(f"missing: no {' or '.join(f'{stem}.jsonl' for stem in file.stems)} in {folder}")
         return report
     try:
-        rows = read_rows(Source("data_dir", str(path), partial(file_lines, path)), file.check)
+        rows = read_rows(Source(str(path), file_lines(path)), file.check)
         report.rows, report.broken = len(rows), rows.quarantined
     except ValueError as error:
         report.path, report.sha256 = path, sha256_of(path)
@@ -165,17 +160,15 @@ class Fetch:
         Raises:
             ValueError: The hub does not answer or does not give it.
         """
-        from huggingface_hub import HfApi, snapshot_download
+        from huggingface_hub import snapshot_download
 
         self._require_hub()
         try:
-            commit = HfApi().repo_info(repo, repo_type="dataset", timeout=_TIMEOUT_S).sha
+            commit = _commit(repo)
             snapshot_download(repo, repo_type="dataset", revision=commit, local_dir=self.folder)
         except Exception as error:
-            if not is_network_error(error):
-                raise
             raise ValueError(
-                f"the data set {repo} cannot be fetched ({first_line(error)}); gated data needs the consent of its "
+                f"the data set {repo} cannot be fetched ({network_fault(error)}); gated data needs the consent of its "
                 "page and `hf auth login`"
             ) from error
         shutil.rmtree(self.folder / ".cache", ignore_errors=True)
@@ -205,23 +198,27 @@ class Fetch:
 
 def _from_hub(file: DataFile) -> tuple[bytes, str]:
     """The file as JSON lines, from the first place on the hub that has it, and where that was."""
-    failures = []
-    for repo, path in file.hub:
-        try:
-            local, commit = _download(repo, path)
-        except Exception as error:
-            if not is_network_error(error):
-                raise
-            failures.append(f"{repo}/{path}: {first_line(error)}")
-            continue
-        if source := hub_source("hub", local, file.name):
-            content = b"".join(line + b"\n" for line in source.lines())
-            return content, f"{repo}/{path} at {commit}"
-        failures.append(f"{repo}/{path}: it has no {file.name}.jsonl")
-    raise ValueError(f"{file.name} cannot be fetched ({'; '.join(failures)}). By hand: {file.by_hand}")
+    commits: dict[str, str] = {}
+
+    def get(repo: str, path: str) -> Path:
+        commits[f"{repo}/{path}"] = commit = _commit(repo)
+        return _download(repo, path, commit)
+
+    found = first_on_hub(file, get)
+    if isinstance(found, str):
+        raise ValueError(f"{file.name} cannot be fetched ({found}). By hand: {file.by_hand}")
+    source, place = found
+    return b"".join(line + b"\n" for line in source.lines), f"{place} at {commits[place]}"
 
 
-def _download(repo: str, path: str) -> tuple[Path, str]:
+def _commit(repo: str) -> str:
+    """The newest commit of a data set of the hub."""
+    from huggingface_hub import HfApi
+
+    return str(HfApi().repo_info(repo, repo_type="dataset", timeout=_TIMEOUT_S).sha)
+
+
+def _download(repo: str, path: str, commit: str) -> Path:
     """Get one file of one commit, and compare it with the hash that the hub states.
 
     Raises:
@@ -232,7 +229,6 @@ def _download(repo: str, path: str) -> tuple[Path, str]:
     from huggingface_hub.hf_api import RepoFolder
 
     api = HfApi()
-    commit = str(api.repo_info(repo, repo_type="dataset", timeout=_TIMEOUT_S).sha)
     stated = api.get_paths_info(repo, [path], repo_type="dataset", revision=commit)
     if not stated or isinstance(stated[0], RepoFolder):
         raise ValueError("there is no such file")
@@ -244,7 +240,7 @@ def _download(repo: str, path: str) -> tuple[Path, str]:
         wanted, found = stated[0].blob_id, hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
     if wanted != found:
         raise ValueError(f"what came has the hash {found[:16]}..., the hub states {wanted[:16]}...; try again")
-    return local, commit
+    return local
 
 
 def _from_url(file: DataFile) -> tuple[bytes, str]:

@@ -4,11 +4,11 @@ import json
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from kvbench.tasks.rows import RowCheck, Rows, Source, file_lines, list_lines, read_rows
+from kvbench.tasks.rows import RowCheck, Rows, Source, file_lines, read_rows
 
 T = TypeVar("T")
 
@@ -57,26 +57,16 @@ class MissingDataError(ValueError):
 
     Args:
         text: The message, or what makes it from the names of the parts that are missing.
-        part: The part that is missing.
+        parts: These names.
     """
 
-    def __init__(self, text: str | Callable[[Sequence[str]], str], part: str = "") -> None:
-        super().__init__(text if isinstance(text, str) else text([part]))
-        self._text, self._part = text, part
-
-    @staticmethod
-    def of_all(errors: "Sequence[MissingDataError]") -> "MissingDataError":
-        """One error that names every part of a task that is missing."""
-        first, parts = errors[0], [error._part for error in errors]
-        return first if isinstance(first._text, str) or len(parts) == 1 else MissingDataError(first._text(parts))
+    def __init__(self, text: str | Callable[[Sequence[str]], str], *parts: str) -> None:
+        super().__init__(text if isinstance(text, str) else text(parts))
+        self.text, self.parts = text, parts
 
 
 def read_each(names: Iterable[str], read: Callable[[str], T]) -> dict[str, T]:
-    """Read the parts of a benchmark.
-
-    Raises:
-        MissingDataError: Names every part that is missing.
-    """
+    """Read the parts of a benchmark; the MissingDataError names every part that is missing."""
     found, missing = {}, []
     for name in names:
         try:
@@ -84,7 +74,7 @@ def read_each(names: Iterable[str], read: Callable[[str], T]) -> dict[str, T]:
         except MissingDataError as error:
             missing.append(error)
     if missing:
-        raise MissingDataError.of_all(missing)
+        raise MissingDataError(missing[0].text, *(part for error in missing for part in error.parts))
     return found
 
 
@@ -103,8 +93,8 @@ def find_rows(file: DataFile, data_dir: str | None) -> Rows:
         ValueError: data_dir is no folder, or all rows are broken.
     """
     looked = []
-    for place in (partial(_in_folder, data_dir), _in_local_files, _in_hub_cache, _in_datasets_cache, _on_hub):
-        found = place(file)
+    for place in (_in_folder, _in_local_files, _in_hub_cache, _in_datasets_cache, _on_hub):
+        found = place(file, data_dir)
         if isinstance(found, Source):
             return read_rows(found, file.check)
         looked += [found] if found else []
@@ -120,7 +110,7 @@ def find_rows(file: DataFile, data_dir: str | None) -> Rows:
     raise MissingDataError(text, file.name)
 
 
-def _in_folder(folder: str | None, file: DataFile) -> Source | str:
+def _in_folder(file: DataFile, folder: str | None) -> Source | str:
     if not folder:
         return "task.data_dir (not set)"
     root = Path(folder).expanduser()
@@ -132,7 +122,7 @@ def _in_folder(folder: str | None, file: DataFile) -> Source | str:
     listed = [root / file.list_file] if file.list_file else []
     path = next((path for path in (*paths_in(root, file), *listed) if path.is_file()), None)
     if path is not None:
-        return Source("data_dir", str(path), partial(list_lines if path in listed else file_lines, path))
+        return Source(str(path), _lines_of(path))
     names = " or ".join([*(f"{stem}.jsonl" for stem in file.stems), *(path.name for path in listed)])
     return f"task.data_dir={folder} (no {names} there or in its data/)"
 
@@ -142,23 +132,23 @@ def paths_in(folder: Path, file: DataFile) -> list[Path]:
     return [folder / part / f"{stem}.jsonl" for stem in file.stems for part in ("", "data")]
 
 
-def _in_local_files(file: DataFile) -> Source | str:
+def _in_local_files(file: DataFile, _: str | None) -> Source | str:
     found = next((path for path in file.local if path.is_file()), None)
-    return Source("cache", str(found), partial(file_lines, found)) if found else " or ".join(map(str, file.local))
+    return Source(str(found), file_lines(found)) if found else " or ".join(map(str, file.local))
 
 
-def _in_hub_cache(file: DataFile) -> Source | str:
+def _in_hub_cache(file: DataFile, _: str | None) -> Source | str:
     from huggingface_hub import constants, try_to_load_from_cache
 
     for repo, name in file.hub:
         path = try_to_load_from_cache(repo, name, repo_type="dataset")
-        if isinstance(path, str) and (source := hub_source("cache", Path(path), file.name)):
+        if isinstance(path, str) and (source := hub_source(Path(path), file.name)):
             return source
     names = " or ".join(f"{name} of {repo}" for repo, name in file.hub)
     return names and f"the hub cache {constants.HF_HUB_CACHE} (no {names} that holds these rows)"
 
 
-def _in_datasets_cache(file: DataFile) -> Source | str:
+def _in_datasets_cache(file: DataFile, _: str | None) -> Source | str:
     """A copy that the `datasets` library prepared, by whomever; names count without case and dashes."""
     if file.prepared is None:
         return ""
@@ -173,7 +163,7 @@ def _in_datasets_cache(file: DataFile) -> Source | str:
         if shards:
             # Other versions of the same data may lie beside it: all shards of one folder belong together.
             shards = [path for path in shards if path.parent == shards[0].parent]
-            return Source("cache", str(shards[0].parent), partial(_arrow_lines, shards))
+            return Source(str(shards[0].parent), chain.from_iterable(map(_lines_of, shards)))
     return f"the cache of the datasets library {root} (no {subset} of {name})"
 
 
@@ -181,7 +171,7 @@ def _bare(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")
 
 
-def _on_hub(file: DataFile) -> Source | str:
+def _on_hub(file: DataFile, _: str | None) -> Source | str:
     """Fetches from the hub into the local cache, if the hub answers within two seconds."""
     from huggingface_hub import constants, hf_hub_download
 
@@ -194,49 +184,55 @@ def _on_hub(file: DataFile) -> Source | str:
     # The hub's own client retries for half a minute on a machine without a network.
     if not hub_reachable():
         return "the hub (it cannot be reached from here)"
+    found = first_on_hub(file, lambda repo, name: Path(hf_hub_download(repo, name, repo_type="dataset")))
+    return f"the hub ({found})" if isinstance(found, str) else found[0]
+
+
+def first_on_hub(file: DataFile, get: Callable[[str, str], Path]) -> tuple[Source, str] | str:
+    """The first file of the hub that holds the rows, with its repository and name; else why each does not.
+
+    Args:
+        file: Which rows.
+        get: Downloads (repository, name).
+    """
     failures = []
     for repo, name in file.hub:
         try:
-            source = hub_source("hub", Path(hf_hub_download(repo, name, repo_type="dataset")), file.name)
+            source = hub_source(get(repo, name), file.name)
         except Exception as error:
-            if not is_network_error(error):
-                raise
-            failures.append(f"{repo}: {first_line(error)}")
+            failures.append(f"{repo}/{name}: {network_fault(error)}")
             continue
         if source:
-            return source
-        failures.append(f"{repo}: {name} does not hold these rows")
-    return f"the hub ({'; '.join(failures)})"
+            return source, f"{repo}/{name}"
+        failures.append(f"{repo}/{name}: it has no {file.name}.jsonl")
+    return "; ".join(failures)
 
 
-def is_network_error(error: BaseException) -> bool:
-    """Tell whether a download failed, and not our code; the hub's client also raises errors of its HTTP library."""
-    return isinstance(error, OSError | ValueError) or any(
-        kind.__module__.split(".")[0].startswith("httpx") for kind in type(error).__mro__
-    )
+def network_fault(error: Exception) -> str:
+    """The first line of what a failed download says, or its kind; raises an error that is our code's again.
+
+    The hub's client also raises errors of its HTTP library.
+    """
+    theirs = any(kind.__module__.split(".")[0].startswith("httpx") for kind in type(error).__mro__)
+    if not theirs and not isinstance(error, OSError | ValueError):
+        raise error
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its kind."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
-
-
-def hub_source(origin: str, path: Path, name: str) -> Source | None:
+def hub_source(path: Path, name: str) -> Source | None:
     """The rows of a file of the hub; None for an archive that does not hold `<name>.jsonl`.
 
     Raises:
         ValueError: The archive cannot be read.
     """
-    readers = {".parquet": _parquet_lines, ".json": list_lines}
     if path.suffix != ".zip":
-        return Source(origin, str(path), partial(readers.get(path.suffix, file_lines), path))
+        return Source(str(path), _lines_of(path))
     try:
         with zipfile.ZipFile(path) as opened:
             members = [item for item in opened.namelist() if PurePosixPath(item).name == f"{name}.jsonl"]
     except (zipfile.BadZipFile, OSError) as error:
         raise ValueError(f"{path} cannot be read as a zip archive ({error}); delete it and fetch it again") from error
-    return Source(origin, f"{path}:{members[0]}", partial(_zip_lines, path, members[0])) if members else None
+    return Source(f"{path}:{members[0]}", _zip_lines(path, members[0])) if members else None
 
 
 def _zip_lines(archive: Path, member: str) -> Iterator[bytes]:
@@ -245,17 +241,26 @@ def _zip_lines(archive: Path, member: str) -> Iterator[bytes]:
             yield line.removesuffix(b"\n")
 
 
-def _parquet_lines(path: Path) -> Iterator[bytes]:
-    import pyarrow.parquet
+def _lines_of(path: Path) -> Iterator[bytes]:
+    """The rows of a Parquet or Arrow file, of one JSON list (`.json`) or of JSON lines, each as a line."""
+    rows: Iterable[Any]
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
 
-    for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
-        for row in batch.to_pylist():
-            yield json.dumps(row).encode()
+        rows = chain.from_iterable(part.to_pylist() for part in pyarrow.parquet.ParquetFile(path).iter_batches())
+    elif path.suffix == ".arrow":
+        import datasets
 
-
-def _arrow_lines(shards: Sequence[Path]) -> Iterator[bytes]:
-    import datasets
-
-    for path in shards:
-        for row in datasets.Dataset.from_file(str(path)):
-            yield json.dumps(row).encode()
+        rows = datasets.Dataset.from_file(str(path))
+    elif path.suffix == ".json":
+        try:
+            rows = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} cannot be read as JSON ({error}); fetch or copy it again") from error
+        if not isinstance(rows, list):
+            raise ValueError(f"{path} must be a list of rows, it is {type(rows).__name__}; fetch or copy it again")
+    else:
+        yield from file_lines(path)
+        return
+    for row in rows:
+        yield json.dumps(row).encode()

@@ -4,9 +4,8 @@ import codecs
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # Takes the JSON object of one line; gives the row, or raises ValueError with the reason why it is none.
 RowCheck = Callable[[dict[str, Any]], Mapping[str, Any]]
@@ -14,17 +13,14 @@ ID_FIELDS = ("_id", "id", "task_id", "unique_id")  # LongBench, AIME, EvalPlus, 
 
 
 class Rows(list[dict[str, Any]]):
-    """Checked rows of one subset, in the order of the file.
-
-    It is a list of dicts with what lm-eval asks of a data set (`features`).
+    """Checked rows of one subset, in the order of the file, with what lm-eval asks of a data set (`features`).
 
     Args:
         rows: The rows that passed the check; `index` is the position in the file, so ids do not shift when a row is set
             aside.
         quarantined: Rows that did not: dicts with `file`, `line` (from 1) and `reason`.
-        origin: Where the rows came from: `data_dir`, `cache`, `hub` or `generated`.
-        file: Name of the file for messages.
         copies: Rows that are, or are called, the same as an earlier one, as in `quarantined`; they are among the rows.
+        file: Name of the file for messages.
     """
 
     def __init__(
@@ -32,23 +28,15 @@ class Rows(list[dict[str, Any]]):
         rows: Iterable[dict[str, Any]],
         *,
         quarantined: Sequence[dict] = (),
-        origin: str = "",
-        file: str = "",
         copies: Sequence[dict] = (),
+        file: str = "",
     ) -> None:
         super().__init__(rows)
-        self.quarantined, self.copies = list(quarantined), list(copies)
-        self.origin, self.file = origin, file
+        self.quarantined, self.copies, self.file = list(quarantined), list(copies), file
 
     def made_into(self, documents: Iterable[dict[str, Any]], *, skipped: Sequence[dict] = ()) -> "Rows":
-        """Replace these rows by what a task makes of them, with their file and with what was set aside.
-
-        Args:
-            documents: Each with the `index` of its row.
-            skipped: Rows of other files that were set aside on the way.
-        """
-        broken = [*self.quarantined, *skipped]
-        return Rows(documents, quarantined=broken, origin=self.origin, file=self.file, copies=self.copies)
+        """Replace the rows by documents with the same `index`; `skipped` rows of other files were set aside, too."""
+        return Rows(documents, quarantined=[*self.quarantined, *skipped], copies=self.copies, file=self.file)
 
     def set_aside(self, index: int, reason: str) -> dict:
         """The entry of `quarantined` for the row with this index, when it cannot be used."""
@@ -60,19 +48,11 @@ class Rows(list[dict[str, Any]]):
         return dict.fromkeys(self[0] if self else ())
 
 
-@dataclass(frozen=True)
-class Source:
-    """The place that the lines of one subset come from.
+class Source(NamedTuple):
+    """The lines of one subset, without line breaks, and the name of their file for messages."""
 
-    Args:
-        origin: `data_dir`, `cache` or `hub`.
-        name: File name for messages.
-        lines: Opens the file; gives its lines as bytes without the line break.
-    """
-
-    origin: str
     name: str
-    lines: Callable[[], Iterator[bytes]]
+    lines: Iterable[bytes]
 
 
 def file_lines(path: Path) -> Iterator[bytes]:
@@ -82,29 +62,8 @@ def file_lines(path: Path) -> Iterator[bytes]:
             yield line.removesuffix(b"\n")
 
 
-def list_lines(path: Path) -> Iterator[bytes]:
-    """The rows of a file that is one JSON list, each as a line.
-
-    Raises:
-        ValueError: It is none.
-    """
-    try:
-        rows = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as JSON ({error}); fetch or copy it again") from error
-    if not isinstance(rows, list):
-        raise ValueError(f"{path} must be a list of rows, it is {type(rows).__name__}; fetch or copy it again")
-    for row in rows:
-        yield json.dumps(row).encode()
-
-
 def read_rows(source: Source, check: RowCheck, max_line_bytes: int | None = None) -> Rows:
-    """Read and check every row; one broken row does not stop the others.
-
-    Args:
-        source: Where from.
-        check: What a row must be.
-        max_line_bytes: A longer line is no row; None takes any.
+    """Read and check every row; one broken row does not stop the others, and a longer line is none.
 
     Returns:
         The good rows, each with its `index` (0-based line of the file), the broken ones, and which of the good ones are
@@ -117,7 +76,7 @@ def read_rows(source: Source, check: RowCheck, max_line_bytes: int | None = None
     quarantined: list[dict] = []
     copies: list[dict] = []
     seen: dict[tuple[str, object], int] = {}
-    for index, line in enumerate(source.lines()):
+    for index, line in enumerate(source.lines):
         line = line.removeprefix(codecs.BOM_UTF8) if not index else line  # some editors put it before the first row
         if not line.strip():
             continue
@@ -141,7 +100,7 @@ def read_rows(source: Source, check: RowCheck, max_line_bytes: int | None = None
             f"all {len(quarantined)} rows of {source.name} are broken; the first, line {first['line']}: "
             f"{first['reason']}; fetch or copy the file again"
         )
-    return Rows(rows, quarantined=quarantined, origin=source.origin, file=source.name, copies=copies)
+    return Rows(rows, quarantined=quarantined, copies=copies, file=source.name)
 
 
 def _names(line: bytes, row: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
@@ -168,12 +127,7 @@ def _parse(line: bytes) -> dict[str, Any]:
 
 
 def text_field(row: Mapping[str, object], *names: str, required: bool = True) -> str:
-    """Read a text from a row that may call it by several names.
-
-    Args:
-        row: The object that a line holds.
-        names: Names of the field, best first.
-        required: False gives an empty text when the field is missing or null.
+    """Read a text that a row may call by several names, best first; one that is not `required` is empty when missing.
 
     Raises:
         ValueError: The field is missing, empty or no text.

@@ -29,7 +29,6 @@ def test_lines_end_at_line_feeds_only(tmp_path: Path) -> None:
     write(tmp_path / "qasper.jsonl", row(context=text), row(context="next"))
     rows = longbench.load("qasper", str(tmp_path))["test"]
     assert [item["context"] for item in rows] == [text, "next"]
-    assert rows.origin == "data_dir"
 
 
 def test_broken_rows_are_set_aside_by_file_and_line(tmp_path: Path) -> None:
@@ -165,7 +164,7 @@ def test_rows_from_the_cached_archive(tmp_path: Path) -> None:
     with zipfile.ZipFile(snapshot / "data.zip", "w") as archive:
         archive.writestr("data/qasper.jsonl", json.dumps(row(context="from the archive")) + "\nbroken\n")
     rows = longbench.load("qasper")["test"]
-    assert (rows[0]["context"], rows.origin) == ("from the archive", "cache")
+    assert rows[0]["context"] == "from the archive"
     assert rows.quarantined[0]["file"].endswith("data.zip:data/qasper.jsonl")
     (tmp_path / "own").mkdir()
     write(tmp_path / "own" / "qasper.jsonl", row(context="own"))
@@ -186,21 +185,21 @@ def test_the_first_file_of_the_hub_that_holds_the_rows(tmp_path: Path, monkeypat
             raise OSError("no such repository\nand more")
         return str(tmp_path / repo / name)
 
-    def read(origin: str, path: Path, name: str) -> Source | None:
+    def read(path: Path, name: str) -> Source | None:
         if path.parent.name == "bug":
             raise KeyError("ours")
-        return Source("hub", path.parent.name, lambda: iter([])) if path.parent.name == "good" else None
+        return Source(path.parent.name, []) if path.parent.name == "good" else None
 
     def on_hub(*repos: str) -> Source | str:
         file = replace(longbench.data_file("trec"), hub=tuple((repo, "a") for repo in repos))
-        return files._on_hub(file)
+        return files._on_hub(file, None)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     monkeypatch.setattr(files, "hub_source", read)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(model_files, "hub_reachable", lambda: True)
     assert on_hub("gone", "other", "good", "bug").name == "good"
-    assert on_hub("gone", "other") == "the hub (gone: no such repository; other: a does not hold these rows)"
+    assert on_hub("gone", "other") == "the hub (gone/a: no such repository; other/a: it has no trec.jsonl)"
     with pytest.raises(KeyError):
         on_hub("bug")
     monkeypatch.setattr(model_files, "hub_reachable", lambda: False)
@@ -212,7 +211,7 @@ def test_a_damaged_archive_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "data.zip"
     path.write_bytes(b"PK nonsense")
     with pytest.raises(ValueError, match="delete it and fetch it again"):
-        files.hub_source("cache", path, "qasper")
+        files.hub_source(path, "qasper")
 
 
 def test_rows_from_the_datasets_cache(tmp_path: Path) -> None:
@@ -227,7 +226,7 @@ def test_rows_from_the_datasets_cache(tmp_path: Path) -> None:
         writer.write(row(context="from arrow"))
         writer.finalize()
     rows = longbench.load("qasper")["test"]
-    assert (rows[0]["context"], rows.origin) == ("from arrow", "cache")
+    assert rows[0]["context"] == "from arrow"
 
 
 @pytest.mark.parametrize(

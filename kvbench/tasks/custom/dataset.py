@@ -30,8 +30,11 @@ def read_file(file: str, metric: str, needs_context: bool) -> Rows:
         raise ValueError(
             f"task.file={file} is not a file (looked for {path.absolute()}); give the path of a JSONL file"
         )
-    source = Source("data_dir", str(path), partial(file_lines, path))
-    return read_rows(source, partial(check_row, metric=metric, needs_context=needs_context), MAX_LINE_BYTES)
+    return read_rows(
+        Source(str(path), file_lines(path)),
+        partial(check_row, metric=metric, needs_context=needs_context),
+        MAX_LINE_BYTES,
+    )
 
 
 def check_row(row: Mapping[str, Any], *, metric: str, needs_context: bool) -> dict[str, Any]:

@@ -114,4 +114,4 @@ def load(
 
         tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     docs = (make_doc(kind, index, tokenizer=tokenizer, length=length, seed=seed) for index in range(items))
-    return {"test": Rows(docs, origin="generated")}
+    return {"test": Rows(docs)}
