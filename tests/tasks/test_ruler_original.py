@@ -15,13 +15,12 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from kvbench.tasks.ruler import chains, counts, definitions, needles, words
+from kvbench.tasks.ruler import definitions, makers, words
 from kvbench.tasks.ruler.definitions import DEFINITIONS, NEEDLES
 from kvbench.tasks.ruler.document import Job
-from kvbench.tasks.ruler.questions import answer_question
 
 LENGTH = 4096
-JOB = Job(seed="original", length=LENGTH, vocabulary=words.vocabulary(), essays=words.essays(None))
+JOB = Job(seed="original", length=LENGTH, essays=words.essays(None))
 DOCS = words.Documents(
     texts=tuple(sorted(f"Title {place}\nWhat is said of it, {place * place}." for place in range(40))),
     questions=(words.Question("What of seven?", ("49", "forty-nine"), (7,), (5, 6, 8, 9)),),
@@ -85,14 +84,14 @@ def test_needles(original, monkeypatch, name: str, units: int) -> None:
     module, given = original["prepare_niah"], arguments(original, name)
     rng = JOB.rng()
     monkeypatch.setattr(module, "random", draws(rng))
-    monkeypatch.setattr(module, "generate_random_word", lambda: JOB.vocabulary.key(rng))
+    monkeypatch.setattr(module, "generate_random_word", lambda: words.vocabulary().key(rng))
     kind = given["type_haystack"]
     haystack = list(JOB.essays.words) if kind == "essay" else module.get_haystack(kind)
     options = {key: given[key] for key in ("type_haystack", "type_needle_k", "type_needle_v", "template")}
     counted = {key: given.get(key, 1) for key in ("num_needle_k", "num_needle_v", "num_needle_q")}
     counted["num_needle_k"] = max(counted["num_needle_k"], counted["num_needle_q"])
     text, answers, query = module.generate_input_output(units, haystack, **options, **counted)
-    ours = needles.make(NEEDLES[name], JOB, units)
+    ours = makers.hide(NEEDLES[name], JOB, units)
     assert ours.context + ours.question == text
     assert list(ours.answers) == answers
     # lm-eval makes the answer's beginning where it writes the row.
@@ -116,19 +115,19 @@ def test_the_answer_begins_as_the_original_begins_it(original, monkeypatch) -> N
         kind = given["type_haystack"]
         haystack = list(JOB.essays.words) if kind == "essay" else module.get_haystack(kind)
         (row,) = module.generate_samples(haystack, **given)
-        ours = needles.ask_for(NEEDLES[name], "x", ["quiet-river"], ["1"])
+        ours = makers.ask_for(NEEDLES[name], "x", ["quiet-river"], ["1"])
         assert ours.prefix == f" {row['gen_prefix']}"
 
 
 @pytest.mark.parametrize("units", [1, 3, 40])
-@pytest.mark.parametrize("letters", [chains.NAME_LETTERS, chains.EXAMPLE_LETTERS])
+@pytest.mark.parametrize("letters", [makers.NAME_LETTERS, makers.EXAMPLE_LETTERS])
 def test_variable_tracking(original, monkeypatch, units: int, letters: int) -> None:
     """The text, and the worked example's own."""
     module, rng = original["vt_utils"], Random(5)
     monkeypatch.setattr(module, "random", draws(rng))
     monkeypatch.setattr(module, "np", SimpleNamespace(random=SimpleNamespace(randint=rng.randrange)))
-    text, answers = module.generate_input_output(units, 1, chains.HOPS, is_icl=letters == chains.EXAMPLE_LETTERS)
-    ours, _ = chains.chain_text(Random(5), units, letters)
+    text, answers = module.generate_input_output(units, 1, makers.HOPS, is_icl=letters == makers.EXAMPLE_LETTERS)
+    ours = makers.chain_text(Random(5), units, letters)
     assert ours.prompt == text
     assert list(ours.answers) == answers
 
@@ -138,7 +137,7 @@ def test_the_worked_example_stands_where_the_original_puts_it(original, monkeypa
     module = original["vt_utils"]
     job = replace(JOB, example_units=6)
     first, rng = Random(f"{job.seed}/example"), job.rng()
-    text, answers = chains.chain_text(first, 6, chains.EXAMPLE_LETTERS)[0], None
+    text = makers.chain_text(first, 6, makers.EXAMPLE_LETTERS)
     monkeypatch.setattr(module, "random", draws(rng))
     monkeypatch.setattr(module, "np", SimpleNamespace(random=SimpleNamespace(randint=rng.randrange)))
     monkeypatch.setattr(module, "randomize_icl", lambda example: example)
@@ -158,10 +157,10 @@ def test_the_worked_example_stands_where_the_original_puts_it(original, monkeypa
     example = {"input": text.prompt, "outputs": list(text.answers)}
     rows = module.sys_vartrack_w_noise_random(tokenizer, 1, 900, icl_example=example)
     noises = made[-1][0].count("The grass is green.")
-    ours = chains.variable_tracking(job, noises)
+    ours = makers.variable_tracking(job, noises)
     assert ours.context + ours.question == rows[0]["input"]
     assert ours.prefix.strip() == rows[0]["gen_prefix"]
-    assert list(ours.answers) == rows[0]["outputs"] != answers
+    assert list(ours.answers) == rows[0]["outputs"] != list(text.answers)
     assert DEFINITIONS["vt"].answer_tokens == 30
 
 
@@ -179,9 +178,9 @@ def test_common_words(original, monkeypatch, length: int, units: int) -> None:
     kept = module.get_example
     monkeypatch.setattr(module, "get_example", get_example)
     monkeypatch.setattr(module, "random", draws(rng))
-    monkeypatch.setattr(module, "WORDS", JOB.vocabulary.singles)
+    monkeypatch.setattr(module, "WORDS", words.vocabulary().singles)
     _, text, answers = module.generate_input_output(units, length)
-    ours = counts.common_words(replace(JOB, length=length), units)
+    ours = makers.common_words(replace(JOB, length=length), units)
     assert ours.prompt == text
     assert list(ours.answers) == answers
 
@@ -196,7 +195,7 @@ def test_frequent_words(original, monkeypatch, length: int, units: int) -> None:
         return SimpleNamespace(input_ids=[])
 
     text, answers, _ = module.generate_input_output(length, tokenizer, num_words=units, vocab_size=length // 50)
-    ours = counts.frequent_words(replace(JOB, length=length), units)
+    ours = makers.frequent_words(replace(JOB, length=length), units)
     assert ours.prompt == text
     assert list(ours.answers) == answers
 
@@ -209,7 +208,7 @@ def test_questions(original, monkeypatch, units: int) -> None:
     asked = DOCS.questions[0]
     row = {"query": asked.query, "outputs": list(asked.answers), "context": [7], "more_context": list(asked.near)}
     text, answers = module.generate_input_output(0, units, [row], list(DOCS.texts))
-    ours = answer_question(job, units)
+    ours = makers.answer_question(job, units)
     assert ours.context + ours.question == text
     assert list(ours.answers) == answers
     assert ours.prefix == f" {module.CONFIG['answer_prefix']}"

@@ -10,19 +10,18 @@ of each row says which, and the fingerprint hashes the prompts, so that the two 
 
 Source: Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?", 2024; lm-eval 0.4.13,
     tasks/ruler. tests/tasks/test_ruler_original.py compares the prompts with lm-eval's text by text.
-Differs: see `needles.make`, `counts`, `chains` and `definitions.write`.
+Differs: see `makers` and `definitions.write`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvbench.tasks.draw import Limit
 from kvbench.tasks.fill import TooShort
-from kvbench.tasks.prompts import PromptBuilder
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.ruler.definitions import DEFINITIONS, GENERATED, write
-from kvbench.tasks.ruler.document import Document, Job, check_lengths, uncut
+from kvbench.tasks.ruler.document import Job, check_lengths, uncut
 from kvbench.tasks.ruler.words import QA_FILES, Documents, Essays, documents, essays, vocabulary
 from kvbench.tasks.task import Ask, DataDir, Items, Lengths, Task, listed, name_list, names_of
 from kvbench.tasks.taskset import MetricInfo, TaskSet
@@ -71,20 +70,26 @@ class Ruler(Task):
         for name in names:
             builder = uncut(ask, DEFINITIONS[name].answer_tokens)
             for length in lengths:
-                source = files.get(name)
+                subset, source, guess, needed, before = f"{name}/{length}", files.get(name), None, 0, len(requests)
                 indices = Limit(items).of(len(source.questions), f"ruler/{name}") if source else range(items)
-                jobs = [
-                    Job(f"kvbench/ruler/{ask.seed}/{name}/{index}", length, vocabulary(), text, source, index)
-                    for index in indices
-                ]
-                for job, document in _written(name, jobs, builder, self.answer_prefix, left_out):
-                    sample_id, meta = f"{name}/{length}/{job.index}", {"task": name, "length": length}
-                    requests.append(
-                        document.request(
-                            builder, self.answer_prefix, sample_id, f"{name}/{length}", meta | {"index": job.index}
-                        )
+                for index in indices:
+                    job = Job(f"kvbench/ruler/{ask.seed}/{name}/{index}", length, text, source, index)
+                    try:
+                        document, guess = write(name, job, builder, guess, self.answer_prefix)
+                    except TooShort as error:
+                        needed = max(needed, error.needed)
+                        if source is not None:  # the other questions are asked
+                            reason = f"question: its documents take {error.needed} tokens of {length}"
+                            left_out.append({"file": source.file, "line": index + 1, "reason": reason})
+                        continue
+                    meta = {"task": name, "length": length, "index": index}
+                    requests.append(document.request(builder, f"{subset}/{index}", subset, meta))
+                    answers[f"{subset}/{index}"] = (name, document.answers)
+                if len(requests) == before:
+                    raise ValueError(
+                        f"task.lengths={length} is too short for {name}: its shortest prompt and the room for the "
+                        f"answer take {needed} tokens; raise the length, or leave {name} out of task.tasks"
                     )
-                    answers[sample_id] = (name, document.answers)
 
         def score(sample_id: str, answer: str) -> dict[str, float]:
             name, right = answers[sample_id]
@@ -100,31 +105,4 @@ class Ruler(Task):
             score,
             quarantined=left_out,
             by=("task", "length"),
-        )
-
-
-def _written(
-    name: str, jobs: Sequence[Job], builder: PromptBuilder, with_prefix: bool, left_out: list[dict]
-) -> Iterator[tuple[Job, Document]]:
-    """The items of one task at one length; a question whose own documents do not fit is left out and named.
-
-    Raises:
-        ValueError: None fits.
-    """
-    guess, needed, written = None, 0, 0
-    for job in jobs:
-        try:
-            document, guess = write(name, job, builder, guess, with_prefix)
-        except TooShort as error:
-            needed = max(needed, error.needed)
-            if job.documents is not None:
-                reason = f"question: its documents take {error.needed} tokens of {job.length}"
-                left_out.append({"file": job.documents.file, "line": job.index + 1, "reason": reason})
-            continue
-        written += 1
-        yield job, document
-    if not written:
-        raise ValueError(
-            f"task.lengths={jobs[0].length} is too short for {name}: its shortest prompt and the room for the answer "
-            f"take {needed} tokens; raise the length, or leave {name} out of task.tasks"
         )

@@ -1,12 +1,14 @@
-"""One prompt of RULER in its parts, and what its makers are given."""
+"""One prompt of RULER in its parts, what its makers are given, and how it is filled to its length."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 from kvbench.engine.requests import Request
+from kvbench.tasks.fill import TooShort, fill_length
 from kvbench.tasks.prompts import RETOKENISE_SLACK_TOKENS, PromptBuilder, PromptRules
-from kvbench.tasks.ruler.words import Documents, Essays, Vocabulary
+from kvbench.tasks.ruler.words import Documents, Essays
 from kvbench.tasks.task import Ask
 
 # RULER shuffles needles, documents and coded words with this seed whatever the seed of the run.
@@ -36,23 +38,21 @@ class Document:
         """The text without any chat template."""
         return self.context + self.question + self.prefix
 
-    def tokens(self, builder: PromptBuilder, with_prefix: bool) -> int:
-        """Tokens of its prompt; `with_prefix` says whether the beginning of the answer is part of it."""
-        return builder.count(self.context + self.question, self.prefix if with_prefix else "")
+    def unbegun(self) -> "Document":
+        """The same, with the beginning of its answer left to the model."""
+        return replace(self, prefix="", gold=self.prefix + self.gold)
 
-    def request(
-        self, builder: PromptBuilder, with_prefix: bool, sample_id: str, subset: str, meta: dict[str, Any]
-    ) -> Request:
+    def request(self, builder: PromptBuilder, sample_id: str, subset: str, meta: dict[str, Any]) -> Request:
         """The request that asks it."""
-        if with_prefix:
+        if self.prefix:
             builder.check_prefix()
         return builder.build(
             sample_id=sample_id,
             subset=subset,
             context=self.context,
             question=self.question,
-            prefix=self.prefix if with_prefix else "",
-            gold=self.gold if with_prefix else self.prefix + self.gold,
+            prefix=self.prefix,
+            gold=self.gold,
             answers=self.answers,
             meta=meta | {"answers": list(self.answers)},
         )
@@ -64,7 +64,6 @@ class Job:
 
     seed: str  # seeds everything random
     length: int  # tokens of prompt and answer
-    vocabulary: Vocabulary
     essays: Essays  # text for haystacks of prose
     documents: Documents | None = None  # for question answering
     index: int = 0  # of the item, and of the question
@@ -79,6 +78,28 @@ class Job:
     def rng(self) -> Random:
         """A new generator: the same job draws the same facts however long its haystack is."""
         return Random(self.seed)
+
+
+def longest(
+    make: Callable[[int], Document], builder: PromptBuilder, length: int, most: int, least: int, guess: int | None
+) -> tuple[Document, int]:
+    """The longest document that fits, and its units: `least` to `most`, at first `guess`, that of a similar one.
+
+    Prompt, chat template and room for the answer have `length` tokens together.
+
+    Raises:
+        TooShort: Not even the shortest document fits; its `needed` is the length that would do.
+    """
+
+    def tokens(units: int) -> int:
+        document = make(units)
+        return builder.count(document.context + document.question, document.prefix)
+
+    try:
+        units = fill_length(tokens, length - builder.max_new_tokens, most, least=least, guess=guess)
+    except TooShort as error:
+        raise TooShort(length, error.needed + builder.max_new_tokens) from error
+    return make(units), units
 
 
 def check_lengths(lengths: list[int], ask: Ask, answers: int = 1) -> None:

@@ -14,12 +14,12 @@ from random import Random
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvbench.rules import Choice, Several, Whole
-from kvbench.tasks.fill import TooShort, fill_length
+from kvbench.tasks.fill import TooShort
 from kvbench.tasks.prompts import PromptBuilder
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.ruler.definitions import match_all
-from kvbench.tasks.ruler.document import Document, check_lengths, uncut
-from kvbench.tasks.ruler.needles import Needles, among_sentences, ask_for, draw, needle
+from kvbench.tasks.ruler.document import Document, check_lengths, longest, uncut
+from kvbench.tasks.ruler.makers import Needles, among_sentences, ask_for, draw, needle
 from kvbench.tasks.ruler.words import Essays, essays, vocabulary
 from kvbench.tasks.task import Ask, DataDir, Items, Lengths, Task, listed
 from kvbench.tasks.taskset import MetricInfo, TaskSet
@@ -76,7 +76,7 @@ class Needle(Task):
                 for index in range(items):
                     document, guess = write(spec, text, f"{ask.seed}/{index}", length, depth, builder, guess, prefix)
                     sample_id, meta = f"{length}/{depth}/{index}", {"length": length, "depth": depth, "index": index}
-                    requests.append(document.request(builder, prefix, sample_id, str(length), meta))
+                    requests.append(document.request(builder, sample_id, str(length), meta))
                     answers[sample_id] = document.answers
         told: dict[str, Any] = {"lengths": lengths, "depths": depths, "items": items, "needles": self.needles}
         told |= {"values": self.values, "seed": ask.seed, "split": "before the question", "chat": builder.chat}
@@ -107,25 +107,18 @@ def write(
     guess: int | None,
     with_prefix: bool,
 ) -> tuple[Document, int]:
-    """Write the longest prompt of a cell that fits.
+    """Write the longest prompt of a cell that fits; as `definitions.write`.
 
     Args:
         item: Decides keys, values, where the text begins, and where other needles lie.
-        length: Tokens of prompt, chat template and answer.
         depth: Where the needle that is asked for lies, in percent of the sentences.
-        builder: Counts the tokens.
-        guess: Words of a similar prompt; None for none.
-        with_prefix: The beginning of the answer is part of the prompt.
-
-    Returns:
-        The prompt, and its words of text.
 
     Raises:
         ValueError: Needles and question alone take more than the length.
     """
     rng, keys = Random(f"kvbench/needle/{item}"), dict[str, str]()
     while len(keys) < spec.num_keys:
-        keys.setdefault(draw(spec.keys, rng, vocabulary()), draw(spec.values, rng, vocabulary()))
+        keys.setdefault(draw(spec.keys, rng), draw(spec.values, rng))
     start = rng.randrange(len(text.words))
     # From a sentence's beginning on: behind the next word that ends one.
     ends = (at for at in range(start, start + len(text.words)) if text.words[at % len(text.words)].endswith("."))
@@ -137,16 +130,13 @@ def write(
 
     def make(words: int) -> Document:
         context = among_sentences(turned.sentences(words), [insert for _, insert in placed], [at for at, _ in placed])
-        return ask_for(spec, context, [key], [value])
-
-    def tokens(words: int) -> int:
-        return make(words).tokens(builder, with_prefix)
+        document = ask_for(spec, context, [key], [value])
+        return document if with_prefix else document.unbegun()
 
     try:
-        words = fill_length(tokens, length - builder.max_new_tokens, 4 * length, least=1, guess=guess)
+        return longest(make, builder, length, 4 * length, 1, guess)
     except TooShort as error:
         raise ValueError(
             f"task.lengths={length} is too short for task.needles={spec.num_keys}: the shortest prompt and the room "
-            f"for the answer take {error.needed + builder.max_new_tokens} tokens; raise the length, or take fewer"
+            f"for the answer take {error.needed} tokens; raise the length, or take fewer"
         ) from error
-    return make(words), words

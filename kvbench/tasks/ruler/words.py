@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from random import Random
 
@@ -63,16 +62,13 @@ def _wonderwords() -> Vocabulary | None:
         return None
     folder = Path(next(iter(spec.submodule_search_locations))) / "assets"
     try:
-        lists = {
-            name: tuple((folder / f"{name}list.txt").read_text("utf-8").split("\n"))
-            for name in ("adjective", "noun", "verb")
-        }
+        texts = [(folder / f"{name}list.txt").read_text("utf-8") for name in ("adjective", "noun", "verb")]
         release = version("wonderwords")
     except (OSError, PackageNotFoundError):
         return None
-    lists = {name: tuple(word for word in map(str.strip, words) if word) for name, words in lists.items()}
-    singles = tuple(sorted(set(chain.from_iterable(lists.values()))))
-    return Vocabulary(lists["adjective"], lists["noun"], singles, 1, f"wonderwords {release}")
+    adjectives, nouns, verbs = (tuple(filter(None, map(str.strip, text.split("\n")))) for text in texts)
+    singles = tuple(sorted({*adjectives, *nouns, *verbs}))
+    return Vocabulary(adjectives, nouns, singles, 1, f"wonderwords {release}")
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,6 @@ def essays(data_dir: str | None) -> Essays:
     path = _file(data_dir, ESSAY_FILES)
     if path is None:
         return Essays(tuple(" ".join(paragraphs()).split()), OWN)
-    texts = []
     try:
         content = path.read_text("utf-8")
         parts = content.splitlines() if path.suffix == ".jsonl" else [content]
@@ -146,11 +141,7 @@ class Documents:
 
 
 def documents(task: str, data_dir: str | None) -> Documents:
-    """The documents and questions of a task of RULER.
-
-    Args:
-        task: `qa_1` (SQuAD 2.0) or `qa_2` (HotpotQA, distractor setting).
-        data_dir: The folder that holds the file, under its own name or RULER's.
+    """The documents and questions of `qa_1` (SQuAD 2.0) or `qa_2` (HotpotQA, distractor setting).
 
     Raises:
         MissingDataError: There is no such file; says where to get it.
