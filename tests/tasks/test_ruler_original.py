@@ -20,6 +20,7 @@ from kvbench.tasks.ruler.definitions import DEFINITIONS, NEEDLES
 from kvbench.tasks.ruler.document import Job
 
 LENGTH = 4096
+VOCABULARY = words.vocabulary()  # before the stand-in of wonderwords, and kept
 JOB = Job(seed="original", length=LENGTH, essays=words.essays(None))
 DOCS = words.Documents(
     texts=tuple(sorted(f"Title {place}\nWhat is said of it, {place * place}." for place in range(40))),
@@ -84,7 +85,7 @@ def test_needles(original, monkeypatch, name: str, units: int) -> None:
     module, given = original["prepare_niah"], arguments(original, name)
     rng = JOB.rng()
     monkeypatch.setattr(module, "random", draws(rng))
-    monkeypatch.setattr(module, "generate_random_word", lambda: words.vocabulary().key(rng))
+    monkeypatch.setattr(module, "generate_random_word", lambda: VOCABULARY.key(rng))
     kind = given["type_haystack"]
     haystack = list(JOB.essays.words) if kind == "essay" else module.get_haystack(kind)
     options = {key: given[key] for key in ("type_haystack", "type_needle_k", "type_needle_v", "template")}
@@ -178,7 +179,7 @@ def test_common_words(original, monkeypatch, length: int, units: int) -> None:
     kept = module.get_example
     monkeypatch.setattr(module, "get_example", get_example)
     monkeypatch.setattr(module, "random", draws(rng))
-    monkeypatch.setattr(module, "WORDS", words.vocabulary().singles)
+    monkeypatch.setattr(module, "WORDS", VOCABULARY.singles)
     _, text, answers = module.generate_input_output(units, length)
     ours = makers.common_words(replace(JOB, length=length), units)
     assert ours.prompt == text
