@@ -31,25 +31,19 @@ class Rows:
 
     @classmethod
     def of(cls, numbers: Sequence[int], device: torch.device) -> "Rows":
-        """The rows that the host knows."""
         return cls(to_device(numbers, device), numbers)
 
     def __len__(self) -> int:
         return len(self.tensor)
 
     def on(self, device: torch.device) -> "Rows":
-        """The same rows on another device."""
         return self if self.tensor.device == device else Rows(self.tensor.to(device), self.numbers)
 
 
 @dataclass
 class ReplayLog:
-    """Numbers that a captured step tells the host, in every replay anew.
-
-    Args:
-        posts: How many numbers the device tells it, and who receives them.
-        numbers: All of them, where every replay leaves them.
-    """
+    """Numbers that a captured step tells the host, in every replay anew: how many each receiver takes, and where every
+    replay leaves all of them."""
 
     posts: list[tuple[int, Callable[[], Receiver]]] = field(default_factory=list)
     numbers: Tensor | None = None
@@ -60,10 +54,7 @@ class AsyncCounts:
 
     A step posts what it counted; all of it leaves in one copy when the step ends (`send`), and the host takes it in
     when the next step begins (`collect`). By then it has seen the logits of the step before, so that nothing is waited
-    for. In main memory every number is handed over when it is posted.
-
-    Args:
-        is_late: Whether numbers wait for `collect`.
+    for. Where numbers are not late, as in main memory, each is handed over when it is posted.
     """
 
     def __init__(self, is_late: bool) -> None:
@@ -73,13 +64,9 @@ class AsyncCounts:
         self._sent: list[tuple[Tensor, list[tuple[int, Receiver]], torch.cuda.Event | None]] = []
 
     def post(self, numbers: Tensor, bind: Callable[[], Receiver]) -> None:
-        """Hands whole numbers (any shape and integer or bool type) to a receiver, now or later.
-
-        Args:
-            numbers: What the device counted.
-            bind: Called when they are posted, and again in every replay of a captured step: the receiver, with whatever
-                it has to know of the host's state at that step.
-        """
+        """Hands whole numbers (any shape and integer or bool type) to a receiver, now or later. `bind` gives the
+        receiver with whatever it has to know of the host's state at that step: it is called here, and again in every
+        replay of a captured step."""
         if not self.is_late:
             bind()(numbers.flatten().tolist())
             return
@@ -104,7 +91,6 @@ class AsyncCounts:
             self._start(log.numbers, [(count, bind()) for count, bind in log.posts])
 
     def _start(self, numbers: Tensor, receivers: list[tuple[int, Receiver]]) -> None:
-        """Starts a copy to the host, behind what the device was told so far."""
         arrived = None
         if numbers.is_cuda:
             there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
@@ -116,11 +102,8 @@ class AsyncCounts:
         self._sent.append((there, receivers, arrived))
 
     def collect(self, leave: int = 0) -> None:
-        """Hands over what was sent; all of it, and only then raises what the first receiver raised.
-
-        Args:
-            leave: Steps sent last that are not waited for.
-        """
+        """Hands over what was sent, but for the `leave` steps sent last; all of it, and only then raises what the first
+        receiver raised."""
         end = len(self._sent) - leave
         if end <= 0:
             return

@@ -1,6 +1,7 @@
 """Tokens that wait in 16-bit rings before they go to pages: how a residual buffer is filled and flushed."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +11,6 @@ from kvbench.cache.counters import Counters
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.paged import Kept, Paged, PromptLayer
 from kvbench.cache.pages import Pages
-from kvbench.cache.ring import ResidualBuffer
 from kvbench.cache.rotation import Rotations
 from kvbench.cache.steps import PagedStep
 from kvbench.kernels.backend import FusedStep
@@ -18,13 +18,106 @@ from kvbench.kernels.operands import Ring, StepRing, TierPages
 from kvbench.policy import DecodePlan, Policy, Residual
 
 
-class Buffered(Paged):
-    """Holds the newest tokens of every list in a ring and the others in the pages of its one tier.
+class ResidualBuffer:
+    """Rings of 16-bit keys and values for all lists, with the counts that say which tokens are still in them.
 
-    Args:
-        policy: Decides; it has one tier and does not act while decoding.
-        shape, pages, counters, rotations, first_layer: See `Holding`.
+    Token i of a list is in the key ring while `i >= num_k`, in the value ring while `i >= num_v`; it lies at i modulo
+    the ring's length. On the key side a page's format takes `group_tokens` slots together.
     """
+
+    def __init__(
+        self,
+        spec: Residual,
+        lists_shape: tuple[int, int, int],
+        head_dim: int,
+        dtype: torch.dtype,
+        group_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self.spec, self.group_tokens = spec, group_tokens
+        # The oldest value leaves when R + 1 are held, and the newest is written before it does: one entry more.
+        v_length = spec.num_tokens + (spec.v_flush == "oldest")
+        self.k = torch.zeros(*lists_shape, spec.num_tokens, head_dim, dtype=dtype, device=device)
+        self.v = torch.zeros(*lists_shape, v_length, head_dim, dtype=dtype, device=device)
+        counters = torch.zeros(3, math.prod(lists_shape), dtype=torch.int32, device=device)
+        self.num_k, self.num_v, self.num_tokens = counters.unbind(0)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(t.nbytes for t in (self.k, self.v, self.num_k, self.num_v, self.num_tokens))
+
+    @property
+    def list_bytes(self) -> int:
+        """Bytes of one list's rings, without counters."""
+        return (self.k[0, 0, 0].numel() + self.v[0, 0, 0].numel()) * self.k.element_size()
+
+    @property
+    def most_leaving(self) -> tuple[int, int]:
+        """Most keys and values of a list that leave the rings in one step."""
+        size = self.spec.num_tokens
+        return size, 1 if self.spec.v_flush == "oldest" else size
+
+    def of_layer(self, rows: Tensor, layer: int, numbers: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+        """The key and value rings [S, H, R, D] of one layer; views, not copies, when `rows`, which the host knows as
+        `numbers`, follow one another."""
+        numbers = rows.tolist() if numbers is None else list(numbers)
+        if numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+            chosen = slice(numbers[0], numbers[0] + len(numbers))
+            return self.k[chosen, layer], self.v[chosen, layer]
+        return self.k[rows, layer], self.v[rows, layer]
+
+    def split_prompt(self, count: Tensor) -> tuple[Tensor, Tensor]:
+        """The number of a prompt's `count` kept tokens (int64 [..]) go to the pages at once: keys, values."""
+        size = self.spec.num_tokens
+        if self.spec.hold_prompt:
+            whole = count - count % size
+            return whole, whole if self.spec.v_flush == "all" else (count - size).clamp(min=0)
+        whole = count - count % self.group_tokens
+        return whole, whole
+
+    def paged_after(self, count: int, new: int) -> tuple[int, int]:
+        """Slots in pages of a list that kept `count` tokens of a prompt and took `new` more: exactly, and the most that
+        a list which kept fewer can have for each token that it kept."""
+
+        period = self.spec.num_tokens if self.spec.hold_prompt else self.group_tokens
+        given = torch.cat([torch.tensor([count]), torch.arange(period)])
+        keys, values = self.split_prompt(given)
+        total, size = given + new, self.spec.num_tokens
+        keys = keys + (total - keys) // size * size
+        if self.spec.v_flush == "oldest":
+            keys = torch.maximum(keys, torch.maximum(values, total - size))
+        return int(keys[0]), count + int((keys - given)[1:].max())
+
+    def after_append(self, lists: Tensor) -> tuple[Tensor, Tensor]:
+        """The counts (keys, values in pages) once each of these lists has taken one more token; int64 [M]."""
+        total = self.num_tokens[lists].long() + 1
+        held_k, held_v = self.num_k[lists].long(), self.num_v[lists].long()
+        size = self.spec.num_tokens
+        full = total - held_k >= size
+        new_k = torch.where(full, total, held_k)
+        if self.spec.v_flush == "all":
+            return new_k, torch.where(full, total, held_v)
+        return new_k, torch.where(total - held_v > size, total - size, held_v)
+
+    def hold(self, lists: Tensor, num_k: Tensor, num_v: Tensor, num_tokens: Tensor) -> None:
+        """Sets the counts of lists, int64 [M] each."""
+        for counter, count in ((self.num_k, num_k), (self.num_v, num_v), (self.num_tokens, num_tokens)):
+            counter[lists] = count.to(torch.int32)
+
+    def clear(self, lists: Tensor) -> None:
+        nothing = torch.zeros_like(lists)
+        self.hold(lists, nothing, nothing, nothing)
+
+    def copy(self, source: int, target: int, old: Tensor, new: Tensor) -> None:
+        """Copies a row's rings; `old` and `new` int64 [M] are the lists of the two rows."""
+        for counter in (self.num_k, self.num_v, self.num_tokens):
+            counter[new] = counter[old]
+        self.k[target], self.v[target] = self.k[source], self.v[source]
+
+
+class Buffered(Paged):
+    """Holds the newest tokens of every list in a ring and the others in the pages of its one tier; the policy does not
+    act while decoding."""
 
     def __init__(
         self,
@@ -119,8 +212,6 @@ class Buffered(Paged):
     def extend_prompt(
         self, row: int, layer: int, k: Tensor, v: Tensor, tier_of: Tensor, pos: list[Tensor], peak: Callable[[], None]
     ) -> None:
-        """Carries the plan out, which may drop nothing: tokens that leave the rings go to pages, as of a prompt read at
-        once."""
         if bool((tier_of != 0).any()):
             raise ValueError(
                 f"{type(self.policy).__name__} drops tokens of a prompt that is read in chunks, which its residual "
@@ -158,8 +249,7 @@ class Buffered(Paged):
 
 
 class BufferedStep(PagedStep):
-    """A decode step behind a residual buffer: nothing is evicted, and tokens that leave the rings are quantised; takes
-    what a `PagedStep` takes."""
+    """A decode step behind a residual buffer: nothing is evicted, and tokens that leave the rings are quantised."""
 
     holding: Buffered
 

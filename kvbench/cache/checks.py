@@ -16,7 +16,65 @@ from kvbench.cache.pages import Pages
 from kvbench.policy import APPEND, EVICT, CompactPlan, DecodePlan, DecodeView, Policy, PrefillPlan, PrefillView
 
 Plan = TypeVar("Plan", PrefillPlan, DecodePlan, CompactPlan)
-Moment = Callable[[], str]  # says when; asked only for a message, since the host would wait for the numbers in it
+Rule = str | Callable[[], str]
+
+_OVERWRITTEN = "a slot is overwritten, which a method with acts_in_decode=False must not do"
+_WHOLE = frozenset((torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8))
+
+
+class _Asked:
+    """A call of a policy about a view: checks the form of the answer, and names class, call and moment in errors."""
+
+    def __init__(self, policy: Policy, call: str, view: PrefillView | DecodeView, device: torch.device) -> None:
+        self._policy, self._call, self._view, self._device = policy, call, view, device
+        self._before = _versions(view)
+
+    def error(self, rule: Rule) -> ValueError:
+        """The error about a rule; only now is the moment asked for, since the host waits for its numbers."""
+        said = rule if isinstance(rule, str) else rule()
+        return ValueError(f"{type(self._policy).__name__}.{self._call}, {self._moment()}: {said}")
+
+    def _moment(self) -> str:
+        view = self._view
+        if isinstance(view, DecodeView):
+            moment = "compaction" if self._call == "plan_compact" else "decode step"
+            return f"{moment} at token {int(view.tokens_seen.max())}"
+        first, *rest = view.layers.tolist()
+        layers = f"layers {first} to {rest[-1]}" if rest else f"layer {first}"
+        return f"prompt of {view.num_tokens} tokens, {layers}"
+
+    def plan(self, found: Plan, kind: type[Plan]) -> Plan:
+        """The plan, once it is one and the view is as it was."""
+        if not isinstance(found, kind):
+            raise self.error(f"it returned {_kind(found)}, but it must return a {kind.__name__}")
+        # What the view looked up meanwhile was new then.
+        if any(version != self._before.get(name, 0) for name, version in _versions(self._view).items()):
+            raise self.error("it changed a tensor of its view in place, which others read; clone it first")
+        return found
+
+    def tensor(self, value: object, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The value, once it is a tensor of that shape where plans are made."""
+        if not isinstance(value, Tensor):
+            raise self.error(f"{name} is {_kind(value)}, but it must be a tensor")
+        if value.shape != shape:
+            raise self.error(f"{name} has the shape {tuple(value.shape)}, but it must have {shape}")
+        if value.device != self._device:
+            raise self.error(f"{name} lies on {value.device}, but it must lie on {self._device}")
+        return value
+
+    def whole(self, value: object, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Likewise of whole numbers."""
+        found = self.tensor(value, name, shape)
+        if found.dtype not in _WHOLE:
+            raise self.error(f"{name} is {_dtype(found)}, but it must hold integers")
+        return found
+
+    def mask(self, value: object, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Likewise of bools."""
+        found = self.tensor(value, name, shape)
+        if found.dtype != torch.bool:
+            raise self.error(f"{name} is {_dtype(found)}, but it must be bool")
+        return found
 
 
 class CheckedPlans:
@@ -30,272 +88,163 @@ class CheckedPlans:
 
     def __init__(self, policy: Policy, pages: Pages) -> None:
         self._policy, self._pages = policy, pages
-        self._device = pages.table.num_slots.device
+        last = pages.num_planned - 1
+        self._tiers = f"EVICT (-1) or tier 0{f' to {last}' if last else ''}, the tiers of the method"
+        self._demote_rule = f"demote_to must hold {self._tiers}, and no token goes to the tier that it leaves"
 
-    # Plans.
+    def _ask(self, call: str, view: PrefillView | DecodeView) -> _Asked:
+        return _Asked(self._policy, call, view, self._pages.table.num_slots.device)
 
     def prefill(self, view: PrefillView, score: Tensor | None) -> PrefillPlan:
-        """The plan for a prompt.
-
-        Args:
-            score: fp32 [V, H, N] the view's statistics, or None.
+        """The plan for a prompt; `score` fp32 [V, H, N] is the view's statistics, or None.
 
         Raises:
             ValueError: It breaks a rule; where that shows only later, `Pages.counts` says so.
         """
-        before = _versions(view)
-        plan = self._policy.plan_prefill(view)
-        when = _prompt(view)
-        self._check_kind(plan, PrefillPlan, "plan_prefill", when)
-        self._check_untouched(before, view, "plan_prefill", when)
+        asked, pages = self._ask("plan_prefill", view), self._pages
+        plan = asked.plan(self._policy.plan_prefill(view), PrefillPlan)
         shape = (len(view.layers), view.num_kv_heads, view.num_tokens)
-        tier_of, num_tiers = self._whole(plan.tier_of, "tier_of", shape, "plan_prefill", when), self._num_tiers
+        tier_of = asked.whole(plan.tier_of, "tier_of", shape)
         most = tier_of.amax(-1)
 
         def judge(broken: Tensor, rule: str) -> None:
             # Statistics that are not finite come from the model, whose logits will show it; no plan can follow them.
-            self._judge(broken, self._later("plan_prefill", when, rule), unless_spoilt=score)
+            self._judge(asked, broken, rule, unless_spoilt=score)
 
-        judge((tier_of.amin() < EVICT) | (most.amax() >= num_tiers), f"tier_of must hold {self._tiers_in_words}")
+        judge((tier_of.amin() < EVICT) | (most.amax() >= pages.num_planned), f"tier_of must hold {self._tiers}")
         judge(most < 0, "tier_of must keep at least one token of every head")
         if self._policy.position_mode == "pre_rope":
             moves = (tier_of < 0) | (tier_of != tier_of[:, :1])
             moves[..., 1:] |= tier_of[..., 1:] > tier_of[..., :-1]
-            last = ", the first ones in later tiers and all heads alike" if self._num_tiers > 1 else " in tier 0"
+            last = ", the first ones in later tiers and all heads alike" if pages.num_planned > 1 else " in tier 0"
             judge(moves, f"position_mode='pre_rope' must keep every token{last}")
         if plan.score is not None:
-            self._check_tensor(plan.score, "score", shape, "plan_prefill", when)
-            if not plan.score.is_floating_point():
-                raise self._error("plan_prefill", when, f"score is {_dtype(plan.score)}, but it must be float32")
-            judge(~torch.isfinite(plan.score), "score must be finite")
+            own = asked.tensor(plan.score, "score", shape)
+            if not own.is_floating_point():
+                raise asked.error(f"score is {_dtype(own)}, but it must be float32")
+            judge(~torch.isfinite(own), "score must be finite")
         if self._policy.score.orders_channels:
-            dim = self._pages.formats[0].slot.head_dim
-            order = self._whole(plan.channels, "channels", (*shape[:2], dim), "plan_prefill", when)
+            dim = pages.formats[0].slot.head_dim
+            order = asked.whole(plan.channels, "channels", (*shape[:2], dim))
             each = torch.arange(dim, device=order.device)
             judge(order.long().sort(-1).values != each, "channels must name every key channel of a list once")
         elif plan.channels is not None:
-            raise self._error("plan_prefill", when, "channels are ordered, but the method's statistic measures none")
+            raise asked.error("channels are ordered, but the method's statistic measures none")
         return plan
 
     def decode(self, view: DecodeView) -> DecodePlan:
-        """The plan for a decode step.
-
-        Raises:
-            ValueError: It breaks a rule; where that shows only later, `Pages.counts` says so.
-        """
-        before = _versions(view)
-        plan = self._policy.plan_decode(view)
-        when = _step(view)
-        self._check_kind(plan, DecodePlan, "plan_decode", when)
-        self._check_untouched(before, view, "plan_decode", when)
-        if type(plan.tier) is not int or not 0 <= plan.tier < self._num_tiers:
-            last = self._num_tiers - 1
-            raise self._error("plan_decode", when, f"tier={plan.tier!r}, but it must be a whole number of 0 to {last}")
+        """The plan for a decode step; raises what `prefill` does."""
+        asked, last = self._ask("plan_decode", view), self._pages.num_planned - 1
+        plan = asked.plan(self._policy.plan_decode(view), DecodePlan)
+        if type(plan.tier) is not int or not 0 <= plan.tier <= last:
+            raise asked.error(f"tier={plan.tier!r}, but it must be a whole number of 0 to {last}")
         if plan.tier and self._policy.position_mode == "pre_rope":
-            raise self._error("plan_decode", when, f"tier={plan.tier}, but position_mode='pre_rope' appends to tier 0")
-        return self._check_slots(plan, view, when) if plan.slot is not None else plan
+            raise asked.error(f"tier={plan.tier}, but position_mode='pre_rope' appends to tier 0")
+        return self._check_slots(asked, plan, view) if plan.slot is not None else plan
 
     def due(self, view: DecodeView) -> Tensor:
-        """bool [S]: the sequences whose bulk eviction is due.
-
-        Raises:
-            ValueError: The policy answers with something else.
-        """
+        """bool [S]: the sequences whose bulk eviction is due; raises ValueError where the answer is something else."""
+        asked = self._ask("compaction", view)
         assert self._policy.compaction is not None, "the caller looked"
-        due = self._policy.compaction.due(view)
-        self._check_tensor(due, "the answer", (view.shape[0],), "compaction", _step(view))
-        if due.dtype != torch.bool:
-            raise self._error("compaction", _step(view), f"the answer is {_dtype(due)}, but it must be bool")
-        return due
+        return asked.mask(self._policy.compaction.due(view), "the answer", (view.shape[0],))
 
     def compact(self, view: DecodeView) -> CompactPlan:
-        """The plan for a bulk eviction.
-
-        Raises:
-            ValueError: It breaks a rule.
-        """
-        before = _versions(view)
-        plan, call, when = self._policy.plan_compact(view), "plan_compact", _compaction(view)
-        self._check_kind(plan, CompactPlan, call, when)
-        self._check_untouched(before, view, call, when)
-        if not isinstance(plan.keep, list | tuple) or len(plan.keep) != self._num_tiers:
+        """The plan for a bulk eviction; raises what `prefill` does."""
+        asked, num_tiers = self._ask("plan_compact", view), self._pages.num_planned
+        plan = asked.plan(self._policy.plan_compact(view), CompactPlan)
+        if not isinstance(plan.keep, list | tuple) or len(plan.keep) != num_tiers:
             found = f"{len(plan.keep)} entries" if isinstance(plan.keep, list | tuple) else _kind(plan.keep)
-            raise self._error(call, when, f"keep is {found}, but it must be a list of one per tier ({self._num_tiers})")
-        held = [view.num_slots(tier) for tier in range(self._num_tiers)]
+            raise asked.error(f"keep is {found}, but it must be a list of one per tier ({num_tiers})")
+        held = [view.num_slots(tier) for tier in range(num_tiers)]
         stays: list[Tensor] = []
         for tier, keep in enumerate(plan.keep):
             if keep is None:
                 stays.append(held[tier] > 0)
             else:
                 valid = view.slots(tier).valid
-                self._check_tensor(keep, f"keep[{tier}]", tuple(valid.shape), call, when)
-                if keep.dtype != torch.bool:
-                    raise self._error(call, when, f"keep[{tier}] is {_dtype(keep)}, but it must be bool")
-                stays.append((keep & valid).any(-1))
+                stays.append((asked.mask(keep, f"keep[{tier}]", tuple(valid.shape)) & valid).any(-1))
         # A list of one token may give it up: the incoming one takes its place.
         emptied = (reduce(torch.add, held) > 1) > reduce(torch.logical_or, stays)  # the first, and not the second
-        rule = "keep must leave at least one token in every list that holds more than one"
-        self._judge(emptied, self._later(call, when, rule))
+        self._judge(asked, emptied, "keep must leave at least one token in every list that holds more than one")
         return plan
 
     def find(self, position: Tensor, view: DecodeView) -> None:
-        """Refuses to look for a position (int64 [S]) that no token has yet.
-
-        Raises:
-            ValueError: Names the rule.
-        """
+        """Refuses to look for a position (int64 [S]) that no token has yet."""
         rule = "find looks for a position behind the incoming token's, which no slot can hold"
-        self._judge(position > view.tokens_seen, self._later("plan_decode", _step(view), rule))
+        self._judge(self._ask("plan_decode", view), position > view.tokens_seen, rule)
 
-    # Rules.
+    def judge_step(self, view: DecodeView) -> Callable[[Tensor], None]:
+        """A taker of the rules that a step's plan broke, as `PageTable.take` finds them on a device."""
+        asked, named = self._ask("plan_decode", view), "is APPEND (-1) or lies within its list, and one that was named"
+        own = f"a slot {named} does not" if self._policy.acts_in_decode else _OVERWRITTEN
+        rules = own, self._demote_rule, f"demote_slot {named} does not"
 
-    def _check_slots(self, plan: DecodePlan, view: DecodeView, when: Moment) -> DecodePlan:
+        def receive(broken: list[int]) -> None:
+            for is_broken, rule in zip(broken, rules, strict=True):
+                if is_broken:
+                    raise asked.error(rule)
+
+        return lambda broken: self._pages.counts.post(broken, lambda: receive)
+
+    def _check_slots(self, asked: _Asked, plan: DecodePlan, view: DecodeView) -> DecodePlan:
         """Holds the slots of a step to its lists; the plan to carry out."""
-        call = "plan_decode"
-        slot = self._whole(plan.slot, "slot", view.shape, call, when)
+        slot = asked.whole(plan.slot, "slot", view.shape)
         for name in ("demote_to", "demote_slot"):
             if (value := getattr(plan, name)) is not None:
-                self._whole(value, name, view.shape, call, when)
-        rules: list[tuple[Tensor, Moment]] = []
+                asked.whole(value, name, view.shape)
         if self._pages.on_device:  # values are looked at where the plan is carried out (`judge_step`)
             return plan
+        rules: list[tuple[Tensor, Rule]] = []
         held = view.num_slots(plan.tier)
         if self._policy.acts_in_decode:
             wrong = (slot < APPEND) | (slot >= held)
             rules.append((wrong, lambda: f"{_where(wrong, slot, held)}; a slot is APPEND (-1) or lies within its list"))
         else:
-            wrong = slot != APPEND
-            rules.append((wrong, lambda: _OVERWRITTEN))
+            rules.append((slot != APPEND, _OVERWRITTEN))
         if plan.demote_to is not None:
-            demote_to = plan.demote_to
-            beyond = (demote_to < EVICT) | (demote_to >= self._num_tiers) | (demote_to == plan.tier)
-            rules.append((beyond, lambda: f"demote_to must hold {self._targets_in_words}"))
+            to = plan.demote_to
+            rules.append(((to < EVICT) | (to >= self._pages.num_planned) | (to == plan.tier), self._demote_rule))
             if plan.demote_slot is not None:
-                rules.append(self._demoted(plan, slot, demote_to, view))
-        broken = reduce(torch.logical_or, (broken for broken, _ in rules))
-        if not self._pages.counts.is_late and not bool(broken.any()):
+                rules.append(self._demoted(plan, slot, to, plan.demote_slot, view))
+        for broken, rule in rules:
+            self._judge(asked, broken, rule)
+        if not self._pages.counts.is_late:
             return plan
-        for each, rule in rules:
-            self._judge(each, lambda rule=rule: self._error(call, when, rule()))  # type: ignore[misc]
+        broken = reduce(torch.logical_or, (broken for broken, _ in rules))
         return replace(plan, slot=torch.where(broken, APPEND, slot))  # a new slot harms nobody
 
-    def _demoted(self, plan: DecodePlan, slot: Tensor, demote_to: Tensor, view: DecodeView) -> tuple[Tensor, Moment]:
+    def _demoted(
+        self, plan: DecodePlan, slot: Tensor, to: Tensor, target: Tensor, view: DecodeView
+    ) -> tuple[Tensor, Rule]:
         """The lists in which a demoted token takes a slot that does not exist in its new tier."""
-        target = plan.demote_slot
-        assert target is not None
         held = torch.zeros_like(slot)
-        for tier in range(self._num_tiers):
+        for tier in range(self._pages.num_planned):
             if tier != plan.tier:
-                held = torch.where(demote_to == tier, view.num_slots(tier), held)
-        wrong = ((target < APPEND) | (target >= held)) & (slot != APPEND) & (demote_to != EVICT)
+                held = torch.where(to == tier, view.num_slots(tier), held)
+        wrong = ((target < APPEND) | (target >= held)) & (slot != APPEND) & (to != EVICT)
         return wrong, lambda: f"demote_{_where(wrong, target, held)}; it is APPEND (-1) or lies within its list"
 
-    def _check_kind(self, plan: Plan, kind: type[Plan], call: str, when: Moment) -> None:
-        if not isinstance(plan, kind):
-            raise self._error(call, when, f"it returned {_kind(plan)}, but it must return a {kind.__name__}")
-
-    def _check_untouched(self, before: dict[str, int], view: object, call: str, when: Moment) -> None:
-        # What the view looked up meanwhile was new then.
-        if any(version != before.get(name, 0) for name, version in _versions(view).items()):
-            raise self._error(call, when, "it changed a tensor of its view in place, which others read; clone it first")
-
-    def _check_tensor(self, value: object, name: str, shape: tuple[int, ...], call: str, when: Moment) -> None:
-        if not isinstance(value, Tensor):
-            raise self._error(call, when, f"{name} is {_kind(value)}, but it must be a tensor")
-        if value.shape != shape:
-            raise self._error(call, when, f"{name} has the shape {tuple(value.shape)}, but it must have {shape}")
-        if value.device != self._device:
-            raise self._error(call, when, f"{name} lies on {value.device}, but it must lie on {self._device}")
-
-    def _whole(self, value: Tensor | None, name: str, shape: tuple[int, ...], call: str, when: Moment) -> Tensor:
-        """The value, once it is a tensor of whole numbers of that shape."""
-        self._check_tensor(value, name, shape, call, when)
-        assert value is not None
-        if value.dtype not in WHOLE:
-            raise self._error(call, when, f"{name} is {_dtype(value)}, but it must hold integers")
-        return value
-
-    @property
-    def _targets_in_words(self) -> str:
-        return f"{self._tiers_in_words}, and no token goes to the tier that it leaves"
-
-    # Errors.
-
-    @property
-    def _num_tiers(self) -> int:
-        return self._pages.num_planned
-
-    @property
-    def _tiers_in_words(self) -> str:
-        last = self._num_tiers - 1
-        return f"EVICT (-1) or tier 0{f' to {last}' if last else ''}, the tiers of the method"
-
-    def _judge(self, broken: Tensor, error: Callable[[], ValueError], unless_spoilt: Tensor | None = None) -> None:
+    def _judge(self, asked: _Asked, broken: Tensor, rule: Rule, unless_spoilt: Tensor | None = None) -> None:
         """Raises where an entry of `broken` is True, now or later; never where `unless_spoilt` is not finite."""
         flag, counts = broken.any(), self._pages.counts
         if not counts.is_late:
             if bool(flag) and (unless_spoilt is None or bool(torch.isfinite(unless_spoilt).all())):
-                raise error()
+                raise asked.error(rule)
             return
         if unless_spoilt is not None:
             flag = flag & torch.isfinite(unless_spoilt).all()
 
         def receive(values: list[int]) -> None:
             if any(values):
-                raise error()
+                raise asked.error(rule)
 
         counts.post(flag, lambda: receive)
-
-    def judge_step(self, view: DecodeView) -> Callable[[Tensor], None]:
-        """A taker of the rules that a step's plan broke, as `PageTable.take` finds them on a device."""
-        rules = (
-            "a slot is APPEND (-1) or lies within its list, and one that was named does not"
-            if self._policy.acts_in_decode
-            else _OVERWRITTEN,
-            f"demote_to must hold {self._targets_in_words}",
-            "demote_slot is APPEND (-1) or lies within its list, and one that was named does not",
-        )
-        when = _step(view)
-
-        def receive(broken: list[int]) -> None:
-            for is_broken, rule in zip(broken, rules, strict=True):
-                if is_broken:
-                    raise self._error("plan_decode", when, rule)
-
-        return lambda broken: self._pages.counts.post(broken, lambda: receive)
-
-    def _later(self, call: str, when: Moment, rule: str) -> Callable[[], ValueError]:
-        return lambda: self._error(call, when, rule)
-
-    def _error(self, call: str, when: Moment, rule: str) -> ValueError:
-        return ValueError(f"{type(self._policy).__name__}.{call}, {when()}: {rule}")
-
-
-_OVERWRITTEN = "a slot is overwritten, which a method with acts_in_decode=False must not do"
-WHOLE = frozenset((torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8))
 
 
 def _versions(view: object) -> dict[str, int]:
     """The number of times that each tensor of a view was written to; one made in inference mode does not count."""
     tensors = {name: x for name, x in vars(view).items() if isinstance(x, Tensor)}
     return {name: x._version for name, x in tensors.items() if not x.is_inference()}
-
-
-def _prompt(view: PrefillView) -> Moment:
-    def when() -> str:
-        first, *rest = view.layers.tolist()
-        layers = f"layers {first} to {rest[-1]}" if rest else f"layer {first}"
-        return f"prompt of {view.num_tokens} tokens, {layers}"
-
-    return when
-
-
-def _step(view: DecodeView) -> Moment:
-    return lambda: f"decode step at token {int(view.tokens_seen.max())}"
-
-
-def _compaction(view: DecodeView) -> Moment:
-    return lambda: f"compaction at token {int(view.tokens_seen.max())}"
 
 
 def _where(wrong: Tensor, slot: Tensor, held: Tensor) -> str:

@@ -71,14 +71,8 @@ class Chunks:
         self._open.pop(row, None)
 
     def read(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attends from one layer of a chunk, and plans and writes it (for scope `model`, all layers with the last one).
-
-        Args:
-            q: [Hq, n, D] post-RoPE queries; k, v: [H, n, D] post-RoPE keys and values, at the cache's granularity.
-
-        Returns:
-            [Hq, n, D], fp32 or the dtype of `q`.
-        """
+        """Attends from one layer of a chunk (q [Hq, n, D], k and v [H, n, D], post-RoPE), and plans and writes it; for
+        scope `model`, all layers with the last one. Returns [Hq, n, D], fp32 or the dtype of `q`."""
         reading, backend = self._open[row], self._holding.pages.backend
         begin, end = reading.seen, reading.seen + k.shape[1]
         past_k, past_v, live, pos = self._past(row, layer, reading)

@@ -14,17 +14,10 @@ from kvbench.policy import CodeBooks
 
 
 class Codebooks:
-    """Findings of a calibration of a model, for the layers and heads of one place.
+    """Findings of a calibration of a model, for the layers and heads of one place in the model.
 
     Keys are levels by the time they come to a page: the scale of their channel is taken off before, and put on again
     where attention reads them. All rows share them.
-
-    Args:
-        found: Of the whole model.
-        formats: Page format of each tier, alike for all layers.
-        shape: The layers and heads of this place.
-        first_layer: The model's number of its first layer.
-        first_head: The model's number of its first KV head.
 
     Raises:
         NotForModel: The books are of other heads.
@@ -59,7 +52,6 @@ class Codebooks:
 
     @property
     def nbytes(self) -> int:
-        """All bytes."""
         return self.table_bytes + self.channel_bytes
 
     @property
@@ -69,11 +61,10 @@ class Codebooks:
 
     @property
     def channel_bytes(self) -> int:
-        """Bytes of the scales and zeros of key channels, two for each."""
+        """Bytes of the scales and zeros of key channels."""
         return self._scale.nbytes + self._zero.nbytes
 
     def format(self, tier: int, layer: int) -> PageFormat:
-        """The format of a tier's pages in a layer."""
         return self._formats[layer][tier]
 
     def levels(self, tier: int, layer: int, head: Tensor, k: Tensor) -> Tensor:
@@ -96,7 +87,6 @@ def _is_coded(fmt: PageFormat) -> bool:
 
 
 def _with(fmt: PageFormat, keys: tuple[int, ...], values: tuple[int, ...]) -> PageFormat:
-    """A format with the tables of a layer, where it is one of codes that have some."""
     if not _is_coded(fmt):
         return fmt
     return replace(fmt, slot=replace(fmt.slot, k_table=keys, v_table=values))

@@ -47,7 +47,6 @@ class Counters:
         return int(self.instruction_tokens[row]) if self.instruction_tokens.numel() else 0
 
     def copy(self, source: int, row: int) -> None:
-        """Lets a row have seen what another one has."""
         for counter in (self.tokens_seen, self.prompt_tokens, self.instruction_tokens):
             if counter.numel():
                 counter[row] = counter[source]
@@ -57,7 +56,6 @@ class Counters:
             slots[row] = slots[source]
 
     def hold(self, row: int, tokens: int) -> None:
-        """Notes that a row has seen so many tokens."""
         self.tokens_seen[row] = self.seen[row] = tokens
 
     def step(self, rows: Rows) -> None:
@@ -72,7 +70,6 @@ class Counters:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the counters, as the tensors hold them."""
         held = (self.tokens_seen, self.prompt_tokens, self.prompt_slots, self.instruction_tokens)
         return sum(counter.nbytes for counter in held)
 
@@ -83,17 +80,12 @@ class Counters:
 
     @property
     def row_bytes(self) -> int:
-        """One row's part of them."""
         return self.allocated_bytes // len(self.tokens_seen)
 
 
 class CountsBeforeStep:
-    """Copies of counts on their device, for rows that had ended when a step began, which only the step's end told.
-
-    Args:
-        held: All that says how much lists hold; a step changes nothing else that the ledger looks at.
-        seen: Tokens that rows have seen, as the host counts them.
-    """
+    """Copies of the counts that a step changes and the ledger looks at, on their device: for rows that had ended when a
+    step began, which only the step's end told. `seen` are the tokens that the host has counted."""
 
     def __init__(self, held: list[Tensor], seen: list[int]) -> None:
         self._held, self._seen = held, seen

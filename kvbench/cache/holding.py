@@ -1,15 +1,14 @@
 """Tokens of all lists in one place: in pages, with whatever a method keeps beside them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from kvbench.cache.async_counts import Rows
-from kvbench.cache.channels import Channels, Orders, reorder
+from kvbench.cache.async_counts import AsyncCounts, Rows
 from kvbench.cache.checks import CheckedPlans
 from kvbench.cache.counters import Counters
-from kvbench.cache.eviction_due import EvictionDue
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.pages import Pages
 from kvbench.cache.rope import Rope
@@ -18,16 +17,88 @@ from kvbench.cache.scores import Scores
 from kvbench.cache.solve_budget import SolvedBudget
 from kvbench.cache.view import PagesView
 from kvbench.kernels.operands import Ring, TierPages
-from kvbench.policy import Policy
+from kvbench.policy import DecodeView, Policy
+
+Orders = tuple[Tensor, Tensor]  # of channels: int64 [S, L, Hq, D] of each query head's list, [S, L, H, D] of each list
+
+
+class Channels:
+    """The order of every list's key channels, for methods that keep the first of them only (`Tier.k_kept`).
+
+    The product of a query and a key does not change when both change the order of their channels. So all tiers of a
+    list hold keys in the list's own order, a format of few channels holds the first ones, and queries are put into the
+    same order before they come to the pages: attention reads no list of channels.
+    """
+
+    def __init__(self, rows: int, shape: ModelShape) -> None:
+        kind = torch.uint8 if shape.head_dim <= 256 else torch.int16
+        each = torch.arange(shape.head_dim, dtype=kind, device=shape.device)
+        self._order = each.repeat(rows, shape.num_layers, shape.num_kv_heads, 1)
+        self._group = shape.num_q_heads // shape.num_kv_heads
+        self.allocated_bytes, self.row_bytes = self._order.nbytes, self._order.nbytes // rows
+
+    def hold(self, row: int, layer: int, order: Tensor) -> None:
+        self._order[row, layer] = order.to(self._order.dtype)
+
+    def copy(self, source: int, row: int) -> None:
+        self._order[row] = self._order[source]
+
+    def of(self, rows: Tensor) -> Orders:
+        """The orders of rows int64 [S], in all layers, as a step looks them up once."""
+        keys = self._order[rows].long()
+        return keys if self._group == 1 else keys.repeat_interleave(self._group, 2), keys
+
+
+def reorder(x: Tensor, order: Tensor) -> Tensor:
+    """Queries or keys [S, X, D] in an order of channels, int64 [S or 1, X, D]. Of one channel, which stands for vectors
+    that are not there (`kvbench.sizing`), there is no order."""
+    return x if x.shape[-1] == 1 else x.gather(-1, order.expand(len(x), -1, -1))
+
+
+class EvictionDue:
+    """The host's knowledge of the bulk evictions of rows. It is about all layers and heads, wherever they lie.
+
+    Args:
+        is_told: The device tells `counts` whether an eviction is due, and nobody asks it before every step.
+    """
+
+    def __init__(self, policy: Policy, plans: CheckedPlans, counts: AsyncCounts, is_told: bool) -> None:
+        self._happens = policy.compaction is not None and policy.residual is None  # tokens behind rings are not evicted
+        self._plans, self._counts, self._is_told = plans, counts, is_told
+        self._told: dict[int, int] = {}
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Notes that what the host was told of rows holds no longer."""
+        for number in numbers:
+            self._told.pop(number, None)
+
+    def tell(self, numbers: Sequence[int], view: Callable[[], DecodeView]) -> None:
+        """Tells the host, later, of which rows an eviction is due before the next step; `view` shows them."""
+        if self._happens and self._is_told:
+            self._counts.post(self._plans.due(view()), lambda: partial(self.learn, tuple(numbers)))
+
+    def learn(self, numbers: Sequence[int], due: Sequence[int]) -> None:
+        """Takes in whether the bulk evictions of rows are due."""
+        self._told |= zip(numbers, due, strict=True)
+
+    def may_be(self, numbers: Sequence[int]) -> bool:
+        """True if an eviction of rows is due before the next step, or the host was not told that it is not."""
+        return self._happens and any(self._told.get(number) != 0 for number in numbers)
+
+    def whose(self, numbers: Sequence[int], view: Callable[[], DecodeView]) -> list[int]:
+        """The rows whose eviction is due now, of those that a step begins with; `view` shows these."""
+        if not self._happens:
+            return []
+        told = [self._told.get(number) for number in numbers]
+        self.forget(numbers)
+        if None in told:
+            told = self._plans.due(view()).tolist()
+        return [number for number, is_due in zip(numbers, told, strict=True) if is_due]
 
 
 class Holding:
-    """Tokens in pages, with what a step and a prompt need to know of them.
-
-    Args:
-        rotations: What keys and values took before they come here; statistics see them without.
-        first_layer: The model's number of the first layer that is held here; other arguments count from it.
-    """
+    """Tokens in pages, with what a step and a prompt need to know of them; `first_layer` is the model's number of the
+    first layer that is held here, from which other arguments count."""
 
     def __init__(
         self,
@@ -48,7 +119,6 @@ class Holding:
 
     @property
     def beside_bytes(self) -> int:
-        """Bytes of all that is held beside the pages."""
         orders = 0 if self.channels is None else self.channels.allocated_bytes
         return orders + (0 if self.scores.queries is None else self.scores.queries.allocated_bytes)
 
@@ -62,17 +132,15 @@ class Holding:
 
     @property
     def copies(self) -> int:
-        """Times that each key and value is kept."""
+        """The number of times that each key and value is kept."""
         return self.pages.shape[2] // self.shape.num_kv_heads
 
     @property
     def most_new_slots(self) -> int:
-        """Slots in pages that a list takes in a step at most."""
         return 1
 
     @property
     def most_new_pages(self) -> int:
-        """Pages that a list takes in a step at most."""
         return -(-self.most_new_slots // min(fmt.tokens_per_page for fmt in self.pages.formats))
 
     @property
@@ -111,7 +179,6 @@ class Holding:
         return found, None
 
     def view(self, rows: Rows) -> PagesView:
-        """The policy's view of rows."""
         return self._view(rows)
 
     def measured_view(self, rows: Rows) -> PagesView:
@@ -137,7 +204,7 @@ class Holding:
         attention over pages takes them; `orders` are those of the rows' channels."""
         q, k = self.rotations.keys.apply(q), self.rotations.keys.apply(k)
         if orders is not None:
-            q, k = reorder(q, orders.queries[:, layer]), reorder(k, orders.keys[:, layer])
+            q, k = (reorder(x, order[:, layer]) for x, order in zip((q, k), orders, strict=True))
         return q, self.copied(k, 1), self.copied(self.rotations.values.apply(v), 1)
 
     def copied(self, x: Tensor, dim: int) -> Tensor:
@@ -151,11 +218,9 @@ class Holding:
         return self.pages.lists_of(torch.tensor([row], device=self.shape.device))
 
     def lists_of_layer(self, row: int, layer: int) -> Tensor:
-        """List numbers int64 [H] of one layer of a row."""
         return self.pages.layer_lists(torch.tensor([row], device=self.shape.device), layer).flatten()
 
     def clear(self, lists: Tensor) -> None:
-        """Forgets lists."""
         self.pages.clear(lists)
 
     def share(self, source: int, target: int) -> None:

@@ -85,7 +85,6 @@ class ModelShape:
 
     @property
     def is_whole(self) -> bool:
-        """All layers and heads lie in one place."""
         return len(self.places) < 2 and self.ranks.size == 1
 
     @cached_property
@@ -119,11 +118,7 @@ class ModelShape:
 
 
 def compile_tier(tier: Tier, shape: ModelShape, track: tuple[str, ...]) -> SlotFormat:
-    """The slot format of a tier on a model.
-
-    Raises:
-        ValueError: A group does not divide the head dim.
-    """
+    """The slot format of a tier on a model; raises ValueError where a group does not divide the head dim."""
     kept = tier.key_channels(shape.head_dim)
     few = kept if kept < shape.head_dim else 0
     dtype = shape.dtype if tier.native else torch.bfloat16 if shape.dtype == torch.bfloat16 else torch.float16
@@ -159,12 +154,7 @@ def _num_groups(name: str, size: int, splits: int, head_dim: int) -> int:
 
 
 def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) -> tuple[PageFormat, ...]:
-    """Page formats of all tiers, sharing one page size.
-
-    Raises:
-        ValueError: Too many tiers, a bad group, per-channel keys without a residual buffer, or a page too small for a
-            format.
-    """
+    """Page formats of all tiers, sharing one page size; raises ValueError for what does not go together."""
     tiers = policy.tiers
     if not 1 <= len(tiers) <= 4:
         raise ValueError(f"{type(policy).__name__} has {len(tiers)} tiers; the page tables hold one to four")
@@ -205,11 +195,6 @@ def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) ->
 
 
 def _check_layers(policy: Policy, shape: ModelShape) -> None:
-    """Refuses what does not go with layers of different precision.
-
-    Raises:
-        ValueError: Names it.
-    """
     name, given = type(policy).__name__, "method.tiers_by_layer or method.protect_layers"
     if policy.acts_in_decode or policy.compaction or policy.score.decode_update or policy.reading is not None:
         raise ValueError(
@@ -225,11 +210,6 @@ def _check_layers(policy: Policy, shape: ModelShape) -> None:
 
 
 def _check_channels(policy: Policy, options: StoreOptions) -> None:
-    """Refuses what does not go with keys whose channels have an order of their own.
-
-    Raises:
-        ValueError: Names it.
-    """
     orders, statistic = policy.score.orders_channels, type(policy.score.statistic).__name__
     if not orders and all(tier.k_kept == 1 for tier in policy.tiers):
         return
@@ -251,11 +231,7 @@ def _check_channels(policy: Policy, options: StoreOptions) -> None:
 
 
 def _readable_format(policy: Policy, reading: ReadSpec, slots: list[SlotFormat], options: StoreOptions) -> PageFormat:
-    """Pages of as many slots as the policy's `ReadSpec` says, each with the bounds of its keys.
-
-    Raises:
-        ValueError: The policy or the options do not go with pages that are chosen by bounds.
-    """
+    """Pages of as many slots as the policy's `ReadSpec` says, each with the bounds of its keys."""
     moves = policy.acts_in_decode or policy.compaction or policy.score.decode_update
     if moves or policy.residual is not None or len(slots) > 1 or policy.position_mode != "absolute":
         raise ValueError(

@@ -62,9 +62,6 @@ class Ledger:
 
     What a row has in several places is summed over them. Counters of tokens, which every place repeats (16 or 24 bytes
     a row), count once, so that no number depends on where a model lies.
-
-    Args:
-        policy: Decides; of its budget in bytes the ledger says what it buys.
     """
 
     def __init__(self, policy: Policy, holding: Paged | Split, shape: ModelShape) -> None:
@@ -115,17 +112,13 @@ class Ledger:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes that the rows together hold less than their resident bytes say, because they share pages and codebooks.
-
-        A row's own bytes are those that it would hold alone, so that they do not depend on what is beside it. The sum
-        over all open rows, less this, is what is really held.
-        """
+        """Bytes that the rows together hold less than their resident bytes say, because they share pages and codebooks:
+        a row is billed what it would hold alone, so that its bytes do not depend on what is beside it."""
         shared = [part.pages.pool.others for part in self._parts]
         (num_pages,) = self._ranks.totals([sum(int(others.sum()) for others in shared if others is not None)])
         return num_pages * self._page_bytes + max(0, len(self._open) - 1) * self.book_bytes
 
     def row_bytes(self, row: int) -> int:
-        """Resident bytes of one row."""
         return int(self.resident_bytes(torch.tensor([row], device=self._shape.device))[0])
 
     def itemise(self, row: int) -> dict[str, int]:
@@ -170,13 +163,11 @@ class Ledger:
     # What was held over time.
 
     def open(self, row: int) -> None:
-        """Begins a row anew."""
         self._pages.counts.collect()
         self.meters[row] = RowMeter()
         self._open.add(row)
 
     def close(self, row: int) -> None:
-        """Notes that a row holds nothing any more."""
         self._open.discard(row)
 
     def fork(self, source: int, row: int) -> None:
@@ -219,13 +210,8 @@ class Ledger:
             self.meters[row].prompt["budget_tokens"] = tokens
 
     def note_chunks(self, row: int, chunks: int, at_once_bytes: int) -> None:
-        """Notes that a prompt was read in chunks, which has just ended.
-
-        Args:
-            chunks: How many.
-            at_once_bytes: Its uncompressed keys and values that would have lain beside the row, had it been read at
-                once: of the layers that are planned together.
-        """
+        """Notes that a prompt was read in so many chunks, which has just ended; at once, so many bytes of uncompressed
+        keys and values would have lain beside the row, of the layers that are planned together."""
         self.meters[row].prompt["prompt_chunks"] = chunks
         self.meters[row].one_shot_peak_bytes = self.row_bytes(row) + at_once_bytes
 
@@ -279,7 +265,7 @@ class Ledger:
             counts.post(self._ranks.total(reads).view(torch.int64), lambda: self._reads_into(rows.numbers))
 
     def _reads_into(self, numbers: Sequence[int]) -> Receiver:
-        """Takes the bits of what a step's rows read and could have read (`StepReads.totals`)."""
+        """Takes the bits of what a step's rows read and could have read (`PageSelection.totals`)."""
         meters = [self.meters[row] for row in numbers]
 
         def receive(bits: list[int]) -> None:

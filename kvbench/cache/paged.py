@@ -9,22 +9,15 @@ from torch import Tensor
 from kvbench.cache import reslot
 from kvbench.cache.async_counts import Rows
 from kvbench.cache.checks import CheckedPlans
-from kvbench.cache.eviction_due import EvictionDue
-from kvbench.cache.holding import Holding
+from kvbench.cache.holding import EvictionDue, Holding
 from kvbench.cache.steps import PagedStep
 from kvbench.policy import CompactPlan, DecodePlan, DecodeView
 
 
 @dataclass(frozen=True)
 class PromptLayer:
-    """One layer of a prompt on its way into the cache.
-
-    Args:
-        lists: int64 [H] its lists.
-        k, v: [H, N, D] keys and values as the model gives them.
-        paged_k: [H, N, D] keys as pages hold them.
-        score: fp32 [H, N] what the slots' scores begin with, or None for 0.
-    """
+    """One layer of a prompt on its way into the cache: its lists int64 [H]; keys and values [H, N, D] as the model
+    gives them, keys as pages hold them, and fp32 [H, N] what the slots' scores begin with, or None for 0."""
 
     row: int
     layer: int
@@ -37,14 +30,8 @@ class PromptLayer:
 
 @dataclass(frozen=True)
 class Kept:
-    """The tokens of a prompt layer that go to one tier, in position order.
-
-    Args:
-        head: int64 [M].
-        token: int64 [M] position in the prompt.
-        ordinal: int64 [M] place in the head's list.
-        count: int64 [H] tokens per head.
-    """
+    """The tokens of a prompt layer that go to one tier, in position order: int64 [M] the head, the position in the
+    prompt and the place in the head's list; int64 [H] tokens per head."""
 
     head: Tensor
     token: Tensor
@@ -61,13 +48,8 @@ class Kept:
 
 
 class Places:
-    """The places that hold the layers of a model: a `Paged` is the only one, a `Split` stands for several.
-
-    Attributes:
-        parts: The places, in the order of their layers.
-        plans: Asks the policy about all of them together.
-        due: The bulk evictions of their rows.
-    """
+    """The places that hold the layers of a model, in their order: a `Paged` is the only one, a `Split` stands for
+    several. `plans` asks the policy about all of them together, and `due` knows the bulk evictions of their rows."""
 
     parts: "Sequence[Paged]"
     plans: CheckedPlans
@@ -78,7 +60,6 @@ class Places:
         return 0, self.parts[0]
 
     def view(self, rows: Rows) -> DecodeView:
-        """The policy's view of rows."""
         raise NotImplementedError
 
     @property
@@ -95,23 +76,19 @@ class Places:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the pages in use."""
         return sum(part.pages.pool.num_used * part.pages.pool.page_bytes for part in self.parts)
 
     def open_row(self, row: int, instruction_tokens: int) -> None:
-        """Begins an empty row anew."""
         self.collect()  # before what it says of the row that was here is forgotten
         for part in self.parts:
             part.counters.open(row, instruction_tokens)
         self.forget(row)
 
     def close_row(self, row: int) -> None:
-        """Returns all pages of a row."""
         for part in self.parts:
             part.clear(part.lists(row))
 
     def fork_row(self, source: int, row: int, share: bool) -> None:
-        """Lets an empty row hold what another one holds; `share` as for `CompressedStore.fork_row`."""
         for part in self.parts:
             part.share(source, row)
             if not share:
@@ -120,7 +97,6 @@ class Places:
             part.pages.host.copy(source, row)
 
     def hold(self, row: int, tokens: int) -> None:
-        """Notes that a row has seen so many tokens."""
         for part in self.parts:
             part.counters.hold(row, tokens)
 
@@ -137,23 +113,20 @@ class Places:
         self.due.tell(rows.numbers, lambda: self.view(rows))
 
     def send(self) -> None:
-        """Starts the copy of all that the places counted."""
         for part in self.parts:
             part.pages.counts.send()
 
     def collect(self) -> None:
-        """Hands over all that the places have sent."""
         for part in self.parts:
             part.pages.counts.collect()
 
     def drop(self) -> None:
-        """Forgets what was counted in a step that did not end."""
         for part in self.parts:
             part.pages.counts.drop()
 
 
 class Paged(Holding, Places):
-    """Holds every token in pages, and lets the policy act on them; takes what a `Holding` takes."""
+    """Holds every token in pages, and lets the policy act on them."""
 
     @property
     def parts(self) -> "Sequence[Paged]":  # type: ignore[override]
@@ -161,7 +134,6 @@ class Paged(Holding, Places):
 
     @property
     def takes_chunks(self) -> bool:
-        """True if `append` may be called: the policy leaves the tokens of a later segment where they are written."""
         return not (self.policy.acts_in_decode or self.policy.compaction)
 
     # Prompts.
@@ -236,13 +208,8 @@ class Paged(Holding, Places):
     # Decode steps.
 
     def open(self, rows: Rows) -> "list[PagedStep]":
-        """Plans one decode step for rows, and makes room for their tokens; one step for each of `parts`.
-
-        Raises:
-            PoolExhausted: No page for a new slot; nothing was changed, except that a bulk eviction that was due has
-                taken place.
-            ValueError: The plan breaks a rule; the same holds.
-        """
+        """Plans one decode step for rows, and makes room for their tokens, one step for each of `parts`; raises what
+        `CompressedStore.begin_step` does."""
         whose = self.due.whose(rows.numbers, lambda: self.view(rows))
         if whose:
             due = rows if len(whose) == len(rows) else Rows.of(whose, self.shape.device)
@@ -251,7 +218,6 @@ class Paged(Holding, Places):
         return [self.step(rows)]
 
     def step(self, rows: Rows, plan: DecodePlan | None = None) -> "PagedStep":
-        """A step by a plan; None = the policy is asked."""
         return PagedStep(self, rows, plan)
 
     def evict(self, rows: Rows, plan: CompactPlan) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kvbench.cache.async_counts import AsyncCounts, HostCounts, Rows
 from kvbench.cache.codebooks import Codebooks
-from kvbench.cache.tier_map import TierMap
 from kvbench.kernels import memory
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.format import PageFormat
@@ -25,6 +24,47 @@ from kvbench.kernels.table import PageTable
 from kvbench.kernels.tier_table import KeyRotation, SlotSearch, TierTable
 
 FIRST_PAGES = 64  # what a pool that grows begins with
+
+
+class TierMap:
+    """The tier that a plan's tier 0 stands for in every list of a row, where formats differ from layer to layer or head
+    to head. The host knows them all, so that what is done tier by tier has sizes that no device is asked for."""
+
+    def __init__(self, table: tuple[tuple[int, ...], ...], device: torch.device) -> None:
+        self.table, self._device = table, device
+        self.tiers = sorted({tier for row in table for tier in row})
+        """Those that some list has."""
+        self.by_head = any(len(set(row)) > 1 for row in table)
+        """The heads of a layer differ."""
+        flat = [tier for row in table for tier in row]
+        self._flat = torch.tensor(flat, device=device)
+        self._within = {tier: _places_of(tier, flat, device) for tier in self.tiers}
+        self._heads = [
+            [(tier, None if len(set(row)) == 1 else _places_of(tier, row, device)) for tier in sorted(set(row))]
+            for row in table
+        ]
+
+    def of(self, lists: Tensor) -> Tensor:
+        """int64, in the shape of `lists`: the tier of each list."""
+        return self._flat[lists % len(self._flat)]
+
+    def where(self, tier: int, num_rows: int) -> Tensor:
+        """int64 [M]: which of the lists of so many rows, row-major, have a tier."""
+        within = self._within.get(tier, self._flat[:0])
+        rows = torch.arange(num_rows, device=self._device)[:, None] * len(self._flat)
+        return (rows + within).flatten()
+
+    def in_layer(self, layer: int) -> list[tuple[int, Tensor | None]]:
+        """The tiers of a layer with the heads int64 [h] of each; None = all heads."""
+        return self._heads[layer]
+
+    def of_layer(self, layer: int) -> int:
+        """The tier of a layer whose heads do not differ."""
+        return self.table[layer][0]
+
+
+def _places_of(tier: int, tiers: list[int] | tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor([place for place, own in enumerate(tiers) if own == tier], dtype=torch.int64, device=device)
 
 
 class Pages:
@@ -37,7 +77,6 @@ class Pages:
         budget_bytes: Limit on the pool. None lets it grow in main memory. On a GPU the pool is as large as the lists
             can need, at most `memory_share` of what is free: growing would hold the old pool beside the new one, and
             move the pages under a captured graph.
-        memory_share: See `budget_bytes`.
         tier_map: Where tier 0 of a plan stands for one tier here and another there; None = each is what it is.
         codebooks: Tables of codes, and scales of key channels, where a calibration found some.
         lists_by_tier: Lists of a row of the whole model that have each of the tiers that tier 0 of a plan stands for;
@@ -84,7 +123,6 @@ class Pages:
 
     @property
     def lists_per_row(self) -> int:
-        """Lists of one row: layers x heads."""
         return self.shape[1] * self.shape[2]
 
     @property
@@ -94,7 +132,6 @@ class Pages:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that the allocator holds: pool, free list, tables and codebooks."""
         books = 0 if self.codebooks is None else self.codebooks.nbytes
         return self.pool.allocated_bytes + self.table.allocated_bytes + books
 
@@ -151,13 +188,8 @@ class Pages:
         return self.table.num_slots[tier, lists].long()
 
     def tier(self, tier: int, lists: Tensor, width: int | None = None, known: Tensor | None = None) -> TierPages:
-        """The kernels' description of a tier.
-
-        Args:
-            lists: int64 of any shape.
-            width: Pages to name per list; None = as many as the longest list has.
-            known: Slots that the lists hold, where the caller has asked.
-        """
+        """The kernels' description of a tier of lists (int64 of any shape): `width` pages are named per list, None = as
+        many as the longest has; `known` are the slots that they hold, where the caller has asked."""
         held = self.held(tier, lists) if known is None else known
         if width is None:
             width = self._widest(tier, held)
@@ -176,8 +208,7 @@ class Pages:
         return min(-(-slots // self.formats[tier].tokens_per_page), self.table.max_pages)
 
     def widths(self, lists: Tensor, numbers: Sequence[int] = ()) -> list[list[int]]:
-        """Per layer and tier, the pages of the longest list; `lists` int64 [S, L, H] of the rows that the host knows as
-        `numbers`."""
+        """Per layer and tier, the pages of the longest list; `lists` int64 [S, L, H] of the rows `numbers`."""
         known = [self.width(numbers, tier) for tier in range(len(self.formats))]
         if None not in known:
             return [[width or 0 for width in known]] * lists.shape[1]
@@ -197,12 +228,8 @@ class Pages:
     def step_tiers(
         self, rows: Rows, lists: Tensor, rotation_of: Callable[[int], KeyRotation | None]
     ) -> list[TierTable]:
-        """The tiers of all lists as a step of rows reads them; only on a device.
-
-        Args:
-            lists: int64 [S, L, H].
-            rotation_of: Says how keys of so many slots per list at most are turned.
-        """
+        """The tiers of all lists (int64 [S, L, H]) as a step of rows reads them, only on a device; `rotation_of` says
+        how keys of so many slots per list at most are turned."""
         found = []
         for tier, fmt in enumerate(self.formats):
             width = self.width(rows.numbers, tier)
@@ -236,16 +263,9 @@ class Pages:
     def find_extreme(
         self, tier: int, rows: Rows, known: Tensor | None, search: SlotSearch, over_layer: bool
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Value, slot and position [S, L, H] of the smallest value in every list of rows, found where the slots lie.
-
-        Args:
-            known: As for `tier`.
-            search: The value that counts, and conditions, by row.
-            over_layer: As for `DecodeView.argmin`.
-
-        Returns:
-            None where nothing searches slots in place.
-        """
+        """Value, slot and position [S, L, H] of the smallest value in every list of rows, found where the slots lie, by
+        a search per row; None where nothing searches slots in place. `known` as for `tier`, `over_layer` as for
+        `DecodeView.argmin`."""
         fmt = self.formats[tier]
         if self.on_device:
             return self.table.find_extreme(rows.tensor, tier, fmt, search, over_layer=over_layer)
@@ -283,15 +303,12 @@ class Pages:
         pos: Tensor | None = None,
         of: tuple[int, Tensor] | None = None,
     ) -> None:
-        """Writes slots: keys with the bounds of their pages, values, tracked fields.
+        """Writes slots: keys [M, D] with the bounds of their pages, values [M, D], tracked fields; None leaves each.
 
         Args:
             page: int64 [M] page ids; slot: int64 [M] slots in them.
-            k: [M, D], or None to leave the keys.
-            v: [M, D], or None to leave the values.
             distinct: No page comes twice, as in a decode step.
-            score: fp32 [M] or one number, where the format tracks it.
-            pos: int64 [M]; None writes no tracked field.
+            score: fp32 [M] or one number, where the format tracks it and `pos` int64 [M] is given.
             of: Whose slots they are: the layer, and the heads int64 [M]; only codebooks ask for it.
         """
         fmt, pages = self.formats[tier], self.pool.pages
@@ -345,6 +362,5 @@ class Pages:
     # Whole rows.
 
     def clear(self, lists: Tensor) -> None:
-        """Returns all pages of lists (int64 [M])."""
         for tier in range(len(self.formats)):
             self.table.truncate(lists, tier, torch.zeros_like(lists))

@@ -21,14 +21,13 @@ from kvbench.cache.buffered import Buffered
 from kvbench.cache.checks import CheckedPlans
 from kvbench.cache.codebooks import Codebooks
 from kvbench.cache.counters import Counters
-from kvbench.cache.eviction_due import EvictionDue
+from kvbench.cache.holding import EvictionDue
 from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats
 from kvbench.cache.paged import Paged, Places
-from kvbench.cache.pages import Pages
+from kvbench.cache.pages import Pages, TierMap
 from kvbench.cache.ranks import Ranks
 from kvbench.cache.rotation import rotations_of
 from kvbench.cache.steps import PagedStep
-from kvbench.cache.tier_map import TierMap
 from kvbench.cache.view import By, PagesView, SlotsView
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.pool import PagePool
@@ -45,15 +44,8 @@ def make_places(
     backend: Backend,
     pool: type[PagePool],
 ) -> "Paged | Split":
-    """Makes the places of a cache, empty.
-
-    Args:
-        max_slots: Most slots of one list.
-        options: Page size, byte budget, extra tracked fields.
-
-    Raises:
-        ValueError: The policy does not fit the model or the options.
-    """
+    """Makes the places of a cache, empty; `max_slots` is the most of one list. Raises ValueError where the policy does
+    not fit the model or the options."""
     copies = shape.num_q_heads // shape.num_kv_heads if policy.granularity == "q_head" else 1
     table: list[list[int]] | None = None  # the tier of every list of the model, where these differ
     lists_by_tier = {0: shape.num_layers * shape.num_kv_heads * copies}
@@ -100,11 +92,8 @@ def make_places(
 
 
 class Split(Places):
-    """Holds the layers of a model in several places, and the heads in several processes.
-
-    Raises:
-        ValueError: The policy's statistic cannot be computed from some of the heads.
-    """
+    """Holds the layers of a model in several places, and the heads in several processes; refuses a policy whose
+    statistic cannot be computed from some of the heads."""
 
     def __init__(self, policy: Policy, shape: ModelShape, parts: Sequence[Paged]) -> None:
         self.policy, self.parts, self._ranks = policy, parts, shape.ranks
@@ -130,14 +119,8 @@ class Split(Places):
         return SplitView(views, self._ranks, self.policy.score.prefill_queries)
 
     def open(self, rows: Rows) -> list[PagedStep]:
-        """Does what `Paged.open` does; a plan is made over everything before any place changes.
-
-        Raises:
-            PoolExhausted: One of the places has no page for a new slot. Others may have reserved theirs by then, so
-                that the rows can only be closed.
-            ValueError: The plan breaks a rule; nothing was changed, except that a bulk eviction that was due has taken
-                place.
-        """
+        """Does what `Paged.open` does, by a plan over everything before any place changes. Where one of the places has
+        no page, others may have reserved theirs by then, so that the rows can only be closed."""
         self._compact(self.due.whose(rows.numbers, lambda: self.view(rows)))
         asks = self.policy.residual is None and type(self.policy).plan_decode is not Policy.plan_decode
         plan = self.plans.decode(self.view(rows)) if asks else DecodePlan()
@@ -153,7 +136,6 @@ class Split(Places):
         return steps
 
     def _compact(self, whose: list[int]) -> None:
-        """Bulk eviction for the rows whose turn it is."""
         if not whose:
             return
         due = [Rows.of(whose, part.shape.device) for part in self.parts]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.async_counts import Rows
-from kvbench.cache.channels import reorder
+from kvbench.cache.holding import reorder
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.ledger import Ledger
 from kvbench.cache.paged import Paged
@@ -36,12 +36,10 @@ class ScoredLayer:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt."""
         return self.k.shape[1]
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes of keys and values."""
         return self.k.nbytes + self.v.nbytes
 
 
@@ -79,7 +77,6 @@ class Prompts:
             self._place(row, layer, [own], beside_bytes=sum(each.staged_bytes for each in layers))
 
     def forget(self, row: int) -> None:
-        """Drops what a row was still waiting with."""
         self._waiting.pop(row, None)
 
     def _place(self, row: int, first: int, layers: list[ScoredLayer], beside_bytes: int = 0) -> None:
@@ -107,18 +104,9 @@ class Prompts:
     def plan(
         self, row: int, layers: Sequence[int], heads: int, num_tokens: int, score: Tensor | None, **more: Any
     ) -> tuple[PrefillPlan, Tensor | None]:
-        """Asks the policy about layers of a prompt.
-
-        Args:
-            layers: The layers that are planned together, which follow one another.
-            heads: Heads of the cache in each.
-            num_tokens: Tokens so far.
-            score: fp32 [V, H, N] or [V, 1 + len(also), H, N], or None.
-            more: Further fields of `PrefillView`.
-
-        Returns:
-            The plan, and what the slots' scores begin with, fp32 [V, H, N] or None.
-        """
+        """Asks the policy about layers of a prompt that are planned together, `heads` of the cache in each, over so
+        many tokens so far; `score` fp32 [V, H, N] or [V, 1 + len(also), H, N], or None, and further fields of the view.
+        Gives the plan, and what the slots' scores begin with, fp32 [V, H, N] or None."""
         extra: dict[str, Tensor] = {}
         if score is not None and (also := self._policy.score.statistic.also):
             score, *others = score.unbind(1)

@@ -24,16 +24,8 @@ def replan(
     v: Tensor,
     peak: Callable[[], None],
 ) -> None:
-    """Carries out a plan for one layer of a prompt: what goes leaves, what changes its tier is encoded again, and the
-    newest chunk is written.
-
-    Args:
-        lists: int64 [H], which share no page with others.
-        tier_of: int8 [H, N] the tier of each position so far; a held one never goes to an earlier tier.
-        pos: Per tier, int32 [H, slots] what lies where; is brought up to date.
-        k, v: [H, n, D] the last n tokens, as pages take them.
-        peak: Called while most pages are in use.
-    """
+    """Carries out a plan for one layer of a prompt, as `Paged.extend_prompt` describes it: what goes leaves, what
+    changes its tier is encoded again, and the newest chunk is written. Lists int64 [H] share no page with others."""
     first = tier_of.shape[1] - k.shape[1]
     arrivals: list[list[Arrivals]] = [[] for _ in pages.formats]
     stays = [leaving(pages, tier, lists, tier_of, own, arrivals) for tier, own in enumerate(pos)]
@@ -48,17 +40,10 @@ def replan(
 
 
 def keep(pages: Pages, tier: int, lists: Tensor, stays: Tensor, room: int, peak: Callable[[], None]) -> None:
-    """Closes the gaps that dropped slots leave, without changing the order of the others, and returns emptied pages.
-
-    Bytes are moved as they are, through a few slots behind the list's end, since a move must not write where another
-    one reads.
-
-    Args:
-        lists: int64 [H], which share no page with others.
-        stays: bool [H, slots]; False past a list's end.
-        room: Slots that each list has room for beside those that it holds, >= 1.
-        peak: Called while these are taken.
-    """
+    """Closes the gaps that dropped slots leave in lists (int64 [H]), without changing the order of the others, and
+    returns emptied pages. Bytes are moved as they are, through as many slots behind the list's end as it has `room`
+    for, since a move must not write where another one reads; `peak` is called while these are taken. `stays` is bool
+    [H, slots], False past a list's end."""
     table, before = pages.table, pages.held(tier, lists)
     slot = torch.arange(stays.shape[1], device=stays.device)
     target = stays.cumsum(1) - 1
@@ -82,14 +67,8 @@ def keep(pages: Pages, tier: int, lists: Tensor, stays: Tensor, room: int, peak:
 
 
 def append(pages: Pages, tier: int, layer: int, lists: Tensor, arrivals: list[Arrivals], pos: Tensor) -> Tensor:
-    """Writes tokens behind those that lists hold, in the order of their positions.
-
-    Args:
-        pos: int32 [H, slots] positions of what is there.
-
-    Returns:
-        The same with what came.
-    """
+    """Writes tokens behind those that lists hold, in the order of their positions; int32 [H, slots] positions of what
+    is there, and with what came."""
     head, position, k, v = (torch.cat([part[i] for part in arrivals]) for i in range(4))
     if not head.numel():
         return pos
@@ -110,16 +89,8 @@ def append(pages: Pages, tier: int, layer: int, lists: Tensor, arrivals: list[Ar
 def leaving(
     pages: Pages, tier: int, lists: Tensor, goes_to: Tensor, pos: Tensor, arrivals: list[list[Arrivals]]
 ) -> Tensor:
-    """Takes out of a tier what goes to others or is dropped; what goes to others is read before anything moves.
-
-    Args:
-        goes_to: int8 [H, N] the new tier of each position.
-        pos: int32 [H, slots] positions of what is there.
-        arrivals: Per tier, takes what comes to it.
-
-    Returns:
-        bool [H, slots] what stays.
-    """
+    """Takes out of a tier what goes to others or is dropped, by int8 [H, N] the new tier of each position; what goes to
+    others is read, into their `arrivals`, before anything moves. Returns bool [H, slots] what stays."""
     wanted = goes_to.gather(1, pos.clamp(min=0).long()).masked_fill(pos < 0, EVICT)
     for other in range(len(pages.formats)):
         if other == tier:
@@ -141,12 +112,8 @@ def packed(pos: Tensor, stays: Tensor) -> Tensor:
 
 
 def track(pages: Pages, lists: Tensor, pos: list[Tensor], score: Tensor | None) -> None:
-    """Writes the tracked fields of everything that lists hold.
-
-    Args:
-        pos: Per tier, int32 [H, slots].
-        score: fp32 [H, N] by position, or None for 0.
-    """
+    """Writes the tracked fields of everything that lists hold, by `pos` per tier and fp32 [H, N] scores by position, or
+    None for 0."""
     for tier, own in enumerate(pos):
         fmt = pages.formats[tier]
         head, slot = (own >= 0).nonzero(as_tuple=True)

@@ -15,13 +15,8 @@ class Rope:
 
     Pages hold keys with their rotary position (`absolute`), or without it; those are rotated when they are read, to
     their index in the cache (`cache_relative`) or to their true position (`pre_rope`; nothing may be evicted, so that
-    slot i holds token i, behind the tokens of all later tiers).
-
-    Args:
-        policy: Its `position_mode`, and for `cache_relative` its `cache_positions`.
-
-    Raises:
-        ValueError: The model's keys cannot be rotated, or the policy would move slots away from their tokens.
+    slot i holds token i, behind the tokens of all later tiers). Refuses a model whose keys cannot be rotated, and a
+    policy that would move slots away from their tokens.
     """
 
     def __init__(self, policy: Policy, shape: ModelShape) -> None:
@@ -47,12 +42,8 @@ class Rope:
         return rotate(k.float(), -position[..., None].float() * self._inv_freq)
 
     def attach(self, tiers: list[TierPages], view: DecodeView | None) -> None:
-        """Attaches the angles that give the stored keys of one layer their positions.
-
-        Args:
-            tiers: The layer's tiers, ids [S, H, m].
-            view: What the step was planned from; without one, `cache_relative` keys are left as they lie.
-        """
+        """Attaches the angles that give the stored keys of one layer their positions to its tiers, ids [S, H, m];
+        without the view that the step was planned from, `cache_relative` keys are left as they lie."""
         if self.mode == "pre_rope":
             before = torch.zeros_like(tiers[0].num_k[:, 0])
             for index, tier in reversed(list(enumerate(tiers))):
@@ -92,14 +83,9 @@ class Rope:
         return None if self.mode == "absolute" else self._inv_freq
 
     def rotate_past(self, keys: Tensor, live: Tensor, seen: int) -> Tensor:
-        """Keys of one row as the tokens of a prompt's next chunk attend to them: `cache_relative` ones at their index
-        in the cache, which the chunk continues; the others as they are.
-
-        Args:
-            keys: fp32 [H, n, D] in the order of their age.
-            live: bool [H, n] which are no padding.
-            seen: Tokens before the chunk.
-        """
+        """Keys of one row, fp32 [H, n, D] in the order of their age (`live` [H, n] are no padding), as the tokens of a
+        prompt's next chunk attend to them: `cache_relative` ones at their index in the cache, which the chunk continues
+        behind `seen` tokens; the others as they are."""
         if self.mode != "cache_relative":
             return keys
         index = torch.arange(keys.shape[1], device=keys.device) + seen - live.sum(1, keepdim=True)
@@ -119,17 +105,9 @@ class Rope:
         return True
 
     def _cache_angles(self, view: DecodeView, held: Tensor, tier: TierPages) -> Tensor:
-        """The angles that put each stored key at its index in the cache, seen from the newest token.
-
-        The query keeps its true position; keys move so that the distances are those in the cache.
-
-        Args:
-            view: What the step was planned from.
-            held: int64 [S] slots per list, the newest token's included.
-
-        Returns:
-            fp32 [S, m * T, D_rot / 2].
-        """
+        """The angles fp32 [S, m * T, D_rot / 2] that put each stored key at its index in the cache, seen from the
+        newest token: the query keeps its true position, and keys move so that the distances are those in the cache.
+        `held` int64 [S] are the slots per list, the newest token's included."""
         width = tier.ids.shape[-1] * tier.fmt.tokens_per_page
         age = self._policy.cache_positions(view, width)
         shift = view.tokens_seen - (held - 1)

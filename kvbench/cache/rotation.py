@@ -34,7 +34,6 @@ class Rotation:
 
     @property
     def idle(self) -> bool:
-        """It leaves everything as it is."""
         return self._matrix is None
 
     def apply(self, x: Tensor) -> Tensor:
@@ -59,23 +58,15 @@ def hadamard(head_dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Rotations:
-    """The rotation of each side on its way into the store: queries with keys, attention's output with values.
-
-    Args:
-        keys: Of queries and keys.
-        values: Of values and the output.
-    """
+    """The rotation of each side on its way into the store: queries with keys, attention's output with values."""
 
     keys: Rotation
     values: Rotation
 
 
 def rotations_of(kind: Kind, policy: Policy, head_dim: int, device: torch.device) -> Rotations:
-    """The rotations of a store: those that its option asks for, and those that belong to a tier's format.
-
-    Raises:
-        ValueError: Stored keys get their rotary position on reading, in the model's own channels; names the remedy.
-    """
+    """The rotations of a store: those that its option asks for, and those that belong to a tier's format. Refuses them
+    where stored keys get their rotary position on reading, in the model's own channels."""
     asked = {tier.turned for tier in policy.tiers} | ({"both"} if kind != "none" else set())
     keys: Kind = "hadamard" if asked - {"none"} else "none"
     if keys != "none" and policy.position_mode != "absolute":

@@ -5,24 +5,65 @@ from torch import Tensor
 
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.pages import Pages
-from kvbench.cache.ring import QueryRing
 from kvbench.cache.rotation import Rotations
 from kvbench.cache.tensors import ChunkTensors, Measurer, PromptTensors, SlotTensors
 from kvbench.kernels.operands import TierPages
 from kvbench.policy import ALL_QUERIES, GONE, AttentionCall, Policy, Replay, Statistic
 
 
+class QueryRing:
+    """The last queries of every row and layer, in 16 bits, for statistics that look at them at a bulk eviction; that at
+    position p lies at p modulo the ring's length. Queries are multiplied by the factor on attention logits before they
+    are kept, so that nobody has to remember it."""
+
+    def __init__(self, num_queries: int, rows: int, shape: ModelShape, dtype: torch.dtype) -> None:
+        self.num_queries = num_queries
+        layout = (rows, shape.num_layers, shape.num_q_heads, num_queries, shape.head_dim)
+        self._ring = torch.zeros(layout, dtype=dtype, device=shape.device)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._ring.nbytes
+
+    @property
+    def row_bytes(self) -> int:
+        return self._ring[0].nbytes
+
+    def held_bytes(self, tokens_seen: int) -> int:
+        """Bytes of the queries that a row of so many tokens has in it."""
+        return self.row_bytes // self.num_queries * min(self.num_queries, tokens_seen)
+
+    def last(self, q: Tensor, scale: float) -> Tensor:
+        """The part of the queries [Hq, N, D] of a prompt that is kept: [Hq, up to num_queries, D]."""
+        return (q[:, -self.num_queries :].float() * scale).to(self._ring.dtype)
+
+    def hold_prompt(self, row: int, layer: int, last: Tensor, num_tokens: int) -> None:
+        where = torch.arange(num_tokens - last.shape[1], num_tokens, device=last.device) % self.num_queries
+        self._ring[row, layer][:, where] = last
+
+    def hold_step(self, rows: Tensor, tokens_seen: Tensor, given: list[tuple[Tensor, float]]) -> None:
+        """Takes a decode step's queries [S, Hq, D] and factors on them, of one layer after the other; int64 [S] is
+        their position."""
+        scales = {scale for _, scale in given}
+        if len(scales) == 1:
+            scaled = torch.stack([q for q, _ in given], 1).float() * scales.pop()
+        else:
+            scaled = torch.stack([q.float() * scale for q, scale in given], 1)
+        self._ring[rows, :, :, tokens_seen % self.num_queries] = scaled.to(self._ring.dtype)
+
+    def of(self, row: int, layer: int, tokens_seen: int) -> Tensor:
+        """The queries [Hq, up to num_queries, D] of a row, in order of position."""
+        first = max(0, tokens_seen - self.num_queries)
+        where = torch.arange(first, tokens_seen, device=self._ring.device) % self.num_queries
+        return self._ring[row, layer][:, where]
+
+    def copy(self, source: int, target: int) -> None:
+        self._ring[target] = self._ring[source]
+
+
 class Scores:
-    """The statistics of one method over pages.
-
-    Args:
-        pages: Where slots and their tracked fields lie.
-        rotations: What the keys and values in them took; statistics see them without.
-        first_layer: The model's number of the pages' first layer.
-
-    Raises:
-        ValueError: The method's declarations do not go together, or the model lacks what a statistic looks at.
-    """
+    """The statistics of one method over pages. Refuses declarations that do not go together, and a model that lacks
+    what a statistic looks at."""
 
     def __init__(
         self, policy: Policy, shape: ModelShape, pages: Pages, rotations: Rotations, first_layer: int = 0
@@ -51,15 +92,11 @@ class Scores:
         Args:
             q: [Hq, N, D]; None for a statistic of keys and values only.
             k, v: [H, N, D], at the cache's granularity.
-            call: What the model called the layer's attention with, or None.
-            replays: What the probe's passes gave; none without a probe.
+            call, replays: What the model called the layer's attention with, and what the probe's passes gave.
             lse: fp32 [Hq, N] the log-sum-exp of every query's logits; only where `takes_lse`.
 
         Returns:
             fp32 [H, N], or [1 + len(also), H, N]; None when the method asks for none.
-
-        Raises:
-            ValueError: The statistic's answer is not what the contract says.
         """
         if not self.spec.measures_prompts:
             return None
@@ -68,14 +105,7 @@ class Scores:
         return _checked(self.spec.statistic, "of_prompt", self.spec.statistic.of_prompt(seen), k, v, q, hidden)
 
     def of_channels(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:
-        """The worth of the key channels of one layer of a prompt, fp32 [H, D]; None where the method does not ask.
-
-        Args:
-            layer, q, k, v, scale: As for `of_prompt`.
-
-        Raises:
-            ValueError: The statistic's answer is not what the contract says.
-        """
+        """The worth of the key channels of one layer of a prompt, fp32 [H, D]; None where the method does not ask."""
         if not self.spec.orders_channels:
             return None
         seen = PromptTensors(self._measurer, layer, q=q, k=k, v=v, scale=scale)
@@ -99,15 +129,11 @@ class Scores:
             q: [Hq, n, D] the chunk's queries.
             k, v: fp32 [H, M, D], at the cache's granularity; the chunk's are the last n.
             pos: int64 [H, M] positions; -1 where there is nothing.
-            tokens_seen: Tokens read so far, the chunk's included.
             sums: fp32 [H, tokens_seen] what earlier chunks' queries gave each position, which is brought up to date;
                 None where only the newest queries count.
 
         Returns:
             fp32 [1 + len(also), H, tokens_seen] by position; where nothing is held the score is `GONE`, the others 0.
-
-        Raises:
-            ValueError: The statistic's answer is not what the contract says.
         """
         statistic = self.spec.statistic
         out = torch.zeros(1 + len(statistic.also), len(k), tokens_seen, device=k.device)
@@ -141,15 +167,8 @@ class Scores:
         return out
 
     def of_slots(self, rows: Tensor, tokens_seen: Tensor) -> Tensor:
-        """Scores of what the pages of rows hold.
-
-        Args:
-            rows: int64 [S].
-            tokens_seen: int64 [S].
-
-        Returns:
-            fp32 [1 + len(also), S, L, H, n], n the slots of the longest list's pages; 0 past a list's end.
-        """
+        """Scores of what the pages of rows (int64 [S]) at so many tokens (int64 [S]) hold: fp32 [1 + len(also), S, L,
+        H, n], n the slots of the longest list's pages; 0 past a list's end."""
         pages, statistic = self._pages, self.spec.statistic
         if pages.on_device:  # the host goes from row to row and waits for each: the record of a run says so
             pages.backend.fallbacks.add("of_slots")
@@ -223,8 +242,7 @@ class Scores:
         """Brings stored scores up to date after a step, of one layer, or of several, whose heads H are in a row.
 
         Args:
-            tokens_seen: int64 [S], which is the position of the step's queries.
-            prompt_tokens: int64 [S].
+            tokens_seen, prompt_tokens: int64 [S]; the former is the position of the step's queries.
             reduced: Per tier, fp32 [S, H, n] probabilities, the group reduced; empty when a step updates nothing.
         """
         spec, pages = self.spec, self._pages
@@ -248,11 +266,6 @@ class Scores:
 
 
 def _check_fit(policy: Policy, shape: ModelShape, measures_slots: bool) -> None:
-    """Refuses what a statistic cannot be computed from.
-
-    Raises:
-        ValueError: Names it.
-    """
     spec, name = policy.score, f"{type(policy).__name__} with {type(policy.score.statistic).__name__}"
     if spec.slot_queries and not measures_slots:
         raise ValueError(f"{name}: slot_queries={spec.slot_queries} are for bulk eviction, but compaction is None")
@@ -283,12 +296,8 @@ def _checked(
     *others: Tensor | None,
     shape: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """The answer of a statistic about keys [H, n, D] and what else it saw, once it is what the contract says; numbers
-    per token unless `shape` says otherwise.
-
-    Raises:
-        ValueError: Names class, call and rule.
-    """
+    """The answer of a statistic about keys [H, n, D] and what else it saw, once it is what the contract says: finite
+    numbers per token, unless `shape` says otherwise."""
     if shape is None:
         shape = tuple(k.shape[:2]) if not statistic.also else (1 + len(statistic.also), *k.shape[:2])
     name = f"{type(statistic).__name__}.{call}"

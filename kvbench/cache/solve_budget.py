@@ -17,9 +17,8 @@ class SolvedBudget:
     most that it can be is taken.
 
     Args:
-        policy: Has the budget, and says how many tokens a list comes to hold.
         fixed_bytes: Gives the bytes of a row that do not depend on its tokens.
-        paged_slots: Slots of a list that lie in pages once it was given so many tokens of a prompt and so many after.
+        paged_slots: As `Holding.paged_slots`.
 
     Attributes:
         budget: None where the policy has no budget in bytes.
@@ -43,28 +42,16 @@ class SolvedBudget:
         return budget == self.budget
 
     def of_row(self, row: int) -> int | None:
-        """Tokens per list of a row; None without a budget."""
         return int(self.tokens[row]) if self.budget is not None else None
 
     def open(self, row: int, prompt_tokens: int, new_tokens: int) -> None:
-        """Solves for a row whose prompt is about to be planned; does nothing without a budget.
-
-        Raises:
-            ValueError: The budget is too small; names the smallest.
-        """
+        """Solves for a row whose prompt is about to be planned; does nothing without a budget."""
         if self.budget is not None:
             self.tokens[row] = self.solve(prompt_tokens, new_tokens)
 
     def solve(self, prompt_tokens: int, new_tokens: int) -> int:
-        """Most tokens per list (their mean, where lists share the budget) that stay within the budget.
-
-        Args:
-            prompt_tokens: Tokens of the prompt that is compressed.
-            new_tokens: Most tokens read behind it.
-
-        Raises:
-            ValueError: The budget is too small; names the smallest.
-        """
+        """Most tokens per list (their mean, where lists share the budget) that stay within the budget, for a prompt and
+        most tokens read behind it; refuses a budget that is too small, and names the smallest."""
         assert self.budget is not None
         step, budget = self._policy.budget_step, int(self.budget.value)
         low = -(-self._policy.least_tokens(prompt_tokens) // step)

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.async_counts import Rows
-from kvbench.cache.channels import Orders
-from kvbench.cache.holding import Holding
-from kvbench.cache.pages import Pages
-from kvbench.cache.tier_map import MappedStep, TierMap
+from kvbench.cache.holding import Holding, Orders
+from kvbench.cache.pages import Pages, TierMap
 from kvbench.kernels.backend import FusedStep
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.operands import PageChoice, ScoreUpdate, StepScores, TierPages
@@ -26,7 +24,6 @@ class PageSelection:
     """The pages that one decode step reads under a policy's `ReadSpec`, and how many bytes that is.
 
     Args:
-        fmt: The format of the pages, with bounds.
         view: The view that the step was planned from.
         held: int64 [S, L, H] slots of every list, the new token's among them.
         first_layer: The model's number of the first of these layers.
@@ -67,15 +64,9 @@ class PageSelection:
 
 
 class PagedStep:
-    """A decode step over pages, planned and with its slots reserved.
-
-    Args:
-        plan: The policy's plan; None = it is asked.
-
-    Raises:
-        PoolExhausted: No page for a new slot; nothing was changed.
-        ValueError: The plan breaks a rule, or a page table is full; nothing was changed.
-    """
+    """A decode step over pages, planned (by the policy, unless a plan is given) and with its slots reserved. Nothing
+    was changed when that raises: `PoolExhausted` where there is no page for a new slot, `ValueError` where the plan
+    breaks a rule or a page table is full."""
 
     reads: PageSelection | None = None  # chooses what to read of each layer, and counts it; None = everything is read
 
@@ -173,7 +164,6 @@ class PagedStep:
 
     @cached_property
     def orders(self) -> Orders | None:
-        """The orders of the rows' key channels, in all layers."""
         return None if self.holding.channels is None else self.holding.channels.of(self.rows.tensor)
 
     @property
@@ -187,8 +177,7 @@ class PagedStep:
         return self.pages.widths(self.lists, self.rows.numbers)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """A layer, operation by operation; q: [S, Hq, D]; k: [S, H, D], without positions where `strips`; v: [S, H,
-        D]."""
+        """A layer, operation by operation; q [S, Hq, D], k and v [S, H, D], keys without positions where `strips`."""
         pages, scores, spec = self.pages, self.holding.scores, self.holding.policy.score
         for tier, heads in pages.tiers_of_layer(layer, self.tier):
             chosen = (self.page[:, layer], self.slot[:, layer], k, v)
@@ -255,7 +244,6 @@ class PagedStep:
         )
 
     def _named(self, tier: int) -> TierPages:
-        """A tier of all layers, whose pages are named by their ids."""
         return self.pages.tier(tier, self.lists, self.pages.width(self.rows.numbers, tier))
 
     @cached_property
@@ -273,7 +261,6 @@ class PagedStep:
         return self.pages.backend.open_step(self.pages.pool.pages, tiers, **self._opened(**given))
 
     def _open_tables(self, tiers: list[TierTable], **given: Any) -> FusedStep | None:
-        """Asks a backend that keeps its own tables for the step."""
         pages = self.pages
         return pages.backend.open_tables(
             pages.pool.pages, tiers, pages.shape[1:], self.rows.tensor, **self._opened(**given)
@@ -299,14 +286,19 @@ class PagedStep:
         self.holding.scores.add_step(self.tokens_seen, self.view.prompt_tokens, tiers, reduced)
 
 
-class SettledStep(FusedStep):
-    """A step whose layers give their scores away; of many layers at once, the statistic makes what is stored.
+class MappedStep(FusedStep):
+    """Steps of several formats, each for the layers that have it."""
 
-    Args:
-        step: Attends, and gives.
-        num_layers: Layers of the step.
-        settle: Takes the first of some layers, and the scores of each.
-    """
+    def __init__(self, tier_map: TierMap, steps: dict[int, FusedStep]) -> None:
+        self._tier_map, self._steps = tier_map, steps
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return self._steps[self._tier_map.of_layer(layer)].attend(layer, q, k, v, scale)
+
+
+class SettledStep(FusedStep):
+    """A step whose layers give their scores away; `settle` takes the first of some layers and the scores of each, and
+    of many layers at once the statistic makes what is stored."""
 
     def __init__(self, step: FusedStep, num_layers: int, settle: Callable[[int, list[Sequence[Tensor]]], None]) -> None:
         self._step, self._num_layers, self._settle, self.strips = step, num_layers, settle, step.strips

@@ -93,12 +93,10 @@ class CompressedStore:
 
     @property
     def allocated_bytes(self) -> int:
-        """Everything the allocator holds for the cache: pool, tables, counters, rings."""
         return self.budget.tokens.nbytes + self.holding.allocated_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the pages in use."""
         return self.holding.used_bytes
 
     @property
@@ -139,15 +137,9 @@ class CompressedStore:
         self._free_rows.append(row)
 
     def fork_row(self, source: int, *, share: bool = True) -> int:
-        """Opens a row that holds what another one holds.
-
-        Args:
-            source: The other row.
-            share: Hold it in the same pages, and copy a page once one of the rows writes to it; else copy all now.
-
-        Raises:
-            PoolExhausted: No room; like after any other error, no new row is open.
-        """
+        """Opens a row that holds what another one holds: in the same pages, of which one is copied once one of the rows
+        writes to it, unless `share` is False. Raises PoolExhausted without room; like after any other error, no new row
+        is open."""
         row = self.open_row()
         try:
             self.holding.fork_row(source, row, share)
@@ -162,28 +154,16 @@ class CompressedStore:
     # Prompts.
 
     def prompt_attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
-        """Exact causal attention of a whole prompt, which stores nothing.
-
-        Args:
-            q: [Hq, N, D]; k, v: [KV heads, N, D], the model's dtype.
-
-        Returns:
-            [Hq, N, D] in the same dtype; and fp32 [Hq, N] the log-sum-exp of every query's logits, where the policy's
-            scores can use it.
-        """
+        """Exact causal attention of a whole prompt, q [Hq, N, D], k and v [KV heads, N, D], which stores nothing: [Hq,
+        N, D] in the same dtype; and fp32 [Hq, N] the log-sum-exp of every query's logits, where the policy's scores can
+        use it."""
         if self._scores.takes_lse:
             return self.backend.prefill_attention_with_lse(q, k, v, scale)
         return self.backend.prefill_attention(q, k, v, scale), None
 
     def replay_attention(self, q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Tensor, scale: float) -> Tensor:
-        """Exact attention of tokens behind an uncompressed prompt over it and themselves, causally; stores nothing.
-
-        Args:
-            q: [Hq, m, D]; k, v: [KV heads, m, D]; past_k, past_v: [KV heads, N, D], the model's dtype.
-
-        Returns:
-            fp32 [Hq, m, D].
-        """
+        """Exact attention of tokens, q [Hq, m, D], k and v [KV heads, m, D], behind an uncompressed prompt [KV heads,
+        N, D] over it and themselves, causally; stores nothing. Returns fp32 [Hq, m, D]."""
         live = torch.ones(past_k.shape[:2], dtype=torch.bool, device=q.device)
         return self.backend.chunk_attention(q, k, v, (past_k.float(), past_v.float(), live), scale)
 
@@ -205,7 +185,6 @@ class CompressedStore:
         Args:
             q: [Hq, N, D] post-RoPE queries, or None where a probe is all that is looked at; k, v: [KV heads, N, D]
                 post-RoPE keys and values, uncompressed.
-            scale: Factor on the attention logits.
             call: The model's call of the layer's attention, for statistics that ask for it.
             replays: Findings of the passes that the policy's probe asks for.
             lse: As `prompt_attention` gave it beside its output; made again where it is missing and wanted, so that
@@ -237,41 +216,22 @@ class CompressedStore:
         self._prompts.place(row, layer, self._prompts.at_granularity(layer, scored))
 
     def open_chunks(self, row: int, prompt_tokens: int) -> None:
-        """Says that the prompt of an empty row comes in chunks (`read_chunk`).
-
-        Args:
-            row: The row.
-            prompt_tokens: Tokens of the whole prompt, which budgets are of.
-
-        Raises:
-            ValueError: A budget in bytes is too small for it.
-        """
+        """Says that the prompt of an empty row, of so many tokens, comes in chunks (`read_chunk`); refuses a budget in
+        bytes that is too small for it."""
         assert self.shape.is_whole, "check_chunk_place refuses chunks of a prompt elsewhere"
         self._chunks.open(row, prompt_tokens)
 
     def read_chunk(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attends from one layer of a prompt's next chunk to what is held and to itself, then plans and writes it; the
-        last layer of the last chunk ends the prompt.
-
-        Args:
-            q: [Hq, n, D]; k, v: [KV heads, n, D], post-RoPE.
-
-        Returns:
-            [Hq, n, D], fp32 or the dtype of `q`.
-        """
+        """Attends from one layer of a prompt's next chunk, q [Hq, n, D], k and v [KV heads, n, D], post-RoPE, to what
+        is held and to itself, then plans and writes it; the last layer of the last chunk ends the prompt. Returns [Hq,
+        n, D], fp32 or the dtype of `q`."""
         self.holding.collect()
         part = self.holding.parts[0]
         return self._chunks.read(row, layer, q, part.copied(k, 0), part.copied(v, 0), scale)
 
     def append_chunk(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Appends a segment to tier 0 and attends over pages and segment; only where `takes_chunks`.
-
-        Args:
-            q: [Hq, n, D]; k, v: [KV heads, n, D].
-
-        Returns:
-            fp32 [Hq, n, D].
-        """
+        """Appends a segment, q [Hq, n, D], k and v [KV heads, n, D], to tier 0 and attends over pages and segment; only
+        where `takes_chunks`. Returns fp32 [Hq, n, D]."""
         _, part = self.holding.part_of(layer)
         part.pages.counts.collect()
         self.holding.forget(row)
@@ -307,14 +267,8 @@ class CompressedStore:
         self._doors = [step.door() for step in self._steps]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Writes the new token of one layer, attends over everything held, and adds to the scores.
-
-        Args:
-            q: [S, Hq, D]; k, v: [S, KV heads, D], post-RoPE.
-
-        Returns:
-            fp32 [S, Hq, D].
-        """
+        """Writes the new token of one layer, attends over everything held, and adds to the scores: q [S, Hq, D], k and
+        v [S, KV heads, D], post-RoPE. Returns fp32 [S, Hq, D]."""
         assert self._doors, "begin_step comes first"
         index, part = self.holding.part_of(layer)
         return self._doors[index](layer - part.first_layer, q, k, v, scale)
@@ -331,7 +285,6 @@ class CompressedStore:
         self._steps, self._doors = [], []
 
     def _end(self) -> None:
-        """Forgets a step that is under way."""
         self._steps, self._doors = [], []
         self.holding.drop()
 
@@ -352,5 +305,4 @@ class CompressedStore:
         self.pages.counts.send_again(log)
 
     def counts_before_step(self) -> CountsBeforeStep:
-        """A copy of the counts on the device, to be renewed before a step."""
         return CountsBeforeStep(self.holding.parts[0].held_counts, self.counters.seen)

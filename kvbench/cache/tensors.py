@@ -69,15 +69,9 @@ class MeasuredTensors(LayerTensors):
 
 
 class PromptTensors(MeasuredTensors):
-    """One layer of a prompt.
-
-    Args:
-        q: [Hq, N, D], or None where the prompt comes without.
-        k, v: [H, N, D] at the cache's granularity.
-        call: What the model called the layer's attention with, or None.
-        replays: What further passes over the prompt gave, keys at the cache's granularity.
-        lse: fp32 [Hq, N] the log-sum-exp of every query's logits, where it is at hand.
-    """
+    """One layer of a prompt: q [Hq, N, D] or None where the prompt comes without; k, v [H, N, D] at the cache's
+    granularity; what the model called attention with, what further passes gave, and fp32 [Hq, N] the log-sum-exp of
+    every query's logits, where they are at hand."""
 
     def __init__(
         self,

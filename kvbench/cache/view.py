@@ -18,11 +18,8 @@ By = Literal["mean", "score", "pos"]
 
 
 class SlotsView(DecodeView):
-    """A view that finds slots among all that `slots` gives.
-
-    Args:
-        window: Prompt queries that count, as in the policy's `ScoreSpec`.
-    """
+    """A view that finds slots among all that `slots` gives; `window` prompt queries count, as in the policy's
+    `ScoreSpec`."""
 
     def __init__(self, window: int) -> None:
         self._window = window

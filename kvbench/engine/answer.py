@@ -18,8 +18,6 @@ class Answer:
     length.
 
     Args:
-        request: Limits and stop rules.
-        tokenizer: Decodes tokens to text.
         end_ids: End-of-sequence tokens of the model.
         room: Tokens that the model's context still holds behind the prompt; the answer ends there at the latest.
     """
@@ -70,7 +68,6 @@ class Answer:
         return self.token_ids[-1:] if self.finish == "length" else []
 
     def wants_to_end(self) -> None:
-        """Notes that a banned token would have come next."""
         if self.first_end is None:
             self.first_end = len(self.token_ids)
 
@@ -120,10 +117,8 @@ class Answer:
             self._thinking = not ended
 
     def _find_stop(self, first: int) -> int | None:
-        """The place where the first stop string begins in the text of the tokens from `first` on.
-
-        Those complete within the first `min_new_tokens` tokens do not count, not even once the answer is longer.
-        """
+        """The place where the first stop string begins in the text of the tokens from `first` on. Those complete within
+        the first `min_new_tokens` tokens do not count, not even once the answer is longer."""
         if not self.request.stop or len(self.token_ids) <= self.request.min_new_tokens or self._thinking:
             return None
         text = self._decode(self.token_ids[first:])

@@ -19,11 +19,8 @@ def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 class OutputProjections(Sequence[Tensor]):
     """The weights [E, Hq * D] behind attention by layer, each looked up when it is asked for: of packed layers that
-    makes a plain copy, which lives as long as it is used; of weights that are cut over processes it is this one's part.
-
-    Args:
-        modules: The linear layers behind attention.
-    """
+    makes a plain copy, which lives as long as it is used; of weights that are cut over processes it is this one's
+    part."""
 
     def __init__(self, modules: Sequence[Any]) -> None:
         self._modules = modules
@@ -44,18 +41,13 @@ class OutputProjections(Sequence[Tensor]):
 
 
 def _local(weight: Tensor) -> Tensor:
-    """The part of a weight that this process holds."""
     to_local = getattr(weight, "to_local", None)  # of torch's DTensor
     return weight if to_local is None else to_local()
 
 
 @contextmanager
 def calls_noted(model: PreTrainedModel, note: Callable[[AttentionCall | None], None]) -> Iterator[None]:
-    """Hands on what each layer's attention is called with, just before it runs, and None at the end.
-
-    Raises:
-        ValueError: The model's attention modules were not found.
-    """
+    """Hands on what each layer's attention is called with, just before it runs, and None at the end."""
     modules = attention_modules(model)
     if not modules:
         raise ValueError("the statistic looks at hidden states, and no attention module with o_proj was found")

@@ -47,14 +47,8 @@ class State:
 
 @dataclass(frozen=True)
 class _Captured:
-    """A captured step of one batch size.
-
-    Args:
-        state: The tensors that it reads and writes.
-        replay: Runs it again.
-        log: The numbers that it tells the host.
-        most_pages: Pages that it takes at most.
-    """
+    """A captured step of one batch size: what it reads and writes, what runs it again, the numbers that it tells the
+    host, and the pages that it takes at most."""
 
     state: State
     replay: Callable[[], None]
@@ -63,18 +57,14 @@ class _Captured:
 
 
 class CapturedSteps:
-    """The captured steps of a runner, one per batch size.
+    """The captured steps of a runner, one per batch size. Its cache must have been reserved, and a new one needs new
+    graphs.
 
     Args:
-        runner: Its cache must have been reserved, and a new one needs new graphs.
         capture: Captures a step; None = nothing is captured.
 
     Attributes:
-        replays: Steps that were replayed.
-        eager: Steps that ran as they are, and those that were captured.
-
-    Raises:
-        ValueError: The cache lies in several places or processes.
+        replays, eager: Steps that were replayed; and that ran as they are, or were captured.
     """
 
     def __init__(self, runner: Runner, capture: Capture | None) -> None:

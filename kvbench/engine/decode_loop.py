@@ -55,7 +55,6 @@ class DecodeLoop:
         self._graphs = self._before = None
 
     def _loop(self) -> tuple[CapturedSteps, CountsBeforeStep]:
-        """The steps of the cache that there is now, and its counts before a step."""
         if self._graphs is None or self._before is None:
             self._graphs = CapturedSteps(self._runner, self._capture)
             self._before = self._runner.store.counts_before_step()
@@ -67,11 +66,7 @@ class DecodeLoop:
         return self._runner.fork(row, share=not in_runs)
 
     def make(self, rows: Sequence[Row], tokens: Sequence[int]) -> tuple[dict[int, int], float]:
-        """Makes one step or several, and notes their times in the rows.
-
-        Args:
-            rows: Their `logits`, or `ready`, say what comes next.
-            tokens: What to feed them.
+        """Makes one step of rows, fed these tokens, or several, and notes their times in the rows.
 
         Returns:
             Of rows whose logits were not finite, their index and the first bad layer; and tokens per second.
@@ -130,17 +125,8 @@ class DecodeLoop:
 
 
 class _Run:
-    """Tokens and measurements of a run on their way to its rows.
-
-    Args:
-        most: Steps of the run at most.
-        device: Where it runs.
-
-    Attributes:
-        over: Rows that have ended, by index.
-        steps: Steps that the rows have taken in.
-        num_tokens: Tokens that counted.
-    """
+    """Tokens and measurements of a run of `most` steps at most on their way to its rows. `over` are rows that have
+    ended, by index; `steps` those that the rows have taken in, `num_tokens` the tokens that counted."""
 
     def __init__(self, rows: Sequence[Row], most: int, device: torch.device) -> None:
         self._rows = rows
@@ -157,7 +143,6 @@ class _Run:
             self._where = to_device([index for index, _ in self._forced], device)
 
     def choose(self, values: list[int], finite: list[bool]) -> None:
-        """Takes what a step chose."""
         self._chosen.append((values, finite))
 
     def force(self, state: State, step: int, post: Callable[[Tensor, Callable[[], Receiver]], None]) -> int:

@@ -10,18 +10,16 @@ from kvbench.cache.layout import StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.engine.answer import Answer
 from kvbench.engine.captured_steps import Capture
-from kvbench.engine.conversation import Forced, next_turn
 from kvbench.engine.decode_loop import DecodeLoop, Spoiled
 from kvbench.engine.fidelity import ChoiceMeter, FidelityMeter
 from kvbench.engine.following import make_runner
 from kvbench.engine.long_logits import Logits, take
-from kvbench.engine.needs import Needs, SharedContexts
+from kvbench.engine.needs import Forced, Needs, SharedContexts
 from kvbench.engine.probe import plan_passes
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.requests import Outcome, Request
-from kvbench.engine.rows import AnswerRow, ForcedRow, Row, Sample
+from kvbench.engine.rows import AnswerRow, ForcedRow, Row, Sample, row_generator
 from kvbench.engine.runner import NotFinite
-from kvbench.engine.sampling import row_generator
 from kvbench.kernels.memory import first_line, is_out_of_memory
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
@@ -75,7 +73,6 @@ class Engine:
 
     @property
     def store(self) -> CompressedStore:
-        """The cache of the requests that are being answered."""
         return self.runner.store
 
     @property
@@ -166,11 +163,8 @@ class _Run:
         self._contexts.close()  # it is still open where the last questions could not be answered
 
     def _reserve(self, requests: list[Request]) -> tuple[int, str | None]:
-        """Makes the cache, for fewer requests at once where there is no memory for `batch_size` of them.
-
-        Returns:
-            Requests per group, and why not even one fits (None: it does).
-        """
+        """Makes the cache, for fewer requests at once where there is no memory for `batch_size` of them: requests per
+        group, and why not even one fits (None: it does)."""
         rows_of = [self._needs.rows(r) for r in requests]
         prompt_tokens = max(r.num_prompt_tokens for r in requests)
         new_tokens = max(self._needs.most_behind(r) for r in requests)
@@ -266,8 +260,8 @@ class _Run:
         return ForcedRow(row=row, request=request, logits=logits, meter=meter, ends=forced.ends)
 
     def _prefill(self, request: Request) -> tuple[int, Tensor, Logits | None]:
-        """Reads a prompt into a new row; returns the row, next-token logits [vocabulary] and the full cache's
-        logits behind the prompt and behind each token that is forced."""
+        """Reads a prompt into a new row; returns the row, next-token logits [vocabulary] and the full cache's logits
+        behind the prompt and behind each token that is forced."""
         forced, rest, sees_all = self._needs.forced(request), request.segments[1:], self._sees_all(request)
         # Tokens behind the prompt attend to the uncompressed prompt in the same pass, if there is one: their logits are
         # the full-cache reference.
@@ -299,7 +293,6 @@ class _Run:
         return request.segments[0], request.instruction_tokens, planned, closing
 
     def _read(self, request: Request, ahead: tuple[int, ...] = ()) -> tuple[int, Logits]:
-        """Reads the first segment of a request into a row; see `Runner.read`."""
         new_tokens, instruction_tokens = self._needs.new_tokens(request), request.instruction_tokens
         return self._runner.read(request.segments[0], ahead, new_tokens, instruction_tokens, request.closing)
 
@@ -316,7 +309,7 @@ class _Run:
             for state, sample in rows:  # it grows where an answer that ended is forced next
                 try:
                     token = state.coming()
-                    while token is None and next_turn(self._runner, state):
+                    while token is None and state.next_turn(self._runner):
                         token = state.next_token()
                 except NotFinite as error:
                     spoiled[sample.request.sample_id], token = error.layer, 0

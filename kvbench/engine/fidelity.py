@@ -12,11 +12,7 @@ from kvbench.engine.requests import BINS
 
 @dataclass
 class ChoiceMeter:
-    """Adds up the log-likelihood of one continuation, token by token.
-
-    Args:
-        gold: The continuation.
-    """
+    """Adds up the log-likelihood of one continuation, token by token."""
 
     gold: tuple[int, ...]
     nll: list[float] = field(default_factory=list, kw_only=True)
@@ -24,11 +20,9 @@ class ChoiceMeter:
 
     @property
     def done(self) -> bool:
-        """All tokens were scored."""
         return len(self.nll) == len(self.gold)
 
     def add(self, logits: Tensor) -> None:
-        """Scores the next token under logits fp32 [vocabulary]."""
         self.take(self.measure(len(self.nll), logits).tolist())
 
     def measure(self, index: int, logits: Tensor) -> Tensor:

@@ -25,11 +25,8 @@ class OneProcessFailed(RuntimeError):
 
 
 class LeadingRunner(Runner):
-    """The `Runner` of the first process; takes what a `Runner` takes, and replays no prompts.
-
-    Raises:
-        OneProcessFailed: There is no memory in this process; smaller groups cannot be tried, as one process does.
-    """
+    """The `Runner` of the first process, which replays no prompts. Where there is no memory in this process, smaller
+    groups cannot be tried, as one process does."""
 
     _alive: "weakref.WeakSet[LeadingRunner]" = weakref.WeakSet()
     _count = 0

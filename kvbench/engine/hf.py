@@ -67,7 +67,6 @@ class Session(ABC):
         return torch.no_grad()
 
     def note(self, call: AttentionCall | None) -> None:
-        """Takes the call of the layer that comes next."""
         self.call = call
 
     def first_bad_layer(self, index: int) -> int:
@@ -139,11 +138,7 @@ class Prefill(Dense):
 
 @dataclass
 class Replay(Session):
-    """A probe's pass behind a prompt; nothing is stored.
-
-    Args:
-        uncompressed: The prompt.
-    """
+    """A probe's pass behind an uncompressed prompt; nothing is stored."""
 
     uncompressed: Uncompressed
 
@@ -218,11 +213,7 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The registered attention function: query [B, Hq, n, D], key and value [B, H, n, D], post-RoPE; returns [B, n, Hq,
-    D].
-
-    Raises:
-        UnsupportedModel: The layer uses a sliding window, soft-capped logits or attention sinks.
-    """
+    D]. Refuses a layer with a sliding window, soft-capped logits or attention sinks."""
     layer = getattr(key, TAG, None)
     if layer is None:
         raise RuntimeError(
@@ -262,11 +253,8 @@ AttentionMaskInterface.register(NAME, _no_mask)
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Refuses models whose attention the store does not reproduce.
-
-    Raises:
-        UnsupportedModel: With the reason and what works instead.
-    """
+    """Refuses models whose attention the store does not reproduce (`UnsupportedModel`), with the reason and what works
+    instead."""
     config = model.config.get_text_config()
     name = config.model_type
     remedy = "use a model with full attention in every layer (Llama, Mistral without window, Qwen2, Qwen3, ...)"
@@ -295,12 +283,8 @@ def check_supported(model: PreTrainedModel) -> None:
 
 
 def model_shape(model: PreTrainedModel, places: Sequence[tuple[torch.device, int]] = ()) -> ModelShape:
-    """Heads, dims, dtype and rotary frequencies of a supported model.
-
-    Args:
-        model: The model.
-        places: Devices and how many layers each has of the cache, where that was said; empty = as the weights lie.
-    """
+    """Heads, dims, dtype and rotary frequencies of a supported model; `places` are devices and how many layers each has
+    of the cache, where that was said, else as the weights lie."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     parts = tuple(Place(*each) for each in places) or placement.places_of(model)
@@ -346,22 +330,14 @@ def detach(model: PreTrainedModel) -> None:
 
 
 def attach(model: PreTrainedModel) -> None:
-    """Routes the model's attention through kvbench.
-
-    Raises:
-        UnsupportedModel: See `check_supported`.
-    """
+    """Routes the model's attention through kvbench; refuses what `check_supported` does."""
     check_supported(model)
     model.set_attn_implementation(NAME)
 
 
 @contextmanager
 def attached(model: PreTrainedModel) -> Iterator[None]:
-    """Routes the model's attention through kvbench, and gives it back its own, whichever that was, at the end.
-
-    Raises:
-        UnsupportedModel: See `check_supported`.
-    """
+    """Routes the model's attention through kvbench, and gives it back its own, whichever that was, at the end."""
     before = model.config._attn_implementation
     attach(model)
     try:
@@ -374,15 +350,9 @@ OWN_CACHES = ("dynamic", "fp8", "quanto-4", "quanto-2", "hqq-4", "hqq-2")
 
 
 def own_cache(model: PreTrainedModel, kind: str, max_tokens: int = 0) -> Cache:
-    """One of transformers' own caches, empty, to compare with; the model must not be attached then.
-
-    Args:
-        kind: `dynamic`; `static`; `fp8`; or a package that quantises and its bits, such as `quanto-4`.
-        max_tokens: What a static cache holds.
-
-    Raises:
-        ImportError: transformers is too old for it, or the package that quantises is missing.
-    """
+    """One of transformers' own caches, empty, to compare with; the model must not be attached then. The kind is
+    `dynamic`; `static`, which holds `max_tokens`; `fp8`; or a package that quantises and its bits, such as `quanto-4`.
+    Raises ImportError where transformers is too old for it, or the package is missing."""
     if kind == "dynamic":
         return DynamicCache(config=model.config)
     if kind == "static":
@@ -396,10 +366,7 @@ def own_cache(model: PreTrainedModel, kind: str, max_tokens: int = 0) -> Cache:
 
 def rewind(cache: Cache, tokens: int) -> None:
     """Makes a static cache forget all but the first tokens; its tensors stay where they are, as a CUDA graph needs.
-
-    Raises:
-        ImportError: This transformers counts the tokens of a static cache in another way.
-    """
+    Raises ImportError where this transformers counts them in another way."""
     for layer in cache.layers:
         count = getattr(layer, "cumulative_length", None)
         if not isinstance(count, Tensor):
@@ -430,17 +397,8 @@ def own_cache_bytes(cache: Cache) -> int:
 def forward(
     model: PreTrainedModel, session: Session, token_ids: Tensor, positions: Tensor, past: int, num_logits: int
 ) -> Tensor:
-    """One forward pass through a session.
-
-    Args:
-        token_ids: int64 [B, n].
-        positions: int64 [B, n], true positions.
-        past: Tokens before the first of these, as far as transformers wants to know.
-        num_logits: Positions from the end to return logits for.
-
-    Returns:
-        Logits fp32 [B, num_logits, vocabulary].
-    """
+    """One forward pass through a session over tokens int64 [B, n] at their true positions int64 [B, n], behind `past`
+    tokens as far as transformers wants to know. Returns the last logits, fp32 [B, num_logits, vocabulary]."""
     cache = SessionCache(session, model.config.get_text_config().num_hidden_layers, past)
     with session.without_grad(), calls_noted(model, session.note) if session.wants_calls else nullcontext():
         out = model(

@@ -18,12 +18,8 @@ PIECE = 256  # positions whose logits are held at once; texts up to here are rea
 
 
 class LongLogits:
-    """Logits of positions one after another, fp32; `logits[i]` is [vocabulary].
-
-    Args:
-        model: Whose head makes them.
-        hidden: [n, E] what the last layer gave, normed as the head takes it.
-    """
+    """Logits of positions one after another, fp32; `logits[i]` is [vocabulary]. The model's head makes them of [n, E]
+    what the last layer gave, normed as the head takes it."""
 
     def __init__(self, model: PreTrainedModel, hidden: Tensor) -> None:
         self._model, self._hidden = model, hidden
@@ -42,16 +38,13 @@ class LongLogits:
 
     @property
     def is_finite(self) -> bool:
-        """True if all that the logits are made from is finite."""
         return bool(torch.isfinite(self._hidden).all())
 
     @property
     def nbytes(self) -> int:
-        """Bytes held at most."""
         return self._hidden.nbytes + 4 * PIECE * self._model.config.get_text_config().vocab_size
 
     def take(self, places: Sequence[int]) -> "LongLogits":
-        """The logits of some positions."""
         return LongLogits(self._model, self._hidden[list(places)])
 
 
@@ -66,12 +59,8 @@ def take(logits: Logits, places: Sequence[int]) -> Logits:
 
 
 def read_long(model: PreTrainedModel, num_logits: int, forward: Callable[[], Tensor]) -> LongLogits:
-    """Runs a pass for the logits of its last positions.
-
-    Args:
-        num_logits: Positions.
-        forward: Runs the model over the text, for the logits of its last position alone.
-    """
+    """Runs a pass for the logits of its last positions; `forward` runs the model over the text, for the logits of its
+    last position alone."""
     found: list[Tensor] = []
 
     def note(module: torch.nn.Module, arguments: Any, output: Any) -> None:

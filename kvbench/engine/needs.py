@@ -4,7 +4,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kvbench.engine.conversation import Forced
 from kvbench.engine.long_logits import Logits
 from kvbench.engine.requests import Request
 from kvbench.engine.runner import Runner
@@ -12,11 +11,45 @@ from kvbench.models.load import LoadedModel
 
 
 @dataclass(frozen=True)
+class Forced:
+    """The answers of a request that are forced, one behind the other.
+
+    Args:
+        gold: Their tokens.
+        ends: How many tokens there are up to the end of each answer but the last.
+        behind: All that is read behind the prompt: these tokens without the last one, and what is said between them.
+        places: Which of the logits behind the prompt, and behind each token of `behind`, predict the tokens.
+    """
+
+    gold: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, request: Request, answers: Sequence[Sequence[int]]) -> "Forced":
+        """Puts the first answer and that of each turn together, up to the first that is empty."""
+        gold: list[int] = []
+        behind: list[int] = []
+        places: list[int] = []
+        ends = []
+        for place, answer in enumerate(answers):
+            if not answer:
+                break
+            if place:
+                ends.append(len(gold))
+                behind += request.turns[place - 1].tokens
+            places += range(len(behind), len(behind) + len(answer))
+            behind += answer
+            gold += answer
+        return cls(tuple(gold), tuple(ends), tuple(behind[:-1]), tuple(places))
+
+
+@dataclass(frozen=True)
 class Needs:
     """The needs of the requests of one run.
 
     Args:
-        model: Its context bounds answers.
         fidelity_max_tokens: Tokens to force of each answer at most, None for all, 0 for none.
         own: The first answer that each request gets is forced, in place of its gold answer.
     """
@@ -81,14 +114,8 @@ class Needs:
 
 
 class SharedContexts:
-    """Opens the rows of requests with several segments.
-
-    Args:
-        runner: Opens, forks and closes rows.
-        requests: All requests of the run, in order.
-        begins_with: All that the compressed first segment of a request depends on.
-        read: Reads the first segment of a request into a row.
-    """
+    """Opens the rows of requests with several segments. `begins_with` gives all that the compressed first segment of a
+    request depends on; `read` reads it into a row."""
 
     def __init__(
         self,

@@ -30,14 +30,8 @@ def plan_passes(
     """The passes to read behind a prompt so that every token of it is repeated once.
 
     Args:
-        probe: What the method asks for.
-        tokenizer: The model's.
-        prompt: Token ids.
         closing: Token ids that close a user's turn and open the answer; empty outside of chats.
-        max_tokens: The model's context.
-
-    Raises:
-        ValueError: The context leaves no room for a part behind the prompt.
+        max_tokens: The model's context, which may leave no room for a part behind the prompt (ValueError).
     """
     ask, go_on = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (probe.ask, probe.go_on))
     around = max(len(ask), len(go_on) + probe.overlap_tokens) + len(closing)
@@ -74,14 +68,8 @@ class _HeldLayer:
 
 
 class Uncompressed:
-    """A prompt that was read and is not compressed yet: its layers, and what passes behind it gave.
-
-    Args:
-        store: Takes the layers in the end.
-
-    Attributes:
-        part: First token that the pass under way repeats, and the one after its last.
-    """
+    """A prompt that was read and is not compressed yet: its layers, and what passes behind it gave. `part` is the first
+    token that the pass under way repeats, and the one after its last."""
 
     def __init__(self, store: CompressedStore) -> None:
         self._store, self._layers, self.part = store, list[_HeldLayer](), (0, 0)
@@ -102,15 +90,8 @@ class Uncompressed:
         return self._store.replay_attention(q, k, v, held.k, held.v, scale)
 
     def compress(self, row: int, num_tokens: int) -> int:
-        """Hands the layers to the store, each with what the passes gave of it, and forgets them.
-
-        Args:
-            row: The prompt's row.
-            num_tokens: Tokens that the passes read.
-
-        Returns:
-            Bytes that were held.
-        """
+        """Hands the layers to the store, each with what the passes gave of it, and forgets them; `num_tokens` are those
+        that the passes read. Returns the bytes that were held."""
         held_bytes = sum(layer.num_bytes(self._wants_queries) for layer in self._layers)
         self._store.ledger.note_probe(row, held_bytes, num_tokens)
         for index in range(len(self._layers)):

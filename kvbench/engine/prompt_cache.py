@@ -25,12 +25,7 @@ Queries = tuple[Tensor, float]  # queries, factor on the logits
 
 @dataclass
 class Recording:
-    """Copies of what the store is given of one prompt, up to a number of bytes.
-
-    Args:
-        limit_bytes: What may be held; a prompt that needs more is not held at all.
-        keeps_queries: Hold its queries too.
-    """
+    """Copies of what the store is given of one prompt; one that needs more than `limit_bytes` is not held at all."""
 
     limit_bytes: int
     keeps_queries: bool = False
@@ -95,16 +90,13 @@ class PromptCache:
     def read(
         self, session: Dense, prompt: Hashable, forward: Callable[[], Logits], probed_with: Hashable = None
     ) -> Logits:
-        """Replays a prompt into the session's row, or runs the model over it and remembers.
+        """Replays a prompt into the session's row, or runs the model over it and remembers; the logits that `forward`
+        gives.
 
         Args:
             session: A `Prefill`, or a `Dense`, which stores nothing.
             prompt: Everything that decides the forward pass: the model and the tokens.
-            forward: Runs the model through the session.
             probed_with: What else the scores depend on where the method has a probe.
-
-        Returns:
-            The logits that `forward` gives, or gave.
         """
         store = session.store
         key = (type(session), session.num_prompt_tokens, store.backend.name, prompt)
@@ -126,7 +118,6 @@ class PromptCache:
         return entry.logits
 
     def _run(self, session: Dense, key: Hashable, measured: Hashable, forward: Callable[[], Logits]) -> Logits:
-        """Runs the model over a prompt and remembers what fits."""
         store = session.store
         self.num_read += 1
         if not self.limit_bytes:

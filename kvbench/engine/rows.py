@@ -1,5 +1,11 @@
-"""Rows and samples in flight while the engine decodes."""
+"""Rows and samples in flight while the engine decodes, and how a row's next token is chosen.
 
+In a conversation, what is said behind an answer is read into the same compressed cache, and answered in its turn: the
+cache keeps what it holds of the prompt and of the answers so far, and nothing is read again.
+"""
+
+import hashlib
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
@@ -8,8 +14,45 @@ from torch import Tensor
 
 from kvbench.engine.answer import Answer
 from kvbench.engine.fidelity import ChoiceMeter, FidelityMeter
-from kvbench.engine.requests import Outcome, Request
-from kvbench.engine.sampling import choose_token
+from kvbench.engine.requests import Outcome, Request, Turn
+from kvbench.engine.runner import Runner
+
+_FRONT = 1024  # tokens that are sorted where the nucleus is within them
+
+
+def row_generator(seed: int, sample_id: str, repeat: int, device: torch.device) -> torch.Generator:
+    """A random generator of one answer's own, so that a sampled answer does not depend on the batch it ran in."""
+    digest = hashlib.sha256(f"{seed}\x00{sample_id}\x00{repeat}".encode()).digest()
+    return torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def choose_token(logits: Tensor, request: Request, generator: torch.Generator | None, banned: list[int]) -> int:
+    """The next token under logits fp32 [vocabulary] by a request's temperature and top_p, drawn by the row's own
+    generator (None for greedy decoding); `banned` tokens may not come yet."""
+    if banned:
+        logits = logits.clone()
+        logits[banned] = float("-inf")
+    if request.temperature == 0:
+        return int(logits.argmax())
+    prob = torch.softmax(logits / request.temperature, -1)
+    if request.top_p < 1:
+        tokens, prob = nucleus(prob, request.top_p)
+        return int(tokens[torch.multinomial(prob, 1, generator=generator)])
+    return int(torch.multinomial(prob, 1, generator=generator))
+
+
+def nucleus(prob: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens of fp32 [vocabulary] that reach a mass in (0, 1) together, with the one that crosses it:
+    int64 [n], likeliest first, of equals the first; and their probabilities, fp32 [n]."""
+    # To sort a whole vocabulary at every step takes a third of a small model's time; the mass lies in few tokens.
+    floor = prob.topk(min(_FRONT, len(prob))).values[-1]
+    for tokens in (prob >= floor).nonzero()[:, 0], torch.arange(len(prob), device=prob.device):
+        ordered, order = prob[tokens].sort(descending=True, stable=True)
+        mass = ordered.cumsum(0)
+        if mass[-1] >= top_p:
+            break
+    keep = mass - ordered < top_p  # the first token is always kept
+    return tokens[order[keep]], ordered[keep]
 
 
 @dataclass(kw_only=True)
@@ -49,6 +92,22 @@ class Row(ABC):
     @abstractmethod
     def describe(self, outcome: Outcome) -> None:
         """Puts the row's answer, if it is one, into an outcome."""
+
+    @abstractmethod
+    def leave_answer(self, runner: Runner) -> tuple[Turn, list[int]] | None:
+        """Ends an answer of a conversation: what is said next, and the tokens of the answer that the model has not
+        read; None where the conversation is over."""
+
+    def next_turn(self, runner: Runner) -> bool:
+        """Reads what is said behind an answer that is over into its row; False where the conversation is over."""
+        begin = time.perf_counter()
+        if (left := self.leave_answer(runner)) is None:
+            return False
+        turn, unread = left
+        with runner.store.ledger.aside(self.row):  # averages are over the answers
+            self.logits = runner.append(self.row, [*unread, *turn.tokens])
+        self.timing["turns_s"] = self.timing.get("turns_s", 0.0) + time.perf_counter() - begin
+        return True
 
     def note_step(self, seconds: float, num_rows: int) -> None:
         """Notes the time of a step that fed so many rows."""
@@ -102,6 +161,25 @@ class AnswerRow(Row):
         outcome.text, outcome.token_ids = answer.text, answer.token_ids
         outcome.finish, outcome.first_end, outcome.turns = answer.finish, answer.first_end, self.turns
 
+    def leave_answer(self, runner: Runner) -> tuple[Turn, list[int]] | None:
+        if len(self.turns) == len(self.request.turns):
+            return None
+        answer, turn, (held, kept) = self.answer, self.request.turns[len(self.turns)], runner.report(self.row)
+        self.turns.append(
+            {
+                "text": answer.text,
+                "token_ids": list(answer.token_ids),
+                "finish": answer.finish,
+                "resident_bytes": held["resident_bytes"],
+                "fp16_bytes": held["fp16_bytes"],
+                "tokens_seen": kept["tokens_seen"],
+                "num_turn_tokens": len(turn.tokens),
+            }
+        )
+        room = answer.room - len(answer.token_ids) - len(turn.tokens)
+        self.answer = Answer(self.request, answer.tokenizer, answer.end_ids, room)
+        return turn, answer.unread
+
     def steps_alone(self) -> int:
         # A turn goes on with the row as it was when the answer ended; and draws come from the host's own order.
         return 0 if self.generator is not None or self.request.turns else self.answer.most_left
@@ -142,16 +220,18 @@ class ForcedRow(Row):
     def describe(self, outcome: Outcome) -> None:
         pass
 
+    def leave_answer(self, runner: Runner) -> tuple[Turn, list[int]] | None:
+        done = len(self.meter.nll)
+        return None if self.meter.done else (self.request.turns[self.ends.index(done)], [self.meter.gold[done - 1]])
+
     def steps_alone(self) -> int:
         return 0 if self.ends else len(self.meter.gold) - len(self.meter.nll)
 
 
 @dataclass
 class Sample:
-    """A request in flight: its outcomes so far and how many rows are still open.
-
-    With `shares_context`, another request had read its first segment, so `prefill_s` is of the rest alone.
-    """
+    """A request in flight: its outcomes so far and how many rows are still open. With `shares_context`, another request
+    had read its first segment, so that `prefill_s` is of the rest alone."""
 
     request: Request
     prefill_s: float | None  # None: not measured

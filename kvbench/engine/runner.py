@@ -88,13 +88,7 @@ class Runner:
         hf.attach(self.loaded.model)
 
     def reserve(self, *, rows: int, prompt_tokens: int, new_tokens: int) -> None:
-        """Makes an empty cache.
-
-        Args:
-            rows: Sequences held at once.
-            prompt_tokens: Longest prompt.
-            new_tokens: Most tokens added after a prompt.
-        """
+        """Makes an empty cache for sequences held at once, the longest prompt, and most tokens added after a prompt."""
         self.open_rows, self._store = [], None  # the old cache goes before the new one comes
         self._store = CompressedStore(
             self.policy,
@@ -181,22 +175,13 @@ class Runner:
         return logits
 
     def full_logits(self, tokens: Sequence[int], num_logits: int) -> Logits:
-        """Logits fp32 [num_logits, vocabulary] at the end of a text that is read with the full cache; keeps nothing.
-
-        Raises:
-            NotFinite: A logit is not finite.
-        """
+        """Logits fp32 [num_logits, vocabulary] at the end of a text that is read with the full cache; keeps nothing,
+        and raises NotFinite."""
         return self._read(hf.Dense(self.store), list(tokens), num_logits)
 
     def append(self, row: int, tokens: Sequence[int]) -> Tensor:
-        """Reads more tokens into a row: at once where the policy only appends, else one by one like an answer.
-
-        Returns:
-            Logits fp32 [vocabulary] after the last of them.
-
-        Raises:
-            NotFinite: A logit is not finite.
-        """
+        """Reads more tokens into a row: at once where the policy only appends, else one by one like an answer. Returns
+        logits fp32 [vocabulary] after the last of them; raises NotFinite."""
         if self.store.takes_chunks:
             session = hf.Segment(self.store, row)
             seen = self.store.counters.seen[row]
@@ -206,14 +191,7 @@ class Runner:
         return logits[0]
 
     def step(self, rows: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        """One token for every row.
-
-        Returns:
-            Logits fp32 [S, vocabulary] after them.
-
-        Raises:
-            NotFinite: A logit is not finite.
-        """
+        """Feeds one token to every row. Returns logits fp32 [S, vocabulary] after them; raises NotFinite."""
         logits, bad = self.try_step(rows, tokens)
         if bad:
             raise NotFinite(min(bad.values()))
@@ -255,11 +233,8 @@ class Runner:
         return self.store.ledger.report(row)
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> tuple[int, list[int]]:
-        """The most likely continuation of one prompt, token by token, up to the model's end token.
-
-        Returns:
-            The row, still open, and the new token ids.
-        """
+        """The most likely continuation of one prompt, token by token, up to the model's end token: the row, still open,
+        and the new token ids."""
         row, logits = self.read(prompt)
         tokens = [int(logits[-1].argmax())]
         while len(tokens) < max_new_tokens and tokens[-1] not in self.loaded.eos_token_ids:

@@ -38,14 +38,8 @@ def cache_root() -> Path:
 
 
 def file_state(file: Path) -> State:
-    """The state of a file: its real path, size, times of change and inode.
-
-    Args:
-        file: An existing file; links are followed.
-
-    Returns:
-        JSON types. The second time (ctime) moves even when a program puts the first one (mtime) back.
-    """
+    """The state of a file, links followed, in JSON types: its real path, size, times of change and inode. The second
+    time (ctime) moves even when a program puts the first one (mtime) back."""
     real = file.resolve()
     found = real.stat()
     return [str(real), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
@@ -54,16 +48,11 @@ def file_state(file: Path) -> State:
 def file_digest(file: Path, remember: bool = True) -> str:
     """The SHA-256 of a whole file; a large one is read once and remembered in the cache folder under its `file_state`.
 
-    Where the cache folder cannot be written nothing is remembered, and the file is read every time.
+    Where the cache folder cannot be written nothing is remembered, and the file is read every time. A file that is
+    being written is refused.
 
     Args:
         remember: False reads the file whatever is remembered, and leaves nothing; for files that are about to move.
-
-    Returns:
-        64 hex digits.
-
-    Raises:
-        ValueError: The file is being written.
     """
     state = file_state(file)
     size_bytes, changed_ns = int(state[1]), max(int(state[2]), int(state[3]))

@@ -27,9 +27,8 @@ class How:
     """The form in which a model is to be held.
 
     Args:
-        dtype: Floating-point dtype of the weights.
-        devices: Where they go. GPUs get them tensor by tensor, so that main memory need not hold the model; that takes
-            the package accelerate.
+        devices: Where the weights go. GPUs get them tensor by tensor, so that main memory need not hold the model; that
+            takes the package accelerate.
         quantisation: What they are quantised to as they are read, a key of `quantised.KINDS`; None = nothing.
         processes: Among how many processes the heads are divided, by transformers' own plan for the model.
     """
@@ -43,18 +42,12 @@ class How:
 def read_weights(
     folder: Path, how: How, gguf_file: str | None = None
 ) -> tuple["PreTrainedModel", Mapping[str, Collection]]:
-    """Reads a model; pickled weights are read by torch's reader for tensors alone.
-
-    Args:
-        folder: Where configuration and weights are, or the GGUF file.
-        gguf_file: Name of a GGUF file in the folder; None reads the folder.
+    """Reads a model from a folder, or from a GGUF file in it; pickled weights are read by torch's reader for tensors
+    alone.
 
     Returns:
         The model, on its devices or in main memory, and what `check_complete` takes. Until it was checked, tensors may
         be random.
-
-    Raises:
-        UnsupportedModel: The heads cannot be divided among so many processes.
     """
     import transformers
 
@@ -85,7 +78,6 @@ def read_weights(
 
 
 def _module_map(folder: Path, devices: Devices) -> dict[str, torch.device]:
-    """The device of each module of the model in a folder."""
     import transformers
 
     if len(devices.all) == 1:
@@ -97,18 +89,9 @@ def _module_map(folder: Path, devices: Devices) -> dict[str, torch.device]:
 
 
 def check_complete(found: Mapping[str, Collection], what: str) -> None:
-    """Refuses a checkpoint that lacks tensors of its model, or has others.
-
-    Tied tensors, which are stored once, and buffers that the configuration decides are not among those reported.
-
-    Args:
-        found: What `from_pretrained(..., output_loading_info=True)` reports: `missing_keys`, `unexpected_keys`,
-            `mismatched_keys` (name, shape in the file, shape in the model) and `error_msgs`.
-        what: Where the weights are, for the message.
-
-    Raises:
-        ValueError: Names the tensors.
-    """
+    """Refuses a checkpoint that lacks tensors of its model, or has others, by what `from_pretrained(...,
+    output_loading_info=True)` reports. Tied tensors, which are stored once, and buffers that the configuration decides
+    are not among those. `what` says where the weights are."""
     shapes = [f"{name} {list(there)} instead of {list(wanted)}" for name, there, wanted in found["mismatched_keys"]]
     faults = {
         "lack": sorted(found["missing_keys"]),

@@ -28,11 +28,7 @@ class Devices:
 
     def places(self, num_layers: int) -> tuple[tuple[torch.device, int], ...]:
         """Each device with its number of layers, the first ones with one more where they do not divide evenly; empty
-        for one device.
-
-        Raises:
-            ValueError: There are fewer layers than devices.
-        """
+        for one device."""
         if len(self.all) == 1:
             return ()
         least, more = divmod(num_layers, len(self.all))
@@ -44,11 +40,8 @@ class Devices:
         return tuple((device, least + (index < more)) for index, device in enumerate(self.all))
 
     def module_map(self, model: "PreTrainedModel") -> dict[str, torch.device] | None:
-        """The device of each module, as transformers and accelerate take it; None where all is on one.
-
-        Args:
-            model: The model or its outline on the meta device.
-        """
+        """The device of each module of a model, or of its outline on the meta device, as transformers and accelerate
+        take it; None where all is on one."""
         if len(set(self.all)) == 1:
             return None
         base, inner = model.base_model, model.base_model_prefix
@@ -83,14 +76,8 @@ class Devices:
 
 
 def read_devices(value: object) -> Devices:
-    """Turns `model.device` into devices that exist here.
-
-    Args:
-        value: auto, cpu, cuda or cuda:N, or a list of such devices of one kind.
-
-    Raises:
-        ValueError: A device is unknown or not there, or the list mixes kinds.
-    """
+    """Turns `model.device` (auto, cpu, cuda or cuda:N, or a list of such devices of one kind) into devices that exist
+    here."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         return Devices((_device(str(value)),))
     found = tuple(_device(str(name), in_list=True) for name in value)

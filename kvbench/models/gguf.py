@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_gguf(path: Path) -> None:
-    """Checks that a path is a GGUF file before anything slow happens.
-
-    Raises:
-        MissingWeightsError: There is no such file.
-        ValueError: The file does not start as GGUF files do.
-    """
+    """Checks that a path is a GGUF file before anything slow happens."""
     if not path.is_file():
         raise MissingWeightsError(
             f"model.path={path}: there is no such file (looked for {path.absolute()}). Give the path of an existing "
@@ -37,18 +32,8 @@ def check_gguf(path: Path) -> None:
 
 
 def read_gguf(path: Path, dtype: torch.dtype) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
-    """Reads and de-quantises a GGUF file; weights become ordinary tensors of the given dtype.
-
-    Args:
-        path: A file that passed `check_gguf`.
-
-    Returns:
-        The model on the CPU and its tokenizer, with the chat template and the end token that the file names.
-
-    Raises:
-        ValueError: transformers cannot read this file: damaged, or an architecture that it does not know; or it lacks
-            tensors.
-    """
+    """Reads and de-quantises a file that passed `check_gguf`: the model on the CPU, whose weights are ordinary tensors
+    of the dtype, and its tokenizer, with the chat template and the end token that the file names."""
     import transformers
     from gguf import GGUFReader
 

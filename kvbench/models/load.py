@@ -201,13 +201,8 @@ _LOADERS: dict[str, tuple[_Loader, set[str]]] = {
 
 
 def load_outline(cfg: Mapping[str, Any]) -> LoadedModel:
-    """As `load_model`, without weights, for what only makes prompts; no answer can be had from it.
-
-    A GGUF file has its tokenizer beside the weights, so its model is loaded whole.
-
-    Returns:
-        Tokenizer, name, context length and chat template are those of the model; the fingerprint is empty.
-    """
+    """As `load_model`, without weights, for what only makes prompts; no answer can be had from it, and the fingerprint
+    is empty. A GGUF file has its tokenizer beside the weights, so its model is loaded whole."""
     import transformers
 
     settings = as_dict(cfg)
@@ -285,14 +280,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def context_length(config: "PretrainedConfig", wanted: int | None) -> int:
-    """Returns the context length: the model's own, or a shorter one that the user asked for.
-
-    Args:
-        wanted: `model.max_tokens`; None for the model's own.
-
-    Raises:
-        ValueError: It is longer than the model's own.
-    """
+    """The context length: the model's own, or a shorter one that the user asked for (`model.max_tokens`)."""
     own: int = config.max_position_embeddings
     if wanted is None:
         return own

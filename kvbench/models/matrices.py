@@ -28,14 +28,7 @@ _X86 = {"x86_64", "amd64", "i386", "i686"}
 
 
 def read_linear(value: object, quantisation: str | None, processes: int) -> str:
-    """`model.linear`, once it is known that it goes with the other settings.
-
-    Args:
-        value: plain, packed or streamed.
-
-    Raises:
-        ValueError: It is something else, or the matrices are not plain ones.
-    """
+    """`model.linear`, once it is known that it goes with the other settings."""
     if value not in LINEAR:
         raise unknown_name("model.linear", value, LINEAR)
     other = f"model.quantisation={quantisation}" if quantisation else ""
@@ -50,11 +43,8 @@ def read_linear(value: object, quantisation: str | None, processes: int) -> str:
 
 
 def lay(model: torch.nn.Module, linear: str, dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
-    """Does to a model's matrices what `model.linear` asks for, where that can be had.
-
-    Returns:
-        What was done, one of `LINEAR`, and why it is not what was asked for, in a sentence; empty where it is.
-    """
+    """Does to a model's matrices what `model.linear` asks for, where that can be had: what was done, one of `LINEAR`,
+    and why it is not what was asked for, in a sentence; empty where it is."""
     if linear == PLAIN:
         return PLAIN, ""
     if reason := why_not(linear, dtype, device):
@@ -74,11 +64,7 @@ def kernels(linear: str) -> tuple[str, ...]:
 
 
 def why_not(linear: str, dtype: torch.dtype, device: torch.device) -> str:
-    """The reason why matrices cannot be laid so here, to follow "because"; empty where they can.
-
-    Args:
-        linear: `PACKED` or `STREAMED`.
-    """
+    """The reason why matrices cannot be `PACKED` or `STREAMED` here, to follow "because"; empty where they can."""
     name = str(dtype).removeprefix("torch.")
     if device.type != "cpu":
         what = "packing is" if linear == PACKED else "these products are"
@@ -114,13 +100,8 @@ def _is_plain(layer: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
 
 
 class PackedLinear(torch.nn.Module):
-    """A linear layer whose matrix lies in oneDNN's order and nowhere else.
-
-    Sums are formed in another order than in the plain layer, so results differ from its in the last bits.
-
-    Args:
-        linear: The plain layer, on the CPU, in fp32 or bf16, without gradients.
-    """
+    """A linear layer whose matrix lies in oneDNN's order and nowhere else. Sums are formed in another order than in the
+    plain layer, which is on the CPU, in fp32 or bf16; so results differ from its in the last bits."""
 
     bias: Tensor | None
 
@@ -156,16 +137,10 @@ class PackedLinear(torch.nn.Module):
 
 
 def pack(model: torch.nn.Module) -> int:
-    """Puts a packed layer in place of every linear one, each plain matrix going before the next is packed.
+    """Puts a packed layer in place of every linear one, each plain matrix going before the next is packed; how many.
 
     What other modules use too stays plain: a head that is tied to the embedding, from which single rows are read, would
-    have to be held twice.
-
-    Args:
-        model: On the CPU, in a dtype that `why_not` has no word against, without gradients.
-
-    Returns:
-        How many layers were packed.
+    have to be held twice. The model is on the CPU, in a dtype that `why_not` has no word against, without gradients.
     """
     places = [(parent, name, child) for parent in model.modules() for name, child in parent._modules.items() if child]
     users = Counter(id(weight) for _, _, child in places for weight in child.parameters(recurse=False))
@@ -182,14 +157,11 @@ def pack(model: torch.nn.Module) -> int:
 
 
 class StreamedLinear(torch.nn.Linear):
-    """A linear layer that multiplies up to `MAX_ROWS` rows by `FewRows`, and more by torch.
+    """A linear layer that multiplies up to `MAX_ROWS` rows by `FewRows`, and more by torch; with `widens`, these as
+    fp32, with a copy of the matrix for as long as that takes, and rounded once.
 
     The matrix stays where and as it is, so that an embedding may share it. A row's result is the same bits whatever
     other rows of a step there are.
-
-    Attributes:
-        few_rows: The kernel.
-        widens: Many rows are multiplied as fp32, with a copy of the matrix for as long as that takes, and rounded once.
     """
 
     few_rows: FewRows
@@ -208,10 +180,8 @@ class StreamedLinear(torch.nn.Linear):
 
 
 def stream(model: torch.nn.Module) -> int:
-    """Has every plain linear layer of a model read its matrix so, a head that is tied to the embedding too.
-
-    Args, Returns: As for `pack`.
-    """
+    """Has every plain linear layer of a model read its matrix so, a head that is tied to the embedding too; how
+    many."""
     found = [layer for layer in model.modules() if _is_plain(layer) and layer.weight.is_contiguous()]
     few_rows = FewRows()
     for layer in found:

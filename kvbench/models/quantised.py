@@ -19,14 +19,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def read_kind(value: object, model_kind: str, device: torch.device, dtype: torch.dtype, processes: int) -> str | None:
-    """`model.quantisation`, once it is known that it can be done.
-
-    Args:
-        value: fp8, int8, int4, or None for weights as they are.
-
-    Raises:
-        ValueError: It is something else, the model is not read from a folder, or torchao is missing; with the remedy.
-    """
+    """`model.quantisation`, once it is known that it can be done; None for weights as they are. Refuses it, with the
+    remedy, where the model is not read from a folder, or torchao is missing."""
     if value is None:
         return None
     if value not in KINDS:
@@ -60,11 +54,7 @@ def in_words(kind: str | None) -> str:
 
 
 def config_of(kind: str) -> Any:
-    """The `quantization_config` that transformers takes.
-
-    Raises:
-        ValueError: This torchao lacks the configuration.
-    """
+    """The `quantization_config` that transformers takes."""
     from transformers import TorchAoConfig
 
     name, settings = KINDS[kind]

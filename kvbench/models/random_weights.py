@@ -45,18 +45,12 @@ def random_config(
     max_tokens: int | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> "PretrainedConfig":
-    """Builds the transformers configuration of a preset.
+    """Builds the transformers configuration of a preset, with the byte tokenizer's end-of-text token.
 
     Args:
         num_layers: Layers, >= 1, in place of the preset's, so that a large shape fits into memory.
         max_tokens: Context length, >= 1, in place of the preset's.
         overrides: Any configuration fields under transformers' names, for example `{"num_key_value_heads": 1}`.
-
-    Returns:
-        The configuration, with the byte tokenizer's end-of-text token.
-
-    Raises:
-        ValueError: Unknown preset or field, or values that make no model.
     """
     from transformers import CONFIG_MAPPING
 
@@ -93,16 +87,9 @@ def random_config(
 def random_model(
     config: "PretrainedConfig", *, seed: int, dtype: torch.dtype, device: torch.device
 ) -> "PreTrainedModel":
-    """Builds a model with seeded random weights, directly on the device and in the dtype it will run in.
-
-    The same seed gives the same weights on the same kind of device; the global random state is left as it was.
-
-    Args:
-        seed: Seed of the weights, >= 0.
-
-    Raises:
-        ValueError: The weights do not fit into the free memory.
-    """
+    """Builds a model with seeded random weights, directly on the device and in the dtype it will run in. The same seed
+    gives the same weights on the same kind of device; the global random state is left as it was. Refuses weights that
+    do not fit into the free memory."""
     import transformers
 
     with torch.device("meta"):
@@ -115,19 +102,9 @@ def random_model(
 
 
 def byte_tokenizer(vocab_size: int) -> "PreTrainedTokenizerFast":
-    """Builds a tokenizer of one token per UTF-8 byte, so that every task runs on a model without a vocabulary.
-
-    Token 0 ends a text; the 256 bytes follow. Ids above, which a random model emits too, decode to nothing.
-
-    Args:
-        vocab_size: The model's vocabulary, >= 257.
-
-    Returns:
-        The tokenizer, without a chat template.
-
-    Raises:
-        ValueError: The vocabulary cannot hold 256 bytes and the end token.
-    """
+    """Builds a tokenizer of one token per UTF-8 byte, without a chat template, so that every task runs on a model
+    without a vocabulary. Token 0 ends a text; the 256 bytes follow. Ids above, which a random model emits too, decode
+    to nothing."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvbench.cache.ring import ResidualBuffer
+from kvbench.cache.buffered import ResidualBuffer
 from kvbench.policy import Residual
 
 ROWS, LAYERS, HEADS, DIM = 5, 2, 3, 4

@@ -10,7 +10,7 @@ from oracles.slow_attention import attend_one
 from oracles.slow_pages import stored_vector
 from store_helpers import make_store
 
-from kvbench.cache.ring import ResidualBuffer
+from kvbench.cache.buffered import ResidualBuffer
 from kvbench.cache.store import CompressedStore
 from kvbench.policy import EVICT, Policy, PrefillPlan, PrefillView, Residual, ScoreSpec, Tier
 

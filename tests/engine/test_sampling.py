@@ -5,7 +5,7 @@ import torch
 from engine_helpers import request
 
 from kvbench.engine.answer import Answer
-from kvbench.engine.sampling import choose_token, nucleus, row_generator
+from kvbench.engine.rows import choose_token, nucleus, row_generator
 
 LOGITS = torch.log(torch.tensor([0.05, 0.5, 0.15, 0.3]))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from store_helpers import make_store, plain_attention, step_one
 
-from kvbench.cache.channels import Channels
+from kvbench.cache.holding import Channels
 from kvbench.cache.layout import StoreOptions, compile_formats
 from kvbench.kernels.format import SlotFormat
 from kvbench.methods.think import ChannelLogits, ThinK
