@@ -86,15 +86,19 @@ def step_random(store: CompressedStore, rows: list[int], make: torch.Generator, 
     store.end_step()
 
 
-def prefill_view(score: torch.Tensor | None, num_tokens: int, num_heads: int = 1, token_bytes=(1.0,)) -> PrefillView:
-    """Returns the view of one layer of a one-layer model; `score` is [heads, num_tokens]."""
+def prefill_view(
+    score: torch.Tensor | None, num_tokens: int, num_heads=1, token_bytes=(1.0,), layers=(0,), num_layers=None, **more
+) -> PrefillView:
+    """Returns the view of some layers of a model, which has no others unless told; `score` is [layers x heads x
+    num_tokens]."""
     return PrefillView(
         num_tokens=num_tokens,
-        num_layers=1,
+        num_layers=num_layers or len(layers),
         num_kv_heads=num_heads,
-        layers=torch.tensor([0]),
-        score=None if score is None else score.float().view(1, num_heads, num_tokens),
+        layers=torch.as_tensor(layers),
+        score=None if score is None else score.float().reshape(len(layers), num_heads, num_tokens),
         token_bytes=tuple(token_bytes),
+        **more,
     )
 
 
@@ -134,3 +138,30 @@ def step_one(store: CompressedStore, row: int, layers, scale: float = 1.0) -> li
     found = [store.attend(layer, q[None], k[None], v[None], scale) for layer, (q, k, v) in enumerate(layers)]
     store.end_step()
     return found
+
+
+def filled(policy, layers, length=None, scale=1.0, **options) -> tuple[CompressedStore, int]:
+    """A store of the layers given, of each queries, keys and values [heads, n, D], that has read their first `length`
+    tokens (or all); also the row."""
+    heads = {"num_q_heads": len(layers[0][0]), "num_kv_heads": len(layers[0][1]), "head_dim": layers[0][1].shape[-1]}
+    store = make_store(policy, num_layers=len(layers), **heads, **options)
+    row = store.open_row()
+    for layer, tensors in enumerate(layers):
+        store.prefill_layer(row, layer, *(x[:, :length] for x in tensors), scale)
+    return store, row
+
+
+def step_at(store: CompressedStore, row: int, layers, at: int, scale: float = 1.0) -> list[torch.Tensor]:
+    """One decode step of the token that lies at a position of the layers' tensors; each layer's output [Hq, D]."""
+    return [out[0] for out in step_one(store, row, [tuple(x[:, at] for x in one) for one in layers], scale)]
+
+
+def random_layer(seed: int, heads: int, group: int, length: int, dim: int) -> tuple[torch.Tensor, ...]:
+    """Queries of `group` heads per KV head, keys and values [heads, n, D]."""
+    make = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(n, length, dim, generator=make) for n in (heads * group, heads, heads))
+
+
+def kept_of(plan) -> list[int]:
+    """The positions that a plan keeps in its first layer and head."""
+    return (plan.tier_of[0, 0] >= 0).nonzero()[:, 0].tolist()

@@ -70,11 +70,3 @@ def test_off_by_default(method):
     assert policy.compaction is None and policy.score.track == () and not policy.score.decode_update
     with pytest.raises(ValueError, match="decode_every=-1 must be a whole number of steps from 0"):
         method(budget=40, decode_every=-1)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_prompt_too_short_for_a_share_gets_the_ratio(method):
-    """A quarter of one token is one token, which is no share of 100 %: the cache still goes back to a quarter."""
-    store, row, first = run(method(budget=0.25, window=4, decode_every=8), 1, 65)
-    assert first == [1] * 4
-    assert [len(p) for p in held_positions(store, row)] == [65 // 4 + 1] * 4

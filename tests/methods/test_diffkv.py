@@ -1,62 +1,33 @@
-"""DiffKV: the classes of prompt tokens, how scores grow, and settings. Algorithm 1 is in test_diffkv_decode.py."""
-
-import math
+"""DiffKV: the classes of prompt tokens, how scores grow, and the ablation's forms. test_diffkv_decode.py has steps."""
 
 import pytest
 import torch
-from store_helpers import causal_probabilities, golden, held_positions, held_scores, make_store, prefill_view
+from golden_helpers import attend_as, read_prompt
+from store_helpers import (
+    causal_probabilities,
+    filled,
+    golden,
+    held_positions,
+    held_scores,
+    make_store,
+    prefill_view,
+    random_layer,
+    step_at,
+)
 
-from kvbench.kernels.operands import HeadScores
-from kvbench.kernels.reference.prompts import reduce_scores
+from kvbench.config.compose import compose
 from kvbench.methods.diffkv import DiffKV
+from kvbench.runs.parts import make_policy
 
 HIGH, LOW = 0, 1
-
-# Prompts ----------------------------------------------------------------------------------------------------------
-
-
-def golden_view(policy):
-    """The golden prompt: its two query heads' sums reduced by the policy's rule, as the kernel would hand them over.
-
-    The golden means count at most 4 queries per token; the policy divides by all N - j, so the sums are rescaled.
-    """
-    case = golden("diffkv_prompt")
-    sums = reduce_scores(
-        torch.tensor(case["S"]),
-        1,
-        policy.score.prefill_queries,
-        HeadScores(
-            pool=policy.score.pool,
-            pool_kernel=1,
-            pool_stage=policy.score.pool_stage,
-            pool_region=policy.score.pool_region,
-            group=policy.score.group_reduce,
-        ),
-    )
-    assert sums[0].tolist() == pytest.approx(case["max"])
-    assert (sums[0] / torch.tensor(case["count"])).tolist() == pytest.approx(case["mean"])
-    return prefill_view(sums * torch.arange(6, 0, -1) / torch.tensor(case["count"]), 6)
-
-
-@pytest.mark.parametrize(("threshold", "classes"), [("N", "code_N"), ("i", "paper_i")])
-def test_golden_prompt_classes(threshold, classes):
-    """With thresholds over N, or over the 1-based position, the golden prompt falls into the golden classes."""
-    policy = DiffKV(alpha_h=1, alpha_l=0.2, window=2, threshold=threshold)
-    tiers = policy.plan_prefill(golden_view(policy)).tier_of[0, 0].tolist()
-    names = {HIGH: "H", LOW: "L", -1: "P"}
-    assert [names[tier] for tier in tiers] == [name.rstrip("*") for name in golden("diffkv_prompt")[classes]]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 64, 65, 150])
 def test_prompt_tiers_equal_the_oracle(num_tokens):
     """Through the real kernels: mean over later queries, maximum over the group, thresholds, window, stored scores."""
-    torch.manual_seed(num_tokens)
-    policy = DiffKV(alpha_h=2.5, alpha_l=1.5, window=10)
-    store = make_store(policy, num_q_heads=6, num_kv_heads=2, head_dim=16)
-    q, (k, v) = 2 * torch.randn(6, num_tokens, 16), torch.randn(2, 2, num_tokens, 16)
-    row = store.open_row()
-    store.prefill_layer(row, 0, q, k, v, 0.25)
-    sums = causal_probabilities(q, k, 0.25).sum(1).unflatten(0, (2, 3)).amax(1)
+    q, k, v = random_layer(num_tokens, 2, 3, num_tokens, 16)
+    store, row = filled(DiffKV(alpha_h=2.5, alpha_l=1.5, window=10), [(2 * q, k, v)], scale=0.25)
+    sums = causal_probabilities(2 * q, k, 0.25).sum(1).unflatten(0, (2, 3)).amax(1)
     tiers = []
     for head in range(2):
         high, low = [], []
@@ -75,26 +46,26 @@ def test_prompt_tiers_equal_the_oracle(num_tokens):
         assert all(low and len(high) + len(low) < 150 for high, low in tiers)  # all three classes occur
 
 
-# Scores -----------------------------------------------------------------------------------------------------------
-
-
-def logits(prob, width=8):
-    """A query vector whose products with unit vectors are the logarithms of the probabilities; 0 becomes -60."""
-    return torch.tensor([math.log(p) if p else -60.0 for p in prob] + [0.0] * (width - len(prob)))
+def test_a_threshold_by_position_counts_from_one():
+    """With threshold=i the first token's threshold is alpha / 1 and the third's alpha / 3, equality included."""
+    policy = DiffKV(alpha_h=0.75, alpha_l=0.375, window=1, threshold="i")
+    for scores, want in (
+        ([0.75 * 4, 0.375 * 3, 0.25 * 2, 0], [HIGH, HIGH, HIGH, HIGH]),
+        ([0.74 * 4, 0.374 * 3, 0.249 * 2, 0], [LOW, LOW, LOW, HIGH]),
+        ([0.375 * 4, 0.1875 * 3, 0.125 * 2, 0], [LOW, LOW, LOW, HIGH]),
+        ([0.374 * 4, 0.187 * 3, 0.124 * 2, 0], [-1, -1, -1, HIGH]),
+    ):
+        assert policy.plan_prefill(prefill_view(torch.tensor(scores), 4)).tier_of[0, 0].tolist() == want
 
 
 def test_golden_decode_scores_sum_the_maxima():
     """Each decode step adds the maximum over the group of that step's probabilities."""
     case = golden("diffkv_score")
     store = make_store(DiffKV(window=4, high="native", low="native"), num_q_heads=2)
-    keys, row = torch.eye(8), store.open_row()
-    store.prefill_layer(row, 0, torch.zeros(2, 1, 8), keys[None, :1], keys[None, :1], 1.0)
+    row = read_prompt(store, [[[1.0]]] * 2)
     assert held_scores(store, row)[0] == {0: 1.0}  # the prompt's only token attends to itself
     for number, heads in enumerate(case["p"]):
-        q = torch.stack([logits([*p, 0, 0][: number + 2]) for p in heads])
-        store.begin_step(torch.tensor([row]))
-        store.attend(0, q[None], keys[None, number + 1 :][:, :1], keys[None, number + 1 :][:, :1], 1.0)
-        store.end_step()
+        attend_as(store, row, number + 1, heads)
     first, second = case["sum_of_max"]
     assert held_scores(store, row)[0] == pytest.approx({0: 1.0 + first, 1: second, 2: 0.0}, abs=1e-6)
 
@@ -104,40 +75,62 @@ def test_golden_prompt_scores_take_the_maximum_of_sums():
     case = golden("diffkv_score")
     store = make_store(DiffKV(window=4, high="native", low="native"), num_q_heads=2)
     # Tokens 0 and 1 ask for token 0 only; tokens 2 and 3 ask with the golden probabilities and ignore themselves.
-    asked = [[[1.0], [1.0, 0.0], [*case["p"][0][h], 0.0], [*case["p"][1][h], 0.0, 0.0]] for h in range(2)]
-    q = torch.stack([torch.stack([logits(p) for p in head]) for head in asked])
-    row = store.open_row()
-    store.prefill_layer(row, 0, q, torch.eye(8)[None, :4], torch.eye(8)[None, :4], 1.0)
+    row = read_prompt(store, [[[1.0], [1.0], case["p"][0][head], case["p"][1][head]] for head in range(2)])
     first, second = case["max_of_sum"]
     assert held_scores(store, row)[0] == pytest.approx({0: 2.0 + first, 1: second, 2: 0.0, 3: 0.0}, abs=1e-6)
 
 
-# Settings ----------------------------------------------------------------------------------------------------------
-
-
 def test_chain_of_thought_groups_follow_the_bits():
     """cot=true splits metadata as the released code does: 8 bits in 1 group, 4 bits in 2, 2 bits in 4."""
-    high, low = DiffKV(cot=True).tiers
-    assert (high.k_splits, high.v_splits, low.k_splits, low.v_splits) == (1, 2, 2, 4)
-    high, low = DiffKV().tiers
-    assert (high.k_splits, high.v_splits, low.k_splits, low.v_splits) == (1, 1, 1, 1)
+    for cot, splits in ((True, [1, 2, 2, 4]), (False, [1, 1, 1, 1])):
+        assert [x for tier in DiffKV(cot=cot).tiers for x in (tier.k_splits, tier.v_splits)] == splits
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"alpha_l": -0.1}, r"alpha_l=-0.1 must be a number in \[0, 1e\+09\]"),
-        ({"alpha_l": 0.5, "alpha_h": 0.4}, r"alpha_l=0.5 and alpha_h=0.4 must satisfy"),
-        ({"window": 0}, r"window=0 must be a whole number of tokens from 1"),
-        ({"queries": 0}, r"queries=0 must be a whole number of tokens from 1 to 16777216, or -1"),
-        ({"decode_rule": "paper"}, r"decode_rule='paper' must be 'algorithm1' or 'released'"),
-        ({"threshold": "n"}, r"threshold='n' must be 'N' or 'i'"),
-        ({"high": "k2v8"}, r"low=k4v2 must not hold more bits per key or value than high=k2v8"),
-        ({"high": "k4v2"}, r"high=k4v2 and low=k4v2 are one precision"),
-        ({"high": "k5v3"}, r"k_bits=5 is not one of"),
-    ],
-)
-def test_bad_settings_are_refused(settings, message):
-    """Each bad setting is named with its value and the rule."""
-    with pytest.raises(ValueError, match=message):
-        DiffKV(**settings)
+# Published protocols ----
+
+# Bytes of a token and KV head at d=128, score and position included: methods.md 10.4, where the released code has the
+# pair; the mirrors follow from the same formula.
+RAW_BYTES = {"k8v4": 208, "k4v2": 112, "k8v2": 176, "k4v1": 96, "k4v8": 208, "k2v4": 112}
+
+
+def answered(name: str, prompt: int, steps: int, head_dim: int, **changes):
+    """A store of two layers and KV heads under a protocol after a random prompt and some steps; its row, and the slots
+    per tier and list."""
+    changed = [f"method.{key}={value}" for key, value in changes.items()]
+    policy = make_policy(compose([f"experiment={name}", *changed]).method)
+    layers = [random_layer(layer, 2, 3, prompt + steps, head_dim) for layer in range(2)]
+    layers = [(3 * q, k, v) for q, k, v in layers]
+    store, row = filled(policy, layers, prompt, head_dim**-0.5)
+    for at in range(prompt, prompt + steps):
+        step_at(store, row, layers, at, head_dim**-0.5)
+    return store, row, store.holding.slots_per_tier(store.pages.lists_of(torch.tensor([row])))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("pair", RAW_BYTES)
+def test_bit_pairs_store_the_bytes_of_their_formula(pair, head_dim):
+    """All tokens of prompt and answer at the pair's bits: codes, a scale and a zero per side, score and position."""
+    store, row, _ = answered(f"diffkv_ablation_{pair}", 150, 10, head_dim)
+    k_bits, v_bits = int(pair[1]), int(pair[3])
+    items, slots = store.ledger.itemise(row), 160 * 4
+    assert items["payload_bytes"] == slots * head_dim * (k_bits + v_bits) // 8
+    assert items["quant_meta_bytes"] == slots * 8 and items["track_bytes"] == slots * 8
+    if head_dim == 128:
+        assert store.pages.formats[0].slot.slot_bytes == RAW_BYTES[pair]
+    assert int(store.pages.table.num_slots[1].sum()) == 0  # the low tier is never used
+    page, where = store.pages.table.lookup(torch.zeros(1, dtype=torch.int64), 0, torch.tensor([3]))
+    key, value = store.pages.backend.read_slots(store.pages.pool.pages, store.pages.formats[0], page, where)
+    assert 1 < len(key.unique()) <= 2**k_bits and 1 < len(value.unique()) <= 2**v_bits
+
+
+def test_quantisation_alone_prunes_nothing():
+    """With alpha_l = 0 every token of prompt and answer is in one of the two tiers."""
+    _, _, counts = answered("diffkv_ablation_quantise_only", 200, 60, 64)
+    assert (counts[0] + counts[1]).tolist() == [260] * 4 and all(0 < low < 260 for low in counts[1].tolist())
+
+
+def test_pruning_alone_keeps_16_bits():
+    """With equal thresholds the low tier stays empty, tokens are pruned, and what is left costs 16 bits."""
+    store, row, counts = answered("diffkv_ablation_prune_only", 200, 60, 64, alpha_h=0.8, alpha_l=0.8)
+    assert counts[1].tolist() == [0] * 4 and all(64 <= high < 255 for high in counts[0].tolist())
+    assert store.ledger.itemise(row)["payload_bytes"] == int(counts[0].sum()) * 64 * 4

@@ -1,54 +1,38 @@
-"""DiffKV while decoding: every branch of Algorithm 1 on hand-made states, random states, and a long simulation."""
+"""DiffKV while decoding: the released rule, every branch of Algorithm 1, random states, and a long simulation."""
 
 import random
 
 import pytest
 import torch
-from store_helpers import golden, held_positions, held_scores, make_store, plain_attention
+from golden_helpers import store_holding
+from store_helpers import filled, golden, held_positions, held_scores, plain_attention, random_layer, step_at
 
 from kvbench.methods.diffkv import DiffKV
 
 HIGH, LOW = 0, 1
 
 
-def store_with(policy, states, tokens_seen):
-    """A store whose lists hold the given states: per list, ({position: mean} high, {position: mean} low).
-
-    Slots lie in the order of the dict. Keys and values hold the position in every channel, so that they can be told.
-    """
-    heads = len(states)
-    store = make_store(policy, num_q_heads=heads, num_kv_heads=heads, head_dim=8)
-    row = store.open_row()
-    lists = store.pages.lists_of(torch.tensor([row]))
-    for tier in (HIGH, LOW):
-        count = torch.tensor([len(state[tier]) for state in states])
-        store.pages.table.reserve(lists, tier, count)
-        owner = lists.repeat_interleave(count)
-        slot = torch.tensor([slot for state in states for slot in range(len(state[tier]))], dtype=torch.int64)
-        pos = torch.tensor([pos for state in states for pos in state[tier]], dtype=torch.int64)
-        mean = torch.tensor([mean for state in states for mean in state[tier].values()])
-        where = store.pages.table.lookup(owner, tier, slot)
-        label = pos.float()[:, None].expand(-1, 8)
-        store.pages.backend.write_keys(store.pages.pool.pages, store.pages.formats[tier], *where, label)
-        store.pages.backend.write_values(store.pages.pool.pages, store.pages.formats[tier], *where, -label)
-        store.pages.backend.write_tracked(
-            store.pages.pool.pages, store.pages.formats[tier], *where, mean * (tokens_seen - pos), pos
-        )
-    store.counters.tokens_seen[row] = store.counters.prompt_tokens[row] = tokens_seen
-    return store, row
+def sums(states, tokens_seen) -> list:
+    """Stored scores of states of means over all later queries."""
+    return [tuple({pos: x * (tokens_seen - pos) for pos, x in tier.items()} for tier in state) for state in states]
 
 
-def after_step(policy, states, tokens_seen):
-    """Runs begin_step on hand-made states; returns per list the sorted positions (high, low)."""
-    store, row = store_with(policy, states, tokens_seen)
+def stepped(policy, states, tokens_seen):
+    """Runs begin_step on states of stored scores; returns per list the sorted positions (high, low)."""
+    store, row = store_holding(policy, states, tokens_seen)
     store.begin_step(torch.tensor([row]))
     high, low = held_positions(store, row, HIGH), held_positions(store, row, LOW)
     return [(sorted(h), sorted(x)) for h, x in zip(high, low, strict=True)]
 
 
+def after_step(policy, states, tokens_seen):
+    """The same from states of means over all later queries."""
+    return stepped(policy, sums(states, tokens_seen), tokens_seen)
+
+
 # The golden decode states, with the action that Algorithm 1 as kvbench settles its open points takes. Its candidate is
-# token 4 (position 6 - window 2). The golden `action` is the released code's, which has no candidate; where the two
-# differ:
+# token 4 (position 6 - window 2). The golden `action` is the released code's, which has no candidate: (its, Algorithm
+# 1's).
 GOLDEN_ACTIONS = {
     "ah1_al.2": ("append", "append"),  # candidate .3 stays; argmin token 3 (.2) >= 1/6
     "ah1.5_al.2": ("demote 3 new slot", "demote 3 new slot"),  # candidate .3 >= .25 stays; token 3: .0333 <= .2 < .25
@@ -63,22 +47,26 @@ GOLDEN_ACTIONS = {
 
 
 @pytest.mark.parametrize("name", GOLDEN_ACTIONS)
-def test_golden_decode_states_under_algorithm_1(name):
-    """On the golden states Algorithm 1 does what its text says, which is not always what the released code does."""
+def test_golden_decode_states(name):
+    """On the golden states the released rule takes the golden action, and Algorithm 1 does what its text says, which is
+    not always the same."""
     case = golden("diffkv_decode")[name]
-    code_action, action = GOLDEN_ACTIONS[name]
-    assert case["action"] == code_action
+    assert case["action"] == GOLDEN_ACTIONS[name][0]
     alpha_h, alpha_l = {"ah1_al.2": (1, 0.2), "ah1.5_al1": (1.5, 1.0)}.get(name, (1.5, 1.3 if "1.3" in name else 0.2))
     assert [alpha_h / 6, alpha_l / 6] == pytest.approx(case["thr"], abs=1e-6)
     high = {int(t): mean for t, mean in case["high"].items()} | {5: 0.5}  # token 5 is in the window
     low = {int(t): mean for t, mean in case["low"].items()}
-    want_high, want_low = {*high, 6}, set(low)
-    if action != "append":
-        token = int(action.split()[1])
-        want_high.remove(token)
-        want_low |= {token} if action.startswith("demote") else set()
-    got = after_step(DiffKV(alpha_h=alpha_h, alpha_l=alpha_l, window=2), [(high, low)], 6)
-    assert got == [(sorted(want_high), sorted(want_low))]
+    rules = ("released", 4, 4), ("algorithm1", -1, 6)  # name, queries that count, and how many those are at most
+    for (rule, queries, most), action in zip(rules, GOLDEN_ACTIONS[name], strict=True):
+        policy = DiffKV(alpha_h=alpha_h, alpha_l=alpha_l, window=2, decode_rule=rule, queries=queries)
+        state = tuple({t: x * min(6 - t, most) for t, x in tier.items()} for tier in (high, low))
+        words, want_high, want_low = action.split(), {*high, 6}, set(low)
+        if words[0] != "append":
+            want_high.remove(int(words[1]))
+        if words[0] == "demote":
+            want_low.add(int(words[1]))
+            want_low -= {int(words[3])} if words[2] == "over" else set()
+        assert stepped(policy, [state], 6) == [(sorted(want_high), sorted(want_low))]
 
 
 # Algorithm 1 branch by branch: 8 tokens seen, window 2, alpha_h = 2 and alpha_l = 1, so that T_h = .25 and T_l = .125
@@ -141,7 +129,7 @@ def test_nothing_happens_while_the_window_is_not_full():
 def test_demoted_tokens_keep_their_key_value_score_and_position():
     """What was token 6 in the high tier is token 6 in the low tier, and the new token starts from score 0."""
     high, low, _, _ = BRANCHES["candidate demoted over a low victim"]
-    store, row = store_with(DiffKV(**BRANCH_POLICY), [(high, low)], 8)
+    store, row = store_holding(DiffKV(**BRANCH_POLICY), sums([(high, low)], 8), 8)
     pages = store.pages.pool.num_used
     store.begin_step(torch.tensor([row]))
     assert store.pages.pool.num_used == pages
@@ -203,21 +191,17 @@ def test_random_states_equal_the_oracle(seed):
 
 def test_a_long_decode_equals_a_plain_simulation():
     """Scores, tiers and attention of 40 steps, lossless tiers, against a loop over Python dicts."""
-    torch.manual_seed(3)
     num_tokens, window, alpha_h, alpha_l, scale = 30, 6, 2.5, 1.5, 0.25
     policy = DiffKV(window=window, alpha_h=alpha_h, alpha_l=alpha_l, high="native", low="native")
-    store = make_store(policy, num_q_heads=6, num_kv_heads=2, head_dim=16)
-    q, (k, v) = 2 * torch.randn(6, 80, 16), torch.randn(2, 2, 80, 16)
-    row = store.open_row()
-    store.prefill_layer(row, 0, q[:, :num_tokens], k[:, :num_tokens], v[:, :num_tokens], scale)
+    q, k, v = random_layer(3, 2, 3, 80, 16)
+    q = 2 * q
+    store, row = filled(policy, [(q, k, v)], num_tokens, scale)
     score = [s.copy() for s in held_scores(store, row, HIGH)]
     tiers = [(held_positions(store, row, HIGH)[h], held_positions(store, row, LOW)[h]) for h in range(2)]
     for head in range(2):
         score[head] |= held_scores(store, row, LOW)[head]
     for seen in range(num_tokens, num_tokens + 40):
-        store.begin_step(torch.tensor([row]))
-        out = store.attend(0, q[None, :, seen], k[None, :, seen], v[None, :, seen], scale)[0]
-        store.end_step()
+        (out,) = step_at(store, row, [(q, k, v)], seen, scale)
         for head in range(2):
             means = [{t: score[head][t] / (seen - t) for t in tier} for tier in tiers[head]]
             tiers[head] = algorithm_1(*means, seen, window, alpha_h, alpha_l)
@@ -233,3 +217,26 @@ def test_a_long_decode_equals_a_plain_simulation():
         stored = held_scores(store, row, HIGH)[head] | held_scores(store, row, LOW)[head]
         assert stored == pytest.approx(score[head], abs=1e-4)
     assert all(len(high) + len(low) < 70 and low for high, low in tiers)
+
+
+# The released rule ----
+
+
+@pytest.mark.parametrize(("window", "acts"), [(6, False), (5, True), (64, False)])
+def test_released_rule_needs_more_than_a_window_of_tokens(window, acts):
+    """The incoming token counted, a list of at most `window` tokens only appends; with one more it acts."""
+    policy = DiffKV(alpha_h=100, alpha_l=100, window=window, queries=4, decode_rule="released")
+    store, row = store_holding(policy, [({0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4, 4: 0.5}, {})], 20)
+    store.counters.prompt_tokens[row] = 2  # long ago: every token was scored by a window of queries
+    store.begin_step(torch.tensor([row]))
+    held = held_positions(store, row, HIGH)[0] + held_positions(store, row, LOW)[0]
+    assert len(held) == (5 if acts else 6)
+
+
+def test_released_rule_takes_tokens_that_a_window_of_queries_scored():
+    """A token is a candidate from its `window`-th query on: of six tokens and a window of two, 0 to 4 are; 5 is not."""
+    policy = DiffKV(alpha_h=1.5, alpha_l=0.2, window=2, queries=4, decode_rule="released")
+    for lightest, taken in ((4, True), (5, False)):
+        high = dict.fromkeys((0, 1, 2, 3, 4, 5), 100.0) | {lightest: 0.0}
+        ((held, _),) = stepped(policy, [(high, {})], 6)
+        assert (lightest not in held) == taken

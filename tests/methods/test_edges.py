@@ -4,12 +4,10 @@ import pytest
 import torch
 from conformance_helpers import METHODS
 from store_helpers import held_positions, make_store, prefill_view
-from test_diffkv_artifact import HIGH, LOW, policy_of, store_of
 
 from kvbench.config.methods import method_settings
 from kvbench.methods.ada_snapkv import AdaSnapKV
 from kvbench.methods.critical import Critical
-from kvbench.methods.diffkv import DiffKV
 from kvbench.methods.h2o import H2O
 from kvbench.methods.keydiff import KeyDiff
 from kvbench.methods.knorm import KeyNorm
@@ -21,7 +19,7 @@ from kvbench.methods.scissorhands import Scissorhands
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.methods.tova import TOVA
-from kvbench.policy import Budget, Policy, keep_blocks, largest_remainder, pyramid_budgets, share_with_cap
+from kvbench.policy import Budget, Policy, keep_blocks
 from kvbench.runs.verdict import complaint
 
 # Constants of the methods' sources, read in the code that the YAML names; `make docs` would follow any change.
@@ -97,23 +95,10 @@ def test_a_ratio_means_the_same_before_a_step_as_for_the_prompt():
         assert asked == policy.of_prompt
 
 
-def test_a_pyramid_begins_at_twice_the_base():
-    """Below twice the base every layer gets it; a prompt of exactly twice the base gets a pyramid."""
-    settings = {"base": 20, "num_layers": 3, "beta": 20}
-    assert pyramid_budgets(room=31, num_tokens=39, **settings) == [20, 20, 20]
-    assert pyramid_budgets(room=32, num_tokens=40, **settings) == [32, 20, 8]
-
-
-def test_equal_remainders_go_to_the_lower_index():
-    """Of equal remainders the earlier parts are rounded up, and blocks of equal price leave the earlier list."""
-    assert largest_remainder([1, 1, 1, 1], 2, 2) == [1, 1, 0, 0]
+def test_blocks_of_equal_price_leave_the_lower_list():
+    """Blocks of equal price leave the earlier list."""
     evict = ~keep_blocks(torch.ones(3, 2), torch.tensor([2, 2, 2]), 2, 2)
     assert evict.tolist() == [[True, True], [True, True], [False, False]]
-
-
-def test_a_share_of_exactly_the_cap_is_no_overflow():
-    """A layer whose share is the cap keeps it, and the others share the rest as before."""
-    assert share_with_cap(torch.tensor([2.0, 1.0, 1.0]), 40, 20) == [20, 10, 10]
 
 
 def test_a_share_below_the_window_keeps_the_window():
@@ -130,43 +115,6 @@ def test_a_share_below_the_window_keeps_the_window():
         held = set(held_positions(store, row)[0])
         assert held >= set(range(max(95, 85 + step), 101 + step))
         assert len(held) <= 16 + 4
-
-
-# DiffKV ----
-
-
-def test_a_threshold_by_position_counts_from_one():
-    """With threshold=i the first token's threshold is alpha / 1 and the third's alpha / 3, equality included."""
-    policy = DiffKV(alpha_h=0.75, alpha_l=0.375, window=1, threshold="i")
-    for scores, want in (
-        ([0.75 * 4, 0.375 * 3, 0.25 * 2, 0], [HIGH, HIGH, HIGH, HIGH]),
-        ([0.74 * 4, 0.374 * 3, 0.249 * 2, 0], [LOW, LOW, LOW, HIGH]),
-        ([0.375 * 4, 0.1875 * 3, 0.125 * 2, 0], [LOW, LOW, LOW, HIGH]),
-        ([0.374 * 4, 0.187 * 3, 0.124 * 2, 0], [-1, -1, -1, HIGH]),
-    ):
-        assert policy.plan_prefill(prefill_view(torch.tensor(scores), 4)).tier_of[0, 0].tolist() == want
-
-
-@pytest.mark.parametrize(("window", "acts"), [(6, False), (5, True)])
-def test_released_rule_needs_more_than_a_window_of_tokens(window, acts):
-    """The incoming token counted, a list of exactly `window` tokens only appends; with one more it acts."""
-    policy = DiffKV(alpha_h=100, alpha_l=100, window=window, queries=4, decode_rule="released")
-    high = {0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4, 4: 0.5}
-    store, row = store_of(policy, high, {})
-    store.counters.prompt_tokens[row] = 2  # long ago: every token was scored by a window of queries
-    store.counters.tokens_seen[row] = 20
-    store.begin_step(torch.tensor([row]))
-    held = held_positions(store, row, HIGH)[0] + held_positions(store, row, LOW)[0]
-    assert len(held) == (5 if acts else 6)
-
-
-def test_released_rule_takes_tokens_that_a_window_of_queries_scored():
-    """A token is a candidate from its `window`-th query on: of six tokens and a window of two, 0 to 4 are; 5 is not."""
-    for lightest, taken in ((4, True), (5, False)):
-        high = dict.fromkeys((0, 1, 2, 3, 4, 5), 100.0) | {lightest: 0.0}
-        store, row = store_of(policy_of(1.5, 0.2), high, {})
-        store.begin_step(torch.tensor([row]))
-        assert (lightest not in held_positions(store, row, HIGH)[0]) == taken
 
 
 # MiniKV ----

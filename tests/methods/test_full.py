@@ -38,9 +38,3 @@ def test_full_costs_the_golden_bytes_per_token(head_dim, group, tier, name):
     assert items["payload_bytes"] + items["quant_meta_bytes"] == 50 * 2 * golden(group)[name]
     if tier == "fp16":
         assert items["payload_bytes"] == store.shape.fp16_bytes(50)
-
-
-def test_full_names_a_tier_it_does_not_know():
-    """A tier that does not exist is refused with the forms that do."""
-    with pytest.raises(ValueError, match=r"tier='k3' is not a tier; write k<bits>v<bits>"):
-        Full(tier="k3")

@@ -11,8 +11,9 @@ import pytest
 import torch
 import yaml
 from golden_helpers import own_rows, read_prompt
+from official_helpers import watching
 from places import TESTS
-from store_helpers import GOLDEN, golden, held_positions, held_scores, make_store, prefill_view
+from store_helpers import GOLDEN, filled, golden, held_positions, held_scores, make_store, prefill_view
 
 from kvbench.kernels.reference.quant import pack
 from kvbench.methods.ada_snapkv import AdaSnapKV
@@ -20,21 +21,9 @@ from kvbench.methods.diffkv import DiffKV
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.kv_compress import KVCompress
 from kvbench.methods.minikv import MiniKV
+from kvbench.methods.pyramidkv import PyramidKV
 from kvbench.methods.snapkv import SnapKV
-from kvbench.policy import PrefillView, keep_blocks, shares_by_score
-
-
-def scores_seen(policy_class, **settings):
-    """A policy that also keeps, in `seen`, the scores that each prompt came with."""
-    seen = []
-
-    class Watched(policy_class):
-        def plan_prefill(self, view):
-            seen.append(view.score[:, 0])
-            return super().plan_prefill(view)
-
-    return Watched(**settings), seen
-
+from kvbench.policy import keep_blocks, shares_by_score
 
 # Which heads decide ----
 
@@ -60,16 +49,21 @@ def test_golden_group_rules(how, granularity):
     assert store.ledger.itemise(row)["payload_bytes"] == len(want) * 8 * 16 * 4
 
 
-def test_golden_softmax_rows():
-    """A window of one query gives that query's golden probabilities, masked for the token after it."""
+def test_golden_softmax():
+    """A window of one query gives that query's golden probabilities, masked for the token after it; a window of both
+    their sums, of which the golden tokens stay."""
     case = golden("snapkv_softmax")
-    for length, wanted in ((5, case["P"][0][:5]), (6, case["P"][1])):
-        policy, seen = scores_seen(SnapKV, budget=3, window=1, pool="none", pool_kernel=1)
-        store = make_store(policy)
-        q, k = torch.zeros(1, length, 8), torch.zeros(1, length, 8)
-        k[0, :, :2], q[0, -1, :2] = torch.tensor(case["K"])[:length], torch.tensor(case["Q"][length - 5])
-        store.prefill_layer(store.open_row(), 0, q, k, k, 1 / math.sqrt(2))
-        assert seen[0][0].tolist() == pytest.approx(wanted, abs=1e-6)
+    for length, window, wanted, kept in (
+        (5, 1, case["P"][0][:5], None),
+        (6, 1, case["P"][1], None),
+        (6, 2, case["sum"], [*case["keep2"], 4, 5]),
+    ):
+        policy, seen = watching(SnapKV, budget=window + 2, window=window, pool="none", pool_kernel=1)
+        q, k = torch.zeros(1, 6, 8), torch.zeros(1, 6, 8)
+        k[0, :, :2], q[0, 4:, :2] = torch.tensor(case["K"]), torch.tensor(case["Q"])
+        store, row = filled(policy, [(q, k, k)], length, 1 / math.sqrt(2), track=("pos",))
+        assert seen[0].score[0, 0, : len(wanted)].tolist() == pytest.approx(wanted, abs=1e-6)
+        assert kept is None or held_positions(store, row) == [kept]
     assert case["P"][0][5] == 0
 
 
@@ -85,45 +79,67 @@ def test_golden_averages():
 # Budgets ----
 
 
+def layer_budgets(policy, num_tokens: int, num_layers: int) -> list[int]:
+    """Tokens that a plan keeps in each layer of a model with two heads; both heads keep the same number."""
+    kept = []
+    for layer in range(num_layers):
+        view = prefill_view(torch.rand(2, num_tokens), num_tokens, 2, layers=[layer], num_layers=num_layers)
+        counts = (policy.plan_prefill(view).tier_of >= 0).sum(-1)[0]
+        assert counts[0] == counts[1]
+        kept.append(int(counts[0]))
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("case", "capacity", "layers", "tokens"),
+    [
+        ("cap72_w8_L4_q1000", 72, 4, 1000),
+        ("cap72_w8_L4_q130", 72, 4, 130),
+        ("cap72_w8_L4_q100", 72, 4, 100),
+        ("cap72_w8_L4_q60", 72, 4, 60),
+        ("cap128_w8_L32_q8000", 128, 32, 8000),
+        ("cap2048_w8_L32_q8000", 2048, 32, 8000),
+    ],
+)
+def test_golden_pyramid(case, capacity, layers, tokens):
+    """With the released rounding every layer keeps the golden number, window included; without it the total is the
+    budget."""
+    want = golden("pyramid")[case]
+    got = layer_budgets(PyramidKV(budget=capacity, window=8, official_rounding=True), tokens, layers)
+    assert sum(got) == want["total"]
+    assert got[:4] == want["budgets"][:4] and got[-1] == want["budgets"][-1]
+    exact = layer_budgets(PyramidKV(budget=capacity, window=8), tokens, layers)
+    assert sum(exact) == min(want["nominal"], tokens * layers)
+    assert all(a >= b for a, b in zip(exact, exact[1:], strict=False))
+
+
 def test_golden_pyramid_of_adakv():
     """AdaKV's code has no uniform middle branch: with its rounding a prompt below twice the base gets a pyramid."""
-    kept = []
-    for layer in range(4):
-        view = PrefillView(
-            num_tokens=100,
-            num_layers=4,
-            num_kv_heads=1,
-            layers=torch.tensor([layer]),
-            score=torch.rand(1, 1, 100),
-            token_bytes=(1.0,),
-        )
-        policy = AdaSnapKV(budget=72, window=8, allocation="ada_pyramid", alpha=0.0, official_rounding=True)
-        kept.append(int((policy.plan_prefill(view).tier_of >= 0).sum()))
-    assert kept == golden("pyramid")["adakv_q100"]
+    settings = {"budget": 72, "window": 8, "allocation": "ada_pyramid", "official_rounding": True}
+    assert layer_budgets(AdaSnapKV(**settings, alpha=1.0), 100, 4) == golden("pyramid")["adakv_q100"]
 
 
 @pytest.mark.parametrize("case", ["ada_a", "ada_b"])
-def test_golden_ada_counts(case):
-    """Without a floor a head's budget is its golden number of tokens among the layer's best."""
+def test_golden_ada(case):
+    """Without a floor a head's budget is its golden number of tokens among the layer's best; with one and the released
+    rounding it is the golden budget, and with largest remainders the total is exact."""
     data = golden(case)
-    for alpha in (key for key in data if key.startswith("alpha")):
+    score, base = torch.tensor(data["s"])[None], torch.tensor([data["B"]])
+    for key in (key for key in data if key.startswith("alpha")):
+        alpha, (counts, want) = int(key[5:]) / 10, data[key]
         for rounding in (False, True):
-            score, base = torch.tensor(data["s"])[None], torch.tensor([data["B"]])
-            assert shares_by_score(score, base, 0.0, official_rounding=rounding)[0].tolist() == data[alpha][0]
+            assert shares_by_score(score, base, 0.0, official_rounding=rounding)[0].tolist() == counts
+        assert shares_by_score(score, base, alpha, official_rounding=True)[0].tolist() == want
+        exact = shares_by_score(score, base, alpha)[0].tolist()
+        assert sum(exact) == data["B"] * len(exact)
+        assert all(abs(a - b) <= 1 for a, b in zip(exact, want, strict=True))
 
 
 def test_golden_minikv_plans():
     """A plan keeps the golden number of heavy hitters in each of four layers, and the recent quarter."""
     for layer, count in enumerate(golden("minikv_counts_L4_n1000")):
-        view = PrefillView(
-            num_tokens=1000,
-            num_layers=4,
-            num_kv_heads=1,
-            layers=torch.tensor([layer]),
-            score=torch.rand(1, 1, 1000),
-            token_bytes=(1.0,),
-        )
-        kept = MiniKV().plan_prefill(view).tier_of[0, 0] >= 0
+        plan = MiniKV().plan_prefill(prefill_view(torch.rand(1000), 1000, layers=[layer], num_layers=4))
+        kept = plan.tier_of[0, 0] >= 0
         assert int(kept[:750].sum()) == count and kept[750:].all()
 
 
@@ -163,6 +179,8 @@ def test_golden_released_prompt(bug):
     store = make_store(policy, num_q_heads=2)
     row = read_prompt(store, LAST_FOUR)
     assert classes(store, row) == [letter.rstrip("*") for letter in case["code_N"]]
+    columns = [[sum(own[token] for own in rows[2:] if token < len(own)) for token in range(6)] for rows in LAST_FOUR]
+    assert [pytest.approx(own) for own in columns] == case["S"]
     right = dict(enumerate(case["max"]))
     stored = {int(token): score for token, score in case["buggy_saved_score"].items()} if bug else right
     got = held_scores(store, row, 0)[0] | held_scores(store, row, 1)[0]
@@ -222,20 +240,20 @@ def test_golden_schedule():
 @pytest.mark.parametrize(("power", "name", "evicted"), [(1, "l1", 0), (2, "l2", 1)])
 def test_golden_powers(power, name, evicted):
     """Of the golden pair, one query of .9 against four of .3 and .2, L1 evicts the first token and L2 the second."""
-    policy, seen = scores_seen(KVCompress, budget=6, variant="full", skip_near=1, power=power, protected=6, block=1)
+    policy, seen = watching(KVCompress, budget=6, variant="full", skip_near=1, power=power, protected=6, block=1)
     store = make_store(policy, track=("pos",))
     flat = [[0.0, p, *[0.0] * own, 1 - p] for own, p in enumerate((0.3, 0.3, 0.3, 0.2), 1)]
     row = read_prompt(store, [[[1.0], [0.0, 1.0], [0.9, 0.0, 0.1], *flat]])
-    assert seen[0][0, :2].tolist() == pytest.approx(golden("kvc")[name], abs=1e-6)
+    assert seen[0].score[0, 0, :2].tolist() == pytest.approx(golden("kvc")[name], abs=1e-6)
     assert held_positions(store, row) == [[token for token in range(7) if token != evicted]]
 
 
 @pytest.mark.parametrize(("near", "name"), [(2, "full_v2_L2_colsum"), (0, "full_v0_L2_colsum")])
 def test_golden_full_metric(near, name):
     """The full variant's metric of the golden attention, near queries left out or not."""
-    policy, seen = scores_seen(KVCompress, budget=6, variant="full", skip_near=near)
+    policy, seen = watching(KVCompress, budget=6, variant="full", skip_near=near)
     read_prompt(make_store(policy), [golden("h2o")["A"]])
-    assert seen[0][0].tolist() == pytest.approx(golden("kvc")[name], abs=1e-6)
+    assert seen[0].score[0, 0].tolist() == pytest.approx(golden("kvc")[name], abs=1e-6)
 
 
 # Bytes and bits ----

@@ -6,7 +6,6 @@ from store_helpers import held_positions, held_scores, make_store, plain_attenti
 
 from kvbench.kernels.reference.attention import rotate
 from kvbench.methods.knorm import KeyNorm
-from kvbench.policy import KeyNorms, ScoreSpec
 from kvbench.runs.verdict import complaint
 
 DIM = 16
@@ -61,13 +60,6 @@ def test_a_budget_of_everything_is_met_whatever_is_skipped():
     assert held_positions(store, row) == [list(range(8))] * 4
 
 
-@pytest.mark.parametrize("other", [{"allocation": "pyramid"}, {"threshold": 0.5, "budget": None}])
-def test_skipped_layers_go_with_no_other_division(other):
-    """Another allocation divides the same budget once more, and a threshold has none."""
-    with pytest.raises(ValueError, match="skip_layers=1 divides a budget among layers"):
-        KeyNorm(skip_layers=1, **other)
-
-
 def test_skipping_more_than_the_budget_holds_is_refused():
     """Two of four layers in full are already half of the cache."""
     with pytest.raises(ValueError, match="skip_layers=2 whole layers of 4 leave nothing of budget=0.5"):
@@ -111,16 +103,3 @@ def test_attention_after_the_prompt_sees_exactly_what_stayed():
     out = store.attend(0, q[None, :, 30], k[None, :, 30], v[None, :, 30], 0.25)[0]
     index = torch.tensor([[*h, 30] for h in held])[..., None].expand(-1, -1, DIM)
     assert (out - plain_attention(q[:, 30], k.gather(1, index), v.gather(1, index), 0.25)).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("wrong", [{"prefill_queries": 1}, {"decode_update": True, "track": ("score",)}])
-def test_norms_go_with_no_query(wrong):
-    """A ScoreSpec of norms that also wants queries is refused."""
-    with pytest.raises(ValueError, match="KeyNorms looks at no query"):
-        ScoreSpec(statistic=KeyNorms(), **wrong)
-
-
-def test_bad_settings():
-    """A negative number of layers is named with its rule."""
-    with pytest.raises(ValueError, match="skip_layers=-1 must be a whole number of layers from 0"):
-        KeyNorm(skip_layers=-1)

@@ -9,7 +9,6 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench.methods.kvquant_style import KVQuantStyle
 from kvbench.policy import Policy, Tier
-from kvbench.runs.verdict import complaint
 
 DIM = 16
 INV_FREQ = 1.0 / 100.0 ** (torch.arange(0, DIM, 2) / DIM)
@@ -155,29 +154,6 @@ def test_models_that_cannot_rotate_are_refused():
     make_store(KVQuantStyle(pre_rope=False), inv_freq=None)
 
 
-def test_a_run_that_never_quantised_is_caught():
-    """More than two groups seen and no page written: not with two groups, and not with a slot in a page."""
-    policy = KVQuantStyle(group=8)
-
-    def found(seen: int, paged: int) -> str | None:
-        return complaint(
-            policy,
-            {
-                "kept": {
-                    "lists": 1,
-                    "prompt_tokens": 4,
-                    "prompt_slots": 4,
-                    "page_tokens": 8,
-                    "tokens_seen": seen,
-                    "slots_per_tier": [paged, seen - paged],
-                }
-            },
-        )
-
-    assert found(16, 0) is None and found(17, 1) is None
-    assert found(17, 0) == "0 of 17 tokens per head were quantised, but that should be at least 1"
-
-
 def test_policies_that_lose_slots_are_refused():
     """A position is known by the slot, so nothing that evicts can be stored before its rotation."""
 
@@ -186,13 +162,3 @@ def test_policies_that_lose_slots_are_refused():
 
     with pytest.raises(ValueError, match="Evicting: position_mode='pre_rope' needs tiers in which every token stays"):
         make_store(Evicting(), inv_freq=INV_FREQ, head_dim=DIM)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"group": 12}, "group=12 must be a multiple of 8"), ({"bits": 3}, "bits=3 must be 1, 2, 4 or 8 bits")],
-)
-def test_bad_settings(settings, message):
-    """A bad setting is named with its rule."""
-    with pytest.raises(ValueError, match=message):
-        KVQuantStyle(**settings)

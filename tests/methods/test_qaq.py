@@ -93,9 +93,3 @@ def test_each_number_of_bits_below_the_highest_may_be_the_lower_one(bits):
     """Three bits, too: the tiers are named by what they hold."""
     policy = QAQ(key_high=8, key_low=bits, value_high=8, value_low=bits)
     assert [(t.k_bits, t.v_bits) for t in policy.tiers] == [(8, 8), (8, bits), (bits, 8), (bits, bits)]
-
-
-def test_bits_in_the_wrong_order_are_refused():
-    """The higher one is higher."""
-    with pytest.raises(ValueError, match="value_low=4 must be fewer bits than value_high=4"):
-        QAQ(value_low=4)

@@ -5,13 +5,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from store_helpers import causal_probabilities, held_positions, held_scores, make_store
+from golden_helpers import attend_as, read_prompt
+from store_helpers import (
+    causal_probabilities,
+    filled,
+    held_positions,
+    held_scores,
+    make_store,
+    random_layer,
+    step_at,
+    step_random,
+)
 
 from kvbench.kernels.backend import REFERENCE
 from kvbench.methods.scissorhands import Scissorhands
-from kvbench.policy import BelowUniform, ScoreSpec
 
-DIM = 16  # key of token j is unit vector j
+DIM = 16
 
 # Rows of a prompt of 6 tokens. Against 1 / (i + 1), low are: row 1 none, row 2 {1}, row 3 {1, 3}, row 4 {1, 3, 4},
 # row 5 {1, 3, 5}: minus the counts of all rows is [0, -4, 0, -3, -1, -1], of the last two [0, -2, 0, -2, -1, -1].
@@ -25,28 +34,10 @@ PROMPT = [
 ]
 
 
-def asking(row: list[float], positions: list[int]) -> torch.Tensor:
-    """A query [16] whose softmax over the unit keys at `positions` is `row`."""
-    query = torch.full((DIM,), -80.0)
-    query[positions] = torch.tensor(row).log()
-    return query
-
-
 def after_prompt(policy):
     """A store that has read the prompt above."""
     store = make_store(policy, head_dim=DIM)
-    row = store.open_row()
-    q = torch.stack([asking(p, list(range(len(p)))) for p in PROMPT])[None]
-    store.prefill_layer(row, 0, q, torch.eye(DIM)[None, :6], torch.zeros(1, 6, DIM), 1.0)
-    return store, row
-
-
-def step(store, row, position: int, probabilities: list[float], positions: list[int]) -> None:
-    """One decode step that attends as given."""
-    store.begin_step(torch.tensor([row]))
-    key = torch.eye(DIM)[position].view(1, 1, -1)
-    store.attend(0, asking(probabilities, positions).view(1, 1, -1), key, torch.zeros(1, 1, DIM), 1.0)
-    store.end_step()
+    return store, read_prompt(store, [PROMPT])
 
 
 @pytest.mark.parametrize(
@@ -71,10 +62,10 @@ def test_the_prompt_is_cut_by_its_counts(normalize, history, recent, kept, count
 def test_half_of_a_full_budget_goes_at_once_and_counts_start_again():
     """Full after the prompt: two of four go before the first step; three steps later two of four go by new counts."""
     store, row = after_prompt(Scissorhands(budget=4, recent=1, drop=0.5))
-    step(store, row, 6, [0.3, 0.3, 0.4], [0, 5, 6])  # low against 1/3: tokens 0 and 5
+    attend_as(store, row, 6, [{0: 0.3, 5: 0.3, 6: 0.4}])  # low against 1/3: tokens 0 and 5
     assert held_positions(store, row) == [[0, 5, 6]]  # 5 is recent; 0 and 2 were never low, and the earlier stays
     assert held_scores(store, row)[0] == pytest.approx({0: -1.0, 5: -1.0, 6: 0.0})
-    step(store, row, 7, [0.1, 0.4, 0.4, 0.1], [0, 5, 6, 7])  # low against 1/4: tokens 0 and 7
+    attend_as(store, row, 7, [{0: 0.1, 5: 0.4, 6: 0.4, 7: 0.1}])  # low against 1/4: tokens 0 and 7
     assert held_scores(store, row)[0] == pytest.approx({0: -2.0, 5: -1.0, 6: 0.0, 7: -1.0})
     store.begin_step(torch.tensor([row]))
     assert sorted(held_positions(store, row)[0]) == [6, 7, 8]
@@ -83,15 +74,13 @@ def test_half_of_a_full_budget_goes_at_once_and_counts_start_again():
 
 def test_a_short_prompt_fills_the_budget_first():
     """Of 6 prompt tokens and a budget of 8, nothing goes until 8 are held, then a quarter of the budget each time."""
-    torch.manual_seed(0)
+    make = torch.Generator().manual_seed(0)
     store, row = after_prompt(Scissorhands(budget=8, recent=2, drop=0.25))
     counts = []
     for position in range(6, 14):
-        store.begin_step(torch.tensor([row]))
-        counts.append(len(held_positions(store, row)[0]))
-        store.attend(0, torch.randn(1, 1, DIM), torch.randn(1, 1, DIM), torch.zeros(1, 1, DIM), 1.0)
-        store.end_step()
+        step_random(store, [row], make)
         held = set(held_positions(store, row)[0])
+        counts.append(len(held))
         assert {position - 1, position} <= held
     assert counts == [7, 8, 7, 8, 7, 8, 7, 8]
 
@@ -100,12 +89,11 @@ def test_a_short_prompt_fills_the_budget_first():
 @pytest.mark.parametrize(("num_tokens", "history"), [(40, 400), (40, 7), (9, 400)])
 def test_long_random_steps_follow_a_plain_list(normalize, num_tokens, history):
     """60 steps with three query heads per KV head: held sets are those of lists that count and drop by themselves."""
-    torch.manual_seed(num_tokens + history)
     policy = Scissorhands(budget=16, history=history, recent=3, drop=0.4, normalize=normalize, tier="native")
-    store = make_store(policy, num_q_heads=6, num_kv_heads=2, head_dim=DIM)
-    row, total = store.open_row(), num_tokens + 60
-    q, k = 3 * torch.randn(6, total, DIM), torch.randn(2, total, DIM)
-    store.prefill_layer(row, 0, q[:, :num_tokens], k[:, :num_tokens], torch.zeros(2, num_tokens, DIM), 0.25)
+    total = num_tokens + 60
+    q, k, v = random_layer(num_tokens + history, 2, 3, total, DIM)
+    q = 3 * q
+    store, row = filled(policy, [(q, k, v)], num_tokens, 0.25)
     prob = causal_probabilities(q[:, :num_tokens], k[:, :num_tokens], 0.25)
     heads = []
     for head in range(2):
@@ -117,10 +105,7 @@ def test_long_random_steps_follow_a_plain_list(normalize, num_tokens, history):
         heads.append((low, saw))
         drop_to(low, saw, 16, num_tokens, normalize)
     for position in range(num_tokens, total):
-        store.begin_step(torch.tensor([row]))
-        arguments = q[None, :, position], k[None, :, position], torch.zeros(1, 2, DIM)
-        store.attend(0, *arguments, 0.25)
-        store.end_step()
+        step_at(store, row, [(q, k, v)], position, 0.25)
         for head, (low, saw) in enumerate(heads):
             if len(low) == 16:
                 drop_to(low, saw, 10, position, normalize)
@@ -147,46 +132,21 @@ def drop_to(low: dict, saw: dict, count: int, seen: int, normalize: bool) -> Non
 def test_a_group_is_low_where_all_its_query_heads_are():
     """With two query heads per KV head, a step counts a token as low only when neither head reaches the threshold."""
     store = make_store(Scissorhands(budget=8), num_q_heads=2, head_dim=DIM)
-    row = store.open_row()
-    store.prefill_layer(row, 0, torch.zeros(2, 2, DIM), torch.eye(DIM)[None, :2], torch.zeros(1, 2, DIM), 1.0)
-    store.begin_step(torch.tensor([row]))
-    q = torch.stack([asking([0.8, 0.1, 0.1], [0, 1, 2]), asking([0.1, 0.1, 0.8], [0, 1, 2])])
-    store.attend(0, q[None], torch.eye(DIM)[2].view(1, 1, -1), torch.zeros(1, 1, DIM), 1.0)
-    store.end_step()
+    row = read_prompt(store, [[[1.0], [0.5, 0.5]]] * 2)
+    attend_as(store, row, 2, [[0.8, 0.1, 0.1], [0.1, 0.1, 0.8]])
     assert held_scores(store, row)[0] == pytest.approx({0: 0.0, 1: -1.0, 2: 0.0})
 
 
 @pytest.mark.parametrize(("queries", "skip_near"), [(-1, 0), (5, 0), (1, 0), (-1, 3)])
 def test_prompt_counts_are_those_of_the_whole_matrix(queries, skip_near):
     """In blocks or at once: the same counts, per KV head the least of its query heads."""
-    torch.manual_seed(0)
-    q, k = 2 * torch.randn(6, 130, DIM), torch.randn(2, 130, DIM)
+    q, k, _ = random_layer(0, 2, 3, 130, DIM)
+    q = 2 * q
     prob = causal_probabilities(q, k, 0.25)
     i, j = torch.arange(130)[:, None], torch.arange(130)
     low = (prob < 1.0 / (i + 1)) & (j <= i - skip_near) & (i >= (0 if queries < 0 else 130 - queries))
     want = -low.sum(1).view(2, 3, 130).amin(1).float()
     assert torch.equal(REFERENCE.prompt_low_counts(q, k, 0.25, queries=queries, skip_near=skip_near, group="max"), want)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"history": 0}, "history=0 must be a whole number of tokens from 1"),
-        ({"recent": -1}, "recent=-1 must be a whole number of tokens from 0"),
-        ({"drop": 0}, "drop=0 must be a number in"),
-        ({"drop": 1.5}, "drop=1.5 must be a number in"),
-    ],
-)
-def test_bad_settings(settings, message):
-    """A bad setting is named with its rule."""
-    with pytest.raises(ValueError, match=message):
-        Scissorhands(**settings)
-
-
-def test_counting_needs_the_groups_maximum():
-    """A mean of probabilities does not say which query heads are low, so it is refused."""
-    with pytest.raises(ValueError, match="group_reduce='max', not 1, 'sum', 'none' and 'mean'"):
-        ScoreSpec(statistic=BelowUniform(), group_reduce="mean")
 
 
 @pytest.mark.parametrize(("drop", "dropped"), [(0.1, 1), (0.25, 1), (0.5, 2), (1.0, 4)])

@@ -1,7 +1,5 @@
 """SnapKV: the golden numbers through the real kernels, a plain oracle, and budgets."""
 
-import math
-
 import pytest
 import torch
 from store_helpers import causal_probabilities, golden, held_positions, make_store, prefill_view
@@ -46,39 +44,6 @@ def test_golden_pool_and_ties(pool, pooled, keep, num_kept):
     )
     assert score[0, :6].tolist() == pytest.approx(case[pooled], abs=1e-6)
     assert kept_of(policy.plan_prefill(prefill_view(score, 8))) == [*case[keep], 6, 7]
-
-
-def test_golden_softmax_through_the_store():
-    """Keys and window queries of the golden case, given to the store, leave the golden tokens in its pages."""
-    case = golden("snapkv_softmax")
-    k, q, v = torch.zeros(1, 6, 8), torch.zeros(1, 6, 8), torch.zeros(1, 6, 8)
-    k[0, :, :2], q[0, 4:, :2] = torch.tensor(case["K"]), torch.tensor(case["Q"])
-    seen = {}
-
-    class Watched(SnapKV):
-        def plan_prefill(self, view):
-            seen["score"] = view.score[0, 0]
-            return super().plan_prefill(view)
-
-    store = make_store(Watched(budget=4, window=2, pool="none", pool_kernel=1), track=("pos",))
-    row = store.open_row()
-    store.prefill_layer(row, 0, q, k, v, 1 / math.sqrt(2))
-    assert seen["score"][:4].tolist() == pytest.approx(case["sum"], abs=1e-6)
-    assert held_positions(store, row) == [[*case["keep2"], 4, 5]]
-
-
-@pytest.mark.parametrize("how", ["mean", "max"])
-def test_golden_group_reduction(how):
-    """Two query heads of one KV head are reduced to one score; SnapKV takes the mean."""
-    case = golden("gqa")
-    score = reduce_scores(
-        torch.tensor([case["a"], case["b"]]),
-        1,
-        0,
-        HeadScores(pool="none", pool_kernel=1, pool_stage="after_group", pool_region="all", group=how),
-    )
-    assert SnapKV().score.group_reduce == "mean"
-    assert score[0].topk(2).indices.sort().values.tolist() == case[how]
 
 
 def oracle_kept(q, k, scale, budget, window, pool, kernel) -> list[list[int]]:
@@ -171,41 +136,6 @@ def test_budget_is_met_exactly_and_passes_its_own_check(budget, num_tokens, expe
     counts = store.holding.slots_per_tier(store.pages.lists_of(torch.tensor([row])))[0]
     assert counts.tolist() == [expected, expected]
     assert complaint(policy, {"kept": store.ledger.meters[row].prompt}) is None
-
-
-@pytest.mark.parametrize("budget", [0.5, 40, "14KiB"])
-def test_a_policy_that_keeps_everything_is_caught(budget):
-    """A SnapKV that does nothing breaks its budget, in whatever unit, and its own check says so."""
-
-    class Lazy(SnapKV):
-        def plan_prefill(self, view):
-            return PrefillPlan(tier_of=view.filled(0))
-
-    policy = Lazy(budget=budget, window=2)
-    store = make_store(policy, num_q_heads=2, num_kv_heads=2)
-    q, k, v = torch.randn(3, 2, 200, 8)
-    row = store.open_row()
-    store.prefill_layer(row, 0, q, k, v, 1.0)
-    message = complaint(policy, {"kept": store.ledger.meters[row].prompt})
-    assert message is not None and "kept 200 of 200 prompt tokens" in message
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"window": 0}, r"window=0 must be a whole number of tokens from 1"),
-        ({"budget": 32, "window": 32}, r"budget=32 tokens must exceed window=32; raise the budget"),
-        ({"budget": 1.5}, r"budget=1.5 is out of range; write a ratio in \(0, 1\]"),
-        ({"budget": "lots"}, r"budget='lots' is not a budget; write a ratio"),
-        ({"pool_kernel": 4}, r"pool_kernel=4 must be an odd whole number"),
-        ({"pool": "median"}, r"pool='median'"),
-        ({"tier": "k2v2-channel"}, r"is not a tier"),
-    ],
-)
-def test_bad_settings_are_refused(settings, message):
-    """Each bad setting is named with its value, the rule and what to do."""
-    with pytest.raises(ValueError, match=message):
-        SnapKV(**settings)
 
 
 def test_a_protected_prompt_leaves_no_smaller_budget_than_itself_and_the_window():

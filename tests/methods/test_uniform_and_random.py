@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from store_helpers import held_positions, make_store, prefill_view
+from store_helpers import make_store, prefill_view
 
 from kvbench.kernels.backend import REFERENCE
 from kvbench.methods.random_control import RandomControl
@@ -113,34 +113,6 @@ def kept_of_trace(pos: torch.Tensor, seen: torch.Tensor, held: int | None = None
     )
     (keep,) = RandomControl(budget=10, sinks=2, window=1, decode_every=1).plan_compact(view).keep
     return keep
-
-
-def test_random_appends():
-    """After the prompt the control only grows."""
-    store = make_store(RandomControl(budget=20, window=8), track=("pos",))
-    row = store.open_row()
-    store.prefill_layer(row, 0, torch.randn(1, 50, 8), *torch.randn(2, 1, 50, 8), 1.0)
-    store.begin_step(torch.tensor([row]))
-    held = held_positions(store, row)[0]
-    assert len(held) == 21 and held[-1] == 50
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Uniform(tier="k1v1", symmetric=True), "symmetric=true needs at least 2 bits"),
-        (lambda: Uniform(tier="fp16"), "tier=fp16 leaves 16-bit elements, as method=full does"),
-        (lambda: Uniform(tier="nvfp4", splits=2), "tier=nvfp4 says itself how its scales are made"),
-        (lambda: Uniform(tier="turboquant_4bit", symmetric=True), "leave symmetric=false and splits=1"),
-        (lambda: Uniform(tier="lloyd-k8v4"), "k_bits=8 has no codebook; choose 2, 3 or 4 bits"),
-        (lambda: Uniform(tier="int9"), "tier='int9' is not a tier"),
-        (lambda: RandomControl(window=-1), "window=-1"),
-    ],
-)
-def test_bad_settings(make, message):
-    """A bad setting is named with its rule."""
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 def test_two_bits_may_be_symmetric():

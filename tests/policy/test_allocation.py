@@ -224,31 +224,6 @@ def test_a_threshold_keeps_what_reaches_it():
         assert complaint(policy, {"kept": {"lists": 1}}) is None
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"threshold": 0.5}, "budget=0.25 and threshold=0.5: one of them"),
-        ({"budget": None}, "budget=None and threshold=None: one of them"),
-        ({"budget": None, "threshold": 0.5, "allocation": "ada"}, "leaves allocation=ada no budget"),
-        ({"budget": None, "threshold": 0.5, "value_aware": True}, "leaves value_aware=true no budget"),
-        ({"value_aware": True, "chunk": 4}, "which chunk=4 does not allow"),
-        ({"table": WEIGHTS}, "table is for allocation=table, but allocation=uniform"),
-        ({"allocation": "table", "table": [[1.0, -1.0]]}, "weights below 0"),
-        ({"allocation": "table", "table": [[0.0, 0.0]]}, "nothing but 0"),
-        ({"protect": "prompt"}, "these settings make none; set decode_every"),
-        ({"protect": "answer"}, "these settings make none; set decode_every"),
-        ({"allocation": "cake"}, "allocation='cake' must be 'uniform'"),
-        ({"allocation": "preference"}, "is for methods that say what a prompt's layers are worth, and Plain does not"),
-        ({"alpha": 1.5}, "alpha=1.5"),
-        ({"chunk": 0}, "chunk=0"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(settings, message):
-    """One sentence that names them."""
-    with pytest.raises(ValueError, match=message):
-        Plain(**settings)
-
-
 def test_a_table_has_the_model_s_shape(tmp_path):
     """A missing or a foreign table is refused for a model; a file gives what the list gives, also for query heads."""
     for table in (None, [[1.0, 2.0]]):

@@ -6,6 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvbench.methods.kivi import Kivi
+from kvbench.methods.kvquant import KVQuant
+from kvbench.methods.kvquant_style import KVQuantStyle
 from kvbench.policy import Budget, BudgetText, Compaction, Policy, Scored, ScoreSpec, Shares, within
 from kvbench.runs.verdict import complaint
 
@@ -128,3 +131,18 @@ def test_bulk_evictions_come_every_so_many_tokens(every):
 def test_room_is_made_for_every_token():
     """Page tables are sized for prompt and answer unless the method knows better."""
     assert Policy().max_slots(30, 4) == 34
+
+
+@pytest.mark.parametrize(
+    ("policy", "most"),
+    [(Kivi(group=8, residual_tokens=8), 15), (KVQuantStyle(group=8), 16), (KVQuant(sinks=4, native=True), 4)],
+)
+def test_a_method_that_never_quantises_is_caught(policy, most):
+    """As many tokens as buffer or sinks hold may all be in 16 bits; of one more something must be quantised."""
+
+    def said(coded: int, whole: int) -> str | None:
+        kept = {"lists": 1, "prompt_tokens": 4, "prompt_slots": 4, "page_tokens": 8, "tokens_seen": coded + whole}
+        return complaint(policy, {"kept": kept | {"slots_per_tier": [coded, whole]}})
+
+    assert said(0, most) is None and said(1, most) is None
+    assert said(0, most + 1) == f"0 of {most + 1} tokens per head were quantised, but that should be at least 1"

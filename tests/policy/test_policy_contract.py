@@ -18,11 +18,9 @@ from kvbench.policy import (
     Residual,
     Scored,
     ScoreSpec,
-    Shares,
     SlotArrays,
     Tier,
 )
-from kvbench.runs.verdict import complaint
 
 
 @dataclass(kw_only=True)
@@ -109,42 +107,6 @@ def test_the_window_declares_for_its_subclasses():
     names = {"window", "pool", "pool_kernel", "granularity", "extra"}
     assert settings_of(policy) == settings_of(Plain()) | names
     assert Half().score == ScoreSpec(prefill_queries=32, pool="max", pool_kernel=7)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"window": 0}, "window=0"),
-        ({"budget": 32}, "budget=32 tokens must exceed window=32"),
-        ({"decode_every": -1}, "decode_every=-1"),
-        ({"pool_kernel": 4}, "pool_kernel=4"),
-        ({"granularity": "head"}, "granularity='head'"),
-        ({"tier": "k3"}, "tier='k3'"),
-        ({"budget": 0}, "budget=0"),
-    ],
-)
-def test_the_window_refuses_settings_for_its_subclasses(settings, said):
-    """Every shared setting is checked, and the message names it."""
-    with pytest.raises(ValueError, match=said):
-        Half(**settings)
-
-
-def record(most: int, total: int) -> dict:
-    """A journal record of two lists and a prompt of 100 tokens in pages of 8, one list with `most` of `total` slots."""
-    kept = {"lists": 2, "prompt_tokens": 100, "tokens_seen": 100, "page_tokens": 8, "slot_bytes": 4.0}
-    return {"kept": kept | {"prompt_slots": total, "prompt_slots_max": most, "slots_per_tier": [total]}}
-
-
-def test_the_window_holds_lists_to_the_budget_as_declared():
-    """Each list by default; their mean where the subclass says so; with pages to spare where it says that."""
-    policy = Half(budget=50, window=4)
-    assert complaint(policy, record(50, 100)) is None
-    assert "a head kept 60 of 100" in complaint(policy, record(60, 100))
-    policy.budget_is_mean = True
-    assert complaint(policy, record(60, 100)) is None
-    assert "a head kept 55 of 100" in complaint(policy, record(60, 110))
-    policy.shares = Shares(allocation="ada", official_rounding=True)
-    assert complaint(policy, record(60, 110)) is None
 
 
 # Views ----

@@ -58,6 +58,23 @@ def test_weights_that_are_no_numbers_count_for_nothing(strange):
     assert share_with_cap(torch.tensor([strange, strange]), 10, 8) == [5, 5]
 
 
+def test_capped_shares_go_to_the_others():
+    """What a cap cuts off is shared again, a share of exactly the cap is none, and who gets nothing still gets one."""
+    assert share_with_cap(torch.tensor([8.0, 1.0, 1.0]), 100, 60) == [60, 20, 20]
+    assert share_with_cap(torch.tensor([2.0, 1.0, 1.0]), 40, 20) == [20, 10, 10]
+    assert share_with_cap(torch.tensor([1.0, 1.0]), 100, 30) == [30, 30]
+    assert share_with_cap(torch.tensor([1.0, 0.0]), 10, 60) == [10, 1]
+
+
+@given(st.integers(1, 400), st.integers(1, 60), st.integers(2, 2000), st.integers(1, 40))
+def test_pyramid_total_is_exact(base, layers, room, beta):
+    """The sum over layers is the budget for any shape, no layer gets more than there is, and lower layers never get
+    less."""
+    got = pyramid_budgets(base, room, room + 8, layers, beta=beta)
+    assert sum(got) == min(base, room) * layers
+    assert all(0 <= x <= room for x in got) and sorted(got, reverse=True) == got
+
+
 @pytest.mark.parametrize(
     ("base", "room", "tokens", "layers", "rules", "wanted"),
     [

@@ -8,7 +8,7 @@ import torch
 from store_helpers import make_store
 
 from kvbench.methods.snapkv import SnapKV
-from kvbench.policy import ALL_QUERIES, Compaction, KeyNorms, Probability, Scored, ScoreSpec, Statistic
+from kvbench.policy import ALL_QUERIES, Compaction, Scored, ScoreSpec, Statistic
 
 
 @dataclass(frozen=True)
@@ -200,11 +200,3 @@ def test_reductions_over_queries(reduce, queries, near):
             own = torch.stack(rows) if rows else torch.zeros(1)
             want += float({"sum": own.sum(), "mean": own.mean(), "max": own.max()}[reduce])
         assert float(seen[0][j]) == pytest.approx(want, abs=1e-6)
-
-
-def test_only_sums_are_kept_up():
-    """Decode steps add probabilities, so a mean or a maximum cannot be updated."""
-    with pytest.raises(ValueError, match="query_reduce='max' must be 'sum' with decode_update=True, which adds"):
-        ScoreSpec(query_reduce="max", decode_update=True, track=("score",))
-    assert ScoreSpec().statistic == Probability() and not ScoreSpec().measures_prompts
-    assert ScoreSpec(statistic=KeyNorms()).only_keys_and_values

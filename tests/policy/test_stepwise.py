@@ -81,12 +81,6 @@ def test_protected_tokens_stay_and_the_others_go(kind, protect, stays):
         assert len(held) <= limit + 1 and (answer < 5 or len(held) >= min(limit, PROMPT + answer))
 
 
-def test_what_no_step_evicts_cannot_be_about_steps():
-    """The one-shot form only decides about prompts."""
-    with pytest.raises(ValueError, match="protect=answer is about evictions while decoding.*; set one_shot=false"):
-        H2O(one_shot=True, protect="answer")
-
-
 def test_chunks_stay_whole_where_they_are_not_cut():
     """Of chunks of 4 with a budget of 10, two stay; a budget below a chunk leaves a part of one, or nothing beside
     what always stays."""
