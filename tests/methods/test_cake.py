@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from store_helpers import causal_probabilities, held_positions, make_store, step_one
+from store_helpers import causal_probabilities, filled, held_positions, random_layer, step_one
 
 from kvbench.methods.cake import CAKE
 
@@ -15,21 +15,13 @@ SHARPNESS = (0.3, 1.0, 2.5)  # of each layer's attention, so that layers differ
 
 def prompt(layer: int):
     """Queries, keys and values of a layer."""
-    make = torch.Generator().manual_seed(layer)
-    q = torch.randn(HEADS * GROUP, LENGTH, DIM, generator=make) * SHARPNESS[layer]
-    k, v = torch.randn(2, HEADS, LENGTH, DIM, generator=make)
-    return q, k, v
+    q, k, v = random_layer(layer, HEADS, GROUP, LENGTH, DIM)
+    return q * SHARPNESS[layer], k, v
 
 
 def read(policy):
     """A store that has read the prompt; also its row."""
-    store = make_store(
-        policy, num_layers=LAYERS, num_q_heads=HEADS * GROUP, num_kv_heads=HEADS, head_dim=DIM, track=("pos",)
-    )
-    row = store.open_row()
-    for layer in range(LAYERS):
-        store.prefill_layer(row, layer, *prompt(layer), 1.0)
-    return store, row
+    return filled(policy, [prompt(layer) for layer in range(LAYERS)], track=("pos",))
 
 
 def preference(attention, window: int, tau1: float, tau2: float) -> float:

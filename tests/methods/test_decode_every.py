@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from store_helpers import held_positions, held_scores, make_store
+from store_helpers import filled, held_positions, held_scores, random_layer, step_at
 
 from kvbench.methods.ada_snapkv import AdaSnapKV
 from kvbench.methods.pyramidkv import PyramidKV
@@ -14,17 +14,12 @@ METHODS = [SnapKV, PyramidKV, AdaSnapKV, RandomControl]
 
 def run(policy, prompt: int, steps: int):
     """A store of two layers and heads after a prompt and some steps; also the slots per list after the prompt."""
-    torch.manual_seed(prompt)
-    store = make_store(policy, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=16, track=("pos",))
-    row = store.open_row()
-    for layer in range(2):
-        store.prefill_layer(row, layer, 3 * torch.randn(4, prompt, 16), *torch.randn(2, 2, prompt, 16), 0.25)
+    layers = [random_layer(prompt + layer, 2, 2, prompt + steps, 16) for layer in range(2)]
+    layers = [(3 * q, k, v) for q, k, v in layers]
+    store, row = filled(policy, layers, prompt, 0.25, track=("pos",))
     first = [len(positions) for positions in held_positions(store, row)]
-    for _ in range(steps):
-        store.begin_step(torch.tensor([row]))
-        for layer in range(2):
-            store.attend(layer, 3 * torch.randn(1, 4, 16), *torch.randn(2, 1, 2, 16), 0.25)
-        store.end_step()
+    for at in range(prompt, prompt + steps):
+        step_at(store, row, layers, at, 0.25)
     return store, row, first
 
 
@@ -68,5 +63,3 @@ def test_off_by_default(method):
     """Without the option nothing is tracked or evicted after the prompt."""
     policy = method(budget=40)
     assert policy.compaction is None and policy.score.track == () and not policy.score.decode_update
-    with pytest.raises(ValueError, match="decode_every=-1 must be a whole number of steps from 0"):
-        method(budget=40, decode_every=-1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from omegaconf import OmegaConf
-from store_helpers import held_positions, make_store, plain_attention
+from store_helpers import filled, held_positions, make_store, plain_attention, random_layer, step_at
 
 from kvbench.methods.duo_attention import DuoAttention
 from kvbench.runs.parts import make_policy
@@ -16,13 +16,8 @@ GATES = [[0.9, 0.1], [0.2, 0.8], [1.0, 0.7]]  # 3 layers x 2 KV heads; the three
 
 def after_prompt(policy, length: int, total: int = 60, **settings):
     """A store of 3 layers x 2 KV heads that has read `length` tokens, with what was and will be read."""
-    torch.manual_seed(length)
-    store = make_store(policy, num_layers=3, num_q_heads=4, num_kv_heads=2, head_dim=DIM, **settings)
-    row = store.open_row()
-    tensors = [(torch.randn(4, total, DIM), *torch.randn(2, 2, total, DIM)) for _ in range(3)]
-    for layer, (q, k, v) in enumerate(tensors):
-        store.prefill_layer(row, layer, q[:, :length], k[:, :length], v[:, :length], 0.25)
-    return store, row, tensors
+    tensors = [random_layer(3 * length + layer, 2, 2, total, DIM) for layer in range(3)]
+    return *filled(policy, tensors, length, 0.25, **settings), tensors
 
 
 @pytest.mark.parametrize(
@@ -48,9 +43,8 @@ def test_steps_follow_plain_lists(length):
     policy = DuoAttention(table=GATES, sinks=2, recent=5, tier="native")
     store, row, tensors = after_prompt(policy, length, track=("pos",))
     for position in range(length, length + 25):
-        store.begin_step(torch.tensor([row]))
-        for layer, (q, k, v) in enumerate(tensors):
-            out = store.attend(layer, q[None, :, position], k[None, :, position], v[None, :, position], 0.25)[0]
+        outs = step_at(store, row, tensors, position, 0.25)
+        for layer, (out, (q, k, v)) in enumerate(zip(outs, tensors, strict=True)):
             for head in range(2):
                 held = list(range(position + 1))
                 if layer * 2 + head in (1, 2, 5):
@@ -59,7 +53,6 @@ def test_steps_follow_plain_lists(length):
                 want = plain_attention(q[own, position], k[head : head + 1, held], v[head : head + 1, held], 0.25)
                 assert (out[own] - want).abs().max() < 1e-5
                 assert sorted(held_positions(store, row)[layer * 2 + head]) == held
-        store.end_step()
     lists = store.pages.lists_of(torch.tensor([row]))
     kept = {**store.ledger.meters[row].prompt, "tokens_seen": length + 25}
     kept["slots_per_tier"] = [int(count.sum()) for count in store.holding.slots_per_tier(lists)]
@@ -81,28 +74,22 @@ def test_a_file_holds_the_gates(tmp_path, form):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("name", "text", "message"),
     [
-        ("0.1\t0.2\n0.3\n", "is not one line per layer with one number per KV head"),
-        ("0.1\tnone\n", "is not one line per layer"),
-        ("", "is not one line per layer"),
+        ("gates.tsv", "0.1\t0.2\n0.3\n", "is not one line per layer with one number per KV head"),
+        ("gates.tsv", "0.1\tnone\n", "is not one line per layer"),
+        ("gates.tsv", "", "is not one line per layer"),
+        ("gates.json", "[[1, 0]", "is no JSON"),
+        ("absent.tsv", None, "is no file; give a table of numbers"),
     ],
 )
-def test_a_broken_file_is_refused(tmp_path, text, message):
-    """Ragged lines, words and an empty file are named."""
-    path = tmp_path / "gates.tsv"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=f"gates.tsv {message}"):
+def test_a_broken_file_is_refused(tmp_path, name, text, message):
+    """Ragged lines, words, an empty file, what is no JSON, and what is not there are named."""
+    path = tmp_path / name
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=f"{name} {message}"):
         DuoAttention(table=str(path))
-
-
-def test_broken_json_and_missing_files_are_refused(tmp_path):
-    """What is not there, and what is not JSON, is said."""
-    with pytest.raises(ValueError, match=r"absent\.tsv is no file; give a table of numbers"):
-        DuoAttention(table=str(tmp_path / "absent.tsv"))
-    (tmp_path / "gates.json").write_text("[[1, 0]")
-    with pytest.raises(ValueError, match=r"gates\.json is no JSON"):
-        DuoAttention(table=str(tmp_path / "gates.json"))
 
 
 def test_the_table_must_be_the_models():

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from store_helpers import causal_probabilities, held_positions, make_store
+from store_helpers import causal_probabilities, filled, held_positions, random_layer
 
 from kvbench.methods import fastgen
 from kvbench.methods.fastgen import FastGen
@@ -15,9 +15,7 @@ HEADS, GROUP, LENGTH, DIM = 4, 2, 40, 8
 
 def prompt():
     """Queries, keys and values of four KV heads: even attention, to the first token, to near ones, and to some."""
-    make = torch.Generator().manual_seed(2)
-    q = torch.randn(HEADS * GROUP, LENGTH, DIM, generator=make) * 0.2
-    k, v = torch.randn(2, HEADS, LENGTH, DIM, generator=make) * 0.2
+    q, k, v = (0.2 * x for x in random_layer(2, HEADS, GROUP, LENGTH, DIM))
     q[2:4, :, 0], k[1, 0, 0] = 9.0, 2.0
     turn = torch.arange(LENGTH) * 0.25
     q[4:6, :, :2] = k[2, :, :2] = torch.stack([turn.cos(), turn.sin()], -1) * 4
@@ -51,9 +49,7 @@ def test_each_head_keeps_the_first_set_that_suffices(recovery, rows, monkeypatch
     monkeypatch.setattr(fastgen, "ROWS", rows)
     q, k, v = prompt()
     policy = FastGen(recovery=recovery, sinks=2, frequent=0.1, local=0.2)
-    store = make_store(policy, num_q_heads=HEADS * GROUP, num_kv_heads=HEADS, head_dim=DIM, track=("pos",))
-    row = store.open_row()
-    store.prefill_layer(row, 0, q, k, v, 0.5)
+    store, row = filled(policy, [(q, k, v)], scale=0.5, track=("pos",))
     matrix = causal_probabilities(q, k, 0.5).view(HEADS, GROUP, LENGTH, LENGTH).mean(1)
     want = [plain(own, recovery, 2, 0.1, 0.2) for own in matrix]
     assert held_positions(store, row) == want

@@ -1,8 +1,7 @@
 """The uncompressed cache: nothing is lost but what 16 bits lose, and the bytes are those of the papers."""
 
 import pytest
-import torch
-from store_helpers import golden, held_positions, make_store, plain_attention
+from store_helpers import filled, golden, held_positions, plain_attention, random_layer, step_at
 
 from kvbench.methods.full import Full
 
@@ -11,16 +10,10 @@ from kvbench.methods.full import Full
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "num_tokens"), [(3, 1, 1), (4, 4, 37), (6, 2, 65)])
 def test_full_attends_to_every_token(tier, tolerance, num_q_heads, num_kv_heads, num_tokens):
     """Decode attention over the store equals attention over all keys and values, within what the tier rounds off."""
-    torch.manual_seed(num_tokens)
-    store = make_store(Full(tier=tier), num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=16, track=("pos",))
-    q = torch.randn(num_q_heads, num_tokens + 4, 16)
-    k, v = torch.randn(2, num_kv_heads, num_tokens + 4, 16)
-    row = store.open_row()
-    store.prefill_layer(row, 0, q[:, :num_tokens], k[:, :num_tokens], v[:, :num_tokens], 0.25)
+    q, k, v = prompt = random_layer(num_tokens, num_kv_heads, num_q_heads // num_kv_heads, num_tokens + 4, 16)
+    store, row = filled(Full(tier=tier), [prompt], num_tokens, 0.25, track=("pos",))
     for step in range(num_tokens, num_tokens + 4):
-        store.begin_step(torch.tensor([row]))
-        out = store.attend(0, q[None, :, step], k[None, :, step], v[None, :, step], 0.25)[0]
-        store.end_step()
+        (out,) = step_at(store, row, [prompt], step, 0.25)
         want = plain_attention(q[:, step], k[:, : step + 1], v[:, : step + 1], 0.25)
         assert (out - want).abs().max() < tolerance
     assert held_positions(store, row) == [list(range(num_tokens + 4))] * num_kv_heads
@@ -30,10 +23,7 @@ def test_full_attends_to_every_token(tier, tolerance, num_q_heads, num_kv_heads,
 @pytest.mark.parametrize(("tier", "name"), [("fp16", "fp16"), ("int8", "int8_tok"), ("int4", "int4_tok")])
 def test_full_costs_the_golden_bytes_per_token(head_dim, group, tier, name):
     """Codes and metadata of a token and KV head cost what the papers' formulas say, and 16 bits are 100 %."""
-    store = make_store(Full(tier=tier), num_layers=1, num_q_heads=2, num_kv_heads=2, head_dim=head_dim)
-    row = store.open_row()
-    q = k = v = torch.randn(2, 50, head_dim)
-    store.prefill_layer(row, 0, q, k, v, 1.0)
+    store, row = filled(Full(tier=tier), [random_layer(0, 2, 1, 50, head_dim)])
     items = store.ledger.itemise(row)
     assert items["payload_bytes"] + items["quant_meta_bytes"] == 50 * 2 * golden(group)[name]
     if tier == "fp16":

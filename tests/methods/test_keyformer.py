@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from store_helpers import held_positions, make_store, step_one
+from store_helpers import filled, held_positions, random_layer, step_one
 
 from kvbench.methods import keyformer
 from kvbench.methods.h2o import H2O
@@ -15,11 +15,8 @@ HEADS, GROUP, LENGTH, DIM = 2, 2, 25, 8
 
 def answer(policy, steps: int) -> list[list[int]]:
     """What is held after a random prompt and some random steps, each of which attends to few tokens."""
+    store, row = filled(policy, [random_layer(0, HEADS, GROUP, LENGTH, DIM)], scale=0.5)
     torch.manual_seed(0)
-    store = make_store(policy, num_q_heads=HEADS * GROUP, num_kv_heads=HEADS, head_dim=DIM)
-    row = store.open_row()
-    q, k, v = (torch.randn(n, LENGTH, DIM) for n in (HEADS * GROUP, HEADS, HEADS))
-    store.prefill_layer(row, 0, q, k, v, 0.5)
     for _ in range(steps):
         step_one(store, row, [(8 * torch.randn(HEADS * GROUP, DIM), *torch.randn(2, HEADS, DIM))], 0.5)
     return [sorted(positions) for positions in held_positions(store, row)]
@@ -38,8 +35,7 @@ def test_without_noise_and_temperature_it_is_h2o(monkeypatch):
 @pytest.mark.parametrize("tau", [0.5, 2.0])
 def test_the_prompt_s_scores_are_softmaxes_of_noisy_logits(tau):
     """Sums over queries of softmax((logit + noise) / tau), in loops; the heaviest stay beside the recent ones."""
-    torch.manual_seed(0)
-    q, k, _ = (torch.randn(n, LENGTH, DIM) for n in (HEADS * GROUP, HEADS, HEADS))
+    q, k, _ = random_layer(0, HEADS, GROUP, LENGTH, DIM)
     score = torch.zeros(HEADS, LENGTH, dtype=torch.float64)
     for head in range(HEADS * GROUP):
         for query in range(LENGTH):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from store_helpers import held_positions, make_store
+from store_helpers import filled, held_positions
 
 from kvbench.methods.lagkv import LagKV
 
@@ -11,10 +11,7 @@ DIM = 8
 
 def kept(policy, k, v):
     """The positions that stay of one head's prompt."""
-    store = make_store(policy, head_dim=DIM, track=("pos",))
-    row = store.open_row()
-    store.prefill_layer(row, 0, k[None], k[None], v[None], 1.0)
-    return held_positions(store, row)[0]
+    return held_positions(*filled(policy, [(k[None], k[None], v[None])], track=("pos",)))[0]
 
 
 def plain_ranks(k, v, sinks, lag):

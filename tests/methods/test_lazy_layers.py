@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from store_helpers import causal_probabilities, held_positions, make_store, step_one
+from store_helpers import causal_probabilities, filled, held_positions, random_layer, step_one
 
 from kvbench.methods.dms import DMS
 from kvbench.methods.simlayerkv import SimLayerKV
@@ -11,18 +11,14 @@ from kvbench.runs.verdict import complaint
 HEADS, GROUP, LENGTH, DIM = 2, 3, 30, 8
 
 
-def store_of(policy, layers: int):
-    """A store with tracked positions; also a row."""
-    store = make_store(
-        policy, num_layers=layers, num_q_heads=HEADS * GROUP, num_kv_heads=HEADS, head_dim=DIM, track=("pos",)
-    )
-    return store, store.open_row()
+def read(policy, layers: int):
+    """A store with tracked positions that has read the prompt; also its row."""
+    return filled(policy, [prompt(layer) for layer in range(layers)], scale=0.5, track=("pos",))
 
 
 def prompt(layer: int):
     """Random queries, keys and values; layer 1 attends to the first two tokens."""
-    make = torch.Generator().manual_seed(layer)
-    q, k, v = (torch.randn(heads, LENGTH, DIM, generator=make) for heads in (HEADS * GROUP, HEADS, HEADS))
+    q, k, v = random_layer(layer, HEADS, GROUP, LENGTH, DIM)
     if layer == 1:
         q[..., 0], k[..., 0] = 6.0, 0.0
         k[:, :2, 0] = 2.0
@@ -42,11 +38,8 @@ def test_a_layer_is_lazy_by_the_share_of_its_last_queries(queries):
     assert 0.7 < shares[1] < 1 and max(shares[0], shares[2]) < 0.6
     for share in shares:
         for shift in (-1e-4, 1e-4):
-            store, row = store_of(
-                SimLayerKV(threshold=share + shift, sinks=sinks, recent=recent, queries=queries), layers=3
-            )
-            for layer in range(3):
-                store.prefill_layer(row, layer, *prompt(layer), 0.5)
+            policy = SimLayerKV(threshold=share + shift, sinks=sinks, recent=recent, queries=queries)
+            store, row = read(policy, layers=3)
             for layer, own in enumerate(shares):
                 lazy = [0, 1, *range(LENGTH - recent, LENGTH)]
                 want = lazy if own > share + shift else list(range(LENGTH))
@@ -56,17 +49,15 @@ def test_a_layer_is_lazy_by_the_share_of_its_last_queries(queries):
 @pytest.mark.parametrize(("threshold", "kept"), [(0.5, LENGTH), (0.499, 15)])
 def test_a_share_that_equals_the_threshold_is_not_lazy(threshold, kept):
     """Keys of 0 are attended to alike, so that 2 first and 13 last tokens of 30 have exactly half."""
-    store, row = store_of(SimLayerKV(threshold=threshold, sinks=2, recent=13, queries=1), layers=1)
     q, k, v = prompt(0)
-    store.prefill_layer(row, 0, q, torch.zeros_like(k), v, 0.5)
+    policy = SimLayerKV(threshold=threshold, sinks=2, recent=13, queries=1)
+    store, row = filled(policy, [(q, 0 * k, v)], scale=0.5, track=("pos",))
     assert [len(own) for own in held_positions(store, row)] == [kept] * HEADS
 
 
 def test_lazy_layers_stay_at_first_and_newest_tokens():
     """Twelve steps on, more than a turn of the window: lazy layers hold sinks and the newest, the others all."""
-    store, row = store_of(SimLayerKV(threshold=0.7, sinks=2, recent=5), layers=3)
-    for layer in range(3):
-        store.prefill_layer(row, layer, *prompt(layer), 0.5)
+    store, row = read(SimLayerKV(threshold=0.7, sinks=2, recent=5), layers=3)
     for index in range(12):
         torch.manual_seed(index)
         step_one(store, row, [(torch.randn(HEADS * GROUP, DIM), *torch.randn(2, HEADS, DIM))] * 3)
@@ -77,10 +68,10 @@ def test_lazy_layers_stay_at_first_and_newest_tokens():
 
 def test_at_a_threshold_of_one_nothing_is_lazy():
     """Even where all attention is on the first tokens and rounding makes its sum more than 1."""
-    store, row = store_of(SimLayerKV(threshold=1.0, sinks=1, recent=1), layers=1)
     k = torch.zeros(HEADS, LENGTH, DIM)
     k[:, 0] = 90.0
-    store.prefill_layer(row, 0, torch.ones(HEADS * GROUP, LENGTH, DIM), k, k, 1.0)
+    policy = SimLayerKV(threshold=1.0, sinks=1, recent=1)
+    store, row = filled(policy, [(torch.ones(HEADS * GROUP, LENGTH, DIM), k, k)], track=("pos",))
     assert held_positions(store, row) == [list(range(LENGTH))] * HEADS
 
 
@@ -102,8 +93,7 @@ def test_dms_decides_when_a_token_leaves_the_window(threshold, window):
     decides once; kept tokens stay for good."""
     steps = 9
     q, k, v = prompt(0)
-    store, row = store_of(DMS(threshold=threshold, window=window), layers=1)
-    store.prefill_layer(row, 0, q, k, v, 0.5)
+    store, row = read(DMS(threshold=threshold, window=window), layers=1)
     first = causal_probabilities(q, k, 0.5)[:, -window:].sum(1).view(HEADS, GROUP, LENGTH).amax(1)
     counted = min(window, LENGTH)
     held, received = [], []

@@ -4,17 +4,11 @@ import math
 
 import pytest
 import torch
-from store_helpers import causal_probabilities, held_positions, make_store
+from store_helpers import causal_probabilities, filled, held_positions, random_layer
 
 from kvbench.methods.pyramid_infer import PyramidInfer
 
 LAYERS, HEADS, GROUP, LENGTH, DIM = 4, 2, 2, 50, 8
-
-
-def prompt(layer: int):
-    """Random queries, keys and values of a layer."""
-    make = torch.Generator().manual_seed(layer)
-    return tuple(torch.randn(n, LENGTH, DIM, generator=make) for n in (HEADS * GROUP, HEADS, HEADS))
 
 
 @pytest.mark.parametrize(
@@ -25,12 +19,8 @@ def test_each_layer_keeps_the_best_of_the_layer_below(budget, decay, sinks, wind
     below, the mean of all heads, among those that it kept: as the original, where a layer says what the next one reads,
     so that the first two hold as many. The first layer, which nothing lies below, goes by its own."""
     policy = PyramidInfer(budget=budget, decay=decay, sinks=sinks, window=window, recent_share=0.3, distance_weight=1.5)
-    store = make_store(
-        policy, num_layers=LAYERS, num_q_heads=HEADS * GROUP, num_kv_heads=HEADS, head_dim=DIM, track=("pos",)
-    )
-    row = store.open_row()
-    for layer in range(LAYERS):
-        store.prefill_layer(row, layer, *prompt(layer), 0.6)
+    layers = [random_layer(layer, HEADS, GROUP, LENGTH, DIM) for layer in range(LAYERS)]
+    store, row = filled(policy, layers, scale=0.6, track=("pos",))
     lists = [sorted(positions) for positions in held_positions(store, row)]
     held = [lists[layer * HEADS] for layer in range(LAYERS)]
     assert all(lists[layer * HEADS + 1] == held[layer] for layer in range(LAYERS))
@@ -47,7 +37,7 @@ def test_each_layer_keeps_the_best_of_the_layer_below(budget, decay, sinks, wind
 
     free = list(range(sinks, LENGTH - window))
     for layer in range(LAYERS):
-        q, k, _ = prompt(max(0, layer - 1))
+        q, k, _ = layers[max(0, layer - 1)]
         rows = causal_probabilities(q, k, 0.6).mean(0)[-16:]
         weights = torch.linspace(1.0, 1.5, 16, dtype=torch.float64)
         worth = (rows * weights[:, None]).mean(0)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from store_helpers import causal_probabilities, held_positions, make_store, step_one
+from store_helpers import causal_probabilities, filled, held_positions, random_layer, step_one
 
 from kvbench.methods.q_hitter import QHitter
 
@@ -11,14 +11,10 @@ HEADS, GROUP, LENGTH, DIM = 2, 2, 30, 8
 
 def read(policy):
     """A store that has read a random prompt, some vectors of which are hard to quantise; also its row and prompt."""
-    make = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(n, LENGTH, DIM, generator=make) for n in (HEADS * GROUP, HEADS, HEADS))
+    q, k, v = random_layer(1, HEADS, GROUP, LENGTH, DIM)
     k[:, 3:20:4] *= 0.2
     v[:, ::5, 0] *= 9
-    store = make_store(policy, num_q_heads=HEADS * GROUP, num_kv_heads=HEADS, head_dim=DIM, track=("pos",))
-    row = store.open_row()
-    store.prefill_layer(row, 0, q, k, v, 0.5)
-    return store, row, (q, k, v)
+    return *filled(policy, [(q, k, v)], scale=0.5, track=("pos",)), (q, k, v)
 
 
 def error(vector: torch.Tensor, bits: int) -> float:
@@ -63,7 +59,12 @@ def test_evictions_while_decoding_mix_tracked_attention_with_errors():
         q, (new_k, new_v) = torch.randn(HEADS * GROUP, DIM), torch.randn(2, HEADS, DIM)
         k, v = torch.cat([k, new_k[:, None]], 1), torch.cat([v, new_v[:, None]], 1)
         step_one(store, row, [(q, new_k, new_v)], 0.5)
-    stored = stored_scores(store, row)
+    pages = store.pages
+    tier = pages.tier(0, pages.lists_of(torch.tensor([row])))
+    pos, score = (pages.field(0, name)[tier.ids].flatten(1) for name in ("pos", "score"))
+    stored = [
+        dict(zip(p[:n].tolist(), s[:n].tolist(), strict=True)) for p, s, n in zip(pos, score, tier.num_k, strict=True)
+    ]
     slots = [sorted(own) for own in stored]
     store.begin_step(torch.tensor([row]))
     attention = torch.tensor([[stored[head][p] for p in slots[head]] for head in range(HEADS)], dtype=torch.float64)
@@ -73,14 +74,3 @@ def test_evictions_while_decoding_mix_tracked_attention_with_errors():
         best = sorted(old, key=lambda i: -float(worth[head, i]))[:8]
         want = [*(slots[head][i] for i in best), LENGTH + 1, LENGTH + 2]
         assert set(want) <= set(held) and len(held) <= 11
-
-
-def stored_scores(store, row: int) -> list[dict[int, float]]:
-    """Position -> the attention that its slot tracks, per head."""
-    found = []
-    lists = store.pages.lists_of(torch.tensor([row]))
-    tier = store.pages.tier(0, lists)
-    fields = [store.pages.field(0, name)[tier.ids].flatten(1) for name in ("pos", "score")]
-    for pos, score, count in zip(*fields, tier.num_k, strict=True):
-        found.append(dict(zip(pos[:count].tolist(), score[:count].tolist(), strict=True)))
-    return found

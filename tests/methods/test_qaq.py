@@ -3,8 +3,7 @@
 import math
 
 import pytest
-import torch
-from store_helpers import causal_probabilities, held_positions, make_store
+from store_helpers import causal_probabilities, filled, held_positions, random_layer
 
 from kvbench.methods.qaq import QAQ
 from kvbench.runs.verdict import complaint, remark
@@ -14,14 +13,10 @@ HEADS, GROUP, LENGTH, DIM = 2, 2, 40, 16
 
 def read(policy, length=LENGTH):
     """A store of one layer that has read a random prompt; also its row and the prompt."""
-    make = torch.Generator().manual_seed(3)
-    q, k, v = (2 * torch.randn(n, length, DIM, generator=make) for n in (HEADS * GROUP, HEADS, HEADS))
+    q, k, v = (2 * x for x in random_layer(3, HEADS, GROUP, length, DIM))
     k[:, ::3] *= 4  # keys of different ranges
     v[:, ::4] *= 5
-    store = make_store(policy, num_q_heads=HEADS * GROUP, num_kv_heads=HEADS, head_dim=DIM, track=("pos",))
-    row = store.open_row()
-    store.prefill_layer(row, 0, q, k, v, 0.5)
-    return store, row, (q, k, v)
+    return *filled(policy, [(q, k, v)], scale=0.5, track=("pos",)), (q, k, v)
 
 
 def needed(policy, q, k, v, head):

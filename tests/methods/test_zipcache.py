@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from store_helpers import causal_probabilities, held_positions, make_store, step_one
+from store_helpers import causal_probabilities, filled, held_positions, make_store, random_layer, step_one
 
 from kvbench.methods.zipcache import ZipCache
 
@@ -10,14 +10,10 @@ HEADS, GROUP, LENGTH, DIM = 2, 2, 30, 8
 FLAT = {"tier": "native", "high": "native", "low": "native"}  # exact, so that attention can be followed by hand
 
 
-def read(policy, seed: int = 0):
+def read(policy):
     """A store of one layer that has read a random prompt; also its row and the prompt."""
-    make = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(n, LENGTH, DIM, generator=make) for n in (HEADS * GROUP, HEADS, HEADS))
-    store = make_store(policy, num_q_heads=HEADS * GROUP, num_kv_heads=HEADS, head_dim=DIM)
-    row = store.open_row()
-    store.prefill_layer(row, 0, q, k, v, 0.5)
-    return store, row, (q, k, v)
+    prompt = random_layer(0, HEADS, GROUP, LENGTH, DIM)
+    return *filled(policy, [prompt], scale=0.5), prompt
 
 
 @pytest.mark.parametrize("salient", [0.0, 0.3, 0.6, 1.0])
