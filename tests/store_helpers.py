@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.cache.store import CompressedStore
@@ -165,3 +166,11 @@ def random_layer(seed: int, heads: int, group: int, length: int, dim: int) -> tu
 def kept_of(plan) -> list[int]:
     """The positions that a plan keeps in its first layer and head."""
     return (plan.tier_of[0, 0] >= 0).nonzero()[:, 0].tolist()
+
+
+def rotated(x: torch.Tensor, positions, inv_freq: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of x [H, n, D] at positions (their first one, or all), by transformers' own function."""
+    places = positions + torch.arange(x.shape[1]) if isinstance(positions, int) else torch.tensor(positions)
+    angle = places.float()[:, None] * inv_freq
+    angle = torch.cat([angle, angle], -1)
+    return apply_rotary_pos_emb(x[None], x[None], angle.cos()[None], angle.sin()[None])[0][0]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from store_helpers import golden, make_store, plain_attention
+from store_helpers import filled, golden, make_store, plain_attention, random_layer, step_at
 
 from kvbench.methods.kivi import Kivi
 from kvbench.policy import Residual
@@ -16,21 +16,13 @@ class ShortResidual(Kivi):
         self.residual = Residual(num_tokens=4, v_flush="oldest", when="after_attention", hold_prompt=True)
 
 
-def states_of(policy, num_tokens, num_steps, seed=0):
+def states_of(policy, num_tokens, num_steps):
     """Runs a prompt and steps; returns per stage (keys quantised, in the ring, values quantised, in the ring)."""
-    torch.manual_seed(seed)
-    store = make_store(policy, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=32)
-    q, k, v = torch.randn(4, 200, 32), *torch.randn(2, 2, 200, 32)
-    row, states = store.open_row(), []
-    for layer in range(2):
-        store.prefill_layer(row, layer, q[:, :num_tokens], k[:, :num_tokens], v[:, :num_tokens], 0.25)
+    layers = [random_layer(layer, 2, 2, num_tokens + num_steps, 32) for layer in range(2)]
+    (store, row), states = filled(policy, layers, num_tokens, 0.25), []
     for step in range(num_steps + 1):
         if step:
-            at = num_tokens + step - 1
-            store.begin_step(torch.tensor([row]))
-            for layer in range(2):
-                store.attend(layer, q[None, :, at], k[None, :, at], v[None, :, at], 0.25)
-            store.end_step()
+            step_at(store, row, layers, num_tokens + step - 1, 0.25)
         ring = store.holding.ring
         fields = torch.stack([ring.num_k, ring.num_tokens - ring.num_k, ring.num_v, ring.num_tokens - ring.num_v], 1)
         assert (fields == fields[0]).all()
@@ -77,18 +69,13 @@ def oracle_cache(k, v, num_k, num_v, group, bits):
 @pytest.mark.parametrize(("num_tokens", "residual"), [(1, 8), (16, 16), (19, 8), (45, 16), (70, 32)])
 def test_attention_reads_what_kivi_would_hold(bits, num_tokens, residual):
     """Each step attends over old groups dequantised and the residual in fp16, the token that fills it included."""
-    torch.manual_seed(num_tokens)
-    store = make_store(Kivi(bits=bits, group=8, residual_tokens=residual), num_q_heads=6, num_kv_heads=2, head_dim=16)
     total = num_tokens + 40
     # Values that fp16 holds exactly, because the ring rounds to fp16 before it quantises and the oracle does not.
-    q, (k, v) = torch.randn(6, total, 16), torch.randn(2, 2, total, 16).half().float()
-    row = store.open_row()
-    store.prefill_layer(row, 0, q[:, :num_tokens], k[:, :num_tokens], v[:, :num_tokens], 0.25)
+    q, k, v = prompt = [x.half().float() for x in random_layer(num_tokens, 2, 3, total, 16)]
+    store, row = filled(Kivi(bits=bits, group=8, residual_tokens=residual), [prompt], num_tokens, 0.25)
     num_k, num_v = num_tokens - num_tokens % residual, max(0, num_tokens - residual)
     for at in range(num_tokens, total):
-        store.begin_step(torch.tensor([row]))
-        out = store.attend(0, q[None, :, at], k[None, :, at], v[None, :, at], 0.25)[0]
-        store.end_step()
+        (out,) = step_at(store, row, [prompt], at, 0.25)
         seen = oracle_cache(k[:, : at + 1], v[:, : at + 1], num_k, num_v, 8, bits)
         assert (out - plain_attention(q[:, at], *seen, 0.25)).abs().max() < 1e-4
         num_k = at + 1 if at + 1 - num_k == residual else num_k  # keys and values leave after this attention
@@ -123,28 +110,20 @@ def test_rows_at_different_states_share_a_step():
 
 def test_a_constant_channel_stays_what_it_is():
     """A group whose keys and values are all 0.5 has scale 0: it reads back as 0.5, without NaN."""
-    store = make_store(Kivi(group=8, residual_tokens=8), head_dim=16)
     q, k = torch.zeros(1, 24, 16), torch.full((1, 24, 16), 0.5)
-    row = store.open_row()
-    store.prefill_layer(row, 0, q, k, k, 0.25)
+    store, row = filled(Kivi(group=8, residual_tokens=8), [(q, k, k)])
     tiers, ring = store.holding.layer(torch.tensor([row]), 0)
     keys, values, live = store.pages.backend.gather_dense(store.pages.pool.pages, tiers, ring)
     assert live.sum() == 24
     assert (keys[live] == 0.5).all() and (values[live] == 0.5).all()
 
 
-@pytest.mark.parametrize(("bits", "group"), [(2, 16), (2, 32), (2, 64), (4, 16), (4, 32)])
-def test_quantised_tokens_cost_the_golden_bytes(bits, group):
-    """Codes and metadata of a quantised token are those of the golden table; the residual is billed in fp16."""
-    store = make_store(Kivi(bits=bits, group=group, residual_tokens=64), head_dim=64)
-    row = store.open_row()
-    store.prefill_layer(row, 0, *torch.randn(3, 1, 192, 64), 0.125)
-    items, ring = store.ledger.itemise(row), store.holding.ring
-    num_k, num_v = int(ring.num_k[0]), int(ring.num_v[0])
-    assert (num_k, num_v) == (192, 128)
-    side = golden("bytes64")[f"kivi{bits}_g{group}"] / 2  # keys and values cost the same
-    assert items["payload_bytes"] + items["quant_meta_bytes"] == side * (num_k + num_v)
-    assert items["residual_bytes"] == 64 * 64 * 2
+def test_the_residual_is_billed_in_16_bits():
+    """Of 192 tokens and a residual of 64 all keys are quantised, and the newest 64 values are not."""
+    store, row = filled(Kivi(bits=2, group=16, residual_tokens=64), [random_layer(0, 1, 1, 192, 64)])
+    ring = store.holding.ring
+    assert (int(ring.num_k[0]), int(ring.num_v[0])) == (192, 128)
+    assert store.ledger.itemise(row)["residual_bytes"] == 64 * 64 * 2
 
 
 def test_a_group_that_does_not_divide_the_head_is_refused():

@@ -5,7 +5,17 @@ import math
 import pytest
 import torch
 from oracles.slow_kv_compress import evictions, step_metrics, surplus_blocks
-from store_helpers import golden, held_positions, held_scores, make_store
+from store_helpers import (
+    filled,
+    golden,
+    held_positions,
+    held_scores,
+    make_store,
+    random_layer,
+    read_random,
+    step_at,
+    step_one,
+)
 
 from kvbench.kernels.operands import HeadScores
 from kvbench.kernels.reference.prompts import reduce_scores
@@ -17,27 +27,29 @@ METRICS = [[5.0, 1.0, 4.0, 2.0, 9.0], [3.0, 6.0]]
 
 
 def padded(metrics):
-    """Metrics as the planner gets them: +inf past a list's end."""
+    """Metrics as the planner gets them, +inf past a list's end, and the lists' lengths."""
     cost = torch.full((len(metrics), 5), math.inf)
     for row, values in enumerate(metrics):
         cost[row, : len(values)] = torch.tensor(values)
     return cost, torch.tensor([len(values) for values in metrics])
 
 
-@pytest.mark.parametrize("case", ["E1", "E2", "E3"])
-def test_golden_blocks(case):
+def evicted(metrics, surplus: int) -> list[list[int]]:
+    """The slots of each list that go when blocks of two become free."""
+    return [row.nonzero()[:, 0].tolist() for row in ~keep_blocks(*padded(metrics), 2, surplus)]
+
+
+def test_golden_blocks():
     """The cheapest blocks over both heads go first, and with them the golden slots."""
-    evict = ~keep_blocks(*padded(METRICS), 2, int(case[1]))
-    assert [row.nonzero()[:, 0].tolist() for row in evict] == golden("kvc")[case]["evicted"]
+    for case in ("E1", "E2", "E3"):
+        assert evicted(METRICS, int(case[1])) == golden("kvc")[case]["evicted"]
 
 
 def test_golden_protected_slots():
     """Protected slots cannot go; asking for more blocks than are free frees what can be freed."""
-    cost, held = padded([[5.0, 1.0, 4.0, math.inf, math.inf], METRICS[1]])
-    evict = ~keep_blocks(cost, held, 2, 2)
-    assert [row.nonzero()[:, 0].tolist() for row in evict] == golden("kvc")["protect2"]["evicted"]
-    everything = ~keep_blocks(cost, held, 2, 4)
-    assert [row.nonzero()[:, 0].tolist() for row in everything] == [[0, 1, 2], [0, 1]]  # three blocks, not four
+    lists = [[5.0, 1.0, 4.0, math.inf, math.inf], METRICS[1]]
+    assert evicted(lists, 2) == golden("kvc")["protect2"]["evicted"]
+    assert evicted(lists, 4) == [[0, 1, 2], [0, 1]]  # three blocks, not four
 
 
 @pytest.mark.parametrize("case", ["pool_then_sum", "sum_then_pool"])
@@ -52,17 +64,11 @@ def test_golden_pool_order(case):
 
 
 def run_store(policy, prompt: int, steps: int):
-    """A store of two layers and heads after a prompt and some steps."""
-    torch.manual_seed(3)
-    store = make_store(policy, num_layers=2, num_q_heads=2, num_kv_heads=2, head_dim=16, track=("pos",))
-    row = store.open_row()
-    for layer in range(2):
-        store.prefill_layer(row, layer, 3 * torch.randn(2, prompt, 16), *torch.randn(2, 2, prompt, 16), 0.25)
-    for _ in range(steps):
-        store.begin_step(torch.tensor([row]))
-        for layer in range(2):
-            store.attend(layer, torch.randn(1, 2, 16), *torch.randn(2, 1, 2, 16), 0.25)
-        store.end_step()
+    """A store of two layers and heads after a prompt and some steps; also its row."""
+    layers = [random_layer(3 + layer, 2, 1, 300, 16) for layer in range(2)]
+    store, row = filled(policy, [(3 * q, k, v) for q, k, v in layers], prompt, 0.25, track=("pos",))
+    for at in range(prompt, prompt + steps):
+        step_at(store, row, layers, at, 0.25)
     return store, row
 
 
@@ -99,32 +105,18 @@ def test_continual_eviction_is_the_official_rule(variant, block, budget):
     settings, protected, buffer = VARIANTS[variant]
     policy = KVCompress(continual=True, budget=budget, block=block, tier="native", **settings)
     prompt, (layers, heads, group, dim), scale = 200, (2, 2, 2, 16), 0.5
-    limit = {50: 50, 0.25: 50}[budget]
-    torch.manual_seed(block)
-    store = make_store(
-        policy,
-        num_layers=layers,
-        num_q_heads=heads * group,
-        num_kv_heads=heads,
-        head_dim=dim,
-        track=("pos",),
-        max_tokens=400,
-    )
-    row = store.open_row()
-    keys = torch.zeros(layers, heads, prompt + 300, dim)
-    for layer in range(layers):
-        keys[layer, :, :prompt] = torch.randn(heads, prompt, dim)
-        q = torch.randn(heads * group, prompt, dim)
-        store.prefill_layer(row, layer, q, keys[layer, :, :prompt], torch.randn(heads, prompt, dim), scale)
+    limit = 50  # which is a quarter of the prompt, too
+    tensors = [random_layer(block + layer, heads, group, prompt + 300, dim) for layer in range(layers)]
+    store, row = filled(policy, tensors, prompt, scale, track=("pos",), max_tokens=400)
     metrics = [dict(scores) for scores in held_scores(store, row)]
-    evicted = 0
+    total = 0
     for seen in range(prompt, prompt + 300):
         before = held_scores(store, row)
         for stored, exact in zip(before, metrics, strict=True):
             assert all(math.isclose(x, exact[pos], rel_tol=1e-5, abs_tol=1e-6) for pos, x in stored.items())
         lists = [list(scores.items()) for scores in before]
         gone = evictions(lists, seen + 1, limit=limit, block=block, protected=protected)
-        evicted += sum(map(len, gone))
+        total += sum(map(len, gone))
         store.begin_step(torch.tensor([row]))
         held = held_positions(store, row)
         assert [set(positions) for positions in held] == [
@@ -132,19 +124,17 @@ def test_continual_eviction_is_the_official_rule(variant, block, budget):
         ]
         counts = [len(positions) - 1 for positions in held]
         assert surplus_blocks(counts, limit, block) == 0
-        for layer in range(layers):
-            q = torch.randn(heads * group, dim)
-            keys[layer, :, seen] = torch.randn(heads, dim)
-            store.attend(layer, q[None], keys[None, layer, :, seen], torch.randn(1, heads, dim), scale)
+        for layer, (q, k, v) in enumerate(tensors):
+            store.attend(layer, q[None, :, seen], k[None, :, seen], v[None, :, seen], scale)
             for head in range(heads):
                 where = held[layer * heads + head]
-                own = q[head * group : (head + 1) * group]
-                gain = step_metrics(own, keys[layer, head, where], where, scale, last=seen, buffer=buffer, power=2)
+                own = q[head * group : (head + 1) * group, seen]
+                gain = step_metrics(own, k[head, where], where, scale, last=seen, buffer=buffer, power=2)
                 exact = metrics[layer * heads + head]
                 for pos, x in zip(where, gain, strict=True):
                     exact[pos] = exact.get(pos, 0.0) + x
         store.end_step()
-    assert evicted > 250 * layers * heads  # about a token per list and step
+    assert total > 250 * layers * heads  # about a token per list and step
 
 
 def test_nothing_is_planned_while_the_budget_has_room():
@@ -167,16 +157,11 @@ def test_nothing_is_planned_while_the_budget_has_room():
 def test_a_sequence_is_ranked_alone():
     """Two sequences of unequal surplus in one batch lose what each of them loses alone."""
     policy = KVCompress(budget=32, block=4, continual=True)
-    torch.manual_seed(0)
-    data = [[torch.randn(3, 2, n, 16) for _ in range(2)] for n in (40, 90)]
-    steps = [torch.randn(3, 2, 2, 2, 16) for _ in range(40)]  # q, k, v; layer; sequence
+    steps = torch.randn(40, 3, 2, 2, 2, 16, generator=torch.Generator().manual_seed(0))  # q, k, v; layer; sequence
 
     def run(chosen):
         store = make_store(policy, num_layers=2, num_q_heads=2, num_kv_heads=2, head_dim=16, rows=2, track=("pos",))
-        rows = [store.open_row() for _ in chosen]
-        for row, which in zip(rows, chosen, strict=True):
-            for layer in range(2):
-                store.prefill_layer(row, layer, *data[which][layer], 0.25)
+        rows = [read_random(store, (40, 90)[which], torch.Generator().manual_seed(which)) for which in chosen]
         for step in steps:
             store.begin_step(torch.tensor(rows))
             for layer in range(2):
@@ -204,14 +189,9 @@ def test_the_floor_is_kept(variant, steps):
 def test_near_queries_do_not_count_in_decode():
     """In the full variant a step adds nothing to the keys within `skip_near` of it, the new one included."""
     policy = KVCompress(variant="full", skip_near=4, continual=True, budget=1000)
-    store = make_store(policy, track=("pos",))
-    row = store.open_row()
-    store.prefill_layer(row, 0, torch.randn(1, 12, 8), *torch.randn(2, 1, 12, 8), 1.0)
-    before = held_scores(store, row)[0]
-    store.begin_step(torch.tensor([row]))
-    store.attend(
-        0, torch.zeros(1, 1, 8), *torch.zeros(2, 1, 1, 8), 1.0
-    )  # a zero query spreads evenly: 1/13 squared each
+    store, row = filled(policy, [random_layer(0, 1, 1, 12, 8)], track=("pos",))
+    before, nothing = held_scores(store, row)[0], torch.zeros(1, 8)
+    step_one(store, row, [(nothing, nothing, nothing)])  # a zero query spreads evenly: 1/13 squared each
     after = held_scores(store, row)[0]
     grown = {pos: after[pos] - before.get(pos, 0.0) for pos in after}
     assert grown == pytest.approx({pos: (1 / 13) ** 2 if pos <= 8 else 0.0 for pos in range(13)}, abs=1e-6)

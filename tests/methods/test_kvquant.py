@@ -1,13 +1,14 @@
 """KVQuant's codes, outliers and sinks: what lies in the pages, what attention sees of it, and what is billed."""
 
+from functools import partial
 from math import ceil
 
 import numpy as np
 import pytest
+import store_helpers
 import torch
 from engine_helpers import kvquant_books
 from store_helpers import plain_attention
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.cache.ranks import ALONE, Ranks
@@ -22,11 +23,7 @@ BOOKS = kvquant_books(HEADS, DIM, LAYERS)
 CASES = [(2, 0, 0), (3, 1, 1), (4, 3, 2)]  # bits, sinks, outliers
 
 
-def rotated(x: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """Rotary embedding of x [H, n, D] at positions first, first + 1, ..., by transformers' own function."""
-    angle = (first + torch.arange(x.shape[1])).float()[:, None] * INV_FREQ
-    angle = torch.cat([angle, angle], -1)
-    return apply_rotary_pos_emb(x[None], x[None], angle.cos()[None], angle.sin()[None])[0][0]
+rotated = partial(store_helpers.rotated, positions=0, inv_freq=INV_FREQ)
 
 
 def inputs(num_tokens: int) -> tuple[torch.Tensor, ...]:
@@ -78,7 +75,7 @@ def step(store: CompressedStore, row: int, at: int, q, k, v) -> torch.Tensor:
     store.begin_step(torch.tensor([row]))
     out = []
     for layer in range(LAYERS):
-        own_q, own_k = (rotated(x[layer, :, at : at + 1], at)[None, :, 0] for x in (q, k))
+        own_q, own_k = (rotated(x[layer])[None, :, at] for x in (q, k))
         out.append(store.attend(layer, own_q, own_k, v[None, layer, :, at], SCALE)[0])
     store.end_step()
     return torch.stack(out)

@@ -1,11 +1,12 @@
 """Keys stored before the rotary embedding: what lies in the pages, and what attention sees of it."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
+import store_helpers
 import torch
-from store_helpers import make_store, plain_attention
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from store_helpers import filled, make_store, plain_attention, random_layer, step_at
 
 from kvbench.methods.kvquant_style import KVQuantStyle
 from kvbench.policy import Policy, Tier
@@ -14,35 +15,22 @@ DIM = 16
 INV_FREQ = 1.0 / 100.0 ** (torch.arange(0, DIM, 2) / DIM)
 
 
-def rotated(x: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """Rotary embedding of x [H, n, D] at positions first, first + 1, ..., by transformers' own function."""
-    angle = (first + torch.arange(x.shape[1])).float()[:, None] * INV_FREQ
-    angle = torch.cat([angle, angle], -1)
-    return apply_rotary_pos_emb(x[None], x[None], angle.cos()[None], angle.sin()[None])[0][0]
+rotated = partial(store_helpers.rotated, inv_freq=INV_FREQ)
 
 
 def inputs(num_tokens: int):
     """Queries of four heads, keys and values of two, before any rotation."""
-    torch.manual_seed(num_tokens)
-    return torch.randn(4, num_tokens, DIM), *torch.randn(2, 2, num_tokens, DIM)
+    return random_layer(num_tokens, 2, 2, num_tokens, DIM)
 
 
-def filled(policy, num_tokens: int, raw_q, raw_k, v):
-    """A store that has read a prompt, keys rotated to their positions as a model gives them."""
-    store = make_store(policy, num_q_heads=4, num_kv_heads=2, head_dim=DIM, inv_freq=INV_FREQ)
-    row = store.open_row()
-    q, k = rotated(raw_q[:, :num_tokens]), rotated(raw_k[:, :num_tokens])
-    store.prefill_layer(row, 0, q, k, v[:, :num_tokens], 0.25)
-    return store, row
+def read(policy, num_tokens: int, raw_q, raw_k, v):
+    """A store that has read a prompt, keys rotated to their positions as a model gives them; also its row."""
+    return filled(policy, [(rotated(raw_q, 0), rotated(raw_k, 0), v)], num_tokens, 0.25, inv_freq=INV_FREQ)
 
 
 def step(store, row, position: int, raw_q, raw_k, v) -> torch.Tensor:
     """Feeds the token at `position`; returns the attention output [Hq, D]."""
-    q, k = (rotated(x[:, position : position + 1], position)[:, 0] for x in (raw_q, raw_k))
-    store.begin_step(torch.tensor([row]))
-    out = store.attend(0, q[None], k[None], v[None, :, position], 0.25)[0]
-    store.end_step()
-    return out
+    return step_at(store, row, [(rotated(raw_q, 0), rotated(raw_k, 0), v)], position, 0.25)[0]
 
 
 def in_pages(store, row) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,30 +61,35 @@ class Plain(Policy):
 def test_attention_sees_true_positions(policy, num_tokens):
     """Unquantised, every step equals plain attention on keys rotated by transformers, through buffer and pages."""
     raw_q, raw_k, v = inputs(num_tokens + 20)
-    store, row = filled(policy, num_tokens, raw_q, raw_k, v)
-    q, k = rotated(raw_q), rotated(raw_k)
+    store, row = read(policy, num_tokens, raw_q, raw_k, v)
+    q, k = rotated(raw_q, 0), rotated(raw_k, 0)
     for position in range(num_tokens, num_tokens + 20):
         out = step(store, row, position, raw_q, raw_k, v)
         want = plain_attention(q[:, position], k[:, : position + 1], v[:, : position + 1], 0.25)
         assert (out - want).abs().max() < 2e-5
 
 
-def test_a_segment_is_appended_before_its_rotation():
-    """Without a buffer a later segment comes at once: it attends to rotated history, and its keys lie unrotated."""
-    raw_q, raw_k, v = inputs(30)
-    store, row = filled(Plain(), 17, raw_q, raw_k, v)
-    q, k = rotated(raw_q), rotated(raw_k)
-    out = store.append_chunk(row, 0, q[:, 17:29], k[:, 17:29], v[:, 17:29], 0.25)
-    want = torch.stack([plain_attention(q[:, i], k[:, : i + 1], v[:, : i + 1], 0.25) for i in range(17, 29)], dim=1)
-    assert (out - want).abs().max() < 2e-5
-    assert (in_pages(store, row)[0] - raw_k[:, :29]).abs().max() < 1e-5
+@pytest.mark.parametrize("chunk", [1, 6, 12])
+def test_a_later_segment_sees_true_positions(chunk):
+    """Without a buffer a segment behind a prompt comes at once: it and the step after it equal plain attention on keys
+    rotated by transformers, and its keys lie unrotated."""
+    last = 11 + chunk
+    raw_q, raw_k, v = inputs(last + 1)
+    store, row = read(Plain(), 11, raw_q, raw_k, v)
+    q, k = rotated(raw_q, 0), rotated(raw_k, 0)
+    out = store.append_chunk(row, 0, *(x[:, 11:last] for x in (q, k, v)), 0.25)
+    assert store.takes_chunks and not make_store(KVQuantStyle(group=8), inv_freq=INV_FREQ, head_dim=DIM).takes_chunks
+    assert (in_pages(store, row)[0] - raw_k[:, :last]).abs().max() < 1e-5
+    want = [plain_attention(q[:, i], k[:, : i + 1], v[:, : i + 1], 0.25) for i in range(11, last + 1)]
+    out = torch.cat([out, step(store, row, last, raw_q, raw_k, v)[:, None]], 1)
+    assert (out - torch.stack(want, 1)).abs().max() < 2e-5
 
 
 def test_pages_hold_raw_keys_quantised_per_channel():
     """21 prompt tokens in groups of 8: 16 lie in pages as round((k - min) / scale) of the raw channel over 8 tokens,
     five wait; with the third step the next group follows from the buffer."""
     raw_q, raw_k, v = inputs(40)
-    store, row = filled(KVQuantStyle(bits=4, group=8), 21, raw_q, raw_k, v)
+    store, row = read(KVQuantStyle(bits=4, group=8), 21, raw_q, raw_k, v)
 
     def by_hand(x):
         """4-bit codes per channel over groups of 8 tokens, scale and zero in fp16."""
@@ -124,27 +117,10 @@ def test_rotation_spoils_channels_that_are_far_from_zero():
     raw_k = 0.05 * raw_k + 4 * torch.randn(2, 1, DIM)
     errors = {}
     for pre_rope in (True, False):
-        store, row = filled(KVQuantStyle(bits=2, group=32, pre_rope=pre_rope), 64, raw_q, raw_k, v)
+        store, row = read(KVQuantStyle(bits=2, group=32, pre_rope=pre_rope), 64, raw_q, raw_k, v)
         keys, _ = in_pages(store, row)
-        errors[pre_rope] = float(((rotated(keys) if pre_rope else keys) - rotated(raw_k)).pow(2).mean().sqrt())
+        errors[pre_rope] = float(((rotated(keys, 0) if pre_rope else keys) - rotated(raw_k, 0)).pow(2).mean().sqrt())
     assert errors[True] < 0.1 * errors[False]
-
-
-@pytest.mark.parametrize("chunk", [1, 6])
-def test_a_later_segment_sees_true_positions(chunk):
-    """A chunk behind a prompt, and the step after it, equal plain attention on keys rotated by transformers."""
-    raw_q, raw_k, v = inputs(11 + chunk + 1)
-    store, row = filled(Plain(), 11, raw_q, raw_k, v)
-    q, k = rotated(raw_q), rotated(raw_k)
-    new = slice(11, 11 + chunk)
-    out = store.append_chunk(row, 0, q[:, new], k[:, new], v[:, new], 0.25)
-    assert store.takes_chunks and not make_store(KVQuantStyle(group=8), inv_freq=INV_FREQ, head_dim=DIM).takes_chunks
-    for position in range(11, 11 + chunk):
-        want = plain_attention(q[:, position], k[:, : position + 1], v[:, : position + 1], 0.25)
-        assert (out[:, position - 11] - want).abs().max() < 1e-5
-    last = 11 + chunk
-    want = plain_attention(q[:, last], k, v, 0.25)
-    assert (step(store, row, last, raw_q, raw_k, v) - want).abs().max() < 1e-5
 
 
 def test_models_that_cannot_rotate_are_refused():

@@ -1,47 +1,35 @@
 """StreamingLLM: what stays, where it lies, and the rotary positions it is seen at."""
 
+from functools import partial
+
 import pytest
+import store_helpers
 import torch
-from store_helpers import held_positions, make_store, plain_attention
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from store_helpers import filled, held_positions, make_store, plain_attention, random_layer, step_at
 
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.runs.verdict import complaint
 
 DIM = 16
 INV_FREQ = 1.0 / 100.0 ** (torch.arange(0, DIM, 2) / DIM)
-
-
-def rotated(x: torch.Tensor, positions: list[int]) -> torch.Tensor:
-    """Rotary embedding of x [H, n, D] at the given positions, by transformers' own function."""
-    angle = torch.tensor(positions).float()[:, None] * INV_FREQ
-    angle = torch.cat([angle, angle], -1)
-    return apply_rotary_pos_emb(x[None], x[None], angle.cos()[None], angle.sin()[None])[0][0]
+rotated = partial(store_helpers.rotated, inv_freq=INV_FREQ)
 
 
 def filled_store(policy, num_tokens, raw_q, raw_k, v):
     """A store that has read a prompt of `num_tokens`, keys rotated to their true positions as a model does."""
-    store = make_store(policy, num_q_heads=4, num_kv_heads=2, head_dim=DIM, inv_freq=INV_FREQ, track=("pos",))
-    row = store.open_row()
-    prompt = list(range(num_tokens))
-    q, k = rotated(raw_q[:, :num_tokens], prompt), rotated(raw_k[:, :num_tokens], prompt)
-    store.prefill_layer(row, 0, q, k, v[:, :num_tokens], 0.25)
-    return store, row
+    return filled(
+        policy, [(rotated(raw_q, 0), rotated(raw_k, 0), v)], num_tokens, 0.25, inv_freq=INV_FREQ, track=("pos",)
+    )
 
 
 def inputs(num_tokens, seed=0):
-    """Keys and values of two heads and queries of four, before any rotation."""
-    torch.manual_seed(seed)
-    return torch.randn(4, num_tokens, DIM), *torch.randn(2, 2, num_tokens, DIM)
+    """Queries of four heads, keys and values of two, before any rotation."""
+    return random_layer(seed, 2, 2, num_tokens, DIM)
 
 
 def step(store, row, position, raw_q, raw_k, v):
     """Feeds the token at `position`; returns the attention output [Hq, D]."""
-    q, k = (rotated(x[:, position : position + 1], [position])[:, 0] for x in (raw_q, raw_k))
-    store.begin_step(torch.tensor([row]))
-    out = store.attend(0, q[None], k[None], v[None, :, position], 0.25)[0]
-    store.end_step()
-    return out
+    return step_at(store, row, [(rotated(raw_q, 0), rotated(raw_k, 0), v)], position, 0.25)[0]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +79,7 @@ def test_cache_relative_attention_sees_indices_in_the_cache(num_tokens, sinks, b
         out = step(store, row, position, raw_q, raw_k, v)
         assert [sorted(x) for x in held_positions(store, row)] == [held] * 2
         index = list(range(len(held)))
-        query = rotated(raw_q[:, position : position + 1], [index[-1]])[:, 0]
+        query = rotated(raw_q[:, position : position + 1], index[-1])[:, 0]
         want = plain_attention(query, rotated(raw_k[:, held], index), v[:, held], 0.25)
         assert (out - want).abs().max() < 2e-5
 
@@ -102,37 +90,26 @@ def test_absolute_attention_sees_true_positions():
     policy = StreamingLLM(sinks=4, budget=8, tier="native", position_mode="absolute")
     store, row = filled_store(policy, 12, raw_q, raw_k, v)
     out, held = step(store, row, 12, raw_q, raw_k, v), [0, 1, 2, 3, 9, 10, 11, 12]
-    want = plain_attention(rotated(raw_q[:, 12:13], [12])[:, 0], rotated(raw_k[:, held], held), v[:, held], 0.25)
+    want = plain_attention(rotated(raw_q, 0)[:, 12], rotated(raw_k[:, held], held), v[:, held], 0.25)
     assert (out - want).abs().max() < 1e-5
 
 
 def test_rows_of_different_age_share_a_step():
     """A row that overwrites and a row that still grows are decoded together as they are apart."""
     raw_q, raw_k, v = inputs(40)
-    outs = {}
-    for together in (True, False):
-        store = make_store(
-            StreamingLLM(sinks=2, budget=10), num_q_heads=4, num_kv_heads=2, head_dim=DIM, rows=2, inv_freq=INV_FREQ
-        )
-        rows, lengths = [], [25, 4]
-        for length in lengths:
-            rows.append(store.open_row())
-            q, k = (rotated(x[:, :length], list(range(length))) for x in (raw_q, raw_k))
-            store.prefill_layer(rows[-1], 0, q, k, v[:, :length], 0.25)
-        outs[together] = []
+    tensors, lengths, outs = (rotated(raw_q, 0), rotated(raw_k, 0), v), [25, 4], []
+    for groups in ([[0, 1]], [[0], [1]]):
+        store, first = filled(StreamingLLM(sinks=2, budget=10), [tensors], 25, 0.25, rows=2, inv_freq=INV_FREQ)
+        rows = [first, store.open_row()]
+        store.prefill_layer(rows[1], 0, *(x[:, :4] for x in tensors), 0.25)
+        outs.append([])
         for number in range(12):
-            groups = [[0, 1]] if together else [[0], [1]]
-            out = {}
             for group in groups:
-                at = [lengths[i] + number for i in group]
-                q = torch.stack([rotated(raw_q[:, p : p + 1], [p])[:, 0] for p in at])
-                k = torch.stack([rotated(raw_k[:, p : p + 1], [p])[:, 0] for p in at])
+                at = torch.tensor([lengths[i] + number for i in group])
                 store.begin_step(torch.tensor([rows[i] for i in group]))
-                result = store.attend(0, q, k, torch.stack([v[:, p] for p in at]), 0.25)
+                outs[-1].append(store.attend(0, *(x[:, at].transpose(0, 1) for x in tensors), 0.25))
                 store.end_step()
-                out |= dict(zip(group, result, strict=True))
-            outs[together].append(torch.stack([out[0], out[1]]))
-    assert torch.allclose(torch.stack(outs[True]), torch.stack(outs[False]), atol=1e-6)
+    assert torch.allclose(*map(torch.cat, outs), atol=1e-6)
 
 
 @pytest.mark.parametrize(
