@@ -6,7 +6,6 @@ from store_helpers import prefill_view
 
 from kvbench.methods.headkv import HeadKV
 from kvbench.methods.snapkv import SnapKV
-from kvbench.policy import PrefillView
 
 TABLE = [[0.5, 0.1], [0.02, 0.2], [0.13, 0.05]]
 
@@ -23,14 +22,7 @@ def test_heads_get_the_paper_s_budgets_and_snapkv_s_tokens(beta):
     total = sum(map(sum, TABLE))
     counts = []
     for layer in range(3):
-        view = PrefillView(
-            num_tokens=length,
-            num_layers=3,
-            num_kv_heads=2,
-            layers=torch.tensor([layer]),
-            score=score[layer : layer + 1],
-            token_bytes=(1.0,),
-        )
+        view = prefill_view(score[layer], length, 2, layers=[layer], num_layers=3)
         keep = policy.plan_prefill(view).tier_of[0] >= 0
         for head in range(2):
             exact = base - base / beta + pool * TABLE[layer][head] / total

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from store_helpers import held_positions, held_scores, make_store, plain_attention
+from store_helpers import filled, held_positions, held_scores, plain_attention, random_layer, step_at, step_one
 
 from kvbench.kernels.reference.attention import rotate
 from kvbench.methods.knorm import KeyNorm
@@ -16,18 +16,13 @@ def keys_of_norm(norms: list[float]) -> torch.Tensor:
     return torch.eye(DIM)[torch.randint(DIM, (len(norms),))] * torch.tensor(norms)[:, None]
 
 
-def after_prompt(policy, norms: list[list[list[float]]], **settings):
+def after_prompt(policy, norms: list[list[list[float]]]):
     """A store that has read a prompt whose keys have norms[layer][head][token]; queries are huge and random."""
-    torch.manual_seed(0)
-    heads, length = len(norms[0]), len(norms[0][0])
-    store = make_store(
-        policy, num_layers=len(norms), num_q_heads=heads, num_kv_heads=heads, head_dim=DIM, track=("pos",), **settings
-    )
-    row = store.open_row()
+    layers = []
     for layer, own in enumerate(norms):
-        k = torch.stack([keys_of_norm(n) for n in own])
-        store.prefill_layer(row, layer, 50 * torch.randn(heads, length, DIM), k, torch.randn(heads, length, DIM), 0.25)
-    return store, row
+        q, _, v = random_layer(layer, len(own), 1, len(own[0]), DIM)
+        layers.append((50 * q, torch.stack([keys_of_norm(n) for n in own]), v))
+    return filled(policy, layers, scale=0.25, track=("pos",))
 
 
 def test_the_smallest_norms_stay_in_every_head():
@@ -72,10 +67,7 @@ def test_scores_are_kept_for_decoding_and_billed():
     assert held_scores(store, row)[0] == pytest.approx({1: -1.0, 3: -1.5, 5: -0.5}, abs=1e-5)
     assert store.ledger.itemise(row)["track_bytes"] == 3 * 8
     for position, norm in ((6, 0.7), (7, 9.0)):
-        store.begin_step(torch.tensor([row]))
-        q, k, v = torch.randn(1, 1, DIM), keys_of_norm([norm])[None], torch.randn(1, 1, DIM)
-        store.attend(0, q, k, v, 0.25)
-        store.end_step()
+        step_one(store, row, [(torch.randn(1, DIM), keys_of_norm([norm]), torch.randn(1, DIM))], 0.25)
         assert held_scores(store, row)[0][position] == pytest.approx(-norm, abs=1e-5)
     assert held_positions(store, row) == [[1, 3, 5, 6, 7]]
     store.begin_step(torch.tensor([row]))
@@ -92,14 +84,10 @@ def test_an_appended_segment_brings_its_norms():
 
 def test_attention_after_the_prompt_sees_exactly_what_stayed():
     """A step's output is plain attention over the kept tokens and the new one."""
-    torch.manual_seed(1)
-    store = make_store(KeyNorm(budget=10, tier="native"), num_q_heads=4, num_kv_heads=2, head_dim=DIM, track=("pos",))
-    row = store.open_row()
-    q, k, v = torch.randn(4, 31, DIM), *torch.randn(2, 2, 31, DIM)
-    store.prefill_layer(row, 0, q[:, :30], k[:, :30], v[:, :30], 0.25)
+    q, k, v = prompt = random_layer(1, 2, 2, 31, DIM)
+    store, row = filled(KeyNorm(budget=10, tier="native"), [prompt], 30, 0.25, track=("pos",))
     held = held_positions(store, row)
     assert held == [sorted(h[:30].norm(dim=-1).argsort()[:10].tolist()) for h in k]
-    store.begin_step(torch.tensor([row]))
-    out = store.attend(0, q[None, :, 30], k[None, :, 30], v[None, :, 30], 0.25)[0]
+    (out,) = step_at(store, row, [prompt], 30, 0.25)
     index = torch.tensor([[*h, 30] for h in held])[..., None].expand(-1, -1, DIM)
     assert (out - plain_attention(q[:, 30], k.gather(1, index), v.gather(1, index), 0.25)).abs().max() < 1e-5

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from conformance_helpers import policy_of
+from store_helpers import prefill_view
 
 from kvbench.methods.kv_compress import KVCompress
-from kvbench.policy import PrefillView, Scored, ScoreSpec
+from kvbench.policy import Scored, ScoreSpec
 
 LAYERS, LENGTH = 4, 61
 SAME = [
@@ -26,15 +27,7 @@ def kept(policy, heads: int, seed: int = 0) -> torch.Tensor:
     layers = torch.arange(LAYERS)
     plans = [
         policy.plan_prefill(
-            PrefillView(
-                num_tokens=LENGTH,
-                num_layers=LAYERS,
-                num_kv_heads=heads,
-                layers=own,
-                score=score[own],
-                token_bytes=(1.0,),
-                extra={"norm": norm[own]},
-            )
+            prefill_view(score[own], LENGTH, heads, layers=own, num_layers=LAYERS, extra={"norm": norm[own]})
         ).tier_of
         for own in (layers[None] if policy.scope == "model" else layers[:, None])
     ]

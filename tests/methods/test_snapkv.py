@@ -2,19 +2,22 @@
 
 import pytest
 import torch
-from store_helpers import causal_probabilities, golden, held_positions, make_store, prefill_view
+from store_helpers import (
+    causal_probabilities,
+    filled,
+    golden,
+    held_positions,
+    kept_of,
+    prefill_view,
+    random_layer,
+    step_at,
+)
 
 from kvbench.kernels.operands import HeadScores
 from kvbench.kernels.reference.prompts import reduce_scores
 from kvbench.methods.lagkv import LagKV
 from kvbench.methods.snapkv import SnapKV
-from kvbench.policy import PrefillPlan
 from kvbench.runs.verdict import complaint
-
-
-def kept_of(plan: PrefillPlan) -> list[int]:
-    """Positions that a plan for one layer and head keeps."""
-    return (plan.tier_of[0, 0] >= 0).nonzero()[:, 0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -27,21 +30,9 @@ def test_golden_pool_and_ties(pool, pooled, keep, num_kept):
     case = golden("snapkv_pool")
     policy = SnapKV(budget=num_kept + 2, window=2, pool=pool, pool_kernel=3 if pool != "none" else 1)
     spec = policy.score
-    columns = torch.tensor(
-        [[*case["s"], 7.0, 7.0]]
-    )  # the window's own scores must neither count nor leak into the pool
-    score = reduce_scores(
-        columns,
-        1,
-        spec.prefill_queries,
-        HeadScores(
-            pool=spec.pool,
-            pool_kernel=spec.pool_kernel,
-            pool_stage=spec.pool_stage,
-            pool_region=spec.pool_region,
-            group=spec.group_reduce,
-        ),
-    )
+    columns = torch.tensor([[*case["s"], 7.0, 7.0]])  # the window's own must neither count nor leak into the pool
+    how = {name: getattr(spec, name) for name in ("pool", "pool_kernel", "pool_stage", "pool_region")}
+    score = reduce_scores(columns, 1, spec.prefill_queries, HeadScores(**how, group=spec.group_reduce))
     assert score[0, :6].tolist() == pytest.approx(case[pooled], abs=1e-6)
     assert kept_of(policy.plan_prefill(prefill_view(score, 8))) == [*case[keep], 6, 7]
 
@@ -73,24 +64,20 @@ def oracle_kept(q, k, scale, budget, window, pool, kernel) -> list[list[int]]:
 
 @pytest.mark.parametrize("pool", ["max", "avg"])
 @pytest.mark.parametrize("num_tokens", [1, 9, 50, 101, 157])
-@pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(3, 1), (2, 2), (14, 2)])
-def test_kept_tokens_equal_the_oracle(pool, num_tokens, num_q_heads, num_kv_heads):
+@pytest.mark.parametrize(("heads", "group"), [(1, 3), (2, 1), (2, 7)])
+def test_kept_tokens_equal_the_oracle(pool, num_tokens, heads, group):
     """For odd lengths, groups and both pools, the pages hold what a loop over the attention matrix keeps."""
-    torch.manual_seed(num_tokens)
-    q, k = 2 * torch.randn(num_q_heads, num_tokens, 8), torch.randn(num_kv_heads, num_tokens, 8)
+    q, k, v = random_layer(num_tokens, heads, group, num_tokens, 8)
     policy = SnapKV(budget=24, window=10, pool=pool, pool_kernel=5)
-    store = make_store(policy, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, track=("pos",))
-    row = store.open_row()
-    store.prefill_layer(row, 0, q, k, torch.randn_like(k), 0.5)
-    assert held_positions(store, row) == oracle_kept(q, k, 0.5, 24, 10, pool, 5)
+    store, row = filled(policy, [(2 * q, k, v)], scale=0.5, track=("pos",))
+    assert held_positions(store, row) == oracle_kept(2 * q, k, 0.5, 24, 10, pool, 5)
 
 
 def test_kept_tokens_carry_their_own_keys_and_values():
     """What lies in a slot is the key and the value of the position that the slot claims."""
-    store = make_store(SnapKV(budget=20, window=4, tier="native"), num_kv_heads=2, num_q_heads=2, track=("pos",))
     label = torch.arange(60.0)[None, :, None].expand(2, -1, 8) + torch.tensor([0.0, 1000.0])[:, None, None]
-    row = store.open_row()
-    store.prefill_layer(row, 0, torch.randn(2, 60, 8), label, -label, 0.001)
+    policy = SnapKV(budget=20, window=4, tier="native")
+    store, row = filled(policy, [(torch.randn(2, 60, 8), label, -label)], scale=0.001, track=("pos",))
     tiers, _ = store.holding.layer(torch.tensor([row]), 0)
     keys, values, live = store.pages.backend.gather_dense(store.pages.pool.pages, tiers, None)
     for head, positions in enumerate(held_positions(store, row)):
@@ -101,15 +88,11 @@ def test_kept_tokens_carry_their_own_keys_and_values():
 
 def test_decode_only_appends():
     """After the prompt nothing is evicted, and nothing is scored."""
-    store = make_store(SnapKV(budget=6, window=2), track=("pos",))
-    q, k, v = torch.randn(3, 1, 30, 8)
-    row = store.open_row()
-    store.prefill_layer(row, 0, q[:, :20], k[:, :20], v[:, :20], 1.0)
+    prompt = random_layer(0, 1, 1, 30, 8)
+    store, row = filled(SnapKV(budget=6, window=2), [prompt], 20, track=("pos",))
     kept = held_positions(store, row)[0]
-    for step in range(20, 30):
-        store.begin_step(torch.tensor([row]))
-        store.attend(0, q[None, :, step], k[None, :, step], v[None, :, step], 1.0)
-        store.end_step()
+    for at in range(20, 30):
+        step_at(store, row, [prompt], at)
     assert len(kept) == 6
     assert held_positions(store, row)[0] == [*kept, *range(20, 30)]
 
@@ -129,10 +112,7 @@ def test_decode_only_appends():
 def test_budget_is_met_exactly_and_passes_its_own_check(budget, num_tokens, expected):
     """A ratio, tokens or bytes give the tokens per head they say, and the method's check agrees."""
     policy = SnapKV(budget=budget, window=2)
-    store = make_store(policy, num_q_heads=2, num_kv_heads=2, track=())
-    q, k, v = torch.randn(3, 2, num_tokens, 8)
-    row = store.open_row()
-    store.prefill_layer(row, 0, q, k, v, 1.0)
+    store, row = filled(policy, [random_layer(0, 2, 1, num_tokens, 8)])
     counts = store.holding.slots_per_tier(store.pages.lists_of(torch.tensor([row])))[0]
     assert counts.tolist() == [expected, expected]
     assert complaint(policy, {"kept": store.ledger.meters[row].prompt}) is None

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from store_helpers import held_positions, make_store, step_one
+from store_helpers import filled, held_positions, random_layer, step_one
 
 from kvbench.errors import NotForModel
 from kvbench.methods.triattention import TriAttention
@@ -50,18 +50,9 @@ def series(row: list[float], per: int, key: torch.Tensor, position: int, now: in
     return best
 
 
-def store_of(policy, layers: int = 2):
-    """A store of a model with rotary positions; also a row."""
-    store = make_store(
-        policy,
-        num_layers=layers,
-        num_q_heads=HEADS * GROUP,
-        num_kv_heads=HEADS,
-        head_dim=DIM,
-        inv_freq=INV_FREQ,
-        track=("pos",),
-    )
-    return store, store.open_row()
+def read(policy, layers):
+    """A store of a model with rotary positions that has read a prompt; also its row."""
+    return filled(policy, layers, scale=0.5, inv_freq=INV_FREQ, track=("pos",))
 
 
 @pytest.mark.parametrize(("per", "reach"), [(GROUP, 1), (GROUP, 100), (1, 65536)])
@@ -69,24 +60,20 @@ def test_prompt_tokens_are_ranked_by_the_series(per, reach):
     """Without protection, each head keeps the prompt tokens of the largest scores, by its own rows of the table."""
     centres, budget = table(2, HEADS * per), 7
     policy = TriAttention(centres=centres, reach=reach, budget=budget, protect="none", decode_every=0)
-    store, row = store_of(policy)
-    make, want = torch.Generator().manual_seed(3), []
-    for layer in range(2):
-        k, v = torch.randn(2, HEADS, LENGTH, DIM, generator=make)
-        store.prefill_layer(row, layer, torch.randn(HEADS * GROUP, LENGTH, DIM), k, v, 0.5)
+    layers, want = [random_layer(3 + layer, HEADS, GROUP, LENGTH, DIM) for layer in range(2)], []
+    for layer, (_, k, _) in enumerate(layers):
         for head in range(HEADS):
             own = centres[layer][head * per * 3 * DIM // 2 : (head + 1) * per * 3 * DIM // 2]
             score = torch.tensor([series(own, per, k[head, p], p, LENGTH, reach) for p in range(LENGTH)])
             want.append(sorted(score.topk(budget).indices.tolist()))
-    assert held_positions(store, row) == want
+    assert held_positions(*read(policy, layers)) == want
 
 
 def test_the_prompt_stays_and_the_answer_is_thinned():
     """Nine tokens behind the prompt, at an eviction down to four: the prompt is there, and the four best."""
     centres = table(1, HEADS * GROUP, seed=5)
-    store, row = store_of(TriAttention(centres=centres, reach=8, budget=4, decode_every=9), layers=1)
-    k = torch.randn(HEADS, LENGTH, DIM)
-    store.prefill_layer(row, 0, torch.randn(HEADS * GROUP, LENGTH, DIM), k, k, 0.5)
+    policy = TriAttention(centres=centres, reach=8, budget=4, decode_every=9)
+    store, row = read(policy, [random_layer(0, HEADS, GROUP, LENGTH, DIM)])
     new = torch.randn(9, HEADS, DIM)
     for key in new:
         step_one(store, row, [(torch.randn(HEADS * GROUP, DIM), key, key)])

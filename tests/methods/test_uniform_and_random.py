@@ -4,28 +4,26 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from store_helpers import make_store, prefill_view
+from store_helpers import filled, make_store, prefill_view, random_layer
 
 from kvbench.kernels.backend import REFERENCE
 from kvbench.methods.random_control import RandomControl
 from kvbench.methods.uniform import Uniform
 from kvbench.policy import SlotArrays
 
+TIERS = {"int8": 136, "int4": 72, "fp8": 128, "fp8_per_token_head": 132, "nvfp4": 72, "lloyd-k3v2": 44} | {
+    "turboquant_k8v4": 100,
+    "turboquant_4bit": 70,
+    "turboquant_3bit": 54,
+}
+
 
 @pytest.mark.parametrize(
     ("settings", "slot_bytes"),
     [
-        ({"tier": "int8"}, 136),
-        ({"tier": "int4"}, 72),
         ({"tier": "int4", "symmetric": True}, 68),
         ({"tier": "int4", "splits": 2}, 80),
-        ({"tier": "fp8"}, 128),
-        ({"tier": "fp8_per_token_head"}, 132),
-        ({"tier": "turboquant_k8v4"}, 100),
-        ({"tier": "turboquant_4bit"}, 70),
-        ({"tier": "turboquant_3bit"}, 54),
-        ({"tier": "nvfp4"}, 72),
-        ({"tier": "lloyd-k3v2"}, 44),
+        *(({"tier": tier}, size) for tier, size in TIERS.items()),
     ],
 )
 def test_bytes_per_token(settings, slot_bytes):
@@ -47,11 +45,8 @@ def test_bytes_per_token(settings, slot_bytes):
 )
 def test_stored_values_are_rounded_and_no_worse(settings, bound):
     """What comes back differs from what went in, by at most half a step (fp8: half of 2^-3 of the value)."""
-    torch.manual_seed(0)
-    store = make_store(Uniform(**settings), head_dim=64)
-    row = store.open_row()
-    k, v = torch.randn(2, 1, 30, 64).clamp(-2, 2)
-    store.prefill_layer(row, 0, torch.randn(1, 30, 64), k, v, 0.125)
+    q, k, v = (x.clamp(-2, 2) for x in random_layer(0, 1, 1, 30, 64))
+    store, _ = filled(Uniform(**settings), [(q, k, v)])
     page, slot = store.pages.table.lookup(torch.zeros(30, dtype=torch.int64), 0, torch.arange(30))
     for got, want in zip(
         REFERENCE.read_slots(store.pages.pool.pages, store.pages.formats[0], page, slot), (k[0], v[0]), strict=True
@@ -62,17 +57,15 @@ def test_stored_values_are_rounded_and_no_worse(settings, bound):
 
 def test_random_keeps_sinks_window_and_budget():
     """The control holds exactly its budget, with the sinks and the window, a different choice per layer and head."""
-    policy = RandomControl(budget=60, sinks=4, window=10)
-    plan = policy.plan_prefill(prefill_view(torch.zeros(3, 200), 200, num_heads=3))
-    kept = [(row >= 0).nonzero()[:, 0].tolist() for row in plan.tier_of[0]]
+
+    def plan(seed: int) -> torch.Tensor:
+        policy = RandomControl(budget=60, sinks=4, window=10, seed=seed)
+        return policy.plan_prefill(prefill_view(None, 200, num_heads=3)).tier_of
+
+    kept = [(row >= 0).nonzero()[:, 0].tolist() for row in plan(0)[0]]
     assert all(len(k) == 60 and k[:4] == [0, 1, 2, 3] and k[-10:] == list(range(190, 200)) for k in kept)
     assert kept[0] != kept[1]
-    again = policy.plan_prefill(prefill_view(torch.zeros(3, 200), 200, num_heads=3))
-    assert torch.equal(plan.tier_of, again.tier_of)
-    other = RandomControl(budget=60, sinks=4, window=10, seed=1)
-    assert not torch.equal(
-        plan.tier_of, other.plan_prefill(prefill_view(torch.zeros(3, 200), 200, num_heads=3)).tier_of
-    )
+    assert torch.equal(plan(0), plan(0)) and not torch.equal(plan(0), plan(1))
 
 
 def test_random_is_spread_over_the_prompt():

@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from store_helpers import prefill_view
 
 from kvbench.errors import NotForModel
-from kvbench.policy import PrefillView, Scored, ScoreSpec, read_table, shares_by_score, shares_by_table
+from kvbench.policy import Scored, ScoreSpec, read_table, shares_by_score, shares_by_table
 from kvbench.runs.verdict import complaint
 
 LAYERS, HEADS, LENGTH = 3, 2, 29
@@ -37,15 +38,10 @@ class Windowed(Plain):
 def views(policy, score, extra=None):
     """The views that the cache would make of scores [L, H, N]: all layers at once, or one after the other."""
     together = [torch.arange(len(score))] if policy.scope == "model" else torch.arange(len(score))[:, None]
-    for layers in together:
-        yield PrefillView(
-            num_tokens=score.shape[-1],
-            num_layers=len(score),
-            num_kv_heads=score.shape[1],
-            layers=layers,
-            score=score[layers].clone(),
-            token_bytes=(1.0,),
-            extra={name: value[layers] for name, value in (extra or {}).items()},
+    for own in together:
+        more = {name: value[own] for name, value in (extra or {}).items()}
+        yield prefill_view(
+            score[own].clone(), score.shape[-1], score.shape[1], layers=own, num_layers=len(score), extra=more
         )
 
 

@@ -3,7 +3,7 @@ said of thresholds."""
 
 import pytest
 import torch
-from store_helpers import causal_probabilities, held_positions, make_store, prefill_view
+from store_helpers import causal_probabilities, held_positions, kept_of, make_store, prefill_view, step_at
 
 from kvbench.methods.h2o import H2O
 from kvbench.methods.snapkv import SnapKV
@@ -15,16 +15,14 @@ PROMPT, STEPS, DIM = 30, 25, 8
 
 def run(policy):
     """Positions that one head holds behind a prompt and random steps, what a plain list would, and queries and keys."""
-    torch.manual_seed(3)
+    make = torch.Generator().manual_seed(3)
+    q, k = 3 * torch.randn(1, PROMPT + STEPS, DIM, generator=make), torch.randn(1, PROMPT + STEPS, DIM, generator=make)
     store = make_store(policy, head_dim=DIM, track=("pos",))
-    row, total = store.open_row(instruction_tokens=5), PROMPT + STEPS
-    q, k = 3 * torch.randn(1, total, DIM), torch.randn(1, total, DIM)
+    row = store.open_row(instruction_tokens=5)
     store.prefill_layer(row, 0, q[:, :PROMPT], k[:, :PROMPT], k[:, :PROMPT], 0.5)
     yield held_positions(store, row)[0], q, k
-    for position in range(PROMPT, total):
-        store.begin_step(torch.tensor([row]))
-        store.attend(0, q[None, :, position], k[None, :, position], k[None, :, position], 0.5)
-        store.end_step()
+    for position in range(PROMPT, PROMPT + STEPS):
+        step_at(store, row, [(q, k, k)], position, 0.5)
         yield sorted(held_positions(store, row)[0]), q, k
 
 
@@ -84,17 +82,14 @@ def test_protected_tokens_stay_and_the_others_go(kind, protect, stays):
 def test_chunks_stay_whole_where_they_are_not_cut():
     """Of chunks of 4 with a budget of 10, two stay; a budget below a chunk leaves a part of one, or nothing beside
     what always stays."""
-    score = torch.arange(20.0)[None].flip(1)
-
-    def kept(policy) -> list[int]:
-        return (policy.plan_prefill(prefill_view(score, 20)).tier_of[0, 0] >= 0).nonzero()[:, 0].tolist()
-
-    assert kept(TOVA(budget=10, chunk=4)) == list(range(10))
-    assert kept(TOVA(budget=10, chunk=4, cut_chunk=False)) == list(range(8))
-    assert kept(TOVA(budget=3, chunk=4, cut_chunk=False)) == [0, 1, 2]
-    assert kept(H2O(budget=6, chunk=4, cut_chunk=False, recent_share=0.5)) == [17, 18, 19]
-    with pytest.raises(ValueError, match="cut_chunk=false is about chunks, and chunk=1 makes none"):
-        TOVA(cut_chunk=False)
+    view = prefill_view(torch.arange(20.0)[None].flip(1), 20)
+    for policy, kept in (
+        (TOVA(budget=10, chunk=4), list(range(10))),
+        (TOVA(budget=10, chunk=4, cut_chunk=False), list(range(8))),
+        (TOVA(budget=3, chunk=4, cut_chunk=False), [0, 1, 2]),
+        (H2O(budget=6, chunk=4, cut_chunk=False, recent_share=0.5), [17, 18, 19]),
+    ):
+        assert kept_of(policy.plan_prefill(view)) == kept
 
 
 def sample(slots: int, lists: int = 4, tokens: int = 100) -> dict:

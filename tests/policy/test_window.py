@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from store_helpers import make_store
+from store_helpers import make_store, prefill_view
 
 from kvbench.methods.full import Full
-from kvbench.policy import Budget, PrefillView, Scored, ScoreSpec, SlotArrays, shrink_to_share
+from kvbench.policy import Budget, Scored, ScoreSpec, SlotArrays, shrink_to_share
 from kvbench.policy.eviction import answer_share
 
 
@@ -49,10 +49,7 @@ def test_a_share_grows_with_the_sequence():
     assert [len(tokens) for tokens in kept(view_of(10, [10, 13, 14, 20], 3, 20), 0.25)] == [3, 3, 4, 6]
     assert [len(tokens) for tokens in kept(view_of(4, [8, 20], 1, 20), 0.25)] == [2, 5]
     assert [len(tokens) for tokens in kept(view_of(3, [8, 20], 1, 20), 0.25)] == [2, 5]
-    assert [len(tokens) for tokens in kept(view_of(4, [8, 20], 2, 20), 0.25)] == [
-        4,
-        10,
-    ]  # a head with more than the mean
+    assert [len(tokens) for tokens in kept(view_of(4, [8, 20], 2, 20), 0.25)] == [4, 10]  # of more than the mean
 
 
 @pytest.mark.parametrize(("prompt", "share", "count"), [(11, 5, 5), (10, 4, 10), (9, 9, 10)])
@@ -138,9 +135,7 @@ def test_a_budget_is_one_number_in_both_views(budget, length):
     size = store.pages.formats[0].slot.slot_bytes
     store.counters.prompt_tokens[0] = length
     tokens = Budget.parse(budget).tokens(length, 6, size)
-    view = PrefillView(
-        num_tokens=length, num_layers=3, num_kv_heads=2, layers=torch.arange(1), score=None, token_bytes=(1.0, size)
-    )
+    view = prefill_view(None, length, 2, (1.0, size), num_layers=3)
     assert view.budget_tokens(Budget.parse(budget), 1) == min(tokens, length)
     assert store.view(torch.tensor([0])).budget_tokens(Budget.parse(budget)).tolist() == [tokens]
     assert view.filled(1).tolist() == [[[1] * length] * 2]
