@@ -287,7 +287,7 @@ def test_a_task_counts_its_folder_and_what_all_tasks_share(monkeypatch):
     """A task's fingerprint moves for its own files and the shared ones, not for the sandbox nor for another task."""
     folder, real = ROOT / "kvbench" / "tasks" / "code", cache(code.meaning)
     before, moved = fingerprint([], {}, folder), set()
-    for name in ("code/grade", "code/cage/probe", "code/cage/jail", "prompts", "gsm8k/metrics"):
+    for name in ("code/grade", "code/cage/probe", "code/cage/jail", "prompts", "gsm8k/__init__"):
         changed = folder.parent / f"{name}.py"
         monkeypatch.setattr(code, "meaning", lambda path, changed=changed: real(path) + b"x" * (path == changed))
         if fingerprint([], {}, folder) != before:

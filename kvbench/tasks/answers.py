@@ -26,16 +26,7 @@ _NO_PART = re.compile(r"\{,\}|[\s,$\\]")
 
 
 def after_thinking(text: str, opened: bool = False) -> str | None:
-    """The part of an answer behind its thoughts.
-
-    Args:
-        text: The answer as generated.
-        opened: The prompt already ended with `<think>`, so the answer begins with thoughts.
-
-    Returns:
-        The text behind the last `</think>`; all of it when there are no thoughts; None when they have no end, because
-        then there is no answer yet.
-    """
+    """The part of an answer behind its thoughts; None where they have no end. `opened`: the prompt began them."""
     _, end, rest = text.rpartition(_END_OF_THOUGHT)
     if end:
         return rest
@@ -48,13 +39,13 @@ def found_in(text: str, opened: bool, find: Callable[[str], T | None]) -> T | No
     return None if rest is None else find(rest)
 
 
-def graded_text(request: Request, text: str) -> str:
-    """The part of an answer that is graded: in a chat, what follows the thoughts; nothing where they have no end.
+def graded(answer: T | None, is_right: Callable[[T], bool]) -> dict[str, float]:
+    """The scores `correct` and `parsed` of a final answer, each 0 or 1; None is none."""
+    return {"correct": float(answer is not None and is_right(answer)), "parsed": float(answer is not None)}
 
-    Args:
-        request: Says whether its prompt is a chat, and whether it opened the thoughts.
-        text: The answer as generated.
-    """
+
+def graded_text(request: Request, text: str) -> str:
+    """The part of an answer that is graded: in a chat, what follows the thoughts; nothing where they have no end."""
     if request.thoughts is None:
         return text
     rest = after_thinking(text, request.thoughts.opened)
@@ -84,8 +75,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def to_number(text: str) -> Decimal | None:
-    """A written number, without currency sign, marks for the thousands, spaces and trailing dots; None when it is
-    none."""
+    """A number without currency sign, marks for the thousands, spaces and trailing dots; None when it is none."""
     bare = _NO_PART.sub("", text).rstrip(".").replace("\u2212", "-")
     try:
         value = Decimal(bare)

@@ -5,10 +5,9 @@ from itertools import combinations
 
 import pytest
 
-from kvbench.tasks.aime import metrics as aime
+from kvbench.tasks import aime, gsm8k
+from kvbench.tasks import mathematics as maths
 from kvbench.tasks.answers import after_thinking, last_boxed, to_number
-from kvbench.tasks.gsm8k import metrics as gsm8k
-from kvbench.tasks.mathematics import grade as maths
 from kvbench.tasks.sampling_stats import answer_statistics, maj_at_k, pass_at_k, sampling_statistics
 
 

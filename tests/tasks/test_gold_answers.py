@@ -12,12 +12,8 @@ import threading
 import pytest
 from places import DATA, need_data
 
-from kvbench.tasks import aime as aime_rows
-from kvbench.tasks import gsm8k as gsm8k_rows
-from kvbench.tasks import mathematics as math_rows
-from kvbench.tasks.aime import metrics as aime
-from kvbench.tasks.gsm8k import metrics as gsm8k
-from kvbench.tasks.mathematics import grade as maths
+from kvbench.tasks import aime, gsm8k
+from kvbench.tasks import mathematics as maths
 
 ALL = os.environ.get("KVBENCH_ALL_GOLD") == "1"
 STEP = 1 if ALL else 5
@@ -33,13 +29,13 @@ def rows_of(file: str, check) -> list[dict]:
 )
 def test_gsm8k_gold_answers(split: str) -> None:
     """All of a split: the reference in the words of each form is right, and off by one, ten-fold or negated wrong."""
-    rows = rows_of(f"gsm8k/{split}.jsonl", gsm8k_rows.check_row)
+    rows = rows_of(f"gsm8k/{split}.jsonl", gsm8k.check_row)
     assert len(rows) >= 900
     right, wrong = {"correct": 1.0, "parsed": 1.0}, {"correct": 0.0, "parsed": 1.0}
     for row in rows:
         answer = row["answer"]
         for form in ("cot8", "fewshot5", "zeroshot"):
-            text = gsm8k_rows._gold(form, row)
+            text = gsm8k._gold(form, row)
             assert gsm8k.grade(answer, text, last=form == "zeroshot") == right, text
         number = int(answer.replace(",", ""))
         for other in {number + 1, number * 10 or 1, -number or 2, number - 1}:
@@ -63,7 +59,7 @@ def perturbed(answer: str) -> list[str]:
 @need_data("math500/test.jsonl")
 def test_math_gold_answers() -> None:
     """The reference in a box and its whole solution are right; no perturbed answer is."""
-    rows = rows_of("math500/test.jsonl", math_rows.check_row)[::STEP]
+    rows = rows_of("math500/test.jsonl", maths.check_row)[::STEP]
     right, count = {"correct": 1.0, "parsed": 1.0}, 0
     for row in rows:
         answer = row["answer"]
@@ -79,7 +75,7 @@ def test_math_gold_answers() -> None:
 @need_data("aime24/test.jsonl")
 def test_aime_gold_answers() -> None:
     """All problems: the reference is right with and without leading zeros, its neighbours are wrong."""
-    for row in rows_of("aime24/test.jsonl", aime_rows.check_row):
+    for row in rows_of("aime24/test.jsonl", aime.check_row):
         value = int(row["answer"])
         assert aime.grade(row["answer"], f"\\boxed{{{value:03d}}}") == {"correct": 1.0, "parsed": 1.0}
         for other in (value + 1, value - 1, value * 10 + 1):

@@ -12,7 +12,7 @@ from problem_rows import AIME, CODE, FILES, GSM8K, MATH, folder_of
 from kvbench.config.files import conf_folder
 from kvbench.tasks import load_task
 from kvbench.tasks.aime import Aime
-from kvbench.tasks.gsm8k.shots import COT8
+from kvbench.tasks.gsm8k import COT8, find_answer
 from kvbench.tasks.lmeval import metadata_of
 from kvbench.tasks.mathematics import SUBJECTS
 
@@ -73,8 +73,6 @@ def test_cot8_prompt_is_the_published_one(model, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("question", "reason", "answer"), COT8)
 def test_worked_examples_are_right(question: str, reason: str, answer: str) -> None:
     """The last number of every reasoning is its answer, but one says what is left in words before."""
-    from kvbench.tasks.gsm8k.metrics import find_answer
-
     assert find_answer(reason) == int(answer)
     assert question.endswith("?") or "left?" in question
 

@@ -1,12 +1,13 @@
 """`task=aime24` and `task=aime25`: competition problems with answers from 0 to 999, asked for a boxed answer."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvbench.tasks.aime import metrics
-from kvbench.tasks.answers import last_boxed
+from kvbench.tasks.answers import DIGITS, found_in, graded, last_boxed, to_number
 from kvbench.tasks.files import DataFile, find_rows
+from kvbench.tasks.latex import equivalent, plain_signs
 from kvbench.tasks.problems import Problems
 from kvbench.tasks.rows import Rows, text_field
 from kvbench.tasks.task import Draws
@@ -20,6 +21,14 @@ HUB = {
     "aime25": (("math-ai/aime25", "test.jsonl"),),
 }
 PREPARED = {"aime24": ("aime_2024", "default", "train"), "aime25": ("aime25", "default", "test")}
+MAX_ANSWER_CHARS = 200
+_MODULUS = re.compile(r"\\p?mod\s*\{?\s*\d+\s*\}?|\(\s*\\?(?:p|b)?mod(?:ulo)?\s*\d+\s*\)")
+_WORDS = re.compile(r"\\(?:text(?:bf|rm|it)?|mathbf|mathrm|mbox)\s*\{[^{}\d]*\}(?:\s*\^\s*\{?\d\}?)?")
+_DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?(?![a-z])|\u00b0|\b(?:degrees?|units?|dollars?)\b")
+_WRAPPERS = re.compile(r"\\(?:text(?:bf|rm|it)?|mathbf|mathrm|mbox)\s*|\\[!,;: $]|[{}()\s$*]")
+_WHOLE = re.compile(r"-?(?:\d{1,3}(?:,\d{3})++|\d++)(?:\.0*+)?")
+_SEVERAL = re.compile(r",|\d\s++\d")
+_PHRASE = re.compile(rf"\banswer\s*+(?:is|:)[\s:*$]*+(?:\\\(\s*+)?({DIGITS}(?:\.\d++)?)(?![\d/])", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +54,7 @@ class Aime(Problems):
         return {"form": "boxed"}
 
     def vote(self, text: str, opened: bool) -> str | None:
-        return metrics.vote(text, opened)
+        return vote(text, opened)
 
 
 def data_file(subset: str) -> DataFile:
@@ -64,33 +73,82 @@ def data_file(subset: str) -> DataFile:
 
 
 def check_row(row: Mapping[str, object]) -> dict[str, Any]:
-    """Check the object of a line.
-
-    Args:
-        row: `problem` (or `Problem`, `question`), `answer` (text or number; when it is missing, the solution's last
-            box), `solution` where there is one.
-
-    Returns:
-        `problem`, `solution` (may be empty), `answer` (decimal digits without leading zeros).
-    """
+    """Check a line: gives `problem`, `solution` (maybe empty) and `answer` (else the solution's last box)."""
     problem = text_field(row, "problem", "Problem", "question")
     solution = text_field(row, "solution", "Solution", required=False).strip()
     answer = row.get("answer", row.get("Answer"))
     if answer is None:
         answer = last_boxed(solution) or ""
-    value = None if isinstance(answer, bool) else metrics.to_integer(str(answer))
+    value = None if isinstance(answer, bool) else to_integer(str(answer))
     if value is None or not 0 <= value <= 999:
         raise ValueError(f"field answer must be a whole number from 0 to 999, it is {answer!r}")
     return {"problem": problem.strip(), "solution": solution, "answer": str(value)}
 
 
 def load(subset: str, data_dir: str | None = None, **_: object) -> dict[str, Rows]:
-    """The problems of a year, for lm-eval, as the YAMLs' `custom_dataset`.
-
-    Returns:
-        `test`: rows with `problem`, `gold`, `answer`, `context` (empty), `index`.
-    """
+    """The problems of a year, for lm-eval, as the YAMLs' `custom_dataset`."""
     rows = find_rows(data_file(subset), data_dir)
     # Where the file has no solution, the boxed answer stands for it.
     gold = [row["solution"] or f"\\boxed{{{row['answer']}}}" for row in rows]
     return {"test": rows.made_into(row | {"context": "", "gold": text} for row, text in zip(rows, gold, strict=True))}
+
+
+def bare_answer(latex: str) -> str:
+    """The content of a box without degrees, units, dollars, a modulus, and what is said to be equal."""
+    text = _MODULUS.sub(" ", plain_signs(latex).replace("{,}", ","))
+    text = _DEGREES.sub(" ", _WORDS.sub(" ", text)).replace("\\equiv", "=")
+    return text.rpartition("=")[2].strip().rstrip(".")
+
+
+def to_integer(text: str) -> int | None:
+    """A whole number as it may stand in a box, also as `042`, `m+n = 113`, `70.0` or `336^\\circ`; None for others."""
+    if len(text) > MAX_ANSWER_CHARS:
+        return None
+    bare = _WRAPPERS.sub(" ", bare_answer(text)).strip()
+    value = to_number(bare) if _WHOLE.fullmatch(bare) else None
+    return None if value is None else int(value)
+
+
+def find_answer(text: str) -> str | None:
+    """The last box; without a box, the number behind the last "answer is"; else None, as for an absurdly long one."""
+    found = last_boxed(text)
+    if found is None:
+        found = next(reversed(_PHRASE.findall(text)), None)
+    return None if found is None or len(found) > MAX_ANSWER_CHARS else found
+
+
+def is_right(reference: str, answer: str) -> bool:
+    """Tell whether an answer is the right number, written as one or as something that equals it (`\\frac{140}{2}`)."""
+    value = to_integer(answer)
+    if value is not None:
+        return value == int(reference)
+    bare = bare_answer(answer)
+    # Two numbers are no answer, and without a digit there is none.
+    return not _SEVERAL.search(bare) and any(map(str.isdigit, bare)) and equivalent(reference, bare)
+
+
+def find_gradable(text: str) -> str | None:
+    """As `find_answer`; None also for one without a digit."""
+    answer = find_answer(text)
+    return answer if answer is not None and any(map(str.isdigit, answer)) else None
+
+
+def grade(reference: str, text: str, opened: bool = False) -> dict[str, float]:
+    """Score one answer; `opened` says whether the prompt opened the thoughts.
+
+    Raises:
+        TimeoutError: The comparison took too long.
+    """
+    return graded(found_in(text, opened, find_gradable), lambda answer: is_right(reference, answer))
+
+
+def vote(text: str, opened: bool = False) -> str | None:
+    """The vote of an answer among several to one problem: its number, else what it says; None for none."""
+    answer = found_in(text, opened, find_gradable)
+    value = None if answer is None else to_integer(answer)
+    return str(value) if value is not None else answer and bare_answer(answer)
+
+
+def process(doc: dict, results: list[str]) -> dict[str, float]:
+    """Score for lm-eval."""
+    return grade(doc["answer"], results[0])

@@ -7,15 +7,17 @@ The score is the share of all problems that are right; `run.json` also has it by
 """
 
 import ast
-from collections.abc import Mapping, Sequence
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from kvbench.rules import Choice
-from kvbench.tasks.answers import last_boxed
+from kvbench.tasks.answers import GROUP, MINUS, found_in, graded, last_boxed
 from kvbench.tasks.files import DataFile, find_rows
+from kvbench.tasks.latex import equivalent, normalise
 from kvbench.tasks.lmeval import lmeval_tasks_folder
-from kvbench.tasks.mathematics import grade
 from kvbench.tasks.problems import Problems
 from kvbench.tasks.rows import Rows, text_field
 from kvbench.tasks.task import Draws, name_list, names_of
@@ -34,6 +36,13 @@ SUBJECTS = {
 }
 """Subject -> problems of its test file."""
 GROUPS = {"all": tuple(SUBJECTS)}
+# Longer than any reference by far; keeps sympy away from runaway answers, which it would chew on for minutes.
+MAX_ANSWER_CHARS = 1000
+_FINAL = re.compile(r"answer\s*+(?:is|:|=)\s*+(?::\s*+)?", re.IGNORECASE)
+_MATH = re.compile(r"\\[(\[]|\\.|\$\$?", re.DOTALL)
+_DOLLARS = re.compile(r"((?:[^$\\]|\\.)++)\$\$?", re.DOTALL)
+_LAST_NUMBER = re.compile(rf"[{MINUS}]?\d++(?:(?:,|{GROUP})\d{{3}}(?!\d))*+(?:\.\d++)?(?:/\d++)?")
+_HOPE = "I hope it is correct"  # how the examples of Minerva's prompt end
 HUB_500, HUB_MATH = "HuggingFaceH4/MATH-500", "EleutherAI/hendrycks_math"
 
 
@@ -72,7 +81,7 @@ class Math500(Problems):
         return {"form": self.form} | ({} if self.form == FORMS[0] else {"split": "after the examples"})
 
     def vote(self, text: str, opened: bool) -> str | None:
-        return grade.vote(text, opened)
+        return vote(text, opened)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,15 +123,7 @@ def data_file(subset: str) -> DataFile:
 
 
 def check_row(row: Mapping[str, object]) -> dict[str, Any]:
-    """Check the object of a line.
-
-    Args:
-        row: `problem`, `solution`, `answer` (when it is missing, the solution's last box), `subject` (or `type`),
-            `level` (5 or `Level 5`).
-
-    Returns:
-        The same five fields; `level` is None when the file does not say.
-    """
+    """Check a line: gives `problem`, `solution`, `answer` (else of the solution's last box), `subject` and `level`."""
     problem, solution = text_field(row, "problem", "question"), text_field(row, "solution", required=False)
     answer = text_field(row, "answer", required=False).strip() or last_boxed(solution)
     if not answer:
@@ -142,9 +143,6 @@ def minerva_shots() -> list[dict[str, str]]:
 
     Its module is read and not imported, because it refuses the antlr4 that Hydra needs.
 
-    Raises:
-        ValueError: The installed lm-eval keeps them elsewhere.
-
     Source: Lewkowycz et al. 2022 (arXiv 2206.14858), appendix D; lm-eval tasks/minerva_math/utils.py.
     """
     path = lmeval_tasks_folder() / "minerva_math" / "utils.py"
@@ -161,24 +159,14 @@ def minerva_shots() -> list[dict[str, str]]:
         ) from error
 
 
-def _question(problem: str) -> str:
-    """A problem as it stands in the prompt of `minerva4`.
-
-    Source: lm-eval tasks/minerva_math/utils.py, doc_to_text.
-    """
-    return f"Problem:\n{problem}\n\nSolution:"
-
-
 def load(subset: str, data_dir: str | None = None, form: str = "boxed", **_: object) -> dict[str, Rows]:
-    """The problems of MATH-500 or of a subject, for lm-eval, as the YAMLs' `custom_dataset`.
-
-    Returns:
-        `test`: rows with `problem`, `gold`, `answer`, `subject`, `level`, `context` (the examples), `index`.
-    """
+    """The problems of MATH-500 or of a subject, for lm-eval, as the YAMLs' `custom_dataset`."""
     rows = find_rows(data_file(subset), data_dir)
     context = ""
     if form == "minerva4":
-        context = "".join(f"{_question(shot['problem'])} {shot['solution']}\n\n" for shot in minerva_shots())
+        # Source: lm-eval tasks/minerva_math/utils.py, doc_to_text.
+        shots = minerva_shots()
+        context = "".join(f"Problem:\n{shot['problem']}\n\nSolution: {shot['solution']}\n\n" for shot in shots)
     documents = [
         row
         | {
@@ -189,3 +177,60 @@ def load(subset: str, data_dir: str | None = None, form: str = "boxed", **_: obj
         for row in rows
     ]
     return {"test": rows.made_into(documents)}
+
+
+def find_answer(text: str) -> str | None:
+    """The final answer as LaTeX: the last box, what follows the last "answer is", or the last mathematics or number.
+
+    None where the text has none of these, or one that is absurdly long.
+    """
+    found = last_boxed(text)
+    if found is None:
+        phrase = next(iter(deque(_FINAL.finditer(text), maxlen=1)), None)
+        tail = text[phrase.end() :].partition("\n")[0].partition(_HOPE)[0] if phrase else text
+        spans = list(_mathematics(tail))
+        words = tail.rstrip(" .*").lstrip(" *")
+        if spans:
+            found = spans[0] if phrase else spans[-1]
+        elif phrase and words:
+            found = words
+        else:
+            numbers = _LAST_NUMBER.findall(tail)
+            found = numbers[-1] if numbers else None
+    if found is None or not found.strip() or len(found) > MAX_ANSWER_CHARS:
+        return None
+    return found.strip()
+
+
+def _mathematics(text: str) -> Iterator[str]:
+    """The text between dollars, `\\(` and `\\)`, or `\\[` and `\\]`, in order; an escaped dollar is none."""
+    place, ends = 0, {"\\(": "\\)", "\\[": "\\]"}
+    while sign := _MATH.search(text, place):
+        place = sign.end()
+        if sign[0].startswith("$"):
+            if found := _DOLLARS.match(text, place):
+                place = found.end()
+                yield found[1]
+        elif close := ends.get(sign[0]):
+            end = text.find(close, place + 1)
+            if end < 0:
+                del ends[sign[0]]  # nothing closes the others either
+            else:
+                yield text[place:end]
+                place = end + len(close)
+
+
+def grade(reference: str, text: str, opened: bool = False) -> dict[str, float]:
+    """Score one answer; `opened` says whether the prompt opened the thoughts."""
+    return graded(found_in(text, opened, find_answer), lambda answer: equivalent(reference, answer))
+
+
+def vote(text: str, opened: bool = False) -> str | None:
+    """The vote of an answer among several to one problem: its final answer in normal form; None for none."""
+    answer = found_in(text, opened, find_answer)
+    return None if answer is None else normalise(answer)
+
+
+def process(doc: dict, results: list[str]) -> dict[str, float]:
+    """Score for lm-eval."""
+    return grade(doc["answer"], results[0])
