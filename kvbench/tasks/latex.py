@@ -33,12 +33,9 @@ def normalise(latex: str) -> str:
 
 
 def form(latex: str) -> str:
-    """The kind of several things that an answer is.
+    """The brackets around the several things that an answer is: `()` for a point, `(]` for an interval, ...
 
-    Returns:
-        The brackets around them, `()` for a point, `(]` for an interval, ...; `\\{\\}` for a set and for a bare list;
-        empty for a single thing, and for what is made of such parts.
-    """
+    `\\{\\}` for a set and for a bare list; empty for a single thing, and for what is made of such parts."""
     bare = _MEMBER.sub("", normalise(latex))
     if _THOUSANDS.fullmatch(bare):
         return ""
@@ -55,8 +52,7 @@ def form(latex: str) -> str:
 
 
 def is_readable(latex: str) -> bool:
-    """False for braces that do not match, and for brackets in brackets in brackets: sympy takes minutes to refuse
-    them."""
+    """False for braces that do not match, and for deep brackets: sympy takes minutes to refuse them."""
     depth, braces = 0, 0
     for sign in _SIGN.finditer(latex):
         depth += (sign[0] in _OPENING) - (sign[0] in _CLOSING)
@@ -69,9 +65,7 @@ def is_readable(latex: str) -> bool:
 def equivalent(reference: str, answer: str) -> bool:
     """Compare two final answers: as text after `normalise`, or as mathematics.
 
-    Args:
-        reference: The right answer, LaTeX.
-        answer: The other one; a point is no set and no bare list, and nothing is closed at infinity.
+    A point is no set and no bare list, and nothing is closed at infinity.
 
     Raises:
         TimeoutError: The comparison took too long.

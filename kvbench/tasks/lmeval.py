@@ -24,7 +24,7 @@ def lmeval_tasks_folder() -> Path:
 
 
 def load_lmeval_tasks(folder: Path, names: Sequence[str], metadata: Mapping[str, Any]) -> "dict[str, Task]":
-    """Build lm-eval task objects from one folder of YAMLs.
+    """Build lm-eval task objects from one folder of YAMLs, in the order of the names.
 
     Only that folder is indexed: lm-eval's own index of 14,000 tasks takes a minute and more.
 
@@ -32,9 +32,6 @@ def load_lmeval_tasks(folder: Path, names: Sequence[str], metadata: Mapping[str,
         folder: Folder with the YAMLs.
         names: Names of tasks in them.
         metadata: Passed to each task's `custom_dataset` function, on top of the YAML's own metadata.
-
-    Returns:
-        Name -> task, in the order of the names.
 
     Raises:
         MissingDataError: data is missing; names every part that is.
@@ -48,14 +45,7 @@ def load_lmeval_tasks(folder: Path, names: Sequence[str], metadata: Mapping[str,
 
 
 def scorer_of(scored: Mapping[str, tuple["Task", dict]]) -> Callable[[str, str], Mapping[str, float]]:
-    """The `TaskSet.scorer` for documents of lm-eval.
-
-    Args:
-        scored: Sample id -> the task and the document that it was made of.
-
-    Returns:
-        (sample id, answer) -> scores, by the task's own `process_results`.
-    """
+    """The `TaskSet.scorer` for sample id -> the task of lm-eval, whose `process_results` scores, and the document."""
 
     def score(sample_id: str, answer: str) -> Mapping[str, float]:
         task, doc = scored[sample_id]
@@ -86,13 +76,6 @@ def _configs() -> dict[str, dict[str, Any]]:
 
 
 def metadata_of(task_name: str) -> dict[str, Any] | None:
-    """The words of one of our tasks' YAMLs beyond lm-eval's own keys.
-
-    Args:
-        task_name: As lm-eval knows it, for example `kvbench_longbench_trec`.
-
-    Returns:
-        Its `metadata`, which `PromptRules.from_yaml` reads, or None for a task that is not ours.
-    """
+    """The `metadata` of one of our tasks' YAMLs, such as `kvbench_longbench_trec`; None for a task that is not ours."""
     config = _configs().get(task_name)
     return dict(config["metadata"]) if config else None

@@ -15,11 +15,6 @@ BOUNDS = (0.0, 1.0)
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     """Chance that at least one of k answers, drawn from those at hand without putting back, is right.
 
-    Args:
-        num_samples: Answers at hand, >= k.
-        num_right: Right ones among them.
-        k: Answers drawn, >= 1.
-
     Raises:
         ValueError: k is not between 1 and num_samples, or there are more right answers than answers.
 
@@ -36,17 +31,13 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 def maj_at_k(right: int, wrong: Sequence[int], silent: int, k: int) -> float:
     """Chance that the right answer wins the vote of k answers, drawn from those at hand without putting back.
 
-    Exact, over all draws. Answers without anything to grade do not vote. Of answers with equally many votes one is
-    drawn by lot; nothing wins where nobody votes.
+    Exact, over all draws. Of answers with equally many votes one is drawn by lot; nothing wins where nobody votes.
 
     Args:
         right: Right answers at hand; they vote for the same, however they are written.
         wrong: How many vote for each of the wrong answers.
         silent: Answers that do not vote.
         k: Answers drawn, between 1 and all of them.
-
-    Raises:
-        ValueError: k is out of range.
 
     Source: Wang et al. 2023 (arXiv 2203.11171), majority vote; papers of thinking models print it as cons@k.
     """
@@ -86,9 +77,8 @@ def sampling_statistics(
         vote: Record -> what its answer votes for, None for nothing; without it there is no maj@k.
 
     Returns:
-        `num_samples` (answers per problem, n), `num_problems`, `num_incomplete` (problems that lack an answer because
-        one failed; they are left out), `avg@n`, and `pass@k` and `maj@k` for every k, each as an estimate with its 95 %
-        interval over problems. Empty when every problem has one answer.
+        `num_samples` (n), `num_problems`, `num_incomplete` (left out: an answer failed), and `avg@n`, `pass@k`, `maj@k`
+        as estimates with 95 % intervals over problems. Empty when every problem has one answer.
     """
     right: dict[str, list[float]] = {}
     subset_of: dict[str, str] = {}
@@ -136,15 +126,10 @@ def _majority(ballots: Sequence[tuple[bool, str | None]], k: int) -> float:
 
 
 def answer_statistics(records: Iterable[dict]) -> dict:
-    """Count how the answers ended.
+    """Count how the answers ended: `num_answers`, `mean_tokens` (None without answers), `cut_share`, `num_unparsed`.
 
-    Args:
-        records: Journal records; those without a `finish`, and those whose choices were scored, are left out.
-
-    Returns:
-        Nothing when choices were scored, else
-        `num_answers`, `mean_tokens` (None without answers), `cut_share` (share that the length limit ended) and
-        `num_unparsed` (answers in which the grader found nothing to grade; only for tasks that count them).
+    `cut_share` were ended by the length limit; `num_unparsed` is there for tasks that count it. Records without a
+    `finish` are left out; nothing is counted where choices were scored.
     """
     records = list(records)
     if any("choices" in record for record in records):

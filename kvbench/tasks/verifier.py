@@ -1,9 +1,7 @@
 """math-verify in a process of its own, which a time limit can end whatever it is doing.
 
 sympy may chew on ten characters for hours, in C code that no exception interrupts, or take all memory. Alarms inside
-math-verify reach the main thread only, and what they stop counts as a wrong answer without a word. Here a comparison
-that takes too long raises.
-"""
+math-verify reach the main thread only, and what they stop counts as a wrong answer without a word."""
 
 import atexit
 import contextlib

@@ -37,15 +37,9 @@ def _files(root: Path) -> list[Path]:
 
 
 def folders_of(name: str, roots: Iterable[Path]) -> list[Path]:
-    """The folders that define a task, a group or a tag.
+    """The folders that define a task, a group or a tag: one, or more for a tag; none where it is unknown.
 
-    Args:
-        name: As lm-eval knows it.
-        roots: Where to look; the first that has it counts.
-
-    Returns:
-        One folder for a task or a group, one or more for a tag; empty when there is none of that name.
-    """
+    The first of the roots that has the name counts."""
     wanted = name.encode()
     for root in roots:
         files = _files(root)
@@ -140,9 +134,7 @@ def build_tasks(
     metadata: Mapping[str, Any] | None = None,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
 ) -> "dict[str, Task] | None":
-    """Build lm-eval's task objects, their data loaded.
-
-    Data is looked for in the local caches first and then, when it answers, on the hub.
+    """Build lm-eval's task objects, their data loaded from the local caches or, when it answers, from the hub.
 
     Args:
         name, include_path, data_dir, num_fewshot, metadata: The settings of `HarnessTask`.
@@ -195,12 +187,7 @@ def _extra_of(package: str) -> str | None:
 
 
 def missing_package(what: str, error: ImportError) -> ValueError:
-    """The error of something that needs a package that is not installed, with the line that installs it.
-
-    Args:
-        what: What needs it, the subject of the sentence.
-        error: What the import raised; some modules of lm-eval raise one with advice of their own instead of a name.
-    """
+    """The error of something that needs a package that is not installed, with the line that installs it."""
     if error.name is None:
         return ValueError(f"{what} needs a package that is not installed: {' '.join(str(error).split())[:500]}")
     package = error.name.partition(".")[0]
@@ -213,11 +200,7 @@ def missing_package(what: str, error: ImportError) -> ValueError:
 
 
 def weighting_of(name: str, include_path: str | None = None) -> Weighting:
-    """The weights of the mean that lm-eval reports for a task, a group or a tag.
-
-    Returns:
-        `sample` where the group and every group in it are weighted by size, as MMLU is; else `subset`.
-    """
+    """The weights of lm-eval's mean: `sample` where all groups weigh by size, as MMLU does; else `subset`."""
     index = manager_of([name], [include_path] if include_path else []).task_index
     todo, groups = [name], []
     while todo:

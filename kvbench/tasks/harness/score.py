@@ -35,9 +35,7 @@ class Doc:
     def results(self, responses: list[object]) -> dict[str, Any]:
         """Run lm-eval's filters and metrics on the responses to this document alone.
 
-        Returns:
-            Metric -> value as lm-eval collects it; behind a named filter the metric is called `metric,filter`.
-        """
+        A metric behind a named filter is called `metric,filter`."""
         for instance, response in zip(self.instances, responses, strict=True):
             instance.resps, instance.filtered_resps = [response], {}
         found: dict[str, Any] = {}
@@ -91,11 +89,9 @@ class HarnessTaskSet(TaskSet):
     docs: dict[str, Doc] = field(default_factory=dict)
 
     def score(self, request: Request, text: str) -> dict[str, float]:
-        """As `TaskSet.score`."""
         return self._take(request, self.docs[request.sample_id].score_text(text))
 
     def score_choices(self, request: Request, choices: list[dict]) -> dict[str, float]:
-        """As `TaskSet.score_choices`."""
         return self._take(request, self.docs[request.sample_id].score_choices(choices))
 
     def _take(self, request: Request, found: Mapping[str, Any]) -> dict[str, float]:

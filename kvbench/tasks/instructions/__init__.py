@@ -117,11 +117,7 @@ class _Maker:
         self._prefix = "" if self._builder.chat else "\nAnswer:"
 
     def request(self, sample_id: str, length: int, meta: dict) -> "Request":
-        """The request whose conversation has this length at most.
-
-        Raises:
-            ValueError: The instructions and questions alone take more.
-        """
+        """The request whose conversation has this length at most."""
         builder, (first, *later) = self._builder, [TOPICS[name] for name in self._topics]
         turns = [
             builder.turn(

@@ -5,7 +5,6 @@ repeats one word, or says nothing, follows nothing, and neither does the one tha
 every rule: a method that loses the instructions falls to 0.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
@@ -22,33 +21,15 @@ _AROUND = " \t\r\n*_#>`\"'.!:"
 
 
 @dataclass(frozen=True)
-class Rule(ABC):
-    """One instruction."""
-
-    @property
-    @abstractmethod
-    def text(self) -> str:
-        """The sentence for the model."""
-
-    @abstractmethod
-    def holds(self, answer: str) -> bool:
-        """Tell whether an answer that answers follows it."""
-
-
-@dataclass(frozen=True)
-class Format(Rule):
-    """The look of an answer.
-
-    Args:
-        kind: One of `FORMATS`.
-        word: How the answer begins or ends, for these two.
-    """
+class Format:
+    """The look of an answer: one of `FORMATS`, and the word that it begins or ends with, for these two."""
 
     kind: str
     word: str = ""
 
     @property
     def text(self) -> str:
+        """The sentence for the model."""
         return {
             "begin": f'Begin every answer with the word "{self.word}:".',
             "end": f'End every answer with the words "{self.word}".',
@@ -57,6 +38,7 @@ class Format(Rule):
         }[self.kind]
 
     def holds(self, answer: str) -> bool:
+        """Tell whether an answer that answers follows it."""
         bare = answer.strip(_AROUND).casefold()
         if self.kind == "begin":
             return bare.startswith(self.word.casefold())
@@ -77,12 +59,8 @@ class Format(Rule):
 
 
 @dataclass(frozen=True)
-class Forbidden(Rule):
-    """Words that may not be written.
-
-    Args:
-        words: One of each list that is asked for, and maybe more.
-    """
+class Forbidden:
+    """Words that may not be written: one of each list that is asked for, and maybe more."""
 
     words: tuple[str, ...]
 
@@ -95,12 +73,8 @@ class Forbidden(Rule):
 
 
 @dataclass(frozen=True)
-class Language(Rule):
-    """The language of every answer.
-
-    Args:
-        name: One of `LANGUAGES`.
-    """
+class Language:
+    """The language of every answer, one of `LANGUAGES`."""
 
     name: str
 
@@ -110,6 +84,9 @@ class Language(Rule):
 
     def holds(self, answer: str) -> bool:
         return True  # `Instructions.follow` counts the items in either language
+
+
+Rule = Format | Forbidden | Language
 
 
 @dataclass(frozen=True)
@@ -138,12 +115,7 @@ class Instructions:
         return tuple(item for item in topic.items[language] if plain(item) not in banned)
 
     def follow(self, topic: Topic, answer: str) -> tuple[bool, bool, float]:
-        """Check an answer: whether it follows the first rule and the second, and the share of the list that it names.
-
-        Args:
-            topic: What was asked.
-            answer: Without thoughts.
-        """
+        """Tell whether an answer follows the first rule and the second, and the share of the list that it names."""
         in_language = named(self.allowed(topic, self.language), answer)
         in_english = named(self.allowed(topic, LANGUAGES[0]), answer)
         content = max(in_language, in_english)
@@ -163,14 +135,7 @@ class Instructions:
 
 
 def draw(pair: str, topics: Sequence[str], index: int, rng: Random) -> Instructions:
-    """Draw two rules.
-
-    Args:
-        pair: One of `PAIRS`.
-        topics: Names of the lists that will be asked for.
-        index: Of the item; every other one has the two the other way round.
-        rng: Decides the rest.
-    """
+    """Draw the two rules of one of `PAIRS` for the lists that will be asked for; every other index swaps them."""
     language = rng.choice(LANGUAGES[1:])
     spoken = language if "language" in pair else LANGUAGES[0]
     form = rng.choice(FORMATS)

@@ -9,12 +9,7 @@ LANGUAGES = ("English", "French", "German", "Spanish", "Italian")
 
 @dataclass(frozen=True)
 class Topic:
-    """A question whose answer is a list.
-
-    Args:
-        question: In English.
-        items: Language -> the list, in the same order in each.
-    """
+    """A question whose answer is a list: language -> the items, in the same order in each."""
 
     question: str
     items: dict[str, tuple[str, ...]]

@@ -7,7 +7,7 @@ import pytest
 from kvbench.tasks.code.cage import child, mechanism
 from kvbench.tasks.code.cage import probe as cage_probe
 from kvbench.tasks.code.cage import run as cage
-from kvbench.tasks.code.cage.needs import trace
+from kvbench.tasks.code.cage.mechanism import trace
 from kvbench.tasks.code.cage.run import advice
 
 EPERM, ENOSYS, EAFNOSUPPORT = 1, 38, 97
@@ -75,35 +75,26 @@ def test_a_machine_without_a_filter_is_refused(monkeypatch):
     assert "x86-64 or 64-bit ARM" in advice(["user namespaces: it does not come up (jail no filter of system calls)"])
 
 
-def test_paths_are_followed_through_links_and_packages_hidden(tmp_path):
-    """Links on the way are named, what they lead to is readable once, and third-party packages are hidden."""
+def test_paths_lead_to_the_same_files_and_packages_are_hidden(tmp_path):
+    """Each path shows what it leads to, unless a folder above does; a link out of such a folder finds its file, and
+    third-party packages are hidden."""
     top = tmp_path.resolve()
-    (top / "real" / "lib" / "python3" / "site-packages").mkdir(parents=True)
-    (top / "real" / "lib" / "python3" / "os.py").write_text("")
-    (top / "real" / "lib" / "libx.so.1.2").write_text("")
-    (top / "real" / "lib" / "libx.so.1").symlink_to("libx.so.1.2")
-    (top / "lib").symlink_to("real/lib")
-    (top / "absolute").symlink_to(top / "lib")
+    library = top / "real" / "python3"
+    (library / "site-packages").mkdir(parents=True)
+    for path in (library / "os.py", top / "real" / "libx.so.1.2", top / "far.so"):
+        path.write_text("")
+    (top / "real" / "libx.so.1").symlink_to("libx.so.1.2")
+    (library / "far.so").symlink_to(top / "far.so")
+    (top / "lib").symlink_to("real")
     (top / "round").symlink_to("round")
-    found = trace(
-        [
-            f"{top}/absolute/python3",
-            f"{top}/lib/python3/os.py",
-            f"{top}/real/lib/python3/../libx.so.1",
-            f"{top}/round",
-            f"{top}/absent",
-            "linux-vdso.so.1",
-            "",
-        ]
-    )
-    assert found.readable == (f"{top}/real/lib/libx.so.1.2", f"{top}/real/lib/python3")
-    assert found.links == {
-        f"{top}/absolute": f"{top}/lib",
-        f"{top}/lib": "real/lib",
-        f"{top}/real/lib/libx.so.1": "libx.so.1.2",
-        f"{top}/round": "round",
+    paths = ["lib/python3", "lib/python3/os.py", "lib/python3/far.so", "real/python3/../libx.so.1", "round", "absent"]
+    found = trace([*(f"{top}/{path}" for path in paths), "linux-vdso.so.1", ""])
+    assert found.shown == {
+        f"{top}/lib/python3": f"{top}/real/python3",
+        f"{top}/far.so": f"{top}/far.so",
+        f"{top}/real/libx.so.1": f"{top}/real/libx.so.1.2",
     }
-    assert found.hidden == (f"{top}/real/lib/python3/site-packages",)
+    assert found.hidden == [f"{top}/lib/python3/site-packages"]
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,20 @@
-"""The ways to build the cage: bubblewrap, or namespaces made by `jail.py`."""
+"""The ways to build the cage, bubblewrap or the namespaces of `jail.py`, and what it shows of the file system.
+
+It shows what the interpreter in it needs and nothing else: asked of that interpreter.
+"""
 
 import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
-from kvbench.tasks.code.cage.needs import bare_python, interpreter_needs
-from kvbench.tasks.code.cage.process import CageReport, Limits, Output, RunAs, guard_s, run_process
+from kvbench.tasks.code.cage.process import CageReport, Limits, Output, guard_s, run_process
 from kvbench.tasks.code.cage.wire import encode
 
 _HERE = Path(__file__).parent
@@ -20,6 +24,45 @@ _MAX_PROGRAM_BYTES = 1 << 20
 _FREE_USERS = range(0x70000000, 0x7FFE0000)
 # kvbench ends a cage in time; where it hangs, the cage ends itself so much later.
 _LAST_S = 5.0
+# Runs outside, in the interpreter that will run inside, as what it is: the paths that it imports from, and the files
+# that it has mapped once every extension module of the standard library is loaded. No display, hence no _tkinter.
+_ASK = """
+import ctypes, glob, json, os, sys
+held, names = [], []
+for folder in sys.path:
+    for path in sorted(glob.glob(glob.escape(folder) + "/*.so")):
+        if "_tkinter" not in os.path.basename(path):
+            try:
+                held.append(ctypes.CDLL(path))
+            except OSError:
+                pass
+try:
+    held.append(ctypes.CDLL("libgcc_s.so.1"))  # the C library loads it when a thread is cancelled
+except OSError:
+    pass
+
+class Info(ctypes.Structure):
+    _fields_ = [("address", ctypes.c_void_p), ("name", ctypes.c_char_p)]
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Info), ctypes.c_size_t, ctypes.c_void_p)
+def note(info, size, data):
+    names.append(os.fsdecode(info.contents.name or b""))
+    return 0
+
+ctypes.CDLL(None).dl_iterate_phdr(note, None)
+print(json.dumps([[path for path in sys.path if os.path.exists(path)], names]))
+"""
+# The loader's list of libraries, and the time zones that `zoneinfo` reads.
+_SYSTEM = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
+_THIRD_PARTY = ("site-packages", "dist-packages")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The files and folders that the cage shows: path in it -> path outside; of these folders `hidden` stay empty."""
+
+    shown: dict[str, str]
+    hidden: list[str]
 
 
 @dataclass(frozen=True)
@@ -27,9 +70,9 @@ class Mechanism:
     """One way to build the cage.
 
     Args:
-        settings: Limits, and the user that the program is to become or None -> what the first process, `keeper.py`,
-            is to start.
-        by_root: Whether root builds it and the program gives root up inside; otherwise who builds it owns nothing.
+        settings: Limits, and the user that the program is to become or None -> what the first process, `jail.py`, is to
+            start.
+        by_root: True where root builds it and the program gives root up inside; otherwise who builds it owns nothing.
     """
 
     settings: Callable[[Limits, int | None], dict[str, object]]
@@ -45,11 +88,7 @@ def run_under(
     limits: Limits,
     on_output: Callable[[Output], bool] | None = None,
 ) -> CageReport:
-    """Run a program under one mechanism, whether or not it isolates: for `cage.run`, and for the probe that finds out.
-
-    Args:
-        mechanism: One of `mechanisms`.
-        program: See `run.run`, as the others; `call_s` has a time for each call.
+    """Run a program under one mechanism, whether or not it isolates; see `run.run`. `call_s` has a time for each call.
 
     Raises:
         ValueError: The program is longer than 1 MiB.
@@ -68,31 +107,15 @@ def run_under(
         "rlimits": limits.rlimits(),
     }
     user = _own_user() if os.geteuid() == 0 else None
-    return run_process(
-        command_line(mechanism, limits, user),
-        # A root mapped into a user namespace still owns root's files, so a namespace for root starts as somebody else.
-        RunAs() if user is None or mechanism.by_root else RunAs(user=user, group=_NOBODY, extra_groups=[]),
-        encode(job, max_bytes=1 << 31),
-        call_s,
-        limits,
-        on_output,
-    )
-
-
-def command_line(mechanism: Mechanism, limits: Limits, user: int | None) -> list[str]:
-    """The command that starts a cage, tied to the life of this process: that of `keeper.py`.
-
-    Args:
-        mechanism: One of `mechanisms`.
-        limits: What the program may use.
-        user: For root, the user that the program is to be.
-    """
     settings = {
         "parent": os.getpid(),
         "wall_s": limits.wall_s + _LAST_S,
         **mechanism.settings(limits, user if mechanism.by_root else None),
     }
-    return [*bare_python(), _keeper(), json.dumps(settings)]
+    # A root mapped into a user namespace still owns root's files, so a namespace for root starts as somebody else.
+    run_as = {} if user is None or mechanism.by_root else {"user": user, "group": _NOBODY, "extra_groups": []}
+    argv = [*bare_python(), (_HERE / "jail.py").read_text(), json.dumps(settings)]
+    return run_process(argv, run_as, encode(job, max_bytes=1 << 31), call_s, limits, on_output)
 
 
 def _own_user() -> int:
@@ -110,11 +133,6 @@ def _own_user() -> int:
 
 
 @cache
-def _keeper() -> str:
-    return (_HERE / "jail.py").read_text() + "\n\n" + (_HERE / "keeper.py").read_text()
-
-
-@cache
 def _interpreter() -> list[str]:
     text = (_HERE / "wire.py").read_text() + "\n\n" + (_HERE / "child.py").read_text()
     return [*bare_python(), text]
@@ -124,29 +142,66 @@ def _program(user: int | None) -> list[str]:
     return [*_interpreter(), *([] if user is None else [str(user)])]
 
 
-def _jail(limits: Limits, user: int | None, *, user_namespace: bool) -> dict[str, object]:
-    settings = vars(interpreter_needs()) | {"scratch_bytes": limits.scratch_bytes, "user_namespace": user_namespace}
+def bare_python() -> list[str]:
+    """The command that runs a text in this interpreter, outside any virtual environment and without site-packages."""
+    executable = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+    # Isolated, without site, no .pyc files; UTF-8 whatever the (empty) environment says.
+    return [executable, "-I", "-S", "-B", "-X", "utf8", "-c"]
+
+
+@cache
+def interpreter_needs() -> Needs:
+    """Find what the interpreter must see to start and to import its whole standard library; no other packages.
+
+    Raises:
+        OSError: The interpreter does not run.
+    """
+    asked = subprocess.run([*bare_python(), _ASK], capture_output=True, env={}, cwd="/", check=False)
+    if asked.returncode:
+        said = asked.stderr.decode("utf-8", "replace").strip()[-300:]
+        raise OSError(f"{bare_python()[0]} does not say what it needs: {said}")
+    imported, loaded = json.loads(asked.stdout)
+    return trace([bare_python()[0], *imported, *loaded, *_SYSTEM])
+
+
+def trace(paths: Iterable[str]) -> Needs:
+    """Find the files behind paths, so that the same names lead to the same files in the cage.
+
+    A relative path is no file (the kernel's own library has such a name) and is left out.
+    """
+    real = {path: os.path.realpath(path) for path in paths if path.startswith("/") and os.path.exists(path)}
+    shown: dict[str, str] = {}
+    for path, source in sorted((os.path.normpath(path), source) for path, source in real.items()):
+        above = next((other for other in shown if path.startswith(other + "/")), None)
+        if above is None:
+            shown[path] = source
+        elif source != shown[above] + path.removeprefix(above):
+            shown[source] = source  # the folder above holds a link to it
+    folders = [f"{path}/{name}" for path in shown for name in _THIRD_PARTY]
+    return Needs(shown, [path for path in folders if os.path.isdir(path) and not os.path.islink(path)])
+
+
+def _jail(limits: Limits, user: int | None) -> dict[str, object]:
+    settings = vars(interpreter_needs()) | {"scratch_bytes": limits.scratch_bytes, "user_namespace": user is None}
     return {"jail": settings | {"command": _program(user)}}
 
 
-def _bubblewrap(limits: Limits, user: int | None, *, user_namespace: bool) -> dict[str, object]:
+def _bubblewrap(limits: Limits, user: int | None) -> dict[str, object]:
     needs = interpreter_needs()
     argv = [shutil.which("bwrap") or "bwrap", *"--die-with-parent --clearenv --hostname cage --cap-drop ALL".split()]
     argv += "--unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try".split()
-    if user_namespace:
+    if user is None:
         argv += ["--unshare-user", "--uid", str(_NOBODY), "--gid", str(_NOBODY)]
     else:  # for `child.py` to become somebody else with
         argv += "--cap-add CAP_SETUID --cap-add CAP_SETGID".split()
     # Before what is bound: the interpreter may be installed below a folder of that name.
     argv += ["--perms", "1777", "--size", str(limits.scratch_bytes), "--tmpfs", "/tmp"]
     devices = [f"/dev/{name}" for name in ("null", "zero", "random", "urandom")]
-    above = {str(parent) for path in (*needs.readable, *needs.links, *devices) for parent in Path(path).parents}
+    above = {str(parent) for path in (*needs.shown, *devices) for parent in Path(path).parents}
     for path in sorted(above - {"/", "/tmp"}):
         argv += ["--perms", "755", "--dir", path]
-    for path, target in needs.links.items():
-        argv += ["--symlink", target, path]
-    for path in needs.readable:
-        argv += ["--ro-bind", path, path]
+    for path, source in needs.shown.items():
+        argv += ["--ro-bind", source, path]
     for path in needs.hidden:
         argv += ["--perms", "555", "--size", "4096", "--tmpfs", path, "--remount-ro", path]
     for path in devices:
@@ -157,10 +212,9 @@ def _bubblewrap(limits: Limits, user: int | None, *, user_namespace: bool) -> di
 @cache
 def mechanisms() -> dict[str, Mechanism]:
     """All mechanisms that could work for this user, the best kept first; whether one does, `probe` finds out."""
+    found = {"user namespaces": Mechanism(_jail), "namespaces by root": Mechanism(_jail, by_root=True)}
+    if shutil.which("bwrap"):
+        bubblewrap = {"bubblewrap": Mechanism(_bubblewrap), "bubblewrap by root": Mechanism(_bubblewrap, by_root=True)}
+        found = bubblewrap | found
     # A namespace built by somebody who owns nothing fails for root where the interpreter is in root's home.
-    jail = {"user namespaces": Mechanism(partial(_jail, user_namespace=True))}
-    bubblewrap = {"bubblewrap": Mechanism(partial(_bubblewrap, user_namespace=True))}
-    if os.geteuid() == 0:
-        jail["namespaces by root"] = Mechanism(partial(_jail, user_namespace=False), by_root=True)
-        bubblewrap["bubblewrap by root"] = Mechanism(partial(_bubblewrap, user_namespace=False), by_root=True)
-    return (bubblewrap if shutil.which("bwrap") else {}) | jail
+    return {name: one for name, one in found.items() if os.geteuid() == 0 or not one.by_root}

@@ -7,9 +7,9 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, TypedDict
+from typing import IO, Any
 
 _STARTUP_S = 20.0
 # A call that has used up its time is stopped inside the cage; where it resists, the parent waits this much longer.
@@ -97,14 +97,6 @@ class CageReport:
     message: str = ""
 
 
-class RunAs(TypedDict, total=False):
-    """The user of a process, as `subprocess.Popen` takes it; empty for whoever starts it."""
-
-    user: int
-    group: int
-    extra_groups: list[int]
-
-
 class Frames:
     """Cuts the bytes from the cage into outputs and holds them to the order in which calls were asked."""
 
@@ -162,7 +154,7 @@ def guard_s(cpu_s: float) -> float:
 
 def run_process(
     argv: Sequence[str],
-    run_as: RunAs,
+    run_as: Mapping[str, Any],
     job: bytes,
     call_s: Sequence[float],
     limits: Limits,
