@@ -1,7 +1,10 @@
-"""Rows of HumanEval+ and MBPP+: the EvalPlus release files, which have the inputs that answers are tested on."""
+"""Rows of HumanEval+ and MBPP+: the EvalPlus release files, which have the inputs that answers are tested on.
+
+The release stores tuples, sets and complex numbers as JSON; `restore_inputs` gives MBPP+ its own types back.
+"""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
@@ -13,17 +16,7 @@ RELEASE = {"humaneval_plus": ("HumanEvalPlus", "v0.1.10", 164), "mbpp_plus": ("M
 
 
 class CodeRow(TypedDict):
-    """One problem, as the release files have it.
-
-    Args:
-        task_id: For example `HumanEval/0` or `Mbpp/2`.
-        prompt: What the model continues: imports, helpers, signature and docstring; or a docstring alone (MBPP+).
-        entry_point: Name of the function that is called.
-        canonical_solution: The reference; it continues the prompt.
-        base_input: Arguments of each call of the original benchmark.
-        plus_input: Arguments of each added call.
-        atol: Absolute tolerance of the task, >= 0; 0 where outputs must be equal.
-    """
+    """One problem, as the release files have it; the reference continues the prompt, in MBPP+ a docstring alone."""
 
     task_id: str
     prompt: str
@@ -51,17 +44,7 @@ def data_file(subset: str) -> DataFile:
 
 
 def check_row(row: Mapping[str, object]) -> CodeRow:
-    """Check the object of a line.
-
-    Args:
-        row: The fields of `CodeRow`, and others that are not read. An empty `plus_input` is allowed.
-
-    Returns:
-        The row.
-
-    Raises:
-        ValueError: What is wrong with the row.
-    """
+    """Check a line, which may have other fields and an empty `plus_input`."""
     names = ("task_id", "prompt", "entry_point", "canonical_solution")
     task_id, prompt, entry_point, solution = (text_field(row, name) for name in names)
     for name in ("base_input", "plus_input"):
@@ -93,10 +76,7 @@ def load(
 ) -> dict[str, Rows]:
     """The problems of a benchmark, for lm-eval, as the YAMLs' `custom_dataset`.
 
-    Returns:
-        `test`: rows with the fields of the release as one text `row` (integers of any size survive), `prompt`,
-        `task_id`, `gold`, `context` (empty), `index`.
-    """
+    `row` has the fields of the release as one text, so that integers of any size survive."""
     rows = find_rows(data_file(subset), data_dir)
     documents = [
         {
@@ -120,3 +100,58 @@ def _gold(subset: str, form: str, row: Mapping[str, str]) -> str:
         return row["canonical_solution"]
     program = row["canonical_solution"] if subset == "mbpp_plus" else row["prompt"] + row["canonical_solution"]
     return f"```python\n{program.strip()}\n```"
+
+
+# One name per argument: how it is turned. A row with fewer names than arguments leaves the rest, or repeats the last
+# name where it ends in `*`.
+_SHAPES = {
+    "rows*": "2 116 132 143 222 261 273 394 399 421 424 429 470 560 579 596 616 630 726 740 744 809",
+    "rows_of*": "63 64 70 94 120 237 272 299 400 409 417 438 473 614 780",
+    "rows_of": "75 413 444 753",
+    "same rows": "106 750",
+    "sets": "115",
+    "float complex": "124",
+    "rows": "250 405 446 617 720 763 808 307",
+    "rows_of_rows*": "259 401 445",
+    "mixed_rows": "278",
+    "values": "722",
+    "complex": "252",
+    "deep*": "580 615 791",
+}
+
+
+def _deep(value: object) -> object:
+    return tuple(map(_deep, value)) if isinstance(value, list) else value
+
+
+_TURNS: dict[str, Callable] = {
+    "same": lambda value: value,
+    "rows": tuple,
+    "rows_of": lambda value: [tuple(entry) for entry in value],
+    "rows_of_rows": lambda value: tuple(tuple(entry) for entry in value),
+    "mixed_rows": lambda value: tuple(tuple(entry) if isinstance(entry, list) else entry for entry in value),
+    "sets": lambda value: [set(entry) if isinstance(entry, list) and entry else {} for entry in value],
+    "values": lambda value: {key: tuple(entry) for key, entry in value.items()},
+    "float": float,
+    "complex": complex,
+    "deep": _deep,
+}
+_BY_TASK = {int(number): names for names, numbers in _SHAPES.items() for number in numbers.split()}
+
+
+def restore_inputs(task_id: str, inputs: Sequence[Sequence[object]]) -> list[list[object]]:
+    """Give stored arguments of each call the types that the task's (`Mbpp/124`) reference solution takes.
+
+    Source: EvalPlus 0.3.1, `evalplus/data/mbpp.py` (which task holds which types).
+    """
+    names = _BY_TASK.get(int(task_id.rpartition("/")[2]))
+    if names is None:
+        return [list(arguments) for arguments in inputs]
+    if names.endswith("*"):
+        turn = _TURNS[names[:-1]]
+        return [[turn(value) for value in arguments] for arguments in inputs]
+    turns = [_TURNS[name] for name in names.split()]
+    return [
+        [turn(value) for turn, value in zip(turns, arguments, strict=False)] + list(arguments[len(turns) :])
+        for arguments in inputs
+    ]

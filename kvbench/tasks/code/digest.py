@@ -17,13 +17,7 @@ _NO_NUMBER = os.urandom(16).hex()  # not a number is equal to nothing, in anothe
 
 
 def digest(value: object) -> list[object]:
-    """Digest a value.
-
-    Args:
-        value: None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, nested.
-
-    Returns:
-        SHA-256 in hexadecimal digits, and whether the value is a float or a list or tuple of floats.
+    """Digest a value of the types of `wire.encode`: SHA-256 in hexadecimal digits, and whether it is made of floats.
 
     Raises:
         TypeError: Another type inside.

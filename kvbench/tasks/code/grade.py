@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 from kvbench.tasks.answers import after_thinking
 from kvbench.tasks.code.cage import run as cage
-from kvbench.tasks.code.cage.process import guard_s
+from kvbench.tasks.code.cage.process import Limits, Output, guard_s
 from kvbench.tasks.code.cage.wire import WireError, decode
 from kvbench.tasks.code.dataset import CodeRow
 from kvbench.tasks.code.extract import build_program
 from kvbench.tasks.code.oracle import asks_whether_found, is_right
-from kvbench.tasks.code.reference import Group, reference
+from kvbench.tasks.code.reference import Group, job, reference
 
 # Source: EvalPlus 0.3.1, config.py and eval/__init__.py: four times the reference's time but at least 1 s for a call,
 # and 60 s for all calls.
@@ -33,8 +33,7 @@ class GradeResult:
 
     Args:
         status: `pass` on all inputs; `fail` a wrong output; `timeout`; `error` an exception, a program that does not
-            load or ends itself; `unsupported` an output of a type that cannot be compared. All but the first count as
-            wrong.
+            load or ends itself; `unsupported` an output of a type that cannot be compared.
         base_passed: All inputs of the original benchmark were answered right.
         plus_passed: Those and all added ones were.
         message: What went wrong first, for people; empty on a pass.
@@ -47,19 +46,16 @@ class GradeResult:
 
 
 def grade(
-    task: str, row: CodeRow, completion: str, *, allow_code_execution: bool, limits: cage.Limits | None = None
+    task: str, row: CodeRow, completion: str, *, allow_code_execution: bool, limits: Limits | None = None
 ) -> GradeResult:
-    """Grade an answer.
+    """Grade an answer: the continuation of the prompt, or a reply with a fenced block.
 
     Args:
         task: `humaneval_plus` or `mbpp_plus`.
         row: A row of the EvalPlus release file, read as plain JSON.
-        completion: What the model wrote: the continuation of the prompt, or a reply with a fenced block.
+        completion: What the model wrote.
         allow_code_execution: The setting `task.allow_code_execution`.
         limits: What the program may use; its times follow from the reference's.
-
-    Returns:
-        The verdict.
 
     Raises:
         CageRefused: Not allowed, or no isolation on this machine.
@@ -69,8 +65,8 @@ def grade(
     Differs: see `oracle` and `extract`; programs see the standard library only.
     """
     cage.require_consent(allow_code_execution)
-    groups = reference(task, row, limits or cage.Limits())
-    limits = limits or cage.Limits(wall_s=_MAX_WALL_S)
+    groups = reference(task, row, limits or Limits())
+    limits = limits or Limits(wall_s=_MAX_WALL_S)
     program = build_program(row["prompt"], row["entry_point"], completion)
     base_passed = False
     for group in groups:
@@ -83,10 +79,10 @@ def grade(
     return GradeResult("pass", True, True)
 
 
-def _run_group(task: str, row: CodeRow, program: str, group: Group, limits: cage.Limits) -> tuple[str, str]:
+def _run_group(task: str, row: CodeRow, program: str, group: Group, limits: Limits) -> tuple[str, str]:
     verdict: list[tuple[str, str]] = []
 
-    def judge(output: cage.Output) -> bool:
+    def judge(output: Output) -> bool:
         found = _judge(task, row, group, output)
         if found is not None:
             verdict.append(found)
@@ -97,7 +93,7 @@ def _run_group(task: str, row: CodeRow, program: str, group: Group, limits: cage
     cpu_s = min(max(_MAX_CALLS_S, _CALLS_FACTOR * sum(group.cpu_s)), sum(call_s)) + _START_S
     memory_bytes = max(limits.memory_bytes, group.memory_bytes)
     may = replace(limits, cpu_s=cpu_s, wall_s=min(limits.wall_s, guard_s(cpu_s)), memory_bytes=memory_bytes)
-    text, entry_point, calls = group.job(program, row["entry_point"])
+    text, entry_point, calls = job(program, row["entry_point"], group.calls, group.large)
     try:
         report = cage.run(
             text,
@@ -121,7 +117,7 @@ def _run_group(task: str, row: CodeRow, program: str, group: Group, limits: cage
     return ("timeout" if report.status == "timeout" else "error"), f"{report.status}: {report.message}"
 
 
-def _judge(task: str, row: CodeRow, group: Group, output: cage.Output) -> tuple[str, str] | None:
+def _judge(task: str, row: CodeRow, group: Group, output: Output) -> tuple[str, str] | None:
     """The fault of one output; None when nothing is."""
     text = output.payload[:300].decode("utf-8", "replace") if output.kind != "v" else ""
     if output.index < 0:
@@ -162,14 +158,9 @@ def _num_parts(value: object) -> int:
 
 
 def scores(task: str, row: CodeRow, text: str, *, allow_code_execution: bool, opened: bool = False) -> dict[str, float]:
-    """Score one answer as it was generated; the rest as for `grade`.
+    """Score one answer as it was generated: `plus`, `base` and `parsed`, each 0 or 1.
 
-    Args:
-        opened: The prompt opened the thoughts.
-
-    Returns:
-        `plus`, `base` and `parsed`, each 0 or 1.
-    """
+    Args as for `grade`; `opened` says whether the prompt opened the thoughts."""
     cage.require_consent(allow_code_execution)
     answer = after_thinking(text, opened)
     if answer is None or not answer.strip():

@@ -29,18 +29,15 @@ FOUND_TASKS = frozenset(("check_str", "text_match_three", "text_starta_endb"))
 
 
 def is_right(task: str, entry_point: str, inputs: Sequence[Value], output: Value, expected: Value, atol: float) -> bool:
-    """Judge one output.
+    """Judge one output as the benchmark does.
 
     Args:
         task: `humaneval_plus` or `mbpp_plus`; the special cases belong to one of them.
-        entry_point: Name of the function, which names the task.
+        entry_point: Name of the function, which names the problem.
         inputs: Arguments of the call.
         output: What the solution returned; builtin types.
-        expected: What the reference returned; for the tasks in `FOUND_TASKS` whether it was not None.
-        atol: Absolute tolerance of the task; 0 means exact, but 1e-6 where the expected output is made of floats.
-
-    Returns:
-        True when the benchmark counts it as right.
+        expected: What the reference returned; for `FOUND_TASKS` whether it was not None.
+        atol: Absolute tolerance; 0 means exact, but 1e-6 where the expected output is made of floats.
     """
     try:
         if has_own_rule(task, entry_point):
@@ -53,12 +50,12 @@ def is_right(task: str, entry_point: str, inputs: Sequence[Value], output: Value
 
 
 def has_own_rule(task: str, entry_point: str) -> bool:
-    """Tell whether a task asks something else of an output than to be equal, or near, to the reference's."""
+    """Tell whether a problem asks something else of an output than to be equal, or near, to the reference's."""
     return entry_point == "find_zero" if task == "humaneval_plus" else entry_point in _MBPP
 
 
 def asks_whether_found(task: str, entry_point: str) -> bool:
-    """Tell whether a task only asks if something, of whatever type, was found."""
+    """Tell whether a problem only asks if something, of whatever type, was found."""
     return task == "mbpp_plus" and entry_point in FOUND_TASKS
 
 

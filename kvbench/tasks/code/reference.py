@@ -19,9 +19,9 @@ from pathlib import Path
 
 from kvbench.models.cache import cache_root
 from kvbench.tasks.code.cage import run as cage
+from kvbench.tasks.code.cage.process import Limits
 from kvbench.tasks.code.cage.wire import WireError, decode, encode
-from kvbench.tasks.code.dataset import CodeRow
-from kvbench.tasks.code.mbpp_inputs import restore_inputs
+from kvbench.tasks.code.dataset import CodeRow, restore_inputs
 from kvbench.tasks.code.oracle import asks_whether_found, has_own_rule
 from kvbench.tasks.watch import long_work
 
@@ -46,8 +46,7 @@ class Group:
 
     Args:
         calls: Arguments of each call.
-        expected: What each returned; for the tasks in `FOUND_TASKS` whether it was not None; of a large output what
-            `digest.digest` makes of it.
+        expected: What each returned; for `FOUND_TASKS` whether it was not None; of a large output its `digest`.
         large: Which outputs are too large to send.
         cpu_s: CPU time of each call, in seconds.
         sent_bytes: Size of all outputs, as sent.
@@ -61,12 +60,8 @@ class Group:
     sent_bytes: int
     memory_bytes: int
 
-    def job(self, program: str, entry_point: str) -> tuple[str, str, list[list[object]]]:
-        """The job of a cage that compares a program on this group: its text, its entry point, and the calls."""
-        return _job(program, entry_point, self.calls, self.large)
 
-
-def reference(task: str, row: CodeRow, limits: cage.Limits) -> list[Group]:
+def reference(task: str, row: CodeRow, limits: Limits) -> list[Group]:
     """Base and added inputs, two groups, with the reference's outputs and times; computed once for each row.
 
     Args:
@@ -104,14 +99,7 @@ def reference(task: str, row: CodeRow, limits: cage.Limits) -> list[Group]:
 
 
 def unusable(task: str, rows: Iterable[tuple[int, CodeRow]]) -> dict[int, str]:
-    """Run the references of rows, side by side, and find those that nothing can be graded against.
-
-    Args:
-        task: `humaneval_plus` or `mbpp_plus`.
-        rows: Number and content of each.
-
-    Returns:
-        Number -> why its row cannot be used.
+    """Run the references of rows, each with its number, side by side; gives those that cannot be used, and why.
 
     Raises:
         CageRefused: No isolation on this machine.
@@ -119,7 +107,7 @@ def unusable(task: str, rows: Iterable[tuple[int, CodeRow]]) -> dict[int, str]:
 
     def why(item: tuple[int, CodeRow]) -> tuple[int, str] | None:
         try:
-            reference(task, item[1], cage.Limits())
+            reference(task, item[1], Limits())
         except ValueError as error:
             if isinstance(error, cage.CageRefused):
                 raise
@@ -131,7 +119,7 @@ def unusable(task: str, rows: Iterable[tuple[int, CodeRow]]) -> dict[int, str]:
         return dict(filter(None, cage.map_bounded(why, listed, after_each=step)))
 
 
-def _run(task: str, row: CodeRow, calls: list[list[object]], limits: cage.Limits) -> Group:
+def _run(task: str, row: CodeRow, calls: list[list[object]], limits: Limits) -> Group:
     said = ""
     for memory_bytes in dict.fromkeys((limits.memory_bytes, max(limits.memory_bytes, _LARGE_BYTES))):
         may = replace(limits, memory_bytes=memory_bytes, cpu_s=_CPU_S, wall_s=_WALL_S)
@@ -149,10 +137,10 @@ def _run(task: str, row: CodeRow, calls: list[list[object]], limits: cage.Limits
 
 
 def _attempt(
-    task: str, row: CodeRow, calls: list[list[object]], large: list[bool], limits: cage.Limits
+    task: str, row: CodeRow, calls: list[list[object]], large: list[bool], limits: Limits
 ) -> tuple[Group | None, str, list[bool]]:
     """The group; or what went wrong, and which outputs were too large to send."""
-    program, entry_point, jobs = _job(row["prompt"] + row["canonical_solution"], row["entry_point"], calls, large)
+    program, entry_point, jobs = job(row["prompt"] + row["canonical_solution"], row["entry_point"], calls, large)
     report = cage.run(program, entry_point, jobs, allow_code_execution=True, call_s=_CALL_S, limits=limits)
     if report.status == "jail":
         raise cage.CageRefused(f"The cage did not come up: {report.message}. Try again with fewer programs at a time.")
@@ -185,9 +173,10 @@ def _attempt(
     return Group(calls, expected, large, cpu_s, sent_bytes, limits.memory_bytes), "", []
 
 
-def _job(
+def job(
     program: str, entry_point: str, calls: Sequence[list[object]], large: Sequence[bool]
 ) -> tuple[str, str, list[list[object]]]:
+    """The text, the entry point and the calls of a cage that sends the digests of large outputs."""
     if not any(large):
         return program, entry_point, list(calls)
     # The name on a line of its own makes a program without it fail to load, as it would without all this.
@@ -211,7 +200,7 @@ def _code() -> str:
     return json.dumps([platform.node(), platform.python_version(), platform.machine(), texts])
 
 
-def _key(task: str, row: CodeRow, limits: cage.Limits) -> str:
+def _key(task: str, row: CodeRow, limits: Limits) -> str:
     fields: Mapping[str, object] = row
     what = [_code(), task, limits.memory_bytes, *(fields[name] for name in _FIELDS)]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()

@@ -6,8 +6,7 @@ import time
 import pytest
 from tasks.code.answer_styles import cases
 
-from kvbench.tasks.code.extract import build_program
-from kvbench.tasks.code.syntax import defines, needs, parse, without
+from kvbench.tasks.code.extract import build_program, defines, needs, parse, without
 
 STYLES = cases()
 ONE_EACH = {style: problem for style, problem, _ in STYLES}  # the others run in the exhaustive suite

@@ -7,10 +7,9 @@ import pytest
 
 from kvbench.tasks.code.cage import run as cage
 from kvbench.tasks.code.cage.wire import decode, encode
-from kvbench.tasks.code.dataset import check_row
+from kvbench.tasks.code.dataset import check_row, restore_inputs
 from kvbench.tasks.code.grade import GradeResult
 from kvbench.tasks.code.grade import grade as grade_task
-from kvbench.tasks.code.mbpp_inputs import restore_inputs
 from kvbench.tasks.code.oracle import is_right
 from kvbench.tasks.code.reference import UnusableRow
 

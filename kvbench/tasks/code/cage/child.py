@@ -51,10 +51,7 @@ class _CallTimeout(BaseException):
 
 
 def filter_of(machine: str) -> "list[tuple[int, int, int, int]]":
-    """The rules for system calls, as a program of the kernel's packet filter.
-
-    Args:
-        machine: What `platform.machine` says.
+    """The rules for system calls on a machine, as a program of the kernel's packet filter.
 
     Returns:
         Its instructions: code, jump if true, jump if not, value.

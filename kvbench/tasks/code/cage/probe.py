@@ -124,7 +124,7 @@ class Isolation:
     """The findings of a trial run in the cage.
 
     Args:
-        mechanism: Its name, a key of `mechanisms`; None when none holds.
+        mechanism: A key of `mechanisms`; None when none holds.
         missing: When None: for each mechanism, what it lacks here.
     """
 
@@ -136,11 +136,9 @@ _checking = threading.Lock()
 
 
 def check_isolation() -> Isolation:
-    """Find a way to isolate code that works on this machine, by trying to get out of each.
+    """Find a way to isolate code that works on this machine: the first under which no attempt got out.
 
-    Returns:
-        The first mechanism under which every attempt failed. The answer is kept for the life of the process.
-    """
+    The answer is kept for the life of the process."""
     with _checking:
         return _first_that_holds()
 
@@ -157,14 +155,7 @@ def _first_that_holds() -> Isolation:
 
 
 def what_is_missing(mechanism: Mechanism) -> list[str]:
-    """Try to break out of one mechanism.
-
-    Args:
-        mechanism: One of `mechanisms`.
-
-    Returns:
-        What got through, in words; empty when the cage held.
-    """
+    """Try to break out of one mechanism; says in words what got through, and nothing when the cage held."""
     with _targets() as (port, abstract, folder):
         outside = ["/", "/usr", "/etc", os.path.expanduser("~"), os.getcwd(), folder]
         mark = os.path.basename(folder) + "-file"

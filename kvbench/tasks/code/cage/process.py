@@ -21,32 +21,20 @@ _MAX_HEADER_BYTES = 80
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The means of a caged program.
+    """The means of a caged program; times in seconds, sizes in bytes."""
 
-    Args:
-        load_s: CPU time to load the program (its top level), in seconds.
-        cpu_s: CPU time of the program for everything, in seconds.
-        wall_s: Time on the clock for everything, in seconds. What a program can do in it depends on what else the
-            machine does, so it only guards against one that waits.
-        memory_bytes: Address space of the program. It is one process and can start no other, so this is the cage's.
-        processes: Threads of the program and processes of the cage together.
-        file_bytes: Size of a file.
-        scratch_bytes: Size of its temporary directory, all files together.
-        open_files: Open files of the program.
-        value_bytes: Size of one output, as sent.
-        output_bytes: Size of all outputs, as sent.
-    """
-
-    load_s: float = 5.0
-    cpu_s: float = 60.0
+    load_s: float = 5.0  # CPU time to load the program (its top level)
+    cpu_s: float = 60.0  # CPU time of the program for everything
+    # Time on the clock for everything. What a program can do in it depends on what else the machine does, so it only
+    # guards against one that waits.
     wall_s: float = 300.0
-    memory_bytes: int = 1 << 30
-    processes: int = 16
+    memory_bytes: int = 1 << 30  # address space of the program, which can start no other: so this is the cage's
+    processes: int = 16  # threads of the program and processes of the cage together
     file_bytes: int = 16 << 20
-    scratch_bytes: int = 64 << 20
+    scratch_bytes: int = 64 << 20  # its temporary directory, all files together
     open_files: int = 64
-    value_bytes: int = 8 << 20
-    output_bytes: int = 64 << 20
+    value_bytes: int = 8 << 20  # one output, as sent
+    output_bytes: int = 64 << 20  # all outputs, as sent
 
     def rlimits(self) -> dict[str, int]:
         """The limits that the kernel keeps for the program: name in `resource` -> value."""
@@ -86,7 +74,7 @@ class CageReport:
     Args:
         status: `done` all calls reported; `stopped` by the caller; `timeout`; `died` before its last call; `flood` too
             much output; `forged` bytes that are no report; `jail` the cage itself did not come up.
-        outputs: What was reported, in order, without gaps; empty where a callback saw it.
+        outputs: Reported ones, in order, without gaps; empty where a callback saw them.
         wall_s: From start to the end of every process.
         message: For people; empty when done.
     """
@@ -164,12 +152,11 @@ def run_process(
 
     Args:
         argv: Command line of the cage.
-        run_as: The user that starts it.
-        job: What the process reads on its standard input, after its length in digits and a newline. The pipe stays open
-            behind it: its end, which comes with the end of this process, ends the cage.
-        call_s: CPU time of each call, in seconds; kept inside, as that for loading. Here `guard_s` of it bounds the
-            time on the clock.
-        limits: What the program may use; counted from after the start.
+        run_as: The user that starts it, as `subprocess.Popen` takes it.
+        job: Goes to its standard input, after its length and a newline. The pipe stays open behind it: its end, which
+            comes with the end of this process, ends the cage.
+        call_s: CPU time of each call, in seconds; kept inside. Here `guard_s` of it bounds the time on the clock.
+        limits: Counted from after the start.
         on_output: Sees each output as it comes, the loading included; a false answer ends the run.
     """
     start = time.monotonic()

@@ -14,20 +14,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvbench.tasks.code.cage.mechanism import mechanisms, run_under
-from kvbench.tasks.code.cage.probe import Isolation, check_isolation
+from kvbench.tasks.code.cage.probe import check_isolation
 from kvbench.tasks.code.cage.process import CageReport, Limits, Output
 
-__all__ = [
-    "CageRefused",
-    "CageReport",
-    "Isolation",
-    "Limits",
-    "Output",
-    "check_isolation",
-    "map_bounded",
-    "require_consent",
-    "run",
-]
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -55,10 +44,7 @@ def run(
         allow_code_execution: The user's consent; without it nothing runs.
         call_s: CPU time of each call, in seconds; one number holds for all.
         limits: What the program may use.
-        on_output: Sees each output as it comes, the loading (index -1) included; a false answer ends the run.
-
-    Returns:
-        How it ended, with the outputs reported until then (unless `on_output` saw them).
+        on_output: See `process.run_process`.
 
     Raises:
         CageRefused: Not allowed, or no isolation here.
@@ -94,22 +80,9 @@ def map_bounded(
     workers: int | None = None,
     after_each: Callable[[], None] = lambda: None,
 ) -> list[_Result]:
-    """Grade many programs at a time, never more than the given number.
-
-    Args:
-        function: Runs one item; it spends its time waiting for its cage.
-        items: The items.
-        workers: At most this many at a time, at least 1; by default the CPU cores this process may use.
-        after_each: Called in this thread for each item that is done, in their order, as the results are.
-
-    Raises:
-        ValueError: workers below 1.
-    """
-    workers = len(os.sched_getaffinity(0)) if workers is None else workers
-    if workers < 1:
-        raise ValueError(f"workers={workers}: at least 1 program at a time. Leave it out for one per CPU core.")
+    """Grade many programs side by side, by default one per CPU core; `after_each` is called for each that is done."""
     found = []
-    with ThreadPoolExecutor(workers, thread_name_prefix="cage") as pool:
+    with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)), thread_name_prefix="cage") as pool:
         for result in pool.map(function, items):
             found.append(result)
             after_each()
@@ -125,12 +98,7 @@ def _setting(name: str) -> str | None:
 
 
 def advice(missing: Sequence[str], setting: Callable[[str], str | None] = _setting) -> str:
-    """Say what would bring up a cage here.
-
-    Args:
-        missing: For each mechanism that was tried, its name and what it lacks, as `check_isolation` gives them.
-        setting: Name of a kernel setting -> its value, or None where there is no such setting.
-    """
+    """Say what would bring up a cage here, by what each mechanism lacks and the kernel's settings."""
     said = " ".join(missing)
     if "no filter of system calls" in said:
         return "Run it on an x86-64 or 64-bit ARM machine, or with task.allow_code_execution=false."

@@ -20,18 +20,13 @@ class WireError(ValueError):
 
 
 def encode(value: object, *, max_bytes: int) -> bytes:
-    """Write a value.
+    """Write a value for `decode`.
 
-    Args:
-        value: None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, nested. Subclasses are
-            written as the builtin they hold: what they say of themselves, `__eq__` for one, is neither asked nor sent.
-        max_bytes: Upper limit of the result.
-
-    Returns:
-        The bytes that `decode` reads.
+    Subclasses are written as the builtin they hold: what they say of themselves, `__eq__` for one, is neither asked nor
+    sent.
 
     Raises:
-        WireError: Another type inside, nested deeper than 60 levels, or too large.
+        WireError: Another type inside, nested deeper than 60 levels, or larger than `max_bytes`.
     """
     parts: list[bytes] = []
     room = [max_bytes]
@@ -101,14 +96,11 @@ _SCALARS: "tuple[tuple[type, bytes, Callable[[Any], bytes]], ...]" = (
 
 
 def decode(data: bytes, *, max_nodes: int = MAX_NODES) -> object:
-    """Read a value that someone hostile may have written.
+    """Read a value of builtin types that someone hostile may have written.
 
     Args:
         data: One value, nothing after it.
         max_nodes: How many values it may hold, the outer one included.
-
-    Returns:
-        The value, made of builtin types only.
 
     Raises:
         WireError: No value, too deep, too many parts, or keys made to collide.
