@@ -33,7 +33,7 @@ def after_thinking(text: str, opened: bool = False) -> str | None:
     return None if opened or _START_OF_THOUGHT in text else text
 
 
-def found_in(text: str, opened: bool, find: Callable[[str], T | None]) -> T | None:
+def found_in(text: str, find: Callable[[str], T | None], opened: bool = False) -> T | None:
     """The final answer that `find` finds behind the thoughts; None for none, and where the thoughts have no end."""
     rest = after_thinking(text, opened)
     return None if rest is None else find(rest)

@@ -98,7 +98,6 @@ def test_gsm8k_tells_wrong_from_unparsed() -> None:
     assert gsm8k.grade("72", "#### 73", last=False) == {"correct": 0.0, "parsed": 1.0}
     assert gsm8k.grade("72", "I do not know", last=False) == {"correct": 0.0, "parsed": 0.0}
     assert gsm8k.grade("72", "<think>it is 72", last=True) == {"correct": 0.0, "parsed": 0.0}
-    assert gsm8k.grade("72", "it is 72", last=True, opened=True) == {"correct": 0.0, "parsed": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -165,7 +164,7 @@ def test_aime_takes_units_and_values_but_nothing_else(box: str, right: bool) -> 
 def test_aime_thinking_traces() -> None:
     """A box inside the thoughts is no answer."""
     assert aime.grade("42", "<think>\\boxed{42}</think>so \\boxed{41}") == {"correct": 0.0, "parsed": 1.0}
-    assert aime.grade("42", "\\boxed{41}</think>\\boxed{042}", opened=True) == {"correct": 1.0, "parsed": 1.0}
+    assert aime.grade("42", "\\boxed{41}</think>\\boxed{042}") == {"correct": 1.0, "parsed": 1.0}
     assert aime.grade("42", "<think>\\boxed{42}") == {"correct": 0.0, "parsed": 0.0}
 
 
@@ -222,7 +221,8 @@ def test_sampling_statistics_of_any_k_with_votes() -> None:
 )
 def test_votes(text: str, number: str | None, latex: str | None) -> None:
     """An answer votes for what it says, in normal form; without an answer it does not vote."""
-    assert (aime.vote(text), maths.vote(text)) == (number, latex)
+    assert aime.Aime(name="aime24").vote(text, False) == number
+    assert maths.Math500(name="math500").vote(text, False) == latex
 
 
 def record(sample: str, repeat: int, correct: float, **more: object) -> dict:

@@ -1,7 +1,7 @@
-"""Every reference answer of GSM8K, MATH-500, AIME and HumanEval+ at hand, against itself and against perturbed ones.
+"""Every reference answer of GSM8K, MATH-500 and AIME at hand, against itself and against perturbed ones.
 
 The files are not part of the repository; where they are absent, a skip says how to get them. KVBENCH_ALL_GOLD=1 takes
-all rows, otherwise a fifth of MATH-500 and a few programs are taken.
+all rows, otherwise a fifth of MATH-500 is taken.
 """
 
 import json
@@ -164,20 +164,3 @@ def test_math_final_answers(text: str, expected: str | None) -> None:
     """The last box, else the answer phrase, else the last mathematics or number; an absurdly long one is none."""
     assert maths.find_answer(text) == expected
     assert (maths.grade("1", text)["parsed"] == 1.0) is (expected is not None)
-
-
-@need_data("humaneval_plus/humanevalplus.jsonl")
-def test_humaneval_canonical_solutions() -> None:
-    """Reference solutions pass through the task's grader, and the same with a wrong return value fail."""
-    from kvbench.tasks.code import dataset, grade
-    from kvbench.tasks.code.cage.run import check_isolation
-
-    rows = rows_of("humaneval_plus/humanevalplus.jsonl", dataset.check_row)[:: 1 if ALL else 40]
-    if check_isolation().mechanism is None:
-        pytest.skip("no isolation on this machine")
-    for row in rows:
-        consent = {"allow_code_execution": True}
-        passed = grade.scores("humaneval_plus", row, row["canonical_solution"], **consent)
-        assert passed == {"plus": 1.0, "base": 1.0, "parsed": 1.0}, row["task_id"]
-        failed = grade.scores("humaneval_plus", row, "    return 'wrong'\n", **consent)
-        assert failed == {"plus": 0.0, "base": 0.0, "parsed": 1.0}, row["task_id"]

@@ -54,7 +54,9 @@ class Aime(Problems):
         return {"form": "boxed"}
 
     def vote(self, text: str, opened: bool) -> str | None:
-        return vote(text, opened)
+        answer = found_in(text, find_gradable, opened)
+        value = None if answer is None else to_integer(answer)
+        return str(value) if value is not None else answer and bare_answer(answer)
 
 
 def data_file(subset: str) -> DataFile:
@@ -133,20 +135,13 @@ def find_gradable(text: str) -> str | None:
     return answer if answer is not None and any(map(str.isdigit, answer)) else None
 
 
-def grade(reference: str, text: str, opened: bool = False) -> dict[str, float]:
-    """Score one answer; `opened` says whether the prompt opened the thoughts.
+def grade(reference: str, text: str) -> dict[str, float]:
+    """Score one answer.
 
     Raises:
         TimeoutError: The comparison took too long.
     """
-    return graded(found_in(text, opened, find_gradable), lambda answer: is_right(reference, answer))
-
-
-def vote(text: str, opened: bool = False) -> str | None:
-    """The vote of an answer among several to one problem: its number, else what it says; None for none."""
-    answer = found_in(text, opened, find_gradable)
-    value = None if answer is None else to_integer(answer)
-    return str(value) if value is not None else answer and bare_answer(answer)
+    return graded(found_in(text, find_gradable), lambda answer: is_right(reference, answer))
 
 
 def process(doc: dict, results: list[str]) -> dict[str, float]:

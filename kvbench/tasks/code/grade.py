@@ -112,8 +112,6 @@ def _run_group(task: str, row: CodeRow, program: str, group: Group, limits: Limi
         return verdict[0]
     if report.status == "done":
         return "pass", ""
-    if report.status == "jail":
-        raise cage.CageRefused(f"The cage did not come up: {report.message}. Try again with fewer programs at a time.")
     return ("timeout" if report.status == "timeout" else "error"), f"{report.status}: {report.message}"
 
 
@@ -157,19 +155,13 @@ def _num_parts(value: object) -> int:
     return 1
 
 
-def scores(task: str, row: CodeRow, text: str, *, allow_code_execution: bool, opened: bool = False) -> dict[str, float]:
-    """Score one answer as it was generated: `plus`, `base` and `parsed`, each 0 or 1.
-
-    Args as for `grade`; `opened` says whether the prompt opened the thoughts."""
-    cage.require_consent(allow_code_execution)
-    answer = after_thinking(text, opened)
+def process(doc: dict, results: list[str]) -> dict[str, float]:
+    """Score for lm-eval: `plus`, `base` and `parsed`, each 0 or 1."""
+    consent = doc["allow_code_execution"]
+    cage.require_consent(consent)
+    answer = after_thinking(results[0])
     if answer is None or not answer.strip():
         return {"plus": 0.0, "base": 0.0, "parsed": 0.0}
-    result = grade(task, row, answer, allow_code_execution=allow_code_execution)
+    result = grade(doc["subset"], json.loads(doc["row"]), answer, allow_code_execution=consent)
     loads = not (result.status == "error" and result.message.startswith(_LOADING))
     return {"plus": float(result.plus_passed), "base": float(result.base_passed), "parsed": float(loads)}
-
-
-def process(doc: dict, results: list[str]) -> dict[str, float]:
-    """Score for lm-eval."""
-    return scores(doc["subset"], json.loads(doc["row"]), results[0], allow_code_execution=doc["allow_code_execution"])

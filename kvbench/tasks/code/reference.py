@@ -142,8 +142,6 @@ def _attempt(
     """The group; or what went wrong, and which outputs were too large to send."""
     program, entry_point, jobs = job(row["prompt"] + row["canonical_solution"], row["entry_point"], calls, large)
     report = cage.run(program, entry_point, jobs, allow_code_execution=True, call_s=_CALL_S, limits=limits)
-    if report.status == "jail":
-        raise cage.CageRefused(f"The cage did not come up: {report.message}. Try again with fewer programs at a time.")
     found = asks_whether_found(task, row["entry_point"])
     outputs = report.outputs[1:]
     wrong = [output for output in report.outputs if output.kind not in ("vu" if found or output.index < 0 else "v")]

@@ -195,9 +195,9 @@ def find_answer(text: str, last: bool = False) -> Decimal | None:
     return to_number(found[-1]) if found else None
 
 
-def grade(reference: str, text: str, *, last: bool, opened: bool = False) -> dict[str, float]:
-    """Score one answer; for `last` see `find_answer`, and `opened` says whether the prompt opened the thoughts."""
-    value = found_in(text, opened, lambda rest: find_answer(rest, last))
+def grade(reference: str, text: str, *, last: bool) -> dict[str, float]:
+    """Score one answer; for `last` see `find_answer`."""
+    value = found_in(text, lambda rest: find_answer(rest, last))
     return graded(value, lambda number: number == to_number(reference))
 
 

@@ -81,7 +81,8 @@ class Math500(Problems):
         return {"form": self.form} | ({} if self.form == FORMS[0] else {"split": "after the examples"})
 
     def vote(self, text: str, opened: bool) -> str | None:
-        return vote(text, opened)
+        answer = found_in(text, find_answer, opened)
+        return None if answer is None else normalise(answer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,15 +221,9 @@ def _mathematics(text: str) -> Iterator[str]:
                 place = end + len(close)
 
 
-def grade(reference: str, text: str, opened: bool = False) -> dict[str, float]:
-    """Score one answer; `opened` says whether the prompt opened the thoughts."""
-    return graded(found_in(text, opened, find_answer), lambda answer: equivalent(reference, answer))
-
-
-def vote(text: str, opened: bool = False) -> str | None:
-    """The vote of an answer among several to one problem: its final answer in normal form; None for none."""
-    answer = found_in(text, opened, find_answer)
-    return None if answer is None else normalise(answer)
+def grade(reference: str, text: str) -> dict[str, float]:
+    """Score one answer."""
+    return graded(found_in(text, find_answer), lambda answer: equivalent(reference, answer))
 
 
 def process(doc: dict, results: list[str]) -> dict[str, float]:

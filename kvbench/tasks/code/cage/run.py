@@ -47,7 +47,7 @@ def run(
         on_output: See `process.run_process`.
 
     Raises:
-        CageRefused: Not allowed, or no isolation here.
+        CageRefused: Not allowed, no isolation here, or the cage did not come up.
         ValueError: The program is too long.
     """
     require_consent(allow_code_execution)
@@ -55,13 +55,14 @@ def run(
     if isolation.mechanism is None:
         raise CageRefused(
             "Generated code is not run on this machine because it cannot be isolated: "
-            + "; ".join(isolation.missing)
-            + ". "
-            + advice(isolation.missing)
+            f"{'; '.join(isolation.missing)}. {advice(isolation.missing)}"
         )
     limits = limits or Limits()
     seconds = [float(call_s)] * len(calls) if isinstance(call_s, int | float) else [float(value) for value in call_s]
-    return run_under(mechanisms()[isolation.mechanism], program, entry_point, calls, seconds, limits, on_output)
+    report = run_under(mechanisms()[isolation.mechanism], program, entry_point, calls, seconds, limits, on_output)
+    if report.status == "jail":
+        raise CageRefused(f"The cage did not come up: {report.message}. Try again with fewer programs at a time.")
+    return report
 
 
 def require_consent(allow_code_execution: bool) -> None:
