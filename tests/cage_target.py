@@ -25,7 +25,11 @@ def hostile_programs() -> dict[str, str]:
         text = path.read_text()
         for node in ast.parse(text).body:
             name = getattr(node, "name", "")
-            if name.startswith("_attack_"):
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "ATTACKS":
+                for key, expression in ast.literal_eval(node.value).items():
+                    end = f"\ndef attack(folder, port, abstract, pid):\n    return {expression}\n"
+                    programs[f"{path.stem}-{key}"] = text + end
+            elif name.startswith("_attack_"):
                 end = f"\ndef attack(*arguments):\n    return {name}(*arguments)\n"
                 programs[f"{path.stem}-{name[8:]}"] = text + end
             elif name.startswith("_load_"):

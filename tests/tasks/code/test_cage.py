@@ -102,6 +102,7 @@ def test_hostile_program_gets_nothing(program, target, token, request):
     assert result.status in ("fail", "timeout", "error", "unsupported")
     assert not result.base_passed and not result.plus_passed
     assert re.search(EVIDENCE.get(request.node.callspec.id, "."), result.message)
+    assert "NameError" not in result.message, "a program that is none"
 
 
 @needs_cage

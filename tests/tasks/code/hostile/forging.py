@@ -1,7 +1,39 @@
 """Attempts to be graded right without the answer."""
 
-# Hostile programs give up in the plainest way.
-# ruff: noqa: SIM105
+# Programs give up in the plainest way, and expressions need imports too.
+# ruff: noqa: D103
+
+import builtins
+import gc
+import os
+import pickle
+import sys
+
+
+def write_all(*reports):
+    for number in range(3, 40):
+        for report in reports:
+            try:
+                os.write(number, report)
+            except OSError:
+                break
+
+
+# Programs of one expression, and below those that are more.
+ATTACKS = {
+    "equal_object": "AlwaysEqual()",
+    "equal_text": "LyingText('wrong')",
+    "equal_number": "LyingNumber(7)",
+    "equal_nested": "[AlwaysEqual(), LyingText('wrong')]",
+    "exit_zero": "os._exit(0)",
+    "system_exit": "sys.exit(0)",
+    "print_passed": r"print('passed'), os.write(1, b'0 v 0 1\nT'), os.write(2, b'pass')",
+    "forged_reports": r"write_all(b'0 v 0 1\nT', b'1 v 0 1\nT', b'2 v 0 1\nT'), os._exit(0)",
+    "forged_garbage": r"write_all(b'pass pass pass pass\n' * 100)",
+    "forged_huge_length": r"write_all(b'0 v 0 13\nl99999999999:0 v 0 999999999999\n')",
+    "close_everything": "os.closerange(0, 64)",
+    "not_a_number": "float('nan')",
+}
 
 
 class AlwaysEqual:
@@ -50,22 +82,6 @@ class LyingType(type):
         return True
 
 
-def _attack_equal_object(folder, port, abstract, pid):
-    return AlwaysEqual()
-
-
-def _attack_equal_text(folder, port, abstract, pid):
-    return LyingText("wrong")
-
-
-def _attack_equal_number(folder, port, abstract, pid):
-    return LyingNumber(7)
-
-
-def _attack_equal_nested(folder, port, abstract, pid):
-    return [AlwaysEqual(), LyingText("wrong")]
-
-
 def _attack_lying_class(folder, port, abstract, pid):
     class Text(metaclass=LyingType):
         __class__ = str
@@ -76,83 +92,16 @@ def _attack_lying_class(folder, port, abstract, pid):
     return Text()
 
 
-def _attack_exit_zero(folder, port, abstract, pid):
-    import os
-
-    os._exit(0)
-
-
-def _attack_system_exit(folder, port, abstract, pid):
-    import sys
-
-    sys.exit(0)
-
-
-def _attack_print_passed(folder, port, abstract, pid):
-    import os
-
-    print("passed")
-    os.write(1, b"0 v 0 1\nT")
-    os.write(2, b"pass")
-
-
-def _attack_forged_reports(folder, port, abstract, pid):
-    import os
-
-    for number in range(3, 40):
-        for report in (b"0 v 0 1\nT", b"1 v 0 1\nT", b"2 v 0 1\nT"):
-            try:
-                os.write(number, report)
-            except OSError:
-                break
-    os._exit(0)
-
-
-def _attack_forged_garbage(folder, port, abstract, pid):
-    import os
-
-    for number in range(3, 40):
-        try:
-            os.write(number, b"pass pass pass pass\n" * 100)
-        except OSError:
-            pass
-
-
 def _attack_forged_pickle(folder, port, abstract, pid):
-    import os
-    import pickle
-
     class Bomb:
         def __reduce__(self):
             return os.system, (f"touch {folder}/escaped",)
 
     data = pickle.dumps(Bomb())
-    for number in range(3, 40):
-        try:
-            os.write(number, b"0 v 0 %d\n" % len(data) + data)
-        except OSError:
-            pass
-
-
-def _attack_forged_huge_length(folder, port, abstract, pid):
-    import os
-
-    for number in range(3, 40):
-        try:
-            os.write(number, b"0 v 0 13\nl99999999999:0 v 0 999999999999\n")
-        except OSError:
-            pass
-
-
-def _attack_close_everything(folder, port, abstract, pid):
-    import os
-
-    os.closerange(0, 64)
+    write_all(b"0 v 0 %d\n" % len(data) + data)
 
 
 def _attack_climb_frames(folder, port, abstract, pid):
-    import sys
-
     frame, found = sys._getframe(), []
     while frame is not None:
         for name, value in list(frame.f_locals.items()) + list(frame.f_globals.items()):
@@ -168,16 +117,12 @@ def _attack_climb_frames(folder, port, abstract, pid):
 
 
 def _attack_search_memory(folder, port, abstract, pid):
-    import gc
-
     texts = [entry for entry in gc.get_objects() if isinstance(entry, dict) and "canonical_solution" in entry]
     jobs = [entry for entry in gc.get_objects() if isinstance(entry, dict) and "entry_point" in entry]
     return (texts + [job.get("expected") for job in jobs])[:1]
 
 
 def _attack_replace_encoder(folder, port, abstract, pid):
-    import sys
-
     main = sys.modules["__main__"]
     main.encode = lambda value, max_bytes: b"T"
     main.decode = lambda data: [folder, port, abstract, pid]
@@ -185,8 +130,6 @@ def _attack_replace_encoder(folder, port, abstract, pid):
 
 
 def _attack_replace_builtins(folder, port, abstract, pid):
-    import builtins
-
     builtins.isinstance = lambda *arguments: True
     builtins.len = lambda value: 0
     builtins.type = lambda value: str
@@ -194,8 +137,6 @@ def _attack_replace_builtins(folder, port, abstract, pid):
 
 
 def _attack_replace_os_write(folder, port, abstract, pid):
-    import os
-
     real = os.write
     os.write = lambda number, data: real(number, b"0 v 0 4\ns1:x"[: len(data)]) and len(data)
     return "wrong"
@@ -213,10 +154,6 @@ def _attack_generator(folder, port, abstract, pid):
     yield "pass"
 
 
-def _attack_not_a_number(folder, port, abstract, pid):
-    return float("nan")
-
-
 def _attack_import_grader(folder, port, abstract, pid):
     import kvbench.tasks.code.grade as grader
 
@@ -224,19 +161,11 @@ def _attack_import_grader(folder, port, abstract, pid):
 
 
 def _load_exit_zero():
-    import os
-
     os._exit(0)
 
 
 def _load_forged_reports():
-    import os
-
-    for number in range(3, 40):
-        try:
-            os.write(number, b"-1 v 0 1\nN0 v 0 1\nT1 v 0 1\nT")
-        except OSError:
-            pass
+    write_all(b"-1 v 0 1\nN0 v 0 1\nT1 v 0 1\nT")
     os._exit(0)
 
 

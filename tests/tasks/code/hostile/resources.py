@@ -1,22 +1,54 @@
 """Attempts to use more time, memory, processes, files or output than allowed."""
 
-# Hostile programs give up in the plainest way.
-# ruff: noqa: SIM105
+# Programs give up in the plainest way, and expressions need imports too.
+# ruff: noqa: SIM105, F401
+
+import atexit
+import ctypes
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
 
 MAX_S = 20
+SLEEPER = [sys.executable, "-c", f"import time; time.sleep({MAX_S})"]
+
+
+# Programs of one expression, and below those that are more.
+ATTACKS = {
+    "sleep": "time.sleep(MAX_S)",
+    "stop_itself": "os.kill(os.getpid(), signal.SIGSTOP)",
+    # one call into C that no signal handler interrupts; about ten seconds
+    "slow_builtin": "str(pow(3, 4_000_000, 10**2_000_000))[:10]",
+    "slow_regex": "re.match(r'(a+)+$', 'a' * 29 + 'b')",
+    "threads": "[threading.Thread(target=time.sleep, args=(MAX_S,)).start() for _ in range(12)]",
+    "subprocess": "subprocess.Popen(SLEEPER, start_new_session=True).pid",
+    "memory": "len(bytearray(2 << 30))",
+    "memory_in_steps": "len([bytearray(1 << 20) for _ in range(2000)])",
+    "replace_itself": "os.execv(sys.executable, SLEEPER)",
+    "memory_file": "os.write(os.memfd_create('x'), bytes(1 << 20))",
+    "open_files": "len([open('/dev/null') for _ in range(200)])",
+    "large_value": "'x' * (20 << 20)",
+    "recursion": "attack(folder, port, abstract, pid)",
+    "recursion_without_limit": "sys.setrecursionlimit(10**9) or attack(folder, port, abstract, pid)",
+    "crash": "ctypes.string_at(0)",
+    "read_input": "sys.stdin.read() + input()",
+    "exit_bomb": "atexit.register(time.sleep, MAX_S) and 'armed'",
+    "raise_limits": "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30)) or len(bytearray(2 << 30))",
+}
 
 
 def _attack_loop(folder, port, abstract, pid):
-    import time
-
     end = time.time() + MAX_S
     while time.time() < end:
         pass
 
 
 def _attack_loop_that_catches_everything(folder, port, abstract, pid):
-    import time
-
     end = time.time() + MAX_S
     while time.time() < end:
         try:
@@ -25,16 +57,7 @@ def _attack_loop_that_catches_everything(folder, port, abstract, pid):
             pass
 
 
-def _attack_sleep(folder, port, abstract, pid):
-    import time
-
-    time.sleep(MAX_S)
-
-
 def _attack_no_alarm(folder, port, abstract, pid):
-    import signal
-    import time
-
     signal.setitimer(signal.ITIMER_REAL, 0)
     for number in range(1, 32):
         try:
@@ -44,28 +67,7 @@ def _attack_no_alarm(folder, port, abstract, pid):
     time.sleep(MAX_S)
 
 
-def _attack_stop_itself(folder, port, abstract, pid):
-    import os
-    import signal
-
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def _attack_slow_builtin(folder, port, abstract, pid):
-    # One call into C that no signal handler interrupts; about ten seconds.
-    return str(pow(3, 4_000_000, 10**2_000_000))[:10]
-
-
-def _attack_slow_regex(folder, port, abstract, pid):
-    import re
-
-    return re.match(r"(a+)+$", "a" * 29 + "b")
-
-
 def _attack_fork_bomb(folder, port, abstract, pid):
-    import os
-    import time
-
     for _ in range(12):
         if os.fork() == 0:
             for _ in range(2):
@@ -79,9 +81,6 @@ def _attack_fork_bomb(folder, port, abstract, pid):
 
 
 def _attack_daemon(folder, port, abstract, pid):
-    import os
-    import time
-
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
@@ -93,47 +92,13 @@ def _attack_daemon(folder, port, abstract, pid):
 
 
 def _attack_daemon_that_ends_the_parent(folder, port, abstract, pid):
-    import os
-    import time
-
     if os.fork() == 0:
         os.setsid()
         time.sleep(MAX_S)
     os._exit(0)
 
 
-def _attack_threads(folder, port, abstract, pid):
-    import threading
-    import time
-
-    for _ in range(12):
-        threading.Thread(target=time.sleep, args=(MAX_S,)).start()
-    return "threads started"
-
-
-def _attack_subprocess(folder, port, abstract, pid):
-    import subprocess
-    import sys
-
-    subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({MAX_S})"], start_new_session=True)
-    return "process started"
-
-
-def _attack_memory(folder, port, abstract, pid):
-    return len(bytearray(2 << 30))
-
-
-def _attack_memory_in_steps(folder, port, abstract, pid):
-    held = []
-    for _ in range(2000):
-        held.append(bytearray(1 << 20))
-    return len(held)
-
-
 def _attack_processes_full_of_memory(folder, port, abstract, pid):
-    import os
-    import time
-
     for _ in range(8):
         if os.fork() == 0:
             held = bytearray(b"x") * (512 << 20)
@@ -143,8 +108,6 @@ def _attack_processes_full_of_memory(folder, port, abstract, pid):
 
 
 def _attack_memory_in_threads(folder, port, abstract, pid):
-    import threading
-
     held = []
 
     def eat():
@@ -158,10 +121,6 @@ def _attack_memory_in_threads(folder, port, abstract, pid):
 
 
 def _attack_clone_past_the_library(folder, port, abstract, pid):
-    import ctypes
-    import os
-    import time
-
     libc = ctypes.CDLL(None, use_errno=True)
     calls = (56, 57, 58) if os.uname().machine == "x86_64" else (220,)
     started = [libc.syscall(call, 17, 0, 0, 0, 0) for call in calls for _ in range(20)]
@@ -174,27 +133,10 @@ def _attack_clone_past_the_library(folder, port, abstract, pid):
 
 
 def _attack_thread_bomb(folder, port, abstract, pid):
-    import threading
-    import time
-
     threading.stack_size(65536)
     for _ in range(5000):
         threading.Thread(target=time.sleep, args=(MAX_S,), daemon=True).start()
     return "threads started"
-
-
-def _attack_replace_itself(folder, port, abstract, pid):
-    import os
-    import sys
-
-    os.execv(sys.executable, [sys.executable, "-c", f"import time; time.sleep({MAX_S})"])
-
-
-def _attack_memory_file(folder, port, abstract, pid):
-    import os
-
-    number = os.memfd_create("x")
-    return os.write(number, bytes(1 << 20))
 
 
 def _attack_large_file(folder, port, abstract, pid):
@@ -211,14 +153,7 @@ def _attack_many_files(folder, port, abstract, pid):
     return "written"
 
 
-def _attack_open_files(folder, port, abstract, pid):
-    held = [open("/dev/null") for _ in range(200)]  # noqa: SIM115
-    return len(held)
-
-
 def _attack_output_flood(folder, port, abstract, pid):
-    import sys
-
     for _ in range(200):
         sys.stdout.write("x" * (1 << 20))
         sys.stderr.write("x" * (1 << 20))
@@ -226,18 +161,12 @@ def _attack_output_flood(folder, port, abstract, pid):
 
 
 def _attack_pipe_flood(folder, port, abstract, pid):
-    import os
-
     for _ in range(200):
         for number in range(3, 10):
             try:
                 os.write(number, bytes(1 << 20))
             except OSError:
                 pass
-
-
-def _attack_large_value(folder, port, abstract, pid):
-    return "x" * (20 << 20)
 
 
 def _attack_deep_value(folder, port, abstract, pid):
@@ -258,47 +187,7 @@ def _attack_colliding_keys(folder, port, abstract, pid):
     return [{number * (2**61 - 1) for number in range(1, 3000)}]
 
 
-def _attack_recursion(folder, port, abstract, pid):
-    return _attack_recursion(folder, port, abstract, pid)
-
-
-def _attack_recursion_without_limit(folder, port, abstract, pid):
-    import sys
-
-    sys.setrecursionlimit(10**9)
-    return _attack_recursion(folder, port, abstract, pid)
-
-
-def _attack_crash(folder, port, abstract, pid):
-    import ctypes
-
-    ctypes.string_at(0)
-
-
-def _attack_read_input(folder, port, abstract, pid):
-    import sys
-
-    return sys.stdin.read() + input()
-
-
-def _attack_exit_bomb(folder, port, abstract, pid):
-    import atexit
-    import time
-
-    atexit.register(time.sleep, MAX_S)
-    return "armed"
-
-
-def _attack_raise_limits(folder, port, abstract, pid):
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
-    return len(bytearray(2 << 30))
-
-
 def _load_forever():
-    import time
-
     time.sleep(MAX_S)
 
 
