@@ -83,7 +83,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_settings(self)
         from kvbench.policy import check_chunk_place
-        from kvbench.tasks.draw import Limit
+        from kvbench.tasks.task import Limit
 
         Limit.read(self.limit)
         tracking.check(self.tracker)

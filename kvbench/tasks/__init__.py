@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.config.settings import read_settings
 from kvbench.errors import unknown_name
-from kvbench.tasks.draw import Limit
 from kvbench.tasks.files import DataFile
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.task import Ask, Task
+from kvbench.tasks.task import Ask, Limit, Task
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 if TYPE_CHECKING:
@@ -41,10 +40,7 @@ HARNESS = "lm_eval"
 
 
 def settings_class(task_cfg: Mapping[str, Any]) -> type[Task]:
-    """The class of a task, whose fields say what may be set.
-
-    Args:
-        task_cfg: The `task` group of the configuration, of which `name` and `harness` are read.
+    """The class of a task, whose fields say what may be set; `name` and `harness` of the `task` group say which.
 
     Raises:
         ValueError: There is no such task.
@@ -82,9 +78,6 @@ def load_task(
         seed: Decides generated data.
         protocol: The `protocol` group of the configuration; None takes its defaults.
 
-    Returns:
-        The task, ready to run.
-
     Raises:
         ValueError: a setting is unknown or out of range, or data is missing or broken; the message says what to do.
     """
@@ -98,7 +91,8 @@ def load_task(
     if ask.protocol.chat_setting and not any(request.thoughts or request.choices for request in loaded.requests):
         raise ValueError(
             f"{ask.protocol.chat_setting} needs a chat, and task={loaded.name} asks none here; set "
-            "protocol.chat_template=always with a model that has a chat template, or leave it at null"
+            "protocol.chat_template=always with a model that has a chat template, take a form of the task or subsets "
+            "that are asked as a chat, or leave it at null"
         )
     return loaded
 
@@ -113,12 +107,7 @@ def check_task(
     seed: int,
     protocol: Mapping[str, Any] | None = None,
 ) -> None:
-    """Check everything of a task that needs no model: its settings, and whether its data are there.
-
-    To load a model takes minutes, which a missing file should not cost.
-
-    Args:
-        task_cfg, limit, seed, protocol: As for `load_task`.
+    """Check everything of a task that needs no model, so that a missing file does not cost the minutes of loading one.
 
     Raises:
         MissingDataError: Names every part of the data that is missing.

@@ -16,14 +16,11 @@ class OutOfTime(BaseException):
 
 @contextmanager
 def time_limit(limit_s: float | None) -> Iterator[None]:
-    """Raise `OutOfTime` inside the block when it takes longer.
+    """Raise `OutOfTime` inside the block when it takes more seconds of wall time; None is no limit.
 
     The kernel's timer interrupts Python code and regular expressions, which look for signals while they match. Signals
     reach the main thread only; in another thread there is no limit. Code that sets alarms of its own (some graders of
     lm-eval do) puts its limits in the place of this one.
-
-    Args:
-        limit_s: Seconds of wall time; None for no limit.
     """
     if limit_s is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -48,14 +45,10 @@ def time_limit(limit_s: float | None) -> Iterator[None]:
 
 @contextmanager
 def memory_limit(more_bytes: int) -> Iterator[None]:
-    """Let memory run out inside the block, as a MemoryError, when it asks for so much more than there is now.
+    """Let memory run out inside the block, as a MemoryError, when it adds more to the process' address space.
 
-    The limit is on the address space of the process, so that one huge request is refused before a page of it is there.
-    What other threads ask for counts too; like `time_limit` it is for the main thread, and there is none in others.
-    Without /proc (not on Linux) there is none either.
-
-    Args:
-        more_bytes: What the block may add to the address space.
+    So one huge request is refused before a page of it is there. What other threads ask for counts too; like
+    `time_limit` it is for the main thread, and there is none in others, or without /proc (not on Linux).
     """
     sizes = Path("/proc/self/statm")
     if threading.current_thread() is not threading.main_thread() or not sizes.exists():

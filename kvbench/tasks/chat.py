@@ -24,10 +24,6 @@ _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct",
 def check_template(model: "LoadedModel", protocol: Protocol) -> None:
     """Try out a model's chat template with what a protocol tells it.
 
-    Args:
-        model: A model with a chat template.
-        protocol: The choices of the experiment.
-
     Raises:
         ValueError: The protocol switches thinking and the template has no switch for it; or the template cannot be
             rendered, or drops the message, or what the system says.
@@ -43,19 +39,10 @@ def check_template(model: "LoadedModel", protocol: Protocol) -> None:
             f"the chat template of model {model.name} drops the message of the user, so that all prompts would be "
             f"{one[:80]!r}; set protocol.chat_template=never, or repair the template"
         )
-    if protocol.system is not None:
-        _check_system(model, protocol.system, protocol)
-
-
-def system_messages(protocol: Protocol) -> list[dict[str, str]]:
-    """The messages before those of a chat: what the system says, where it says something."""
-    return [] if protocol.system is None else [{"role": "system", "content": protocol.system}]
-
-
-def _check_system(model: "LoadedModel", system: str, protocol: Protocol) -> None:
-    """Raises ValueError for a template that refuses or drops what the system says."""
-    talk = [{"role": "system", "content": system}, {"role": "user", "content": "a"}]
+    if (system := protocol.system) is None:
+        return
     try:
+        talk = [*system_messages(protocol), {"role": "user", "content": "a"}]
         why = "drops it" if system.strip() not in render_chat(model, talk, protocol) else ""
     except ValueError as error:
         why = f"refuses it: {error}"
@@ -66,6 +53,11 @@ def _check_system(model: "LoadedModel", system: str, protocol: Protocol) -> None
         )
 
 
+def system_messages(protocol: Protocol) -> list[dict[str, str]]:
+    """The messages before those of a chat: what the system says, where it says something."""
+    return [] if protocol.system is None else [{"role": "system", "content": protocol.system}]
+
+
 def render_chat(
     model: "LoadedModel", messages: list[dict[str, str]], protocol: Protocol, add_generation_prompt: bool = True
 ) -> str:
@@ -74,8 +66,7 @@ def render_chat(
     Args:
         model: Its tokenizer has the template.
         messages: Each with `role` and `content`.
-        protocol: What the template is told beside the messages: whether to think, and the date, at midnight, for both
-            ways in which templates ask for it.
+        protocol: Says whether to think, and the date, at midnight, for both ways in which templates ask for it.
         add_generation_prompt: True opens the turn of the model; False leaves the last message open, to be continued.
 
     Raises:
@@ -119,10 +110,7 @@ def render_chat(
 
 @contextmanager
 def _stopped_clock(now: datetime) -> Iterator[None]:
-    """Lets chat templates that ask transformers for the time (`strftime_now`) find this one.
-
-    transformers takes plain data for a template and no functions, so its clock is the only place for it.
-    """
+    """Let chat templates that ask transformers for the time (`strftime_now`) find this one: it takes no function."""
     from transformers.utils import chat_template_utils
 
     class Stopped(datetime):
@@ -146,11 +134,6 @@ def between(model: "LoadedModel", said: str, protocol: Protocol) -> str:
 
     Answers stay in the cache as they were given. So a template that would write the past otherwise, as one that leaves
     thoughts out of it, is not asked to.
-
-    Args:
-        model: Its tokenizer has the template.
-        said: What the user says.
-        protocol: What the template is told.
 
     Raises:
         ValueError: The template fails, or does not show the answers.

@@ -28,10 +28,9 @@ class ChoiceSet(TaskSet):
 def with_choices(request: Request, model: "LoadedModel", continuations: Sequence[str], gold: int) -> Request:
     """The request that scores continuations of a prompt, in place of asking for an answer to it.
 
+    The prompt is kept, truncation included; as in `choice_request`, its last token is read after compression.
+
     Args:
-        request: Its prompt is kept, truncation included. As in `choice_request`, its last token is read after
-            compression.
-        model: Its tokenizer is used.
         continuations: Each begins with a space.
         gold: Index of the right one.
     """
@@ -66,14 +65,10 @@ def choice_request(
     long and would otherwise come out of the prompt's exact pass, alike for all methods.
 
     Args:
-        context: First part of the prompt.
         continuations: At least one, none of them empty; each continues `context + question`.
         question: Rest of the prompt, which is not seen before compression; empty for a query-aware prompt.
         rendered: The prompt is what a chat template made: no special tokens are put around it.
         gold: Index of the right continuation, which is also compared with the full cache; None for none.
-
-    Returns:
-        The request, with one choice per continuation. A prompt that is too long has lost its beginning.
 
     Raises:
         ValueError: A continuation has no tokens, or leaves no room for a prompt.

@@ -7,12 +7,7 @@ LENGTH_SLACK_TOKENS = 4
 
 
 class TooShort(ValueError):
-    """A length that a prompt does not fit into even without filler.
-
-    Args:
-        length: What was asked for, in tokens.
-        needed: Tokens that the prompt takes.
-    """
+    """A length in tokens that a prompt does not fit into even without filler, with which it takes `needed`."""
 
     def __init__(self, length: int, needed: int) -> None:
         super().__init__(
@@ -25,7 +20,7 @@ class TooShort(ValueError):
 def fill_length(
     count: Callable[[int], int], length: int, limit: int, *, least: int = 0, guess: int | None = None
 ) -> int:
-    """Find how many units of filler fill a prompt.
+    """Find how many units of filler, `least` to `limit`, fill a prompt.
 
     Args:
         count: Number of units -> tokens of the whole prompt; the same number gives the same count.

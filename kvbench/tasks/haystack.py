@@ -22,9 +22,6 @@ def paragraphs() -> tuple[str, ...]:
     Other Python versions ship other texts, so prompts differ between versions; a task's fingerprint hashes the prompts
     and shows it.
 
-    Returns:
-        Distinct paragraphs of at least 25 words.
-
     Raises:
         ValueError: the interpreter ships without `pydoc_data`.
     """
@@ -64,17 +61,11 @@ class Filler:
     sentence_ends: tuple[int, ...]
 
     def render(self, num_words: int, inserts: Sequence[tuple[float, str]] = ()) -> str:
-        """Join the first words and put each insert after a whole sentence.
-
-        Args:
-            num_words: Words of filler, in [0, len(words)].
-            inserts: Pairs (depth, sentence); depth in [0, 1] is where in the filler the sentence goes.
-
-        Returns:
-            One text; every insert appears exactly once, in the order of the depths.
-        """
+        """Join the first words and put each insert, a pair (depth in [0, 1], sentence), after a whole sentence."""
         stops = [0, *(end for end in self.sentence_ends if end <= num_words)]
-        placed = sorted((_nearest(stops, depth * num_words), depth, text) for depth, text in inserts)
+        placed = sorted(
+            (min(stops, key=lambda end: abs(end - depth * num_words)), depth, text) for depth, text in inserts
+        )
         parts: list[str] = []
         last = 0
         for at, _, text in placed:
@@ -85,20 +76,8 @@ class Filler:
         return " ".join(parts).replace("\n ", "\n")
 
 
-def _nearest(stops: Sequence[int], at: float) -> int:
-    return min(stops, key=lambda end: abs(end - at))
-
-
 def make_filler(rng: Random, num_words: int) -> Filler:
-    """Shuffle the paragraphs into a stream of at least the given length.
-
-    Args:
-        rng: Decides the order; the same state gives the same stream.
-        num_words: Words wanted; when the documentation is shorter, its paragraphs come again in a new order.
-
-    Returns:
-        The stream, whole paragraphs only.
-    """
+    """Shuffle whole paragraphs into a stream of at least so many words; they come again when there are too few."""
     words: list[str] = []
     ends: list[int] = []
     while len(words) < num_words:

@@ -1,9 +1,7 @@
 """Pieces of one long text, cut by tokens: what the tasks go on from that generate long answers or read streams."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvbench.tasks.haystack import paragraphs
 from kvbench.tasks.prompts import decode
@@ -17,16 +15,14 @@ OWN = "kvbench"
 _CHARS_A_TOKEN = 6
 
 
-@dataclass(frozen=True)
-class LongText:
+class LongText(NamedTuple):
     """A text to cut pieces from."""
 
     content: str
     origin: str  # name of the file, or `kvbench` for Python's documentation
 
 
-@dataclass(frozen=True)
-class Passage:
+class Passage(NamedTuple):
     """A piece of a text."""
 
     ids: tuple[int, ...]  # behind the token that begins every text where the tokenizer has one
@@ -73,8 +69,6 @@ def passages(
     """Cut consecutive pieces.
 
     Args:
-        model: Its tokenizer cuts.
-        text: The text.
         head: Tokens of the first part of a piece, special ones included.
         tail: Tokens of the second part, 0 for none; words and bytes are its.
         items: Pieces; None for as many as the text has.
@@ -103,13 +97,10 @@ def passages(
     found = []
     for place in range(start, start + count):
         piece = ids[place * step : (place + 1) * step]
-        rest = _text(model, piece[head - len(begin) :]) if tail else ""
-        found.append(Passage((*begin, *piece), len(rest.split()), len(rest.encode())))
+        rest = piece[head - len(begin) :] if tail else []
+        said = decode(model.tokenizer, rest, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        found.append(Passage((*begin, *piece), len(said.split()), len(said.encode())))
     return found
-
-
-def _text(model: "LoadedModel", ids: Sequence[int]) -> str:
-    return decode(model.tokenizer, ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def check_no_question(name: str, protocol: Protocol) -> None:

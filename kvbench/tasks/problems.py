@@ -19,16 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class ProblemSet(TaskSet):
-    """A task whose answers are right or wrong.
-
-    Args:
-        problems: Has `vote` and `group_by`.
-        sizes: The k of pass@k and maj@k; None for 1, 2, 4, ... and all.
-        opened: Ids of the samples whose prompts opened the thoughts.
-    """
+    """A task whose answers are right or wrong; `opened` has the ids of samples whose prompts opened the thoughts."""
 
     problems: "Problems"
-    sizes: Sequence[int] | None = None
     opened: frozenset[str] = frozenset()
 
     def _vote(self, record: dict) -> str | None:
@@ -40,7 +33,8 @@ class ProblemSet(TaskSet):
         records = list(records)
         result = super().aggregate(records)
         vote = self._vote if self.problems.votes else None
-        if sampling := sampling_statistics(records, self.primary, sizes=self.sizes, vote=vote):
+        k: Draws = getattr(self.problems, "k", None)
+        if sampling := sampling_statistics(records, self.primary, sizes=None if k is None else listed(k), vote=vote):
             result["sampling"] = sampling
         if group_by := self.problems.group_by:
             groups: dict[str, list[dict]] = {}
@@ -57,7 +51,8 @@ class Problems(Task):
 
     The class says: `meta_keys`, the fields of a document that its records keep; `group_by`, the one of them whose
     groups are also reported; `votes`, whether several answers to a problem vote; `grading_limit_s` and
-    `grading_workers`, see `TaskSet`.
+    `grading_workers`, see `TaskSet`. Some have a setting `k`: of how many answers pass@k and maj@k are reported, None
+    for 1, 2, 4, ... and all.
 
     Args:
         data_dir: Folder with the files; None for the local caches, then the hub.
@@ -89,24 +84,12 @@ class Problems(Task):
         """The vote of an answer, None for nothing; `opened` says whether its prompt opened the thoughts."""
         raise NotImplementedError(f"answers to {self.name} do not vote")
 
-    def sizes(self) -> list[int] | None:
-        """The k of pass@k and maj@k that were asked for."""
-        k: Draws = getattr(self, "k", None)
-        return None if k is None else listed(k)
-
     def reference(self, doc: dict) -> object:
         """The reference that an answer is scored against, for the fingerprint."""
         return doc["answer"]
 
     def unusable(self, docs: Sequence[dict]) -> Mapping[int, str]:
-        """Find documents that no answer can be graded against, before anything is generated.
-
-        Args:
-            docs: Those of a YAML that will be asked.
-
-        Returns:
-            `index` -> the reason. The row is set aside, as a broken one is.
-        """
+        """Find documents of a YAML that no answer can be graded against: `index` -> why its row is set aside."""
         return {}
 
     def data(self, seed: int, protocol: Protocol) -> "dict[str, LmEvalTask]":
@@ -143,11 +126,6 @@ class Problems(Task):
                 f"{first['line']}: {first['reason']}; compare the file with its release, or raise limit"
             )
         asked = builders[0]
-        if ask.protocol.chat_setting is not None and not asked.chat:
-            raise ValueError(
-                f"{ask.protocol.chat_setting} needs a chat, and the prompts of task={self.name} in this "
-                "form are none; take a chat form (task.form=zeroshot or chat), or set protocol.chat_template=always"
-            )
         rules = {"chat_template": asked.chat, "max_new_tokens": asked.max_new_tokens, "truncation": "middle"}
         return self.asked(
             ask,
@@ -160,7 +138,6 @@ class Problems(Task):
             grading_limit_s=self.grading_limit_s,
             grading_workers=self.grading_workers,
             problems=self,
-            sizes=self.sizes(),
             opened=frozenset(opened),
         )
 

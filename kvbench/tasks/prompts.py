@@ -52,12 +52,7 @@ class PromptRules:
 def generation_rules(
     generation: Mapping[str, Any], protocol: Protocol, metadata: Mapping[str, Any] | None = None
 ) -> tuple[PromptRules, Protocol]:
-    """Read what an lm-eval task says about generation.
-
-    Args:
-        generation: Its `generation_kwargs`.
-        protocol: The choices of the experiment.
-        metadata: The YAML's metadata, for a task of ours.
+    """Read what an lm-eval task says in `generation_kwargs`, and in the metadata of its YAML where it is one of ours.
 
     Returns:
         The rules, and the protocol: with the task's own temperature when the task samples and the experiment does not.
@@ -89,9 +84,6 @@ class PromptBuilder:
     """Turns texts into requests for one model, one protocol and one set of rules.
 
     Args:
-        model: Its tokenizer, context length and chat template are used.
-        protocol: The choices of the experiment.
-        rules: The choices of the benchmark.
         max_prompt_tokens: Longest prompt before the chat template is put around it; None takes what the model leaves
             after the answer and the template.
         rendered: The texts already are what a chat template made: nothing is put around them, special tokens are kept.
@@ -116,7 +108,11 @@ class PromptBuilder:
         if self.chat:
             check_template(model, protocol)
         self.max_new_tokens = protocol.max_new_tokens or rules.max_new_tokens
-        self._thoughts = self._may_think()
+        # That answers may begin with, but for what the prompt opens.
+        self._thoughts: Thoughts | None = None
+        if self.chat or rendered:
+            over = () if protocol.thinking_tokens is None else self._plain(_THOUGHTS_OVER)
+            self._thoughts = Thoughts(budget_tokens=protocol.thinking_tokens, end=tuple(over))
         self.answer_tokens = Request(
             sample_id="", subset="", segments=(), max_new_tokens=self.max_new_tokens, thoughts=self._thoughts
         ).answer_tokens
@@ -143,9 +139,7 @@ class PromptBuilder:
                 f"chat template {overhead}; leave it out to use what the model allows"
             )
         self.max_prompt_tokens = max_prompt_tokens or available
-        self._stop_token_ids = tuple(
-            self.tokenizer.encode(text, add_special_tokens=False)[-1] for text in rules.stop_tokens
-        )
+        self._stop_token_ids = tuple(self._plain(text)[-1] for text in rules.stop_tokens)
 
     def build(
         self,
@@ -163,14 +157,11 @@ class PromptBuilder:
         """Make the request of one sample.
 
         Args:
-            sample_id: Unique within the task.
-            subset: Group that scores are averaged over.
             context: First part of the prompt, everything up to the end of the document.
             question: Rest of the prompt; empty when the prompt is not divided. The prompt is `context + question`
                 whatever the protocol, so both protocols run the same tokens.
             gold: Reference answer for teacher forcing; empty for none.
             answers: The right answers, for people; `gold` by default.
-            meta: What the journal keeps beside the answer.
             prefix: The beginning of the answer, which the model continues: behind the prompt, in a chat behind the
                 header of the answer.
             turns: What follows the first answer, in a conversation; see `turn`.
@@ -193,14 +184,13 @@ class PromptBuilder:
             )
         # Once: a document of megabytes takes long.
         tokens = self.tokenizer.encode(context + question, add_special_tokens=not self.rendered)
-        parts = self._cut(whole, tokens, limit)
-        rendered = self._open("".join(parts), prefix)
-        ids = self._encode(rendered)
-        while len(ids) > room:
-            limit = max(limit - (len(ids) - room), 2)
+        while True:
             parts = self._cut(whole, tokens, limit)
             rendered = self._open("".join(parts), prefix)
             ids = self._encode(rendered)
+            if len(ids) <= room:
+                break
+            limit = max(limit - (len(ids) - room), 2)
         untruncated = len(ids)
         if parts != whole:
             # At least one more: re-tokenising may hide that the cut removed something.
@@ -212,7 +202,7 @@ class PromptBuilder:
             gold=self._gold(ids, rendered, gold),
             answers=tuple(answers) or ((gold,) if gold else ()),
             turns=tuple(turns),
-            thoughts=self._thoughts_behind(ids),
+            thoughts=self._thoughts and replace(self._thoughts, opened=opens_thoughts(self.tokenizer, ids)),
             max_new_tokens=self.max_new_tokens,
             min_new_tokens=min(self.rules.min_new_tokens, self.max_new_tokens),
             stop=self.rules.stop,
@@ -252,14 +242,7 @@ class PromptBuilder:
     def turn(
         self, said: str, *, gold: str = "", answers: Sequence[str] = (), prefix: str = "", separator: str = "\n\n"
     ) -> Turn:
-        """Make a turn of a conversation.
-
-        Args:
-            said: What the user says.
-            gold: As in `build`.
-            answers: As in `build`.
-            prefix: As in `build`.
-            separator: What stands before it where the prompt is no chat.
+        """Make a turn of a conversation: what the user says, behind `separator` where the prompt is no chat.
 
         Raises:
             ValueError: The chat template has no place for it.
@@ -269,21 +252,8 @@ class PromptBuilder:
             text += prefix.lstrip() if text[-1:].isspace() else prefix
         else:
             text = separator + said + prefix
-        ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
-        right = tuple(answers) or ((gold,) if gold else ())
-        return Turn(tokens=ids, gold=self._gold(list(ids), text, gold, begins=False), answers=right)
-
-    def _may_think(self) -> Thoughts | None:
-        """The thoughts that answers may begin with, but for what the prompt opens."""
-        if not (self.chat or self.rendered):
-            return None
-        budget = self.protocol.thinking_tokens
-        end = self.tokenizer.encode(_THOUGHTS_OVER, add_special_tokens=False) if budget is not None else ()
-        return Thoughts(budget_tokens=budget, end=tuple(end))
-
-    def _thoughts_behind(self, ids: Sequence[int]) -> Thoughts | None:
-        """The thoughts that the answer to a prompt may begin with."""
-        return self._thoughts and replace(self._thoughts, opened=opens_thoughts(self.tokenizer, ids))
+        ids, right = self._plain(text), tuple(answers) or ((gold,) if gold else ())
+        return Turn(tokens=tuple(ids), gold=self._gold(ids, text, gold, begins=False), answers=right)
 
     def _decide_chat(self) -> bool:
         if self.rendered or self.protocol.chat_template == "never":
@@ -310,6 +280,9 @@ class PromptBuilder:
         """Tokens of an uncut prompt with its chat template and the beginning of its answer."""
         return len(self._encode(self._open(text, prefix)))
 
+    def _plain(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
     def _encode(self, rendered: str, begins: bool = True) -> list[int]:
         # A chat template writes its own special tokens.
         return self.tokenizer.encode(rendered, add_special_tokens=begins and not (self.chat or self.rendered))
@@ -320,8 +293,7 @@ class PromptBuilder:
         The tokens of the whole prompt are counted with the tokenizer's special tokens, the first and last `limit // 2`
         are kept and decoded apart without special tokens, and the two texts are joined.
 
-        Source: LongBench pred.py, get_pred, at 2e00731.
-        Differs: none; where context and question part is our addition.
+        Source: LongBench pred.py, get_pred, at 2e00731; where context and question part is our addition.
         """
         context, question = whole
         if len(ids) <= limit:
@@ -370,4 +342,4 @@ class PromptBuilder:
         joined = self._encode(rendered + gold, begins)
         if joined[: len(ids)] == ids and len(joined) > len(ids):
             return tuple(joined[len(ids) :])
-        return tuple(self.tokenizer.encode(gold, add_special_tokens=False))
+        return tuple(self._plain(gold))

@@ -1,7 +1,7 @@
 """The choices in which a task is posed: query awareness, chat template, sampling and answer length."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from kvbench.config.settings import read_settings
@@ -75,11 +75,9 @@ class Protocol:
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any] | None) -> "Protocol":
-        """Read the `protocol` group of a configuration.
+        """Read the `protocol` group of a configuration; None takes all defaults.
 
-        Args:
-            settings: The group; missing keys take their defaults, None takes all of them. For `chat_template`, YAML's
-                true and false mean `always` and `never`.
+        For `chat_template`, YAML's true and false mean `always` and `never`.
 
         Raises:
             ValueError: an unknown key or a value out of range.
@@ -88,7 +86,3 @@ class Protocol:
         if isinstance(values.get("chat_template"), bool):
             values["chat_template"] = "always" if values["chat_template"] else "never"
         return read_settings(cls, values, "protocol.", "protocol key")
-
-    def to_dict(self) -> dict[str, Any]:
-        """The choices as JSON types."""
-        return asdict(self)

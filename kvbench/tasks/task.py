@@ -1,17 +1,19 @@
 """A task: what may be set of it, what it reads, and how it becomes the requests of a run."""
 
 import inspect
+import random
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvbench.engine.requests import Request
 from kvbench.rules import Choice, Several, Text, Whole, check_settings
-from kvbench.tasks.draw import Limit
 from kvbench.tasks.files import DataFile
 from kvbench.tasks.protocol import Protocol
+from kvbench.tasks.rows import Rows
 from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
 
 if TYPE_CHECKING:
@@ -30,6 +32,49 @@ Lengths = Annotated[int | Sequence[int], Several(_LENGTH, alone=_LENGTH)]
 _DRAWS = Whole(1, 2**16, unit="answers")
 Draws = Annotated[int | Sequence[int] | None, Several(_DRAWS, alone=_DRAWS)]
 MaxPromptTokens = Annotated[int | None, Whole(2, unit="tokens")]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The number of samples of each subset that a run asks, and the choice of them.
+
+    Args:
+        count: At most so many, >= 1.
+        first: Takes the first ones of the file. Otherwise a random sample: files are often sorted, by length or by
+            topic, and their beginning is no sample of the benchmark.
+    """
+
+    count: int
+    first: bool = False
+
+    @classmethod
+    def read(cls, value: object) -> "Limit | None":
+        """The setting `limit`: a whole number, `first:` and a whole number, or None for all samples.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        if value is None or isinstance(value, Limit):
+            return value
+        found = re.fullmatch(r"(first:)?(\d{1,9})", value) if isinstance(value, str) else None
+        count = int(found[2]) if found else value
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(
+                f"limit={value!r} is no number of samples; write a whole number for a random sample of each subset, "
+                "first:20 for the first 20, or null for all samples"
+            )
+        return cls(count, first=bool(found and found[1]))
+
+    def of(self, total: int, subset: str) -> list[int]:
+        """The indices of the samples to ask, ascending, of a subset that has `total`.
+
+        Every run draws the same ones, whatever its seed, and a larger limit keeps those of a smaller one.
+        """
+        if self.first or self.count >= total:
+            return list(range(min(self.count, total)))
+        order = list(range(total))
+        random.Random(f"limit:{subset}").shuffle(order)
+        return sorted(order[: self.count])
 
 
 @dataclass(frozen=True)
@@ -113,6 +158,7 @@ class Task(ABC):
         told: Mapping[str, Any],
         references: Mapping[str, object],
         scorer: Callable[[str, str], Mapping[str, float]],
+        rows: Iterable[Rows] = (),
         **more: Any,
     ) -> TaskSet:
         """Put together what an experiment gets.
@@ -123,10 +169,13 @@ class Task(ABC):
             told: What else goes into each result row.
             references: Sample id -> what its answer is scored against, as JSON types.
             scorer: See `TaskSet`, as for `more`.
+            rows: Where samples were read from; the rows that were set aside, and the copies, are named.
         """
         more = {"name": self.name, "metrics": dict(self.metrics), "primary": self.primary} | more
+        for name in ("quarantined", "copies"):
+            more.setdefault(name, [row for some in rows for row in getattr(some, name)])
         return self.kind(
-            protocol=ask.protocol.to_dict() | dict(told),
+            protocol=asdict(ask.protocol) | dict(told),
             fingerprint=fingerprint(requests, references, self.folder()),
             requests=requests,
             scorer=scorer,

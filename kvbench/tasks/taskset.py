@@ -68,15 +68,7 @@ class TaskSet:
     by: tuple[str, ...] = ()
 
     def score(self, request: Request, text: str) -> dict[str, float]:
-        """Score one answer.
-
-        Args:
-            request: One of `requests`.
-            text: The answer as generated.
-
-        Returns:
-            Metric -> value in [0, 1], for every name in `metrics`.
-        """
+        """Score one answer as it was generated: metric -> value in [0, 1], for every name in `metrics`."""
         scores = self.scorer(request.sample_id, graded_text(request, text))
         return {name: float(scores[name]) for name in self.metrics}
 
@@ -96,15 +88,7 @@ class TaskSet:
         return {name: float(scores[name]) for name in self.metrics}
 
     def score_choices(self, request: Request, choices: list[dict]) -> dict[str, float]:
-        """Score the log-likelihoods of a request's choices; only tasks whose requests have some need it.
-
-        Args:
-            request: One of `requests`.
-            choices: As in `Outcome.choices`, in the order of the request's.
-
-        Returns:
-            As `score`.
-        """
+        """Score a request's choices, as in `Outcome.choices`; only tasks whose requests have some need it."""
         raise NotImplementedError(f"task {self.name} asks for no choices")
 
     def aggregate(self, records: Iterable[dict]) -> dict:
@@ -196,9 +180,6 @@ def fingerprint(requests: Iterable[Request], references: Mapping[str, object], f
         folder: The benchmark's folder; its Python and YAML files count, but for the cage that programs run in, and so
             do the modules of other folders of tasks that they import, at any remove. The versions of the libraries that
             all these import count too.
-
-    Returns:
-        64 hex digits.
     """
     own = [*folder.rglob("*.py"), *folder.rglob("*.yaml")]
     counted = {

@@ -3,7 +3,7 @@
 import pytest
 
 from kvbench.config.compose import compose
-from kvbench.tasks.draw import Limit
+from kvbench.tasks.task import Limit
 
 
 def test_a_limit_is_a_random_sample():

@@ -17,13 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from kvbench.tasks.draw import Limit
 from kvbench.tasks.fill import TooShort
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.ruler.definitions import DEFINITIONS, GENERATED, write
 from kvbench.tasks.ruler.document import Job, check_lengths, uncut
 from kvbench.tasks.ruler.words import QA_FILES, Documents, Essays, documents, essays, vocabulary
-from kvbench.tasks.task import Ask, DataDir, Items, Lengths, Task, listed, name_list, names_of
+from kvbench.tasks.task import Ask, DataDir, Items, Lengths, Limit, Task, listed, name_list, names_of
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 if TYPE_CHECKING:
