@@ -156,8 +156,8 @@ class Task(ABC):
         ask: Ask,
         requests: list[Request],
         told: Mapping[str, Any],
-        references: Mapping[str, object],
-        scorer: Callable[[str, str], Mapping[str, float]],
+        references: Mapping[str, object] | None = None,
+        scorer: Callable[[str, str], Mapping[str, float]] = lambda sample_id, answer: {},
         rows: Iterable[Rows] = (),
         **more: Any,
     ) -> TaskSet:
@@ -167,10 +167,12 @@ class Task(ABC):
             ask: Its protocol goes into each result row.
             requests: What is asked.
             told: What else goes into each result row.
-            references: Sample id -> what its answer is scored against, as JSON types.
+            references: Sample id -> what its answer is scored against, as JSON types; None where there is nothing.
             scorer: See `TaskSet`, as for `more`.
             rows: Where samples were read from; the rows that were set aside, and the copies, are named.
         """
+        if references is None:
+            references = {request.sample_id: None for request in requests}
         more = {"name": self.name, "metrics": dict(self.metrics), "primary": self.primary} | more
         for name in ("quarantined", "copies"):
             more.setdefault(name, [row for some in rows for row in getattr(some, name)])

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 from loaded import text_of
 
-from kvbench.tasks import load_task
-from kvbench.tasks.custom import metrics
+from kvbench.tasks import custom, load_task
 
 GOOD = {"context": "The door is red. The car is blue.", "question": "What is red?", "answers": ["the door", "door"]}
 
@@ -159,7 +158,7 @@ def test_metrics(load, metric: str, text: str, answers: list, score: float) -> N
 
 def test_every_metric_is_described() -> None:
     """In the order in which the setting lists them, and in the file of the setting."""
-    assert metrics.METRICS == ("exact", "contains", "contains_all", "f1", "rouge_l", "code", "regex", "choice")
+    assert custom.METRICS == ("exact", "contains", "contains_all", "f1", "rouge_l", "code", "regex", "choice")
 
 
 def test_fingerprint_and_subsets(load) -> None:

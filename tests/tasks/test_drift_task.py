@@ -6,7 +6,7 @@ import pytest
 from loaded import loader
 
 from kvbench.engine.requests import Outcome
-from kvbench.tasks.drift.repetition import longest_loop, repeated_share
+from kvbench.tasks.drift import longest_loop, repeated_share
 from kvbench.tasks.haystack import paragraphs
 from kvbench.tasks.passages import passages, read_text
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.tasks.longbench import metrics, rouge
-from kvbench.tasks.longbench.rouge import rouge_l
+from kvbench.tasks.longbench import metrics
 
 
 @pytest.mark.parametrize(
@@ -47,23 +46,23 @@ def test_qa_f1(prediction: str, reference: str, expected: float) -> None:
 def test_rouge(prediction: str, reference: str, common: int, num_predicted: int, num_wanted: int) -> None:
     """ROUGE-L of the `rouge` package from counts made by hand."""
     precision, recall = common / num_predicted, common / num_wanted
-    assert rouge_l(prediction, reference) == pytest.approx(2 * precision * recall / (precision + recall + 1e-8))
+    assert metrics.rouge(prediction, reference) == pytest.approx(2 * precision * recall / (precision + recall + 1e-8))
 
 
 def test_rouge_takes_the_subsequence_that_the_package_takes() -> None:
     """Of two longest common subsequences the words differ, and later sentences make that visible in the score."""
     # "a" and "b" are both longest for reference "a b" and prediction "b a". On a tie the package drops the last word of
     # the prediction first and so finds "b". A second sentence adds to that only if it holds the other word.
-    assert rouge_l("b a", "a b") == pytest.approx(2 * 0.25 / (1 + 1e-8))
-    assert rouge_l("b a.b", "a b") == pytest.approx(rouge_l("b a", "a b"))
-    assert rouge_l("b a.a", "a b") == pytest.approx(2 / (2 + 1e-8))
+    assert metrics.rouge("b a", "a b") == pytest.approx(2 * 0.25 / (1 + 1e-8))
+    assert metrics.rouge("b a.b", "a b") == pytest.approx(metrics.rouge("b a", "a b"))
+    assert metrics.rouge("b a.a", "a b") == pytest.approx(2 / (2 + 1e-8))
 
 
 @pytest.mark.parametrize("text", ["", "...", "."])
 def test_rouge_of_nothing_is_zero(text: str) -> None:
     """The package raises there, and LongBench counts 0."""
-    assert rouge_l(text, "a b") == 0.0
-    assert rouge_l("a b", text) == 0.0
+    assert metrics.rouge(text, "a b") == 0.0
+    assert metrics.rouge("a b", text) == 0.0
 
 
 def common_by_table(wanted: list[str], predicted: list[str]) -> set[str]:
@@ -90,7 +89,7 @@ def common_by_table(wanted: list[str], predicted: list[str]) -> set[str]:
 @given(st.lists(st.sampled_from("abcdefgh"), max_size=40), st.lists(st.sampled_from("abcdefghxy"), max_size=70))
 def test_common_words_are_those_of_the_table(wanted: list[str], predicted: list[str]) -> None:
     """Of several longest common subsequences, the one whose way back the plain table shows, ties and all."""
-    assert rouge._common_words(wanted, predicted, rouge._places(predicted)) == common_by_table(wanted, predicted)
+    assert metrics._common_words(wanted, predicted, metrics._places(predicted)) == common_by_table(wanted, predicted)
 
 
 @settings(max_examples=150)
@@ -104,7 +103,7 @@ def test_rouge_is_that_of_every_pair_of_sentences(prediction: str, reference: st
     if predicted and wanted:
         precision, recall = (len(common) / len(set().union(*text)) for text in (predicted, wanted))
         expected = 2 * precision * recall / (precision + recall + 1e-8)
-    assert rouge_l(prediction, reference) == (expected if predicted and wanted else 0.0)
+    assert metrics.rouge(prediction, reference) == (expected if predicted and wanted else 0.0)
 
 
 def test_time_of_rouge_is_bounded() -> None:
@@ -115,14 +114,14 @@ def test_time_of_rouge_is_bounded() -> None:
         answer = ". ".join(" ".join(f"w{rng.randrange(400)}" for _ in range(size)) for _ in range(32_000 // size))
         for reference in (wanted, wanted.replace(".", "")):
             begin = time.process_time()
-            assert rouge_l(answer, reference) > 0.5
+            assert metrics.rouge(answer, reference) > 0.5
             assert time.process_time() - begin < 1
 
 
 def test_rouge_of_sentences_too_long_for_the_package() -> None:
     """A sentence beyond Python's recursion limit is scored, not failed."""
     text = " ".join(f"w{place}" for place in range(1500))
-    assert rouge_l(text, text) == pytest.approx(1.0)
+    assert metrics.rouge(text, text) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ conversation: each question is read into the compressed cache behind the answer 
 question and the others are the context. A broken row is named by file and line, and the rest run.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -16,7 +17,7 @@ from kvbench.rules import Choice, Several, Text, Whole
 from kvbench.tasks.chat import render_chat, system_messages
 from kvbench.tasks.choices import ChoiceSet, choice_request
 from kvbench.tasks.custom.dataset import CHOICE, REGEX, read_file
-from kvbench.tasks.custom.metrics import CHOICE_MEANING, METRICS, SCORES, grade
+from kvbench.tasks.longbench.metrics import code_similarity, normalize_answer, qa_f1, rouge
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.rows import Rows
@@ -24,7 +25,39 @@ from kvbench.tasks.task import Ask, Task
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 if TYPE_CHECKING:
-    from kvbench.engine.requests import Request, Turn
+    from kvbench.engine.requests import Request
+
+
+def exact(text: str, answer: str) -> float:
+    """1 when both are the same, but for case, articles, ASCII punctuation and white space."""
+    return float(normalize_answer(text) == normalize_answer(answer))
+
+
+def contains(text: str, answer: str) -> float:
+    """1 when the answer stands in the text, whatever case and white space."""
+    return float(" ".join(answer.split()).casefold() in " ".join(text.split()).casefold())
+
+
+SCORES: dict[str, tuple[Callable[[str, str], float], str]] = {
+    "exact": (exact, "the answer is one of the right ones, but for case, articles and punctuation"),
+    "contains": (contains, "one of the right answers stands in the text"),
+    "contains_all": (contains, "share of the right answers that stand in the text"),
+    "f1": (qa_f1, "F1 of words with the nearest right answer, as in SQuAD and LongBench"),
+    "rouge_l": (rouge, "ROUGE-L F with the nearest right answer, as in LongBench"),
+    "code": (code_similarity, "edit similarity of the first line of code, as in LongBench; nothing is run"),
+    REGEX: (
+        lambda text, answer: float(re.search(answer, text) is not None),
+        "one of the regular expressions is found in the text",
+    ),
+}
+CHOICE_MEANING = "the right choice has the highest log-likelihood"
+METRICS = (*SCORES, CHOICE)
+
+
+def grade(metric: str, text: str, answers: Sequence[str]) -> float:
+    """Score what the model wrote, without its thoughts: the best over the answers, for `contains_all` the mean."""
+    values = [SCORES[metric][0](text.strip(), answer) for answer in answers]
+    return sum(values) / len(values) if metric == "contains_all" else max(values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +110,7 @@ class Custom(Task):
             lambda sample_id, answer: score_turn(sample_id, 0, answer),
             metrics={"score": MetricInfo(True, CHOICE_MEANING if metric == CHOICE else SCORES[metric][1])},
             turn_scorer=score_turn,
-            quarantined=rows.quarantined,
-            copies=rows.copies,
+            rows=[rows],
             right={key: row["choices"].index(row["answers"][0]) for key, row in asked.items() if row["choices"]},
         )
 
@@ -101,22 +133,19 @@ class _Asker:
         if self.chat and row["messages"] is not None:
             builder = self.rendered
         return builder.build(
-            sample_id=_name(row),
-            subset=row["subset"],
+            **_known(row),
+            **self._right(row),
             context=context,
             question=question,
-            gold=row["answers"][0] if self.forces else "",
-            answers=row["answers"],
-            prefix=self.prefix,
-            meta=_meta(row),
-            turns=[self._turn(builder, turn) for turn in row["turns"]],
+            turns=[
+                builder.turn(turn["question"], **self._right(turn), separator=self.separator) for turn in row["turns"]
+            ],
         )
 
-    def _turn(self, builder: PromptBuilder, turn: dict[str, Any]) -> "Turn":
-        gold = turn["answers"][0] if self.forces else ""
-        return builder.turn(
-            turn["question"], gold=gold, answers=turn["answers"], prefix=self.prefix, separator=self.separator
-        )
+    def _right(self, row: dict[str, Any]) -> dict[str, Any]:
+        """How the answer to a row or turn begins, and what is right."""
+        answers = row["answers"]
+        return {"prefix": self.prefix, "answers": answers, "gold": answers[0] if self.forces else ""}
 
     def choices(self, row: dict[str, Any]) -> "Request":
         """The request whose choices are scored."""
@@ -131,14 +160,12 @@ class _Asker:
             context, question = context + question, ""
         return choice_request(
             self.model,
-            sample_id=_name(row),
-            subset=row["subset"],
+            **_known(row),
             context=context if question else context + prefix,
             question=question + prefix if question else "",
             continuations=[space + choice for choice in row["choices"]],
             rendered=self.chat,
             gold=row["choices"].index(row["answers"][0]),
-            meta=_meta(row),
         )
 
     def _parts(self, row: dict[str, Any]) -> tuple[str, str]:
@@ -168,9 +195,7 @@ class _Asker:
         return text[:place], text[place:]
 
 
-def _name(row: dict[str, Any]) -> str:
-    return f"{row['subset']}/{row['index']}"
-
-
-def _meta(row: dict[str, Any]) -> dict[str, Any]:
-    return {"index": row["index"], "id": row["id"], "answers": row["answers"]}
+def _known(row: dict[str, Any]) -> dict[str, Any]:
+    """What a request is called, and what its record keeps of the row."""
+    kept = {key: row[key] for key in ("index", "id", "answers")}
+    return {"sample_id": f"{row['subset']}/{row['index']}", "subset": row["subset"], "meta": kept}

@@ -15,12 +15,7 @@ CHOICE, REGEX = "choice", "regex"
 
 
 def read_file(file: str, metric: str, needs_context: bool) -> Rows:
-    """Read the rows.
-
-    Args:
-        file: The setting `task.file`.
-        metric: What the rows are graded by, which decides what they must hold.
-        needs_context: Set rows without a context aside.
+    """Read the rows of the setting `task.file`; as `check_row` otherwise.
 
     Raises:
         ValueError: There is no such file, or it has no good row.

@@ -114,21 +114,14 @@ class InfiniteBench(Task):
             ask,
             requests,
             builder.told() | {"answer_prefix": self.answer_prefix, "split": "after the text"},
-            {key: list(value) for key, value in right.items()},
+            right,
             lambda sample_id, answer: {"score": float(is_right(*right[sample_id], answer))},
-            quarantined=[row for rows in found.values() for row in rows.quarantined],
-            copies=[row for rows in found.values() for row in rows.copies],
+            rows=found.values(),
         )
 
 
 def is_right(subset: str, wanted: str, answer: str) -> bool:
-    """The official scores: the first run of digits, or for kv_retrieval any of the words.
-
-    Args:
-        subset: Name of the subset.
-        wanted: The right answer.
-        answer: What the model wrote.
-    """
+    """The official scores of a subset: the first run of digits is right, or for kv_retrieval any of the words."""
     if subset == "kv_retrieval":
         return wanted in re.split(r"[\s:\"'.,?!{}]+", answer)
     digits = re.search(r"[0-9]+", answer)
@@ -150,14 +143,8 @@ def data_file(subset: str) -> DataFile:
 
 
 def check_row(row: Mapping[str, object]) -> dict[str, Any]:
-    """Check the object of a line.
-
-    Args:
-        row: `context` (in some copies `content`), `input`, `answer` (a text, or a list whose first is the answer).
-
-    Returns:
-        `context`, `input`, `answer`.
-    """
+    """Check the object of a line: `context` (in some copies `content`), `input`, `answer` (a text, or the first of a
+    list)."""
     given = row.get("answer")
     answer = given[0] if isinstance(given, list) and given else given
     texts = {"context": text_field(row, "context", "content"), "input": text_field(row, "input")}

@@ -117,19 +117,13 @@ class LongBench(Task):
                 request = make_request(task, builder, doc, subset)
                 requests.append(request)
                 scored[request.sample_id] = (task, doc)
-        if ask.protocol.chat_setting is not None and not any(rule["chat_template"] for rule in rules.values()):
-            raise ValueError(
-                f"{ask.protocol.chat_setting} needs a chat, and LongBench asks none of "
-                f"{', '.join(tasks)} as one; take other subsets, or set protocol.chat_template=always"
-            )
         return self.asked(
             ask,
             requests,
             {"truncation": "middle", "split": "after the context", "thoughts": "not graded", "rules": rules},
             {key: [doc["answers"], doc["all_classes"], doc["length"]] for key, (_, doc) in scored.items()},
             scorer_of(scored),
-            quarantined=[row for task in tasks.values() for row in task.dataset["test"].quarantined],
-            copies=[row for task in tasks.values() for row in task.dataset["test"].copies],
+            rows=[task.dataset["test"] for task in tasks.values()],
             by=("category",),
         )
 
@@ -170,24 +164,15 @@ def data_file(subset: str) -> DataFile:
 
 
 def load(subset: str, data_dir: str | None = None, **_: object) -> dict[str, Rows]:
-    """The rows of a subset, for lm-eval, as the YAMLs' `custom_dataset`.
-
-    Returns:
-        `test`: the rows, with `context`, `input`, `answers`, `all_classes`, `length`, `index`.
-    """
+    """The rows of a subset, for lm-eval, as the YAMLs' `custom_dataset`."""
     return {"test": find_rows(data_file(subset), data_dir)}
 
 
 def check_row(row: Mapping[str, Any], subset: str) -> dict[str, Any]:
     """Check the object of a line and give it the official field names.
 
-    Args:
-        row: What the line holds. The question is `input` officially and `question` in one copy on the hub.
-        subset: Decides which fields are needed.
-
-    Returns:
-        A new dict with `context`, `input`, `answers`, `all_classes` (None where the subset has none) and `length`
-        (words; None when the file does not say).
+    The question is `input` officially and `question` in one copy on the hub. `all_classes` is None where the subset has
+    none, and `length`, in words, where the file does not say.
     """
     name = row.get("dataset")
     if name is not None and name not in (subset, subset.removesuffix("_e")):

@@ -92,8 +92,7 @@ class LongBenchV2(Task):
             builder.told() | {"form": self.form, "split": "after the text"},
             answers,
             lambda sample_id, text: {"score": float(letter_of(text) == answers[sample_id])},
-            quarantined=rows.quarantined,
-            copies=rows.copies,
+            rows=[rows],
             by=("difficulty", "length", "domain"),
             right={key: LETTERS.index(answer) for key, answer in answers.items()},
         )
@@ -115,14 +114,7 @@ def letter_of(answer: str) -> str | None:
 
 
 def check_row(row: Mapping[str, object]) -> dict[str, Any]:
-    """Check a row.
-
-    Args:
-        row: `context`, `question`, `choice_A` to `choice_D`, `answer` (a letter), `difficulty`, `length`, `domain`.
-
-    Returns:
-        The same, `choices` for the four choices, texts without white space around them as they are asked.
-    """
+    """Check a row; its choices are a list then, and there is no white space around texts, as they are asked."""
     texts = {name: text_field(row, name).strip() for name in ("context", "question", "answer", "domain")}
     if texts["answer"] not in LETTERS:
         raise ValueError(f"field answer must be one of {', '.join(LETTERS)}, it is {texts['answer'][:40]!r}")

@@ -99,11 +99,7 @@ def load(
     seed: int = 0,
     **_: object,
 ) -> dict[str, Rows]:
-    """The documents of one kind, for lm-eval, as the YAMLs' `custom_dataset`; `tokenizer` may be a folder or a hub id.
-
-    Returns:
-        `test`: the documents of `generate.make_doc`.
-    """
+    """The documents of a kind, for lm-eval, as the YAMLs' `custom_dataset`; `tokenizer` may be a folder or a hub id."""
     if tokenizer is None:
         raise ValueError(
             "the longctx tasks are made to a length in tokens: pass a tokenizer in the task metadata, for example "

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KINDS = ("multikey", "kv", "recall", "passkey")
-# The shortest prompt in which eight needles still sit between whole sentences of filler.
-MIN_LENGTH = 256
 NUM_NEEDLES = 8
 RECALL_TOKENS = 16
 RECALL_PREFIX_WORDS = 10
@@ -37,27 +35,16 @@ NOUNS = (
 def make_doc(kind: str, index: int, *, tokenizer: "PreTrainedTokenizerBase", length: int, seed: int) -> dict:
     """Write one document whose prompt is as long as asked.
 
-    Args:
-        kind: One of `KINDS`.
-        index: Number of the item, >= 0; it also decides how deep the answer lies.
-        tokenizer: Counts the tokens of the prompt, special tokens included.
-        length: Most tokens of the prompt, >= 256.
-        seed: Together with kind and index it decides everything; items do not depend on how many others are made, and
-            the facts asked for do not depend on the length.
+    Kind, index and seed decide everything; items do not depend on how many others are made, and the facts asked for do
+    not depend on the length, which is the most tokens of the prompt, special ones included.
 
     Returns:
         `context` and `question` (the prompt is their concatenation), `answer` (continues the prompt, leading space
         included), `kind`, `index`, `depth` (share of the context before the answer), `sha256` of the prompt.
 
     Raises:
-        ValueError: unknown kind, or a length that is too short.
+        TooShort: The prompt does not fit into the length.
     """
-    if kind not in KINDS:
-        raise ValueError(f"task.kinds={kind!r} is unknown; the kinds are {', '.join(KINDS)}")
-    if length < MIN_LENGTH:
-        raise ValueError(
-            f"task.length={length} must be at least {MIN_LENGTH} tokens; shorter prompts cannot hold the needles"
-        )
     rng = Random(f"kvbench/longctx/{seed}/{kind}/{index}")
     # Multiples of the golden ratio spread any number of items evenly over the depths.
     depth = 0.02 + 0.96 * ((0.5 + index * 0.6180339887) % 1.0)
@@ -140,14 +127,10 @@ def _kv(rng: Random, depth: float, length: int, tokenizer: "PreTrainedTokenizerB
 
     # The longest key stands in for the one that is asked for until the number of rows is known.
     longest = max(keys, key=lambda key: len(tokenizer.encode(key, add_special_tokens=False)))
-    question = _kv_question(longest + "-99")
+    question = f"\n\n{longest}-99:"
     num_rows = fill_length(lambda rows: len(tokenizer.encode(context(rows) + question)), length, length)
     key, value = rows[min(int(depth * num_rows), num_rows - 1)]
-    return {"context": context(num_rows), "question": _kv_question(key), "answer": f" {value}"}
-
-
-def _kv_question(key: str) -> str:
-    return f"\n\n{key}:"
+    return {"context": context(num_rows), "question": f"\n\n{key}:", "answer": f" {value}"}
 
 
 def _recall(rng: Random, depth: float, length: int, tokenizer: "PreTrainedTokenizerBase") -> dict:
@@ -156,9 +139,8 @@ def _recall(rng: Random, depth: float, length: int, tokenizer: "PreTrainedTokeni
     rng.shuffle(order)
     text, prefix, answer = next((text, *quote) for text in order if (quote := _quote(text, tokenizer)))
     question = f"\n\n{prefix}"
-    filler = make_filler(rng, length)
     # The paragraph may also be part of the filler, which would put the answer at a second depth.
-    filler = _without(filler, prefix)
+    filler = _without(make_filler(rng, length), prefix)
     context = _fill([(depth, text)], "Read the text.\n\n", question, filler, length, tokenizer)
     return {"context": context, "question": question, "answer": answer}
 

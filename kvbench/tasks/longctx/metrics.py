@@ -6,11 +6,7 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3})")
 
 
 def number_score(answer: str, reference: str) -> dict[str, float]:
-    """Compare the first whole number of the answer with the reference's.
-
-    Args:
-        answer: Generated text; `1,234` reads as 1234, and whatever stands around the number does not count.
-        reference: Text with one number.
+    """Compare the first whole number of the answer, in which `1,234` reads as 1234, with the reference's.
 
     Returns:
         `score` and `exact`, which are the same here: 1 when the numbers are equal; `partial`: digits that are the
@@ -24,11 +20,7 @@ def number_score(answer: str, reference: str) -> dict[str, float]:
 
 
 def recall_score(answer: str, reference: str) -> dict[str, float]:
-    """Measure how much of the quoted text came back in order.
-
-    Args:
-        answer: Generated text, as many tokens as the reference.
-        reference: The text that follows the quoted words in the document.
+    """Measure how much of the text that follows the quoted words came back in order.
 
     Returns:
         `score`: 2 L / (a + r), where L is the length of the longest common subsequence of words, a and r the numbers of

@@ -46,9 +46,6 @@ class StreamSet(TaskSet):
 def by_words(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """The cost of texts by the word and by the byte, whatever the tokenizer; the first token behind a prompt counts.
 
-    Returns:
-        `word_perplexity`, and `bits_per_byte`.
-
     Source: lm-eval's word_perplexity and bits_per_byte.
     """
     done = [record for record in records if record["status"] == "ok" and record.get("per_token")]
@@ -114,6 +111,4 @@ class Stream(Task):
             for index, piece in enumerate(passages(model, text, prompt_tokens, tokens, items))
         ]
         told = {"tokens": tokens, "prompt_tokens": prompt_tokens, "items": len(requests), "text": text.origin}
-        told |= {"chat": False, "past_context": past}
-        references = {request.sample_id: None for request in requests}
-        return self.asked(ask, requests, told, references, lambda sample_id, answer: {})
+        return self.asked(ask, requests, told | {"chat": False, "past_context": past})
