@@ -7,12 +7,20 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.format import PageFormat
-from kvbench.kernels.operands import NO_SCORES, PageChoice, StepRing, StepScores, StepTarget, TierPages
+from kvbench.kernels.operands import (
+    NO_SCORES,
+    PageChoice,
+    SlotSearch,
+    StepRing,
+    StepScores,
+    StepTarget,
+    TierPages,
+    TierTable,
+)
 from kvbench.kernels.pool import PagePool
 from kvbench.kernels.reference.attention import DecodeOperations
 from kvbench.kernels.reference.prompts import PromptOperations
 from kvbench.kernels.table import PageTable
-from kvbench.kernels.tier_table import SlotSearch, TierTable
 
 
 class FusedStep(ABC):

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.operands import (
     ColumnSums,
+    ExtremeOf,
     HeadScores,
     InOrder,
     Pool,
@@ -23,12 +24,12 @@ from kvbench.kernels.operands import (
     Reduce,
     Ring,
     ScoreUpdate,
+    SlotSearch,
     StepRing,
     StepScores,
     StepTarget,
     TierPages,
 )
-from kvbench.kernels.tier_table import ExtremeOf, SlotSearch
 
 MAX_TIERS = 4
 _INDEX = {torch.int64, torch.int32}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.format import PageFormat
+from kvbench.kernels.operands import KeyRotation, SlotSearch, TierTable
 from kvbench.kernels.pool import PagePool
-from kvbench.kernels.tier_table import KeyRotation, SlotSearch, TierTable
 
 Move = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 

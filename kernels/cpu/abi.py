@@ -1,16 +1,18 @@
 """The compiled library of the CPU backend: which build is loaded, and the structs that its functions take."""
 
 import ctypes
+import math
 import os
+from collections.abc import Sequence
 from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.codes import Code, Fit, Scale
-from kvbench.kernels.cpu.build import SOURCE_DIR, BuildError, load_library
+from kvbench.kernels.cpu.build import SOURCE_DIR, load_library
 from kvbench.kernels.format import PageFormat
-from kvbench.kernels.operands import InOrder, Reduce, Ring, TierPages
+from kvbench.kernels.operands import InOrder, Reduce, Ring, StepRing, TierPages
 
 # What is compiled, side by side, and what that includes.
 UNITS = tuple(sorted(file.name for file in SOURCE_DIR.glob("*.cpp") if file.name != "isa.cpp"))
@@ -26,6 +28,9 @@ ISA_FLAGS = {
     "avx512": _AVX512,
     "avx512vnni": (*_AVX512, "-mavx512vbmi", "-mavx512vnni"),
 }
+
+# What a struct points at, and must not be freed before it.
+Kept = list[Tensor | ctypes.Structure | ctypes.Array]
 
 # As csrc/plan.h numbers them.
 REDUCE_KINDS: dict[Reduce | None, int] = {None: 0, "sum": 1, "mean": 2, "max": 3}
@@ -97,22 +102,14 @@ class StepStruct(ctypes.Structure):
 
 @cache
 def best_isa() -> str:
-    """The most demanding build that this CPU runs; a key of `ISA_FLAGS`.
-
-    Raises:
-        BuildError: No compiler, it failed, or what it built cannot be loaded.
-    """
+    """The most demanding build that this CPU runs; a key of `ISA_FLAGS`. Raises a BuildError as `load` does."""
     library = load_library(ctypes.CDLL, "isa", ("isa.cpp",))
     library.kvb_isa.restype = ctypes.c_char_p
     return library.kvb_isa().decode()
 
 
 def available_isas() -> list[str]:
-    """The builds that this CPU runs, the fastest one last.
-
-    Raises:
-        BuildError: See `best_isa`.
-    """
+    """The builds that this CPU runs, the fastest one last."""
     names = list(ISA_FLAGS)
     return names[: names.index(best_isa()) + 1]
 
@@ -122,7 +119,6 @@ def chosen_isa() -> str:
 
     Raises:
         ValueError: The variable names no build, or one that this CPU does not run.
-        BuildError: See `best_isa`.
     """
     wanted = os.environ.get(ISA_VARIABLE) or "auto"
     if wanted == "auto":
@@ -135,16 +131,7 @@ def chosen_isa() -> str:
 
 
 class Library(ctypes.CDLL):
-    """The compiled kernels, with the types of what their functions take.
-
-    Args:
-        path: The shared library.
-
-    Attributes:
-        max_channels: The largest head dim that they cover.
-    """
-
-    max_channels: int
+    """The compiled kernels, with the types of what their functions take; `max_channels` is the largest head dim."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -239,18 +226,13 @@ def format_struct(fmt: PageFormat) -> ctypes.Structure:
     )
 
 
-def _tables(tier: TierPages) -> tuple[Tensor, Tensor, Tensor]:
-    return tier.ids, tier.num_k, tier.num_v
-
-
 def plain(x: Tensor) -> Tensor:
     """A tensor as fp32 in one plain array; the same one where it is."""
     return x if x.dtype is torch.float32 and x.is_contiguous() else x.float().contiguous()
 
 
 def _turns(tier: TierPages) -> tuple[Tensor, ...]:
-    """Cosine and sine as a kernel reads them: [S, columns, half, slots], as keys lie in a page; of positions in order
-    what `_turns_in_order` says."""
+    """Cosine and sine as a kernel reads them: [S, columns, half, slots], as keys lie in a page."""
     slots, turn = tier.fmt.tokens_per_page, tier.rotation
     if isinstance(turn, InOrder):
         return _turns_in_order(turn, tier.ids.shape[-1], slots)
@@ -267,9 +249,9 @@ def _turns_in_order(turn: InOrder, columns: int, slots: int) -> tuple[Tensor, ..
     return within.cos(), within.sin(), first.cos(), first.sin()
 
 
-def fill_tier(entry: ctypes.Structure, tier: TierPages, scores: Tensor | None, keep: list[Tensor]) -> None:
-    """Fills a struct; `keep` takes the tensors whose addresses it carries, and must outlive it."""
-    held = [x if x.dtype == torch.int64 and x.is_contiguous() else x.long().contiguous() for x in _tables(tier)]
+def fill_tier(entry: ctypes.Structure, tier: TierPages, scores: Tensor | None, keep: Kept) -> None:
+    """Fills a struct."""
+    held = [x.long().contiguous() for x in (tier.ids, tier.num_k, tier.num_v)]
     keep += held
     ctypes.memmove(ctypes.addressof(entry), ctypes.addressof(format_struct(tier.fmt)), ctypes.sizeof(TierStruct))
     entry.num_columns = tier.ids.shape[-1]
@@ -288,44 +270,62 @@ def fill_tier(entry: ctypes.Structure, tier: TierPages, scores: Tensor | None, k
         entry.channel_scale, entry.channel_zero = (x.data_ptr() for x in own)
 
 
-def ring_struct(ring: Ring, keep: list[Tensor]) -> ctypes.Structure:
+def ring_struct(ring: Ring | StepRing, keep: Kept) -> ctypes.Structure:
     """The residual buffers as a struct; only [R, D] of each list must be contiguous."""
-    k, v = (x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous() for x in (ring.k, ring.v))
-    num_tokens = ring.num_tokens.long().contiguous()
-    keep += [k, v, num_tokens]
-    unit = k.element_size()
-    return RingStruct(
+    k, v = (x if x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] else x.contiguous() for x in (ring.k, ring.v))
+    num_tokens, unit = ring.num_tokens.long().contiguous(), k.element_size()
+    struct = RingStruct(
         k=k.data_ptr(),
         v=v.data_ptr(),
         num_tokens=num_tokens.data_ptr(),
         k_row_stride=k.stride(0) * unit,
-        k_head_stride=k.stride(1) * unit,
+        k_head_stride=k.stride(-3) * unit,
         v_row_stride=v.stride(0) * unit,
-        v_head_stride=v.stride(1) * unit,
-        k_length=k.shape[2],
-        v_length=v.shape[2],
+        v_head_stride=v.stride(-3) * unit,
+        k_length=k.shape[-2],
+        v_length=v.shape[-2],
         kind=ELEMENT_KINDS[k.dtype],
         num_rows=k.shape[0],
     )
+    keep += [k, v, num_tokens, struct]
+    if isinstance(ring, StepRing):
+        rows = ring.rows.long().contiguous()
+        struct.rows = rows.data_ptr()
+        keep.append(rows)
+    return struct
 
 
-__all__ = [
-    "ELEMENT_KINDS",
-    "ISA_FLAGS",
-    "REDUCE_KINDS",
-    "BuildError",
-    "CallStruct",
-    "ColumnsStruct",
-    "Library",
-    "SearchStruct",
-    "StepStruct",
-    "TierStruct",
-    "available_isas",
-    "check",
-    "chosen_isa",
-    "fill_tier",
-    "format_struct",
-    "load",
-    "plain",
-    "ring_struct",
-]
+def call_struct(
+    pages: Tensor,
+    tiers: list[TierPages],
+    ring: Ring | StepRing | None,
+    keep: Kept,
+    *,
+    num_q_heads: int,
+    power: int,
+    group: Reduce | None,
+    scores: Sequence[Tensor | None],
+) -> ctypes.Structure:
+    """Attention over tiers as a struct, without its tensors of queries and results."""
+    num_seq, *lists = tiers[0].num_k.shape
+    table = (TierStruct * len(tiers))()
+    for entry, tier, score in zip(table, tiers, scores, strict=True):
+        fill_tier(entry, tier, score, keep)
+    keep += [pages, table]
+    return CallStruct(
+        pages=pages.data_ptr(),
+        tiers=ctypes.addressof(table),
+        ring=None if ring is None else ctypes.addressof(ring_struct(ring, keep)),
+        page_bytes=pages.shape[1],
+        num_pages=pages.shape[0],
+        seq_stride=math.prod(lists),
+        num_seq=num_seq,
+        num_heads=lists[-1],
+        group_size=num_q_heads // lists[-1],
+        head_dim=tiers[0].fmt.slot.head_dim,
+        num_tiers=len(tiers),
+        power=power,
+        reduce=REDUCE_KINDS[group],
+        num_threads=torch.get_num_threads(),
+        rotated=2 * max(tier.half for tier in tiers),
+    )

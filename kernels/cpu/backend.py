@@ -15,21 +15,19 @@ from kvbench.kernels import checks
 from kvbench.kernels.backend import Backend, FusedStep
 from kvbench.kernels.cpu.abi import (
     ELEMENT_KINDS,
-    REDUCE_KINDS,
-    CallStruct,
     ColumnsStruct,
+    Kept,
     SearchStruct,
     StepStruct,
     TierStruct,
+    call_struct,
     check,
     chosen_isa,
     fill_tier,
     format_struct,
     load,
     plain,
-    ring_struct,
 )
-from kvbench.kernels.cpu.step import CompiledStep, Kept, add_ring
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.operands import (
     NO_SCORES,
@@ -37,12 +35,12 @@ from kvbench.kernels.operands import (
     Reduce,
     Ring,
     ScoreUpdate,
+    SlotSearch,
     StepRing,
     StepScores,
     StepTarget,
     TierPages,
 )
-from kvbench.kernels.tier_table import SlotSearch
 
 MANY = 256  # slots from which a second thread pays
 COLUMN_ROWS = 32  # queries of a prompt whose logits are made at a time
@@ -107,7 +105,7 @@ class Cpu(Backend):
     ) -> tuple[Tensor, Tensor, Tensor]:
         checks.search(pages, fmt, ids, held, search)
         value = torch.empty(len(held))
-        slot, pos = torch.empty(len(held), dtype=torch.int64), torch.empty(len(held), dtype=torch.int64)
+        slot, pos = (torch.empty(len(held), dtype=torch.int64) for _ in range(2))
         per_list = (ids, held, search.seen, search.floor, search.before, search.exact)
         keep = [None if x is None else x.long().contiguous() for x in per_list]
         at = [None if x is None else x.data_ptr() for x in keep]
@@ -148,42 +146,21 @@ class Cpu(Backend):
         if not covered or (ring is not None and (tiers[0].rotation is not None or ring.k.dtype not in ELEMENT_KINDS)):
             return super().paged_decode(q, pages, tiers, ring, scale, power=power, group=group)
         checks.decode(q, pages, tiers, ring, power, group)
-        num_seq, num_q_heads, head_dim = q.shape
-        heads = tiers[0].ids.shape[1]
-        q = plain(q)
-        pages = pages.contiguous()
-        out = torch.empty_like(q)
-        lse = torch.empty(num_seq, num_q_heads)
-        keep: list[Tensor] = []
-        scores: list[Tensor] = []
-        table = (TierStruct * len(tiers))()
-        for entry, tier in zip(table, tiers, strict=True):
-            if group:
-                scores.append(torch.empty(num_seq, heads, tier.ids.shape[-1] * tier.fmt.tokens_per_page))
-            fill_tier(entry, tier, scores[-1] if group else None, keep)
-        call = CallStruct(
-            q=q.data_ptr(),
-            pages=pages.data_ptr(),
-            tiers=ctypes.addressof(table),
-            out=out.data_ptr(),
-            lse=lse.data_ptr(),
-            page_bytes=pages.shape[1],
-            num_pages=pages.shape[0],
-            seq_stride=heads,
-            num_seq=num_seq,
-            num_heads=heads,
-            group_size=num_q_heads // heads,
-            head_dim=head_dim,
-            num_tiers=len(tiers),
+        q, pages, keep = plain(q), pages.contiguous(), Kept()
+        out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
+        widths = [tier.ids.shape[-1] * tier.fmt.tokens_per_page for tier in tiers] if group else []
+        scores = [torch.empty(*tiers[0].num_k.shape, width) for width in widths]
+        call = call_struct(
+            pages,
+            tiers,
+            ring,
+            keep,
+            num_q_heads=q.shape[1],
             power=power,
-            reduce=REDUCE_KINDS[group],
-            num_threads=torch.get_num_threads(),
-            rotated=2 * max(tier.half for tier in tiers),
-            scale=scale,
+            group=group,
+            scores=scores or [None] * len(tiers),
         )
-        if ring is not None:
-            buffers = ring_struct(ring, keep)
-            call.ring = ctypes.addressof(buffers)
+        call.q, call.out, call.lse, call.scale = q.data_ptr(), out.data_ptr(), lse.data_ptr(), scale
         check(load().kvb_paged_decode(ctypes.addressof(call)))
         return out, lse, scores
 
@@ -192,8 +169,7 @@ class Cpu(Backend):
             super().add_scores(pages, tier, scores)
             return
         checks.scores(pages, tier, scores)
-        keep: list[Tensor] = []
-        entry = TierStruct()
+        keep, entry = Kept(), TierStruct()
         fill_tier(entry, tier, plain(scores), keep)
         where = pages.data_ptr(), pages.shape[1], pages.shape[0], ctypes.addressof(entry)
         check(load().kvb_add_scores(*where, tier.num_k.numel(), torch.get_num_threads()))
@@ -201,11 +177,7 @@ class Cpu(Backend):
     def column_scores(
         self, q: Tensor, k: Tensor, scale: float, columns: ColumnSums, lse: Tensor | None = None
     ) -> Tensor:
-        """As `Backend.column_scores`; the matrix products are torch's, all else is one pass in C++.
-
-        Raises:
-            MemoryError: No room for a block's sums.
-        """
+        """As `Backend.column_scores`; the matrix products are torch's, all else is one pass in C++."""
         if q.device.type != "cpu" or columns.reduce != "sum":
             return super().column_scores(q, k, scale, columns, lse)
         checks.columns(q, k, columns)
@@ -247,50 +219,58 @@ class Cpu(Backend):
         scores: StepScores = NO_SCORES,
     ) -> FusedStep | None:
         checks.step(pages, tiers, num_q_heads=num_q_heads, seen=seen, target=target, ring=ring, scores=scores)
-        num_seq, num_layers, num_heads, _ = tiers[0].ids.shape
         if not _covers(pages, tiers[0].fmt) or any(tier.channels is not None for tier in tiers):  # which are a layer's
             return None
         if ring is not None and not (
             ring.k.dtype in ELEMENT_KINDS and ring.k.is_contiguous() and ring.v.is_contiguous()
         ):
             return None
-        tensors = [pages]
-        table = (TierStruct * len(tiers))()
-        for entry, tier in zip(table, tiers, strict=True):
-            fill_tier(entry, tier, None, tensors)
-        seen = seen.long().contiguous()
-        struct = StepStruct(
-            call=CallStruct(
-                pages=pages.data_ptr(),
-                tiers=ctypes.addressof(table),
-                seen=seen.data_ptr(),
-                page_bytes=pages.shape[1],
-                num_pages=pages.shape[0],
-                seq_stride=num_layers * num_heads,
-                num_seq=num_seq,
-                num_heads=num_heads,
-                group_size=num_q_heads // num_heads,
-                head_dim=tiers[0].fmt.slot.head_dim,
-                num_tiers=len(tiers),
-                power=scores.power,
-                reduce=REDUCE_KINDS[scores.group if scores.update else None],
-                num_threads=torch.get_num_threads(),
-                rotated=2 * max(tier.half for tier in tiers),
-                update=_UPDATE[scores.update],
-                skip_near=scores.skip_near,
-            ),
-            num_layers=num_layers,
+        keep, seen, group = Kept(), seen.long().contiguous(), scores.group if scores.update else None
+        call = call_struct(
+            pages,
+            tiers,
+            ring,
+            keep,
+            num_q_heads=num_q_heads,
+            power=scores.power,
+            group=group,
+            scores=[None] * len(tiers),
         )
-        keep: Kept = [*tensors, table, seen]
+        call.seen, call.update, call.skip_near = seen.data_ptr(), _UPDATE[scores.update], scores.skip_near
+        struct = StepStruct(call=call, num_layers=tiers[0].ids.shape[1])
         if ring is not None:
-            add_ring(struct, ring, keep)
+            where = [x.long().contiguous() for x in (*ring.before, *ring.after)]
+            struct.old_k, struct.old_v, struct.new_k, struct.new_v = (x.data_ptr() for x in where)
+            struct.flush_first = int(ring.flush_first)
         else:
             assert target is not None, "checks.step wants one of them"
             struct.tier, *places = target
             where = [x.long().contiguous() for x in places]
             struct.page, struct.slot = (x.data_ptr() for x in where)
-            keep += where
-        return CompiledStep(struct, keep)
+        return CompiledStep(struct, [*keep, seen, *where])
+
+
+class CompiledStep(FusedStep):
+    """A prepared decode step.
+
+    Args:
+        struct: What the C++ side is told of the step.
+        keep: What the struct points at.
+    """
+
+    def __init__(self, struct: StepStruct, keep: Kept) -> None:
+        self._struct, self._keep = struct, keep
+        call = struct.call
+        self._q = call.num_seq, call.num_heads * call.group_size, call.head_dim
+        self._kv = call.num_seq, call.num_heads, call.head_dim
+        self._address, self._call = ctypes.addressof(struct), load().kvb_step
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        checks.layer(q, k, v, self._q, self._kv)
+        q, k, v = plain(q), plain(k), plain(v)
+        out = torch.empty_like(q)
+        check(self._call(self._address, layer, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), scale))
+        return out
 
 
 def _covers(pages: Tensor, fmt: PageFormat) -> bool:

@@ -44,9 +44,9 @@ from kvbench.kernels.operands import (
     StepScores,
     StepTarget,
     TierPages,
+    TierTable,
 )
 from kvbench.kernels.reference.attention import dense_of
-from kvbench.kernels.tier_table import TierTable
 
 
 class Gpu(Backend):

@@ -30,8 +30,7 @@ from kvbench.kernels.gpu.decode import Lists, ListTier
 from kvbench.kernels.gpu.pages import copy_pages
 from kvbench.kernels.gpu.parts import Kernel, recording
 from kvbench.kernels.gpu.table import AT_ONCE
-from kvbench.kernels.operands import PageChoice, ScoreUpdate, StepRing, StepScores, TierPages
-from kvbench.kernels.tier_table import KeyRotation, SlotSearch
+from kvbench.kernels.operands import KeyRotation, PageChoice, ScoreUpdate, SlotSearch, StepRing, StepScores, TierPages
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
 _BINARY = {"cuda": "cubin", "hip": "hsaco"}

@@ -17,8 +17,7 @@ from torch import Tensor
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.attend import _attend, _finish
 from kvbench.kernels.gpu.parts import ELEMENT, INTERPRETED, LOG2_E, MIN_DOT, launch, power_of_two, side_layout
-from kvbench.kernels.operands import NO_SCORES, Reduce, Ring, StepScores, TierPages
-from kvbench.kernels.tier_table import KeyRotation, TierTable
+from kvbench.kernels.operands import NO_SCORES, KeyRotation, Reduce, Ring, StepScores, TierPages, TierTable
 
 _REDUCE: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2}
 

@@ -20,9 +20,9 @@ from kvbench.kernels.gpu.lookup import _count_rows, _find_extreme, _lookup, _tra
 from kvbench.kernels.gpu.pages import byte_map, copy_pages
 from kvbench.kernels.gpu.parts import launch, power_of_two
 from kvbench.kernels.gpu.placing import place, settle
+from kvbench.kernels.operands import ExtremeOf, KeyRotation, SlotSearch, TierTable
 from kvbench.kernels.pool import PagePool, PoolExhausted
 from kvbench.kernels.table import Move, PageTable
-from kvbench.kernels.tier_table import ExtremeOf, KeyRotation, SlotSearch, TierTable
 
 BLOCK = 256  # lists, or slots, per program
 MAX_BLOCKS = 8192

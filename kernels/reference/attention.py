@@ -9,8 +9,7 @@ from torch import Tensor
 from kvbench.kernels import checks
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.operands import Reduce, Ring, TierPages
-from kvbench.kernels.reference.fallback import in_plain_torch
-from kvbench.kernels.reference.pages import PageOperations, read_pages, region
+from kvbench.kernels.reference.pages import PageOperations, in_plain_torch, read_pages, region
 
 
 class DecodeOperations(PageOperations):

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvbench.kernels import checks
 from kvbench.kernels.operands import ColumnSums, HeadScores, Reduce
 from kvbench.kernels.reference.attention import reduce_group
-from kvbench.kernels.reference.fallback import Operations, in_plain_torch
+from kvbench.kernels.reference.pages import Operations, in_plain_torch
 
 CHUNK_ROWS = 64  # queries of a chunk whose mask lies in memory at once
 COLUMN_ROWS = 64  # queries whose probabilities are summed at once

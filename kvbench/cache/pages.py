@@ -18,10 +18,9 @@ from kvbench.cache.codebooks import Codebooks
 from kvbench.kernels import memory
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.format import PageFormat
-from kvbench.kernels.operands import TierPages
+from kvbench.kernels.operands import KeyRotation, SlotSearch, TierPages, TierTable
 from kvbench.kernels.pool import PagePool
 from kvbench.kernels.table import PageTable
-from kvbench.kernels.tier_table import KeyRotation, SlotSearch, TierTable
 
 FIRST_PAGES = 64  # what a pool that grows begins with
 

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.layout import ModelShape
-from kvbench.kernels.operands import InOrder, TierPages
+from kvbench.kernels.operands import InOrder, KeyRotation, TierPages
 from kvbench.kernels.reference.attention import rotate
-from kvbench.kernels.tier_table import KeyRotation
 from kvbench.policy import DecodeView, Policy
 
 

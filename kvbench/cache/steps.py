@@ -12,8 +12,7 @@ from kvbench.cache.holding import Holding, Orders
 from kvbench.cache.pages import Pages, TierMap
 from kvbench.kernels.backend import FusedStep
 from kvbench.kernels.format import PageFormat
-from kvbench.kernels.operands import PageChoice, ScoreUpdate, StepScores, TierPages
-from kvbench.kernels.tier_table import TierTable
+from kvbench.kernels.operands import PageChoice, ScoreUpdate, StepScores, TierPages, TierTable
 from kvbench.policy import DecodePlan, DecodeView, ReadSpec
 
 MOST_GIVEN_BYTES = 2**27  # of scores that wait for the other layers'

@@ -11,7 +11,7 @@ from kvbench.cache.async_counts import Rows
 from kvbench.cache.counters import Counters
 from kvbench.cache.pages import Pages
 from kvbench.cache.solve_budget import SolvedBudget
-from kvbench.kernels.tier_table import SlotSearch
+from kvbench.kernels.operands import SlotSearch
 from kvbench.policy import ALL_QUERIES, Budget, DecodeView, Extreme, ScoreSpec, SlotArrays
 
 By = Literal["mean", "score", "pos"]

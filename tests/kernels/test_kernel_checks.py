@@ -12,8 +12,7 @@ from kvbench.kernels.backend import Backend
 from kvbench.kernels.cpu.backend import Cpu
 from kvbench.kernels.cpu.build import BuildError
 from kvbench.kernels.format import PageFormat, SlotFormat
-from kvbench.kernels.operands import Channels, InOrder, Ring, StepRing, StepScores, TierPages
-from kvbench.kernels.tier_table import SlotSearch
+from kvbench.kernels.operands import Channels, InOrder, Ring, SlotSearch, StepRing, StepScores, TierPages
 
 BACKENDS: list[Backend] = [Backend()]
 with suppress(BuildError):

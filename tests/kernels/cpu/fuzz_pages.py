@@ -9,8 +9,7 @@ from torch import Tensor
 from kvbench.kernels.backend import REFERENCE
 from kvbench.kernels.cpu.backend import Cpu
 from kvbench.kernels.format import PageFormat
-from kvbench.kernels.operands import TierPages
-from kvbench.kernels.tier_table import SlotSearch
+from kvbench.kernels.operands import SlotSearch, TierPages
 
 
 class _Slots(Call):

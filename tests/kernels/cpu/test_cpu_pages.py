@@ -9,8 +9,7 @@ from kvbench.kernels.cpu import abi as cpu_abi
 from kvbench.kernels.cpu.backend import Cpu
 from kvbench.kernels.cpu.build import BuildError
 from kvbench.kernels.format import PageFormat, SlotFormat
-from kvbench.kernels.operands import Ring, StepRing, StepScores, TierPages
-from kvbench.kernels.tier_table import SlotSearch
+from kvbench.kernels.operands import Ring, SlotSearch, StepRing, StepScores, TierPages
 
 try:
     ISAS = cpu_abi.available_isas()

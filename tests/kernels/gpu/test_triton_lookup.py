@@ -12,7 +12,7 @@ from page_helpers import PAGE_BYTES, tier_format
 from triton_helpers import DEVICE, poisoned_memory  # noqa: F401
 
 from kvbench.kernels.dispatch import gpu_backend
-from kvbench.kernels.tier_table import SlotSearch
+from kvbench.kernels.operands import SlotSearch
 
 SHAPE = (4, 2, 3)  # rows, layers, heads
 ROWS, SEEN, FLOOR = [3, 1], [400, 300], [11, 0]
