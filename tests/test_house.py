@@ -256,7 +256,7 @@ def test_the_hash_of_the_code_moves_for_the_folders_it_should(backend, monkeypat
         monkeypatch.setattr(code, "meaning", lambda path, chosen=chosen: real(path) + b"x" * (path == chosen))
         if provenance.harness_hash.__wrapped__(backend) != before:
             moved.add(str(folder.relative_to(ROOT)))
-    assert moved == should | {"kernels"}  # its last file is tier_table.py, which every backend has under it
+    assert moved == should | {"kernels"}  # its last file is table.py, which every backend has under it
 
 
 def test_what_the_reference_stands_on_counts():
@@ -279,7 +279,7 @@ def test_what_the_reference_stands_on_counts():
 def test_kernels_beside_the_pages_do_not_count():
     """Of the files directly in kernels/, those that benches and checks of a device use change no answer."""
     counted = {name for name in provenance.code_files("cpu") if name.count("/") == 1 and name.startswith("kernels/")}
-    pages = ("codes", "format", "pool", "table", "tier_table", "memory", "backend", "operands")
+    pages = ("codes", "format", "pool", "table", "memory", "backend", "operands")
     assert counted == {f"kernels/{name}.py" for name in pages}
 
 

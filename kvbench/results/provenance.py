@@ -19,7 +19,7 @@ from kvbench.config.version import VERSION
 ANSWER_FOLDERS = ("policy", "cache", "engine", "models", "runs")
 # ... and these parts of kernels/. The reference counts for every backend, which takes from it what it has not itself.
 ANSWER_KERNELS = (
-    *("codes.py", "format.py", "pool.py", "table.py", "tier_table.py", "memory.py", "backend.py", "operands.py"),
+    *("codes.py", "format.py", "pool.py", "table.py", "memory.py", "backend.py", "operands.py"),
     "reference",
 )
 LIBRARY_FOLDERS = frozenset({"site-packages", "dist-packages"})
