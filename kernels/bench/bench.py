@@ -16,11 +16,10 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from kvbench.kernels.bench import machine
-from kvbench.kernels.bench.rounds import Variant, choose_timer, measure_cell
+from kvbench.kernels.bench.rounds import CLOCKS, Variant, choose_timer, measure_cell
 from kvbench.kernels.dispatch import get_backend
 
 SCHEMA = 1
-CLOCKS = ("wall", "cpu")
 WHOLE_MODEL = ("decode", "throughput")  # benches of kvbench/bench; the others lie here
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 S = TypeVar("S", bound="Common")
@@ -28,14 +27,8 @@ Progress = Callable[[int, int, str], object]  # rounds done, rounds in all, what
 
 
 def setting(default: Any, meaning: str, least: int | None = None, among: Any = None) -> Any:
-    """Declares a setting, or a list of them.
-
-    Args:
-        default: Its default; a list means that it takes a list of at least one.
-        meaning: A sentence for the help.
-        least: It is a whole number of at least so much.
-        among: It is one of these.
-    """
+    """Declares a setting, or a list of them where its default is one: its meaning for the help, the least whole number
+    that it may be, or what it is one of."""
     made = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     return field(metadata={"meaning": meaning, "least": least, "among": among}, **made)
 
@@ -45,7 +38,6 @@ class Common:
     """The settings of every bench, and what a bench is asked."""
 
     what: ClassVar[str]
-    """Name of the bench."""
     quick: ClassVar[dict[str, Any]]
     """The values that `quick=true` puts in place of defaults."""
 
@@ -91,22 +83,15 @@ class Common:
         return self.working_set_mb or (64 if device == "cpu" else 512)
 
     def cells(self, threads: list[int]) -> list[dict]:
-        """The cells: measured one after the other, each in one set of rounds.
-
-        Args:
-            threads: The CPU thread counts, without repeats; [0] on a GPU.
-        """
+        """The cells, each measured in one set of rounds; `threads` are CPU thread counts without repeats, [0] on a
+        GPU."""
         raise NotImplementedError
 
     def prepare(self, bench: "Bench") -> None:
         """Makes what all cells share."""
 
     def variants(self, bench: "Bench", cell: dict) -> list[Variant]:
-        """The variants that are timed in a cell.
-
-        Raises:
-            Skipped: The cell cannot be measured here.
-        """
+        """The variants that are timed in a cell; raises Skipped where it cannot be measured here."""
         raise NotImplementedError
 
     def timing(self, bench: "Bench", cell: dict) -> dict[str, Any]:
@@ -122,11 +107,8 @@ class Skipped(Exception):
 
 
 def parse_shape(text: str) -> tuple[int, int, int]:
-    """`QxKxD`: query heads, KV heads, head dim.
-
-    Raises:
-        ValueError: It is not of that form, or the KV heads do not divide the query heads.
-    """
+    """Query heads, KV heads and head dim of `QxKxD`; raises ValueError where it is no such form, or the KV heads do not
+    divide the query heads."""
     parts = str(text).split("x")
     if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
         raise ValueError(f"shapes={text} is not query heads x KV heads x head dim, for example 32x8x128")
@@ -137,14 +119,8 @@ def parse_shape(text: str) -> tuple[int, int, int]:
 
 
 def read_words(kind: type[S], words: list[str]) -> S:
-    """A settings object from `key=value` words; `quick=true` puts small values in place of the defaults.
-
-    Args:
-        words: For example `lengths=[1024,4096]` or `clock=cpu`.
-
-    Raises:
-        ValueError: An unknown key, or a value that cannot be read.
-    """
+    """A settings object from `key=value` words; `quick=true` puts small values in place of the defaults. Raises
+    ValueError for an unknown key, or a value that cannot be read."""
     known = {item.name: item.default is dataclasses.MISSING for item in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
     for word in words:
@@ -176,18 +152,13 @@ def label_of(cell: dict) -> str:
 
 
 class Bench:
-    """One start of a bench: notes the machine and its load before anything runs, then fills the document.
-
-    Attributes:
-        device: Where the work runs.
-        backend: The kernels' backend.
-        notes: What a reader must know.
-        more: Further parts of the document.
-    """
+    """One start of a bench: notes the machine and its load before anything runs, then fills the document; `notes` are
+    what a reader must know, `more` further parts of the document."""
 
     def __init__(self, settings: Common, progress: Progress | None = None) -> None:
         self.settings = settings
         self.device = machine.pick_device(settings.device)
+        self._timer = choose_timer(settings.clock, self.device)
         self.backend = get_backend(settings.kernels, self.device)
         threads = [n or machine.num_cpus() for n in settings.threads] if self.device == "cpu" else [0]
         self.cells = settings.cells(list(dict.fromkeys(threads)))
@@ -205,19 +176,14 @@ class Bench:
     def stage(self, text: str = "") -> None:
         """Says what is being prepared or measured."""
         if self._progress is not None:
-            label = f"{self._label}: {text}".removesuffix(": ").removeprefix(": ")
-            self._progress(self._done, len(self.cells) * self._rounds, label)
+            self._progress(self._done, len(self.cells) * self._rounds, ": ".join(filter(None, [self._label, text])))
 
     def _on_round(self) -> None:
         self._done += 1
         self.stage()
 
     def run(self) -> dict:
-        """Measures every cell, with its thread count in force.
-
-        Returns:
-            JSON types: `schema`, `what`, `started`, `elapsed_s`, `settings`, `environment`, `notes`, `cells`.
-        """
+        """Measures every cell with its thread count in force; the document, in JSON types."""
         started, before = time.time(), torch.get_num_threads()
         try:
             self.settings.prepare(self)
@@ -242,12 +208,8 @@ class Bench:
             if cell.get("threads"):
                 torch.set_num_threads(cell["threads"])
             self.stage()
-            asked: dict[str, Any] = {
-                "rounds": self.settings.rounds,
-                "seed": self.settings.seed,
-                "timer": choose_timer(self.settings.clock, self.device, cell["threads"]),
-                "on_round": self._on_round,
-            }
+            asked: dict[str, Any] = {"rounds": self.settings.rounds, "seed": self.settings.seed}
+            asked |= {"timer": self._timer, "on_round": self._on_round}
             try:
                 variants = self.settings.variants(self, cell)
             except Skipped as reason:
@@ -273,8 +235,7 @@ def run(settings: Common, progress: Progress | None = None) -> dict:
 
 def check_document(document: dict) -> None:
     """Raises ValueError when a document is not one of this schema, or its figures contradict each other."""
-    missing = {"schema", "what", "started", "elapsed_s", "settings", "environment", "notes", "cells"} - set(document)
-    if missing:
+    if missing := set("schema what started elapsed_s settings environment notes cells".split()) - set(document):
         raise ValueError(f"not a document of kvbench bench: {', '.join(sorted(missing))} missing")
     if document["schema"] != SCHEMA:
         raise ValueError(f"schema {document['schema']} is not {SCHEMA}, the one this version reads; measure again")
@@ -330,11 +291,8 @@ def _span(ratio: dict | None) -> str:
 
 
 def main(kind: type[Common], words: list[str]) -> int:
-    """The command line of one bench that needs no library for settings.
-
-    Returns:
-        Exit code: 0 done, 1 a variant was wrong and not timed, 2 a setting is wrong.
-    """
+    """The command line of one bench that needs no library for settings; 0 done, 1 a variant was wrong and not timed, 2
+    a setting is wrong."""
     if {"-h", "--help"} & set(words):
         _print_help(kind)
         return 0
@@ -359,7 +317,6 @@ def main(kind: type[Common], words: list[str]) -> int:
 
 
 def _print_help(kind: type[Common]) -> None:
-    """Prints the settings with their defaults and meanings."""
     package = "kvbench.bench" if kind.what in WHOLE_MODEL else "kvbench.kernels.bench"
     print(f"usage: python -m {package}.{kind.what} [key=value ...]\n\n{kind.__doc__}\n")
     defaults = kind()

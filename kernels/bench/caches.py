@@ -31,11 +31,8 @@ _NAMED: dict[str, tuple[tuple[int, int], str, str, int]] = {
 
 def slot_format(name: str, head_dim: int) -> SlotFormat:
     """The slot format of a name: `K4V2` (scales per token), `KIVI2` (keys per channel), `FP8`, `KVQ4` (KVQuant's: keys
-    per channel and before the rotary embedding, one number of each vector apart), or a key of `_NAMED`.
-
-    Raises:
-        ValueError: No such format.
-    """
+    per channel and before the rotary embedding, one number of each vector apart), or a key of `_NAMED`; ValueError for
+    another."""
     more: dict[str, Any]
     if found := _PLAIN.fullmatch(name):
         bits, more = (int(found[1]), int(found[2])), {}
@@ -61,13 +58,8 @@ def slot_format(name: str, head_dim: int) -> SlotFormat:
 
 @dataclass
 class PagedCaches:
-    """Equal caches at different places of one pool.
-
-    Args:
-        pages: uint8 [P, page_bytes].
-        buffers: Per buffer, its tiers.
-        token_bytes: Bytes that attention reads per token and KV head, on average over the tiers.
-    """
+    """Equal caches at different places of one pool: pages uint8 [P, page_bytes], the tiers of each buffer, and the
+    bytes that attention reads per token and KV head, on average over the tiers."""
 
     pages: Tensor
     buffers: list[list[TierPages]]
@@ -80,12 +72,11 @@ def slot_read_bytes(slot: SlotFormat) -> float:
 
 
 def build_caches(name: str, k: Tensor, v: Tensor, backend: Backend, *, num_buffers: int, seed: int) -> PagedCaches:
-    """Quantises keys and values into pages once, and copies those pages to all buffers; page ids are shuffled.
+    """Quantises keys and values fp32 [S, H, n, D] into pages once, and copies those pages to all buffers; page ids are
+    shuffled by `seed`.
 
     Args:
         name: See `slot_format`; `A+B` puts the first half of the tokens into A.
-        k, v: fp32 [S, H, n, D].
-        seed: Of the order of page ids.
 
     Raises:
         ValueError: An unknown format, or a length that does not fill whole key groups.
@@ -149,14 +140,8 @@ def _write(backend: Backend, pages: Tensor, fmt: PageFormat, ids: Tensor, k: Ten
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Decode attention of one sequence in fp64, written out.
-
-    Args:
-        q: [Hq, D]; k, v: [H, n, D].
-
-    Returns:
-        out fp64 [Hq, D] and probabilities fp64 [H, G, n].
-    """
+    """Decode attention of one sequence in fp64, written out: q [Hq, D] over k and v [H, n, D]; out [Hq, D] and
+    probabilities [H, G, n]."""
     grouped = q.double().view(len(k), -1, q.shape[-1])
     prob = torch.softmax(torch.matmul(grouped, k.double().transpose(1, 2)) * scale, -1)
     return torch.matmul(prob, v.double()).flatten(0, 1), prob
@@ -171,10 +156,8 @@ def dense_error(found: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) ->
 def paged_error(
     backend: Backend, caches: PagedCaches, q: Tensor, scale: float, group: Reduce | None, buffer: int
 ) -> float:
-    """Largest error of a backend's paged attention (and scores), relative to the largest exact element.
-
-    The keys and values of the exact result are what the pages hold, dequantised by the reference.
-    """
+    """Largest error of a backend's paged attention (and scores) relative to the largest exact element, over what the
+    pages hold as the reference dequantises it."""
     tiers = caches.buffers[buffer]
     out, _, scores = backend.paged_decode(q, caches.pages, tiers, None, scale, group=group)
     errors = []

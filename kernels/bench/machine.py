@@ -2,6 +2,7 @@
 
 import os
 import platform
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -30,11 +31,7 @@ def available_bytes(device: str) -> int | None:
     """Memory that can be taken on a device; None where it cannot be told."""
     if device != "cpu":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+    return next((int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line[:12] == "MemAvailable"), None)
 
 
 def cache_bytes() -> int | None:
@@ -48,20 +45,21 @@ def cache_bytes() -> int | None:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    names = [line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def pick_device(name: str) -> str:
-    """Turns `auto`, `cpu` or `cuda[:N]` into a device that this machine has.
+def _lines(path: str) -> list[str]:
+    """The lines of a file of the system; none where it has none."""
+    try:
+        return Path(path).read_text(errors="replace").splitlines()
+    except OSError:
+        return []
 
-    Raises:
-        ValueError: It has no such device.
-    """
+
+def pick_device(name: str) -> str:
+    """Turns `auto`, `cpu` or `cuda[:N]` into a device that this machine has; raises ValueError where it has no such
+    one."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = name.partition(":")
@@ -77,8 +75,6 @@ def pick_device(name: str) -> str:
 
 def describe(device: str, backend: Backend) -> dict:
     """The machine, the libraries and the load at this moment, in JSON types."""
-    from importlib.metadata import PackageNotFoundError, version
-
     found: dict[str, str | None] = {}
     for name in ("triton", "transformers", "flash-attn", "flashinfer-python"):
         try:
@@ -126,16 +122,12 @@ def doubts(environment: dict, clock: str, backend: Backend) -> list[str]:
 
 
 class Bandwidth:
-    """Reads (and on a GPU copies) parts of a buffer far larger than the caches, in turn.
+    """Reads (and on a GPU copies) parts of a buffer far larger than the caches, in turn."""
 
-    Args:
-        max_bytes: Size of the buffer; PROBE_BYTES by default.
-    """
-
-    def __init__(self, device: str, max_bytes: int | None = None) -> None:
-        max_bytes = PROBE_BYTES if max_bytes is None else max_bytes
-        self.step = min(PROBE_STEP_BYTES, max_bytes)
-        self.parts = list(memory.empty(max_bytes // 8, dtype=torch.int64, device=device).fill_(1).split(self.step // 8))
+    def __init__(self, device: str) -> None:
+        self.step = min(PROBE_STEP_BYTES, PROBE_BYTES)
+        whole = memory.empty(PROBE_BYTES // 8, dtype=torch.int64, device=device).fill_(1)
+        self.parts = list(whole.split(self.step // 8))
         self.turn = 0
         self._target = torch.empty_like(self.parts[0]) if device != "cpu" else None
 

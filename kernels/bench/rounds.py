@@ -10,11 +10,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 Work = Callable[[], object]
 Timer = Callable[[Work], float]
+# The thread's clock is blind to other processes' turns on the core, but not to their use of caches and memory.
+CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 
 
 @dataclass(kw_only=True)
@@ -54,21 +57,6 @@ class Variant:
             self.call(index)
 
 
-def wall_timer(work: Work) -> float:
-    """Seconds by the clock on the wall."""
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
-
-
-def thread_timer(work: Work) -> float:
-    """CPU seconds of the calling thread: blind to other processes' turns on the core, but not to their use of caches
-    and memory."""
-    begin = time.thread_time()
-    work()
-    return time.thread_time() - begin
-
-
 def cuda_timer(work: Work) -> float:
     """Seconds between two events on the current stream; includes waiting for the host when it is the slower one."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -81,14 +69,8 @@ def cuda_timer(work: Work) -> float:
 
 
 def cuda_graph(work: Work) -> Work:
-    """Captures work in a CUDA graph, after two warm-up runs; returns its replay.
-
-    Args:
-        work: Launches kernels on the current stream, always on the same tensors, and waits for nothing.
-
-    Raises:
-        RuntimeError: It cannot be captured; torch says what it did.
-    """
+    """Captures work, which launches kernels on the same tensors and waits for nothing, after two warm-up runs; returns
+    its replay."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -111,30 +93,24 @@ def failed_variant(name: str, problem: Exception) -> Variant:
     return Variant(name=name, call=lambda _: None, check=check)
 
 
-def choose_timer(clock: str, device: str, threads: int) -> Timer:
-    """The timer for a setting.
-
-    Args:
-        clock: `wall`, or `cpu` = CPU time of the calling thread.
-
-    Raises:
-        ValueError: `cpu` with several threads or on a GPU, or an unknown clock.
-    """
-    if clock not in ("wall", "cpu"):
-        raise ValueError(f"clock={clock} does not exist; choose wall or cpu")
-    if clock == "cpu" and (device != "cpu" or threads != 1):
-        raise ValueError(f"clock=cpu counts one thread, but {device} runs with threads={threads}; set threads=[1]")
+def choose_timer(clock: str, device: str) -> Timer:
+    """The timer of a clock on a device; raises ValueError where a GPU's time is asked of the calling thread."""
     if device != "cpu":
+        if clock == "cpu":
+            raise ValueError(f"clock=cpu counts one thread, but the work is done by {device}; set clock=wall")
         return cuda_timer
-    return wall_timer if clock == "wall" else thread_timer
+    now = CLOCKS[clock]
+
+    def host_timer(work: Work) -> float:
+        begin = now()
+        work()
+        return now() - begin
+
+    return host_timer
 
 
 def refuse_wrong(variants: Sequence[Variant]) -> tuple[list[Variant], list[dict]]:
-    """Separates the variants whose output is right from those that must not be timed.
-
-    Returns:
-        The right ones, with `max_error` in their `extra`; and name and reason of each refused one.
-    """
+    """The variants whose output is right, with `max_error` in their `extra`, and name and reason of each other one."""
     right: list[Variant] = []
     refused: list[dict] = []
     for variant in variants:
@@ -163,18 +139,11 @@ def _in_line(problem: Exception, most: int) -> str:
 def time_rounds(
     variants: Sequence[Variant], *, rounds: int, seed: int, timer: Timer, warmup: int = 1, on_round: Work = lambda: None
 ) -> dict[str, list[float]]:
-    """Seconds per call of every variant in every round, by name.
-
-    Args:
-        variants: What to time, names distinct.
-        seed: Of the orders.
-        timer: Returns the seconds that a function takes.
-        warmup: Rounds before them whose times are thrown away.
-    """
+    """Seconds per call of every variant in every round, by name; `seed` decides the orders, and the times of `warmup`
+    rounds before them are thrown away."""
     order = random.Random(seed)
     found: dict[str, list[float]] = {variant.name: [] for variant in variants}
-    if len(found) != len(variants):
-        raise AssertionError("two variants of a cell have the same name")
+    assert len(found) == len(variants), "two variants of a cell have the same name"
     for index in range(-warmup, rounds):
         queue = list(variants)
         order.shuffle(queue)
@@ -206,24 +175,20 @@ def measure_cell(
     variants: Sequence[Variant],
     *,
     baselines: Sequence[str],
-    rounds: int,
-    seed: int,
-    timer: Timer,
-    warmup: int = 1,
     probe: Variant | None = None,
-    on_round: Work = lambda: None,
     capture: Callable[[Work], Work] | None = None,
+    **how: Any,
 ) -> dict:
     """Checks, times and summarises the variants of one cell.
 
     Args:
         cell: What the cell is (shape, length, ...), for the record.
-        variants, rounds, seed, timer, warmup, on_round: As `time_rounds` takes them.
         baselines: Names of the variants that the others are divided by.
         probe: Measures the bandwidth within the same rounds; its `bytes_per_call` per second is the 100 %.
         capture: Makes each variant's sweep one replay (`cuda_graph`), so that kernels are timed and not their launches;
             None times the calls. What cannot be captured is timed as it is: `graph` of its row is false, and `no_graph`
             says why.
+        how: Rounds, seed, timer, warmup and on_round, as `time_rounds` takes them.
 
     Returns:
         JSON types: `cell`, `variants` (seconds per round, median, quartiles, ratios per baseline, bytes per second,
@@ -246,7 +211,7 @@ def measure_cell(
         variant.extra["graph"] = variant.replay is not None
     probes = [probe] if probe else []
     timed = [*right, *probes, *again]
-    seconds = time_rounds(timed, rounds=rounds, seed=seed, timer=timer, warmup=warmup, on_round=on_round)
+    seconds = time_rounds(timed, **how)
     rates = [probe.bytes_per_call / s for s in seconds[probe.name]] if probe else []
     known = [name for name in baselines if name in seconds]
     rows = {variant.name: _row(variant, seconds, rates, known) for variant in [*right, *probes]}

@@ -28,7 +28,6 @@ class Measured:
     """The loss and the bytes of one trial, against another trial on the same samples."""
 
     settings: dict[str, Number]
-    """The tuned settings."""
     hash: str
     """Of the run that the trial is."""
     num_samples: int
@@ -36,7 +35,6 @@ class Measured:
     num_failed: int
     """Answers that did not; such a trial is never chosen."""
     score: float | None
-    """Mean score."""
     losses: dict[str, Estimate]
     """Criterion -> loss, positive when worse, with its paired 95 % interval."""
     bytes_ratio: Estimate
@@ -56,13 +54,7 @@ class Measured:
 
 
 def evaluate(trial: Trial, reference: Trial, rule: Rule) -> Measured:
-    """Compare a measured trial with another one on the same samples.
-
-    Args:
-        trial: What is judged.
-        reference: The full cache, or the uncalibrated method.
-        rule: Decides `within`.
-    """
+    """Compares a measured trial with another one on the same samples: the full cache, or the uncalibrated method."""
     ok = [record for record in trial.records if record["status"] == "ok"]
     task = trial.experiment.task
     losses = {name: loss(trial, reference, name, rule) for name in LOSSES}
@@ -91,10 +83,8 @@ def evaluate(trial: Trial, reference: Trial, rule: Rule) -> Measured:
 
 
 def loss(trial: Trial, reference: Trial, criterion: str, rule: Rule) -> Estimate:
-    """The loss of a trial, sample by sample, with its 95 % interval as every table has it; positive when worse.
-
-    Where every sample loses the same NLL or KL, most often none, the interval has no width.
-    """
+    """The loss of a trial with its paired 95 % interval, positive when worse; the interval has no width where every
+    sample loses the same NLL or KL, most often none."""
     found, what = losses_of(trial, reference, criterion, rule)
     if found is None:
         return Estimate()
@@ -131,10 +121,8 @@ def accepts(rule: Rule, measured: Measured) -> bool:
 
 
 def choose(measured: Sequence[Measured], rule: Rule) -> int | None:
-    """Index of the cheapest point that the rule accepts; None when it accepts none.
-
-    Of nearly equal bytes the earlier, gentler value: a threshold that frees no memory should not be paid for.
-    """
+    """Index of the cheapest point that the rule accepts, if any; of nearly equal bytes the earlier, gentler value: a
+    threshold that frees no memory should not be paid for."""
     good = [index for index, item in enumerate(measured) if item.within]
     fewest = min((measured[index].resident_bytes for index in good), default=0.0)
     return next((index for index in good if measured[index].resident_bytes <= (1 + rule.tie) * fewest), None)
@@ -201,12 +189,6 @@ def false_confirmations(
     Of many settings that all lose a little more than the margin, the luckiest on the tuning samples is chosen. Held-out
     samples then judge it, and they too can be lucky. The simulation draws losses with the shape that was measured,
     moves their true mean to just the margin, and counts how often the rule chooses one and confirms it.
-
-    Args:
-        shape: Losses of some samples; their spread and skewness are used, not their mean.
-        num_points: Settings of the grid.
-        num_tuning: Samples that the choice is made on.
-        num_held_out: Samples that the verdict is made on.
     """
     if len(shape) < 2 or np.ptp(shape) == 0:
         return 0.0  # nothing was lost, and nothing can be lucky

@@ -17,9 +17,7 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench.calibrate import figure as calibrate_figure
-from kvbench.calibrate import show as calibrate_show
-from kvbench.calibrate import write as calibrate_write
+from kvbench.calibrate import figure, show, write
 from kvbench.calibrate.choose import Measured, choose, evaluate, false_confirmations
 from kvbench.calibrate.layers import read_layer_plan
 from kvbench.calibrate.layers import search as search_layers
@@ -48,11 +46,7 @@ WHAT = ("settings", LAYERS)
 
 
 def main(cfg: DictConfig, parts: Loaders | None = None) -> int:
-    """Calibrate one method on one model.
-
-    Args:
-        cfg: The settings of conf/command/calibrate.yaml and of an experiment.
-        parts: Loaders to use instead of kvbench's own.
+    """Calibrates one method on one model, by the settings of conf/command/calibrate.yaml and of an experiment.
 
     Returns:
         0 when the choice was confirmed on the held-out samples, 1 when it was not, or when no setting was good enough.
@@ -73,7 +67,7 @@ def main(cfg: DictConfig, parts: Loaders | None = None) -> int:
     folder = identity.run_folder(
         Path(experiment.results_dir) / "calibration", task.name, model.name, method, "x"
     ).parent
-    sweep = Sweep(experiment, method, parts, folder=folder / "points", prompts=PromptCache(limit), say=note)
+    sweep = Sweep(experiment, method, parts, folder=folder / "points", prompts=PromptCache(limit))
     default = sweep.trial({}, held_out)
     decides = {"plan": plan, "layers": layers, "held_out": default.experiment.identity, "tuning": tuning.fingerprint}
     with opened(folder, sweep, decides) as (own, digest):
@@ -85,13 +79,18 @@ def main(cfg: DictConfig, parts: Loaders | None = None) -> int:
         tuned = _tune(sweep, plan, tuning, result)
         if tuned is not None:
             result.choice = _judged(sweep, plan, held_out, default, tuned)
-            result.false_confirmations = _false_confirmations(plan, result, tuned)
+            result.false_confirmations = false_confirmations(
+                np.asarray(tuned.lost),
+                plan.rule,
+                num_points=sum(len(stage.points) for stage in result.stages),
+                num_tuning=tuned.num_samples,
+                num_held_out=result.choice.held_out.num_samples,
+            )
             result.looks = 1 + _earlier_looks(folder, digest, held_out.fingerprint)
         result.prompts_read, result.prompts_reused = sweep.prompts.num_read, sweep.prompts.num_reused
         result.sets = {"tuning": _described(tuning), "held_out": _described(held_out)}
-        files = calibrate_write.write(result, out=wanted.out)
-        files += calibrate_figure.draw(result)
-    calibrate_show.show(result, files)
+        files = [*write.write(result, out=wanted.out), *figure.draw(result)]
+    show.show(result, files)
     return EXIT_DONE if result.choice is not None and result.choice.confirmed else EXIT_FAILED
 
 
@@ -108,11 +107,7 @@ def _parted(cfg: DictConfig) -> tuple[DictConfig, DictConfig, str, str]:
 
 
 def read_experiment(settings: dict, command: str) -> DictConfig:
-    """The experiment's own settings of a command that says by itself which samples there are.
-
-    Raises:
-        ValueError: A setting is out of range, or leaves samples out.
-    """
+    """The experiment's own settings of a command that says by itself which samples there are."""
     experiment = OmegaConf.create(settings)
     RunConfig.read(experiment)
     for name in ("limit", "shard"):
@@ -137,14 +132,10 @@ def opened(folder: Path, sweep: Sweep, decides: dict[str, Any]) -> Iterator[tupl
 
 
 def load_samples(cfg: DictConfig, plan: Plan, parts: Loaders, model: LoadedModel, prefix: str = "calibrate") -> TaskSet:
-    """As many samples of each subset as both sets need; generated tasks make them.
-
-    Args:
-        plan: How many samples, and what must not be lost.
-        prefix: The node of the command's own settings, for messages.
+    """As many samples of each subset as both sets of the plan need; generated tasks make them.
 
     Raises:
-        ValueError: The task has no gold answers, and what must not be lost needs them.
+        ValueError: The task has no gold answers, and the criterion needs them.
     """
     count = plan.tuning_samples + plan.held_out_samples
     if "items" in cfg.task:
@@ -167,7 +158,7 @@ def load_samples(cfg: DictConfig, plan: Plan, parts: Loaders, model: LoadedModel
 
 
 def _tune(sweep: Sweep, plan: Plan, task: TaskSet, result: Result) -> Measured | None:
-    """Choose the settings one after the other: the choice of the last stage, or None, at once, when no value of a grid
+    """Chooses the settings one after the other: the choice of the last stage, or None at once when no value of a grid
     is good enough. `result` takes the stages."""
     full = sweep.full(task)
     chosen: dict[str, Number] = {}
@@ -203,22 +194,9 @@ def _judged(sweep: Sweep, plan: Plan, task: TaskSet, default: Trial, tuned: Meas
     )
 
 
-def _false_confirmations(plan: Plan, result: Result, tuned: Measured) -> float:
-    """The share of false confirmations of this plan, at the shape of the losses that was seen."""
-    return false_confirmations(
-        np.asarray(tuned.lost),
-        plan.rule,
-        num_points=sum(len(stage.points) for stage in result.stages),
-        num_tuning=tuned.num_samples,
-        num_held_out=result.choice.held_out.num_samples if result.choice else tuned.num_samples,
-    )
-
-
 def _earlier_looks(folder: Path, digest: str, held_out: str) -> int:
-    """Counts the other calibrations of the method that the same held-out samples judged.
-
-    Each has another margin, grid or rule; who asks often enough is told yes by chance.
-    """
+    """Counts the other calibrations of the method, with another margin, grid or rule, that the same held-out samples
+    judged: who asks often enough is told yes by chance."""
     count = 0
     for path in folder.glob("*/calibration.json"):
         try:

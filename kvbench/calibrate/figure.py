@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvbench.calibrate.choose import beside, value_text
 from kvbench.calibrate.write import Result, StageResult
 from kvbench.results.measures import LOSSES, RESIDENT
@@ -21,14 +23,8 @@ QUALITY, MEMORY, HELD_OUT, LIMIT = BLUE, GREEN, VERMILION, "#333333"
 
 
 def draw(result: Result) -> list[Path]:
-    """Draw one column per tuned setting and write `calibration.png` and `.svg`.
-
-    Args:
-        result: The calibration. The same one gives the same bytes on the same matplotlib.
-
-    Returns:
-        The files.
-    """
+    """Draws one column per tuned setting and writes `calibration.png` and `.svg`; the same calibration gives the same
+    bytes on the same matplotlib."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -98,26 +94,12 @@ def _series(
     """Values with their 95 % intervals, joined by a thin line because the grid has an order, and a ring around the
     choice."""
     points = [(x, estimate) for x, estimate in enumerate(found) if estimate is not None and estimate.value is not None]
-    _errorbar(
-        axes,
-        points,
-        scale,
-        color=colour,
-        marker=marker,
-        markersize=5,
-        linewidth=1,
-        label="tuning samples, 95 % interval",
-    )
-    ring: dict[str, Any] = {
-        "marker": "o",
-        "markersize": 13,
-        "color": "black",
-        "fillstyle": "none",
-        "markeredgewidth": 1.6,
-    }
+    style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1}
+    _errorbar(axes, points, scale, **style, label="tuning samples, 95 % interval")
+    ring: dict[str, Any] = {"marker": "o", "markersize": 13, "fillstyle": "none", "markeredgewidth": 1.6}
     for x, estimate in points:
         if x == item.chosen:
-            axes.plot(x, scale * (estimate.value or 0), linestyle="none", label="chosen", **ring)
+            axes.plot(x, scale * (estimate.value or 0), linestyle="none", color="black", label="chosen", **ring)
     axes.grid(axis="y", alpha=0.3)
 
 
@@ -131,11 +113,10 @@ def _verdict(axes: "Axes", item: StageResult, found: Estimate | None, scale: flo
 
 
 def _errorbar(axes: "Axes", points: Sequence[tuple[float, Estimate]], scale: float, **style: Any) -> None:
-    values = [scale * (estimate.value or 0) for _, estimate in points]
-    low = [value if e.low is None else scale * e.low for value, (_, e) in zip(values, points, strict=True)]
-    high = [value if e.high is None else scale * e.high for value, (_, e) in zip(values, points, strict=True)]
-    span = [
-        [max(0.0, value - end) for value, end in zip(values, low, strict=True)],
-        [max(0.0, end - value) for value, end in zip(values, high, strict=True)],
-    ]
+    values = np.array([scale * (estimate.value or 0) for _, estimate in points])
+    low, high = (
+        [value if end is None else scale * end for value, end in zip(values, ends, strict=True)]
+        for ends in ([e.low for _, e in points], [e.high for _, e in points])
+    )
+    span = np.maximum(0.0, [values - low, high - values])
     axes.errorbar([x for x, _ in points], values, yerr=span, capsize=3, **style)

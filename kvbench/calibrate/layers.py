@@ -31,14 +31,17 @@ AROUND = ("gentle", "harsh")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:
-    """The settings of a search over layers."""
+    """The settings of a search over layers: the precisions that a layer may have, the gentlest first; what the others
+    have while one is measured, the `gentle` end of these or the `harsh` one; and how many tables are measured."""
 
     tiers: tuple[str, ...]
-    """Precisions that a layer may have, the gentlest first."""
     around: str
-    """The precision of the other layers while one is measured: the `gentle` end of `tiers`, or the `harsh` one."""
     points: int
-    """Tables to measure, of those on the way from one end to the other."""
+
+    @property
+    def usual(self) -> str:
+        """The precision of the others."""
+        return self.tiers[0 if self.around == "gentle" else -1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,18 +59,21 @@ class LayerSearch:
 
     plan: LayerPlan
     base: Measured
-    """All layers at the end that `around` says."""
+    """All layers at the usual precision."""
     trials: list[LayerTrial]
     path: list[tuple[str, float]] = field(default_factory=list)
     """Every table on the way, and its loss if losses of layers added up."""
 
+    def costs(self, criterion: str) -> dict[str, list[float]]:
+        """Loss of one layer alone at each precision above the usual one's: a list over layers for each."""
+        usual, table = self.base.losses[criterion].value or 0.0, dict[str, list[float]]()
+        for trial in self.trials:
+            table.setdefault(trial.tier, []).append((trial.measured.losses[criterion].value or 0.0) - usual)
+        return table
+
 
 def read_layer_plan(cfg: DictConfig, method: str, policy: Policy) -> LayerPlan:
-    """Checks the settings.
-
-    Raises:
-        ValueError: Names the setting, its value and the remedy.
-    """
+    """Checks the settings."""
     if not isinstance(policy, ByLayer):
         raise ValueError(
             f"what=layers is for methods whose layers may differ in precision, and {method} is none; choose another "
@@ -90,15 +96,12 @@ def read_layer_plan(cfg: DictConfig, method: str, policy: Policy) -> LayerPlan:
 
 
 def search(sweep: Sweep, plan: LayerPlan, rule: Rule, task: TaskSet, num_layers: int) -> tuple[LayerSearch, Stage]:
-    """Measures every layer at every precision, and makes the tables.
-
-    Returns:
-        What was found, and the tables as the values of a stage.
+    """Measures every layer at every precision, and makes the tables, which are the values of a stage.
 
     Raises:
         ValueError: The method refuses a precision, or a sample did not end well.
     """
-    usual = plan.tiers[0 if plan.around == "gentle" else -1]
+    usual = plan.usual
     wanted: list[tuple[int, str]] = [(n, tier) for n in range(num_layers) for tier in plan.tiers if tier != usual]
     tables = [[usual] * num_layers, *([usual] * n + [tier] + [usual] * (num_layers - n - 1) for n, tier in wanted)]
     trials = [sweep.trial({SETTING: write_table(table)}, task) for table in tables]
@@ -136,11 +139,11 @@ def greedy(
 ) -> list[tuple[tuple[int, ...], float]]:
     """The way from the gentlest precision in all layers to the harshest, by least loss per byte.
 
-    A step gives one layer a harsher precision, next to its own or not. Where loss falls by chance, it counts as none.
+    A step gives one layer a harsher precision, next to its own or not. Where loss falls by chance, it counts as none; a
+    step that saves no bytes is never taken.
 
     Args:
-        losses: Of the model with one layer at each precision, the gentlest first, and the others as usual.
-        sizes: Its bytes likewise; a step that saves none is never taken.
+        losses, sizes: Of the model with one layer at each precision, the gentlest first, and the others as usual.
         base: Its loss with all layers as usual.
 
     Returns:

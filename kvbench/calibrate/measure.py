@@ -4,7 +4,7 @@ Each trial has a journal of its own, named by the hash of the run that it is. A 
 another calibration that needs the same trial takes it as it is.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,77 +25,46 @@ from kvbench.runs.answers import record_answers, unfinished_groups
 from kvbench.runs.config import RunConfig
 from kvbench.runs.experiment import Experiment, prepare
 from kvbench.runs.parts import Loaders
-from kvbench.show.progress import Progress
+from kvbench.show.progress import Progress, note
 from kvbench.tasks.taskset import TaskSet
 
 
 @dataclass(kw_only=True)
 class Trial:
-    """One setting of the method on one set of samples."""
+    """One setting of the method (none: the full cache) on one set of samples, with its journal's records in request
+    order once it was measured."""
 
     settings: dict[str, Number]
-    """The tuned settings; empty for the full cache."""
     experiment: Experiment
     records: list[SampleRecord] = field(default_factory=list)
-    """Journal records in request order, once it was measured."""
 
 
 class Sweep:
-    """Makes trials and measures them.
+    """Makes trials and measures them; the journals go to `folder`, and `prompts` keeps what was read."""
 
-    Args:
-        folder: Where the journals go.
-        prompts: Prompts that were read.
-        say: Takes one-line notes.
-    """
-
-    def __init__(
-        self,
-        cfg: DictConfig,
-        method: str,
-        parts: Loaders,
-        *,
-        folder: Path,
-        prompts: PromptCache,
-        say: Callable[[str], None],
-    ) -> None:
-        self.cfg, self.method, self.parts = cfg, method, parts
-        self.folder, self.prompts, self.say = folder, prompts, say
+    def __init__(self, cfg: DictConfig, method: str, parts: Loaders, *, folder: Path, prompts: PromptCache) -> None:
+        self.cfg, self.method, self.parts, self.folder, self.prompts = cfg, method, parts, folder, prompts
         self._begun: set[str] = set()  # trials that this sweep has measured; resume=false starts the others again
 
     def of(self, method: str) -> "Sweep":
         """The sweep of another method, from the settings of its file on."""
         changed = copy_config(self.cfg)
         changed.method = method_settings(method)
-        return Sweep(changed, method, self.parts, folder=self.folder, prompts=self.prompts, say=self.say)
+        return Sweep(changed, method, self.parts, folder=self.folder, prompts=self.prompts)
 
     def trial(self, settings: Mapping[str, Number], task: TaskSet) -> Trial:
-        """The method at some settings.
-
-        Raises:
-            ValueError: The method refuses them.
-        """
+        """The method at some settings; raises ValueError where it refuses them."""
         changed = copy_config(self.cfg)
-        for name, value in settings.items():
-            changed.method[name] = value
-        return Trial(
-            settings=dict(settings), experiment=prepare(RunConfig.read(changed), self.method, self.parts, task)
-        )
+        changed.method.update(settings)
+        experiment = prepare(RunConfig.read(changed), self.method, self.parts, task)
+        return Trial(settings=dict(settings), experiment=experiment)
 
     def full(self, task: TaskSet) -> Trial:
         """The full cache."""
         return Trial(settings={}, experiment=prepare(RunConfig.read(self.cfg).of_full(), FULL, self.parts, task))
 
     def measure(self, trials: Sequence[Trial], label: str) -> None:
-        """Fill the trials' records, from their journals as far as they go.
-
-        Args:
-            trials: Trials on the same samples.
-            label: Named on the progress bar.
-
-        Raises:
-            JournalError: The disk is full; what was measured stays.
-        """
+        """Fills the records of trials on the same samples, from their journals as far as they go."""
         requests = trials[0].experiment.task.requests
         batch = self.cfg.batch_size
         with ExitStack() as stack:
@@ -115,7 +84,7 @@ class Sweep:
     def _journal(self, trial: Trial) -> Journal:
         durable.make_folder(self.folder)
         run = trial.experiment.hash
-        journal = Journal(self.folder / f"{run[:HASH_DIGITS]}.jsonl", run=run, warn=self.say)
+        journal = Journal(self.folder / f"{run[:HASH_DIGITS]}.jsonl", run=run, warn=note)
         if not self.cfg.resume and trial.experiment.hash not in self._begun:
             journal.clear()
         self._begun.add(trial.experiment.hash)

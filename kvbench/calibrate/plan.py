@@ -22,20 +22,16 @@ Number = int | float | str  # a budget in bytes is written `8MiB`
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """When a setting is good enough."""
+    """When a setting is good enough: its loss in `criterion` against the full cache is within the margin."""
 
     criterion: str
-    """One of `kvbench.results.measures.LOSSES`."""
     margin: float
-    """Largest loss against the full cache, in the criterion's unit."""
     proof: str
     """`interval`: the upper end of the loss's 95 % interval is within the margin; `mean`: the mean loss is."""
     tie: float
     """Bytes that are larger than the fewest by at most this share of them count as equal."""
     resamples: int
-    """Bootstrap resamples of an interval."""
     seed: int
-    """Of the resamples."""
 
     def text(self) -> str:
         """The rule as a sentence."""
@@ -57,23 +53,17 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that decides a calibration, beside the experiment's own settings."""
+    """Everything that decides a calibration, beside the experiment's own settings; samples are counted per subset."""
 
     stages: tuple[Stage, ...]
     raised: Mapping[str, tuple[str, Number]]
     """Setting -> the other setting that it must not be below, and that one's value where it is not tuned."""
     rule: Rule
     tuning_samples: int
-    """Samples per subset that the choice is made on."""
     held_out_samples: int
-    """Further samples per subset that only the verdict is made on."""
 
     def settings(self, stage: int, value: Number, chosen: Mapping[str, Number]) -> dict[str, Number]:
-        """The tuned settings of one grid point.
-
-        Args:
-            chosen: What earlier stages chose. Later ones stay at the first value of their grid.
-        """
+        """The tuned settings of one grid point: earlier stages at what they chose, later ones at their first value."""
         result = {item.parameter: chosen.get(item.parameter, item.values[0]) for item in self.stages}
         result[self.stages[stage].parameter] = value
         for name, (other, otherwise) in self.raised.items():
@@ -83,15 +73,8 @@ class Plan:
 
 
 def read_plan(cfg: DictConfig, method: str, policy: Policy, stages: tuple[Stage, ...] | None = None) -> Plan:
-    """Check the settings of the command.
-
-    Args:
-        policy: The method at its uncalibrated settings.
-        stages: The stages, where they do not follow from the grid.
-
-    Raises:
-        ValueError: Names the setting, its value, the rule and the remedy.
-    """
+    """Checks the settings of the command, for a method at its uncalibrated settings; `stages` are given where they do
+    not follow from the grid."""
     if method == FULL:
         raise ValueError("method=full is what the others are measured against; choose a method that compresses")
     if stages is None:
@@ -106,26 +89,15 @@ def read_plan(cfg: DictConfig, method: str, policy: Policy, stages: tuple[Stage,
     margin = cfg.margin[cfg.criterion]
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not margin > 0:
         raise ValueError(f"calibrate.margin.{cfg.criterion}={margin} must be a number above 0: the loss you accept")
-    rule = Rule(
-        criterion=cfg.criterion,
-        margin=float(margin),
-        proof=cfg.proof,
-        tie=float(cfg.tie),
-        resamples=cfg.resamples,
-        seed=cfg.split_seed,
-    )
-    return Plan(
-        stages=stages,
-        raised={name: (other, getattr(policy, other)) for name, other in cfg.raised.items() if hasattr(policy, other)},
-        rule=rule,
-        tuning_samples=cfg.tuning_samples,
-        held_out_samples=cfg.held_out_samples,
-    )
+    same = {name: cfg[name] for name in ("criterion", "proof", "resamples")}
+    rule = Rule(**same, margin=float(margin), tie=float(cfg.tie), seed=cfg.split_seed)
+    raised = {name: (other, getattr(policy, other)) for name, other in cfg.raised.items() if hasattr(policy, other)}
+    sizes = {name: cfg[name] for name in ("tuning_samples", "held_out_samples")}
+    return Plan(stages=stages, raised=raised, rule=rule, **sizes)
 
 
 def _stages(cfg: DictConfig, method: str, known: Mapping[str, Declared]) -> tuple[Stage, ...]:
-    """The settings to tune: those asked for, or those of the grid that the method has; `known` is what the method
-    declares of each."""
+    """The settings to tune: those asked for, or those of the grid that the method has; `known` is what it declares."""
     grid = as_dict(cfg.grid)
     names = cfg.parameters
     if names is None:
@@ -156,16 +128,10 @@ def _stages(cfg: DictConfig, method: str, known: Mapping[str, Declared]) -> tupl
 
 
 def split(task: TaskSet, plan: Plan, seed: int) -> tuple[TaskSet, TaskSet]:
-    """Two disjoint sets of samples: one to tune on, one for the verdict.
+    """Two disjoint sets of samples, one to tune on and one for the verdict; refuses a subset of a single sample.
 
-    Which sample goes where depends on its id and the seed alone. A subset with fewer samples than asked for is shared
-    in the same proportion.
-
-    Args:
-        seed: Decides the split.
-
-    Raises:
-        ValueError: A subset has a single sample.
+    A sample's id and the seed alone decide where it goes. A subset with fewer samples than asked for is shared in the
+    same proportion.
     """
     tuning: set[str] = set()
     held_out: set[str] = set()

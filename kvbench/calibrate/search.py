@@ -40,14 +40,10 @@ REFUSED = 5  # times as many settings as are wanted may be refused by their meth
 
 
 def main(cfg: DictConfig, parts: Loaders | None = None) -> int:
-    """Search.
-
-    Args:
-        cfg: The settings of conf/command/search.yaml and of an experiment.
-        parts: Loaders to use instead of kvbench's own.
+    """Searches by the settings of conf/command/search.yaml and of an experiment, with kvbench's own loaders by default.
 
     Returns:
-        0, whether a point beyond the settings made by hand was found or none.
+        0, be there a point beyond the settings made by hand or none.
 
     Raises:
         ValueError: A setting is out of range, data or weights are missing, or Optuna is not installed.
@@ -65,15 +61,13 @@ def main(cfg: DictConfig, parts: Loaders | None = None) -> int:
     root = Path(experiment.results_dir)
     folder = identity.run_folder(root / "search", task.name, model.name, "x", "x").parent.parent
     prompts = PromptCache(read_bytes("prompt_cache_bytes", experiment.prompt_cache_bytes))
-    sweep = Sweep(experiment, "search", parts, folder=folder / "points", prompts=prompts, say=note)
+    sweep = Sweep(experiment, "search", parts, folder=folder / "points", prompts=prompts)
     full = sweep.full(tuning)
     decides = {"full": full.experiment.identity, "search": as_dict(wanted.cfg) | {"trials": 0, "winners": 0}}
     with opened(folder, sweep, decides) as (own, _):
         tried = _search(sweep, wanted, tuning, full, own)
         chosen = winners(tried, wanted)
-        hand, origin = by_hand(
-            root, task.name, model.name, wanted.plan.rule.criterion, wanted.cfg.by_hand, wanted.space
-        )
+        hand, origin = by_hand(root, task.name, model.name, wanted)
         judged = _held_out(sweep, wanted, held_out, chosen, hand)
         paths = search_verdict.write(own, wanted, tried, judged, origin)
     search_verdict.show(wanted, tried, judged, origin, task.name, model.name, paths)
@@ -84,16 +78,13 @@ def _wanted(cfg: DictConfig) -> Wanted:
     """Check the settings of the command."""
     if find_spec("optuna") is None:
         raise ValueError("search needs the package optuna, which is not installed; pip install 'kvbench[search]'")
-    for name in ("trials", "winners", "by_hand"):
-        check_whole(f"search.{name}", cfg[name], 1)
-    for name in ("tuning_samples", "held_out_samples", "resamples"):
-        check_whole(f"search.{name}", cfg[name], 2)
-    for name in ("seed", "split_seed"):
-        check_whole(f"search.{name}", cfg[name], 0)
-    if cfg.sampler not in SAMPLERS:
-        raise unknown_name("search.sampler", cfg.sampler, SAMPLERS)
-    if cfg.criterion not in LOSSES:
-        raise unknown_name("search.criterion", cfg.criterion, LOSSES)
+    for least, names in enumerate(("seed split_seed", "trials winners by_hand", "tuning_samples held_out_samples")):
+        for name in names.split():
+            check_whole(f"search.{name}", cfg[name], least)
+    check_whole("search.resamples", cfg.resamples, 2)
+    for name, known in (("sampler", SAMPLERS), ("criterion", tuple(LOSSES))):
+        if cfg[name] not in known:
+            raise unknown_name(f"search.{name}", cfg[name], known)
     check_margin(cfg.margin)
     margin = LOSSES[cfg.criterion].measure.margin if cfg.margin is None else float(cfg.margin)
     if cfg.most is not None and (not isinstance(cfg.most, int | float) or cfg.most <= margin):
@@ -101,9 +92,8 @@ def _wanted(cfg: DictConfig) -> Wanted:
     rule = Rule(
         criterion=cfg.criterion, margin=margin, proof="interval", tie=0.01, resamples=cfg.resamples, seed=cfg.split_seed
     )
-    plan = Plan(
-        stages=(), raised={}, rule=rule, tuning_samples=cfg.tuning_samples, held_out_samples=cfg.held_out_samples
-    )
+    sizes = {name: cfg[name] for name in ("tuning_samples", "held_out_samples")}
+    plan = Plan(stages=(), raised={}, rule=rule, **sizes)
     return Wanted(cfg=cfg, space=read_space(cfg), plan=plan, most=float(cfg.most or MOST * margin))
 
 
@@ -187,6 +177,7 @@ def _sampler(cfg: DictConfig, begun: int) -> "optuna.samplers.BaseSampler":
 def _held_out(sweep: Sweep, wanted: Wanted, task: TaskSet, chosen: Sequence[Tried], hand: Sequence[Tried]) -> Judged:
     """The winners beside the settings made by hand, on samples that nothing was chosen on."""
     trials: dict[str, tuple[str, Trial, bool]] = {}
+    # What people chose before is theirs, however a search comes upon it.
     for item, is_found in [*((item, True) for item in chosen), *((item, False) for item in hand)]:
         label = f"{item.method} {words(item.settings)}".strip()
         try:
@@ -194,9 +185,7 @@ def _held_out(sweep: Sweep, wanted: Wanted, task: TaskSet, chosen: Sequence[Trie
         except ValueError as error:
             note(f"left out: {label}: {error}")
             continue
-        known = trials.get(trial.experiment.hash)
-        # What people chose before is theirs, however a search comes upon it.
-        trials[trial.experiment.hash] = label, trial, is_found and (known is None or known[2])
+        trials[trial.experiment.hash] = label, trial, is_found
     full = sweep.full(task)
     sweep.measure([*(trial for _, trial, _ in trials.values()), full], "held-out")
     return judge(full, list(trials.values()), wanted.plan.rule)

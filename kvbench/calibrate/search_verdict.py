@@ -4,7 +4,7 @@ and what is printed and written of it."""
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -34,53 +34,47 @@ BETTER, AS_GOOD = "better", "as good"
 
 @dataclass(frozen=True, kw_only=True)
 class Beyond:
-    """A point that was found, beside one made by hand that costs more."""
+    """A point that was found, beside one made by hand that costs more, and how much less it loses."""
 
     found: Point
     hand: Point
     how: str
     """`BETTER`: it loses less, beyond chance; `AS_GOOD`: it loses at most the margin more."""
     gain: float
-    """Loss of the point made by hand minus that of the one found, in the metric's unit."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Judged:
     """The held-out samples' verdict."""
 
     panel: Panel | None
     """None where nothing was measured that could be drawn."""
-    found: frozenset[str]
+    found: set[str] = field(default_factory=set)
     """Keys of the points that the search found."""
-    beyond: list[Beyond]
+    beyond: list[Beyond] = field(default_factory=list)
     """Proven, the largest gain first."""
-    maybe: list[Point]
+    maybe: list[Point] = field(default_factory=list)
     """Points found that no point made by hand beats by the estimates, without proof."""
-    notes: list[str]
+    notes: list[str] = field(default_factory=list)
 
 
 def judge(full: Trial, trials: Sequence[tuple[str, Trial, bool]], rule: Rule) -> Judged:
-    """Put the measured trials on one frontier.
-
-    Args:
-        trials: Label, trial, and True where the search found it.
-    """
+    """Puts the measured trials on one frontier: label, trial, and True where the search found it."""
     runs = [_stored("full", full), *(_stored(label, trial) for label, trial, _ in trials)]
     group = Group(task=full.experiment.task.name, model=full.experiment.model.name, title="held-out samples", runs=runs)
     asked = {"metric": rule.criterion, "quality": "difference", "margin": rule.margin, "incomplete": False}
     panel = build(group, OmegaConf.create(asked | {"resamples": rule.resamples, "seed": rule.seed}))
     if panel is None:
-        return Judged(panel=None, found=frozenset(), beyond=[], maybe=[], notes=group.notes)
+        return Judged(panel=None, notes=group.notes)
     labels = {label for label, _, is_found in trials if is_found}
     found = [point for point in panel.points if point.label in labels]
     hand = [point for point in panel.points if point.label not in labels and point.key != panel.reference]
     beyond = _beyond(panel, found, hand)
     named = {item.found.key for item in beyond}
     maybe = [point for point in _unbeaten(panel, found, hand) if point.key not in named]
-    notes = []
-    if panel.num_samples < FEWEST_SAMPLES:
-        notes.append(f"n too small: {panel.num_samples} held-out samples prove nothing; raise search.held_out_samples")
-    return Judged(panel=panel, found=frozenset(point.key for point in found), beyond=beyond, maybe=maybe, notes=notes)
+    small = f"n too small: {panel.num_samples} held-out samples prove nothing; raise search.held_out_samples"
+    notes = [small] if panel.num_samples < FEWEST_SAMPLES else []
+    return Judged(panel=panel, found={point.key for point in found}, beyond=beyond, maybe=maybe, notes=notes)
 
 
 def _stored(label: str, trial: Trial) -> StoredRun:
@@ -104,10 +98,8 @@ def _stored(label: str, trial: Trial) -> StoredRun:
 
 
 def _beyond(panel: Panel, found: Sequence[Point], hand: Sequence[Point]) -> list[Beyond]:
-    """The points found that take the place of one on the frontier made by hand.
-
-    `BETTER` is corrected (Holm) over all pairs of a point found and a dearer point made by hand.
-    """
+    """The points found that take the place of one on the frontier made by hand; `BETTER` is corrected (Holm) over all
+    pairs of a point found and a dearer point made by hand."""
     sign = 1 if panel.what.higher_is_better else -1
     costs = [point.costs[RESIDENT.name] for point in hand]
     best = best_so_far([cost.value for cost in costs], [p.quality for p in hand], panel.what.higher_is_better)
@@ -133,19 +125,14 @@ def _unbeaten(panel: Panel, found: Sequence[Point], hand: Sequence[Point]) -> li
     sign = 1 if panel.what.higher_is_better else -1
     result = []
     for point in found:
-        cost = point.costs[RESIDENT.name].value
-        cheaper = [other for other in hand if other.costs[RESIDENT.name].value <= cost]
+        cheaper = [p for p in hand if p.costs[RESIDENT.name].value <= point.costs[RESIDENT.name].value]
         if cheaper and all(sign * other.quality < sign * point.quality for other in cheaper):
             result.append(point)
     return result
 
 
 def write(folder: Path, wanted: Wanted, tried: Sequence[Tried], judged: Judged, origin: str) -> list[Path]:
-    """Write `search.json`: every setting that was tried, the held-out points, and the verdict.
-
-    Args:
-        origin: Where the settings made by hand are from.
-    """
+    """Writes `search.json`: every setting that was tried, the held-out points, and the verdict."""
     criterion = wanted.plan.rule.criterion
     points = judged.panel.points if judged.panel else []
     content = {
@@ -212,7 +199,7 @@ def verdict(judged: Judged, origin: str, wanted: Wanted) -> list[str]:
 def show(
     wanted: Wanted, tried: Sequence[Tried], judged: Judged, origin: str, task: str, model: str, paths: Sequence[Path]
 ) -> None:
-    """Print the held-out table, the cheapest first, and the verdict."""
+    """Prints the held-out table, the cheapest first, and the verdict."""
     console = terminal.console(80)
     criterion = wanted.plan.rule.criterion
     methods = len({item.method for item in tried})

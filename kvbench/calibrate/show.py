@@ -19,11 +19,7 @@ from kvbench.stats.intervals import Estimate
 
 
 def show(result: Result, files: Sequence[Path]) -> None:
-    """Print the tables, the verdict and the files.
-
-    Args:
-        files: What was written, the file to use first.
-    """
+    """Prints the tables, the verdict and the files, the file to use first."""
     rule = result.plan.rule
     tables = [] if result.layers is None else [_layer_table(result.layers, rule)]
     tables += [_stage_table(item, rule) for item in result.stages]
@@ -109,18 +105,12 @@ def _row(table: Table, name: str, point: Measured, mark: str, rule: Rule) -> Non
 
 def _layer_table(found: LayerSearch, rule: Rule) -> Table:
     """The cost of one layer alone at each precision."""
-    lost, usual = LOSSES[rule.criterion], found.plan.tiers[0 if found.plan.around == "gentle" else -1]
-    table = terminal.plain_table(f"{lost.short}, of one layer alone beside {usual}")
-    table.add_column("layer", justify="right")
-    tiers = [tier for tier in found.plan.tiers if tier != usual]
-    for tier in tiers:
-        table.add_column(tier, justify="right")
-    base = found.base.losses[rule.criterion].value or 0.0
-    costs = {
-        (item.layer, item.tier): (item.measured.losses[rule.criterion].value or 0.0) - base for item in found.trials
-    }
-    for layer in range(1 + max(item.layer for item in found.trials)):
-        table.add_row(str(layer), *(f"{lost.scale * costs[layer, tier]:+.4f}" for tier in tiers))
+    lost, costs = LOSSES[rule.criterion], found.costs(rule.criterion)
+    table = terminal.plain_table(f"{lost.short}, of one layer alone beside {found.plan.usual}")
+    for heading in ("layer", *costs):
+        table.add_column(heading, justify="right")
+    for layer, row in enumerate(zip(*costs.values(), strict=True)):
+        table.add_row(str(layer), *(f"{lost.scale * cost:+.4f}" for cost in row))
     return table
 
 
@@ -138,11 +128,11 @@ def _held_out_table(result: Result, choice: Choice) -> Table:
     table = _table(f"{choice.held_out.num_samples} held-out samples", "method", result.plan.rule)
     settings = result.default.identity["method"]
     replaced = {item.parameter: settings[item.parameter] for item in result.plan.stages}
-    for name, point in (
-        (FULL, choice.held_out_full),
-        (f"uncalibrated\n{settings_text(replaced)}", choice.held_out_default),
-        (f"calibrated\n{settings_text(choice.settings)}", choice.held_out),
+    _row(table, FULL, choice.held_out_full, "", result.plan.rule)
+    for name, used, point in (
+        ("uncalibrated", replaced, choice.held_out_default),
+        ("calibrated", choice.settings, choice.held_out),
     ):
-        mark = "" if name == FULL else "within" if point.within else "too much"
-        _row(table, name, point, mark, result.plan.rule)
+        mark = "within" if point.within else "too much"
+        _row(table, f"{name}\n{settings_text(used)}", point, mark, result.plan.rule)
     return table

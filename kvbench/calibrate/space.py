@@ -1,15 +1,11 @@
-"""The space of a search, and the settings in it: what may be varied of each method, what was tried, which of it is
-worth another look, and what people chose, which a search has to beat.
-
-There is no list of methods here: a method of one's own is searched as soon as it declares its fields to be a budget, a
-precision, or a choice.
-"""
+"""The space of a search, as methods declare it, and the settings in it: what was tried, which of it is worth another
+look, and what people chose, which a search has to beat."""
 
 import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
@@ -28,32 +24,23 @@ from kvbench.results.record import RunRecord
 from kvbench.rules import Choice, Declared, declared
 from kvbench.runs.parts import policy_class
 
+if TYPE_CHECKING:
+    import optuna
+
 STORED, SHIPPED = "stored runs", "shipped settings"
 DIGITS = 3  # of a budget: two budgets that differ by less are one
 
 
-class Suggests(Protocol):
-    """Proposes values: a trial of Optuna."""
-
-    def suggest_float(self, name: str, low: float, high: float, *, log: bool = False) -> float:
-        """A number in a range."""
-
-    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
-        """One of several values."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Knob:
-    """One setting that is varied."""
+    """One setting that is varied: a budget in a range, or any other one among `options`."""
 
     name: str
     low: float = 0.0
     high: float = 0.0
-    """A budget's range."""
     options: tuple[Any, ...] = ()
-    """The values of any other setting."""
 
-    def suggest(self, trial: Suggests, method: str) -> Any:
+    def suggest(self, trial: "optuna.Trial", method: str) -> Any:
         """A value."""
         name = f"{method}.{self.name}"
         if self.options:
@@ -63,24 +50,20 @@ class Knob:
 
 @dataclass(frozen=True, kw_only=True)
 class Searched:
-    """One method and what is varied of it."""
+    """One method, by the name of its configuration, and what is varied of it."""
 
     method: str
-    """Name of its configuration."""
     knobs: tuple[Knob, ...]
 
-    def suggest(self, trial: Suggests) -> dict[str, Any]:
+    def suggest(self, trial: "optuna.Trial") -> dict[str, Any]:
         """Values for all of its knobs."""
         return {knob.name: knob.suggest(trial, self.method) for knob in self.knobs}
 
 
 def read_space(cfg: DictConfig) -> list[Searched]:
-    """The methods of a search with what is varied of each.
+    """The methods of a search with what is varied of each; ValueError for what does not exist or cannot be varied.
 
     Two configurations of one class that differ in nothing but what is varied are one, the first by name.
-
-    Raises:
-        ValueError: A method does not exist or has nothing to vary, or a range is none.
     """
     low, high = _range(cfg.budget)
     known = files.options("method")
@@ -135,23 +118,20 @@ def _knob(name: str, field: Declared, cfg: DictConfig, low: float, high: float) 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """The settings of one search, checked."""
+    """The settings of one search, checked; `most` is the loss beyond which a setting is of no use."""
 
     cfg: DictConfig
     space: list[Searched]
     plan: Plan
     most: float
-    """Loss beyond which a setting is of no use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """One method at settings that the search tried or that somebody chose."""
+    """One method at settings, as they differ from its configuration, that the search tried or that somebody chose."""
 
     method: str
-    """Name of its configuration."""
     settings: dict[str, Any]
-    """The differences from the configuration."""
     measured: Measured | None = None
     """On the tuning samples; None where it was not tried."""
 
@@ -173,39 +153,23 @@ def words(settings: dict[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in settings.items())
 
 
-def frontier(tried: Sequence[Tried], criterion: str) -> list[Tried]:
-    """Those that no other beats, the cheapest first."""
-    kept: list[Tried] = []
-    for item in sorted(tried, key=lambda one: (one.bytes_ratio, one.loss(criterion))):
-        if not kept or item.loss(criterion) < kept[-1].loss(criterion):
-            kept.append(item)
-    return kept
-
-
 def winners(tried: Sequence[Tried], wanted: Wanted) -> list[Tried]:
     """The settings of the frontier that are worth another look: of some use, and spread over it."""
     criterion, count = wanted.plan.rule.criterion, wanted.cfg.winners
-    useful = [item for item in frontier(tried, criterion) if item.loss(criterion) <= wanted.most]
+    losses = [item.loss(criterion) for item in tried]
+    best = best_so_far([item.bytes_ratio for item in tried], losses, higher_is_better=False)
+    useful = [tried[index] for index in best if losses[index] <= wanted.most]
     if len(useful) <= count:
         return useful
     places = {round(index * (len(useful) - 1) / max(1, count - 1)) for index in range(count)}
     return [useful[place] for place in sorted(places)]
 
 
-def by_hand(
-    results_dir: Path, task: str, model: str, criterion: str, most: int, space: Sequence[Searched]
-) -> tuple[list[Tried], str]:
-    """The settings of the stored runs of a task and model; the shipped ones of the searched methods where none is.
-
-    Args:
-        criterion: What must not be lost, one of `LOSSES`.
-        most: Settings at most: first those on the frontier of the stored numbers, then those behind it.
-
-    Returns:
-        The settings, and where they are from: `STORED` or `SHIPPED`.
-    """
+def by_hand(results_dir: Path, task: str, model: str, wanted: Wanted) -> tuple[list[Tried], str]:
+    """The settings of the stored runs of a task and model, `most` at most, the best first; the shipped ones of the
+    searched methods where none is stored. And where they are from: `STORED` or `SHIPPED`."""
     found: dict[str, tuple[float, float, Tried]] = {}
-    what = LOSSES[criterion].measure
+    what, most = LOSSES[wanted.plan.rule.criterion].measure, wanted.cfg.by_hand
     for path in sorted((results_dir / folder_name(task) / folder_name(model)).glob("*/*/run.json")):
         try:
             record = RunRecord.load(path.parent)
@@ -219,7 +183,7 @@ def by_hand(
             worse = -places[1] if own.higher_is_better else places[1]
             found.setdefault(f"{settings.method} {settings.settings}", (places[0], worse, settings))
     if not found:
-        return [Tried(method=item.method, settings={}) for item in space][:most], SHIPPED
+        return [Tried(method=item.method, settings={}) for item in wanted.space][:most], SHIPPED
     left = list(found.values())
     ordered: list[tuple[float, float, Tried]] = []
     while left and len(ordered) < most:
@@ -230,8 +194,8 @@ def by_hand(
 
 
 def _settings(record: RunRecord) -> Tried | None:
-    """The part of a stored run that can be made again: a method that is a choice here, at the run's settings. What a
-    results folder names is never imported."""
+    """The part of a stored run that can be made again: a method that is a choice here, at the run's settings. No class
+    that a results folder names is imported."""
     stored = dict(record.identity.get("method") or {})
     if record.method == FULL or record.method not in files.options("method"):
         return None

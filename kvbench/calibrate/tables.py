@@ -34,33 +34,21 @@ Advance = Callable[[], object]
 
 
 def gates(cfg: DictConfig) -> int:
-    """Measures the gates and writes them; see conf/command/gates.yaml.
-
-    Raises:
-        ValueError: A setting is out of range, or the task has no gold answers.
-    """
+    """Measures the gates and writes them; see conf/command/gates.yaml."""
     own = cfg.gates
     check_whole("gates.sinks", own.sinks, 0)
     check_whole("gates.recent", own.recent, 1)
     measure = partial(measure_gates, sinks=own.sinks, recent=own.recent)
-    return _command(cfg, "gates", measure, "KV heads", "duo_attention method.table", needs_gold=True)
+    return _command(cfg, "gates", measure, "KV heads", "duo_attention method.table")
 
 
 def centres(cfg: DictConfig) -> int:
-    """Measures the mean queries and writes them; see conf/command/centres.yaml.
-
-    Raises:
-        ValueError: A setting is out of range, or the model's rotary embedding cannot be taken off.
-    """
+    """Measures the mean queries and writes them; see conf/command/centres.yaml."""
     return _command(cfg, "centres", measure_centres, "numbers", "triattention method.centres")
 
 
 def books(cfg: DictConfig) -> int:
-    """Measures the codebooks and writes them; see conf/command/books.yaml.
-
-    Raises:
-        ValueError: A setting is out of range, or the model's rotary embedding cannot be taken off.
-    """
+    """Measures the codebooks and writes them; see conf/command/books.yaml."""
     own = cfg.books
     check_whole("books.sinks", own.sinks, 0)
     Number(0, 0.5).check("books.outside", own.outside)
@@ -69,14 +57,7 @@ def books(cfg: DictConfig) -> int:
 
 
 def _command(
-    cfg: DictConfig,
-    name: str,
-    measure: "Callable[..., Tensor]",
-    unit: str,
-    use: str,
-    *,
-    form: str = ".4f",
-    needs_gold: bool = False,
+    cfg: DictConfig, name: str, measure: "Callable[..., Tensor]", unit: str, use: str, *, form: str = ".4f"
 ) -> int:
     """Measures on the prompts of a task, and writes a line per layer as `kvbench.policy.read_table` reads it."""
     out, count = cfg[name].out, check_whole(f"{name}.prompts", cfg[name].prompts, 1)
@@ -84,7 +65,7 @@ def _command(
     parts.check_task(cfg)
     model = parts.load_model(cfg.model)
     task = parts.load_task(cfg.task, model, limit=count, seed=cfg.seed, protocol=cfg.protocol)
-    requests = [request for request in task.requests if request.gold or not needs_gold]
+    requests = [request for request in task.requests if request.gold or name != "gates"]
     if not requests:
         raise ValueError(f"task={task.name} has no gold answers to measure with; task=longctx has")
     with Progress(f"{name} of {model.name} on {task.name}", len(requests), 0) as progress:
@@ -104,16 +85,12 @@ def _command(
 def measure_gates(
     loaded: "LoadedModel", requests: "Sequence[Request]", sinks: int, recent: int, advance: Advance = lambda: None
 ) -> Tensor:
-    """The mean share of attention that answer positions give to tokens between the sinks and the recent window.
-
-    Args:
-        loaded: A model whose attention can be asked for its weights (`eager`); it gets its own attention back.
-        sinks: First tokens that do not count.
-        recent: Tokens up to and with the position itself that do not count.
+    """The mean share of attention that answer positions give to tokens between the first `sinks` and the `recent` ones,
+    up to and with the position itself; the model gets its own attention back.
 
     Returns:
         fp32 [layers, KV heads], in [0, 1]: the mean over the prompts, their answer positions and the query heads of a
-        group.
+            group.
 
     Source: the idea of telling retrieval heads by where they look; Wu et al. (2024) count copied tokens instead.
     """
@@ -195,16 +172,11 @@ def _look(loaded: "LoadedModel", score: ScoreSpec, prompts: list[list[int]], adv
 
 @torch.no_grad()
 def measure_centres(loaded: "LoadedModel", requests: "Sequence[Request]", advance: Advance = lambda: None) -> Tensor:
-    """The mean query of each head before its rotary embedding, and the mean length of its pairs of channels.
-
-    Args:
-        loaded: A model with a plain rotary embedding; it gets its own attention back.
+    """The mean query of each head before its rotary embedding, and the mean length of its pairs of channels; the model,
+    which needs a plain rotary embedding, gets its own attention back.
 
     Returns:
         fp64 [layers, query heads x 3 D / 2]: per query head D numbers of the mean query, then D / 2 mean lengths.
-
-    Raises:
-        ValueError: The model's rotary embedding is not of the plain kind.
 
     Source: WeianMao/triattention at c3744ee6, scripts/calibrate.py.
     Differs: all prompts of a task count, each token alike, where the original reads one long text.
@@ -219,19 +191,16 @@ def measure_centres(loaded: "LoadedModel", requests: "Sequence[Request]", advanc
 def measure_books(
     loaded: "LoadedModel", requests: "Sequence[Request]", outside: float, sinks: int, advance: Advance = lambda: None
 ) -> Tensor:
-    """The tables of each layer's codes, and the scale and zero of each of its key channels.
+    """The tables of each layer's codes, and the scale and zero of each of its key channels; the model, which needs a
+    plain rotary embedding, gets its own attention back.
 
     Args:
-        loaded: A model with a plain rotary embedding; it gets its own attention back.
         requests: Prompts; their keys and values are held all at once, in 8 bytes x channels x tokens.
         outside: Share of a key channel's numbers that may lie outside its range, in [0, 0.5].
         sinks: First tokens of each prompt that do not count; some prompt has more.
 
     Returns:
         fp64 [layers, numbers]: as `method=kvquant` reads them.
-
-    Raises:
-        ValueError: The model's rotary embedding is not of the plain kind, or no prompt is longer than `sinks`.
 
     Source: KVQuant (Hooper et al. 2024), sections 3.1 and 3.3, from memory.
     Differs: k-means counts every number alike, where the paper weighs it by the squared gradient of the loss.
@@ -268,15 +237,8 @@ def _counts(x: Tensor, zero: Tensor, scale: Tensor) -> Tensor:
 
 
 def table_of(counts: Tensor, size: int) -> Tensor:
-    """The levels that numbers are nearest to in the mean, by k-means in one dimension, as whole numbers.
-
-    Args:
-        counts: fp64 [255 * FINE + 1] how many numbers lie in each bin, some at least.
-        size: Levels, at most 256.
-
-    Returns:
-        int64 [size], ascending, each level once.
-    """
+    """The levels that numbers are nearest to in the mean, by k-means in one dimension: int64 [size], ascending, each
+    level once, from fp64 [255 * FINE + 1] how many numbers lie in each bin."""
     place = torch.arange(len(counts), dtype=torch.float64) / FINE
     number, total = (torch.cat([x.new_zeros(1), x.cumsum(0)]) for x in (counts, counts * place))
     share = (torch.arange(size, dtype=torch.float64) + 0.5) / size * number[-1]

@@ -4,6 +4,8 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+import yaml
+
 from kvbench.calibrate.choose import Measured
 from kvbench.calibrate.layers import LayerSearch
 from kvbench.calibrate.plan import Number, Plan, Stage
@@ -21,34 +23,30 @@ DIGITS = 5  # significant digits in the file for people; the JSON has them all
 
 @dataclass(kw_only=True)
 class StageResult:
-    """A stage and what was measured on the tuning samples."""
+    """A stage, what was measured of each of its values on the tuning samples, and the index of the choice, if any."""
 
     stage: Stage
     points: list[Measured]
-    """In the order of the stage's values."""
     chosen: int | None
-    """Index of the choice; None when no value was good enough."""
 
     @property
     def value(self) -> Number | None:
-        """The value chosen; None when none was good enough."""
+        """The value chosen, if any."""
         return None if self.chosen is None else self.stage.values[self.chosen]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The calibrated settings, and what they do on the held-out samples."""
+    """The calibrated settings on the tuning samples and on the held-out ones, against the full cache unless said."""
 
     tuned: Measured
-    """They on the tuning samples, against the full cache."""
     held_out: Measured
-    """They on the held-out samples, against the full cache."""
     held_out_full: Measured
-    """The full cache on the held-out samples, against itself."""
+    """The full cache, against itself."""
     held_out_default: Measured
-    """The uncalibrated method on the held-out samples, against the full cache."""
+    """The uncalibrated method."""
     against_default: Measured
-    """They on the held-out samples, against the uncalibrated method."""
+    """The calibrated settings on the held-out samples, against the uncalibrated method."""
 
     @property
     def settings(self) -> dict[str, Number]:
@@ -73,7 +71,6 @@ class Result:
     """Over the plan, the method's other settings, model, data and code."""
     folder: Path
     layers: LayerSearch | None = None
-    """The cost of each layer, where their precisions are searched."""
     stages: list[StageResult] = field(default_factory=list)
     choice: Choice | None = None
     """None when a stage found no value that is good enough."""
@@ -88,34 +85,23 @@ class Result:
 
 
 def write(result: Result, *, out: str | None = None) -> list[Path]:
-    """Write `calibration.json`, and `calibration.yaml` when there is a choice.
-
-    Args:
-        out: A further place for the YAML file.
-
-    Raises:
-        JournalError: The disk is full.
-    """
+    """Writes `calibration.json`, and when there is a choice `calibration.yaml`, to `out` too."""
     text = json.dumps(plain(_everything(result)), indent=1, allow_nan=False)
     files = [result.folder / "calibration.json"]
     write_atomic(files[0], text.encode("ascii") + b"\n")
     if result.choice is None:
         return files
     for path in (result.folder / "calibration.yaml", *([Path(out).expanduser()] if out else [])):
-        write_file(path, as_yaml(result, result.choice, path.name).encode("ascii"))
+        # The folder is not in the file, which may go anywhere, into a repository too.
+        head = (
+            f"# {result.method} calibrated for {result.default.model.name} on {result.default.task.name}.\n"
+            f"# Use, with this file's folder: kvbench method={result.method} method.calibration={path.name}\n"
+        )
+        content = plain(_file(result, result.choice))
+        text = head + yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=120)
+        write_file(path, text.encode("ascii"))
         files.insert(0, path)
     return files
-
-
-def as_yaml(result: Result, choice: Choice, name: str) -> str:
-    """The calibration file of this name. Its folder is not in it: the file may go anywhere, into a repository too."""
-    import yaml
-
-    head = (
-        f"# {result.method} calibrated for {result.default.model.name} on {result.default.task.name}.\n"
-        f"# Use, with this file's folder: kvbench method={result.method} method.calibration={name}\n"
-    )
-    return head + yaml.safe_dump(plain(_file(result, choice)), sort_keys=False, default_flow_style=None, width=120)
 
 
 def _file(result: Result, choice: Choice) -> dict:
@@ -154,11 +140,7 @@ def _file(result: Result, choice: Choice) -> dict:
 
 
 def _sensitivity(found: LayerSearch, criterion: str) -> dict:
-    """The cost of one layer alone at each precision, above the others as usual: a list over layers for each."""
-    usual = found.base.losses[criterion].value or 0.0
-    table: dict[str, list] = {}
-    for trial in found.trials:
-        table.setdefault(trial.tier, []).append(_rounded((trial.measured.losses[criterion].value or 0.0) - usual))
+    table = {tier: list(map(_rounded, costs)) for tier, costs in found.costs(criterion).items()}
     return {"tiers": list(found.plan.tiers), "around": found.plan.around, "loss": table}
 
 
@@ -220,20 +202,15 @@ def _rounded(value: float | None) -> float | None:
 def _everything(result: Result) -> dict:
     """All measurements, each sample's included."""
     choice = result.choice
+    own = ("method", "hash", "false_confirmations", "looks", "sets", "prompts_read", "prompts_reused")
     return {
         "plan": asdict(result.plan),
-        "method": result.method,
-        "hash": result.hash,
         "layers": None if result.layers is None else asdict(result.layers),
         "stages": [asdict(item) for item in result.stages],
         "chosen": None if choice is None else choice.settings,
         **(dict.fromkeys(item.name for item in fields(Choice)) if choice is None else asdict(choice)),
         "confirmed": choice is not None and choice.confirmed,
-        "false_confirmations": result.false_confirmations,
-        "looks": result.looks,
-        "sets": result.sets,
-        "prompts_read": result.prompts_read,
-        "prompts_reused": result.prompts_reused,
+        **{name: getattr(result, name) for name in own},
         "rule": result.plan.rule.text(),
         "origin": _origin(result),
         "machine": asdict(provenance.machine(result.default.model.device)),

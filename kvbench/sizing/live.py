@@ -11,14 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the memory behind tensors that operations make while it is on (`with LiveBytes() as live`).
+    """Counts the memory behind tensors that operations make while it is on (`with LiveBytes() as live`): alive now, and
+    the most at once since the last `restart`.
 
     A view adds nothing to what it is a view of; what was there before does not count. What an operation needs inside
     itself and gives back before it ends is not seen, such as the blocks of a fused attention.
-
-    Attributes:
-        now_bytes: Alive now.
-        peak_bytes: The most that were alive at once since the last `restart`.
     """
 
     def __init__(self) -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.layout import ModelShape, StoreOptions
-from kvbench.cache.ledger import Ledger
 from kvbench.cache.prompts import ScoredLayer
 from kvbench.cache.store import CompressedStore
 from kvbench.kernels.backend import Backend
@@ -29,12 +28,11 @@ GLANCE_TOKENS = 1024  # a prompt long enough to tell whether it decides
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:
-    """The ledger of one sequence that is not there."""
+    """The ledger of one sequence that is not there: its items and their sum as `Ledger.itemise` gives them, and the
+    bytes of an FP16 full cache of the same tokens."""
 
     items: dict[str, int]
-    """The items of the ledger and their sum, as `Ledger.itemise` gives them."""
     fp16_bytes: int
-    """An FP16 full cache of the same tokens."""
 
     @property
     def resident_bytes(self) -> int:
@@ -55,31 +53,23 @@ def project(
     A method with a budget keeps the same however attention looks, and both are one. One that decides by thresholds
     keeps the least where queries attend to one token alone, and the most where they attend to all alike.
 
-    Args:
-        shape: The model's shape; its device must be a CPU.
-        prompt_tokens: Tokens of the prompt, >= 1.
-        new_tokens: Tokens read behind it, >= 0.
-
-    Returns:
-        The smaller and the larger one.
-
     Raises:
         ValueError: The method does not fit the model.
     """
+    asked = policy, shape, prompt_tokens, new_tokens, options
     least, most = _both(policy, shape, min(prompt_tokens, GLANCE_TOKENS), 0, options)
     measures = policy.score.measures_prompts or policy.score.decode_update
     if is_one_number(least, most) and not (measures and prompt_tokens > GLANCE_TOKENS and _keeps_all(policy, least)):
         # Then it is one at any length, and half the work shows which. A method that keeps all of a short prompt may be
         # one whose windows are longer, and decides later.
-        only = _run(policy, shape, prompt_tokens, new_tokens, options, is_even=True)
+        only = _run(*asked, is_even=True)
         return only, only
-    return _both(policy, shape, prompt_tokens, new_tokens, options)
+    return _both(*asked)
 
 
-def _both(
-    policy: Policy, shape: ModelShape, prompt_tokens: int, new_tokens: int, options: StoreOptions | None
-) -> tuple[Projection, Projection]:
-    peaked, even = (_run(policy, shape, prompt_tokens, new_tokens, options, is_even) for is_even in (False, True))
+def _both(*asked: Any) -> tuple[Projection, Projection]:
+    """What `project` is asked, at both ends of attention."""
+    peaked, even = (_run(*asked, is_even=is_even) for is_even in (False, True))
     return (peaked, even) if peaked.resident_bytes < even.resident_bytes else (even, peaked)
 
 
@@ -102,14 +92,10 @@ def project_shares(
     shares: Sequence[float],
     options: StoreOptions | None = None,
 ) -> Projection:
-    """Bytes of one sequence when the method gives each tier a known share of all tokens, as a stored run measured it.
+    """Bytes of one sequence when the method, which has no residual buffer, gives each tier a known share of tokens x
+    lists, as a stored run measured it.
 
     Lists differ by up to half a page from the mean, so that slack is what it is on average.
-
-    Args:
-        policy, shape, prompt_tokens, new_tokens, options: As for `project`; a method with a residual buffer has no
-            shares of its own.
-        shares: Slots of each tier, as a share of tokens x lists.
 
     Raises:
         ValueError: The method does not fit the model, or has another number of tiers.
@@ -119,14 +105,13 @@ def project_shares(
         raise ValueError(f"{type(policy).__name__} has {len(policy.tiers)} tiers, not {len(shares)} shares")
     row, tokens, lists = store.open_row(), prompt_tokens + new_tokens, torch.arange(store.pages.lists_per_row)
     for tier, (share, fmt) in enumerate(zip(shares, store.pages.formats, strict=True)):
-        own = (
-            lists if store.pages.tier_map is None else store.pages.tier_map.where(tier, 1)
-        )  # lists that hold any in it
+        placed = store.pages.tier_map
+        own = lists if placed is None else placed.where(tier, 1)  # lists that hold any in it
         spread = ((torch.arange(len(own)) + 0.5) / max(1, len(own)) - 0.5) * fmt.tokens_per_page
         each = share * tokens * len(lists) / max(1, len(own))
         count = (each + (spread if tier % 2 else -spread)).round().long()
         store.pages.table.reserve(own, tier, count.clamp(min=0) if share else torch.zeros_like(own))
-    return _projection(store.ledger, row, shape, tokens)
+    return Projection(items=store.ledger.itemise(row), fp16_bytes=shape.fp16_bytes(tokens))
 
 
 def _run(
@@ -155,21 +140,16 @@ def _run(
             for layer in range(shape.num_layers):
                 store.attend(layer, q, kv, kv, 1.0)
         store.end_step()
-    return _projection(store.ledger, row, shape, prompt_tokens + new_tokens)
-
-
-def _projection(ledger: Ledger, row: int, shape: ModelShape, tokens: int) -> Projection:
-    return Projection(items=ledger.itemise(row), fp16_bytes=shape.fp16_bytes(tokens))
+    return Projection(items=store.ledger.itemise(row), fp16_bytes=shape.fp16_bytes(prompt_tokens + new_tokens))
 
 
 def _store(
     policy: Policy, shape: ModelShape, prompt_tokens: int, new_tokens: int, options: StoreOptions | None, is_even: bool
 ) -> CompressedStore:
-    angles = (
-        None if shape.inv_freq is None else torch.zeros(0)
-    )  # keys of one channel, which nobody looks at, turn by none
+    # Keys have one channel, which nobody looks at: it turns by no angle.
+    angles = None if shape.inv_freq is None else torch.zeros(0)
     policy = copy(policy)
-    policy.tiers = tuple(replace(tier, turned="none") for tier in policy.tiers)  # it has one channel
+    policy.tiers = tuple(replace(tier, turned="none") for tier in policy.tiers)
     if policy.score.measures_prompts and not isinstance(policy.score.statistic, Probability | BelowUniform):
         policy.score = replace(policy.score, statistic=_standing_for(policy.score.statistic))
     return CompressedStore(
@@ -244,11 +224,8 @@ class ShadowPool(PagePool):
 class Shadow(Backend):
     """Keeps the tracked score and position of every slot, and no key and no value.
 
-    Every query attends to what is held as `is_even` says: to all slots alike, or to the first one alone. No other
-    attention makes a method that decides by thresholds keep much more, or much less.
-
-    Args:
-        is_even: Which of the two.
+    Every query attends to all slots that are held alike (`is_even`), or to the first one alone. No other attention
+    makes a method that decides by thresholds keep much more, or much less.
     """
 
     name = "shadow"

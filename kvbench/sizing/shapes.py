@@ -21,12 +21,10 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 @dataclass(frozen=True, kw_only=True)
 class NamedShape:
-    """The attention of a model, for counting bytes."""
+    """The attention of a model, for counting bytes, and where the numbers are from."""
 
     name: str
-    """Name of the preset or of the folder."""
     source: str
-    """The source of the numbers."""
     layers: int
     q_heads: int
     kv_heads: int
@@ -67,14 +65,8 @@ def presets() -> dict[str, NamedShape]:
 
 
 def find_shape(model: object) -> NamedShape:
-    """The shape that `model=` of the command `bytes` names.
-
-    Args:
-        model: Name of a preset, or a folder with a config.json.
-
-    Raises:
-        ValueError: Neither exists, or the file does not say what is needed.
-    """
+    """The shape that `model=` of the command `bytes` names: a preset, or a folder with a config.json; ValueError where
+    neither exists, or the file does not say what is needed."""
     name = str(model)
     if name in presets():
         return presets()[name]

@@ -9,6 +9,9 @@ from kvbench.results.sample import SampleRecord
 from kvbench.sizing.project import Projection, is_one_number, project, project_shares
 from kvbench.sizing.shapes import NamedShape
 
+# What `project` said, once for each method and length: the seeds and tasks of a study share it.
+_projected: dict[str, tuple[Projection, Projection]] = {}
+
 
 def policy_of(identity: Mapping[str, Any]) -> Policy | None:
     """The method of a stored run, made again; None where the code no longer fits its settings.
@@ -44,32 +47,20 @@ def tier_shares(records: Iterable[SampleRecord]) -> list[float]:
 def projected(
     identity: Mapping[str, Any], records: Iterable[SampleRecord], shape: NamedShape, prompt_tokens: int, new_tokens: int
 ) -> Projection | None:
-    """Bytes that one sequence of another model would hold under the method of a stored run.
-
-    Where data decide how much a method keeps, it keeps the shares that the run measured.
-
-    Returns:
-        None where the method fits the other model or today's code no more, or where nothing was measured.
-    """
+    """Bytes that one sequence of another model would hold under the method of a stored run, at the shares that the run
+    measured where data decide; None where the method fits the other model or today's code no more, or where nothing was
+    measured."""
     policy = policy_of(identity)
     if policy is None:
         return None
+    key = f"{policy!r} {shape!r} {prompt_tokens} {new_tokens}"  # dataclasses, whose text is their settings
     try:
-        least, most = _both(policy, shape, prompt_tokens, new_tokens)
+        if key not in _projected:
+            _projected[key] = project(policy, shape.store_shape, prompt_tokens, new_tokens)
+        least, most = _projected[key]
         if is_one_number(least, most):
             return most
         shares = tier_shares(records)
         return project_shares(policy, shape.store_shape, prompt_tokens, new_tokens, shares) if shares else None
     except ValueError:  # a table of heads, a window or a group that is for another shape
         return None
-
-
-def _both(policy: Policy, shape: NamedShape, prompt_tokens: int, new_tokens: int) -> tuple[Projection, Projection]:
-    """`project`, once for each method and length: the seeds and tasks of a study share it."""
-    key = f"{policy!r} {shape!r} {prompt_tokens} {new_tokens}"  # dataclasses, whose text is their settings
-    if key not in _projected:
-        _projected[key] = project(policy, shape.store_shape, prompt_tokens, new_tokens)
-    return _projected[key]
-
-
-_projected: dict[str, tuple[Projection, Projection]] = {}

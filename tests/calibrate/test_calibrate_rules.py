@@ -208,7 +208,7 @@ def test_points_equal_fresh_runs(tmp_path, tiny_model):
         make_engine=make_engine,
     )
     prompts = PromptCache(2**30)
-    sweep = Sweep(cfg, "diffkv", parts, folder=tmp_path / "points", prompts=prompts, say=print)
+    sweep = Sweep(cfg, "diffkv", parts, folder=tmp_path / "points", prompts=prompts)
     grid = [(0.0, 0.0), (1.0, 0.0), (1.0, 0.5), (2.0, 0.1)]
     points = [sweep.trial({"alpha_h": high, "alpha_l": low}, task) for high, low in grid]
     try:

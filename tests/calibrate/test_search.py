@@ -2,6 +2,7 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 from graded import Bench
@@ -119,10 +120,15 @@ def test_settings_made_by_hand_are_those_of_the_stored_runs(tmp_path):
         (folder / "run.json").write_text(json.dumps(record))
     store(tmp_path, "full", scores)
     store(tmp_path, "h2o", scores, settings={"_target_": "os.system"})
-    found, origin = by_hand(tmp_path, "toy", "tiny", "nll", 2, [])
+
+    def wanted(most):
+        rule = SimpleNamespace(criterion="nll")
+        return SimpleNamespace(plan=SimpleNamespace(rule=rule), cfg=SimpleNamespace(by_hand=most), space=[])
+
+    found, origin = by_hand(tmp_path, "toy", "tiny", wanted(2))
     assert origin == "stored runs"
     assert [(item.method, item.settings.get("budget", 0.25)) for item in found] == [("snapkv", 0.25), ("snapkv", 0.5)]
-    assert len(by_hand(tmp_path, "toy", "tiny", "nll", 9, [])[0]) == 3
+    assert len(by_hand(tmp_path, "toy", "tiny", wanted(9))[0]) == 3
 
 
 @pytest.mark.parametrize(
