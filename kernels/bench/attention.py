@@ -5,11 +5,13 @@ Runs with torch (and triton on a GPU) alone: `python -m kvbench.kernels.bench.at
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from itertools import product
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,11 +38,11 @@ class Settings(Common):
     """Decode attention over pages of every format beside dense attention."""
 
     what = "attention"
-    quick: ClassVar[dict[str, Any]] = {
+    quick = {
         "lengths": [4096],
         "batches": [1],
+        "formats": "K16V16 K8V4 K4V2 KIVI2".split(),
         "rounds": 5,
-        "formats": ["K16V16", "K8V4", "K4V2", "KIVI2"],
         "threads": [1],
     }
 
@@ -68,13 +70,8 @@ class Settings(Common):
                 caches.slot_format(part, 64)
 
     def cells(self, threads: list[int]) -> list[dict]:
-        return [
-            {"shape": shape, "length": length, "batch": batch, "threads": count}
-            for shape in self.shapes
-            for count in threads
-            for batch in self.batches
-            for length in self.lengths
-        ]
+        every = product(self.shapes, threads, self.batches, self.lengths)
+        return [{"shape": s, "length": length, "batch": batch, "threads": n} for s, n, batch, length in every]
 
     def timing(self, bench: Bench, cell: dict) -> dict[str, Any]:
         return {
@@ -159,22 +156,20 @@ class Settings(Common):
         def call(group: Reduce | None, index: int) -> object:
             return backend.paged_decode(query, held.pages, held.buffers[index], None, scale, group=group)
 
-        made = []
-        for wanted in self.scores:
-            group: Reduce | None = None if wanted == "none" else "max"
-            made.append(
-                Variant(
-                    name=name + SCORES[wanted],
-                    call=partial(call, group),
-                    num_buffers=count,
-                    bytes_per_call=round(held.token_bytes * batch * heads * length),
-                    check=partial(caches.paged_error, backend, held, query, scale, group, count - 1),
-                    tolerance=TOLERANCE[device],
-                    versus=name if group else None,
-                    extra={"kind": "paged", "format": name, "scores": wanted, "token_bytes": held.token_bytes},
-                )
+        groups: dict[str, Reduce | None] = {"none": None, "return": "max"}
+        return [
+            Variant(
+                name=name + SCORES[wanted],
+                call=partial(call, groups[wanted]),
+                num_buffers=count,
+                bytes_per_call=round(held.token_bytes * batch * heads * length),
+                check=partial(caches.paged_error, backend, held, query, scale, groups[wanted], count - 1),
+                tolerance=TOLERANCE[device],
+                versus=name if groups[wanted] else None,
+                extra={"kind": "paged", "format": name, "scores": wanted, "token_bytes": held.token_bytes},
             )
-        return made
+            for wanted in self.scores
+        ]
 
 
 def peer_variants(q: Tensor, k: Tensor, v: Tensor, working_set_mb: int, most: int) -> list[Variant]:
@@ -182,37 +177,27 @@ def peer_variants(q: Tensor, k: Tensor, v: Tensor, working_set_mb: int, most: in
 
     Both are called with 16-bit pages or tensors, as their users do. Written from their documentation; not yet run on a
     GPU.
-
-    Args:
-        q: fp32 [S, Hq, D].
-        k, v: fp32 [S, H, n, D].
-        working_set_mb: MB of buffers per variant.
-        most: Buffers at most.
     """
     size, scale = 2 * (k.numel() + v.numel()), q.shape[-1] ** -0.5
     count = caches.num_buffers(size, working_set_mb, most)
     q, k, v = q.half(), k.half(), v.half()
-    made = []
-    for name, module, build in (
-        ("flash-attn fp16", "flash_attn", _flash_attention),
-        ("flashinfer fp16", "flashinfer", _flash_infer),
-    ):
-        try:
-            call = build(import_module(module), q, k, v, scale, count)
-        except ImportError:
-            continue
-        made.append(
-            Variant(
-                name=name,
-                call=call,
-                num_buffers=count,
-                bytes_per_call=size,
-                tolerance=PEER_TOLERANCE,
-                check=partial(lambda call: caches.dense_error(call(count - 1), q, k, v, scale), call),
-                extra={"kind": "dense", "dtype": "fp16"},
-            )
+    calls = {}
+    peers = {"flash-attn": ("flash_attn", _flash_attention), "flashinfer": ("flashinfer", _flash_infer)}
+    for name, (module, build) in peers.items():
+        with suppress(ImportError):
+            calls[f"{name} fp16"] = build(import_module(module), q, k, v, scale, count)
+    return [
+        Variant(
+            name=name,
+            call=call,
+            num_buffers=count,
+            bytes_per_call=size,
+            tolerance=PEER_TOLERANCE,
+            check=partial(lambda call: caches.dense_error(call(count - 1), q, k, v, scale), call),
+            extra={"kind": "dense", "dtype": "fp16"},
         )
-    return made
+        for name, call in calls.items()
+    ]
 
 
 def _flash_attention(

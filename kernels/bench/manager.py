@@ -8,7 +8,8 @@ import sys
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,19 +29,15 @@ class Settings(Common):
     """Allocating, freeing and compacting pages of many lists at once, beside one list after the other."""
 
     what = "manager"
-    quick: ClassVar[dict[str, Any]] = {"lists": [1024, 8192], "rounds": 3, "threads": [1]}
+    quick = {"lists": [1024, 8192], "rounds": 3, "threads": [1]}
 
     lists: list[int] = setting([90, 1024, 8192, 32768], "Head lists: rows x layers x KV heads.", 1)
     tokens_per_page: int = setting(64, "Slots per page.", 1)
     start_tokens: int = setting(96, "Tokens per list before; lists differ by up to as many again.", 1)
 
     def cells(self, threads: list[int]) -> list[dict]:
-        return [
-            {"operation": operation, "lists": lists, "threads": count}
-            for count in threads
-            for operation in _OPERATIONS
-            for lists in self.lists
-        ]
+        every = product(threads, _OPERATIONS, self.lists)
+        return [{"operation": operation, "lists": lists, "threads": count} for count, operation, lists in every]
 
     def timing(self, bench: Bench, cell: dict) -> dict[str, Any]:
         return {"baselines": ["one by one"]}
@@ -125,19 +122,13 @@ class _State:
         self.table = PageTable(self.pool, (size,), lists, 1, 1, most)
         self.lists = torch.arange(lists, device=device)
         self.host = OneByOne(lists * most, size, lists)
-        self.managers: dict[str, AllAtOnce | OneByOne] = {
-            "all at once": AllAtOnce(self.table, self.lists),
-            "one by one": self.host,
-        }
+        self.managers: dict[str, Any] = {"all at once": AllAtOnce(self.table, self.lists), "one by one": self.host}
         self.kernels: Any = None
         if backend.name == "triton":
             _, self.kernels = backend.tables(PAGE_BYTES, lists * most, (size,), (lists, 1, 1), most, device)
             self.managers["on the device"] = AllAtOnce(self.kernels, self.lists)
         for manager in self.managers.values():
-            if isinstance(manager, OneByOne):
-                manager.reserve(self.start.tolist())
-            else:
-                manager.reserve(self.start)
+            manager.reserve(self.start.tolist() if manager is self.host else self.start)
 
     def variants(self, operation: str) -> list[Variant]:
         """The variants of one operation; each is checked by running it once and comparing every page of every list."""
@@ -160,8 +151,8 @@ class _State:
             return self.kernels_agree()
 
         checks = {"all at once": check, "on the device": check_kernels}
-        more = {"lists": len(self.lists)}
-        return [Variant(name=name, call=c, check=checks.get(name), extra=dict(more)) for name, c in calls.items()]
+        count = len(self.lists)
+        return [Variant(name=name, call=c, check=checks.get(name), extra={"lists": count}) for name, c in calls.items()]
 
     def pages_agree(self) -> float:
         """0 when both managers hold the same pages in every list, else the share of lists that differ."""

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from itertools import product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,7 @@ class Settings(Common):
     """The score pass over a prompt beside its attention."""
 
     what = "prefill"
-    quick: ClassVar[dict[str, Any]] = {"lengths": [1024], "windows": [64], "rounds": 3, "threads": [1]}
+    quick = {"lengths": [1024], "windows": [64], "rounds": 3, "threads": [1]}
 
     shapes: list[str] = setting(["9x3x64"], "Query heads x KV heads x head dim of one layer.")
     lengths: list[int] = setting([1024, 4096], "Prompt tokens.", 2)
@@ -44,12 +45,8 @@ class Settings(Common):
             parse_shape(text)
 
     def cells(self, threads: list[int]) -> list[dict]:
-        return [
-            {"shape": shape, "length": length, "threads": count}
-            for shape in self.shapes
-            for count in threads
-            for length in self.lengths
-        ]
+        every = product(self.shapes, threads, self.lengths)
+        return [{"shape": shape, "length": length, "threads": count} for shape, count, length in every]
 
     def timing(self, bench: Bench, cell: dict) -> dict[str, Any]:
         return {"baselines": ["attention"]}
@@ -99,14 +96,8 @@ class Settings(Common):
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention through the full matrix of probabilities, and its column sums: what returning attention weights costs.
-
-    Args:
-        q: [Hq, N, D]; k, v: [H, N, D].
-
-    Returns:
-        [Hq, N, D] and the column sums averaged over the group, fp32 [H, N].
-    """
+    """Attention [Hq, N, D] through the full matrix of probabilities, and its column sums averaged over the group, fp32
+    [H, N]: the cost of returning attention weights."""
     prob, values = _probabilities(q, k, v, scale, torch.float32)
     return torch.matmul(prob.to(q.dtype), values), prob.sum(1).unflatten(0, (len(k), -1)).mean(1)
 

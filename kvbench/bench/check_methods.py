@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -28,20 +28,8 @@ from kvbench.kernels.dispatch import gpu_backend
 from kvbench.models.load import LoadedModel
 
 # Windows, budgets and groups so small that a method drops, demotes, chooses and flushes within some dozens of tokens.
-SMALL = {
-    "window": 8,
-    "budget": 16,
-    "sinks": 2,
-    "recent": 8,
-    "residual_tokens": 16,
-    "group": 16,
-    "read_budget": 16,
-    "min_pages": 1,
-    "dense_layers": 0,
-    "obs_window": 4,
-    "protected": 8,
-    "skip_near": 2,
-}
+SMALL = {"window": 8, "budget": 16, "sinks": 2, "recent": 8, "residual_tokens": 16, "group": 16, "read_budget": 16}
+SMALL |= {"min_pages": 1, "dense_layers": 0, "obs_window": 4, "protected": 8, "skip_near": 2}
 # What belongs to one model, of two layers with two KV heads of width 64: gates, mean queries for triattention, and
 # books for kvquant, whose levels are those of nobody.
 _LEVELS = [code * 255 // (2**bits - 1) for bits in (2, 3, 4) for _ in "kv" for code in range(2**bits)]
@@ -56,13 +44,8 @@ LONGER = 10  # times as many tokens with graphs: the first steps are warm-up and
 
 @dataclass(frozen=True)
 class Case:
-    """A batch of prompts.
-
-    Args:
-        prompts: Tokens of each segment of a prompt, and tokens to answer with.
-        small: Put the settings of `SMALL` in place of the method's own.
-        one_tier: Give everything that is kept to the high tier, where a method has thresholds.
-    """
+    """A batch of prompts, each as the tokens of its segments and those to answer with; perhaps at the settings of
+    `SMALL`, and with all that is kept in the high tier where a method has thresholds."""
 
     prompts: tuple[tuple[tuple[int, ...], int], ...]
     small: bool = True
@@ -101,32 +84,21 @@ def small_model(device: str, dtype: str) -> LoadedModel:
 def answer(
     model: LoadedModel, method: str, case: Case, backend: str, graphs: bool | None = None
 ) -> tuple[list[Outcome], set[str], dict[str, int]]:
-    """The outcomes of a case in order, the operations that the backend had no kernel for, and how steps were made.
-
-    Args:
-        graphs: Answer at length, with decode steps from graphs or without; None = as short as the case says.
-    """
+    """The outcomes of a case in order, the operations that the backend had no kernel for, and how steps were made; at
+    length, with decode steps from graphs or without, or as short as the case says (None)."""
     words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in changes(method, case).items())
     policy = choices.make_method(f"{method} {words}")
-    make, requests = torch.Generator().manual_seed(1), []
+    make, requests, how = torch.Generator().manual_seed(1), [], dict[str, Any]()
     for index, (segments, tokens) in enumerate(case.prompts):
         parts = tuple(tuple(torch.randint(1, 257, (n,), generator=make).tolist()) for n in segments)
-        least = tokens if graphs is None else 0  # tokens that may not come yet are the host's business
-        asked = Request(sample_id=str(index), subset="check", segments=parts, max_new_tokens=tokens)
-        if graphs is not None:
+        how = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+        if graphs is not None:  # tokens that may not come yet are the host's business
             gold = tuple(torch.randint(1, 257, (tokens * LONGER,), generator=make).tolist())
-            asked = replace(asked, max_new_tokens=tokens * LONGER, gold=gold)
-        requests.append(replace(asked, min_new_tokens=least))
-    engine = Engine(
-        model,
-        policy,
-        store=StoreOptions(),
-        batch_size=len(requests),
-        seed=0,
-        backend=backend,
-        fidelity_max_tokens=0 if graphs is None else None,
-        capture="auto" if graphs else None,
-    )
+            how = {"max_new_tokens": tokens * LONGER, "gold": gold}
+        requests.append(Request(sample_id=str(index), subset="check", segments=parts, **how))
+    how = {"store": StoreOptions(), "batch_size": len(requests), "seed": 0, "backend": backend}
+    how |= {"fidelity_max_tokens": 0 if graphs is None else None, "capture": "auto" if graphs else None}
+    engine = Engine(model, policy, **how)
     found: list[Outcome] = []
     engine.run(requests, on_outcome=found.append)
     found.sort(key=lambda outcome: outcome.sample_id)
@@ -141,19 +113,14 @@ def differing(mine: Outcome, theirs: Outcome) -> int:
 
 
 def check(device: str, dtype: str, methods: list[str], cases: list[str], *, graphs: bool = False) -> Iterator[Finding]:
-    """Answers every case with both backends, or with graphs and without, and compares.
-
-    Args:
-        graphs: Compare graphs with none; where none was replayed, that is no success.
-    """
+    """Answers every case with both backends, or with graphs and without, and compares; where no graph was replayed,
+    that is no success."""
     model = small_model(device, dtype)
     for method in methods:
         for name in cases:
             try:
-                if graphs:
-                    want, _, _ = answer(model, method, CASES[name], "triton", False)
-                else:
-                    want, _, _ = answer(model, method, CASES[name], "torch")
+                other = ("triton", False) if graphs else ("torch", None)
+                want, _, _ = answer(model, method, CASES[name], *other)
             except NotForModel as error:  # such as a package that it needs and that is not there
                 print(f"{method} is left out: {error}", file=sys.stderr)
                 break

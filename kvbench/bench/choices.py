@@ -21,16 +21,8 @@ _STORE = "store."
 
 
 def read_choice(group: str, text: str, *more: str) -> dict[str, Any]:
-    """The settings of `group` that a string asks for.
-
-    Args:
-        group: `method` or `model`.
-        text: A choice, then settings of it without the group's name: `kivi bits=2`.
-        more: Further settings, likewise.
-
-    Raises:
-        ValueError: No such choice or setting.
-    """
+    """The settings of `group` (`method` or `model`) that a string asks for, a choice and then settings of it without
+    the group's name, such as `kivi bits=2`, and more settings likewise; ValueError where there is no such one."""
     name, *changes = [*str(text).split(), *more] or [""]
     known = options(group)
     if name not in known:
@@ -44,9 +36,8 @@ def read_choice(group: str, text: str, *more: str) -> dict[str, Any]:
     for change in changes:
         key, sign, value = change.partition("=")
         if not sign:
-            raise ValueError(
-                f"{change} in {group}={text} cannot be read as key=value; write {group}s as {name} KEY=VALUE"
-            )
+            said = f"{change} in {group}={text} cannot be read as key=value"
+            raise ValueError(f"{said}; write {group}s as {name} KEY=VALUE")
         check_keys([key], [*(each for each in found if not each.startswith("_")), *shared], prefix=f"{group}.")
         found[key] = yaml.safe_load(value)
     return found
@@ -64,13 +55,10 @@ def make_cache(text: str) -> tuple[Policy, StoreOptions]:
     from kvbench.runs.config import store_options
 
     words = str(text).split()
-    layout = {key: yaml.safe_load(value) for key, sign, value in map(_parts, words) if key.startswith(_STORE) and sign}
-    method = " ".join(word for word in words if _parts(word)[0] not in layout)
-    return make_method(method), store_options({key.removeprefix(_STORE): value for key, value in layout.items()})
-
-
-def _parts(word: str) -> tuple[str, str, str]:
-    return word.partition("=")
+    layout = [word for word in words if word.startswith(_STORE) and "=" in word]
+    method = " ".join(word for word in words if word not in layout)
+    pairs = (word.removeprefix(_STORE).partition("=") for word in layout)
+    return make_method(method), store_options({key: yaml.safe_load(value) for key, _, value in pairs})
 
 
 def make_model(text: str, device: str) -> LoadedModel:
@@ -92,11 +80,7 @@ def describe_model(model: LoadedModel) -> dict[str, str]:
 
 
 def sample_tokens(model: LoadedModel, rows: int, length: int) -> list[list[int]]:
-    """Prose for every row, a passage of its own each: real text, because on noise attention has no peaks.
-
-    Raises:
-        ValueError: The passages would be longer than the model's context.
-    """
+    """Prose for every row, a passage of its own each: real text, because on noise attention has no peaks."""
     from kvbench.tasks.haystack import paragraphs
 
     if length > model.max_tokens:

@@ -16,13 +16,8 @@ MODEL = "random preset=tiny max_tokens=1000000"
 
 
 def main(order: dict) -> dict[str, dict[str, int]]:
-    """Bytes of both forms: `alive` of all tensors at the worst moment but the weights, `peak` and `resident` by the
-    ledger.
-
-    Args:
-        order: method (its string), context (tokens of a random prompt), chunk; and model, a small random one by
-            default, and device.
-    """
+    """Bytes of both forms, of all tensors alive at the worst moment but the weights, and of the ledger: for a method's
+    string, so many tokens of a random context, and a chunk; of a small random model by default."""
     model = choices.make_model(order.get("model", MODEL), order.get("device", "cpu"))
     make = torch.Generator().manual_seed(0)
     prompt = torch.randint(1, 256, (order["context"],), generator=make).tolist()
@@ -33,11 +28,7 @@ def main(order: dict) -> dict[str, dict[str, int]]:
         with LiveBytes() as live:
             row, _ = runner.read(prompt)
         ledger, _ = runner.store.ledger.report(row)
-        found[name] = {
-            "alive_bytes": live.peak_bytes,
-            "peak_bytes": ledger["peak_bytes"],
-            "resident_bytes": ledger["resident_bytes"],
-        }
+        found[name] = {"alive_bytes": live.peak_bytes, **{key: ledger[key] for key in ("peak_bytes", "resident_bytes")}}
     return found
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from kvbench.bench import show
 from kvbench.config.files import conf_folder
 from kvbench.config.settings import as_dict, read_config
 from kvbench.errors import unknown_name
@@ -20,16 +21,7 @@ MODULES |= {name: f"kvbench.bench.{name}" for name in WHOLE_MODEL}
 
 
 def main(cfg: DictConfig) -> int:
-    """Measures, or shows what was measured.
-
-    Returns:
-        0 done, 1 when something was wrong and therefore not timed.
-
-    Raises:
-        ValueError: A setting is out of range, or `load` is no result.
-    """
-    from kvbench.bench import show
-
+    """Measures, or shows what was measured: 0 done, 1 when something was wrong and therefore not timed."""
     if cfg.load is not None:
         show.publish(read_document(Path(str(cfg.load))), Path(str(cfg.load)))
         return 0
@@ -37,23 +29,17 @@ def main(cfg: DictConfig) -> int:
     jobs = [settings_of(cfg, name) for name in names]  # a bad setting of the last must not wait for the first
     status = 0
     for settings in jobs:
-        with show.Bar(settings.what) as bar:
-            document = run(settings, bar.update)
-        document["provenance"] = dataclasses.asdict(provenance.git_state()) | {
-            "harness": provenance.harness_hash("cpu")
-        }
-        document["quick"] = bool(cfg.quick)
+        with show.rounds_shown(settings.what) as update:
+            document = run(settings, update)
+        origin = dataclasses.asdict(provenance.git_state()) | {"harness": provenance.harness_hash("cpu")}
+        document |= {"provenance": origin, "quick": bool(cfg.quick)}
         show.publish(document, result_folder(Path(str(cfg.out)), settings.what) / "bench.json")
         status |= not is_complete(document)
     return int(status)
 
 
 def settings_of(cfg: DictConfig, name: str) -> Common:
-    """The settings of the bench `name`.
-
-    Raises:
-        ValueError: There is no such bench, or a value is out of range.
-    """
+    """The settings of the bench `name`, checked."""
     if name not in MODULES:
         raise unknown_name("what", name, [*MODULES, "all"])
     if not isinstance(cfg.quick, bool):
@@ -86,11 +72,7 @@ def result_folder(out: Path, name: str) -> Path:
 
 
 def read_document(path: Path) -> dict:
-    """A result from its file.
-
-    Raises:
-        ValueError: It is not there, no JSON, or not of this schema.
-    """
+    """A result from its file; ValueError where it is not there, no JSON, or not of this schema."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

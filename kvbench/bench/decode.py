@@ -1,16 +1,17 @@
 """Whole-model decoding and prompt reading beside transformers' own cache, every method in the same rounds."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 from kvbench.bench import choices
 from kvbench.bench.decoders import Decoder, OwnDecoder, StaticDecoder, StoreDecoder, relative
@@ -33,7 +34,7 @@ BASELINES = (OWN, *(OWN + mark for mark in MARKS.values()), STATIC, FULL)
 REFERENCE_TOLERANCE = {torch.float32: 5e-3}
 FULL_TOLERANCE = {torch.float32: 2e-2}
 LOW_PRECISION_TOLERANCE = 5e-2
-PACKAGES = {"quanto": "optimum.quanto", "hqq": "hqq"}
+HAS_PACKAGE = {"quanto": is_optimum_quanto_available, "hqq": is_hqq_available}
 
 
 @dataclass(kw_only=True)
@@ -65,12 +66,8 @@ class WholeModel(Common):
         return StoreDecoder(model, method, kernels=self.kernels, **more)
 
     def stepping(self, name: str, decoder: Decoder, answers: list[list[int]], **extra: Any) -> Variant:
-        """`steps` decode steps at a time; every timing goes on where the last one stopped.
-
-        Args:
-            decoder: Has read the prompts.
-            answers: Tokens of each row that follow its prompt.
-        """
+        """`steps` decode steps at a time, with the tokens of each row that follow the prompts, which the decoder has
+        read; every timing goes on where the last one stopped."""
         tokens = zip(*answers, strict=True)
 
         def call(_: int) -> None:
@@ -81,13 +78,8 @@ class WholeModel(Common):
         variant = Variant(name=name, call=call, before_round=decoder.focus, extra=extra)
         if isinstance(decoder, StoreDecoder):
             variant.check = partial(decoder.reference_error, answers[0][0])
-            variant.tolerance = tolerance(REFERENCE_TOLERANCE, decoder.runner.loaded)
+            variant.tolerance = REFERENCE_TOLERANCE.get(decoder.runner.loaded.dtype, LOW_PRECISION_TOLERANCE)
         return variant
-
-
-def tolerance(table: dict, model: LoadedModel) -> float:
-    """The bound for a model's dtype."""
-    return table.get(model.dtype, LOW_PRECISION_TOLERANCE)
 
 
 @dataclass(kw_only=True)
@@ -95,14 +87,7 @@ class Settings(WholeModel):
     """Whole-model decoding and prompt reading beside transformers' own cache."""
 
     what = "decode"
-    quick: ClassVar[dict[str, Any]] = {
-        "context": 1024,
-        "batches": [1],
-        "rounds": 3,
-        "steps": 2,
-        "prefill_rounds": 1,
-        "peak": False,
-    }
+    quick = {"context": 1024, "batches": [1], "rounds": 3, "steps": 2, "prefill_rounds": 1, "peak": False}
 
     batches: list[int] = setting([1, 4], "Sequences.", 1)
     prefill_rounds: int = setting(3, "Rounds of whole prompts; 0 = none.", 0)
@@ -140,8 +125,7 @@ class Settings(WholeModel):
     def variants(self, bench: Bench, cell: dict) -> list[Variant]:
         bench.stage("reading prompts")
         if cell["phase"] == "decode":
-            made = [decode_variants(self, model, cell["batch"], mark) for mark, model in self._models.items()]
-            return sum(made, [])
+            return [v for mark, own in self._models.items() for v in decode_variants(self, own, cell["batch"], mark)]
         found = prompt_variants(self, self._models)
         for variant in found:
             variant.extra["peak_bytes"] = self._peaks.get(variant.name)
@@ -164,28 +148,16 @@ def make_models(settings: Settings, device: str, notes: list[str]) -> dict[str, 
 
 def own_kinds(settings: Settings) -> dict[str, str]:
     """Names of the rows that are transformers' own, and the cache of each that can be had here."""
-    kinds = {OWN: "dynamic"}
-    for kind in OWN_CACHES[1:] if settings.quantised else ():
-        package = PACKAGES.get(kind.partition("-")[0])
-        if package is None or _is_there(package):
-            kinds[f"{OWN} {kind}"] = kind
-    return kinds
+    wanted = OWN_CACHES[1:] if settings.quantised else ()
+    known = [kind for kind in wanted if HAS_PACKAGE.get(kind.partition("-")[0], lambda: True)()]
+    return {OWN: "dynamic"} | {f"{OWN} {kind}": kind for kind in known}
 
 
-def _is_there(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:
-        return False
-
-
-def _own_decoders(settings: Settings, model: LoadedModel) -> dict[str, OwnDecoder]:
-    found = {}
+def _own_decoders(settings: Settings, model: LoadedModel) -> dict[str, Decoder]:
+    found: dict[str, Decoder] = {}
     for name, kind in own_kinds(settings).items():
-        try:
+        with suppress(ImportError):  # this package, or transformers, has no such cache
             found[name] = OwnDecoder(model, kind)
-        except ImportError:
-            continue  # this transformers has no such cache
     return found
 
 
@@ -195,17 +167,15 @@ def decode_variants(settings: Settings, model: LoadedModel, batch: int, mark: st
     text = choices.sample_tokens(model, batch, settings.context + room)
     prompts = [tokens[: settings.context] for tokens in text]
     answers = [tokens[settings.context :] for tokens in text]
+    decoders = _own_decoders(settings, model)
+    own = len(decoders)
+    decoders |= {m: settings.decoder(model, m, rows=batch, new_tokens=room) for m in settings.methods}
     variants = []
-    decoders: dict[str, Decoder] = dict(_own_decoders(settings, model).items())
     for name, decoder in decoders.items():
         decoder.prefill(prompts)
         variants.append(settings.stepping(name + mark, decoder, answers))
     if model.device.type == "cuda":
-        variants.append(static_variant(settings, model, prompts, answers))
-    for method in settings.methods:
-        decoder = settings.decoder(model, method, rows=batch, new_tokens=room)
-        decoder.prefill(prompts)
-        variants.append(settings.stepping(method + mark, decoder, answers))
+        variants.insert(own, static_variant(settings, model, prompts, answers))
     return variants
 
 
@@ -229,20 +199,17 @@ def prompt_variants(settings: Settings, models: Mapping[str, LoadedModel]) -> li
     for mark, model in models.items():
         text = choices.sample_tokens(model, 1, settings.context + 1)[0]
         prompt = text[: settings.context]
-        decoders: dict[str, Decoder] = dict(_own_decoders(settings, model).items())
+        decoders = _own_decoders(settings, model)
         if exact is None:
             decoders[OWN].prefill([prompt])
             exact = decoders[OWN].logits.clone()
-        for method in settings.methods:
-            decoders[method] = settings.decoder(model, method, rows=1, new_tokens=1)
-        for name, decoder in decoders.items():
-            variant = _reading(name + mark, decoder, prompt, exact)
-            variant.tolerance = tolerance(FULL_TOLERANCE, model)
-            variants.append(variant)
+        decoders |= {m: settings.decoder(model, m, rows=1, new_tokens=1) for m in settings.methods}
+        bound = FULL_TOLERANCE.get(model.dtype, LOW_PRECISION_TOLERANCE)
+        variants += [_reading(name + mark, each, prompt, exact, bound) for name, each in decoders.items()]
     return variants
 
 
-def _reading(name: str, decoder: Decoder, prompt: list[int], exact: Tensor) -> Variant:
+def _reading(name: str, decoder: Decoder, prompt: list[int], exact: Tensor, bound: float) -> Variant:
     """Reads the prompt; the logits behind it are compared with `exact`."""
 
     def call(_: int) -> None:
@@ -253,7 +220,7 @@ def _reading(name: str, decoder: Decoder, prompt: list[int], exact: Tensor) -> V
         call(0)
         return relative(decoder.logits, exact)
 
-    return Variant(name=name, call=call, before_round=decoder.focus, check=check)
+    return Variant(name=name, call=call, before_round=decoder.focus, check=check, tolerance=bound)
 
 
 def measure_peaks(settings: Settings, bench: Bench) -> dict[str, int]:
@@ -262,15 +229,9 @@ def measure_peaks(settings: Settings, bench: Bench) -> dict[str, int]:
     kinds, ways = own_kinds(settings), {"": "", **{MARKS[linear]: f" linear={linear}" for linear in settings.linear}}
     for name, mark in [(name, mark) for mark in ways for name in [*kinds, *settings.methods]]:
         bench.stage(f"peak memory of a prompt, {name}{mark}")
-        order = {
-            "model": settings.model + ways[mark],
-            "device": bench.device,
-            "context": settings.context,
-            "name": name,
-            "kind": kinds.get(name),
-            "kernels": settings.kernels,
-            "threads": settings.threads[-1] or machine.num_cpus(),
-        }
+        order = {"model": settings.model + ways[mark], "device": bench.device, "context": settings.context}
+        order |= {"name": name, "kind": kinds.get(name), "kernels": settings.kernels}
+        order |= {"threads": settings.threads[-1] or machine.num_cpus()}
         command = [sys.executable, "-m", "kvbench.bench.peak", json.dumps(order)]
         done = subprocess.run(command, capture_output=True, text=True)
         try:

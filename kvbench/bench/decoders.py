@@ -23,13 +23,8 @@ class StoreDecoder:
     Args:
         model: The model, shared with other decoders.
         method: The method's string, see `choices.make_cache`.
-        rows: Sequences.
-        context: Prompt tokens.
-        new_tokens: Tokens that will be decoded at most.
-        kernels: Backend.
         prompts: Keeps what was read of prompts, for decoders whose reading is not timed.
         budget_bytes: What the cache's pool may take; None = no limit of its own.
-        chunk: Tokens of a prompt that are read at once; None = all.
 
     Attributes:
         logits: Behind the prompts that were read last, fp32 [B, vocabulary].
@@ -48,12 +43,11 @@ class StoreDecoder:
         kernels: str = "auto",
         prompts: PromptCache | None = None,
         budget_bytes: int | None = None,
-        chunk: int | None = None,
     ) -> None:
         policy, options = choices.make_cache(method)
         if budget_bytes is not None:
             options = replace(options, budget_bytes=budget_bytes)
-        self.runner = Runner(model, policy, options=options, backend=kernels, prompts=prompts, chunk=chunk)
+        self.runner = Runner(model, policy, options=options, backend=kernels, prompts=prompts)
         # The rows that the check copies count among all rows, so that the bytes of a row are what they are in a run.
         self.runner.reserve(rows=rows + REFERENCE_ROWS, prompt_tokens=context, new_tokens=new_tokens)
         self.rows: list[int] = []
@@ -110,19 +104,10 @@ class StoreDecoder:
 
 
 class OwnDecoder:
-    """transformers' own forward with one of its own caches; all rows share one length, so nothing is padded.
-
-    Args:
-        model: The model, shared with other decoders.
-        kind: One of `hf.OWN_CACHES`, or `static`.
-        max_tokens: What a static cache holds.
-
-    Raises:
-        ImportError: See `hf.own_cache`.
-    """
+    """transformers' own forward with one of its own caches (see `hf.own_cache`); all rows share one length, so nothing
+    is padded."""
 
     logits: Tensor
-    """As `StoreDecoder.logits`."""
 
     def __init__(self, model: LoadedModel, kind: str = "dynamic", max_tokens: int = 0) -> None:
         self.loaded, self.kind, self.max_tokens = model, kind, max_tokens
@@ -133,7 +118,6 @@ class OwnDecoder:
         hf.detach(self.loaded.model)
 
     def clear(self) -> None:
-        """Forgets all rows."""
         self.cache = hf.own_cache(self.loaded.model, self.kind, self.max_tokens)
 
     def prefill(self, prompts: list[list[int]]) -> None:
@@ -143,7 +127,6 @@ class OwnDecoder:
         self.logits = self._run(torch.tensor(prompts, device=self.loaded.device))
 
     def step(self, tokens: list[int]) -> Tensor:
-        """One token for every row; next logits fp32 [B, vocabulary]."""
         return self._run(torch.tensor(tokens, device=self.loaded.device)[:, None])
 
     @torch.no_grad()
@@ -153,12 +136,10 @@ class OwnDecoder:
         return out.logits[:, -1].float()
 
     def repeat(self, rows: int) -> None:
-        """Copies rows in turn until there are as many."""
         held = hf.own_cache_rows(self.cache)
         self.cache.batch_select_indices(torch.arange(rows, device=self.loaded.device) % held)
 
     def cache_bytes(self) -> int:
-        """Bytes of the cache's tensors."""
         return hf.own_cache_bytes(self.cache)
 
 
@@ -166,10 +147,6 @@ class StaticDecoder(OwnDecoder):
     """transformers' static cache, whose decode step is a CUDA graph on a GPU: how people serve a model without kvbench.
 
     The prompt is read eagerly; the first step after it is captured, every step is a replay. On a CPU steps are eager.
-
-    Args:
-        model: The model, shared with other decoders.
-        max_tokens: What the cache holds.
     """
 
     def __init__(self, model: LoadedModel, max_tokens: int) -> None:

@@ -21,6 +21,9 @@ from pathlib import Path
 
 import torch
 
+from kvbench.kernels.bench import machine
+from kvbench.kernels.dispatch import gpu_backend
+
 TRIES = 2  # of a stage, before it is given up
 LEAST_S = 45.0  # a stage is not begun with less time left, unless its limit is below
 MODEL = "random preset=llama3-8b dtype=bfloat16"
@@ -31,14 +34,8 @@ PREFILL, THROUGHPUT = "kvbench.kernels.bench.prefill out={out}", "kvbench.bench.
 
 @dataclass(frozen=True)
 class Stage:
-    """One part of the evidence.
-
-    Args:
-        name: Names its files.
-        limit_s: Seconds it may take.
-        module: What `python -m` runs, with its words; `{out}` stands for the stage's JSON document.
-        dry: The words of a dry run, on a CPU with interpreted kernels and tiny shapes; empty leaves the stage out.
-    """
+    """One part of the evidence, whose files have its name: the seconds it may take, and what `python -m` runs, with
+    `{out}` for its JSON document; `dry` on a CPU with interpreted kernels and tiny shapes, if that can be."""
 
     name: str
     limit_s: int
@@ -98,17 +95,8 @@ def words_of(stage: Stage, folder: Path, dry: bool) -> list[str]:
     return [sys.executable, "-m", module, *(word.format(out=folder / f"{stage.name}.json") for word in words)]
 
 
-def device_name(dry: bool) -> str:
-    """The folder of a device: its name without what a file's name should not have."""
-    name = "interpreter" if dry else torch.cuda.get_device_name()
-    return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()
-
-
 def describe(device: str) -> dict:
     """The machine and its libraries, for the record."""
-    from kvbench.kernels.bench import machine
-    from kvbench.kernels.dispatch import gpu_backend
-
     found = machine.describe(device, gpu_backend(device))
     if device != "cpu":
         own = torch.cuda.get_device_properties(device)
@@ -125,6 +113,12 @@ def _commit() -> str:
     return done.stdout.strip()
 
 
+def read_state(folder: Path) -> dict[str, dict]:
+    """What became of each stage so far."""
+    path = folder / "state.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
 def left_over(stages: tuple[Stage, ...], state: dict[str, dict], dry: bool) -> list[Stage]:
     """The stages that are still to be done, in order: neither ended well nor given up."""
     return [
@@ -136,11 +130,7 @@ def left_over(stages: tuple[Stage, ...], state: dict[str, dict], dry: bool) -> l
 
 
 def run_stage(stage: Stage, folder: Path, limit_s: float, dry: bool) -> int:
-    """Runs a stage and keeps what it prints.
-
-    Returns:
-        Its exit status; 124 when its time ran out.
-    """
+    """Runs a stage and keeps what it prints; its exit status, 124 when its time ran out."""
     environment = os.environ | {"PYTHONUNBUFFERED": "1"} | ({"TRITON_INTERPRET": "1"} if dry else {})
     with open(folder / f"{stage.name}.txt", "w", encoding="utf-8") as log:
         try:
@@ -154,18 +144,11 @@ def run_stage(stage: Stage, folder: Path, limit_s: float, dry: bool) -> int:
 
 
 def go_on(folder: Path, seconds: float, stages: tuple[Stage, ...] = STAGES, dry: bool = False) -> list[Stage]:
-    """Does stages until all are done or the time is over.
-
-    Args:
-        folder: Where everything lies; `state.json` in it says what was done.
-        dry: On a CPU with interpreted kernels.
-
-    Returns:
-        The stages that are left.
-    """
+    """Does stages until all are done or the time is over; gives those that are left. `state.json` in the folder says
+    what was done."""
     begin, path = time.monotonic(), folder / "state.json"
     folder.mkdir(parents=True, exist_ok=True)
-    state: dict[str, dict] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    state = read_state(folder)
     for stage in left_over(stages, state, dry):
         left_s = seconds - (time.monotonic() - begin)
         if left_s < min(stage.limit_s, LEAST_S):
@@ -200,13 +183,14 @@ def main(argv: list[str] | None = None) -> int:
     if chosen.describe:
         print(json.dumps(describe(chosen.device), indent=1, default=str))
         return 0
-    folder = chosen.results / device_name(chosen.dry)
+    name = "interpreter" if chosen.dry else torch.cuda.get_device_name()
+    folder = chosen.results / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()
     left = go_on(folder, 60 * chosen.minutes, dry=chosen.dry)
     if chosen.archive is not None:
         chosen.archive.parent.mkdir(parents=True, exist_ok=True)
         with tarfile.open(chosen.archive, "w:gz") as pack:
             pack.add(folder, arcname=folder.name)
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8")) if (folder / "state.json").exists() else {}
+    state = read_state(folder)
     failed = [name for name, entry in state.items() if entry["rc"] != 0]
     print(f"{folder}: {sum(entry['rc'] == 0 for entry in state.values())} stages done, {len(left)} left", end="")
     print(f"; not well: {', '.join(failed)}" if failed else "")

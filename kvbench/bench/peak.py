@@ -15,28 +15,15 @@ from kvbench.bench.decoders import Decoder, OwnDecoder, StoreDecoder
 WARM_TOKENS = 32  # threads, scratch memory and compiled kernels are there before the count begins
 
 
-class Watermark:
-    """The largest resident memory of this process since `reset`, or of the GPU's allocator.
-
-    Raises:
-        OSError: The system keeps no resettable mark (it needs Linux's /proc/self/clear_refs).
-    """
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-
-    def reset(self) -> int:
-        """Forgets earlier peaks; returns the bytes in use now."""
-        if self.device != "cpu":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats(self.device)
-            return torch.cuda.memory_allocated(self.device)
-        Path("/proc/self/clear_refs").write_text("5")
-        return _status("VmRSS")
-
-    def peak(self) -> int:
-        """The largest number of bytes since then."""
-        return torch.cuda.max_memory_allocated(self.device) if self.device != "cpu" else _status("VmHWM")
+def reset(device: str) -> int:
+    """Forgets earlier peaks of the resident memory of this process, or of the GPU's allocator; returns the bytes in use
+    now. Raises OSError where the system keeps no mark that can be reset (it needs Linux's /proc/self/clear_refs)."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
 
 
 def _status(field: str) -> int:
@@ -45,27 +32,22 @@ def _status(field: str) -> int:
 
 
 def main(order: dict) -> int:
-    """Peak bytes of one prompt.
-
-    Args:
-        order: model, device, context, name (a method's string), kind (transformers' own cache, or None), kernels,
-            threads; and chunk, tokens of the prompt that are read at once (None: all).
-    """
+    """Peak bytes of one prompt: of a model on a device, with a number of threads, so many tokens of context, and a
+    method's string with the kernels, or the kind of transformers' own cache."""
     torch.set_num_threads(order["threads"])
-    model = choices.make_model(order["model"], order["device"])
-    text = choices.sample_tokens(model, 1, order["context"])[0]
-    mark = Watermark(order["device"])
+    device, context = order["device"], order["context"]
+    model = choices.make_model(order["model"], device)
+    text = choices.sample_tokens(model, 1, context)[0]
     decoder: Decoder
     if order["kind"]:
         decoder = OwnDecoder(model, order["kind"])
     else:
-        reads = {"context": order["context"], "chunk": order.get("chunk"), "kernels": order["kernels"]}
-        decoder = StoreDecoder(model, order["name"], rows=1, new_tokens=1, **reads)
+        decoder = StoreDecoder(model, order["name"], rows=1, context=context, new_tokens=1, kernels=order["kernels"])
     decoder.prefill([text[:WARM_TOKENS]])
     decoder.clear()
-    before = mark.reset()
+    before = reset(device)
     decoder.prefill([text])
-    return mark.peak() - before
+    return (torch.cuda.max_memory_allocated(device) if device != "cpu" else _status("VmHWM")) - before
 
 
 if __name__ == "__main__":

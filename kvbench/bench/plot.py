@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvbench.kernels.bench.bench import label_of
 from kvbench.results.writing import write_atomic
 from kvbench.show.palette import COLOURS, MARKERS
@@ -22,21 +24,17 @@ ROW_IN, POINT_IN, PANEL_IN = 0.3, 0.11, 4.4  # inches of a row, of a point in it
 
 @dataclass(frozen=True)
 class View:
-    """The content of a bench's picture.
-
-    Args:
-        panel: Names of what tells panels apart; what else tells cells apart tells the points of a row apart.
-        value: Median and quartiles of a row, given the name of the baseline; None = no point.
-        label: Of the axis.
-        is_log: On a logarithmic axis, with a line at `1` where it is relative; else from 0 on.
-        note: Beside a point.
-    """
+    """The content of a bench's picture."""
 
     panel: tuple[str, ...]
+    """Names of what tells panels apart; what else tells cells apart tells the points of a row apart."""
     value: Callable[[dict, str], dict | None]
+    """Median and quartiles of a row, given the name of the baseline; None = no point."""
     label: str
     is_log: bool = False
+    """On a logarithmic axis, with a line at 1 where it is relative; else from 0 on."""
     note: Callable[[dict], str] = lambda _: ""
+    """Beside a point."""
 
 
 def scaled(row: dict, factor: float) -> dict:
@@ -130,18 +128,20 @@ def _panel(
         shift = 0.7 * ((index + 0.5) / len(series) - 0.5)
         found = {row["name"]: (row, view.value(row, base)) for row in cell["variants"] if row["name"] in names}
         points = [(names.index(name) + shift, row, value) for name, (row, value) in found.items() if value]
-        middle = [value["median"] for _, _, value in points]
-        low = [max(0.0, value["median"] - value["q1"]) for _, _, value in points]
-        high = [max(0.0, value["q3"] - value["median"]) for _, _, value in points]
+        middle, low, high = ([value[key] for _, _, value in points] for key in ("median", "q1", "q3"))
+        ends = [np.subtract(middle, low), np.subtract(high, middle)]
         style: dict[str, Any] = {"linestyle": "none", "markersize": 5, "capsize": 2} | _style(index)
-        axes.errorbar(middle, [place for place, _, _ in points], xerr=[low, high], label=label, **style)
+        axes.errorbar(middle, [place for place, *_ in points], xerr=np.maximum(0.0, ends), label=label, **style)
         for place, row, value in points:
-            axes.annotate(
-                view.note(row), (value["q3"], place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8
-            )
+            where: dict[str, Any] = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
+            axes.annotate(view.note(row), (value["q3"], place), **where)
     if view.is_log:
+        from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
         axes.set_xscale("log", base=2)
-        _plain_ticks(axes)
+        axes.xaxis.set_major_locator(LogLocator(base=2, numticks=12))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))  # numbers instead of powers
+        axes.xaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_xlim(0, 1.25 * axes.get_xlim()[1])
     if view.value in (_speed, _time):
@@ -150,15 +150,6 @@ def _panel(
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.grid(axis="x", alpha=0.3)
     axes.tick_params(labelsize=8)
-
-
-def _plain_ticks(axes: "Axes") -> None:
-    """Numbers instead of powers."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axes.xaxis.set_major_locator(LogLocator(base=2, numticks=12))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _style(index: int) -> dict[str, Any]:
@@ -180,6 +171,5 @@ def _legend(figure: "Figure", columns: int) -> None:
             handles.setdefault(label, handle)
     widest_in = _MARKER_IN + _LETTER_IN * max(map(len, handles), default=0)
     columns = max(1, min(columns, int(figure.get_figwidth() / widest_in)))
-    figure.legend(
-        list(handles.values()), list(handles), loc="outside lower center", ncols=columns, frameon=False, fontsize=8
-    )
+    where: dict[str, Any] = {"loc": "outside lower center", "ncols": columns, "frameon": False, "fontsize": 8}
+    figure.legend(list(handles.values()), list(handles), **where)

@@ -4,11 +4,10 @@ import io
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from rich.console import Group
 from rich.table import Table
@@ -26,51 +25,47 @@ from kvbench.show.progress import PLAIN_EVERY_S, LiveBar, format_bytes, format_s
 WIDTH = 132
 NONE = "-"
 MANAGER_NOISE = "A/A: one by one, timed twice in each round; in no cell is a ratio beyond {:.0f} % from 1 noise"
+MEDIANS = (
+    "Medians [quartiles] over rounds in which every variant ran once, in shuffled order; x = times as fast, formed "
+)
+MEDIANS += "within each round."
 RATE_ROUNDS = 8  # rounds that the time left is told from
 
 
-class Bar:
-    """Rounds done, what is being measured, and the time left; a live bar on a terminal, else a line now and then."""
+@contextmanager
+def rounds_shown(what: str) -> Iterator[bench.Progress]:
+    """Shows rounds done, what is being measured, and the time left, on a live bar on a terminal, else in a line now and
+    then; gives what a bench tells these."""
+    live = LiveBar(sys.stderr, what, total=None) if sys.stderr.isatty() else None
+    seen: deque[tuple[float, int]] = deque(maxlen=RATE_ROUNDS)
+    spoken = time.monotonic(), ""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
-        self._live: LiveBar | None = None
-        self._label = ""
-        self._spoken = time.monotonic()
-        self._seen: deque[tuple[float, int]] = deque(maxlen=RATE_ROUNDS)
-
-    def __enter__(self) -> Self:
-        if sys.stderr.isatty():
-            self._live = LiveBar(sys.stderr, self.what, total=None)
-        return self
-
-    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def update(self, done: int, total: int, label: str) -> None:
-        """Takes the number of rounds done and in all, and what is being measured."""
+    def update(done: int, total: int, label: str) -> None:
+        nonlocal spoken
         now = time.monotonic()
-        if not self._seen or self._seen[-1][1] != done:
-            self._seen.append((now, done))
+        if not seen or seen[-1][1] != done:
+            seen.append((now, done))
         # From the last rounds only: what comes before the first one (loading, prompts) says nothing about the rest.
-        (then, before), (latest, _) = self._seen[0], self._seen[-1]
-        known = before < done < total and len(self._seen) > 2
+        (then, before), (latest, _) = seen[0], seen[-1]
+        known = before < done < total and len(seen) > 2
         left = f", {format_seconds((latest - then) / (done - before) * (total - done))} left" if known else ""
         state = f"{done}/{total} rounds{left}: {label}"
-        if self._live is not None:
-            self._live.update(done, total, state)
-        elif label != self._label or now - self._spoken >= PLAIN_EVERY_S:
-            self._spoken, self._label = now, label
-            note(f"{self.what}: {state}")
+        if live is not None:
+            live.update(done, total, state)
+        elif label != spoken[1] or now - spoken[0] >= PLAIN_EVERY_S:
+            spoken = now, label
+            note(f"{what}: {state}")
+
+    try:
+        yield update
+    finally:
+        if live is not None:
+            live.stop()
 
 
 def publish(document: dict, path: Path) -> None:
-    """Prints the tables and writes what is not there yet: the JSON file `path`, and beside it table and picture.
-
-    Args:
-        path: For example bench.json; the table goes to bench.txt, the picture to bench.png.
-    """
+    """Prints the tables and writes what is not there yet: the JSON file `path`, and beside it table (.txt) and picture
+    (.png)."""
     bench.check_document(document)
     if not path.exists():
         bench.write(document, path)
@@ -81,8 +76,7 @@ def publish(document: dict, path: Path) -> None:
     console = terminal.console(WIDTH)
     console.print(rendered)
     picture = plot.draw(document, path.with_suffix(".png"))
-    files = (path, path.with_suffix(".txt"), picture)
-    terminal.print_paths([file for file in files if file is not None], console)
+    terminal.print_paths([path, path.with_suffix(".txt"), *([picture] if picture else [])], console)
 
 
 def number(value: float) -> str:
@@ -106,12 +100,6 @@ def duration(row: dict) -> str:
 def ratio(row: dict, name: str | None) -> str:
     """The speed of a row as a multiple of a baseline's, in tokens per second where batches differ."""
     return span(row.get("rate_ratios", row["ratios"]).get(name))
-
-
-def best_dense(rows: Sequence[dict]) -> str | None:
-    """Name of the fastest dense variant."""
-    dense = [row for row in rows if row.get("kind") == "dense"]
-    return min(dense, key=lambda row: row["median"])["name"] if dense else None
 
 
 def _share(row: dict) -> str:
@@ -138,13 +126,14 @@ def _baseline(name: str, model: dict | None) -> str:
 
 def _cell_table(document: dict, rows: Sequence[dict]) -> Table:
     """One row per variant; what no variant has is no column."""
-    columns: dict[str, Callable[[dict], str]]
     more: dict[str, Callable[[dict], str]]
     names = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
     if document["what"] == "attention":
-        best = best_dense(rows)
+        kinds = [row for row in rows if row.get("kind") == "dense"]
+        best = min(kinds, key=lambda row: row["median"])["name"] if kinds else None
         dense = [name for name in ("sdpa fp32", "sdpa bf16", "sdpa fp16") if any(row["name"] == name for row in rows)]
         names = dense[:2]  # the third is a row like any other, and all ratios are in the JSON
+        columns: dict[str, Callable[[dict], str]]
         columns = {"": lambda row: row["name"] + (" *" if row["name"] == best else ""), "time": duration}
         more = {"x fastest dense": lambda row: ratio(row, best), "GB/s (share)": _share, "scores cost": _cost}
     else:
@@ -182,9 +171,8 @@ def _manager(cells: Sequence[dict]) -> Table:
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = terminal.plain_table()
-    table.add_column(headings[0], no_wrap=True)
-    for heading in headings[1:]:
-        table.add_column(heading, justify="right")
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if index else "left", no_wrap=not index)
     for row in rows:
         table.add_row(*row)
     return table
@@ -216,11 +204,7 @@ def render(document: dict) -> Group:
         f"{where['backend']}, OMP_WAIT_POLICY={where['omp_wait_policy'] or 'not set'}, load average "
         f"{_load(where['load_average'])} before and {_load(where['load_average_end'])} after"
     )
-    notes = [
-        first,
-        "Medians [quartiles] over rounds in which every variant ran once, in shuffled order; x = times as fast, formed "
-        "within each round.",
-    ]
+    notes = [first, MEDIANS]
     if document["settings"].get("clock") == "cpu":
         notes.append("clock=cpu: times are CPU seconds of one thread, not seconds on the clock on the wall.")
     if document["what"] == "attention":

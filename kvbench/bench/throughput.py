@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from kvbench.bench import choices
 from kvbench.bench.decode import BASELINES, OWN, WholeModel
@@ -21,7 +21,7 @@ class Settings(WholeModel):
     """A fixed amount of KV memory: how many sequences fit, and how many tokens per second they make."""
 
     what = "throughput"
-    quick: ClassVar[dict[str, Any]] = {"kv_mb": 32, "context": 256, "new_tokens": 16, "rounds": 3, "steps": 2}
+    quick = {"kv_mb": 32, "context": 256, "new_tokens": 16, "rounds": 3, "steps": 2}
 
     kv_mb: int = setting(256, "MB (10^6 bytes) for everything that a cache holds: pages, tables, buffers.", 1)
     context: int = setting(1024, "Prompt tokens.", 1)
@@ -55,15 +55,12 @@ class Settings(WholeModel):
         return [variant for variant in found if variant is not None]
 
     def finish(self, found: dict) -> None:
-        add_rates(found["variants"])
-
-
-def add_rates(rows: list[dict]) -> None:
-    """Adds `rate_ratios`: tokens per second of a row over those of each baseline, formed within each round."""
-    by_name = {row["name"]: row for row in rows}
-    per_token = {row["name"]: [s / row["tokens_per_call"] for s in row["seconds"]] for row in rows}
-    for name, row in by_name.items():
-        row["rate_ratios"] = {base: ratios(per_token[base], per_token[name]) for base in BASELINES if base in by_name}
+        """Adds `rate_ratios`: tokens per second of a row over those of each baseline, formed within each round."""
+        rows = found["variants"]
+        per_token = {row["name"]: [s / row["tokens_per_call"] for s in row["seconds"]] for row in rows}
+        bases = [base for base in BASELINES if base in per_token]
+        for row in rows:
+            row["rate_ratios"] = {base: ratios(per_token[base], per_token[row["name"]]) for base in bases}
 
 
 def fitting(settings: Settings, sequence_bytes: int, name: str, notes: list[str]) -> int:

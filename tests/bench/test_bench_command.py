@@ -92,14 +92,14 @@ def test_time_left_is_told_from_the_last_rounds(monkeypatch, capsys):
     """A long wait before the first round does not count; nothing is told before two rounds are known."""
     clock = {"now": 0.0}
     monkeypatch.setattr(show.time, "monotonic", lambda: clock["now"])
-    with show.Bar("decode") as bar:
-        bar.update(0, 20, "loading")
+    with show.rounds_shown("decode") as update:
+        update(0, 20, "loading")
         for done, now in ((1, 1000.0), (2, 1002.0), (3, 1004.0), (9, 1016.0)):
             clock["now"] = now
-            bar.update(done, 20, f"round {done}")
+            update(done, 20, f"round {done}")
         for done in range(10, 18):
             clock["now"] += 2.0
-            bar.update(done, 20, f"round {done}")
+            update(done, 20, f"round {done}")
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "decode: 0/20 rounds: loading" and lines[1] == "decode: 1/20 rounds: round 1"
     assert lines[-1] == "decode: 17/20 rounds, 6 s left: round 17"

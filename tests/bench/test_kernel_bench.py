@@ -125,6 +125,8 @@ def test_keys_before_the_rotary_embedding_are_turned_to_their_tokens():
         ("lengths=[]", "lengths=.. must be a list"),
         ("scores=[all]", "scores=all does not exist"),
         ("threads=[-1]", "threads=-1 must be"),
+        ("clock=sun", "clock=sun does not exist"),
+        ("clock=cpu", "clock=cpu counts one thread, but threads=.1, 0."),
     ],
 )
 def test_settings_out_of_range_are_refused(word, message):
