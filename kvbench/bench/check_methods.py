@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
@@ -26,17 +26,20 @@ from kvbench.kernels.check_device import report
 from kvbench.kernels.device_inputs import Finding
 from kvbench.kernels.dispatch import gpu_backend
 from kvbench.models.load import LoadedModel
+from kvbench.runs.parts import policy_class
 
 # Windows, budgets and groups so small that a method drops, demotes, chooses and flushes within some dozens of tokens.
 SMALL = {"window": 8, "budget": 16, "sinks": 2, "recent": 8, "residual_tokens": 16, "group": 16, "read_budget": 16}
 SMALL |= {"min_pages": 1, "dense_layers": 0, "obs_window": 4, "protected": 8, "skip_near": 2}
-# What belongs to one model, of two layers with two KV heads of width 64: gates, mean queries for triattention, and
-# books for kvquant, whose levels are those of nobody.
+# Tables of one model, of two layers with two KV heads of width 64: gates, mean queries, and books, whose levels are
+# those of nobody.
 _LEVELS = [code * 255 // (2**bits - 1) for bits in (2, 3, 4) for _ in "kv" for code in range(2**bits)]
-TABLE = {
-    "table": [[0.9, 0.1], [0.2, 0.8]],
-    "centres": [[round(math.sin(i * (layer + 1)), 3) for i in range(192)] for layer in range(2)],
-    "books": [[*_LEVELS, *[(0.01, 0.02)[layer]] * 128, *[-1.5] * 128] for layer in range(2)],
+_SHARES = [[0.9, 0.1], [0.2, 0.8]]
+TABLE: dict[str, dict[str, list]] = {
+    "duo_attention": {"table": _SHARES},
+    "headkv": {"table": _SHARES},
+    "triattention": {"centres": [[round(math.sin(i * (n + 1)), 3) for i in range(192)] for n in range(2)]},
+    "kvquant": {"books": [[*_LEVELS, *[(0.01, 0.02)[n]] * 128, *[-1.5] * 128] for n in range(2)]},
 }
 MODEL = "random preset=tiny num_layers=2"
 LONGER = 10  # times as many tokens with graphs: the first steps are warm-up and capture
@@ -63,8 +66,9 @@ CASES = {
 
 def changes(method: str, case: Case) -> dict:
     """The changes that a case makes to a method's settings."""
-    own = choices.read_choice("method", method)
-    found: dict[str, Any] = {key: value for key, value in TABLE.items() if key in own}
+    listed = choices.read_choice("method", method)
+    own: dict[str, Any] = {item.name: item.default for item in fields(policy_class(listed["_target_"]))} | listed
+    found: dict[str, Any] = dict(TABLE.get(method, {}))
     if case.small:
         for key, value in SMALL.items():
             is_count = isinstance(own.get(key), int) and not isinstance(own[key], bool) and own[key] > value

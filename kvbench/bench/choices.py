@@ -10,8 +10,6 @@ import yaml
 
 from kvbench.cache.layout import StoreOptions
 from kvbench.config.files import options, path_of
-from kvbench.config.methods import method_settings
-from kvbench.config.settings import as_dict, read_config
 from kvbench.errors import check_keys, unknown_name
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
@@ -27,18 +25,18 @@ def read_choice(group: str, text: str, *more: str) -> dict[str, Any]:
     known = options(group)
     if name not in known:
         raise unknown_name(group, name, known)
-    found = as_dict(method_settings(name) if group == "method" else read_config(path_of(group, name)))
-    shared: list[str] = []
-    if group == "method" and changes:  # settings that no file has to list
+    found = yaml.safe_load(path_of(group, name).read_text(encoding="utf-8"))
+    settings = list(found)
+    if group == "method":  # a file lists what differs from its class
         from kvbench.runs.parts import policy_class
 
-        shared = list(declared(policy_class(found["_target_"])))
+        settings = list(declared(policy_class(found["_target_"])))
     for change in changes:
         key, sign, value = change.partition("=")
         if not sign:
             said = f"{change} in {group}={text} cannot be read as key=value"
             raise ValueError(f"{said}; write {group}s as {name} KEY=VALUE")
-        check_keys([key], [*(each for each in found if not each.startswith("_")), *shared], prefix=f"{group}.")
+        check_keys([key], settings, prefix=f"{group}.")
         found[key] = yaml.safe_load(value)
     return found
 

@@ -115,7 +115,13 @@ def project_shares(
 
 
 def _run(
-    policy: Policy, shape: ModelShape, prompt_tokens: int, new_tokens: int, options: StoreOptions | None, is_even: bool
+    policy: Policy,
+    shape: ModelShape,
+    prompt_tokens: int,
+    new_tokens: int,
+    options: StoreOptions | None,
+    *,
+    is_even: bool,
 ) -> Projection:
     """Reads a prompt and steps through an answer."""
     store = _store(policy, shape, prompt_tokens, new_tokens, options, is_even)
