@@ -78,22 +78,3 @@ def test_lists_and_pages_are_counted(pages):
     assert (
         pages.allocated_bytes == pages.pool.allocated_bytes + pages.table.allocated_bytes > pages.pool.allocated_bytes
     )
-
-
-@pytest.mark.parametrize("copied", [False, True])
-def test_a_copy_is_of_every_page(pages, copied):
-    """An emptied row takes over slots and scores of another, and leaves them where they were."""
-    new, old = pages.lists_of(torch.tensor([0])), pages.lists_of(torch.tensor([1]))
-    pages.clear(new)
-    assert pages.held(0, new).tolist() == [0] * 4
-    pages.table.share(old, new)
-    if copied:
-        pages.table.own_all(new)
-    assert pages.held(0, new).equal(pages.held(0, old))
-    for a, b in zip(old.tolist(), new.tolist(), strict=True):
-        count = COUNTS[a]
-        for number in (a, b):
-            page, slot = pages.table.lookup(torch.full((count,), number), 0, torch.arange(count))
-            score, pos = pages.backend.read_tracked(pages.pool.pages, pages.formats[0], page, slot)
-            first = sum(COUNTS[:a])
-            assert pos.tolist() == list(range(first, first + count)) and score.tolist() == [1.0] * count

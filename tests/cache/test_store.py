@@ -7,9 +7,8 @@ import torch
 from store_helpers import held_positions, make_store
 
 from kvbench.cache.store import CompressedStore
-from kvbench.kernels.dispatch import get_backend
 from kvbench.methods.vatp import VATP
-from kvbench.policy import Compaction, Policy, PrefillPlan, PrefillView, ScoreSpec, Tier
+from kvbench.policy import Compaction, Policy, Tier
 
 LAYERS, HEADS, GROUP = 2, 2, 3
 
@@ -19,17 +18,11 @@ class Keep(Policy):
     """Keeps every token in one tier."""
 
     tier: Tier = Tier()
-    spec: ScoreSpec = ScoreSpec()
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """As given."""
         return (self.tier,)
-
-    @property
-    def score(self) -> ScoreSpec:
-        """As given."""
-        return self.spec
 
 
 def store_of(policy: Policy, head_dim: int = 64, rows: int = 4, dtype: torch.dtype = torch.float32) -> CompressedStore:
@@ -110,46 +103,6 @@ def test_appending_one_by_one_equals_writing_at_once(case: tuple):
     assert store.counters.prompt_tokens.tolist()[:3] == [37, 30, 30]
 
 
-def test_a_batch_equals_single_rows():
-    """Rows of unlike lengths decoded together, in any order, give what each gives alone."""
-    spec = ScoreSpec(prefill_queries=-1, decode_update=True, group_reduce="max", track=("score", "pos"))
-    policy = Keep(tier=Tier(k_bits=8, v_bits=4), spec=spec)
-    prompts = [(3, tokens(64, 8, 1)), (40, tokens(64, 45, 2)), (17, tokens(64, 22, 3))]
-    together = store_of(policy)
-    rows = [prefill(together, layers, n) for n, layers in prompts]
-    alone = [store_of(policy) for _ in prompts]
-    singles = [prefill(store, layers, n) for store, (n, layers) in zip(alone, prompts, strict=True)]
-    for i in range(5):
-        order = [2, 0, 1] if i % 2 else [0, 1, 2]
-        shifted = [[tuple(x[:, n + i : n + i + 1] for x in qkv) for qkv in layers] for n, layers in prompts]
-        out = step(together, [rows[j] for j in order], [shifted[j] for j in order], 0)
-        for place, j in enumerate(order):
-            want = step(alone[j], [singles[j]], [shifted[j]], 0)
-            for layer in range(LAYERS):
-                assert torch.allclose(out[layer][place], want[layer][0], rtol=0, atol=1e-5)
-    for j, (row, single) in enumerate(zip(rows, singles, strict=True)):
-        for got, want in zip(slot_bytes(together, row), slot_bytes(alone[j], single), strict=True):
-            if got != want:  # only scores may differ, by the rounding of sums of unlike width
-                got, want = (torch.tensor(x, dtype=torch.uint8).view(torch.float32) for x in (got, want))
-                assert torch.allclose(got, want, rtol=0, atol=1e-5)
-
-
-def test_rows_are_reused_clean():
-    """A closed row returns its pages; whoever opens it next starts from nothing."""
-    store, layers = store_of(Keep(), rows=1), tokens(64, 20)
-    first = prefill(store, layers, 20)
-    want = slot_bytes(store, first)
-    store.close_row(first)
-    assert store.pages.pool.num_used == 0
-    again = store.open_row()
-    assert again == first
-    assert store.counters.tokens_seen[again] == store.counters.prompt_tokens[again] == 0
-    assert store.ledger.meters[again].peak_bytes == 0
-    for layer, qkv in enumerate(layers):
-        store.prefill_layer(again, layer, *qkv, 0.2)
-    assert slot_bytes(store, again) == want
-
-
 def test_a_row_knows_its_instruction_where_the_method_asks():
     """The number that a row was opened with, in prompts and steps, and of the last who opened it."""
 
@@ -164,59 +117,6 @@ def test_a_row_knows_its_instruction_where_the_method_asks():
         assert store.open_row(instruction_tokens=number) == 0
         assert store.view(torch.tensor([0])).instruction_tokens.tolist() == [number]
         store.close_row(0)
-
-
-def test_a_fork_shares_pages_until_one_writes():
-    """The copy has the same slots in the same pages; a step of one takes its last pages out and leaves the other's."""
-    store, layers = store_of(Keep(tier=Tier(k_bits=4, v_bits=4))), tokens(64, 64)
-    row = prefill(store, layers, 60)
-    pool, table = store.pages.pool, store.pages.table
-    size, before = table.tokens_per_page[0], pool.num_used
-    assert before == 4 * -(-60 // size) and size < 60 and 60 % size
-    copy = store.fork_row(row)
-    want = slot_bytes(store, row)
-    assert slot_bytes(store, copy) == want and pool.num_used == before
-    each = store.ledger.row_bytes(row)
-    assert store.ledger.row_bytes(copy) == each, "a row is billed what it would hold alone"
-    assert store.ledger.shared_bytes == before * (pool.page_bytes + 4)
-    step(store, [copy], [layers], 60)
-    assert slot_bytes(store, row) == want
-    assert slot_bytes(store, copy) != want
-    assert pool.num_used == before + 4, "one page of each list was written to"
-    assert store.ledger.shared_bytes == (before - 4) * (pool.page_bytes + 4)
-    assert store.counters.tokens_seen[[row, copy]].tolist() == [60, 61]
-    held = slot_bytes(store, copy)
-    store.close_row(row)
-    assert slot_bytes(store, copy) == held and pool.others is None and pool.num_used == before
-    step(store, [copy], [layers], 61)
-    store.close_row(copy)
-    assert pool.num_used == 0 and sorted(pool.free_ids().tolist()) == list(range(pool.num_pages))
-
-
-def test_a_fork_that_shares_nothing():
-    """What a bench asks for: pages of its own from the start."""
-    store, layers = store_of(Keep()), tokens(64, 20)
-    row = prefill(store, layers, 20)
-    copy = store.fork_row(row, share=False)
-    assert slot_bytes(store, copy) == slot_bytes(store, row)
-    used = store.pages.table.used_page_ids().tolist()
-    assert len(set(used)) == len(used) and store.pages.pool.others is None and store.ledger.shared_bytes == 0
-
-
-def test_query_head_granularity_equals_kv_heads():
-    """Storing every query head's copy changes the bytes but not the attention."""
-
-    class Repeated(Keep):
-        granularity = "q_head"
-
-    layers, outs = tokens(64, 12), []
-    for policy in (Keep(), Repeated()):
-        store = store_of(policy)
-        row = prefill(store, layers, 8)
-        outs.append([step(store, [row], [layers], at) for at in range(8, 12)])
-        assert store.pages.shape[2] == (6 if policy.granularity == "q_head" else 2)
-    for one, other in zip(*outs, strict=True):
-        assert all(torch.allclose(a, b, rtol=0, atol=1e-5) for a, b in zip(one, other, strict=True))
 
 
 def test_query_heads_weigh_tokens_by_their_own_copy_of_the_values():
@@ -252,18 +152,6 @@ def test_cache_relative_positions_need_a_plain_rotary_embedding():
         store_of(Relative())
 
 
-def test_a_plan_of_the_wrong_shape_is_noticed():
-    """A policy that plans for other heads than the store has is a defect of the policy."""
-
-    class Crooked(Keep):
-        def plan_prefill(self, view: PrefillView) -> PrefillPlan:
-            return PrefillPlan(tier_of=view.filled(0)[:, :1])
-
-    message = r"Crooked.plan_prefill, prompt of 5 tokens, layer 0: tier_of has the shape \(1, 1, 5\), but it must have"
-    with pytest.raises(ValueError, match=message):
-        prefill(store_of(Crooked()), tokens(64, 5), 5)
-
-
 def test_bulk_eviction_must_be_defined_where_it_is_announced():
     """A policy with `compaction` but no `plan_compact` says so at the first compaction."""
 
@@ -275,10 +163,3 @@ def test_bulk_eviction_must_be_defined_where_it_is_announced():
     step(store, [row], [layers], 5)
     with pytest.raises(NotImplementedError, match="Silent sets compaction but does not define plan_compact"):
         step(store, [row], [layers], 6)
-
-
-def test_a_backend_that_does_not_exist_is_refused():
-    """The error lists the backends there are."""
-    with pytest.raises(ValueError, match="backend='cuda' does not exist; choose auto or one of .*torch"):
-        get_backend("cuda")
-    assert get_backend("auto").name in ("torch", "cpu", "triton")

@@ -267,25 +267,6 @@ def test_a_ring_that_leaves_into_shared_pages_takes_pages_of_its_own(pages):
     assert store.pages.pool.num_free == 0 and store.pages.pool.others is None
 
 
-def test_a_budget_below_one_page_is_refused():
-    """The message names both numbers."""
-    with pytest.raises(
-        ValueError, match=r"store.budget_bytes=7 is below one page \(320 B\); raise it or set store.page"
-    ):
-        store_of(TwoTiers(), 0)
-
-
-def test_the_pool_keeps_to_its_budget():
-    """A budget of twelve and a bit pages makes twelve pages; without a budget the pool grows."""
-    store = store_of(TwoTiers(), 12)
-    assert store.pages.pool.num_pages == 12
-    assert store.pages.pool.pages.nbytes <= 12 * PAGE + 7
-    shape = {"num_layers": LAYERS, "num_q_heads": HEADS, "num_kv_heads": HEADS, "head_dim": DIM}
-    free = make_store(TwoTiers(), **shape, rows=8, max_tokens=640, new_tokens=0, page_bytes=PAGE)
-    fill(free, 640)
-    assert free.pages.pool.num_used > 64
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

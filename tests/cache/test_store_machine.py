@@ -17,7 +17,7 @@ from oracles.slow_store import SlowStore
 from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.cache.store import CompressedStore, PoolExhausted
 from kvbench.kernels.dispatch import get_backend
-from kvbench.policy import ScoreSpec, Tier
+from kvbench.policy import ScoreSpec
 
 LAYERS, HEADS, GROUP, DIM, ROWS = 2, 2, 3, 16, 4
 SCALE = 0.4
@@ -309,20 +309,3 @@ def test_random_histories_agree_with_the_oracle(examples, few):
     for name in ("prefill", "step after compaction", "chunk", "fork", "decode exhausted", "prefill exhausted"):
         assert counts.get(name, 0) > few, counts
     assert counts["shared pages"] > 2 * examples, counts
-
-
-def test_dice_need_a_store():
-    """The policy of this test is a policy like any other: its tiers are checked when the store is built."""
-    shape = ModelShape(
-        num_layers=1, num_q_heads=1, num_kv_heads=1, head_dim=16, dtype=torch.float32, device=torch.device("cpu")
-    )
-    with pytest.raises(ValueError, match="Dice has 5 tiers; the page tables hold one to four"):
-        CompressedStore(
-            Dice(own_tiers=(Tier(),) * 5),
-            shape,
-            rows=1,
-            max_prompt_tokens=8,
-            max_new_tokens=8,
-            options=StoreOptions(),
-            backend=get_backend("torch"),
-        )

@@ -12,7 +12,7 @@ from store_helpers import make_store
 
 from kvbench.cache.buffered import ResidualBuffer
 from kvbench.cache.store import CompressedStore
-from kvbench.policy import EVICT, Policy, PrefillPlan, PrefillView, Residual, ScoreSpec, Tier
+from kvbench.policy import EVICT, Policy, PrefillPlan, PrefillView, Residual, Tier
 
 DIM, LAYERS, HEADS, GROUP = 16, 2, 2, 3
 SCALE = 0.4
@@ -221,50 +221,31 @@ def test_a_forked_row_keeps_its_ring_and_goes_its_own_way():
         store.end_step()
 
 
+def ring_of(**residual) -> ResidualBuffer:
+    """A ring of 6 tokens per list, in front of groups of 2, with a number of its own in every element."""
+    lists = (5, LAYERS, HEADS)
+    ring = ResidualBuffer(Residual(num_tokens=6, **residual), lists, 4, torch.float16, 2, torch.device("cpu"))
+    ring.k.copy_(torch.arange(ring.k.numel()).view_as(ring.k) % 2048)
+    ring.v.copy_(torch.arange(ring.v.numel()).view_as(ring.v) % 1024)
+    return ring
+
+
 @pytest.mark.parametrize(
-    ("policy", "options", "message"),
-    [
-        (
-            Behind(tier=CHANNEL, buffer=Residual(num_tokens=12)),
-            {},
-            "residual=12 must be a multiple of the key group 8, because the buffer leaves in whole groups",
-        ),
-        (
-            Behind(tier=CHANNEL, buffer=Residual(num_tokens=8)),
-            {"track": ("pos",)},
-            r"store.track=\['pos'\] cannot be kept behind a residual buffer",
-        ),
-        (
-            Behind(tier=Tier(k_bits=2, v_bits=2, k_group=5), buffer=Residual(num_tokens=8)),
-            {},
-            "k_group=5 does not divide the head dim 16; choose a divisor, or 0 for the whole vector",
-        ),
-    ],
+    ("rows", "shared"),
+    [([0, 1, 2], True), ([3], True), ([2, 3, 4], True), ([1, 3], False), ([2, 1], False), ([], False)],
 )
-def test_impossible_residuals_are_refused(policy: Policy, options: dict, message: str):
-    """Every refusal names the value and the rule."""
-    with pytest.raises(ValueError, match=message):
-        store_of(policy, **options)
+def test_rows_that_follow_one_another_are_not_copied(rows, shared):
+    """One layer of any rows, in their order; a view of the rings where they lie side by side."""
+    ring, which = ring_of(), torch.tensor(rows, dtype=torch.int64)
+    for layer in range(LAYERS):
+        for found, whole in zip(ring.of_layer(which, layer), (ring.k, ring.v), strict=True):
+            assert found.equal(torch.stack([whole[row, layer] for row in rows]) if rows else whole[:0, layer])
+            assert (found.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()) == shared
 
 
-def test_channel_keys_and_buffers_have_their_conditions():
-    """Channel keys need a buffer; a buffer needs one tier and no decode scores."""
-
-    class NoBuffer(Behind):
-        residual = None
-
-    class Scored(Behind):
-        score = ScoreSpec(decode_update=True, track=("score",))
-
-    class Two(Behind):
-        tiers = (Tier(), Tier())
-
-    with pytest.raises(
-        ValueError, match="NoBuffer: keys with per-channel scales are written in groups and need a resid"
-    ):
-        store_of(NoBuffer(tier=CHANNEL, buffer=Residual(num_tokens=8)))
-    for kind in (Scored, Two):
-        with pytest.raises(
-            ValueError, match=f"{kind.__name__}: a residual buffer works with one tier and without decode"
-        ):
-            store_of(kind(tier=TOKEN, buffer=Residual(num_tokens=8)))
+@pytest.mark.parametrize("v_flush", ["all", "oldest"])
+def test_bytes_of_a_list(v_flush):
+    """Six keys, and six values or one more where the newest is written before the oldest leaves."""
+    ring, lists = ring_of(v_flush=v_flush), 5 * LAYERS * HEADS
+    assert ring.list_bytes == (6 + 6 + (v_flush == "oldest")) * 4 * 2
+    assert ring.allocated_bytes == lists * (ring.list_bytes + 3 * 4) and len(ring.num_k) == lists

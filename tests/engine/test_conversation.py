@@ -180,22 +180,6 @@ def test_a_bad_turn_ends_its_conversation_alone(loaded):
     assert said(got["c", 0]) == said(alone["c", 0])
 
 
-def test_memory_that_runs_out_in_a_turn(loaded):
-    """The group is answered again in halves, and every page comes back."""
-    asked = [conversation(name, seed=seed) for seed, name in enumerate("abcd")]
-    most = {}
-    with engine(loaded, Full(), batch_size=1, page_bytes=2048) as running:
-        running.run(
-            asked[:1],
-            on_outcome=lambda outcome: None,
-            on_step=lambda step: most.update(most=max(step["cache_bytes"], most.get("most", 0))),
-        )
-    got = answers(loaded, Full(), asked, batch_size=4, page_bytes=2048, budget_bytes=int(2.2 * most["most"]))
-    want = answers(loaded, Full(), asked, batch_size=4, page_bytes=2048)
-    assert {outcome.status for outcome in got.values()} == {"ok"}
-    assert all(said(got[key]) == said(want[key]) for key in want)
-
-
 def test_a_conversation_that_does_not_fit_is_refused(loaded):
     """All of it must fit in the model's context, with answers of full length."""
     turns = (turn(loaded.max_tokens - 80, 1),)

@@ -2,60 +2,60 @@
 
 import pytest
 from engine_helpers import NATIVE_METHODS, answers, comparable, random_tokens, request
+from test_conversation import conversation
+from test_shared_context import questions
 
 from kvbench.methods.full import Full
+from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
 
+PROMPTS = [request(str(i), random_tokens(120, seed=i), max_new_tokens=40) for i in range(3)]
+SHORT = [request(str(i), random_tokens(10, seed=i), max_new_tokens=60) for i in range(2)]
+SMALL_PAGES = {"page_bytes": 2048}
+# Requests, settings, and room for so many of the first: prompts that do not fit together, read at once or in chunks;
+# answers that outgrow the room; questions about one context; turns of conversations.
+CASES = {f"prompts, {name}": (policy, PROMPTS, {}, 1.5) for name, policy in NATIVE_METHODS.items()}
+CASES |= {f"answers, {name}": (policy, SHORT, {}, 1.0) for name, policy in NATIVE_METHODS.items()}
+CASES["answers, streaming_llm"] = StreamingLLM(budget=60, tier="native"), SHORT, {}, 1.0
+CASES |= {
+    "chunks": (SnapKV(budget=0.5, window=8, tier="native"), PROMPTS, {"prefill_chunk": 32}, 1.5),
+    "questions": (Full(), questions(max_new_tokens=40)[:4], SMALL_PAGES, 1.6),
+    "turns": (Full(), [conversation(name, seed=seed) for seed, name in enumerate("abcd")], SMALL_PAGES, 2.2),
+}
 
-def pages_of_one(loaded, policy, asked):
+
+def pages_of_one(loaded, policy, asked, **settings):
     """Most pages that one request needs at once, and their size."""
     most = [0]
 
     def watch(running, step):
         most[0] = max(most[0], running.store.pages.pool.num_used)
 
-    outcome = answers(loaded, policy, [asked], on_step=watch)[asked.sample_id, 0]
+    outcome = answers(loaded, policy, [asked], on_step=watch, **settings)[asked.sample_id, 0]
     return most[0], outcome.ledger["page_bytes"]
 
 
-@pytest.mark.parametrize("policy", NATIVE_METHODS.values(), ids=NATIVE_METHODS)
-def test_out_of_memory_halves_the_batch_and_goes_on(loaded, policy):
-    """With pages for one and a half requests a group of three runs one by one and loses nothing."""
-    requests = [request(str(i), random_tokens(120, seed=i), max_new_tokens=40) for i in range(3)]
-    want = answers(loaded, policy, requests)
-    pages, page_bytes = pages_of_one(loaded, policy, requests[0])
+def watched(loaded, policy, requests, **settings):
+    """Outcomes, and the rows of every step."""
     live = []
-    got = answers(
-        loaded,
-        policy,
-        requests,
-        budget_bytes=pages * page_bytes * 3 // 2,
-        on_step=lambda running, step: live.append(step["live_rows"]),
-    )
-    assert max(live) < 3 and live[-1] == 1
-    for key, outcome in want.items():
-        assert comparable(got[key]) == comparable(outcome)
+    got = answers(loaded, policy, requests, on_step=lambda _, step: live.append(step["live_rows"]), **settings)
+    return got, live
 
 
-@pytest.mark.parametrize("policy", NATIVE_METHODS.values(), ids=NATIVE_METHODS)
-def test_memory_that_runs_out_while_decoding_halves_too(loaded, policy):
-    """Two short prompts fit together at first; when their answers outgrow the budget each is answered alone."""
-    requests = [request(str(i), random_tokens(10, seed=i), max_new_tokens=60) for i in range(2)]
-    if isinstance(policy, StreamingLLM):
-        policy = StreamingLLM(budget=60, tier="native")
-    want = answers(loaded, policy, requests)
-    pages, page_bytes = pages_of_one(loaded, policy, requests[0])
-    live = []
-    got = answers(
-        loaded,
-        policy,
-        requests,
-        budget_bytes=pages * page_bytes,
-        on_step=lambda running, step: live.append(step["live_rows"]),
+@pytest.mark.parametrize("case", CASES)
+def test_out_of_memory_halves_the_batch_and_goes_on(loaded, case):
+    """A group runs in parts, down to one by one, and loses nothing: tokens and bytes are those with room for all."""
+    policy, requests, settings, room = CASES[case]
+    pages, page_bytes = pages_of_one(loaded, policy, requests[0], **settings)
+    (want, free), (got, live) = (
+        watched(loaded, policy, requests, **settings, **limit)
+        for limit in ({}, {"budget_bytes": int(pages * page_bytes * room)})
     )
-    assert live[0] == 2 and live[-1] == 1
+    assert len(live) > len(free) and (live[0] == 2 or not case.startswith("answers"))
     for key, outcome in want.items():
-        assert comparable(got[key]) == comparable(outcome)
+        found, wanted = comparable(got[key]), comparable(outcome)
+        assert (found.pop("fidelity") is None) == (wanted.pop("fidelity") is None)
+        assert found == wanted
 
 
 def test_what_does_not_fit_alone_is_recorded_and_the_run_goes_on(loaded):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine_helpers import answers, comparable, engine, own_logits, random_tokens, request
+from engine_helpers import answers, engine, own_logits, random_tokens, request
 
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.runner import Runner
@@ -45,30 +45,6 @@ def test_a_prompt_cache_gives_no_prompt_that_was_read_otherwise(loaded):
     for fresh, cached in zip(found[:3], found[3:], strict=True):
         assert torch.equal(fresh, cached)
     assert not torch.equal(found[0], found[1])
-
-
-def test_memory_that_runs_out_halves_the_batch(loaded):
-    """With pages for one request and a half, three of them that are read in chunks lose nothing."""
-    asked = [request(str(i), random_tokens(120, seed=i), max_new_tokens=12) for i in range(3)]
-    most = [0]
-
-    def watch(running, step):
-        most[0] = max(most[0], running.store.pages.pool.num_used)
-
-    want = answers(loaded, SNAPKV, asked[:1], prefill_chunk=32, on_step=watch)
-    page_bytes = want["0", 0].ledger["page_bytes"]
-    want |= answers(loaded, SNAPKV, asked[1:], prefill_chunk=32)
-    live = []
-    got = answers(
-        loaded,
-        SNAPKV,
-        asked,
-        prefill_chunk=32,
-        budget_bytes=most[0] * page_bytes * 3 // 2,
-        on_step=lambda running, step: live.append(step["live_rows"]),
-    )
-    assert max(live) < 3
-    assert {key: comparable(own) for key, own in got.items()} == {key: comparable(own) for key, own in want.items()}
 
 
 def peaks(loaded, policy: Policy, prompt: tuple[int, ...], chunk: int | None) -> tuple[int, dict]:

@@ -4,7 +4,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from engine_helpers import NATIVE_METHODS, answers, comparable, engine, random_tokens, request
+from engine_helpers import NATIVE_METHODS, answers, comparable, random_tokens, request
 from selection import few
 
 from kvbench.engine.runner import Runner
@@ -100,19 +100,3 @@ def test_a_bad_question_leaves_the_context_to_the_others(loaded):
     assert [got[f"a{i}", 0].status for i in range(4)] == ["ok", "nan", "ok", "ok"]
     alone = answers(loaded, Full(), asked[3:], sizing=asked)
     assert got["a3", 0].token_ids == alone["a3", 0].token_ids
-
-
-def test_memory_that_runs_out_gives_the_context_back(loaded):
-    """With pages for the context and little more, groups are halved, and every page comes back."""
-    asked = questions(max_new_tokens=40)[:4]
-    alone = {}
-    with engine(loaded, Full(), batch_size=1, page_bytes=2048) as running:
-        running.run(
-            asked[:1],
-            on_outcome=lambda outcome: None,
-            on_step=lambda step: alone.update(most=max(step["cache_bytes"], alone.get("most", 0))),
-        )
-    got = answers(loaded, Full(), asked, batch_size=4, page_bytes=2048, budget_bytes=int(1.6 * alone["most"]))
-    assert {outcome.status for outcome in got.values()} == {"ok"}
-    want = answers(loaded, Full(), asked, batch_size=4, page_bytes=2048)
-    assert all(torch.equal(*(torch.tensor(x[key].token_ids) for x in (got, want))) for key in got)
