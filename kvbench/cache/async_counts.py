@@ -18,13 +18,9 @@ def to_device(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.de
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Some rows of a cache.
-
-    Args:
-        tensor: int64 [S] on the device that holds them.
-        numbers: The same as the host knows them; of captured steps a list, which a replay for other rows changes in
-            place. Empty = the host does not know, and asks the device for the length of lists.
-    """
+    """Some rows of a cache: int64 [S] on the device that holds them, and their numbers as the host knows them; of
+    captured steps a list, which a replay for other rows changes in place. Empty = the host does not know, and asks the
+    device for the length of lists."""
 
     tensor: Tensor
     numbers: Sequence[int] = ()

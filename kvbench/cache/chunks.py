@@ -16,22 +16,16 @@ from torch import Tensor
 
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.ledger import Ledger
-from kvbench.cache.paged import Paged
+from kvbench.cache.paged import Paged, padded, track
 from kvbench.cache.prompts import Prompts
-from kvbench.cache.reslot import track
 from kvbench.policy import ALL_QUERIES, EVICT, Policy
 
 
 @dataclass
 class _Reading:
-    """A prompt of which a part was read.
-
-    Args:
-        total: Tokens of the prompt.
-        pos: Per layer and tier, int32 [H, slots] position of each slot, -1 past a list's end.
-        sums: Per layer, fp32 [H, total] what tokens got from all queries so far; empty where that is not asked.
-        waiting: Keys, values and scores of the chunk's layers that wait for the last one.
-    """
+    """A prompt of which a part was read: its tokens in all; per layer and tier, int32 [H, slots] position of each slot,
+    -1 past a list's end; per layer, fp32 [H, total] what tokens got from all queries so far, where that is asked; and
+    the chunk's layers that wait for the last one (keys, values, scores)."""
 
     total: int
     pos: list[list[Tensor]]
@@ -115,7 +109,7 @@ class Chunks:
         else:
             widths = (tier.ids.shape[-1] * tier.fmt.tokens_per_page for tier in tiers)
             each = zip(reading.pos[layer], widths, strict=True)
-            pos = torch.cat([_padded(own.long(), width) for own, width in each], 1)
+            pos = torch.cat([padded(own.long(), width) for own, width in each], 1)
         keys = holding.rope.rotate_past(keys, live, reading.seen)
         return self._rotations.keys.back(keys), self._rotations.values.back(values), live, pos.masked_fill(~live, -1)
 
@@ -183,10 +177,3 @@ class Chunks:
         self._prompts.finish(row, reading.total)
         at_once = 2 * together * reading.total * k.shape[0] * k.shape[2] * k.element_size()
         self._ledger.note_chunks(row, reading.chunks, at_once)
-
-
-def _padded(pos: Tensor, width: int) -> Tensor:
-    """Positions int64 [H, slots] with -1 behind them, [H, width]."""
-    out = pos.new_full((len(pos), width), -1)
-    out[:, : min(width, pos.shape[1])] = pos[:, :width]
-    return out

@@ -12,14 +12,10 @@ from kvbench.cache.async_counts import Rows
 
 @dataclass(frozen=True)
 class Counters:
-    """Tokens per row, and what the prompt's plan gave each list.
+    """Tokens per row (int64 [rows], `tokens_seen` without the incoming one), and what the prompt's plan gave each list.
 
-    Args:
-        tokens_seen: int64 [rows]: tokens before the incoming one.
-        prompt_tokens: int64 [rows].
-        prompt_slots: int32 [lists]; empty where nobody asks, since only bulk eviction does.
-        instruction_tokens: int64 [rows], likewise.
-        seen: `tokens_seen` as the host counts it, so that nobody asks a device; change both by `hold`.
+    `prompt_slots` (int32 [lists]) and `instruction_tokens` are empty where nobody asks. `seen` is `tokens_seen` as the
+    host counts it, so that nobody asks a device; change both by `hold`.
     """
 
     tokens_seen: Tensor

@@ -178,18 +178,11 @@ class Holding:
             self.pages.codebooks.attach(found, layer)
         return found, None
 
-    def view(self, rows: Rows) -> PagesView:
-        return self._view(rows)
-
-    def measured_view(self, rows: Rows) -> PagesView:
-        """The view for a bulk eviction, with the scores that the policy's statistic gives the slots now."""
-        return self._view(rows, self.scores.of_slots if self.scores.measures_slots else None, is_still=True)
-
-    def _view(
-        self, rows: Rows, measure: Callable[[Tensor, Tensor], Tensor] | None = None, is_still: bool = False
-    ) -> PagesView:
+    def view(self, rows: Rows, measured: bool = False) -> PagesView:
+        """The policy's view of rows; of a bulk eviction, with the scores that its statistic gives the slots now."""
+        measure = self.scores.of_slots if measured and self.scores.measures_slots else None
         spec, find = self.policy.score, self.plans.find
-        return PagesView(self.pages, self.counters, rows, spec, find, self.budget, measure, is_still)
+        return PagesView(self.pages, self.counters, rows, spec, find, self.budget, measure, is_still=measured)
 
     @property
     def takes_all_as_it_comes(self) -> bool:

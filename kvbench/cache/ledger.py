@@ -30,17 +30,14 @@ ITEMS = (
 
 @dataclass
 class RowMeter:
-    """Bytes of one row over time.
+    """Bytes of one row over time: peaks, and sums over decode steps of resident bytes and of their ratio to the fp16
+    bytes of the same tokens.
 
     Args:
-        peak_bytes: Largest resident plus staging bytes so far.
         staging_peak_bytes: Largest amount of an uncompressed prompt held while planning: keys and values, and what a
             probe's passes gave.
-        sum_bytes: Sum of resident bytes over decode steps.
-        sum_ratio: Sum over decode steps of resident bytes over the fp16 bytes of the same tokens.
-        steps: Decode steps.
-        read_bytes: Where steps choose what to read: bytes that attention read, the bounds included.
-        readable_bytes: Bytes that it would have read of everything.
+        read_bytes, readable_bytes: Where steps choose what to read: bytes that attention read, the bounds included, and
+            those that it would have read of everything.
         one_shot_peak_bytes: In a run that reads in chunks, the prompt's peak had it been read at once: what the row
             held after it, and the uncompressed keys and values of the layers that are planned together. Else 0.
         prompt: What the prompt's plan kept, as it goes into the journal.

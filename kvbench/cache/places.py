@@ -141,7 +141,7 @@ class Split(Places):
         due = [Rows.of(whose, part.shape.device) for part in self.parts]
         for part, own in zip(self.parts, due, strict=True):
             part.pages.table.own_all(part.pages.lists_of(own.tensor))
-        views = [part.measured_view(own) for part, own in zip(self.parts, due, strict=True)]
+        views = [part.view(own, measured=True) for part, own in zip(self.parts, due, strict=True)]
         plan = self.plans.compact(self._joined(views))
         for part, own, view in zip(self.parts, due, views, strict=True):
             keep = [self._share(part, each) for each in plan.keep]

@@ -53,7 +53,10 @@ class Prompts:
         self._waiting: dict[int, list[ScoredLayer]] = {}  # row -> layers that wait for the last one
 
     def place(self, row: int, layer: int, scored: ScoredLayer) -> None:
-        """Plans and writes one layer of a prompt, which is at the cache's granularity."""
+        """Plans and writes one layer of a prompt, whose keys and values are as the model gives them."""
+        _, part = self._holding.part_of(layer)
+        keys, values = (part.copied(x, 0) for x in (scored.k, scored.v))
+        scored = replace(scored, k=part.rotations.keys.apply(keys), v=part.rotations.values.apply(values))
         last = layer + 1 == self._shape.num_layers
         if not layer:
             self._ledger.budget.open(row, scored.num_tokens, self.new_tokens[row])
@@ -142,9 +145,3 @@ class Prompts:
         self._holding.send()
         self._holding.collect()  # a plan that broke a rule is learnt of before anything follows the prompt
         self._ledger.note_prompt(row, self._ranks.gather(torch.cat(counted), 0), num_tokens)
-
-    def at_granularity(self, layer: int, scored: ScoredLayer) -> ScoredLayer:
-        """A layer whose keys and values are as the cache keeps them: as often, and rotated."""
-        _, part = self._holding.part_of(layer)
-        keys, values = (part.copied(x, 0) for x in (scored.k, scored.v))
-        return replace(scored, k=part.rotations.keys.apply(keys), v=part.rotations.values.apply(values))

@@ -1,5 +1,7 @@
 """The statistics of a method's `ScoreSpec`: of a prompt, of held slots, of a token, and kept up while decoding."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -139,29 +141,25 @@ class Scores:
         out = torch.zeros(1 + len(statistic.also), len(k), tokens_seen, device=k.device)
         out[0] = GONE
         pos, order = pos.sort(-1)
-        turn = order[..., None].expand(-1, -1, k.shape[-1])
-        k, v, count = k.gather(1, turn), v.gather(1, turn), (pos >= 0).sum(-1)
-        for held in sorted(set(count.tolist())):  # heads that hold as many are one call
-            heads = (count == held).nonzero()[:, 0]
+        k, v = (x.gather(1, order[..., None].expand(-1, -1, x.shape[-1])) for x in (k, v))
+        for held, heads in _alike((pos >= 0).sum(-1)):
             own_k, own_v, own_pos = (x[heads, -held:] for x in (k, v, pos))
-            before = None if sums is None else sums[heads].gather(1, own_pos)
             seen = ChunkTensors(
                 self._measurer,
                 layer,
-                heads,
-                len(k),
+                heads=heads,
+                num_heads=len(k),
                 k=own_k,
                 v=own_v,
                 pos=own_pos,
                 tokens_seen=tokens_seen,
                 scale=scale,
                 q=q,
-                before=before,
+                before=None if sums is None else sums[heads].gather(1, own_pos),
             )
             found = _checked(statistic, "of_prompt", statistic.of_prompt(seen), own_k, own_v, q)
-            found = found.view(len(out), len(heads), held)
             where = own_pos.expand(len(out), -1, -1)
-            out[:, heads] = out[:, heads].scatter(-1, where, found)
+            out[:, heads] = out[:, heads].scatter(-1, where, found.view(where.shape))
             if sums is not None and seen.summed is not None:
                 sums[heads] = sums[heads].scatter(-1, own_pos, seen.summed)
         return out
@@ -183,23 +181,20 @@ class Scores:
         return out
 
     def _of_layer(self, row: int, layer: int, tokens_seen: int, tier: TierPages) -> Tensor:
-        """The same for one layer of a row, [1 + len(also), H, n]; heads that hold as many slots are one call."""
+        """The same for one layer of a row, [1 + len(also), H, n]."""
         pages, statistic = self._pages, self.spec.statistic
         (k,), (v,), _ = pages.backend.gather_dense(pages.pool.pages, [tier], None)
         k, v = self._rotations.keys.back(k), self._rotations.values.back(v)
         q = None if self.queries is None else self.queries.of(row, layer, tokens_seen)
         fields = {name: pages.field(0, name)[tier.ids[0]].flatten(1) for name in pages.formats[0].slot.track}
         out = torch.zeros(1 + len(statistic.also), *fields["pos"].shape, device=k.device)
-        held = tier.num_k[0]
-        for count in sorted(set(held.tolist())):
-            heads = (held == count).nonzero()[:, 0]
+        for count, heads in _alike(tier.num_k[0]):
             pos, order = fields["pos"][heads, :count].long().sort(-1)
-            turn = order[..., None].expand(-1, -1, k.shape[-1])
-            own_k, own_v = (x[heads, :count].gather(1, turn) for x in (k, v))
+            own_k, own_v = (x[heads, :count].gather(1, order[..., None].expand(-1, -1, x.shape[-1])) for x in (k, v))
             seen = SlotTensors(
                 self._measurer,
                 self._first_layer + layer,
-                heads,
+                heads=heads,
                 k=own_k,
                 v=own_v,
                 pos=pos,
@@ -210,8 +205,7 @@ class Scores:
             )
             found = _checked(statistic, "of_slots", statistic.of_slots(seen), own_k, own_v, q)
             found = found.view(len(out), len(heads), count)
-            back = torch.empty_like(found).scatter_(-1, order.expand_as(found), found)
-            out[:, heads, :count] = back
+            out[:, heads, :count] = torch.empty_like(found).scatter_(-1, order.expand_as(found), found)
         return out
 
     @property
@@ -312,3 +306,9 @@ def _checked(
 
 def _finite(x: Tensor) -> bool:
     return bool(torch.isfinite(x).all())
+
+
+def _alike(held: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Heads that hold as many tokens (int64 [H]), which are one call: how many, and the heads int64 [h]."""
+    for count in sorted(set(held.tolist())):
+        yield count, (held == count).nonzero()[:, 0]

@@ -9,20 +9,13 @@ from kvbench.policy import Budget, Policy
 
 
 class SolvedBudget:
-    """The tokens per list that each row may keep, so that all it comes to hold stays within a budget in bytes.
+    """The tokens per list that each row may keep, so that all it comes to hold stays within a budget in bytes:
+    `tokens`, int64 [rows], as `open` found them; empty without a `budget`.
 
     All of it counts: pages, also those that are not full, with their tracked fields; page tables and counters; rings.
     The row is sized for the longest answer that it was opened for, and misses the budget then by less than a page per
     list. Where lists share the budget unequally, the waste of their last pages is not known before the plan, so the
-    most that it can be is taken.
-
-    Args:
-        fixed_bytes: Gives the bytes of a row that do not depend on its tokens.
-        paged_slots: As `Holding.paged_slots`.
-
-    Attributes:
-        budget: None where the policy has no budget in bytes.
-        tokens: int64 [rows], empty without a budget: what `open` gave each row.
+    most that it can be is taken. `fixed_bytes` gives the bytes of a row that do not depend on its tokens.
     """
 
     def __init__(

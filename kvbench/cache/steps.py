@@ -20,14 +20,9 @@ Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]  # layer, q, k, 
 
 
 class PageSelection:
-    """The pages that one decode step reads under a policy's `ReadSpec`, and how many bytes that is.
-
-    Args:
-        view: The view that the step was planned from.
-        held: int64 [S, L, H] slots of every list, the new token's among them.
-        first_layer: The model's number of the first of these layers.
-        most: Pages of a list at most, where the host is not to ask for the largest count.
-    """
+    """The pages that one decode step reads under a policy's `ReadSpec`, and how many bytes that is: of lists that hold
+    int64 [S, L, H] slots, the new token's among them, in layers from the model's `first_layer` on. `most` are the pages
+    of a list at most, where the host is not to ask for the largest count."""
 
     def __init__(
         self, spec: ReadSpec, fmt: PageFormat, view: DecodeView, held: Tensor, first_layer: int, most: int | None

@@ -33,24 +33,12 @@ PromptWatcher = Callable[[ScoredLayer, Tensor | None, float], None]  # a layer, 
 
 
 class CompressedStore:
-    """Pages, tables and buffers of all rows of a batch, under one policy.
-
-    Args:
-        policy: Decides.
-        shape: The model's shape.
-        rows: Sequences held at once.
-        max_prompt_tokens: Longest prompt, for sizing the page tables.
-        max_new_tokens: Most tokens added after a prompt.
-        options: Page size, byte budget, extra tracked fields.
-        backend: Operations from `kvbench.kernels.dispatch.get_backend`.
-        pool: Class of the page pool.
+    """Pages, tables and buffers of all rows of a batch, under one policy; `max_prompt_tokens` and `max_new_tokens` size
+    the page tables. Refuses a policy that does not fit the model or the options.
 
     Attributes:
         pages, counters: Those of the first place; counters are alike in all.
         watcher: Sees what `prefill_layer` gets and scores, for a prompt cache.
-
-    Raises:
-        ValueError: The policy does not fit the model or the options.
     """
 
     def __init__(
@@ -111,13 +99,9 @@ class CompressedStore:
     # Rows.
 
     def open_row(self, new_tokens: int | None = None, instruction_tokens: int = 0) -> int:
-        """Takes an empty row.
-
-        Args:
-            new_tokens: Most tokens that will be read behind the prompt; None = as many as the store was made for. A
-                budget in bytes is solved for with this.
-            instruction_tokens: First tokens of the prompt that are its instruction, for methods that ask.
-        """
+        """Takes an empty row. Most `new_tokens` will be read behind the prompt, for which a budget in bytes is solved
+        (None = as many as the store was made for); its first `instruction_tokens` are its instruction, for methods that
+        ask."""
         row = self._free_rows[0]
         self._prompts.new_tokens[row] = self._max_new_tokens if new_tokens is None else new_tokens
         self.ledger.open(row)
@@ -213,7 +197,7 @@ class CompressedStore:
             scored = replace(scored, score=part.scores.of_prompt(layer, None, keys, values, math.nan))
         if part.scores.queries is not None and scored.last is not None:
             part.scores.queries.hold_prompt(row, layer - part.first_layer, scored.last, scored.num_tokens)
-        self._prompts.place(row, layer, self._prompts.at_granularity(layer, scored))
+        self._prompts.place(row, layer, scored)
 
     def open_chunks(self, row: int, prompt_tokens: int) -> None:
         """Says that the prompt of an empty row, of so many tokens, comes in chunks (`read_chunk`); refuses a budget in

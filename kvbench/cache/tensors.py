@@ -1,6 +1,7 @@
 """A layer as a statistic sees it, made of a prompt's tensors or of what pages hold."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,13 +49,28 @@ class Measurer:
 
 
 class MeasuredTensors(LayerTensors):
-    """The part that prompts and slots have in common."""
+    """A layer, or those of its KV heads (`heads` int64 [h] of `num_heads`) that hold as many tokens: k, v [h, n, D] and
+    pos int64 [h, n] in the order of positions, so many `tokens_seen`."""
 
     def __init__(
-        self, measurer: Measurer, layer: int, k: Tensor, v: Tensor, pos: Tensor, tokens_seen: int, scale: float
+        self,
+        measurer: Measurer,
+        layer: int,
+        *,
+        k: Tensor,
+        v: Tensor,
+        pos: Tensor,
+        tokens_seen: int,
+        scale: float,
+        heads: Tensor | None = None,
+        num_heads: int = 0,
     ) -> None:
         self.measurer, self.layer, self.k, self.v, self.pos = measurer, layer, k, v, pos
         self.tokens_seen, self.scale = tokens_seen, scale
+        self._heads = None if heads is None or len(heads) == num_heads else heads
+        self._num_heads = num_heads
+        projection = measurer.output_projection(layer)
+        self._output_projection = None if projection is None else self._chosen(projection)
 
     def turned(self, x: Tensor, position: Tensor) -> Tensor:
         inv_freq = self.measurer.shape.inv_freq
@@ -62,6 +78,13 @@ class MeasuredTensors(LayerTensors):
             inv_freq = None
         turns = self._given(inv_freq, "rotary positions", "add 'before_rope' to its needs")
         return rotate(x.float(), position[..., None].float() * turns.to(x.device))
+
+    def of_these_heads(self, x: Tensor) -> Tensor:
+        return self._chosen(self.measurer.shape.ranks.own(x, 0))
+
+    def _chosen(self, x: Tensor) -> Tensor:
+        """Of what this process has of all heads, along the first dimension, that of `heads`."""
+        return x if self._heads is None else x.unflatten(0, (self._num_heads, -1))[self._heads].flatten(0, 1)
 
     def _pooled(self, columns: Tensor, queries: int) -> Tensor:
         """Columns fp32 [Hq, n], pooled and reduced to [H, n]."""
@@ -86,13 +109,10 @@ class PromptTensors(MeasuredTensors):
         replays: tuple[Replay, ...] = (),
         lse: Tensor | None = None,
     ) -> None:
-        length = k.shape[1]
-        self._lse = lse
-        pos = torch.arange(length, device=k.device).expand(k.shape[0], -1)
-        super().__init__(measurer, layer, k, v, pos, length, scale)
-        self._all_q, self._call, self._replays = q, call, replays
+        pos = torch.arange(k.shape[1], device=k.device).expand(k.shape[0], -1)
+        super().__init__(measurer, layer, k=k, v=v, pos=pos, tokens_seen=k.shape[1], scale=scale)
+        self._all_q, self._call, self._replays, self._lse = q, call, replays, lse
         self._needs = measurer.spec.statistic.needs
-        self._output_projection = measurer.output_projection(layer)
         counted = measurer.spec.prefill_queries
         if q is not None and counted:
             self._q = q if counted < 0 else q[:, -counted:]
@@ -104,9 +124,6 @@ class PromptTensors(MeasuredTensors):
         )
         q, k = self._queries(), self.k
         return measurer.backend.prompt_scores(q, k, self.scale, columns, measurer.reduction, self._lse)
-
-    def of_these_heads(self, x: Tensor) -> Tensor:
-        return self.measurer.shape.ranks.own(x, 0)
 
     def low_counts(self) -> Tensor:
         spec = self.measurer.spec
@@ -127,36 +144,14 @@ class PromptTensors(MeasuredTensors):
 
 
 class SlotTensors(MeasuredTensors):
-    """KV heads of one layer of a row that hold the same number of slots.
-
-    Args:
-        heads: int64 [h] which KV heads these are.
-        k, v: [h, n, D] as pages give them back, in order of position.
-        pos: int64 [h, n].
-        tokens_seen: Tokens so far.
-        q: [Hq, w, D] the last queries of all heads, or None.
-        stored: fp32 [h, n] tracked scores, or None.
-    """
+    """Slots of a row as pages give them back, with q [Hq, w, D] the last queries of all heads, and fp32 [h, n] tracked
+    scores, or None."""
 
     def __init__(
-        self,
-        measurer: Measurer,
-        layer: int,
-        heads: Tensor,
-        *,
-        k: Tensor,
-        v: Tensor,
-        pos: Tensor,
-        tokens_seen: int,
-        scale: float,
-        q: Tensor | None,
-        stored: Tensor | None,
+        self, measurer: Measurer, layer: int, *, q: Tensor | None, stored: Tensor | None, **slots: Any
     ) -> None:
-        super().__init__(measurer, layer, k, v, pos, tokens_seen, scale)
-        self._num_heads, self._heads, self.stored = measurer.shape.num_kv_heads, heads, stored
-        projection = measurer.output_projection(layer)
-        self._q = None if q is None else self._of_chosen(q)
-        self._output_projection = None if projection is None else self._of_chosen(projection)
+        super().__init__(measurer, layer, num_heads=measurer.shape.num_kv_heads, **slots)
+        self.stored, self._q = stored, None if q is None else self._chosen(q)
 
     def attention(self) -> Tensor:
         """Scores as for a prompt; the last slots count as the window that `pool_region` leaves alone."""
@@ -169,67 +164,24 @@ class SlotTensors(MeasuredTensors):
     def low_counts(self) -> Tensor:
         raise ValueError("low_counts is of a prompt only; slots track what decode steps count")
 
-    def of_these_heads(self, x: Tensor) -> Tensor:
-        return self._of_chosen(self.measurer.shape.ranks.own(x, 0))
-
-    def _of_chosen(self, x: Tensor) -> Tensor:
-        """Of what this process has of all heads, along the first dimension, that of `heads`."""
-        if len(self._heads) * (x.shape[0] // self._num_heads) == x.shape[0]:
-            return x
-        return x.unflatten(0, (self._num_heads, -1))[self._heads].flatten(0, 1)
-
 
 class ChunkTensors(MeasuredTensors):
-    """KV heads of one layer that hold the same number of tokens, the newest chunk's included.
+    """What is held of a prompt that is read in chunks, the newest chunk included, whose queries of all heads are q [Hq,
+    n, D]. `before`, fp32 [h, m], is what all queries of earlier chunks gave, None where only the newest queries count;
+    `summed` has what the chunk's gave, too, once a statistic has asked."""
 
-    Args:
-        heads: int64 [h] which heads of the cache these are.
-        num_heads: Heads of the cache in all.
-        k, v: fp32 [h, m, D] in the order of their positions.
-        pos: int64 [h, m].
-        tokens_seen: Tokens read so far.
-        q: [Hq, n, D] the chunk's queries, of all heads.
-        before: fp32 [h, m] what all queries of earlier chunks gave; None where only the newest queries count.
-
-    Attributes:
-        summed: fp32 [h, m] `before` and what the chunk's queries gave, once a statistic has asked; else None.
-    """
-
-    def __init__(
-        self,
-        measurer: Measurer,
-        layer: int,
-        heads: Tensor,
-        num_heads: int,
-        *,
-        k: Tensor,
-        v: Tensor,
-        pos: Tensor,
-        tokens_seen: int,
-        scale: float,
-        q: Tensor,
-        before: Tensor | None,
-    ) -> None:
-        super().__init__(measurer, layer, k, v, pos, tokens_seen, scale)
-        self._num_heads, self._heads = num_heads, heads
-        self._before, self.summed = before, None if before is None else before
+    def __init__(self, measurer: Measurer, layer: int, *, q: Tensor, before: Tensor | None, **held: Any) -> None:
+        super().__init__(measurer, layer, **held)
+        self._before = self.summed = before
         self._needs = measurer.spec.statistic.needs
-        counted = measurer.spec.prefill_queries
-        if counted:
-            self._q = self.of_these_heads(q if counted == ALL_QUERIES else q[:, -counted:])
-        projection = measurer.output_projection(layer)
-        self._output_projection = None if projection is None else self.of_these_heads(projection)
+        if counted := measurer.spec.prefill_queries:
+            self._q = self._chosen(q if counted == ALL_QUERIES else q[:, -counted:])
 
     def attention(self) -> Tensor:
         return self._with_earlier(self._columns(below_uniform=False))
 
     def low_counts(self) -> Tensor:
         return self._with_earlier(self._columns(below_uniform=True))
-
-    def of_these_heads(self, x: Tensor) -> Tensor:
-        if len(self._heads) == self._num_heads:
-            return x
-        return x.unflatten(0, (self._num_heads, -1))[self._heads].flatten(0, 1)
 
     def _with_earlier(self, columns: Tensor) -> Tensor:
         """Columns fp32 [Hq, m], pooled and reduced to [h, m], and what earlier chunks' queries gave."""

@@ -89,14 +89,9 @@ class PagesView(SlotsView):
     """A view of the live rows of a cache.
 
     Slots are searched where they lie, if that is possible (`Pages.find_extreme`); otherwise this view gathers the
-    fields of a tier once per step, on first use.
-
-    Args:
-        check_find: Refuses positions that `find` must not be asked for.
-        budget: Says what the policy's budget in bytes buys.
-        measure: Gives the slots of rows at so many tokens the scores that `slots` shows, fp32 [1 + len(also), S, L, H,
-            n]; None = it shows those that are stored.
-        is_still: No list takes or gives up a slot as long as the view is used, so that it counts them once.
+    fields of a tier once per step, on first use. `measure` gives the slots of rows at so many tokens the scores that
+    `slots` shows, fp32 [1 + len(also), S, L, H, n]; None = those that are stored. With `is_still`, no list takes or
+    gives up a slot as long as the view is used, so that it counts them once.
     """
 
     def __init__(

@@ -30,14 +30,9 @@ def cuda_graph(step: Callable[[], None]) -> Callable[[], None]:
 
 @dataclass
 class State:
-    """The state between two steps, in tensors that stay where they are.
-
-    Args:
-        rows: The rows; their numbers are a list.
-        tokens: int64 [S] tokens to be read next; each step puts its own there.
-        told: Takes what a step chose and which logits were finite, in the order of the steps.
-        logits: fp32 [S, vocabulary] of the last step; where that was captured, the next replay writes over them.
-    """
+    """The state between two steps, in tensors that stay where they are: the rows, whose numbers are a list; int64 [S]
+    tokens to be read next, where each step puts its own; and fp32 [S, vocabulary] logits of the last step, which the
+    next replay writes over. `told` takes what a step chose and which logits were finite, in the order of the steps."""
 
     rows: Rows
     tokens: Tensor
@@ -57,15 +52,9 @@ class _Captured:
 
 
 class CapturedSteps:
-    """The captured steps of a runner, one per batch size. Its cache must have been reserved, and a new one needs new
-    graphs.
-
-    Args:
-        capture: Captures a step; None = nothing is captured.
-
-    Attributes:
-        replays, eager: Steps that were replayed; and that ran as they are, or were captured.
-    """
+    """The captured steps of a runner, one per batch size; without `capture`, nothing is. The runner's cache must have
+    been reserved, and a new one needs new graphs. Counted are steps that were replayed, and those that ran as they are
+    or were captured (`eager`)."""
 
     def __init__(self, runner: Runner, capture: Capture | None) -> None:
         self._runner, self._store, self._capture = runner, runner.store, capture

@@ -31,11 +31,9 @@ class Spoiled(ArithmeticError):
 class DecodeLoop:
     """Makes the decode steps of an engine.
 
-    Args:
-        capture: What captures a step; `auto` = a CUDA graph where there is CUDA; None = there are no runs.
-
     Attributes:
-        runs: Whether runs are made: of a cache in one place, where the backend keeps its tables.
+        runs: Whether runs are made: of a cache in one place, where the backend keeps its tables, with what captures a
+            step (`auto` = a CUDA graph where there is CUDA).
         counts: Steps that replayed a graph, that ran eagerly within a run, and that were made one at a time.
         alone: Requests whose steps are made one at a time, come what may.
     """

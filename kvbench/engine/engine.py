@@ -26,24 +26,16 @@ from kvbench.policy import Policy
 
 
 class Engine:
-    """Answers requests under one policy.
+    """Answers requests under one policy, with a loaded model whose attention is routed through kvbench from here on.
 
     Args:
-        model: A loaded model; its attention is routed through kvbench from here on.
-        policy: The method.
-        store: Memory layout.
         batch_size: Requests whose answers are decoded together.
         seed: Base of every answer's own random generator.
-        backend: `auto` or a backend's name.
         fidelity_max_tokens: Tokens to force per sample at most, None for all; 0 switches teacher forcing off.
         fidelity_per_token: Outcomes say what was measured of each forced token.
         prompts: Shared by engines that run the same prompts of one model under other settings; None reads every prompt.
         prefill_chunk: Tokens of a prompt that are read before the method compresses; None = all.
         capture: What captures decode steps; `auto` = a CUDA graph on a GPU, and nothing elsewhere; None = nothing.
-
-    Raises:
-        UnsupportedModel: The model's attention cannot be held in the store.
-        ValueError: batch_size < 1, or the policy does not fit the model.
     """
 
     def __init__(
@@ -99,7 +91,6 @@ class Engine:
         them goes on from there in a fork: their answers are those of separate runs.
 
         Args:
-            requests: What to answer.
             on_outcome: Called once per (sample, repeat), as soon as the sample is finished.
             on_step: Called after every decode step or run of steps (`engine.decode_loop`) with `decode_tokens_per_s`,
                 `cache_bytes`, `live_rows`.
@@ -107,9 +98,6 @@ class Engine:
                 must count the same bytes as an uninterrupted one.
             own: Force the first answer that each request gets here, in place of its gold answer; for the full cache,
                 whose answer other methods are then forced to give.
-
-        Raises:
-            ValueError: A prompt is empty or longer than the model, or there is nothing to do for a request.
         """
         _Run(self, requests, list(sizing or requests), on_outcome, on_step, own).answer()
 

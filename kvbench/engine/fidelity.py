@@ -44,15 +44,9 @@ class ChoiceMeter:
 
 @dataclass
 class FidelityMeter(ChoiceMeter):
-    """Collects one row's comparison, token by token.
-
-    Args:
-        gold: The continuation: the gold answer, or the full cache's own.
-        reference: fp32 [len(gold), vocabulary] logits of the full, uncompressed cache for each token; further ones are
-            not looked at.
-        exact_first: The first token is predicted by the prompt's own forward pass; False when the end of the
-            prompt was already read through the compressed cache.
-    """
+    """Compares one row with the full, uncompressed cache, token by token, whose logits `reference` has, fp32
+    [len(gold), vocabulary]; further ones are not looked at. With `exact_first`, the first token is predicted by the
+    prompt's own forward pass, and not behind an end of the prompt that was read through the compressed cache."""
 
     reference: Logits
     exact_first: bool = True

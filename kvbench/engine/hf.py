@@ -36,10 +36,7 @@ LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 @dataclass
 class Session(ABC):
-    """The work of the attention function in one forward pass.
-
-    Args:
-        store: Takes keys and values.
+    """The work of the attention function in one forward pass over a store.
 
     Attributes:
         call: The call of the layer's attention that runs; None unless a statistic asks.
@@ -91,16 +88,9 @@ class Decode(Session):
 
 @dataclass
 class Dense(Session):
-    """A prompt, or a text that is read with the full cache, of which nothing is stored.
-
-    Args:
-        row: The row that stores the prompt.
-        num_prompt_tokens: Tokens that are stored; later ones only attend, and see the uncompressed prompt.
-        uncompressed: Holds the prompt for the method's probe, or None.
-
-    Attributes:
-        held_bytes, replay_tokens: Bytes that the probe's passes held, and tokens that they read.
-    """
+    """A prompt, or a text that is read with the full cache, of which nothing is stored: no more than
+    `num_prompt_tokens`, in `row`. Later tokens only attend, and see the uncompressed prompt. `uncompressed` holds it
+    for the method's probe; `held_bytes` and `replay_tokens` are what that one's passes held and read."""
 
     row: int = -1
     num_prompt_tokens: int = 0

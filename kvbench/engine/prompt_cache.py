@@ -65,20 +65,14 @@ class _Entry:
 
 
 class PromptCache:
-    """Prompts that were read, within a limit of bytes; what does not fit is read again.
+    """Prompts that were read, within a limit of bytes (0 holds nothing); what does not fit is read again.
 
     Answers, bytes and fidelity are those of a fresh run to the last bit; only `prefill_s` is not: it is the time of the
-    replay.
-
-    Args:
-        limit_bytes: Most bytes of queries, keys, values, scores and logits held; 0 holds nothing.
-        keeps_queries: Hold queries, so that a method with another statistic need not read a prompt again either. A
-            model with three query heads per KV head takes 2.5 times the bytes then.
+    replay. With `keeps_queries`, a method with another statistic need not read a prompt again either; a model with
+    three query heads per KV head takes 2.5 times the bytes then.
 
     Attributes:
-        used_bytes: What is held now.
-        num_read: Forward passes over prompts.
-        num_reused: Forward passes that were saved.
+        num_read, num_reused: Forward passes over prompts, and those that were saved.
     """
 
     def __init__(self, limit_bytes: int = 0, *, keeps_queries: bool = False) -> None:

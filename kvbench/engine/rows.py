@@ -57,12 +57,9 @@ def nucleus(prob: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 
 @dataclass(kw_only=True)
 class Row(ABC):
-    """A sequence in decoding.
+    """A sequence in decoding: the runner's row, its request, and fp32 [vocabulary] logits for the next token.
 
     Args:
-        row: The runner's row.
-        request: What it belongs to.
-        logits: fp32 [vocabulary], for the next token.
         timing: Seconds, tokens and rows of its steps so far.
         ready: The token to feed where it is known without logits; None in it = the row is over.
         report: What `Runner.report` said when the row ended, where the device has made a step more since.
@@ -123,14 +120,8 @@ class Row(ABC):
 
 @dataclass(kw_only=True)
 class AnswerRow(Row):
-    """A free answer.
-
-    Args:
-        repeat: Index of the answer.
-        answer: Its tokens and the rule that ends it.
-        generator: The row's own random numbers; None for greedy decoding.
-        turns: Of a conversation, the answers before this one, as they go into the journal.
-    """
+    """A free answer, one of several by its index; the generator is the row's own, None for greedy decoding. Of a
+    conversation, `turns` are the answers before this one, as they go into the journal."""
 
     repeat: int
     answer: Answer
@@ -187,13 +178,9 @@ class AnswerRow(Row):
 
 @dataclass(kw_only=True)
 class ForcedRow(Row):
-    """Tokens that are being forced.
-
-    Args:
-        meter: The tokens, and what is measured on them.
-        choice: Index of the choice; None for the answer that is compared with the full cache.
-        ends: Of a conversation, how many tokens are forced up to the end of each answer but the last.
-    """
+    """Tokens that are being forced, and the meter of what is measured on them: a choice by its index, None for the
+    answer that is compared with the full cache. Of a conversation, `ends` says how many tokens are forced up to the end
+    of each answer but the last."""
 
     meter: ChoiceMeter
     choice: int | None = None

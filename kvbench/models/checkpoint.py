@@ -24,14 +24,9 @@ SAFELY = {"local_files_only": True, "trust_remote_code": False}
 
 @dataclass(frozen=True)
 class How:
-    """The form in which a model is to be held.
-
-    Args:
-        devices: Where the weights go. GPUs get them tensor by tensor, so that main memory need not hold the model; that
-            takes the package accelerate.
-        quantisation: What they are quantised to as they are read, a key of `quantised.KINDS`; None = nothing.
-        processes: Among how many processes the heads are divided, by transformers' own plan for the model.
-    """
+    """The form in which a model is to be held. GPUs get the weights tensor by tensor, so that main memory need not hold
+    the model; that takes the package accelerate. `quantisation` is a key of `quantised.KINDS`, or None; among
+    `processes` the heads are divided, by transformers' own plan for the model."""
 
     dtype: torch.dtype
     devices: Devices = Devices((torch.device("cpu"),))

