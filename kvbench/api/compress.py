@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from kvbench.api.choose import choose_policy, wrap
+from kvbench.api.generate import begin
 from kvbench.engine import hf
 from kvbench.engine.runner import Runner
 from kvbench.models.load import LoadedModel
-from kvbench.policy import Policy, check_sizes
+from kvbench.policy import Policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -193,8 +193,7 @@ def compress(
     """
     if hasattr(model.forward, _IS_OURS):
         raise ValueError("the model is inside a kvbench.compress block already; leave that one first")
-    policy, loaded = choose_policy(method, settings), wrap(model)
-    check_sizes(policy, max_tokens=loaded.max_tokens, num_layers=model.config.get_text_config().num_hidden_layers)
+    loaded, policy = begin(model, None, method, settings)
     with hf.attached(model):
         cache = CompressedCache(loaded, policy, backend)
         with _instead(model, "forward", _door(model, cache)), _instead(model, "generate", _entry(model, cache)):
@@ -248,8 +247,8 @@ def _entry(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., An
 def _arguments(
     method: Callable[..., Any], model: "PreTrainedModel", args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a call by name, however they were given. A method of the class says what they are called: one
-    that a library put on the object may hide it."""
+    """The arguments of a call by name, as a method of the class calls them: one that a library put on the object may
+    hide that."""
     bound = inspect.signature(method).bind(model, *args, **kwargs).arguments
     return bound | bound.pop("kwargs", {})
 

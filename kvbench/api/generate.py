@@ -1,15 +1,18 @@
 """Text from a model over a compressed cache, in one call."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from kvbench.api.choose import choose_policy, wrap
 from kvbench.cache.layout import StoreOptions
+from kvbench.config.compose import compose, words_of
 from kvbench.engine import hf
 from kvbench.engine.engine import Engine
 from kvbench.engine.requests import Outcome, Request
+from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy, check_sizes
+from kvbench.runs import calibration
+from kvbench.runs.parts import make_policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -102,9 +105,8 @@ def generate(
         RuntimeError: An answer could not be computed, because memory ran out or numbers were not finite.
     """
     _check(max_new_tokens, temperature, top_p)
-    policy, loaded = choose_policy(method, settings), wrap(model, tokenizer)
+    loaded, policy = begin(model, tokenizer, method, settings)
     texts = [text] if isinstance(text, str) else list(text)
-    check_sizes(policy, max_tokens=loaded.max_tokens, num_layers=model.config.get_text_config().num_hidden_layers)
     requests = [
         Request(
             sample_id=f"text {index}",
@@ -133,6 +135,52 @@ def generate(
         if outcome.status != "ok":
             raise RuntimeError(f"{outcome.sample_id} could not be continued ({outcome.status}): {outcome.message}")
     return Generation(outcomes=[outcomes[request.sample_id] for request in requests])
+
+
+def begin(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase | None",
+    method: str | Policy,
+    settings: Mapping[str, object],
+) -> tuple[LoadedModel, Policy]:
+    """A model that somebody else loaded as the engine takes it, and the policy of a call, which fits it.
+
+    Its layers may lie on several devices. Its weights are not hashed: nothing that is kept depends on them.
+    """
+    policy, config = choose_policy(method, settings), model.config.get_text_config()
+    check_sizes(policy, max_tokens=config.max_position_embeddings, num_layers=config.num_hidden_layers)
+    loaded = LoadedModel(
+        model=model,
+        tokenizer=cast("PreTrainedTokenizerBase", tokenizer),
+        name=config.model_type,
+        fingerprint="in memory",
+        max_tokens=config.max_position_embeddings,
+        dtype=model.dtype,
+        device=model.device,
+        chat_template=bool(getattr(tokenizer, "chat_template", None)),
+    )
+    return loaded, policy
+
+
+def choose_policy(method: str | Policy, settings: Mapping[str, object]) -> Policy:
+    """The policy that a call asks for, by name with the settings that differ from the YAML's.
+
+    Raises:
+        ValueError: There is no such method or setting, a value is out of range, or a policy came with settings.
+    """
+    if not isinstance(method, str):
+        if settings:
+            raise ValueError(
+                f"{', '.join(settings)} cannot be set beside a policy that was made already; give it to "
+                f"{type(method).__name__}(...)"
+            )
+        return method
+    if settings.get(calibration.KEY) is not None:
+        raise ValueError(
+            f"{calibration.KEY}={settings[calibration.KEY]} is for one model, which cannot be checked for a model in "
+            "memory; give the settings of that file instead, or use kvbench.run"
+        )
+    return make_policy(compose([f"method={method}", *words_of(settings, "method.")]).method)
 
 
 def _check(max_new_tokens: int, temperature: float, top_p: float) -> None:

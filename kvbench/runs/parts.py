@@ -124,7 +124,7 @@ class Loaders:
 
         def load() -> "TaskSet":
             from kvbench.tasks import load_task
-            from kvbench.tasks.watch import watched
+            from kvbench.tasks.task import watched
 
             with watched(steps_shown):
                 return load_task(group, model, limit=limit, seed=seed, protocol=protocol)

@@ -11,6 +11,7 @@ MIN_PARAGRAPH_WORDS = 25
 # Code, grammars and tables are dropped by their share of characters that prose does not use.
 MIN_PROSE_SHARE = 0.93
 _PROSE = re.compile(r"[A-Za-z ,.;:'\"()\-]")
+_CODE = re.compile(">>>|::=")
 _SENTENCE_END = re.compile(r"[.!?][\")]?$")
 
 
@@ -37,15 +38,10 @@ def paragraphs() -> tuple[str, ...]:
     for name in sorted(topics):
         for block in re.split(r"\n\s*\n", topics[name]):
             text = " ".join(block.split()).removeprefix("* ")
-            if _is_prose(text):
+            ends, long = text.endswith((".", ":")), len(text.split()) >= MIN_PARAGRAPH_WORDS
+            if ends and long and len(_PROSE.findall(text)) >= MIN_PROSE_SHARE * len(text) and not _CODE.search(text):
                 found.setdefault(text)
     return tuple(found)
-
-
-def _is_prose(text: str) -> bool:
-    if len(text.split()) < MIN_PARAGRAPH_WORDS or ">>>" in text or "::=" in text or not text.endswith((".", ":")):
-        return False
-    return len(_PROSE.findall(text)) >= MIN_PROSE_SHARE * len(text)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from kvbench.models.load import LoadedModel
 
 OWN = "kvbench"
-# Characters that are tokenized at first for each token that is wanted; a tenth of a book need not be read to its end.
-_CHARS_A_TOKEN = 6
 
 
 class LongText(NamedTuple):
@@ -79,15 +77,7 @@ def passages(
     """
     begin = begin_ids(model)
     step = head + tail - len(begin)
-    wanted = None if items is None else (start + items) * step
-    length = len(text.content) if wanted is None else _CHARS_A_TOKEN * wanted
-    ids: list[int] = []
-    while True:
-        ids = model.tokenizer.encode(text.content[:length], add_special_tokens=False)
-        # The last token of a cut text is another one than it would be in the whole.
-        if length >= len(text.content) or (wanted is not None and len(ids) > wanted + 1):
-            break
-        length *= 2
+    ids = model.tokenizer.encode(text.content, add_special_tokens=False)
     count = len(ids) // step - start if items is None else items
     if count < 1 or len(ids) < (start + count) * step:
         raise ValueError(

@@ -4,7 +4,9 @@ import inspect
 import random
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -32,6 +34,27 @@ Lengths = Annotated[int | Sequence[int], Several(_LENGTH, alone=_LENGTH)]
 _DRAWS = Whole(1, 2**16, unit="answers")
 Draws = Annotated[int | Sequence[int] | None, Several(_DRAWS, alone=_DRAWS)]
 MaxPromptTokens = Annotated[int | None, Whole(2, unit="tokens")]
+
+# Takes what is done while a task is loaded, and its number of steps; gives a context for the time of the work, with a
+# function to call after each step. A task knows nothing of bars and terminals: who loads it says how work is shown.
+Watcher = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
+_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+
+
+@contextmanager
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Let somebody see the long work that is done inside."""
+    before = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(before)
+
+
+def long_work(label: str, steps: int) -> AbstractContextManager[Callable[[], None]]:
+    """A context for work that takes long, with a function to call after each of its steps."""
+    watcher = _watcher.get()
+    return nullcontext(lambda: None) if watcher is None else watcher(label, steps)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import pytest
 from engine_helpers import answers, request
 
 import kvbench
-from kvbench.api.choose import choose_policy
+from kvbench.api.generate import choose_policy
 from kvbench.config.compose import compose, hydra_value
 from kvbench.methods.snapkv import SnapKV
 

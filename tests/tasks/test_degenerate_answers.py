@@ -9,11 +9,10 @@ import time
 
 import pytest
 
-from kvbench.tasks import aime, gsm8k
+from kvbench.tasks import aime, gsm8k, longctx
 from kvbench.tasks import mathematics as maths
 from kvbench.tasks.answers import after_thinking, last_boxed, to_number
 from kvbench.tasks.longbench import metrics as longbench
-from kvbench.tasks.longctx import metrics as longctx
 
 LONG = os.environ.get("KVBENCH_DEGENERATE") == "1"
 SIZES = (1_000, 30_000, 1_000_000) if LONG else (20_000,)

@@ -6,8 +6,8 @@ from random import Random
 import pytest
 from loaded import loader
 
-from kvbench.tasks import fill, haystack, load_task
-from kvbench.tasks.longctx import generate, metrics
+from kvbench.tasks import fill, haystack, load_task, longctx
+from kvbench.tasks.longctx import generate
 
 KINDS = generate.KINDS
 
@@ -156,7 +156,7 @@ def test_a_length_that_is_too_short_names_the_largest_need(tiny_model) -> None:
 )
 def test_number_score(answer: str, expected: float, partial: float) -> None:
     """The first number of the answer counts: as a whole, and by its digits, by hand."""
-    assert metrics.number_score(answer, " 4821") == {"score": expected, "exact": expected, "partial": partial}
+    assert longctx.number_score(answer, " 4821") == {"score": expected, "exact": expected, "partial": partial}
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_number_score(answer: str, expected: float, partial: float) -> None:
 )
 def test_recall_score(answer: str, score: float, exact: float) -> None:
     """F1 of the longest common subsequence of words, by hand."""
-    assert metrics.recall_score(answer, " the big red box") == {
+    assert longctx.recall_score(answer, " the big red box") == {
         "score": pytest.approx(score),
         "exact": exact,
         "partial": pytest.approx(score),

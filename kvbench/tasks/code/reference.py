@@ -23,7 +23,7 @@ from kvbench.tasks.code.cage.process import Limits
 from kvbench.tasks.code.cage.wire import WireError, decode, encode
 from kvbench.tasks.code.dataset import CodeRow, restore_inputs
 from kvbench.tasks.code.oracle import asks_whether_found, has_own_rule
-from kvbench.tasks.watch import long_work
+from kvbench.tasks.task import long_work
 
 _CALL_S, _CPU_S, _WALL_S = 100.0, 400.0, 3600.0
 # Source: EvalPlus 0.3.1, `eval/__init__.py`: what a solution may take there.
