@@ -96,7 +96,7 @@ def _command(arguments: list[str]) -> int:
     if wants_help or command == "help":
         print(_help(command, rest, width))
         return 0
-    words.check_flags(rest, command)
+    words.check_flags(rest)
     if command in files.command_files():
         from kvbench.cli import commands
 
@@ -138,7 +138,8 @@ def run_command(overrides: list[str]) -> int:
     sweeping.check_launcher(overrides)
     overrides = sweeping.with_preset(overrides)
     own = words.config_dir_flags(files.own_folders())
-    with _argv(["kvbench", *own, *words.flags_first(with_swept_groups(overrides))]):
+    flags, settings = words.parted(with_swept_groups(overrides))
+    with _argv(["kvbench", *own, *flags, *settings]):  # Hydra takes no settings on both sides of a flag
         with sweeping.begin(overrides) as jobs:
             try:
                 hydra.main(version_base="1.3", config_path=str(files.conf_folder()), config_name="config")(jobs.run)()

@@ -1,31 +1,30 @@
-"""How a sweep begins: what is known of its jobs, its folder, and Hydra's launcher."""
+"""The beginning of a sweep: its jobs, its folder, and Hydra's launcher."""
 
 import json
 import shlex
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from kvbench.cli import words
 from kvbench.cli.jobs import Jobs, check_data
 from kvbench.config import files
 from kvbench.config.settings import as_dict, read_config
 from kvbench.errors import unknown_name
+from kvbench.results.summary import flat
 from kvbench.results.sweep import FOLDER, Sweep
 from kvbench.results.writing import check_writable
 from kvbench.show.progress import note
 
-# Launchers of other packages: the package that has it, and its distribution.
+# Launchers of other distributions: the distribution that has it; its package has underscores instead of dashes.
 PLUGINS = {
-    "joblib": ("hydra_joblib_launcher", "hydra-joblib-launcher"),
-    "submitit_local": ("hydra_submitit_launcher", "hydra-submitit-launcher"),
-    "submitit_slurm": ("hydra_submitit_launcher", "hydra-submitit-launcher"),
-    "ray": ("hydra_ray_launcher", "hydra-ray-launcher"),
+    "joblib": "hydra-joblib-launcher",
+    "submitit_local": "hydra-submitit-launcher",
+    "submitit_slurm": "hydra-submitit-launcher",
+    "ray": "hydra-ray-launcher",
 }
 LAUNCHER = "hydra/launcher"  # Hydra's group
 PRESETS = "launcher"  # ours
@@ -33,21 +32,23 @@ PRESETS = "launcher"  # ours
 
 def check_launcher(arguments: Sequence[str]) -> None:
     """Refuse a launcher that does not exist, is not installed, or has nothing to launch."""
-    for word in arguments:
-        key, sign, name = word.partition("=")
-        if key != LAUNCHER or not sign:
-            continue
+    for name in [word.removeprefix(f"{LAUNCHER}=") for word in arguments if word.startswith(f"{LAUNCHER}=")]:
         known = {"basic", *PLUGINS}
         if name not in known and not _has_plugin(name):
             raise unknown_name(LAUNCHER, name, known)
-        package, distribution = PLUGINS.get(name, ("", ""))
-        if package and (find_spec("hydra_plugins") is None or find_spec(f"hydra_plugins.{package}") is None):
+        if name in PLUGINS and not is_installed(name):
             raise ValueError(
-                f"{LAUNCHER}={name} needs the package {distribution}, which is not installed; "
-                f"pip install {distribution}, or pip install 'kvbench[cluster]' for all launchers"
+                f"{LAUNCHER}={name} needs the package {PLUGINS[name]}, which is not installed; "
+                f"pip install {PLUGINS[name]}, or pip install 'kvbench[cluster]' for all launchers"
             )
         if not is_sweep(arguments):
             raise ValueError(f"{LAUNCHER}={name} launches the jobs of a sweep, and this is one run; add -m")
+
+
+def is_installed(launcher: str) -> bool:
+    """True where the package of a launcher is at hand."""
+    module = f"hydra_plugins.{PLUGINS[launcher].replace('-', '_')}"
+    return find_spec("hydra_plugins") is not None and find_spec(module) is not None
 
 
 def _has_plugin(name: str) -> bool:
@@ -68,19 +69,10 @@ def with_preset(arguments: Sequence[str]) -> list[str]:
     name = next((word.partition("=")[2] for word in arguments if word.startswith(f"{LAUNCHER}=")), "")
     if name not in files.options(PRESETS):
         return list(arguments)
-    preset = _flat(as_dict(read_config(files.path_of(PRESETS, name))))
+    preset = flat(as_dict(read_config(files.path_of(PRESETS, name))))
     # Some plugins take any word of their engine's, which Hydra calls new; a word that no plugin takes is refused still.
     own = [f"++{word}" if word.startswith("hydra.launcher.") else word for word in arguments]
-    return [*own, *(f"++{key}={value}" for key, value in preset.items() if key not in given)]
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings as `a.b.c` and the value as Hydra's command line writes it."""
-    found: dict[str, str] = {}
-    for key, value in settings.items():
-        inner = isinstance(value, Mapping)
-        found |= _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": json.dumps(value)}
-    return found
+    return [*own, *(f"++{key}={json.dumps(value)}" for key, value in preset.items() if key not in given)]
 
 
 def is_sweep(arguments: Sequence[str]) -> bool:
@@ -95,31 +87,13 @@ def hydra_folder(arguments: Sequence[str]) -> Path:
     return Path(["results", *given][-1]) / FOLDER
 
 
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """What a sweep will do."""
+def planned(arguments: Sequence[str]) -> tuple[str, list[list[str]]]:
+    """Plan a sweep as Hydra will.
 
-    launcher: str
-    """Name of the launcher: `basic`, `joblib`, ..."""
-    jobs: list[list[str]]
-    """The words of each job; empty where the sweeper finds them on the way."""
-
-    def labels(self) -> list[str]:
-        """What is special about each job, such as `snapkv budget=0.25`; its method in any case."""
-        common = Counter(word for job in self.jobs for word in set(job))
-        return [
-            " ".join(
-                word.removeprefix("method=").removeprefix("method.")
-                for word in job
-                if word.startswith("method=") or common[word] < len(self.jobs)
-            )
-            or f"job {number}"
-            for number, job in enumerate(self.jobs, 1)
-        ]
-
-
-def planned(arguments: Sequence[str]) -> Planned | None:
-    """Plan a sweep as Hydra will; None where Hydra has something to say against it, which it then says itself."""
+    Returns:
+        The launcher, and the words of each job; none where the sweeper finds them on the way, or where Hydra has
+        something to say against the words, which it then says itself.
+    """
     from hydra import initialize_config_dir
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.global_hydra import GlobalHydra
@@ -135,21 +109,29 @@ def planned(arguments: Sequence[str]) -> Planned | None:
     try:
         with initialize_config_dir(str(files.conf_folder()), version_base="1.3"):
             loader = GlobalHydra.instance().config_loader()
-            words = [*arguments, *own_words()]
-            hydra = loader.load_configuration("config", words, RunMode.MULTIRUN).hydra
-            launcher = str(OmegaConf.select(hydra, "runtime.choices")["hydra/launcher"])
+            hydra = loader.load_configuration("config", [*arguments, *own_words()], RunMode.MULTIRUN).hydra
+            launcher = str(OmegaConf.select(hydra, "runtime.choices")[LAUNCHER])
             if not str(hydra.sweeper._target_).endswith(".BasicSweeper"):
-                return Planned(launcher=launcher, jobs=[])
+                return launcher, []
             params = [f"{key}={value}" for key, value in (hydra.sweeper.get("params") or {}).items()]
             overrides = OverridesParser.create(config_loader=loader).parse_overrides([*params, *arguments])
-            batches = BasicSweeper.split_arguments(
-                [item for item in overrides if not item.get_key_element().lstrip("+~").startswith("hydra")], None
-            )
-            return Planned(launcher=launcher, jobs=batches[0])
+            own = [item for item in overrides if not item.get_key_element().lstrip("+~").startswith("hydra")]
+            return launcher, BasicSweeper.split_arguments(own, None)[0]
     except (HydraException, OmegaConfBaseException, AssertionError):
-        return None
+        return "basic", []
     finally:
         GlobalHydra.instance().clear()
+
+
+def job_labels(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """Name what sets each job apart, such as `snapkv budget=0.25`; its method in any case."""
+    common = Counter(word for job in jobs for word in set(job))
+    labels = []
+    for number, job in enumerate(jobs, 1):
+        special = [word for word in job if word.startswith("method=") or common[word] < len(jobs)]
+        shown = " ".join(word.removeprefix("method=").removeprefix("method.") for word in special)
+        labels.append(shown or f"job {number}")
+    return labels
 
 
 @contextmanager
@@ -164,17 +146,15 @@ def begin(arguments: list[str]) -> Iterator[Jobs]:
         return
     from kvbench.config.compose import compose, with_swept_groups
 
-    plan = planned(words.parted(with_swept_groups(arguments))[1])
-    jobs = plan.jobs if plan else []
+    launcher, jobs = planned(words.parted(with_swept_groups(arguments))[1])
     check_data(jobs)
     results_dir = Path(compose(jobs[0]).results_dir) if jobs else hydra_folder(arguments).parent
     check_writable(results_dir, "results_dir")
-    launcher = plan.launcher if plan else "basic"
-    command = shlex.join(["kvbench", *arguments])
-    sweep = Sweep.start(results_dir, command, launcher, plan.labels() if plan else [])
-    by_pattern = any(word.startswith("method=glob(") for word in arguments)
+    labels = job_labels(jobs)
+    sweep = Sweep.start(results_dir, shlex.join(["kvbench", *arguments]), launcher, labels)
     try:
-        yield Jobs(sweep=sweep.folder, labels=sweep.record().jobs, skip=by_pattern)
+        by_pattern = any(word.startswith("method=glob(") for word in arguments)
+        yield Jobs(sweep=sweep.folder, labels=labels, skip=by_pattern)
     except Exception as error:
         if not sweep.jobs():
             shutil.rmtree(sweep.folder, ignore_errors=True)

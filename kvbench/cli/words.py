@@ -1,14 +1,15 @@
 """The words of a command line before Hydra reads them: the command, flags, and the habits that people bring from other
 tools."""
 
-import difflib
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from kvbench.cli import texts
 from kvbench.config import files
+from kvbench.errors import did_you_mean
 
 FLAGS_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--info", "-i"}
 FLAGS_WITH_VALUE |= {"--config-dir", "-cd", "--experimental-rerun"}
@@ -17,12 +18,11 @@ FLAGS |= {"--shell-completion", "-sc"}
 # Flags that show something and run nothing.
 SHOWING = {"--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc"}
 
-# What lm-eval, kvpress and others call a setting -> what it is here; a task, a model and a ratio need more than a name.
+# What lm-eval, kvpress and others call a setting -> what it is here.
 HABITS = {
     "press": "method",
     "press_name": "method",
     "policy": "method",
-    "task": "task",
     "tasks": "task",
     "dataset": "task",
     "budget": "method.budget",
@@ -54,8 +54,8 @@ def split_command(arguments: list[str]) -> tuple[str, list[str]]:
     word, known = arguments[0], texts.commands()
     if word in known:
         return word, arguments[1:]
-    hints = _settings_meant(arguments) or difflib.get_close_matches(word, known, n=1, cutoff=0.4)
-    hint = f" Did you mean {hints[0]}?" if hints else ""
+    meant = _settings_meant(arguments)
+    hint = f" Did you mean {meant[0]}?" if meant else did_you_mean(word, known)
     raise ValueError(f"{word} is no command.{hint} Commands: {', '.join(known)}; settings are key=value.")
 
 
@@ -93,110 +93,51 @@ def refuse_stored_config(own: Sequence[Path], arguments: Sequence[str]) -> None:
     """Refuse a folder of choices that has a config.yaml: Hydra would read kvbench's own in its place, without a word.
     The words may name one with `--config-path`."""
     given = [("--config-dir", folder) for folder in own]
-    for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
+    for word, following in pairwise([*arguments, ""]):
         flag, sign, value = word.partition("=")
         if flag in ("--config-path", "-cp"):
             given.append((flag, Path(value if sign else following)))
     for flag, folder in given:
-        if not (folder / "config.yaml").is_file():
-            continue
-        if (folder / "run.json").is_file():
+        if (folder / "config.yaml").is_file() and (folder / "run.json").is_file():
+            again = shlex.join(["kvbench", "rerun", str(folder)])
             raise ValueError(
-                f"{flag} {folder} is a stored run, whose settings would be ignored; `kvbench rerun "
-                f"{shlex.quote(str(folder))}` runs it again"
+                f"{flag} {folder} is a stored run, whose settings would be ignored; `{again}` runs it again"
             )
-        raise ValueError(
-            f"{flag} {folder} has a config.yaml, which would be ignored; a folder of your own holds method/, task/, "
-            "... alone, and experiment/ sets several settings at once"
-        )
-
-
-def flags_first(arguments: list[str]) -> list[str]:
-    """Put flags and their values before the settings; Hydra does not take settings on both sides of a flag."""
-    flags, settings = parted(arguments)
-    return flags + settings
+        if (folder / "config.yaml").is_file():
+            raise ValueError(
+                f"{flag} {folder} has a config.yaml, which would be ignored; a folder of your own holds method/, "
+                "task/, ... alone, and experiment/ sets several settings at once"
+            )
 
 
 def parted(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Flags with their values, and settings."""
-    flags, settings = [], []
-    rest = iter(arguments)
-    for word in rest:
-        if not word.startswith("-"):
-            settings.append(word)
-            continue
-        flags.append(word)
-        if word in FLAGS_WITH_VALUE:
-            flags += [value for value in [next(rest, None)] if value is not None]
+    flags: list[str] = []
+    settings: list[str] = []
+    for before, word in pairwise(["", *arguments]):
+        (flags if word.startswith("-") or before in FLAGS_WITH_VALUE else settings).append(word)
     return flags, settings
 
 
-def check_flags(arguments: list[str], command: str = "run") -> None:
-    """Refuse a flag that kvbench does not have, with the whole command as kvbench writes it where that can be told."""
-    wrong: list[str] = []
-    meant: list[str] = []
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
+def check_flags(arguments: Sequence[str]) -> None:
+    """Refuse a flag that kvbench does not have, with the settings that are probably meant."""
+    wrong, meant = [], []
+    for word, following in pairwise([*arguments, ""]):
         flag, sign, value = word.partition("=")
-        if not _is_flag(word) or flag in FLAGS:
-            meant.append(word)
-            if word in FLAGS_WITH_VALUE and rest:
-                meant.append(rest.pop(0))
+        if not word.startswith("-") or re.match(r"-[0-9.]", word) or flag in FLAGS:
             continue
         wrong.append(flag)
-        if not sign and rest and not _is_flag(rest[0]) and ("=" not in rest[0] or flag == "--model_args"):
-            value = rest.pop(0)
-        found = list(_translated(flag.lstrip("-"), value)) if value else []
-        meant += found or [f"?{flag}"]
+        key = flag.lstrip("-").replace("-", "_")
+        if key in HABITS or _is_setting(key):
+            meant.append(f"{HABITS.get(key, key)}={value if sign else following}")
     if not wrong:
         return
     text = f"{' and '.join(wrong)} {'is no flag' if len(wrong) == 1 else 'are no flags'} of kvbench"
-    if any(word.startswith("?") for word in meant):
-        near = difflib.get_close_matches(wrong[0], FLAGS, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        shown = ", ".join(sorted(flag for flag in FLAGS if flag.startswith("--")))
-        raise ValueError(f"{text}.{hint} Settings are key=value, without dashes; flags are {shown}.")
-    again = shlex.join(["kvbench", *([command] if command != "run" else []), *meant])
-    raise ValueError(f"{text}; settings are key=value. Did you mean `{again}`?")
-
-
-def _is_flag(word: str) -> bool:
-    return word.startswith("-") and not re.fullmatch(r"-[0-9.].*", word)
-
-
-def _translated(name: str, value: str) -> Iterator[str]:
-    """A setting of another tool as ours; nothing where it is not known."""
-    key = name.replace("-", "_")
-    if key == "model_args":
-        for part in value.split(","):
-            inner, sign, given = part.partition("=")
-            yield from _translated(inner, given) if sign else ()
-    elif key == "model":
-        yield from [f"model={value}"] if value in files.options("model") else ["model=hf", f"model.path={value}"]
-    elif key == "compression_ratio":
-        yield from _kept(value)
-    elif HABITS.get(key) == "task":
-        yield from _task(value)
-    elif key in HABITS or _is_setting(key):
-        yield f"{HABITS.get(key, key)}={value}"
-
-
-def _kept(ratio: str) -> Iterator[str]:
-    """kvpress's ratio says what is dropped; a budget says what is kept."""
-    try:
-        yield f"method.budget={1 - float(ratio):g}"
-    except ValueError:
-        return
-
-
-def _task(value: str) -> Iterator[str]:
-    names, known = value.split(","), files.options("task")
-    if all(name in known for name in names):
-        yield from (["-m"] if len(names) > 1 else [])
-        yield f"task={value}"
-    elif len(names) == 1:
-        yield from ("task=lm_eval", f"task.name={value}")
+    if meant:
+        raise ValueError(f"{text}; settings are key=value. Did you mean `{shlex.join(meant)}`?")
+    shown = ", ".join(sorted(flag for flag in FLAGS if flag.startswith("--")))
+    near = did_you_mean(wrong[0], FLAGS)
+    raise ValueError(f"{text}.{near} Settings are key=value, without dashes; flags are {shown}.")
 
 
 def _is_setting(name: str) -> bool:

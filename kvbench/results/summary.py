@@ -6,7 +6,7 @@ Everything here is a pure function of the records, so a table can be made again 
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from kvbench.engine.requests import BINS
 from kvbench.results.measures import ONE_SHOT_PEAK, PEAK, PREFILL, RATE, RESIDENT, Measure, at
@@ -17,18 +17,6 @@ from kvbench.stats.paired import paired_difference
 from kvbench.stats.strata import Weighting
 
 SCORES = (0.0, 1.0)  # every score of a task lies in between
-
-
-class MetricInfo(Protocol):
-    """What a task says of a metric."""
-
-    @property
-    def higher_is_better(self) -> bool:
-        """Direction of improvement."""
-
-    @property
-    def description(self) -> str:
-        """One sentence on what it measures."""
 
 
 def values_by_sample(
@@ -70,9 +58,9 @@ def _strata(records: Iterable[SampleRecord], *path: str) -> tuple[dict[str, list
 
 
 def metrics(
-    records: Sequence[SampleRecord], infos: Mapping[str, MetricInfo], primary: str, weighting: Weighting = "subset"
+    records: Sequence[SampleRecord], infos: Mapping[str, Any], primary: str, weighting: Weighting = "subset"
 ) -> dict[str, Metric]:
-    """Every metric of a task over the records."""
+    """Every metric of a task over the records; `infos` has of each `higher_is_better` and a `description`."""
     result = {}
     for name, info in infos.items():
         strata, num_nonfinite = _strata(records, "scores", name)
@@ -142,27 +130,24 @@ def compare(
     )
 
 
-def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a nested dict under dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in nested.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
+def flatten(record: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a nested dict under dotted names; text, lists and None are left out."""
-    result: dict[str, float] = {}
-    for key, value in record.items():
-        if isinstance(value, Mapping):
-            result |= flatten(value, f"{prefix}{key}.")
-        elif isinstance(value, int | float):
-            result[f"{prefix}{key}"] = float(value)
-    return result
+    return {key: float(value) for key, value in flat(record).items() if isinstance(value, int | float)}
 
 
 def for_task(records: Iterable[SampleRecord]) -> list[dict[str, Any]]:
     """The records as a task's own aggregate may read them: an answer with a score that was not finite did not end well,
     and its status here is `nan`."""
-    result = []
-    for record in records:
-        found: dict[str, Any] = dict(record)
-        if any(value is None for value in record["scores"].values()):
-            found |= {"status": "nan", "scores": {}}
-        result.append(found)
-    return result
+    not_finite = {"status": "nan", "scores": {}}
+    return [dict(record) | (not_finite if None in record["scores"].values() else {}) for record in records]
 
 
 def means(dicts: Iterable[Mapping[str, Any]]) -> dict[str, float]:

@@ -5,6 +5,7 @@ already stored, and the same command tries again. Where the numbers go is the tr
 variables). Nothing of it is imported unless it is asked for.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +15,7 @@ from kvbench.errors import unknown_name
 from kvbench.results.measures import FIDELITY, RESIDENT
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import SampleRecord
-from kvbench.results.summary import flatten
+from kvbench.results.summary import flat, flatten
 
 NONE = "none"
 PROJECT = "kvbench"
@@ -27,15 +28,8 @@ def check(tracker: object) -> None:
     """Refuse a tracker that is not known or not installed, before anything runs."""
     if tracker not in (NONE, *TRACKERS):
         raise unknown_name("tracker", tracker, (NONE, *TRACKERS))
-    if tracker != NONE and not _is_installed(str(tracker)):
+    if tracker != NONE and str(tracker) not in sys.modules and find_spec(str(tracker)) is None:
         raise ValueError(f"tracker={tracker} needs the library {tracker}: pip install {tracker}, or set tracker=none")
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ValueError:  # it is loaded and does not say from where
-        return True
 
 
 def track(
@@ -51,24 +45,14 @@ def track(
         return
     name = f"{record.method} on {record.task} with {record.model}"
     try:
-        TRACKERS[tracker](name, record, folder, settings_of(settings), numbers_of(record), steps_of(record, samples))
+        given = {key: value for key, value in flat(settings).items() if key not in NOT_SETTINGS}
+        TRACKERS[tracker](name, record, folder, given, numbers_of(record), steps_of(record, samples))
     except Exception as error:  # whatever a network or a server does, the run is done
         say(f"tracker={tracker} failed ({type(error).__name__}: {error}); the run is kept in {folder}")
 
 
-def settings_of(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Every setting of a run by its dotted name."""
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            found |= settings_of(value, f"{prefix}{key}.")
-        elif prefix + key not in NOT_SETTINGS:
-            found[prefix + key] = value
-    return found
-
-
 def numbers_of(record: RunRecord) -> Numbers:
-    """What is known of a whole run: scores and their ends, the difference to the full cache, fidelity, bytes, times."""
+    """The numbers of a whole run: scores and their ends, the difference to the full cache, fidelity, bytes, times."""
     found: dict[str, Any] = {}
     for name, metric in record.metrics.items():
         found[f"metrics.{name}"] = metric.value
@@ -134,9 +118,7 @@ def _tensorboard(name: str, record: RunRecord, folder: Path, settings: dict, num
     with SummaryWriter(str(place)) as writer:
         writer.add_text("run", f"{name}, {record.status}, {record.hash}")
         writer.add_text("settings", "\n".join(f"    {key}: {value}" for key, value in settings.items()))
-        for key, value in numbers.items():
-            writer.add_scalar(key.replace(".", "/"), value)
-        for step, values in enumerate(steps):
+        for step, values in [(None, numbers), *enumerate(steps)]:
             for key, value in values.items():
                 writer.add_scalar(key.replace(".", "/"), value, step)
 

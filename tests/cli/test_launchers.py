@@ -11,12 +11,11 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 
 import pytest
 from places import ROOT
 
-from kvbench.cli.sweeping import PLUGINS
+from kvbench.cli.sweeping import PLUGINS, is_installed
 from kvbench.config import files
 from kvbench.results.journal import is_held
 from kvbench.results.sweep import sweeps
@@ -32,12 +31,6 @@ AT_ONCE = {
     "submitit_local": ["hydra.sweeper.max_batch_size=3"],
     "ray": ["hydra.launcher.ray.init.num_cpus=2"],
 }
-
-
-def has(launcher):
-    """Whether a launcher's package is installed."""
-    package = PLUGINS.get(launcher, ("",))[0]
-    return not package or (find_spec("hydra_plugins") is not None and find_spec(f"hydra_plugins.{package}") is not None)
 
 
 def command(folder, launcher, sweep=SWEEP, small=SMALL):
@@ -84,8 +77,8 @@ def in_sequence(tmp_path_factory):
 def test_same_samples_and_the_same_end(launcher, tmp_path, in_sequence):
     """Under every launcher the answers are those of the sequence, with one table, one picture and exit code 0; a sweep
     with a bad job ends with its code."""
-    if not has(launcher):
-        pytest.skip(f"needs {PLUGINS[launcher][1]}")
+    if not is_installed(launcher):
+        pytest.skip(f"needs {PLUGINS[launcher]}")
     child = command(tmp_path, launcher)
     out, said = child.communicate()
     assert child.returncode == 0, said
@@ -101,8 +94,8 @@ def test_same_samples_and_the_same_end(launcher, tmp_path, in_sequence):
 
 def test_shards_at_once_are_one_run(tmp_path):
     """One run and its reference in three shards that work at the same time: the answers of one process, and one row."""
-    if not has("joblib"):
-        pytest.skip(f"needs {PLUGINS['joblib'][1]}")
+    if not is_installed("joblib"):
+        pytest.skip(f"needs {PLUGINS['joblib']}")
     small = [*SMALL, "task.items=9"]  # five batches, the last not full
     found = {}
     for name, launcher, words in (("whole", "basic", []), ("split", "joblib", ["shard=1/3,2/3,3/3"])):
@@ -120,8 +113,8 @@ def test_two_processes_share_and_a_kill_loses_nothing(tmp_path, in_sequence):
     """The same sweep twice at once; a worker that computes is killed; afterwards the command brings everything to its
     end, and the answers are those of the sequence."""
     launcher = "joblib"
-    if not has(launcher):
-        pytest.skip(f"needs {PLUGINS[launcher][1]}")
+    if not is_installed(launcher):
+        pytest.skip(f"needs {PLUGINS[launcher]}")
     pair = [command(tmp_path, launcher) for _ in range(2)]
     end = time.monotonic() + 900
     while not list(tmp_path.glob("results/*/*/kivi/*/samples.jsonl")) and time.monotonic() < end:
@@ -143,8 +136,8 @@ def test_two_processes_share_and_a_kill_loses_nothing(tmp_path, in_sequence):
 @pytest.mark.parametrize("launcher", sorted(PLUGINS))
 def test_presets_fit_the_plugins(launcher):
     """Every setting of a preset is one of the plugin's or of Hydra's."""
-    if not has(launcher):
-        pytest.skip(f"needs {PLUGINS[launcher][1]}")
+    if not is_installed(launcher):
+        pytest.skip(f"needs {PLUGINS[launcher]}")
     from hydra.core.config_store import ConfigStore
     from hydra.core.plugins import Plugins
 

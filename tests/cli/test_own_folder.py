@@ -78,7 +78,7 @@ def test_lists_and_help_know_own_choices(mine, capsys):
         (["calibrate", "method=tyo"], "Did you mean toy?"),
         (["gates", "model=mimi"], "Did you mean mini?"),
         (["bench", "what=decode", "decode.methods=[tyo]"], "Did you mean toy?"),
-        (["--model", "mini", "--press", "toy"], "Did you mean `kvbench model=mini method=toy`?"),
+        (["--model", "mini", "--press", "toy"], "Did you mean `model=mini method=toy`?"),
     ],
 )
 def test_own_choices_are_meant(mine, capsys, words, message):

@@ -11,27 +11,19 @@ from kvbench.config import files
 @pytest.mark.parametrize(
     ("line", "meant"),
     [
-        ("--method snapkv", "kvbench method=snapkv"),
-        ("--method=snapkv --limit 10", "kvbench method=snapkv limit=10"),
-        ("--press snapkv --compression_ratio 0.75", "kvbench method=snapkv method.budget=0.25"),
-        ("--model hf --tasks gsm8k", "kvbench model=hf task=gsm8k"),
-        (
-            "--model hf --model_args pretrained=Qwen/Qwen3-8B,dtype=bfloat16",
-            "kvbench model=hf model.path=Qwen/Qwen3-8B",
-        ),
-        ("--model Qwen/Qwen3-8B", "kvbench model=hf model.path=Qwen/Qwen3-8B"),
-        ("--tasks gsm8k,math500", "kvbench -m task=gsm8k,math500"),
-        ("--tasks hellaswag", "kvbench task=lm_eval task.name=hellaswag"),
-        ("method=kivi --batch-size 2 --seed 3", "kvbench method=kivi batch_size=2 seed=3"),
-        ("--method.budget 0.5", "kvbench method.budget=0.5"),
-        ("-m --method snapkv,kivi", "kvbench -m method=snapkv,kivi"),
+        ("--method snapkv", "method=snapkv"),
+        ("--method=snapkv --limit 10", "method=snapkv limit=10"),
+        ("--model hf --pretrained Qwen/Qwen3-8B --tasks gsm8k", "model=hf model.path=Qwen/Qwen3-8B task=gsm8k"),
+        ("method=kivi --batch-size 2 --press x", "batch_size=2 method=x"),
+        ("--method.budget 0.5", "method.budget=0.5"),
+        ("-m --method snapkv,kivi", "method=snapkv,kivi"),
     ],
 )
 def test_habits_of_others(line, meant, capsys):
-    """A flag of lm-eval's or kvpress's is answered with the whole command as kvbench writes it; nothing is run."""
+    """A flag of lm-eval's or kvpress's is answered with the settings as kvbench writes them; nothing is run."""
     assert main(line.split()) == 2
     said = capsys.readouterr().err
-    assert "settings are key=value. Did you mean `" in said and f"`{meant}" in said, said
+    assert f"settings are key=value. Did you mean `{meant}`?" in said, said
     assert "usage:" not in said
 
 
