@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from kvbench.engine.requests import Outcome, Request
 from kvbench.policy import Bounds, Extent, Policy
+from kvbench.results.sample import journal_record
 from kvbench.runs.parts import Loaders
 
 
@@ -126,6 +127,13 @@ class FakeEngine:
             | {"prompt_tokens": length, "prompt_slots": ratio * length, "lists": 1, "page_tokens": 1},
             timing={"prefill_s": time.perf_counter() % 1, "decode_s": 0.5, "decode_share_s": 0.25, "decode_tokens": 5},
         )
+
+
+def record(number: int, **changes) -> dict:
+    """A journal record of sample `number`."""
+    request = Request(sample_id=f"a/{number}", subset="a", segments=((1, 2, 3),))
+    outcome = Outcome(sample_id=f"a/{number}", text='a "quoted"\nline \u00e4', token_ids=[7], finish="eos")
+    return journal_record(request, outcome, {"exact": 1.0}, {}) | changes
 
 
 def make_requests(count: int, repeats: int = 1) -> list[Request]:

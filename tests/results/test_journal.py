@@ -7,27 +7,15 @@ import subprocess
 import sys
 
 import pytest
+from fake_parts import record
 from places import ROOT
 from selection import few
 
-from kvbench.engine.requests import Outcome, Request
 from kvbench.results.journal import Journal, RunLocked, run_lock
-from kvbench.results.sample import journal_record, write_line
+from kvbench.results.sample import write_line
 from kvbench.results.writing import JournalError, plain, write_atomic
 
 RUN = "5" * 64
-
-
-def record(number: int, **changes) -> dict:
-    """A journal record of sample `number`."""
-    request = Request(sample_id=f"a/{number}", subset="a", segments=((1, 2, 3),))
-    outcome = Outcome(sample_id=f"a/{number}", repeat=0, text='a "quoted"\nline \u00e4', token_ids=[7], finish="eos")
-    return journal_record(request, outcome, {"exact": 1.0}, {}) | changes
-
-
-def line_of(item: dict, run: str = RUN) -> bytes:
-    """The sealed line of a record."""
-    return write_line(item, run)
 
 
 @pytest.mark.parametrize("step", few([7, 1], 7))
@@ -36,8 +24,8 @@ def test_journal_cut_at_every_byte(tmp_path, monkeypatch, step):
     file."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # thousands of them, and no power is cut here
     records = [record(i) for i in range(3)]
-    whole = b"".join(map(line_of, records))
-    ends = [len(b"".join(map(line_of, records[:i]))) for i in range(4)]
+    lines = [write_line(item, RUN) for item in records]
+    whole, ends = b"".join(lines), [len(b"".join(lines[:i])) for i in range(4)]
     path = tmp_path / "samples.jsonl"
     for cut in sorted({*range(0, len(whole) + 1, step), *ends}):
         path.write_bytes(whole[:cut])
@@ -52,20 +40,6 @@ def test_journal_cut_at_every_byte(tmp_path, monkeypatch, step):
         assert path.read_bytes() == whole, cut
 
 
-def test_journal_drops_unreadable_and_double_lines(tmp_path):
-    """Zeros left by a power cut, a foreign line and a doubled record go; everything else stays and each loss is
-    told."""
-    path = tmp_path / "samples.jsonl"
-    lines = [line_of(record(0)), b"\0\0\0\n", line_of(record(0)), b'{"no": "id"}\n', line_of(record(1)), b"[1]\n"]
-    path.write_bytes(b"".join(lines))
-    told = []
-    journal = Journal(path, run=RUN, warn=told.append)
-    assert list(journal.records) == [("a/0", 0), ("a/1", 0)]
-    assert journal.damaged == len(told) == 3
-    assert "samples.jsonl:2: unreadable line" in told[0]
-    assert path.read_bytes() == lines[0] + lines[4]
-
-
 def test_journal_finish_sorts_and_refuses_gaps(tmp_path):
     """A finished journal is in request order, stays open for appending, and a run with a gap is not called finished."""
     path = tmp_path / "samples.jsonl"
@@ -75,9 +49,9 @@ def test_journal_finish_sorts_and_refuses_gaps(tmp_path):
     with pytest.raises(ValueError, match="1 samples missing or unknown"):
         journal.finish([("a/0", 0), ("a/1", 0)])
     journal.finish([(f"a/{i}", 0) for i in range(3)])
-    assert path.read_bytes() == b"".join(line_of(record(i)) for i in range(3))
+    assert path.read_bytes() == b"".join(write_line(record(i), RUN) for i in range(3))
     journal.append(record(3))
-    assert path.read_bytes().endswith(line_of(record(3)))
+    assert path.read_bytes().endswith(write_line(record(3), RUN))
     assert [item.name for item in tmp_path.iterdir()] == ["samples.jsonl"]
 
 
@@ -99,9 +73,9 @@ def test_journal_survives_a_full_disk(tmp_path, monkeypatch):
     with pytest.raises(JournalError, match="the disk is full; free some space, then give the same command again"):
         journal.append(record(1))
     monkeypatch.setattr(os, "write", real)
-    assert path.read_bytes() == line_of(record(0))
+    assert path.read_bytes() == write_line(record(0), RUN)
     assert journal.append(record(1))
-    assert path.read_bytes() == line_of(record(0)) + line_of(record(1))
+    assert path.read_bytes() == write_line(record(0), RUN) + write_line(record(1), RUN)
 
 
 def test_atomic_write_keeps_the_old_file(tmp_path, monkeypatch):

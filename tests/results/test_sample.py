@@ -42,7 +42,8 @@ def test_a_record_says_what_was_asked_and_what_is_right():
 
 
 def test_a_journal_of_before_still_reads(tmp_path):
-    """Its records have neither right answer nor prompt, and none is made up."""
+    """Its records have neither right answer nor prompt, and none is made up; a run that has only begun has no file."""
+    assert read_samples(tmp_path / "samples.jsonl", RUN) == ({}, 0)
     old = journal_record(REQUEST, OUTCOME, {"exact": 1.0}, {})
     del old["gold"], old["prompt"]
     (tmp_path / "samples.jsonl").write_bytes(write_line(old, RUN))
@@ -77,17 +78,13 @@ def test_every_line_is_seen_once(content):
     assert all(line.record is None and line.fault for line in lines)
 
 
-def test_a_missing_file_is_an_empty_journal(tmp_path):
-    """A run that has only begun has no samples yet."""
-    assert read_samples(tmp_path / "samples.jsonl", RUN) == ({}, 0)
-
-
 def test_a_line_is_strict_json():
     """What is not finite is null, and the keys keep their order."""
     record = journal_record(REQUEST, OUTCOME, {"exact": float("nan")}, {})
     line = write_line(record, RUN)
     assert line.endswith(b"\n") and json.loads(line)["scores"] == {"exact": None}
     assert list(json.loads(line)) == [*record, "seal"]
+    assert next(read_lines(line, RUN)).record["scores"] == {"exact": None}
 
 
 def packed_run(folder, *scores):

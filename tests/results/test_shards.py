@@ -5,6 +5,7 @@ import sys
 import time
 
 import pytest
+from fake_parts import record as sample
 
 from kvbench.results import shards
 from kvbench.results.journal import Journal, is_held, run_lock
@@ -12,14 +13,6 @@ from kvbench.results.record import RunRecord, Session
 from kvbench.results.shards import Shard
 
 RUN = "a" * 64
-
-
-def sample(name):
-    """A whole record."""
-    text = {"sample_id": name, "subset": "a", "status": "ok", "text": "", "finish": "eos", "message": ""}
-    numbers = dict.fromkeys(("repeat", "num_prompt_tokens", "num_prompt_tokens_untruncated"), 0)
-    parts = {part: {} for part in ("scores", "ledger", "kept", "protocol", "meta")}
-    return text | numbers | parts | {"fidelity": None, "truncated": False, "nan_layer": None}
 
 
 @pytest.mark.parametrize("value", ["0/4", "5/4", "2", "2/", "/4", "1/2/3", "-1/4", "1.0/2", 2, 0.5, True, ["1/2"], ""])
@@ -51,7 +44,7 @@ def test_what_is_finished_is_taken_over_once(tmp_path):
     for place, name in zip(places, "xy", strict=True):
         place.mkdir(parents=True)
         journal = Journal(place / "samples.jsonl", run=RUN)
-        journal.append(sample(name))
+        journal.append(sample(0, sample_id=name))
         journal.close()
         RunRecord(sessions=[Session(started=name)], hash=RUN).save(place)
     before = (places[0] / "samples.jsonl").read_bytes()

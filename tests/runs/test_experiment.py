@@ -4,8 +4,7 @@ import pytest
 from fake_parts import FakePolicy, altered, make_cfg, make_parts
 
 from kvbench.config import code
-from kvbench.kernels.cpu.abi import ISA_VARIABLE, best_isa
-from kvbench.kernels.dispatch import get_backend
+from kvbench.kernels.cpu.abi import best_isa
 from kvbench.methods.kvzip import KVzip
 from kvbench.results import provenance
 from kvbench.runs import experiment
@@ -215,12 +214,3 @@ def test_a_streamed_model_counts_the_kernels_that_it_runs(tmp_path, monkeypatch)
     assert found.identity["model"]["linear"] == f"streamed {best_isa()}"
     prepared(make_cfg(tmp_path), "half", make_parts())
     assert asked == [(*asked[1], "cpu"), asked[1]] and "cpu" not in asked[1]
-
-
-def test_the_cpu_backend_names_its_instruction_set(monkeypatch):
-    """What KVBENCH_CPU_ISA forces is what the backend says."""
-    backends = []
-    for isa in ("portable", best_isa()):
-        monkeypatch.setenv(ISA_VARIABLE, isa)
-        backends.append(get_backend("cpu").isa)
-    assert backends == ["portable", best_isa()]

@@ -5,19 +5,9 @@ from threading import Event
 import pytest
 from omegaconf import OmegaConf
 
-from kvbench.config import files as listing
 from kvbench.config.methods import method_settings
 from kvbench.runs.config import RunConfig, read_bytes
 from kvbench.runs.parts import Loaders, make_policy
-
-
-def test_every_shipped_method_builds():
-    """Each YAML of conf/method gives a policy that holds exactly the YAML's settings."""
-    for name in listing.options("method"):
-        cfg = method_settings(name)
-        policy = make_policy(cfg)
-        assert type(policy).__name__ == cfg._target_.rsplit(".", 1)[1]
-        assert f"{type(policy).__module__}.{type(policy).__name__}" == cfg._target_
 
 
 @pytest.mark.parametrize(
@@ -55,13 +45,6 @@ def test_engine_from_configuration(tiny_model):
 def test_bytes_settings(value, count):
     """A number of bytes can be written out or with a unit."""
     assert read_bytes("x", value) == count
-
-
-@pytest.mark.parametrize("value", [-1, True, 0.5, "0.5", "256", "8 gigs", None])
-def test_bytes_settings_refused(value):
-    """Ratios, negative numbers and unknown units are no bytes."""
-    with pytest.raises(ValueError, match="prompt_cache_bytes=.* is no number of bytes; write a whole number"):
-        read_bytes("prompt_cache_bytes", value)
 
 
 def test_last_one_is_shared():

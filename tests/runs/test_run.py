@@ -6,7 +6,6 @@ import operator
 import os
 import random
 import signal
-import time
 from pathlib import Path
 from statistics import fmean
 
@@ -179,40 +178,6 @@ def test_resume_from_any_subset(tmp_path):
         assert resumed.folder == folder
         assert samples(folder) == samples(whole.folder)
         assert resumed.record.metrics == whole.record.metrics
-
-
-def test_killed_twenty_times(tmp_path, server):
-    """SIGKILL at 20 random moments, then a last start, leaves the records of an uninterrupted run, each exactly
-    once."""
-    seed = random.SystemRandom().randrange(10**6)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
-    begin = time.monotonic()
-    answer = server("fake", tmp_path / "whole")
-    assert answer["ended"] == 0, answer["said"]
-    whole_s = time.monotonic() - begin
-    sizes = []
-    for kill in range(20):
-        # By the clock, and by the calls that change files, which a busy machine does not move; see killed_sweep.py.
-        by_call = {"at": rng.randint(1, answer["calls"] // 5), "kind": "kill"} if answer["calls"] else None
-        by_clock = {"seconds": rng.uniform(0, whole_s)}
-        # The clock last: a start that is quicker than the first one was would come to its end at once.
-        server("fake", tmp_path / "cut", **(by_call if by_call and kill < 16 else by_clock))
-        files = list((tmp_path / "cut").rglob("samples.jsonl"))
-        sizes.append(files[0].read_bytes().count(b"\n") if files else 0)
-        if sizes[-1] not in (0, 120):  # nothing can be written after a kill
-            assert RunRecord.load(files[0].parent).status == "running"
-    assert sizes == sorted(sizes), "a finished sample was lost"
-    assert len(set(sizes)) > 3, "the kills all hit the same moment, so this test shows nothing"
-    answer = server("fake", tmp_path / "cut")
-    assert answer["ended"] == 0, answer["said"]
-    cut, whole = (next((tmp_path / name).rglob("samples.jsonl")).parent for name in ("cut", "whole"))
-    assert len(samples(whole)) == 120
-    assert samples(cut) == samples(whole)
-    mine, theirs = RunRecord.load(cut), RunRecord.load(whole)
-    assert mine.metrics == theirs.metrics
-    assert mine.status == "complete"
-    assert len(mine.sessions) > 3
 
 
 def test_interrupt_and_error_keep_the_samples(tmp_path):
