@@ -5,6 +5,7 @@ import copy
 import hashlib
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from kvbench.engine.requests import Outcome, Request
 from kvbench.policy import Bounds, Extent, Policy
 from kvbench.results.sample import journal_record
 from kvbench.runs.parts import Loaders
+from kvbench.runs.run import Run, run_experiment
 
 
 @dataclass(kw_only=True)
@@ -49,6 +51,7 @@ class FakeTask:
     grading_workers: int = 0
     copies: list = field(default_factory=list)
     weighting: str = "subset"
+    scorer: Callable[[Request, str], float] = lambda asked, text: float(text == asked.meta["answer"])
 
     @property
     def metrics(self) -> dict:
@@ -57,7 +60,7 @@ class FakeTask:
 
     def score(self, request: Request, text: str) -> dict[str, float]:
         """1 for the right answer."""
-        return {"exact": float(text == request.meta["answer"])}
+        return {"exact": self.scorer(request, text)}
 
     def score_outcome(self, request: Request, outcome: Outcome) -> dict[str, float]:
         """By the text."""
@@ -218,17 +221,20 @@ def make_cfg(results_dir: Path, /, **changes) -> OmegaConf:
     return cfg
 
 
+def run_fake(results: Path, parts: Loaders | None = None, *, method="half", say=lambda text: None, **changes) -> Run:
+    """A run on fakes, with changes of the configuration as `make_cfg` takes them."""
+    return run_experiment(make_cfg(results, **changes), method=method, parts=parts or make_parts(), say=say)
+
+
 def main(results_dir: Path, shard: str | None = None) -> None:
     """Run 120 samples slowly; the test kills this process when it likes."""
     from kvbench.results import provenance
     from kvbench.runs import experiment
-    from kvbench.runs.run import run_experiment
 
     # The starts belong to one run even while somebody edits a source file, and each begins at once.
     provenance.harness_hash = lambda *backends: "the same"
     experiment._harness_imports = lambda *backends: frozenset()
-    cfg = make_cfg(results_dir, **({"shard": shard} if shard else {}))
-    run_experiment(cfg, method="half", parts=make_parts(count=120, pause_s=0.004), say=print)
+    run_fake(results_dir, make_parts(count=120, pause_s=0.004), say=print, **({"shard": shard} if shard else {}))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """The table of measures: every one finds its number in a record and in run.json, and has words of its own."""
 
 import pytest
-from fake_parts import make_cfg, make_parts
+from fake_parts import make_parts, run_fake
 
 from kvbench.results import measures, summary
 from kvbench.results.sample import read_samples
-from kvbench.runs.run import run_experiment
 
 ALL = [value for value in vars(measures).values() if isinstance(value, measures.Measure)]
 
@@ -13,7 +12,7 @@ ALL = [value for value in vars(measures).values() if isinstance(value, measures.
 @pytest.fixture
 def finished(tmp_path):
     """A run of fakes, and its samples."""
-    run = run_experiment(make_cfg(tmp_path), method="half", parts=make_parts(count=3), say=lambda text: None)
+    run = run_fake(tmp_path, make_parts(count=3))
     return run.record, list(read_samples(run.folder / "samples.jsonl", run.record.hash)[0].values())
 
 

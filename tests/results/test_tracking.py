@@ -5,10 +5,9 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from fake_parts import make_cfg, make_parts
+from fake_parts import make_parts, run_fake
 
 from kvbench.results import tracking
-from kvbench.runs.run import run_experiment
 
 
 class FakeRun:
@@ -41,29 +40,22 @@ def wandb(monkeypatch):
     return module
 
 
-def run(tmp_path, said=None, **changes):
-    """A run on fakes."""
-    return run_experiment(
-        make_cfg(tmp_path / "results", **changes), method="half", parts=make_parts(), say=(said or []).append
-    )
-
-
 def test_a_tracker_gets_settings_numbers_and_every_answer(tmp_path, wandb):
     """From the record and the journal, under an id that is the run's hash: handed on again, it is the same one."""
-    done = run(tmp_path, tracker="wandb")
+    done = run_fake(tmp_path, tracker="wandb")
     (told,) = wandb.made
     assert told.said["id"] == done.record.hash[:32] and told.said["config"]["method.ratio"] == 0.5 and told.ended
     assert [step["sample.score"] for step in told.steps] == [item["scores"]["exact"] for item in done.samples]
     assert told.summary["metrics.exact"] == done.record.metrics["exact"].value
     assert told.summary["ledger.resident_ratio"] == pytest.approx(done.record.ledger["resident_ratio"])
     assert told.summary["status"] == "complete"
-    run(tmp_path, tracker="wandb")
+    run_fake(tmp_path, tracker="wandb")
     assert wandb.made[1].said["id"] == told.said["id"] and wandb.made[1].steps == told.steps
 
 
 def test_the_tracker_is_no_part_of_what_a_run_is(tmp_path, wandb):
     """With it and without it a run has the same hash and the same records."""
-    first, second = run(tmp_path, tracker="wandb"), run(tmp_path)
+    first, second = run_fake(tmp_path, tracker="wandb"), run_fake(tmp_path)
     assert first.record.hash == second.record.hash and first.folder == second.folder
 
 
@@ -75,7 +67,7 @@ def test_a_tracker_that_fails_loses_nothing(tmp_path, wandb, monkeypatch):
 
     monkeypatch.setattr(wandb, "init", broken)
     said = []
-    done = run_experiment(make_cfg(tmp_path, tracker="wandb"), method="half", parts=make_parts(), say=said.append)
+    done = run_fake(tmp_path, say=said.append, tracker="wandb")
     assert done.record.status == "complete"
     assert any("tracker=wandb failed (ConnectionError: no route); the run is kept" in line for line in said)
 
@@ -101,13 +93,13 @@ def test_mlflow_is_told_the_same(tmp_path, monkeypatch):
 
     module.start_run = Context
     monkeypatch.setitem(sys.modules, "mlflow", module)
-    done = run(tmp_path, tracker="mlflow")
+    done = run_fake(tmp_path, tracker="mlflow")
     names = [call[0] for call in calls]
     assert names.count("log_metrics") == 1 + len(done.samples) and names.count("log_params") == 1
     assert dict(calls[names.index("start_run")][1])["tags"]["kvbench_hash"] == done.record.hash
     calls.clear()
     runs.append(SimpleNamespace(info=SimpleNamespace(run_id="r1")))
-    run(tmp_path, tracker="mlflow")
+    run_fake(tmp_path, tracker="mlflow")
     assert dict(calls[1][1])["run_id"] == "r1" and "log_params" not in [call[0] for call in calls]
 
 
@@ -117,7 +109,7 @@ def test_tensorboard_can_be_read_back(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for _ in range(2):  # the second time replaces the first
-        done = run(tmp_path, tracker="tensorboard")
+        done = run_fake(tmp_path, tracker="tensorboard")
     found = EventAccumulator(str(done.folder / "tensorboard"), size_guidance={"scalars": 0})
     found.Reload()
     scores = [event.value for event in found.Scalars("sample/score")]
@@ -134,7 +126,7 @@ def test_a_tracker_that_is_not_there_stops_before_the_run(tmp_path, tracker, sai
     monkeypatch.setitem(tracking.TRACKERS, "absent_one", None)
     engines = []
     with pytest.raises(ValueError, match=said):
-        run_experiment(make_cfg(tmp_path, tracker=tracker), method="half", parts=make_parts(engines=engines))
+        run_fake(tmp_path, make_parts(engines=engines), tracker=tracker)
     assert not engines
 
 

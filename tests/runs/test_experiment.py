@@ -1,7 +1,7 @@
 """What one run is: the hash over everything that changes an answer, and the settings that are refused."""
 
 import pytest
-from fake_parts import FakePolicy, altered, make_cfg, make_parts
+from fake_parts import FakePolicy, altered, make_cfg, make_parts, run_fake
 
 from kvbench.config import code
 from kvbench.kernels.cpu.abi import best_isa
@@ -9,7 +9,6 @@ from kvbench.methods.kvzip import KVzip
 from kvbench.results import provenance
 from kvbench.runs import experiment
 from kvbench.runs.config import RunConfig
-from kvbench.runs.run import run_experiment
 
 QUIET = {"say": lambda text: None}
 
@@ -170,7 +169,7 @@ def test_bad_settings(tmp_path, key, value, message):
     parts = make_parts()
     parts = altered(parts, load_model=never)
     with pytest.raises(ValueError, match=message):
-        run_experiment(make_cfg(tmp_path, **{key: value}), method="half", parts=parts, **QUIET)
+        run_fake(tmp_path, parts, **{key: value})
     assert list(tmp_path.iterdir()) == []
 
 

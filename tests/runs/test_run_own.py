@@ -1,7 +1,7 @@
 """Fidelity on the full cache's own answers, from the settings to the record."""
 
 import pytest
-from fake_parts import FakeEngine, make_cfg, make_parts
+from fake_parts import FakeEngine, make_parts, run_fake
 from omegaconf import OmegaConf
 
 from kvbench.config.compose import compose
@@ -10,7 +10,6 @@ from kvbench.results import summary
 from kvbench.results.record import RunRecord
 from kvbench.runs import run as runs
 from kvbench.runs.config import RunConfig
-from kvbench.runs.run import run_experiment
 
 QUIET = {"say": lambda text: None}
 OWN = {"fidelity__on": "own", "fidelity__max_tokens": None}
@@ -28,7 +27,7 @@ def test_a_method_is_forced_to_give_the_full_caches_answers(tmp_path, monkeypatc
 
     monkeypatch.setattr(FakeEngine, "run", run)
     parts = make_parts(engines=engines, repeats=2)
-    half = run_experiment(make_cfg(tmp_path, reference="auto", **OWN), method="half", parts=parts, **QUIET)
+    half = run_fake(tmp_path, parts, reference="auto", **OWN)
     own, golds, _ = asked[1.0]
     assert own and set(golds.values()) == {()}
     own, golds, sizing = asked[0.5]
@@ -37,16 +36,16 @@ def test_a_method_is_forced_to_give_the_full_caches_answers(tmp_path, monkeypatc
     answers = {record["sample_id"]: tuple(record["token_ids"]) for key, record in full.records.items() if key[1] == 0}
     full.close()
     assert golds == answers and all(answers.values())
-    gold = run_experiment(make_cfg(tmp_path, reference="auto"), method="half", parts=make_parts(repeats=2), **QUIET)
+    gold = run_fake(tmp_path, make_parts(repeats=2), reference="auto")
     assert gold.record.hash != half.record.hash
 
 
 def test_without_a_full_cache_there_is_nothing_to_force(tmp_path):
     """reference=none is refused before anything runs; so are words that name no answer."""
     with pytest.raises(ValueError, match="fidelity.on=own forces the full cache's answers.*reference=auto"):
-        run_experiment(make_cfg(tmp_path, **OWN), method="half", parts=make_parts(), **QUIET)
+        run_fake(tmp_path, **OWN)
     with pytest.raises(ValueError, match="fidelity.on='mine' must be 'gold' or 'own'"):
-        run_experiment(make_cfg(tmp_path, fidelity__on="mine"), method="half", parts=make_parts(), **QUIET)
+        run_fake(tmp_path, fidelity__on="mine")
 
 
 def drifting(tokens, kl, status="ok", repeat=0):

@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from fake_parts import make_cfg, make_parts
+from fake_parts import make_cfg, make_parts, run_fake
 from test_run_real import StopAfter, compose, samples
 
 from kvbench.cli.endings import Stopped
@@ -126,15 +126,12 @@ def test_what_goes_wrong_in_a_shard_is_told(tmp_path, capsys, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr("kvbench.show.progress.Progress.advance", stopping(2))
             with pytest.raises(type(error)):
-                run_experiment(make_cfg(tmp_path, shard=f"{number}/3"), method="half", parts=make_parts(), **QUIET)
+                run_fake(tmp_path, shard=f"{number}/3")
     assert main(["status", f"results_dir={tmp_path}"]) == 0
     said = capsys.readouterr().out
     assert "stopped  1/3: 2 of 4 samples, stopped by SIGTERM" in said
     assert "failed   2/3: 2 of 4 samples, RuntimeError: kernel fault" in said and "left     3/3\n" in said
-    ends = [
-        run_experiment(make_cfg(tmp_path, shard=f"{number}/3"), method="half", parts=make_parts(), **QUIET)
-        for number in (3, 1, 2)
-    ]
+    ends = [run_fake(tmp_path, shard=f"{number}/3") for number in (3, 1, 2)]
     assert [run.ended for run in ends] == [False, False, True]
     assert ends[-1].record.status == "complete" and ends[-1].record.counts.done == 10
 
@@ -146,20 +143,20 @@ def test_more_shards_than_batches(tmp_path):
     assert not run_experiment(cfg, method="half", parts=make_parts(), say=said.append).ended
     assert said[0] == "shard=4/4 has nothing to do: the run has fewer batches of 4"
     for number in (1, 2, 3):
-        done = run_experiment(make_cfg(tmp_path, shard=f"{number}/4"), method="half", parts=make_parts(), **QUIET)
+        done = run_fake(tmp_path, shard=f"{number}/4")
     assert done.ended
 
 
 def test_a_shard_does_not_start_again(tmp_path):
     """One shard must not throw away the others' work."""
     with pytest.raises(ValueError, match="shard=1/2 with resume=false would throw away what the other shards finished"):
-        run_experiment(make_cfg(tmp_path, shard="1/2", resume=False), method="half", parts=make_parts(), **QUIET)
+        run_fake(tmp_path, shard="1/2", resume=False)
 
 
 def test_the_full_caches_own_answers_come_first(tmp_path):
     """Where the full cache's answers are forced, a shard of a method waits for all of them, and says so."""
     changes = {"reference": "auto", "fidelity__on": "own"}
-    whole = run_experiment(make_cfg(tmp_path / "whole", **changes), method="half", parts=make_parts(), **QUIET)
+    whole = run_fake(tmp_path / "whole", **changes)
 
     def shard(number):
         cfg = make_cfg(tmp_path / "split", shard=f"{number}/2", **changes)
