@@ -1,7 +1,6 @@
 """Run as a program: `fake_command.py CONF SAMPLES PAUSE_S WORDS`, a kvbench command on fakes, with its own exit code.
 
-With HANG=1 the process stays for a minute where Python leaves, and says so on stderr first. With FAIL=1 no answer fits
-in memory.
+With HANG=1 the process stays for a minute where Python leaves, and says so on stderr first.
 """
 
 import atexit
@@ -50,10 +49,8 @@ def main(conf: Path, count: int, pause_s: float, words: list[str]) -> int:
     import kvbench.config.files
     import kvbench.runs.parts
 
-    failing = os.environ.get("FAIL")
-    statuses = {f"{'ab'[index % 2]}/{index}": "oom" for index in range(count)} if failing else None
     kvbench.config.files.conf_folder = lambda: conf
-    kvbench.runs.parts.Loaders = lambda: make_parts(count=count, pause_s=pause_s, statuses=statuses)
+    kvbench.runs.parts.Loaders = lambda: make_parts(count=count, pause_s=pause_s)
     if os.environ.get("HANG"):
         atexit.register(hang)
     return kvbench.cli.main.main(words)

@@ -56,8 +56,8 @@ def test_run_command_with_settings(fakes, capsys):
 
 
 def test_sweep(fakes, capsys):
-    """-m with comma lists runs every combination once, shares the references, and ends with one table and one
-    picture."""
+    """-m with comma lists runs every combination once, shares the references, and ends with one table and one picture;
+    glob(*) takes every method there is."""
     assert cli.main(["-m", "method=snapkv,kivi,diffkv", "seed=0,1"]) == 0
     names = [f"{method} {seed}" for method in ("diffkv", "full", "kivi", "snapkv") for seed in (0, 1)]
     assert sorted(runs(fakes)) == names
@@ -66,6 +66,8 @@ def test_sweep(fakes, capsys):
     assert out.count("\nsnapkv") == 4
     assert [item.name for item in fakes.iterdir()] == ["results"]
     assert (fakes / "results" / "fake" / "tiny" / "sweep.png").exists()
+    assert cli.main(["-m", "method=glob(*)", "limit=2", "seed=5", "reference=none"]) == 0
+    assert sorted(runs(fakes))[2::3] == ["diffkv 5", "full 5", "kivi 5", "snapkv 5"]
 
 
 def test_sweep_sets_a_key_that_the_default_method_lacks(fakes, capsys):
@@ -75,12 +77,6 @@ def test_sweep_sets_a_key_that_the_default_method_lacks(fakes, capsys):
     assert record.identity["method"]["budget"] == 9
     assert cli.main(["-m", "method=snapkv,diffkv", "method.budget=9", "reference=none"]) == 2
     assert "there is no setting method.budget" in capsys.readouterr().err
-
-
-def test_sweep_with_glob(fakes):
-    """glob(*) takes every method there is."""
-    assert cli.main(["-m", "method=glob(*)", "limit=4"]) == 0
-    assert sorted(runs(fakes)) == ["diffkv 0", "full 0", "kivi 0", "snapkv 0"]
 
 
 def test_sweep_goes_on_after_a_bad_job(fakes, capsys):
@@ -159,13 +155,15 @@ def test_faults_are_not_hidden(fakes, capsys, monkeypatch):
     assert "error: shape mismatch" in error and "(ValueError from outside kvbench; KVBENCH_DEBUG=1" in error
 
 
-def test_failed_run_exits_with_1(fakes, capsys, monkeypatch):
-    """A run whose result must not be used ends with exit code 1 and says why."""
-    monkeypatch.setattr(
-        "kvbench.runs.parts.Loaders", lambda: make_parts(statuses={f"{'ab'[i % 2]}/{i}": "oom" for i in range(10)})
-    )
-    assert cli.main(["reference=none"]) == 1
-    assert "the run failed: no sample ended well" in capsys.readouterr().err
+@pytest.mark.parametrize("words", [[], ["-m", "method=snapkv,diffkv"]])
+def test_failed_runs_exit_with_1(fakes, capsys, monkeypatch, words):
+    """A run, or a sweep, whose results must not be used ends with exit code 1, says why, and is shown as failed."""
+    statuses = {f"{'ab'[i % 2]}/{i}": "oom" for i in range(10)}
+    monkeypatch.setattr("kvbench.runs.parts.Loaders", lambda: make_parts(statuses=statuses))
+    assert cli.main([*words, "reference=none"]) == 1
+    out, err = capsys.readouterr()
+    assert "the run failed: no sample ended well" in err and "diffkv FAILED" in out
+    assert not words or ("2 jobs: 2 failed" in err and "snapkv FAILED" in out)
 
 
 def test_list(fakes, capsys):

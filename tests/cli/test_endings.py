@@ -227,24 +227,6 @@ def test_only_what_is_kept_is_promised(monkeypatch, capsys, words, kept):
     assert said.startswith("\nstopped by SIGINT; ") and said.endswith(" ".join(["python -m kvbench", *words]) + "\n")
 
 
-@pytest.mark.long
-def test_equal_sweeps_share_the_work(tmp_path, start):
-    """The same sweep twice at once: both end with 0, one waits and says for whom, and no answer is computed twice."""
-    methods = ("full", "kivi")
-    pair = [start("-m", f"method={','.join(methods)}", count=30, pause_s=0.05) for _ in range(2)]
-    said = [child.communicate(timeout=120)[1] for child in pair]
-    assert [child.returncode for child in pair] == [0, 0], said
-    for method in methods:
-        waits = [text.count(f"which is computing results/fake/tiny/{method}/") for text in said]
-        assert max(waits) <= 2, "one line for each wait"
-    waiting, other = sorted(range(2), key=lambda index: "waiting for process" not in said[index])
-    assert f"waiting for process {pair[other].pid}, which is computing results/fake/tiny/" in said[waiting]
-    assert "already there: results/fake/tiny/" in said[waiting]
-    found = records(tmp_path)
-    assert {name: record.status for name, record in found.items()} == dict.fromkeys(methods, "complete")
-    assert all([session.num_done for session in record.sessions] == [30] for record in found.values())
-
-
 @pytest.mark.exhaustive
 def test_sweeps_in_opposite_order(tmp_path, start):
     """Three sweeps over the same runs in different orders never wait in a circle; one that is killed lets the others

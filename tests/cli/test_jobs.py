@@ -64,15 +64,6 @@ def test_jobs_in_other_processes(work):
     assert not list(work.parent.rglob("kvbench-forking*"))
 
 
-@pytest.mark.long
-def test_sweep_of_failed_runs_fails(work):
-    """Where every run failed, the exit code says so under any launcher, and the table shows them as failed."""
-    code, out, said = forked(work, "method=snapkv,kivi", FAIL="1")
-    assert code == 1, said
-    assert "snapkv FAILED" in out and "kivi FAILED" in out
-    assert "2 jobs: 2 failed" in said and "no sample ended well" in said
-
-
 @pytest.fixture
 def fakes(work, monkeypatch):
     """The same in this process."""
@@ -149,16 +140,6 @@ def test_method_that_a_pattern_named_may_not_fit(fakes, monkeypatch, capsys):
     assert main(["-m", "method=glob(*)", "limit=2", "reference=none"]) == 0
     assert "job 3 of 4: left out: kivi needs a table of this model" in capsys.readouterr().err
     assert main(["-m", "method=kivi,snapkv", "limit=2", "reference=none"]) == 2
-
-
-def test_real_method_says_that_it_is_not_for_a_model():
-    """DuoAttention's table belongs to one model; without it, or beside another model, it is not for that model."""
-    from kvbench.errors import NotForModel
-    from kvbench.methods.duo_attention import DuoAttention
-
-    for method in (DuoAttention(), DuoAttention(table=[[0.0, 1.0]])):
-        with pytest.raises(NotForModel, match="gates"):
-            method.check_model(num_layers=2, num_kv_heads=2)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import random
 import signal
 from pathlib import Path
 from statistics import fmean
+from threading import Thread
 
 import pytest
 from fake_parts import FakePolicy, altered, make_cfg, make_parts, make_requests, run_fake
@@ -132,6 +133,26 @@ def test_reference_is_run_once_and_paired(tmp_path):
     assert (tmp_path / half.record.comparison.reference / "run.json").exists()
     alone = run_fake(tmp_path, method="full", reference="auto", method__ratio=1.0)
     assert alone.reference is None
+
+
+def test_equal_runs_at_once_share_the_work(tmp_path):
+    """The same run and its reference twice at once: one waits and says for whom, and no answer is computed twice."""
+    said, ended = [], []
+
+    def work():
+        parts = make_parts(count=30, pause_s=0.02)
+        ended.append(run_fake(tmp_path, parts, say=said.append, reference="auto"))
+
+    threads = [Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(ended) == 2 and all(record.status == "complete" for done in ended for record in done.records)
+    waits = [text for text in said if f"waiting for process {os.getpid()}, which is computing {tmp_path}" in text]
+    assert 1 <= len(waits) <= 3, "one line for each wait"
+    assert any(text.startswith("already there: ") for text in said)
+    assert all([session.num_done for session in record.sessions] == [30] for record in ended[0].records)
 
 
 def test_groups_stay_fixed(tmp_path):
