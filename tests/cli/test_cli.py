@@ -6,25 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_command import write_conf
 from fake_parts import make_parts
 from places import ROOT
 
 from kvbench.cli import main as cli
 from kvbench.config import files as listing
 from kvbench.results.record import RunRecord
-
-
-@pytest.fixture
-def fakes(tmp_path, monkeypatch):
-    """The shipped config.yaml with small methods, tasks and models beside it, run on fakes in an empty folder."""
-    conf = tmp_path / "conf"
-    write_conf(conf)
-    monkeypatch.setattr(listing, "conf_folder", lambda: conf)
-    monkeypatch.setattr("kvbench.runs.parts.Loaders", make_parts)
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    return tmp_path / "work"
 
 
 def runs(folder: Path) -> dict[str, RunRecord]:

@@ -9,8 +9,7 @@ import sys
 import time
 
 import pytest
-from fake_command import write_conf
-from fake_parts import FakeTask, make_parts
+from fake_parts import FakeTask
 from places import ROOT, TESTS
 
 from kvbench.cli import endings
@@ -35,18 +34,16 @@ def usual_signals():
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(work):
     """Gives a function that starts a command on fakes in a process of its own; what still runs at the end is killed."""
-    write_conf(tmp_path / "conf")
-    (tmp_path / "work").mkdir()
     children = []
 
     def command(*words, count=500, pause_s=0.01, before=(), hang=False, **named):
         paths = [ROOT, TESTS, TESTS / "cli"]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HANG": "1" if hang else ""}
-        program = [*before, sys.executable, TESTS / "cli" / "fake_command.py", tmp_path / "conf", count, pause_s]
+        program = [*before, sys.executable, TESTS / "cli" / "fake_command.py", work.parent / "conf", count, pause_s]
         named = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True} | named
-        child = subprocess.Popen([*map(str, program), *words], env=environment, cwd=tmp_path / "work", **named)
+        child = subprocess.Popen([*map(str, program), *words], env=environment, cwd=work, **named)
         children.append(child)
         return child
 
@@ -86,20 +83,6 @@ def wait_for_samples(folder, method, count=5):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    """Fakes for commands in this process, in the same folders; afterwards the process has its handlers again."""
-    write_conf(tmp_path / "conf")
-    (tmp_path / "work").mkdir()
-    monkeypatch.setattr("kvbench.config.files.conf_folder", lambda: tmp_path / "conf")
-    monkeypatch.setattr("kvbench.runs.parts.Loaders", make_parts)
-    monkeypatch.chdir(tmp_path / "work")
-    before = {number: signal.getsignal(number) for number in endings.SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.fixture
 def signal_at(monkeypatch):
     """Gives a function that lets a signal arrive in this process while the n-th answer is scored."""
     score = FakeTask.score
@@ -119,7 +102,7 @@ def signal_at(monkeypatch):
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_every_ending_is_one(tmp_path, here, signal_at, capsys, name):
+def test_every_ending_is_one(tmp_path, fakes, signal_at, capsys, name):
     """The three signals stop a run alike: status, message, one line that says how to go on, and 128 + the signal."""
     signal_at(NUMBERS[name], 6)
     assert cli.main(["reference=none", "task.kind=a b"]) == 128 + NUMBERS[name]
@@ -136,14 +119,14 @@ def test_every_ending_is_one(tmp_path, here, signal_at, capsys, name):
     assert (record.status, record.message, record.counts.done) == ("complete", "", 10)
 
 
-def test_sweep_stops_with_its_job(tmp_path, here, signal_at):
+def test_sweep_stops_with_its_job(tmp_path, fakes, signal_at):
     """A signal ends a whole sweep: the job at work is marked, and no other is begun."""
     signal_at(signal.SIGTERM, 3)
     assert cli.main(["-m", "method=kivi,snapkv", "reference=none"]) == 128 + signal.SIGTERM
     assert {name: record.status for name, record in records(tmp_path).items()} == {"kivi": "stopped"}
 
 
-def test_ignored_signal_stays_ignored(tmp_path, here, signal_at):
+def test_ignored_signal_stays_ignored(tmp_path, fakes, signal_at):
     """Under nohup a closed terminal ends nothing."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal_at(signal.SIGHUP, 3)
@@ -151,7 +134,7 @@ def test_ignored_signal_stays_ignored(tmp_path, here, signal_at):
     assert records(tmp_path)["diffkv"].status == "complete"
 
 
-def test_bench_stops(tmp_path, here, monkeypatch, capsys):
+def test_bench_stops(tmp_path, fakes, monkeypatch, capsys):
     """`bench` ends too, and promises nothing, because it starts again from nothing."""
     from kvbench.bench import command
 

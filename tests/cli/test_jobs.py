@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_command import write_conf
 from fake_parts import altered, make_parts
 from places import ROOT, TESTS
 
@@ -15,14 +14,6 @@ from kvbench.cli.main import main
 from kvbench.config import files
 from kvbench.results.sweep import sweeps
 from kvbench.runs.parts import Loaders
-
-
-@pytest.fixture
-def work(tmp_path):
-    """An empty folder beside a configuration of fakes."""
-    write_conf(tmp_path / "conf")
-    (tmp_path / "work").mkdir()
-    return tmp_path / "work"
 
 
 def forked(work, *words, **environment):
@@ -62,15 +53,6 @@ def test_jobs_in_other_processes(work):
     lines = [path.read_bytes().count(b"\n") for path in work.rglob("samples.jsonl")]
     assert lines == [10, 10]
     assert not list(work.parent.rglob("kvbench-forking*"))
-
-
-@pytest.fixture
-def fakes(work, monkeypatch):
-    """The same in this process."""
-    monkeypatch.setattr(files, "conf_folder", lambda: work.parent / "conf")
-    monkeypatch.setattr("kvbench.runs.parts.Loaders", make_parts)
-    monkeypatch.chdir(work)
-    return work
 
 
 def test_log_of_a_sweep(fakes, capsys):

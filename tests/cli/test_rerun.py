@@ -1,29 +1,21 @@
 """`rerun`: a stored run once more; and the form of Hydra's that looks like it."""
 
 import json
+from dataclasses import replace
 
 import pytest
-from fake_command import write_conf
 from fake_parts import make_parts
 
 from kvbench.cli import main as cli
-from kvbench.config import files as listing
 from kvbench.results import provenance
 from kvbench.results.record import RunRecord
 
 
 @pytest.fixture
-def stored(tmp_path, monkeypatch):
+def stored(fakes):
     """A run of the command line on fakes, with settings that are not the defaults; its folder."""
-    conf = tmp_path / "conf"
-    write_conf(conf)
-    monkeypatch.setattr(listing, "conf_folder", lambda: conf)
-    monkeypatch.setattr("kvbench.runs.parts.Loaders", make_parts)
-    monkeypatch.setattr("kvbench.runs.run.Loaders", make_parts)
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
     assert cli.main(["experiment=paper", "limit=6", "batch_size=2", "reference=none"]) == 0
-    (path,) = (tmp_path / "work" / "results").rglob("run.json")
+    (path,) = (fakes / "results").rglob("run.json")
     return path.parent
 
 
@@ -41,16 +33,13 @@ def test_a_resumed_run_keeps_the_machine_of_each_session(stored, monkeypatch, ca
     lines = (stored / "samples.jsonl").read_bytes().splitlines(keepends=True)
     (stored / "samples.jsonl").write_bytes(b"".join(lines[:2]))
     real = provenance.machine
-    monkeypatch.setattr(provenance, "machine", lambda *given, **more: replaced(real(*given, **more), "cpu (Other)"))
+    monkeypatch.setattr(
+        provenance, "machine", lambda *given, **more: replace(real(*given, **more), device="cpu (Other)")
+    )
     assert cli.main(["experiment=paper", "limit=6", "batch_size=2", "reference=none"]) == 0
     first, second = RunRecord.load(stored).sessions
     assert second.machine.device == "cpu (Other)" != first.machine.device
     assert "another machine's" in capsys.readouterr().err
-
-
-def replaced(machine, device):
-    """A machine with another device."""
-    return type(machine)(**(vars(machine) | {"device": device}))
 
 
 def test_a_stored_run_runs_again_from_its_folder_alone(stored, capsys):

@@ -25,25 +25,29 @@ def method_cfg(**changes):
     return OmegaConf.merge(cfg, {"calibration": None} | changes)
 
 
+def content(**changes):
+    """A calibration file's content, as `calibrate` writes it."""
+    whole = {
+        "schema_version": 1,
+        "method": "diffkv",
+        "target": "kvbench.methods.diffkv.DiffKV",
+        "settings": {"alpha_h": 2.0, "alpha_l": 0.001},
+        "replaces": {"alpha_h": 1.0, "alpha_l": 0.02},
+        "base": {"window": 64, "high": "k8v4"},
+        "confirmed": True,
+        "model": {"name": "tiny", "fingerprint": "ab" * 32, "dtype": "torch.float32"},
+        "code": {"method": calibration.method_hash(DiffKV())},
+    }
+    return {key: value for key, value in (whole | changes).items() if value is not None}
+
+
 @pytest.fixture
 def write(tmp_path):
     """Gives a writer of calibration files, whose fields can be changed."""
 
     def make(name="thresholds.yaml", **changes):
-        content = {
-            "schema_version": 1,
-            "method": "diffkv",
-            "target": "kvbench.methods.diffkv.DiffKV",
-            "settings": {"alpha_h": 2.0, "alpha_l": 0.001},
-            "replaces": {"alpha_h": 1.0, "alpha_l": 0.02},
-            "base": {"window": 64, "high": "k8v4"},
-            "confirmed": True,
-            "model": {"name": "tiny", "fingerprint": "ab" * 32, "dtype": "torch.float32"},
-            "code": {"method": calibration.method_hash(DiffKV())},
-        }
-        path = tmp_path / name
-        path.write_text(yaml.safe_dump({k: v for k, v in (content | changes).items() if v is not None}))
-        return str(path)
+        (tmp_path / name).write_text(yaml.safe_dump(content(**changes)))
+        return str(tmp_path / name)
 
     return make
 
@@ -61,25 +65,9 @@ def test_same_settings_are_the_same_run(write, tmp_path):
         {
             "method": method_cfg(calibration=write(model={"name": "m", "fingerprint": "0" * 64, "dtype": "x"})),
             "task": {"name": "longctx", "kinds": ["kv"], "length": 300, "items": 1},
-            "model": {
-                "kind": "random",
-                "preset": "tiny",
-                "num_layers": 1,
-                "seed": 0,
-                "dtype": "float32",
-                "device": "cpu",
-                "overrides": {},
-            },
-            "protocol": {},
+            "model": {"kind": "random", "preset": "tiny", "num_layers": 1, "device": "cpu"},
             "backend": {"name": "torch"},
-            "seed": 0,
-            "limit": None,
-            "batch_size": 1,
             "results_dir": str(tmp_path),
-            "resume": True,
-            "reference": "none",
-            "fidelity": {"max_tokens": 4},
-            "store": {"page_bytes": "auto", "budget_bytes": None, "track": []},
         }
     )
     parts = Loaders()

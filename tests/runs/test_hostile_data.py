@@ -1,13 +1,15 @@
 """Data never executes: no calibration file, setting or composed file gets anything called that is not the method."""
 
+from types import SimpleNamespace
+
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from test_calibration import content
 
 from kvbench.config.compose import compose
 from kvbench.evidence import report_content
-from kvbench.methods.diffkv import DiffKV
-from kvbench.runs import calibration, experiment
+from kvbench.runs import experiment
 from kvbench.runs.config import RunConfig
 from kvbench.runs.parts import make_policy, policy_class
 
@@ -40,25 +42,16 @@ def mark(tmp_path):
     assert not path.exists(), "the payload ran"
 
 
-def content(**changes):
-    """A calibration file's content, as `calibrate` writes it."""
-    whole = {
-        "schema_version": 1,
-        "method": "diffkv",
-        "target": TARGET,
-        "settings": {"alpha_h": 2.0},
-        "replaces": {"alpha_h": 1.0},
-        "base": {"window": 64},
-        "confirmed": True,
-        "model": {"name": "tiny", "fingerprint": "ab" * 32, "dtype": "torch.float32"},
-        "code": {"method": "0"},
-    }
-    return whole | changes
-
-
 def method_cfg(path):
     """The group `method` of diffkv with a calibration file."""
     return OmegaConf.create({"_target_": TARGET, "alpha_h": 1.0, "alpha_l": 0.0, "calibration": str(path)})
+
+
+def refused(tmp_path, message, **changes):
+    """Refuses a method with a calibration file of such content."""
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(content(**changes)))
+    with pytest.raises(ValueError, match=message):
+        make_policy(method_cfg(tmp_path / "c.yaml"))
 
 
 @pytest.mark.parametrize("which", range(NUM_PAYLOADS))
@@ -66,28 +59,15 @@ def method_cfg(path):
 def test_a_calibration_file_runs_nothing(tmp_path, mark, part, which):
     """Wherever a payload stands in a calibration file, the file is refused and nothing was called."""
     value = payloads(mark)[which]
-    path = tmp_path / "c.yaml"
     held = {name: {"alpha_h": value} for name in {part, "settings"}}  # `replaces` disarmed the check of contradictions
-    path.write_text(yaml.safe_dump(content(**held)))
-    with pytest.raises(ValueError, match=r"alpha_h=.* is neither a number, text, true, false"):
-        make_policy(method_cfg(path))
+    refused(tmp_path, r"alpha_h=.* is neither a number, text, true, false", **held)
 
 
 @pytest.mark.parametrize("name", ["_target_", "_args_", "_recursive_", "calibration", "a.b", "__class__"])
 def test_a_calibration_file_sets_only_settings(tmp_path, mark, name):
-    """It names no class, no other file and nothing with an underscore in front."""
-    path = tmp_path / "c.yaml"
-    path.write_text(yaml.safe_dump(content(settings={name: "pathlib.Path"})))
-    with pytest.raises(ValueError, match="which is no setting's name"):
-        make_policy(method_cfg(path))
-
-
-def test_a_calibration_file_reads_no_environment(tmp_path):
-    """An interpolation of the configuration library is no scalar."""
-    path = tmp_path / "c.yaml"
-    path.write_text(yaml.safe_dump(content(settings={"alpha_h": "${oc.env:HOME}"})))
-    with pytest.raises(ValueError, match="alpha_h='.*HOME.*' is neither a number"):
-        make_policy(method_cfg(path))
+    """It names no class, no other file and nothing with an underscore in front, and reads no environment."""
+    refused(tmp_path, "which is no setting's name", settings={name: "pathlib.Path"})
+    refused(tmp_path, "alpha_h='.*HOME.*' is neither a number", settings={"alpha_h": "${oc.env:HOME}"})
 
 
 def test_a_calibration_file_for_another_class_imports_nothing(tmp_path, monkeypatch):
@@ -95,18 +75,13 @@ def test_a_calibration_file_for_another_class_imports_nothing(tmp_path, monkeypa
     module = tmp_path / "hostile_module.py"
     module.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    path = tmp_path / "c.yaml"
-    path.write_text(yaml.safe_dump(content(target="hostile_module.Class")))
-    with pytest.raises(ValueError, match="is for method=diffkv"):
-        make_policy(method_cfg(path))
+    refused(tmp_path, "is for method=diffkv", target="hostile_module.Class")
     assert not (tmp_path / "ran").exists()
 
 
 def test_another_models_file_is_refused_before_a_policy_is_made_of_it(tmp_path):
     """The policy is made of the user's own settings, the model is compared, and only then the file's are used; a value
     out of range does not even wait for the model."""
-    from types import SimpleNamespace
-
     made = []
 
     def note_policy(cfg):
@@ -121,7 +96,7 @@ def test_another_models_file_is_refused_before_a_policy_is_made_of_it(tmp_path):
 
     parts = SimpleNamespace(make_policy=note_policy, load_model=load_model, check_task=lambda cfg: None)
     path = tmp_path / "c.yaml"
-    path.write_text(yaml.safe_dump(content()))
+    path.write_text(yaml.safe_dump(content(settings={"alpha_h": 2.0})))
     cfg = OmegaConf.create({"method": method_cfg(path), "model": {}})
     with pytest.raises(ValueError, match="was calibrated on the model tiny"):
         experiment.load_method(RunConfig.read(cfg), parts, print)
@@ -182,16 +157,8 @@ def test_a_users_own_module_may_hold_a_method(tmp_path, monkeypatch):
         make_policy(OmegaConf.create({"_target_": "my_methods.Mine"}))
 
 
-def test_shipped_calibrations_are_data():
-    """Every file that comes with kvbench passes the checks that hostile ones do not."""
-    for name in calibration.shipped():
-        calibration.check_values(calibration.load(name), DiffKV())
-
-
 def test_a_stored_run_names_no_class_to_load(mark):
     """The report names tiers by the method's code only for methods of kvbench, and with plain settings."""
-    from types import SimpleNamespace
-
     for settings in ({"_target_": "os.system", "command": f"touch {mark}"}, {"_target_": TARGET, "high": {"a": mark}}):
         run = SimpleNamespace(record=SimpleNamespace(identity={"method": settings}))
         assert report_content.tier_names(run, 2) == ["tier 0", "tier 1"]

@@ -1,0 +1,27 @@
+"""Commands on fakes in this process."""
+
+from pathlib import Path
+
+import pytest
+from fake_command import write_conf
+from fake_parts import make_parts
+
+from kvbench.config import files
+
+
+@pytest.fixture
+def work(tmp_path) -> Path:
+    """An empty folder beside a configuration of small methods, tasks and models."""
+    write_conf(tmp_path / "conf")
+    (tmp_path / "work").mkdir()
+    return tmp_path / "work"
+
+
+@pytest.fixture
+def fakes(work, monkeypatch) -> Path:
+    """The same as the current folder of this process, whose commands run on fakes."""
+    monkeypatch.setattr(files, "conf_folder", lambda: work.parent / "conf")
+    monkeypatch.setattr("kvbench.runs.parts.Loaders", make_parts)
+    monkeypatch.setattr("kvbench.runs.run.Loaders", make_parts)
+    monkeypatch.chdir(work)
+    return work
