@@ -7,6 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from kvbench.tasks.code.cage.probe import check_isolation
+
+_MISSING = "; ".join(check_isolation().missing)
+needs_cage = pytest.mark.skipif(check_isolation().mechanism is None, reason=f"no isolation here: {_MISSING}")
 HOSTILE = Path(__file__).parent / "tasks" / "code" / "hostile"
 # The answer depends on what each call is given, so that no constant is right.
 ROW = {

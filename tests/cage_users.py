@@ -42,14 +42,9 @@ print("started", flush=True)
 
 @dataclass(frozen=True)
 class Somebody:
-    """A user with an interpreter.
+    """A user of USERS with an interpreter (`python`) and a copy of the cage (`folder`).
 
-    Args:
-        user: `root` or `nobody`.
-        python: Path of an interpreter that this user may start.
-        folder: Where the copy of the cage is.
-        surroundings: The command that starts the interpreter, when another than this machine as it is.
-    """
+    `surroundings` is the command that starts the interpreter, when another than this machine as it is."""
 
     user: str
     python: str
@@ -59,14 +54,7 @@ class Somebody:
     def start(self, text: str, mark: str, **given: object) -> subprocess.Popen[str]:
         """Start a program that may use `given` and the cage's functions, and wait until it has loaded them.
 
-        Args:
-            text: The program.
-            mark: Text on the command line of every process of its cages, for `processes_with`.
-            given: What the program finds in `given`.
-
-        Returns:
-            The process; its outputs are pipes.
-        """
+        `mark` is on the command line of every process of its cages, for `processes_with`."""
         process = subprocess.Popen(
             [*self.surroundings, self.python, "-I", "-S", "-B", "-c", _BOOT + text, self.folder],
             stdin=subprocess.PIPE,
@@ -85,16 +73,7 @@ class Somebody:
         return process
 
     def run(self, text: str, mark: str, **given: object) -> object:
-        """Run such a program to its end.
-
-        Args:
-            text: The program; what it prints is JSON.
-            mark: See `start`.
-            given: See `start`.
-
-        Returns:
-            What it printed.
-        """
+        """Run such a program to its end; what it prints is JSON."""
         return finish(self.start(text, mark, **given))
 
 
@@ -114,24 +93,15 @@ def _identity(user: str) -> dict:
 
 def _succeeds(command: list[str], user: str) -> bool:
     try:
-        return (
-            subprocess.run(command, cwd="/", env={}, capture_output=True, check=False, **_identity(user)).returncode
-            == 0
-        )
+        done = subprocess.run(command, cwd="/", env={}, capture_output=True, check=False, **_identity(user))
     except OSError:
         return False
+    return done.returncode == 0
 
 
 @cache
 def somebody(user: str) -> Somebody:
-    """A user of USERS; skips the test where there is none.
-
-    Args:
-        user: `root`, or `nobody`: whoever runs the tests, or where that is root the user 65534.
-
-    Returns:
-        The user.
-    """
+    """A user of USERS; `nobody` is whoever runs the tests, or the user 65534; skips the test where there is none."""
     if user == "root" and os.geteuid() != 0:
         pytest.skip("the tests do not run as root")
     folder = tempfile.mkdtemp(prefix="kvbench-users-")
@@ -159,12 +129,11 @@ def _interpreter(source: Path, prefix: Path, user: str) -> str | None:
     said = subprocess.run(
         [source, "-I", "-S", "-c", ask], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    major, minor = said[0].split()
+    name = f"python{said[0].replace(' ', '.')}"
     (prefix / "bin").mkdir(parents=True)
     (prefix / "lib").mkdir()
-    shutil.copy(source, prefix / "bin" / f"python{major}.{minor}")
-    (prefix / "lib" / f"python{major}.{minor}").symlink_to(said[1])
-    python = str(prefix / "bin" / f"python{major}.{minor}")
+    (prefix / "lib" / name).symlink_to(said[1])
+    python = str(shutil.copy(source, prefix / "bin" / name))
     check = f"import ctypes, socket, sys; sys.exit(sys.prefix != {str(prefix)!r} or sys.version_info < (3, 11))"
     return python if _succeeds([python, "-I", "-S", "-c", check], user) else None
 
@@ -182,15 +151,7 @@ CASES = [
 
 @cache
 def require(user: str, name: str) -> Somebody:
-    """A user for whom a mechanism must work; skips the test where Linux itself refuses what it is built of.
-
-    Args:
-        user: One of USERS.
-        name: A key of `mechanisms`.
-
-    Returns:
-        The user.
-    """
+    """A user for whom a mechanism must work; skips the test where Linux itself refuses what it is built of."""
     who = somebody(user)
     builder = "root" if name.endswith("by root") else "nobody"
     if name.startswith("bubblewrap"):

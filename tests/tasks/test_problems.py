@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from cage_target import needs_cage
 from loaded import text_of
 from longbench_rows import write
 from omegaconf import OmegaConf
@@ -235,12 +236,9 @@ def test_rows_that_nothing_can_be_graded_against_are_set_aside(model, tmp_path: 
         loaded(None, "")
 
 
+@needs_cage
 def test_code_rows_whose_reference_does_not_run_are_set_aside(model, tmp_path: Path, monkeypatch) -> None:
     """Before anything is generated, and only among the rows that will be asked."""
-    from kvbench.tasks.code.cage.run import check_isolation
-
-    if check_isolation().mechanism is None:
-        pytest.skip("no isolation on this machine")
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     broken = CODE | {"canonical_solution": "    raise KeyError('no reference')\n"}
     folder = folder_of(tmp_path, "humaneval_plus", CODE, broken, CODE | {"task_id": "HumanEval/9"}, broken)
@@ -289,12 +287,9 @@ def test_code_is_refused_without_consent(name: str, model, tmp_path: Path) -> No
             load_task(cfg | changes, model, limit=None, seed=0, protocol={"max_new_tokens": 64})
 
 
+@needs_cage
 def test_code_is_graded_in_the_cage(model, tmp_path: Path) -> None:
     """The reference passes; right on the original input alone is base only; a syntax error is a parse failure."""
-    from kvbench.tasks.code.cage.run import check_isolation
-
-    if check_isolation().mechanism is None:
-        pytest.skip("no isolation on this machine")
     task = load(model, "humaneval_plus", folder_of(tmp_path, "humaneval_plus"))
     request = task.requests[0]
     for text, plus, base, parsed in (

@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from cage_target import Target, hostile_programs
+from cage_target import Target, hostile_programs, needs_cage
 from cage_users import processes_with, wait_until
 
 from kvbench.tasks.code import grade as grader
@@ -19,9 +19,6 @@ from kvbench.tasks.code.cage.mechanism import mechanisms, run_under
 from kvbench.tasks.code.cage.wire import decode
 
 SHORT = cage.Limits(load_s=1.0, wall_s=5.0)
-needs_cage = pytest.mark.skipif(
-    cage.check_isolation().mechanism is None, reason=f"no isolation here: {'; '.join(cage.check_isolation().missing)}"
-)
 
 
 @pytest.fixture(scope="module")

@@ -3,14 +3,11 @@
 import os
 
 import pytest
+from cage_target import needs_cage
 
 from kvbench.tasks.code.cage import mechanism as cage_mechanism
 from kvbench.tasks.code.cage import probe as cage_probe
 from kvbench.tasks.code.cage import run as cage
-
-needs_cage = pytest.mark.skipif(
-    cage.check_isolation().mechanism is None, reason=f"no isolation here: {'; '.join(cage.check_isolation().missing)}"
-)
 
 
 def bare():

@@ -140,20 +140,8 @@ def test_what_defines_a_function(text, defined):
 
 
 FRAGMENTS = ["\n", " ", "(", "'", '"""', "```\n", "~~~\n", "def f():\n", "def f(", "def f():\n    return (", "f = (\n"]
-FRAGMENTS += [
-    "x\n",
-    "@f\n",
-    "{[(",
-    "if f:\n",
-    "f(",
-    "-",
-    "1,",
-    "    return 1\n",
-    "# f\n",
-    "\\\n",
-    "```python\nf = 1\n```\n",
-]
-FRAGMENTS += ["Here is f, it's (a\n", "f = f\n", "lambda f:", "\x00", "f'{"]
+FRAGMENTS += ["x\n", "@f\n", "{[(", "if f:\n", "f(", "-", "1,", "    return 1\n", "# f\n", "\\\n"]
+FRAGMENTS += ["```python\nf = 1\n```\n", "Here is f, it's (a\n", "f = f\n", "lambda f:", "\x00", "f'{"]
 
 
 @pytest.mark.parametrize("fragment", FRAGMENTS)

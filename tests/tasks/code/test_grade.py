@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from cage_target import needs_cage
 
 from kvbench.tasks.code.cage import run as cage
 from kvbench.tasks.code.cage.wire import decode, encode
@@ -13,7 +14,6 @@ from kvbench.tasks.code.grade import grade as grade_task
 from kvbench.tasks.code.oracle import is_right
 from kvbench.tasks.code.reference import UnusableRow
 
-needs_cage = pytest.mark.skipif(cage.check_isolation().mechanism is None, reason="no isolation on this machine")
 PASS = GradeResult("pass", True, True)
 
 ROW = {
@@ -106,14 +106,11 @@ def test_mbpp_row():
 
 
 def test_refusals():
-    """No consent, a row of another format and a reference that fails are told apart and named."""
+    """No consent and a row of another format are told apart and named."""
     with pytest.raises(cage.CageRefused, match="allow_code_execution=true"):
         grade_task("humaneval_plus", ROW, "", allow_code_execution=False)
     with pytest.raises(UnusableRow, match=r"Own/0 has no base_input, plus_input.*release file"):
         grade("", {name: ROW[name] for name in ROW if not name.endswith("input")})
-    if cage.check_isolation().mechanism:
-        with pytest.raises(UnusableRow, match="reference solution of Own/0 does not run"):
-            grade("", {**ROW, "canonical_solution": "    return 1 / 0\n"})
 
 
 @needs_cage

@@ -13,6 +13,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from cage_target import needs_cage
 from places import DATA, need_data
 from selection import FULL
 
@@ -21,7 +22,6 @@ from kvbench.tasks.code.cage.wire import decode
 from kvbench.tasks.code.grade import GradeResult
 from kvbench.tasks.code.grade import grade as grade_task
 
-needs_cage = pytest.mark.skipif(cage.check_isolation().mechanism is None, reason="no isolation on this machine")
 EVALPLUS = os.environ.get("KVBENCH_EVALPLUS_PYTHON")
 FILE, MBPP_FILE = "humaneval_plus/humanevalplus.jsonl", "mbpp_plus/MbppPlus.jsonl"
 needs_data, needs_mbpp = need_data(FILE), need_data(MBPP_FILE)
@@ -76,24 +76,10 @@ def test_every_mbpp_reference_passes():
     assert [(row["task_id"], found) for row, found in pairs if found != [PASS, PASS]] == []
 
 
-SWAPS = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Add,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.Add,
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
+BOTH_WAYS = ((ast.Add, ast.Sub), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.And, ast.Or))
+BOTH_WAYS += ((ast.In, ast.NotIn),)
+SWAPS = dict(BOTH_WAYS) | {other: one for one, other in BOTH_WAYS}
+SWAPS |= {ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Add}
 
 
 def mutations(node: ast.AST) -> list:

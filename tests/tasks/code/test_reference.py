@@ -5,6 +5,7 @@ import json
 from contextlib import contextmanager
 
 import pytest
+from cage_target import needs_cage
 
 from kvbench.show.progress import steps_shown
 from kvbench.tasks.code import reference
@@ -16,7 +17,6 @@ from kvbench.tasks.code.grade import grade as grade_task
 from kvbench.tasks.code.reference import UnusableRow, unusable
 from kvbench.tasks.watch import watched
 
-needs_cage = pytest.mark.skipif(cage.check_isolation().mechanism is None, reason="no isolation on this machine")
 PASS = GradeResult("pass", True, True)
 ROW = {
     "task_id": "Own/1",
@@ -157,37 +157,14 @@ def _key_of(row: dict) -> str:
 
 
 INFINITY, NO_NUMBER = float("inf"), float("nan")
-VALUES = [
-    0,
-    1,
-    True,
-    False,
-    None,
-    1.0,
-    1.5,
-    0.0,
-    -0.0,
-    10**30,
-    1e30,
-    10**5000,
-    2**20000,
-    INFINITY,
-    NO_NUMBER,
-    1j,
-    1 + 0j,
-]
+VALUES = [0, 1, True, False, None, 1.0, 1.5, 0.0, -0.0, 10**30, 1e30, 10**5000, 2**20000, INFINITY, NO_NUMBER, 1j]
+VALUES += [1 + 0j]
 VALUES += ["1", "a, b", "None", b"1", "\ud800", (), [], {}, set(), frozenset(), complex(0, NO_NUMBER)]
 HASHED = [value for value in VALUES if not isinstance(value, list | dict | set)]
-NESTED = [
-    *VALUES,
-    *([value] for value in VALUES),
-    *((value, 1) for value in VALUES),
-    *([[value], 1.0] for value in VALUES),
-]
+NESTED = [shape for value in VALUES for shape in (value, [value], (value, 1), [[value], 1.0])]
 NESTED += [{value, 1} for value in HASHED] + [frozenset((1.0, value)) for value in HASHED] + [[1], [True], [[1], True]]
-NESTED += (
-    [{value: 1, 2: [True]} for value in HASHED] + [{2: [1], value: True} for value in HASHED] + [["a", "b"], ["a, b"]]
-)
+NESTED += [shape for value in HASHED for shape in ({value: 1, 2: [True]}, {2: [1], value: True})]
+NESTED += [["a", "b"], ["a, b"]]
 
 
 def test_a_digest_is_equal_where_values_are():
