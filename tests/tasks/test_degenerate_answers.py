@@ -18,13 +18,9 @@ LONG = os.environ.get("KVBENCH_DEGENERATE") == "1"
 SIZES = (1_000, 30_000, 1_000_000) if LONG else (20_000,)
 NUM_ANSWERS = 10_000 if LONG else 100
 FRAGMENTS = [*"\n \t\xa07-.$*:#`{}\\([^"]
-FRAGMENTS += "1,|1{,}|{,}000|\u2212 |$$|\\$|**|\\boxed{|\\boxed |\\boxed|\\boxed{}|\\{|\\(|\\[|\\)|####|#### ".split(
-    "|"
-)
-FRAGMENTS += "answer|answer is |The answer is|final answer:|about|Answer:\n|1 + |1+1=|x = |/2|\\frac{|\\text{".split(
-    "|"
-)
-FRAGMENTS += "\\text{ or }|\\pmod{|(mod 7|\\equiv|^\\circ|<think>|</think>|the |the. ".split("|")
+FRAGMENTS += "1,|1{,}|{,}000|\u2212 |$$|\\$|**|\\boxed{|\\boxed |\\boxed|\\boxed{}|\\{|\\(|\\[|\\)|####".split("|")
+FRAGMENTS += "#### |answer|answer is |The answer is|final answer:|about|Answer:\n|1 + |1+1=|x = |/2|\\frac{".split("|")
+FRAGMENTS += "\\text{|\\text{ or }|\\pmod{|(mod 7|\\equiv|^\\circ|<think>|</think>|the |the. ".split("|")
 STARTS = ("", "The answer is", "**Answer:**", "#### ", "\\boxed{", "$")
 REFERENCE = "The report says that the answer is 7. It was about the number of the house. "
 QA = {"answers": [REFERENCE], "all_classes": ["Answer", "the answer", "number"]}

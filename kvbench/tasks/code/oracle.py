@@ -100,24 +100,6 @@ def _is_root(inputs: Sequence[Value], output: Value, atol: float) -> bool:
     return abs(sum(factor * math.pow(output, power) for power, factor in enumerate(coefficients))) <= atol
 
 
-def _as_set(inputs: Sequence[Value], output: Value, expected: Value, atol: float) -> bool:
-    return set(output) == set(expected)
-
-
-def _found(inputs: Sequence[Value], output: Value, expected: Value, atol: float) -> bool:
-    return expected == (output if isinstance(output, bool) else output is not None)
-
-
-def _any_answer(inputs: Sequence[Value], output: Value, expected: Value, atol: float) -> bool:
-    """Mbpp/164: the benchmark takes every answer; the statement does not say what makes numbers equivalent."""
-    return True
-
-
-def _sum_or_zero(inputs: Sequence[Value], output: Value, expected: Value, atol: float) -> bool:
-    """Mbpp/295: 0 is the other reading of a task about divisors."""
-    return _matches(output, expected, atol) or output == 0
-
-
 def _pyramid_surface(inputs: Sequence[Value], output: Value, expected: Value, atol: float) -> bool:
     """Mbpp/581: the height may be the slant height (the reference) or the distance of the tip from the base."""
     base, height = inputs
@@ -135,10 +117,15 @@ def _digit_distance(inputs: Sequence[Value], output: Value, expected: Value, ato
 
 _Judge = Callable[[Sequence[Value], Value, Value, float], bool]
 _MBPP: dict[str, _Judge] = {
-    **dict.fromkeys(_SET_TASKS, _as_set),
-    **dict.fromkeys(FOUND_TASKS, _found),
-    "are_equivalent": _any_answer,
-    "sum_div": _sum_or_zero,
+    **dict.fromkeys(_SET_TASKS, lambda inputs, output, expected, atol: set(output) == set(expected)),
+    **dict.fromkeys(
+        FOUND_TASKS,
+        lambda inputs, output, expected, atol: expected == (output if isinstance(output, bool) else output is not None),
+    ),
+    # Mbpp/164: the benchmark takes every answer; the statement does not say what makes numbers equivalent.
+    "are_equivalent": lambda inputs, output, expected, atol: True,
+    # Mbpp/295: 0 is the other reading of a task about divisors.
+    "sum_div": lambda inputs, output, expected, atol: _matches(output, expected, atol) or output == 0,
     "surface_Area": _pyramid_surface,
     "digit_distance_nums": _digit_distance,
 }

@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import tempfile
-import threading
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -187,8 +186,7 @@ def job(
     return text, _DIGESTED, [[flag, arguments] for flag, arguments in zip(large, calls, strict=True)]
 
 
-_memory: dict[str, dict] = {}
-_lock = threading.Lock()
+_memory: dict[str, dict] = {}  # one operation of a dictionary at a time needs no lock
 
 
 @cache
@@ -209,23 +207,20 @@ def _place(key: str) -> Path:
 
 
 def _known(key: str) -> dict | None:
-    with _lock:
-        if key in _memory:
-            return _memory[key]
+    if key in _memory:
+        return _memory[key]
     try:
         data = decode(zlib.decompress(_place(key).read_bytes()), max_nodes=1 << 40)
     except (OSError, ValueError, zlib.error):
         return None
     if not isinstance(data, dict) or data.pop("key", None) != key:
         return None
-    with _lock:
-        return _memory.setdefault(key, data)
+    return _memory.setdefault(key, data)
 
 
 def _remember(key: str, found: dict) -> None:
     """Keep a result; in the cache folder where that can be written, and no failure that another try may not have."""
-    with _lock:
-        _memory[key] = found
+    _memory[key] = found
     if "Error: " not in found.get("failed", "Error: ") or "MemoryError" in found.get("failed", ""):
         return
     with contextlib.suppress(OSError, ValueError):

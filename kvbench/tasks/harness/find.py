@@ -100,18 +100,15 @@ def manager_of(
             ordered = sorted(folders, key=lambda folder: any(folder.is_relative_to(root) for root in own))
             told = {} if metadata is None else {"metadata": dict(metadata)}
             manager = (kind or TaskManager)(include_defaults=False, include_path=ordered, **told)
-        todo = sorted(_children(manager.task_index) - set(manager.task_index) - seen)
+        children = {child for entry in manager.task_index.values() for child in _members(entry)}
+        todo = sorted(children - set(manager.task_index) - seen)
     return manager
 
 
-def _children(index: Mapping[str, Any]) -> set[str]:
-    """The names that the groups of an index list, other than tasks that they define themselves."""
-    names = set()
-    for entry in index.values():
-        for child in (entry.cfg or {}).get("task") or () if entry.kind.name == "GROUP" else ():
-            if isinstance(child, str):
-                names.add(child)
-    return names
+def _members(entry: Any) -> list[str]:
+    """The names that a group of the index lists, other than tasks that it defines itself; none for a task or a tag."""
+    listed = ((entry.cfg or {}).get("task") or ()) if entry.kind.name == "GROUP" else ()
+    return [child for child in listed if isinstance(child, str)]
 
 
 def _unknown(name: str, roots: Iterable[Path]) -> ValueError:
@@ -177,22 +174,17 @@ def build_tasks(
     return tasks
 
 
-def _extra_of(package: str) -> str | None:
-    """The extra of lm-eval that installs a package; None where no extra does."""
-    for line in requires("lm_eval") or ():
-        named, extra = re.match(r"[\w.-]+", line), re.search(r"extra == ['\"]([^'\"]+)", line)
-        if named and extra and re.sub(r"[-.]", "_", named[0]).lower() == package.lower():
-            return extra[1]
-    return None
-
-
 def missing_package(what: str, error: ImportError) -> ValueError:
     """The error of something that needs a package that is not installed, with the line that installs it."""
     if error.name is None:
         return ValueError(f"{what} needs a package that is not installed: {' '.join(str(error).split())[:500]}")
     package = error.name.partition(".")[0]
-    extra = _extra_of(package)
-    line = f"pip install 'lm_eval[{extra}]'" if extra else f"pip install {package}"
+    line = f"pip install {package}"
+    for need in requires("lm_eval") or ():
+        named, extra = re.match(r"[\w.-]+", need), re.search(r"extra == ['\"]([^'\"]+)", need)
+        if named and extra and re.sub(r"[-.]", "_", named[0]).lower() == package.lower():
+            line = f"pip install 'lm_eval[{extra[1]}]'"
+            break
     return ValueError(
         f"{what} needs the package {package}, which is not installed; `{line}`, or see the README of the task in "
         "lm-eval"
@@ -207,7 +199,7 @@ def weighting_of(name: str, include_path: str | None = None) -> Weighting:
         entry = index.get(todo.pop())
         if entry is not None and entry.kind.name == "GROUP":
             groups.append((entry.cfg or {}).get("aggregate_metric_list"))
-            todo += [child for child in (entry.cfg or {}).get("task") or () if isinstance(child, str)]
+            todo += _members(entry)
     # lm-eval's own default is true.
     by_size = [[item.get("weight_by_size", True) for item in ([g] if isinstance(g, dict) else g or [])] for g in groups]
     return "sample" if groups and all(flags and all(flags) for flags in by_size) else "subset"

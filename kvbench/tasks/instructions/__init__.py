@@ -14,21 +14,18 @@ Differs: the rules are checked by code and drawn anew, and no judge or data set 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from kvbench.engine.requests import Request
 from kvbench.rules import Whole
 from kvbench.tasks.fill import TooShort, fill_length
 from kvbench.tasks.instructions.rules import PAIRS, Instructions, draw
 from kvbench.tasks.instructions.topics import TOPICS
-from kvbench.tasks.prompts import PromptBuilder
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.ruler.document import check_lengths, uncut
 from kvbench.tasks.ruler.words import Essays, essays
 from kvbench.tasks.task import Ask, DataDir, Items, Lengths, Task, listed, name_list, names_of
 from kvbench.tasks.taskset import MetricInfo, TaskSet
-
-if TYPE_CHECKING:
-    from kvbench.engine.requests import Request
 
 ANSWER_TOKENS = 96
 _SHOW = "Here is a text. You need not remember it.\n\n"
@@ -74,13 +71,13 @@ class TwoRules(Task):
                     rng = Random(f"kvbench/instructions/{ask.seed}/{pair}/{index}")
                     topics = rng.sample(sorted(TOPICS), self.turns)
                     given = draw(pair, topics, index, rng)
-                    request = _Maker(ask, given, topics, text, rng.randrange(len(text.words))).request(
-                        f"{pair}/{length}/{index}",
-                        length,
-                        {"pair": pair, "length": length, "index": index, "instructions": [r.text for r in given.rules]},
-                    )
-                    requests.append(request)
-                    told[request.sample_id] = given, topics
+                    start = rng.randrange(len(text.words))
+                    turned = replace(text, words=text.words[start:] + text.words[:start])
+                    meta: dict[str, Any] = {"pair": pair, "length": length, "index": index}
+                    meta["instructions"] = [rule.text for rule in given.rules]
+                    sample_id = f"{pair}/{length}/{index}"
+                    requests.append(_request(ask, given, topics, turned, sample_id, meta))
+                    told[sample_id] = given, topics
 
         def score(sample_id: str, place: int, answer: str) -> dict[str, float]:
             given, topics = told[sample_id]
@@ -105,51 +102,40 @@ class TwoRules(Task):
         )
 
 
-class _Maker:
-    """Writes one conversation, with as much text as fits."""
+def _request(ask: Ask, given: Instructions, names: Sequence[str], text: Essays, sample_id: str, meta: dict) -> Request:
+    """A conversation about the lists of these names, with as much text as fits into its length."""
+    system = given.text if ask.protocol.system is None else f"{ask.protocol.system}\n\n{given.text}"
+    builder = uncut(replace(ask, protocol=replace(ask.protocol, system=system)), ANSWER_TOKENS)
+    prefix = "" if builder.chat else "\nAnswer:"
+    first, *later = (TOPICS[name] for name in names)
+    turns = [
+        builder.turn(topic.question, gold=given.right(topic), answers=[given.right(topic)], prefix=prefix)
+        for topic in later
+    ]
+    others = sum(len(turn.tokens) for turn in turns) + builder.max_new_tokens * (len(turns) + 1)
+    question = f"\n\nThat was the text. {first.question}"
 
-    def __init__(self, ask: Ask, given: Instructions, topics: Sequence[str], text: Essays, start: int) -> None:
-        system = given.text if ask.protocol.system is None else f"{ask.protocol.system}\n\n{given.text}"
-        asking = replace(ask, protocol=replace(ask.protocol, system=system))
-        self._builder: PromptBuilder = uncut(asking, ANSWER_TOKENS)
-        self._given, self._topics = given, topics
-        self._text = replace(text, words=text.words[start:] + text.words[:start])
-        self._prefix = "" if self._builder.chat else "\nAnswer:"
+    def context(words: int) -> str:
+        return _SHOW + " ".join(text.sentences(words))
 
-    def request(self, sample_id: str, length: int, meta: dict) -> "Request":
-        """The request whose conversation has this length at most."""
-        builder, (first, *later) = self._builder, [TOPICS[name] for name in self._topics]
-        turns = [
-            builder.turn(
-                topic.question, gold=self._given.right(topic), answers=[self._given.right(topic)], prefix=self._prefix
-            )
-            for topic in later
-        ]
-        others = sum(len(turn.tokens) for turn in turns) + builder.max_new_tokens * (len(turns) + 1)
-        question = f"\n\nThat was the text. {first.question}"
+    def count(words: int) -> int:
+        return builder.count(context(words) + question, prefix)
 
-        def context(words: int) -> str:
-            return _SHOW + " ".join(self._text.sentences(words))
-
-        try:
-            words = fill_length(
-                lambda words: builder.count(context(words) + question, self._prefix),
-                length - others,
-                4 * length,
-                least=1,
-            )
-        except TooShort as error:
-            raise ValueError(
-                f"task.lengths={length} is too short: instructions, questions and the room for the answers take "
-                f"{error.needed + others} tokens without any text; raise it, or lower task.turns"
-            ) from error
-        return builder.build(
-            sample_id=sample_id,
-            subset=meta["pair"],
-            context=context(words),
-            question=question,
-            gold=self._given.right(first),
-            prefix=self._prefix,
-            meta=meta,
-            turns=turns,
-        )
+    length = meta["length"]
+    try:
+        words = fill_length(count, length - others, 4 * length, least=1)
+    except TooShort as error:
+        raise ValueError(
+            f"task.lengths={length} is too short: instructions, questions and the room for the answers take "
+            f"{error.needed + others} tokens without any text; raise it, or lower task.turns"
+        ) from error
+    return builder.build(
+        sample_id=sample_id,
+        subset=meta["pair"],
+        context=context(words),
+        question=question,
+        gold=given.right(first),
+        prefix=prefix,
+        meta=meta,
+        turns=turns,
+    )
