@@ -4,25 +4,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from lmeval_demo import outcomes_of
+from lmeval_demo import TINY, lm_of, outcomes_of
 from longbench_rows import row, write
 
 from kvbench.lm import KvbenchLM
 from kvbench.tasks.lmeval import TASKS_FOLDER
 
-TINY = {
-    "model": "random",
-    "model.preset": "tiny",
-    "model.num_layers": 2,
-    "model.dtype": "float32",
-    "model.device": "cpu",
-}
-
 
 @pytest.fixture(scope="module")
 def lm() -> KvbenchLM:
     """Gives a tiny random model with the full cache."""
-    return KvbenchLM(method="full", batch_size=2, **TINY)
+    return lm_of()
+
+
+def instances(kind: str, *arguments: tuple) -> list:
+    """Requests of lm-eval."""
+    from lm_eval.api.instance import Instance
+
+    return [Instance(kind, {}, one, place) for place, one in enumerate(arguments)]
 
 
 def evaluate(lm: KvbenchLM, task: str, metadata: dict, **more: object) -> dict:
@@ -75,15 +74,13 @@ def test_a_rendered_chat_is_refused_for_our_tasks(tmp_path: Path) -> None:
 
 def test_loglikelihood_against_a_plain_forward(lm: KvbenchLM) -> None:
     """Sums of log-probabilities and the greedy flag are those of the model's own forward pass on the same tokens."""
-    from lm_eval.api.instance import Instance
-
     from kvbench.models.load import load_model
 
     plain = load_model({**dict(lm.config.model)}).model
     tokenizer = lm.model.tokenizer
     pairs = [("The cat sat on the", " mat and slept"), ("Numbers: one two ", "three"), ("a", "b")]
-    instances = [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
-    for (context, continuation), (total, greedy) in zip(pairs, lm.loglikelihood(instances), strict=True):
+    found = lm.loglikelihood(instances("loglikelihood", *pairs))
+    for (context, continuation), (total, greedy) in zip(pairs, found, strict=True):
         ids = tokenizer.encode(context + continuation)
         num_gold = len(ids) - len(tokenizer.encode(context.rstrip()))
         with torch.no_grad():
@@ -101,7 +98,6 @@ TEXTS = ["", "a", "The cat sat on the mat. " * 3, "One two three four five six. 
 def test_whole_texts_against_lm_evals_own_model(method: str, prompt_tokens: int) -> None:
     """Sums over texts of less than a window, of one and of several are those of lm-eval's model of transformers; so are
     those of a method that keeps everything, whatever is read as a prompt."""
-    from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
     from kvbench.models.load import load_model
@@ -113,16 +109,14 @@ def test_whole_texts_against_lm_evals_own_model(method: str, prompt_tokens: int)
     ours = KvbenchLM(method=method, rolling_prompt_tokens=prompt_tokens, batch_size=3, **short)
     plain = load_model({**dict(ours.config.model)})
     theirs = HFLM(pretrained=plain.model, tokenizer=plain.tokenizer, max_length=64, batch_size=1)
-    asked = [Instance("loglikelihood_rolling", {}, (text,), place) for place, text in enumerate(TEXTS)]
+    asked = instances("loglikelihood_rolling", *((text,) for text in TEXTS))
     assert ours.loglikelihood_rolling(asked) == pytest.approx(theirs.loglikelihood_rolling(asked, True), abs=2e-3)
 
 
 def test_what_a_method_forgets_costs_likelihood() -> None:
     """Sinks and a window of sixteen tokens score another sum than the full cache, and the exact beginning is not part
     of the difference: a window that is all prompt scores the same."""
-    from lm_eval.api.instance import Instance
-
-    asked = [Instance("loglikelihood_rolling", {}, (TEXTS[2],), 0)]
+    asked = instances("loglikelihood_rolling", (TEXTS[2],))
     scores = [
         KvbenchLM(method=method, rolling_prompt_tokens=count, **TINY, **more).loglikelihood_rolling(asked)[0]
         for method, more in (("full", {}), ("streaming_llm", {"method.budget": 16, "method.tier": "native"}))
@@ -140,12 +134,10 @@ def test_full_keeps_the_models_own_type_here() -> None:
 
 def test_what_is_not_supported_says_so(lm: KvbenchLM) -> None:
     """Whole texts have no prompt to compress; an empty continuation has nothing to score."""
-    from lm_eval.api.instance import Instance
-
     with pytest.raises(ValueError, match="SnapKV compresses prompts only.*rolling_prompt_tokens=512"):
         KvbenchLM(method="snapkv", **TINY).loglikelihood_rolling([])
     with pytest.raises(ValueError, match="continuation of 0 tokens"):
-        lm.loglikelihood([Instance("loglikelihood", {}, ("a", ""), 0)])
+        lm.loglikelihood(instances("loglikelihood", ("a", "")))
 
 
 def test_settings_go_through_the_configuration() -> None:

@@ -10,29 +10,17 @@ from textwrap import dedent, indent
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem with what its answers are made of.
+    """A problem with what its answers are made of."""
 
-    Args:
-        prompt: What is continued.
-        name: The function.
-        header: Its line with `def`.
-        body: Its lines, indented; they call nothing but builtins, `math` is not imported.
-        helped: The same with a call of `helper`.
-        helper: The definition of `helper`.
-        wrong: A body with another result.
-        imported: The same as `body`, with `math`, which the answer imports itself.
-        calls: Arguments and results.
-    """
-
-    prompt: str
+    prompt: str  # what is continued
     name: str
-    header: str
-    body: str
-    helped: str
+    header: str  # its line with `def`
+    body: str  # its lines, indented; they call nothing but builtins, `math` is not imported
+    helped: str  # the same with a call of `helper`
     helper: str
-    wrong: str
-    imported: str
-    calls: tuple[tuple[tuple, object], ...]
+    wrong: str  # a body with another result
+    imported: str  # the same as `body`, with `math`, which the answer imports itself
+    calls: tuple[tuple[tuple, object], ...]  # arguments and results
 
     @property
     def function(self) -> str:
@@ -113,6 +101,10 @@ def _fenced(text: str, label: str = "python", fence: str = "```") -> str:
     return f"{fence}{label}\n{text.rstrip()}\n{fence}\n"
 
 
+def _block(text: str) -> str:
+    return _fenced(_typed(text))
+
+
 def _documented(p: Problem, doc: str) -> str:
     return p.header + indent(f'"""{doc}"""\n', "    ") + p.body
 
@@ -131,40 +123,36 @@ def _name_bound(p: Problem, end: str) -> str:
 
 WHOLE: dict[str, Callable[[Problem], str]] = {
     "bare": lambda p: _typed(p.function),
-    "fence": lambda p: _fenced(_typed(p.function)),
+    "fence": lambda p: _block(p.function),
     "fence, no language": lambda p: _fenced(_typed(p.function), ""),
     "fence, Python3": lambda p: _fenced(_typed(p.function), "python3"),
     "fence, PY": lambda p: _fenced(_typed(p.function), "PY"),
     "fence of tildes": lambda p: _fenced(_typed(p.function), "python", "~~~"),
     "fence of four": lambda p: _fenced(_typed(p.function), "python", "````"),
     "fence without end": lambda p: "```python\n" + _typed(p.function),
-    "prose around a fence": lambda p: _WHERE + _fenced(_typed(p.function)) + _AFTER,
+    "prose around a fence": lambda p: _WHERE + _block(p.function) + _AFTER,
     "prose before code": lambda p: _WHERE + _typed(p.function),
     "prose after code": lambda p: _typed(p.function) + _AFTER,
     "prose around code": lambda p: _WHERE + _typed(p.function) + _AFTER,
     "a word before code": lambda p: "Solution\n\n" + _typed(p.function),
-    "wrong block, right block": lambda p: (
-        _fenced(_typed(p.header + p.wrong)) + "Wait, that is wrong:\n" + _fenced(_typed(p.function))
-    ),
-    "usage block, then definition": lambda p: "Usage:\n" + _fenced(_demo(p)) + "Code:\n" + _fenced(_typed(p.function)),
-    "definition, then usage block": lambda p: _fenced(_typed(p.function)) + "Usage:\n" + _fenced(_demo(p)),
-    "shell block first": lambda p: _fenced("pip install nothing", "bash") + _fenced(_typed(p.function)),
-    "output block after": lambda p: _fenced(_typed(p.function)) + "Output:\n" + _fenced("1\n2", "text"),
-    "fence in the docstring": lambda p: _fenced(_typed(_documented(p, f"Do it.\n\n```\n{p.name}()\n```\nand so on\n"))),
+    "wrong block, right block": lambda p: _block(p.header + p.wrong) + "Wait, that is wrong:\n" + _block(p.function),
+    "usage block, then definition": lambda p: "Usage:\n" + _fenced(_demo(p)) + "Code:\n" + _block(p.function),
+    "definition, then usage block": lambda p: _block(p.function) + "Usage:\n" + _fenced(_demo(p)),
+    "shell block first": lambda p: _fenced("pip install nothing", "bash") + _block(p.function),
+    "output block after": lambda p: _block(p.function) + "Output:\n" + _fenced("1\n2", "text"),
+    "fence in the docstring": lambda p: _block(_documented(p, f"Do it.\n\n```\n{p.name}()\n```\nand so on\n")),
     "labelled fence in the docstring": lambda p: (
-        _WHERE + _fenced(_typed(_documented(p, f"Do it.\n\n```python\n{p.name}()\n```\n"))) + _AFTER
+        _WHERE + _block(_documented(p, f"Do it.\n\n```python\n{p.name}()\n```\n")) + _AFTER
     ),
     "docstring at the margin": lambda p: _fenced(
         _typed(p.header + '    """Do it.\n\nAt the margin:\ndef no():\n"""\n' + p.body)
     ),
-    "helper above": lambda p: _fenced(_typed(p.helper + "\n\n" + p.header + p.helped)),
-    "helper below, in a fence": lambda p: _fenced(_typed(p.header + p.helped + "\n\n" + p.helper)),
+    "helper above": lambda p: _block(p.helper + "\n\n" + p.header + p.helped),
+    "helper below, in a fence": lambda p: _block(p.header + p.helped + "\n\n" + p.helper),
     "helper below, bare": lambda p: _typed(p.header + p.helped + "\n\n" + p.helper),
     "helper below, after prose": lambda p: _WHERE + _typed(p.header + p.helped + "\n\n" + p.helper) + _AFTER,
-    "helper in a block of its own": lambda p: (
-        "First:\n" + _fenced(p.helper) + "Then:\n" + _fenced(_typed(p.header + p.helped))
-    ),
-    "helper in a block below": lambda p: _fenced(_typed(p.header + p.helped)) + "with\n" + _fenced(p.helper),
+    "helper in a block of its own": lambda p: "First:\n" + _fenced(p.helper) + "Then:\n" + _block(p.header + p.helped),
+    "helper in a block below": lambda p: _block(p.header + p.helped) + "with\n" + _fenced(p.helper),
     "name = lambda": lambda p: _fenced(
         p.helper + f"\n{p.name} = lambda *given: _solve(*given)\n\n" + _typed(p.function).replace(p.name, "_solve")
     ),
@@ -177,14 +165,14 @@ WHOLE: dict[str, Callable[[Problem], str]] = {
         "import functools\n\n\ndef same(given):\n    @functools.wraps(given)\n    def call(*arguments):\n"
         "        return given(*arguments)\n    return call\n\n\n@same\n" + p.function.replace("List[int]", "list")
     ),
-    "defined twice": lambda p: _fenced(_typed(p.header + p.wrong + "\n\n" + p.function)),
+    "defined twice": lambda p: _block(p.header + p.wrong + "\n\n" + p.function),
     "defined twice, bare": lambda p: _typed(p.header + p.wrong + "\n\n" + p.function),
     "byte order mark": lambda p: "\ufeff" + _typed(p.function),
     "byte order mark in a fence": lambda p: _fenced("\ufeff" + _typed(p.function)),
     "no-break space behind": lambda p: _fenced(_typed(p.function).replace("\n", "\u00a0\n")),
     "no-break spaces as indentation": lambda p: _fenced(_typed(p.function).replace("    ", "\u00a0" * 4)),
-    "carriage returns": lambda p: _fenced(_typed(p.function)).replace("\n", "\r\n"),
-    "comment at the margin": lambda p: _fenced(_typed(p.header + "# at the margin\n" + p.body)),
+    "carriage returns": lambda p: _block(p.function).replace("\n", "\r\n"),
+    "comment at the margin": lambda p: _block(p.header + "# at the margin\n" + p.body),
     "comment at the margin, bare": lambda p: _typed(p.header + "# at the margin\n" + p.body),
     "input behind": lambda p: _fenced(_typed(p.function) + "\n\ngiven = input()\nprint(given)\n"),
     "input behind, bare": lambda p: _typed(p.function) + f"\n\nprint({p.name}(int(input())))\n",
@@ -203,7 +191,7 @@ WHOLE: dict[str, Callable[[Problem], str]] = {
     "exit behind": lambda p: _fenced("import sys\n" + _typed(p.function) + "\n\nsys.exit(0)\n"),
     "session behind": lambda p: _typed(p.function) + f"\n>>> {p.name}()\n",
     "cut off in a helper": lambda p: "```python\n" + _typed(p.function) + "\n\ndef more(x):\n    if x in (1, 2",
-    "cut off in prose": lambda p: _fenced(_typed(p.function)) + "The complexity is O(",
+    "cut off in prose": lambda p: _block(p.function) + "The complexity is O(",
     "import of its own": lambda p: _fenced("import math\n\n" + _typed(p.header + p.imported)),
     "import in the middle": lambda p: _fenced("X = 1\nimport math\n\n" + _typed(p.header + p.imported)),
     "future import": lambda p: _fenced("from __future__ import annotations\n\n" + _typed(p.function)),
@@ -212,8 +200,8 @@ WHOLE: dict[str, Callable[[Problem], str]] = {
         + _typed(p.header + "    assert table == [0, 1, 2]\n" + p.body)
     ),
     "depth of recursion": lambda p: _fenced("import sys\n\nsys.setrecursionlimit(4321)\n\n" + _typed(p.function)),
-    "thoughts": lambda p: f"<think>\ndef {p.name}(*x):\n    return 7\n</think>\n" + _fenced(_typed(p.function)),
-    "fence within a list": lambda p: "1. So:\n\n" + indent(_fenced(_typed(p.function)), "   ") + "\n2. Done\n",
+    "thoughts": lambda p: f"<think>\ndef {p.name}(*x):\n    return 7\n</think>\n" + _block(p.function),
+    "fence within a list": lambda p: "1. So:\n\n" + indent(_block(p.function), "   ") + "\n2. Done\n",
     "try around an import": lambda p: _fenced(
         "try:\n    import math\nexcept ImportError:\n    math = None\n\n" + _typed(p.header + p.imported)
     ),

@@ -10,6 +10,7 @@ import sys
 
 from evalplus.data.mbpp import mbpp_deserialize_inputs
 from evalplus.eval import untrusted_check
+from evalplus.eval._special_oracle import MBPP_OUTPUT_NOT_NONE_TASKS
 from evalplus.gen.util import trusted_exec
 
 
@@ -25,15 +26,10 @@ def main() -> None:
             if job["dataset"] == "mbpp":
                 groups = [mbpp_deserialize_inputs(row["task_id"], group) for group in groups]
             solution = row["prompt"] + row["canonical_solution"]
-            found = not_none(job["dataset"], row["entry_point"])
+            found = job["dataset"] == "mbpp" and row["entry_point"] in MBPP_OUTPUT_NOT_NONE_TASKS
+            more = {"record_time": True, "output_not_none": found}
             expected[number] = [
-                (
-                    group,
-                    *trusted_exec(
-                        solution, copy.deepcopy(group), row["entry_point"], record_time=True, output_not_none=found
-                    ),
-                )
-                for group in groups
+                (group, *trusted_exec(solution, copy.deepcopy(group), row["entry_point"], **more)) for group in groups
             ]
         verdicts.append(
             [
@@ -52,13 +48,6 @@ def main() -> None:
             ]
         )
     json.dump(verdicts, sys.stdout)
-
-
-def not_none(dataset: str, entry_point: str) -> bool:
-    """Whether only the presence of an output is compared."""
-    from evalplus.eval._special_oracle import MBPP_OUTPUT_NOT_NONE_TASKS
-
-    return dataset == "mbpp" and entry_point in MBPP_OUTPUT_NOT_NONE_TASKS
 
 
 if __name__ == "__main__":

@@ -23,57 +23,42 @@ from kvbench.tasks.code.grade import GradeResult
 from kvbench.tasks.code.grade import grade as grade_task
 
 EVALPLUS = os.environ.get("KVBENCH_EVALPLUS_PYTHON")
-FILE, MBPP_FILE = "humaneval_plus/humanevalplus.jsonl", "mbpp_plus/MbppPlus.jsonl"
-needs_data, needs_mbpp = need_data(FILE), need_data(MBPP_FILE)
+FILES = {"humaneval_plus": "humaneval_plus/humanevalplus.jsonl", "mbpp_plus": "mbpp_plus/MbppPlus.jsonl"}
+needs_data, needs_mbpp = map(need_data, FILES.values())
 PASS = GradeResult("pass", True, True)
 
 
-def rows() -> list[dict]:
+def rows(name: str = "humaneval_plus") -> list[dict]:
     """The rows at hand; a few spread over them unless the full run is asked for."""
-    every = [json.loads(line) for line in (DATA / FILE).read_text().splitlines()]
+    every = [json.loads(line) for line in (DATA / FILES[name]).read_text().splitlines()]
     return every if FULL else every[1::15]
 
 
-def grade(completion: str, row: dict) -> GradeResult:
+def grade(completion: str, row: dict, name: str = "humaneval_plus") -> GradeResult:
     """Grade with consent."""
-    return grade_task("humaneval_plus", row, completion, allow_code_execution=True)
+    return grade_task(name, row, completion, allow_code_execution=True)
 
 
 @needs_cage
-@needs_data
-@pytest.mark.timeout(1200)
-def test_every_reference_passes():
-    """Every canonical solution at hand passes base and plus, as a continuation and as a chat reply."""
-
-    def both(row: dict) -> list:
-        reply = f"Here it is:\n\n```python\n{row['prompt']}{row['canonical_solution']}\n```\nIt works.\n"
-        return [grade(row["canonical_solution"], row), grade(reply, row)]
-
-    wrong = [
-        (row["task_id"], result)
-        for row, results in zip(rows(), cage.map_bounded(both, rows(), workers=2), strict=True)
-        for result in results
-        if result != PASS
-    ]
-    assert wrong == []
-
-
-@needs_cage
-@needs_mbpp
-@pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-def test_every_mbpp_reference_passes():
-    """The canonical solutions of MBPP+ at hand, in a fence and without one; Mbpp/255 returns more than a gigabyte."""
-    lines = (DATA / MBPP_FILE).read_text().splitlines()
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("humaneval_plus", marks=needs_data),
+        pytest.param("mbpp_plus", marks=[needs_mbpp, pytest.mark.exhaustive]),
+    ],
+)
+def test_every_reference_passes(name):
+    """Every canonical solution at hand passes base and plus, alone and in a chat reply; Mbpp/255 returns more than a
+    gigabyte."""
 
     def both(row: dict) -> list[GradeResult]:
-        answers = (row["canonical_solution"], f"Here it is:\n\n```python\n{row['canonical_solution']}\n```\n")
-        return [grade_task("mbpp_plus", row, answer, allow_code_execution=True) for answer in answers]
+        program = ("" if name == "mbpp_plus" else row["prompt"]) + row["canonical_solution"]
+        reply = f"Here it is:\n\n```python\n{program}\n```\nIt works.\n"
+        return [grade(row["canonical_solution"], row, name), grade(reply, row, name)]
 
-    of_mbpp = [json.loads(line) for line in lines]
-    results = cage.map_bounded(both, of_mbpp)
-    pairs = zip(of_mbpp, results, strict=True)
-    assert [(row["task_id"], found) for row, found in pairs if found != [PASS, PASS]] == []
+    results = zip(rows(name), cage.map_bounded(both, rows(name), workers=2), strict=True)
+    assert [(row["task_id"], found) for row, found in results if found != [PASS, PASS]] == []
 
 
 BOTH_WAYS = ((ast.Add, ast.Sub), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.And, ast.Or))
@@ -180,11 +165,9 @@ def test_mutants_fail():
 @pytest.mark.parametrize("name", ["humaneval", pytest.param("mbpp", marks=needs_mbpp)])
 def test_mutants_get_evalplus_verdicts(name):
     """Hundreds of each benchmark, base and plus; the answer is the program in a fence."""
-    path = FILE if name == "humaneval" else MBPP_FILE
-    of_name = [json.loads(line) for line in (DATA / path).read_text().splitlines()]
     # EvalPlus gives no verdict on find_zero's own reference, and takes a minute and gigabytes for each of the others.
     left_out = ("HumanEval/32", "Mbpp/255", "Mbpp/599", "Mbpp/630")
-    chosen = [row for row in of_name if row["task_id"] not in left_out]
+    chosen = [row for row in rows(f"{name}_plus") if row["task_id"] not in left_out]
     programs = []
     for number, row in enumerate(chosen):
         count = 2 if name == "humaneval" else 1
@@ -193,7 +176,7 @@ def test_mutants_get_evalplus_verdicts(name):
     script = Path(__file__).parent / "evalplus_verdicts.py"
     official = subprocess.run([EVALPLUS, script], input=job, stdout=subprocess.PIPE, text=True, check=True)
     fenced = [(chosen[number], f"```python\n{mutant}\n```") for number, mutant in programs]
-    results = cage.map_bounded(lambda pair: grade_task(f"{name}_plus", *pair, allow_code_execution=True), fenced)
+    results = cage.map_bounded(lambda pair: grade(pair[1], pair[0], f"{name}_plus"), fenced)
     ours = [[result.base_passed, result.plus_passed] for result in results]
     # Our plus includes the base inputs, as EvalPlus' pass@1 does.
     theirs = [[base, base and plus] for base, plus in json.loads(official.stdout)]
