@@ -1,6 +1,7 @@
 """Points that are on the frontier, that might be, and that are not: dominance that no chance can make."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import combinations
 
 import numpy as np
@@ -37,13 +38,12 @@ def is_cheaper(mine: Cost, theirs: Cost) -> bool:
     """By more than a tie of 1 %, and not only on these samples: the paired 95 % interval says so too."""
     if mine.shares is None or theirs.shares is None or mine.value >= (1 - TIE) * theirs.value:
         return False
-    gap = mine.shares.flat - (1 - TIE) * theirs.shares.flat
     from scipy.stats import t  # slow to import
 
-    weighted = Strata((gap,), (1.0,)) if mine.shares.weighs_samples_alike else None
-    if weighted is None:
-        places = np.cumsum(mine.shares.sizes)[:-1]
-        weighted = Strata(tuple(np.split(gap, places)), mine.shares.weights)
+    gaps = tuple(own - (1 - TIE) * other for own, other in zip(mine.shares.values, theirs.shares.values, strict=True))
+    weighted = Strata(gaps, mine.shares.weights)
+    if weighted.weighs_samples_alike:
+        weighted = Strata((weighted.flat,), (1.0,))
     if not any(map(has_spread, weighted.values)):
         return True
     error = standard_error(weighted)
@@ -52,6 +52,7 @@ def is_cheaper(mine: Cost, theirs: Cost) -> bool:
     return bool(float(weighted.mean()) + t.ppf((1 + LEVEL) / 2, error[1]) * error[0] < 0)
 
 
+@lru_cache(maxsize=64)
 def pair_p_values(panel: Panel) -> dict[tuple[str, str], float]:
     """Two-sided p value of a difference in quality of every two points, by their keys; 1 where nothing can be said."""
     points = panel.points
@@ -81,27 +82,19 @@ def pair_p_values(panel: Panel) -> dict[tuple[str, str], float]:
     return found | {(b, a): p for (a, b), p in found.items()}
 
 
+@lru_cache(maxsize=256)
 def standing(panel: Panel, axis: str) -> dict[str, str]:
     """The standing of each point that has the cost: its key -> one of `MEANING`, or `n too small` for all.
 
     A point dominates another if it is cheaper by more than 1 % and its quality is better beyond chance, at 5 % for the
     whole table: Holm's correction is over all pairs of which one is cheaper. Times give no standing.
     """
-    known: dict[str, dict[str, str]] = panel.__dict__.setdefault("_standing", {})
-    if axis not in known:
-        known[axis] = _standing(panel, axis)
-    return known[axis]
-
-
-def _standing(panel: Panel, axis: str) -> dict[str, str]:
     points = [p for p in panel.points if axis in p.costs and p.costs[axis].shares is not None]
     if not points:
         return {}
     if not panel.is_enough:
         return {point.key: TOO_FEW for point in points}
-    if "_pairs" not in panel.__dict__:
-        panel.__dict__["_pairs"] = pair_p_values(panel)
-    p_of = panel.__dict__["_pairs"]
+    p_of = pair_p_values(panel)
     sign = 1 if panel.what.higher_is_better else -1
     quality = {point.key: sign * point.quality for point in points}
     cheaper = {

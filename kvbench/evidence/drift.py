@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -14,11 +14,11 @@ from rich.text import Text
 from kvbench.config.files import FULL
 from kvbench.errors import check_whole
 from kvbench.evidence.load import Group, StoredRun, load_groups, patterns
-from kvbench.evidence.settings import KINDS, check, out_folder, write_drawn
+from kvbench.evidence.settings import KINDS, check, write_drawn
 from kvbench.results.measures import NATS_TOLERANCE
 from kvbench.results.sample import SampleRecord
 from kvbench.show import terminal
-from kvbench.show.csv_file import Cell, csv_row, records_csv
+from kvbench.show.csv_file import csv_row, records_csv
 from kvbench.show.palette import GREY, STYLES, method_style
 from kvbench.show.picture import drawn
 from kvbench.stats.intervals import Estimate, estimate
@@ -33,39 +33,26 @@ STYLE: dict[Any, Any] = {"font.size": 8}
 MOST_BINS = 16
 KL, NLL, SAME = "kl", "nll", "same_first_choice"
 COLUMNS = (KL, NLL, SAME)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bin:
-    """One stretch of positions of one run."""
-
-    first: int
-    """Its first position, from 0."""
-    last: int
-    """Its last position."""
-    values: Mapping[str, Estimate]
-    """Column -> mean over samples of their means over the tokens here, with its interval."""
-
-    @property
-    def middle(self) -> float:
-        """The position at which it is drawn."""
-        return (self.first + self.last + 1) / 2
+# First position of a bin -> column -> mean over samples of their means over the tokens there, with its interval.
+Bins = Mapping[int, Mapping[str, Estimate]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
     """The values of one run along its texts."""
 
-    label: str
-    method: str
-    bins: list[Bin]
-    prompt_only: bool = False
-    """The method keeps whatever follows the prompt whole."""
-    leaves: int | None = None
+    run: StoredRun
+    bins: Bins
+    leaves: int | None
     """First position of the bin from which on the KL stays above the noise band; None: it never does for good."""
 
+    @property
+    def prompt_only(self) -> bool:
+        """The method keeps whatever follows the prompt whole."""
+        return self.run.record.prompt_only and self.run.method != FULL
 
-@dataclass(kw_only=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Drawing:
     """The curves of runs that may be compared."""
 
@@ -76,11 +63,14 @@ class Drawing:
     width: int
     """Tokens of a bin."""
     curves: list[Curve]
-    band: list[tuple[float, float]]
-    """Middle of each bin, and the upper end of the noise band there, in nats of KL."""
-    judged: bool
-    """There are enough samples to say where a method leaves the band."""
-    notes: list[str] = field(default_factory=list)
+    band: dict[int, float]
+    """First position of each bin, in order -> the upper end of the noise band there, in nats of KL."""
+    notes: list[str]
+
+    @property
+    def judged(self) -> bool:
+        """There are enough samples to say where a method leaves the band."""
+        return any(values[KL].low is not None for curve in self.curves for values in curve.bins.values())
 
 
 def texts_of(run: StoredRun) -> dict[tuple[str, str], SampleRecord]:
@@ -95,62 +85,54 @@ def texts_of(run: StoredRun) -> dict[tuple[str, str], SampleRecord]:
 def drawing_of(group: Group, width: int | None = None) -> Drawing | None:
     """The curves of a group, in bins of so many tokens or at most sixteen of a power of two; None where no run has
     numbers of every token."""
-    found = {run.label: texts_of(run) for run in group.runs}
-    runs = [run for run in group.runs if found[run.label]]
-    common = sorted(set.intersection(*(set(found[run.label]) for run in runs))) if runs else []
+    found = {run.name: texts for run in group.runs if (texts := texts_of(run))}
+    runs = [run for run in group.runs if run.name in found]
+    common = sorted(set.intersection(*map(set, found.values()))) if runs else []
     if not common:
         return None
-    records = {run.label: [found[run.label][name] for name in common] for run in runs}
-    seen = {_offset(record) for record in records[runs[0].label]}
-    longest = max(_end(record) for several in records.values() for record in several)
-    begin = min(seen)
+    records = {name: [texts[sample] for sample in common] for name, texts in found.items()}
+    begin = min(map(_offset, records[runs[0].name]))
+    longest = max(_offset(r) + len((r.get("per_token") or {})[KL]) for several in records.values() for r in several)
     step = width or max(1, 2 ** math.ceil(math.log2(max(1, longest - begin) / MOST_BINS)))
-    curves = {run.label: _bins(records[run.label], step) for run in runs}
-    reference = group.reference
-    band = _band(curves.get(reference.label, []) if reference else [], [b for bins in curves.values() for b in bins])
-    drawing = Drawing(
+    bins = {name: _bins(several, step) for name, several in records.items()}
+    # The band is the documented tolerance, or how far the full cache, read from its pages token by token, is from
+    # itself read in one pass, whichever is more.
+    reference, notes = group.reference, list(group.notes)
+    band = dict.fromkeys(sorted({first for own in bins.values() for first in own}), NATS_TOLERANCE)
+    for first, values in bins.get(reference.name, {}).items() if reference else ():
+        high = values[KL].high
+        band[first] = max(NATS_TOLERANCE, high if high is not None else values[KL].value or 0.0)
+    most = max(map(len, found.values()))
+    if len(common) < most:
+        notes.append(f"drawn from the {len(common)} of {most} samples that every run has")
+    if reference is None or reference.name not in bins:
+        notes.append("there is no run of the full cache, so the noise band is the documented tolerance alone")
+
+    def curve(run: StoredRun) -> Curve:
+        own = bins[run.name]
+        return Curve(run=run, bins=own, leaves=None if run.method == FULL else _leaving(own, band))
+
+    return Drawing(
         title=group.title,
         axis="tokens seen" if begin else "tokens of the answer",
         num_samples=len(common),
         width=step,
-        curves=[],
-        band=[(middle, band[middle]) for middle in sorted(band)],
-        judged=any(one.values[KL].low is not None for bins in curves.values() for one in bins),
-        notes=list(group.notes),
+        curves=[curve(run) for run in runs],
+        band=band,
+        notes=notes,
     )
-    for run in runs:
-        bins = curves[run.label]
-        leaves = None if run.method == FULL else leaving(bins, band)
-        whole = run.record.prompt_only and run.method != FULL
-        drawing.curves.append(Curve(label=run.label, method=run.method, bins=bins, prompt_only=whole, leaves=leaves))
-    most = max(len(found[run.label]) for run in runs)
-    if len(common) < most:
-        drawing.notes.append(f"drawn from the {len(common)} of {most} samples that every run has")
-    if reference is None or reference.label not in curves:
-        drawing.notes.append("there is no run of the full cache, so the noise band is the documented tolerance alone")
-    return drawing
 
 
-def leaving(bins: Sequence[Bin], band: Mapping[float, float]) -> int | None:
-    """The first position of the bin from which on, to the end, the lower end of the interval of the KL is above the
-    band (middle of a bin -> its upper end); None where the last bin is not, or has no interval."""
+def _leaving(bins: Bins, band: Mapping[int, float]) -> int | None:
+    """The bin from which on, to the end, the lower end of the interval of the KL is above the band; None where the last
+    one is not, or has no interval."""
     found = None
-    for one in reversed(bins):
-        low = one.values[KL].low
-        if low is None or low <= band[one.middle]:
+    for first in sorted(bins, reverse=True):
+        low = bins[first][KL].low
+        if low is None or low <= band[first]:
             break
-        found = one.first
+        found = first
     return found
-
-
-def _band(reference: Sequence[Bin], everything: Sequence[Bin]) -> dict[float, float]:
-    """The noise band at every bin: the documented tolerance, or how far the full cache, read from its pages token by
-    token, is from itself read in one pass, whichever is more."""
-    band = {one.middle: NATS_TOLERANCE for one in everything}
-    for one in reference:
-        found = one.values[KL]
-        band[one.middle] = max(NATS_TOLERANCE, found.high if found.high is not None else found.value or 0.0)
-    return band
 
 
 def _offset(record: SampleRecord) -> int:
@@ -159,38 +141,27 @@ def _offset(record: SampleRecord) -> int:
     return seen if type(seen) is int and seen >= 0 else 0
 
 
-def _end(record: SampleRecord) -> int:
-    return _offset(record) + len((record.get("per_token") or {}).get(KL, ()))
-
-
-def _bins(records: Sequence[SampleRecord], step: int) -> list[Bin]:
+def _bins(records: Sequence[SampleRecord], step: int) -> Bins:
     """The bins that a token of some sample lies in."""
     means: dict[int, dict[str, list[float]]] = {}
     for record in records:
         tokens, offset = record.get("per_token") or {}, _offset(record)
         first, count = int(tokens["exact"][0]), len(tokens[KL])
-        for place in range((offset + first) // step, -(-(offset + count) // step)):
-            low, high = max(place * step - offset, first), min((place + 1) * step - offset, count)
+        for begin in range((offset + first) // step * step, offset + count, step):
+            low, high = max(begin - offset, first), min(begin + step - offset, count)
             if low < high:
-                cell = means.setdefault(place, {name: [] for name in COLUMNS})
+                cell = means.setdefault(begin, {name: [] for name in COLUMNS})
                 for name in COLUMNS:
                     cell[name].append(fmean(tokens[name][low:high]))
-    return [
-        Bin(
-            first=place * step,
-            last=(place + 1) * step - 1,
-            values={name: _mean(values, (0.0, 1.0 if name == SAME else math.inf)) for name, values in cell.items()},
-        )
-        for place, cell in sorted(means.items())
-    ]
+    return {begin: {name: _mean(name, values) for name, values in means[begin].items()} for begin in sorted(means)}
 
 
-def _mean(values: Sequence[float], bounds: tuple[float, float]) -> Estimate:
+def _mean(column: str, values: Sequence[float]) -> Estimate:
     """The mean of what samples have in one bin. They are means over tokens and no answers of yes or no, so where none
     differs there is nothing to take an interval from."""
     if len(set(values)) == 1:
         return Estimate(value=values[0], num_samples=len(values))
-    return estimate({"": values}, bounds=bounds)
+    return estimate({"": values}, bounds=(0.0, 1.0 if column == SAME else math.inf))
 
 
 def _perplexity(nll: float) -> float:
@@ -212,66 +183,60 @@ def figure(drawing: Drawing) -> "Figure":
     made = Figure(figsize=(WIDTH_IN, PANEL_IN * len(SHOWN) + 0.9), dpi=200, layout="constrained")
     made.suptitle(f"{drawing.title}\nn = {drawing.num_samples}, bins of {drawing.width} tokens", fontsize=9)
     for axes, (column, title, shown) in zip(made.subplots(len(SHOWN), 1, sharex=True), SHOWN, strict=True):
+        values = [v for curve in drawing.curves for b in curve.bins.values() if (v := b[column].value) is not None]
+        if column == KL or (column == NLL and max(values) - min(values) > math.log(10)):
+            axes.set_yscale("log")  # its numbers are plain text: pictures read no formulas
+            axes.yaxis.set_major_formatter(lambda value, place: f"{value:g}")
+            axes.yaxis.set_minor_formatter(lambda value, place: "")
         if column == KL:
-            _draw_band(axes, drawing)
-        values = [v for one in drawing.curves for b in one.bins if (v := b.values[column].value) is not None]
-        if column == NLL and max(values) - min(values) > math.log(10):
-            _decades(axes)
+            middles = [first + drawing.width / 2 for first in drawing.band]
+            tops = [max(high, FLOOR) for high in drawing.band.values()]
+            axes.fill_between(middles, FLOOR, tops, color=GREY, alpha=0.3, linewidth=0, zorder=1)
+            marked = "marked: it leaves the noise for good" if drawing.judged else "too few samples"
+            axes.set_title(f"grey: noise; {marked}", fontsize=7, loc="right")
         # Intervals of few answers can reach over hundreds of decades, and would press the curves flat.
         least, most = min(map(shown, values)), max(map(shown, values))
         across = most - least or most
         room = (least / 10, most * 10) if axes.get_yscale() == "log" else (least - across, most + across)
         seen: dict[str, int] = {}
         for curve in drawing.curves:  # several runs of a method differ in the kind of line
-            place = seen[curve.method] = seen.get(curve.method, -1) + 1
-            _draw_curve(axes, curve, column, shown, STYLES[place % len(STYLES)], room)
+            place = seen[curve.run.method] = seen.get(curve.run.method, -1) + 1
+            _draw_curve(axes, curve, drawing.width, column, shown, STYLES[place % len(STYLES)], room)
         axes.set_ylabel(title, fontsize=7)
         axes.grid(color="#EEEEEE", linewidth=0.6)
     axes.set_xlabel(drawing.axis)
-    axes.set_xlim(left=min(one.first for curve in drawing.curves for one in curve.bins))
+    axes.set_xlim(left=min(drawing.band))
     handles, labels = axes.get_legend_handles_labels()
     made.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), fontsize=7, frameon=False)
     return made
 
 
 def _draw_curve(
-    axes: "Axes", curve: Curve, column: str, shown: Callable[[float], float], line: str, room: tuple[float, float]
+    axes: "Axes",
+    curve: Curve,
+    width: int,
+    column: str,
+    shown: Callable[[float], float],
+    line: str,
+    room: tuple[float, float],
 ) -> None:
     """One run: its line, its interval as a shade as far as there is room, and a marker where it leaves the noise."""
-    colour, marker = method_style(curve.method)
-    bins = [one for one in curve.bins if one.values[column].value is not None]
-    middles = [one.middle for one in bins]
-    values = [shown(one.values[column].value or 0.0) for one in bins]
-    name = f"{curve.label} (prompt only)" if curve.prompt_only else curve.label
-    axes.plot(middles, values, color=colour, linestyle=line, linewidth=1.1, label=name, zorder=3)
-    gap = (math.nan, math.nan)  # no shade where a bin has no interval
-    ends = [(one.middle, *(one.values[column].ends or gap)) for one in bins]
-    if curve.method != FULL:
-        x, low, high = zip(*((at, shown(low), shown(high)) for at, low, high in ends), strict=True)
+    colour, marker = method_style(curve.run.method)
+    found = {first + width / 2: values[column] for first, values in curve.bins.items()}
+    points = {middle: shown(one.value) for middle, one in found.items() if one.value is not None}
+    name = f"{curve.run.label} (prompt only)" if curve.prompt_only else curve.run.label
+    axes.plot(list(points), list(points.values()), color=colour, linestyle=line, linewidth=1.1, label=name, zorder=3)
+    if curve.run.method != FULL:
+        gap = (math.nan, math.nan)  # no shade where a bin has no interval
+        low, high = zip(*(map(shown, found[middle].ends or gap) for middle in points), strict=True)
         bottom, top = ([min(max(one, room[0]), room[1]) if one == one else one for one in side] for side in (low, high))
-        axes.fill_between(x, bottom, top, color=colour, alpha=0.15, linewidth=0, zorder=2)
+        axes.fill_between(list(points), bottom, top, color=colour, alpha=0.15, linewidth=0, zorder=2)
         if any(one < room[0] for one in low) or any(one > room[1] for one in high):
             axes.set_title("intervals are cut", fontsize=7, loc="left")
     if column == KL and curve.leaves is not None:
-        place = next(place for place, one in enumerate(bins) if one.first == curve.leaves)
+        middle = curve.leaves + width / 2
         style: dict[str, Any] = {"color": colour, "markersize": 6, "markeredgecolor": "black", "zorder": 4}
-        axes.plot(middles[place], values[place], marker=marker, **style)
-
-
-def _draw_band(axes: "Axes", drawing: Drawing) -> None:
-    """The noise band, on a logarithmic axis."""
-    _decades(axes)
-    middles, tops = [middle for middle, _ in drawing.band], [max(high, FLOOR) for _, high in drawing.band]
-    axes.fill_between(middles, FLOOR, tops, color=GREY, alpha=0.3, linewidth=0, zorder=1)
-    text = "grey: noise; marked: it leaves the noise for good" if drawing.judged else "grey: noise; too few samples"
-    axes.set_title(text, fontsize=7, loc="right")
-
-
-def _decades(axes: "Axes") -> None:
-    """A logarithmic axis whose numbers are plain text: pictures read no formulas."""
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda value, place: f"{value:g}")
-    axes.yaxis.set_minor_formatter(lambda value, place: "")
+        axes.plot(middle, points[middle], marker=marker, **style)
 
 
 def render(drawing: Drawing, console: Console) -> None:
@@ -279,41 +244,39 @@ def render(drawing: Drawing, console: Console) -> None:
     table = terminal.plain_table(f"{drawing.title}: KL to the full cache, nats per token (same first choice, %)")
     table.add_column(drawing.axis, no_wrap=True)
     for curve in drawing.curves:
-        table.add_column(curve.label, justify="right")
+        table.add_column(curve.run.label, justify="right")
     table.add_column("noise", justify="right", no_wrap=True)
-    by_first = {curve.label: {one.first: one for one in curve.bins} for curve in drawing.curves}
-    band = dict(drawing.band)
-    for first in sorted({first for bins in by_first.values() for first in bins}):
-        here = [by_first[curve.label].get(first) for curve in drawing.curves]
+    for first, high in drawing.band.items():
         cells = []
-        for one in here:
-            kl, same = (one.values[KL].value, one.values[SAME].value) if one else (None, None)
+        for curve in drawing.curves:
+            values = curve.bins.get(first)
+            kl, same = (values[KL].value, values[SAME].value) if values else (None, None)
             cells.append(f"{kl:.2g} ({100 * same:.0f})" if kl is not None and same is not None else "-")
-        some = next(one for one in here if one is not None)
-        table.add_row(f"{first + 1}-{some.last + 1}", *cells, f"{band[some.middle]:.2g}")
+        table.add_row(f"{first + 1}-{first + drawing.width}", *cells, f"{high:.2g}")
     console.print(table)
     for curve in drawing.curves:
-        if curve.method == FULL:
+        if curve.run.method == FULL:
             continue
         where = "does not leave the noise for good" if curve.leaves is None else f"leaves it at {curve.leaves + 1}"
         whole = " (it compresses the prompt alone, and keeps all that follows whole)" if curve.prompt_only else ""
-        console.print(Text(f"{curve.label}{whole} {where if drawing.judged else 'cannot be judged: too few samples'}"))
+        said = where if drawing.judged else "cannot be judged: too few samples"
+        console.print(Text(f"{curve.run.label}{whole} {said}"))
     terminal.print_notes(drawing.notes, console)
     console.print()
 
 
 def csv_of(several: Sequence[Drawing]) -> bytes:
     """Every bin of every curve, unrounded, with 95 % intervals."""
-    records: list[dict[str, Cell]] = []
+    records = []
     for drawing, curve in [(one, curve) for one in several for curve in one.curves]:
-        band, leaves = dict(drawing.band), None if curve.leaves is None else curve.leaves + 1
-        for one, column in ((one, column) for one in curve.bins for column in COLUMNS):
-            found = one.values[column]
+        leaves = None if curve.leaves is None else curve.leaves + 1
+        for first, column in [(first, column) for first in curve.bins for column in COLUMNS]:
+            found = curve.bins[first][column]
             records.append(
-                csv_row(group=drawing.title, run=curve.label, metric=column)
-                | csv_row(first_token=one.first + 1, last_token=one.last + 1, n=found.num_samples)
-                | csv_row(value=found.value, low=found.low, high=found.high)
-                | csv_row(noise_kl=band[one.middle] if column == KL else None, leaves_at=leaves)
+                csv_row(group=drawing.title, run=curve.run.label, metric=column, first_token=first + 1)
+                | csv_row(last_token=first + drawing.width, n=found.num_samples, value=found.value)
+                | csv_row(low=found.low, high=found.high)
+                | csv_row(noise_kl=drawing.band[first] if column == KL else None, leaves_at=leaves)
             )
     return records_csv(records)
 
@@ -322,8 +285,7 @@ def main(cfg: DictConfig) -> int:
     """Carry out `kvbench drift`."""
     check(cfg, lists={"kinds": KINDS})
     width = None if cfg.width is None else check_whole("width", cfg.width, 1, ", or null")
-    groups = [group for group in load_groups(cfg) if any(texts_of(run) for run in group.runs)]
-    several = [drawing for group in groups if (drawing := drawing_of(group, width)) is not None]
+    several = [drawing for group in load_groups(cfg) if (drawing := drawing_of(group, width)) is not None]
     if not several:
         raise ValueError(
             f"no run under results_dir={cfg.results_dir} that fits the filters says what was measured of every token; "
@@ -335,9 +297,8 @@ def main(cfg: DictConfig) -> int:
         render(drawing, console)
     kinds = patterns(cfg.kinds) or KINDS
     pictures = [(d.title, f".{kind}", drawn(partial(figure, d), kind, STYLE)) for d in several for kind in kinds]
-    written = write_drawn(out_folder(cfg, "drift") / "drift.csv", csv_of(several), pictures)
     tolerance = "noise: the full cache beside itself (upper end of its interval), 0.0025 nats at least. "
     rule = "A method leaves it at the first bin from which on the lower end of its interval stays above."
     console.print(Text(tolerance + rule, style="dim"), soft_wrap=True)
-    terminal.print_paths(written, console)
+    write_drawn(cfg, "drift", csv_of(several), pictures, console)
     return 0

@@ -6,7 +6,7 @@ not rows: all answers to one question stay together, and n is the number of dist
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -63,6 +63,8 @@ class Point:
     method: str
     family: str
     """`16 bits, keeps all`, `quantises`, `evicts`, or `quantises and evicts`: what it was seen to do."""
+    series: str
+    """Name of the runs that one line may join to this one: `series_of`."""
     scores: Strata
     """The metric of each sample."""
     score_interval: Interval | None
@@ -80,7 +82,7 @@ class Point:
         return float(self.scores.mean())
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Panel:
     """All points of one group, or of the average over groups."""
 
@@ -241,7 +243,7 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
     if cfg.quality == "difference" and reference is None:
         notes.append(f"{group.title}: there is no complete run of the full cache, so scores are drawn, not differences")
     costs = {name: costs_of(axis, runs, samples) for name, axis in COSTS.items()}
-    families = {run.name: family(members) for members in series_of(runs).values() for run in members}
+    series = {run.name: (name, family(members)) for name, members in series_of(runs).items() for run in members}
     points = []
     for index, run in enumerate(runs):
         scores = strata_of(found[run.name], samples, run.record.weighting)
@@ -250,7 +252,8 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
                 key=run.key,
                 label=run.label,
                 method=run.method,
-                family=families[run.name],
+                series=series[run.name][0],
+                family=series[run.name][1],
                 scores=scores,
                 score_interval=score_interval(scores, what),
                 costs={name: cost for name, of_run in costs.items() if (cost := of_run[index]) is not None},
@@ -336,19 +339,17 @@ def averages(panels: Sequence[Panel]) -> list[Panel]:
 def _average(title: str, panels: Sequence[Panel]) -> Panel:
     found = {point.key: [other for panel in panels if (other := panel.find(point.key))] for point in panels[0].points}
     in_all = {key: points for key, points in found.items() if len(points) == len(panels)}
-    references = {panel.reference for panel in panels}
+    same = len({panel.reference for panel in panels}) == 1
     questions, first = [panel.questions for panel in panels], panels[0]
-    result = Panel(
+    result = replace(
+        first,
         title=title,
-        kin=first.kin,
-        what=first.what,
         points=[_mean_point(points, questions, first.what) for points in in_all.values()],
         questions=distinct(questions),
-        reference=first.reference if len(references) == 1 and first.reference in in_all else None,
-        margin=first.margin,
-        resamples=first.resamples,
-        seed=first.seed,
+        reference=first.reference if same and first.reference in in_all else None,
+        band=None,
         notes=[f"over: {'; '.join(panel.title for panel in panels)}"],
+        published=[],
     )
     result.set_quality()
     rows = sum(panel.num_samples for panel in panels)
@@ -401,14 +402,13 @@ def _mean_point(parts: Sequence[Point], questions: Sequence[Questions], what: Me
         known = [cost.shares for cost in held if cost.shares is not None]
         shares = together(questions, known) if len(known) == len(held) else None
         costs[name] = Cost(value=float(np.mean([cost.value for cost in held])), shares=shares)
-    first, scores = parts[0], together(questions, [part.scores for part in parts])
-    return Point(
-        key=first.key,
-        label=first.label,
-        method=first.method,
-        family=first.family,
+    scores = together(questions, [part.scores for part in parts])
+    return replace(
+        parts[0],
         scores=scores,
         score_interval=score_interval(scores, what),
+        quality=0.0,
+        interval=None,
         costs=costs,
         names=[name for part in parts for name in part.names],
     )

@@ -1,7 +1,6 @@
 """`kvbench heatmap`: what a method finds at each depth of a text and each length, beside the full cache."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -14,22 +13,21 @@ from rich.text import Text
 from kvbench.config.files import FULL
 from kvbench.evidence.load import Group, StoredRun, load_groups, patterns
 from kvbench.evidence.samples import SampleName, measure, values_of
-from kvbench.evidence.settings import KINDS, check, out_folder, write_drawn
+from kvbench.evidence.settings import KINDS, check, write_drawn
 from kvbench.results.measures import Measure
 from kvbench.show import terminal
-from kvbench.show.csv_file import Cell, csv_row, records_csv
+from kvbench.show.csv_file import csv_row, records_csv
 from kvbench.show.palette import BLUE, VERMILION
 from kvbench.show.picture import drawn
 from kvbench.show.terminal import number
 from kvbench.stats.intervals import estimate
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
-Place = tuple[int, int]  # depth in percent, length in tokens
-Cells = dict[Place, list[float]]
 MOST = 128  # more rows or columns are no grid, and no picture shows them
 VALUES = "cividis"  # even in brightness, told apart with every kind of colour blindness and in grey
 EMPTY = "#DDDDDD"
@@ -39,40 +37,29 @@ SMALLEST_SPAN = 0.1  # of the shown unit's whole; a difference of a point is not
 STYLE: dict[Any, Any] = {"font.size": 7}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Map:
-    """The values of one run in each cell."""
-
-    label: str
-    values: Cells
-    """One value for each sample, unscaled."""
-    differences: Cells | None
-    """Run minus full cache, sample by sample; None for the full cache, and without one."""
-
-
 @dataclass(kw_only=True)
 class Panels:
     """The maps of runs that may be compared."""
 
     title: str
     what: Measure
-    depths: list[int]
-    lengths: list[int]
-    maps: list[Map]
-    notes: list[str] = field(default_factory=list)
+    samples: "pd.DataFrame"
+    """A row for each run and sample that all runs have: `run`, `depth` in percent, `length` in tokens, `value`, and
+    `difference` to the full cache, NaN for the full cache and without one."""
+    notes: list[str]
 
     @property
-    def num_samples(self) -> int:
-        """Samples of each map."""
-        return sum(map(len, self.maps[0].values.values()))
+    def runs(self) -> list[str]:
+        """Labels of the runs."""
+        return list(self.samples["run"].unique())
 
-    def grid(self, cells: Cells) -> np.ndarray:
-        """The means of the cells in shown units, NaN where there is no sample: depths by lengths."""
-        places = [[cells.get((depth, length)) for length in self.lengths] for depth in self.depths]
-        return self.what.scale * np.array([[fmean(cell) if cell else np.nan for cell in row] for row in places])
+    def grid(self, run: str, column: str = "value") -> "pd.DataFrame":
+        """The means of a run's cells, depths by lengths; NaN where there is no sample."""
+        cells = self.samples[self.samples["run"] == run].groupby(["depth", "length"])[column]
+        return cells.agg(fmean).unstack()
 
 
-def place_of(run: StoredRun) -> dict[SampleName, Place]:
+def place_of(run: StoredRun) -> dict[SampleName, tuple[int, int]]:
     """Depth and length of a run's samples, as far as the task notes them as whole numbers."""
     found = {}
     for record in run.samples.values():
@@ -84,92 +71,76 @@ def place_of(run: StoredRun) -> dict[SampleName, Place]:
 
 def panels_of(group: Group, metric: str) -> Panels | None:
     """The maps of a group by the metric of that name; None where its samples have no depth and length."""
+    import pandas as pd
+
     runs = [run for run in group.runs if place_of(run)]
     if not runs:
         return None
-    what = measure(metric, group)
+    what, places = measure(metric, group), place_of(runs[0])
     values = [values_of(run, what) for run in runs]
-    places = place_of(runs[0])
-    common = [name for name in sorted(places) if all(name in each for each in values)]
-    depths, lengths = (sorted({places[name][side] for name in common}) for side in (0, 1))
-    if not common or max(len(depths), len(lengths)) > MOST:
+    common = [name for name in sorted(places, key=lambda name: (places[name], name)) if all(name in v for v in values)]
+    if not common or any(len({places[name][side] for name in common}) > MOST for side in (0, 1)):
         return None
-    panels = Panels(title=group.title, what=what, depths=depths, lengths=lengths, maps=[], notes=list(group.notes))
-    most = max(map(len, values))
+    notes, most = list(group.notes), max(map(len, values))
     if len(common) < most:
-        panels.notes.append(f"drawn from the {len(common)} of {most} samples that every run has")
+        notes.append(f"drawn from the {len(common)} of {most} samples that every run has")
     against = values_of(group.reference, what) if group.reference is not None else None
-    for run, mine in zip(runs, values, strict=True):
-        minus = None
-        if against is not None and run.method != FULL:
-            minus = _cells(places, {name: mine[name] - against[name] for name in common})
-        cells = _cells(places, {name: mine[name] for name in common})
-        panels.maps.append(Map(label=run.label, values=cells, differences=minus))
     if against is None:
-        panels.notes.append("there is no run of the full cache, so no differences are drawn")
-    return panels
-
-
-def _cells(places: Mapping[SampleName, Place], values: Mapping[SampleName, float]) -> Cells:
-    cells: Cells = {}
-    for name, value in values.items():
-        cells.setdefault(places[name], []).append(value)
-    return cells
-
-
-def differences_colours() -> "Colormap":
-    """Vermilion for less, white for the same, blue for more."""
-    from matplotlib.colors import LinearSegmentedColormap
-
-    return LinearSegmentedColormap.from_list("differences", [VERMILION, "white", BLUE])
+        notes.append("there is no run of the full cache, so no differences are drawn")
+    rows = []
+    for run, mine in zip(runs, values, strict=True):
+        beside = against if run.method != FULL else None
+        for name in common:
+            depth, length = places[name]
+            minus = mine[name] - beside[name] if beside else np.nan
+            rows.append({"run": run.label, "depth": depth, "length": length, "value": mine[name], "difference": minus})
+    return Panels(title=group.title, what=what, samples=pd.DataFrame(rows), notes=notes)
 
 
 def figure(panels: Panels) -> "Figure":
     """A row for each run: its values to the left, and what it differs from the full cache to the right."""
     import matplotlib as mpl
+    from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
 
-    what, maps = panels.what, panels.maps
-    shown = [panels.grid(found.values) for found in maps]
-    minus = [panels.grid(found.differences) if found.differences else None for found in maps]
-    away = [float(np.nanmax(np.abs(table))) for table in minus if table is not None]
+    what, runs = panels.what, panels.runs
+    shown = [what.scale * panels.grid(run) for run in runs]
+    minus = [what.scale * panels.grid(run, "difference") for run in runs]
+    has_differences = panels.samples["difference"].notna().any()
+    away = float(np.nanmax(np.abs(minus))) if has_differences else 0.0
     low, high = (0.0, what.scale) if what.bounded else (np.nanmin(shown), np.nanmax(shown) or 1.0)
-    span = max([*away, SMALLEST_SPAN * (what.scale if what.bounded else high)])
-    values, differences = mpl.colormaps[VALUES], differences_colours()
+    span = max(away, SMALLEST_SPAN * (what.scale if what.bounded else high))
+    # Vermilion for less, white for the same, blue for more.
+    differences = LinearSegmentedColormap.from_list("differences", [VERMILION, "white", BLUE])
+    values = mpl.colormaps[VALUES]
     if not what.higher_is_better:
         values, differences = values.reversed(), differences.reversed()
-    columns = 2 if away else 1
-    height = len(maps) * (CELL_IN * len(panels.depths) + MARGIN_IN) + 0.6
+    columns = 2 if has_differences else 1
+    height = len(runs) * (CELL_IN * len(shown[0]) + MARGIN_IN) + 0.6
     made = Figure(figsize=(WIDTH_IN * columns, height), dpi=200, layout="constrained")
-    each = panels.num_samples / max(1, np.isfinite(shown[0]).sum())
-    made.suptitle(f"{panels.title}\nn = {panels.num_samples}, {each:g} in each cell", fontsize=8)
-    axes = made.subplots(len(maps), columns, squeeze=False)
-    for row, (found, mine, other) in enumerate(zip(maps, shown, minus, strict=True)):
-        title = f"{found.label}: {what.title}, {'%' if what.bounded else what.unit}"
-        _map(axes[row, 0], mine, panels, title, values, (low, high), "{:.3g}")
-        if other is not None:
-            title = f"{found.label} minus full, {what.unit}"
-            _map(axes[row, 1], other, panels, title, differences, (-span, span), "{:+.3g}")
+    count = len(panels.samples) // len(runs)
+    each = count / max(1, shown[0].notna().sum(axis=None))
+    made.suptitle(f"{panels.title}\nn = {count}, {each:g} in each cell", fontsize=8)
+    axes = made.subplots(len(runs), columns, squeeze=False)
+    for row, (run, mine, other) in enumerate(zip(runs, shown, minus, strict=True)):
+        title = f"{run}: {what.title}, {'%' if what.bounded else what.unit}"
+        _map(axes[row, 0], mine, title, values, (low, high), "{:.3g}")
+        if other.notna().any(axis=None):
+            _map(axes[row, 1], other, f"{run} minus full, {what.unit}", differences, (-span, span), "{:+.3g}")
         elif columns == 2:
             axes[row, 1].set_axis_off()
     return made
 
 
 def _map(
-    axes: "Axes",
-    table: np.ndarray,
-    panels: Panels,
-    title: str,
-    colours: "Colormap",
-    limits: tuple[float, float],
-    form: str,
+    axes: "Axes", table: "pd.DataFrame", title: str, colours: "Colormap", limits: tuple[float, float], form: str
 ) -> None:
     """One heat map with its colour bar; numbers in the cells where there is room."""
     colours = colours.with_extremes(bad=EMPTY)
     image = axes.imshow(table, cmap=colours, vmin=limits[0], vmax=limits[1], aspect="auto", interpolation="nearest")
-    axes.set_xticks(range(len(panels.lengths)), [str(length) for length in panels.lengths])
-    axes.set_yticks(range(len(panels.depths)), [str(depth) for depth in panels.depths])
-    if len(panels.lengths) > 6:
+    axes.set_xticks(range(len(table.columns)), [str(length) for length in table.columns])
+    axes.set_yticks(range(len(table)), [str(depth) for depth in table.index])
+    if len(table.columns) > 6:
         axes.tick_params(axis="x", rotation=45)
     axes.set_xlabel("length, tokens")
     axes.set_ylabel("depth, % of the text")
@@ -177,7 +148,7 @@ def _map(
     axes.figure.colorbar(image, ax=axes, fraction=0.05, pad=0.02)
     if max(table.shape) > MOST_NUMBERED:
         return
-    for (row, column), value in np.ndenumerate(table):
+    for (row, column), value in np.ndenumerate(table.to_numpy()):
         if value != value:
             continue
         red, green, blue, _ = colours((value - limits[0]) / ((limits[1] - limits[0]) or 1.0))
@@ -189,31 +160,31 @@ def _map(
 def render(panels: Panels, console: Console) -> None:
     """Print the maps as tables."""
     scale = panels.what.scale
-    for found in panels.maps:
+    for run in panels.runs:
+        values, differences = panels.grid(run), panels.grid(run, "difference")
 
-        def cell(place: Place, found: Map = found) -> str:
-            mine, minus = found.values.get(place), (found.differences or {}).get(place)
-            text = number(fmean(mine), scale) if mine else "-"
-            return f"{text} ({number(fmean(minus), scale, signed=True)})" if minus else text
+        def cell(value: float, minus: float) -> str:
+            text = "-" if value != value else number(value, scale)
+            return text if minus != minus else f"{text} ({number(minus, scale, signed=True)})"
 
-        columns = [("depth, %", [str(depth) for depth in panels.depths])]
-        columns += [(f"{length}", [cell((depth, length)) for depth in panels.depths]) for length in panels.lengths]
-        console.print(terminal.table_of(f"{found.label}: {panels.title}", None, (), columns))
+        columns = [("depth, %", [str(depth) for depth in values.index])]
+        columns += [(f"{n}", [cell(*both) for both in zip(values[n], differences[n], strict=True)]) for n in values]
+        console.print(terminal.table_of(f"{run}: {panels.title}", None, (), columns))
         console.print()
     terminal.print_notes(panels.notes, console)
 
 
-def csv_of(several: Sequence[Panels]) -> bytes:
+def csv_of(several: list[Panels]) -> bytes:
     """Every cell of every map, unrounded, with Wilson's or the bootstrap's 95 % interval."""
-    records: list[dict[str, Cell]] = []
-    for panels, found in [(one, found) for one in several for found in one.maps]:
-        for (depth, length), values in sorted(found.values.items()):
-            cell = estimate({"": values}, bounds=(0.0, 1.0) if panels.what.bounded else None)
-            minus = fmean(found.differences[depth, length]) if found.differences else None
+    records = []
+    for panels in several:
+        bounds = (0.0, 1.0) if panels.what.bounded else None
+        for (run, depth, length), cell in panels.samples.groupby(["run", "depth", "length"], sort=False):
+            found, minus = estimate({"": cell["value"].tolist()}, bounds=bounds), fmean(cell["difference"])
             records.append(
-                csv_row(group=panels.title, run=found.label, metric=panels.what.key, depth_percent=depth)
-                | csv_row(length_tokens=length, n=len(values), value=cell.value)
-                | csv_row(low=cell.low, high=cell.high, difference=minus)
+                csv_row(group=panels.title, run=run, metric=panels.what.key, depth_percent=depth)
+                | csv_row(length_tokens=length, n=len(cell), value=found.value)
+                | csv_row(low=found.low, high=found.high, difference=None if minus != minus else minus)
             )
     return records_csv(records)
 
@@ -233,8 +204,7 @@ def main(cfg: DictConfig) -> int:
         render(panels, console)
     kinds = patterns(cfg.kinds) or KINDS
     pictures = [(p.title, f".{kind}", drawn(partial(figure, p), kind, STYLE)) for p in several for kind in kinds]
-    written = write_drawn(out_folder(cfg, "heatmap") / "heatmap.csv", csv_of(several), pictures)
-    what = "cell: mean over its samples (run minus full cache, the same samples); the CSV has n and 95 % intervals."
-    console.print(Text(what, style="dim"))
-    terminal.print_paths(written, console)
+    words = "cell: mean over its samples (run minus full cache, the same samples); the CSV has n and 95 % intervals."
+    console.print(Text(words, style="dim"))
+    write_drawn(cfg, "heatmap", csv_of(several), pictures, console)
     return 0

@@ -12,7 +12,7 @@ from kvbench.evidence.dominance import MEANING, standing
 from kvbench.evidence.frontier import NO_EVIDENCE, Panel, Point, averages, build
 from kvbench.evidence.load import Group, load_groups, patterns
 from kvbench.evidence.settings import check as check_settings
-from kvbench.evidence.settings import out_folder, write_drawn
+from kvbench.evidence.settings import write_drawn
 from kvbench.results.measures import COSTS, SCORE
 from kvbench.show import terminal
 from kvbench.show.csv_file import Cell, csv_row, records_csv
@@ -127,8 +127,7 @@ def main(cfg: DictConfig) -> int:
                 if picture is not None:
                     layout = "" if cfg.layout == PANELS else f"_{cfg.layout}"
                     pictures.append((panel.title, f"_{axis}{layout}.{kind}", picture))
-    written = write_drawn(out_folder(cfg, "pareto") / "pareto.csv", csv_of(panels), pictures)
     words = [f"[a, b]: 95 % interval, {ESTIMATORS}", *(f"{name}: {text}" for name, text in MEANING.items())]
     console.print(Text("\n" + ". ".join(words) + ".", style="dim"))
-    terminal.print_paths(written, console)
+    write_drawn(cfg, "pareto", csv_of(panels), pictures, console)
     return 0

@@ -4,11 +4,13 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig
+from rich.console import Console
 
 from kvbench.errors import check_whole, unknown_name
 from kvbench.evidence.load import patterns
 from kvbench.results.identity import folder_name
 from kvbench.results.writing import write_file
+from kvbench.show import terminal
 
 LEAST = {"resamples": 100, "seed": 0, "regressions": 0, "answers": 1, "answer_length": 1, "digits": 0}
 FLAGS = ("incomplete", "published", "intervals")
@@ -21,10 +23,10 @@ def check(
     lists: Mapping[str, Collection[str]] | None = None,
     choices: Mapping[str, Collection[str]] | None = None,
 ) -> None:
-    """Check the settings that commands share, and those of one command that are one of some words.
+    """Check the settings that commands share, as far as a command has them, and those that are known words.
 
     Args:
-        cfg: The settings of a command; what it lacks is not checked.
+        cfg: The settings of a command.
         lists: Setting -> known words; a word, several, or null for all.
         choices: Setting -> known words, one of which it must be.
 
@@ -57,11 +59,7 @@ def check_margin(margin: object) -> None:
 
 
 def bytes_wanted(wanted: object) -> Bytes | None:
-    """The setting `at_bytes`: null, a percentage of an FP16 full cache, or two of them in order.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """Read the setting `at_bytes`: null, a percentage of an FP16 full cache, or two of them in order; refuse others."""
     if wanted is None:
         return None
     ends: list = list(wanted) if isinstance(wanted, ListConfig | list | tuple) else [wanted]
@@ -74,16 +72,15 @@ def bytes_wanted(wanted: object) -> Bytes | None:
     return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
 
 
-def out_folder(cfg: DictConfig, name: str) -> Path:
-    """The setting `out`, or a folder below the results."""
-    return Path(str(cfg.out)) if cfg.out is not None else Path(cfg.results_dir) / name
-
-
-def write_drawn(path: Path, csv: bytes, pictures: Iterable[tuple[str, str, bytes]]) -> list[Path]:
-    """Write a CSV and, beside it, pictures: title, end of the file's name, and content of each. Gives the files."""
-    written = [path]
-    write_file(path, csv)
+def write_drawn(
+    cfg: DictConfig, name: str, csv: bytes, pictures: Iterable[tuple[str, str, bytes]], console: Console
+) -> None:
+    """Write the CSV of a command and, beside it, pictures (title, end of the file's name, content), into the folder
+    `out` or one below the results; the console names them."""
+    folder = Path(str(cfg.out)) if cfg.out is not None else Path(cfg.results_dir) / name
+    contents = {folder / f"{name}.csv": csv}
     for title, end, content in pictures:
-        written.append(path.with_name(f"{folder_name(title.replace(' with ', '_')).lower()}{end}"))
-        write_file(written[-1], content)
-    return written
+        contents[folder / f"{folder_name(title.replace(' with ', '_')).lower()}{end}"] = content
+    for path, content in contents.items():
+        write_file(path, content)
+    terminal.print_paths(list(contents), console)

@@ -45,57 +45,43 @@ class Layout:
     """Columns of the terminal; a wider table goes on below."""
 
 
-@dataclass(frozen=True)
-class _Text:
-    """A cell as words, and whether it is to stand out."""
-
-    words: str
-    bold: bool = False
-
-
-Grid = list[list[_Text]]
-
-
 def _number(value: float, table: PaperTable, layout: Layout) -> str:
     scaled = value * table.what.scale
-    if table.what.scale == 100.0:
-        return f"{scaled + 0.0:.{layout.digits}f}"
-    return f"{scaled:.3g}"
+    return f"{scaled + 0.0:.{layout.digits}f}" if table.what.scale == 100.0 else f"{scaled:.3g}"
 
 
-def _interval(cell: Cell, table: PaperTable, layout: Layout) -> str:
+def _interval(cell: Cell | None, table: PaperTable, layout: Layout) -> str:
+    if cell is None:
+        return MISSING
     if cell.interval is None:
         return NO_INTERVAL
     return f"[{', '.join(_number(end, table, layout) for end in cell.interval)}]"
 
 
-def _cell(cell: Cell | None, table: PaperTable, layout: Layout) -> _Text:
-    if cell is None:
-        return _Text(MISSING)
-    words = _number(cell.value, table, layout)
-    if layout.intervals:
-        words += f" {_interval(cell, table, layout)}"
-    return _Text(words, cell.is_best)
-
-
-def grid(table: PaperTable, layout: Layout) -> Grid:
-    """The cells with their headings in the first row and the first column."""
-    head = [_Text("run"), _Text(BYTES), *(_Text(heading) for heading in table.columns.values())]
-    body = []
+def grid(table: PaperTable, layout: Layout, write: Callable[[str, bool], str]) -> list[list[str]]:
+    """The cells with their headings in the first row and the first column; `write` makes a cell from words in one line,
+    and whether it is to stand out."""
+    last = [] if layout.intervals else [INTERVAL]
+    found = [[(words, False) for words in ("run", BYTES, *table.columns.values(), *last)]]
     for row in table.rows:
-        cells = [_cell(row.cells.get(key), table, layout) for key in table.columns]
         held = MISSING if row.resident is None else f"{row.resident * RESIDENT.scale:.1f}"
-        body.append([_Text(row.label), _Text(held), *cells])
+        cells = [(row.label, False), (held, False)]
+        for cell in map(row.cells.get, table.columns):
+            words = _number(cell.value, table, layout) if cell else MISSING
+            words += f" {_interval(cell, table, layout)}" if cell and layout.intervals else ""
+            cells.append((words, cell is not None and cell.is_best))
         if not layout.intervals:
-            average = row.cells.get(AVERAGE)
-            body[-1].append(_Text(_interval(average, table, layout) if average else MISSING))
-    if not layout.intervals:
-        head.append(_Text(INTERVAL))
-    found = [head, *body]
+            cells.append((_interval(row.cells.get(AVERAGE), table, layout), False))
+        found.append(cells)
     if layout.turned:
         found = [list(column) for column in zip(*found, strict=True)]
-        found[0][0] = _Text("subset")
-    return found
+        found[0][0] = ("subset", False)
+    return [[write(_line(words), is_best) for words, is_best in row] for row in found]
+
+
+def _line(words: str) -> str:
+    """Words as one line of visible text."""
+    return visible(words).replace("\n", " ")
 
 
 def legend(table: PaperTable, mark: str) -> list[str]:
@@ -117,17 +103,13 @@ def legend(table: PaperTable, mark: str) -> list[str]:
     average = [row.cells[AVERAGE].num_samples for row in table.rows if AVERAGE in row.cells]
     if average:
         lines.append(f"Avg: mean over subsets, {average[0]} samples; the brackets hold its 95 % interval.")
-    return [visible(line).replace("\n", " ") for line in [*lines, *table.notes]]
+    return [_line(line) for line in [*lines, *table.notes]]
 
 
 def text(table: PaperTable, layout: Layout) -> str:
     """For a terminal: columns that do not fit go on below, under the same first column; a star for bold."""
-    found = grid(table, layout)
-    words = [
-        [f"{cell.words}{'*' if cell.bold else ' '}" if place else cell.words for place, cell in enumerate(row)]
-        for row in found
-    ]
-    words = [[visible(cell).replace("\n", " ") for cell in row] for row in words]
+    words = grid(table, layout, lambda words, is_best: f"{words}{'*' if is_best else ' '}")
+    words = [[row[0][:-1], *row[1:]] for row in words]
     widths = [max(len(row[place]) for row in words) for place in range(len(words[0]))]
     blocks, block, used = [], [0], widths[0]
     for place in range(1, len(widths)):
@@ -150,51 +132,39 @@ def text(table: PaperTable, layout: Layout) -> str:
 def markdown(table: PaperTable, layout: Layout) -> str:
     """A table of GitHub's Markdown."""
 
-    def cell(one: _Text) -> str:
-        words = re.sub(r"([\\|*_`<>\[\]])", r"\\\1", visible(one.words).replace("\n", " "))
-        return f"**{words}**" if one.bold else words
+    def write(words: str, is_best: bool = False) -> str:
+        words = re.sub(r"([\\|*_`<>\[\]])", r"\\\1", words)
+        return f"**{words}**" if is_best else words
 
-    head, *body = ([cell(one) for one in row] for row in grid(table, layout))
+    head, *body = grid(table, layout, write)
     rule = ["---", *["---:"] * (len(head) - 1)]
-    lines = [f"**{cell(_Text(table.title))}**", "", *(f"| {' | '.join(row)} |" for row in (head, rule, *body)), ""]
-    return "\n".join([*lines, *(f"- {cell(_Text(line))}" for line in legend(table, "bold"))])
+    lines = [write(_line(table.title), True), "", *(f"| {' | '.join(row)} |" for row in (head, rule, *body)), ""]
+    return "\n".join([*lines, *(f"- {write(line)}" for line in legend(table, "bold"))])
 
 
-def escape_tex(words: str) -> str:
+def _escaped(words: str, is_best: bool = False) -> str:
     """A text that LaTeX prints as it is."""
-    return "".join(TEX.get(char, char) for char in visible(words).replace("\n", " "))
+    shown = "".join(TEX.get(char, char) for char in words)
+    return f"\\textbf{{{shown}}}" if is_best else shown
 
 
 def latex(table: PaperTable, layout: Layout) -> str:
     """A `table*` with booktabs; categories stand above their columns. The notes are comments."""
-    found = grid(table, layout)
-
-    def cell(one: _Text) -> str:
-        return f"\\textbf{{{escape_tex(one.words)}}}" if one.bold else escape_tex(one.words)
-
+    head, *body = grid(table, layout, _escaped)
     lines = [f"% {line}" for line in legend(table, "bold")]
     lines += [r"% needs \usepackage{booktabs,graphicx}", r"\begin{table*}[t]", r"\centering"]
-    caption = f"{table.title}: {table.what.title}, {table.what.unit}."
-    lines.append(f"\\caption{{{escape_tex(caption)}}}")
-    lines += [r"\resizebox{\textwidth}{!}{%", f"\\begin{{tabular}}{{l{'r' * (len(found[0]) - 1)}}}", r"\toprule"]
+    lines.append(f"\\caption{{{_escaped(_line(f'{table.title}: {table.what.title}, {table.what.unit}.'))}}}")
+    lines += [r"\resizebox{\textwidth}{!}{%", f"\\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", r"\toprule"]
     if table.spans and not layout.turned:
-        lines += _spans(table.spans, len(found[0]))
-    for place, row in enumerate(found):
-        lines.append(" & ".join(map(cell, row)) + r" \\")
-        if place == 0:
-            lines.append(r"\midrule")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}}", r"\end{table*}"])
-
-
-def _spans(spans: Sequence[tuple[str, int]], columns: int) -> list[str]:
-    """A line of categories over the columns, which begin after the run and its bytes, and a rule under each."""
-    cells, rules, place = ["", ""], [], 3
-    for name, count in spans:
-        cells.append(f"\\multicolumn{{{count}}}{{c}}{{{escape_tex(name)}}}")
-        rules.append(f"\\cmidrule(lr){{{place}-{place + count - 1}}}")
-        place += count
-    cells += [""] * (columns - place + 1)
-    return [" & ".join(cells) + r" \\", "".join(rules)]
+        cells, rules, place = ["", ""], [], 3  # the columns begin after the run and its bytes
+        for name, count in table.spans:
+            cells.append(f"\\multicolumn{{{count}}}{{c}}{{{_escaped(_line(name))}}}")
+            rules.append(f"\\cmidrule(lr){{{place}-{place + count - 1}}}")
+            place += count
+        lines += [" & ".join([*cells, *[""] * (len(head) - place + 1)]) + r" \\", "".join(rules)]
+    rows = [" & ".join(row) + r" \\" for row in (head, *body)]
+    lines += [rows[0], r"\midrule", *rows[1:], r"\bottomrule", r"\end{tabular}}", r"\end{table*}"]
+    return "\n".join(lines)
 
 
 FORMATS: dict[str, Callable[[PaperTable, Layout], str]] = {"txt": text, "md": markdown, "tex": latex}

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvbench.config.files import FULL
-from kvbench.evidence.benchmark_columns import BENCHMARKS, category_of, subsets_of, title_of
 from kvbench.evidence.frontier import Interval, difference, score_interval
 from kvbench.evidence.load import Group, StoredRun
 from kvbench.evidence.samples import ENOUGH, SampleName, measure, strata_of, values_of
@@ -19,6 +18,18 @@ from kvbench.results.summary import sums
 from kvbench.stats.paired import ALPHA, holm
 from kvbench.stats.strata import Strata
 
+# LongBench's English subsets. The order and the categories are those of its own table 1; the short names are those of
+# the tables in SnapKV's and PyramidKV's papers.
+# Source: Bai et al. 2023, LongBench, arXiv 2308.14508, table 1.
+LONGBENCH = {
+    "Single-document QA": {"narrativeqa": "NrtvQA", "qasper": "Qasper", "multifieldqa_en": "MF-en"},
+    "Multi-document QA": {"hotpotqa": "HotpotQA", "2wikimqa": "2WikiMQA", "musique": "Musique"},
+    "Summarization": {"gov_report": "GovReport", "qmsum": "QMSum", "multi_news": "MultiNews"},
+    "Few-shot learning": {"trec": "TREC", "triviaqa": "TriviaQA", "samsum": "SAMSum"},
+    "Synthetic": {"passage_count": "PCount", "passage_retrieval_en": "PRe"},
+    "Code": {"lcc": "LCC", "repobench-p": "RB-P"},
+}
+BENCHMARKS = {"longbench": LONGBENCH}
 AVERAGE = "\0average"  # no subset is called so
 Sample = tuple[str, str, int]  # subset, sample id, group
 
@@ -196,7 +207,7 @@ def _headings(task: str, by: str, there: list[str]) -> tuple[dict[str, str], lis
     if by == "category":
         known = list(BENCHMARKS.get(task, {}))
         return {name: name for name in (known if set(there) <= set(known) else there)}, []
-    names = subsets_of(task, there)
+    names = _subsets_of(task, there)
     spans: list[tuple[str, int]] = []
     for name in names:
         part = category_of(task, name)
@@ -205,7 +216,7 @@ def _headings(task: str, by: str, there: list[str]) -> tuple[dict[str, str], lis
         else:
             spans.append((part, 1))
     is_known = any(category_of(task, name) != name for name in names)
-    return {name: title_of(task, name) for name in names}, spans if is_known else []
+    return {name: _title_of(task, name) for name in names}, spans if is_known else []
 
 
 def _rows(groups: Sequence[Group], by: str, what: Measure, incomplete: bool, notes: list[str]) -> list[Row]:
@@ -272,3 +283,31 @@ def _fill(rows: Sequence[Row], key: str, samples: Sequence[Sample], group: Group
     p_values = [difference(best[1], strata, what, cfg["resamples"], cfg["seed"]).p for _, strata in rivals]
     for (cell, _), p in zip(rivals, holm(p_values), strict=True):
         cell.is_best = p is None or p >= ALPHA
+
+
+def category_of(task: str, subset: str) -> str:
+    """The category that the benchmark's paper puts a subset in; the subset itself where there is none."""
+    return next((name for name, part in BENCHMARKS.get(task, {}).items() if _plain(subset) in part), subset)
+
+
+def _subsets_of(task: str, there: list[str]) -> list[str]:
+    """The columns of a task: all subsets of a benchmark that is known, in its own order, else those that some run
+    has."""
+    known = [name for part in BENCHMARKS.get(task, {}).values() for name in part]
+    if there and {_plain(name) for name in there} <= set(known):
+        extended = all(name.endswith("_e") for name in there)
+        # LongBench-E has no narrativeqa, musique and qmsum, and its columns are not LongBench's.
+        return known if not extended else [f"{name}_e" for name in known if f"{name}_e" in there]
+    return there
+
+
+def _title_of(task: str, subset: str) -> str:
+    """The short name that papers give a subset, or its own."""
+    known = {name: title for part in BENCHMARKS.get(task, {}).values() for name, title in part.items()}
+    if _plain(subset) not in known:
+        return subset
+    return known[_plain(subset)] + ("-E" if subset.endswith("_e") else "")
+
+
+def _plain(subset: str) -> str:
+    return subset.removesuffix("_e")

@@ -1,17 +1,18 @@
 """Drift: bins of positions, the noise band, where a method leaves it, samples that a run lacks, pictures and CSV."""
 
 import csv
-import json
+import shutil
 
 import pytest
 from stored import store
 
-from kvbench.cli.commands import compose_command
+from kvbench.cli.commands import compose_command, run
 from kvbench.cli.main import main
 from kvbench.evidence import drift
 from kvbench.evidence.drift import STYLE, drawing_of
 from kvbench.evidence.load import load_groups
-from kvbench.results.sample import write_line
+from kvbench.results.record import RunRecord
+from kvbench.results.sample import read_samples, write_line
 from kvbench.show.picture import drawn
 
 LENGTH, ITEMS = 130, 9
@@ -20,20 +21,15 @@ LENGTH, ITEMS = 130, 9
 def put(root, method, kl, *, length=LENGTH, meta=None, statuses=None, items=ITEMS, **options):
     """A run whose samples have these KL at each (sample, token); the first token is the prompt's own."""
     folder = store(root, method, {"text": [0.0] * items}, task="drift", statuses=statuses or {}, **options)
-    path = folder / "samples.jsonl"
-    run = json.loads((folder / "run.json").read_text())["hash"]
-    lines = []
-    for number, line in enumerate(path.read_text().splitlines()):
-        record = json.loads(line)
-        del record["seal"]
+    digest = RunRecord.load(folder).hash
+    records, _ = read_samples(folder / "samples.jsonl", digest)
+    for number, record in enumerate(records.values()):
         values = [float(kl(number, token)) for token in range(length)]
         tokens = {"kl": values, "nll": [1.0 + one for one in values], "nll_full": [1.0] * length, "exact": [1.0]}
         tokens |= {name: [1.0] * length for name in ("same_first_choice", "right_first_choice")}
         if record["status"] == "ok":
-            record |= {"per_token": tokens, "meta": meta or {"index": number}}
-        lines.append(write_line(record, run))
-    path.write_bytes(b"".join(lines))
-    return folder
+            record.update(per_token=tokens, meta=meta or {"index": number})
+    (folder / "samples.jsonl").write_bytes(b"".join(write_line(record, digest) for record in records.values()))
 
 
 def noise(sample, token):
@@ -57,35 +53,31 @@ def drawing(root, *words, width=None):
     return drawing_of(group, width)
 
 
+def leaving(found):
+    """Label -> where the run leaves the noise."""
+    return {curve.run.label: curve.leaves for curve in found.curves}
+
+
 def test_bins_and_where_methods_leave_the_noise(runs) -> None:
     """Bins are a power of two, at most sixteen; a method that comes back does not leave for good, and neither does one
     whose interval reaches down to the noise."""
     found = drawing(runs)
     assert (found.width, found.num_samples, found.axis, found.judged) == (16, ITEMS, "tokens of the answer", True)
-    curves = {curve.label: curve for curve in found.curves}
-    assert list(curves) == ["full", "h2o", "kivi", "tova"]
-    assert [(one.first, one.last) for one in curves["full"].bins] == [(n, n + 15) for n in range(0, LENGTH, 16)]
-    assert {name: curve.leaves for name, curve in curves.items()} == {
-        "full": None,
-        "h2o": 64,
-        "kivi": None,
-        "tova": None,
-    }
-    assert curves["full"].bins[0].values["kl"].value == pytest.approx(5e-5)  # the first token is no part of it
-    assert curves["h2o"].bins[4].values["kl"].value == pytest.approx(0.44)
-    assert {high for _, high in found.band} == {0.0025}
+    assert leaving(found) == {"full": None, "h2o": 64, "kivi": None, "tova": None}
+    full, h2o, *_ = found.curves
+    assert list(full.bins) == list(range(0, LENGTH, 16))
+    assert full.bins[0]["kl"].value == pytest.approx(5e-5)  # the first token is no part of it
+    assert h2o.bins[64]["kl"].value == pytest.approx(0.44)
+    assert set(found.band.values()) == {0.0025}
 
 
 def test_the_band_is_what_the_full_cache_does(runs) -> None:
     """The band is the full cache's own upper end, if that is above the tolerance."""
-    folder = next((runs / "drift" / "tiny" / "full").iterdir())
-    for path in sorted(folder.iterdir(), reverse=True):
-        path.unlink()
-    folder.rmdir()
+    shutil.rmtree(runs / "drift" / "tiny" / "full")
     put(runs, "full", lambda s, t: 0.4 + 0.02 * s if t >= 64 else noise(s, t), ratio=1.0, tiers=(100,))
     found = drawing(runs, "methods=h2o")
-    assert found.band[0][1] == 0.0025 and 0.48 < found.band[4][1] < 0.56
-    assert found.curves[1].leaves is None  # h2o has the same 0.44
+    assert found.band[0] == 0.0025 and 0.48 < found.band[64] < 0.56
+    assert leaving(found)["h2o"] is None  # it has the same 0.44
 
 
 def test_too_few_samples_are_not_judged(tmp_path) -> None:
@@ -93,7 +85,7 @@ def test_too_few_samples_are_not_judged(tmp_path) -> None:
     put(tmp_path, "full", noise, items=7)
     put(tmp_path, "h2o", lambda s, t: 1.0 + s, items=7)
     found = drawing(tmp_path)
-    assert not found.judged and found.curves[1].leaves is None
+    assert not found.judged and leaving(found)["h2o"] is None
 
 
 def test_streams_count_tokens_seen(tmp_path) -> None:
@@ -102,7 +94,7 @@ def test_streams_count_tokens_seen(tmp_path) -> None:
         put(tmp_path, method, noise, meta={"index": 0, "seen": 40})
     found = drawing(tmp_path, width=64)
     assert found.axis == "tokens seen"
-    assert [one.first for one in found.curves[0].bins] == [0, 64, 128]
+    assert list(found.band) == list(found.curves[0].bins) == [0, 64, 128]
 
 
 def test_a_sample_that_one_run_lacks_is_drawn_for_none(runs) -> None:
@@ -110,7 +102,7 @@ def test_a_sample_that_one_run_lacks_is_drawn_for_none(runs) -> None:
     put(runs, "snapkv", noise, statuses={2: "oom"})
     store(runs, "int4", {"text": [0.0] * ITEMS}, task="drift")
     found = drawing(runs)
-    assert found.num_samples == ITEMS - 1 and "int4" not in [curve.label for curve in found.curves]
+    assert found.num_samples == ITEMS - 1 and "int4" not in leaving(found)
     assert any("drawn from the 8 of 9 samples" in note for note in found.notes)
 
 
@@ -135,12 +127,12 @@ def test_wide_intervals_do_not_press_the_curves_flat(tmp_path) -> None:
     put(tmp_path, "full", noise, ratio=1.0, tiers=(100,))
     put(tmp_path, "tova", lambda s, t: 40.0 if s == 3 and t >= 96 else 0.1 + 0.01 * s)
     found = drawing(tmp_path)
-    ends = [one.values["nll"].ends for curve in found.curves for one in curve.bins]
+    ends = [values["nll"].ends for curve in found.curves for values in curve.bins.values()]
     assert max(high for low, high in filter(None, ends)) > 10
     kl, _, perplexity = drift.figure(found).axes
-    for axes, factor in ((kl, 1e2), (perplexity, 1e2)):
+    for axes in (kl, perplexity):
         tallest = max(max(line.get_ydata()) for line in axes.lines)
-        assert tallest < axes.get_ylim()[1] <= factor * tallest
+        assert tallest < axes.get_ylim()[1] <= 1e2 * tallest
         assert axes.get_title(loc="left") == "intervals are cut"
     assert drift._perplexity(1e4) > 1e300  # no float is that large
 
@@ -152,14 +144,7 @@ def test_command_says_what_is_wrong(runs, tmp_path) -> None:
         (["width=0"], "width=0 must be a whole number of at least 1, or null"),
     ):
         with pytest.raises(ValueError, match=message):
-            compose_and_run(runs, words)
+            run("drift", [f"results_dir={runs}", *words])
     store(tmp_path / "other", "full", {"a": [1.0]})
     with pytest.raises(ValueError, match="says what was measured of every token"):
-        compose_and_run(tmp_path / "other", [])
-
-
-def compose_and_run(root, words):
-    """The command without the command line's handling of errors."""
-    from kvbench.cli.commands import run
-
-    return run("drift", [f"results_dir={root}", *words])
+        run("drift", [f"results_dir={tmp_path / 'other'}"])

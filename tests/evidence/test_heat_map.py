@@ -1,44 +1,35 @@
 """Heat maps: what lies in which cell, differences to the full cache, samples that a run lacks, pictures and CSV."""
 
 import csv
+import itertools
 
 import pytest
 from stored import store
 
-from kvbench.cli.commands import compose_command
+from kvbench.cli.commands import compose_command, run
 from kvbench.cli.main import main
 from kvbench.evidence.heat_map import STYLE, figure, panels_of
 from kvbench.evidence.load import load_groups
 from kvbench.show.picture import drawn
 
 DEPTHS, LENGTHS, ITEMS = (0, 50, 100), (512, 1024), 2
-SUBSETS = {str(length): [0.0] * (len(DEPTHS) * ITEMS) for length in LENGTHS}
+CELLS = list(itertools.product(LENGTHS, DEPTHS, range(ITEMS)))  # in the order of the samples
 
 
-def meta(number: int) -> dict:
-    """Depth and length of a sample, in the order in which the runs below have them."""
-    length, rest = divmod(number, len(DEPTHS) * ITEMS)
-    return {"length": LENGTHS[length], "depth": DEPTHS[rest // ITEMS], "index": rest % ITEMS}
-
-
-def scores(rule) -> dict:
-    """Scores by subset, from a rule of depth, length and item."""
-    numbers = range(len(LENGTHS) * len(DEPTHS) * ITEMS)
-    found: dict[str, list[float]] = {subset: [] for subset in SUBSETS}
-    for number in numbers:
-        cell = meta(number)
-        found[str(cell["length"])].append(float(rule(cell["depth"], cell["length"], cell["index"])))
-    return found
+def put(root, method, rule, **options):
+    """A run whose scores are a rule of depth, length and item."""
+    scores = {str(n): [float(rule(d, n, i)) for length, d, i in CELLS if length == n] for n in LENGTHS}
+    where = [{"length": length, "depth": depth, "index": item} for length, depth, item in CELLS]
+    store(root, method, scores, task="needle", meta=where.__getitem__, **options)
 
 
 @pytest.fixture
 def runs(tmp_path):
     """Three runs: the full cache finds all but the middle of the long prompts, one method only what lies at the end,
     another what the full cache does not."""
-    options = {"task": "needle", "meta": meta}
-    store(tmp_path, "full", scores(lambda d, n, i: not (d == 50 and n == 1024)), ratio=1.0, tiers=(100,), **options)
-    store(tmp_path, "snapkv", scores(lambda d, n, i: d == 100 or (d == 50 and i == 0)), **options)
-    store(tmp_path, "kivi", scores(lambda d, n, i: True), **options)
+    put(tmp_path, "full", lambda d, n, i: not (d == 50 and n == 1024), ratio=1.0, tiers=(100,))
+    put(tmp_path, "snapkv", lambda d, n, i: d == 100 or (d == 50 and i == 0))
+    put(tmp_path, "kivi", lambda d, n, i: True)
     return tmp_path
 
 
@@ -51,24 +42,21 @@ def panels(root, *words):
 def test_cells_and_differences(runs) -> None:
     """Every cell has the values of its own samples, and their differences to the full cache."""
     found = panels(runs)
-    maps = {one.label: one for one in found.maps}
-    assert (found.depths, found.lengths, found.num_samples) == ([0, 50, 100], [512, 1024], 12)
-    assert list(maps) == ["full", "kivi", "snapkv"] and maps["full"].differences is None
-    full = found.grid(maps["full"].values)
-    assert (full / 100).tolist() == [[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]]
-    mine = found.grid(maps["snapkv"].values)
-    assert (mine / 100).tolist() == [[0.0, 0.0], [0.5, 0.5], [1.0, 1.0]]
-    minus = found.grid(maps["snapkv"].differences)
-    assert (minus / 100).tolist() == [[-1.0, -1.0], [-0.5, 0.5], [0.0, 0.0]]
+    assert found.runs == ["full", "kivi", "snapkv"] and len(found.samples) == 3 * 12
+    assert list(found.grid("full").index) == [0, 50, 100] and list(found.grid("full").columns) == [512, 1024]
+    assert found.grid("full").to_numpy().tolist() == [[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]]
+    assert found.grid("full", "difference").isna().all(axis=None)
+    assert found.grid("snapkv").to_numpy().tolist() == [[0.0, 0.0], [0.5, 0.5], [1.0, 1.0]]
+    assert found.grid("snapkv", "difference").to_numpy().tolist() == [[-1.0, -1.0], [-0.5, 0.5], [0.0, 0.0]]
 
 
 def test_a_sample_that_one_run_lacks_is_drawn_for_none(runs) -> None:
     """Maps are compared by eye, so all are over the same samples; a cell without any is empty."""
-    store(runs, "tova", SUBSETS, task="needle", meta=meta, statuses={0: "oom", 1: "nan", 4: "oom"})
+    put(runs, "tova", lambda d, n, i: False, statuses={0: "oom", 1: "nan", 4: "oom"})
     found = panels(runs)
-    assert found.num_samples == 9 and any("9 of 12 samples that every run has" in note for note in found.notes)
-    table = found.grid(found.maps[0].values)
-    assert table[0][0] != table[0][0] and len(found.maps[0].values[100, 512]) == 1
+    assert len(found.samples) == 4 * 9 and any("9 of 12 samples that every run has" in note for note in found.notes)
+    assert found.grid("full").isna().to_numpy().tolist() == [[True, False], [False, False], [False, False]]
+    assert len(found.samples.query("run == 'full' and depth == 100 and length == 512")) == 1
     assert drawn(lambda: figure(found), "png", STYLE).startswith(b"\x89PNG")
 
 
@@ -94,6 +82,4 @@ def test_nothing_to_draw_is_an_error(tmp_path) -> None:
     store(tmp_path, "full", {"a": [1.0, 0.0]}, meta={"depth": "deep", "length": 3})
     for words, message in (([], "task=needle"), (["kinds=[gif]"], "kinds=gif does not exist")):
         with pytest.raises(ValueError, match=message):
-            from kvbench.cli.commands import run
-
             run("heatmap", [f"results_dir={tmp_path}", *words])

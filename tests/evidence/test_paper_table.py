@@ -11,9 +11,8 @@ from stored import flips, store, yes_no
 
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
-from kvbench.evidence.benchmark_columns import LONGBENCH
 from kvbench.evidence.load import load_groups
-from kvbench.evidence.table_content import AVERAGE, tables_of
+from kvbench.evidence.table_content import AVERAGE, LONGBENCH, tables_of
 from kvbench.tasks.longbench import ENGLISH, LONGBENCH_E
 
 SIZES = {"trec": 40, "qasper": 40, "lcc": 20}

@@ -2,7 +2,6 @@
 
 import csv
 import io
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,8 +15,7 @@ from kvbench.cli.main import main
 from kvbench.evidence import frontier_figure
 from kvbench.evidence.dominance import best_so_far, standing
 from kvbench.evidence.frontier import averages
-from kvbench.evidence.frontier_figure import short_label
-from kvbench.evidence.frontier_marks import STYLE, Drawing, lines_of, spread, ticks
+from kvbench.evidence.frontier_figure import STYLE, Drawing, lines_of, short_label, spread, ticks
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.pareto import panels_of, render
 from kvbench.show import terminal
@@ -267,21 +265,14 @@ def test_published_points_are_marked(tmp_path):
     assert not panel_of(tmp_path).published and not Drawing(panel, "peak").printed("diffkv")
 
 
-def test_lines_join_runs_that_differ_in_numbers_only():
+def test_lines_join_runs_that_differ_in_numbers_only(tmp_path):
     """Budgets of one tier are a line; another tier is another line; a budget that is not set is a number too."""
-    labels = [
-        "snapkv budget=0.5 tier=fp16",
-        "snapkv budget=0.6 tier=k8v4",
-        "snapkv budget=None tier=fp16",
-        "kivi bits=2",
-    ]
-    points = [SimpleNamespace(label=label) for label in labels]
-    found = lines_of({"snapkv": points[:3], "kivi": points[3:]})
-    assert {line.name: [points.index(point) for point in line.points] for line in found} == {
-        "snapkv fp16": [0, 2],
-        "snapkv k8v4": [1],
-        "kivi": [3],
-    }
+    for budget, tier in ((0.5, "fp16"), (0.6, "k8v4"), (None, "fp16")):
+        store(tmp_path, "snapkv", SCORES, settings={"budget": budget, "tier": tier}, ratio=budget or 0.7)
+    store(tmp_path, "kivi", SCORES, settings={"bits": 2})
+    lines = lines_of(Drawing(panel_of(tmp_path), "resident").methods())
+    held = {line.name: [round(point.costs["resident"].value, 9) for point in line.points] for line in lines}
+    assert held == {"kivi": [0.5], "snapkv fp16": [0.5, 0.7], "snapkv k8v4": [0.6]}
 
 
 def colours_of(figure):

@@ -80,6 +80,7 @@ def panel(columns: list[Strata], kind: str, resamples: int) -> Panel:
                 label=str(index),
                 method="m",
                 family="evicts",
+                series="m",
                 scores=scores,
                 score_interval=None,
                 quality=scores.mean(),

@@ -6,7 +6,7 @@ import pytest
 from longbench_rows import row as old_row
 from longbench_rows import write
 
-from kvbench.evidence.benchmark_columns import category_of
+from kvbench.evidence.table_content import category_of
 from kvbench.tasks import data_files, load_task
 from kvbench.tasks.fetch import check_file
 from kvbench.tasks.files import MissingDataError
