@@ -6,7 +6,6 @@ to the interpolated mean, the part that its own bytes have in it included. Resam
 quality and bytes, and the differences of two methods stay paired.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -35,26 +34,25 @@ def series_of(runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:
     found: dict[tuple, list[StoredRun]] = {}
     for run in runs:
         settings = {**(run.record.identity.get("method") or {}), **(run.record.identity.get("store") or {})}
-        words = tuple((key, str(value)) for key, value in settings.items() if not is_number(value))
+        words = tuple((key, str(value)) for key, value in settings.items() if not _is_number(value))
         found.setdefault((run.method, words, run.conditions), []).append(run)
     names: dict[str, list[StoredRun]] = {}
     for (method, words, conditions), members in found.items():
         others = [key for key in found if key[0] == method]
         told = [f"{k}={v}" for k, v in words if any((k, v) not in key[1] for key in others)]
         told += list(conditions) if len({key[2] for key in others}) > 1 else []
-        name = " ".join([method, *told])
-        names.setdefault(name, []).extend(members)
+        names.setdefault(" ".join([method, *told]), []).extend(members)
     return names
 
 
-def is_number(value: object) -> bool:
+def _is_number(value: object) -> bool:
     """A budget or another number; one that is not set is a number too."""
     if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
         return True
     return isinstance(value, str) and value[:1].isdigit() and not value.isalpha()
 
 
-def resident_share(run: StoredRun, names: Sequence[SampleName]) -> np.ndarray:
+def _resident_share(run: StoredRun, names: Sequence[SampleName]) -> np.ndarray:
     """The part of each sample in the share of the FP16 cache that a run holds; their mean is that share."""
     sums: dict[SampleName, list[float]] = {}
     for record in run.samples.values():
@@ -86,7 +84,7 @@ def at_bytes(name: str, runs: Sequence[StoredRun], what: Measure, wanted: Bytes)
         raise OutOfRange(f"{name} has no two runs with common samples, so it has no curve over bytes")
     members = by_subset(common)
     names = [sample for group in members.values() for sample in group]
-    shares = np.stack([resident_share(run, names) for run in runs], axis=1)
+    shares = np.stack([_resident_share(run, names) for run in runs], axis=1)
     order = np.argsort(shares.mean(axis=0))
     shares, curves = shares[:, order], [curves[index] for index in order]
     means = shares.mean(axis=0)
@@ -140,8 +138,3 @@ def _pseudo_values(
     slopes = np.array([read(means + unit, x) - middle for unit in np.eye(len(x))])
     drift = np.array([(read(means, x + unit) - read(means, x - unit)) / (2 * STEP) for unit in STEP * np.eye(len(x))])
     return values.flat @ slopes + (shifts @ drift) / (values.count * values.per_sample)
-
-
-def unbounded(what: Measure) -> Measure:
-    """The metric as interpolated values have it: they are neither yes nor no, and may leave [0, 1]."""
-    return dataclasses.replace(what, bounded=False)

@@ -1,6 +1,6 @@
 """`kvbench compare`: is a method worse than the full cache, or than another method, on the same samples?"""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -84,16 +84,12 @@ def change_lines(change: Change, scale: float, names: tuple[str, str]) -> list[s
     return lines
 
 
-def _shown(row: ComparedRun, limit: int) -> Iterable[Change]:
-    return [item for lost in (True, False) for item in [c for c in row.changes if c.lost == lost][:limit]]
-
-
 def show(tables: Tables, cfg: DictConfig, console: Console) -> None:
     """Print one table for each group, what must be known to read it, and `cfg.regressions` answers that changed."""
     for group, rows, notes in tables:
         console.print()
         if rows:
-            beside = " and ".join(dict.fromkeys(row.other_label for row in rows))
+            beside = " and ".join(dict.fromkeys(row.pairs.theirs.label for row in rows))
             direction = "higher" if rows[0].what.higher_is_better else "lower"
             title = f"{group.title}: {rows[0].what.title} ({direction} is better), difference to {beside}"
             first, *others = _tables(title, rows, console)
@@ -102,11 +98,11 @@ def show(tables: Tables, cfg: DictConfig, console: Console) -> None:
                 console.print("", table)
         terminal.print_notes((*group.notes, *notes), console)
         for row in rows:
-            shown = list(_shown(row, cfg.regressions))
+            shown = [c for lost in (True, False) for c in [c for c in row.changes if c.lost == lost][: cfg.regressions]]
             if shown:
                 console.print(Text(f"\n{row.label}: {row.num_lost} lost, {row.num_gained} gained", style="bold"))
             for change in shown:
-                for line in change_lines(change, row.what.scale, (row.other_label, row.label)):
+                for line in change_lines(change, row.what.scale, (row.pairs.theirs.label, row.label)):
                     console.print(Text(line), soft_wrap=True)
     console.print()
     for line in legend(sum(len(rows) for _, rows, _ in tables)):
@@ -134,12 +130,12 @@ def record_of(group: Group, row: ComparedRun) -> dict[str, Cell]:
     """A row of the CSV with all its numbers, unrounded, in the metric's own unit."""
     (low, high), kind = row.interval or (None, None), row.found.interval[1]
     mine = row.run.record.hash[:12] if row.run else None
-    tests = ("test", "null", "p", "p_holm", "margin", "p_equal", "p_equal_holm", "detectable", "needed", "verdict")
+    tests = ("null", "p", "p_holm", "margin", "p_equal", "p_equal_holm", "detectable", "needed", "verdict")
     return (
-        csv_row(group=group.title, run=row.label, hash=mine, against=row.other_label, metric=row.what.key)
+        csv_row(group=group.title, run=row.label, hash=mine, against=row.pairs.theirs.label, metric=row.what.key)
         | csv_row(n=row.pairs.num_samples, of=row.pairs.total, difference=row.value, low=low, high=high)
         | csv_row(interval=kind, worst=row.worst, lost=row.num_lost, gained=row.num_gained)
-        | {name: getattr(row, name) for name in tests}
+        | {"test": row.found.test, **{name: getattr(row, name) for name in tests}}
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from omegaconf import DictConfig
 
 from kvbench.config.files import FULL
-from kvbench.evidence.budget_curves import OutOfRange, at_bytes, series_of, unbounded
+from kvbench.evidence.budget_curves import OutOfRange, at_bytes, series_of
 from kvbench.evidence.load import Group, StoredRun, fits_settings
 from kvbench.evidence.samples import Change, Curve, NoCommonSample, Pairs, changes, curve_of, measure, noise, pair
 from kvbench.evidence.settings import Bytes, bytes_wanted
@@ -22,10 +22,6 @@ TOO_FEW = "too few answers"
 class ComparedRun:
     """One run beside the run that it is compared with, and what the comparison proves."""
 
-    label: str
-    other_label: str
-    run: StoredRun | None
-    """None for a value that was interpolated between runs."""
     what: Measure
     pairs: Pairs
     found: Paired
@@ -45,6 +41,16 @@ class ComparedRun:
     """`p_equal`, likewise."""
 
     @property
+    def label(self) -> str:
+        """Name of the run, or of the value that was interpolated between runs."""
+        return self.pairs.mine.label
+
+    @property
+    def run(self) -> StoredRun | None:
+        """The run; None for an interpolated value."""
+        return self.pairs.mine.run
+
+    @property
     def value(self) -> float:
         """Mean difference, run minus other, in the metric's unit."""
         return self.found.value
@@ -58,11 +64,6 @@ class ComparedRun:
     def p(self) -> float | None:
         """Two-sided p value of a difference no larger than `null`."""
         return self.found.p_beyond(self.null)
-
-    @property
-    def test(self) -> str:
-        """Name of the test."""
-        return self.found.test
 
     @property
     def p_equal(self) -> float | None:
@@ -123,13 +124,7 @@ class ComparedRun:
 
 def find(group: Group, name: str, where: Mapping[str, object] | None = None) -> StoredRun | None:
     """Find the run of a group that a name means: `full` for the reference, a method, a label, or the first digits of a
-    hash.
-
-    Settings choose among several runs that the name fits. None when the group has no such run.
-
-    Raises:
-        ValueError: Several runs fit; lists them.
-    """
+    hash. Settings choose among several runs that the name fits; raises ValueError where several still fit."""
     if name == FULL:
         return group.reference
     fits = [run for run in group.runs if name in (run.method, run.label)]
@@ -142,60 +137,39 @@ def find(group: Group, name: str, where: Mapping[str, object] | None = None) -> 
     return fits[0] if fits else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Side:
-    curve: Curve
-    run: StoredRun | None = None
-    is_full: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Comparing:
-    """Settings of the comparisons of one group, and what could not be compared."""
-
-    cfg: DictConfig
-    what: Measure
-    tolerance: float
-    notes: list[str]
-
-    def side(self, run: StoredRun) -> _Side:
-        return _Side(curve=curve_of(run, self.what), run=run, is_full=run.method == FULL)
-
-    def rows(self, sides: Sequence[tuple[_Side, _Side]]) -> list[ComparedRun]:
-        """Compare pairs of sides; those without a common sample get a note."""
-        found = []
-        for mine, theirs in sides:
-            try:
-                found.append(self._row(mine, theirs))
-            except NoCommonSample as error:
-                self.notes.append(f"not compared: {error}")
-                continue
-            if mine.run and theirs.run and mine.run.conditions != theirs.run.conditions:
-                both = f"{mine.run.label} and {theirs.run.label}"
-                self.notes.append(f"{both} ran with another batch size or backend, which adds noise")
-        correct(found)
-        return found
-
-    def _row(self, mine: _Side, theirs: _Side) -> ComparedRun:
-        cfg, what = self.cfg, self.what
-        pairs, margin = pair(mine.curve, theirs.curve, what), margin_of(cfg, what)
-        return ComparedRun(
-            label=mine.curve.label,
-            other_label=theirs.curve.label,
-            run=mine.run,
-            what=what,
-            pairs=pairs,
-            found=pairs.paired(what, cfg.resamples, cfg.seed),
-            extremes=pairs.extremes(what, cfg.resamples, cfg.seed),
-            margin=margin,
-            null=margin if what.is_fidelity and theirs.is_full else 0.0,
-            changes=changes(mine.run, theirs.run, pairs, what, self.tolerance),
-        )
-
-
 def margin_of(cfg: DictConfig, what: Measure) -> float:
     """The margin that was asked for, or the metric's own."""
     return what.margin if cfg.margin is None else float(cfg.margin)
+
+
+def _compare(
+    sides: Sequence[tuple[Curve, Curve]], cfg: DictConfig, what: Measure, tolerance: float, notes: list[str]
+) -> list[ComparedRun]:
+    """Compare pairs of curves; those without a common sample get a note."""
+    found, margin = [], margin_of(cfg, what)
+    for mine, theirs in sides:
+        try:
+            pairs = pair(mine, theirs, what)
+        except NoCommonSample as error:
+            notes.append(f"not compared: {error}")
+            continue
+        is_full = theirs.run is not None and theirs.run.method == FULL
+        found.append(
+            ComparedRun(
+                what=what,
+                pairs=pairs,
+                found=pairs.paired(what, cfg.resamples, cfg.seed),
+                extremes=pairs.extremes(what, cfg.resamples, cfg.seed),
+                margin=margin,
+                null=margin if what.is_fidelity and is_full else 0.0,
+                changes=changes(pairs, what, tolerance),
+            )
+        )
+        if mine.run and theirs.run and mine.run.conditions != theirs.run.conditions:
+            both = f"{mine.label} and {theirs.label}"
+            notes.append(f"{both} ran with another batch size or backend, which adds noise")
+    correct(found)
+    return found
 
 
 def compare_group(group: Group, cfg: DictConfig) -> tuple[list[ComparedRun], list[str]]:
@@ -213,11 +187,12 @@ def compare_group(group: Group, cfg: DictConfig) -> tuple[list[ComparedRun], lis
     notes = [f"{what.title}: differences of a sample up to {tolerance:.2g} count as noise ({source})"] if source else []
     if margin_of(cfg, what) < tolerance:
         notes.append(f"margin={margin_of(cfg, what):g} is below the noise of a sample, so it proves nothing small")
-    comparing = _Comparing(cfg=cfg, what=what, tolerance=tolerance, notes=notes)
     if wanted is not None:
-        comparing = replace(comparing, what=unbounded(what), notes=[])
-        rows = _at_equal_bytes(group, what, wanted, comparing)
-        return rows, [*comparing.notes, *(notes if rows else [])]
+        said: list[str] = []
+        sides = _at_equal_bytes(group, what, wanted, str(cfg.against), said)
+        # Interpolated values are neither yes nor no, and may leave [0, 1].
+        rows = _compare(sides, cfg, replace(what, bounded=False), tolerance, said)
+        return rows, [*said, *(notes if rows else [])]
     against = find(group, str(cfg.against), cfg.get("where"))
     if against is None:
         return [], [f"{group.title}: no run fits against={cfg.against}, so nothing is compared"]
@@ -227,31 +202,33 @@ def compare_group(group: Group, cfg: DictConfig) -> tuple[list[ComparedRun], lis
             # A full cache of the run's own batch size and backend where there is one.
             same = (full for full in group.repeats if full.conditions == run.conditions)
             other = against if against.method != FULL or run.method == FULL else next(same, against)
-            sides.append((comparing.side(run), comparing.side(other)))
-    return comparing.rows(sides), notes
+            sides.append((curve_of(run, what), curve_of(other, what)))
+    return _compare(sides, cfg, what, tolerance, notes), notes
 
 
-def _at_equal_bytes(group: Group, what: Measure, wanted: Bytes, comparing: _Comparing) -> list[ComparedRun]:
-    """Compare the methods' curves over their budgets at the same bytes; the full cache is what it is."""
-    name, notes = str(comparing.cfg.against), comparing.notes
-    sides: dict[str, _Side] = {}
+def _at_equal_bytes(
+    group: Group, what: Measure, wanted: Bytes, name: str, notes: list[str]
+) -> list[tuple[Curve, Curve]]:
+    """The methods' curves over their budgets at the same bytes, each beside the one of that name; the full cache is
+    what it is."""
+    curves: dict[str, Curve] = {}
     for title, runs in series_of([run for run in group.runs if run.method != FULL and run.complete]).items():
         try:
-            sides[title] = _Side(curve=at_bytes(title, runs, what, wanted))
+            curves[title] = at_bytes(title, runs, what, wanted)
         except OutOfRange as error:
             notes.append(f"not compared: {error}")
-    against: _Side | None = None
+    against: Curve | None = None
     if name != FULL:
-        fits = [title for title in sides if name in (title, title.split()[0])]
+        fits = [title for title in curves if name in (title, title.split()[0])]
         if len(fits) > 1:
             raise ValueError(f"against={name} fits {len(fits)} curves; give one of them in quotes: {', '.join(fits)}")
-        against = sides.pop(fits[0]) if fits else None
+        against = curves.pop(fits[0]) if fits else None
     elif group.reference is not None:
-        against = _Side(curve=curve_of(group.reference, what), is_full=True)
+        against = curve_of(group.reference, what)
     if against is None:
         notes.append(f"{group.title}: no curve fits against={name}, so nothing is compared")
         return []
-    return comparing.rows([(side, against) for side in sides.values()])
+    return [(curve, against) for curve in curves.values()]
 
 
 def correct(rows: Sequence[ComparedRun]) -> None:

@@ -5,7 +5,7 @@ not rows: all answers to one question stay together, and n is the number of dist
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -16,9 +16,8 @@ from kvbench.evidence.budget_curves import series_of
 from kvbench.evidence.comparison import margin_of
 from kvbench.evidence.load import Group, StoredRun
 from kvbench.evidence.published import PublishedPoint
-from kvbench.evidence.samples import ENOUGH, SampleName, by_subset, curve_of, measure, strata_of
+from kvbench.evidence.samples import ENOUGH, Curve, SampleName, by_subset, curve_of, measure, shared, strata_of
 from kvbench.results.measures import COSTS, TIME, Measure
-from kvbench.results.sample import SampleRecord
 from kvbench.results.summary import values_by_sample
 from kvbench.stats import studentised
 from kvbench.stats.intervals import YES_NO, estimate
@@ -171,53 +170,47 @@ def family(runs: Sequence[StoredRun]) -> str:
         evicts |= share < 0.999
         # Without a residual the payload of 16-bit slots is exactly their share of the fp16 bytes.
         quantises |= payload < 0.97 * share * fp16
-    if evicts and quantises:
-        return "quantises and evicts"
-    return "evicts" if evicts else "quantises" if quantises else "16 bits, keeps all"
-
-
-def _columns(
-    runs: Sequence[StoredRun], samples: list[list[SampleName]], pick: Callable[[SampleRecord], float | None]
-) -> list[np.ndarray]:
-    """One number per sample and run, [n, runs] for each subset; NaN where a record lacks it."""
-    tables = []
-    for run in runs:
-        found, _ = values_by_sample(run.samples.values(), pick)
-        tables.append({(subset, s): value for subset, values in found.items() for s, value in values.items()})
-    return [np.array([[t.get(s, np.nan) for t in tables] for s in members]) for members in samples]
+    done = [word for word, is_so in (("quantises", quantises), ("evicts", evicts)) if is_so]
+    return " and ".join(done) or "16 bits, keeps all"
 
 
 def costs_of(axis: Measure, runs: Sequence[StoredRun], samples: list[list[SampleName]]) -> list[Cost | None]:
     """One cost of each run over the same samples, those of each subset; None where its records lack what it needs."""
-    above, below = (_columns(runs, samples, pick) for pick in (axis.above, axis.below))
+    above: list[np.ndarray] = []  # of each subset: [n, runs], NaN where a record lacks it
+    below: list[np.ndarray] = []
+    for parts, pick in ((above, axis.above), (below, axis.below)):
+        values = [values_by_sample(run.samples.values(), pick)[0] for run in runs]
+        for members in samples:
+            rows = [[held.get(subset, {}).get(name, np.nan) for held in values] for subset, name in members]
+            parts.append(np.array(rows))
     found: list[Cost | None] = []
     with np.errstate(invalid="ignore", divide="ignore"):
-        values = np.concatenate(above).sum(axis=0) / np.concatenate(below).sum(axis=0)
+        ratios = np.concatenate(above).sum(axis=0) / np.concatenate(below).sum(axis=0)
         scale = np.concatenate(below).mean(axis=0)
-    for index, value in enumerate(values):
+    for index, value in enumerate(ratios):
         both = zip(above, below, strict=True)
-        parts = [value + (a[:, index] - value * b[:, index]) / scale[index] for a, b in both]
-        shares = None if axis.name in NO_EVIDENCE else weighed(parts, "sample")
+        own = [value + (a[:, index] - value * b[:, index]) / scale[index] for a, b in both]
+        shares = None if axis.name in NO_EVIDENCE else weighed(own, "sample")
         found.append(Cost(value=float(value), shares=shares) if np.isfinite(value) else None)
     return found
 
 
-def _drawable(group: Group, what: Measure, incomplete: bool, notes: list[str]) -> dict[str, dict[SampleName, float]]:
-    """The quality values of the runs that can be drawn, by folder; the notes say why the others cannot."""
+def _drawable(group: Group, what: Measure, incomplete: bool, notes: list[str]) -> dict[str, Curve]:
+    """The values of the runs that can be drawn, by folder; the notes say why the others cannot."""
     curves = {run.name: curve_of(run, what) for run in group.runs}
     whole = max((curves[run.name].total for run in group.runs if run.complete), default=0)
-    result = {}
     for run in group.runs:
-        values = curves[run.name].values
+        held = len(curves[run.name].values)
         if not run.complete and not incomplete:
             notes.append(f"{run.label} is not drawn: it is incomplete ({run.progress})")
-        elif not values:
+        elif not held:
             notes.append(f"{run.label} is not drawn: no sample of it has {what.title}")
-        elif run.complete and len(values) < ENOUGH * whole:
-            notes.append(f"{run.label} is not drawn: only {len(values)} of {whole} samples ended well")
+        elif run.complete and held < ENOUGH * whole:
+            notes.append(f"{run.label} is not drawn: only {held} of {whole} samples ended well")
         else:
-            result[run.name] = values
-    return result
+            continue
+        del curves[run.name]
+    return curves
 
 
 def build(group: Group, cfg: DictConfig) -> Panel | None:
@@ -230,13 +223,13 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
         ValueError: The metric does not exist.
     """
     what, notes = measure(str(cfg.metric), group), list(group.notes)
-    found = _drawable(group, what, cfg.incomplete, notes)
-    runs = [run for run in group.runs if run.name in found]
-    common = set.intersection(*map(set, found.values())) if found else set()
+    curves = _drawable(group, what, cfg.incomplete, notes)
+    runs = [run for run in group.runs if run.name in curves]
+    common = shared(curves.values())
     if not common:
         group.notes = [*notes, f"{group.title}: no sample that all runs share, so nothing is drawn"]
         return None
-    samples, total = list(by_subset(common).values()), max(curve_of(run, what).total for run in runs)
+    samples, total = list(by_subset(common).values()), max(curve.total for curve in curves.values())
     if len(common) < total:
         notes.append(f"every number here is over the {len(common)} of {total} samples that all drawn runs have")
     reference = group.reference if group.reference in runs and cfg.quality == "difference" else None
@@ -246,7 +239,7 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
     series = {run.name: (name, family(members)) for name, members in series_of(runs).items() for run in members}
     points = []
     for index, run in enumerate(runs):
-        scores = strata_of(found[run.name], samples, run.record.weighting)
+        scores = strata_of(curves[run.name].values, samples, run.record.weighting)
         points.append(
             Point(
                 key=run.key,
@@ -314,14 +307,9 @@ def _check_time(panel: Panel, runs: Sequence[StoredRun]) -> None:
 
 
 def averages(panels: Sequence[Panel]) -> list[Panel]:
-    """Average the groups of each model and version of the code, every group with the same weight.
-
-    Panels that are not averaged because their code differs get a note.
-
-    Returns:
-        Panels with the points that all of their groups have; none where there are fewer than two of those, or where
-        the groups measure different things.
-    """
+    """Average the groups of each model and version of the code, every group with the same weight, over the points that
+    all of its groups have; not where there are fewer than two of those, or where the groups measure different things.
+    Panels that are not averaged because their code differs get a note."""
     kins: dict[str, list[Panel]] = {}
     for panel in panels:
         kins.setdefault(panel.kin, []).append(panel)

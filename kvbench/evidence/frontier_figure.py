@@ -138,7 +138,7 @@ class Drawing:
 
     def parts(self) -> list[tuple[str, Methods]]:
         """The panels after the first: a title and its methods, of which no two have one colour."""
-        found = []
+        found: list[tuple[str, Methods]] = []
         for family in self.shapes:
             panels: list[dict[str, list[Point]]] = []
             for method, points in self.methods(family).items():
@@ -167,8 +167,8 @@ class Drawing:
         """Numbers that papers printed for a method, as cost and quality; only memory can be compared."""
         if self.axis.name != RESIDENT.name:
             return []
-        mine = (point for point in self.panel.published if method_name(point.row.method) == method_name(method))
-        return [(p.row.memory_pct, p.difference * self.scale) for p in mine if p.row.memory_pct is not None]
+        mine = (point for point in self.panel.published if method_name(point.method) == method_name(method))
+        return [(p.memory_pct, p.difference * self.scale) for p in mine]
 
     def limits(self) -> tuple[float, float, float, float]:
         """Ends of both axes, in shown units, with room for every whisker."""
@@ -318,14 +318,14 @@ def panels_words(drawing: Drawing) -> list[str]:
             "may be chance."
         )
     else:
-        words = "each was measured by itself. They have no whiskers and no standing."
-        lines.append(f"Times of runs are no evidence: {words}")
+        lines.append("Times of runs are no evidence: each was measured by itself.")
+        lines[-1] += " They have no whiskers and no standing."
     if drawing.lacks_intervals:
         lines.append("Half-filled: NO interval could be computed.")
     shapes = ", ".join(f"{SHAPES[shape]} {name}" for name, shape in drawing.shapes.items())
     lines.append(f"First panel: {shapes}, star 16 bits and all tokens.")
     if panel.published and drawing.axis.name == RESIDENT.name:
-        papers = ", ".join(sorted({point.row.paper for point in panel.published}))
+        papers = ", ".join(sorted({point.paper for point in panel.published}))
         lines.append(f"Crosses: printed by {papers} for other models, memory as stated there; NOT measured here.")
     lines.append(
         f"Whiskers: 95 % intervals over the {panel.num_samples} questions that all runs share (Newcombe's for yes or "
@@ -338,7 +338,7 @@ def panels_figure(drawing: Drawing) -> "Figure":
     """All runs in one panel, then a panel for each kind of method."""
     from matplotlib.figure import Figure
 
-    panel, parts, words = drawing.panel, drawing.parts(), panels_words(drawing)
+    full, parts, words = drawing.reference, drawing.parts(), panels_words(drawing)
     count = 1 + len(parts)
     rows, foot = math.ceil(count / 2), 0.1 + FOOT_LINE_IN * len(words)
     height = 0.95 + foot + 2.35 * rows
@@ -363,9 +363,8 @@ def panels_figure(drawing: Drawing) -> "Figure":
         if index >= count - 2:
             axes.set_xlabel(f"{drawing.axis.title}, {drawing.axis.unit}")
         if index % 2 == 0:
-            reads = f"difference to the full cache\n({drawing.quality})"
-            axes.set_ylabel(reads if panel.reference else drawing.quality)
-    made.suptitle(panel.title, fontsize=SIZE + 2, x=0.01, y=1 - 0.06 / height, ha="left", va="top", wrap=True)
+            axes.set_ylabel(f"difference to the full cache\n({drawing.quality})" if full else drawing.quality)
+    made.suptitle(drawing.panel.title, fontsize=SIZE + 2, x=0.01, y=1 - 0.06 / height, ha="left", va="top", wrap=True)
     made.text(0.01, 0.04 / height, "\n".join(words), fontsize=SIZE - 0.5, color=INK, va="bottom", linespacing=1.35)
     return made
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from kvbench.config.files import FULL
 from kvbench.evidence.load import Group, StoredRun, load_groups, patterns
-from kvbench.evidence.samples import SampleName, measure, values_of
+from kvbench.evidence.samples import SampleName, curve_of, measure
 from kvbench.evidence.settings import KINDS, check, write_drawn
 from kvbench.results.measures import Measure
 from kvbench.show import terminal
@@ -77,14 +77,14 @@ def panels_of(group: Group, metric: str) -> Panels | None:
     if not runs:
         return None
     what, places = measure(metric, group), place_of(runs[0])
-    values = [values_of(run, what) for run in runs]
+    values = [curve_of(run, what).values for run in runs]
     common = [name for name in sorted(places, key=lambda name: (places[name], name)) if all(name in v for v in values)]
     if not common or any(len({places[name][side] for name in common}) > MOST for side in (0, 1)):
         return None
     notes, most = list(group.notes), max(map(len, values))
     if len(common) < most:
         notes.append(f"drawn from the {len(common)} of {most} samples that every run has")
-    against = values_of(group.reference, what) if group.reference is not None else None
+    against = curve_of(group.reference, what).values if group.reference is not None else None
     if against is None:
         notes.append("there is no run of the full cache, so no differences are drawn")
     rows = []

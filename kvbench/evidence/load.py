@@ -144,13 +144,8 @@ def results_root(results_dir: object) -> Path:
 def find_runs(
     root: Path, left_out: dict[str, str], filters: Sequence[Sequence[str] | None] = ()
 ) -> Iterator[tuple[Path, RunRecord]]:
-    """The runs below a folder, in the order of their names.
-
-    Args:
-        root: A results folder.
-        left_out: Gets the name of each run that cannot be read, and why.
-        filters: Patterns of task, model and method; None lets all through.
-    """
+    """The runs below a folder of results, in the order of their names. `left_out` gets the name of each that cannot be
+    read, and why; `filters` are patterns of task, model and method, where None lets all through."""
     for path in sorted(root.glob(RUNS)):
         name = path.parent.relative_to(root).as_posix()
         wanted = zip(name.split("/"), filters, strict=False)
@@ -259,11 +254,9 @@ def _one_version(members: list[StoredRun], code: str, notes: list[str]) -> list[
     versions: dict[str, list[StoredRun]] = {}
     for run in members:
         versions.setdefault(run.version, []).append(run)
-    chosen: str | None
-    if code == "newest":
-        chosen = max(versions, key=lambda name: max(run.record.started for run in versions[name]))
-    else:
-        chosen = next((name for name in sorted(versions) if name.startswith(code)), None)
+    newest = max(versions, key=lambda name: max(run.record.started for run in versions[name]))
+    asked = (name for name in sorted(versions) if name.startswith(code))
+    chosen = newest if code == "newest" else next(asked, None)
     for name, others in sorted(versions.items()):
         if name != chosen:
             methods = ", ".join(sorted({run.method for run in others}))
@@ -284,12 +277,10 @@ def _usable(members: list[StoredRun], notes: list[str]) -> list[StoredRun]:
             notes.append(f"{run.name} FAILED and is left out: {run.record.message}")
         elif not run.samples:
             notes.append(f"{run.name} is left out: it has no finished sample yet")
-        else:
-            old = kept.get(run.key)
-            if old is not None:
-                run, old = sorted((run, old), key=lambda item: item.record.started, reverse=True)
-                notes.append(f"{old.name} is left out: {run.name} has the same settings and newer code of the method")
-            kept[run.key] = run
+        elif (old := kept.setdefault(run.key, run)) is not run:
+            old, kept[run.key] = sorted((old, run), key=lambda item: item.record.started)
+            new = kept[run.key].name
+            notes.append(f"{old.name} is left out: {new} has the same settings and newer code of the method")
     result = sorted(kept.values(), key=lambda run: run.name)
     for run in result:
         if not run.complete:
@@ -322,16 +313,11 @@ def _name(group: Group) -> None:
     usual = Counter(run.conditions for run in group.runs).most_common(1)[0][0] if group.runs else ()
     for run in group.runs:
         mine, same = run.record.identity, [o.record.identity for o in group.runs if o.method == run.method]
-        words = [
-            word
-            for part in ("method", "store")
-            for word in differing(mine.get(part, {}), [other.get(part, {}) for other in same])
-        ]
-        words += [
-            f"{name.removesuffix('_size')} {value}"
-            for name, value, common in zip(CONDITIONS, run.conditions, usual, strict=True)
-            if value != common
-        ]
+        words = []
+        for part in ("method", "store"):
+            words += differing(mine.get(part, {}), [other.get(part, {}) for other in same])
+        for name, value, common in zip(CONDITIONS, run.conditions, usual, strict=True):
+            words += [f"{name.removesuffix('_size')} {value}"] if value != common else []
         run.label = safe(" ".join([run.method, *words]), LINE_LENGTH)
     labels = Counter(run.label for run in group.runs)
     for run in group.runs:

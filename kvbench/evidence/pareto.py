@@ -52,7 +52,7 @@ def add_published(group: Group, panel: Panel) -> None:
     methods = sorted({point.method for point in panel.points})
     panel.published = published.points(group.task, methods) if panel.reference and panel.what.part == SCORE.part else []
     if panel.published:
-        papers = ", ".join(sorted({point.row.paper for point in panel.published}))
+        papers = ", ".join(sorted({point.paper for point in panel.published}))
         panel.notes.append(f"crosses: printed in the papers ({papers}) for other models; not measured here")
     else:
         panel.notes.append(f"no paper printed a score with its memory for {group.task} and these methods")

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from omegaconf import DictConfig
@@ -20,10 +21,13 @@ from kvbench.evidence.settings import check as check_settings
 from kvbench.results.measures import Measure
 from kvbench.results.writing import write_file
 from kvbench.show import terminal
-from kvbench.show.csv_file import Cell, csv_row, records_csv
+from kvbench.show.csv_file import csv_row, records_csv
 from kvbench.show.terminal import number
 from kvbench.stats.ranks import FEWEST_RUNS, Agreement, agreement
 from kvbench.stats.strata import Strata
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Two = tuple[Measure, Measure]
 
@@ -44,17 +48,12 @@ class Ranking:
     """Some runs in the orders of two measures."""
 
     title: str
-    labels: list[str]
     measures: Two
-    means: tuple[np.ndarray, np.ndarray]
-    """[runs] in the measures' own units and directions."""
+    runs: "pd.DataFrame"
+    """A row for each: its `run`, its mean as `value` and `other_value` in the measures' own units and directions, and
+    its `rank` and `other_rank` by them, 1 for the best; ties share their mean."""
     found: Agreement
     num_questions: int
-
-    @property
-    def ranks(self) -> tuple[np.ndarray, np.ndarray]:
-        """[runs] of each measure, 1 for the best; ties share their mean."""
-        return tuple(rankdata(-_sign(w) * np.round(m, 12)) for w, m in zip(self.measures, self.means, strict=True))
 
 
 def _sign(what: Measure) -> int:
@@ -105,46 +104,47 @@ def _values(group: Group, what: Two, wanted: Bytes | None, notes: list[str]) -> 
 
 def _ranking(title: str, what: Two, parts: Sequence[_Values], cfg: DictConfig) -> Ranking | None:
     """The order over one group, or over the mean of several; None where they share fewer than three runs."""
+    import pandas as pd
+
     keys = [key for key in parts[0].labels if all(key in part.labels for part in parts)]
     if len(keys) < FEWEST_RUNS:
         return None
     questions, joined = [part.questions for part in parts], []
-    for side, item in enumerate(what):
+    runs: dict[str, Any] = {"run": [parts[0].labels[key] for key in keys]}
+    for lead, side, item in zip(("", "other_"), (0, 1), what, strict=True):
         columns = [together(questions, [part.columns[side][key] for part in parts]) for key in keys]
         rows = zip(*(column.values for column in columns), strict=True)
         joined.append(Strata(tuple(_sign(item) * np.stack(row, axis=1) for row in rows), columns[0].weights))
-    means = [_sign(item) * np.asarray(side.mean()) for item, side in zip(what, joined, strict=True)]
+        means = np.asarray(joined[-1].mean())
+        runs |= {f"{lead}value": _sign(item) * means, f"{lead}rank": rankdata(-np.round(means, 12))}
     return Ranking(
         title=title,
-        labels=[parts[0].labels[key] for key in keys],
         measures=what,
-        means=(means[0], means[1]),
+        runs=pd.DataFrame(runs, columns=["run", "value", "other_value", "rank", "other_rank"]),
         found=agreement(joined[0], joined[1], resamples=cfg.resamples, seed=cfg.seed),
         num_questions=joined[0].count,
     )
 
 
 def rankings(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[Ranking], list[str]]:
-    """The orders of each group, and of the mean over the groups of each model and version of the code; and a
-    sentence for each thing left out."""
-    names, wanted = patterns(cfg.metrics) or [], bytes_wanted(cfg.at_bytes)
+    """The orders of each group, and of the mean over the groups of each model and version of the code; and notes."""
+    first, second = patterns(cfg.metrics) or []
+    wanted = bytes_wanted(cfg.at_bytes)
     found: list[Ranking] = []
     notes: list[str] = []
     kins: dict[tuple, list[tuple[_Values, Two]]] = {}
     for group in groups:
         if not group.runs:
             continue
-        what = measure(names[0], group), measure(names[1], group)
+        what = measure(first, group), measure(second, group)
         values = _values(group, what, wanted, notes)
-        ranking = _ranking(group.title, what, [values], cfg) if values else None
-        if values and ranking:
+        if values and (ranking := _ranking(group.title, what, [values], cfg)):
             found.append(ranking)
             kins.setdefault((group.model, group.runs[0].version), []).append((values, what))
     for (model, _), members in kins.items():
-        if len(members) > 1:
-            title = f"mean over {len(members)} groups with {model}"
-            ranking = _ranking(title, members[0][1], [values for values, _ in members], cfg)
-            found += [ranking] if ranking else []
+        title, (_, what) = f"mean over {len(members)} groups with {model}", members[0]
+        if len(members) > 1 and (ranking := _ranking(title, what, [values for values, _ in members], cfg)):
+            found.append(ranking)
     return found, notes
 
 
@@ -153,9 +153,9 @@ def words(ranking: Ranking) -> list[str]:
     names = [what.title for what in ranking.measures]
     found = ranking.found
     if found.value is None:
-        return [f"no rank correlation: one of {' and '.join(names)} is the same for all {len(ranking.labels)} runs"]
+        return [f"no rank correlation: one of {' and '.join(names)} is the same for all {len(ranking.runs)} runs"]
     ends = terminal.NO_INTERVAL if found.interval is None else "[{:+.2f}, {:+.2f}]".format(*found.interval)
-    text = f"Spearman's rank correlation of {len(ranking.labels)} runs over {ranking.num_questions} questions: "
+    text = f"Spearman's rank correlation of {len(ranking.runs)} runs over {ranking.num_questions} questions: "
     both = zip(names, found.halves, strict=True)
     halves = [f"{name} {'unknown' if half is None else f'{half:+.2f}'}" for name, half in both]
     last = f"each measure with itself, between two halves of the questions: {', '.join(halves)}"
@@ -163,33 +163,27 @@ def words(ranking: Ranking) -> list[str]:
 
 
 def _show(ranking: Ranking, console: Console) -> None:
-    ranks = ranking.ranks
-    order = np.argsort(ranks[0], kind="stable")
+    runs = ranking.runs.sort_values("rank", kind="stable")
     columns: list[tuple[str, list[str]]] = []
-    for what, means, places in zip(ranking.measures, ranking.means, ranks, strict=True):
-        columns.append((f"{what.title}, {what.unit}", [number(float(means[index]), what.scale) for index in order]))
-        columns.append(("rank", [f"{places[index]:g}" for index in order]))
+    for what, lead in zip(ranking.measures, ("", "other_"), strict=True):
+        columns.append((f"{what.title}, {what.unit}", [number(value, what.scale) for value in runs[f"{lead}value"]]))
+        columns.append(("rank", [f"{place:g}" for place in runs[f"{lead}rank"]]))
     console.print()
-    console.print(terminal.table_of(ranking.title, "run", [ranking.labels[index] for index in order], columns))
+    console.print(terminal.table_of(ranking.title, "run", list(runs["run"]), columns))
     for line in words(ranking):
         console.print(Text(line), soft_wrap=True)
 
 
 def csv_of(found: Sequence[Ranking]) -> bytes:
     """Every run of every order, unrounded, with the correlation of its table."""
-    records: list[dict[str, Cell]] = []
+    records = []
     for ranking in found:
         (first, second), (low, high) = ranking.measures, ranking.found.interval or (None, None)
         (half, other_half), group = ranking.found.halves, csv_row(group=ranking.title, n=ranking.num_questions)
-        numbers = zip(*ranking.means, *ranking.ranks, strict=True)
-        for label, (value, other_value, rank, other_rank) in zip(ranking.labels, numbers, strict=True):
-            records.append(
-                {**group, "run": label, "metric": first.key, "other": second.key}
-                | csv_row(value=float(value), other_value=float(other_value))
-                | csv_row(rank=float(rank), other_rank=float(other_rank))
-                | csv_row(correlation=ranking.found.value, low=low, high=high)
-                | csv_row(half=half, other_half=other_half)
-            )
+        for row in ranking.runs.to_dict("records"):
+            names = csv_row(run=row.pop("run"), metric=first.key, other=second.key)
+            last = csv_row(correlation=ranking.found.value, low=low, high=high, half=half, other_half=other_half)
+            records.append({**group, **names, **row, **last})
     return records_csv(records)
 
 

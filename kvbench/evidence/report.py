@@ -24,9 +24,7 @@ SHORTEST = 160  # characters of an answer below which it tells little
 FEWEST = 5  # answers of a run
 
 
-def _pictures(panel: Panel | None, axes: Sequence[str]) -> list[dict]:
-    if panel is None:
-        return []
+def _pictures(panel: Panel, axes: Sequence[str]) -> list[dict]:
     made = {axis: picture for axis in axes if (picture := frontier_figure.render(panel, axis, "png"))}
     return [
         {
@@ -43,63 +41,49 @@ def _small(png: bytes) -> bytes:
     """The same picture with 256 colours, a third of the size; an SVG of many points is twice as large."""
     from PIL import Image  # comes with matplotlib
 
-    buffer = io.BytesIO()
-    Image.open(io.BytesIO(png)).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
-        buffer, "png", optimize=True
-    )
+    buffer, picture = io.BytesIO(), Image.open(io.BytesIO(png)).convert("RGB")
+    picture.quantize(256, dither=Image.Dither.NONE).save(buffer, "png", optimize=True)
     return buffer.getvalue()
-
-
-def _group(
-    group: Group, rows: list[comparison.ComparedRun], panel: Panel | None, notes: list[str], cfg: DictConfig
-) -> dict:
-    said = list(dict.fromkeys([*group.notes, *(panel.notes if panel else []), *notes]))
-    return {
-        "title": group.title,
-        "notes": said,
-        "pictures": _pictures(panel, patterns(cfg.axes) or list(COSTS)),
-        "tiers": content.tier_bars(group),
-        "ledger": content.byte_bars(group),
-        "settings": content.settings_rows(group),
-        "environment": content.environment(group),
-        "num_changes": sum(len(row.changes) for row in rows),
-        "changes_note": content.reference_words(group, rows),
-        "rows": rows,
-        "panel": panel,
-    }
 
 
 def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], list[dict]]:
     """Compute what the page shows: one part for each group, and one for each mean over groups."""
-    found = []
-    for group in groups:
-        if not group.runs:
-            continue
-        rows, notes = comparison.compare_group(group, cfg) if group.reference else ([], [])
-        panel = build(group, cfg)
+    groups, axes = [group for group in groups if group.runs], patterns(cfg.axes) or list(COSTS)
+    compared = [comparison.compare_group(group, cfg) if group.reference else ([], []) for group in groups]
+    panels = [build(group, cfg) for group in groups]
+    for group, panel in zip(groups, panels, strict=True):
         if panel is not None and cfg.published:
             pareto.add_published(group, panel)
-        found.append(_group(group, rows, panel, notes, cfg))
-    rows = [row for item in found for row in item["rows"]]
-    comparison.correct(rows)
-    for item, group in zip(found, (group for group in groups if group.runs), strict=True):
-        item["table"] = content.methods_table(group, item["rows"], item["panel"], len(rows))
-    means = averages([item["panel"] for item in found if item["panel"] is not None])
-    for item in found:  # why there is no mean, where there is none
-        item["notes"] += [note for note in (item["panel"].notes if item["panel"] else ()) if note not in item["notes"]]
-    axes = patterns(cfg.axes) or list(COSTS)
+    family = [row for rows, _ in compared for row in rows]
+    found: list[dict] = []
+    for group, (rows, notes), panel in zip(groups, compared, panels, strict=True):
+        said = [*group.notes, *(panel.notes if panel else []), *notes]
+        found.append(
+            {
+                "title": group.title,
+                "notes": list(dict.fromkeys(said)),
+                "pictures": _pictures(panel, axes) if panel else [],
+                "tiers": content.tier_bars(group),
+                "ledger": content.byte_bars(group),
+                "settings": content.settings_rows(group),
+                "environment": content.environment(group),
+                "num_changes": sum(len(row.changes) for row in rows),
+                "changes_note": content.reference_words(group, rows),
+                "rows": rows,
+            }
+        )
+    comparison.correct(family)
+    means = averages([panel for panel in panels if panel is not None])
+    for item, group, panel in zip(found, groups, panels, strict=True):
+        item["table"] = content.methods_table(group, item["rows"], panel, len(family))
+        # Why there is no mean, where there is none.
+        item["notes"] += [note for note in (panel.notes if panel else ()) if note not in item["notes"]]
     return found, [{"title": p.title, "note": " ".join(p.notes), "pictures": _pictures(p, axes)} for p in means]
 
 
 def page(found: list[dict], means: list[dict], cfg: DictConfig) -> tuple[bytes, str]:
-    """Make the page from the parts of groups and means, with as many and as long answers as fit.
-
-    Returns:
-        HTML, and a sentence on what was cut, or nothing.
-
-    Raises:
-        ValueError: The page is too large even without answers.
-    """
+    """Make the page from the parts of groups and means, with as many and as long answers as fit: HTML, and a sentence
+    on what was cut, or nothing. Raises ValueError where it is too large even without answers."""
     limit, length = int(cfg.answers), int(cfg.answer_length)
     cuts: list[str] = []
     while True:

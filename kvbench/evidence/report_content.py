@@ -9,7 +9,7 @@ from kvbench.evidence.comparison import ComparedRun
 from kvbench.evidence.dominance import DOMINATED, FRONTIER, MEANING, NEAR, standing
 from kvbench.evidence.frontier import Panel
 from kvbench.evidence.load import Group, StoredRun
-from kvbench.evidence.samples import by_subset, strata_of, values_of
+from kvbench.evidence.samples import by_subset, curve_of, strata_of
 from kvbench.results import summary
 from kvbench.results.measures import AVERAGE, COSTS, PEAK, RESIDENT, SCORE, TIME, Measure, item_title, ledger_items
 from kvbench.show.palette import item_place
@@ -30,10 +30,8 @@ def bytes_of(run: StoredRun) -> dict[str, float]:
 
 
 def methods_table(group: Group, rows: Sequence[ComparedRun], panel: Panel | None, num_family: int) -> dict:
-    """The table of methods: quality, difference to the full cache, bytes and time of every run.
-
-    Holm's correction is over `num_family` rows; the panel has the standing of the runs.
-    """
+    """The table of methods: quality, difference to the full cache, bytes and time of every run; Holm's correction is
+    over `num_family` rows, and the panel has the standing of the runs."""
     by_run = {row.run.name: row for row in rows if row.run}
     places = {}
     if panel is not None:
@@ -50,30 +48,17 @@ def methods_table(group: Group, rows: Sequence[ComparedRun], panel: Panel | None
         shown.append({"label": run.label, "cells": cells, "verdict": verdict, "style": verdict.replace(" ", "-")})
     title, unit = (what.title, what.unit) if what else (SCORE.title, SCORE.unit)
     width = number(rows[0].margin if rows else SCORE.margin, what.scale if what else SCORE.scale)
-    headings = [
-        "run",
-        "verdict",
-        title,
-        "n",
-        f"difference, {unit} [95 %]",
-        "lost / gained",
-        "p Holm",
-        f"p equal +-{width}",
-        "would show",
-        f"{RESIDENT.short} %",
-        f"% at {HEADLINE[1] // 1024}k on {HEADLINE[0]}",
-        "frontier",
-        f"{AVERAGE.short} %",
-        f"{PEAK.short} %",
-        f"{TIME.unit} / token",
-    ]
+    there = f"% at {HEADLINE[1] // 1024}k on {HEADLINE[0]}"
+    headings = ["run", "verdict", title, "n", f"difference, {unit} [95 %]", "lost / gained", "p Holm"]
+    headings += [f"p equal +-{width}", "would show", f"{RESIDENT.short} %", there, "frontier"]
+    headings += [f"{AVERAGE.short} %", f"{PEAK.short} %", f"{TIME.unit} / token"]
     return {
         "caption": "Paired on the same samples; % of an FP16 full cache for the same tokens. Wide tables scroll.",
         "headings": headings,
         "rows": shown,
         "legend": [
             *legend(num_family),
-            f"% at {HEADLINE[1] // 1024}k on {HEADLINE[0]}: what the method would hold there, by the same count; "
+            f"{there}: what the method would hold there, by the same count; "
             "-: its settings are for this model alone. Where data decide what is kept, it keeps this run's shares.",
             "; ".join(f"{name}: {text}" for name, text in MEANING.items()) + " (by resident bytes).",
             f"{TIME.unit} / token: of the whole engine, teacher-forced rows included, each run timed by itself: no "
@@ -83,11 +68,10 @@ def methods_table(group: Group, rows: Sequence[ComparedRun], panel: Panel | None
 
 
 def _score(run: StoredRun, what: Measure | None) -> str:
-    if what is None:
+    values = curve_of(run, what).values if what else {}
+    if what is None or not values:
         return "-"
-    values = values_of(run, what)
-    found = strata_of(values, by_subset(values).values(), run.record.weighting) if values else None
-    return number(float(found.mean()), what.scale) if found else "-"
+    return number(float(strata_of(values, by_subset(values).values(), run.record.weighting).mean()), what.scale)
 
 
 def _comparison(row: ComparedRun) -> list[str]:
@@ -115,9 +99,7 @@ def tier_names(run: StoredRun, count: int) -> list[str]:
     """Name the tiers of a run, of which a residual buffer is the last, as its method's own code does; `tier 0`, ...
     when the code no longer fits the number of tiers in the records."""
     policy = policy_of(run.record.identity)
-    names = []
-    if policy is not None:
-        names = [tier.name for tier in policy.tiers] + (["16-bit buffer"] if policy.residual else [])
+    names = [] if policy is None else [tier.name for tier in policy.tiers] + ["16-bit buffer"] * bool(policy.residual)
     return names if len(names) == count else [f"tier {index}" for index in range(count)]
 
 
@@ -144,9 +126,7 @@ def tier_bars(group: Group) -> dict:
     styles = {name: f"c{index % NUM_STYLES}" for index, name in enumerate(names)} | {"evicted": "evicted"}
     rows = []
     for label, shares in found.items():
-        whole = [*shares.items(), ("evicted", max(0.0, 1.0 - sum(shares.values())))]
-        text = ", ".join(f"{name} {_percent(share)}" for name, share in whole)
-        rows.append({"label": label, "parts": [_part(*part, 1.0, styles) for part in whole], "text": text})
+        rows.append(_bar(label, {**shares, "evicted": max(0.0, 1.0 - sum(shares.values()))}, 1.0, 1.0, styles))
     caption = "Share of all tokens, over layers and KV heads, in each precision at the end of the answer."
     return {"caption": caption, "heading": "tokens", "rows": rows, "key": list(styles.items())}
 
@@ -161,29 +141,26 @@ def byte_bars(group: Group) -> dict:
     rows = []
     for label, mine in items.items():
         whole = sum(mine.values())
-        parts = [(item_title(name), count) for name, count in mine.items()]
-        text = ", ".join(f"{name} {_percent(count / whole)}" for name, count in parts)
+        rows.append(_bar(label, {item_title(k): v for k, v in mine.items()}, widest, whole, styles))
         ratio = f"{format_bytes(whole)}, {_percent(whole / ledgers[label]['fp16_bytes'])}: "
-        rows.append({"label": label, "parts": [_part(*part, widest, styles) for part in parts], "text": ratio + text})
+        rows[-1]["text"] = ratio + rows[-1]["text"]
     caption = "Resident bytes per sample at the end, item by item; the items sum to what the allocator holds."
     return {"caption": caption, "heading": "bytes", "rows": rows, "key": list(styles.items())}
+
+
+def _bar(label: str, parts: Mapping[str, float], widest: float, whole: float, styles: Mapping[str, str]) -> dict:
+    """A bar whose parts are as wide as their share of `widest`, and in words their shares of `whole`."""
+    shown = [{"style": styles[k], "width": f"{100 * v / widest:.3f}", "text": k} for k, v in parts.items()]
+    return {"label": label, "parts": shown, "text": ", ".join(f"{k} {_percent(v / whole)}" for k, v in parts.items())}
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f}\u00a0%"  # a line does not break before the sign
 
 
-def _part(name: str, count: float, whole: float, styles: Mapping[str, str]) -> dict:
-    return {"style": styles[name], "width": f"{100 * count / whole:.3f}", "text": name}
-
-
 def changed_answers(rows: Sequence[ComparedRun], limit: int, length: int) -> dict:
-    """The answers that got worse or better, at most so many of a run and each so long, as the page's script reads them.
-
-    Returns:
-        `runs`, `others`, `subsets`, `samples` (id and right answer), `texts` and `changes`, which holds for each answer
-        the places of these and the two scores.
-    """
+    """The answers that got worse or better, at most so many of a run and each so long, as the page's script reads them:
+    `samples` are ids with right answers, `changes` the places of each answer's parts in the other lists, and scores."""
     texts: dict[str, int] = {}
     samples: dict[tuple[str, str], int] = {}
     subsets: dict[str, int] = {}
@@ -202,7 +179,7 @@ def changed_answers(rows: Sequence[ComparedRun], limit: int, length: int) -> dic
             changes.append([who, int(item.lost), subset, sample, place(item.other_text), place(item.text), *scores])
     return {
         "runs": [row.label for row in used],
-        "others": [row.other_label for row in used],
+        "others": [row.pairs.theirs.label for row in used],
         "subsets": list(subsets),
         "samples": [list(key) for key in samples],
         "texts": list(texts),

@@ -34,18 +34,12 @@ class Curve:
     total: int
     """Samples that there should be, those to which the metric does not apply left out."""
     weighting: Weighting
-    progress: str = ""
+    progress: str
+    run: StoredRun | None = None
+    """None for values that were made from several runs."""
 
 
-def value_of(record: SampleRecord, what: Measure) -> float | None:
-    """The value of one answer; None where it has none."""
-    try:
-        return what.above(record)
-    except (KeyError, TypeError):
-        return None
-
-
-def unknown_range(what: Measure) -> Range:
+def _unknown_range(what: Measure) -> Range:
     """The range of a missing value."""
     return (0.0, 1.0) if what.bounded else (-math.inf, math.inf)
 
@@ -66,32 +60,25 @@ def curve_of(run: StoredRun, what: Measure) -> Curve:
         elif what.is_fidelity and record["status"] == "ok":
             others.add(name)  # the metric does not apply: no gold token was read from the compressed cache
         else:
-            found.setdefault(name, []).append(unknown_range(what))
-    ranges: dict[SampleName, Range] = {}
-    for name, each in found.items():
-        low, high = (sum(ends) / len(ends) for ends in zip(*each, strict=True))
-        ranges[name] = low, high
+            found.setdefault(name, []).append(_unknown_range(what))
+    sums = {name: tuple(map(sum, zip(*each, strict=True))) for name, each in found.items()}
+    ranges = {name: (low / len(found[name]), high / len(found[name])) for name, (low, high) in sums.items()}
+    repeats = max((repeat for _, repeat in run.samples), default=0) + 1
+    asked = max(len({sample for sample, _ in run.samples}), (run.total or 0) // repeats)  # also those that are missing
     return Curve(
         label=run.label,
         values={name: low for name, (low, high) in ranges.items() if low == high},
         ranges=ranges,
-        total=num_samples(run) - len(others - set(found)),
+        total=asked - len(others - set(found)),
         weighting=run.record.weighting,
         progress=run.progress,
+        run=run,
     )
 
 
-def values_of(run: StoredRun, what: Measure) -> dict[SampleName, float]:
-    """One value per sample, the mean over its answers; without the samples of which an answer did not end well."""
-    return curve_of(run, what).values
-
-
 def measure(name: str, group: Group) -> Measure:
-    """Find a metric: `score` for the task's primary one, a teacher-forced one, or any name of the task's scores.
-
-    Raises:
-        ValueError: No run of the group has it; lists what there is.
-    """
+    """Find a metric: `score` for the task's primary one, a teacher-forced one, or any name of the task's scores; raises
+    ValueError where no run of the group has it."""
     if name in FIDELITY:
         return FIDELITY[name]
     records = [run.record for run in group.runs]
@@ -153,15 +140,12 @@ class Pairs:
 
     def extremes(self, what: Measure, resamples: int, seed: int) -> tuple[Paired | None, Paired | None] | None:
         """The differences if every missing answer of this run were the worst and every one of the other's the best, and
-        the other way round, in the direction of the values.
-
-        Returns:
-            None where no sample is missing; None for the two where a missing value could be anything.
-        """
+        the other way round, in the direction of the values; None where no sample is missing, and for each of the two
+        where a missing value could be anything."""
         everything = set(self.mine.ranges) | set(self.theirs.ranges)
         if self.num_samples == self.total == len(everything):
             return None
-        unknown = unknown_range(what)
+        unknown = _unknown_range(what)
         found: list[Paired | None] = []
         for end in (0, 1):
             groups = {
@@ -180,11 +164,7 @@ def _paired(groups: dict[str, list[Range]], weighting: Weighting, what: Measure,
 
 
 def pair(mine: Curve, theirs: Curve, what: Measure) -> Pairs:
-    """Put the run that is judged beside another one, on the samples both have.
-
-    Raises:
-        NoCommonSample: They share no sample that ended well in both.
-    """
+    """Put the run that is judged beside another one, on the samples both have; raises NoCommonSample without any."""
     both = shared([mine, theirs])
     if not both:
         raise NoCommonSample(
@@ -195,12 +175,6 @@ def pair(mine: Curve, theirs: Curve, what: Measure) -> Pairs:
     return Pairs(samples=by_subset(both), mine=mine, theirs=theirs, total=total)
 
 
-def num_samples(run: StoredRun) -> int:
-    """Number of the samples that a run is about, also those that are missing or did not end well."""
-    repeats = max((repeat for _, repeat in run.samples), default=0) + 1
-    return max(len({sample for sample, _ in run.samples}), (run.total or 0) // repeats)
-
-
 def noise(group: Group, what: Measure) -> tuple[float, str]:
     """The largest difference of a sample that is only numerical noise, and where it is from.
 
@@ -208,10 +182,9 @@ def noise(group: Group, what: Measure) -> tuple[float, str]:
     """
     if not what.tolerance:
         return 0.0, ""
-    base = values_of(group.reference, what) if group.reference else {}
-    largest = [
-        abs(value - base[name]) for run in group.repeats for name, value in values_of(run, what).items() if name in base
-    ]
+    base = curve_of(group.reference, what).values if group.reference else {}
+    again = [curve_of(run, what).values for run in group.repeats]
+    largest = [abs(value - base[name]) for values in again for name, value in values.items() if name in base]
     if largest and max(largest) > what.tolerance:
         return max(largest), "measured: the full cache run again"
     return what.tolerance, "the largest that other batches and orders ever made"
@@ -234,13 +207,9 @@ class Change:
     """The right answer, when the task keeps it."""
 
 
-def changes(
-    run: StoredRun | None, other: StoredRun | None, pairs: Pairs, what: Measure, tolerance: float = 0.0
-) -> list[Change]:
-    """The samples that differ by more than noise, the largest losses first, then the largest gains.
-
-    The texts are those of the two runs; values that are of several runs have no one answer.
-    """
+def changes(pairs: Pairs, what: Measure, tolerance: float = 0.0) -> list[Change]:
+    """The samples that differ by more than noise, the largest losses first, then the largest gains."""
+    run, other = pairs.mine.run, pairs.theirs.run
     sign = 1 if what.higher_is_better else -1
     found = []
     for subset, sample in (sample for members in pairs.samples.values() for sample in members):
@@ -260,7 +229,14 @@ def _texts(run: StoredRun, other: StoredRun, sample: str, what: Measure) -> dict
     ]
     if not both:
         return {}
-    mine, theirs = next((pair for pair in both if value_of(pair[0], what) != value_of(pair[1], what)), both[0])
+
+    def value(record: SampleRecord) -> float | None:
+        try:
+            return what.above(record)
+        except (KeyError, TypeError):
+            return None
+
+    mine, theirs = next((pair for pair in both if value(pair[0]) != value(pair[1])), both[0])
     return {"text": _said(answers_of(mine)), "other_text": _said(answers_of(theirs)), "expected": _expected(mine)}
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from kvbench.config.files import FULL
 from kvbench.evidence.frontier import Interval, difference, score_interval
 from kvbench.evidence.load import Group, StoredRun
-from kvbench.evidence.samples import ENOUGH, SampleName, measure, strata_of, values_of
+from kvbench.evidence.samples import ENOUGH, SampleName, curve_of, measure, strata_of
 from kvbench.results.measures import RESIDENT, Measure
 from kvbench.results.sample import SampleRecord
 from kvbench.results.summary import sums
@@ -240,7 +240,7 @@ def _rows(groups: Sequence[Group], by: str, what: Measure, incomplete: bool, not
                 run.key if run.method != FULL else run.method_key, Row(label=run.label, method=run.method)
             )
             row.runs.append(run)
-            values = values_of(run, what)
+            values = curve_of(run, what).values
             for name, members in _by_column(run, column).items():
                 ok = {(*sample, place): values[sample] for sample in members if sample in values}
                 if run.complete and len(ok) < ENOUGH * sizes[name]:

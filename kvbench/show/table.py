@@ -14,13 +14,14 @@ from kvbench.results.record import CHUNK_LABEL, RunRecord
 from kvbench.show import terminal
 from kvbench.show.labels import label_runs
 from kvbench.show.progress import format_bytes
+from kvbench.show.terminal import number, span
 from kvbench.show.text import MESSAGE_LENGTH, safe
 from kvbench.stats.intervals import Estimate
 
 Cell = Callable[[RunRecord], str]
 NONE = "-"
 DRIFT_FROM = 32  # answers that end before this token have no drift to show
-# Statistic of `task_aggregate` -> heading and factor.
+# Statistic of `task_aggregate` -> heading and factor, or form.
 TOKENS = {
     "perplexity": ("perplexity", 1.0),
     "word_perplexity": ("perplexity of words", 1.0),
@@ -31,6 +32,12 @@ TOKENS = {
     "kl_99": ("KL 99 %", 1.0),
     "kl_max": ("KL max", 1.0),
     "same_first_choice": ("same first choice, %", 100.0),
+}
+ENDS = {
+    "num_answers": ("answers", "{:.0f}"),
+    "mean_tokens": ("mean tokens", "{:.1f}"),
+    "cut_share": ("cut by the limit, %", "{:.1%}"),
+    "num_unparsed": ("nothing to grade", "{:.0f}"),
 }
 FREE = {
     "repetition": ("4-grams said before, %", 100.0),
@@ -43,17 +50,7 @@ def percent(estimate: Estimate | None, signed: bool = False) -> str:
     """A score as percent with its 95 % interval, for example `96.9 [89.3, 99.1]`."""
     if estimate is None or estimate.value is None:
         return NONE
-    form = "{:+.1f}" if signed else "{:.1f}"
-    text = form.format(_tidy(SCORE.scale * estimate.value))
-    if estimate.low is None or estimate.high is None:
-        return f"{text} {terminal.NO_INTERVAL}"
-    low, high = (form.format(_tidy(SCORE.scale * end)) for end in (estimate.low, estimate.high))
-    return f"{text} [{low}, {high}]"
-
-
-def _tidy(value: float) -> float:
-    """No minus sign in front of a zero."""
-    return 0.0 if abs(value) < 0.05 else value
+    return f"{number(estimate.value, SCORE.scale, signed)} {span(estimate.ends, SCORE.scale, signed)}"
 
 
 def _score(record: RunRecord) -> str:
@@ -134,13 +131,13 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
     alone = [r.method for r in records if r.prompt_only and r.method != FULL and r.task_aggregate.get("tokens")]
     if alone:
         notes.append(f"Compress the prompt alone and keep all that follows whole: {', '.join(dict.fromkeys(alone))}.")
-    slow = [record.method for record in records if record.backend == "torch"]
-    if slow:
-        who = ", ".join(slow)
-        notes.append(f"Speed is no claim for {who}: backend torch is the plain reference, made to be right.")
-    tiers = {str(tier) for record in records if record.method == FULL and (tier := _settings(record).get("tier"))}
-    for tier in sorted(tiers):
-        notes.append(f"full: every token is kept, as {tier} (method.tier; native is the model's own type).")
+    if slow := ", ".join(record.method for record in records if record.backend == "torch"):
+        notes.append(f"Speed is no claim for {slow}: backend torch is the plain reference, made to be right.")
+    full = [record.identity.get("method") or {} for record in records if record.method == FULL]
+    tiers = {str(settings["tier"]) for settings in full if settings.get("tier")}
+    notes += [
+        f"full: every token is kept, as {t} (method.tier; native is the model's own type)." for t in sorted(tiers)
+    ]
     for record in records:
         if record.backend_fallbacks:
             done = ", ".join(record.backend_fallbacks)
@@ -150,60 +147,46 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
     for record in records:
         ratio = RESIDENT.of_run(record)
         if record.method != FULL and whole and ratio and ratio > 0.99 * whole:
-            notes.append(
-                f"{record.method} holds as much as the full cache: at this setting it compresses nothing here."
-            )
+            words = "holds as much as the full cache: at this setting it compresses nothing here."
+            notes.append(f"{record.method} {words}")
         counts = record.counts
-        odd = [
-            f"{counts.nan} gave NaN" if counts.nan else "",
-            f"{counts.oom} ran out of memory" if counts.oom else "",
-            f"{counts.ungraded} could not be graded" if counts.ungraded else "",
-            f"{counts.total - counts.done} not done" if counts.done < counts.total else "",
-        ]
-        if any(odd):
-            what = ", ".join(filter(None, odd))
+        odd = {"gave NaN": counts.nan, "ran out of memory": counts.oom, "could not be graded": counts.ungraded}
+        odd["not done"] = max(0, counts.total - counts.done)
+        if any(odd.values()):
+            what = ", ".join(f"{count} {words}" for words, count in odd.items() if count)
             notes.append(f"{record.method}: of {counts.total} answers {what}; not in the score.")
         if record.remark:
             notes.append(f"{record.method}: {record.remark}.")
         if record.status == "failed":
             notes.append(f"{record.method} FAILED, do not use its numbers: {record.message}")
-    notes += _protocol_notes(records[-1].protocol)
-    first = records[-1].counts
-    if first.truncated:
-        notes.append(f"Prompts longer than the task or model allows, which were shortened: {first.truncated}.")
-    if first.quarantined:
-        notes.append(f"Rows of the data that were set aside (listed in run.json): {first.quarantined}.")
-    if first.copies:
-        notes.append(
-            f"Rows of the data that are copies of others, or have the same id, and count again: {first.copies}."
-        )
+    protocol, last = records[-1].protocol, records[-1].counts
+    if protocol.get("query_aware") is False:
+        notes.append("Query-agnostic: the context was compressed before the question was seen.")
+    if protocol.get("thinking") in ("on", "off"):
+        notes.append(f"Thinking was {protocol['thinking']} in the chat template; thoughts are not graded.")
+    for count, words in (
+        (last.truncated, "Prompts longer than the task or model allows, which were shortened"),
+        (last.quarantined, "Rows of the data that were set aside (listed in run.json)"),
+        (last.copies, "Rows of the data that are copies of others, or have the same id, and count again"),
+    ):
+        notes += [f"{words}: {count}."] if count else []
     return notes
-
-
-def _settings(record: RunRecord) -> dict:
-    return record.identity.get("method") or {}
 
 
 def _fidelity_notes(record: RunRecord) -> list[str]:
     """Says over what NLL and KL are: which answer, which tokens, which weights, how many samples."""
-    found = record.fidelity.get(KL.numerator[-1])
-    if found is None:
+    if KL.key not in record.fidelity:
         return []
     settings = record.identity.get("fidelity", {})
     whose = "the full cache's own answer" if settings.get("on") == "own" else "the gold answer"
     most = settings.get("max_tokens")
     length = f"its first {most} tokens" if most else "all its tokens"
-    counts = {what.short: n for what in (NLL, KL) if (n := _num_fidelity(record, what))}
-    each = ", ".join(f"{name} n={count}" for name, count in counts.items())
+    held = [(what.short, record.fidelity.get(what.key)) for what in (NLL, KL)]
+    each = ", ".join(f"{name} n={one.num_samples}" for name, one in held if one and one.num_samples)
     return [
         f"{NLL.short} and {KL.short}: {whose} is forced, {length} but the first, which every method predicts exactly; "
         f"mean over a sample's tokens, then over a subset's samples, then over subsets ({each})."
     ]
-
-
-def _num_fidelity(record: RunRecord, what: Measure) -> int:
-    found = record.fidelity.get(what.numerator[-1])
-    return found.num_samples if found else 0
 
 
 def _across(
@@ -285,9 +268,9 @@ def _statistic(found: dict | None, factor: float) -> str:
     return f"{text} [{form.format(factor * found['low'])}, {form.format(factor * found['high'])}]"
 
 
-def _answer(record: RunRecord, name: str, form: str, factor: float = 1.0) -> str:
+def _answer(record: RunRecord, name: str, form: str) -> str:
     value = record.task_aggregate.get("answers", {}).get(name)
-    return NONE if value is None else form.format(factor * value)
+    return NONE if value is None else form.format(value).removesuffix("%")
 
 
 def _sampled(record: RunRecord, name: str) -> str:
@@ -301,12 +284,10 @@ def _answers(records: Sequence[RunRecord]) -> list[Table]:
     tables = []
     if "answers" in last:
         columns = [
-            ("answers", lambda record: _answer(record, "num_answers", "{:.0f}")),
-            ("mean tokens", lambda record: _answer(record, "mean_tokens", "{:.1f}")),
-            ("cut by the limit, %", lambda record: _answer(record, "cut_share", "{:.1f}", 100)),
+            (heading, partial(_answer, name=name, form=form))
+            for name, (heading, form) in ENDS.items()
+            if name != "num_unparsed" or name in last["answers"]
         ]
-        if "num_unparsed" in last["answers"]:
-            columns.append(("nothing to grade", lambda record: _answer(record, "num_unparsed", "{:.0f}")))
         tables.append(_table("Answers: how they ended", records, columns))
     if sampling := last.get("sampling"):
         # pass@1 is avg@n; the largest k say most.
@@ -316,16 +297,6 @@ def _answers(records: Sequence[RunRecord]) -> list[Table]:
         title = f"Sampling: {sampling['num_samples']} answers to each of {sampling['num_problems']} problems"
         tables.append(_table(title, records, [(f"{name}, %", partial(_sampled, name=name)) for name in names]))
     return tables
-
-
-def _protocol_notes(protocol: dict) -> list[str]:
-    """Sentences on what the protocol changes about the numbers."""
-    notes = []
-    if protocol.get("query_aware") is False:
-        notes.append("Query-agnostic: the context was compressed before the question was seen.")
-    if protocol.get("thinking") in ("on", "off"):
-        notes.append(f"Thinking was {protocol['thinking']} in the chat template; thoughts are not graded.")
-    return notes
 
 
 def render(records: Sequence[RunRecord]) -> Group:

@@ -42,11 +42,11 @@ def test_order_and_direction(tmp_path, sign, expected):
     the runs, and the ranks count from the best."""
     study(tmp_path, lambda place: 1 + place, lambda place: 0.5 + sign * 0.1 * place)
     (ranking,), notes = found_in(tmp_path)
-    assert ranking.labels == list(NAMES) and not notes and ranking.num_questions == 80
-    assert ranking.ranks[0].tolist() == [1, 2, 3, 4, 5]
-    assert ranking.ranks[1].tolist() == ([1, 2, 3, 4, 5] if sign < 0 else [5, 4, 3, 2, 1])
+    assert ranking.runs["run"].tolist() == list(NAMES) and not notes and ranking.num_questions == 80
+    assert ranking.runs["rank"].tolist() == [1, 2, 3, 4, 5]
+    assert ranking.runs["other_rank"].tolist() == ([1, 2, 3, 4, 5] if sign < 0 else [5, 4, 3, 2, 1])
     assert ranking.found.value == pytest.approx(expected)
-    assert ranking.means[0] == pytest.approx([1, 2, 3, 4, 5], abs=0.01)
+    assert ranking.runs["value"].tolist() == pytest.approx([1, 2, 3, 4, 5], abs=0.01)
     assert min(ranking.found.halves) > 0.9
 
 
@@ -71,8 +71,8 @@ def test_at_equal_bytes(tmp_path):
             level = 0.2 + 0.1 * place + ratio
             store(tmp_path, name, {"a": column(rng, level)}, settings={"budget": ratio}, ratio=ratio, nll=3 - level)
     (ranking,), notes = found_in(tmp_path, "at_bytes=28.284271")  # half way, in the logarithm
-    assert ranking.labels == list(NAMES[:-1])
-    assert ranking.means[0] == pytest.approx([3 - (0.5 + 0.1 * place) for place in range(4)])
+    assert ranking.runs["run"].tolist() == list(NAMES[:-1])
+    assert ranking.runs["value"].tolist() == pytest.approx([3 - (0.5 + 0.1 * place) for place in range(4)])
     assert ranking.found.value == pytest.approx(1)
     assert len(notes) == 1 and notes[0].startswith("tova was run from 30.0 to 40.0 % of the bytes only")
 

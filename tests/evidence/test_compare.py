@@ -164,7 +164,7 @@ def test_numbers_of_a_comparison(tmp_path):
     same, worse = rows
     assert (worse.num_lost, worse.num_gained) == (14, 2) and worse.value == pytest.approx(-12 / 80)
     assert worse.interval[0] < worse.value < worse.interval[1] < 0 and worse.verdict == "worse"
-    assert worse.p_holm == pytest.approx(2 * worse.p) and worse.test == "mcnemar"
+    assert worse.p_holm == pytest.approx(2 * worse.p) and worse.found.test == "mcnemar"
     assert worse.changes[0].lost and not worse.changes[-1].lost
     assert (worse.changes[0].text, worse.changes[0].other_text) == ("answer 0.0", "answer 1.0")
     assert worse.changes[0].expected == "42"
@@ -209,7 +209,7 @@ def test_other_metrics_and_other_references(tmp_path):
     (group,) = load_groups(cfg)
     rows, _ = comparison.compare_group(group, cfg)
     assert [row.verdict for row in rows] == ["worse", "worse"] and rows[0].value == pytest.approx(0.5, abs=0.05)
-    assert rows[0].test == "sign flip and studentised bootstrap" and rows[0].num_lost == 30
+    assert rows[0].found.test == "sign flip and studentised bootstrap" and rows[0].num_lost == 30
     with pytest.raises(ValueError, match="against=snapkv fits 2 runs of toy with tiny; give the digits of one"):
         comparison.compare_group(group, settings(tmp_path, "against=snapkv"))
     digits = next(run.record.hash for run in group.runs if run.label.endswith("0.25"))[:8]
@@ -238,7 +238,7 @@ def test_reference_of_the_same_conditions_is_preferred(tmp_path):
     (group,) = load_groups(cfg)
     assert group.reference.label == "full" and [run.label for run in group.repeats] == ["full batch 8"]
     rows, notes = comparison.compare_group(group, cfg)
-    others = {row.label: (row.other_label, row.num_lost) for row in rows}
+    others = {row.label: (row.pairs.theirs.label, row.num_lost) for row in rows}
     assert others["x batch 8"] == ("full batch 8", 0) and others["x"] == ("full", 0)
     assert others["full batch 8"] == ("full", 2)
     assert notes == [

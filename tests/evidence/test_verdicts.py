@@ -56,7 +56,7 @@ def test_groups_weighted_by_size_are(tmp_path):
         path = store(tmp_path, name, scores) / "run.json"
         path.write_text(path.read_text().replace('"weighting": "subset"', '"weighting": "sample"'))
     row = rows_of(tmp_path)[0]["snapkv"]
-    assert row.value == pytest.approx(-19 / 210) and row.verdict == "worse" and row.test == "mcnemar"
+    assert row.value == pytest.approx(-19 / 210) and row.verdict == "worse" and row.found.test == "mcnemar"
 
 
 def test_missing_answers_are_no_proof_of_equality(tmp_path):
@@ -258,7 +258,7 @@ def test_equal_bytes_are_compared_by_interpolation(tmp_path, capsys):
     assert rows["thick"].verdict == "better" if "thick" in rows else rows["thick budget=0.25"].verdict == "better"
     rows, _ = rows_of(tmp_path, "against=thin", "at_bytes=30")
     (row,) = rows.values()
-    assert row.label == "thick at 30 %" and row.other_label == "thin at 30 %"
+    assert row.label == "thick at 30 %" and row.pairs.theirs.label == "thin at 30 %"
     assert row.interval[0] < 0 < row.interval[1] and row.verdict != "better" and abs(row.value) < 0.01
     rows, _ = rows_of(tmp_path, "at_bytes=25")
     assert rows["thin at 25 %"].value == pytest.approx(0.1 * np.log(0.25), abs=0.02)

@@ -55,9 +55,6 @@ def row(mine: Strata, theirs: Strata, kind: str, resamples: int, null: float = 0
 
     what = score() if kind == "yes or no" else NLL
     return ComparedRun(
-        label="m",
-        other_label="full",
-        run=None,
         what=what,
         pairs=SimpleNamespace(is_enough=True),
         found=difference(mine, theirs, what, resamples, 0),
