@@ -89,7 +89,7 @@ def loss(trial: Trial, reference: Trial, criterion: str, rule: Rule) -> Estimate
     if found is None:
         return Estimate()
     result = found.estimate()
-    if not what.bounded and found.count >= FEWEST_SAMPLES and not has_spread(found.strata.flat):
+    if not what.bounded and found.strata.count >= FEWEST_SAMPLES and not has_spread(found.strata.flat):
         result.low = result.high = found.value
         result.interval = "identical"
     return result

@@ -15,7 +15,7 @@ from kvbench.calibrate.plan import Rule
 from kvbench.calibrate.space import STORED, Tried, Wanted
 from kvbench.config.settings import as_dict
 from kvbench.evidence.dominance import best_so_far, is_cheaper
-from kvbench.evidence.frontier import Panel, Point, build, difference
+from kvbench.evidence.frontier import Panel, Point, build
 from kvbench.evidence.load import Group, StoredRun
 from kvbench.evidence.pareto import quality_text
 from kvbench.results import summary
@@ -106,7 +106,7 @@ def _beyond(panel: Panel, found: Sequence[Point], hand: Sequence[Point]) -> list
     pairs = [
         (mine, hand[index]) for mine in found for index in best if is_cheaper(mine.costs[RESIDENT.name], costs[index])
     ]
-    tests = [difference(a.scores, b.scores, panel.what, panel.resamples, panel.seed) for a, b in pairs]
+    tests = [panel.difference(a, b) for a, b in pairs]
     corrected = holm([test.p if sign * test.value > 0 else 1.0 for test in tests])
     result = []
     for (mine, theirs), test, p in zip(pairs, tests, corrected, strict=True):

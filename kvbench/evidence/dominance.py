@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 
 from kvbench.evidence.budget_curves import TIE
-from kvbench.evidence.frontier import Cost, Panel, Point, difference
+from kvbench.evidence.frontier import Cost, Panel, Point
 from kvbench.stats import studentised
 from kvbench.stats.paired import ALPHA, Paired, holm
 from kvbench.stats.signs import sign_flips
@@ -61,7 +61,7 @@ def pair_p_values(panel: Panel) -> dict[tuple[str, str], float]:
     found: dict[tuple[str, str], float] = {}
     graded: list[tuple[Point, Point, Paired]] = []
     for first, second in pairs:
-        both = difference(first.scores, second.scores, panel.what, draws, panel.seed)
+        both = panel.difference(first, second, draws)
         error = both.error
         if both.pairs is not None:
             p: float | None = both.p

@@ -21,7 +21,7 @@ from kvbench.results.measures import COSTS, TIME, Measure
 from kvbench.results.summary import values_by_sample
 from kvbench.stats import studentised
 from kvbench.stats.intervals import YES_NO, estimate
-from kvbench.stats.paired import Paired
+from kvbench.stats.paired import Paired, difference
 from kvbench.stats.strata import FEWEST_SAMPLES, Strata, has_spread, weighed
 from kvbench.stats.studentised import RESAMPLES, SEED
 
@@ -118,6 +118,11 @@ class Panel:
         """The point of a key."""
         return next((point for point in self.points if point.key == key), None)
 
+    def difference(self, mine: Point, theirs: Point, resamples: int | None = None) -> Paired:
+        """The difference of two points."""
+        many = resamples or self.resamples
+        return difference(mine.scores, theirs.scores, bounded=self.what.bounded, resamples=many, seed=self.seed)
+
     def set_quality(self) -> None:
         """Set what is drawn of each point: the difference to the reference with its interval, or the score."""
         full = self.find(self.reference)
@@ -125,21 +130,8 @@ class Panel:
             if full is None:
                 point.quality, point.interval = point.score, point.score_interval
             elif point is not full:
-                found = difference(point.scores, full.scores, self.what, self.resamples, self.seed)
+                found = self.difference(point, full)
                 point.quality, point.interval = found.value, found.interval[0]
-
-
-def difference(mine: Strata, theirs: Strata, what: Measure, resamples: int, seed: int) -> Paired:
-    """Two columns of values as a paired difference."""
-    groups = [list(zip(a.tolist(), b.tolist(), strict=True)) for a, b in zip(mine.values, theirs.values, strict=True)]
-    is_yes_no = what.bounded and bool(np.isin(mine.flat, YES_NO).all() and np.isin(theirs.flat, YES_NO).all())
-    return Paired(
-        strata=Strata(tuple(a - b for a, b in zip(mine.values, theirs.values, strict=True)), mine.weights),
-        pairs=groups if is_yes_no else None,
-        bounded=what.bounded,
-        resamples=resamples,
-        seed=seed,
-    )
 
 
 def score_interval(scores: Strata, what: Measure) -> Interval | None:

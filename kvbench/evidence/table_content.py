@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvbench.config.files import FULL
-from kvbench.evidence.frontier import Interval, difference, score_interval
+from kvbench.evidence.frontier import Interval, score_interval
 from kvbench.evidence.load import Group, StoredRun
 from kvbench.evidence.samples import ENOUGH, SampleName, curve_of, measure, strata_of
 from kvbench.results.measures import RESIDENT, Measure
 from kvbench.results.sample import SampleRecord
 from kvbench.results.summary import sums
-from kvbench.stats.paired import ALPHA, holm
+from kvbench.stats.paired import ALPHA, difference, holm
 from kvbench.stats.strata import Strata
 
 # LongBench's English subsets. The order and the categories are those of its own table 1; the short names are those of
@@ -280,7 +280,8 @@ def _fill(rows: Sequence[Row], key: str, samples: Sequence[Sample], group: Group
     best = max(found, key=lambda one: sign * one[0].value)
     best[0].is_best = True
     rivals = [one for one in found if one is not best]
-    p_values = [difference(best[1], strata, what, cfg["resamples"], cfg["seed"]).p for _, strata in rivals]
+    how = {"bounded": what.bounded, "resamples": cfg["resamples"], "seed": cfg["seed"]}
+    p_values = [difference(best[1], strata, **how).p for _, strata in rivals]
     for (cell, _), p in zip(rivals, holm(p_values), strict=True):
         cell.is_best = p is None or p >= ALPHA
 

@@ -14,8 +14,9 @@ One estimator answers one question everywhere, in run tables, `compare`, `pareto
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -45,11 +46,7 @@ class Paired:
     seed: int = SEED
     num_tests: int = 1
     """Tests that are corrected together: more of them need more resamples, or no p value could be small enough."""
-
-    @property
-    def count(self) -> int:
-        """Samples."""
-        return self.strata.count
+    _known: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def value(self) -> float:
@@ -57,43 +54,32 @@ class Paired:
         return float(self.strata.mean())
 
     @cached_property
-    def num_lower(self) -> int:
-        """Samples whose difference is below zero."""
-        return int(np.sum(self.strata.flat < 0))
-
-    @cached_property
-    def num_higher(self) -> int:
-        """Samples whose difference is above zero."""
-        return int(np.sum(self.strata.flat > 0))
+    def num_different(self) -> int:
+        """Samples whose difference is not zero."""
+        return int(np.count_nonzero(self.strata.flat))
 
     @property
     def few_differ(self) -> bool:
         """So few samples of a bounded score differ that only their number says something."""
-        return self.bounded and self.num_lower + self.num_higher < FEWEST_DIFFERENT
+        return self.bounded and self.num_different < FEWEST_DIFFERENT
 
     @cached_property
     def error(self) -> tuple[float, float] | None:
         """Standard error and degrees of freedom; None where nothing can be said of spread."""
-        return standard_error(self.strata) if self.count >= FEWEST_SAMPLES else None
+        return standard_error(self.strata) if self.strata.count >= FEWEST_SAMPLES else None
 
-    @cached_property
-    def _t(self) -> np.ndarray:
-        return self._sorted(self.resamples)
-
-    def _sorted(self, resamples: int) -> np.ndarray:
-        return np.sort(studentised.t_statistics(self.strata, resamples, self.seed))
-
-    @cached_property
-    def _t_for_tests(self) -> np.ndarray:
-        many = resamples_for(self.num_tests, self.resamples)
-        return self._t if many == self.resamples else self._sorted(many)
+    def _t(self, resamples: int) -> np.ndarray:
+        """The t statistics of so many resamples, in order."""
+        if resamples not in self._known:
+            self._known[resamples] = np.sort(studentised.t_statistics(self.strata, resamples, self.seed))
+        return self._known[resamples]
 
     def _tail(self, null: float, above: bool) -> float | None:
         """One-sided p value of the studentised bootstrap: small where the mean is above (or below) the null."""
         if self.error is None:
             return None
         t = (self.value - null) / self.error[0]
-        draws = self._t_for_tests
+        draws = self._t(resamples_for(self.num_tests, self.resamples))
         place = int(np.searchsorted(draws, t, "left" if above else "right"))
         found = len(draws) - place if above else place
         p = (1 + found) / (1 + len(draws))
@@ -170,8 +156,8 @@ class Paired:
         if self.pairs is not None:
             return self._newcombe(), NEWCOMBE
         if self.error is not None and not self.few_differ:
-            place = studentised.rank(self.resamples)
-            low, high = (self.value - float(self._t[end]) * self.error[0] for end in (-place, place - 1))
+            place, t = studentised.rank(self.resamples), self._t(self.resamples)
+            low, high = (self.value - float(t[end]) * self.error[0] for end in (-place, place - 1))
             if math.isfinite(low) and math.isfinite(high):
                 return (low, high), BOOTSTRAP
         if self.bounded:
@@ -226,15 +212,11 @@ class Paired:
         return wilson(share * count, count)[1]
 
     def detectable(self, level: float = ALPHA) -> float | None:
-        """The smallest true difference that `p` shows with 80 % probability; None where it cannot be known, or none
-        would.
-
-        `level` is what the p value must be below: 0.05 divided by the number of rows that are corrected together.
-        """
+        """The smallest true difference that `p` shows with 80 % probability, below a level that is divided by the rows
+        corrected together; None where it cannot be known, or none would."""
         if self.pairs is not None or self.few_differ:
             return yes_no.detectable(self.churn, int(self.strata.effective_count + 1e-9), level)
-        differ = self.num_lower + self.num_higher
-        if self.error is None or 2.0 ** (1 - differ) >= level:
+        if self.error is None or 2.0 ** (1 - self.num_different) >= level:
             return None
         return self.error[0] * _noncentral(self.error[1], level)
 
@@ -245,10 +227,10 @@ class Paired:
             return yes_no.samples_needed(difference, self.churn, level)
         if self.error is None:
             return None
-        found = self.count
+        found = self.strata.count
         for _ in range(20):  # the t quantile depends weakly on the number looked for
             ratio = _noncentral(max(2.0, found - 1.0), level) * self.error[0] / difference
-            wanted = max(FEWEST_SAMPLES, math.ceil(self.count * ratio**2))
+            wanted = max(FEWEST_SAMPLES, math.ceil(self.strata.count * ratio**2))
             if wanted == found:
                 break
             found = wanted
@@ -258,7 +240,7 @@ class Paired:
         """Value, interval and number of samples."""
         ends, name = self.interval
         low, high = ends or (None, None)
-        return Estimate(value=self.value, num_samples=self.count, low=low, high=high, interval=name)
+        return Estimate(value=self.value, num_samples=self.strata.count, low=low, high=high, interval=name)
 
 
 def _noncentral(freedom: float, level: float) -> float:
@@ -270,34 +252,28 @@ def _noncentral(freedom: float, level: float) -> float:
     return float(brentq(lambda shift: nct.sf(critical, freedom, shift) - POWER, 0.0, critical * 4 + 20))
 
 
-def paired(
-    groups: Mapping[str, Sequence[Pair]],
-    weighting: Weighting = "subset",
-    *,
-    bounded: bool = True,
-    resamples: int = RESAMPLES,
-    seed: int = SEED,
-) -> Paired | None:
-    """Pair the values of two runs; None without a pair.
-
-    Args:
-        groups: Subset -> (first, second) of each sample; the difference is first - second.
-        weighting: See `weighed`.
-        bounded: Values are in [0, 1].
-        resamples: Bootstrap resamples.
-        seed: Of the draws.
-    """
-    filled = [list(pairs) for pairs in groups.values() if pairs]
-    if not filled:
-        return None
-    is_yes_no = bounded and all(value in YES_NO for pairs in filled for pair in pairs for value in pair)
+def difference(
+    mine: Strata, theirs: Strata, *, bounded: bool = True, resamples: int = RESAMPLES, seed: int = SEED
+) -> Paired:
+    """Pair the values of two runs on the same samples, first minus second; `bounded` ones are in [0, 1]."""
+    both = [list(zip(a.tolist(), b.tolist(), strict=True)) for a, b in zip(mine.values, theirs.values, strict=True)]
+    is_yes_no = bounded and bool(np.isin(mine.flat, YES_NO).all() and np.isin(theirs.flat, YES_NO).all())
     return Paired(
-        strata=weighed([[a - b for a, b in pairs] for pairs in filled], weighting),
-        pairs=filled if is_yes_no else None,
+        strata=Strata(tuple(a - b for a, b in zip(mine.values, theirs.values, strict=True)), mine.weights),
+        pairs=both if is_yes_no else None,
         bounded=bounded,
         resamples=resamples,
         seed=seed,
     )
+
+
+def paired(groups: Mapping[str, Sequence[Pair]], weighting: Weighting = "subset", **settings: Any) -> Paired | None:
+    """`difference` of the pairs of each subset, weighed as `weighed` says; None without a pair."""
+    filled = [np.array(pairs, dtype=float) for pairs in groups.values() if pairs]
+    if not filled:
+        return None
+    mine, theirs = (weighed([pairs[:, side] for pairs in filled], weighting) for side in (0, 1))
+    return difference(mine, theirs, **settings)
 
 
 def paired_difference(groups: Mapping[str, Sequence[Pair]], weighting: Weighting = "subset") -> Estimate:

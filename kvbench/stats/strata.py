@@ -4,7 +4,7 @@ Everything in this room works on one `Strata`, so that an estimate, its interval
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,13 +63,9 @@ class Strata:
         found = sum(w * v.mean(axis=0) for w, v in zip(self.weights, self.values, strict=True))
         return found if self.values[0].ndim > 1 else float(found)
 
-    def column(self, index: int) -> "Strata":
-        """One column by itself."""
-        return Strata(tuple(values[:, index] for values in self.values), self.weights)
-
-    def map(self, change: "object") -> "Strata":
+    def map(self, change: Callable[[np.ndarray], np.ndarray]) -> "Strata":
         """The same subsets with each one's values changed by a function."""
-        return Strata(tuple(change(values) for values in self.values), self.weights)  # type: ignore[operator]
+        return Strata(tuple(map(change, self.values)), self.weights)
 
 
 def weighed(values: Sequence[Sequence[float] | np.ndarray], weighting: Weighting = "subset") -> Strata:

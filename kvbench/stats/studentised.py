@@ -132,7 +132,8 @@ def p_values(
         in the second where it is below; NaN where nothing can be said.
     """
     num_columns = strata.values[0].shape[1]
-    errors = [standard_error(strata.column(index)) for index in range(num_columns)]
+    columns = (tuple(values[:, n] for values in strata.values) for n in range(num_columns))
+    errors = [standard_error(Strata(column, strata.weights)) for column in columns]
     known = np.array([error is not None for error in errors])
     above, below = np.full(num_columns, np.nan), np.full(num_columns, np.nan)
     if not known.any() or strata.count < FEWEST_SAMPLES:

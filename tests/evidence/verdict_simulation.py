@@ -14,7 +14,7 @@ from kvbench.evidence.dominance import DOMINATED, standing
 from kvbench.evidence.frontier import Cost, Panel, Point
 from kvbench.results.measures import NLL, score
 from kvbench.stats import studentised
-from kvbench.stats.paired import ALPHA
+from kvbench.stats.paired import ALPHA, difference
 from kvbench.stats.signs import sign_flips
 from kvbench.stats.strata import Strata, weighed
 
@@ -51,13 +51,11 @@ def tables(kind: str, sizes: tuple[int, ...], methods: int, rng: np.random.Gener
 
 def row(mine: Strata, theirs: Strata, kind: str, resamples: int, null: float = 0.0) -> ComparedRun:
     """A row of `kvbench compare` without the runs."""
-    from kvbench.evidence.frontier import difference
-
     what = score() if kind == "yes or no" else NLL
     return ComparedRun(
         what=what,
         pairs=SimpleNamespace(is_enough=True),
-        found=difference(mine, theirs, what, resamples, 0),
+        found=difference(mine, theirs, bounded=what.bounded, resamples=resamples),
         extremes=None,
         margin=0.05 if kind == "yes or no" else MARGIN,
         null=null,

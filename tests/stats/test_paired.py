@@ -14,7 +14,7 @@ from kvbench.stats import paired as stats
 from kvbench.stats import yes_no
 from kvbench.stats.intervals import mover, newcombe
 from kvbench.stats.signs import sign_flip, sign_flips
-from kvbench.stats.strata import Strata, standard_error, weighed
+from kvbench.stats.strata import standard_error, weighed
 
 
 def answers(lost, gained, count, right=None):
@@ -273,4 +273,3 @@ def test_strata_weights():
     strata = weighed([[1.0, 2.0, 3.0], [], [10.0]], "sample")
     assert strata.mean() == pytest.approx(4.0) and strata.weighs_samples_alike
     assert weighed([[1.0, 2.0, 3.0], [10.0]]).mean() == pytest.approx(6.0)
-    assert Strata((np.eye(2),), (1.0,)).column(1).mean() == 0.5
