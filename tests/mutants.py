@@ -23,8 +23,8 @@ is 1 when a smaller share than `at_least` was noticed.
 
 import ast
 import hashlib
-import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -62,17 +62,14 @@ START_S, SLACK_S, STUCK_S, QUICK_S = 120, 20, 1800, 1
 
 @dataclass
 class Reached:
-    """What the tests take, and which of them reach a line.
-
-    Args:
-        seconds: Test -> its processor time.
-        lines: File -> line -> the tests that reach it, as the bits of a number: the first test is the lowest one.
-        imported: File -> lines that run when it is imported.
-    """
+    """The time that the tests take, and those that reach a line."""
 
     seconds: dict[str, float]
+    """Test -> its processor time."""
     lines: dict[str, dict[int, int]]
+    """File -> line -> the tests that reach it, as the bits of a number: the first test is the lowest one."""
     imported: dict[str, list[int]]
+    """File -> lines that run when it is imported."""
 
     @classmethod
     def of(cls, coverage: Coverage, copy: Path, seconds: dict[str, float]) -> "Reached":
@@ -86,21 +83,6 @@ class Reached:
             imported[path] = [line for line, tests in found.items() if "" in tests]
         return cls(seconds, lines, imported)
 
-    def write(self, path: Path) -> None:
-        """Writes a file."""
-        lines = {file: {line: hex(tests) for line, tests in each.items()} for file, each in self.lines.items()}
-        path.write_text(json.dumps([self.seconds, lines, self.imported]))
-
-    @classmethod
-    def read(cls, path: Path) -> "Reached":
-        """Reads what `write` wrote."""
-        seconds, lines, imported = json.loads(path.read_text())
-        return cls(
-            seconds,
-            {file: {int(line): int(tests, 16) for line, tests in each.items()} for file, each in lines.items()},
-            imported,
-        )
-
     def tests_of(self, path: str, lines: range) -> list[str]:
         """Tests that reach one of the lines."""
         reach = 0
@@ -111,17 +93,13 @@ class Reached:
 
 @dataclass
 class Notes:
-    """What pytest tells about a run: it fills `seconds`, and the file `failed` with the test that failed first.
-
-    Args:
-        failed: The file.
-        limits: Test -> seconds of processor time after which it runs for ever; for tests that are not in it, none.
-        coverage: Notes the lines, where they are asked for.
-    """
+    """A plugin of pytest that fills `seconds`, and the file `failed` with the test that failed first."""
 
     failed: Path
     limits: dict[str, float] = field(default_factory=dict)
+    """Test -> seconds of processor time after which it runs for ever; for tests that are not in it, none."""
     coverage: Coverage | None = None
+    """Notes the lines, where they are asked for."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def pytest_collection_finish(self) -> None:
@@ -143,11 +121,10 @@ class Notes:
 
 
 def run(copy: Path, tests: list[str], log: Path, *, limits: dict[str, float], traces: bool = False) -> int | None:
-    """Runs tests in a copy of the repository, in a child process until one fails; what pytest's exit status says.
+    """Runs tests in a copy of the repository, in a child process until one fails, and gives pytest's exit status.
 
-    Returns:
-        The status; negative for a process that ended by a signal, such as that of a time limit. None when the child
-        got nowhere for a long time without work for the processor, which says nothing.
+    It is negative for a process that ended by a signal, such as that of a time limit, and None when the child got
+    nowhere for a long time without work for the processor, which says nothing.
     """
     child = os.fork()
     if not child:
@@ -156,11 +133,8 @@ def run(copy: Path, tests: list[str], log: Path, *, limits: dict[str, float], tr
         os.dup2(out, 1)
         os.dup2(out, 2)
         os.chdir(copy)
-        sys.path[:] = [
-            str(copy),
-            str(copy / "tests"),
-            *(p for p in sys.path if not Path(p or ".").resolve().is_relative_to(ROOT)),
-        ]
+        others = [path for path in sys.path if not Path(path or ".").resolve().is_relative_to(ROOT)]
+        sys.path[:] = [str(copy), str(copy / "tests"), *others]
         signal.setitimer(signal.ITIMER_PROF, 0 if traces else START_S)
         notes = Notes(log.with_name("failed"), limits)
         if traces:
@@ -169,7 +143,7 @@ def run(copy: Path, tests: list[str], log: Path, *, limits: dict[str, float], tr
         status = int(pytest.main([*QUIET, *([] if traces else ["-x"]), *tests], plugins=[notes]))
         if notes.coverage:
             notes.coverage.stop()
-            Reached.of(notes.coverage, copy, notes.seconds).write(log.with_name("reached"))
+            log.with_name("reached").write_bytes(pickle.dumps(Reached.of(notes.coverage, copy, notes.seconds)))
         os._exit(status)
     end, done = time.monotonic() + STUCK_S * (4 if traces else 1), False
     try:
@@ -226,12 +200,8 @@ def _around(line: int, nodes: list[ast.AST], kinds: type | UnionType) -> list[ra
 
 def copied(folder: Path) -> Path:
     """A copy of the files that git knows or does not ignore, without results, its code printed from its syntax."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        check=True,
-    )
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
     for name in listed.stdout.decode().split("\0"):
         if name and not name.startswith("results/") and (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -282,12 +252,8 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     import yaml
 
-    found = [
-        mutant
-        for path in files()
-        if path.startswith(only)
-        for mutant in mutants_of(path, (ROOT / path).read_text(encoding="utf-8"))
-    ]
+    texts = {path: (ROOT / path).read_text(encoding="utf-8") for path in files() if path.startswith(only)}
+    found = [mutant for path, text in texts.items() for mutant in mutants_of(path, text)]
     listed = yaml.safe_load(EQUIVALENT.read_text(encoding="utf-8")) or []
     known = {(entry["file"], entry["code"], entry["change"]) for entry in listed}
     assert all(entry["reason"] for entry in listed)
@@ -308,7 +274,7 @@ def main(arguments: list[str]) -> int:
                 return 2
             if kept:
                 shutil.copy(log.with_name("reached"), kept)
-        reached = Reached.read(Path(kept) if kept else log.with_name("reached"))
+        reached = pickle.loads((Path(kept) if kept else log.with_name("reached")).read_bytes())
         print(f"{len(reached.seconds)} tests take {sum(reached.seconds.values()):.0f} s", flush=True)
         return judge(copy, log, drawn, reached, seconds, at_least)
 
@@ -316,7 +282,7 @@ def main(arguments: list[str]) -> int:
 def judge(
     copy: Path, log: Path, drawn: list[tuple[int, Mutant]], reached: Reached, seconds: float, at_least: float
 ) -> int:
-    """Runs the mutants drawn and prints which survive."""
+    """Runs the mutants drawn and prints those that survive."""
     limits = {test: SLACK_S + 10 * taken for test, taken in reached.seconds.items()}
     survivors, watchers, failed = [], {}, log.with_name("failed")
     for index, mutant in drawn:

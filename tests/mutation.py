@@ -1,4 +1,4 @@
-"""Which mutants the code has: one changed spot each. tests/mutants.py draws and runs them.
+"""The mutants that the code has: one changed spot each. tests/mutants.py draws and runs them.
 
 No mutant changes what no run can show: annotations, decorators and docstrings, messages of errors and of asserts,
 f-strings, `strict=True` of a zip (it only ever raises an error that cannot happen), imports that only a type checker
@@ -39,27 +39,21 @@ LEFT_ALONE = ("annotation", "returns", "decorator_list", "exc", "msg", "type_par
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change.
-
-    Args:
-        path: The file, from the root of the repository.
-        line: Its line there, from 1.
-        code: That line, without its indentation.
-        change: What becomes of the node, as `old -> new`; the second such change of a code ends in `, place 2`.
-        function: The function that holds the spot, as `name` or `Class.name`; empty outside of functions.
-        text: The whole file without the change.
-        way: The fields and indices that lead from its root to the node.
-        new: What the node becomes.
-    """
+    """One change of a file, whose path is from the root of the repository."""
 
     path: str
     line: int
+    """From 1."""
     code: str
+    """That line, without its indentation."""
     change: str
-    function: str
+    """`old -> new`; the second such change of a code ends in `, place 2`."""
     text: str
+    """The whole file without the change."""
     way: tuple
+    """The fields and indices that lead from the file's root to the node."""
     new: ast.AST
+    """The node that stands there instead."""
 
     @property
     def name(self) -> tuple[str, str, str]:
@@ -87,7 +81,7 @@ class Mutant:
 def mutants_of(path: str, text: str) -> Iterator[Mutant]:
     """All mutants of a file's text."""
     tree, lines, same = ast.parse(text), text.splitlines(), Counter[tuple[str, str]]()
-    for way, node, function, chooses in _spots(tree):
+    for way, node, chooses in _spots(tree):
         for new in _replacements(node, chooses):
             line = node.lineno  # type: ignore[attr-defined]
             code = lines[line - 1].strip()
@@ -95,11 +89,11 @@ def mutants_of(path: str, text: str) -> Iterator[Mutant]:
             change = f"{old} -> {after}"
             same[code, change] += 1
             change += f", place {same[code, change]}" if same[code, change] > 1 else ""
-            yield Mutant(path, line, code, change, function, text, way, new)
+            yield Mutant(path, line, code, change, text, way, new)
 
 
 def _replacements(node: ast.AST, chooses: bool) -> Iterator[ast.AST]:
-    """What a node may become instead; `chooses` says that it is an index or an argument."""
+    """The nodes that a node may become instead; `chooses` says that it is an index or an argument."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in SWAPS:
         yield ast.Compare(node.left, [SWAPS[type(node.ops[0])]()], node.comparators)
     elif isinstance(node, ast.BinOp) and type(node.op) in SWAPS:
@@ -123,15 +117,8 @@ def _replacements(node: ast.AST, chooses: bool) -> Iterator[ast.AST]:
         yield ast.If(ast.Constant(False), node.body, [])
 
 
-def _spots(
-    node: ast.AST, path: tuple = (), scope: tuple[str, ...] = (), function: str = ""
-) -> Iterator[tuple[tuple, ast.AST, str, bool]]:
-    """Every node that may change, with the way to it, the outermost function around it, and whether it is an index or
-    an argument."""
-    if isinstance(node, ast.ClassDef):
-        scope = (*scope, node.name)
-    elif isinstance(node, ast.FunctionDef) and not function:
-        function = ".".join((*scope, node.name))
+def _spots(node: ast.AST, path: tuple = ()) -> Iterator[tuple[tuple, ast.AST, bool]]:
+    """Every node that may change, with the way to it, and whether it is an index or an argument."""
     if isinstance(node, ast.FunctionDef) and any(ast.unparse(x) == "abstractmethod" for x in node.decorator_list):
         return
     for field, value in ast.iter_fields(node):
@@ -141,13 +128,12 @@ def _spots(
             if isinstance(child, ast.AST) and not _unseen(child):
                 way = (*path, (field, index))
                 chooses = isinstance(node, ast.Subscript | ast.Tuple | ast.Call | ast.keyword)
-                yield way, child, function, chooses
-                yield from _spots(child, way, scope, function)
+                yield way, child, chooses
+                yield from _spots(child, way)
 
 
 def _unseen(node: ast.AST) -> bool:
-    """Whether no run can show what stands in a node."""
-    checked_by_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    return (
-        isinstance(node, ast.JoinedStr) or checked_by_types or (isinstance(node, ast.keyword) and node.arg == "strict")
-    )
+    """Says that no run can show what stands in a node."""
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test) == "TYPE_CHECKING"
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.keyword) and node.arg == "strict")

@@ -19,32 +19,27 @@ def machine_paths(text):
     return [line.strip()[:120] for line in text.splitlines() if MACHINE.search(line)]
 
 
-def test_stored_runs_under_git_are_of_generated_tasks():
-    """Records hold right answers and ends of prompts; those of a benchmark are not ours to pass on."""
-    listed = subprocess.run(["git", "ls-files", "-z", "results"], cwd=ROOT, capture_output=True, check=False)
+def tracked(*paths):
+    """The files under git below some paths, or all."""
+    listed = subprocess.run(["git", "ls-files", "-z", *paths], cwd=ROOT, capture_output=True, check=False)
     if listed.returncode:
         pytest.skip("not a git checkout")
-    kept = ("run.json", "samples.jsonl", "samples.jsonl.xz")
-    names = [name for name in listed.stdout.decode().split("\0") if name.endswith(kept)]
-    assert names
-    for name in names:
-        run = json.loads((ROOT / name).with_name("run.json").read_text())
-        assert run["task"] == "longctx", f"{name} is a run of task={run['task']}, which is not generated"
+    return [ROOT / name for name in listed.stdout.decode().split("\0") if name and not name.startswith(CAGE)]
+
+
+def test_stored_runs_under_git_are_of_generated_tasks():
+    """Records hold right answers and ends of prompts; those of a benchmark are not ours to pass on."""
+    kept = [path for path in tracked("results") if path.name.startswith(("run.json", "samples.jsonl"))]
+    assert kept
+    tasks = {path: json.loads(path.with_name("run.json").read_text())["task"] for path in kept}
+    assert set(tasks.values()) == {"longctx"}, f"{tasks}: a task that is not generated"
 
 
 def test_no_tracked_file_names_a_machine():
     """No file under git names a folder of somebody's machine; the cage's own programs apart."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
-    if listed.returncode:
-        pytest.skip("not a git checkout")
-    names = [name for name in listed.stdout.decode().split("\0") if name and not name.startswith(CAGE)]
-    assert len(names) > 300
-    found = {}
-    for name in names:
-        path = ROOT / name
-        if path.is_file() and (lines := machine_paths(path.read_text(encoding="utf-8", errors="ignore"))):
-            found[name] = lines
-    assert not found
+    files = [path for path in tracked() if path.is_file()]
+    found = {path: machine_paths(path.read_text(encoding="utf-8", errors="ignore")) for path in files}
+    assert len(found) > 300 and not {path: lines for path, lines in found.items() if lines}
 
 
 @pytest.mark.parametrize("top", TOPS)

@@ -25,16 +25,20 @@ def settings(root, *words):
     return compose_command("compare", [f"results_dir={root}", "resamples=200", *words])
 
 
+def compared(root, *words):
+    """The one group of a results folder, its rows and its notes."""
+    cfg = settings(root, *words)
+    (group,) = load_groups(cfg, also=[str(cfg.against)])
+    return group, *comparison.compare_group(group, cfg)
+
+
 def test_groups_hold_only_what_may_be_compared(tmp_path):
     """Another task, model, data, protocol or seed is another group; another method, batch size or backend is not."""
     store(tmp_path, "full", SCORES)
     store(tmp_path, "full", SCORES, batch_size=1)
-    store(tmp_path, "half", SCORES)
-    store(tmp_path, "half", SCORES, task="other")
-    store(tmp_path, "half", SCORES, model="big")
-    store(tmp_path, "half", SCORES, fingerprint="0" * 64)
-    store(tmp_path, "half", SCORES, length=99)
-    store(tmp_path, "half", SCORES, seed=5)
+    others = ({}, {"task": "other"}, {"model": "big"}, {"fingerprint": "0" * 64}, {"length": 99}, {"seed": 5})
+    for changes in others:
+        store(tmp_path, "half", SCORES, **changes)
     groups = {group.title: [run.label for run in group.runs] for group in load_groups(settings(tmp_path))}
     assert groups.pop("other with tiny") == groups.pop("toy with big") == ["half"]
     main_title = next(title for title, labels in groups.items() if len(labels) == 3)
@@ -63,10 +67,8 @@ def test_page_sizes_and_byte_budgets_are_settings(tmp_path):
     store(tmp_path, "full", SCORES, store={"budget_bytes": None})
     store(tmp_path, "snapkv", SCORES, store={"budget_bytes": 1000})
     store(tmp_path, "snapkv", SCORES, store={"budget_bytes": 2000})
-    cfg = settings(tmp_path)
-    (group,) = load_groups(cfg)
+    group, rows, notes = compared(tmp_path)
     assert [run.label for run in group.runs] == ["full", "snapkv budget_bytes=1000", "snapkv budget_bytes=2000"]
-    rows, notes = comparison.compare_group(group, cfg)
     assert len(rows) == 2 and not notes
 
 
@@ -158,10 +160,7 @@ def test_numbers_of_a_comparison(tmp_path):
     store(tmp_path, "worse", flips(scores, lost=14, gained=2))
     store(tmp_path, "same", scores)
     cfg = settings(tmp_path, f"out={tmp_path}/deep/table.csv")
-    (group,) = load_groups(cfg)
-    rows, _ = comparison.compare_group(group, cfg)
-    comparison.correct(rows)
-    same, worse = rows
+    _, (same, worse), _ = compared(tmp_path)
     assert (worse.num_lost, worse.num_gained) == (14, 2) and worse.value == pytest.approx(-12 / 80)
     assert worse.interval[0] < worse.value < worse.interval[1] < 0 and worse.verdict == "worse"
     assert worse.p_holm == pytest.approx(2 * worse.p) and worse.found.test == "mcnemar"
@@ -181,9 +180,7 @@ def test_changed_conversations_are_shown_whole(tmp_path):
     scores = yes_no(0.7, {"a": 20})
     store(tmp_path, "full", scores, turns=("Rome", "1492"), gold=lambda n: ("last",))
     store(tmp_path, "worse", flips(scores, lost=3, gained=0), turns=("Paris", "1492"), gold=lambda n: ("last",))
-    cfg = settings(tmp_path)
-    (group,) = load_groups(cfg)
-    (row,), _ = comparison.compare_group(group, cfg)
+    _, (row,), _ = compared(tmp_path)
     change = row.changes[0]
     assert change.other_text == "[1] Rome\n[2] 1492\n[3] answer 1.0"
     assert change.text == "[1] Paris\n[2] 1492\n[3] answer 0.0"
@@ -194,31 +191,22 @@ def test_other_metrics_and_other_references(tmp_path):
     """nll is better when lower; a run can be compared with any other, by method, by hash, and never by a name that
     fits two."""
     scores = yes_no(0.7, {"a": 30})
-    rng = np.random.default_rng(0)
-    noise = rng.random(30) / 10
+    noise = np.random.default_rng(0).random(30) / 10
     store(tmp_path, "full", scores, nll=lambda number: 0.1 + noise[number])
     for budget, extra in ((0.25, 0.5), (0.5, 0.2)):
-        store(
-            tmp_path,
-            "snapkv",
-            scores,
-            settings={"budget": budget},
-            nll=lambda number, extra=extra: 0.1 + extra + extra * noise[-number],
-        )
-    cfg = settings(tmp_path, "metric=nll", "margin=0.05")
-    (group,) = load_groups(cfg)
-    rows, _ = comparison.compare_group(group, cfg)
+        farther = 0.1 + extra + extra * np.roll(noise[::-1], 1)
+        store(tmp_path, "snapkv", scores, settings={"budget": budget}, nll=farther.__getitem__)
+    group, rows, _ = compared(tmp_path, "metric=nll", "margin=0.05")
     assert [row.verdict for row in rows] == ["worse", "worse"] and rows[0].value == pytest.approx(0.5, abs=0.05)
     assert rows[0].found.test == "sign flip and studentised bootstrap" and rows[0].num_lost == 30
     with pytest.raises(ValueError, match="against=snapkv fits 2 runs of toy with tiny; give the digits of one"):
-        comparison.compare_group(group, settings(tmp_path, "against=snapkv"))
+        compared(tmp_path, "against=snapkv")
     digits = next(run.record.hash for run in group.runs if run.label.endswith("0.25"))[:8]
-    found, notes = comparison.compare_group(group, settings(tmp_path, "metric=nll", f"against='{digits}'"))
+    _, found, notes = compared(tmp_path, "metric=nll", f"against='{digits}'")
     assert len(notes) == 1 and "count as noise" in notes[0]
     assert [row.verdict for row in found] == ["better", "better"]
-    narrowed = settings(tmp_path, "metric=nll", "against=snapkv", "where={budget:0.25}")
-    (kept,) = load_groups(narrowed, also=["snapkv"])
-    assert [row.value for row in comparison.compare_group(kept, narrowed)[0]] == [row.value for row in found]
+    _, narrowed, _ = compared(tmp_path, "metric=nll", "against=snapkv", "where={budget:0.25}")
+    assert [row.value for row in narrowed] == [row.value for row in found]
     assert comparison.find(group, "nothing") is None
     with pytest.raises(ValueError, match="metric=nil does not exist. Did you mean nll"):
         samples.measure("nil", group)
@@ -234,10 +222,8 @@ def test_reference_of_the_same_conditions_is_preferred(tmp_path):
     store(tmp_path, "y", scores)
     store(tmp_path, "x", flips(scores, 2, 1), batch_size=8)
     store(tmp_path, "z", scores, batch_size=2)
-    cfg = settings(tmp_path)
-    (group,) = load_groups(cfg)
+    group, rows, notes = compared(tmp_path)
     assert group.reference.label == "full" and [run.label for run in group.repeats] == ["full batch 8"]
-    rows, notes = comparison.compare_group(group, cfg)
     others = {row.label: (row.pairs.theirs.label, row.num_lost) for row in rows}
     assert others["x batch 8"] == ("full batch 8", 0) and others["x"] == ("full", 0)
     assert others["full batch 8"] == ("full", 2)
@@ -251,9 +237,7 @@ def test_out_of_memory_and_repeated_answers(tmp_path):
     """Samples that did not end well are left out and counted in N; several answers to one prompt are one sample."""
     store(tmp_path, "full", SCORES)
     store(tmp_path, "oom", SCORES, statuses={0: "oom", 3: "nan"})
-    cfg = settings(tmp_path)
-    (group,) = load_groups(cfg)
-    ((row,), _) = comparison.compare_group(group, cfg)
+    _, (row,), _ = compared(tmp_path)
     assert (row.pairs.num_samples, row.pairs.total) == (10, 12)
 
 

@@ -5,6 +5,7 @@ import copy
 import json
 import os
 import shutil
+from functools import reduce
 
 import pytest
 from stored import store
@@ -12,7 +13,6 @@ from stored import store
 from kvbench.cli.main import main
 
 SCORES = {"a": [1, 0, 1, 1, 0, 1], "b": [1, 1, 0, 1, 1, 1]}
-WORDS = ["resamples=200"]
 VALUES = (None, "x", 5, -1.5, True, [1], {"a": "b"}, [[[]]], 10**400)
 NAMES = ("[/red]", "a$x^{$", "\x1b[31mred\x1b]0;t\x07", "=cmd|' /C calc'!A0", "m" * 100_000, "\ud800", "<script>")
 
@@ -35,14 +35,6 @@ def changed(value, path, new):
     return made
 
 
-def deep(levels):
-    """Lists in lists."""
-    made = []
-    for _ in range(levels):
-        made = [made]
-    return made
-
-
 @pytest.fixture
 def root(tmp_path):
     """A results folder with two good runs."""
@@ -53,14 +45,12 @@ def root(tmp_path):
 
 def read_all(root, capsys, *, pictures=True):
     """The output of the reading commands; each must end well and show the good runs."""
+    words = {"compare": [f"out={root / 'out.csv'}"]}
+    if pictures:
+        words |= {"pareto": ["axes=resident", "kinds=[png]"], "report": ["axes=resident"]}
     shown = {}
-    for command in ("compare", "pareto", "report") if pictures else ("compare",):
-        extra = (
-            [f"out={root / 'out.csv'}"]
-            if command == "compare"
-            else ["axes=resident", *(["kinds=[png]"] if command == "pareto" else [])]
-        )
-        assert main([command, f"results_dir={root}", *WORDS, *extra]) == 0, command
+    for command, more in words.items():
+        assert main([command, f"results_dir={root}", "resamples=200", *more]) == 0, command
         captured = capsys.readouterr()
         shown[command] = captured.out
         assert "Traceback" not in captured.err, captured.err[-2000:]
@@ -95,7 +85,9 @@ def test_damaged_files_are_named(root, capsys):
         "empty": "",
         "list": "[]",
         "deep": "[" * 200_000,
-        "deep inside": json.dumps(json.loads(good) | {"identity": {"method": deep(80)}}),
+        "deep inside": json.dumps(
+            json.loads(good) | {"identity": {"method": reduce(lambda inner, _: [inner], range(80), [])}}
+        ),
         "NaN": good.replace('"seed": 0', '"seed": NaN'),
         "Latin": "\xff",
         "null": json.dumps(json.loads(good) | {"metrics": None, "identity": None}),
@@ -105,10 +97,11 @@ def test_damaged_files_are_named(root, capsys):
         copied = folder.with_name(name)
         shutil.copytree(folder, copied)
         (copied / "run.json").write_text(content, encoding="latin-1")
-    os.mkfifo((folder.with_name("pipe")).mkdir() or folder.with_name("pipe") / "run.json")
-    shutil.copytree(folder, folder.with_name("pipe in samples"))
-    (folder.with_name("pipe in samples") / "samples.jsonl").unlink()
-    os.mkfifo(folder.with_name("pipe in samples") / "samples.jsonl")
+    for name, file in (("pipe", "run.json"), ("pipe in samples", "samples.jsonl")):
+        copied = folder.with_name(name)
+        shutil.copytree(folder, copied)
+        (copied / file).unlink()
+        os.mkfifo(copied / file)
     for text in read_all(root, capsys).values():
         flat = text.replace("\n", "")
         for name in (*contents, "pipe", "pipe in samples"):
@@ -144,14 +137,11 @@ def test_lines_of_another_run_do_not_count(root, capsys):
 
 def test_hostile_names_are_text(root, capsys):
     """Markup, formulas, escapes, halves of characters and endless names are shown, and stop nothing."""
-    for number, name in enumerate(NAMES):
-        folder = store(root, f"odd{number}", SCORES)
-        record = json.loads((folder / "run.json").read_text())
-        (folder / "run.json").write_text(json.dumps(record | {"method": name, "message": name}))
-    for number, name in enumerate((NAMES[1], NAMES[4])):
-        folder = store(root, f"group{number}", SCORES)
-        record = json.loads((folder / "run.json").read_text())
-        (folder / "run.json").write_text(json.dumps(record | {"task": name, "model": name}))
+    odd = [{"method": name, "message": name} for name in NAMES]
+    odd += [{"task": name, "model": name} for name in (NAMES[1], NAMES[4])]
+    for number, fields in enumerate(odd):
+        path = store(root, f"odd{number}", SCORES) / "run.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
     read_all(root, capsys)
     written = (root / "out.csv").read_text()
     assert "\n=cmd" not in written and ",=cmd" not in written and "'=cmd" in written

@@ -13,7 +13,7 @@ from kvbench.evidence.dominance import standing
 from kvbench.evidence.frontier import averages
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.pareto import csv_of, panels_of
-from kvbench.results.measures import COSTS
+from kvbench.results import summary
 
 
 def rows_of(root, *words):
@@ -37,23 +37,15 @@ def places_of(panel, axis="resident"):
 
 def test_significantly_more_lost_is_never_better(tmp_path):
     """34 of 200 lost and 10 gained, and 5 of 10 gained in the other subset: the mean over subsets rises, McNemar's
-    pooled p is 0.009 for a loss. The table said better."""
+    pooled p is 0.009 for a loss. The table said better. If the task says that samples weigh alike, the same runs are
+    worse: value, interval and p are pooled."""
     full = {"big": [1] * 100 + [0] * 100, "small": [0] * 10}
     mine = {"big": [0] * 34 + [1] * 66 + [1] * 10 + [0] * 90, "small": [1] * 5 + [0] * 5}
-    store(tmp_path, "full", full)
-    store(tmp_path, "snapkv", mine)
-    rows, _ = rows_of(tmp_path)
-    row = rows["snapkv"]
+    paths = [store(tmp_path, name, scores) / "run.json" for name, scores in (("full", full), ("snapkv", mine))]
+    row = rows_of(tmp_path)[0]["snapkv"]
     assert (row.num_lost, row.num_gained) == (34, 15) and row.value == pytest.approx(0.19)
     assert row.verdict == "cannot tell" and row.interval[0] <= 0
-
-
-def test_groups_weighted_by_size_are(tmp_path):
-    """If the task says that samples weigh alike, the same runs are worse: value, interval and p are pooled."""
-    full = {"big": [1] * 100 + [0] * 100, "small": [0] * 10}
-    mine = {"big": [0] * 34 + [1] * 66 + [1] * 10 + [0] * 90, "small": [1] * 5 + [0] * 5}
-    for name, scores in (("full", full), ("snapkv", mine)):
-        path = store(tmp_path, name, scores) / "run.json"
+    for path in paths:
         path.write_text(path.read_text().replace('"weighting": "subset"', '"weighting": "sample"'))
     row = rows_of(tmp_path)[0]["snapkv"]
     assert row.value == pytest.approx(-19 / 210) and row.verdict == "worse" and row.found.test == "mcnemar"
@@ -199,31 +191,21 @@ def test_no_standing_without_an_interval(tmp_path, capsys, sizes):
 def test_one_number_has_one_interval(tmp_path):
     """The run's own record, compare and pareto print the same interval for the difference to the full cache."""
     rng = np.random.default_rng(0)
-    from kvbench.results import summary
-    from kvbench.results.sample import read_samples
-
     for scores in ({"a": rng.random(20), "b": rng.random(12)}, yes_no(0.6, {"a": 25, "b": 11})):
         root = tmp_path / str(len(scores["a"]))
-        other = {name: np.roll(values, 3) for name, values in scores.items()}
-        folders = [store(root, "full", scores), store(root, "half", other, ratio=0.4)]
-        records = [list(read_samples(f / "samples.jsonl", summary_hash(f))[0].values()) for f in folders]
-        own = summary.compare(records[1], records[0], "exact", "there").difference
+        store(root, "full", scores)
+        store(root, "half", {name: np.roll(values, 3) for name, values in scores.items()}, ratio=0.4)
         cfg = compose_command("compare", [f"results_dir={root}"])
         (group,) = load_groups(cfg)
         ((row,), _) = comparison.compare_group(group, cfg)
+        full, half = (list(run.samples.values()) for run in group.runs)
+        own = summary.compare(half, full, "exact", "there").difference
         cfg = compose_command("pareto", [f"results_dir={root}"])
         (panel,) = panels_of(load_groups(cfg), cfg)
         point = next(point for point in panel.points if point.method == "half")
         assert own.ends == pytest.approx(row.interval, abs=1e-12) and point.interval == row.interval
         assert own.interval == row.found.interval[1]
         assert own.value == pytest.approx(row.value) == pytest.approx(point.quality)
-
-
-def summary_hash(folder):
-    """Hash of a stored run."""
-    from kvbench.results.record import RunRecord
-
-    return RunRecord.load(folder).hash
 
 
 @pytest.mark.exhaustive
@@ -296,4 +278,4 @@ def test_areas_are_trapezoids_and_bytes_have_their_part(tmp_path):
     rng = np.random.default_rng(0)
     draws = [area(rng.integers(0, 40, 40)) for _ in range(1500)]
     assert np.ptp(thin.interval) == pytest.approx(np.ptp(np.percentile(draws, [2.5, 97.5])), rel=0.12)
-    assert thick.label == "thick, 20 to 40 %" and set(COSTS) >= {"resident"}
+    assert thick.label == "thick, 20 to 40 %"

@@ -12,7 +12,7 @@ import numpy as np
 from kvbench.evidence.comparison import EQUAL_LEVEL, ComparedRun, correct
 from kvbench.evidence.dominance import DOMINATED, standing
 from kvbench.evidence.frontier import Cost, Panel, Point
-from kvbench.results.measures import NLL, score
+from kvbench.results.measures import score
 from kvbench.stats import studentised
 from kvbench.stats.paired import ALPHA, difference
 from kvbench.stats.signs import sign_flips
@@ -30,10 +30,9 @@ def draw(kind: str, rng: np.random.Generator, size: int, methods: int) -> tuple[
     gains a little and sometimes loses much, so that its differences are not symmetric.
     """
     if kind == "yes or no":
-        right = rng.random(size)
-        return (right < 0.7).astype(float), np.where(
-            rng.random((size, methods)) < 0.85, (right < 0.7)[:, None], rng.random((size, methods)) < 0.7
-        ).astype(float)
+        right = rng.random(size) < 0.7
+        kept, other = rng.random((size, methods)) < 0.85, rng.random((size, methods)) < 0.7
+        return right.astype(float), np.where(kept, right[:, None], other).astype(float)
     base = rng.normal(size=size)
     if kind == "normal":
         return base + rng.normal(size=size), base[:, None] + rng.normal(size=(size, methods))
@@ -42,52 +41,42 @@ def draw(kind: str, rng: np.random.Generator, size: int, methods: int) -> tuple[
     return base, base[:, None] + rng.lognormal(size=(size, methods)) - np.exp(0.5)
 
 
-def tables(kind: str, sizes: tuple[int, ...], methods: int, rng: np.random.Generator, shift: float = 0.0):
-    """The columns of one table as `Strata`, the full cache's first; `shift` is what all methods truly lose."""
+def tables(kind: str, sizes: tuple[int, ...], methods: int, rng: np.random.Generator) -> list[Strata]:
+    """The columns of one table, the full cache's first."""
     parts = [draw(kind, rng, size, methods) for size in sizes]
     columns = [weighed([part[0] for part in parts])]
-    return columns + [weighed([part[1][:, m] + shift for part in parts]) for m in range(methods)]
+    return columns + [weighed([part[1][:, m] for part in parts]) for m in range(methods)]
 
 
-def row(mine: Strata, theirs: Strata, kind: str, resamples: int, null: float = 0.0) -> ComparedRun:
-    """A row of `kvbench compare` without the runs."""
-    what = score() if kind == "yes or no" else NLL
+def row(mine: Strata, theirs: Strata, resamples: int) -> ComparedRun:
+    """A row of `kvbench compare` of right and wrong answers, without the runs."""
+    what = score()
     return ComparedRun(
         what=what,
         pairs=SimpleNamespace(is_enough=True),
         found=difference(mine, theirs, bounded=what.bounded, resamples=resamples),
         extremes=None,
-        margin=0.05 if kind == "yes or no" else MARGIN,
-        null=null,
+        margin=0.05,
+        null=0.0,
         changes=[],
     )
 
 
-def panel(columns: list[Strata], kind: str, resamples: int) -> Panel:
+def panel(columns: list[Strata], resamples: int) -> Panel:
     """A panel of `kvbench pareto`, every method 5 % dearer than the one before."""
     points = []
     for index, scores in enumerate(columns):
-        shares = Strata((np.full(scores.count, 0.1 * 1.05**index),), (1.0,))
-        cost = Cost(value=0.1 * 1.05**index, shares=shares)
+        cost = 0.1 * 1.05**index
+        costs = {"resident": Cost(value=cost, shares=Strata((np.full(scores.count, cost),), (1.0,)))}
+        names = dict.fromkeys(("key", "label", "method", "series"), str(index))
         points.append(
-            Point(
-                key=str(index),
-                label=str(index),
-                method="m",
-                family="evicts",
-                series="m",
-                scores=scores,
-                score_interval=None,
-                quality=scores.mean(),
-                interval=None,
-                costs={"resident": cost},
-            )
+            Point(**names, family="evicts", scores=scores, score_interval=None, quality=scores.mean(), costs=costs)
         )
     questions = [[("t", str(place), str(i)) for i in range(size)] for place, size in enumerate(columns[0].sizes)]
     return Panel(
         title="",
         kin="",
-        what=score() if kind == "yes or no" else NLL,
+        what=score(),
         points=points,
         questions=questions,
         reference=None,
@@ -102,13 +91,13 @@ def yes_no(sizes: tuple[int, ...], trials: int, methods: int = 12, resamples: in
     found = {"covered": 0, "one row": 0, "compare": 0, "equal": 0, "dominated": 0}
     for _ in range(trials):
         columns = tables("yes or no", sizes, methods, rng)
-        rows = [row(mine, columns[0], "yes or no", resamples) for mine in columns[1:]]
+        rows = [row(mine, columns[0], resamples) for mine in columns[1:]]
         low, high = rows[0].interval
         found["covered"] += low <= 0 <= high
         found["one row"] += rows[0].p < 0.05
         correct(rows)
         found["compare"] += any(item.verdict in ("worse", "better") for item in rows)
-        found["dominated"] += DOMINATED in standing(panel(columns[1:], "yes or no", resamples), "resident").values()
+        found["dominated"] += DOMINATED in standing(panel(columns[1:], resamples), "resident").values()
     return {name: count / trials for name, count in found.items()}
 
 
@@ -151,11 +140,6 @@ def graded(kind: str, sizes: tuple[int, ...], trials: int, methods: int = 12) ->
     }
 
 
-def measure(kind: str, sizes: tuple[int, ...], trials: int) -> dict:
-    """Shares of tables of twelve rows with a false verdict, and the coverage of an interval."""
-    return yes_no(sizes, trials) if kind == "yes or no" else graded(kind, sizes, trials)
-
-
 def main() -> None:
     """Print the table."""
     settings = dict(word.split("=") for word in sys.argv[1:])
@@ -169,9 +153,9 @@ def main() -> None:
             if count > int(settings.get("most", 500)):
                 continue
             for sizes in shapes:
-                got = {key: 100 * value for key, value in measure(kind, sizes, trials).items()}
+                got = yes_no(sizes, trials) if kind == "yes or no" else graded(kind, sizes, trials)
                 text = "-".join(map(str, sizes))
-                shares = " ".join(f"{value:9.1f}" for value in got.values())
+                shares = " ".join(f"{100 * value:9.1f}" for value in got.values())
                 print(f"{kind:12} {count:4} {text:12} {shares}", flush=True)
 
 

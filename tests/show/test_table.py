@@ -14,19 +14,25 @@ from kvbench.show.labels import label_runs
 from kvbench.show.progress import Progress, format_bytes, format_seconds
 from kvbench.show.table import long_tables
 
-QUIET = {"say": lambda text: None}
+
+def run_of(cfg, method="half", **parts):
+    """A finished run of a made-up method."""
+    return run_experiment(cfg, method=method, parts=make_parts(**parts), say=lambda text: None)
+
+
+def shown(records, width=80):
+    """The tables of some runs as text."""
+    console = Console(width=width, record=True, file=io.StringIO())
+    table.show(records, console=console)
+    return console.export_text()
 
 
 def test_table_shows_the_numbers(tmp_path):
     """The table fits 80 columns and shows score, n, paired difference, bytes, speed, and the warning about the
     reference backend."""
-    parts = make_parts(
-        statuses={"a/0": "nan"}, count=24, task={"quarantined": [{"file": "f", "line": 3, "reason": "bad"}]}
-    )
-    finished = run_experiment(make_cfg(tmp_path, reference="auto"), method="half", parts=parts, **QUIET)
-    console = Console(width=80, record=True, file=io.StringIO())
-    table.show([finished.reference, finished.record, finished.record], console=console)
-    text = console.export_text()
+    task = {"quarantined": [{"file": "f", "line": 3, "reason": "bad"}]}
+    finished = run_of(make_cfg(tmp_path, reference="auto"), statuses={"a/0": "nan"}, count=24, task=task)
+    text = shown([finished.reference, finished.record, finished.record])
     metric = finished.record.metrics["exact"]
     assert f"{100 * metric.value:.1f} [{100 * metric.low:.1f}, {100 * metric.high:.1f}]" in text
     comparison = finished.record.comparison
@@ -42,57 +48,47 @@ def test_table_shows_the_numbers(tmp_path):
 
 def test_table_says_what_ran_without_a_kernel(tmp_path):
     """A run whose backend fell back on plain torch is named with the operations; another one is not."""
-    finished = run_experiment(make_cfg(tmp_path), method="half", parts=make_parts(), **QUIET)
+    finished = run_of(make_cfg(tmp_path))
     slow = dataclasses.replace(finished.record, backend="triton", backend_fallbacks=["choose_pages", "paged_decode"])
     fast = dataclasses.replace(slow, method="other", backend_fallbacks=[])
-    console = Console(width=120, record=True, file=io.StringIO())
-    table.show([slow, fast], console=console)
-    said = " ".join(console.export_text().split())
+    said = " ".join(shown([slow, fast], 120).split())
     assert "Speed is no claim for half: backend triton did choose_pages, paged_decode in plain torch." in said
     assert "no claim for other" not in said
 
 
 def test_table_says_once_what_could_not_be_had_of_the_model(tmp_path):
     """Runs of one model share the sentence."""
-    finished = run_experiment(make_cfg(tmp_path), method="half", parts=make_parts(), **QUIET)
+    finished = run_of(make_cfg(tmp_path))
     one = dataclasses.replace(finished.record, model_remark="model.linear=packed was not done, because of the weather")
-    console = Console(width=120, record=True, file=io.StringIO())
-    table.show([one, dataclasses.replace(one, method="other")], console=console)
-    assert " ".join(console.export_text().split()).count("packed was not done, because of the weather.") == 1
+    said = " ".join(shown([one, dataclasses.replace(one, method="other")], 120).split())
+    assert said.count("packed was not done, because of the weather.") == 1
 
 
 def test_table_shows_the_peak_beside_that_of_a_prompt_read_at_once(tmp_path):
     """The row and a note say that prompts were read in chunks, and nowhere else."""
-    finished = run_experiment(make_cfg(tmp_path), method="half", parts=make_parts(), **QUIET)
+    finished = run_of(make_cfg(tmp_path))
     ledger = finished.record.ledger | {"one_shot_peak_bytes": 4567.0, "one_shot_peak_ratio": 4.567}
     chunked = dataclasses.replace(finished.record, hash="f" * 64, protocol={"prefill_chunk": 64}, ledger=ledger)
-    said = []
-    for records in ([finished.record], [finished.record, chunked]):
-        console = Console(width=120, record=True, file=io.StringIO())
-        table.show(records, console=console)
-        said.append(" ".join(console.export_text().split()))
-    assert "peak at once" not in said[0] and "prefill.chunk" not in said[0]
+    alone, both = (" ".join(shown([finished.record, *more], 120).split()) for more in ([], [chunked]))
+    assert "peak at once" not in alone and "prefill.chunk" not in alone
     for part in ("prefill.chunk=64", "4.57 kB", "456.7 %", "later tokens saw a compressed past"):
-        assert part in said[1], part
+        assert part in both, part
 
 
 def test_table_names_a_method_that_saves_nothing(tmp_path):
     """A method that holds as much as the full cache is pointed out, one that holds less is not."""
     for ratio, expected in ((1.0, True), (0.5, False)):
         cfg = make_cfg(tmp_path, reference="auto", method__ratio=ratio, method__hidden=4)
-        finished = run_experiment(cfg, method="lazy", parts=make_parts(), **QUIET)
-        console = Console(width=80, record=True, file=io.StringIO())
-        table.show([finished.reference, finished.record], console=console)
-        assert ("lazy holds as much as the full cache" in console.export_text()) == expected
+        finished = run_of(cfg, "lazy")
+        text = shown([finished.reference, finished.record])
+        assert ("lazy holds as much as the full cache" in text) == expected
 
 
 def test_table_shows_two_names_of_one_method(tmp_path):
     """Runs with the same hash and another name are rows of their own, and the same run given twice is one."""
-    runs = [run_experiment(make_cfg(tmp_path), method=name, parts=make_parts(), **QUIET).record for name in ("b", "a")]
+    runs = [run_of(make_cfg(tmp_path), name).record for name in ("b", "a")]
     assert runs[0].hash == runs[1].hash
-    console = Console(width=80, record=True, file=io.StringIO())
-    table.show([*runs, runs[0]], console=console)
-    rows = [line.split()[0] for line in console.export_text().splitlines() if line.startswith(("a ", "b "))]
+    rows = [line.split()[0] for line in shown([*runs, runs[0]]).splitlines() if line.startswith(("a ", "b "))]
     assert rows == ["b", "a"] * 2
     sizes = [len(figure.draw(some, tmp_path / "x.png").read_bytes()) for some in ([runs[0]], runs, [*runs, runs[0]])]
     assert sizes[0] != sizes[1] == sizes[2]
@@ -100,12 +96,10 @@ def test_table_shows_two_names_of_one_method(tmp_path):
 
 def test_table_shows_what_is_read_where_a_method_chooses(tmp_path):
     """The column of bytes read is there as soon as one run reads a part of what it keeps, and not before."""
-    runs = [run_experiment(make_cfg(tmp_path), method=name, parts=make_parts(), **QUIET).record for name in ("b", "a")]
+    runs = [run_of(make_cfg(tmp_path), name).record for name in ("b", "a")]
     for ratio, shown in ((1.0, False), (1.05, False), (0.2512, True)):
         runs[1].kept["read_ratio"] = ratio
-        console = Console(width=80, record=True, file=io.StringIO())
-        table.show(runs, console=console)
-        text = console.export_text()
+        text = shown(runs)
         assert ("read, %" in text) == ("read: bytes that attention read" in text) == shown
     cost = text.split("Cost:")[1]
     cells = {line.split()[0]: line for line in cost.splitlines() if line.startswith(("a ", "b "))}
@@ -114,7 +108,7 @@ def test_table_shows_what_is_read_where_a_method_chooses(tmp_path):
 
 def test_picture_is_the_same_twice(tmp_path):
     """The picture is a PNG whose bytes depend on the records only, and draws records without scores too."""
-    finished = run_experiment(make_cfg(tmp_path, reference="auto"), method="half", parts=make_parts(), **QUIET)
+    finished = run_of(make_cfg(tmp_path, reference="auto"))
     rows = [finished.reference, finished.record]
     first = figure.draw(rows, tmp_path / "a.png").read_bytes()
     assert first == figure.draw(rows, tmp_path / "b.png").read_bytes()
@@ -142,26 +136,19 @@ def test_units():
     sizes = [0, 999, 1000, 9994, 99_940, 999_600, 12_345_678, 3e9, 5e12, None]
     expected = ["0 B", "999 B", "1.00 kB", "9.99 kB", "99.9 kB", "1.00 MB", "12.3 MB", "3.00 GB", "5 TB", "-"]
     assert [format_bytes(size) for size in sizes] == expected
-    assert [format_seconds(s) for s in (0.4, 59.6, 3599, 7500, None)] == [
-        "0 s",
-        "1 min 00 s",
-        "59 min 59 s",
-        "2 h 05 min",
-        "?",
-    ]
+    expected = ["0 s", "1 min 00 s", "59 min 59 s", "2 h 05 min", "?"]
+    assert [format_seconds(seconds) for seconds in (0.4, 59.6, 3599, 7500, None)] == expected
 
 
 def test_table_by_what_a_task_tells_apart(tmp_path):
     """One table for each thing that a task tells its samples apart by, and none where there is one group; a run that
     lacks a group has a gap."""
-    runs = [run_experiment(make_cfg(tmp_path), method=name, parts=make_parts(), **QUIET).record for name in ("b", "a")]
+    runs = [run_of(make_cfg(tmp_path), name).record for name in ("b", "a")]
     primary = runs[1].primary
     for record, values in zip(runs, ((0.5, None), (0.25, 1.0)), strict=True):
         groups = {name: {"num_samples": 3, primary: value} for name, value in zip(("512", "1024"), values, strict=True)}
         record.task_aggregate["by"] = {"length": groups, "task": {"vt": {"num_samples": 6, primary: 0.5}}}
-    console = Console(width=80, record=True, file=io.StringIO())
-    table.show(runs, console=console)
-    text = console.export_text()
+    text = shown(runs)
     assert f"{primary} by length, %" in text and "by task" not in text
     rows = [line.split() for line in text.splitlines() if line.startswith(("512", "1024"))]
     assert rows == [["512", "50.0", "25.0", "3"], ["1024", "-", "100.0", "3"]]
@@ -173,11 +160,15 @@ def run(method, hash_, seed=0, **settings):
 
 
 def test_labels_say_what_differs():
-    """One run of a method is the method; several are told apart by the settings that differ, and only by those."""
+    """One run of a method is the method; several are told apart by the settings that differ, and only by those, by
+    seeds when the method does not, and by the hash when nothing does; the same run twice is one run."""
     runs = [run("full", "f"), run("snapkv", "a", budget=0.5, window=32), run("snapkv", "b", budget=0.25, window=32)]
     assert label_runs(runs) == ["full", "snapkv budget=0.5", "snapkv budget=0.25"]
     assert label_runs(runs[:2]) == ["full", "snapkv"]
     assert label_runs(runs, "\n")[1] == "snapkv\nbudget=0.5"
+    assert label_runs([run("h2o", "a", 0, budget=1), run("h2o", "b", 1, budget=1)]) == ["h2o seed=0", "h2o seed=1"]
+    assert label_runs([run("h2o", "abcdefgh"), run("h2o", "12345678")]) == ["h2o abcdef", "h2o 123456"]
+    assert label_runs([run("h2o", "a"), run("h2o", "a")]) == ["h2o", "h2o"]
 
 
 def test_prompts_in_chunks_always_show():
@@ -186,13 +177,6 @@ def test_prompts_in_chunks_always_show():
     chunked.protocol = {"prefill_chunk": 512}
     assert label_runs([whole, chunked]) == ["snapkv", "snapkv prefill.chunk=512"]
     assert label_runs([chunked]) == ["snapkv prefill.chunk=512"]
-
-
-def test_labels_fall_back():
-    """Seeds tell runs apart when the method does not, and the hash when nothing does; the same run twice is one run."""
-    assert label_runs([run("h2o", "a", 0, budget=1), run("h2o", "b", 1, budget=1)]) == ["h2o seed=0", "h2o seed=1"]
-    assert label_runs([run("h2o", "abcdefgh"), run("h2o", "12345678")]) == ["h2o abcdef", "h2o 123456"]
-    assert label_runs([run("h2o", "a"), run("h2o", "a")]) == ["h2o", "h2o"]
 
 
 def test_long_settings_are_cut():
@@ -213,16 +197,12 @@ def test_tables_of_tokens_and_of_free_answers() -> None:
     free = {"repetition": estimate(0.25, 0.2, 0.3), "early_stop": estimate(None)}
     full = RunRecord(method="full", hash="a", task_aggregate={"tokens": tokens, "free": free})
     other = RunRecord(method="h2o", hash="b", task_aggregate={"tokens": {}, "free": {}})
-    tables = long_tables([full, other])
-    console = Console(width=120, record=True)
-    for made in tables:
-        console.print(made)
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(*long_tables([full, other]))
     lines = [re.split(r"\s{2,}", line.strip()) for line in console.export_text().splitlines()]
     cells = {line[0]: line[1:] for line in lines}
     assert cells["perplexity"] == ["12.3 [11, 13]", "-"] and cells["KL max"] == ["2.5", "-"]
-    assert cells["same first choice, %"] == ["90.0", "-"] and cells["4-grams said before, %"] == [
-        "25.0 [20.0, 30.0]",
-        "-",
-    ]
+    assert cells["same first choice, %"] == ["90.0", "-"]
+    assert cells["4-grams said before, %"] == ["25.0 [20.0, 30.0]", "-"]
     assert cells["would have ended before, %"] == ["-", "-"]
     assert long_tables([RunRecord(method="full"), other]) == []
