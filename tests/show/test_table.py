@@ -97,10 +97,10 @@ def test_table_shows_two_names_of_one_method(tmp_path):
 def test_table_shows_what_is_read_where_a_method_chooses(tmp_path):
     """The column of bytes read is there as soon as one run reads a part of what it keeps, and not before."""
     runs = [run_of(make_cfg(tmp_path), name).record for name in ("b", "a")]
-    for ratio, shown in ((1.0, False), (1.05, False), (0.2512, True)):
+    for ratio, is_there in ((1.0, False), (1.05, False), (0.2512, True)):
         runs[1].kept["read_ratio"] = ratio
         text = shown(runs)
-        assert ("read, %" in text) == ("read: bytes that attention read" in text) == shown
+        assert ("read, %" in text) == ("read: bytes that attention read" in text) == is_there
     cost = text.split("Cost:")[1]
     cells = {line.split()[0]: line for line in cost.splitlines() if line.startswith(("a ", "b "))}
     assert " 25.1 " in cells["a"] and " 100.0 " in cells["b"]
