@@ -2,6 +2,7 @@
 
 import html
 import io
+from abc import ABC, abstractmethod
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,11 +26,16 @@ if TYPE_CHECKING:
 _WIDTH = 100  # columns of a table
 
 
-class _Tables:
+class _Tables(ABC):
     """What one run and several of them show alike."""
 
-    def _runs(self) -> list[Run]:
-        raise NotImplementedError
+    @abstractmethod
+    def _runs(self) -> list[Run]: ...
+
+    @property
+    @abstractmethod
+    def picture(self) -> Path:
+        """The picture of scores and bytes, a PNG file beside the results."""
 
     @property
     def _records(self) -> list[RunRecord]:
@@ -44,11 +50,6 @@ class _Tables:
         target = io.StringIO()
         table.show(self._records, console=terminal.console(_WIDTH, file=target))
         return "\n".join(line.rstrip() for line in target.getvalue().strip("\n").splitlines())
-
-    @property
-    def picture(self) -> Path:
-        """The picture of scores and bytes, a PNG file beside the results."""
-        raise NotImplementedError
 
     @property
     def frame(self) -> "DataFrame":
@@ -68,13 +69,11 @@ class _Tables:
         return self.table
 
     def _repr_html_(self) -> str:
+        table = f'<pre style="line-height:1.2">{html.escape(self.table)}</pre>'
         if not all(run.ended for run in self._runs()):  # of shards, the last one makes the picture
-            return f'<pre style="line-height:1.2">{html.escape(self.table)}</pre>'
+            return table
         image = b64encode(self.picture.read_bytes()).decode()
-        return (
-            f'<pre style="line-height:1.2">{html.escape(self.table)}</pre>'
-            f'<img alt="scores with intervals against resident bytes" src="data:image/png;base64,{image}">'
-        )
+        return f'{table}<img alt="scores with intervals against resident bytes" src="data:image/png;base64,{image}">'
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
