@@ -17,3 +17,16 @@ def loader(name: str, **defaults: object) -> Callable[..., TaskSet]:
 def text_of(model, request) -> str:
     """The prompt of a request."""
     return model.tokenizer.decode([token for segment in request.segments for token in segment])
+
+
+def records_of(task: TaskSet, right: Callable[..., bool]) -> list[dict]:
+    """A journal record for each request, of an answer that is right or wrong."""
+    return [
+        {"sample_id": r.sample_id, "subset": r.subset, "meta": r.meta, "scores": {"score": float(right(r))}, "text": ""}
+        for r in task.requests
+    ]
+
+
+def scores_of(groups: dict[str, dict]) -> dict[str, float]:
+    """The score of each group of an aggregate."""
+    return {name: numbers["score"] for name, numbers in groups.items()}

@@ -33,19 +33,11 @@ def with_template(model, monkeypatch):
     return change
 
 
-@pytest.mark.parametrize(
-    ("template", "date", "expected"),
-    [
-        (STRFTIME, "2024-07-26", "Today: 26 Jul 2024, 00:00:00|hello"),
-        (LLAMA, "2024-07-26", "Today: 26 Jul 2024|hello"),
-        (STRFTIME, "2031-03-05", "Today: 05 Mar 2031, 00:00:00|hello"),
-        (LLAMA, "2031-03-05", "Today: 05 Mar 2031|hello"),
-    ],
-)
-def test_templates_are_told_the_date_of_the_protocol(with_template, template, date, expected) -> None:
+@pytest.mark.parametrize(("date", "told"), [("2024-07-26", "26 Jul 2024"), ("2031-03-05", "05 Mar 2031")])
+def test_templates_are_told_the_date_of_the_protocol(with_template, date, told) -> None:
     """Both ways in which templates ask for today give the setting, and the time is midnight."""
-    model = with_template(template)
-    assert render_chat(model, USER, Protocol(date=date)) == expected
+    assert render_chat(with_template(LLAMA), USER, Protocol(date=date)) == f"Today: {told}|hello"
+    assert render_chat(with_template(STRFTIME), USER, Protocol(date=date)) == f"Today: {told}, 00:00:00|hello"
 
 
 def test_the_clock_changes_no_prompt(with_template, monkeypatch) -> None:
@@ -131,37 +123,32 @@ def test_a_template_of_gigabytes_is_refused(with_template, template) -> None:
     assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
-def test_a_template_that_drops_the_message_is_refused(with_template) -> None:
-    """With it all prompts would be the same, and a run of them would be complete."""
-    with pytest.raises(ValueError, match=r"template of model stand-in drops the message .* would be 'hello <s>'; set"):
-        PromptBuilder(with_template("hello <s>"), AWARE, CHAT)
-
-
-def test_far_more_text_than_was_given_is_refused(with_template) -> None:
-    """A template that repeats itself without need is named before its text is tokenised."""
-    template = "{% for i in range(99999) %}0123456789ab{% endfor %}{{ messages[0]['content'] }}"
-    with pytest.raises(ValueError, match="makes 1199989 characters of a conversation of 1; set"):
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("hello <s>", "template of model stand-in drops the message .* would be 'hello <s>'; set"),
+        (
+            "{% for i in range(99999) %}0123456789ab{% endfor %}{{ messages[0]['content'] }}",
+            "makes 1199989 characters of a conversation of 1; set",
+        ),
+    ],
+)
+def test_a_template_that_makes_no_prompt_is_refused(with_template, template, message) -> None:
+    """One that drops the message would make all prompts the same; one that repeats itself is named before its text is
+    tokenised."""
+    with pytest.raises(ValueError, match=message):
         PromptBuilder(with_template(template), AWARE, CHAT)
 
 
-def test_what_stands_before_the_user_s_text_is_the_instruction(with_template) -> None:
-    """A request says how many first tokens are the same whatever the user says: of a template's own words, and none
-    without a template."""
-    model = with_template("Be brief.|{% for m in messages %}{{ m['content'] }}{% endfor %}")
+def test_what_stands_around_the_user_s_text_is_known(with_template) -> None:
+    """A request says how many first and last tokens are the same whatever the user says: a template's own words, and
+    none without a template."""
+    model = with_template("Be brief.|{% for m in messages %}<s>{{ m['content'] }}<e>{% endfor %}<a>")
     request = build(model, AWARE, CHAT)
-    text = model.tokenizer.decode(request.segments[0][: request.instruction_tokens])
-    assert text.rstrip("|").endswith("Be brief.") and 0 < request.instruction_tokens < request.num_prompt_tokens
-    assert build(model, AWARE).instruction_tokens == 0
-
-
-def test_what_stands_behind_the_user_s_text_closes_it(with_template) -> None:
-    """A request says how many last tokens are the same whatever the user says; none without a template."""
-    model = with_template("{% for m in messages %}<s>{{ m['content'] }}<e>{% endfor %}<a>")
-    request = build(model, AWARE, CHAT)
+    text = model.tokenizer.decode(request.prompt[: request.instruction_tokens])
+    assert text.endswith("Be brief.|<s>") and request.instruction_tokens < request.num_prompt_tokens
     assert model.tokenizer.decode(list(request.closing)).endswith("<e><a>")
-    assert (
-        0 < request.closing_tokens < request.num_prompt_tokens
-        and request.closing == request.prompt[-len(request.closing) :]
-    )
+    assert 0 < request.closing_tokens < request.num_prompt_tokens
+    assert request.closing == request.prompt[-len(request.closing) :]
     plain = build(model, AWARE)
-    assert plain.closing_tokens == 0 and plain.closing == ()
+    assert plain.instruction_tokens == plain.closing_tokens == 0 and plain.closing == ()

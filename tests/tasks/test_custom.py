@@ -1,4 +1,4 @@
-"""A file of the user's own: broken rows, prompts, messages, choices, and every metric against plain code."""
+"""A file of the user's own: broken rows, prompts, messages, choices, conversations, and every metric by hand."""
 
 import json
 from types import SimpleNamespace
@@ -6,9 +6,13 @@ from types import SimpleNamespace
 import pytest
 from loaded import text_of
 
-from kvbench.tasks import custom, load_task
+from kvbench.engine.requests import Outcome
+from kvbench.tasks import load_task
 
 GOOD = {"context": "The door is red. The car is blue.", "question": "What is red?", "answers": ["the door", "door"]}
+TALK = GOOD | {
+    "turns": [{"question": "And blue?", "answers": "car"}, {"question": "What was first?", "answers": ["red", "Red"]}]
+}
 
 
 @pytest.fixture
@@ -156,11 +160,6 @@ def test_metrics(load, metric: str, text: str, answers: list, score: float) -> N
     assert bool(request.gold) == (metric != "regex")
 
 
-def test_every_metric_is_described() -> None:
-    """In the order in which the setting lists them, and in the file of the setting."""
-    assert custom.METRICS == ("exact", "contains", "contains_all", "f1", "rouge_l", "code", "regex", "choice")
-
-
 def test_fingerprint_and_subsets(load) -> None:
     """What is asked and what it is graded by decide; a limit counts in each subset."""
     rows = [GOOD | {"subset": name, "question": f"{name} {n}?"} for n in range(4) for name in ("b", "a")]
@@ -191,12 +190,6 @@ def test_wrong_settings_are_named(load, settings: dict, message: str) -> None:
         load(GOOD, **settings)
 
 
-def test_a_file_without_good_rows(load) -> None:
-    """Nothing runs, and the first fault is named."""
-    with pytest.raises(ValueError, match="all 1 rows of .*my.jsonl are broken; the first, line 1: field question"):
-        load({"answers": "a"})
-
-
 def test_a_bad_pattern_is_a_broken_row(load) -> None:
     """Found before the model runs."""
     task = load(GOOD | {"answers": "("}, GOOD | {"answers": "d.or"}, metric="regex")
@@ -209,3 +202,88 @@ def test_a_model_without_a_template(load, tokenizer) -> None:
     row = {"messages": [{"role": "user", "content": "One."}, {"role": "user", "content": "Two?"}], "answers": "a"}
     (request,) = load(row, using=plain).requests
     assert text_of(plain, request) == "<s>One.\n\nTwo?"
+
+
+@pytest.mark.parametrize("messages", [False, True])
+@pytest.mark.parametrize("chat", ["auto", "never"])
+def test_turns_are_what_the_template_writes_between_answers(load, model, chat, messages) -> None:
+    """Prompt, answers and turns one behind the other are the conversation as the template renders it whole."""
+    row = {"messages": [{"role": "user", "content": "What is red?"}], "answers": "x", "turns": TALK["turns"]}
+    (request,) = load(row if messages else TALK, protocol={"chat_template": chat}, answer_prefix=" It is").requests
+    first = "What is red?" if messages else f"{TALK['context']}\n\nWhat is red?"
+    decode = model.tokenizer.decode
+    said = [decode(list(request.prompt)), *(decode(list(turn.tokens)) for turn in request.turns)]
+    if chat == "never":
+        assert said == [f"<s>{first} It is", "\n\nAnd blue? It is", "\n\nWhat was first? It is"]
+    else:
+        talk = [("user", first), ("assistant", "It is A."), ("user", "And blue?"), ("assistant", "It is B.")]
+        talk.append(("user", "What was first?"))
+        whole = model.tokenizer.apply_chat_template(
+            [{"role": role, "content": text} for role, text in talk], tokenize=False, add_generation_prompt=True
+        )
+        assert f"{said[0]} A.{said[1]} B.{said[2]}" == f"{whole}It is"
+    golds = [decode(list(ids)).strip() for ids in (turn.gold for turn in request.turns)]
+    assert golds == ["car", "red"] and [turn.answers for turn in request.turns] == [("car",), ("red", "Red")]
+
+
+def test_scores_are_means_over_the_answers(load) -> None:
+    """Each by its own right answers; thoughts are not graded in any of them; the table has a score for each turn."""
+    task = load(TALK, TALK | {"turns": []}, metric="contains")
+    long, short = task.requests
+    outcome = Outcome(sample_id=long.sample_id, text="It is red.")
+    outcome.turns = [{"text": "the door"}, {"text": "<think>car"}]
+    assert task.score_outcome(long, outcome) == {"score": pytest.approx(2 / 3)}
+    assert task.score_outcome(short, Outcome(sample_id=short.sample_id, text="a door")) == {"score": 1.0}
+    told = {"subset": "all", "meta": {}, "scores": {"score": 1.0}}
+    records = [
+        told | {"sample_id": long.sample_id, "text": "It is red.", "turns": outcome.turns},
+        told | {"sample_id": short.sample_id, "text": "a door"},
+    ]
+    by = task.aggregate(records)["by"]["turn"]
+    assert {turn: (group["score"], group["num_samples"]) for turn, group in by.items()} == {
+        "1": (1.0, 2),
+        "2": (0.0, 1),
+        "3": (1.0, 1),
+    }
+    assert (
+        load(TALK, metric="contains").fingerprint
+        != load(TALK | {"turns": TALK["turns"][:1]}, metric="contains").fingerprint
+    )
+
+
+def test_broken_turns_are_named(load) -> None:
+    """Each row with its reason; the others run."""
+    broken = {
+        "field turns must be a list of objects with question and answers": {"turns": ["And?"]},
+        "field turns.question must be a text, it is missing": {"turns": [{"answers": "a"}]},
+        "field turns.answers must be a text or a list of texts, it is missing": {"turns": [{"question": "a"}]},
+    }
+    task = load(*(TALK | change for change in broken.values()), TALK)
+    assert [row["reason"] for row in task.quarantined] == list(broken) and len(task.requests) == 1
+    task = load(TALK | {"turns": [{"question": "a", "answers": "("}]}, TALK, metric="regex")
+    assert task.quarantined[0]["reason"].startswith("field answers has no regular expression")
+    assert not any(turn.gold for turn in task.requests[0].turns), "no model would write a pattern"
+    task = load(
+        TALK | {"choices": ["the door", "car"]}, TALK | {"choices": ["the door", "car"], "turns": None}, metric="choice"
+    )
+    assert task.quarantined[0]["reason"].startswith("field turns goes on behind an answer, and with metric=choice")
+
+
+def test_there_is_room_for_all_of_it(load, make_model) -> None:
+    """A long context loses its middle, so that every turn still fits; turns that leave no room are refused."""
+    small = make_model(300)
+    (request,) = load(TALK | {"context": "word " * 900}, using=small, max_new_tokens=20).requests
+    assert request.truncated and request.num_prompt_tokens + request.conversation_tokens <= 300
+    with pytest.raises(ValueError, match="all/0: the turns of the conversation and their answers take up to"):
+        load(TALK, using=small, max_new_tokens=100)
+
+
+def test_a_template_without_a_place_for_answers(load, tokenizer, monkeypatch) -> None:
+    """One that leaves answers out has no conversations."""
+    monkeypatch.setattr(
+        tokenizer, "chat_template", "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match="does not show what was said before"):
+        load(TALK)
+    plain = SimpleNamespace(tokenizer=tokenizer, max_tokens=512, name="plain", chat_template=False)
+    assert len(load(TALK, using=plain).requests[0].turns) == 2

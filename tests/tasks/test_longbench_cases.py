@@ -19,6 +19,16 @@ CASES = [
     ("qasper", "The 3.5 million", ["3.5 million"], 1),  # the full stop goes: 35 million
     ("qasper", "3,000", ["3000"], 1),
     ("qasper", "x x y", ["x y y"], 2 / 3),  # one x and one y are common
+    ("qasper", "Bob", ["Bob Dylan"], 2 / 3),  # P 1, R 1/2
+    ("qasper", "Bob Bob", ["Bob Dylan"], 1 / 2),  # the second Bob finds no partner: P 1/2, R 1/2
+    ("qasper", "Bob Bob Dylan", ["Bob Dylan Bob"], 1),  # order does not count
+    ("qasper", "the Bob, Dylan!", ["Bob Dylan"], 1),
+    ("qasper", "", ["Bob"], 0),
+    ("qasper", "the", ["a"], 0),  # both are empty after normalisation
+    ("qasper", "can't", ["cant"], 1),  # punctuation goes before words are divided
+    ("qasper", "well-known", ["well known"], 0),
+    ("qasper", "theatre", ["atre"], 0),  # articles are whole words
+    ("qasper", "bob dylan", ["x", "Bob Dylan", "Bob"], 1),  # the best reference counts, whatever their order
     ("qasper_e", "Unanswerable.", ["unanswerable"], 1),
     ("narrativeqa", "in the box", ["on the mat", "in a box"], 1),  # the best reference counts
     ("narrativeqa", "b c d", ["b c"], 0.8),  # P 2/3, R 1
@@ -39,6 +49,8 @@ CASES = [
     ("trec", "Date or Food", ["Food"], 1 / 2),
     ("trec_e", "Food, Date, Animal", ["Food"], 1 / 3),
     ("trec_e", " \nFood", ["Food"], 0),
+    ("trec", "food", ["Food"], 0),
+    ("trec", "", ["Food"], 0),
     ("samsum", "\nAmy bakes.\nDialogue: x", ["Amy bakes"], 1),
     ("samsum", "Amy", ["Amy bakes cookies"], 0.5),  # P 1, R 1/3
     ("samsum", "Amy\nbakes cookies", ["Amy bakes cookies"], 0.5),  # the first line only
@@ -52,9 +64,13 @@ CASES = [
     ("passage_count", "7 paragraphs; 30 in total", ["7"], 1 / 2),
     ("passage_count_e", "seven", ["7"], 0),
     ("passage_count_e", "17", ["7"], 0),
+    ("passage_count", "07", ["7"], 0),  # compared as text
     ("passage_retrieval_en", "Paragraph 12", ["Paragraph 12"], 1),
     ("passage_retrieval_en", "12, 3, 12", ["Paragraph 12"], 2 / 3),
     ("passage_retrieval_en_e", "Paragraph 1", ["Paragraph 12"], 0),
+    ("passage_retrieval_en", "Paragraph 33", ["Paragraph 3"], 0),
+    ("passage_retrieval_en", "three", ["Paragraph 3"], 0),
+    ("passage_retrieval_en", "3, 3 and 3", ["Paragraph 3"], 1),
     # Code: the first line without back-tick, # or //, by the indel ratio 2 * common / (both lengths), in whole percent.
     ("lcc", "x = 1\ny = 2", ["x = 1"], 1),
     ("lcc", "\n\n\nx = 1", ["x = 1"], 1),
@@ -63,6 +79,15 @@ CASES = [
     ("lcc", "`x`\nreturn", ["return"], 1),
     ("lcc", "abc", ["abd"], 0.67),  # 2 * 2 / 6
     ("lcc_e", "    x", ["x"], 0.33),  # 2 * 1 / 6
+    ("lcc", "    x = 1", ["    x = 1"], 1),  # indentation is part of a line of code: nothing is stripped
+    ("lcc", "x = 1", ["    x = 1"], 0.71),  # 2 * 5 / 14
+    ("lcc", "  \n    return x\n", ["    return x"], 0.29),  # a blank line is a line: 2 * 2 / (2 + 12), rounded
+    ("lcc", "# no\n```\n// no\nreturn x", ["return x"], 1),
+    ("lcc", "# only a comment", ["return x"], 0),
+    ("lcc", "", [""], 1),
+    ("lcc", "abcd", ["abxd"], 0.75),  # indel: 3 common of 4 + 4
+    ("lcc", "abcdefg", ["a"], 0.25),
+    ("lcc", "aabbb", ["ab"], 0.57),  # 4/7 in whole percent
     ("lcc_e", "", ["x"], 0),
     ("repobench-p", "return self.x", ["return self.y"], 0.92),  # 2 * 12 / 26
     ("repobench-p", "// why\nfoo()", ["foo();"], 0.91),  # 2 * 5 / 11

@@ -1,4 +1,4 @@
-"""LongBench's scores against hand-computed values and against the official code's quirks."""
+"""ROUGE-L and classes of LongBench against plain code and the official code's quirks; the other scores are cases."""
 
 import random
 import time
@@ -8,27 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.tasks.longbench import metrics
-
-
-@pytest.mark.parametrize(
-    ("prediction", "reference", "expected"),
-    [
-        ("Bob Dylan", "bob dylan", 1.0),  # case does not count
-        ("the Bob, Dylan!", "Bob Dylan", 1.0),  # nor articles and punctuation
-        ("Bob", "Bob Dylan", 2 / 3),  # P 1, R 1/2
-        ("Bob Bob", "Bob Dylan", 1 / 2),  # the second Bob finds no partner: P 1/2, R 1/2
-        ("Bob Bob Dylan", "Bob Dylan Bob", 1.0),  # order does not count
-        ("x y z", "Bob Dylan", 0.0),
-        ("", "Bob", 0.0),
-        ("the", "a", 0.0),  # both are empty after normalisation
-        ("can't", "cant", 1.0),  # punctuation goes before words are divided
-        ("well-known", "well known", 0.0),
-        ("theatre", "atre", 0.0),  # articles are whole words
-    ],
-)
-def test_qa_f1(prediction: str, reference: str, expected: float) -> None:
-    """F1 of bags of words, worked out by hand."""
-    assert metrics.qa_f1(prediction, reference) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -127,14 +106,10 @@ def test_rouge_of_sentences_too_long_for_the_package() -> None:
 @pytest.mark.parametrize(
     ("prediction", "reference", "classes", "expected"),
     [
-        ("Food", "Food", ["Food", "Date"], 1.0),
-        ("Food or Date", "Food", ["Food", "Date"], 0.5),
-        ("food", "Food", ["Food", "Date"], 0.0),
         ("Other location", "Other location", ["location", "Other location"], 1.0),  # the part is taken out
         ("Other location", "location", ["location", "Other location"], 0.5),  # the whole is not
         # Both "a" and "b" are parts of "ab", but the loop skips "b" after it took "a" out: 1 of 2 names is right.
         ("ab", "ab", ["a", "b", "ab"], 0.5),
-        ("", "Food", ["Food"], 0.0),
     ],
 )
 def test_classification(prediction: str, reference: str, classes: list[str], expected: float) -> None:
@@ -142,70 +117,7 @@ def test_classification(prediction: str, reference: str, classes: list[str], exp
     assert metrics.classification(prediction, reference, classes) == expected
 
 
-@pytest.mark.parametrize(
-    ("prediction", "reference", "expected"),
-    [
-        ("Paragraph 3", "Paragraph 3", 1.0),
-        ("3 or 4", "Paragraph 3", 0.5),
-        ("Paragraph 33", "Paragraph 3", 0.0),
-        ("three", "Paragraph 3", 0.0),
-        ("3, 3 and 3", "Paragraph 3", 1.0),
-    ],
-)
-def test_retrieval(prediction: str, reference: str, expected: float) -> None:
-    """Share of the numbers that name the right paragraph."""
-    assert metrics.retrieval(prediction, reference) == expected
-
-
 def test_retrieval_needs_a_numbered_reference() -> None:
     """A reference without a number is a fault of the data, not a score of 0."""
     with pytest.raises(ValueError, match="Paragraph 1"):
         metrics.retrieval("3", "the third")
-
-
-@pytest.mark.parametrize(("prediction", "expected"), [("7", 1.0), ("7 of 14", 0.5), ("07", 0.0), ("none", 0.0)])
-def test_count(prediction: str, expected: float) -> None:
-    """Share of the numbers that are the count, compared as text."""
-    assert metrics.count(prediction, "7") == expected
-
-
-@pytest.mark.parametrize(
-    ("prediction", "reference", "expected"),
-    [
-        ("return x", "return x", 1.0),
-        ("\n\nreturn x\nreturn y", "return x", 1.0),  # leading line breaks go
-        ("  \n    return x\n", "    return x", 0.29),  # a blank line is a line: 2 * 2 / (2 + 12), rounded
-        ("# no\n```\n// no\nreturn x", "return x", 1.0),
-        ("abcd", "abxd", 0.75),  # indel: 3 common of 4 + 4
-        ("ab", "ba", 0.5),
-        ("# only a comment", "return x", 0.0),
-        ("", "", 1.0),
-        ("abc", "ab", 0.8),
-        ("abcdefg", "a", 0.25),
-        ("aabbb", "ab", 0.57),  # 4/7 in whole percent
-    ],
-)
-def test_code_similarity(prediction: str, reference: str, expected: float) -> None:
-    """Indel similarity of the first code line, in whole percent."""
-    assert metrics.code_similarity(prediction, reference) == expected
-
-
-def test_first_line_ignores_leading_line_breaks() -> None:
-    """The case where lm-eval's stop rule gives an empty answer and the official rule the right one."""
-    doc = {"answers": ["Bob Dylan"], "all_classes": None}
-    assert metrics.score_first_line_qa_f1(doc, ["\nBob Dylan\nQuestion"]) == {"score": 1.0}
-    assert metrics.score_qa_f1(doc, ["\nBob Dylan\nQuestion"])["score"] == pytest.approx(0.8)
-    assert metrics.score_first_line_qa_f1(doc, [" \nBob Dylan"])["score"] == 0.0
-
-
-def test_the_best_reference_counts() -> None:
-    """With several references the highest score is taken, whatever their order."""
-    doc = {"answers": ["x", "Bob Dylan", "Bob"], "all_classes": None}
-    assert metrics.score_qa_f1(doc, ["bob dylan"])["score"] == 1.0
-
-
-def test_code_predictions_keep_their_indentation() -> None:
-    """Answers are not stripped: indentation is part of a line of code."""
-    doc = {"answers": ["    x = 1"], "all_classes": None}
-    assert metrics.score_code_similarity(doc, ["    x = 1"])["score"] == 1.0
-    assert metrics.score_code_similarity(doc, ["x = 1"])["score"] == 0.71  # 2 * 5 / 14

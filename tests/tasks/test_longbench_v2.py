@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from loaded import records_of, scores_of
 from longbench_rows import row as old_row
 from longbench_rows import write
 
@@ -121,15 +122,8 @@ def test_tables_by_difficulty_length_and_domain(load):
     """As the authors report."""
     rows = [ROW | {"_id": str(n), "difficulty": ("easy", "hard")[n % 2], "question": f"{n}?"} for n in range(4)]
     task = load(*rows, ROW | {"_id": "x", "length": "long", "domain": "Code"})
-    records = [
-        {"sample_id": r.sample_id, "subset": r.subset, "meta": r.meta, "scores": {"score": float(n < 2)}, "text": ""}
-        for n, r in enumerate(task.requests)
-    ]
-    by = task.aggregate(records)["by"]
-    assert {name: group["score"] for name, group in by["difficulty"].items()} == {
-        "easy": 0.5,
-        "hard": pytest.approx(1 / 3),
-    }
+    by = task.aggregate(records_of(task, lambda request: request.meta["index"] < 2))["by"]
+    assert scores_of(by["difficulty"]) == {"easy": 0.5, "hard": pytest.approx(1 / 3)}
     assert {name: group["num_samples"] for name, group in by["length"].items()} == {"medium": 4, "long": 1}
     assert set(by["domain"]) == {"Single-Document QA", "Code"}
 
@@ -146,6 +140,11 @@ def test_broken_rows_are_named(load, tmp_path, model):
     task = load(ROW, *(ROW | change for change in broken.values()), name="data.json")
     assert [one["reason"] for one in task.quarantined] == list(broken)
     assert [one["line"] for one in task.quarantined] == [2, 3, 4, 5, 6]
+    write(tmp_path / "longbench_v2.jsonl", ROW, ROW | {"_id": "2", "answer": "F"})
+    (file,) = data_files({"name": "longbench_v2"})
+    report = check_file(file, tmp_path, {}, partial_data=True)  # looks at rows as the task does
+    assert (report.rows, report.wanted, len(report.broken)) == (1, 503, 1)
+    (tmp_path / "longbench_v2.jsonl").unlink()
     (tmp_path / "data.json").write_text('{"a": 1}')
     cfg = {"name": "longbench_v2", "data_dir": str(tmp_path)}
     with pytest.raises(ValueError, match="data.json must be a list of rows, it is dict"):
@@ -153,14 +152,6 @@ def test_broken_rows_are_named(load, tmp_path, model):
     (tmp_path / "data.json").unlink()
     with pytest.raises(MissingDataError, match="no data for longbench_v2.*or data.json there.*data task=longbench_v2"):
         load_task(cfg, model, limit=None, seed=0)
-
-
-def test_data_checks_it(tmp_path):
-    """Rows are counted and looked at as the task looks at them."""
-    (file,) = data_files({"name": "longbench_v2"})
-    (tmp_path / "longbench_v2.jsonl").write_text("\n".join(map(json.dumps, [ROW, ROW | {"_id": "2", "answer": "F"}])))
-    report = check_file(file, tmp_path, {}, partial_data=True)
-    assert (report.rows, report.wanted, len(report.broken)) == (1, 503, 1)
 
 
 def test_longbench_has_its_categories(tmp_path, model):
@@ -172,20 +163,6 @@ def test_longbench_has_its_categories(tmp_path, model):
         write(tmp_path / f"{name}.jsonl", old_row(answers=["box"], length=5000))
     cfg = {"name": "longbench", "subsets": ["qasper", "narrativeqa", "lcc", "hotpotqa_e"], "data_dir": str(tmp_path)}
     task = load_task(cfg, model, limit=None, seed=0)
-    records = [
-        {
-            "sample_id": r.sample_id,
-            "subset": r.subset,
-            "meta": r.meta,
-            "scores": {"score": float(r.subset == "qasper")},
-            "text": "",
-        }
-        for r in task.requests
-    ]
-    by = task.aggregate(records)["by"]["category"]
-    assert {name: group["score"] for name, group in by.items()} == {
-        "Single-document QA": 0.5,
-        "Code": 0.0,
-        "Multi-document QA": 0.0,
-    }
+    by = task.aggregate(records_of(task, lambda request: request.subset == "qasper"))["by"]["category"]
+    assert scores_of(by) == {"Single-document QA": 0.5, "Code": 0.0, "Multi-document QA": 0.0}
     assert by["Single-document QA"]["num_samples"] == 4

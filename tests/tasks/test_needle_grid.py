@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from loaded import loader
+from loaded import loader, records_of, scores_of, text_of
 
 from kvbench.tasks.ruler.grid import depths_of
 from kvbench.tasks.ruler.words import Essays
@@ -13,8 +13,7 @@ load = loader("needle", lengths=[512, 1200], depths=3, items=2)
 
 def context_of(model, request) -> str:
     """The text between instruction and question."""
-    text = model.tokenizer.decode([token for part in request.segments for token in part])
-    return text.partition("afterwards.\n")[2].rpartition("\nWhat is the special")[0]
+    return text_of(model, request).partition("afterwards.\n")[2].rpartition("\nWhat is the special")[0]
 
 
 @pytest.mark.parametrize("values", ["numbers", "uuids"])
@@ -55,15 +54,11 @@ def test_cells_differ_in_depth_and_length_only(model) -> None:
 def test_who_copies_scores_and_who_guesses_does_not(model) -> None:
     """An oracle scores 100, one that names another value 0; scores come by length and by depth."""
     task = load(model, items=1)
-    records = []
     for request in task.requests:
         assert task.score(request, f" {request.meta['answers'][0]}.") == {"score": 1.0}
         assert task.score(request, "1234567") == {"score": 0.0}
-        record = {"sample_id": request.sample_id, "subset": request.subset, "meta": request.meta}
-        records.append(record | {"scores": {"score": float(request.meta["depth"] > 0)}})
-    by = task.aggregate(records)["by"]
-    assert {name: numbers["score"] for name, numbers in by["depth"].items()} == {"0": 0.0, "50": 1.0, "100": 1.0}
-    assert set(by["length"]) == {"512", "1200"}
+    by = task.aggregate(records_of(task, lambda request: request.meta["depth"] > 0))["by"]
+    assert scores_of(by["depth"]) == {"0": 0.0, "50": 1.0, "100": 1.0} and set(by["length"]) == {"512", "1200"}
 
 
 def test_the_question_can_be_apart(model) -> None:

@@ -3,8 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
+from lmeval_demo import TINY
 from longbench_rows import row, write
-from problem_rows import folder_of
+from problem_rows import MATH, folder_of
 from test_task_prompts import CHAT, PLAIN, build
 
 from kvbench.tasks import load_task
@@ -91,16 +92,13 @@ def test_a_budget_of_thoughts_is_beside_the_answer(thinker, tokenizer, budget) -
 @pytest.mark.parametrize("task", ["gsm8k", "math500", "aime24"])
 def test_every_row_names_it_and_thoughts_are_not_graded(thinker, tmp_path, task) -> None:
     """An answer inside open thoughts is none; the same answer behind their end counts."""
-    from problem_rows import FILES
-
     cfg = {"name": task, "data_dir": str(folder_of(tmp_path, task))} | ({"form": "zeroshot"} if task == "gsm8k" else {})
     protocol = {"thinking": True, "max_new_tokens": 64}
     loaded = load_task(cfg, thinker, limit=1, seed=0, protocol=protocol)
     assert (loaded.protocol["thinking"], loaded.protocol["thoughts"]) == ("on", "not graded")
-    answer = {"gsm8k": "12", "math500": FILES[task][1].get("answer"), "aime24": "42"}[task]
-    right, wrong = (f"The answer is \\boxed{{{value}}}." for value in (answer, "7"))
-    if task == "gsm8k":
-        right, wrong = "The answer is 12.", "The answer is 7."
+    answer = {"gsm8k": "12", "math500": MATH["answer"], "aime24": "42"}[task]
+    form = "The answer is {}." if task == "gsm8k" else "The answer is \\boxed{{{}}}."
+    right, wrong = form.format(answer), form.format("7")
     request = loaded.requests[0]
     assert loaded.score(request, right)["parsed"] == 0.0
     assert loaded.score(request, f"{wrong}</think>{right}") == {"correct": 1.0, "parsed": 1.0}
@@ -128,23 +126,17 @@ def test_lm_eval_gets_answers_without_thoughts(monkeypatch) -> None:
 
     from kvbench.lm import KvbenchLM
 
-    lm = KvbenchLM(
-        model="random", **{"model.preset": "tiny", "model.num_layers": 2, "model.device": "cpu", "backend": "torch"}
-    )
+    lm = KvbenchLM(**TINY)
     said = iter(["why</think>so", "why", "a <think>b", "a</think>b"])
-    monkeypatch.setattr(
-        lm,
-        "_run",
-        lambda asked, **settings: {
-            request.sample_id: SimpleNamespace(status="ok", text=next(said)) for request in asked
-        },
-    )
+
+    def run(asked, **settings):
+        return {request.sample_id: SimpleNamespace(status="ok", text=next(said)) for request in asked}
 
     def answers(*prompts: str) -> list[str]:
-        places = enumerate(prompts)
-        return lm.generate_until(
-            [Instance("generate_until", {}, (text, {"max_gen_toks": 4}), n, ("x", n, 1)) for n, text in places]
-        )
+        given = [(text, {"max_gen_toks": 4}) for text in prompts]
+        return lm.generate_until([Instance("generate_until", {}, one, n, ("x", n, 1)) for n, one in enumerate(given)])
+
+    monkeypatch.setattr(lm, "_run", run)
 
     assert answers("Think. <think>\n", "Think. <think>\n", "Plain text") == ["so", "", "a <think>b"]
     lm._rendered = True
