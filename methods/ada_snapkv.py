@@ -1,9 +1,9 @@
 """Ada-SnapKV: SnapKV's scores ranked over all heads of a layer, so that heads share one budget."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvbench.methods.snapkv import SnapKV
-from kvbench.policy import Allocation, Shares
+from kvbench.policy import Allocation
 
 
 @dataclass(kw_only=True)
@@ -23,6 +23,3 @@ class AdaSnapKV(SnapKV):
 
     allocation: Allocation = "ada"
     official_rounding: bool = False
-
-    def make_shares(self) -> Shares:
-        return replace(super().make_shares(), official_rounding=self.official_rounding)

@@ -40,8 +40,7 @@ class AttentionShifts(Statistic):
             score = torch.cat([before, score[:, prefix:]], -1)
         return torch.stack([score, entropy, variance])
 
-    def of_slots(self, seen: LayerTensors) -> Tensor:
-        return self.of_prompt(seen)
+    of_slots = of_prompt
 
 
 @dataclass(kw_only=True)
@@ -50,7 +49,6 @@ class CAKE(Scored):
     from how widely and how unsteadily its window attends.
 
     Args:
-        budget: What stays of the prompt, window included, the mean over layers: ratio, tokens per head, or bytes.
         allocation: `preference`: layers in proportion to entropy ** (1 / tau1) * variance ** (1 / tau2) of the window's
             attention to the tokens before it. The method then sees all layers at once, which holds the whole
             uncompressed prompt meanwhile.

@@ -19,8 +19,6 @@ class ChunkKV(SnapKV):
         reuse: Neighbouring layers that keep what the first of them chose; 1 = every layer chooses. With more the
             method sees all layers at once, which holds the whole uncompressed prompt meanwhile.
         pool: `max`, `avg` or `none`, over the prompt before the window, before chunks are formed.
-        decode_every: Evict single tokens again before every n-th decode step, down to each list's share of the prompt's
-            budget; 0 = never, as the paper has it.
 
     Source: ChunkKV (Liu et al. 2025, arXiv 2502.00299), Algorithms 1 and 2; NVIDIA/kvpress chunkkv_press.py, which
         takes the mean over a chunk and one choice for all heads of a layer.

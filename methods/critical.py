@@ -1,10 +1,10 @@
 """CriticalKV: half of the budget by attention, the rest by attention times what the value adds to the output."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 from kvbench.methods.snapkv import SnapKV
-from kvbench.policy import Number, Shares, TwoStages
+from kvbench.policy import Number, TwoStages
 
 
 @dataclass(kw_only=True)
@@ -17,8 +17,6 @@ class Critical(SnapKV):
         allocation: `uniform`; `ada` and `ada_pyramid` are CriticalKV over Ada-SnapKV and Ada-PyramidKV.
         value_aware: false leaves SnapKV, or what `allocation` makes of it.
         official_rounding: As in `ada_snapkv`.
-        decode_every: Evict again by attention alone before every n-th decode step, down to each list's share of the
-            prompt's budget; 0 = never, as the paper has it.
 
     Source: CriticalKV (Feng et al. 2025, arXiv 2502.03805), Algorithm 1; NVIDIA/kvpress criticalkv_press.py.
     Differs: the window is outside of both stages, where kvpress counts it in the first. Scores are means over the
@@ -30,9 +28,6 @@ class Critical(SnapKV):
     first_stage: Annotated[float, Number(0, 1)] = 0.5
     epsilon: Annotated[float, Number(0, 1)] = 1e-4
     official_rounding: bool = False
-
-    def make_shares(self) -> Shares:
-        return replace(super().make_shares(), official_rounding=self.official_rounding)
 
     def make_stages(self) -> TwoStages:
         return TwoStages(self.first_stage, self.epsilon)

@@ -45,8 +45,7 @@ class ExpectedAttentionScore(Statistic):
             score = (score + self.epsilon) * torch.linalg.vector_norm(seen.v.float(), dim=-1)
         return torch.where(is_sink, 1.0 + score.amax(-1, keepdim=True), score)
 
-    def of_slots(self, seen: LayerTensors) -> Tensor:
-        return self.of_prompt(seen)
+    of_slots = of_prompt
 
     def _queries_to_come(self, seen: LayerTensors) -> tuple[Tensor, Tensor]:
         """Mean [Hq, D] and covariance [Hq, D, D] of the queries, turned to the mean of the next positions."""

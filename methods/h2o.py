@@ -15,7 +15,6 @@ class H2O(Stepwise):
     only where that one's attention, per query that counted, is below it, and the window is a share of the prompt.
 
     Args:
-        budget: Heavy and recent tokens together: ratio of the prompt, tokens, or bytes.
         group: How the query heads of a KV head are reduced: `sum`, `mean` or `max`.
         one_shot: Never evict after the prompt, and do not update scores (the variant that several comparison papers
             ran).

@@ -21,8 +21,7 @@ class KeyDifference(Statistic):
         anchor = F.normalize(keys, dim=-1).mean(-2, keepdim=True)
         return -F.cosine_similarity(keys, anchor, dim=-1)
 
-    def of_slots(self, seen: LayerTensors) -> Tensor:
-        return self.of_prompt(seen)
+    of_slots = of_prompt
 
 
 @dataclass(kw_only=True)

@@ -49,7 +49,6 @@ class Keyformer(Stepwise):
     far; in every decode step the new token takes the slot of the lightest token outside the window.
 
     Args:
-        budget: Key and recent tokens together: ratio of the prompt, tokens, or bytes.
         tau_init: Temperature in the prompt; > 0.
         tau_delta: What each decode step adds to it; >= 0.
         noise: Factor on the Gumbel noise; >= 0. 0 = none.

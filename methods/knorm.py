@@ -11,10 +11,7 @@ class KeyNorm(Scored):
     """Keeps, per KV head, the prompt tokens whose keys have the smallest Euclidean norm; no attention is looked at.
 
     Args:
-        budget: Mean over layers of what stays of the prompt: ratio, tokens per head, or bytes.
         skip_layers: First layers that keep everything, >= 0; the others share what the budget leaves.
-        decode_every: Evict again before every n-th decode step, down to each list's share of the prompt's budget;
-            0 = never.
 
     Source: alessiodevoto/l2compress cache.py, l2_compress (EMNLP 2024).
     Differs: one budget for the whole cache: with `skip_layers` the other layers keep less, so that the mean is met (the

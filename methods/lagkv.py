@@ -35,8 +35,7 @@ class LagRelative(Statistic):
             score[:, first : first + ranked] = rank.flatten(1) / self.lag
         return score.masked_fill(seen.pos < self.sinks, 4.0)
 
-    def of_slots(self, seen: LayerTensors) -> Tensor:
-        return self.of_prompt(seen)
+    of_slots = of_prompt
 
     def _spread(self, x: Tensor) -> Tensor:
         """Softmax over a partition of each token's standard deviation over channels, fp32 [H, partitions, lag]."""
@@ -54,8 +53,6 @@ class LagKV(Scored):
     Args:
         sinks: First tokens that always stay; >= 0.
         lag: Tokens per partition. The last whole one and what follows it stay as far as the budget allows.
-        decode_every: Rank all slots again and evict before every n-th decode step, down to each list's share of the
-            prompt's budget; 0 = never.
 
     Source: LagKV (Liang et al. 2025, arXiv 2504.04704), as NVIDIA/kvpress lagkv_press.py ranks a whole prompt.
     Differs: the budget is met exactly, where the paper keeps a fixed share of each partition; when it is below the

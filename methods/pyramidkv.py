@@ -1,9 +1,9 @@
 """PyramidKV: SnapKV's selection with a budget that shrinks from the first layer to the last."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvbench.methods.snapkv import SnapKV
-from kvbench.policy import Allocation, Shares
+from kvbench.policy import Allocation
 
 
 @dataclass(kw_only=True)
@@ -25,6 +25,3 @@ class PyramidKV(SnapKV):
 
     allocation: Allocation = "pyramid"
     official_rounding: bool = False
-
-    def make_shares(self) -> Shares:
-        return replace(super().make_shares(), official_rounding=self.official_rounding)

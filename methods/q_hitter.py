@@ -54,8 +54,6 @@ class QHitter(kv.Scored):
         sure_share: Share of the budget that goes by attention alone, in [0, 1].
         bits: Bits of the codes whose errors count; those of `tier`.
         window: Last tokens that always stay.
-        decode_every: Evict again before every n-th decode step, by the attention received since and the errors, down to
-            each list's share of the prompt's budget; 0 = never.
 
     Source: VITA-Group/Q-Hitter utils/modify_llama.py (QH2OKVCache; Zhang et al., MLSys 2024): 4 bits, 0.07 of the
         prompt by attention alone in a budget of 0.2.

@@ -44,8 +44,7 @@ class Redundancy(Statistic):
             score[:, :prefix] = ranked
         return score
 
-    def of_slots(self, seen: LayerTensors) -> Tensor:
-        return self.of_prompt(seen)
+    of_slots = of_prompt
 
     def repeated(self, k: Tensor) -> Tensor:
         """Softmax over the keys [H, n, D] of their mean cosine with the others, fp32 [H, n].
@@ -71,7 +70,6 @@ class RKV(Scored):
     """Keeps what the last queries attend to and no later key repeats, after the prompt and along the answer.
 
     Args:
-        budget: What stays: ratio, tokens per head, or bytes.
         window: Last queries, whose tokens always stay; >= 1. They are kept for evictions while decoding, and billed.
         pool_kernel: Odd width of the maximum over neighbouring tokens' attention.
         mix: Weight of attention against redundancy, in [0, 1].

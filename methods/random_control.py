@@ -20,8 +20,6 @@ class RandomControl(Scored):
         sinks: First tokens that always stay.
         window: Last tokens that always stay, as in the methods it is compared with.
         seed: Of the choice; the prompt's length is mixed in.
-        decode_every: Evict again before every n-th decode step, down to each list's share of the prompt's budget;
-            0 = never, as the papers have it.
 
     Source: none (control). `random_trace`: Random Attention (arXiv 2609.03430), which keeps the prompt and evicts the
         trace of a thinking model at random, as others describe it; its text was not at hand.

@@ -3,22 +3,18 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from kvbench.policy import Ranked, Steps, Whole
+from kvbench.policy import Scored, Whole
 
 
 @dataclass(kw_only=True)
-class SnapKV(Ranked):
+class SnapKV(Scored):
     """Keeps, per KV head, the observation window and the prompt tokens that its queries attend to most, pooled along
     the prompt.
 
     Args:
-        budget: What stays of the prompt, window included: ratio, tokens per head, or bytes; the mean where lists share
-            it unequally.
-        window: Observation window, the last prompt queries; >= 1.
+        window: Observation window, the last prompt queries, whose tokens stay and are part of the budget; >= 1.
         pool: `max`, `avg` or `none`, over the prompt before the window.
         pool_kernel: Odd width of the pool.
-        decode_every: Evict again before every n-th decode step, down to each list's share of the prompt's budget;
-            0 = never, as the papers have it.
         granularity: `kv_head`: one kept set per KV head. `q_head`: KV heads are repeated first, as the original does,
             and every query head's copy is stored and billed.
 
@@ -30,7 +26,6 @@ class SnapKV(Ranked):
     window: Annotated[int, Whole(1, unit="tokens")] = 32
     pool: Literal["max", "avg", "none"] = "max"
     pool_kernel: Annotated[int, Whole(1, 1023, unit="tokens", odd=True)] = 7
-    decode_every: Steps = 0
     granularity: Literal["kv_head", "q_head"] = "kv_head"
 
     def declare(self) -> None:

@@ -16,7 +16,6 @@ class TOVA(Stepwise):
     With a threshold it drops that one only where its attention is below it.
 
     Args:
-        budget: What stays: ratio of the prompt, tokens, or bytes.
         per_head: Every KV head ranks and drops on its own, by the mean of its query heads.
 
     Source: schwartz-lab-NLP/TOVA src/tova_cache.py (mean over all heads of a layer, then top-k of the last query).

@@ -40,8 +40,7 @@ class TrigonometricScore(kv.Statistic):
         longer = torch.einsum("hgd,hnd->hgn", seen.grouped(spread), torch.hypot(keys[..., :half], keys[..., half:]))
         return (logit + longer).amax(1)
 
-    def of_slots(self, seen: kv.LayerTensors) -> Tensor:
-        return self.of_prompt(seen)
+    of_slots = of_prompt
 
 
 @dataclass(kw_only=True)
@@ -55,7 +54,6 @@ class TriAttention(kv.Scored):
             then the model is refused.
         reach: Longest distance ahead that counts; distances are 1, 2, 4, .. up to it. >= 1.
         protect: `prompt`: only the answer is compressed. `none`: the prompt too.
-        decode_every: Score all slots again and evict before every n-th decode step, down to the budget; 0 = never.
 
     Source: WeianMao/triattention at c3744ee6, triattention/methods/pruning_utils.py (Mao et al. 2026, arXiv
         2604.04921): mean over offsets, largest of a group.

@@ -37,8 +37,6 @@ class VATP(kv.Scored):
         recent_share: Share of the budget for the most recent tokens, in [0, 1).
         sinks: First tokens that always stay, since their values are small whatever they do; >= 0.
         window: Last prompt queries that count (Scissorhands' form counts 400); 0 = all, as H2O.
-        decode_every: Evict again before every n-th decode step, by the attention received since, down to each list's
-            share of the prompt's budget; 0 = never.
 
     Source: guozhiyu/vatp utils_hh/modify_llama.py (Guo et al., EMNLP 2024), H2O's form with 20 first tokens.
     Differs: one kept set per KV head, by its query heads' sum; the original masks and frees nothing, at every step;

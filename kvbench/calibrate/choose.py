@@ -149,7 +149,7 @@ def value_text(value: Number | None) -> str:
     """A value as `0.02`; of a table of layers, how many there are of each precision."""
     if not isinstance(value, str) or " " not in value:
         return f"{value:g}" if isinstance(value, int | float) else str(value)
-    counts = Counter(tier for row in read_table(value).rows for tier in row[:1])
+    counts = Counter(tier for row in read_table(value)[0] for tier in row[:1])
     return "(" + ", ".join(f"{count} {tier}" for tier, count in counts.items()) + ")"
 
 

@@ -22,9 +22,8 @@ from kvbench.policy.budget import Budget
 from kvbench.policy.by_layer import ByLayer
 from kvbench.policy.chunked import CHUNK, check_chunk, check_chunk_place
 from kvbench.policy.declare import ALL_QUERIES, CodeBooks, Compaction, Probe, ReadSpec, Residual, ScoreSpec, TierTable
-from kvbench.policy.eviction import shrink_to_share
+from kvbench.policy.eviction import Protect, shrink_to_share
 from kvbench.policy.plans import APPEND, EVICT, CompactPlan, DecodePlan, Extreme, PrefillPlan, SlotArrays
-from kvbench.policy.protection import Protect
 from kvbench.policy.ranked import Ranked, Scored, Steps
 from kvbench.policy.ranking import (
     TwoStages,

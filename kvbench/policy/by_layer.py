@@ -30,21 +30,11 @@ class TiersByLayer(Readable):
         read_table(value, name)
 
 
-@dataclass(frozen=True)
-class Written:
-    """A table of precisions as it was written.
-
-    Args:
-        rows: One per layer: a precision, or one per KV head; empty where layers are named.
-        named: Layer -> precision, negative layers counted from the last; empty where all layers are listed.
-    """
-
-    rows: tuple[tuple[str, ...], ...]
-    named: dict[int, str]
-
-
-def read_table(text: str, name: str = "tiers_by_layer") -> Written:
+def read_table(text: str, name: str = "tiers_by_layer") -> tuple[list[tuple[str, ...]], dict[int, str]]:
     """Reads a table of precisions, whose entries are parted by blanks or commas.
+
+    Returns:
+        A row per layer, of a precision or one per KV head; or layers with theirs, negative ones counted from the last.
 
     Raises:
         ValueError: It is none.
@@ -66,7 +56,7 @@ def read_table(text: str, name: str = "tiers_by_layer") -> Written:
             rows += [tiers] * int(found["count"] or 1)
     if (rows and named) or not (rows or named) or len(rows) > MAX_LAYERS:
         raise ValueError(f"{name}={shown(text)} must be {TiersByLayer().text}")
-    return Written(tuple(rows), named)
+    return rows, named
 
 
 def write_table(tiers: Sequence[str]) -> str:
@@ -108,8 +98,8 @@ class ByLayer(Policy):
         """
         if self.tiers_by_layer is None and not self.protect_layers:
             return
-        written = Written((), {}) if self.tiers_by_layer is None else read_table(self.tiers_by_layer)
-        found = [] if written.rows else [self.tiers[0]]
+        rows, named = ([], {}) if self.tiers_by_layer is None else read_table(self.tiers_by_layer)
+        found = [] if rows else [self.tiers[0]]
 
         def index(text: str) -> int:
             tier = self.other_tier(text)
@@ -118,8 +108,8 @@ class ByLayer(Policy):
             return found.index(tier)
 
         table = TierTable(
-            rows=tuple(tuple(map(index, row)) for row in written.rows),
-            named={layer: index(text) for layer, text in written.named.items()},
+            rows=tuple(tuple(map(index, row)) for row in rows),
+            named={layer: index(text) for layer, text in named.items()},
             protected={layer: index(self.protect_tier) for layer in self.protect_layers},
         )
         if len(found) > MAX_TIERS:

@@ -3,7 +3,7 @@ import these from `kvbench.policy`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from kvbench.errors import NotForModel
 from kvbench.policy.budget import Budget
 from kvbench.policy.statistics import NEEDS, Probability, Statistic
 from kvbench.policy.views import DecodeView
-from kvbench.rules import shown
+from kvbench.rules import Choice, Whole, check_settings, shown
 
 ALL_QUERIES = -1  # in a ScoreSpec: every prompt query counts
 
@@ -33,14 +33,11 @@ class Probe:
 
     ask: str
     go_on: str
-    part_tokens: int
-    overlap_tokens: int = 0
+    part_tokens: Annotated[int, Whole(1)]
+    overlap_tokens: Annotated[int, Whole(0)] = 0
 
     def __post_init__(self) -> None:
-        if self.part_tokens < 1 or self.overlap_tokens < 0:
-            raise ValueError(
-                f"part_tokens={self.part_tokens} must be >= 1 and overlap_tokens={self.overlap_tokens} >= 0"
-            )
+        check_settings(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +67,10 @@ class ScoreSpec:
     """
 
     statistic: Statistic = field(default_factory=Probability)
-    prefill_queries: int = 0
-    slot_queries: int = 0
-    skip_near: int = 0
-    power: int = 1
+    prefill_queries: Annotated[int, Whole(ALL_QUERIES)] = 0
+    slot_queries: Annotated[int, Whole(0)] = 0
+    skip_near: Annotated[int, Whole(0)] = 0
+    power: Annotated[int, Choice((1, 2))] = 1
     query_reduce: Literal["sum", "mean", "max"] = "sum"
     pool: Literal["none", "avg", "max"] = "none"
     pool_kernel: int = 1
@@ -86,19 +83,7 @@ class ScoreSpec:
     probe: Probe | None = None
 
     def __post_init__(self) -> None:
-        if self.prefill_queries < ALL_QUERIES:
-            raise ValueError(f"prefill_queries={self.prefill_queries} must be >= 0, or -1 for all queries")
-        for name, value, known in (
-            ("query_reduce", self.query_reduce, ("sum", "mean", "max")),
-            ("pool", self.pool, ("none", "avg", "max")),
-            ("pool_stage", self.pool_stage, ("per_query_head", "after_group")),
-            ("pool_region", self.pool_region, ("prefix", "all")),
-            ("group_reduce", self.group_reduce, ("sum", "mean", "max")),
-        ):
-            if value not in known:
-                raise ValueError(f"{name}={value!r} must be one of {', '.join(known)}")
-        if self.power not in (1, 2):
-            raise ValueError(f"power={self.power} must be 1 or 2")
+        check_settings(self)
         if self.pool != "none" and (self.pool_kernel < 1 or self.pool_kernel % 2 == 0):
             raise ValueError(f"pool_kernel={self.pool_kernel} must be odd and >= 1, so that the pool is centred")
         if unknown := set(self.track) - {"score", "pos"}:
@@ -130,11 +115,12 @@ class ScoreSpec:
                 f"probe={self.probe} does not go with {kind.__name__}.needs={sorted(self.statistic.needs)}: a second "
                 "pass is made for a statistic that looks at 'replays', and for no other; set both or neither"
             )
-        if self.slot_queries < 0 or (self.slot_queries and not self.statistic.answers("of_slots")):
-            raise ValueError(
-                f"slot_queries={self.slot_queries} must be >= 0, and 0 for {kind.__name__} unless it defines of_slots"
-            )
-        self.statistic.check(self)
+        if self.slot_queries and not self.statistic.answers("of_slots"):
+            raise ValueError(f"slot_queries={self.slot_queries} must be 0 unless {kind.__name__} defines of_slots")
+        for name, value in self.statistic.requires.items():
+            if getattr(self, name) != value:
+                needed = ", ".join(f"{each}={wanted!r}" for each, wanted in self.statistic.requires.items())
+                raise ValueError(f"{name}={getattr(self, name)!r} does not go with {kind.__name__}; set {needed}")
 
     @property
     def measures_prompts(self) -> bool:
@@ -183,14 +169,13 @@ class Residual:
             `v_flush` is `oldest`); otherwise only those that do not fill a group.
     """
 
-    num_tokens: int
+    num_tokens: Annotated[int, Whole(1, unit="tokens")]
     v_flush: Literal["all", "oldest"] = "oldest"
     when: Literal["after_attention", "before_attention"] = "after_attention"
     hold_prompt: bool = True
 
     def __post_init__(self) -> None:
-        if self.num_tokens < 1:
-            raise ValueError(f"residual={self.num_tokens} must be >= 1 token")
+        check_settings(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,18 +194,13 @@ class ReadSpec:
     """
 
     budget: Budget
-    page_tokens: int = 16
-    min_pages: int = 3
-    dense_layers: int = 2
+    page_tokens: Annotated[int, Whole(8, multiple_of=8, unit="tokens")] = 16
+    min_pages: Annotated[int, Whole(1)] = 3
+    dense_layers: Annotated[int, Whole(0)] = 2
     group_reduce: Literal["mean", "max"] = "max"
 
     def __post_init__(self) -> None:
-        if self.page_tokens < 8 or self.page_tokens % 8:
-            raise ValueError(f"page_tokens={self.page_tokens} must be a multiple of 8 and >= 8")
-        if self.min_pages < 1 or self.dense_layers < 0:
-            raise ValueError(f"min_pages={self.min_pages} must be >= 1 and dense_layers={self.dense_layers} >= 0")
-        if self.group_reduce not in ("mean", "max"):
-            raise ValueError(f"group_reduce={self.group_reduce!r} must be 'mean' or 'max'")
+        check_settings(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,8 @@ from kvbench.policy.bounds import Bounds, Extent, of_answer, within
 from kvbench.policy.budget import Budget
 from kvbench.policy.by_layer import ByLayer
 from kvbench.policy.declare import ALL_QUERIES, Compaction, ScoreSpec
-from kvbench.policy.eviction import answer_share, prompt_share, shrink_to_share
+from kvbench.policy.eviction import Protect, Protection, answer_share, prompt_share, shrink_to_share
 from kvbench.policy.plans import EVICT, CompactPlan, PrefillPlan, SlotArrays
-from kvbench.policy.protection import Protect, Protection
 from kvbench.policy.ranking import TwoStages, chunk_means, rank_descending, whole_chunks
 from kvbench.policy.settings import BudgetText, TierText
 from kvbench.policy.statistics import Statistic, WithValueNorms
@@ -66,7 +65,8 @@ class Ranked(ByLayer):
         threshold: Keep the tokens whose score is at least this, however many they are, in place of a budget. A sum over
             queries counts per query. null = the budget decides.
         decode_every: Score all slots again and evict before every n-th decode step, down to each list's share of the
-            prompt's budget; 0 = never. A setting of those methods alone that redefine it as a plain field.
+            prompt's budget; 0 = never. This and the next are settings of those methods alone that redefine them.
+        official_rounding: Round shares as released code does, which may miss the budget.
     """
 
     budget: BudgetText | None = 0.25
@@ -82,6 +82,7 @@ class Ranked(ByLayer):
     protect_tokens: Annotated[int, Whole(1, unit="tokens")] = 4
     threshold: Annotated[float | None, Number(-1e9, 1e9)] = None
     decode_every: int = field(init=False, repr=False, compare=False, default=0)
+    official_rounding: bool = field(init=False, repr=False, compare=False, default=False)
 
     def declare(self) -> None:
         if (self.budget is None) == (self.threshold is None):
@@ -95,7 +96,14 @@ class Ranked(ByLayer):
         self.limit = self._budget = Budget.parse(1.0 if self.budget is None else self.budget)
         self.tiers = (Tier.parse(self.tier),)
         self.spread()
-        self.shares, self.stages = self.make_shares(), self.make_stages()
+        self.shares = Shares(
+            allocation=self.allocation,
+            alpha=self.alpha,
+            beta=self.beta,
+            table=self._table,
+            official_rounding=self.official_rounding,
+        )
+        self.stages = self.make_stages()
         self.scope, self.budget_is_mean = self.shares.scope, self.shares.is_mean
         self.protection = Protection(self.protect, self.protect_tokens)
         self.needs_instruction = self.protect == "instruction"
@@ -181,10 +189,6 @@ class Ranked(ByLayer):
         protected where that is more."""
         first = self.protection.first(view.instruction_tokens)
         return max(view.budget_tokens(self._budget), min(first, view.num_tokens))
-
-    def make_shares(self) -> Shares:
-        """Who shares the budget. Default: as the settings say."""
-        return Shares(allocation=self.allocation, alpha=self.alpha, beta=self.beta, table=self._table)
 
     def make_stages(self) -> TwoStages:
         """How `value_aware` chooses. Default: as CriticalKV."""
@@ -351,8 +355,8 @@ class Scored(Ranked):
     """A method that keeps the tokens with the highest scores, and leaves it to its user to evict again while decoding.
 
     Args:
-        decode_every: Score all slots again and evict before every n-th decode step, down to each list's share of the
-            prompt's budget; 0 = never.
+        decode_every: Score all slots again and evict single tokens, by the score alone, before every n-th decode step,
+            down to each list's share of the prompt's budget; 0 = never, as most papers have it.
     """
 
     decode_every: Steps = 0

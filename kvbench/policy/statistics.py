@@ -6,8 +6,9 @@ Methods import these from `kvbench.policy`.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -48,23 +49,6 @@ class Replay:
     end: int
     q: Tensor
     k: Tensor
-
-
-class Asked(Protocol):
-    """What a statistic may check of the `ScoreSpec` that it is in."""
-
-    @property
-    def prefill_queries(self) -> int: ...
-    @property
-    def power(self) -> int: ...
-    @property
-    def query_reduce(self) -> str: ...
-    @property
-    def pool(self) -> str: ...
-    @property
-    def group_reduce(self) -> str: ...
-    @property
-    def decode_update(self) -> bool: ...
 
 
 class LayerTensors(ABC):
@@ -196,6 +180,7 @@ class Statistic(ABC):
             all queries adds to what earlier ones gave. Otherwise such prompts are refused.
         extremes: Where its numbers and not their order decide what is held: the smallest and the largest one, for
             projections of bytes without data.
+        requires: What fields of its ScoreSpec have to be, where it does not go with everything.
         words: What it is, for docs/methods.md.
     """
 
@@ -204,6 +189,7 @@ class Statistic(ABC):
     by_queries: ClassVar[bool] = False
     in_chunks: ClassVar[bool] = False
     extremes: ClassVar[tuple[float, float] | None] = None
+    requires: ClassVar[Mapping[str, object]] = {}
     words: ClassVar[str] = ""
 
     @abstractmethod
@@ -233,13 +219,6 @@ class Statistic(ABC):
         """fp32 [H, D]: what each channel of the keys of a prompt is worth; the plan finds it as `view.channels`."""
         raise NotImplementedError(f"{type(self).__name__} does not define of_channels")
 
-    def check(self, spec: Asked) -> None:  # noqa: B027 - most statistics go with everything
-        """Refuses settings of a ScoreSpec that the statistic does not go with.
-
-        Raises:
-            ValueError: Names them.
-        """
-
     def answers(self, what: Answer) -> bool:
         """Whether it defines one of the optional answers."""
         return getattr(type(self), what) is not getattr(Statistic, what)
@@ -262,6 +241,12 @@ class BelowUniform(Statistic):
 
     by_queries: ClassVar[bool] = True
     in_chunks: ClassVar[bool] = True
+    requires: ClassVar[Mapping[str, object]] = {
+        "power": 1,
+        "query_reduce": "sum",
+        "pool": "none",
+        "group_reduce": "max",  # the largest is low where all heads are
+    }
     words: ClassVar[str] = "how often below 1 / n"
 
     def of_prompt(self, seen: LayerTensors) -> Tensor:
@@ -271,19 +256,13 @@ class BelowUniform(Statistic):
         # The largest probability of a group is below the threshold where all of them are: no kernel has to count.
         return -(probability < 1.0 / num_keys).float()
 
-    def check(self, spec: Asked) -> None:
-        if (spec.power, spec.query_reduce, spec.pool, spec.group_reduce) != (1, "sum", "none", "max"):
-            raise ValueError(
-                f"BelowUniform counts per query head, so it needs power=1, query_reduce='sum', pool='none' and "
-                f"group_reduce='max', not {spec.power}, {spec.query_reduce!r}, {spec.pool!r} and {spec.group_reduce!r}"
-            )
-
 
 @dataclass(frozen=True)
 class KeyNorms(Statistic):
     """Minus the Euclidean norm of the key, fixed when the slot is written; no query counts."""
 
     in_chunks: ClassVar[bool] = True
+    requires: ClassVar[Mapping[str, object]] = {"prefill_queries": 0, "decode_update": False, "pool": "none"}
     words: ClassVar[str] = "norms of keys"
 
     def of_prompt(self, seen: LayerTensors) -> Tensor:
@@ -291,12 +270,6 @@ class KeyNorms(Statistic):
 
     def of_token(self, k: Tensor, v: Tensor) -> Tensor:
         return -torch.linalg.vector_norm(k.float(), dim=-1)
-
-    def check(self, spec: Asked) -> None:
-        if spec.prefill_queries or spec.decode_update or spec.pool != "none":
-            raise ValueError(
-                "KeyNorms looks at no query, so it needs prefill_queries=0, decode_update=False and pool='none'"
-            )
 
 
 @dataclass(frozen=True)
@@ -319,6 +292,7 @@ class WithValueNorms(Statistic):
             ("also", (*inner.also, "norm")),
             ("by_queries", inner.by_queries),
             ("in_chunks", inner.in_chunks),
+            ("requires", inner.requires),
             ("words", f"{inner.words}, then times the L1 norm of the projected value".removeprefix(", ")),
         ):
             object.__setattr__(self, name, value)  # what other classes know of themselves, it has from an object
@@ -334,9 +308,6 @@ class WithValueNorms(Statistic):
 
     def of_step(self, probability: Tensor, num_keys: Tensor, step: Tensor) -> Tensor:
         return self.ranks.of_step(probability, num_keys, step)
-
-    def check(self, spec: Asked) -> None:
-        self.ranks.check(spec)
 
     def of_channels(self, seen: LayerTensors) -> Tensor:
         return self.ranks.of_channels(seen)

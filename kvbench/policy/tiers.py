@@ -3,9 +3,9 @@
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from kvbench.rules import shown
+from kvbench.rules import Choice, Number, Whole, check_settings, shown
 
 ALLOWED_BITS = (1, 2, 3, 4, 8, 16)
 CodeName = Literal["", "e4m3_scaled", "lloyd", "nvfp4", "mxfp4", "book", "book_channels"]
@@ -41,13 +41,13 @@ class Tier:
         native: Store the model's own dtype; the bits are ignored. For exactness tests.
     """
 
-    k_bits: int = 16
-    v_bits: int = 16
+    k_bits: Annotated[int, Choice(ALLOWED_BITS, unit="bits")] = 16
+    v_bits: Annotated[int, Choice(ALLOWED_BITS, unit="bits")] = 16
     k_axis: Literal["token", "channel"] = "token"
-    k_group: int = 0
-    v_group: int = 0
-    k_splits: int = 1
-    v_splits: int = 1
+    k_group: Annotated[int, Whole(0)] = 0
+    v_group: Annotated[int, Whole(0)] = 0
+    k_splits: Annotated[int, Whole(1)] = 1
+    v_splits: Annotated[int, Whole(1)] = 1
     symmetric: bool = False
     fp8: bool = False
     k_code: CodeName = ""
@@ -55,34 +55,15 @@ class Tier:
     k_apart: int = 0
     v_apart: int = 0
     turned: Turned = "none"
-    k_kept: float = 1.0
+    k_kept: Annotated[float, Number(0, 1, above=True)] = 1.0
     native: bool = False
 
     def __post_init__(self) -> None:
-        for side, bits in (("k_bits", self.k_bits), ("v_bits", self.v_bits)):
-            if bits not in ALLOWED_BITS:
-                raise ValueError(f"{side}={bits} is not one of {ALLOWED_BITS}; choose one of these bit widths")
-        codes = [name for name in get_args(CodeName) if name]
-        for name, code in (("k_code", self.k_code), ("v_code", self.v_code)):
-            if code and code not in codes:
-                raise ValueError(f"{name}={code!r} must be one of {', '.join(codes)}, or empty")
-        if self.turned not in get_args(Turned):
-            raise ValueError(f"turned={self.turned!r} must be one of {', '.join(get_args(Turned))}")
-        if self.k_axis not in ("token", "channel"):
-            raise ValueError(f"k_axis={self.k_axis!r} must be 'token' or 'channel'")
+        check_settings(self)
         if self.k_axis == "channel" and self.k_group < 8 and not self.native:
             raise ValueError(f"k_group={self.k_group} with k_axis='channel' must be >= 8 tokens; 32 is usual")
-        for name, value in (("k_group", self.k_group), ("v_group", self.v_group)):
-            if value < 0:
-                raise ValueError(f"{name}={value} must be >= 0 (0 = the whole vector)")
-        if not 0 < self.k_kept <= 1 or (self.k_kept < 1 and self.k_bits < 16 and not self.native):
-            raise ValueError(
-                f"k_kept={self.k_kept} with k_bits={self.k_bits} must be a share of the key channels in (0, 1], and 1 "
-                "for keys of fewer than 16 bits"
-            )
-        for name, value in (("k_splits", self.k_splits), ("v_splits", self.v_splits)):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be >= 1")
+        if self.k_kept < 1 and self.k_bits < 16 and not self.native:
+            raise ValueError(f"k_kept={self.k_kept} with k_bits={self.k_bits} must be 1; give keys 16 bits")
 
     @property
     def name(self) -> str:

@@ -52,7 +52,7 @@ def test_a_spec_has_both_or_neither():
     for settings in ({"probe": probe}, {"statistic": Reconstruction(4)}):
         with pytest.raises(ValueError, match="set both or neither"):
             ScoreSpec(**settings)
-    with pytest.raises(ValueError, match="part_tokens=0 must be >= 1"):
+    with pytest.raises(ValueError, match="part_tokens=0 must be a whole number, at least 1"):
         Probe(ask="a", go_on="b", part_tokens=0)
 
 

@@ -88,7 +88,7 @@ def test_needs_are_known_names():
 
 def test_queries_are_kept_only_for_what_asks_for_them():
     """A ring of queries goes with of_slots, and with a method that evicts in bulk."""
-    with pytest.raises(ValueError, match="slot_queries=4 must be >= 0, and 0 for Newest unless it defines of_slots"):
+    with pytest.raises(ValueError, match="slot_queries=4 must be 0 unless Newest defines of_slots"):
         ScoreSpec(statistic=Newest(), slot_queries=4)
 
     @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from kvbench.runs.parts import Loaders, make_policy
         ({"_target_": "kvbench.methods.nothing.X"}, "method._target_=kvbench.methods.nothing.X is no policy class"),
         ({"_target_": "kvbench.config.files.describe"}, "is no policy class"),
         ({"teir": "k8v8"}, "there is no setting method.teir. Did you mean method.tier?"),
-        ({"tier": "k5v3"}, "k_bits=5 is not one of"),
+        ({"tier": "k5v3"}, "k_bits=5 must be 1, 2"),
     ],
 )
 def test_policy_errors(changes, message):
