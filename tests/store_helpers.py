@@ -174,3 +174,15 @@ def rotated(x: torch.Tensor, positions, inv_freq: torch.Tensor) -> torch.Tensor:
     angle = places.float()[:, None] * inv_freq
     angle = torch.cat([angle, angle], -1)
     return apply_rotary_pos_emb(x[None], x[None], angle.cos()[None], angle.sin()[None])[0][0]
+
+
+def watching(policy_class, **settings):
+    """A policy that also keeps, in the list returned beside it, the view of each prompt that it planned."""
+    seen = []
+
+    class Watched(policy_class):
+        def plan_prefill(self, view):
+            seen.append(view)
+            return super().plan_prefill(view)
+
+    return Watched(**settings), seen

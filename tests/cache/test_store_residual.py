@@ -5,10 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from oracles.golden import golden
 from oracles.slow_attention import attend_one
 from oracles.slow_pages import stored_vector
-from store_helpers import make_store
+from store_helpers import golden, make_store
 
 from kvbench.cache.buffered import ResidualBuffer
 from kvbench.cache.store import CompressedStore

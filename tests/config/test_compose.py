@@ -1,9 +1,10 @@
-"""Composing without Hydra's command line, and settings as plain values."""
+"""Composing without Hydra's command line, settings as plain values, and folders that survive a power cut."""
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
+from kvbench.config import durable
 from kvbench.config.compose import compose
 from kvbench.config.settings import as_dict, copy_config, read_config
 from kvbench.errors import check_keys
@@ -54,3 +55,13 @@ def test_unknown_keys_are_named():
         check_keys(["track", "trak"], ["track"], prefix="store.")
     with pytest.raises(ValueError, match="^task key=x does not exist. Known: name"):
         check_keys({"x": 1}, ["name"], what="task key")
+
+
+def test_folders_are_made_and_synced_from_above(tmp_path, monkeypatch):
+    """Each folder that is made has its name on the disk: the one above it is synced."""
+    synced = []
+    monkeypatch.setattr(durable, "sync", synced.append)
+    durable.make_folder(tmp_path / "a" / "b" / "c")
+    durable.make_folder(tmp_path / "a" / "b" / "c")
+    assert (tmp_path / "a" / "b" / "c").is_dir()
+    assert synced == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]

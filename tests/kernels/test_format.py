@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from oracles.golden import golden
 from oracles.slow_pages import Layout
+from store_helpers import golden
 
 from kvbench.cache.layout import ModelShape, compile_tier
 from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes

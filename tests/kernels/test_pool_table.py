@@ -9,8 +9,8 @@ import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from oracles.golden import golden
 from oracles.slow_store import two_pointer_moves
+from store_helpers import golden
 
 from kvbench.kernels.pool import PagePool, PoolExhausted
 from kvbench.kernels.table import PageTable

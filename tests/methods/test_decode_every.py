@@ -56,10 +56,3 @@ def test_a_short_prompt_grows_up_to_the_budget():
     assert [len(p) for p in held_positions(store, row)] == [40] * 4
     store, row, _ = run(SnapKV(budget=40, window=8, decode_every=8), 20, 33)
     assert [len(p) for p in held_positions(store, row)] == [41] * 4
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_off_by_default(method):
-    """Without the option nothing is tracked or evicted after the prompt."""
-    policy = method(budget=40)
-    assert policy.compaction is None and policy.score.track == () and not policy.score.decode_update

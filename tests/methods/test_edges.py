@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conformance_helpers import METHODS
-from store_helpers import held_positions, make_store, prefill_view
+from store_helpers import filled, held_positions, make_store, prefill_view, random_layer, step_at
 
 from kvbench.config.methods import method_settings
 from kvbench.methods.ada_snapkv import AdaSnapKV
@@ -58,18 +58,6 @@ def test_the_files_have_the_sources_constants(name):
     assert name in METHODS and {key: listed[key] for key in CONSTANTS[name]} == CONSTANTS[name]
 
 
-def test_kv_compress_pools_over_seven_keys():
-    """The window variant's metric is max-pooled over seven keys of each query head, the full variant's is not."""
-    window, full = KVCompress().score, KVCompress(variant="full").score
-    assert (window.pool, window.pool_kernel, window.pool_stage, window.pool_region) == (
-        "max",
-        7,
-        "per_query_head",
-        "all",
-    )
-    assert full.pool == "none"
-
-
 # Budgets ----
 
 
@@ -103,15 +91,11 @@ def test_blocks_of_equal_price_leave_the_lower_list():
 
 def test_a_share_below_the_window_keeps_the_window():
     """Evicting while decoding never goes below the observation window, however small the budget is."""
-    torch.manual_seed(0)
-    store = make_store(SnapKV(budget=0.05, window=16, decode_every=4), track=("pos",))
-    row = store.open_row()
-    store.prefill_layer(row, 0, *torch.randn(3, 1, 100, 8), 0.25)
+    tensors = random_layer(0, 1, 1, 140, 8)
+    store, row = filled(SnapKV(budget=0.05, window=16, decode_every=4), [tensors], 100, track=("pos",))
     assert held_positions(store, row) == [list(range(95, 100))]
     for step in range(40):
-        store.begin_step(torch.tensor([row]))
-        store.attend(0, *torch.randn(3, 1, 1, 8), 0.25)
-        store.end_step()
+        step_at(store, row, [tensors], 100 + step)
         held = set(held_positions(store, row)[0])
         assert held >= set(range(max(95, 85 + step), 101 + step))
         assert len(held) <= 16 + 4
@@ -124,32 +108,18 @@ def test_minikv_reads_what_it_flushes_and_holds_back_no_group():
     """Of 22 prompt tokens and groups of 8, two whole groups are quantised at once and 6 tokens wait; the step that
     fills the buffer attends over its tokens quantised, not in 16 bits."""
     policy = MiniKV(heavy=0.5, recent=0.5, allocation="uniform", group=8, residual_tokens=16)
-    torch.manual_seed(0)
-    store = make_store(policy)
-    row = store.open_row()
-    q, k, v = torch.randn(3, 1, 22, 8)
-    store.prefill_layer(row, 0, q, k, v, 1.0)
+    tensors = random_layer(0, 1, 1, 32, 8)
+    store, row = filled(policy, [tensors], 22)
     ring = store.holding.ring
     assert (int(ring.num_k[0]), int(ring.num_v[0]), int(ring.num_tokens[0])) == (16, 16, 22)
-    for step in range(10):
-        store.begin_step(torch.tensor([row]))
-        new = torch.randn(3, 1, 1, 8)
-        keys, values, live = contents(store, row) if step == 9 else (None, None, None)
-        out = store.attend(0, *new, 1.0)
-        store.end_step()
-    assert int(ring.num_k[0]) == 32 and keys is not None
-    after_k, after_v, live = contents(store, row)  # everything is quantised now, the newest token included
-    assert live == 32
-    weight = torch.softmax(new[0, 0] @ after_k.T, -1)
-    assert torch.allclose(out[0], weight @ after_v, atol=1e-4)
-
-
-def contents(store, row):
-    """Keys and values [n, D] of the only list as they read, and how many there are."""
+    for at in range(22, 32):
+        (out,) = step_at(store, row, [tensors], at)
+    assert int(ring.num_k[0]) == 32
     tiers, ring = store.holding.layer(torch.tensor([row]), 0)
     keys, values, live = store.pages.backend.gather_dense(store.pages.pool.pages, tiers, ring)
-    chosen = live[0, 0]
-    return keys[0, 0][chosen].float(), values[0, 0][chosen].float(), int(chosen.sum())
+    assert int(live.sum()) == 32  # everything is quantised now, the newest token included
+    weight = torch.softmax(tensors[0][0, 31] @ keys[live].float().T, -1)
+    assert torch.allclose(out[0], weight @ values[live].float(), atol=1e-4)
 
 
 # Records of four lists that kept `most` and on average `average` of a prompt of 100 tokens, and at the end `end` each.

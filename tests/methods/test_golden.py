@@ -11,9 +11,8 @@ import pytest
 import torch
 import yaml
 from golden_helpers import own_rows, read_prompt
-from official_helpers import watching
 from places import TESTS
-from store_helpers import GOLDEN, filled, golden, held_positions, held_scores, make_store, prefill_view
+from store_helpers import GOLDEN, filled, golden, held_positions, held_scores, make_store, prefill_view, watching
 
 from kvbench.kernels.reference.quant import pack
 from kvbench.methods.ada_snapkv import AdaSnapKV

@@ -61,6 +61,7 @@ def test_golden_pool_order(case):
     assert got[0].tolist() == pytest.approx(golden("kvc")[case])
     spec = KVCompress().score
     assert (spec.pool_stage, spec.pool_region, spec.group_reduce, spec.power) == ("per_query_head", "all", "sum", 2)
+    assert (spec.pool, spec.pool_kernel, KVCompress(variant="full").score.pool) == ("max", 7, "none")
 
 
 def run_store(policy, prompt: int, steps: int):

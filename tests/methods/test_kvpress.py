@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from engine_helpers import answers, engine, random_tokens, request
+from store_helpers import watching
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench.methods.keydiff import KeyDiff
@@ -15,14 +16,8 @@ from kvbench.policy import NotForModel
 def test_a_scorer_gets_what_the_model_gives_its_layer(tiny_model):
     """Scores follow from the layer's own projection, its input, and the model's rotary embedding; tokens behind the
     prompt that are read in the same pass are not among them, and the model is as before."""
-    loaded, prompt, seen = tiny_model("llama", "gqa3", 64), random_tokens(40), []
-
-    class Watched(KVPress):
-        def plan_prefill(self, view):
-            seen.append(view.score[0])
-            return super().plan_prefill(view)
-
-    policy = Watched(press="ProjectedPress", settings=["factor=2.5", "name=q"], budget=0.5)
+    loaded, prompt = tiny_model("llama", "gqa3", 64), random_tokens(40)
+    policy, seen = watching(KVPress, press="ProjectedPress", settings=["factor=2.5", "name=q"], budget=0.5)
     with engine(loaded, policy) as running:
         running.runner.reserve(rows=1, prompt_tokens=40, new_tokens=4)
         running.runner.read(prompt, ahead=[5, 6, 7])
@@ -33,7 +28,7 @@ def test_a_scorer_gets_what_the_model_gives_its_layer(tiny_model):
         module = layers[0].self_attn
         want = 2.5 * module.q_proj(hidden).view(40, 2, -1).sum(-1).T
         want = want + module.v_proj(hidden).view(40, 2, 64).sum(-1).T
-    assert (seen[0] - want).abs().max() < 1e-3
+    assert (seen[0].score[0] - want).abs().max() < 1e-3
 
 
 def test_it_keeps_its_best_scores(tiny_model):
@@ -50,38 +45,24 @@ def test_a_scorer_is_told_its_ratio(tiny_model):
     """Of a ratio and of tokens; a budget in bytes says none, which matters to a scorer that looks at it alone."""
     loaded = tiny_model("llama", "gqa3", 64)
     for budget in (0.3, 18):
-        held, policy = [], KVPress(press="RatioPress", budget=budget)
-        outcome = answers(loaded, watched(policy, held), [request("0", random_tokens(60), max_new_tokens=2)])["0", 0]
-        assert outcome.status == "ok" and (held[0][1] >= 0).nonzero()[:, 2].unique().tolist() == list(range(18))
-        assert (held[0][2] == 1).sum(-1).eq(18).all()
+        policy, seen = watching(KVPress, press="RatioPress", budget=budget)
+        outcome = answers(loaded, policy, [request("0", random_tokens(60), max_new_tokens=2)])["0", 0]
+        assert outcome.status == "ok" and (seen[0].score == 1).sum(-1).eq(18).all()
+        assert (policy.plan_prefill(seen[0]).tier_of >= 0).nonzero()[:, 2].unique().tolist() == list(range(18))
     answers(loaded, KVPress(budget="200KiB"), [request("0", random_tokens(60), max_new_tokens=2)])
     with pytest.raises(ValueError, match="the scores of RatioPress depend on the compression ratio"):
         answers(loaded, KVPress(press="RatioPress", budget="200KiB"), [request("0", random_tokens(60))])
-
-
-def watched(policy, held):
-    """The method, which notes layers, plan and scores of each prompt."""
-
-    class Watched(type(policy)):
-        def plan_prefill(self, view):
-            plan = super().plan_prefill(view)
-            held.append((view.layers, plan.tier_of, view.score))
-            return plan
-
-    return Watched(press=policy.press, budget=policy.budget)
 
 
 def test_lots_are_drawn_the_same_every_time(tiny_model):
     """Whatever was drawn before, and what is drawn after goes on as if nothing had been."""
     loaded, scores, after = tiny_model("llama", "gqa3", 64), [], []
     for _ in range(2):
-        held = []
+        policy, seen = watching(KVPress, press="DrawingPress")
         torch.manual_seed(len(scores))
-        answers(
-            loaded, watched(KVPress(press="DrawingPress"), held), [request("0", random_tokens(60), max_new_tokens=2)]
-        )
+        answers(loaded, policy, [request("0", random_tokens(60), max_new_tokens=2)])
         after.append(torch.rand(3))
-        scores.append(held[0][2])
+        scores.append(seen[0].score)
         torch.manual_seed(len(after) - 1)
         assert torch.equal(after[-1], torch.rand(3))
     assert torch.equal(*scores) and scores[0].std() > 0.1
@@ -90,10 +71,7 @@ def test_lots_are_drawn_the_same_every_time(tiny_model):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"press": "NoPress"},
-            "method.press=NoPress is no scorer of kvpress; those installed are ChoosingPress, DrawingPress",
-        ),
+        ({"press": "NoPress"}, "NoPress is no scorer of kvpress; those installed are ChoosingPress, DrawingPress"),
         ({"press": "BasePress"}, "is no scorer of kvpress"),
         ({"press": "ScorerPress"}, "is no scorer of kvpress"),
         ({"press": "PreparedPress"}, "prepares itself from a whole model"),

@@ -1,9 +1,12 @@
 """KVzip: scores against a plain replay, and which tokens stay."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from engine_helpers import answers, engine, random_tokens, request
-from store_helpers import make_store
+from store_helpers import make_store, watching
+from transformers import DynamicCache
 
 from kvbench.methods.full import Full
 from kvbench.methods.kvzip import KVzip, Reconstruction
@@ -34,22 +37,15 @@ def test_scores_are_those_of_a_plain_replay(sinks):
         Replay(first=a, end=b, q=torch.randn(6, m, 16), k=torch.randn(2, m, 16))
         for a, b, m in ((0, 18, 70), (18, 25, 9))
     )
-    seen = []
-
-    class Watched(KVzip):
-        def plan_prefill(self, view):
-            seen.append(view.score[0])
-            return super().plan_prefill(view)
-
-    store = make_store(Watched(budget=10, sinks=sinks), num_q_heads=6, num_kv_heads=2, head_dim=16)
+    policy, seen = watching(KVzip, budget=10, sinks=sinks)
+    store = make_store(policy, num_q_heads=6, num_kv_heads=2, head_dim=16)
     store.prefill_layer(store.open_row(), 0, None, k, v, 0.25, None, replays)
-    assert (seen[0] - plain_scores(None, k, replays, 0.25, sinks)).abs().max() < 1e-6
+    assert (seen[0].score[0] - plain_scores(None, k, replays, 0.25, sinks)).abs().max() < 1e-6
 
 
 def test_a_spec_has_both_or_neither():
     """A probe for a statistic that looks at none, and a statistic without its probe, are refused; so are odd sizes."""
-    probe = Probe(ask="a", go_on="b", part_tokens=4)
-    for settings in ({"probe": probe}, {"statistic": Reconstruction(4)}):
+    for settings in ({"probe": Probe(ask="a", go_on="b", part_tokens=4)}, {"statistic": Reconstruction(4)}):
         with pytest.raises(ValueError, match="set both or neither"):
             ScoreSpec(**settings)
     with pytest.raises(ValueError, match="part_tokens=0 must be a whole number, at least 1"):
@@ -85,13 +81,14 @@ def test_a_pass_sees_the_whole_prompt(tiny_model):
     """The queries that a statistic finds are those of transformers' own pass over prompt, request and part."""
     loaded, prompt, seen = tiny_model("llama", "gqa3", 64), random_tokens(50), []
 
+    @dataclass(frozen=True)
     class Watched(Reconstruction):
         def of_prompt(self, tensors):
             seen.append(tensors.replays)
             return super().of_prompt(tensors)
 
     policy = KVzip(budget=0.5, part=30)
-    policy.score = ScoreSpec(statistic=watched(Watched)(4), probe=policy.score.probe)
+    policy.score = ScoreSpec(statistic=Watched(4), probe=policy.score.probe)
     closing = (5, 6, 7)
     with engine(loaded, policy) as running:
         running.runner.reserve(rows=1, prompt_tokens=50, new_tokens=4)
@@ -105,18 +102,9 @@ def test_a_pass_sees_the_whole_prompt(tiny_model):
             assert (seen[layer][index].k - keys[layer][:, 50:]).abs().max() < 1e-4
 
 
-def watched(kind):
-    """The class as a frozen dataclass of its own."""
-    from dataclasses import dataclass
-
-    return dataclass(frozen=True)(kind)
-
-
 @torch.no_grad()
 def own_keys(loaded, tokens) -> list[torch.Tensor]:
     """Keys [H, n, D] of every layer, from transformers' own cache."""
-    from transformers import DynamicCache
-
     cache = DynamicCache(config=loaded.model.config)
     loaded.model(torch.tensor([tokens]), past_key_values=cache)
     return [layer.keys[0] for layer in cache.layers]

@@ -8,7 +8,6 @@ import torch
 from store_helpers import filled, held_positions, make_store, plain_attention, random_layer, step_at
 
 from kvbench.methods.streaming_llm import StreamingLLM
-from kvbench.runs.verdict import complaint
 
 DIM = 16
 INV_FREQ = 1.0 / 100.0 ** (torch.arange(0, DIM, 2) / DIM)
@@ -110,28 +109,6 @@ def test_rows_of_different_age_share_a_step():
                 outs[-1].append(store.attend(0, *(x[:, at].transpose(0, 1) for x in tensors), 0.25))
                 store.end_step()
     assert torch.allclose(*map(torch.cat, outs), atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("budget", "num_tokens", "expected"),
-    [
-        (0.5, 40, 20),
-        (0.1, 40, 5),  # four sinks and one recent token are the least
-        (30, 40, 30),
-        ("2720B", 40, 16),  # beside the tables one page per head: 16 slots of 64 B and a position
-    ],
-)
-def test_budget_holds_after_every_step(budget, num_tokens, expected):
-    """A ratio of the prompt, tokens or bytes are never exceeded while tokens come in."""
-    raw_q, raw_k, v = inputs(60)
-    policy = StreamingLLM(sinks=4, budget=budget)
-    store, row = filled_store(policy, num_tokens, raw_q, raw_k, v)
-    for position in range(num_tokens, num_tokens + 15):
-        step(store, row, position, raw_q, raw_k, v)
-        counts = store.holding.slots_per_tier(store.pages.lists_of(torch.tensor([row])))[0]
-        assert counts.tolist() == [expected, expected]
-    kept = {**store.ledger.meters[row].prompt, "slots_per_tier": [int(counts.sum())]}
-    assert complaint(policy, {"kept": kept}) is None
 
 
 def test_keys_that_cannot_be_rotated_are_refused():

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from store_helpers import make_store, plain_attention, step_one
+from store_helpers import filled, make_store, plain_attention, random_layer, step_at
 
 from kvbench.cache.holding import Channels
 from kvbench.cache.layout import StoreOptions, compile_formats
@@ -26,20 +26,17 @@ def tokens(count: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
     return q, k * sizes, v
 
 
-def filled(policy: Policy, length: int, rows: int = 1, seed: int = 0, **options):
-    """A store with one prompt, and the prompt."""
-    store = make_store(
-        policy, num_layers=LAYERS, num_q_heads=HEADS * GROUP, num_kv_heads=HEADS, head_dim=DIM, rows=rows, **options
-    )
+def read_prompt(policy: Policy, length: int, seed: int = 0, **options):
+    """A store with one prompt, its row, and the prompt."""
     prompt = tokens(length, seed)
-    return store, read(store, prompt), prompt
+    return *filled(policy, list(zip(*prompt, strict=True)), scale=SCALE, **options), prompt
 
 
 def read(store, prompt) -> int:
     """Reads a prompt into a row of its own."""
     row = store.open_row()
-    for layer in range(LAYERS):
-        store.prefill_layer(row, layer, *(x[layer] for x in prompt), SCALE)
+    for layer, own in enumerate(zip(*prompt, strict=True)):
+        store.prefill_layer(row, layer, *own, SCALE)
     return row
 
 
@@ -47,7 +44,7 @@ def thinned(prompt, keep: float, window: int = WINDOW) -> torch.Tensor:
     """The oracle: keys [L, H, n, D] with 0 where a channel goes, as the official code says it, list by list."""
     q, k, _ = prompt
     k = k.clone()
-    before = k.shape[2] - window
+    before = max(0, k.shape[2] - window)
     for layer in range(LAYERS):
         for head in range(HEADS):
             own = q[layer, head * GROUP : (head + 1) * GROUP, -window:].double()
@@ -59,7 +56,7 @@ def thinned(prompt, keep: float, window: int = WINDOW) -> torch.Tensor:
 
 def step(store, row: int, new) -> list[torch.Tensor]:
     """A decode step by token 0 of `new`."""
-    return step_one(store, row, [tuple(x[layer, :, 0] for x in new) for layer in range(LAYERS)], SCALE)
+    return step_at(store, row, list(zip(*new, strict=True)), 0, SCALE)
 
 
 def expected(prompt, keys: torch.Tensor, news) -> list[torch.Tensor]:
@@ -69,31 +66,25 @@ def expected(prompt, keys: torch.Tensor, news) -> list[torch.Tensor]:
     return [plain_attention(news[-1][0][layer, :, 0], k[layer], v[layer], SCALE) for layer in range(LAYERS)]
 
 
-@pytest.mark.parametrize("keep", [1.0, 0.6, 0.25, 0.01])
-def test_attention_misses_the_weakest_channels_of_the_prompt(keep):
-    """Steps equal attention over keys whose weakest channels are 0; the window's and new tokens' keys are whole."""
-    store, row, prompt = filled(ThinK(keep_channels=keep, window=WINDOW, native=True), 40)
+@pytest.mark.parametrize(
+    ("keep", "length"),
+    [*((keep, 40) for keep in (1.0, 0.6, 0.25, 0.01)), *((0.1, WINDOW + more) for more in (1 - WINDOW, -1, 0, 1))],
+)
+def test_attention_misses_the_weakest_channels_of_the_prompt(keep, length):
+    """Steps equal attention over keys whose weakest channels are 0; the window's and new tokens' keys are whole, and so
+    are prompts no longer than the window."""
+    store, row, prompt = read_prompt(ThinK(keep_channels=keep, window=WINDOW, native=True), length)
     keys, news = thinned(prompt, keep), []
-    assert bool((keys == 0).any()) == (keep < 1) and bool((keys[:, :, -WINDOW:] != 0).all())
+    assert bool((keys == 0).any()) == (keep < 1 and length > WINDOW) and bool((keys[:, :, -WINDOW:] != 0).all())
     for index in range(3):
         news.append(tokens(1, seed=index + 1))
         for got, want in zip(step(store, row, news[-1]), expected(prompt, keys, news), strict=True):
-            torch.testing.assert_close(got[0], want, rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("length", [1, WINDOW - 1, WINDOW, WINDOW + 1])
-def test_prompts_as_short_as_the_window_are_whole(length):
-    """A channel goes of tokens before the window only."""
-    store, row, prompt = filled(ThinK(keep_channels=0.1, window=WINDOW, native=True), length)
-    new = tokens(1, seed=3)
-    keys = thinned(prompt, 0.1) if length > WINDOW else prompt[1]
-    for got, want in zip(step(store, row, new), expected(prompt, keys, [new]), strict=True):
-        torch.testing.assert_close(got[0], want, rtol=0, atol=2e-6)
+            torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
 
 
 def test_rows_have_orders_of_their_own_and_forks_take_theirs_along():
     """Two prompts in one batch, and a fork whose source is closed and taken by another prompt."""
-    store, row, prompt = filled(ThinK(keep_channels=0.5, window=WINDOW, native=True), 30, rows=3)
+    store, row, prompt = read_prompt(ThinK(keep_channels=0.5, window=WINDOW, native=True), 30, rows=3)
     other = tokens(25, seed=7)
     second, fork = read(store, other), store.fork_row(row)
     store.close_row(row)
@@ -112,7 +103,7 @@ def test_rows_have_orders_of_their_own_and_forks_take_theirs_along():
 
 def test_a_later_segment_sees_the_same_keys():
     """A segment that comes at once attends to pruned keys in its list's order, and is stored whole."""
-    store, row, prompt = filled(ThinK(keep_channels=0.5, window=WINDOW, native=True), 30)
+    store, row, prompt = read_prompt(ThinK(keep_channels=0.5, window=WINDOW, native=True), 30)
     segment, keys = tokens(4, seed=5), thinned(prompt, 0.5)
     assert store.takes_chunks
     for layer in range(LAYERS):
@@ -126,12 +117,12 @@ def test_a_later_segment_sees_the_same_keys():
             torch.testing.assert_close(out[:, index], want, rtol=0, atol=2e-6)
     new = tokens(1, seed=6)
     for got, want in zip(step(store, row, new), expected(prompt, keys, [segment, new]), strict=True):
-        torch.testing.assert_close(got[0], want, rtol=0, atol=2e-6)
+        torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
 
 
 def test_snapkv_chooses_the_tokens_that_stay():
     """With `keep_tokens` the window's attention, max-pooled, says which tokens before it stay, thin."""
-    store, row, prompt = filled(ThinK(keep_channels=0.5, window=WINDOW, keep_tokens=0.5, native=True), 40)
+    store, row, prompt = read_prompt(ThinK(keep_channels=0.5, window=WINDOW, keep_tokens=0.5, native=True), 40)
     q, k, v = prompt
     new, keys = tokens(1, seed=3), thinned(prompt, 0.5)
     outs = step(store, row, new)
@@ -149,7 +140,7 @@ def test_snapkv_chooses_the_tokens_that_stay():
                 for x, y in zip((keys, v), new[1:], strict=True)
             )
             want = plain_attention(new[0][layer, head * GROUP : (head + 1) * GROUP, 0], *have, SCALE)
-            torch.testing.assert_close(outs[layer][0, head * GROUP : (head + 1) * GROUP], want, rtol=0, atol=2e-6)
+            torch.testing.assert_close(outs[layer][head * GROUP : (head + 1) * GROUP], want, rtol=0, atol=2e-6)
     assert store.ledger.report(row)[1]["slots_per_tier"] == [(WINDOW + 1) * 4, (20 - WINDOW) * 4]
 
 
@@ -162,13 +153,10 @@ def test_bytes_are_the_closed_formula(keep, head_dim):
     """2 d of a value and 2 ceil(d keep) of a thin key; the order is a byte per channel, layer and head, and all of it
     is what the tensors have."""
     policy = ThinK(keep_channels=keep)
-    store = make_store(policy, num_layers=LAYERS, num_q_heads=4, num_kv_heads=HEADS, head_dim=head_dim, rows=3)
-    row, length, new = store.open_row(), 300, 5
-    for layer in range(LAYERS):
-        q, k, v = (torch.randn(heads, length, head_dim) for heads in (4, HEADS, HEADS))
-        store.prefill_layer(row, layer, q, k, v, 0.1)
-    for _ in range(new):
-        step_one(store, row, [tuple(torch.randn(heads, head_dim) for heads in (4, HEADS, HEADS))] * LAYERS)
+    layers, length, new = [random_layer(layer, HEADS, 2, 305, head_dim) for layer in range(LAYERS)], 300, 5
+    store, row = filled(policy, layers, length, rows=3)
+    for at in range(length, length + new):
+        step_at(store, row, layers, at)
     items, lists = store.ledger.itemise(row), LAYERS * HEADS
     thin, whole = length - 32, 32 + new
     kept = math.ceil(head_dim * keep - 1e-9)
@@ -195,7 +183,7 @@ def test_thin_pages_hold_nothing_of_what_was_dropped():
     louder[dropped] = prompt[1][dropped] * 0.9  # not so much that another channel goes
     found = []
     for keys in (prompt[1], louder):
-        store, _, _ = filled(ThinK(keep_channels=0.5, window=WINDOW), 1, rows=2)
+        store, _, _ = read_prompt(ThinK(keep_channels=0.5, window=WINDOW), 1, rows=2)
         row = read(store, (prompt[0], keys, prompt[2]))
         lists, slots = store.pages.lists_of(torch.tensor([row])), torch.arange(40 - WINDOW)
         each = lists.repeat_interleave(len(slots))
@@ -210,7 +198,7 @@ def test_a_projection_bills_the_same(keep):
     """`kvbench bytes` counts what a store holds, orders included."""
     from kvbench.sizing.project import project
 
-    store, row, _ = filled(ThinK(keep_channels=keep, window=WINDOW), 60)
+    store, row, _ = read_prompt(ThinK(keep_channels=keep, window=WINDOW), 60)
     step(store, row, tokens(1, seed=1))
     shape = replace(store.shape, dtype=torch.float32)
     (least, most) = project(ThinK(keep_channels=keep, window=WINDOW), shape, 60, 1)
@@ -307,24 +295,24 @@ def test_a_plan_orders_all_channels(channels, said):
             return PrefillPlan(tier_of=view.filled(0), channels=channels)
 
     with pytest.raises(ValueError, match=said):
-        filled(Wrong(window=WINDOW), 20)
+        read_prompt(Wrong(window=WINDOW), 20)
 
     class Extra(Policy):
         def plan_prefill(self, view):
             return PrefillPlan(tier_of=view.filled(0), channels=torch.arange(DIM).expand(1, HEADS, DIM))
 
     with pytest.raises(ValueError, match="the method's statistic measures none"):
-        filled(Extra(), 20)
+        read_prompt(Extra(), 20)
 
 
 def test_a_statistic_measures_every_channel():
     """And its answer has one number for each."""
     with pytest.raises(ValueError, match=r"Crooked.of_channels gave .* \(2, 19\), but it must give .* \(2, 20\)"):
-        filled(declared(score=ScoreSpec(statistic=Crooked(), prefill_queries=4)), 20)
+        read_prompt(declared(score=ScoreSpec(statistic=Crooked(), prefill_queries=4)), 20)
 
     class Looks(Policy):
         def plan_prefill(self, view):
             return PrefillPlan(tier_of=view.filled(0), channels=view.channels)
 
     with pytest.raises(ValueError, match="the view of a prompt has no channels"):
-        filled(Looks(), 20)
+        read_prompt(Looks(), 20)

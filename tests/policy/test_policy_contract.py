@@ -7,20 +7,7 @@ import torch
 from store_helpers import prefill_view
 
 from kvbench.methods.snapkv import SnapKV
-from kvbench.policy import (
-    Budget,
-    Compaction,
-    DecodeView,
-    Extreme,
-    Policy,
-    PrefillPlan,
-    ReadSpec,
-    Residual,
-    Scored,
-    ScoreSpec,
-    SlotArrays,
-    Tier,
-)
+from kvbench.policy import Budget, Compaction, Policy, PrefillPlan, ReadSpec, Residual, Scored, ScoreSpec, Tier
 
 
 @dataclass(kw_only=True)
@@ -118,23 +105,3 @@ def test_a_view_without_statistics_says_what_to_declare():
         _ = prefill_view(None, 4).score
     score = torch.arange(4.0)[None]
     assert prefill_view(score, 4).score.equal(score[None])
-
-
-def test_a_decode_view_answers_everything():
-    """A view that lacks an answer cannot be made."""
-
-    class Lacking(DecodeView):
-        def budget_tokens(self, budget, tier=0) -> torch.Tensor:
-            return torch.zeros(1)
-
-        def num_slots(self, tier) -> torch.Tensor:
-            return torch.zeros(1)
-
-        def find(self, tier, position) -> Extreme:
-            return Extreme(value=position, slot=position, pos=position)
-
-        def slots(self, tier) -> SlotArrays:
-            raise AssertionError("not asked")
-
-    with pytest.raises(TypeError, match="argmin"):
-        Lacking()

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from store_helpers import make_store
+from store_helpers import filled, make_store, random_layer, watching
 
 from kvbench.methods.snapkv import SnapKV
 from kvbench.policy import ALL_QUERIES, Compaction, Scored, ScoreSpec, Statistic
@@ -21,25 +21,21 @@ class Newest(Statistic):
         return seen.pos * self.weight
 
 
-def scored_by(statistic, **how):
+def scored_by(statistic):
     """A method that ranks by a statistic."""
 
     class Method(Scored):
         def __post_init__(self):
             super().__post_init__()
-            self.score_by(statistic, **how)
+            self.score_by(statistic)
 
     return Method(budget=4)
 
 
-def read(statistic, k=None, q=None, **how):
-    """A store that has read ten tokens under a statistic."""
-    store = make_store(scored_by(statistic, **how))
-    given = torch.randn(1, 10, 8)
-    store.prefill_layer(
-        store.open_row(), 0, torch.randn(1, 10, 8) if q is None else q, given if k is None else k, given, 1.0
-    )
-    return store
+def read(statistic, scale=1.0) -> None:
+    """Has a store read ten tokens under a statistic, whose keys are so large."""
+    q, k, v = random_layer(0, 1, 1, 10, 8)
+    filled(scored_by(statistic), [(q, scale * k, v)])
 
 
 @pytest.mark.parametrize("asked", [lambda of: of.of_slots(None), lambda of: of.of_token(None, None)])
@@ -171,26 +167,17 @@ def test_an_answer_is_held_to_the_contract(answer, rule):
     with pytest.raises(ValueError, match=f"Wrong.of_prompt {rule}"):
         read(Wrong())
     if "finite" in rule:  # of a prompt that the model spoilt, the model is to blame
-        read(Wrong(), k=torch.full((1, 10, 8), float("nan")))
+        read(Wrong(), scale=float("nan"))
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
 @pytest.mark.parametrize(("queries", "near"), [(ALL_QUERIES, 0), (4, 0), (ALL_QUERIES, 2), (50, 1)])
 def test_reductions_over_queries(reduce, queries, near):
     """Sum, mean and maximum of the plain causal attention, over the queries that count for each key."""
-    torch.manual_seed(3)
-    q, k = torch.randn(2, 10, 8), torch.randn(1, 10, 8)
-    seen = []
-
-    class Watched(SnapKV):
-        def plan_prefill(self, view):
-            seen.append(view.score[0, 0])
-            return super().plan_prefill(view)
-
-    policy = Watched(budget=8, window=2)
+    q, k, _ = random_layer(3, 1, 2, 10, 8)
+    policy, seen = watching(SnapKV, budget=8, window=2)
     policy.score = ScoreSpec(prefill_queries=queries, skip_near=near, query_reduce=reduce, group_reduce="sum")
-    store = make_store(policy, num_q_heads=2)
-    store.prefill_layer(store.open_row(), 0, q, k, k, 0.7)
+    filled(policy, [(q, k, k)], scale=0.7)
     logits = torch.einsum("hid,jd->hij", q, k[0]) * 0.7
     first = 0 if queries < 0 else max(0, 10 - queries)
     for j in range(10):
@@ -199,4 +186,4 @@ def test_reductions_over_queries(reduce, queries, near):
             rows = [logits[head, i, : i + 1].softmax(0)[j] for i in range(max(first, j + near), 10)]
             own = torch.stack(rows) if rows else torch.zeros(1)
             want += float({"sum": own.sum(), "mean": own.mean(), "max": own.max()}[reduce])
-        assert float(seen[0][j]) == pytest.approx(want, abs=1e-6)
+        assert float(seen[0].score[0, 0, j]) == pytest.approx(want, abs=1e-6)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from oracles.golden import golden
 from oracles.slow_numbers import e4m3_value, to_e4m3
 from oracles.slow_pages import slow_pack, slow_quantize
+from store_helpers import golden
 
 from kvbench.kernels.reference.quant import dequantize, from_fp8, pack, quantize, to_fp8, unpack
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from oracles import slow_attention
-from oracles.golden import golden
+from store_helpers import golden
 
 from kvbench.kernels.backend import REFERENCE
 from kvbench.kernels.operands import ColumnSums, HeadScores
