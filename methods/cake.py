@@ -15,10 +15,6 @@ class AttentionShifts(Statistic):
     """Mean attention of the last queries plus a multiple of its variance over them, pooled along the tokens.
 
     Beside it, unpooled: `entropy`, a token's part of the entropy of the queries' attention, and `variance`.
-
-    Args:
-        gamma: Weight of the variance.
-        pool_kernel: Width of the maximum along the tokens before the queries' own.
     """
 
     gamma: float

@@ -11,15 +11,7 @@ from kvbench.policy import ALL_QUERIES, LayerTensors, Need, Number, Scored, Stat
 
 @dataclass(frozen=True)
 class ExpectedAttentionScore(Statistic):
-    """Mean attention of normally distributed queries at the next positions, times the norm of the value.
-
-    Args:
-        sinks: First tokens, which stand above all others and whose queries do not count.
-        future: Next positions over which the rotary embedding is averaged.
-        covariance: Count the spread of the queries, and not their mean alone.
-        value_norm: Multiply by the value's Euclidean norm.
-        epsilon: Added before that.
-    """
+    """Mean attention of normally distributed queries at the next positions, times the norm of the value."""
 
     sinks: int
     future: int

@@ -13,14 +13,7 @@ ROWS = 256  # queries whose attention lies in memory at once
 
 @dataclass(frozen=True)
 class GumbelAttention(Statistic):
-    """Softmax of a query's logits with Gumbel noise, divided by a temperature that rises while decoding.
-
-    Args:
-        tau_init: Temperature in the prompt.
-        tau_delta: What each decode step adds to it.
-        noise: Factor on the noise.
-        seed: Of the noise.
-    """
+    """Softmax of a query's logits with Gumbel noise, divided by a temperature that rises while decoding."""
 
     tau_init: float
     tau_delta: float
@@ -82,10 +75,5 @@ class Keyformer(Stepwise):
 
 
 def gumbel(seed: int, *place: Tensor) -> Tensor:
-    """Gumbel noise that depends on whole numbers alone, fp32 in their common shape (`uniform`).
-
-    Args:
-        seed: A whole number.
-        place: int64 tensors that broadcast.
-    """
+    """Gumbel noise that depends on whole numbers alone, fp32 in their common shape (`uniform`)."""
     return -(-uniform(seed, *place).log()).log()

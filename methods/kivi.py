@@ -1,6 +1,6 @@
 """KIVI: keys quantised per channel, values per token, the newest tokens in 16 bits."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 from kvbench.policy import Bounds, ByLayer, Choice, Extent, Residual, Tier, Whole, quantised
@@ -32,20 +32,14 @@ class Kivi(ByLayer):
             raise ValueError(
                 f"residual_tokens={self.residual_tokens} must be a positive multiple of group={self.group}"
             )
-        tier = Tier(native=True)
-        if not self.native:
-            tier = Tier(k_bits=self.bits, v_bits=self.bits, k_axis="channel", k_group=self.group, v_group=self.group)
-        self.tiers = (tier,)
+        self.tiers = (self.other_tier(f"k{self.bits}v{self.bits}"),)
         self.spread()
         self.residual = Residual(
             num_tokens=self.residual_tokens, v_flush="oldest", when="after_attention", hold_prompt=True
         )
 
     def other_tier(self, text: str) -> Tier:
-        tier = Tier(native=True) if self.native else Tier.parse(text)
-        if tier.native or tier.fp8 or tier.has_form or min(tier.k_bits, tier.v_bits) == 16:
-            return tier  # which says itself what its scales span, or has none
-        return replace(tier, k_axis="channel", k_group=self.group, v_group=self.group)
+        return Tier.parse("native" if self.native else text).per_channel(self.group, v_group=self.group)
 
     def bounds(self, extent: Extent) -> Bounds:
         return quantised(extent, range(len(self.tiers)), beyond=2 * self.residual_tokens - 1)

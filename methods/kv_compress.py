@@ -11,13 +11,7 @@ import kvbench.policy as kv
 
 @dataclass(frozen=True, kw_only=True)
 class OverBudget(kv.Compaction):
-    """Evictions before every step that begins with more blocks than the budget allows.
-
-    Args:
-        budget: Mean over lists.
-        block: Tokens per block.
-        floor_tokens: Tokens per list below which no budget goes.
-    """
+    """Evictions before every step that begins with more blocks than the budget allows."""
 
     budget: kv.Budget
     block: int
@@ -27,13 +21,8 @@ class OverBudget(kv.Compaction):
         return self.surplus(view.num_slots(0).flatten(1), view.budget_tokens(self.budget)) > 0
 
     def surplus(self, held: Tensor, tokens: Tensor) -> Tensor:
-        """Blocks beyond those that a budget allows the lists of a sequence together, int64 [...]; blocks that incoming
-        tokens will open do not count yet.
-
-        Args:
-            held: int64 [..., M] slots per list.
-            tokens: int64 [...] the budget per list.
-        """
+        """Blocks int64 [...] beyond those that a budget of so many tokens per list allows the lists of a sequence
+        together, which hold int64 [..., M] slots; blocks that incoming tokens will open do not count yet."""
         tokens = tokens.clamp(min=self.floor_tokens) if self.floor_tokens else tokens
         held = kv.num_blocks(held, self.block)
         return torch.sub(held.sum(-1), kv.num_blocks(tokens, self.block), alpha=held.shape[-1])

@@ -78,13 +78,7 @@ def rotary_beside(module: torch.nn.Module, rotary: torch.nn.Module | None) -> An
 
 @dataclass(frozen=True)
 class PressScore(Statistic):
-    """The numbers that a scorer of kvpress gives a layer; what it draws at random, it draws the same every time.
-
-    Args:
-        press: Name of its class.
-        settings: Of it, each as `name=value`.
-        budget: What stays, which some scorers look at as their compression ratio.
-    """
+    """The numbers that a scorer of kvpress gives a layer; what it draws at random, it draws the same every time."""
 
     press: str
     settings: tuple[str, ...]

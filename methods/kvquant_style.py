@@ -1,6 +1,6 @@
 """Keys quantised per channel before the rotary embedding, as KVQuant does; values per token."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 from kvbench.policy import Bounds, ByLayer, Choice, Extent, Residual, Tier, Whole, quantised
@@ -36,19 +36,13 @@ class KVQuantStyle(ByLayer):
     native: bool = False
 
     def declare(self) -> None:
-        quantised = Tier(
-            k_bits=self.bits, v_bits=self.bits, k_axis="channel", k_group=self.group, v_splits=self.v_splits
-        )
-        self.tiers = (Tier(native=True) if self.native else quantised,)
+        self.tiers = (self.other_tier(f"k{self.bits}v{self.bits}"),)
         self.spread()
         self.residual = Residual(num_tokens=self.group, v_flush="all", when="after_attention", hold_prompt=False)
         self.position_mode = "pre_rope" if self.pre_rope else "absolute"
 
     def other_tier(self, text: str) -> Tier:
-        tier = Tier(native=True) if self.native else Tier.parse(text)
-        if tier.native or tier.fp8 or tier.has_form or min(tier.k_bits, tier.v_bits) == 16:
-            return tier  # which says itself what its scales span, or has none
-        return replace(tier, k_axis="channel", k_group=self.group, v_splits=self.v_splits)
+        return Tier.parse("native" if self.native else text).per_channel(self.group, v_splits=self.v_splits)
 
     def bounds(self, extent: Extent) -> Bounds:
         return quantised(extent, range(len(self.tiers)), beyond=2 * self.group)

@@ -13,11 +13,7 @@ QUERIES = 64  # at once: the attention of all of a part's would be far larger th
 
 @dataclass(frozen=True)
 class Reconstruction(Statistic):
-    """Largest attention that a key receives while its part of the prompt is repeated, of any query and query head.
-
-    Args:
-        sinks: First tokens of the prompt, which share the softmax with every part.
-    """
+    """Largest attention that a key receives while its part of the prompt is repeated, of any query and query head."""
 
     sinks: int
     needs: ClassVar[frozenset[Need]] = frozenset({"replays"})

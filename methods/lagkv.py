@@ -11,12 +11,7 @@ from kvbench.policy import LayerTensors, Scored, Statistic, Whole
 
 @dataclass(frozen=True)
 class LagRelative(Statistic):
-    """Rank of a token within its partition by how unevenly its channels lie in the ranges of the next partition.
-
-    Args:
-        sinks: First tokens, which stand above all others.
-        lag: Tokens per partition.
-    """
+    """Rank of a token within its partition by how unevenly its channels lie in the ranges of the next partition."""
 
     sinks: int
     lag: int

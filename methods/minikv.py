@@ -59,7 +59,7 @@ class MiniKV(kv.Policy):
         self.budget_is_mean = self.allocation != "uniform"
         self.fewest_tokens = 2 * self.depth  # below, one heavy token in every layer lifts the pyramid's mean
         self.scope = "model" if self.allocation.startswith("var") else "head"
-        coded = kv.Tier(k_bits=self.bits, v_bits=self.bits, k_axis="channel", k_group=self.group, v_group=self.group)
+        coded = kv.Tier(k_bits=self.bits, v_bits=self.bits).per_channel(self.group, v_group=self.group)
         self.tiers = (kv.Tier(native=True) if self.native else coded,)
         self.score = kv.ScoreSpec(prefill_queries=kv.ALL_QUERIES, group_reduce="sum")
         self.residual = kv.Residual(

@@ -12,12 +12,7 @@ import kvbench.policy as kv
 
 @dataclass(frozen=True)
 class RecentAttention(kv.Statistic):
-    """Mean attention of the last queries, the newest of which weigh more.
-
-    Args:
-        recent_share: How many, as a share of the prompt.
-        distance_weight: Weight of the newest, where the oldest has 1.
-    """
+    """Mean attention of the last queries, the newest of which weigh more."""
 
     recent_share: float
     distance_weight: float

@@ -15,12 +15,7 @@ BITS = kv.Choice((1, 2, 3, 4, 8), unit="bits")
 @dataclass(frozen=True)
 class NeededBits(kv.Statistic):
     """Bits that a token's key needs so that no attention of the last queries errs by more than it may; those of its
-    value are `value_bits`.
-
-    Args:
-        key_error, value_error: Square of the error that is tolerated, on each side.
-        largest_query: Largest element of a query, as the bound on a key's error takes it.
-    """
+    value are `value_bits`."""
 
     key_error: float
     value_error: float

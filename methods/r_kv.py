@@ -14,14 +14,7 @@ ROWS = 512  # of a head's similarities that lie in memory at once
 
 @dataclass(frozen=True)
 class Redundancy(Statistic):
-    """Pooled attention of the last queries minus the softmax of how similar other keys are, mixed.
-
-    Args:
-        window: Last queries; the tokens at their positions stand above all others.
-        pool_kernel: Width of the maximum along the tokens.
-        mix: Weight of the attention.
-        threshold: Cosine above which a key repeats another.
-    """
+    """Pooled attention of the last queries minus the softmax of how similar other keys are, mixed."""
 
     window: int
     pool_kernel: int

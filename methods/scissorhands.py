@@ -11,12 +11,7 @@ import kvbench.policy as kv
 
 @dataclass(frozen=True, kw_only=True)
 class WhenFull(kv.Compaction):
-    """Evictions whenever the budget is full: all lists hold as many tokens, so the count of steps says when.
-
-    Args:
-        budget: Most tokens per list.
-        drop: Share of the budget that is dropped at once.
-    """
+    """Evictions whenever the budget is full: all lists hold as many tokens, so the count of steps says when."""
 
     budget: kv.Budget
     drop: float

@@ -12,13 +12,7 @@ import kvbench.policy as kv
 @dataclass(frozen=True)
 class ProbedSaliency(kv.Statistic):
     """Attention from a few queries, the newest and random ones, divided by the queries that can see a token; while
-    decoding, that of every `window`-th query.
-
-    Args:
-        probes: How many of each, as a share of the prompt; the newest are rounded up, the random ones down.
-        seed: Of the random ones; the prompt's length is mixed in.
-        window: Tokens of the answer that are judged together, by the last one's query.
-    """
+    decoding, that of every `window`-th query."""
 
     probes: float
     seed: int

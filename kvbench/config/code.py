@@ -46,12 +46,8 @@ def _meaning_of_python(content: bytes) -> bytes:
 
 
 def hash_files(files: dict[str, Path]) -> str:
-    """Hash names and contents of files; comments, formatting and docstrings of Python do not count; 64
-    hexadecimal digits.
-
-    Args:
-        files: Name under which each file counts (so that the place of the installation does not matter), and its path.
-    """
+    """Hash files by the name under which each counts, wherever it is installed, and by content, of Python without
+    comments, formatting and docstrings; 64 hexadecimal digits."""
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):
         content = meaning(path)
@@ -93,27 +89,17 @@ def imports(files: Iterable[Path]) -> frozenset[str]:
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
-    """What is installed of some libraries.
+    """Versions of libraries named as they are imported (`math_verify`), by distribution (`math-verify`), sorted; the
+    name itself and an empty version where none has it.
 
-    Args:
-        names: As they are imported, for example `math_verify`.
-
-    Returns:
-        Distribution (`math-verify`) -> version, sorted; the name itself and an empty version where none has it. The
-        version has its build tag (torch 2.13.0+cpu): two builds of torch are two sets of compiled kernels, whose
-        sums may differ in the last bit, and a method that rounds can turn that into another token.
+    A version has its build tag (torch 2.13.0+cpu): two builds of torch are two sets of compiled kernels, whose sums may
+    differ in the last bit, and a method that rounds can turn that into another token.
     """
     return dict(sorted(_installed(name) for name in names))
 
 
 def reached(files: Iterable[Path], package: str, folder: Path) -> set[Path]:
-    """The modules of a package that Python files import, at any remove.
-
-    Args:
-        files: Where to begin.
-        package: Full name of the package, for example `kvbench.tasks`.
-        folder: Where it lies.
-    """
+    """The modules of a package (`kvbench.tasks`), which lies in a folder, that Python files import at any remove."""
     todo, found = [path for path in files if path.suffix == ".py"], set[Path]()
     while todo:
         for name in names_imported(todo.pop()):
@@ -127,11 +113,7 @@ def reached(files: Iterable[Path], package: str, folder: Path) -> set[Path]:
 
 def names_imported(path: Path, package: str = "") -> tuple[str, ...]:
     """The full names that a Python file imports anywhere, but not for type checkers alone; some are names in modules.
-
-    Args:
-        path: The file.
-        package: The package that its relative imports start from; without one they are left out.
-    """
+    Relative imports start from `package`; without one they are left out."""
     return _names_in(path.read_bytes(), package)
 
 

@@ -65,12 +65,9 @@ def own_words() -> list[str]:
 def hydra_value(key: str, value: object) -> str:
     """A Python value as Hydra's command line writes it; text is quoted, so that it stays text.
 
-    Args:
-        key: The setting, for messages.
-        value: None, a truth value, a number, text, a path, or lists and mappings of these.
-
     Raises:
-        ValueError: It is something else.
+        ValueError: It is something else than None, a truth value, a number, text, a path, or lists and mappings of
+            these.
     """
     if value is None:
         return "null"

@@ -104,11 +104,7 @@ def command_files() -> dict[str, str]:
 
 
 def options(group: str, conf: Path | None = None) -> dict[str, str]:
-    """Names of a group's configurations and what each is.
-
-    Args:
-        conf: One configuration folder; kvbench's own and the user's by default.
-    """
+    """Names of a group's configurations and what each is, in one folder or in kvbench's own and the user's."""
     return {name: describe(path) for name, path in _paths(group, conf).items()}
 
 

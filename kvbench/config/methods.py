@@ -53,9 +53,6 @@ def with_defaults(listed: DictConfig) -> DictConfig:
     """What a method's file lists, behind the defaults of its class's other settings.
 
     Settings that all methods share (`files.SHARED`) are there where the file lists them, or the class redefines them.
-
-    Args:
-        listed: The content of the file.
     """
     plain: Any = OmegaConf.to_container(listed)
     target = plain.get("_target_")
@@ -87,11 +84,7 @@ def _import_class(module: str, name: str) -> Iterator[Default]:
 
 
 def _read_class(module: str, wanted: ast.expr) -> Iterator[Default]:
-    """The fields of a class and of its bases, theirs first.
-
-    Args:
-        module: Where the class is named.
-        wanted: The expression that names it.
+    """The fields of a class, which an expression in a module names, and of its bases, theirs first.
 
     Raises:
         UnreadableError: The source does not tell.

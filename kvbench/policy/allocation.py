@@ -126,13 +126,8 @@ class Shares:
 
 
 def shares_by_score(score: Tensor, base: Tensor, alpha: float, *, official_rounding: bool = False) -> Tensor:
-    """Budgets by how many of the best tokens of a group of lists are a list's own, with a floor; int64 [G, M].
-
-    Args:
-        score: fp32 [G, M, n] the tokens of M lists, which compete within each of G groups.
-        base: int64 [G] mean budget of a group's lists, at most n; a group's budgets sum to base * M.
-        alpha: Share of a list's budget that does not depend on the scores, in [0, 1]: Ada-KV's safeguard.
-        official_rounding: Round each budget half to even, as AdaKV's code does, which may lose or gain tokens.
+    """Budgets int64 [G, M] by how many of the best tokens (fp32 [G, M, n]) of a group of lists are a list's own. Their
+    mean is `base`, int64 [G], of which the share `alpha` does not depend on the scores: Ada-KV's safeguard.
 
     Source: FFY0/AdaKV at efe4e2e, AdaptiveSnapKVCluster.
     Differs: largest remainder, unless `official_rounding`.
@@ -150,28 +145,15 @@ def shares_by_score(score: Tensor, base: Tensor, alpha: float, *, official_round
 
 
 def round_to_total(parts: Tensor, denominator: int, total: Tensor) -> Tensor:
-    """Rounds parts / denominator to whole numbers with a given sum: floors, then +1 by remainder descending, index
-    ascending; int64 [G, M].
-
-    Args:
-        parts: int64 [G, M], >= 0.
-        denominator: Of all parts, >= 1.
-        total: int64 [G], from the sum of the floors to one more per part.
-    """
+    """Rounds parts [G, M] / denominator to int64 with the sums `total` [G]: floors, then +1 by remainder descending,
+    index ascending."""
     floors = parts // denominator
     by_remainder = rank_descending(parts - floors * denominator)
     return floors + (by_remainder < (total - floors.sum(-1))[:, None])
 
 
 def shares_by_table(weight: Tensor, base: int, room: int, alpha: float) -> Tensor:
-    """Budgets in proportion to weights, with a floor; int64 [L, H]; their mean is `base`, and none is above `room`.
-
-    Args:
-        weight: fp64 [L, H], >= 0.
-        base: Mean budget, >= 0.
-        room: Tokens that a list has; what this cuts off goes to the others.
-        alpha: Share of a list's budget that does not depend on the table, in [0, 1].
-    """
+    """Budgets in proportion to weights, with a floor; int64 [L, H]; their mean is `base`, and none is above `room`."""
     mixed = alpha * weight.mean() + (1 - alpha) * weight
     shares = share_with_cap(mixed.flatten(), base * weight.numel(), room, at_least=0)
     return torch.tensor(shares, device=weight.device).view_as(weight)

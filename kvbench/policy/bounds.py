@@ -112,14 +112,8 @@ def within(
 
 
 def of_answer(extent: Extent, budget: Budget, window: int, spare: int) -> Bounds:
-    """The bounds of a sequence whose prompt is kept whole and whose answer has the budget.
-
-    Args:
-        extent: The sequence.
-        budget: Of the answer; in bytes, of both.
-        window: Last tokens that stay.
-        spare: Tokens per list that may come in before the next eviction.
-    """
+    """The bounds of a sequence whose prompt is kept whole and whose answer has the budget, or keeps its last `window`
+    tokens; `spare` tokens per list may come in before the next eviction."""
     prompt = extent.prompt_tokens
     allowed = int(budget.value * extent.new_tokens) if budget.unit == "ratio" else int(budget.value)
     if budget.unit == "bytes":

@@ -14,15 +14,10 @@ from kvbench.policy.views import DecodeView
 
 
 def prompt_share(view: DecodeView, budget: Budget, given: Tensor | None = None) -> Tensor:
-    """int64 [S, L, H]: what each list may hold now, from what the prompt's plan gave it.
+    """int64 [S, L, H]: what each list may hold now, from what the prompt's plan gave it, or what counts as `given`.
 
     With a ratio budget a list's share grows with the sequence (a prompt too short to have a share gets the ratio);
     otherwise it stays, and a prompt that fitted the budget grows up to it first.
-
-    Args:
-        view: The view.
-        budget: The method's budget.
-        given: int64 [S, L, H] what counts as given by the plan; None = all that it gave.
     """
     given = view.prompt_slots if given is None else given
     seen, prompt = view.tokens_seen[:, None, None], view.prompt_tokens[:, None, None]
@@ -86,27 +81,14 @@ Protect = Literal["none", "sinks", "instruction", "prompt", "answer"]
 
 @dataclass(frozen=True)
 class Protection:
-    """What is protected, of a prompt and while decoding.
-
-    Args:
-        of: The setting `protect`.
-        tokens: First tokens that `sinks` keeps.
-    """
+    """What is protected, of a prompt and while decoding."""
 
     of: Protect = "none"
     tokens: int = 4
 
     def check(self, given: object, budget: Budget, no_eviction: str) -> None:
-        """Refuses what cannot be protected.
-
-        Args:
-            given: The method's budget, as it was written.
-            budget: The same, as it was read.
-            no_eviction: What to set so that the method evicts while decoding; empty = it does.
-
-        Raises:
-            ValueError: Names the settings and the remedy.
-        """
+        """Refuses what cannot be protected of a budget, which was written as `given`; `no_eviction` says what to set so
+        that the method evicts while decoding, and is empty where it does."""
         if self.of in ("prompt", "answer") and no_eviction:
             raise ValueError(
                 f"protect={self.of} is about evictions while decoding, and these settings make none; {no_eviction}"

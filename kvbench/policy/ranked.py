@@ -142,22 +142,13 @@ class Ranked(ByLayer):
         self.score = replace(spec, statistic=WithValueNorms(spec.statistic)) if self.value_aware else spec
 
     def score_by(self, statistic: Statistic, *, slot_queries: int = 0, **how: Any) -> None:
-        """Declares a score that is measured again before every eviction.
-
-        Args:
-            statistic: Measures a prompt, and the slots held where `decode_every` asks for that.
-            slot_queries: Last queries that it looks at while decoding.
-            how: Further fields of the ScoreSpec.
-        """
+        """Declares a score that is measured again before every eviction: its statistic measures a prompt, and the slots
+        held where `decode_every` asks for that, with the last `slot_queries`; `how` are fields of the ScoreSpec."""
         later: dict[str, Any] = {"slot_queries": slot_queries, "track": ("pos",)} if self.decode_every else {}
         self.rank_by(ScoreSpec(statistic=statistic, **later, **how))
 
     def sums(self, **how: Any) -> ScoreSpec:
-        """A score of attention, to which every decode step adds its own where `decode_every` asks for evictions.
-
-        Args:
-            how: Fields of the ScoreSpec.
-        """
+        """A score of attention, to which every decode step adds its own where `decode_every` asks for evictions."""
         later: dict[str, Any] = {"decode_update": True, "track": ("score", "pos")} if self.decode_every else {}
         return ScoreSpec(**later, **how)
 
@@ -266,12 +257,7 @@ class Ranked(ByLayer):
         return self.shrink(view)
 
     def shrink(self, view: DecodeView, score: Tensor | None = None) -> CompactPlan:
-        """Every list goes back to its share, or to what reaches the threshold; what is protected stays.
-
-        Args:
-            view: The view.
-            score: fp32 [S, L, H, n] to rank by instead of the slots' scores.
-        """
+        """Every list goes back to its share, or to what reaches the threshold; what is protected stays."""
         slots, window = view.slots(0), self.last_tokens()
         stays = self.protection.slots(view, slots.pos) & slots.valid
         if self.threshold is None:

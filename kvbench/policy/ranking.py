@@ -140,26 +140,14 @@ def keep_blocks(cost: Tensor, held: Tensor, block: int, surplus: Tensor | int) -
 
 
 def chunk_means(score: Tensor, held: Tensor, chunk: int) -> Tensor:
-    """Every token's mean over those of its chunk that are held, fp32 [V, H, n]; equal chunks keep their order.
-
-    Args:
-        score: fp32 [V, H, n].
-        held: bool [V, H, n]: tokens that are not gone.
-        chunk: Tokens per chunk.
-    """
+    """Every token's mean over those of its chunk that are held, fp32 [V, H, n]; equal chunks keep their order."""
     mean = _per_chunk(score.masked_fill(~held, 0.0), chunk) / _per_chunk(held.long(), chunk).clamp(min=1)
     return mean[..., _chunk_of(score, chunk)]
 
 
 def whole_chunks(chosen: Tensor, held: Tensor, chunk: int, may_be_none: bool) -> Tensor:
-    """Chosen tokens, bool [V, H, n], without those of chunks of which not all that are held are.
-
-    Args:
-        chosen: bool [V, H, n].
-        held: bool [V, H, n]: tokens that are not gone.
-        chunk: Tokens per chunk.
-        may_be_none: Otherwise a list that would be empty keeps its part of a chunk.
-    """
+    """Chosen tokens, bool [V, H, n], without those of chunks of which not all that are held are; a list that would be
+    empty keeps its part of a chunk unless it `may_be_none`."""
     is_whole = _per_chunk((chosen & held).long(), chunk) == _per_chunk(held.long(), chunk)
     whole = chosen & is_whole[..., _chunk_of(chosen, chunk)]
     return whole if may_be_none else torch.where(whole.any(-1, keepdim=True), whole, chosen)

@@ -91,6 +91,13 @@ class Tier:
         """The same tier with each side's vectors cut into `splits[bits]` groups; sides of other bits stay whole."""
         return replace(self, k_splits=splits.get(self.k_bits, 1), v_splits=splits.get(self.v_bits, 1))
 
+    def per_channel(self, group: int, **more: int) -> "Tier":
+        """The same tier with scales of keys per channel over so many tokens, and other fields; formats that say their
+        scales themselves, or have none, stay."""
+        if self.native or self.fp8 or self.has_form or min(self.k_bits, self.v_bits) == 16:
+            return self
+        return replace(self, k_axis="channel", k_group=group, **more)  # type: ignore[arg-type]
+
     @staticmethod
     def parse(text: object, name: str = "tier") -> "Tier":
         """Reads a tier from a config string: `k8v4`, `lloyd-k4v3`, or a key of `NAMED`.

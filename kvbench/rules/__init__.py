@@ -37,15 +37,7 @@ class Rule(ABC):
         return ""
 
     def check(self, name: str, value: object) -> None:
-        """Refuses a value that is not allowed.
-
-        Args:
-            name: The setting, as the user writes it.
-            value: What was given.
-
-        Raises:
-            ValueError: Names the setting, its value and what is allowed.
-        """
+        """Refuses a value of a setting, named as the user writes it, with a ValueError that says what is allowed."""
         if not self.fits(value):
             raise ValueError(f"{name}={shown(value)} must be {self.text}")
 
@@ -189,11 +181,7 @@ class Several(Rule):
 
 @dataclass(frozen=True)
 class Text(Rule):
-    """Text.
-
-    Args:
-        empty: It may be empty.
-    """
+    """Text, which may be `empty`."""
 
     empty: bool = False
 
@@ -207,12 +195,7 @@ class Text(Rule):
 
 @dataclass(frozen=True)
 class Form(Rule):
-    """A value of a form that a function knows.
-
-    Args:
-        text: What is allowed.
-        fits: True for a value that is.
-    """
+    """A value of a form that a function knows, and what it is in words."""
 
     text: str = ""
     fits: Callable[[object], bool] = bool  # type: ignore[assignment]  # a field in place of a method
@@ -247,12 +230,7 @@ PLAIN: Mapping[object, Rule] = {bool: FLAG, int: Whole(), float: Number(), str: 
 
 
 class Declared:
-    """What is declared of one field.
-
-    Args:
-        name: The field.
-        annotation: Its annotation, evaluated, with what `Annotated` adds.
-    """
+    """What is declared of one field, by its annotation, evaluated, with what `Annotated` adds."""
 
     def __init__(self, name: str, annotation: object) -> None:
         self.name = name
@@ -270,11 +248,7 @@ class Declared:
         return (self.rule.text if self.rule else "a value") + (", or null" if self.optional else "")
 
     def check(self, value: object, prefix: str = "") -> None:
-        """Refuses a value that the field may not have.
-
-        Raises:
-            ValueError: Names the setting, its value and what is allowed.
-        """
+        """Refuses a value that the field may not have with a ValueError that says what is allowed."""
         if (value is None and self.optional) or self.rule is None:
             return
         try:
