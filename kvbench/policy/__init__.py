@@ -20,7 +20,6 @@ from kvbench.policy.base import Policy
 from kvbench.policy.bounds import Bounds, Extent, quantised, within
 from kvbench.policy.budget import Budget
 from kvbench.policy.by_layer import ByLayer
-from kvbench.policy.chunked import CHUNK, check_chunk, check_chunk_place
 from kvbench.policy.declare import ALL_QUERIES, CodeBooks, Compaction, Probe, ReadSpec, Residual, ScoreSpec, TierTable
 from kvbench.policy.eviction import Protect, shrink_to_share
 from kvbench.policy.plans import APPEND, EVICT, CompactPlan, DecodePlan, Extreme, PrefillPlan, SlotArrays
@@ -35,7 +34,7 @@ from kvbench.policy.ranking import (
     share_with_cap,
     uniform,
 )
-from kvbench.policy.settings import BudgetText, TierText, check_sizes
+from kvbench.policy.settings import CHUNK, BudgetText, TierText, check_chunk, check_chunk_place, check_sizes
 from kvbench.policy.statistics import (
     AttentionCall,
     BelowUniform,

@@ -1,14 +1,14 @@
-"""Rules of the settings that many methods have, and what of them depends on the model."""
+"""Rules of the settings that many methods have, what of them depends on the model, and which methods can drop tokens of
+a prompt before all of it was read."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+from kvbench.policy.base import Policy
 from kvbench.policy.budget import Budget
+from kvbench.policy.declare import ALL_QUERIES
 from kvbench.policy.tiers import NAMED, Tier
-from kvbench.rules import Rule, declared
-
-if TYPE_CHECKING:
-    from kvbench.policy.base import Policy
+from kvbench.rules import Rule, Whole, declared
 
 
 class Readable(Rule):
@@ -48,7 +48,7 @@ TierText = Annotated[str, TierRule()]
 """A setting that names a precision."""
 
 
-def check_sizes(policy: "Policy", *, max_tokens: int, num_layers: int) -> None:
+def check_sizes(policy: Policy, *, max_tokens: int, num_layers: int) -> None:
     """Refuses settings that no prompt of a model can reach.
 
     A window longer than some prompts is as it should be. One that is longer than the model's context would make every
@@ -73,3 +73,65 @@ def check_sizes(policy: "Policy", *, max_tokens: int, num_layers: int) -> None:
             raise ValueError(
                 f"method.{name}={value} is beyond the model, whose {what} of {unit} is {limit}; give at most that many"
             )
+
+
+CHUNK = Whole(1, unit="tokens")
+
+
+def check_chunk(policy: Policy, chunk: int | None) -> None:
+    """Refuses `prefill.chunk` for a method that cannot do with it.
+
+    Args:
+        policy: The method.
+        chunk: Tokens of a prompt that are read at once; None = all.
+
+    Raises:
+        ValueError: Names the method, the rule and the remedy.
+    """
+    if chunk is None:
+        return
+    CHUNK.check("prefill.chunk", chunk)
+    spec, name = policy.score, type(policy).__name__
+    remedy = "set prefill.chunk=null, or choose another method"
+    if spec.probe is not None:
+        reason = "reads the whole prompt a second time before it drops any of it"
+    elif not policy.in_chunks:
+        reason = "decides once, by the whole prompt"
+    elif spec.measures_prompts and not spec.statistic.in_chunks:
+        reason = f"measures tokens by {type(spec.statistic).__name__}, which has to see the whole prompt at once"
+    elif spec.measures_prompts and policy.residual is not None:
+        reason = "drops tokens whose keys share scales with others behind a residual buffer, where none can go alone"
+    elif policy.by_layer is not None:
+        reason = "keeps layers or heads at precisions of their own"
+        remedy = "set prefill.chunk=null, or give all layers one precision"
+    elif len(policy.tiers) > 1 and "pos" not in spec.track and policy.position_mode != "pre_rope":
+        reason = "moves tokens between tiers without tracking their positions"
+    elif spec.prefill_queries == ALL_QUERIES and spec.query_reduce != "sum":
+        reason = f"takes the {spec.query_reduce} over all queries of the prompt, which does not add up over chunks"
+    elif chunk < spec.prefill_queries:
+        reason = f"measures tokens by the last {spec.prefill_queries} queries, and a chunk has fewer"
+        remedy = f"give prefill.chunk={spec.prefill_queries} or more"
+    else:
+        return
+    raise ValueError(f"prefill.chunk={chunk} does not go with {name}, which {reason}; {remedy}")
+
+
+def check_chunk_place(chunk: int | None, num_places: int, num_processes: int) -> None:
+    """Refuses `prefill.chunk` where a chunk's past lies in several places.
+
+    Args:
+        chunk: Tokens of a prompt that are read at once; None = all.
+        num_places: Devices that share the layers.
+        num_processes: Processes that share the heads.
+
+    Raises:
+        ValueError: Names the settings, the rule and the remedy.
+    """
+    if chunk is None or (num_places < 2 and num_processes < 2):
+        return
+    spread, other = f"model.device spreads its layers over {num_places} devices", "name one device"
+    if num_processes > 1:
+        spread, other = f"model.tensor_parallel={num_processes} divides its heads", "model.tensor_parallel=null"
+    raise ValueError(
+        f"prefill.chunk={chunk} needs a cache in one place, and {spread}; set prefill.chunk=null, or {other}"
+    )

@@ -1,5 +1,6 @@
 """KVQuant's codes, outliers and sinks: what lies in the pages, what attention sees of it, and what is billed."""
 
+from dataclasses import replace
 from functools import partial
 from math import ceil
 
@@ -8,13 +9,12 @@ import pytest
 import store_helpers
 import torch
 from engine_helpers import kvquant_books
-from store_helpers import plain_attention
+from store_helpers import make_store, plain_attention, step_at
 
-from kvbench.cache.layout import ModelShape, StoreOptions
-from kvbench.cache.ranks import ALONE, Ranks
+from kvbench.cache.layout import StoreOptions
+from kvbench.cache.ranks import Ranks
 from kvbench.cache.store import CompressedStore
 from kvbench.errors import NotForModel
-from kvbench.kernels.dispatch import get_backend
 from kvbench.methods.kvquant import KVQuant
 
 DIM, HEADS, GROUP, LAYERS, SCALE = 16, 2, 3, 2, 0.25
@@ -36,29 +36,11 @@ def inputs(num_tokens: int) -> tuple[torch.Tensor, ...]:
     return q, k, v
 
 
-def store_of(
-    policy: KVQuant, backend: str = "torch", rows: int = 1, ranks: Ranks = ALONE, heads: int = HEADS
-) -> CompressedStore:
+def store_of(policy: KVQuant, backend: str = "torch", rows: int = 1, heads: int = HEADS) -> CompressedStore:
     """An empty store."""
-    shape = ModelShape(
-        num_layers=LAYERS,
-        num_q_heads=heads * GROUP,
-        num_kv_heads=heads,
-        head_dim=DIM,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        inv_freq=INV_FREQ,
-        ranks=ranks,
-    )
-    return CompressedStore(
-        policy,
-        shape,
-        rows=rows,
-        max_prompt_tokens=80,
-        max_new_tokens=40,
-        options=StoreOptions(),
-        backend=get_backend(backend),
-    )
+    shape = {"num_layers": LAYERS, "num_q_heads": heads * GROUP, "num_kv_heads": heads, "head_dim": DIM}
+    room = {"rows": rows, "max_tokens": 80, "new_tokens": 40}
+    return make_store(policy, **shape, **room, inv_freq=INV_FREQ, backend=backend)
 
 
 def read(store: CompressedStore, length: int, q, k, v) -> int:
@@ -72,13 +54,8 @@ def read(store: CompressedStore, length: int, q, k, v) -> int:
 
 def step(store: CompressedStore, row: int, at: int, q, k, v) -> torch.Tensor:
     """Feeds the token at a position; the output fp32 [L, Hq, D]."""
-    store.begin_step(torch.tensor([row]))
-    out = []
-    for layer in range(LAYERS):
-        own_q, own_k = (rotated(x[layer])[None, :, at] for x in (q, k))
-        out.append(store.attend(layer, own_q, own_k, v[None, layer, :, at], SCALE)[0])
-    store.end_step()
-    return torch.stack(out)
+    layers = [(rotated(own_q), rotated(own_k), own_v) for own_q, own_k, own_v in zip(q, k, v, strict=True)]
+    return torch.stack(step_at(store, row, layers, at, SCALE))
 
 
 def nearest(x: float, table: list[float]) -> float:
@@ -126,8 +103,7 @@ def test_attention_sees_what_the_books_make_of_keys_and_values(backend, bits, si
     for at in range(min(length, sinks), length):  # a short prompt has fewer sinks than the method would keep
         assert not torch.equal(want_k[:, :, at], k[:, :, at].half().float())
     if length < sinks:
-        late = slow(KVQuant(bits=bits, books=BOOKS, sinks=length, outliers=outliers), k, v)
-        want_k, want_v = late
+        want_k, want_v = slow(KVQuant(bits=bits, books=BOOKS, sinks=length, outliers=outliers), k, v)
     store = store_of(policy, backend)
     row = read(store, length, q, k, v)
     for at in range(length, total):
@@ -233,7 +209,8 @@ def test_processes_hold_the_books_of_their_heads():
     for index in range(2):
         ranks = Ranks()
         ranks.size, ranks.index = 2, index
-        store = store_of(KVQuant(books=lines), ranks=ranks, heads=4)
+        shape, room = replace(whole.shape, ranks=ranks), {"rows": 1, "max_prompt_tokens": 80, "max_new_tokens": 40}
+        store = CompressedStore(whole.policy, shape, **room, options=StoreOptions(), backend=whole.pages.backend)
         own = store.pages.codebooks
         for layer in range(LAYERS):
             found = own.levels(0, layer, none, k)
