@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from kvbench.kernels.device_checks import CHECKS
-from kvbench.kernels.device_inputs import Finding, Plan
+from kvbench.kernels.device_inputs import ALL, QUICK, SHORT, Finding, Plan
 from kvbench.kernels.dispatch import gpu_backend
 
 
@@ -44,7 +44,8 @@ def main(argv: list[str] | None = None) -> int:
         words = ["--device", chosen.device, "--only", *chosen.only, *(["--quick"] if chosen.quick else [])]
         return in_shares("kvbench.kernels.check_device", words, chosen.jobs)
     part, parts = (int(x) for x in chosen.share.split("/"))
-    plan = Plan(device, backend, chosen.quick, (part, parts))
+    kinds, tokens = (QUICK, SHORT) if chosen.quick else (ALL, Plan.tokens)
+    plan = Plan(device, backend, kinds, tokens, (part, parts))
     return report((finding for check in chosen.only for finding in CHECKS[check](plan)), may_be_empty=parts > 1)
 
 

@@ -1,11 +1,12 @@
 """The checks of a device: every operation there and by the plain torch reference, on the same random pages."""
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from kvbench.kernels.backend import Backend
 from kvbench.kernels.device_inputs import (
     BOUNDS,
     REFERENCE,
@@ -16,6 +17,7 @@ from kvbench.kernels.device_inputs import (
     differ,
     filled,
     format_of,
+    hard_vectors,
     moved_to,
     no_synchronisation,
 )
@@ -29,8 +31,14 @@ if TYPE_CHECKING:
     from kvbench.kernels.gpu.table import DeviceTable
 
 
+def _write(backend: Backend, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor, v: Tensor) -> None:
+    backend.write_keys(pages, fmt, page, slot, k)
+    backend.write_values(pages, fmt, page, slot, v)
+
+
 def check_pages(plan: Plan) -> Iterator[Finding]:
-    """Checks the bytes that are written, the values that are read, and slots that are demoted or moved."""
+    """Checks the bytes that are written, the values that are read, and slots that are demoted or moved; what has page
+    -1 is passed over."""
     make = torch.Generator().manual_seed(1)
     for head_dim, _, names in plan.kinds:
         for name in names:
@@ -40,54 +48,57 @@ def check_pages(plan: Plan) -> Iterator[Finding]:
             run = max(8, fmt.slot.group_tokens)
             size = fmt.tokens_per_page // run * run
             page = torch.tensor([4, 1, 3]).repeat_interleave(size)
-            slot = torch.arange(size).repeat(3)
-            k, v = (3 * torch.randn(len(page), head_dim, generator=make) for _ in range(2))
-            v[0] = k[1] = 1.25
+            slot, kept = torch.arange(size).repeat(3), page != 1
+            k, v = hard_vectors(len(page), head_dim), hard_vectors(len(page), head_dim).flip(0)
             want = torch.randint(256, (6, fmt.page_bytes), dtype=torch.uint8, generator=make)
-            got = want.to(plan.device, copy=True)
-            where = (page.to(plan.device), slot.to(plan.device))
-            inputs = k.to(plan.device), v.to(plan.device)
-            REFERENCE.write_keys(want, fmt, page, slot, k)
-            REFERENCE.write_values(want, fmt, page, slot, v)
+            got, *given = plan.there(want, page.where(kept, -1), slot, k, v)
+            _write(REFERENCE, want, fmt, page[kept], slot[kept], k[kept], v[kept])
             with no_synchronisation(plan.device):
-                plan.backend.write_keys(got, fmt, *where, inputs[0])
-                plan.backend.write_values(got, fmt, *where, inputs[1])
+                _write(plan.backend, got, fmt, *given)
             yield Finding(f"write {name}, dim {head_dim}: bytes", bytes_differ(got, want), 0)
-            read = plan.backend.read_slots(got, fmt, *where)
+            read = plan.backend.read_slots(got, fmt, given[0], given[1])
             known = REFERENCE.read_slots(want, fmt, page, slot)
-            worst = max(differ(a, b) for a, b in zip(read, known, strict=True))
+            worst = max(differ(a, b.masked_fill(~kept[:, None], 0.0)) for a, b in zip(read, known, strict=True))
             yield Finding(f"read {name}, dim {head_dim}", worst, 0)
             if not fmt.slot.channel_keys:
-                moves = [torch.tensor(x) for x in ([4, 1], [0, size - 1], [0, 5], [3, 0])]
-                REFERENCE.move_slots(want, fmt, *moves)
-                plan.backend.move_slots(got, fmt, *(x.to(plan.device) for x in moves))
+                moves = [torch.tensor(x) for x in ([4, 1, 4], [0, size - 1, 1], [0, 5, -1], [3, 0, 1])]
+                REFERENCE.move_slots(want, fmt, *(x[:2] for x in moves))
+                plan.backend.move_slots(got, fmt, *plan.there(*moves))
                 yield Finding(f"move {name}, dim {head_dim}: bytes", bytes_differ(got, want), 0)
-        if not plan.takes(f"demote {head_dim}"):
-            continue
-        upper, lower = format_of("k8v4", head_dim), format_of("k4v2", head_dim)
-        want = torch.randint(256, (4, upper.page_bytes), dtype=torch.uint8, generator=make)
-        page, slot = torch.zeros(8, dtype=torch.int64), torch.arange(8)
-        REFERENCE.write_keys(want, upper, page, slot, torch.randn(8, head_dim, generator=make))
-        REFERENCE.write_values(want, upper, page, slot, torch.randn(8, head_dim, generator=make))
-        got = want.to(plan.device, copy=True)
-        keys, values = REFERENCE.read_slots(want, upper, page, slot)
-        REFERENCE.write_keys(want, lower, page + 2, slot, keys)
-        REFERENCE.write_values(want, lower, page + 2, slot, values)
-        REFERENCE.write_tracked(want, lower, page + 2, slot, *REFERENCE.read_tracked(want, upper, page, slot))
-        plan.backend.demote(got, upper, lower, *(x.to(plan.device) for x in (page, slot, page + 2, slot)))
-        yield Finding(f"demote k8v4 to k4v2, dim {head_dim}: bytes", bytes_differ(got, want), 0)
+        for names in DEMOTED:
+            if plan.takes(f"demote {head_dim} {names}"):
+                yield _demotion(plan, names, head_dim)
+
+
+def _demotion(plan: Plan, names: tuple[str, str], head_dim: int) -> Finding:
+    upper, lower = (format_of(name, head_dim) for name in names)
+    want = torch.randint(256, (5, upper.page_bytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    page, slot = torch.zeros(9, dtype=torch.int64), torch.arange(9) % 8
+    page[8] = 1
+    _write(REFERENCE, want, upper, page, slot, hard_vectors(9, head_dim), hard_vectors(9, head_dim).flip(0))
+    REFERENCE.write_tracked(want, upper, page, slot, torch.rand(9), slot)
+    onto, at = torch.where(slot % 3 == 1, -1, 3 + slot % 2), 7 - slot
+    got, *given = plan.there(want, page, slot, onto, at)
+    page, slot, onto, at = (x[onto >= 0] for x in (page, slot, onto, at))
+    _write(REFERENCE, want, lower, onto, at, *REFERENCE.read_slots(want, upper, page, slot))
+    REFERENCE.write_tracked(want, lower, onto, at, *REFERENCE.read_tracked(want, upper, page, slot))
+    plan.backend.demote(got, upper, lower, *given)
+    return Finding(f"demote {names[0]} to {names[1]}, dim {head_dim}: bytes", bytes_differ(got, want), 0)
+
+
+DEMOTED = (
+    ("k8v4 groups", "k4v2"),
+    ("k16v16", "k2v1"),
+    ("k16v16", "k16v4, 17 key channels"),
+    ("k16v16, 39 key channels", "k4v4"),
+)
 
 
 def _attend(
-    plan: Plan,
-    name: str,
-    formats: list[PageFormat],
-    ring: Ring | None,
-    dtype: torch.dtype,
-    group_size: int,
-    rotated: bool = False,
+    plan: Plan, name: str, formats: list[PageFormat], dtype: torch.dtype, index: int, ring: Ring | None = None
 ) -> Iterator[Finding]:
-    """Checks one call that returns scores and one that adds them to the pages; `rotated` turns half of the channels."""
+    """Checks one call that returns scores, one that adds them to the pages, and adding alone; `index` chooses query
+    heads per KV head, how scores are made, and, below 0, that half of the channels are rotated."""
     make, long = torch.Generator().manual_seed(3), plan.tokens
     counts = [torch.tensor([[1, long], [formats[0].tokens_per_page, long // 2 + 3]])]
     counts += [torch.tensor([[0, 5], [long // 3, 0]]), torch.tensor([[3, 0], [1, 17]])][: len(formats) - 1]
@@ -96,26 +107,30 @@ def _attend(
         counts[0] = (counts[0] + group - 1) // group * group
         ring.num_tokens = counts[0] + 5
     pages, tiers = filled(plan, formats, counts)
-    for tier in tiers if rotated else []:
+    for tier in tiers if index < 0 else []:
         width = tier.ids.shape[-1] * tier.fmt.tokens_per_page
         angles = torch.rand(tier.fmt.slot.head_dim // 4, generator=make) * torch.arange(width)[:, None]
         tier.rotation = angles.expand(2, -1, -1)  # as far as positions go: a rotation is only as good as its cosines
-    q = torch.randn(2, 2 * group_size, formats[0].slot.head_dim, generator=make).to(dtype)
-    scale = q.shape[-1] ** -0.5
-    want = REFERENCE.paged_decode(q, pages, tiers, ring, scale, power=1, group="max")
-    moved, there, queries = pages.to(plan.device), moved_to(tiers, plan.device), q.to(plan.device)
-    on = None if ring is None else Ring(*(x.to(plan.device) for x in (ring.k, ring.v, ring.num_tokens)))
+    q = torch.randn(2, 2 * (4, 1, 3, 7, 17)[index % 5], formats[0].slot.head_dim, generator=make).to(dtype)
+    scale, rules = q.shape[-1] ** -0.5, ("max", "sum", "mean")
+    how: dict[str, Any] = {"power": 1 + index % 2, "group": rules[index % 3]}
+    want = REFERENCE.paged_decode(q, pages, tiers, ring, scale, **how)
+    moved, alone, queries = plan.there(pages, pages, q)
+    there = moved_to(tiers, plan.device)
+    on = None if ring is None else Ring(*plan.there(ring.k, ring.v, ring.num_tokens))
     with no_synchronisation(plan.device):
-        got = plan.backend.paged_decode(queries, moved, there, on, scale, power=1, group="max")
+        got = plan.backend.paged_decode(queries, moved, there, on, scale, **how)
     bound = BOUNDS[dtype]
     for what, a, b in (("output", got[0], want[0]), ("lse", got[1], want[1])):
         yield Finding(f"{name}: {what}", differ(a, b), bound)
     worst = max(differ(a, b) for a, b in zip(got[2], want[2], strict=True))
     yield Finding(f"{name}: scores", worst, bound)
-    for tier, score in zip(tiers, want[2], strict=True):
+    for tier, other, score in zip(tiers, there, want[2], strict=True):
         REFERENCE.add_scores(pages, tier, score)
+        plan.backend.add_scores(alone, other, *plan.there(score))
+    yield Finding(f"{name}: scores added alone", bytes_differ(alone, pages), 0)
     with no_synchronisation(plan.device):
-        plan.backend.paged_decode(queries, moved, there, on, scale, power=1, group="max", accumulate=True)
+        plan.backend.paged_decode(queries, moved, there, on, scale, **how, accumulate=True)
     worst = 0.0
     for tier in tiers:
         pair = [region(x, tier.fmt, "score")[tier.ids.flatten()] for x in (moved.cpu(), pages)]
@@ -132,23 +147,21 @@ def check_attention(plan: Plan) -> Iterator[Finding]:
         kind = f"dim {head_dim}, {str(dtype).split('.')[1]} queries"
         for index, name in enumerate(names):
             if plan.takes(f"attend {kind} {name}"):
-                yield from _attend(
-                    plan, f"attend {name}, {kind}", [format_of(name, head_dim)], None, dtype, (4, 1, 3, 7)[index % 4]
-                )
-        for name in names[:4]:
-            if plan.takes(f"rotate {kind} {name}"):
+                yield from _attend(plan, f"attend {name}, {kind}", [format_of(name, head_dim)], dtype, index)
+        for index, name in enumerate(names[:4]):
+            if plan.takes(f"rotate {kind} {name}") and format_of(name, head_dim).slot.key_channels == head_dim:
                 formats = [format_of(name, head_dim)]
-                yield from _attend(plan, f"attend rotated {name}, {kind}", formats, None, dtype, 4, rotated=True)
+                yield from _attend(plan, f"attend rotated {name}, {kind}", formats, dtype, index - 4)
         if not plan.takes(f"attend {kind}"):
             continue
         three = [format_of(name, head_dim) for name in ("k8v4", "k4v2", "k16v16")]
         size = max(fmt.page_bytes for fmt in three)
         tiers = [PageFormat(fmt.slot, size) for fmt in three]
-        yield from _attend(plan, f"attend three tiers, {kind}", tiers, None, dtype, 4)
+        yield from _attend(plan, f"attend three tiers, {kind}", tiers, dtype, 0)
         make = torch.Generator().manual_seed(5)
         k, v = (torch.randn(2, 2, n, head_dim, generator=make).to(dtype) for n in (40, 42))
         ring, fmt = Ring(k, v, torch.zeros(2, 2, dtype=torch.int64)), format_of("kivi 2 bits", head_dim)
-        yield from _attend(plan, f"attend kivi 2 bits behind a ring, {kind}", [fmt], ring, dtype, 4)
+        yield from _attend(plan, f"attend kivi 2 bits behind a ring, {kind}", [fmt], dtype, 0, ring)
 
 
 def check_prompts(plan: Plan) -> Iterator[Finding]:
@@ -160,7 +173,7 @@ def check_prompts(plan: Plan) -> Iterator[Finding]:
         length = min(plan.tokens, 700)
         q, k = (torch.randn(h, length, head_dim, generator=make).to(dtype) for h in (6, 2))
         kind, scale = f"dim {head_dim}, {str(dtype).split('.')[1]}", head_dim**-0.5
-        there = q.to(plan.device), k.to(plan.device)
+        there = plan.there(q, k)
         for queries, skip_near, power in ((-1, 0, 1), (-1, length // 4, 2), (32, 7, 1)):
             columns = ColumnSums(queries=queries, skip_near=skip_near, power=power)
             with no_synchronisation(plan.device):
@@ -188,20 +201,25 @@ def check_chunks(plan: Plan) -> Iterator[Finding]:
         past_k, past_v = (torch.randn(2, length, head_dim, generator=make) for _ in range(2))
         live, scale = torch.rand(2, length, generator=make) < 0.7, head_dim**-0.5
         want = REFERENCE.chunk_attention(q, k, v, (past_k, past_v, live), scale)
-        q, k, v, past_k, past_v, live = (x.to(plan.device) for x in (q, k, v, past_k, past_v, live))
+        q, k, v, past_k, past_v, live = plan.there(q, k, v, past_k, past_v, live)
         with no_synchronisation(plan.device):
             got = plan.backend.chunk_attention(q, k, v, (past_k, past_v, live), scale)
         yield Finding(f"attention of a chunk, {kind}", differ(got, want), BOUNDS[torch.float32])
-        fmt = format_of(names[0], head_dim)
-        pages, tiers = filled(plan, [fmt], [torch.tensor([[1, length], [fmt.tokens_per_page, 0]])])
-        known = REFERENCE.gather_dense(pages, tiers, None)
-        read = plan.backend.gather_dense(pages.to(plan.device), moved_to(tiers, plan.device), None)
-        worst = max(differ(a.float(), b.float()) for a, b in zip(read, known, strict=True))
-        yield Finding(f"read back {names[0]}, {kind}", worst, 0)
+        for index, name in enumerate(names[:4]):
+            fmt = format_of(name, head_dim)
+            pages, tiers = filled(plan, [fmt], [torch.tensor([[1, length], [fmt.tokens_per_page, 0]])])
+            if index % 2:
+                slots = tiers[0].ids.shape[-1] * fmt.tokens_per_page
+                tiers[0].rotation = torch.rand(2, slots, head_dim // 2, generator=make)
+            known = REFERENCE.gather_dense(pages, tiers, None)
+            read = plan.backend.gather_dense(*plan.there(pages), moved_to(tiers, plan.device), None)
+            worst = max(differ(a.float(), b.float()) for a, b in zip(read, known, strict=True))
+            bound = BOUNDS[torch.float32] * (index % 2)  # a device has cosines of its own
+            yield Finding(f"read back {name}, {kind}", worst, bound)
 
 
 def check_bounds(plan: Plan) -> Iterator[Finding]:
-    """Checks the bounds of pages that keys widen, by many keys of a page and by one."""
+    """Checks the bounds of pages that keys widen, by many keys of a page and by one; page -1 is passed over."""
     make = torch.Generator().manual_seed(10)
     for head_dim, _, _ in plan.kinds:
         if not plan.takes(f"bounds {head_dim}"):
@@ -214,9 +232,9 @@ def check_bounds(plan: Plan) -> Iterator[Finding]:
         ):
             mixed = torch.randperm(len(page), generator=make)
             page, slot, k = page[mixed], slot[mixed], torch.randn(len(page), head_dim, generator=make)
-            got = want.to(plan.device, copy=True)
-            REFERENCE.widen_bounds(want, fmt, page, slot, k, distinct=distinct)
-            inputs = [x.to(plan.device) for x in (page, slot, k)]
+            got, *inputs = plan.there(want, page, slot, k)
+            inputs[0][-1] = -1
+            REFERENCE.widen_bounds(want, fmt, page[:-1], slot[:-1], k[:-1], distinct=distinct)
             with no_synchronisation(plan.device):
                 plan.backend.widen_bounds(got, fmt, *inputs, distinct=distinct)
             name = f"bounds of pages, {'one key' if distinct else 'keys'} for each, dim {head_dim}: bytes"

@@ -24,6 +24,7 @@ TRACK = ("score", "pos")
 # Sums are fp32 throughout for fp32 queries. For 16-bit ones, weights (and keys with a scale per channel) are rounded to
 # 11 or 8 bits before they are multiplied; outputs of unit-variance values stay within a few times that.
 BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+SCALED = {"k_code": "e4m3_scaled", "v_code": "e4m3_scaled"}
 FORMATS: dict[str, dict] = {
     "k16v16": {"k_bits": 16, "v_bits": 16},
     "k16v16, 39 key channels": {"k_bits": 16, "v_bits": 16, "k_channels": 39},
@@ -33,14 +34,31 @@ FORMATS: dict[str, dict] = {
     "k8v4 groups": {"k_bits": 8, "v_bits": 4, "k_groups": 2, "v_groups": 4},
     "e4m3": {"k_bits": 8, "v_bits": 8, "fp8": True},
     "k3v3": {"k_bits": 3, "v_bits": 3},
-    "e4m3 scaled": {"k_bits": 8, "v_bits": 8, "k_code": "e4m3_scaled", "v_code": "e4m3_scaled"},
+    "e4m3 scaled": {"k_bits": 8, "v_bits": 8, **SCALED},
     "turboquant 3 bits": {"k_bits": 3, "v_bits": 3, "k_code": "lloyd"},
     "lloyd k4v2": {"k_bits": 4, "v_bits": 2, "k_code": "lloyd", "v_code": "lloyd"},
     "nvfp4": {"k_bits": 4, "v_bits": 4, "k_code": "nvfp4", "v_code": "nvfp4", "k_groups": 4, "v_groups": 4},
     "mxfp4": {"k_bits": 4, "v_bits": 4, "k_code": "mxfp4", "v_code": "mxfp4", "k_groups": 2, "v_groups": 2},
     "kivi 2 bits": {"k_bits": 2, "v_bits": 2, "k_channel_group": 32, "v_groups": 2},
     "kivi 4 bits, group 24": {"k_bits": 4, "v_bits": 4, "k_channel_group": 24, "v_groups": 4},
+    "kivi 2 bits, group 8 symmetric": {"k_bits": 2, "v_bits": 2, "k_channel_group": 8, "symmetric": True},
+    "kivi 3 bits, group 16": {"k_bits": 3, "v_bits": 3, "k_channel_group": 16, "v_groups": 2},
+    "k1v16": {"k_bits": 1, "v_bits": 16},
+    "k4 beside e4m3": {"k_bits": 4, "v_bits": 8, "fp8": True},
+    "k16v4, 17 key channels": {"k_bits": 16, "v_bits": 4, "k_channels": 17},
+    "e4m3 scaled groups": {"k_bits": 8, "v_bits": 8, **SCALED, "k_groups": 2, "v_groups": 4},
 }
+Kinds = tuple[tuple[int, torch.dtype, tuple[str, ...]], ...]
+FEW = ("k16v16", "k8v4", "k4v2", "kivi 2 bits")
+# Head dims and query dtypes, and the formats to check with each: every kernel is compiled, a second or two.
+QUICK: Kinds = ((64, torch.float32, FEW),)
+ALL: Kinds = (
+    (64, torch.float32, tuple(FORMATS)),
+    (128, torch.float16, tuple(FORMATS)),
+    (128, torch.bfloat16, FEW),
+    (80, torch.float32, FEW),
+)
+SHORT = 60  # slots of the longest list of a quick check
 
 
 @dataclass(frozen=True)
@@ -64,37 +82,39 @@ class Plan:
     Args:
         device: Where the backend under test works.
         backend: Its operations.
-        quick: One head dim, short lists and fp32 queries.
+        kinds: Head dims, query dtypes and formats.
+        tokens: Slots of the longest list.
         share: Which share of the checks, of how many. Each has kernels of its own, so that processes compile in
             parallel.
     """
 
     device: torch.device
     backend: "Gpu"
-    quick: bool = False
+    kinds: Kinds = ALL
+    tokens: int = 3000
     share: tuple[int, int] = (0, 1)
 
     def takes(self, name: str) -> bool:
         """Whether a check belongs to this share; every name belongs to one."""
         return zlib.crc32(name.encode()) % self.share[1] == self.share[0]
 
-    @property
-    def tokens(self) -> int:
-        """Slots of the longest list."""
-        return 60 if self.quick else 3000
+    def there(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Copies of tensors where the backend works."""
+        return tuple(x.to(self.device, copy=True) for x in tensors)
 
-    @property
-    def kinds(self) -> tuple[tuple[int, torch.dtype, tuple[str, ...]], ...]:
-        """Head dims and query dtypes, and the formats to check with each: every kernel is compiled, a second or two."""
-        few = ("k16v16", "k8v4", "k4v2", "kivi 2 bits")
-        if self.quick:
-            return ((64, torch.float32, few),)
-        return (
-            (64, torch.float32, tuple(FORMATS)),
-            (128, torch.float16, tuple(FORMATS)),
-            (128, torch.bfloat16, few),
-            (80, torch.float32, few),
-        )
+
+def hard_vectors(count: int, head_dim: int) -> Tensor:
+    """Vectors fp32 [count, D] with constants, zeros, halves between codes, tiny and huge ranges among them."""
+    x = 3 * torch.randn(count, head_dim, generator=torch.Generator().manual_seed(5))
+    x[0], x[1] = 1.5, 0.0
+    x[:, 3], x[:, 4] = torch.arange(count) % 7, torch.arange(count) % 31  # along a channel of 32 tokens too
+    x[3] *= 1e-9  # zeros of both signs once in fp16
+    x[4] *= 1e3
+    x[5, 1:] = 0.0
+    # Exactly halfway between codes of 4, 2, 1 and 8 bits: a step of 2, and odd numbers.
+    x[2], x[6], x[7] = (torch.arange(head_dim) % n for n in (31, 7, 3))
+    x[8], x[8, :2] = torch.arange(head_dim) * 2 + 1, torch.tensor([0.0, 510.0])
+    return x
 
 
 def format_of(name: str, head_dim: int) -> PageFormat:
@@ -153,7 +173,8 @@ def filled(plan: Plan, formats: list[PageFormat], counts: list[Tensor]) -> tuple
         REFERENCE.write_values(pages, fmt, page, within, v)
         if fmt.regions["v_scale"][1]:
             dead = (slot >= count[..., None]).flatten()
-            region(pages, fmt, "v_scale")[page[dead], :, within[dead]] = float("nan")
+            scale = region(pages, fmt, "v_scale")
+            scale[page[dead], :, within[dead]] = 255 if scale.dtype is torch.uint8 else float("nan")
         region(pages, fmt, "score")[ids.flatten()] = 0.0
     return pages, tiers
 

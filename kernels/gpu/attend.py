@@ -48,15 +48,15 @@ def table_page(table, which, entries, index, live, REVERSED: tl.constexpr):
 def _attend_tier(
     q, pages, table, num_k, num_v, angles, frequencies, seen, weights, tops, ring_tokens, ring_k, ring_v, part_top,
     part_sum, part_out, pid, row, which, flat, part, parts, place, num_parts, scale2, page_bytes, columns, entries,
-    pages_per_part, heads, rk_row, rk_head, rv_row, rv_head, angle_row, G: tl.constexpr, GP: tl.constexpr,
-    D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, SCORES: tl.constexpr, RK: tl.constexpr,
-    RV: tl.constexpr, HELD: tl.constexpr, REVERSED: tl.constexpr, TURN: tl.constexpr, HALF: tl.constexpr,
-    HP: tl.constexpr, REST: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    heads, rk_row, rk_head, rv_row, rv_head, angle_row, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
+    T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, SCORES: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr,
+    HELD: tl.constexpr, REVERSED: tl.constexpr, TURN: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr,
+    REST: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """One part of one list in one tier (and its residual buffer): maximum, sum, unnormalised output, exponentials.
 
     HELD: counts are those of the table; else they are the step's own. The pages that a list really has are shared out
-    evenly among its parts, unless `pages_per_part` says how many each takes.
+    evenly among its parts.
     """
     BLOCKS: tl.constexpr = (T + BT - 1) // BT  # blocks of slots per page
     counted = flat
@@ -73,9 +73,7 @@ def _attend_tier(
     norm = tl.zeros([GP], tl.float32)
     acc = zero_planes(V, GP)
     num_pages = (total + T - 1) // T
-    share = pages_per_part
-    if share == 0:
-        share = (num_pages + parts - 1) // parts
+    share = (num_pages + parts - 1) // parts
     first = tl.minimum(part * share, num_pages)
     last = tl.minimum(first + share, num_pages)
     for block in range(first * BLOCKS, last * BLOCKS):
@@ -134,10 +132,10 @@ def _attend_tier(
 @triton.jit(do_not_specialize=["offset", "first_part"])
 def _attend(
     q, pages, rows, seen, frequencies, ring_tokens, ring_k, ring_v, part_top, part_sum, part_out, a_table, a_num_k,
-    a_num_v, a_angles, a_weights, a_tops, a_parts, a_columns, a_entries, a_pages, a_angle_row, b_table, b_num_k,
-    b_num_v, b_angles, b_weights, b_tops, b_parts, b_columns, b_entries, b_pages, b_angle_row, scale2, page_bytes,
-    num_parts, first_part, heads, per_row, offset, rk_row, rk_head, rv_row, rv_head, G: tl.constexpr, GP: tl.constexpr,
-    D: tl.constexpr, OP: tl.constexpr, SCORES: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, NAMED: tl.constexpr,
+    a_num_v, a_angles, a_weights, a_tops, a_parts, a_columns, a_entries, a_angle_row, b_table, b_num_k, b_num_v,
+    b_angles, b_weights, b_tops, b_parts, b_columns, b_entries, b_angle_row, scale2, page_bytes, num_parts, first_part,
+    heads, per_row, offset, rk_row, rk_head, rv_row, rv_head, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
+    OP: tl.constexpr, SCORES: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, NAMED: tl.constexpr,
     TABLED: tl.constexpr, HELD: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, REST: tl.constexpr,
     TWO: tl.constexpr, A_T: tl.constexpr, A_BT: tl.constexpr, A_REVERSED: tl.constexpr, A_TURN: tl.constexpr,
     AK: tl.constexpr, AV: tl.constexpr, B_T: tl.constexpr, B_BT: tl.constexpr, B_REVERSED: tl.constexpr,
@@ -154,14 +152,14 @@ def _attend(
         _attend_tier(
             q, pages, a_table, a_num_k, a_num_v, a_angles, frequencies, seen, a_weights, a_tops, ring_tokens, ring_k,
             ring_v, part_top, part_sum, part_out, pid, row, which, flat, part, a_parts, first_part + part, num_parts,
-            scale2, page_bytes, a_columns, a_entries, a_pages, heads, rk_row, rk_head, rv_row, rv_head, a_angle_row, G,
+            scale2, page_bytes, a_columns, a_entries, heads, rk_row, rk_head, rv_row, rv_head, a_angle_row, G,
             GP, D, A_T, A_BT, OP, SCORES, RK, RV, HELD, A_REVERSED, A_TURN, HALF, HP, REST, AK, AV,
         )  # fmt: skip
     elif TWO:
         _attend_tier(
             q, pages, b_table, b_num_k, b_num_v, b_angles, frequencies, seen, b_weights, b_tops, ring_tokens, ring_k,
             ring_v, part_top, part_sum, part_out, pid, row, which, flat, part - a_parts, b_parts, first_part + part,
-            num_parts, scale2, page_bytes, b_columns, b_entries, b_pages, heads, rk_row, rk_head, rv_row, rv_head,
+            num_parts, scale2, page_bytes, b_columns, b_entries, heads, rk_row, rk_head, rv_row, rv_head,
             b_angle_row, G, GP, D, B_T, B_BT, OP, SCORES, 0, 0, HELD, B_REVERSED, B_TURN, HALF, HP, REST, BK, BV,
         )  # fmt: skip
 

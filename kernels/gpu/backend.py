@@ -185,7 +185,6 @@ class Gpu(Backend):
         power: int = 1,
         group: Reduce | None = None,
         accumulate: bool = False,
-        pages_per_part: int = 0,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """As `Backend.paged_decode`, dequantising as it goes.
 
@@ -194,17 +193,14 @@ class Gpu(Backend):
 
         Args:
             accumulate: Add the scores to what the pages track, instead of returning them.
-            pages_per_part: See `decode.attend_lists`.
         """
         if not self._covers(*(tier.fmt for tier in tiers)):
             assert not accumulate, "the reference returns the scores"
             return super().paged_decode(q, pages, tiers, ring, scale, power=power, group=group)
         checks.decode(q, pages, tiers, ring, power, group)
-        found, scores = (
-            [ListTier.of(tier) for tier in tiers],
-            StepScores(power=power, group=group, update="add" if accumulate and group else None),
-        )
-        return attend_lists(q, pages, found, Lists.of(tiers[0]), ring, scale, scores, pages_per_part=pages_per_part)
+        found = [ListTier.of(tier) for tier in tiers]
+        scores = StepScores(power=power, group=group, update="add" if accumulate and group else None)
+        return attend_lists(q, pages, found, Lists.of(tiers[0]), ring, scale, scores)
 
     def open_tables(
         self,

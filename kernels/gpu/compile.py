@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvbench.kernels.device_checks import CHECKS
-from kvbench.kernels.device_inputs import Plan, bounded_format, format_of
+from kvbench.kernels.device_inputs import QUICK, SHORT, Kinds, Plan, bounded_format, format_of
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.backend import Gpu
 from kvbench.kernels.gpu.bounds import choose
@@ -131,13 +131,8 @@ _FORMATS = ("k16v16", "k8v4", "k4v2", "k8v8", "e4m3 scaled", "turboquant 3 bits"
 _HEADS, _GROUP, _DIM = 2, 4, 128
 
 
-class _Compiling(Plan):
-    """Device checks that are compiled and not run: what they find means nothing."""
-
-    @property
-    def kinds(self) -> tuple[tuple[int, torch.dtype, tuple[str, ...]], ...]:
-        wide = ((_DIM, torch.float32, ("k4v2",)), (_DIM, torch.bfloat16, _FORMATS))
-        return super().kinds if self.quick else wide
+# Checks of a device are compiled here and not run: what they find means nothing.
+_WIDE: Kinds = ((_DIM, torch.float32, ("k4v2",)), (_DIM, torch.bfloat16, _FORMATS))
 
 
 def _step(dtype: torch.dtype, *names: str, ring: bool = False, rotated: bool = False, chosen: bool = False) -> None:
@@ -242,7 +237,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--case", nargs="*", choices=list(CASES), default=list(CASES))
     parser.add_argument("--quick", action="store_true", help="four formats, head dim 64 and fp32 queries in the checks")
     chosen = parser.parse_args(argv)
-    plan = _Compiling(torch.device("cpu"), Gpu(), chosen.quick)
+    kinds, tokens = (QUICK, SHORT) if chosen.quick else (_WIDE, Plan.tokens)
+    plan = Plan(torch.device("cpu"), Gpu(), kinds, tokens)
     count, failed, spilling = 0, 0, 0
     for case in chosen.case:
         for target in chosen.target:

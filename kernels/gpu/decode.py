@@ -71,10 +71,8 @@ def _operand(q: Tensor, formats: list[PageFormat], ring: Ring | None) -> tl.dtyp
     return ELEMENT[q.dtype] if exact else tl.float32
 
 
-def _num_parts(lists: int, pages: int, pages_per_part: int, device: torch.device) -> int:
+def _num_parts(lists: int, pages: int, device: torch.device) -> int:
     """Parts that each list of so many pages at most is cut into, so that a few programs run on every multiprocessor."""
-    if pages_per_part:
-        return -(-pages // pages_per_part)
     return min(pages, max(1, 4 * _num_processors(device) // max(1, lists)))
 
 
@@ -164,7 +162,7 @@ class ListTier:
 
 def attend_lists(
     q: Tensor, pages: Tensor, tiers: list[ListTier], lists: Lists, ring: Ring | None, scale: float,
-    how: StepScores = NO_SCORES, *, seen: Tensor | None = None, pages_per_part: int = 0,
+    how: StepScores = NO_SCORES, *, seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """As `Backend.paged_decode`, for lists whose pages are found through tables.
 
@@ -172,7 +170,6 @@ def attend_lists(
         how: What happens to the scores; they are returned where they are neither added to what the pages track nor
             put there.
         seen: int64 [S] position of the queries, where near slots are skipped.
-        pages_per_part: Pages per part; 0 = as many parts as keep the device busy, of what each list holds.
 
     Source: kvbench's own; split over the sequence with an exact merge as in FlashDecoding, scales folded into the
         products as in KIVI's and DiffKV's kernels.
@@ -183,7 +180,7 @@ def attend_lists(
     group_size = num_q_heads // lists.heads
     lengths = (ring.k.shape[-2], ring.v.shape[-2]) if ring is not None else (0, 0)
     spans = [tier.columns + -(-max(lengths) // tier.fmt.tokens_per_page) for tier in tiers]
-    parts = [_num_parts(count, span, pages_per_part, q.device) for span in spans]
+    parts = [_num_parts(count, span, q.device) for span in spans]
     q, operand = q.contiguous(), _operand(q, [tier.fmt for tier in tiers], ring)
     made: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
     part_top, part_sum = (torch.empty(count, sum(parts), group_size, **made) for _ in range(2))
@@ -215,7 +212,7 @@ def attend_lists(
             angles = tier.angles if tier.rotation is None else tier.rotation.ages
             angles = q if angles is None else angles
             given += [tier.table, tier.num_k, tier.num_v, angles, *kept[index], parts[index], tier.columns]
-            given += [tier.entries, pages_per_part, angles.stride(0)]
+            given += [tier.entries, angles.stride(0)]
             constants |= tier.in_kernels(prefix) | {f"{prefix}_BT": blocks[index]}
         turn = tiers[begin].rotation
         launch(

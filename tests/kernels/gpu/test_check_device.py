@@ -1,16 +1,57 @@
 """The check that a GPU machine runs: what it finds, and what it says where it cannot run."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
-from triton_helpers import DEVICE
+from selection import few
+from triton_helpers import DEVICE, many_parts, poisoned_memory  # noqa: F401
 
 from kvbench.kernels import check_device
-from kvbench.kernels.device_checks import check_prompts
-from kvbench.kernels.device_inputs import FORMATS, Finding, Plan, differ
+from kvbench.kernels.device_checks import CHECKS, check_prompts
+from kvbench.kernels.device_inputs import FORMATS, QUICK, SHORT, Finding, Plan, differ
 from kvbench.kernels.gpu.backend import Gpu
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of what slots without a token hold
+
+
+class OneFormat(Plan):
+    """What is checked of each format, at one head dim."""
+
+    def takes(self, name: str) -> bool:
+        return name.startswith(("pages", "attend")) and name.endswith(self.kinds[0][2])
+
+
+def one_format(name: str) -> Plan:
+    """The checks of a format; of three head dims one is no power of two."""
+    return OneFormat(DEVICE, Gpu(), (((64, 80, 128)[list(FORMATS).index(name) % 3], torch.float32, (name,)),), SHORT)
+
+
+def wrong(found: Iterator[Finding]) -> list[Finding]:
+    """What checks of a device find wrong."""
+    return [finding for finding in found if not finding.passed]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_written_read_and_moved_as_by_the_reference(name: str):
+    """The same bytes, and no others; what has page -1 is passed over."""
+    assert wrong(CHECKS["pages"](one_format(name))) == []
+
+
+@pytest.mark.parametrize("name", few([*FORMATS][4:], "turboquant 3 bits", "k2v1", "nvfp4", "kivi 4 bits, group 24"))
+def test_every_format_is_attended_to_as_by_the_reference(name: str):
+    """Output, log-sum-exp and scores, returned and added."""
+    assert wrong(CHECKS["attention"](one_format(name))) == []
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_the_quick_checks_of_a_device_pass(part: int):
+    """All operations, of three tiers, rings, prompts, chunks, bounds and many lists, share by share."""
+    plan = Plan(DEVICE, Gpu(), QUICK, SHORT, (part, 8))
+    assert wrong(finding for check in CHECKS.values() for finding in check(plan)) == []
 
 
 def test_wrong_results_are_found(capsys: pytest.CaptureFixture):
@@ -20,7 +61,7 @@ def test_wrong_results_are_found(capsys: pytest.CaptureFixture):
         def prompt_scores(self, *args, **options):
             return 1.001 * super().prompt_scores(*args, **options)
 
-    plan = Plan(DEVICE, Off(), quick=True)
+    plan = Plan(DEVICE, Off(), QUICK, SHORT)
     assert check_device.report(check_prompts(plan)) == 1
     printed = capsys.readouterr().out
     assert printed.count("FAIL  1.00e-03 (bound 1e-05)  column scores") == 3

@@ -27,7 +27,7 @@ def test_a_replayed_decode_step_is_an_eager_one(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(checks, "within", lambda *_: None)  # looks at what indices hold, in main memory alone
     found = []
     for captured in (False, True):
-        step, held, out = decode_step(Plan(DEVICE, Gpu(), quick=True))
+        step, held, out = decode_step(Plan(DEVICE, Gpu()))
         step()
         outputs = [out.clone()]
         run = record(step) if captured else step

@@ -117,23 +117,6 @@ def keys_in_pages(head_dim: int, dtype: torch.dtype, generator: torch.Generator)
     return pages, fmt, page[mixed], slot[mixed], torch.randn(len(page), head_dim, generator=generator)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 80])
-def test_bounds_are_widened_to_the_reference_s_bytes(head_dim: int, dtype: torch.dtype):
-    """Of a prompt's keys in any order, by tensors that are not contiguous; a page below 0 is passed over, and those
-    that nobody names are left alone."""
-    make = torch.Generator().manual_seed(head_dim)
-    pages, fmt, page, slot, k = keys_in_pages(head_dim, dtype, make)
-    want, backend = pages.clone(), Gpu()
-    Backend().widen_bounds(want, fmt, page, slot, k, distinct=False)
-    got = pages.clone().to(DEVICE)
-    wide = torch.cat([k, k], 1).to(DEVICE)[:, :head_dim]
-    beside = [torch.cat([x, torch.full((2,), other)]).to(DEVICE) for x, other in ((page, -1), (slot, 0))]
-    backend.widen_bounds(got, fmt, *beside, torch.cat([wide, wide[:2] * 100]), distinct=False)
-    assert torch.equal(got.cpu(), want) and backend.fallbacks == set()
-    assert not torch.equal(want[:4], pages[:4]) and torch.equal(want[4], pages[4])
-
-
 def test_a_bound_that_is_no_number_stays_none():
     """Of a key among others, and of before; a page that begins anew forgets it. A NaN may have other bits."""
     pages, fmt, page, slot, k = keys_in_pages(64, torch.float16, torch.Generator().manual_seed(2))
@@ -147,16 +130,3 @@ def test_a_bound_that_is_no_number_stays_none():
         torch.testing.assert_close(found, region(want, fmt, name), rtol=0, atol=0, equal_nan=True)
     assert low[:4].isnan().nonzero().tolist() == [[1, 3]]
     assert high[:4].isnan().nonzero().tolist() == [[1, 2], [1, 3]]
-
-
-def test_a_step_widens_each_page_by_one_key():
-    """One key for each page: it begins the page anew in slot 0, and widens its bounds in any other."""
-    make = torch.Generator().manual_seed(1)
-    pages, fmt, *_ = keys_in_pages(64, torch.float16, make)
-    page, slot, k = torch.tensor([3, 0, -1, 4]), torch.tensor([0, 5, 0, 15]), torch.randn(4, 64, generator=make)
-    want, real, got = pages.clone(), page >= 0, pages.clone().to(DEVICE)
-    Backend().widen_bounds(want, fmt, page[real], slot[real], k[real], distinct=True)
-    Gpu().widen_bounds(got, fmt, page.to(DEVICE), slot.to(DEVICE), k.to(DEVICE), distinct=True)
-    assert torch.equal(got.cpu(), want)
-    exact = k[0].half()
-    assert torch.equal(region(want, fmt, "k_low")[3], exact) and torch.equal(region(want, fmt, "k_high")[3], exact)

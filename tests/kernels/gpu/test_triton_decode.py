@@ -1,4 +1,4 @@
-"""The Triton kernels of decoding against the torch reference: in the interpreter, or on a GPU where there is one."""
+"""What the checks of a device leave out of the Triton kernels of decoding: rings, parts, half precision, NaN."""
 
 import warnings
 
@@ -8,11 +8,11 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
 from page_helpers import Cache, tier_format
-from selection import few
-from triton_helpers import DEVICE, move_cache, move_ring, poisoned_memory, random_queries  # noqa: F401
+from triton_helpers import DEVICE, many_parts, move_cache, move_ring, poisoned_memory, random_queries  # noqa: F401
 
 from kvbench.kernels import dispatch
 from kvbench.kernels.backend import REFERENCE
+from kvbench.kernels.gpu import decode
 from kvbench.kernels.gpu.backend import Gpu
 from kvbench.kernels.operands import Ring, TierPages
 from kvbench.kernels.reference.pages import region
@@ -23,72 +23,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 def assert_equal(cache: Cache, q: torch.Tensor, ring: Ring | None = None, *, tolerance: float = 1e-5, **options):
     """Output, log-sum-exp and scores equal the reference's; 1e-5 is the rounding of fp32 sums."""
-    scale, cut = q.shape[-1] ** -0.5, options.pop("pages_per_part", 2)
+    scale = q.shape[-1] ** -0.5
     want = REFERENCE.paged_decode(q, cache.pages, cache.tiers, ring, scale, **options)
     pages, tiers = move_cache(cache)
     moved = None if ring is None else move_ring(ring)
-    got = Gpu().paged_decode(q.to(DEVICE), pages, tiers, moved, scale, pages_per_part=cut or 0, **options)
+    got = Gpu().paged_decode(q.to(DEVICE), pages, tiers, moved, scale, **options)
     assert len(got[2]) == len(want[2])
     for a, b in zip((*got[:2], *got[2]), (*want[:2], *want[2]), strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
         torch.testing.assert_close(a.cpu(), b, rtol=0, atol=tolerance)
-
-
-def ragged(full: int) -> list[list[int]]:
-    """One token, a full page, two pages and a bit, a nearly full page."""
-    return [[1, full], [min(2 * full + 3, full + 40), full - 1]]
-
-
-FORMATS = {  # bits, head dim, query heads per KV head, rule, power, format
-    "k16": ("16,16", 64, 3, "max", 1, {}),
-    "k8v8": ("8,8", 64, 1, "mean", 1, {}),
-    "k8v4": ("8,4", 128, 4, "sum", 2, {}),
-    "k4v4": ("4,4", 64, 7, "max", 2, {"symmetric": True}),
-    "k4v2": ("4,2", 128, 3, "mean", 1, {}),
-    "k2v2": ("2,2", 64, 17, "max", 1, {}),
-    "k2v1": ("2,1", 80, 7, "sum", 1, {"k_groups": 4, "v_groups": 4}),
-    "k1v1": ("1,1", 64, 1, "mean", 1, {}),
-    "k1v16": ("1,16", 80, 2, "mean", 1, {}),
-    "k8v2-groups": ("8,2", 64, 3, "max", 1, {"k_groups": 2, "v_groups": 4}),
-    "fp8": ("8,8", 64, 2, "sum", 1, {"fp8": True}),
-    "k4-fp8": ("4,8", 80, 3, "max", 1, {"fp8": True}),
-    "kivi2": ("2,2", 64, 3, "max", 1, {"k_channel_group": 32, "v_groups": 2}),
-    "kivi4": ("4,4", 128, 4, "sum", 1, {"k_channel_group": 16, "v_groups": 4}),
-    "k3v3": ("3,3", 64, 3, "max", 1, {"v_groups": 2}),
-    "fp8-scaled": ("8,8", 64, 2, "sum", 1, {"k_code": "e4m3_scaled", "v_code": "e4m3_scaled"}),
-    "fp8-groups": (
-        "8,8",
-        64,
-        2,
-        "mean",
-        1,
-        {"k_code": "e4m3_scaled", "v_code": "e4m3_scaled", "k_groups": 2, "v_groups": 4},
-    ),
-    "turboquant": ("3,3", 64, 3, "max", 1, {"k_code": "lloyd"}),
-    "lloyd": ("4,2", 80, 1, "sum", 2, {"k_code": "lloyd", "v_code": "lloyd"}),
-    "nvfp4": ("4,4", 64, 4, "max", 1, {"k_code": "nvfp4", "v_code": "nvfp4", "k_groups": 4, "v_groups": 4}),
-    "mxfp4": ("4,4", 128, 1, "mean", 1, {"k_code": "mxfp4", "v_code": "mxfp4", "k_groups": 4, "v_groups": 4}),
-    "kivi8": ("2,2", 64, 1, "mean", 1, {"k_channel_group": 8, "symmetric": True}),
-    "few-channels": ("16,16", 64, 3, "max", 1, {"k_channels": 39}),
-    "few-channels80": ("16,4", 80, 2, "sum", 1, {"k_channels": 17}),
-    "dim8": ("16,16", 8, 3, "max", 1, {}),
-}
-
-
-@pytest.mark.parametrize("name", few(FORMATS, "k8v4", "k2v1", "fp8", "kivi2", "turboquant", "few-channels"))
-def test_every_format_equals_the_reference(name: str):
-    """Every bit width on each side, scales per token, per group of channels, per channel, e4m3; odd head dims."""
-    bits, head_dim, group_size, rule, power, extra = FORMATS[name]
-    fmt = tier_format(bits, head_dim, **extra)
-    cache = Cache([fmt], [ragged(fmt.tokens_per_page)], head_dim)
-    assert_equal(cache, random_queries(2, 2 * group_size, head_dim), group=rule, power=power)
-
-
-def test_three_tiers_with_empty_ones_equal_the_reference():
-    """Lists whose first, second or third tier is empty."""
-    formats = [tier_format(bits, 64) for bits in ("8,4", "4,2", "16,16")]
-    counts = [[[5, 0], [70, 40]], [[0, 9], [90, 0]], [[0, 17], [3, 0]]]
-    assert_equal(Cache(formats, counts, 64), random_queries(2, 6, 64), group="sum", power=2)
 
 
 @pytest.mark.parametrize("counts", [[[[5, 1]], [[0, 0]]], [[[0, 0]], [[2, 17]]]])
@@ -97,7 +40,7 @@ def test_a_tier_without_any_page_costs_nothing(counts: list):
     formats = [tier_format(bits, 64) for bits in ("8,4", "4,2")]
     cache = Cache(formats, counts, 64)
     assert 0 in {tier.ids.shape[-1] for tier in cache.tiers}
-    assert_equal(cache, random_queries(1, 6, 64), group="max", pages_per_part=None)
+    assert_equal(cache, random_queries(1, 6, 64), group="max")
 
 
 @pytest.mark.parametrize(("num_k", "num_v", "dtype"), [(0, 0, "float16"), (64, 32, "bfloat16"), (32, 61, "float32")])
@@ -111,7 +54,7 @@ def test_residual_rings_equal_the_reference(num_k: int, num_v: int, dtype: str):
     cache.tiers = [TierPages(fmt, cache.tiers[0].ids, *held)]
     low, high = max(num_k, num_v, 1), min(num_k + 40, num_v + 42)
     ring = Ring(torch.stack([k, k], 1)[:, 0], v, torch.tensor([[low, high], [high + 3, min(low + 3, high)]]))
-    assert_equal(cache, random_queries(2, 6, 64), ring, group="sum", pages_per_part=1)
+    assert_equal(cache, random_queries(2, 6, 64), ring, group="sum")
 
 
 def test_packed_dims_that_are_no_power_of_two_meet_their_ring():
@@ -150,14 +93,14 @@ def test_small_scales_survive_half_precision():
     torch.testing.assert_close(got.cpu(), want, rtol=4e-3, atol=0)
 
 
-def test_the_number_of_parts_does_not_change_the_result():
+def test_the_number_of_parts_does_not_change_the_result(monkeypatch: pytest.MonkeyPatch):
     """One part, one page per part and anything between agree to the rounding of their merge."""
     fmt = tier_format("8,4", 64)
     cache = Cache([fmt], [[[90, 3]]], 64)
     q = random_queries(1, 6, 64)
-    for cut in (1, 2, 100):
-        assert_equal(cache, q, group="max", pages_per_part=cut)
-    assert_equal(cache, q, group="max", pages_per_part=None)
+    for processors in (1, 2, 100):
+        monkeypatch.setattr(decode, "_num_processors", lambda _, number=processors: number)
+        assert_equal(cache, q, group="max")
 
 
 def test_a_list_of_nothing_has_no_value():
@@ -184,68 +127,12 @@ def test_nan_comes_out_of_its_own_list_only():
     assert torch.isfinite(scores[0]).all()
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_scores_are_added_as_the_reference_adds_them(accumulate: bool):
-    """By a call of its own or along with attention: live slots get their score, no other byte of any page changes."""
-    formats = [tier_format(bits, 64, track=("score", "pos")) for bits in ("8,4", "4,2")]
-    cache = Cache(formats, [[[1, 50]], [[90, 0]]], 64)
-    for tier in cache.tiers:
-        region(cache.pages, tier.fmt, "score")[tier.ids.flatten()] = torch.rand(tier.ids.numel(), 1)
-    q = random_queries(1, 6, 64)
-    want = cache.pages.clone()
-    _, _, scores = REFERENCE.paged_decode(q, want, cache.tiers, None, 0.125, group="max")
-    for tier, score in zip(cache.tiers, scores, strict=True):
-        REFERENCE.add_scores(want, tier, score)
-    pages, tiers = move_cache(cache)
-    if accumulate:
-        _, _, left = Gpu().paged_decode(
-            q.to(DEVICE), pages, tiers, None, 0.125, group="max", accumulate=True, pages_per_part=1
-        )
-        assert left == []
-    else:
-        for tier, score in zip(tiers, scores, strict=True):
-            Gpu().add_scores(pages, tier, score.to(DEVICE))
-    got = pages.cpu()
-    for tier in cache.tiers:
-        for s, h in ((0, 0), (0, 1)):
-            count, size = int(tier.num_k[s, h]), tier.fmt.tokens_per_page
-            for i, page in enumerate(tier.ids[s, h].tolist()):
-                live = slice(0, max(0, min(size, count - i * size)))
-                views = [region(x, tier.fmt, "score")[page, live] for x in (got, want)]
-                torch.testing.assert_close(*views, rtol=0, atol=0 if not accumulate else 1e-5)
-                region(got, tier.fmt, "score")[page, live] = views[1]
-    assert torch.equal(got, want)
-
-
 def test_adding_to_scores_that_are_not_tracked_is_refused():
     """The error names what is missing."""
     fmt = tier_format("4,2", 64)
     pages, tiers = move_cache(Cache([fmt], [[[5]]], 64))
     with pytest.raises(AssertionError, match="the call needs score"):
         Gpu().add_scores(pages, tiers[0], torch.zeros(1, 1, fmt.tokens_per_page, device=DEVICE))
-
-
-ROTATED = {  # bits, head dim, angles, format
-    "k16": ("16,16", 64, 32, {}),
-    "k4v2-groups": ("4,2", 64, 20, {"k_groups": 2}),  # 24 channels keep their place
-    "fp8": ("8,8", 80, 40, {"fp8": True}),
-    "k1": ("1,16", 80, 40, {}),
-    "kivi": ("2,2", 64, 32, {"k_channel_group": 32, "v_groups": 2}),
-}
-
-
-@pytest.mark.parametrize("name", few(ROTATED, "k16", "fp8"))
-def test_keys_that_are_rotated_on_reading_equal_the_reference(name: str):
-    """Every way of holding keys, all channels turned or some; sequences with angles of their own, and shared ones."""
-    bits, head_dim, half, extra = ROTATED[name]
-    fmt = tier_format(bits, head_dim, **extra)
-    cache = Cache([fmt], [ragged(fmt.tokens_per_page)], head_dim)
-    width = cache.tiers[0].ids.shape[-1] * fmt.tokens_per_page
-    angle = 50 * torch.randn(2, width, half, generator=torch.Generator().manual_seed(4))
-    q = random_queries(2, 6, head_dim)
-    for angles in (angle, angle[:1].expand(2, -1, -1)):
-        cache.tiers[0].rotation = angles
-        assert_equal(cache, q, group="max")
 
 
 def test_rotated_keys_behind_a_ring_equal_the_reference():
@@ -257,23 +144,6 @@ def test_rotated_keys_behind_a_ring_equal_the_reference():
     width = cache.tiers[0].ids.shape[-1] * fmt.tokens_per_page
     cache.tiers[0].rotation = torch.randn(1, width, 32, generator=make).transpose(1, 2).contiguous().transpose(1, 2)
     assert_equal(cache, random_queries(1, 4, 64), Ring(k, v, torch.tensor([[50, 20]])))
-
-
-def test_scores_of_rotated_keys_are_added():
-    """Keys that are rotated to their place in the cache, with scores that are added in place."""
-    fmt = tier_format("16,16", 64, track=("score",))
-    cache = Cache([fmt], [[[9, 16]]], 64)
-    angle = torch.randn(1, cache.tiers[0].ids.shape[-1] * fmt.tokens_per_page, 32)
-    pages, (tier,) = move_cache(cache)
-    cache.tiers[0].rotation, tier.rotation = angle, angle.to(DEVICE)
-    q = random_queries(1, 6, 64)
-    want, _, (score,) = REFERENCE.paged_decode(q, cache.pages, cache.tiers, None, 0.125, group="max")
-    REFERENCE.add_scores(cache.pages, cache.tiers[0], score)
-    got, _, left = Gpu().paged_decode(q.to(DEVICE), pages, [tier], None, 0.125, group="max", accumulate=True)
-    torch.testing.assert_close(got.cpu(), want, rtol=0, atol=1e-5)
-    live = [region(x, fmt, "score")[cache.tiers[0].ids[0, 1, 0], :16] for x in (pages.cpu(), cache.pages)]
-    torch.testing.assert_close(*live, rtol=0, atol=1e-5)
-    assert left == []
 
 
 def test_the_backend_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,4 @@
-"""Column scores of the Triton kernels against full matrices and the torch reference."""
+"""Column scores and chunks of a prompt by the Triton kernels against full matrices and the torch reference."""
 
 import pytest
 import torch
@@ -12,6 +12,8 @@ from kvbench.kernels.backend import REFERENCE
 from kvbench.kernels.gpu.backend import Gpu
 from kvbench.kernels.operands import ColumnSums, HeadScores
 from kvbench.kernels.reference.prompts import attention_with_lse
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of what is not live
 
 
 def prompt(q_heads: int, heads: int, length: int, head_dim: int, dtype: torch.dtype = torch.float32) -> tuple:
@@ -84,3 +86,43 @@ def test_a_log_sum_exp_stands_for_the_first_pass(queries: int, power: int):
     want = Gpu().column_scores(q, k, 0.25, ColumnSums(**options))
     got = Gpu().column_scores(q, k, 0.25, ColumnSums(**options), lse=lse.to(q.device))
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+# Of values of a normal distribution: fp32 sums of up to 200 products in another order, with exp2 beside exp.
+CLOSE = 1e-5
+
+
+def softmax_attention(q, k, v, history, scale: float) -> torch.Tensor:
+    """Each query by itself, in fp64."""
+    past_k, past_v, live = history
+    out = torch.empty(q.shape, dtype=torch.float64)
+    for head in range(len(q)):
+        h = head // (len(q) // len(k))
+        for i in range(q.shape[1]):
+            keys, values = (
+                torch.cat([past[h][live[h]].double(), own[h, : i + 1].double()])
+                for past, own in ((past_k, k), (past_v, v))
+            )
+            out[head, i] = ((keys @ q[head, i].double()) * scale).softmax(0) @ values
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("group", "chunk", "past", "head_dim"), [(1, 1, 0, 64), (3, 33, 70, 80), (2, 70, 1, 32), (4, 5, 32, 128)], ids=str
+)
+def test_a_chunk_attends_to_what_is_held_and_to_itself(group, chunk, past, head_dim, dtype):
+    """Over live entries alone, of which a list may have none, by tensors that are not contiguous; what is not live may
+    be anything."""
+    make = torch.Generator().manual_seed(chunk)
+    q, k, v = (torch.randn(h, chunk, 2 * head_dim, generator=make).to(dtype) for h in (2 * group, 2, 2))
+    q, k, v = (x[..., :head_dim] for x in (q, k, v))
+    past_k, past_v = (torch.randn(2, past, head_dim, generator=make) for _ in range(2))
+    live = torch.rand(2, past, generator=make) < 0.5
+    live[1] = False
+    want = softmax_attention(q, k, v, (past_k, past_v, live), 0.2)
+    past_k[~live] = past_v[~live] = float("nan")
+    backend, history = Gpu(), tuple(x.to(DEVICE) for x in (past_k, past_v, live))
+    got = backend.chunk_attention(*(x.to(DEVICE) for x in (q, k, v)), history, 0.2)
+    assert got.dtype == torch.float32 and backend.fallbacks == set()
+    torch.testing.assert_close(got.double().cpu(), want, rtol=CLOSE, atol=CLOSE)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from page_helpers import Cache
 
+from kvbench.kernels.gpu import decode
 from kvbench.kernels.operands import Ring, TierPages
 
 # tests/conftest.py turns the interpreter on where there is no GPU; with one, the same tests run compiled kernels.
@@ -20,6 +21,13 @@ def poisoned_memory() -> Iterator[None]:
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts lists into parts of a page or two, as a device of many processors does; the interpreter has one."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(decode, "_num_processors", lambda device: 4)
 
 
 def random_queries(num_seq: int, num_heads: int, head_dim: int, seed: int = 3) -> torch.Tensor:
