@@ -47,10 +47,10 @@ def test_every_format_is_attended_to_as_by_the_reference(name: str):
     assert wrong(CHECKS["attention"](one_format(name))) == []
 
 
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(14))
 def test_the_quick_checks_of_a_device_pass(part: int):
     """All operations, of three tiers, rings, prompts, chunks, bounds and many lists, share by share."""
-    plan = Plan(DEVICE, Gpu(), QUICK, SHORT, (part, 8))
+    plan = Plan(DEVICE, Gpu(), QUICK, SHORT, (part, 14))
     assert wrong(finding for check in CHECKS.values() for finding in check(plan)) == []
 
 
