@@ -173,18 +173,18 @@ def check_prompts(plan: Plan) -> Iterator[Finding]:
         length = min(plan.tokens, 700)
         q, k = (torch.randn(h, length, head_dim, generator=make).to(dtype) for h in (6, 2))
         kind, scale = f"dim {head_dim}, {str(dtype).split('.')[1]}", head_dim**-0.5
-        there = plan.there(q, k)
+        mine, keys = plan.there(q, k)
         for queries, skip_near, power in ((-1, 0, 1), (-1, length // 4, 2), (32, 7, 1)):
             columns = ColumnSums(queries=queries, skip_near=skip_near, power=power)
             with no_synchronisation(plan.device):
-                got = plan.backend.prompt_scores(*there, scale, columns, HeadScores(group="max"))
+                got = plan.backend.prompt_scores(mine, keys, scale, columns, HeadScores(group="max"))
             known = REFERENCE.column_scores(q, k, scale, columns)
             known = known.unflatten(0, (2, 3)).amax(1)
             name = f"column scores {queries}/{skip_near}/{power}, {kind}"
             yield Finding(name, differ(got / known.max(), known / known.max()), 1e-5)
         counted = ColumnSums(queries=-1, below_uniform=True)
         with no_synchronisation(plan.device):
-            got = plan.backend.column_scores(*there, scale, counted)
+            got = plan.backend.column_scores(mine, keys, scale, counted)
         known = REFERENCE.column_scores(q, k, scale, counted)
         # A probability that is just one over the keys may fall on either side.
         yield Finding(f"queries below the uniform share, {kind}", differ(got, known), 2)
@@ -212,7 +212,7 @@ def check_chunks(plan: Plan) -> Iterator[Finding]:
                 slots = tiers[0].ids.shape[-1] * fmt.tokens_per_page
                 tiers[0].rotation = torch.rand(2, slots, head_dim // 2, generator=make)
             known = REFERENCE.gather_dense(pages, tiers, None)
-            read = plan.backend.gather_dense(*plan.there(pages), moved_to(tiers, plan.device), None)
+            read = plan.backend.gather_dense(pages.to(plan.device), moved_to(tiers, plan.device), None)
             worst = max(differ(a.float(), b.float()) for a, b in zip(read, known, strict=True))
             bound = BOUNDS[torch.float32] * (index % 2)  # a device has cosines of its own
             yield Finding(f"read back {name}, {kind}", worst, bound)

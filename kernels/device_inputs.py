@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -98,9 +98,9 @@ class Plan:
         """Whether a check belongs to this share; every name belongs to one."""
         return zlib.crc32(name.encode()) % self.share[1] == self.share[0]
 
-    def there(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def there(self, *tensors: Tensor) -> list[Any]:
         """Copies of tensors where the backend works."""
-        return tuple(x.to(self.device, copy=True) for x in tensors)
+        return [x.to(self.device, copy=True) for x in tensors]
 
 
 def hard_vectors(count: int, head_dim: int) -> Tensor:
