@@ -10,7 +10,6 @@ from kvbench.cache.buffered import Buffered
 from kvbench.cache.store import CompressedStore
 from kvbench.methods.full import Full
 from kvbench.methods.kivi import Kivi
-from kvbench.methods.snapkv import SnapKV
 from kvbench.policy import Policy
 
 LAYERS, HEADS, GROUP = 2, 3, 2
@@ -122,17 +121,6 @@ def test_payload_ratio_of_the_full_cache_is_exactly_one(tier: str, dtype: torch.
     assert kept["tokens_seen"] == 44
 
 
-def test_query_head_granularity_is_billed_in_full():
-    """A policy that stores every query head's copy pays for the whole group, against the same denominator."""
-
-    class Repeated(Full):
-        granularity = "q_head"
-
-    store = store_of(Repeated(), 64)
-    found, _ = store.ledger.report(run(store, 40, 2))
-    assert found["payload_ratio"] == GROUP
-
-
 def test_averages_and_peaks_follow_the_steps():
     """The average runs over decode steps, the peak holds the staged prompt, and a fork starts its averages anew."""
     store = store_of(Full(), 64, page_bytes=4096)  # 16 slots a page
@@ -178,17 +166,6 @@ def test_a_later_segment_is_part_of_the_peak():
     meter = store.ledger.meters[row]
     assert meter.peak_bytes == sum(store.ledger.fixed_row_bytes()) + 7 * LISTS * (4096 + 4)
     assert meter.staging_peak_bytes == staged == 2 * HEADS * 16 * 64 * 4
-
-
-def test_rows_share_what_bulk_evictions_keep_count_of():
-    """A counter of the prompt's slots per list, each row's own: the rows sum to what is allocated."""
-    store = store_of(SnapKV(budget=8, window=4, decode_every=4), 64)
-    row = run(store, 20, 6)
-    items = [store.ledger.itemise(number) for number in (row, 1 - row)]
-    entries = ceil((MAX_PROMPT + MAX_NEW) / store.pages.formats[0].tokens_per_page) + 1
-    assert items[0]["table_bytes"] == LISTS * 4 * (entries + 1) + 2 * 8 + LISTS * 4
-    free = store.pages.pool.num_free * (store.pages.pool.page_bytes + 4)
-    assert sum(item["resident_bytes"] for item in items) + free == store.allocated_bytes
 
 
 def test_what_is_read_between_two_answers_leaves_the_averages_alone():

@@ -204,28 +204,6 @@ def test_a_full_table_row_undoes_the_step_too():
     assert state(store) == before
 
 
-def test_a_fork_without_room_changes_nothing():
-    """The row that was opened for a copy in pages of its own is closed again."""
-    store, _, row = full_pages(5)
-    before, rows = state(store), sorted(store._free_rows)
-    with pytest.raises(PoolExhausted, match="8 pages of 320 B are needed but 5 of 13 are free"):
-        store.fork_row(row, share=False)
-    assert state(store) == before
-    assert sorted(store._free_rows) == rows
-
-
-def test_a_write_to_shared_pages_without_room_changes_nothing():
-    """A fork needs no page, but a step that writes to shared ones does; without them both rows stay as they were."""
-    store, _, row = full_pages(5)
-    copy = store.fork_row(row)
-    before = state(store)
-    with pytest.raises(PoolExhausted, match="pages of 320 B are needed but 1 of 13 are free"):
-        step(store, [copy])
-    assert state(store) == before
-    store.close_row(copy)
-    assert store.pages.pool.others is None
-
-
 def test_a_ring_without_room_for_its_flush_changes_nothing():
     """The step in which the ring would leave needs pages; counters and ring contents stay until it gets them."""
     store = store_of(Buffered(), 4)

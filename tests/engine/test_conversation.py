@@ -3,7 +3,6 @@
 from unittest.mock import patch
 
 import pytest
-import torch
 from engine_helpers import NATIVE_METHODS, answers, comparable, engine, own_greedy, own_logits, random_tokens, request
 from test_shared_context import POLICIES
 
@@ -185,21 +184,3 @@ def test_a_conversation_that_does_not_fit_is_refused(loaded):
     turns = (turn(loaded.max_tokens - 80, 1),)
     with pytest.raises(ValueError, match="a: a conversation of 50 tokens and up to .* shorten its texts"):
         answers(loaded, Full(), [request("a", random_tokens(50), turns=turns, max_new_tokens=16)])
-
-
-def test_eight_answers_share_their_prompt(loaded):
-    """Sampled answers to one prompt hold its pages together, each page once, and give them all back."""
-    seen = []
-
-    def look(running, step):
-        rows = torch.tensor(running.runner.open_rows)
-        billed = int(running.store.pages.num_pages(rows).sum()) * running.store.pages.pool.page_bytes
-        seen.append((len(rows), step["cache_bytes"], billed))
-
-    asked = request("a", random_tokens(160), num_samples=8, temperature=1.0, max_new_tokens=6)
-    got = answers(loaded, Full(), [asked], on_step=look, page_bytes=2048)
-    rows, held, billed = seen[0]
-    assert rows == 8 and held < 0.3 * billed, "one prompt, and of each answer the page that it writes to"
-    alone = answers(loaded, Full(), [asked], page_bytes=2048, batch_size=1)
-    assert len({tuple(got["a", n].token_ids) for n in range(8)}) == 8
-    assert [got["a", n].ledger for n in range(8)] == [alone["a", n].ledger for n in range(8)]

@@ -1,6 +1,6 @@
-"""What must hold for every run: exactness against transformers, losslessness, batches, seeds, budgets."""
+"""Exactness against transformers, and the same in any batch; tests/methods/test_conformance.py has what holds for every
+method."""
 
-from functools import cache
 from pydoc_data.topics import topics
 
 import pytest
@@ -18,12 +18,8 @@ from engine_helpers import (
 )
 from places import ROOT
 
-from kvbench.methods.diffkv import DiffKV
 from kvbench.methods.full import Full
-from kvbench.methods.kivi import Kivi
-from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
-from kvbench.runs.verdict import complaint
 
 # Model type, heads and head dim; all of them in fp32 and three in bf16.
 MODELS = [
@@ -36,27 +32,8 @@ MODELS = [
 ]
 LENGTHS = [1, 7, 37, 64, 65, 130, 200, 90]
 
-LOSSLESS = {
-    "snapkv": SnapKV(budget=1.0, tier="native"),
-    "snapkv_tokens": SnapKV(budget=5000, tier="native"),
-    "kivi": Kivi(native=True, residual_tokens=32),
-    "diffkv": DiffKV(alpha_h=0, alpha_l=0, high="native", low="native"),
-    "diffkv_all_low": DiffKV(alpha_h=1e9, alpha_l=0, window=8, high="native", low="native"),
-    "streaming_llm": StreamingLLM(budget=5000, tier="native"),
-    "streaming_llm_absolute": StreamingLLM(budget=5000, tier="native", position_mode="absolute"),
-}
-
-# Settings at which every method drops or moves tokens on prompts of these lengths, in the model's own dtype ...
+# Settings at which every method drops or moves tokens on prompts of these lengths, in the model's own dtype.
 EXACT = NATIVE_METHODS | {"streaming_llm_absolute": StreamingLLM(budget=0.5, position_mode="absolute", tier="native")}
-# ... and with the tiers that round.
-ROUNDED = {
-    "full": Full(),
-    "full_int4": Full(tier="int4"),
-    "snapkv": SnapKV(budget=0.5, window=8, tier="k8v4"),
-    "kivi": Kivi(group=8, residual_tokens=16),
-    "diffkv": DiffKV(alpha_h=2.0, alpha_l=0.5, window=16),
-    "streaming_llm": StreamingLLM(budget=40, tier="int8"),
-}
 
 
 @pytest.mark.parametrize(("model_type", "heads", "head_dim"), MODELS)
@@ -103,33 +80,6 @@ def test_full_native_in_bf16_is_as_exact_as_transformers(tiny_model, model_type,
     assert 0 < our_error < 1.2 * own_error
 
 
-@pytest.fixture(scope="module")
-def full_reference(tiny_model):
-    """Gives, per model type, prompts, forced tokens, and the full cache's logits and greedy tokens."""
-
-    @cache
-    def build(model_type):
-        loaded = tiny_model(model_type, "gqa3", 64)
-        prompts, forced = [random_tokens(n, seed=4) for n in (1, 33, 100)], [random_tokens(30, seed=5)] * 3
-        requests = [request(str(i), p, max_new_tokens=30) for i, p in enumerate(prompts)]
-        logits = forced_logits(loaded, Full(tier="native"), prompts, forced)
-        own = answers(loaded, Full(tier="native"), requests)
-        return loaded, prompts, forced, requests, logits, {key: outcome.token_ids for key, outcome in own.items()}
-
-    return build
-
-
-@pytest.mark.parametrize("name", LOSSLESS)
-@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
-def test_lossless_settings_equal_full(full_reference, model_type, name):
-    """A method that keeps everything in the model's dtype gives the tokens and the logits (1e-4) of the full cache."""
-    loaded, prompts, forced, requests, want, tokens = full_reference(model_type)
-    got = forced_logits(loaded, LOSSLESS[name], prompts, forced)
-    assert max((a - b).abs().max() for a, b in zip(want, got, strict=True)) < 1e-4
-    outcomes = answers(loaded, LOSSLESS[name], requests)
-    assert {key: outcome.token_ids for key, outcome in outcomes.items()} == tokens
-
-
 @pytest.mark.parametrize("name", EXACT)
 def test_ragged_batches_equal_single_rows(tiny_model, name):
     """Eight prompts of different lengths give, in groups of 8 and 3, the tokens and bytes that each gives alone."""
@@ -146,74 +96,6 @@ def test_ragged_batches_equal_single_rows(tiny_model, name):
             # Sums over matrix products of another shape.
             assert fields.pop("fidelity") == pytest.approx(want.pop("fidelity"), abs=1e-4)
             assert fields == want
-
-
-@pytest.mark.parametrize("name", ROUNDED)
-def test_ragged_batches_equal_single_rows_up_to_rounding(tiny_model, name):
-    """The same with tiers that round, fed the same tokens: equal bytes, and logits that only rounding tells apart.
-
-    The model's matrix products differ in the last bit between batch sizes; where that crosses a rounding boundary, one
-    stored element differs by a whole step. Tolerance: a tenth of the logits' standard deviation at the worst of
-    320 x 21 x 5 logits; another row's cache would change them by whole standard deviations.
-    """
-    loaded = tiny_model("llama", "gqa3", 64)
-    prompts = [random_tokens(n, seed=6) for n in (1, 37, 65, 130, 200)]
-    forced = [random_tokens(20, seed=i) for i in range(len(prompts))]
-    reports = []
-    together = forced_logits(loaded, ROUNDED[name], prompts, forced, reports)
-    for prompt, tokens, logits, (held, kept) in zip(prompts, forced, together, reports, strict=True):
-        own = []
-        alone = forced_logits(loaded, ROUNDED[name], [prompt], [tokens], own)[0]
-        assert (logits - alone).abs().max() < 0.1 * alone.std()
-        assert kept["prompt_slots"] == own[0][1]["prompt_slots"]
-        if name == "diffkv":  # its thresholds meet scores that rounding has moved
-            assert kept["slots_per_tier"] == pytest.approx(own[0][1]["slots_per_tier"], abs=4)
-        else:
-            assert kept == own[0][1]
-            items = ("payload_bytes", "quant_meta_bytes", "track_bytes", "slack_bytes", "residual_bytes")
-            assert [held[item] for item in items] == [own[0][0][item] for item in items]
-
-
-def test_rounded_settings_compress(tiny_model):
-    """The settings of these tests compress: they hold fewer bytes than 16 bits for every token."""
-    loaded, long = tiny_model("llama", "gqa3", 64), request("0", random_tokens(200, seed=6))
-    full = answers(loaded, Full(), [long])["0", 0]
-    for name, policy in ROUNDED.items():
-        if name != "full":
-            assert answers(loaded, policy, [long])["0", 0].ledger["payload_bytes"] < 0.7 * full.ledger["payload_bytes"]
-
-
-@pytest.mark.parametrize("name", ROUNDED)
-def test_same_seed_same_tokens_and_bytes(tiny_model, name):
-    """Two runs agree in everything but time, greedy and sampled; samples of one prompt differ, and so do seeds."""
-    loaded = tiny_model("llama", "gqa3", 64)
-    sampled = {"temperature": 0.8, "top_p": 0.9, "num_samples": 3}
-    requests = [
-        request("greedy", random_tokens(90), max_new_tokens=12),
-        request("sampled", random_tokens(65), max_new_tokens=12, **sampled),
-    ]
-    first, second = (answers(loaded, ROUNDED[name], requests, seed=7) for _ in range(2))
-    assert {k: comparable(o) for k, o in first.items()} == {k: comparable(o) for k, o in second.items()}
-    texts = [tuple(first["sampled", repeat].token_ids) for repeat in range(3)]
-    assert len(set(texts)) == 3
-    other = answers(loaded, ROUNDED[name], requests, seed=8)
-    assert other["greedy", 0].token_ids == first["greedy", 0].token_ids
-    assert [tuple(other["sampled", repeat].token_ids) for repeat in range(3)] != texts
-
-
-@pytest.mark.parametrize("budget", [0.25, 0.7, 50])
-@pytest.mark.parametrize("method", [SnapKV, StreamingLLM])
-def test_realised_budget_is_within_a_page_per_head(tiny_model, method, budget):
-    """The pages held after the prompt are what was asked for, up to one page that is not full per layer and head."""
-    loaded = tiny_model("llama", "gqa3", 64)
-    policy = method(budget=budget)
-    outcome = answers(loaded, policy, [request("0", random_tokens(170), max_new_tokens=1)])["0", 0]
-    lists, slot_bytes = 2 * 2, 4 * 64
-    asked = {0.25: 42, 0.7: 119, 50: 50}[budget]
-    held = sum(outcome.ledger[name] for name in ("payload_bytes", "quant_meta_bytes", "track_bytes", "slack_bytes"))
-    assert outcome.ledger["payload_bytes"] == asked * lists * slot_bytes
-    assert asked * lists * slot_bytes <= held < (asked * slot_bytes + outcome.ledger["page_bytes"]) * lists
-    assert complaint(policy, vars(outcome)) is None
 
 
 @pytest.mark.long
