@@ -1,18 +1,16 @@
 """Stores whose pages and tables lie on a device against stores in main memory: the same tokens in the same bytes."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
 from selection import few
+from store_helpers import make_store
 
 from kvbench.bench.choices import make_method
-from kvbench.cache.layout import ModelShape, Place, StoreOptions
+from kvbench.cache.layout import Place
 from kvbench.cache.store import CompressedStore, PoolExhausted
-from kvbench.kernels.dispatch import get_backend
 
 DIM, HEADS, GROUP = 32, 2, 2
 # Appends; overwrites, and adds to every score, or replaces them; turns keys; demotes; flushes rings; evicts in bulk;
@@ -45,28 +43,14 @@ class Twins:
         self, method: str, pages: int | None = None, page_bytes: int | str = "auto", num_layers: int = 1
     ) -> None:
         self.layers = range(num_layers)
-        shape = ModelShape(
-            num_layers=num_layers,
-            num_q_heads=HEADS * GROUP,
-            num_kv_heads=HEADS,
-            head_dim=DIM,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            inv_freq=torch.ones(DIM // 2),
-        )
-
-        places = tuple(Place(shape.device, 1) for _ in self.layers)
+        places = tuple(Place(torch.device("cpu"), 1) for _ in self.layers)
+        shape = {"num_layers": num_layers, "num_q_heads": HEADS * GROUP, "num_kv_heads": HEADS, "head_dim": DIM}
+        shape |= {"rows": 3, "max_tokens": 24, "new_tokens": 16, "inv_freq": torch.ones(DIM // 2)}
 
         def made(backend: str, budget_bytes: int | None) -> CompressedStore:
-            return CompressedStore(
-                make_method(method),
-                replace(shape, places=places) if backend == "triton" and num_layers > 1 else shape,
-                rows=3,
-                max_prompt_tokens=24,
-                max_new_tokens=16,
-                options=StoreOptions(budget_bytes=budget_bytes, page_bytes=page_bytes),
-                backend=get_backend(backend),
-            )
+            own = places if backend == "triton" and num_layers > 1 else ()
+            options = {"budget_bytes": budget_bytes, "page_bytes": page_bytes, "places": own}
+            return make_store(make_method(method), **shape, **options, backend=backend)
 
         budget = None if pages is None else pages * made("torch", None).pages.pool.page_bytes
         self.stores = [made(backend, budget) for backend in ("torch", "triton")]

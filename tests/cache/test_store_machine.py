@@ -13,10 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from oracles import slow_attention
 from oracles.dice import POSITIONS, SCORED, TIERS, WINDOWED, Dice
 from oracles.slow_store import SlowStore
+from store_helpers import make_store
 
-from kvbench.cache.layout import ModelShape, StoreOptions
-from kvbench.cache.store import CompressedStore, PoolExhausted
-from kvbench.kernels.dispatch import get_backend
+from kvbench.cache.store import PoolExhausted
 from kvbench.policy import ScoreSpec
 
 LAYERS, HEADS, GROUP, DIM, ROWS = 2, 2, 3, 16, 4
@@ -27,7 +26,7 @@ SEEDS = st.integers(0, 2**31)
 class StoreMachine(RuleBasedStateMachine):
     """Opens, fills, decodes, forks and closes rows; the oracle follows."""
 
-    counts: ClassVar[dict] = {}
+    counts: ClassVar[Counter] = Counter()
 
     @initialize(
         tiers=st.sampled_from(sorted(TIERS)),
@@ -45,24 +44,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.policy = Dice(own_tiers=TIERS[tiers], spec=spec, own_scores=own_scores)
         self.policy.scope, self.policy.granularity = scope, granularity
         self.heads = HEADS * GROUP if granularity == "q_head" else HEADS
-        shape = ModelShape(
-            num_layers=LAYERS,
-            num_q_heads=HEADS * GROUP,
-            num_kv_heads=HEADS,
-            head_dim=DIM,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        )
         self.page_bytes = 592  # 8 slots of 16-bit tiers, 24 of the lowest
-        self.store = CompressedStore(
-            self.policy,
-            shape,
-            rows=ROWS,
-            max_prompt_tokens=24,
-            max_new_tokens=200,
-            backend=get_backend("torch"),
-            options=StoreOptions(page_bytes=592, budget_bytes=pages and 592 * pages),
-        )
+        sizes = {"num_layers": LAYERS, "num_q_heads": HEADS * GROUP, "num_kv_heads": HEADS, "head_dim": DIM}
+        sizes |= {"rows": ROWS, "max_tokens": 24, "new_tokens": 200}
+        self.store = make_store(self.policy, **sizes, page_bytes=592, budget_bytes=pages and 592 * pages)
         group = spec.group_reduce if spec.decode_update else None
         self.slow = SlowStore(TIERS[tiers], LAYERS, self.heads, group, spec.power)
         self.policy.slow = self.slow
@@ -75,7 +60,7 @@ class StoreMachine(RuleBasedStateMachine):
         return x.repeat_interleave(self.heads // HEADS, 0)
 
     def count(self, name: str) -> None:
-        StoreMachine.counts[name] = StoreMachine.counts.get(name, 0) + 1
+        self.counts[name] += 1
 
     @rule(
         action=st.sampled_from(["decode"] * 6 + ["prefill"] * 3 + ["chunk", "fork", "fork", "close"]),
@@ -307,5 +292,5 @@ def test_random_histories_agree_with_the_oracle(examples, few):
     counts = StoreMachine.counts
     assert counts["decode"] > 2 * examples, counts
     for name in ("prefill", "step after compaction", "chunk", "fork", "decode exhausted", "prefill exhausted"):
-        assert counts.get(name, 0) > few, counts
+        assert counts[name] > few, counts
     assert counts["shared pages"] > 2 * examples, counts

@@ -208,12 +208,8 @@ def test_a_cache_that_does_not_fit_is_made_for_fewer(loaded, monkeypatch):
     ],
 )
 def test_errors_about_memory_are_known_by_type_or_words(error: BaseException, expected: bool):
-    """torch has a class of its own on a GPU only."""
+    """torch has a class of its own on a GPU only; here, what its allocator really raises is known, too."""
     assert is_out_of_memory(error) is expected
-
-
-def test_torchs_own_error_on_this_machine_is_known():
-    """What the allocator really raises here."""
     with pytest.raises(RuntimeError) as found:
         torch.empty(10**15)
     assert is_out_of_memory(found.value)

@@ -12,6 +12,7 @@ from engine_helpers import (
     random_tokens,
     request,
 )
+from store_helpers import held_positions
 
 from kvbench.methods.diffkv import DiffKV
 from kvbench.methods.snapkv import SnapKV
@@ -34,11 +35,8 @@ def slots_after_prompt(loaded, policy, asked) -> list[list[list[int]]]:
 
     def look(running, step):
         if not seen:
-            view = running.store.view(torch.tensor([running.runner.open_rows[0]]))
-            for tier in range(len(running.store.pages.formats)):
-                arrays = view.slots(tier)
-                pos, valid = arrays.pos[0].flatten(0, 1), arrays.valid[0].flatten(0, 1)
-                seen.append([p[v].tolist() for p, v in zip(pos, valid, strict=True)])
+            tiers, row = range(len(running.store.pages.formats)), running.runner.open_rows[0]
+            seen.extend(held_positions(running.store, row, tier) for tier in tiers)
 
     answers(loaded, policy, [asked], on_step=look, track=("pos",))
     return seen

@@ -91,48 +91,34 @@ def test_each_answer_has_its_own_random_numbers():
     assert len({tuple(draw) for draw in draws}) == len(keys)
 
 
-def test_length_limit():
-    """The answer has exactly max_new_tokens tokens when nothing else ends it."""
-    answer, count = answered([1, 2, 3, 4], max_new_tokens=3)
-    assert (answer.finish, answer.token_ids, answer.text, count) == ("length", [1, 2, 3], "Hello wor", 3)
+LINE, SHORT = {"stop": ("\n",)}, {"max_new_tokens": 3}
+# What the model says, what the request asks for, how the answer ends, its text, its tokens, and tokens that it took.
+ENDS = [
+    ([1, 2, 3, 4], SHORT, "length", "Hello wor", 3, 3),
+    ([1, 2, 0], {"stop_token_ids": (8,)}, "eos", "Hello", 2, 3),  # neither token is part of the answer
+    ([1, 2, 8], {"stop_token_ids": (8,)}, "stop", "Hello", 2, 3),
+    ([1, 0], {"stop_token_ids": (0,)}, "stop", "He", 1, 2),  # a token that is both is the request's
+    ([1, 2, 5, 3], LINE, "stop", "Hello", 3, 3),
+    ([1, 2, 3, 4], {"stop": ("llo wor",)}, "stop", "He", 3, 3),  # over two tokens
+    ([1, 2, 3, 4], {"stop": ("lo w",)}, "stop", "Hel", 3, 3),  # begins and ends inside tokens
+    ([1, 5, 5, 7, 8, 1], {"stop": ("\n\nQ:",)}, "stop", "He", 5, 5),  # over four tokens
+    ([1, 7, 9, 8], {"stop": ("Q:",)}, "stop", "He", 4, 4),  # a special token in between decodes to nothing
+    ([1, 2, 3, 4], {"stop": ("ld", "Hello w")}, "stop", "", 3, 3),  # whichever comes first
+    ([1, 2, 3], {"stop": ("zzz",)}, "", "Hello wor", 3, 3),
+    ([1, 2, 5], LINE | SHORT, "stop", "Hello", 3, 3),  # at the length limit the string still cuts the text
+    # One that is complete before min_new_tokens neither ends the answer then nor later, nor cuts it; one that begins
+    # there and is completed after it does.
+    ([5, 1, 2, 5, 3], LINE | {"min_new_tokens": 1}, "stop", "\nHello", 4, 4),
+    ([5, 1, 2], LINE | SHORT | {"min_new_tokens": 1}, "length", "\nHello", 3, 3),
+    ([1, 5, 5, 3], {"stop": ("\n\n",), "min_new_tokens": 2}, "stop", "He", 3, 3),
+]
 
 
-@pytest.mark.parametrize(("token", "finish"), [(0, "eos"), (8, "stop")])
-def test_end_and_stop_tokens_are_not_part_of_the_answer(token, finish):
-    """An end-of-sequence token and a stop token of the request both end the answer before themselves."""
-    answer, _ = answered([1, 2, token], stop_token_ids=(8,))
-    assert (answer.finish, answer.token_ids, answer.text) == (finish, [1, 2], "Hello")
-
-
-def test_stop_token_wins_over_end_token():
-    """A token that is both counts as the request's stop token."""
-    assert answered([1, 0], stop_token_ids=(0,))[0].finish == "stop"
-
-
-@pytest.mark.parametrize(
-    ("stop", "tokens", "text", "count"),
-    [
-        (("\n",), [1, 2, 5, 3], "Hello", 3),
-        (("llo wor",), [1, 2, 3, 4], "He", 3),  # over two tokens
-        (("lo w",), [1, 2, 3, 4], "Hel", 3),  # begins and ends inside tokens
-        (("\n\nQ:",), [1, 5, 5, 7, 8, 1], "He", 5),  # over four tokens
-        (("Q:",), [1, 7, 9, 8], "He", 4),  # a special token in between decodes to nothing
-        (("ld", "Hello w"), [1, 2, 3, 4], "", 3),  # whichever comes first
-        (("zzz",), [1, 2, 3], "Hello wor", 3),
-    ],
-)
-def test_stop_strings_may_span_tokens(stop, tokens, text, count):
-    """The answer ends at the token that completes a stop string, and its text before the string."""
-    answer, taken = answered(tokens, stop=stop)
-    assert (answer.text, taken) == (text, count)
-    assert answer.finish == ("" if stop == ("zzz",) else "stop")
-    assert answer.token_ids == tokens[:count]
-
-
-def test_a_stop_string_in_the_last_token_is_a_stop():
-    """At the length limit the stop string still cuts the text."""
-    answer, _ = answered([1, 2, 5], stop=("\n",), max_new_tokens=3)
-    assert (answer.finish, answer.text) == ("stop", "Hello")
+@pytest.mark.parametrize(("tokens", "fields", "finish", "text", "kept", "taken"), ENDS)
+def test_length_and_stop_rules_end_an_answer(tokens, fields, finish, text, kept, taken):
+    """The text ends before a stop string, and the tokens with the one that completes it."""
+    answer, count = answered(tokens, **fields)
+    assert (answer.finish, answer.text, answer.token_ids, count) == (finish, text, tokens[:kept], taken)
 
 
 def test_stop_tokens_are_banned_until_the_answer_is_long_enough():
@@ -141,17 +127,3 @@ def test_stop_tokens_are_banned_until_the_answer_is_long_enough():
     assert answer.banned == [0, 5, 8]
     answer.add(2)
     assert answer.banned == []
-
-
-def test_stop_strings_inside_the_first_tokens_are_ignored_for_good():
-    """A stop string that is complete before min_new_tokens neither ends the answer then nor later, nor cuts it."""
-    answer, count = answered([5, 1, 2, 5, 3], min_new_tokens=1, stop=("\n",))
-    assert (answer.finish, answer.text, count) == ("stop", "\nHello", 4)
-    answer, _ = answered([5, 1, 2], min_new_tokens=1, stop=("\n",), max_new_tokens=3)
-    assert (answer.finish, answer.text) == ("length", "\nHello")
-
-
-def test_a_stop_string_that_ends_after_the_first_tokens_counts():
-    """What begins before min_new_tokens and is completed after it ends the answer."""
-    answer, count = answered([1, 5, 5, 3], min_new_tokens=2, stop=("\n\n",))
-    assert (answer.finish, answer.text, count) == ("stop", "He", 3)
