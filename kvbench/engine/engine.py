@@ -9,8 +9,7 @@ from torch import Tensor
 from kvbench.cache.layout import StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.engine.answer import Answer
-from kvbench.engine.captured_steps import Capture
-from kvbench.engine.decode_loop import DecodeLoop, Spoiled
+from kvbench.engine.decode_loop import Capture, DecodeLoop, Spoiled
 from kvbench.engine.fidelity import ChoiceMeter, FidelityMeter
 from kvbench.engine.following import make_runner
 from kvbench.engine.long_logits import Logits, take

@@ -15,7 +15,7 @@ from kvbench.bench import choices
 from kvbench.bench.check_methods import Case, changes
 from kvbench.cache.async_counts import ReplayLog, Rows, to_device
 from kvbench.config.files import options
-from kvbench.engine.captured_steps import CapturedSteps, State
+from kvbench.engine.decode_loop import CapturedSteps, State
 from kvbench.engine.runner import Runner
 from kvbench.errors import NotForModel
 from kvbench.kernels import checks

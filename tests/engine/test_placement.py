@@ -10,7 +10,7 @@ from kvbench.cache.layout import Place, StoreOptions
 from kvbench.cache.ranks import Ranks
 from kvbench.cache.store import CompressedStore
 from kvbench.engine import hf, placement
-from kvbench.engine.captured_steps import CapturedSteps
+from kvbench.engine.decode_loop import CapturedSteps
 from kvbench.engine.runner import Runner
 from kvbench.kernels.dispatch import get_backend
 from kvbench.methods.full import Full
