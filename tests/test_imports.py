@@ -35,6 +35,14 @@ def module_name(file):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+def printed(script, *words, cwd=ROOT, **environment):
+    """Returns what a fresh interpreter prints for a script."""
+    command, environment = [sys.executable, "-c", script, *words], os.environ | environment
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def within(name, *packages):
     """Returns True when a dotted name is one of the packages or lies in one."""
     return any(name == package or name.startswith(package + ".") for package in packages)
@@ -138,22 +146,12 @@ def test_wheel_holds_and_imports_everything(clean_copy, tmp_path):
 # The root folder called kernels and the distribution of that name.
 
 
-def test_root_folders_are_no_regular_packages():
-    """kernels/, methods/ and conf/ have no __init__.py, so that they never hide a distribution of the same name."""
-    for folder in ("kernels", "methods", "conf"):
-        assert (ROOT / folder).is_dir()
-        assert not list((ROOT / folder).rglob("__init__.py"))
-
-
 def test_another_kernels_package_wins_over_the_root_folder(tmp_path):
     """With the root as the working folder, an installed distribution called kernels is what `import kernels` finds."""
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("__version__ = 'theirs'\n")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     script = "import sys, kernels, kvbench.kernels.pool; assert sys.path[0] == ''; print(kernels.__version__)"
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "theirs"
+    assert printed(script, PYTHONPATH=str(tmp_path)) == "theirs\n"
 
 
 @pytest.mark.exhaustive
@@ -166,11 +164,7 @@ def test_transformers_works_with_the_root_as_working_folder():
         "LlamaForCausalLM(LlamaConfig(**sizes))\n"
         "print(is_kernels_available())\n"
     )
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    elsewhere = subprocess.run(command, cwd="/", capture_output=True, text=True, check=True)
-    assert done.stdout == elsewhere.stdout
+    assert printed(script) == printed(script, cwd="/")
 
 
 # Runs in a process of its own, which behaves as if some distributions were not installed: neither their modules nor
@@ -221,12 +215,8 @@ def test_a_machine_with_torch_and_transformers_alone_measures():
     rooms = ["kvbench.kernels", "kvbench.cache", "kvbench.engine", "kvbench.methods", "kvbench.models", "kvbench.bench"]
     names = [module_name(file) for file in source_files(ROOT) if file.suffix == ".py"]
     # The command line, and what draws: they need the settings' library and matplotlib.
-    shown = {"kvbench.bench.command", "kvbench.bench.show", "kvbench.bench.plot"}
+    shown = {"kvbench.bench.command", "kvbench.bench.show"}
     wanted = [name for name in names if within(name, *rooms) and name not in shown]
     wanted = [name for name in wanted if with_triton or not within(name, "kvbench.kernels.gpu")]
     assert {f"kvbench.kernels.bench.{name}" for name in BENCHES} < set(wanted) and "kvbench.engine.engine" in wanted
-    command = [sys.executable, "-c", BARE, json.dumps([sorted(BEYOND_TORCH), wanted])]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["2", "2"]
+    assert printed(BARE, json.dumps([sorted(BEYOND_TORCH), wanted]), PYTHONPATH=str(ROOT)) == "2\n2\n"

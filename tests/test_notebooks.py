@@ -38,34 +38,22 @@ def executed(embedded_model, tmp_path_factory):
 
 
 @pytest.mark.exhaustive
-def test_first_compression(executed):
-    """Every method holds another number of bytes, and the run ends with its table and its picture."""
+def test_notebooks_run(executed):
+    """Every method holds another number of bytes, and a run ends with its table and its picture; three texts are
+    continued, the items of the bytes are shown, a stream is seen and beams are refused; tables of runs and of answers
+    come out with nothing left out; a class in a cell is tried, a wrong setting is named, and two files make a method
+    that runs are stored for."""
     text = printed(executed["first_compression"])
     shares = {line.split()[0]: float(line.split()[3]) for line in text.splitlines() if "% of FP16" in line}
     assert list(shares) == ["full", "int8", "kivi", "snapkv", "diffkv"]
     assert shares["snapkv"] < 0.5 * shares["full"] and shares["int8"] < 0.8 * shares["full"]
     (shown,) = [output for output in executed["first_compression"][-1].outputs if "data" in output]
     assert "vs full" in shown.data["text/plain"] and "image/png;base64" in shown.data["text/html"]
-
-
-@pytest.mark.exhaustive
-def test_generate(executed):
-    """Three texts are continued, the items of the bytes are shown, a stream is seen and beams are refused."""
     text = printed(executed["generate"])
     assert "and the capital of Italy is Rome" in text and "seven, eight, and nine" in text
     assert "resident_bytes" in text and "num_beams=4 asks for beam search" in text
-
-
-@pytest.mark.exhaustive
-def test_read_results(executed):
-    """Tables of runs and of answers come out, with nothing left out."""
     text = printed(executed["read_results"])
     assert "method.budget" in text and "{'left_out': {}}" in text and re.search(r"snapkv +0\.\d+ +0\.\d+", text)
-
-
-@pytest.mark.exhaustive
-def test_write_a_method(executed):
-    """A class in a cell is tried, a wrong setting is named, and two files make a method that runs are stored for."""
     text = printed(executed["write_a_method"])
     assert "last=0.5" in text and "ends" in text and "vs full" in text
     full, ends, _ = (float(share) for share in re.findall(r"\(([\d.]+) % of an FP16", text))

@@ -74,11 +74,9 @@ class Settings(Common):
         return [{"shape": s, "length": length, "batch": batch, "threads": n} for s, n, batch, length in every]
 
     def timing(self, bench: Bench, cell: dict) -> dict[str, Any]:
-        return {
-            "baselines": [f"sdpa {dtype}{way}" for dtype in self.dense for way in ("", " grouped")] + ["K16V16"],
-            "probe": bench.bandwidth.variant(),
-            "capture": cuda_graph if self.graph and bench.device != "cpu" else None,
-        }
+        dense = [f"sdpa {dtype}{way}" for dtype in self.dense for way in ("", " grouped")]
+        capture = cuda_graph if self.graph and bench.device != "cpu" else None
+        return {"baselines": [*dense, "K16V16"], "probe": bench.bandwidth.variant(), "capture": capture}
 
     def variants(self, bench: Bench, cell: dict) -> list[Variant]:
         queries, heads, dim = parse_shape(cell["shape"])
@@ -208,9 +206,8 @@ def _flash_attention(
     lengths = torch.full((len(q),), k.shape[2], dtype=torch.int32, device=q.device)
 
     def call(index: int) -> Tensor:
-        return library.flash_attn_with_kvcache(
-            q[:, None], keys[index], values[index], cache_seqlens=lengths, softmax_scale=scale
-        )[:, 0]
+        where = {"cache_seqlens": lengths, "softmax_scale": scale}
+        return library.flash_attn_with_kvcache(q[:, None], keys[index], values[index], **where)[:, 0]
 
     return call
 

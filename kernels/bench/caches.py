@@ -106,12 +106,9 @@ def build_caches(name: str, k: Tensor, v: Tensor, backend: Backend, *, num_buffe
     for index in range(1, num_buffers):
         pages[ids[index].flatten()] = source
     held = [torch.full((sequences, heads), count, dtype=torch.int64, device=k.device) for count in counts]
+    tiers = list(zip(formats, split, held, beside, strict=True))
     buffers = [
-        [
-            TierPages(fmt, mine[i].contiguous(), n, n, *more)
-            for fmt, mine, n, more in zip(formats, split, held, beside, strict=True)
-        ]
-        for i in range(num_buffers)
+        [TierPages(f, ids[i].contiguous(), n, n, *more) for f, ids, n, more in tiers] for i in range(num_buffers)
     ]
     read = sum(slot_read_bytes(f.slot) * n for f, n in zip(formats, counts, strict=True)) / length
     return PagedCaches(pages, buffers, read)
@@ -175,8 +172,7 @@ def paged_error(
 
 def _of_sequence(tier: TierPages, index: int) -> TierPages:
     """A tier of one sequence."""
-    one = slice(index, index + 1)
-    turn = tier.rotation
+    one, turn = slice(index, index + 1), tier.rotation
     rotation = InOrder(turn.first[one], turn.frequencies) if isinstance(turn, InOrder) else None
     return TierPages(tier.fmt, tier.ids[one], tier.num_k[one], tier.num_v[one], rotation, tier.channels)
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench.calibrate import figure, show, write
+from kvbench.calibrate import show, write
 from kvbench.calibrate.choose import Measured, choose, evaluate, false_confirmations
 from kvbench.calibrate.layers import read_layer_plan
 from kvbench.calibrate.layers import search as search_layers
@@ -40,9 +40,7 @@ from kvbench.runs.parts import Loaders
 from kvbench.show.progress import note
 from kvbench.tasks.taskset import TaskSet
 
-EXIT_DONE, EXIT_FAILED = 0, 1
-LAYERS = "layers"
-WHAT = ("settings", LAYERS)
+WHAT = ("settings", "layers")
 
 
 def main(cfg: DictConfig, parts: Loaders | None = None) -> int:
@@ -57,16 +55,15 @@ def main(cfg: DictConfig, parts: Loaders | None = None) -> int:
     experiment, wanted, method, what = _parted(cfg)
     parts = parts or Loaders()
     policy = parts.make_policy(experiment.method)  # first: a bad setting should not cost a model load
-    layers = read_layer_plan(wanted.layers, method, policy) if what == LAYERS else None
+    layers = read_layer_plan(wanted.layers, method, policy) if what == "layers" else None
     plan = read_plan(wanted, method, policy, None if layers is None else ())
     limit = read_bytes("prompt_cache_bytes", experiment.prompt_cache_bytes)
     parts.check_task(experiment)
     model = parts.load_model(experiment.model)
     task = load_samples(experiment, plan, parts, model)
     tuning, held_out = split(task, plan, wanted.split_seed)
-    folder = identity.run_folder(
-        Path(experiment.results_dir) / "calibration", task.name, model.name, method, "x"
-    ).parent
+    root = Path(experiment.results_dir) / "calibration"
+    folder = identity.run_folder(root, task.name, model.name, method, "x").parent
     sweep = Sweep(experiment, method, parts, folder=folder / "points", prompts=PromptCache(limit))
     default = sweep.trial({}, held_out)
     decides = {"plan": plan, "layers": layers, "held_out": default.experiment.identity, "tuning": tuning.fingerprint}
@@ -89,9 +86,9 @@ def main(cfg: DictConfig, parts: Loaders | None = None) -> int:
             result.looks = 1 + _earlier_looks(folder, digest, held_out.fingerprint)
         result.prompts_read, result.prompts_reused = sweep.prompts.num_read, sweep.prompts.num_reused
         result.sets = {"tuning": _described(tuning), "held_out": _described(held_out)}
-        files = [*write.write(result, out=wanted.out), *figure.draw(result)]
+        files = [*write.write(result, out=wanted.out), *show.draw(result)]
     show.show(result, files)
-    return EXIT_DONE if result.choice is not None and result.choice.confirmed else EXIT_FAILED
+    return int(result.choice is None or not result.choice.confirmed)
 
 
 def _parted(cfg: DictConfig) -> tuple[DictConfig, DictConfig, str, str]:
@@ -141,19 +138,16 @@ def load_samples(cfg: DictConfig, plan: Plan, parts: Loaders, model: LoadedModel
     if "items" in cfg.task:
         cfg.task["items"] = count
     task = load_task(RunConfig.read(cfg), model, parts, count)
-    if plan.rule.criterion != "score":
-        if cfg.fidelity.max_tokens == 0:
-            raise ValueError(
-                f"{prefix}.criterion={plan.rule.criterion} needs gold answers; fidelity.max_tokens=0 means none, so "
-                f"raise it, or use {prefix}.criterion=score"
-            )
-        without = [request.sample_id for request in task.requests if len(request.gold) < 2]
-        if without:
-            raise ValueError(
-                f"{prefix}.criterion={plan.rule.criterion} needs gold answers of at least two tokens, and "
-                f"{len(without)} of {len(task.requests)} samples of task {task.name} have none (for example "
-                f"{without[0]}); use {prefix}.criterion=score"
-            )
+    if plan.rule.criterion == "score":
+        return task
+    said = f"{prefix}.criterion={plan.rule.criterion} needs gold answers"
+    if cfg.fidelity.max_tokens == 0:
+        raise ValueError(f"{said}; fidelity.max_tokens=0 means none, so raise it, or use {prefix}.criterion=score")
+    if without := [request.sample_id for request in task.requests if len(request.gold) < 2]:
+        raise ValueError(
+            f"{said} of at least two tokens, and {len(without)} of {len(task.requests)} samples of task {task.name} "
+            f"have none (for example {without[0]}); use {prefix}.criterion=score"
+        )
     return task
 
 

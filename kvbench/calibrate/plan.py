@@ -100,13 +100,11 @@ def _stages(cfg: DictConfig, method: str, known: Mapping[str, Declared]) -> tupl
     """The settings to tune: those asked for, or those of the grid that the method has; `known` is what it declares."""
     grid = as_dict(cfg.grid)
     names = cfg.parameters
-    if names is None:
-        names = [name for name in grid if name in known]
-        if not names:
-            raise ValueError(
-                f"method={method} has none of the settings {', '.join(grid)}; say which to tune and with which values, "
-                f"for example calibrate.parameters=[NAME] '+calibrate.grid.NAME=[...]'; it has {', '.join(known)}"
-            )
+    if names is None and not (names := [name for name in grid if name in known]):
+        raise ValueError(
+            f"method={method} has none of the settings {', '.join(grid)}; say which to tune and with which values, "
+            f"for example calibrate.parameters=[NAME] '+calibrate.grid.NAME=[...]'; it has {', '.join(known)}"
+        )
     stages = []
     for name in names:
         if name not in known:

@@ -5,6 +5,7 @@ Every setting that is tried has a journal of its own, named by the hash of the r
 beside them. A search that was stopped goes on; nothing that was measured is measured again.
 """
 
+import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -89,9 +90,8 @@ def _wanted(cfg: DictConfig) -> Wanted:
     margin = LOSSES[cfg.criterion].measure.margin if cfg.margin is None else float(cfg.margin)
     if cfg.most is not None and (not isinstance(cfg.most, int | float) or cfg.most <= margin):
         raise ValueError(f"search.most={cfg.most} must be a loss above the margin of {margin:g}")
-    rule = Rule(
-        criterion=cfg.criterion, margin=margin, proof="interval", tie=0.01, resamples=cfg.resamples, seed=cfg.split_seed
-    )
+    same = {name: cfg[name] for name in ("criterion", "resamples")}
+    rule = Rule(**same, margin=margin, proof="interval", tie=0.01, seed=cfg.split_seed)
     sizes = {name: cfg[name] for name in ("tuning_samples", "held_out_samples")}
     plan = Plan(stages=(), raised={}, rule=rule, **sizes)
     return Wanted(cfg=cfg, space=read_space(cfg), plan=plan, most=float(cfg.most or MOST * margin))
@@ -107,9 +107,8 @@ def _search(sweep: Sweep, wanted: Wanted, task: TaskSet, full: Trial, own: Path)
     if not sweep.cfg.resume:
         (own / "study.log").unlink(missing_ok=True)
     storage = JournalStorage(JournalFileBackend(str(own / "study.log")))
-    study = optuna.create_study(
-        storage=storage, study_name="search", directions=["minimize", "minimize"], load_if_exists=True
-    )
+    goals = [optuna.study.StudyDirection.MINIMIZE] * 2
+    study = optuna.create_study(storage=storage, study_name="search", directions=goals, load_if_exists=True)
     states = optuna.trial.TrialState
     for old in study.get_trials(deepcopy=False, states=(states.RUNNING,)):  # of a process that was killed
         study.tell(old.number, state=states.FAIL)
@@ -160,18 +159,15 @@ def _search(sweep: Sweep, wanted: Wanted, task: TaskSet, full: Trial, own: Path)
 
 def _sampler(cfg: DictConfig, begun: int) -> "optuna.samplers.BaseSampler":
     """The sampler, with other random numbers each time that the search goes on."""
-    import warnings
-
     import optuna
 
     seed = cfg.seed * 100_003 + begun
     if cfg.sampler == "nsga2":
         return optuna.samplers.NSGAIISampler(seed=seed, population_size=max(4, min(50, cfg.trials // 4)))
+    first = max(4, cfg.trials // 4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that groups of parameters are an experiment of Optuna's
-        return optuna.samplers.TPESampler(
-            seed=seed, multivariate=True, group=True, n_startup_trials=max(4, cfg.trials // 4)
-        )
+        return optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, n_startup_trials=first)
 
 
 def _held_out(sweep: Sweep, wanted: Wanted, task: TaskSet, chosen: Sequence[Tried], hand: Sequence[Tried]) -> Judged:

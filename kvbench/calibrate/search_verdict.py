@@ -176,23 +176,18 @@ def verdict(judged: Judged, origin: str, wanted: Wanted) -> list[str]:
     for item in judged.beyond:
         mine, theirs = (100 * point.costs[RESIDENT.name].value for point in (item.found, item.hand))
         gain = number(abs(item.gain), what.scale)
-        how = (
-            f"loses {gain} {what.unit} less (p < 0.05, Holm)"
-            if item.how == BETTER
-            else f"loses no more than {number(judged.panel.margin, what.scale)} {what.unit} more (95 % interval)"
-        )
-        lines.append(
-            f"beyond: {item.found.label} holds {mine:.1f} % where {item.hand.label} holds {theirs:.1f} %; it {how}"
-        )
+        how = f"loses {gain} {what.unit} less (p < 0.05, Holm)"
+        if item.how != BETTER:
+            how = f"loses no more than {number(judged.panel.margin, what.scale)} {what.unit} more (95 % interval)"
+        both = f"{item.found.label} holds {mine:.1f} % where {item.hand.label} holds {theirs:.1f} %"
+        lines.append(f"beyond: {both}; it {how}")
     if not judged.beyond:
         lines.append(f"found no point that is proven beyond {made}, on {count} held-out samples")
     else:
         lines.insert(0, f"found points beyond {made}, on {count} held-out samples that took no part in the search:")
-    if judged.maybe:
-        named = "; ".join(point.label for point in judged.maybe)
-        lines.append(
-            f"better by the estimates alone, which can be chance: {named}; more search.held_out_samples would tell"
-        )
+    if named := "; ".join(point.label for point in judged.maybe):
+        said = "better by the estimates alone, which can be chance"
+        lines.append(f"{said}: {named}; more search.held_out_samples would tell")
     return lines
 
 
@@ -217,11 +212,7 @@ def show(
         console.print(table)
     for line in (*judged.notes, *verdict(judged, origin, wanted)):
         console.print(Text(line))
-    console.print(
-        Text(
-            f"Loss: {LOSSES[criterion].rule}. A point is beyond the settings made by hand when it holds at least 1 % "
-            "less than one on their frontier and loses less, or at most the margin more.",
-            style="dim",
-        )
-    )
+    rule = "A point is beyond the settings made by hand when it holds at least 1 % less than one on their frontier and "
+    rule += "loses less, or at most the margin more."
+    console.print(Text(f"Loss: {LOSSES[criterion].rule}. {rule}", style="dim"))
     terminal.print_paths(paths, console)

@@ -149,11 +149,8 @@ def _origin(result: Result) -> dict:
     run, tuned = result.default, [item.parameter for item in result.plan.stages]
     counted = ("fingerprint", "num_samples")
     settings = {name: value for name, value in run.identity["method"].items() if not name.startswith("_")}
-    own = {
-        f"{folder}/{path.name}": path
-        for folder in ("calibrate", "stats")
-        for path in (package_folder() / folder).glob("*.py")
-    }
+    paths = [path for folder in ("calibrate", "stats") for path in (package_folder() / folder).glob("*.py")]
+    own = {f"{path.parent.name}/{path.name}": path for path in paths}
     return {
         "target": f"{type(run.policy).__module__}.{type(run.policy).__qualname__}",
         "replaces": {name: settings[name] for name in tuned},

@@ -2,11 +2,13 @@
 
 import itertools
 import math
+import time
+from unittest.mock import Mock
 
 import pytest
 
 from kvbench.kernels.bench.bench import plain_table
-from kvbench.kernels.bench.rounds import Variant, choose_timer, measure_cell, ratios, refuse_wrong, spread, time_rounds
+from kvbench.kernels.bench.rounds import Variant, choose_timer, measure_cell, ratios, spread, time_rounds
 
 WALL = choose_timer("wall", "cpu")
 
@@ -35,13 +37,13 @@ def test_every_variant_runs_once_per_round_over_all_buffers():
 
 
 def test_orders_follow_the_seed():
-    """The same seed gives the same orders, another seed others."""
-    logs = []
-    for seed in (1, 1, 2):
-        log = []
+    """The same seed gives the same orders, another seed others; two variants of one name would be mixed up."""
+    logs = [[], [], []]
+    for log, seed in zip(logs, (1, 1, 2), strict=True):
         time_rounds(counting("abcd", log), rounds=5, seed=seed, timer=WALL)
-        logs.append(log)
     assert logs[0] == logs[1] != logs[2]
+    with pytest.raises(AssertionError, match="same name"):
+        time_rounds(counting("aa", []), rounds=1, seed=0, timer=WALL)
 
 
 def test_ratios_are_formed_within_rounds():
@@ -89,11 +91,10 @@ def test_the_baseline_is_timed_twice_and_names_the_noise():
 
 
 def test_every_table_says_its_noise():
-    """The plain table and the one of rich name the A/A pair of each cell; documents of before have none."""
+    """The plain table names the A/A pair of each cell; older documents have none."""
     cell = measure_cell({"n": 1}, counting("ab", []), baselines=["a"], rounds=3, seed=0, timer=WALL)
     document = {"what": "prefill", "cells": [cell], "settings": {}, "notes": []}
-    assert "A/A: a timed twice is" in plain_table(document)
-    assert "are noise" in plain_table(document)
+    assert "A/A: a timed twice is" in plain_table(document) and "are noise" in plain_table(document)
     del cell["twice"]
     assert "A/A" not in plain_table(document)
 
@@ -125,41 +126,19 @@ def test_bandwidth_share_is_of_the_same_round():
     assert cell["reuse_distance_bytes"] == 300
 
 
-def wrong(error):
-    """A check that reports an error, or raises one."""
-
-    def check():
-        if isinstance(error, Exception):
-            raise error
-        return error
-
-    return check
-
-
 @pytest.mark.parametrize("error", [0.2, math.nan, math.inf, RuntimeError("launch failed"), AssertionError("bad page")])
 def test_wrong_results_are_not_timed(error):
-    """A variant whose output is off, NaN or fails is named and never called by the clock; the right one is timed."""
-    calls = []
-    bad = Variant(name="bad", call=lambda i: calls.append(i), check=wrong(error), tolerance=0.1)
-    good = Variant(name="good", call=lambda i: None, check=wrong(0.05), tolerance=0.1)
-    cell = measure_cell({}, [bad, good], baselines=["bad"], rounds=2, seed=0, timer=WALL)
-    assert [row["name"] for row in cell["variants"]] == ["good"] and not calls
+    """A variant whose output is off, NaN or fails is named and never called by the clock; the right one is timed, and
+    one with nothing to compare."""
+    calls, check = [], Mock(side_effect=[error])
+    bad = Variant(name="bad", call=lambda i: calls.append(i), check=check, tolerance=0.1)
+    good = Variant(name="good", call=lambda i: None, check=lambda: 0.05, tolerance=0.1)
+    free = Variant(name="free", call=lambda i: None)
+    cell = measure_cell({}, [bad, good, free], baselines=["bad"], rounds=2, seed=0, timer=WALL)
+    assert [row["name"] for row in cell["variants"]] == ["good", "free"] and not calls
     assert cell["variants"][0]["max_error"] == 0.05 and cell["variants"][0]["ratios"] == {}
     (refused,) = cell["refused"]
     assert refused["name"] == "bad" and refused["reason"].startswith(("wrong: error", "failed: "))
-
-
-def test_a_variant_without_check_is_timed():
-    """Nothing to compare is no fault."""
-    right, refused = refuse_wrong([Variant(name="a", call=lambda i: None)])
-    assert len(right) == 1 and not refused
-
-
-def test_two_variants_of_one_name_are_a_fault():
-    """Their times would be mixed up."""
-    twins = [Variant(name="a", call=lambda i: None) for _ in range(2)]
-    with pytest.raises(AssertionError, match="same name"):
-        time_rounds(twins, rounds=1, seed=0, timer=WALL)
 
 
 def test_clock_that_cannot_tell_is_refused():
@@ -170,8 +149,6 @@ def test_clock_that_cannot_tell_is_refused():
 
 def test_thread_clock_does_not_count_sleep():
     """clock=cpu counts work of this thread, wall counts waiting too."""
-    import time
-
     wait = Variant(name="wait", call=lambda i: time.sleep(0.02))
     seconds = {
         clock: min(time_rounds([wait], rounds=2, seed=0, timer=choose_timer(clock, "cpu"))["wait"])

@@ -23,13 +23,17 @@ def model():
     return choices.make_model(MODEL, "cpu")
 
 
-def test_decode_measures_prompts_and_every_batch():
+def test_decode_measures_prompts_and_every_batch(monkeypatch):
     """transformers' own cache, its dependency-free quantised one and every method, at both batch sizes; what is shown
-    is tokens per second."""
+    is tokens per second. The process gets its number of threads back."""
+    counts = [7]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: counts[-1])
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
     methods = ["full", "snapkv budget=0.5 window=8", "kivi bits=2 residual_tokens=32"]
     settings = decode.Settings(**COMMON, methods=methods, batches=[1, 2], prefill_rounds=1, peak=False)
     settings.check()
     document = bench.run(settings)
+    assert counts == [7, 1, 1, 1, 7]
     bench.check_document(document)
     assert [cell["cell"]["phase"] for cell in document["cells"]] == ["prompt", "decode", "decode"]
     for cell in document["cells"]:
@@ -52,15 +56,8 @@ def test_decode_measures_prompts_and_every_batch():
 def test_packed_and_streamed_rows_stand_beside_plain_ones():
     """Every row comes three times in the same rounds, transformers' own too, each by a model of its own kind, and speed
     is told relative to all of transformers'."""
-    settings = decode.Settings(
-        **COMMON,
-        methods=["full"],
-        batches=[1],
-        prefill_rounds=1,
-        peak=False,
-        quantised=False,
-        linear=["packed", "streamed"],
-    )
+    asked = {"methods": ["full"], "batches": [1], "prefill_rounds": 1, "linear": ["packed", "streamed"]}
+    settings = decode.Settings(**COMMON, **asked, peak=False, quantised=False)
     settings.check()
     document = bench.run(settings)
     names = [f"{name}{mark}" for mark in ("", ", packed", ", streamed") for name in ("transformers", "full")]
@@ -90,21 +87,6 @@ def test_packed_rows_that_cannot_be_had_are_a_note(monkeypatch):
     asked = decode.Settings(**COMMON | {"model": f"{MODEL} linear=packed"})
     assert decode.make_models(asked, "cpu", notes)[""].linear == "plain"
     assert notes[1] == "model.linear=packed was not done, because of the weather"
-
-
-def test_thread_count_is_given_back():
-    """A bench at one thread leaves the process with the threads that it had."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)
-    try:
-        settings = decode.Settings(
-            **COMMON, methods=["full"], batches=[1], prefill_rounds=0, peak=False, quantised=False
-        )
-        document = bench.run(settings)
-        assert torch.get_num_threads() == before + 1
-        assert document["cells"][0]["cell"]["threads"] == 1
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_a_row_may_have_a_layout_of_its_own():
@@ -193,12 +175,8 @@ def test_a_decode_kernel_that_is_wrong_is_refused(model, monkeypatch):
 
 def test_throughput_fills_the_memory_and_no_more():
     """Every batch is the largest that fits at its final length, and a method that cannot hold one is named."""
-    settings = throughput.Settings(
-        **COMMON,
-        methods=["full", "snapkv budget=0.25 window=8", "kivi bits=2 residual_tokens=32"],
-        kv_mb=1,
-        new_tokens=6,
-    )
+    methods = ["full", "snapkv budget=0.25 window=8", "kivi bits=2 residual_tokens=32"]
+    settings = throughput.Settings(**COMMON, methods=methods, kv_mb=1, new_tokens=6)
     settings.check()
     document = bench.run(settings)
     bench.check_document(document)
@@ -270,15 +248,12 @@ def test_prompts_longer_than_the_model_are_refused(model):
         choices.sample_tokens(model, 1, model.max_tokens + 1)
 
 
-def test_both_forms_are_measured():
-    """The form in chunks has the smaller peaks and the same bytes in the end."""
+def test_bytes_of_a_prompt_are_measured():
+    """The form in chunks has the smaller peaks and the same bytes in the end; a bench of decode steps measures a
+    prompt's peak, in a process of its own."""
     found = chunks.main({"method": "snapkv budget=0.25", "context": 1024, "chunk": 128})
     whole, chunked = found["at_once"], found["in_chunks"]
     assert chunked["alive_bytes"] < whole["alive_bytes"] and chunked["peak_bytes"] < whole["peak_bytes"]
     assert chunked["resident_bytes"] == whole["resident_bytes"]
-
-
-def test_a_prompts_peak_is_measured():
-    """The bench of whole decode steps measures a prompt's peak in a process of its own."""
     order = {"model": "random preset=tiny", "device": "cpu", "context": 256, "name": "snapkv budget=0.25"}
     assert peak.main(order | {"kind": None, "kernels": "torch", "threads": 1}) >= 0

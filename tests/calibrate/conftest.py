@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvbench.calibrate import figure
+from kvbench.calibrate import show
 from kvbench.results import provenance
 
 
@@ -15,4 +15,4 @@ def fixed_code(monkeypatch):
 @pytest.fixture
 def undrawn(monkeypatch):
     """Leaves the picture out, which takes most of the time."""
-    monkeypatch.setattr(figure, "draw", lambda result: [])
+    monkeypatch.setattr(show, "draw", lambda result: [])

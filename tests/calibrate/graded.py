@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import yaml
 from fake_parts import altered
 from omegaconf import OmegaConf
 
@@ -29,18 +30,19 @@ class Graded(Policy):
             raise ValueError(f"alpha_l={self.alpha_l} and alpha_h={self.alpha_h} do not fit")
 
 
+MODEL = {"name": "tiny", "fingerprint": "ab" * 32, "dtype": "float32", "device": "cpu", "max_tokens": 64, "places": ()}
+MODEL |= {"chat_template": False, "quantisation": "", "tensor_parallel": 1, "linear": "plain", "remark": ""}
+
+
 class Bench:
     """What the fakes did, and what they are to do."""
 
     def __init__(self, loss, size, *, stop_after=None, held_out_penalty=0.0, subsets=2, count=40) -> None:
         self.loss, self.size, self.stop_after, self.held_out_penalty = loss, size, stop_after, held_out_penalty
         self.answered: list[tuple[float, float, str]] = []
-        self.requests = [
-            Request(
-                sample_id=f"{'ab'[i % subsets]}/{i}", subset="ab"[i % subsets], segments=((1, 2, 3),), gold=(4, 5, 6)
-            )
-            for i in range(count)
-        ]
+        names = ["ab"[i % subsets] for i in range(count)]
+        same = {"segments": ((1, 2, 3),), "gold": (4, 5, 6)}
+        self.requests = [Request(sample_id=f"{name}/{i}", subset=name, **same) for i, name in enumerate(names)]
         self.penalised: set[str] = set()
 
     def parts(self) -> Loaders:
@@ -49,19 +51,7 @@ class Bench:
             Loaders(),
             check_task=lambda config: None,
             make_policy=lambda cfg: Graded(full=True) if "full" in cfg["_target_"] else Graded(**_fields(cfg)),
-            load_model=lambda cfg: SimpleNamespace(
-                name="tiny",
-                fingerprint="ab" * 32,
-                dtype="float32",
-                device="cpu",
-                chat_template=False,
-                max_tokens=64,
-                places=(),
-                quantisation="",
-                tensor_parallel=1,
-                linear="plain",
-                remark="",
-            ),
+            load_model=lambda cfg: SimpleNamespace(**MODEL),
             load_task=self.load_task,
             make_engine=lambda cfg, model, policy, prompts=None: Engine(self, cfg, policy),
         )
@@ -142,3 +132,14 @@ def gentle(alpha_h, alpha_l):
 def smaller(alpha_h, alpha_l):
     """Bytes shrink with both."""
     return 500.0 - 50 * alpha_h - 1000 * alpha_l
+
+
+def file_of(folder: Path, suffix: str) -> Path:
+    """The only calibration below a folder, in one of its forms."""
+    (path,) = folder.rglob(f"calibration.{suffix}")
+    return path
+
+
+def content_of(folder: Path, suffix: str) -> dict:
+    """What a calibration wrote as `yaml` or `json`."""
+    return yaml.safe_load(file_of(folder, suffix).read_text())  # JSON is YAML

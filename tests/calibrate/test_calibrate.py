@@ -1,13 +1,12 @@
 """Calibration on a method whose loss and bytes are known: the order of the stages, the rule, the verdict, resuming."""
 
-import json
 import os
 import signal
 
 import pytest
 import yaml
 from fake_parts import altered
-from graded import Bench, gentle, make_cfg, smaller
+from graded import Bench, content_of, file_of, gentle, make_cfg, smaller
 from omegaconf import OmegaConf
 
 from kvbench.calibrate.command import main
@@ -17,17 +16,12 @@ from kvbench.cli.endings import SIGNALS
 from kvbench.runs.calibration import load
 
 
-def one(pattern, folder):
-    """The only file of a pattern below a folder."""
-    (found,) = folder.rglob(pattern)
-    return found
-
-
 def test_alpha_h_is_tuned_with_nothing_pruned_then_alpha_l(tmp_path, capsys):
-    """The stages follow the paper's order, the cheapest good values win, and files, verdict and exit code say so."""
+    """The stages follow the paper's order, the cheapest good values win, and files, verdict and exit code say so. Only
+    chosen, uncalibrated and full settings ever see a held-out sample."""
     bench = Bench(gentle, smaller)
     assert main(make_cfg(tmp_path), bench.parts()) == 0
-    text = one("calibration.yaml", tmp_path).read_text()
+    text = file_of(tmp_path, "yaml").read_text()
     assert "method.calibration=calibration.yaml\n" in text and str(tmp_path) not in text
     content = yaml.safe_load(text)
     assert content["settings"] == {"alpha_h": 3.0, "alpha_l": 0.01} and content["confirmed"] is True
@@ -41,44 +35,33 @@ def test_alpha_h_is_tuned_with_nothing_pruned_then_alpha_l(tmp_path, capsys):
     against = content["held_out"]["calibrated_against_uncalibrated"]["loss"]["nll"]
     assert against[0] == pytest.approx(-0.48) and against[2] < 0
     assert content["held_out"]["calibrated"]["bytes_ratio"] == [0.34, 0.34, 0.34]
-    files = {path.name for path in one("calibration.yaml", tmp_path).parent.iterdir()}
+    files = {path.name for path in file_of(tmp_path, "yaml").parent.iterdir()}
     assert files == {f"calibration.{suffix}" for suffix in ("yaml", "json", "png", "svg")}
     shown = capsys.readouterr().out
     assert "alpha_h=3 alpha_l=0.01: confirmed on 24 held-out samples" in shown and "method.calibration=" in shown
-    everything = json.loads(one("calibration.json", tmp_path).read_text())
+    everything = content_of(tmp_path, "json")
     rows = everything["stages"][0]["points"][3]["samples"]
     assert len(rows) == 12 and {"sample_id", "nll", "kl", "score", "resident_bytes"} <= rows[0].keys()
-
-
-def test_no_held_out_sample_takes_part_in_the_choice(tmp_path, undrawn):
-    """Every sample is in one set, and only chosen, uncalibrated and full settings ever see the held-out set."""
-    bench = Bench(gentle, smaller)
-    main(make_cfg(tmp_path), bench.parts())
-    everything = json.loads(one("calibration.json", tmp_path).read_text())
-    sets = {
-        name: {sample for names in everything["sets"][name]["samples"].values() for sample in names}
+    tuning, held_out = (
+        {sample for names in everything["sets"][name]["samples"].values() for sample in names}
         for name in ("tuning", "held_out")
-    }
-    assert not sets["tuning"] & sets["held_out"]
-    assert (len(sets["tuning"]), len(sets["held_out"])) == (12, 24)
-    seen = {(high, low) for high, low, sample in bench.answered if sample in sets["held_out"]}
+    )
+    assert not tuning & held_out and (len(tuning), len(held_out)) == (12, 24)
+    seen = {(high, low) for high, low, sample in bench.answered if sample in held_out}
     assert seen == {(3.0, 0.01), (1.0, 0.02), (None, None)}
 
 
-def test_without_a_low_tier_both_thresholds_are_equal(tmp_path, undrawn):
-    """Where every alpha_h above 0 loses too much, pruning is tuned with alpha_h = alpha_l, as for Qwen2.5-7B."""
+def test_thresholds_stay_in_order(tmp_path, undrawn):
+    """Where every alpha_h above 0 loses too much, pruning is tuned with alpha_h = alpha_l, as for Qwen2.5-7B; with
+    alpha_h alone, a value below the method's own alpha_l means no low tier, not a refused setting."""
     bench = Bench(lambda h, low: 1.0 if h > 0.5 else 0.0, smaller)
-    assert main(make_cfg(tmp_path), bench.parts()) == 0
-    content = yaml.safe_load(one("calibration.yaml", tmp_path).read_text())
+    assert main(make_cfg(tmp_path / "both"), bench.parts()) == 0
+    content = content_of(tmp_path / "both", "yaml")
     assert [(p["alpha_h"], p["alpha_l"]) for p in content["tuning"][1]["grid"]] == [(0, 0), (0.01, 0.01), (0.02, 0.02)]
     assert content["settings"] == {"alpha_h": 0.02, "alpha_l": 0.02}
-
-
-def test_setting_is_raised_to_one_that_is_not_tuned(tmp_path, undrawn):
-    """alpha_h alone: a value below the method's own alpha_l means no low tier, not a refused setting."""
-    cfg = make_cfg(tmp_path, calibrate__parameters=["alpha_h"], calibrate__margin__nll=1.0)
+    cfg = make_cfg(tmp_path / "one", calibrate__parameters=["alpha_h"], calibrate__margin__nll=1.0)
     assert main(cfg, Bench(gentle, smaller).parts()) == 0
-    content = yaml.safe_load(one("calibration.yaml", tmp_path).read_text())
+    content = content_of(tmp_path / "one", "yaml")
     assert [point["alpha_h"] for point in content["tuning"][0]["grid"]] == [0.02, 1, 2, 3]
     assert content["settings"] == {"alpha_h": 3.0} and content["base"]["alpha_l"] == 0.02
 
@@ -87,7 +70,7 @@ def test_nothing_is_written_where_nothing_is_good_enough(tmp_path, capsys):
     """No calibration file, but the measurements and their picture, a message that says what to do, and exit code 1."""
     assert main(make_cfg(tmp_path), Bench(lambda h, low: 0.3, smaller).parts()) == 1
     assert not list(tmp_path.rglob("calibration.yaml"))
-    assert one("calibration.json", tmp_path) and one("calibration.png", tmp_path)
+    assert file_of(tmp_path, "json") and file_of(tmp_path, "png")
     assert "No value of alpha_h is good enough" in capsys.readouterr().out
 
 
@@ -99,7 +82,7 @@ def test_choice_that_fails_on_held_out_samples_is_not_confirmed(tmp_path, capsys
     plan = read_plan(cfg.calibrate, "graded", bench.parts().make_policy(cfg.method))
     bench.penalised = {request.sample_id for request in split(task, plan, 0)[1].requests}
     assert main(cfg, bench.parts()) == 1
-    assert load(str(one("calibration.yaml", tmp_path))).content["confirmed"] is False
+    assert load(str(file_of(tmp_path, "yaml"))).content["confirmed"] is False
     assert "NOT confirmed" in capsys.readouterr().out
 
 
@@ -116,7 +99,7 @@ def test_stopped_calibration_goes_on(tmp_path, stop_after, undrawn):
     assert 0 <= again < 4
 
     def numbers(folder):
-        content = json.loads(one("calibration.json", folder).read_text())
+        content = content_of(folder, "json")
         return {key: content[key] for key in ("stages", "chosen", "held_out", "against_default", "confirmed", "sets")}
 
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "parts")
@@ -150,32 +133,19 @@ def test_signal_ends_it_as_it_ends_a_run(tmp_path, undrawn, monkeypatch, capsys)
     assert not set(again.answered) & set(bench.answered)
 
 
-def test_another_margin_measures_only_what_is_new(tmp_path, undrawn):
-    """Points belong to no single calibration: another rule takes them as they are."""
-    main(make_cfg(tmp_path), Bench(gentle, smaller).parts())
-    bench = Bench(gentle, smaller)
-    main(make_cfg(tmp_path, calibrate__margin__nll=0.04), bench.parts())
-    assert bench.answered == []
-    assert len(list(tmp_path.rglob("calibration.yaml"))) == 2
-
-
-def test_resume_false_measures_each_point_once_more(tmp_path, undrawn):
-    """Everything is measured again, and still each point only once, though two stages share one."""
-    first, second = Bench(gentle, smaller), Bench(gentle, smaller)
-    main(make_cfg(tmp_path), first.parts())
-    main(make_cfg(tmp_path, resume=False), second.parts())
-    assert second.answered == first.answered and len(set(first.answered)) == len(first.answered)
-
-
-def test_damaged_journal_is_measured_again(tmp_path, capsys, undrawn):
-    """A torn last line costs its sample, not the calibration."""
-    cfg = make_cfg(tmp_path)
-    main(cfg, Bench(gentle, smaller).parts())
+def test_points_are_taken_as_they_are(tmp_path, capsys, undrawn):
+    """Another margin measures nothing, since points belong to no single calibration; a torn last line costs its sample;
+    with resume=false everything is measured again, and each point only once, though two stages share one."""
+    first, margin, torn, again = (Bench(gentle, smaller) for _ in range(4))
+    assert main(make_cfg(tmp_path), first.parts()) == 0
+    main(make_cfg(tmp_path, calibrate__margin__nll=0.04), margin.parts())
+    assert margin.answered == [] and len(list(tmp_path.rglob("calibration.yaml"))) == 2
     path = sorted(tmp_path.rglob("points/*.jsonl"))[0]
     path.write_bytes(path.read_bytes()[:-9])
-    bench = Bench(gentle, smaller)
-    assert main(cfg, bench.parts()) == 0
-    assert 1 <= len(bench.answered) <= 4 and "torn line" in capsys.readouterr().err
+    assert main(make_cfg(tmp_path), torn.parts()) == 0
+    assert 1 <= len(torn.answered) <= 4 and "torn line" in capsys.readouterr().err
+    main(make_cfg(tmp_path, resume=False), again.parts())
+    assert again.answered == first.answered and len(set(first.answered)) == len(first.answered)
 
 
 def test_picture_is_the_same_again(tmp_path):
@@ -184,7 +154,7 @@ def test_picture_is_the_same_again(tmp_path):
         cfg = make_cfg(tmp_path / name, calibrate__parameters=["alpha_h"], calibrate__grid__alpha_h=[0, 1])
         main(cfg, Bench(gentle, smaller).parts())
     for suffix in ("png", "svg"):
-        first, second = (one(f"calibration.{suffix}", tmp_path / name).read_bytes() for name in ("one", "two"))
+        first, second = (file_of(tmp_path / name, suffix).read_bytes() for name in ("one", "two"))
         assert first == second and len(first) > 5000
 
 

@@ -2,6 +2,7 @@
 often it confirms what it should not."""
 
 import json
+from dataclasses import fields
 from types import SimpleNamespace
 
 import numpy as np
@@ -67,22 +68,10 @@ def test_split_shares_small_subsets_and_refuses_single_samples(tmp_path):
 
 def measured(resident, value, high, failed=0):
     """A grid point as `choose` sees it."""
-    found = Estimate(value=value, num_samples=9, low=0.0, high=high)
-    item = Measured(
-        settings={},
-        hash="",
-        num_samples=9,
-        num_failed=failed,
-        score=1.0,
-        losses={"nll": found},
-        bytes_ratio=Estimate(value=resident / 1000),
-        resident_bytes=resident,
-        slot_ratio=1.0,
-        tier_shares=[],
-        samples=[],
-    )
-    item.within = not failed and high is not None and high <= RULE.margin
-    return item
+    losses = {"nll": Estimate(value=value, num_samples=9, low=0.0, high=high)}
+    empty = dict.fromkeys(item.name for item in fields(Measured))
+    asked = {"losses": losses, "resident_bytes": resident, "num_failed": failed}
+    return Measured(**empty | asked | {"within": not failed and high is not None and high <= RULE.margin})
 
 
 @pytest.mark.parametrize(
@@ -181,14 +170,12 @@ def test_points_equal_fresh_runs(tmp_path, tiny_model):
 
     model = tiny_model("llama", "gqa3", 64)
     generator = np.random.default_rng(0)
+
+    def tokens(count):
+        return tuple(generator.integers(1, 320, count).tolist())
+
     requests = [
-        Request(
-            sample_id=f"a/{i}",
-            subset="a",
-            segments=(tuple(generator.integers(1, 320, 60 + i).tolist()),),
-            gold=tuple(generator.integers(1, 320, 5).tolist()),
-            max_new_tokens=4,
-        )
+        Request(sample_id=f"a/{i}", subset="a", segments=(tokens(60 + i),), gold=tokens(5), max_new_tokens=4)
         for i in range(5)
     ]
     bench = Bench(gentle, smaller)
@@ -229,12 +216,10 @@ def test_points_equal_fresh_runs(tmp_path, tiny_model):
 DEFAULT = Rule(criterion="nll", margin=0.05, proof="interval", tie=0.01, resamples=499, seed=0)
 
 
-def rate(shape, proof, *, num_points=16, num_tuning=32, num_held_out=48):
+def rate(shape, proof):
     """The simulated rate at the default grid and sample counts of docs/calibration.md."""
     rule = Rule(**(vars(DEFAULT) | {"proof": proof}))
-    return false_confirmations(
-        shape, rule, num_points=num_points, num_tuning=num_tuning, num_held_out=num_held_out, trials=300
-    )
+    return false_confirmations(shape, rule, num_points=16, num_tuning=32, num_held_out=48, trials=300)
 
 
 @pytest.mark.parametrize("name", ["normal", "skewed", "few carry all"])

@@ -1,14 +1,13 @@
 """The search over layers, on a method whose loss follows from its layers: what is measured, the way, the verdict, and
 the file that comes of it."""
 
-import json
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import yaml
 from fake_parts import altered
-from graded import Bench, Graded, make_cfg
+from graded import Bench, Graded, content_of, file_of, make_cfg
 from omegaconf import OmegaConf
 
 from kvbench.calibrate import command
@@ -73,12 +72,6 @@ def start(folder, bench, **changes):
     return command.main(cfg, parts)
 
 
-def content_of(folder, suffix):
-    """What the calibration wrote."""
-    (path,) = folder.rglob(f"calibration.{suffix}")
-    return yaml.safe_load(path.read_text()) if suffix == "yaml" else json.loads(path.read_text())
-
-
 @pytest.mark.parametrize("around", ["gentle", "harsh"])
 def test_the_cheapest_table_within_the_margin_is_found_and_proven(tmp_path, capsys, around):
     """Each layer alone at each precision, then the way by least loss per byte: all to int8 first, then layer 1 to int4;
@@ -122,7 +115,7 @@ def test_what_was_measured_is_not_measured_again(tmp_path, capsys):
 def test_the_file_is_loaded_by_the_method_that_it_is_for(tmp_path):
     """The table is put into a method whose YAML does not list the setting; another table by hand contradicts it."""
     start(tmp_path, Bench(lost, held))
-    (path,) = tmp_path.rglob("calibration.yaml")
+    path = file_of(tmp_path, "yaml")
     content = content_of(tmp_path, "yaml") | {"target": "kvbench.methods.uniform.Uniform", "method": "int4"}
     path.write_text(yaml.safe_dump(content))
     method = {"_target_": "kvbench.methods.uniform.Uniform", "tier": "int4", "calibration": str(path)}
@@ -166,13 +159,9 @@ def test_the_way_takes_the_least_loss_per_byte():
     assert start[1] == pytest.approx(0.0), "around the harsh end: what the gentle precisions give back adds up"
 
 
-def test_tables_are_spaced_evenly():
-    """Both ends are among them, and there are never more than there are."""
+def test_tables_are_spaced_evenly_and_shown_by_their_counts():
+    """Both ends are among them, and there are never more than there are; a long one is no column of a table."""
     for tables, count, found in (("abcdefg", 3, "adg"), ("a", 8, "a"), ("ab", 9, "ab")):
         assert spaced(tables, count) == list(found)
-
-
-def test_a_table_is_shown_by_its_counts():
-    """A long one is no column of a table."""
     assert value_text("2*fp16 26*int4 2*fp16") == "(4 fp16, 26 int4)" and value_text(0.25) == "0.25"
     assert value_text("8MiB") == "8MiB" and value_text(None) == "None" and value_text("30*int4") == "30*int4"

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -58,8 +59,7 @@ def test_a_better_point_is_found_and_proven_on_other_samples(tmp_path, capsys):
     assert all(len(line) <= 80 for line in out.splitlines() if not line.startswith("/"))
     found = document(tmp_path)
     assert len(found["tried"]) <= 12 and found["by_hand"] == "shipped settings"
-    best = next(line for line in found["verdict"] if line.startswith("beyond: "))
-    assert "where diffkv holds 70.0 %; it loses " in best
+    assert any(re.match("beyond: .* where diffkv holds 70.0 %; it loses ", line) for line in found["verdict"])
     full = [name for alpha_h, _, name in bench.answered if alpha_h is None]
     assert len(full) == len(set(full)) == 8 + 28, "the two sets of samples have none in common"
     for point in found["tried"]:
@@ -69,8 +69,8 @@ def test_a_better_point_is_found_and_proven_on_other_samples(tmp_path, capsys):
 
 
 def test_where_nothing_is_better_it_says_so(tmp_path, capsys):
-    """Every setting holds the same and loses the same: no point is beyond."""
-    main(settings(tmp_path), Bench(lambda *_: 0.1, lambda *_: 500.0).parts())
+    """Every setting holds the same and loses the same: no point is beyond, for the other sampler."""
+    main(settings(tmp_path, "search.sampler=nsga2"), Bench(lambda *_: 0.1, lambda *_: 500.0).parts())
     assert document(tmp_path)["verdict"] == [
         "found no point that is proven beyond the shipped settings (no run of this task is stored), on 28 held-out "
         "samples"
@@ -100,12 +100,6 @@ def test_a_search_that_was_stopped_goes_on(tmp_path, capsys):
     assert {item["hash"] for item in before["tried"]} <= {item["hash"] for item in document(tmp_path)["tried"]}
     assert len(list(tmp_path.rglob("study.log"))) == 1
     capsys.readouterr()
-
-
-def test_nsga2_searches_too(tmp_path, capsys):
-    """The other sampler gives a verdict as well."""
-    main(settings(tmp_path, "search.sampler=nsga2", "search.trials=6"), Bench(gentle, smaller).parts())
-    assert document(tmp_path)["verdict"]
 
 
 def test_settings_made_by_hand_are_those_of_the_stored_runs(tmp_path):

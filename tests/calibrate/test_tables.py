@@ -31,9 +31,13 @@ def prompts(count, seed=0):
 
 
 def test_gates_are_the_share_of_far_attention(tiny_model):
-    """Every gate equals a sum over single attention weights between the sinks and the recent window."""
+    """Every gate equals a sum over single attention weights between the sinks and the recent window: all attention with
+    nothing left out, none with everything recent. The model's attention is restored."""
     loaded, asked = tiny_model(), prompts(2)
-    model = loaded.model
+    model, before = loaded.model, loaded.model.config._attn_implementation
+    assert measure_gates(loaded, prompts(1), 0, 0).sub(1).abs().max() < 1e-5
+    assert measure_gates(loaded, prompts(1), 0, 99).abs().max() == 0
+    assert model.config._attn_implementation == before
     found = measure_gates(loaded, asked, sinks=2, recent=5)
     expected = torch.zeros_like(found)
     model.set_attn_implementation("eager")
@@ -51,15 +55,6 @@ def test_gates_are_the_share_of_far_attention(tiny_model):
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
     assert found.min() > 0.05
     assert found.max() < 1
-
-
-def test_gates_bounds(tiny_model):
-    """With nothing left out a gate is all attention, with everything recent none; the model's attention is restored."""
-    loaded = tiny_model()
-    before = loaded.model.config._attn_implementation
-    assert measure_gates(loaded, prompts(1), 0, 0).sub(1).abs().max() < 1e-5
-    assert measure_gates(loaded, prompts(1), 0, 99).abs().max() == 0
-    assert loaded.model.config._attn_implementation == before
 
 
 def projected(loaded, name, asked, measure):

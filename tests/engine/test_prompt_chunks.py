@@ -4,6 +4,7 @@ import pytest
 import torch
 from engine_helpers import answers, engine, own_logits, random_tokens, request
 
+from kvbench.bench.chunks import LiveBytes
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.runner import Runner
 from kvbench.methods.full import Full
@@ -12,7 +13,6 @@ from kvbench.methods.kv_compress import KVCompress
 from kvbench.methods.snapkv import SnapKV
 from kvbench.policy import Policy
 from kvbench.runs.verdict import complaint
-from kvbench.sizing.live import LiveBytes
 
 SNAPKV = SnapKV(budget=0.5, window=8, tier="native")
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvbench.sizing.live import LiveBytes
+from kvbench.bench.chunks import LiveBytes
 
 
 def test_what_is_alive_counts_once():

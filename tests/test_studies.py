@@ -1,0 +1,154 @@
+"""The studies of results/example: what their scripts run, the tables that they make of it, and that the tables of
+docs/findings.md are those of the committed files, and these those of the samples."""
+
+import csv
+import importlib.util
+from collections import Counter
+from functools import cache
+
+import pytest
+from places import ROOT
+
+from kvbench.cache.rotation import KINDS
+from kvbench.cli.commands import compose_command
+from kvbench.config.compose import compose
+from kvbench.config.settings import as_dict
+from kvbench.evidence.load import load_groups
+from kvbench.evidence.pareto import panels_of
+from kvbench.results.record import RunRecord
+from kvbench.results.sample import read_samples
+from kvbench.rules import declared
+from kvbench.runs.parts import make_policy, policy_class
+
+EXAMPLE = ROOT / "results" / "example"
+STUDY = EXAMPLE / "study"
+MOST_BYTES = 5_000_000
+RUN = "snapkv budget=0.25 tier=fp16"
+
+
+@cache
+def script(name):
+    """A script of results/example, as a module."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "message"),
+    [
+        ("formats", "item=3", "there is no setting item; there are items, length"),
+        ("composition", "item=3", "there is no setting item; there are items"),
+        ("composition", "scores=[snap]", "scores has no snap; there are snapkv"),
+        ("composition", "allocations=[table]", "allocations has no table; there are uniform"),
+    ],
+)
+def test_wrong_settings_are_named(name, word, message):
+    """With those that there are."""
+    with pytest.raises(SystemExit, match=message):
+        script(name).settings_of([word])
+
+
+def test_every_format_can_be_run_and_none_comes_twice():
+    """Methods and tiers have the names that kvbench knows them by; the full cache is first, for the comparisons."""
+    found = list(script("formats").runs(script("formats").settings_of([])))
+    assert found[0] == ("full", {}, {})
+    assert len({repr(run) for run in found}) == len(found) >= 25
+    settings = {method: as_dict(compose([f"method={method}"]).method) for method in {method for method, *_ in found}}
+    for method, own, more in found:
+        assert set(own) <= set(settings[method]) and set(more.values()) <= set(KINDS)
+        make_policy(settings[method] | own)
+
+
+def test_the_table_of_formats_has_a_row_for_every_run(tmp_path):
+    """On random weights: bytes fall with the bits, and the differences are those to the full cache."""
+    words = "model=tiny items=1 rows=4 memory=64MiB".split()
+    asked = script("formats").settings_of([*words, "methods=[full]", "formats=[int4]", "rotated=[k2v2]"])
+    script("formats").study(tmp_path, asked)
+    script("formats").table(tmp_path)
+    with (tmp_path / "formats.csv").open(newline="") as file:
+        rows = {row["run"]: row for row in csv.DictReader(file)}
+    four, two = (next(name for name in rows if tier in name) for tier in ("int4 tier=int4", "tier=k2v2"))
+    assert set(rows) == {"full", four, two}
+    assert "rotation=hadamard" in two
+    resident = {name: float(row["resident"]) for name, row in rows.items()}
+    assert resident["full"] > 2 * resident[four] > 2 * resident[two]
+    assert float(rows["full"]["quality"]) == 0.0
+
+
+def test_every_score_meets_every_allocation_at_the_same_bytes():
+    """At three budgets, which are half, a quarter and an eighth of the full cache of prompt and answer, `random` beside
+    them; and every method takes its settings."""
+    study = script("composition")
+    found = list(study.runs(study.settings_of([])))
+    whole = 2 * 2 * 30 * 3 * 64 * (512 + study.NEW_TOKENS)
+    amounts = {f"{whole // part}B" for part in (2, 4, 8)}
+    assert {settings["budget"] for _, settings in found} == amounts
+    assert Counter(method for method, _ in found) == {"random": 3} | {m: 15 for m, _ in study.SCORES.values()}
+    assert len({(method, *map(str, settings.values())) for method, settings in found}) == len(found)
+    targets = {method: compose([f"method={method}"]).method._target_ for method in {method for method, _ in found}}
+    for method, settings in found:
+        assert set(settings) <= set(declared(policy_class(targets[method])))
+        make_policy({"_target_": targets[method], **settings})
+
+
+def test_a_study_goes_on_past_what_cannot_be_run(tmp_path, monkeypatch, capsys):
+    """Refused runs are named, and the others are run."""
+    ran = []
+
+    def run(method, **settings):
+        if method == "random":
+            raise ValueError("too small")
+        ran.append((method, settings["allocation"], settings["model"], settings["settings"]["model.preset"]))
+
+    monkeypatch.setattr(script("composition").kvbench, "run", run)
+    words = ["model=tiny", "scores=[kvzip]", "allocations=[ada,global]", "parts=[0.5]"]
+    script("composition").study(tmp_path, script("composition").settings_of(words))
+    assert ran == [("kvzip", "ada", "random", "tiny"), ("kvzip", "global", "random", "tiny")]
+    assert "not run: too small" in capsys.readouterr().out
+
+
+def test_the_tables_are_those_of_the_files():
+    """`make findings` would leave the document as it is."""
+    text = (ROOT / "docs" / "findings.md").read_text()
+    assert script("findings").put(text) == text
+
+
+@pytest.mark.parametrize("metric", ["nll", "partial"])
+def test_the_files_are_those_of_the_samples(metric):
+    """Means, intervals, bytes and n of a method's runs, computed again from the packed samples."""
+    words = [f"results_dir={STUDY}", f"metric={metric}", "methods=[snapkv]", "where={budget:0.25,tier:fp16}"]
+    cfg = compose_command("pareto", words)
+    panels = panels_of(load_groups(cfg), cfg)
+    with (EXAMPLE / "measures.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["run"] == RUN and row["metric"] == metric]
+    assert len(rows) == len(panels) == 3 and rows[-1]["n"] == "200"
+    for row, panel in zip(rows, panels, strict=True):
+        (point,) = (point for point in panel.points if point.method == "snapkv")
+        assert (row["group"], int(row["n"])) == (panel.title, panel.num_samples)
+        found = [point.score, point.quality, *point.interval, point.costs["resident"].value]
+        stored = [float(row[key]) for key in ("value", "difference", "low", "high", "resident")]
+        assert stored == pytest.approx(found, abs=1e-9)
+
+
+def test_every_sample_is_there():
+    """All runs are complete, over 200 questions of four kinds; those of one method are read to the last line."""
+    asked = {}
+    for path in STUDY.glob("*/*/*/*/run.json"):
+        run = RunRecord.load(path.parent)
+        assert run.status == "complete" and run.counts.ok == run.counts.total, path
+        asked.setdefault(run.protocol["length"], set()).add(run.counts.total)
+    assert asked == {512: {140}, 1024: {60}}
+    questions = set()
+    for path in (STUDY / "longctx" / "smollm2-135m" / "snapkv").glob("*/run.json"):
+        run = RunRecord.load(path.parent)
+        samples, damaged = read_samples(path.with_name("samples.jsonl"), run.hash)
+        assert not damaged and len(samples) == run.counts.total
+        questions |= {(record["subset"], record["sample_id"], *record["gold"]) for record in samples.values()}
+    assert len(questions) == 200 and {subset for subset, *_ in questions} == {"multikey", "kv", "recall", "passkey"}
+
+
+def test_the_example_is_small():
+    """The committed part of the study stays a small part of a checkout."""
+    assert sum(path.stat().st_size for path in EXAMPLE.rglob("*") if path.is_file()) < MOST_BYTES
