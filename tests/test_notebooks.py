@@ -13,7 +13,7 @@ NOTEBOOKS = {name: nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_versio
 
 
 def printed(cells):
-    """What the cells wrote or gave, as text."""
+    """The outputs of cells as text."""
     outputs = [output for cell in cells for output in cell.get("outputs", [])]
     return "\n".join(output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs)
 

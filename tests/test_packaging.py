@@ -1,4 +1,4 @@
-"""What the package says of itself: its libraries, versions, entry points, and the files that sites and tools read."""
+"""The package as it says of itself: its libraries, versions, entry points, and the files that sites and tools read."""
 
 import ast
 import importlib.metadata
@@ -97,7 +97,7 @@ def test_torch_is_asked_for_alike():
 
 
 def test_the_docker_image_gets_what_a_build_needs():
-    """What the Dockerfile copies exists and is let through by .dockerignore, and nothing else is."""
+    """Each file that the Dockerfile copies exists and is let through by .dockerignore, and nothing else is."""
     copied = set()
     for line in re.findall(r"^COPY (.*)$", (ROOT / "Dockerfile").read_text(), re.M):
         copied |= set(line.split()[:-1])

@@ -114,7 +114,7 @@ def _commit() -> str:
 
 
 def read_state(folder: Path) -> dict[str, dict]:
-    """What became of each stage so far."""
+    """The outcome of each stage so far."""
     path = folder / "state.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 

@@ -68,7 +68,7 @@ def project(
 
 
 def _both(*asked: Any) -> tuple[Projection, Projection]:
-    """What `project` is asked, at both ends of attention."""
+    """Both ends of attention, for what `project` is asked."""
     peaked, even = (_run(*asked, is_even=is_even) for is_even in (False, True))
     return (peaked, even) if peaked.resident_bytes < even.resident_bytes else (even, peaked)
 

@@ -17,7 +17,7 @@ GOOD, BAD = "platform", "kvbench.bench.no_such_module"  # a module of Python's o
 
 
 def test_stages_go_on_where_a_call_ended(tmp_path, capsys):
-    """What ended well is not run again, what failed is tried twice, and the state says so with what was printed."""
+    """A stage that ended well is not run again, one that failed is tried twice; state and prints say so."""
     stages = (Stage("good", 60, GOOD), Stage("bad", 60, BAD), Stage("last", 60, GOOD))
     assert [stage.name for stage in go_on(tmp_path, 300, stages)] == ["bad"]
     state = json.loads((tmp_path / "state.json").read_text())

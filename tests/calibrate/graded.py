@@ -35,7 +35,7 @@ MODEL |= {"chat_template": False, "quantisation": "", "tensor_parallel": 1, "lin
 
 
 class Bench:
-    """What the fakes did, and what they are to do."""
+    """Record of what the fakes did, and of what they are to do."""
 
     def __init__(self, loss, size, *, stop_after=None, held_out_penalty=0.0, subsets=2, count=40) -> None:
         self.loss, self.size, self.stop_after, self.held_out_penalty = loss, size, stop_after, held_out_penalty
@@ -141,5 +141,5 @@ def file_of(folder: Path, suffix: str) -> Path:
 
 
 def content_of(folder: Path, suffix: str) -> dict:
-    """What a calibration wrote as `yaml` or `json`."""
+    """The content of a calibration as `yaml` or `json`."""
     return yaml.safe_load(file_of(folder, suffix).read_text())  # JSON is YAML

@@ -52,7 +52,7 @@ def test_alpha_h_is_tuned_with_nothing_pruned_then_alpha_l(tmp_path, capsys):
 
 
 def test_thresholds_stay_in_order(tmp_path, undrawn):
-    """Where every alpha_h above 0 loses too much, pruning is tuned with alpha_h = alpha_l, as for Qwen2.5-7B; with
+    """If every alpha_h above 0 loses too much, pruning is tuned with alpha_h = alpha_l, as for Qwen2.5-7B; with
     alpha_h alone, a value below the method's own alpha_l means no low tier, not a refused setting."""
     bench = Bench(lambda h, low: 1.0 if h > 0.5 else 0.0, smaller)
     assert main(make_cfg(tmp_path / "both"), bench.parts()) == 0

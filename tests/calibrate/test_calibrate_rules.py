@@ -166,8 +166,6 @@ def test_losses_against_a_plain_oracle(tmp_path):
 
 def test_points_equal_fresh_runs(tmp_path, tiny_model):
     """The whole sweep on a real engine: records from reused prompts are those of runs that read every prompt."""
-    from kvbench.runs.parts import make_engine, make_policy
-
     model = tiny_model("llama", "gqa3", 64)
     generator = np.random.default_rng(0)
 
@@ -186,14 +184,8 @@ def test_points_equal_fresh_runs(tmp_path, tiny_model):
     cfg.method.window = 8
     for name in ("what", "calibrate", "_choices_"):  # the command's own, which are no settings of a run
         cfg.pop(name, None)
-    parts = altered(
-        Loaders(),
-        make_policy=make_policy,
-        check_task=lambda config: None,
-        load_model=lambda cfg: model,
-        load_task=lambda *a, **k: task,
-        make_engine=make_engine,
-    )
+    made = {"check_task": lambda config: None, "load_model": lambda cfg: model, "load_task": lambda *a, **k: task}
+    parts = altered(Loaders(), **made)
     prompts = PromptCache(2**30)
     sweep = Sweep(cfg, "diffkv", parts, folder=tmp_path / "points", prompts=prompts)
     grid = [(0.0, 0.0), (1.0, 0.0), (1.0, 0.5), (2.0, 0.1)]
@@ -202,7 +194,7 @@ def test_points_equal_fresh_runs(tmp_path, tiny_model):
         sweep.measure([*points, sweep.full(task)], "test")
         assert (prompts.num_read, prompts.num_reused) == (5, 20)
         for point in points:
-            fresh, engine = {}, make_engine(point.experiment.config, model, point.experiment.policy)
+            fresh, engine = {}, parts.make_engine(point.experiment.config, model, point.experiment.policy)
             engine.run(requests, on_outcome=lambda o, fresh=fresh: fresh.update({o.sample_id: o}))
             for record in point.records:
                 outcome = fresh[record["sample_id"]]
@@ -236,7 +228,7 @@ def test_the_default_proof_confirms_seldom_what_it_should_not(name):
 
 
 def test_the_default_is_the_interval():
-    """What conf/command/calibrate.yaml says is the proof that was simulated, and its margins are those of compare."""
+    """The proof in conf/command/calibrate.yaml is the one that was simulated, and its margins are those of compare."""
     from kvbench.cli.commands import compose_command
     from kvbench.results.measures import LOSSES
 
@@ -246,7 +238,7 @@ def test_the_default_is_the_interval():
 
 
 def test_nothing_lost_is_no_luck():
-    """Where no sample loses anything no setting can be lucky; too few samples prove nothing."""
+    """If no sample loses anything, no setting can be lucky; too few samples prove nothing."""
     assert false_confirmations(np.zeros(9), DEFAULT, num_points=3, num_tuning=9, num_held_out=9) == 0.0
     noise = np.random.default_rng(0).normal(size=50)
     assert false_confirmations(noise, DEFAULT, num_points=3, num_tuning=4, num_held_out=4) == 0.0

@@ -32,7 +32,7 @@ def settings(folder, *words):
 
 
 def document(folder):
-    """What the search wrote."""
+    """The file of the search."""
     (path,) = folder.rglob("search.json")
     return json.loads(path.read_text())
 
@@ -48,7 +48,7 @@ def smaller(alpha_h, alpha_l):
 
 
 def test_a_better_point_is_found_and_proven_on_other_samples(tmp_path, capsys):
-    """Where the shipped settings can be beaten, the search says by which; the verdict's samples took no part in it."""
+    """Settings that beat the shipped ones are named; the verdict's samples took no part in the search."""
     rng = random.Random(0)
     bench = Bench(lambda *alphas: gentle(*alphas) * rng.uniform(0.5, 1.5), smaller)
     assert main(settings(tmp_path), bench.parts()) == 0

@@ -1,4 +1,4 @@
-"""What a search varies is what methods declare."""
+"""A search varies what methods declare."""
 
 import pytest
 from omegaconf import OmegaConf

@@ -58,7 +58,7 @@ def test_gates_are_the_share_of_far_attention(tiny_model):
 
 
 def projected(loaded, name, asked, measure):
-    """What a projection of every layer gave for the prompts while something is measured, and what was measured; the
+    """The outputs of a projection of every layer for prompts while something is measured, and what was measured; the
     model's attention is restored."""
     before, seen = loaded.model.config._attn_implementation, [[], []]
     hooks = [
