@@ -100,47 +100,29 @@ def test_a_row_may_have_a_layout_of_its_own():
             decode.Settings(**COMMON, methods=[f"int4 {words}"]).check()
 
 
-def test_both_decoders_give_the_same_logits(model):
-    """The two ways to drive the same model agree at every step in the model's own precision, batch for batch."""
+def test_all_decoders_give_the_same_logits(model, monkeypatch):
+    """kvbench's runner in the model's own precision and transformers' static cache, eager and through a replay that
+    stands for a CUDA graph: at every step the same logits as transformers' growing cache, batch for batch, and what
+    capturing put behind the prompt is forgotten."""
     text = choices.sample_tokens(model, 2, 40)
+    prompts, answers = [tokens[:32] for tokens in text], [tokens[32:] for tokens in text]
+    steps = [[line[index] for line in answers] for index in range(4)]
     own = OwnDecoder(model)
-    own.prefill([tokens[:32] for tokens in text])
-    store = StoreDecoder(model, "full tier=native", rows=2, context=32, new_tokens=8, kernels="torch")
-    store.prefill([tokens[:32] for tokens in text])
-    assert torch.allclose(store.logits, own.logits, atol=1e-4)
-    for index in range(32, 36):
-        tokens = [line[index] for line in text]
-        own.focus()
-        expected = own.step(tokens)
-        store.focus()
-        assert torch.allclose(store.step(tokens), expected, atol=1e-4)
-
-
-def test_the_static_cache_gives_the_same_logits(model, monkeypatch):
-    """transformers' static cache, eager and through a replay that stands for a CUDA graph: the same logits as its
-    growing one, and what capturing put behind the prompt is forgotten."""
-    text = choices.sample_tokens(model, 2, 40)
-    own = OwnDecoder(model)
-    own.prefill([tokens[:32] for tokens in text])
-    steps = [[line[index] for line in text] for index in range(32, 36)]
+    own.prefill(prompts)
     expected = [own.step(tokens) for tokens in steps]
-
-    def stand_in(work):
-        for _ in range(3):
-            work()
-        return work
-
-    for captured in (False, True):
-        static = StaticDecoder(model, 40)
-        static.prefill([tokens[:32] for tokens in text])
-        if captured:
-            static._step = stand_in(static._go)
+    store = StoreDecoder(model, "full tier=native", rows=2, context=32, new_tokens=8, kernels="torch")
+    eager, static = StaticDecoder(model, 40), StaticDecoder(model, 40)
+    for decoder in (store, eager, static):
+        decoder.prefill(prompts)
+        if decoder is static:
+            for _ in range(3):
+                static._go()
             hf.rewind(static.cache, 32)
+        assert torch.allclose(decoder.logits, own.logits, atol=1e-4)
         for tokens, logits in zip(steps, expected, strict=True):
-            assert torch.allclose(static.step(tokens), logits, atol=1e-4)
+            assert torch.allclose(decoder.step(tokens), logits, atol=1e-4)
     assert static.cache_bytes() > own.cache_bytes() * 40 / 36 * 0.99
     settings = decode.Settings(**COMMON, methods=["full"], quantised=False)
-    prompts, answers = [tokens[:32] for tokens in text], [tokens[32:] for tokens in text]
     variant = decode.static_variant(settings, model, prompts, answers)
     variant.call(0)
     assert variant.name == decode.STATIC and variant.extra["tokens_per_call"] == 2

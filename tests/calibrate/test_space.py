@@ -1,5 +1,7 @@
 """A search varies what methods declare."""
 
+from types import SimpleNamespace
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -21,21 +23,6 @@ def search(**changes):
     return cfg
 
 
-class Corner:
-    """A trial that proposes an end of every range."""
-
-    def __init__(self, end):
-        self.end = end
-
-    def suggest_float(self, name, low, high, *, log=False):
-        """The lowest, or the highest."""
-        return (low, high)[self.end]
-
-    def suggest_categorical(self, name, choices):
-        """The first, or the last."""
-        return choices[-self.end]
-
-
 def test_knobs_are_what_is_declared():
     """A budget has a range, a tier the precisions asked for, `bits` and `allocation` their own options; nothing of a
     method of the user's own has to be listed anywhere."""
@@ -55,11 +42,14 @@ def test_knobs_are_what_is_declared():
 def test_every_proposal_can_be_made(end):
     """At both ends of all ranges each method with a budget takes what is proposed. Elsewhere a combination may be none,
     such as two tiers in the wrong order; a search leaves it out and goes on."""
+    corner = SimpleNamespace(  # a trial that proposes an end of every range
+        suggest_float=lambda name, *ends, log: ends[end], suggest_categorical=lambda name, choices: choices[-end]
+    )
     for item in read_space(search()):
         if not any(knob.high for knob in item.knobs):
             continue
         cfg = method_settings(item.method)
-        for name, value in item.suggest(Corner(end)).items():
+        for name, value in item.suggest(corner).items():
             cfg[name] = value
         make_policy(cfg)
 
