@@ -9,6 +9,7 @@ Differs: lm-eval's own models cut a prompt that is too long at its beginning; he
 """
 
 import json
+import random
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,8 +22,9 @@ from kvbench.errors import unknown_name
 from kvbench.rules import VALUES, Choice, Text, Whole
 from kvbench.tasks.chat import check_template, render_chat, require_template, thinking_label
 from kvbench.tasks.choices import choice_request
-from kvbench.tasks.harness.find import build_tasks, weighting_of
+from kvbench.tasks.harness.find import load_tasks, manager_of, weighting_of
 from kvbench.tasks.harness.score import Doc, HarnessTaskSet, common_metrics
+from kvbench.tasks.lmeval import quiet
 from kvbench.tasks.prompts import PromptBuilder, generation_rules
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.task import Ask, DataDir, Task
@@ -76,15 +78,32 @@ class HarnessTask(Task):
         self, seed: int, protocol: Protocol, tokenizer: "PreTrainedTokenizerBase | None" = None
     ) -> "dict[str, LmEvalTask] | None":
         """See `Task`; None where the data are made with a tokenizer, and there is none yet."""
-        return build_tasks(
-            self.name,
-            include_path=self.include_path,
-            data_dir=self.data_dir,
-            seed=seed,
-            num_fewshot=self.num_fewshot,
-            metadata=self.metadata,
-            tokenizer=tokenizer,
-        )
+        folders = [self.include_path] if self.include_path else []
+        manager = manager_of([self.name], folders)
+        told = dict(self.metadata or {})
+        if any((entry.cfg or {}).get("custom_dataset") for entry in manager.task_index.values()):
+            if tokenizer is None:
+                return None
+            if own := str(getattr(tokenizer, "name_or_path", "") or ""):
+                told = {"tokenizer": own} | told
+        if told:
+            manager = manager_of([self.name], folders, metadata=told)
+        state = random.getstate()
+        random.seed(seed)  # some tasks shuffle their choices with the global generator
+        try:
+            with quiet():
+                tasks = load_tasks(manager, self.name, self.data_dir)
+        finally:
+            random.setstate(state)
+        for task in tasks.values():
+            default = task.get_config("num_fewshot")
+            # lm-eval's rule: a task that says 0 itself cannot be given examples.
+            if self.num_fewshot is not None and default != 0:
+                task.set_config(key="num_fewshot", value=self.num_fewshot)
+            elif default is None:
+                task.set_config(key="num_fewshot", value=0)
+            task.set_fewshot_seed(seed=1234 + seed)  # lm-eval's own, where the seed is 0
+        return tasks
 
     def load(self, ask: Ask) -> TaskSet:
         name, tasks = self.name, self.data(ask.seed, ask.protocol, ask.model.tokenizer)

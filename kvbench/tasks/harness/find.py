@@ -1,7 +1,6 @@
 """Finds lm-eval's tasks by name without its index of 14,000 YAMLs, and builds them from what is on this machine."""
 
 import os
-import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ from kvbench.tasks.lmeval import lmeval_tasks_folder, quiet
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
     from lm_eval.tasks import TaskManager
-    from transformers import PreTrainedTokenizerBase
 
 _NAME = re.compile(rb"^[\"']?(?:task|group)[\"']?:[ \t]*[\"']?([^\s\"'#\[]+)", re.MULTILINE)
 _TAGS = re.compile(rb"^[\"']?tag[\"']?:([^\n]*(?:\n[ \t]*-[^\n]*)*)", re.MULTILINE)
@@ -121,59 +119,6 @@ def _unknown(name: str, roots: Iterable[Path]) -> ValueError:
     )
 
 
-def build_tasks(
-    name: str,
-    *,
-    include_path: str | None,
-    data_dir: str | None,
-    seed: int,
-    num_fewshot: int | None,
-    metadata: Mapping[str, Any] | None = None,
-    tokenizer: "PreTrainedTokenizerBase | None" = None,
-) -> "dict[str, Task] | None":
-    """Build lm-eval's task objects, their data loaded from the local caches or, when it answers, from the hub.
-
-    Args:
-        name, include_path, data_dir, num_fewshot, metadata: The settings of `HarnessTask`.
-        seed: 0 gives lm-eval's own seeds: 0 for what tasks shuffle, 1234 for the choice of examples.
-        tokenizer: The model's, for tasks that make their own data (RULER, BABILong) and are not told another one.
-
-    Returns:
-        Name -> task of every leaf, in lm-eval's order; None for tasks that need a tokenizer where none is given.
-
-    Raises:
-        MissingDataError: The data is not here and not to be had.
-        ValueError: Unknown name, or a task that needs a package that is not installed.
-    """
-    folders = [include_path] if include_path else []
-    manager = manager_of([name], folders)
-    told = dict(metadata or {})
-    if any((entry.cfg or {}).get("custom_dataset") for entry in manager.task_index.values()):
-        if tokenizer is None:
-            return None
-        if own := str(getattr(tokenizer, "name_or_path", "") or ""):
-            told = {"tokenizer": own} | told
-    if told:
-        manager = manager_of([name], folders, metadata=told)
-    specs = _specs(name, manager.task_index, data_dir)
-    state = random.getstate()
-    random.seed(seed)  # some tasks shuffle their choices with the global generator
-    try:
-        with quiet():
-            tasks = _load(manager, name, specs)
-    finally:
-        random.setstate(state)
-    for task in tasks.values():
-        default = task.get_config("num_fewshot")
-        # lm-eval's rule: a task that says 0 itself cannot be given examples.
-        if num_fewshot is not None and default != 0:
-            task.set_config(key="num_fewshot", value=num_fewshot)
-        elif default is None:
-            task.set_config(key="num_fewshot", value=0)
-        task.set_fewshot_seed(seed=1234 + seed)
-    return tasks
-
-
 def missing_package(what: str, error: ImportError) -> ValueError:
     """The error of something that needs a package that is not installed, with the line that installs it."""
     if error.name is None:
@@ -205,11 +150,18 @@ def weighting_of(name: str, include_path: str | None = None) -> Weighting:
     return "sample" if groups and all(flags and all(flags) for flags in by_size) else "subset"
 
 
-def _load(manager: "TaskManager", name: str, specs: list) -> "dict[str, Task]":
+def load_tasks(manager: "TaskManager", name: str, data_dir: str | None) -> "dict[str, Task]":
+    """Name -> task of every leaf, in lm-eval's order; data from the local caches or, when it answers, from the hub.
+
+    Raises:
+        MissingDataError: The data is not here and not to be had.
+        ValueError: A task needs something else that is not here.
+    """
     import datasets
 
     from kvbench.models.files import hub_reachable
 
+    specs = _specs(name, manager.task_index, data_dir)
     try:
         try:
             with _offline():
