@@ -98,8 +98,6 @@ def test_prompts(model, chat, query_aware):
             asked = model.tokenizer.decode(list(request.segments[1]))
             assert asked.lstrip().startswith("That was the text.")
         assert task.score(request, model.tokenizer.decode(list(request.gold)))["score"] == 1.0
-    both = {tuple(sorted(kind.split("+"))) for kind in PAIRS}
-    assert len(both) == 3
 
 
 def test_conversations(model):

@@ -99,11 +99,9 @@ def test_fewshot5_draws_its_examples_from_the_train_file(model, tmp_path: Path) 
 def test_chat_forms(model, tmp_path: Path, no_cage) -> None:
     """MATH, AIME and the chat forms are wrapped and ask for the form that the grader reads; completions are raw."""
     folder = tmp_path
-    for name in ("gsm8k", "math500", "humaneval_plus"):
+    for name in ("gsm8k", "math500", "humaneval_plus", "aime24"):
         (folder / name).mkdir()
         folder_of(folder / name, name)
-    (folder / "aime24").mkdir()
-    folder_of(folder / "aime24", "aime24")
 
     def prompt(name: str, **settings: object) -> str:
         return text_of(model, load(model, name, folder / name, **settings).requests[0])

@@ -7,9 +7,7 @@ in the cache folder, a failure too.
 import contextlib
 import hashlib
 import json
-import os
 import platform
-import tempfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -120,9 +118,10 @@ def unusable(task: str, rows: Iterable[tuple[int, CodeRow]]) -> dict[int, str]:
 
 def _run(task: str, row: CodeRow, calls: list[list[object]], limits: Limits) -> Group:
     said = ""
+    may = replace(limits, load_s=max(limits.load_s, _CALL_S), cpu_s=_CPU_S, wall_s=_WALL_S)
+    may = replace(may, value_bytes=_VALUE_BYTES, output_bytes=_OUTPUT_BYTES)
     for memory_bytes in dict.fromkeys((limits.memory_bytes, max(limits.memory_bytes, _LARGE_BYTES))):
-        may = replace(limits, memory_bytes=memory_bytes, cpu_s=_CPU_S, wall_s=_WALL_S)
-        may = replace(may, load_s=max(may.load_s, _CALL_S), value_bytes=_VALUE_BYTES, output_bytes=_OUTPUT_BYTES)
+        may = replace(may, memory_bytes=memory_bytes)
         large = [False] * len(calls)
         group, said, large = _attempt(task, row, calls, large, may)
         if any(large):
@@ -177,13 +176,12 @@ def job(
     if not any(large):
         return program, entry_point, list(calls)
     # The name on a line of its own makes a program without it fail to load, as it would without all this.
-    call = (
-        f"\n{entry_point}\n\ndef {_DIGESTED}(large, given):\n    value = {entry_point}(*given)\n"
-        "    return _kvbench_digest(value) if large else value\n"
+    end = (
+        f"\n\n_kvbench = {{}}\nexec({(_HERE / 'digest.py').read_text()!r}, _kvbench)\n{entry_point}\n\n"
+        f"def {_DIGESTED}(large, given):\n    value = {entry_point}(*given)\n"
+        "    return _kvbench['digest'](value) if large else value\n"
     )
-    space = f"\n\n_kvbench = {{}}\nexec({(_HERE / 'digest.py').read_text()!r}, _kvbench)\n"
-    text = program + space + "_kvbench_digest = _kvbench['digest']\n" + call
-    return text, _DIGESTED, [[flag, arguments] for flag, arguments in zip(large, calls, strict=True)]
+    return program + end, _DIGESTED, [[flag, arguments] for flag, arguments in zip(large, calls, strict=True)]
 
 
 _memory: dict[str, dict] = {}  # one operation of a dictionary at a time needs no lock
@@ -226,11 +224,5 @@ def _remember(key: str, found: dict) -> None:
     with contextlib.suppress(OSError, ValueError):
         place = _place(key)
         place.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=place.parent, prefix=".new-")
-        try:
-            with open(handle, "wb") as stream:
-                stream.write(zlib.compress(encode({**found, "key": key}, max_bytes=1 << 31), 1))
-            os.replace(name, place)
-        except BaseException:
-            os.unlink(name)
-            raise
+        # One that was cut off or mixed with another does not pass `_known`, and is computed again.
+        place.write_bytes(zlib.compress(encode({**found, "key": key}, max_bytes=1 << 31), 1))

@@ -27,24 +27,11 @@ def test_what_cannot_be_written_is_refused(value, message):
         encode(value, max_bytes=100)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"X",
-        b"i",
-        b"i3:1",
-        b"i1:g",
-        b"l2:N",
-        b"l9999999999:",
-        b"NN",
-        b"l1:" * 100 + b"N",
-        b"e1:l0:",
-        b"d1:N",
-        b"s1:\xff",
-    ]
-    + [b"cos\nsystem\n(S'x'\ntR.", b"\x80\x04N.", b"f1:x", b"c1:x", b"i-1:", b"l-1:"],
-)
+MALFORMED = [b"", b"X", b"i", b"i3:1", b"i1:g", b"l2:N", b"l9999999999:", b"NN", b"l1:" * 100 + b"N", b"e1:l0:"]
+MALFORMED += [b"d1:N", b"s1:\xff", b"cos\nsystem\n(S'x'\ntR.", b"\x80\x04N.", b"f1:x", b"c1:x", b"i-1:", b"l-1:"]
+
+
+@pytest.mark.parametrize("data", MALFORMED)
 def test_malformed_bytes_are_refused(data):
     """Nothing but a complete value is read; in particular no pickle."""
     with pytest.raises(WireError):

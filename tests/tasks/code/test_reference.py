@@ -15,7 +15,7 @@ from kvbench.tasks.code.digest import digest
 from kvbench.tasks.code.grade import GradeResult
 from kvbench.tasks.code.grade import grade as grade_task
 from kvbench.tasks.code.reference import UnusableRow, unusable
-from kvbench.tasks.watch import watched
+from kvbench.tasks.task import watched
 
 PASS = GradeResult("pass", True, True)
 ROW = {
