@@ -8,7 +8,7 @@ without it they follow from the names of the fields. Each line `# also: key=valu
 method is held to all of this a second time: a *case*, written "name key=value ...".
 """
 
-import dataclasses
+import copy
 import inspect
 import re
 from functools import cache
@@ -138,44 +138,35 @@ def keeps_prompts(policy: Policy) -> bool:
 
 def watched(policy: Policy, plans: list) -> Policy:
     """The same method, with every plan for a prompt appended to `plans` as (layers, tier_of)."""
+    again = copy.copy(policy)
 
-    class Watched(type(policy)):
-        def plan_prefill(self, view):
-            plan = super().plan_prefill(view)
-            plans.append((view.layers.tolist(), plan.tier_of))
-            return plan
+    def plan_prefill(view):
+        plan = policy.plan_prefill(view)
+        plans.append((view.layers.tolist(), plan.tier_of))
+        return plan
 
-    return _again(policy, Watched)
+    again.plan_prefill = plan_prefill
+    return again
 
 
 def keeping(policy: Policy, count: int | None) -> Policy:
-    """A broken copy of a method: of every prompt it keeps the last `count` tokens, or all, and later only appends."""
+    """A broken copy of a method: of every prompt it keeps the last `count` tokens, or all."""
+    broken = copy.copy(policy)
 
-    class Broken(type(policy)):
-        def plan_prefill(self, view):
-            tier_of = view.filled(0)
-            if count is not None:
-                tier_of[..., : max(0, view.num_tokens - count)] = EVICT
-            return PrefillPlan(tier_of=tier_of)
+    def plan_prefill(view):
+        tier_of = view.filled(0)
+        if count is not None:
+            tier_of[..., : max(0, view.num_tokens - count)] = EVICT
+        return PrefillPlan(tier_of=tier_of)
 
-    return _again(policy, Broken)
+    broken.plan_prefill = plan_prefill
+    return broken
 
 
 def idle(policy: Policy) -> Policy:
     """A broken copy of a method: it compresses the prompt as it should and never evicts again."""
-
-    class Idle(type(policy)):
-        def plan_decode(self, view):
-            return DecodePlan()
-
-        def plan_compact(self, view):
-            return CompactPlan(keep=[None] * len(self.tiers))
-
-        def cache_positions(self, view, num_slots):
-            return torch.arange(num_slots).expand(len(view.tokens_seen), -1)
-
-    return _again(policy, Idle)
-
-
-def _again(policy: Policy, kind: type[Policy]) -> Policy:
-    return kind(**{f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if f.init})
+    still = copy.copy(policy)
+    still.plan_decode = lambda view: DecodePlan()
+    still.plan_compact = lambda view: CompactPlan(keep=[None] * len(policy.tiers))
+    still.cache_positions = lambda view, num_slots: torch.arange(num_slots).expand(len(view.tokens_seen), -1)
+    return still

@@ -61,26 +61,16 @@ def test_the_files_have_the_sources_constants(name):
 # Budgets ----
 
 
-class Asks(Policy):
-    """Keeps all, and says what a ratio budget allows before a step and of a prompt."""
-
-    def plan_prefill(self, view):
-        self.of_prompt = [view.budget_tokens(Budget(percent / 100, "ratio")) for percent in range(1, 101)]
-        return super().plan_prefill(view)
-
-
 def test_a_ratio_means_the_same_before_a_step_as_for_the_prompt():
     """For every percentage and prompts up to 400 tokens the whole tokens agree: 0.29 of 100 is 29, not 28."""
-    policy = Asks()
-    store = make_store(policy)
+    store, budgets = make_store(Policy()), [Budget(percent / 100, "ratio") for percent in range(1, 101)]
     row = store.open_row()
     for length in range(1, 401):
-        policy.plan_prefill(prefill_view(None, length))
-        assert policy.of_prompt == [max(1, percent * length // 100) for percent in range(1, 101)]
         store.counters.prompt_tokens[row] = length
-        view = store.view(torch.tensor([row]))
-        asked = [int(view.budget_tokens(Budget(percent / 100, "ratio"))) for percent in range(1, 101)]
-        assert asked == policy.of_prompt
+        prompt, step = prefill_view(None, length), store.view(torch.tensor([row]))
+        asked = [int(step.budget_tokens(budget)) for budget in budgets]
+        assert asked == [max(1, percent * length // 100) for percent in range(1, 101)]
+        assert asked == [prompt.budget_tokens(budget) for budget in budgets]
 
 
 def test_blocks_of_equal_price_leave_the_lower_list():

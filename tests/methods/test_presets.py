@@ -1,11 +1,14 @@
-"""Methods that are settings of others: the same statistics, and the same tokens of every head."""
+"""Methods that are settings of others: the same statistics, and the same tokens of every head; HeadKV's division of a
+budget; and which methods act on prompts alone."""
 
 import pytest
 import torch
-from conformance_helpers import policy_of
+from conformance_helpers import METHODS, policy_of
 from store_helpers import prefill_view
 
+from kvbench.methods.headkv import HeadKV
 from kvbench.methods.kv_compress import KVCompress
+from kvbench.methods.snapkv import SnapKV
 from kvbench.policy import Scored, ScoreSpec
 
 LAYERS, LENGTH = 4, 61
@@ -74,3 +77,55 @@ def test_kv_compress_in_blocks_of_one_is_a_global_allocation(seed):
     blocks = KVCompress(budget=0.4, block=1)
     assert torch.equal(kept(blocks, 2, seed), kept(Squares(budget=0.4, allocation="global", alpha=0.0), 2, seed))
     assert not torch.equal(kept(blocks, 2, seed), kept(KVCompress(budget=0.4, block=4), 2, seed))
+
+
+TABLE = [[0.5, 0.1], [0.02, 0.2], [0.13, 0.05]]
+
+
+@pytest.mark.parametrize("beta", [1.005, 1.2, 2.0, 5.0])
+def test_heads_get_the_paper_s_budgets_and_snapkv_s_tokens(beta):
+    """Each head keeps base - base / beta, and its share of the pool of base / beta from every head; which tokens, is
+    SnapKV's choice at that budget."""
+    torch.manual_seed(0)
+    window, budget, length = 4, 64, 400
+    score = torch.rand(3, 2, length)
+    policy = HeadKV(budget=budget, window=window, alpha=1 - 1 / beta, table=TABLE)
+    base, pool = budget - window, (budget - window) / beta * 6
+    total = sum(map(sum, TABLE))
+    counts = []
+    for layer in range(3):
+        view = prefill_view(score[layer], length, 2, layers=[layer], num_layers=3)
+        keep = policy.plan_prefill(view).tier_of[0] >= 0
+        for head in range(2):
+            exact = base - base / beta + pool * TABLE[layer][head] / total
+            count = int(keep[head].sum())
+            assert abs(count - window - exact) < 1
+            counts.append(count)
+            plain = SnapKV(budget=count, window=window).plan_prefill(prefill_view(score[layer, head], length))
+            assert torch.equal(plain.tier_of[0, 0] >= 0, keep[head])
+    assert sum(counts) == 6 * budget and len(set(counts)) > 3
+
+
+# What acts on prompts alone: streams and whole texts say so, or refuse what does more.
+
+# By the papers: these choose among the prompt's tokens once, and store all tokens in 16 bits.
+PROMPT_ONLY = {
+    *("cake", "fastgen", "headkv", "pyramid_infer"),
+    *("ada_pyramidkv", "ada_snapkv", "chunkkv", "critical", "expected_attention", "full", "h2o_factory", "keydiff"),
+    *("knorm", "kv_compress", "kvpress", "kvzip", "lagkv", "pyramidkv", "random", "snapkv", "think", "vatp"),
+}
+
+
+def test_which_methods_act_on_the_prompt_alone() -> None:
+    """Evicting while decoding, lower precision, a buffer before it, and reading in part are all more than that."""
+    assert {name for name in METHODS if policy_of(name).prompt_only} == PROMPT_ONLY
+
+
+def test_settings_decide_too() -> None:
+    """The same method acts on the answer once it evicts every so many steps, or stores it at a lower precision."""
+    assert policy_of("snapkv", tier="native").prompt_only and not policy_of("snapkv", tier="k8v4").prompt_only
+    assert (
+        not policy_of("snapkv", decode_every=64).prompt_only
+        and not policy_of("kv_compress", continual=True).prompt_only
+    )
+    assert policy_of("h2o", one_shot=True).prompt_only and not policy_of("full", tier="int8").prompt_only

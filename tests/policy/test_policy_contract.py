@@ -7,7 +7,7 @@ import torch
 from store_helpers import prefill_view
 
 from kvbench.methods.snapkv import SnapKV
-from kvbench.policy import Budget, Compaction, Policy, PrefillPlan, ReadSpec, Residual, Scored, ScoreSpec, Tier
+from kvbench.policy import Budget, Compaction, Policy, ReadSpec, Residual, Scored, ScoreSpec, Tier
 
 
 @dataclass(kw_only=True)
@@ -33,10 +33,6 @@ class Half(SnapKV):
     """Ranks by the window, with one setting of its own."""
 
     extra: int = 3
-
-    def plan_prefill(self, view) -> PrefillPlan:
-        """Everything stays."""
-        return PrefillPlan(tier_of=view.filled(0))
 
 
 class Plain(Scored):
