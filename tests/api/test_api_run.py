@@ -12,6 +12,7 @@ from stored import store, yes_no
 import kvbench
 from kvbench.api import run as api_run
 from kvbench.cli.main import run_command
+from kvbench.config.compose import words_of
 
 # A run of a second: random weights, one short prompt, no reference.
 SMALL = {"model.preset": "tiny", "task.items": 1, "task.kinds": ["passkey"], "task.length": 256}
@@ -29,9 +30,8 @@ def nothing_kept():
 def test_it_is_the_run_of_the_command_line(tmp_path, capsys):
     """The same settings give the same run: what the command line made is read, and so the other way round. The table is
     the one that it prints."""
-    words = ["model=random", "model.preset=tiny", "task.items=1", "task.kinds=[passkey]", "task.length=256"]
-    words += ["protocol.max_new_tokens=3", "fidelity.max_tokens=4", "backend=torch", f"results_dir={tmp_path}"]
-    assert run_command([*words, "method=snapkv", "method.budget=0.3"]) == 0
+    words = ["model=random", f"results_dir={tmp_path}", *words_of(SMALL), "method=snapkv", "method.budget=0.3"]
+    assert run_command(words) == 0
     printed = capsys.readouterr().out
     before = {path: path.read_bytes() for path in tmp_path.rglob("samples.jsonl")}
     found = kvbench.run("snapkv", budget=0.3, model="random", results_dir=tmp_path, settings=SMALL)
@@ -48,19 +48,10 @@ def test_it_is_the_run_of_the_command_line(tmp_path, capsys):
 
 def test_a_sweep_is_every_combination(tmp_path):
     """Methods and settings are combined, one table shows them all, and what is fixed is no list to try."""
-    found = kvbench.sweep(
-        ["snapkv", "knorm"],
-        budget=[0.5, 0.25],
-        model="random",
-        results_dir=tmp_path,
-        settings=SMALL | {"reference": "none"},
-    )
-    assert [(item.record.method, item.record.identity["method"]["budget"]) for item in found] == [
-        ("snapkv", 0.5),
-        ("snapkv", 0.25),
-        ("knorm", 0.5),
-        ("knorm", 0.25),
-    ]
+    asked = {"model": "random", "results_dir": tmp_path, "settings": SMALL | {"reference": "none"}}
+    found = kvbench.sweep(["snapkv", "knorm"], budget=[0.5, 0.25], **asked)
+    made = [(item.record.method, item.record.identity["method"]["budget"]) for item in found]
+    assert made == [("snapkv", 0.5), ("snapkv", 0.25), ("knorm", 0.5), ("knorm", 0.25)]
     assert len(found) == 4 and found[1].record.hash != found[0].record.hash
     assert all(text in repr(found) for text in ("budget=0.5", "budget=0.25", "knorm"))
     assert found.picture.name == "sweep.png" and found.picture.is_file() and "base64" in found._repr_html_()

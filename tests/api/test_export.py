@@ -42,16 +42,11 @@ def test_lm_evals_own_code_reads_the_results(results, capsys):
     to = export(results, "lm_eval")
     files = [str(path) for path in sorted(to.rglob("*")) if path.is_file() and "snapkv" in str(path)]
     (path,) = utils.get_results_filenames(files)
-    assert {utils.get_file_task_name(name.rsplit("/", 1)[1]) for name in utils.get_sample_results_filenames(files)} == {
-        "toy_a",
-        "toy_b",
-    }
+    names = [name.rsplit("/", 1)[1] for name in utils.get_sample_results_filenames(files)]
+    assert {utils.get_file_task_name(name) for name in names} == {"toy_a", "toy_b"}
     found = json.loads(Path(path).read_text())
     table = utils.make_table(found)
-    kept = {
-        "a": [value for place, value in enumerate(SCORES["a"]) if place not in (1, 2)],
-        "b": flips(SCORES, 3, 0)["b"],
-    }
+    kept = {"a": [SCORES["a"][0], *SCORES["a"][3:]], "b": flips(SCORES, 3, 0)["b"]}
     for name, values in kept.items():
         mean = sum(values) / len(values)
         assert found["results"][f"toy_{name}"]["exact,none"] == pytest.approx(mean) and f"{mean:.4f}" in table
@@ -59,9 +54,7 @@ def test_lm_evals_own_code_reads_the_results(results, capsys):
     assert found["groups"]["toy"]["exact_stderr,none"] == pytest.approx(error)
     assert found["groups"]["toy"]["exact,none"] == pytest.approx(kb.load(results).set_index("method").score["snapkv"])
     assert found["kvbench"]["method"] == "snapkv" and found["config"]["model_args"]["method.budget"] == 0.25
-    assert (
-        "broken is left out: it is failed" in (said := capsys.readouterr().err.replace("\n", " ")) or "failed" in said
-    )
+    assert "failed" in capsys.readouterr().err
 
 
 def test_samples_have_lm_evals_keys(results):
@@ -74,9 +67,8 @@ def test_samples_have_lm_evals_keys(results):
     keys |= {"doc_hash", "prompt_hash", "target_hash"}
     for place, line in enumerate(lines):
         assert keys <= set(line) and line["target"] == str(["right", f"n {20 + place}"])
-        assert line["arguments"] == {"gen_args_0": {"arg_0": "What is it?"}} and line["resps"] == [
-            [line["filtered_resps"][0]]
-        ]
+        assert line["arguments"] == {"gen_args_0": {"arg_0": "What is it?"}}
+        assert line["resps"] == [[line["filtered_resps"][0]]]
 
 
 def test_parquet_has_a_row_for_each_run_and_each_answer(results):
@@ -88,10 +80,8 @@ def test_parquet_has_a_row_for_each_run_and_each_answer(results):
     expected = kb.load(results).set_index("hash")
     assert set(runs.method) == {"full", "snapkv"} and len(samples) == 2 * 32
     for _, row in runs.iterrows():
-        assert (
-            row.score == pytest.approx(expected.score[row.hash])
-            and row.resident_ratio == expected.resident_ratio[row.hash]
-        )
+        assert row.score == pytest.approx(expected.score[row.hash])
+        assert row.resident_ratio == expected.resident_ratio[row.hash]
     assert runs.set_index("method")["method.budget"]["snapkv"] == 0.25
     mine = samples[samples.method == "full"].set_index("sample_id")
     assert list(mine.gold["a/3"]) == ["right", "n 3"] and mine.prompt_tail["a/3"] == "What is it?"

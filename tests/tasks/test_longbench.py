@@ -25,12 +25,17 @@ WITHOUT_CHAT = {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
 
 
 @pytest.fixture(scope="module")
-def configs() -> dict[str, dict]:
-    """Gives our YAMLs as lm-eval indexes them."""
+def manager():
+    """Gives lm-eval's index of our YAMLs."""
     from lm_eval.tasks import TaskManager
 
-    index = TaskManager(include_defaults=False, include_path=str(TASKS_FOLDER)).task_index
-    return {name: entry.cfg for name, entry in index.items()}
+    return TaskManager(include_defaults=False, include_path=str(TASKS_FOLDER))
+
+
+@pytest.fixture(scope="module")
+def configs(manager) -> dict[str, dict]:
+    """Gives our YAMLs by their names."""
+    return {name: entry.cfg for name, entry in manager.task_index.items()}
 
 
 def folder_of(tmp_path: Path, *subsets: str) -> Path:
@@ -80,8 +85,7 @@ def test_prompts_are_the_official_ones(configs, subset: str) -> None:
 
 def test_longbench_e_is_asked_like_longbench(configs) -> None:
     """The 13 variants differ from their subsets in data only."""
-    assert len(ENGLISH) == 16
-    assert len(LONGBENCH_E) == 13
+    assert (len(ENGLISH), len(LONGBENCH_E)) == (16, 13)
     assert set(ENGLISH) - {name.removesuffix("_e") for name in LONGBENCH_E} == {"narrativeqa", "musique", "qmsum"}
     for name in LONGBENCH_E:
         own, base = (dict(configs[f"kvbench_longbench_{key}"]) for key in (name, name.removesuffix("_e")))
@@ -90,11 +94,8 @@ def test_longbench_e_is_asked_like_longbench(configs) -> None:
         assert {key: str(value) for key, value in own.items()} == {key: str(value) for key, value in base.items()}
 
 
-def test_the_index_holds_our_tasks_alone() -> None:
+def test_the_index_holds_our_tasks_alone(manager) -> None:
     """Our tasks are found by reading our folder; lm-eval's own, whose index takes more than a minute, is not read."""
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager(include_defaults=False, include_path=str(TASKS_FOLDER))
     paths = [entry.yaml_path for entry in manager.task_index.values() if entry.yaml_path]
     assert len(paths) > 29 and all(path.is_relative_to(TASKS_FOLDER) for path in paths)
     assert {"kvbench_longbench", "kvbench_longbench_e", "kvbench_longctx"} <= set(manager.all_groups)
@@ -156,7 +157,6 @@ def test_long_prompts_lose_their_middle_and_are_counted(make_model, tokenizer, t
     write(tmp_path / "qasper.jsonl", row(), row(context="It is in the box. " * 900))
     task = load(make_model(max_tokens=1000), tmp_path, "qasper")
     assert [request.truncated for request in task.requests] == [False, True]
-    assert sum(request.truncated for request in task.requests) == 1
     cut = task.requests[1]
     assert cut.num_prompt_tokens + cut.max_new_tokens <= 1000
     text = tokenizer.decode(cut.segments[0], skip_special_tokens=True)

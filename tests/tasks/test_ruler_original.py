@@ -65,6 +65,11 @@ def draws(rng: Random) -> SimpleNamespace:
     return SimpleNamespace(Random=Random, **{name: getattr(rng, name) for name in used})
 
 
+def tokenizer(text: str) -> SimpleNamespace:
+    """What counts tokens for lm-eval: words."""
+    return SimpleNamespace(input_ids=text.split())
+
+
 def arguments(original, name: str) -> dict:
     """What lm-eval's function of a needle task hands to its generator."""
     taken: dict = {}
@@ -108,9 +113,6 @@ def test_the_answer_begins_as_the_original_begins_it(original, monkeypatch) -> N
     monkeypatch.setattr(module, "random", draws(Random(1)))
     monkeypatch.setattr(module, "generate_random_word", lambda: "quiet-river")
 
-    def tokenizer(text: str) -> SimpleNamespace:
-        return SimpleNamespace(input_ids=text.split())
-
     for name in ("niah_single_1", "niah_multivalue"):
         given = arguments(original, name) | {"num_samples": 1, "TOKENIZER": tokenizer, "max_seq_length": 700}
         kind = given["type_haystack"]
@@ -152,9 +154,6 @@ def test_the_worked_example_stands_where_the_original_puts_it(original, monkeypa
     kept = module.generate_input_output
     monkeypatch.setattr(module, "generate_input_output", generate)
 
-    def tokenizer(text: str) -> SimpleNamespace:
-        return SimpleNamespace(input_ids=text.split())
-
     example = {"input": text.prompt, "outputs": list(text.answers)}
     rows = module.sys_vartrack_w_noise_random(tokenizer, 1, 900, icl_example=example)
     noises = made[-1][0].count("The grass is green.")
@@ -191,9 +190,6 @@ def test_frequent_words(original, monkeypatch, length: int, units: int) -> None:
     """The coded text, whose noise is dots."""
     module, rng = original["fwe_utils"], JOB.rng()
     monkeypatch.setattr(module, "random", SimpleNamespace(Random=Random, choices=rng.choices))
-
-    def tokenizer(text: str) -> SimpleNamespace:
-        return SimpleNamespace(input_ids=[])
 
     text, answers, _ = module.generate_input_output(length, tokenizer, num_words=units, vocab_size=length // 50)
     ours = makers.frequent_words(replace(JOB, length=length), units)
@@ -234,12 +230,8 @@ def test_question_files(original, monkeypatch, tmp_path, source: str, name: str)
     assert list(found.texts) == texts
     pairs = zip(found.questions, rows, strict=True)
     for ours, theirs in pairs:
-        assert (ours.query, list(ours.answers), list(ours.documents), list(ours.near)) == (
-            theirs["query"],
-            theirs["outputs"],
-            theirs["context"],
-            theirs.get("more_context", []),
-        )
+        asked = theirs["query"], theirs["outputs"], theirs["context"], theirs.get("more_context", [])
+        assert (ours.query, list(ours.answers), list(ours.documents), list(ours.near)) == asked
 
 
 @pytest.mark.parametrize("text", ["", "12 and 34", "THE answer: Ab\x07c, 12", "\x00\n 34 ", "abc 12 34 56"])

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from loaded import text_of
 from longbench_rows import row, write
 from problem_rows import folder_of
 
@@ -63,30 +64,31 @@ def test_it_stands_before_every_prompt(model, tmp_path, name, chat):
         assert request.num_prompt_tokens + request.answer_tokens <= model.max_tokens
 
 
+def custom_prompt(model, folder, row, protocol, **settings) -> str:
+    """The prompt of one row of a file of the user's own."""
+    (folder / "my.jsonl").write_text(json.dumps(row))
+    cfg = {"name": "custom", "file": str(folder / "my.jsonl")} | settings
+    (request,) = load_task(cfg, model, limit=None, seed=0, protocol={"system": SYSTEM} | protocol).requests
+    return text_of(model, request)
+
+
 def test_a_system_message_of_a_row_follows_it(model, tmp_path):
     """Templates take one, so both stand in it."""
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is red?"}]
-    (tmp_path / "my.jsonl").write_text(json.dumps({"messages": messages, "answers": "door"}))
-    cfg = {"name": "custom", "file": str(tmp_path / "my.jsonl")}
-    (request,) = load_task(cfg, model, limit=None, seed=0, protocol={"system": SYSTEM}).requests
-    text = model.tokenizer.decode(list(request.prompt))
-    assert text == f"<s><|system|>\n{SYSTEM}\n\nBe brief.</s><|user|>\nWhat is red?</s><|assistant|>\n"
-    (request,) = load_task(
-        cfg | {"metric": "contains"}, model, limit=None, seed=0, protocol={"system": SYSTEM, "chat_template": "never"}
-    ).requests
-    assert model.tokenizer.decode(list(request.prompt)) == f"<s>{SYSTEM}\n\nBe brief.\n\nWhat is red?"
+    row = {"messages": messages, "answers": "door"}
+    wanted = f"<s><|system|>\n{SYSTEM}\n\nBe brief.</s><|user|>\nWhat is red?</s><|assistant|>\n"
+    assert custom_prompt(model, tmp_path, row, {}) == wanted
+    plain = custom_prompt(model, tmp_path, row, {"chat_template": "never"}, metric="contains")
+    assert plain == f"<s>{SYSTEM}\n\nBe brief.\n\nWhat is red?"
 
 
 @pytest.mark.parametrize("chat", ["auto", "never"])
 def test_choices_have_it_too(model, tmp_path, chat):
     """Choices are scored behind the same prompt."""
     row = {"context": "The door is red.", "question": "What is red?", "answers": "door", "choices": ["door", "car"]}
-    (tmp_path / "my.jsonl").write_text(json.dumps(row))
-    cfg = {"name": "custom", "file": str(tmp_path / "my.jsonl"), "metric": "choice"}
     for aware in (True, False):
-        protocol = {"system": SYSTEM, "chat_template": chat, "query_aware": aware}
-        (request,) = load_task(cfg, model, limit=None, seed=0, protocol=protocol).requests
-        text = model.tokenizer.decode(list(request.prompt))
+        protocol = {"chat_template": chat, "query_aware": aware}
+        text = custom_prompt(model, tmp_path, row, protocol, metric="choice")
         assert text.startswith(f"<s><|system|>\n{SYSTEM}</s>" if chat == "auto" else f"<s>{SYSTEM}\n\nThe door")
         assert text.count(SYSTEM) == 1
 

@@ -18,19 +18,13 @@ def build(model: object, protocol: Protocol = AWARE, rules: PromptRules = PLAIN,
     return PromptBuilder(model, protocol, rules, limit).build(**asked)
 
 
-def test_a_plain_prompt_is_the_text_with_the_tokenizers_special_tokens(model, tokenizer) -> None:
-    """Nothing is added to the text but the beginning-of-sequence token."""
+def test_prompts_have_one_beginning_token(model, tokenizer) -> None:
+    """A plain prompt is the text with the tokenizer's special tokens; a template writes its own, and none is added."""
     request = build(model)
     assert list(request.segments[0]) == tokenizer(CONTEXT + QUESTION).input_ids
-    assert request.segments[0][0] == tokenizer.bos_token_id
-    assert not request.truncated
-
-
-def test_a_chat_prompt_has_one_beginning_token(model, tokenizer) -> None:
-    """The template writes the special tokens itself, so the tokenizer must not add its own."""
+    assert request.segments[0][0] == tokenizer.bos_token_id and not request.truncated
     request = build(model, rules=CHAT)
-    text = tokenizer.decode(request.segments[0])
-    assert text == f"<s><|user|>\n{CONTEXT + QUESTION}</s><|assistant|>\n"
+    assert tokenizer.decode(request.segments[0]) == f"<s><|user|>\n{CONTEXT + QUESTION}</s><|assistant|>\n"
     assert request.segments[0].count(tokenizer.bos_token_id) == 1
 
 
@@ -49,10 +43,6 @@ def test_who_decides_about_the_chat_template(make_model, setting, rule, has_temp
     rules = PromptRules(max_new_tokens=16, chat_template=rule)
     model = make_model(chat_template=has_template)
     assert PromptBuilder(model, Protocol(chat_template=setting), rules).chat is wrapped
-
-
-def test_always_without_a_template_is_an_error(make_model) -> None:
-    """A protocol that asks for what the model lacks is refused with the remedy."""
     with pytest.raises(ValueError, match="chat_template=always, but the tokenizer of model stand-in has no chat"):
         PromptBuilder(make_model(chat_template=False), Protocol(chat_template="always"), PLAIN)
 
@@ -64,10 +54,8 @@ def test_both_protocols_run_the_same_tokens(model, tokenizer, rules, limit, cont
     """The segments are the unsegmented prompt, divided, and no token of the first holds any of the question."""
     whole = build(model, AWARE, rules, limit=limit, context=context)
     parts = build(model, AGNOSTIC, rules, limit=limit, context=context)
-    assert len(whole.segments) == 1
-    assert len(parts.segments) == 2
-    assert parts.segments[0] + parts.segments[1] == whole.segments[0]
-    assert parts.gold == whole.gold
+    assert len(whole.segments) == 1 and len(parts.segments) == 2
+    assert parts.segments[0] + parts.segments[1] == whole.segments[0] and parts.gold == whole.gold
     first = tokenizer.decode(parts.segments[0], skip_special_tokens=True)
     second = tokenizer.decode(parts.segments[1], skip_special_tokens=True)
     assert "Question" not in first
@@ -80,10 +68,7 @@ def test_a_question_that_begins_inside_a_word_keeps_the_straddling_token_out(mod
     parts = build(model, AGNOSTIC, context="a b c cre", question="ated?")
     assert tokenizer.decode(parts.segments[0], skip_special_tokens=True) == "a b c"
     assert tokenizer.decode(parts.segments[1]) == " created?"
-
-
-def test_a_prompt_without_question_is_one_segment(model) -> None:
-    """There is nothing to hold back."""
+    # Without a question there is nothing to hold back.
     assert len(build(model, AGNOSTIC, question="").segments) == 1
 
 
