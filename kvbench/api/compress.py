@@ -281,11 +281,7 @@ def _check(name: str, value: object) -> None:
 
 
 def _paddings(tokens: Tensor, mask: Tensor | None) -> list[int]:
-    """How many columns of padding each row has at its left.
-
-    Raises:
-        ValueError: The mask has zeros elsewhere, a row has nothing else, or the mask is no [batch, tokens].
-    """
+    """How many columns of padding each row has at its left."""
     if mask is None:
         return [0] * len(tokens)
     if mask.shape != tokens.shape:

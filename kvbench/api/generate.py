@@ -163,11 +163,7 @@ def begin(
 
 
 def choose_policy(method: str | Policy, settings: Mapping[str, object]) -> Policy:
-    """The policy that a call asks for, by name with the settings that differ from the YAML's.
-
-    Raises:
-        ValueError: There is no such method or setting, a value is out of range, or a policy came with settings.
-    """
+    """The policy that a call asks for, by name with the settings that differ from the YAML's."""
     if not isinstance(method, str):
         if settings:
             raise ValueError(

@@ -40,11 +40,7 @@ HARNESS = "lm_eval"
 
 
 def settings_class(task_cfg: Mapping[str, Any]) -> type[Task]:
-    """The class of a task, whose fields say what may be set; `name` and `harness` of the `task` group say which.
-
-    Raises:
-        ValueError: There is no such task.
-    """
+    """The class of a task, whose fields say what may be set; `name` and `harness` of the `task` group say which."""
     name, harness = task_cfg.get("name"), task_cfg.get("harness")
     if harness not in (None, HARNESS):
         raise unknown_name("task.harness", harness, (HARNESS,))

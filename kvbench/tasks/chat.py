@@ -134,9 +134,6 @@ def between(model: "LoadedModel", said: str, protocol: Protocol) -> str:
 
     Answers stay in the cache as they were given. So a template that would write the past otherwise, as one that leaves
     thoughts out of it, is not asked to.
-
-    Raises:
-        ValueError: The template fails, or does not show the answers.
     """
     talk = [("user", "a"), ("assistant", _ANSWER), ("user", said)]
     rendered = render_chat(model, [{"role": role, "content": text} for role, text in talk], protocol)

@@ -70,9 +70,6 @@ def choice_request(
         rendered: The prompt is what a chat template made: no special tokens are put around it.
         gold: Index of the right continuation, which is also compared with the full cache; None for none.
 
-    Raises:
-        ValueError: A continuation has no tokens, or leaves no room for a prompt.
-
     Source: lm-eval 0.4.13, TemplateLM._encode_pair: white space between prompt and continuation belongs to the
         continuation, and both are tokenised together; a long prompt loses its beginning.
     Differs: Where the joint tokens do not begin with the prompt's own, the continuation is tokenised alone; lm-eval

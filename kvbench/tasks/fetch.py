@@ -51,11 +51,7 @@ def sha256_of(path: Path) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, dict]:
-    """The notes of a fetch about its files: name in the folder -> `sha256`, `rows`, `source`; empty without a note.
-
-    Raises:
-        ValueError: The note cannot be read.
-    """
+    """The notes of a fetch about its files: name in the folder -> `sha256`, `rows`, `source`; empty without a note."""
     path = folder / MANIFEST
     if not path.is_file():
         return {}
@@ -95,11 +91,7 @@ def check_file(file: DataFile, folder: Path, manifest: Mapping[str, dict], parti
 
 
 def check_copy(folder: Path, manifest: Mapping[str, dict]) -> list[Report]:
-    """Check a copy of a whole repository against what its fetch noted.
-
-    Raises:
-        ValueError: There is no note to compare with.
-    """
+    """Check a copy of a whole repository against what its fetch noted."""
     if not manifest:
         raise ValueError(
             f"{folder} has no {MANIFEST} to compare with; only copies that `kvbench data to=` made of this "
@@ -116,26 +108,15 @@ def check_copy(folder: Path, manifest: Mapping[str, dict]) -> list[Report]:
 
 @dataclass(frozen=True)
 class Fetch:
-    """A folder that the files of a benchmark are fetched into.
+    """A folder that the files of a benchmark are fetched into."""
 
-    Args:
-        task: Name of the benchmark, for messages.
-        folder: Made when it is missing.
-        write: Replaces a file in one step.
-        say: Takes one-line notes.
-    """
-
-    task: str
-    folder: Path
-    write: Callable[[Path, bytes], None]
-    say: Callable[[str], None]
+    task: str  # for messages
+    folder: Path  # made when it is missing
+    write: Callable[[Path, bytes], None]  # replaces a file in one step
+    say: Callable[[str], None]  # takes one-line notes
 
     def files(self, files: Sequence[DataFile]) -> None:
-        """Get what is not there yet, and note hashes and sources.
-
-        Raises:
-            ValueError: The network or the file cannot be had, or what came is not what the hub says it is.
-        """
+        """Get what is not there yet, and note hashes and sources."""
         self.folder.mkdir(parents=True, exist_ok=True)
         manifest = read_manifest(self.folder)
         todo = []
@@ -155,11 +136,7 @@ class Fetch:
             self.say(f"{path} from {source}")
 
     def copy(self, repo: str) -> None:
-        """Copy a whole data-set repository of the hub, and note the hashes of its files.
-
-        Raises:
-            ValueError: The hub does not answer or does not give it.
-        """
+        """Copy a whole data-set repository of the hub, and note the hashes of its files."""
         from huggingface_hub import snapshot_download
 
         self._require_hub()
@@ -219,12 +196,7 @@ def _commit(repo: str) -> str:
 
 
 def _download(repo: str, path: str, commit: str) -> Path:
-    """Get one file of one commit, and compare it with the hash that the hub states.
-
-    Raises:
-        OSError: The hub does not give it.
-        ValueError: It is not what the hub says it is.
-    """
+    """Get one file of one commit, and compare it with the hash that the hub states."""
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.hf_api import RepoFolder
 

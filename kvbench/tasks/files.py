@@ -81,13 +81,6 @@ def read_each(names: Iterable[str], read: Callable[[str], T]) -> dict[str, T]:
 def find_rows(file: DataFile, data_dir: str | None) -> Rows:
     """Read the rows from the first place that has them: a folder, the local caches, the hub.
 
-    Args:
-        file: Which rows.
-        data_dir: The setting `task.data_dir`; a folder without the file goes on to the local caches and the hub.
-
-    Returns:
-        The rows, each with its `index`.
-
     Raises:
         MissingDataError: No place has them; the message says where was looked and how to get them.
         ValueError: data_dir is no folder, or all rows are broken.
@@ -220,11 +213,7 @@ def network_fault(error: Exception) -> str:
 
 
 def hub_source(path: Path, name: str) -> Source | None:
-    """The rows of a file of the hub; None for an archive that does not hold `<name>.jsonl`.
-
-    Raises:
-        ValueError: The archive cannot be read.
-    """
+    """The rows of a file of the hub; None for an archive that does not hold `<name>.jsonl`."""
     if path.suffix != ".zip":
         return Source(str(path), _lines_of(path))
     try:

@@ -22,9 +22,6 @@ def paragraphs() -> tuple[str, ...]:
     The text belongs to the Python Software Foundation (PSF licence); it is read at run time and never stored here.
     Other Python versions ship other texts, so prompts differ between versions; a task's fingerprint hashes the prompts
     and shows it.
-
-    Raises:
-        ValueError: the interpreter ships without `pydoc_data`.
     """
     try:
         from pydoc_data.topics import topics
@@ -46,15 +43,10 @@ def paragraphs() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Filler:
-    """A stream of words that can be cut at any length.
+    """A stream of words that can be cut at any length."""
 
-    Args:
-        words: The words in order; a word that ends a paragraph carries the line break.
-        sentence_ends: Sorted counts n such that `words[:n]` ends with a whole sentence.
-    """
-
-    words: tuple[str, ...]
-    sentence_ends: tuple[int, ...]
+    words: tuple[str, ...]  # a word that ends a paragraph carries the line break
+    sentence_ends: tuple[int, ...]  # sorted counts n such that `words[:n]` ends with a whole sentence
 
     def render(self, num_words: int, inserts: Sequence[tuple[float, str]] = ()) -> str:
         """Join the first words and put each insert, a pair (depth in [0, 1], sentence), after a whole sentence."""

@@ -29,11 +29,7 @@ class Passage(NamedTuple):
 
 
 def read_text(file: object) -> LongText:
-    """The setting `task.file`: a text file of the user's, or None for the documentation that ships with Python.
-
-    Raises:
-        ValueError: There is no such file, it is no UTF-8 text, or it holds nothing.
-    """
+    """The setting `task.file`: a text file of the user's, or None for the documentation that ships with Python."""
     if file is None:
         return LongText("\n\n".join(paragraphs()), OWN)
     path = Path(str(file)).expanduser()
@@ -71,9 +67,6 @@ def passages(
         tail: Tokens of the second part, 0 for none; words and bytes are its.
         items: Pieces; None for as many as the text has.
         start: Pieces that are left out at the beginning.
-
-    Raises:
-        ValueError: The text is too short for so many.
     """
     begin = begin_ids(model)
     step = head + tail - len(begin)

@@ -242,11 +242,7 @@ class PromptBuilder:
     def turn(
         self, said: str, *, gold: str = "", answers: Sequence[str] = (), prefix: str = "", separator: str = "\n\n"
     ) -> Turn:
-        """Make a turn of a conversation: what the user says, behind `separator` where the prompt is no chat.
-
-        Raises:
-            ValueError: The chat template has no place for it.
-        """
+        """Make a turn of a conversation: what the user says, behind `separator` where the prompt is no chat."""
         if self.chat or self.rendered:
             text = between(self.model, said, self.protocol)
             text += prefix.lstrip() if text[-1:].isspace() else prefix

@@ -32,9 +32,6 @@ class Protocol:
             front of a prompt that is no chat. None says nothing.
         date: The day that a chat template is told when it asks for today's, as YYYY-MM-DD; fixed, so that a prompt is
             the same on every day.
-
-    Raises:
-        ValueError: a value is out of range.
     """
 
     query_aware: bool = True
@@ -78,9 +75,6 @@ class Protocol:
         """Read the `protocol` group of a configuration; None takes all defaults.
 
         For `chat_template`, YAML's true and false mean `always` and `never`.
-
-        Raises:
-            ValueError: an unknown key or a value out of range.
         """
         values = dict(settings or {})
         if isinstance(values.get("chat_template"), bool):

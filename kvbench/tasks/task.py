@@ -59,12 +59,10 @@ def long_work(label: str, steps: int) -> AbstractContextManager[Callable[[], Non
 
 @dataclass(frozen=True)
 class Limit:
-    """The number of samples of each subset that a run asks, and the choice of them.
+    """The samples of each subset that a run asks: at most `count` of them.
 
-    Args:
-        count: At most so many, >= 1.
-        first: Takes the first ones of the file. Otherwise a random sample: files are often sorted, by length or by
-            topic, and their beginning is no sample of the benchmark.
+    They are a random sample, or the `first` ones of the file: files are often sorted, by length or by topic, and their
+    beginning is no sample of the benchmark.
     """
 
     count: int
@@ -102,18 +100,11 @@ class Limit:
 
 @dataclass(frozen=True)
 class Ask:
-    """The choices of a run about a task.
+    """The choices of a run about a task."""
 
-    Args:
-        model: Its tokenizer, context length and chat template are used; its weights are not.
-        limit: Which samples of each subset; None for all. Where prompts are made, how many at most.
-        seed: Decides what is random in prompts.
-        protocol: How the samples are asked.
-    """
-
-    model: "LoadedModel"
-    limit: Limit | None
-    seed: int
+    model: "LoadedModel"  # its tokenizer, context length and chat template are used; its weights are not
+    limit: Limit | None  # which samples of each subset; where prompts are made, how many at most
+    seed: int  # decides what is random in prompts
     protocol: Protocol
 
     def drawn(self, rows: Sequence[Any], subset: str) -> list[Any]:

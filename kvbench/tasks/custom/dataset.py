@@ -15,11 +15,7 @@ CHOICE, REGEX = "choice", "regex"
 
 
 def read_file(file: str, metric: str, needs_context: bool) -> Rows:
-    """Read the rows of the setting `task.file`; as `check_row` otherwise.
-
-    Raises:
-        ValueError: There is no such file, or it has no good row.
-    """
+    """Read the rows of the setting `task.file`; as `check_row` otherwise."""
     path = Path(file).expanduser()
     if not path.is_file():
         raise ValueError(
@@ -42,12 +38,6 @@ def check_row(row: Mapping[str, Any], *, metric: str, needs_context: bool) -> di
             and `id` may be there.
         metric: What the row is graded by.
         needs_context: The context is compressed before the question is seen.
-
-    Returns:
-        `context`, `question`, `messages` (None without), `answers`, `choices`, `turns`, `subset`, `id`.
-
-    Raises:
-        ValueError: What is wrong with the row.
     """
     messages = _messages(row["messages"]) if row.get("messages") is not None else None
     if messages is not None and (row.get("question") is not None or row.get("context") is not None):

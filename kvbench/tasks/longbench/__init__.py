@@ -16,14 +16,14 @@ Differs: the chat template is the tokenizer's own (the official code has hand-wr
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeGuard
 
 from kvbench.tasks.files import DataFile, find_rows
 from kvbench.tasks.lmeval import load_lmeval_tasks, scorer_of
 from kvbench.tasks.longbench.metrics import REFERENCE
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.rows import Rows, kind_of
+from kvbench.tasks.rows import Rows, kind_of, text_field
 from kvbench.tasks.task import Ask, DataDir, MaxPromptTokens, Task, name_list, names_of
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
@@ -164,29 +164,28 @@ def check_row(row: Mapping[str, Any], subset: str) -> dict[str, Any]:
     if name is not None and name not in (subset, subset.removesuffix("_e")):
         raise ValueError(f"field dataset is {str(name)[:80]!r}: this row belongs to another subset than {subset}")
     question = row["input"] if "input" in row else row.get("question")
-    for name, value in (("context", row.get("context")), ("input", question)):
-        if not isinstance(value, str):
-            raise ValueError(f"field {name} must be a text, it is {kind_of(value)}")
-    if not row["context"].strip():
-        raise ValueError("field context is empty")
+    context = text_field(row, "context")
+    if not isinstance(question, str):
+        raise ValueError(f"field input must be a text, it is {kind_of(question)}")
     answers = row.get("answers")
-    if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
+    if not _are_texts(answers):
         raise ValueError("field answers must be a list of at least one text")
     length = row.get("length")
     if isinstance(length, bool) or not isinstance(length, int | None):
         raise ValueError(f"field length must be a whole number, it is {length!r}")
     if length is None and subset.endswith("_e"):
         raise ValueError("field length is missing; LongBench-E reports its scores by length")
-    classes = row.get("all_classes")
     base = subset.removesuffix("_e")
-    if base == "trec":
-        if not isinstance(classes, list) or not classes or not all(isinstance(name, str) for name in classes):
-            raise ValueError("field all_classes must be the list of class names")
-    else:
-        classes = None
+    classes = row.get("all_classes") if base == "trec" else None
+    if base == "trec" and not _are_texts(classes):
+        raise ValueError("field all_classes must be the list of class names")
     if base == "passage_retrieval_en" and not all(REFERENCE.search(answer) for answer in answers):
         raise ValueError(f"field answers must name a paragraph ('Paragraph 1'), it is {answers!r}")
-    return {"context": row["context"], "input": question, "answers": answers, "all_classes": classes, "length": length}
+    return {"context": context, "input": question, "answers": answers, "all_classes": classes, "length": length}
+
+
+def _are_texts(value: object) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
 
 
 def length_bucket(length: int) -> str:

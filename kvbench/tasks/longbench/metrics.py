@@ -124,11 +124,7 @@ def classification(prediction: str, reference: str, all_classes: Sequence[str] |
 
 
 def retrieval(prediction: str, reference: str, all_classes: Sequence[str] | None = None) -> float:
-    """Share of the numbers in the answer that are the paragraph's number; 0 when there are none.
-
-    Raises:
-        ValueError: the reference does not name a paragraph.
-    """
+    """Share of the numbers in the answer that are the paragraph's number; 0 when there are none."""
     wanted = REFERENCE.search(reference)
     if wanted is None:
         raise ValueError(f"the reference {reference!r} is not of the form 'Paragraph 1'")

@@ -17,21 +17,13 @@ ORDER_SEED = 42
 
 @dataclass(frozen=True)
 class Document:
-    """A prompt: `context + question`, and the beginning of the answer.
+    """A prompt: `context + question`, and the beginning of the answer."""
 
-    Args:
-        context: Instruction and haystack; all that is seen before compression when the question is not.
-        question: The rest of what the user says.
-        prefix: How the answer begins; the model goes on from there.
-        answers: What a right answer holds.
-        gold: An answer that continues the prefix, for teacher forcing.
-    """
-
-    context: str
-    question: str
-    prefix: str
-    answers: tuple[str, ...]
-    gold: str
+    context: str  # instruction and haystack: all that is seen before compression when the question is not
+    question: str  # the rest of what the user says
+    prefix: str  # how the answer begins; the model goes on from there
+    answers: tuple[str, ...]  # what a right answer holds
+    gold: str  # an answer that continues the prefix, for teacher forcing
 
     @property
     def prompt(self) -> str:

@@ -112,9 +112,6 @@ def write(
     Args:
         item: Decides keys, values, where the text begins, and where other needles lie.
         depth: Where the needle that is asked for lies, in percent of the sentences.
-
-    Raises:
-        ValueError: Needles and question alone take more than the length.
     """
     rng, keys = Random(f"kvbench/needle/{item}"), dict[str, str]()
     while len(keys) < spec.num_keys:

@@ -90,9 +90,6 @@ def essays(data_dir: str | None) -> Essays:
 
     Args:
         data_dir: A folder; it may hold one of `ESSAY_FILES`: the original's object with `text`, or one object a line.
-
-    Raises:
-        ValueError: There is no such folder, or the file cannot be read.
     """
     path = _file(data_dir, ESSAY_FILES)
     if path is None:
@@ -141,12 +138,7 @@ class Documents:
 
 
 def documents(task: str, data_dir: str | None) -> Documents:
-    """The documents and questions of `qa_1` (SQuAD 2.0) or `qa_2` (HotpotQA, distractor setting).
-
-    Raises:
-        MissingDataError: There is no such file; says where to get it.
-        ValueError: It cannot be read.
-    """
+    """The documents and questions of `qa_1` (SQuAD 2.0) or `qa_2` (HotpotQA, distractor setting)."""
     names = QA_FILES[task]
     path = _file(data_dir, names)
     if path is None:
