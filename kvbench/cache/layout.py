@@ -43,12 +43,8 @@ class StoreOptions:
 
 @dataclass(frozen=True)
 class Place:
-    """Some layers of a model that follow one another, and where they lie.
-
-    Args:
-        device: The device of their weights, and so of their part of the cache.
-        num_layers: How many they are, >= 1.
-    """
+    """Some layers of a model that follow one another, and the device of their weights, and so of their part of the
+    cache."""
 
     device: torch.device
     num_layers: int
@@ -59,11 +55,6 @@ class ModelShape:
     """A model as the store knows it: all its layers and heads, wherever they lie.
 
     Args:
-        num_layers: Layers with attention.
-        num_q_heads: Query heads per layer.
-        num_kv_heads: KV heads per layer.
-        head_dim: Channels per head.
-        dtype: The model's dtype.
         device: Where the cache lives; of a model in several places, its first one, where plans are made.
         inv_freq: Rotary inverse frequencies fp32 [D_rot / 2], or None when keys cannot be re-rotated.
         output_projections: Per layer, the model's own weight [E, Hq * D] behind attention, or None when not found; of

@@ -143,13 +143,9 @@ class Paged(Holding, Places):
     # Prompts.
 
     def write_prompt(self, row: int, layer: int, k: Tensor, v: Tensor, tier_of: Tensor, score: Tensor | None) -> None:
-        """Writes the kept tokens of one layer of a prompt, per tier in position order.
-
-        Args:
-            k, v: [H, N, D] post-RoPE.
-            tier_of: int8 [H, N], the plan; where layers or heads differ, 0 stands for each one's own.
-            score: fp32 [H, N] what the slots' scores begin with, or None for 0.
-        """
+        """Writes the kept tokens of one layer of a prompt, k and v [H, N, D] post-RoPE, per tier in position order, by
+        the plan int8 [H, N] (where layers or heads differ, 0 stands for each one's own); fp32 [H, N] is what the slots'
+        scores begin with, None = 0."""
         paged_k = self.rope.strip(k, torch.arange(k.shape[1], device=k.device))
         prompt = PromptLayer(row, layer, self.lists_of_layer(row, layer), k, v, paged_k, score)
         for planned in range(self.pages.num_planned):
@@ -170,7 +166,7 @@ class Paged(Holding, Places):
     def extend_prompt(
         self, row: int, layer: int, k: Tensor, v: Tensor, tier_of: Tensor, pos: list[Tensor], peak: Callable[[], None]
     ) -> None:
-        """Carries out the plan for one layer of a prompt that is read in chunks; see `cache.chunks`.
+        """Carries out the plan for one layer of a prompt that is read in chunks (see `cache.chunks`).
 
         Args:
             k, v: [H, n, D] the newest chunk, post-RoPE.

@@ -67,12 +67,10 @@ def _places_of(tier: int, tiers: list[int] | tuple[int, ...], device: torch.devi
 
 
 class Pages:
-    """The page pool, the page tables and the formats of all tiers, with the backend that computes on them.
+    """The page pool, the page tables and the formats of all tiers, which share one page size, with the backend that
+    computes on them, for lists of the shape (rows, layers, heads) of so many slots at most over all tiers.
 
     Args:
-        formats: Page format of each tier; all share one page size.
-        shape: (rows, layers, heads): the lists there are.
-        max_slots: Most slots of one list over all tiers, for sizing the tables.
         budget_bytes: Limit on the pool. None lets it grow in main memory. On a GPU the pool is as large as the lists
             can need, at most `memory_share` of what is free: growing would hold the old pool beside the new one, and
             move the pages under a captured graph.

@@ -18,15 +18,10 @@ from kvbench.policy import Policy, PrefillPlan, PrefillView
 
 @dataclass(frozen=True)
 class ScoredLayer:
-    """One layer of a prompt, uncompressed, and what was measured of it.
-
-    Args:
-        k, v: [KV heads, N, D] post-RoPE keys and values; [H, N, D] once they are at the cache's granularity.
-        score: fp32 [H, N] or [1 + len(also), H, N] as the policy's `ScoreSpec` says; None when it asks for none, or
-            looks only at keys and values.
-        last: The part of the prompt's last queries that the cache keeps (`QueryRing.last`), or None.
-        channels: fp32 [H, D] what the key channels are worth, or None where the policy does not ask.
-    """
+    """One layer of a prompt, uncompressed, and what was measured of it: k, v [KV heads, N, D] post-RoPE keys and
+    values, [H, N, D] once they are at the cache's granularity; the score as the policy's `ScoreSpec` says, None when it
+    asks for none, or looks only at keys and values; the part of the last queries that the cache keeps
+    (`QueryRing.last`); and fp32 [H, D] what the key channels are worth, where the policy asks."""
 
     k: Tensor
     v: Tensor

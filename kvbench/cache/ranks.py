@@ -8,12 +8,8 @@ from torch import Tensor
 
 
 class Ranks:
-    """One process that holds all heads: nothing is gathered, and every sum is its own.
-
-    Attributes:
-        size: Processes.
-        index: This one's number, in the order of its heads.
-    """
+    """One process that holds all heads: nothing is gathered, and every sum is its own. `index` is its number among
+    `size`, in the order of its heads."""
 
     size: int = 1
     index: int = 0
@@ -43,10 +39,8 @@ ALONE = Ranks()
 
 
 class ProcessRanks(Ranks):
-    """The processes of torch.distributed's default group.
-
-    All of them make the same calls in the same order (`engine/following.py`).
-    """
+    """The processes of torch.distributed's default group, which make the same calls in the same order
+    (`engine/following.py`)."""
 
     def __init__(self, device: torch.device) -> None:
         from torch import distributed

@@ -233,12 +233,9 @@ class Scores:
     def add_step(
         self, tokens_seen: Tensor, prompt_tokens: Tensor, tiers: list[TierPages], reduced: list[Tensor]
     ) -> None:
-        """Brings stored scores up to date after a step, of one layer, or of several, whose heads H are in a row.
-
-        Args:
-            tokens_seen, prompt_tokens: int64 [S]; the former is the position of the step's queries.
-            reduced: Per tier, fp32 [S, H, n] probabilities, the group reduced; empty when a step updates nothing.
-        """
+        """Brings stored scores up to date after a step at position `tokens_seen` int64 [S], of one layer, or of
+        several, whose heads H are in a row, by per tier fp32 [S, H, n] probabilities, the group reduced; none when a
+        step updates nothing."""
         spec, pages = self.spec, self._pages
         if spec.statistic.answers("of_step"):
             num_keys = torch.stack([tier.num_k for tier in tiers]).sum(0)[..., None]

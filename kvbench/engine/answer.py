@@ -12,15 +12,9 @@ _MARK_TOKENS = 12  # more than a tokenizer takes for one of the two marks, and f
 
 @dataclass
 class Answer:
-    """An answer in the making: its tokens and the rule that ends it.
-
-    Stop strings are not looked for in thoughts, and thoughts with a budget of their own do not count as the answer's
-    length.
-
-    Args:
-        end_ids: End-of-sequence tokens of the model.
-        room: Tokens that the model's context still holds behind the prompt; the answer ends there at the latest.
-    """
+    """An answer in the making: its tokens and the rule that ends it, at the latest where the model's context has no
+    `room` behind the prompt. Stop strings are not looked for in thoughts, and thoughts with a budget of their own do
+    not count as the answer's length."""
 
     request: Request
     tokenizer: PreTrainedTokenizerBase

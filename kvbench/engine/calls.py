@@ -37,12 +37,8 @@ class OutputProjections(Sequence[Tensor]):
             return OutputProjections(self._modules[layer])
         weight = self._modules[layer].weight
         assert isinstance(weight, Tensor), "a linear layer has one"
-        return _local(weight).detach()
-
-
-def _local(weight: Tensor) -> Tensor:
-    to_local = getattr(weight, "to_local", None)  # of torch's DTensor
-    return weight if to_local is None else to_local()
+        to_local = getattr(weight, "to_local", None)  # of torch's DTensor: the part that this process holds
+        return (weight if to_local is None else to_local()).detach()
 
 
 @contextmanager

@@ -185,14 +185,9 @@ class DecodeLoop:
         return self._runner.fork(row, share=not in_runs)
 
     def make(self, rows: Sequence[Row], tokens: Sequence[int]) -> tuple[dict[int, int], float]:
-        """Makes one step of rows, fed these tokens, or several, and notes their times in the rows.
-
-        Returns:
-            Of rows whose logits were not finite, their index and the first bad layer; and tokens per second.
-
-        Raises:
-            Spoiled: Logits of a run were not finite; the rows can only be closed, and read again.
-        """
+        """Makes one step of rows, fed these tokens, or several, and notes their times in the rows. Of rows whose logits
+        were not finite it gives the index and the first bad layer; and tokens per second. Raises Spoiled where that was
+        in a run: the rows can only be closed, and read again."""
         if self.runs and self.alone.isdisjoint(row.request.sample_id for row in rows):
             most = min(MOST_STEPS, *(row.steps_alone() for row in rows))
             if most > 1 and self._is_free([row.row for row in rows]):

@@ -12,14 +12,9 @@ from kvbench.models.load import LoadedModel
 
 @dataclass(frozen=True)
 class Forced:
-    """The answers of a request that are forced, one behind the other.
-
-    Args:
-        gold: Their tokens.
-        ends: How many tokens there are up to the end of each answer but the last.
-        behind: All that is read behind the prompt: these tokens without the last one, and what is said between them.
-        places: Which of the logits behind the prompt, and behind each token of `behind`, predict the tokens.
-    """
+    """The answers of a request that are forced, one behind the other: their tokens; how many there are up to the end of
+    each answer but the last; all that is read behind the prompt (these tokens without the last one, and what is said
+    between them); and which of the logits behind the prompt, and behind each token of `behind`, predict the tokens."""
 
     gold: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
@@ -47,12 +42,8 @@ class Forced:
 
 @dataclass(frozen=True)
 class Needs:
-    """The needs of the requests of one run.
-
-    Args:
-        fidelity_max_tokens: Tokens to force of each answer at most, None for all, 0 for none.
-        own: The first answer that each request gets is forced, in place of its gold answer.
-    """
+    """The needs of the requests of one run: of each answer so many tokens are forced at most, None for all, 0 for none;
+    with `own`, the first answer that each request gets is forced, in place of its gold answer."""
 
     model: LoadedModel
     fidelity_max_tokens: int | None

@@ -27,12 +27,8 @@ class Pass:
 def plan_passes(
     probe: Probe, tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], closing: Sequence[int], max_tokens: int
 ) -> list[Pass]:
-    """The passes to read behind a prompt so that every token of it is repeated once.
-
-    Args:
-        closing: Token ids that close a user's turn and open the answer; empty outside of chats.
-        max_tokens: The model's context, which may leave no room for a part behind the prompt (ValueError).
-    """
+    """The passes to read behind a prompt so that every token of it is repeated once, where the model's context leaves
+    room for a part. `closing` are the tokens that close a user's turn and open the answer, none outside of chats."""
     ask, go_on = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (probe.ask, probe.go_on))
     around = max(len(ask), len(go_on) + probe.overlap_tokens) + len(closing)
     room, length = max_tokens - len(prompt) - around, len(prompt)

@@ -84,14 +84,9 @@ class PromptCache:
     def read(
         self, session: Dense, prompt: Hashable, forward: Callable[[], Logits], probed_with: Hashable = None
     ) -> Logits:
-        """Replays a prompt into the session's row, or runs the model over it and remembers; the logits that `forward`
-        gives.
-
-        Args:
-            session: A `Prefill`, or a `Dense`, which stores nothing.
-            prompt: Everything that decides the forward pass: the model and the tokens.
-            probed_with: What else the scores depend on where the method has a probe.
-        """
+        """Replays a prompt into the row of a session (a `Prefill`, or a `Dense`, which stores nothing), or runs the
+        model over it and remembers; the logits that `forward` gives. `prompt` is everything that decides the forward
+        pass, the model and the tokens; `probed_with` what else the scores depend on where the method has a probe."""
         store = session.store
         key = (type(session), session.num_prompt_tokens, store.backend.name, prompt)
         measured: Hashable = how_measured(store) if isinstance(session, Prefill) else None

@@ -160,10 +160,8 @@ class Runner:
 
     def _read_chunks(self, row: int, prompt: list[int]) -> Tensor:
         """Reads a prompt chunk by chunk; logits fp32 [1, vocabulary] after it. The first chunk is the shorter one where
-        the prompt is no multiple, so that the last queries, which many methods rank by, are a whole chunk's.
-
-        No prompt cache is asked or told: what a chunk sees depends on what the method has left of those before.
-        """
+        the prompt is no multiple, so that the last queries, which many methods rank by, are a whole chunk's. No prompt
+        cache is asked or told: what a chunk sees depends on what the method has left of those before."""
         assert self.chunk is not None
         self.probe_s = 0.0
         self.store.open_chunks(row, len(prompt))

@@ -59,7 +59,10 @@ def file_digest(file: Path, remember: bool = True) -> str:
     if size_bytes < _SMALL_BYTES or not remember:
         return _read_whole(file)
     record = cache_root() / "digests" / f"{hashlib.sha256(os.fsencode(str(state[0]))).hexdigest()[:32]}.json"
-    known = _read_record(record)
+    known: Any = None  # where the record is missing or damaged
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        known = json.loads(record.read_bytes())
+    known = known if isinstance(known, dict) else {}
     if known.get("state") == state and re.fullmatch(r"[0-9a-f]{64}", str(known.get("sha256"))):
         return str(known["sha256"])
     if size_bytes > _LARGE_BYTES:
@@ -78,15 +81,6 @@ def file_digest(file: Path, remember: bool = True) -> str:
 def _read_whole(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _read_record(record: Path) -> dict[str, Any]:
-    """The remembered content; nothing where the record is missing or damaged."""
-    try:
-        known = json.loads(record.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return known if isinstance(known, dict) else {}
 
 
 def _write_record(record: Path, content: dict[str, Any]) -> None:

@@ -132,9 +132,6 @@ class PackedLinear(torch.nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = self.weight
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-
 
 def pack(model: torch.nn.Module) -> int:
     """Puts a packed layer in place of every linear one, each plain matrix going before the next is packed; how many.

@@ -199,27 +199,6 @@ def test_rings_have_the_dtype_of_sixteen_bits_or_of_a_native_tier(dtype: torch.d
     assert store_of(native, dtype=dtype).holding.ring.v.dtype is dtype
 
 
-def test_a_forked_row_keeps_its_ring_and_goes_its_own_way():
-    """After a fork both rows give the same output for the same token, and later tokens do not leak over."""
-    store = store_of(Behind(tier=CHANNEL, buffer=Residual(num_tokens=8)), rows=3)
-    make, row = torch.Generator().manual_seed(0), store.open_row()
-    for layer in range(LAYERS):
-        q, k, v = (torch.randn(n, 13, DIM, generator=make) for n in (HEADS * GROUP, HEADS, HEADS))
-        store.prefill_layer(row, layer, q, k, v, SCALE)
-    copy = store.fork_row(row)
-    assert copy != row
-    for step in range(12):
-        store.begin_step(torch.tensor([row, copy]))
-        for layer in range(LAYERS):
-            q, k, v = (torch.randn(2, n, DIM, generator=make) for n in (HEADS * GROUP, HEADS, HEADS))
-            q[1] = q[0]
-            if step == 0:
-                k[1], v[1] = k[0], v[0]
-            out = store.attend(layer, q, k, v, SCALE)
-            assert torch.equal(out[0], out[1]) == (step == 0)
-        store.end_step()
-
-
 def ring_of(**residual) -> ResidualBuffer:
     """A ring of 6 tokens per list, in front of groups of 2, with a number of its own in every element."""
     lists = (5, LAYERS, HEADS)
