@@ -6,17 +6,11 @@ What a setting may be comes from the class that declares it: type, range and uni
 import inspect
 import re
 import textwrap
-from dataclasses import MISSING, fields
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING
 
 from kvbench.cli import texts
 from kvbench.config import files
 from kvbench.errors import did_you_mean
-
-if TYPE_CHECKING:
-    from kvbench.policy import Policy
 
 
 def help_for(words: list[str], width: int = 80) -> str:
@@ -75,9 +69,7 @@ def declared_help(group: str, name: str, path: Path, width: int) -> str:
     lines = [f"{group}={name}", "", *texts.purpose(text, width).splitlines(), "", f"settings ({group}.KEY=VALUE)"]
     for key, value, meaning in re.findall(r"^ *(\w+): *(.*?)(?: +# (.*))?$", text, re.MULTILINE):
         if key in rules:
-            lines.append(f"  {key}={value}")
-            lines += _wrap(rules[key].text, width, "      ")
-            lines += _wrap(meaning, width, "      ")
+            lines += _setting(key, value, rules[key].text, meaning, width)
     if own is not given:
         _, _, others = text.partition(f"\n{group}:")
         others = "\n".join(re.split(r"\n(?=\w)", others)[1:])
@@ -99,47 +91,29 @@ def method_help(name: str, width: int = 80) -> str:
     kind = type(policy)
     doc = inspect.getdoc(kind) or ""
     listed, meaning, rules = method_table.settings_of(name), method_table.meanings(kind), declared(kind)
-    lines = [f"method={name}", "", *_wrap(doc.split("\n\nArgs:")[0], width), ""]
-    lines.append("settings (method.KEY=VALUE)")
-    for key, default in _defaults(kind, listed).items():
-        rule = rules[key].rule
-        what = rule.text if rule else _kinds(rules[key].kinds)
-        lines.append(f"  {key}={method_table.yaml_value(default)}")
-        lines += _wrap(f"{what}{', or null' if rules[key].optional else ''}", width, "      ")
-        lines += _wrap(meaning.get(key, ""), width, "      ")
-    lines.append(f"  calibration={method_table.yaml_value(listed.get('calibration'))}")
-    lines += _wrap("a file that `kvbench calibrate` wrote; its settings replace these", width, "      ")
-    about = (
-        ("scores by", method_table.scored(policy)),
-        ("acts", method_table.acts(policy)),
-        ("memory of a KV head, bytes", method_table.memory(policy)),
-        ("source", method_table.section(doc, "Source") or _sources(path.read_text(encoding="utf-8"))),
-        ("differs", method_table.section(doc, "Differs") or "not said"),
-    )
-    for title, text in about:
+    lines = [f"method={name}", "", *_wrap(doc.split("\n\nArgs:")[0], width), "", "settings (method.KEY=VALUE)"]
+    # The file's settings first, in its order; then those that it leaves to the class.
+    for key in [*(key for key in listed if key in rules), *(key for key in rules if key not in listed)]:
+        default = listed[key] if key in listed else getattr(policy, key)
+        lines += _setting(key, method_table.yaml_value(default), rules[key].text, meaning.get(key, ""), width)
+    calibrated = "a file that `kvbench calibrate` wrote; its settings replace these"
+    lines += _setting("calibration", method_table.yaml_value(listed.get("calibration")), calibrated, "", width)
+    sources = "; ".join(re.findall(r"^# source: (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE))
+    about = {
+        "scores by": method_table.scored(policy),
+        "acts": method_table.acts(policy),
+        "memory of a KV head, bytes": method_table.memory(policy),
+        "source": method_table.section(doc, "Source") or sources or "not said",
+        "differs": method_table.section(doc, "Differs") or "not said",
+        "defaults": str(path),
+    }
+    for title, text in about.items():
         lines += ["", *_wrap(f"{title}: {text}", width)]
-    lines += ["", *_wrap(f"defaults: {path}", width)]
     return "\n".join(lines)
 
 
-def _defaults(kind: "type[Policy]", listed: dict[str, object]) -> dict[str, object]:
-    """Every setting of a method and its default: the YAML's, else the class's."""
-    found = {key: value for key, value in listed.items() if key in {item.name for item in fields(kind)}}
-    for item in fields(kind):
-        if item.init and item.name not in found:
-            made = item.default_factory() if item.default_factory is not MISSING else "(none)"
-            found[item.name] = item.default if item.default is not MISSING else made
-    return found
-
-
-def _kinds(kinds: tuple[object, ...]) -> str:
-    """Types in words, for a setting that only the class itself can check."""
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", NoneType: "null"}
-    return " or ".join(names.get(kind, re.sub(r"^.*\.", "", str(kind))) for kind in kinds)  # type: ignore[call-overload]
-
-
-def _sources(text: str) -> str:
-    return "; ".join(re.findall(r"^# source: (.+)$", text, re.MULTILINE)) or "not said"
+def _setting(key: str, value: str, rule: str, meaning: str, width: int) -> list[str]:
+    return [f"  {key}={value}", *_wrap(rule, width, "      "), *_wrap(meaning, width, "      ")]
 
 
 def _wrap(text: str, width: int, indent: str = "") -> list[str]:

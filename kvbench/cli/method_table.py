@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from dataclasses import Field, fields
+from dataclasses import Field, fields, replace
 
 import torch
 
@@ -11,7 +11,6 @@ from kvbench.config import files as listing
 from kvbench.config.files import BY_LAYER, SHARED
 from kvbench.config.methods import method_settings
 from kvbench.config.settings import as_dict
-from kvbench.kernels.format import PageFormat
 from kvbench.policy import ALL_QUERIES, ByLayer, Compaction, Policy, Ranked, Scored
 from kvbench.runs.parts import make_policy
 
@@ -64,19 +63,6 @@ def acts(policy: Policy) -> str:
     return ", ".join(times) or "never (stores every token at its precision)"
 
 
-def formats(policy: Policy, head_dim: int) -> list[PageFormat]:
-    """List how tokens are stored in each tier."""
-    shape = ModelShape(
-        num_layers=1, num_q_heads=1, num_kv_heads=1, head_dim=head_dim, dtype=torch.float16, device=torch.device("cpu")
-    )
-    return list(compile_formats(policy, shape, StoreOptions()))
-
-
-def token_bytes(page: PageFormat) -> float:
-    """Bytes of one token, its share of the bounds of its page included."""
-    return page.slot.slot_bytes + page.bounds_bytes / page.tokens_per_page
-
-
 def slots(policy: Policy) -> list[str]:
     """Count the tokens that a head holds in each tier, in the letters of the document's head."""
     plans_prompt = type(policy).plan_prefill is not Policy.plan_prefill
@@ -94,9 +80,14 @@ def slots(policy: Policy) -> list[str]:
 
 def memory(policy: Policy) -> str:
     """Bytes of one KV head as a formula in d, and of one token in figures."""
+    shape = ModelShape(
+        num_layers=1, num_q_heads=1, num_kv_heads=1, head_dim=64, dtype=torch.float16, device=torch.device("cpu")
+    )
     terms, figures = [], []
-    for count, *pages in zip(slots(policy), formats(policy, 64), formats(policy, 128), strict=True):
-        small, large = map(token_bytes, pages)
+    formats = (compile_formats(policy, each, StoreOptions()) for each in (shape, replace(shape, head_dim=128)))
+    for count, *pages in zip(slots(policy), *formats, strict=True):
+        # One token, with its share of the bounds of its page.
+        small, large = (page.slot.slot_bytes + page.bounds_bytes / page.tokens_per_page for page in pages)
         per_channel = (large - small) / 64
         fixed = small - 64 * per_channel
         if pages[0].slot.k_channels:  # whole channels, which no line through two head dims meets
@@ -207,17 +198,8 @@ def render() -> str:
         details.append(f"### {name}\n\n{text}\n\n{settings}\n\nSource: {section(doc, 'Source')}\n")
     first = table(["method", "keeps", "precision", "scope", "acts", "attention statistics", "memory"], what)
     second = table(["method", "source", "differs from it"], whence)
-    parts = [
-        HEAD,
-        first,
-        "## Where each comes from, and where it differs\n",
-        second,
-        composition(),
-        by_layer(),
-        "## Settings\n",
-        *details,
-    ]
-    return "\n".join(parts)
+    where = "## Where each comes from, and where it differs\n"
+    return "\n".join([HEAD, first, where, second, composition(), by_layer(), "## Settings\n", *details])
 
 
 if __name__ == "__main__":
