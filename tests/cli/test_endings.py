@@ -177,6 +177,15 @@ def test_closed_terminal(tmp_path, start):
     assert (record.status, record.message) == ("stopped", "stopped by SIGHUP")
 
 
+def test_full_terminal_redirection():
+    """Output that goes to a full disk is an error that says so, not a traceback."""
+    code = "from kvbench.cli.main import main; raise SystemExit(main(['list', 'method']))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-uc", code], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: cannot write a file or the output: the disk is full; free some space")
+
+
 def test_handlers_are_given_back():
     """A command that ends by itself leaves the process's handlers as they were, its own handlers included."""
 

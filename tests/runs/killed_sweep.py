@@ -3,9 +3,8 @@
 Reads lines of JSON and answers each with one. It is a process of its own because a process whose torch has started
 threads cannot be forked. With faults.c loaded into it (LD_PRELOAD), a moment may be a system call.
 
-    job      sweep: a kvbench command, `words`; fake: a slow run on fakes, or its `shard`; disk: full_disk_sweep.py with
-             its `pages`, in namespaces of its own; build: a small kernel; convert: the embedded model from the file
-             `gguf`
+    job      sweep: a kvbench command, `words`; fake: a slow run on fakes, or its `shard`; build: a small kernel;
+             convert: the embedded model from the file `gguf`
     folder   where the job works: the results, or the cache
     seconds  when to kill it; null = not
     at       which call below the folder goes wrong, from 1 on; 0 = none
@@ -26,9 +25,7 @@ from pathlib import Path
 from typing import IO
 
 import fake_parts
-import full_disk_sweep
 
-NEW_USERS, NEW_MOUNTS = 0x10000000, 0x00020000
 KINDS = ("", "kill", "torn", "eio", "enospc", "short")
 SOURCE = 'extern "C" int kvbench_test_answer() { return 42; }\n'
 
@@ -43,18 +40,6 @@ def sweep(task: dict) -> int:
 def fake(task: dict) -> int:
     """A run of 120 samples on fakes."""
     fake_parts.main(Path(task["folder"]), task.get("shard"))
-    return 0
-
-
-def disk(task: dict) -> int:
-    """A sweep on a disk that fills up, where this process is root and may mount one."""
-    users = os.getuid(), os.getgid()
-    if ctypes.CDLL(None, use_errno=True).unshare(NEW_USERS | NEW_MOUNTS):
-        raise OSError(ctypes.get_errno(), "unshare")
-    Path("/proc/self/setgroups").write_text("deny")
-    for name, number in zip(("uid_map", "gid_map"), users, strict=True):
-        Path(f"/proc/self/{name}").write_text(f"0 {number} 1")
-    full_disk_sweep.main(Path(task["folder"]))
     return 0
 
 
@@ -78,7 +63,7 @@ def convert(task: dict) -> int:
     return 0
 
 
-JOBS = {"sweep": sweep, "fake": fake, "disk": disk, "build": build, "convert": convert}
+JOBS = {"sweep": sweep, "fake": fake, "build": build, "convert": convert}
 
 
 def begin(task: dict, said: IO[bytes], outer: int) -> int:

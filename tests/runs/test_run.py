@@ -11,7 +11,7 @@ from statistics import fmean
 from threading import Thread
 
 import pytest
-from fake_parts import FakePolicy, altered, make_cfg, make_parts, make_requests, run_fake
+from fake_parts import FakePolicy, FakeTask, altered, make_cfg, make_parts, make_requests, run_fake
 from omegaconf import OmegaConf
 
 import kvbench.runs.run
@@ -19,7 +19,7 @@ from kvbench.cli.endings import Stopped
 from kvbench.engine.requests import Outcome
 from kvbench.results.journal import Journal
 from kvbench.results.record import RunRecord
-from kvbench.results.sample import journal_record, write_line
+from kvbench.results.sample import journal_record
 from kvbench.results.writing import JournalError
 from kvbench.runs.answers import unfinished_groups
 from kvbench.runs.config import RunConfig
@@ -335,37 +335,28 @@ def test_nan_and_oom_are_outcomes(tmp_path):
 def test_a_score_that_is_not_finite_leaves_the_run_readable(tmp_path, score):
     """A metric that once gives no number counts as not finite; the run ends, and ends again when it is repeated."""
 
-    def load(*args, **kwargs):
-        task = make_parts().load_task(*args, **kwargs)
-        first, scorer = task.requests[0].sample_id, task.score
-        task.score = lambda request, text: {"exact": score} if request.sample_id == first else scorer(request, text)
-        task.aggregate = lambda records: {"mean": fmean(r["scores"]["exact"] for r in records if r["status"] == "ok")}
-        return task
+    class Mean(FakeTask):
+        """Asks for the mean, which takes a number of each answer that ended well."""
 
-    parts = altered(make_parts(), load_task=load)
+        def aggregate(self, records):
+            """As most tasks do."""
+            return {"mean": fmean(r["scores"]["exact"] for r in records if r["status"] == "ok")}
+
+    right = FakeTask.scorer
+    odd = Mean(make_requests(10), scorer=lambda asked, text: score if asked.sample_id == "a/0" else right(asked, text))
+    parts = altered(make_parts(), load_task=lambda *args, **kwargs: odd)
     records = [run_fake(tmp_path, parts).record for _ in range(2)]
     assert records[0] == records[1] and records[0].status == "complete"
     assert records[0].metrics["exact"].num_nonfinite == 1 and records[0].metrics["exact"].num_samples == 9
 
 
-@pytest.mark.parametrize("damage", ["edited", "foreign", "incomplete", "deep"])
-def test_a_damaged_line_is_done_again(tmp_path, damage):
-    """Edited, of another method's run, no record, or nested without end: a finished run finds it and redoes the
-    sample."""
-    parts, told = make_parts(), []
-    whole = run_fake(tmp_path / "whole", parts)
-    cut = run_fake(tmp_path / "cut", parts)
+def test_a_damaged_line_is_done_again(tmp_path):
+    """A finished run finds an edited line and redoes its sample; test_seal.py has what else may be wrong."""
+    whole, cut, told = run_fake(tmp_path / "whole"), run_fake(tmp_path / "cut"), []
     lines = (cut.folder / "samples.jsonl").read_bytes().splitlines(keepends=True)
-    record = json.loads(lines[3])
-    del record["seal"]
-    lines[3] = {
-        "edited": lines[3].replace(b'"text":"', b'"text":"not '),
-        "foreign": write_line(record, "0" * 64),
-        "incomplete": b'{"sample_id":"%b","repeat":0}\n' % record["sample_id"].encode(),
-        "deep": b"[" * 200_000 + b"\n",
-    }[damage]
+    lines[3] = lines[3].replace(b'"text":"', b'"text":"not ')
     (cut.folder / "samples.jsonl").write_bytes(b"".join(lines))
-    again = run_fake(tmp_path / "cut", parts, say=told.append)
+    again = run_fake(tmp_path / "cut", say=told.append)
     assert samples(again.folder) == samples(whole.folder)
     assert again.record.counts.damaged == 1 and again.record.metrics == whole.record.metrics
     assert sum("samples.jsonl:4: " in text and "its sample is done again" in text for text in told) == 1

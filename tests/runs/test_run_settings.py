@@ -73,14 +73,6 @@ def test_a_byte_limit_of_the_store_is_written_as_every_other():
     assert store_options(options) == StoreOptions(budget_bytes=2**23, track=("pos",))
 
 
-@pytest.mark.parametrize("value", [1e-300, 1e-4, 101, math.inf, math.nan, -1, True, "hot", None])
-def test_a_temperature_is_zero_or_has_a_range(value):
-    """Logits divided by nearly nothing, or by infinity, are no distribution."""
-    with pytest.raises(ValueError, match="protocol.temperature="):
-        Protocol(temperature=value)
-    assert Protocol(temperature=0).temperature == 0 and Protocol(temperature=0.001).temperature == 0.001
-
-
 @pytest.mark.parametrize(
     "word", ["method=../method/full", "method=./full", "method=a//b", "-m method=full,../method/full"]
 )
