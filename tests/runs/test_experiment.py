@@ -1,9 +1,12 @@
 """What one run is: the hash over everything that changes an answer, and the settings that are refused."""
 
+import dataclasses
+
 import pytest
-from fake_parts import FakePolicy, altered, make_cfg, make_parts, run_fake
+from fake_parts import FakePolicy, FakeTask, altered, make_cfg, make_parts, make_requests, run_fake
 
 from kvbench.config import code
+from kvbench.engine.requests import Request, Turn
 from kvbench.kernels.cpu.abi import best_isa
 from kvbench.methods.kvzip import KVzip
 from kvbench.results import provenance
@@ -13,9 +16,9 @@ from kvbench.runs.config import RunConfig
 QUIET = {"say": lambda text: None}
 
 
-def prepared(cfg, method, parts):
-    """The run of a configuration."""
-    return experiment.prepare(RunConfig.read(cfg), method, parts)
+def prepared(results, parts=None, **changes):
+    """The run of a configuration on fakes."""
+    return experiment.prepare(RunConfig.read(make_cfg(results, **changes)), "half", parts or make_parts())
 
 
 CHANGES = {
@@ -41,47 +44,38 @@ CHANGES = {
 @pytest.mark.parametrize("key", CHANGES)
 def test_hash_sees_each_setting(tmp_path, key):
     """Changing one thing that can change an answer gives another run."""
-    base = prepared(make_cfg(tmp_path), "half", make_parts()).hash
-    assert prepared(make_cfg(tmp_path, **{key: CHANGES[key]}), "half", make_parts()).hash != base
+    assert prepared(tmp_path, **{key: CHANGES[key]}).hash != prepared(tmp_path).hash
 
 
 def test_reading_in_chunks_is_a_protocol_of_its_own(tmp_path):
     """The task's protocol names it, in the run and in its full cache; a configuration of before, which does not say,
     is the run that reads prompts at once."""
-    plain = prepared(make_cfg(tmp_path), "half", make_parts())
-    null = prepared(make_cfg(tmp_path, prefill__chunk=None), "half", make_parts())
+    plain, null = prepared(tmp_path), prepared(tmp_path, prefill__chunk=None)
     assert null.hash == plain.hash and "prefill_chunk" not in null.task.protocol
-    cfg = make_cfg(tmp_path, prefill__chunk=64)
-    chunked = prepared(cfg, "half", make_parts())
+    chunked = prepared(tmp_path, prefill__chunk=64)
     assert chunked.task.protocol == {**plain.task.protocol, "prefill_chunk": 64}
     assert chunked.identity["task"]["protocol"]["prefill_chunk"] == 64
-    assert RunConfig.read(cfg).of_full().prefill.chunk == 64
-    for value in (0, 1.5, "many", True):
-        with pytest.raises(ValueError, match="prefill.chunk"):
-            RunConfig.read(make_cfg(tmp_path, prefill__chunk=value))
+    assert chunked.config.of_full().prefill.chunk == 64
     with pytest.raises(ValueError, match="prefill.size"):
         RunConfig.read(make_cfg(tmp_path, prefill__size=64))
 
 
+def never(*arguments):
+    """A loader that must not be asked."""
+    raise AssertionError("the model was loaded first")
+
+
 def test_a_method_that_cannot_read_in_chunks_loads_no_model(tmp_path):
     """It is refused before, in one sentence."""
-
-    def load_model(cfg):
-        raise AssertionError("a model was loaded")
-
-    parts = altered(make_parts(), load_model=load_model, make_policy=lambda cfg: KVzip(budget=0.5))
+    parts = altered(make_parts(), load_model=never, make_policy=lambda cfg: KVzip(budget=0.5))
     with pytest.raises(ValueError, match=r"^prefill.chunk=64 does not go with KVzip, which .*; set prefill.chunk=null"):
-        prepared(make_cfg(tmp_path, prefill__chunk=64), "kvzip", parts)
+        prepared(tmp_path, parts, prefill__chunk=64)
 
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        (
-            "device",
-            ["cuda:0", "cuda:1", "cuda:1"],
-            r"model.device spreads its layers over 3 devices; .*name one device",
-        ),
+        ("device", ["cuda:0", "cuda:1", "cuda:1"], r"model.device spreads its layers over 3 devices; .*one device"),
         ("tensor_parallel", 2, r"model.tensor_parallel=2 divides its heads; .*or model.tensor_parallel=null"),
     ],
 )
@@ -94,66 +88,59 @@ def test_chunks_of_a_spread_model_load_no_model(tmp_path, key, value, message):
 
 def test_hash_ignores_what_changes_no_answer(tmp_path):
     """Where results go, whether to resume, and the comparison are not part of the identity."""
-    base = prepared(make_cfg(tmp_path), "half", make_parts()).hash
-    other = make_cfg(tmp_path / "elsewhere", resume=False, reference="auto")
-    assert prepared(other, "half", make_parts()).hash == base
+    other = prepared(tmp_path / "elsewhere", resume=False, reference="auto")
+    assert prepared(tmp_path).hash == other.hash
 
 
 def test_hash_sees_places_only_where_they_divide_a_limit(tmp_path):
     """Layers compute the same on several devices; a limit on the pool is then one for each, and what fits differs."""
 
     def digest(places, budget_bytes):
-        cfg = make_cfg(tmp_path, model__places=places, store__budget_bytes=budget_bytes)
-        return prepared(cfg, "half", make_parts()).hash
+        return prepared(tmp_path, model__places=places, store__budget_bytes=budget_bytes).hash
 
     spread, other = [["cuda:0", 2], ["cuda:1", 2]], [["cuda:0", 1], ["cuda:1", 3]]
     assert digest(spread, None) == digest([], None)
     assert len({digest(places, 1 << 20) for places in ([], spread, other)}) == 3
 
 
+def with_backend(**changes):
+    """Loaders whose engines have another backend."""
+    parts = make_parts()
+
+    def make_engine(*given):
+        engine = parts.make_engine(*given)
+        vars(engine.backend).update(changes)
+        return engine
+
+    return altered(parts, make_engine=make_engine)
+
+
 def test_hash_sees_code_data_and_hidden_defaults(tmp_path, monkeypatch):
     """The data, the task's protocol, the code, the libraries, the backend, and a default that no YAML names all
     count."""
-
-    def digest(**parts):
-        return prepared(make_cfg(tmp_path), "half", make_parts(**parts)).hash
-
-    base = digest()
-    found = {base, digest(task={"fingerprint": "data-2"}), digest(task={"protocol": {"query_aware": False}})}
-    with monkeypatch.context() as patch:
-        patch.setattr(provenance, "harness_hash", lambda *backends: "other code")
-        found.add(digest())
-    with monkeypatch.context() as patch:
-        patch.setattr(code, "hash_files", lambda files: "other method")
-        found.add(digest())
-    with monkeypatch.context() as patch:
-        patch.setattr(code, "versions", lambda names: dict.fromkeys(names, "9.9"))
-        found.add(digest())
-    with monkeypatch.context() as patch:
-        patch.setattr(FakePolicy.__init__, "__kwdefaults__", {"ratio": 1.0, "hidden": 4, "does_nothing": False})
-        found.add(digest())
-    parts = make_parts()
-
-    def cpu_engine(cfg, model, policy):
-        engine = parts.make_engine(cfg, model, policy)
-        engine.backend.name = "cpu"
-        return engine
-
-    changed = altered(parts, make_engine=cpu_engine)
-    found.add(prepared(make_cfg(tmp_path), "half", changed).hash)
+    base = prepared(tmp_path).hash
+    changed = ({"fingerprint": "data-2"}, {"protocol": {"query_aware": False}})
+    found = {base, prepared(tmp_path, with_backend(name="cpu")).hash}
+    found |= {prepared(tmp_path, make_parts(task=task)).hash for task in changed}
+    for owner, name, value in (
+        (provenance, "harness_hash", lambda *backends: "other code"),
+        (code, "hash_files", lambda files: "other method"),
+        (code, "versions", lambda names: dict.fromkeys(names, "9.9")),
+        (FakePolicy.__init__, "__kwdefaults__", {"ratio": 1.0, "hidden": 4, "does_nothing": False}),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            found.add(prepared(tmp_path).hash)
     assert len(found) == 8
-    assert digest() == base
+    assert prepared(tmp_path).hash == base
 
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
         ("batch_size", 0, "batch_size=0 must be a whole number of samples from 1 to 65536"),
-        ("batch_size", "four", "batch_size='four' must be a whole number"),
         ("limit", 0, "limit=0 is no number of samples; write a whole number"),
         ("limit", True, "limit=True is no number of samples"),
-        ("seed", -1, "seed=-1"),
-        ("fidelity__max_tokens", -1, "fidelity.max_tokens=-1"),
         ("reference", "atuo", "reference='atuo' must be 'auto' or 'none'. Did you mean auto?"),
         ("resume", "maybe", "resume='maybe' must be true or false"),
         ("results_dir", None, "results_dir=None must be the path of a folder, for example results_dir=results"),
@@ -162,44 +149,24 @@ def test_hash_sees_code_data_and_hidden_defaults(tmp_path, monkeypatch):
 )
 def test_bad_settings(tmp_path, key, value, message):
     """A setting out of range is refused before anything is loaded, with value, rule and remedy."""
-
-    def never(*arguments):
-        raise AssertionError("the model was loaded first")
-
-    parts = make_parts()
-    parts = altered(parts, load_model=never)
     with pytest.raises(ValueError, match=message):
-        run_fake(tmp_path, parts, **{key: value})
+        run_fake(tmp_path, altered(make_parts(), load_model=never), **{key: value})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_empty_and_doubled_tasks(tmp_path):
     """A task without samples, or with two of one id, is refused."""
     with pytest.raises(ValueError, match="task fake has no samples; 2 rows could not be read"):
-        prepared(make_cfg(tmp_path), "half", make_parts(count=0, task={"quarantined": [{}, {}]}))
-    parts = make_parts()
-    task = parts.load_task({}, None, limit=None, seed=0, protocol={})
-    task.requests.append(task.requests[0])
-    doubled = altered(parts, load_task=lambda *a, **k: task)
+        prepared(tmp_path, make_parts(count=0, task={"quarantined": [{}, {}]}))
+    doubled = FakeTask(make_requests(1) * 2)
     with pytest.raises(ValueError, match="two samples with the id a/0"):
-        prepared(make_cfg(tmp_path), "half", doubled)
+        prepared(tmp_path, altered(make_parts(), load_task=lambda *a, **k: doubled))
 
 
 def test_hash_sees_the_instruction_set_of_the_kernels(tmp_path):
     """Two builds of the kernels sum in another order, and int4 moved by 0.05 nats between two: they are two runs. A
     backend without builds says nothing."""
-
-    parts = make_parts()
-
-    def with_isa(isa):
-        def make_engine(*given):
-            engine = parts.make_engine(*given)
-            engine.backend.isa = isa
-            return engine
-
-        return prepared(make_cfg(tmp_path), "half", altered(parts, make_engine=make_engine))
-
-    found = {isa: with_isa(isa) for isa in ("", "avx2", "avx512vnni")}
+    found = {isa: prepared(tmp_path, with_backend(isa=isa)) for isa in ("", "avx2", "avx512vnni")}
     assert len({experiment.hash for experiment in found.values()}) == 3
     assert found["avx2"].identity["code"]["isa"] == "avx2"
     assert "isa" not in found[""].identity["code"]
@@ -209,7 +176,27 @@ def test_a_streamed_model_counts_the_kernels_that_it_runs(tmp_path, monkeypatch)
     """Whatever backend the cache has, the code of the CPU's kernels counts, and which build of them multiplies."""
     asked = []
     monkeypatch.setattr(provenance, "harness_hash", lambda *backends: asked.append(backends) or "the same")
-    found = prepared(make_cfg(tmp_path, model__linear="streamed"), "half", make_parts())
-    assert found.identity["model"]["linear"] == f"streamed {best_isa()}"
-    prepared(make_cfg(tmp_path), "half", make_parts())
+    assert prepared(tmp_path, model__linear="streamed").identity["model"]["linear"] == f"streamed {best_isa()}"
+    prepared(tmp_path)
     assert asked == [(*asked[1], "cpu"), asked[1]] and "cpu" not in asked[1]
+
+
+def test_every_turn_is_forced_with_its_own_answer():
+    """Of the first repeat; a sample without an answer is forced to give none, in no turn."""
+    turns = (Turn(tokens=(7, 8), gold=(1,)), Turn(tokens=(9,), gold=(2,)))
+    asked = [
+        Request(sample_id="talk", subset="a", segments=((1, 2),), gold=(3,), turns=turns),
+        Request(sample_id="plain", subset="a", segments=((1,),), gold=(3,)),
+        Request(sample_id="failed", subset="a", segments=((1,),), gold=(3,), turns=turns),
+    ]
+    fields = {item.name: None for item in dataclasses.fields(experiment.Experiment)} | {"task": FakeTask(asked)}
+    records = [
+        {"sample_id": "talk", "repeat": 0, "turns": [{"token_ids": [4]}, {"token_ids": [5, 5]}], "token_ids": [6]},
+        {"sample_id": "talk", "repeat": 1, "turns": [{"token_ids": [0]}, {"token_ids": [0]}], "token_ids": [0]},
+        {"sample_id": "plain", "repeat": 0, "token_ids": [6, 6]},
+        {"sample_id": "failed", "repeat": 0, "turns": [], "token_ids": []},
+    ]
+    forced = {request.sample_id: request for request in experiment.Experiment(**fields).forcing(records).task.requests}
+    golds = {name: [request.gold, *(turn.gold for turn in request.turns)] for name, request in forced.items()}
+    assert golds == {"talk": [(4,), (5, 5), (6,)], "plain": [(6, 6)], "failed": [(), (), ()]}
+    assert [turn.tokens for turn in forced["talk"].turns] == [(7, 8), (9,)]
