@@ -1,9 +1,7 @@
-"""A small model, task, policy and engine for the tests of the run loop, and a slow run on them that can be killed, as a
-program or in a process of its own."""
+"""A small model, task, policy and engine for the tests of the run loop, and a slow run on them that can be killed."""
 
 import copy
 import hashlib
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -235,8 +233,3 @@ def main(results_dir: Path, shard: str | None = None) -> None:
     provenance.harness_hash = lambda *backends: "the same"
     experiment._harness_imports = lambda *backends: frozenset()
     run_fake(results_dir, make_parts(count=120, pause_s=0.004), say=print, **({"shard": shard} if shard else {}))
-
-
-if __name__ == "__main__":
-    print("ready", flush=True)
-    main(Path(sys.argv[1]), *sys.argv[2:3])

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from fake_parts import make_parts
@@ -116,30 +117,20 @@ def test_user_errors(fakes, capsys, arguments, message):
     assert not runs(fakes)
 
 
-def test_debug_shows_the_traceback(fakes, capsys, monkeypatch):
-    """KVBENCH_DEBUG=1 shows where an error comes from."""
+def test_faults_are_not_hidden(fakes, capsys, monkeypatch):
+    """A fault of kvbench shows its traceback without being asked, a user's error with KVBENCH_DEBUG=1; a foreign
+    ValueError says that it is one."""
+    for error, code, *texts in (
+        (KeyError("oops"), 1, "Traceback", "fault of kvbench"),
+        (ValueError("shape mismatch"), 2, "error: shape mismatch", "(ValueError from outside kvbench; KVBENCH_DEBUG=1"),
+    ):
+        monkeypatch.setattr("kvbench.runs.parts.Loaders", Mock(side_effect=error))
+        assert cli.main(["run"]) == code
+        said = capsys.readouterr().err
+        assert all(text in said for text in texts), said
     monkeypatch.setenv("KVBENCH_DEBUG", "1")
     assert cli.main(["method.ratio=2"]) == 2
     assert "Traceback" in capsys.readouterr().err
-
-
-def test_faults_are_not_hidden(fakes, capsys, monkeypatch):
-    """A fault of kvbench shows its traceback without being asked; a foreign ValueError says that it is one."""
-
-    def broken(error):
-        def parts():
-            raise error
-
-        return parts
-
-    monkeypatch.setattr("kvbench.runs.parts.Loaders", broken(KeyError("oops")))
-    assert cli.main(["run"]) == 1
-    error = capsys.readouterr().err
-    assert "Traceback" in error and "fault of kvbench" in error
-    monkeypatch.setattr("kvbench.runs.parts.Loaders", broken(ValueError("shape mismatch")))
-    assert cli.main(["run"]) == 2
-    error = capsys.readouterr().err
-    assert "error: shape mismatch" in error and "(ValueError from outside kvbench; KVBENCH_DEBUG=1" in error
 
 
 @pytest.mark.parametrize("words", [[], ["-m", "method=snapkv,diffkv"]])
@@ -190,7 +181,8 @@ def test_flags_anywhere(fakes, capsys):
     (fakes / "mine" / "method").mkdir(parents=True)
     (fakes / "mine" / "method" / "new.yaml").write_text("_target_: fake.New\nratio: 0.3\n")
     assert cli.main(["limit=4", "--config-dir", "mine", "method=new", "reference=none"]) == 0
-    assert "new 0" in runs(fakes)
+    given = ["--config-dir", str(fakes / "mine"), "limit=4", "method=new", "reference=none"]
+    assert runs(fakes)["new 0"].sessions[0].command == given
 
 
 def test_config_can_be_shown(fakes, capsys):

@@ -14,7 +14,6 @@ from places import ROOT, TESTS
 
 from kvbench.cli import endings
 from kvbench.cli import main as cli
-from kvbench.config.files import conf_folder as CONF_FOLDER
 from kvbench.results.record import RunRecord
 
 NUMBERS = {"SIGINT": 2, "SIGTERM": 15, "SIGHUP": 1}
@@ -132,23 +131,6 @@ def test_ignored_signal_stays_ignored(tmp_path, fakes, signal_at):
     signal_at(signal.SIGHUP, 3)
     assert cli.main(["reference=none"]) == 0
     assert records(tmp_path)["diffkv"].status == "complete"
-
-
-def test_bench_stops(tmp_path, fakes, monkeypatch, capsys):
-    """`bench` ends too, and promises nothing, because it starts again from nothing."""
-    from kvbench.bench import command
-
-    def run(settings, progress):
-        progress(1, 9, "many lists")
-        os.kill(os.getpid(), signal.SIGHUP)
-
-    monkeypatch.setattr("kvbench.config.files.conf_folder", CONF_FOLDER)
-    monkeypatch.setattr(command, "run", run)
-    assert cli.main(["bench", "what=manager"]) == 128 + signal.SIGHUP
-    assert capsys.readouterr().err.endswith(
-        "\nstopped by SIGHUP; to start again: python -m kvbench bench what=manager\n"
-    )
-    assert not list(tmp_path.rglob("bench.json"))
 
 
 def test_second_signal_ends_at_once(tmp_path, start):

@@ -1,6 +1,5 @@
 """`rerun`: a stored run once more; and the form of Hydra's that looks like it."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -83,13 +82,3 @@ def test_hydras_own_form_does_not_run_something_else(stored, flag, capsys):
     assert cli.main([flag, str(stored), "--config-name", "config"]) == 2
     assert f"kvbench rerun {stored}" in capsys.readouterr().err
     assert len(list((stored.parents[3]).rglob("run.json"))) == 1
-
-
-def test_a_folder_of_choices_still_works(stored, tmp_path):
-    """A folder of one's own with a method in it adds to the choices, and the command keeps its name."""
-    (tmp_path / "mine" / "method").mkdir(parents=True)
-    (tmp_path / "mine" / "method" / "own.yaml").write_text("_target_: fake.Own\nratio: 0.6\n")
-    assert cli.main(["--config-dir", str(tmp_path / "mine"), "method=own", "limit=2", "reference=none"]) == 0
-    (path,) = stored.parents[3].rglob("own/*/run.json")
-    command = json.loads(path.read_text())["sessions"][0]["command"]
-    assert command == ["--config-dir", str(tmp_path / "mine"), "method=own", "limit=2", "reference=none"]
