@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
 
     arguments = with_defaults(arguments)
     names = task_names(arguments)
-    if names and _model_of(arguments) == "kvbench":
+    if names and _flags(arguments).model == "kvbench":
         check_whole_texts(names, arguments)
     before = sys.argv
     sys.argv = ["lm_eval", *arguments]
@@ -42,18 +42,13 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _value(arguments: Sequence[str], *flags: str) -> str | None:
+def _flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """The flags of lm-eval's that matter here; None where one is not given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(*flags, dest="value")
-    return parser.parse_known_args(list(arguments))[0].value
-
-
-def _model_of(arguments: Sequence[str]) -> str | None:
-    return _value(arguments, "-M", "--model")
-
-
-def _include_path(arguments: Sequence[str]) -> list[str]:
-    return [path for path in [_value(arguments, "--include_path")] if path]
+    parser.add_argument("-t", "--tasks", nargs="+", action="extend", default=[])
+    for names in (("-M", "--model"), ("-C", "--config"), ("--include_path",), ("--model_args",), ("--device",)):
+        parser.add_argument(*names)
+    return parser.parse_known_args(list(arguments))[0]
 
 
 def check_whole_texts(names: Sequence[str], arguments: Sequence[str]) -> None:
@@ -64,7 +59,9 @@ def check_whole_texts(names: Sequence[str], arguments: Sequence[str]) -> None:
     from kvbench.tasks.harness.find import leaves_of, manager_of
     from kvbench.tasks.lmeval import TASKS_FOLDER
 
-    index = manager_of(names, _include_path(arguments), extra=[TASKS_FOLDER]).task_index
+    flags = _flags(arguments)
+    folders = [flags.include_path] if flags.include_path else []
+    index = manager_of(names, folders, extra=[TASKS_FOLDER]).task_index
     whole = [
         leaf
         for name in names
@@ -77,11 +74,11 @@ def check_whole_texts(names: Sequence[str], arguments: Sequence[str]) -> None:
     from kvbench.lm import check_rolling
     from kvbench.runs.parts import make_policy
 
-    given = dict(word.split("=", 1) for word in (_value(arguments, "--model_args") or "").split(",") if "=" in word)
+    given = dict(word.split("=", 1) for word in (flags.model_args or "").split(",") if "=" in word)
     words = [f"{key}={value}" for key, value in given.items() if key == "method" or key.startswith("method.")]
     prompt_tokens = given.get("rolling_prompt_tokens", "1")
     try:
-        check_rolling(make_policy(compose([*words] or ["method=full"]).method), 1 if prompt_tokens == "1" else 2)
+        check_rolling(make_policy(compose(words or ["method=full"]).method), 1 if prompt_tokens == "1" else 2)
     except ValueError as error:
         raise ValueError(f"--tasks {whole[0]}: {error}") from error
 
@@ -89,20 +86,16 @@ def check_whole_texts(names: Sequence[str], arguments: Sequence[str]) -> None:
 def with_defaults(arguments: Sequence[str]) -> list[str]:
     """Add kvbench's model where tasks have none, and `--device auto` for it where none is named: lm-eval itself would
     take its own model `hf`, and the first GPU."""
-    whole = list(arguments)
-    has_model = _model_of(whole) is not None or _value(whole, "-C", "--config") is not None
-    if not has_model and _value(whole, "-t", "--tasks") is not None:
-        whole += ["--model", "kvbench"]
-    if _model_of(whole) == "kvbench" and _value(whole, "--device") is None:
-        whole += ["--device", "auto"]
-    return whole
+    whole, given = list(arguments), _flags(arguments)
+    if given.tasks and given.model is None and given.config is None:
+        given.model = "kvbench"
+        whole += ["--model", given.model]
+    return whole + (["--device", "auto"] if given.model == "kvbench" and given.device is None else [])
 
 
 def task_names(arguments: Sequence[str]) -> list[str]:
     """List the names behind `--tasks` (`-t`); none when they are patterns or files, which need the whole index."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("-t", "--tasks", nargs="+", action="extend", default=[])
-    names = [name for word in parser.parse_known_args(list(arguments))[0].tasks for name in word.split(",") if name]
+    names = [name for word in _flags(arguments).tasks for name in word.split(",") if name]
     return [] if any(sign in name for name in names for sign in "*?[/") else names
 
 

@@ -1,6 +1,5 @@
 """The command `show`: one sample whole, with its prompt made again, so that a person can judge the answer."""
 
-import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +8,7 @@ from rich.text import Text
 
 from kvbench.cli.rerun import check_trust
 from kvbench.config.settings import read_config
-from kvbench.errors import check_whole, unknown_name
+from kvbench.errors import check_whole, did_you_mean, unknown_name
 from kvbench.results.measures import AVERAGE, BYTES, FIDELITY, item_title, ledger_items
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import SampleRecord, prompt_digest, read_samples
@@ -67,8 +66,7 @@ def _missing(sample: str, repeat: int, samples: dict) -> str:
     if sample in names:
         count = sum(name == sample for name, _ in samples)
         return f"repeat={repeat}: sample {safe(sample)} has {count} answers, counted from 0"
-    near = difflib.get_close_matches(sample, names, n=1, cutoff=0.4) or names[:1]
-    hint = f" Did you mean {safe(near[0])}?" if near else ""
+    hint = did_you_mean(sample, map(safe, names))
     return f"sample={safe(sample)} is not in the run's samples.jsonl.{hint} Without a sample, show lists them"
 
 

@@ -46,7 +46,7 @@ class Journal:
     def __init__(self, path: Path, *, run: str, warn: Callable[[str], None] = lambda text: None) -> None:
         self.path, self.run = path, run
         self.damaged = 0
-        self._records: dict[Key, SampleRecord] = {}
+        self.records: dict[Key, SampleRecord] = {}  # the finished ones, in the order in which they were written
         try:
             self._read(warn)
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -64,21 +64,16 @@ class Journal:
                 self.damaged += 1
                 if self.damaged <= MAX_NAMED:
                     warn(f"{self.path}:{number}: {line.fault} dropped; its sample is done again")
-            elif key_of(line.record) not in self._records:
-                self._records[key_of(line.record)] = line.record
+            elif key_of(line.record) not in self.records:
+                self.records[key_of(line.record)] = line.record
                 whole += line.content + b"\n"
         if self.damaged > MAX_NAMED:
             warn(f"{self.path}: {self.damaged - MAX_NAMED} more lines dropped; their samples are done again")
         if bytes(whole) != content or not os.path.lexists(self.path):  # it was packed, and is to be written to
             write_atomic(self.path, bytes(whole))
 
-    @property
-    def records(self) -> dict[Key, SampleRecord]:
-        """Finished records by (sample id, repeat), in the order in which they were written."""
-        return self._records
-
     def __contains__(self, key: object) -> bool:
-        return key in self._records
+        return key in self.records
 
     def append(self, record: SampleRecord) -> bool:
         """Add one finished sample and make it durable before returning; False when it is already there.
@@ -86,7 +81,7 @@ class Journal:
         Raises:
             JournalError: The disk is full or not writable; the file is cut back to its last whole record.
         """
-        if key_of(record) in self._records:
+        if key_of(record) in self.records:
             return False
         line = write_line(record, self.run)
         size = os.fstat(self._descriptor).st_size
@@ -101,14 +96,14 @@ class Journal:
             raise write_error(self.path, error) from error
         written = read_line(line[:-1], self.run).record
         assert written is not None
-        self._records[key_of(record)] = written
+        self.records[key_of(record)] = written
         return True
 
     def clear(self) -> None:
         """Forget every record, for a run that is to start again from nothing."""
         os.ftruncate(self._descriptor, 0)
         os.fsync(self._descriptor)
-        self._records = {}
+        self.records = {}
 
     def finish(self, order: Iterable[Key]) -> None:
         """Rewrite the file in request order, so that a resumed run and an uninterrupted one leave the same file.
@@ -117,11 +112,11 @@ class Journal:
             ValueError: A key without a record, or a record without a key.
         """
         order = list(order)
-        if len(order) != len(self._records) or set(order) != set(self._records):
-            odd = set(order) ^ set(self._records)
+        if len(order) != len(self.records) or set(order) != set(self.records):
+            odd = set(order) ^ set(self.records)
             raise ValueError(f"{self.path}: {len(odd)} samples missing or unknown, for example {sorted(odd)[0]}")
-        self._records = {key: self._records[key] for key in order}
-        data = b"".join(write_line(record, self.run) for record in self._records.values())
+        self.records = {key: self.records[key] for key in order}
+        data = b"".join(write_line(record, self.run) for record in self.records.values())
         if data != self.path.read_bytes():
             write_atomic(self.path, data)
             os.close(self._descriptor)

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -76,10 +77,9 @@ def versions() -> Versions:
     """Read the installed versions without importing the libraries."""
 
     def found(distribution: str) -> str:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            return ""
+        return ""
 
     libraries = {name: found(name) for name in ("torch", "transformers", "lm_eval")}
     return Versions(python=platform.python_version(), kvbench=VERSION, **libraries)
@@ -104,12 +104,10 @@ def git_state() -> Git:
 
 
 def _processor() -> str:
-    try:
+    with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return platform.processor() or platform.machine()
 
 
 def machine(device: object, *others: object, processes: int = 1) -> Machine:

@@ -11,7 +11,7 @@ Jobs may run in other processes and on other machines that see the same folder; 
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -89,10 +89,8 @@ class Sweep:
             for place in (old, *old.glob("*")):
                 remove_litter(place)
         durable.make_folder(folder)
-        write_record(
-            folder / "sweep.json",
-            SweepRecord(command=command, started=now(), launcher=launcher, jobs=list(jobs), **_here()),
-        )
+        record = SweepRecord(command=command, started=now(), launcher=launcher, jobs=list(jobs), **_here())
+        write_record(folder / "sweep.json", record)
         return cls(folder)
 
     @property
@@ -114,8 +112,7 @@ class Sweep:
         """Hold a job's folder while it works; what the block writes into the record is saved at its end, however it
         ends."""
         folder = self.folder / f"{number:04d}"
-        with ExitStack() as stack:
-            stack.enter_context(run_lock(folder))
+        with run_lock(folder):
             record = JobRecord(number=number, started=now(), **_here())
             write_record(folder / "job.json", record)
             start = datetime.now()
