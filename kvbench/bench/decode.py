@@ -232,7 +232,7 @@ def measure_peaks(settings: Settings, bench: Bench) -> dict[str, int]:
         order = {"model": settings.model + ways[mark], "device": bench.device, "context": settings.context}
         order |= {"name": name, "kind": kinds.get(name), "kernels": settings.kernels}
         order |= {"threads": settings.threads[-1] or machine.num_cpus()}
-        command = [sys.executable, "-m", "kvbench.bench.peak", json.dumps(order)]
+        command = [sys.executable, "-m", "kvbench.bench.decoders", json.dumps(order)]
         done = subprocess.run(command, capture_output=True, text=True)
         try:
             found[name + mark] = int(json.loads(done.stdout.splitlines()[-1])["peak_bytes"])

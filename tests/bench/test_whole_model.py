@@ -6,8 +6,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from kvbench.bench import choices, chunks, decode, peak, show, throughput
-from kvbench.bench.decoders import OwnDecoder, StaticDecoder, StoreDecoder
+from kvbench.bench import choices, chunks, decode, show, throughput
+from kvbench.bench.decoders import OwnDecoder, StaticDecoder, StoreDecoder, peak_bytes
 from kvbench.engine import hf
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.bench import bench
@@ -238,4 +238,4 @@ def test_bytes_of_a_prompt_are_measured():
     assert chunked["alive_bytes"] < whole["alive_bytes"] and chunked["peak_bytes"] < whole["peak_bytes"]
     assert chunked["resident_bytes"] == whole["resident_bytes"]
     order = {"model": "random preset=tiny", "device": "cpu", "context": 256, "name": "snapkv budget=0.25"}
-    assert peak.main(order | {"kind": None, "kernels": "torch", "threads": 1}) >= 0
+    assert peak_bytes(order | {"kind": None, "kernels": "torch", "threads": 1}) >= 0
