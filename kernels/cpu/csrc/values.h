@@ -154,9 +154,9 @@ static void page_values(const Call& call, const Tier& tier, const TierPlan& plan
 
 constexpr long kValueSlots = 512;  // slots whose codes stay in the first cache while all of their registers are passed over
 
-// Whether values are weighted by digits: whole registers, none of which spans two groups of channels.
+// Whether values are weighted by digits: whole registers, none of which spans two groups of channels, and codes with scales.
 static bool values_by_digits(const Tier& tier, const TierPlan& p) {
-  return kHasDigits && is_code(tier.v.kind) && p.v_direct && p.v_width % kLanes == 0;
+  return kHasDigits && scaled(tier.v) && is_code(tier.v.kind) && p.v_direct && p.v_width % kLanes == 0;
 }
 
 #if KVB_DIGITS

@@ -20,7 +20,7 @@ try:
     ABSENT = ""
 except BuildError as error:
     ISAS, ABSENT = [], str(error)
-needs_compiler = pytest.mark.skipif(bool(ABSENT), reason=ABSENT)
+pytestmark = pytest.mark.skipif(bool(ABSENT), reason=ABSENT)
 
 CODED = ("8,8", "8,4", "4,4", "4,2", "2,2", "2,1", "1,1")
 VARIANTS = {
@@ -55,7 +55,6 @@ def ragged(fmt: PageFormat) -> list[list[int]]:
     return [[1, full], [2 * full + 3, full - 1], [5, 4300]]
 
 
-@needs_compiler
 @pytest.mark.parametrize(
     ("variant", "head_dim"),
     few([(v, d) for v in VARIANTS for d in (64, 80, 128)], *zip(VARIANTS, (64, 80, 128) * 2, strict=True)),
@@ -81,7 +80,6 @@ def test_every_coded_format_equals_the_reference(variant: str, head_dim: int):
     assert checked >= 4
 
 
-@needs_compiler
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 128])
 @pytest.mark.parametrize(
     ("bits", "kind", "extra"),
@@ -118,17 +116,6 @@ def test_elements_and_mixed_sides_equal_the_reference(bits: str, kind: str, extr
         assert_equal(random_queries(3, 2 * group_size, head_dim), cache.pages, cache.tiers, None, group="max")
 
 
-@needs_compiler
-def test_three_tiers_with_empty_ones_equal_the_reference():
-    """Lists whose second or third tier is empty, and one whose first tier is."""
-    formats = [tier_format(bits, 64) for bits in ("8,4", "4,2", "16,16")]
-    counts = [[[5, 0], [700, 40], [1, 3]], [[0, 9], [2000, 0], [0, 1]], [[0, 17], [3, 0], [0, 0]]]
-    cache = Cache(formats, counts, 64)
-    for group_size in (1, 3, 5):
-        assert_equal(random_queries(3, 2 * group_size, 64), cache.pages, cache.tiers, None, group="sum", power=2)
-
-
-@needs_compiler
 @pytest.mark.parametrize(("num_k", "num_v"), [(0, 0), (64, 32), (32, 61), (64, 64)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_residual_rings_equal_the_reference(num_k: int, num_v: int, dtype: torch.dtype):
@@ -147,17 +134,6 @@ def test_residual_rings_equal_the_reference(num_k: int, num_v: int, dtype: torch
     assert_equal(random_queries(2, 6, 64), cache.pages, [tier], Ring(rows, v, ring.num_tokens), group="sum")
 
 
-@needs_compiler
-def test_rotated_keys_equal_the_reference():
-    """Keys that are rotated to their place in the cache."""
-    fmt = tier_format("16,16", 64)
-    cache = Cache([fmt], [[[9, 40]]], 64)
-    width = cache.tiers[0].ids.shape[-1] * fmt.tokens_per_page
-    cache.tiers[0].rotation = torch.randn(1, width, 32, generator=torch.Generator().manual_seed(4))
-    assert_equal(random_queries(1, 6, 64), cache.pages, cache.tiers, None)
-
-
-@needs_compiler
 @pytest.mark.parametrize("isa", few(["portable", "auto"], "auto"))
 @pytest.mark.parametrize("half", [32, 20])
 @pytest.mark.parametrize(
@@ -190,7 +166,6 @@ def test_keys_at_positions_in_order_equal_the_reference(bits, how, half, isa, mo
         assert_equal(random_queries(2, heads, 64), cache.pages, cache.tiers, None, group="sum")
 
 
-@needs_compiler
 @pytest.mark.parametrize("bits", ["16,16", "4,2"])
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 def test_nan_comes_out_of_its_own_list_only(bits: str, where: str):
@@ -210,7 +185,6 @@ def test_nan_comes_out_of_its_own_list_only(bits: str, where: str):
     assert torch.isfinite(scores[0][0, 1]).all()
 
 
-@needs_compiler
 def test_a_list_of_nothing_has_no_value():
     """Attention over no token is NaN with a log-sum-exp of minus infinity; its neighbour is untouched."""
     fmt = tier_format("4,2", 64)
@@ -220,7 +194,6 @@ def test_a_list_of_nothing_has_no_value():
     assert out[0, 1].isfinite().all() and lse[0, 1].isfinite()
 
 
-@needs_compiler
 def test_results_depend_neither_on_threads_nor_on_the_batch():
     """Bit for bit: one thread, two and three, all rows together, each row alone, and in another order."""
     formats = [tier_format("8,4", 64), tier_format("4,2", 64)]
@@ -245,21 +218,6 @@ def test_results_depend_neither_on_threads_nor_on_the_batch():
         assert all(torch.equal(a, b[rows]) for a, b in zip(attend(rows), want, strict=True))
 
 
-@needs_compiler
-def test_scores_are_added_as_the_reference_adds_them():
-    """Every live slot of every list gets its score, and not one byte beside them changes."""
-    fmt = tier_format("4,2", 64, track=("score", "pos"))
-    cache = Cache([fmt], [[[1, 200], [fmt.tokens_per_page, 0]]], 64)
-    tier = cache.tiers[0]
-    region(cache.pages, fmt, "score").copy_(torch.rand(len(cache.pages), fmt.tokens_per_page))
-    scores = torch.rand(2, 2, tier.ids.shape[-1] * fmt.tokens_per_page)
-    want = cache.pages.clone()
-    REFERENCE.add_scores(want, tier, scores)
-    Cpu().add_scores(cache.pages, tier, scores)
-    assert torch.equal(cache.pages, want)
-
-
-@needs_compiler
 def test_a_page_that_does_not_exist_is_refused():
     """A broken table is an error and no read of foreign memory."""
     fmt = tier_format("4,2", 64)
@@ -269,7 +227,6 @@ def test_a_page_that_does_not_exist_is_refused():
         Cpu().paged_decode(random_queries(1, 1, 64), cache.pages, cache.tiers, None, 0.125)
 
 
-@needs_compiler
 @pytest.mark.parametrize("isa", few(ISAS, *ISAS[-1:]))
 def test_every_build_equals_the_reference(isa: str, monkeypatch: pytest.MonkeyPatch):
     """All builds that this CPU runs, from portable C++ to the widest registers, attend alike; rotated keys too."""
@@ -287,7 +244,6 @@ def test_every_build_equals_the_reference(isa: str, monkeypatch: pytest.MonkeyPa
         assert_equal(random_queries(1, 14, head_dim), each.pages, each.tiers, None, group="max")
 
 
-@needs_compiler
 def test_a_build_that_does_not_run_here_is_refused(monkeypatch: pytest.MonkeyPatch):
     """The variable's value must be a build, and one for this CPU; the error names those that are."""
     monkeypatch.setenv("KVBENCH_CPU_ISA", "sse9")
@@ -301,7 +257,6 @@ def test_a_build_that_does_not_run_here_is_refused(monkeypatch: pytest.MonkeyPat
     assert cpu_abi.chosen_isa() == "avx2"
 
 
-@needs_compiler
 def test_auto_takes_the_compiled_kernels_on_a_cpu_only():
     """On a GPU auto goes elsewhere, and asking for them there is an error."""
     assert dispatch.get_backend("auto").name == "cpu" and not dispatch.get_backend("cpu").is_reference

@@ -5,7 +5,7 @@ import torch
 from oracles import slow_attention
 from page_helpers import PAGE_BYTES, Cache, tier_format
 from selection import few
-from test_cpu import ISAS, needs_compiler
+from test_cpu import ISAS, pytestmark  # noqa: F401
 
 from kvbench.kernels.backend import REFERENCE
 from kvbench.kernels.cpu.backend import Cpu
@@ -55,7 +55,6 @@ def random_tokens(make: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(NUM_TOKENS, HEAD_DIM, generator=make), torch.randn(NUM_TOKENS, HEAD_DIM, generator=make)
 
 
-@needs_compiler
 @pytest.mark.parametrize("isa", few(ISAS, *ISAS[-1:]))
 @pytest.mark.parametrize("case", [outlier_query, peaked, uneven_values, tiny], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", FORMATS)
@@ -83,7 +82,6 @@ def test_numbers_of_unlike_size_lose_no_more_than_in_fp32(name: str, case, isa, 
     assert max(errors.values()) <= 2 * errors["portable"] + 3e-6 * float(exact.abs().max()), errors
 
 
-@needs_compiler
 @pytest.mark.parametrize("bits", ["4,2", "8,8"])
 @pytest.mark.parametrize("where", ["v_scale", "v_zero", "k_scale", "k_zero"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

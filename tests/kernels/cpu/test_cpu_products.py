@@ -5,16 +5,10 @@ import pickle
 
 import pytest
 import torch
-from selection import few
+from test_cpu import pytestmark  # noqa: F401
+from test_cpu_pages import isa  # noqa: F401
 
-from kvbench.kernels.cpu import abi as cpu_abi
-from kvbench.kernels.cpu.build import BuildError
 from kvbench.kernels.cpu.products import DTYPES, FewRows
-
-try:
-    ISAS = cpu_abi.available_isas()
-except BuildError as error:
-    pytest.skip(str(error), allow_module_level=True)
 
 # Outputs around the 8 that are made at a time, inputs around the 8, 16 and 32 numbers of a step.
 SHAPES = [(1, 1), (7, 15), (8, 16), (9, 33), (17, 64), (24, 100), (192, 576)]
@@ -22,12 +16,11 @@ SHAPES = [(1, 1), (7, 15), (8, 16), (9, 33), (17, 64), (24, 100), (192, 576)]
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 1.01 * 2.0**-8, torch.float16: 1.01 * 2.0**-11}
 
 
-@pytest.fixture(params=few(ISAS, *ISAS[-1:]))
-def few_rows(request, monkeypatch) -> FewRows:
+@pytest.fixture
+def few_rows(isa) -> FewRows:  # noqa: F811
     """The products of one build of the library."""
-    monkeypatch.setenv(cpu_abi.ISA_VARIABLE, request.param)
     found = FewRows()
-    assert found.isa == request.param
+    assert found.isa == isa
     return found
 
 

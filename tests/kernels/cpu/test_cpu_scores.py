@@ -2,18 +2,12 @@
 
 import pytest
 import torch
-from selection import few
+from test_cpu import pytestmark  # noqa: F401
+from test_cpu_pages import isa  # noqa: F401
 
 from kvbench.kernels.backend import REFERENCE
-from kvbench.kernels.cpu import abi as cpu_abi
 from kvbench.kernels.cpu.backend import Cpu
-from kvbench.kernels.cpu.build import BuildError
 from kvbench.kernels.operands import ColumnSums, HeadScores
-
-try:
-    ISAS = cpu_abi.available_isas()
-except BuildError as error:
-    pytest.skip(str(error), allow_module_level=True)
 
 SHAPES = {"1:1": (2, 2, 64), "3:1": (6, 2, 80), "7:1": (7, 1, 128)}
 OPTIONS = (
@@ -25,13 +19,6 @@ OPTIONS = (
     {"skip_near": 7, "power": 2, "queries": 600},
     {"skip_near": 50, "queries": 40},
 )
-
-
-@pytest.fixture(params=few(ISAS, *ISAS[-1:]))
-def isa(request, monkeypatch):
-    """Runs a test on one build of the library."""
-    monkeypatch.setenv(cpu_abi.ISA_VARIABLE, request.param)
-    return request.param
 
 
 def prompt(shape: str, length: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, float]:
@@ -60,7 +47,7 @@ def counted(distance: torch.Tensor, queries: int, skip_near: int) -> torch.Tenso
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_column_sums_equal_those_of_the_full_matrix(shape: str, dtype: torch.dtype, isa: str):
+def test_column_sums_equal_those_of_the_full_matrix(shape: str, dtype: torch.dtype, isa: str):  # noqa: F811
     """Any window, exclusion and power; one token, two, less than a block of queries, and one more than whole blocks.
 
     The bound is the rounding of fp32 sums over 513 probabilities; the sums reach 30.
@@ -77,7 +64,7 @@ def test_column_sums_equal_those_of_the_full_matrix(shape: str, dtype: torch.dty
             torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=2e-6, msg=lambda m, o=option: f"{o}: {m}")
 
 
-def test_low_counts_equal_those_of_the_full_matrix(isa: str):
+def test_low_counts_equal_those_of_the_full_matrix(isa: str):  # noqa: F811
     """Counted queries with less than 1 / (keys seen); a probability within 1e-5 of the threshold may fall either way,
     an equal one is not below it."""
     q, k, scale = prompt("3:1", 513)
@@ -91,7 +78,7 @@ def test_low_counts_equal_those_of_the_full_matrix(isa: str):
     assert not Cpu().column_scores(q, torch.zeros_like(k), scale, ColumnSums(queries=-1, below_uniform=True)).any()
 
 
-def test_sums_are_the_same_bits_for_any_number_of_threads_and_strides(isa: str):
+def test_sums_are_the_same_bits_for_any_number_of_threads_and_strides(isa: str):  # noqa: F811
     """A head is summed by one thread in one order; a prompt that is part of a longer tensor is read as it lies."""
     q, k, scale = prompt("7:1", 513)
     threads = torch.get_num_threads()
@@ -107,7 +94,7 @@ def test_sums_are_the_same_bits_for_any_number_of_threads_and_strides(isa: str):
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-def test_a_key_that_is_not_finite_shows_in_its_head_alone(isa: str):
+def test_a_key_that_is_not_finite_shows_in_its_head_alone(isa: str):  # noqa: F811
     """NaN in one KV head of two: the reference's rows are NaN, and so are these; the other head is untouched."""
     q, k, scale = prompt("3:1", 70)
     k[1, 20] = float("nan")
