@@ -65,9 +65,8 @@ def test_the_task_is_told_the_metadata_and_the_tokenizer(load, tmp_path):
 def test_the_context_ends_where_the_document_says(load, model, field):
     """By the field that is named; without one of the usual names there is an error that lists them."""
     if field is None:
-        with pytest.raises(
-            ValueError, match="name the field .* task.context_field= .they have facts, question, target."
-        ):
+        message = "name the field .* task.context_field= .they have facts, question, target."
+        with pytest.raises(ValueError, match=message):
             load(protocol={"query_aware": False})
         return
     task = load(protocol={"query_aware": False}, context_field=field)

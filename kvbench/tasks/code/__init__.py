@@ -5,7 +5,7 @@ the added inputs.
 unless `task.allow_code_execution=true`, and nothing where the cage is not complete.
 
 `dataset` reads the rows of the two benchmarks; `extract` makes a program of an answer; `cage/run.py` is the one door to
-run it; `grade` compares what came out with the `reference`, by the rules of `oracle`; `metrics` is what lm-eval calls.
+run it; `grade` compares what came out with the `reference`, by the rules of `oracle`.
 """
 
 import json

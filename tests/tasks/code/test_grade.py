@@ -80,25 +80,15 @@ def test_any_root_is_right(root, passes):
 @needs_cage
 def test_mbpp_row():
     """MBPP+: arguments get their tuples back, a match object counts as found, sets ignore order."""
-    row = {
-        **ROW,
-        "task_id": "Mbpp/2",
-        "prompt": '"""\nShared elements.\nassert True\n"""\n',
-        "entry_point": "similar_elements",
-    }
-    row |= {
-        "canonical_solution": "def similar_elements(a, b):\n    assert a == tuple(a)\n    return (*set(a) & set(b),)\n"
-    }
+    right = "def similar_elements(a, b):\n    assert a == tuple(a)\n    return (*set(a) & set(b),)\n"
+    row = ROW | {"task_id": "Mbpp/2", "prompt": '"""\nShared elements.\nassert True\n"""\n'}
+    row |= {"entry_point": "similar_elements", "canonical_solution": right}
     row |= {"base_input": [[[3, 4, 5], [5, 4]]], "plus_input": [[[1], [2]]]}
     one = "```python\ndef similar_elements(a, b):\n    return [x for x in reversed(a) if x in b]\n```"
     assert grade_task("mbpp_plus", row, one, allow_code_execution=True) == PASS
     assert grade_task("mbpp_plus", row, one.replace("if x in b", ""), allow_code_execution=True).status == "fail"
-    row |= {
-        "task_id": "Mbpp/0",
-        "entry_point": "text_match_three",
-        "base_input": [["abbb"], ["a"]],
-        "plus_input": [["abb"]],
-    }
+    row |= {"task_id": "Mbpp/0", "entry_point": "text_match_three"}
+    row |= {"base_input": [["abbb"], ["a"]], "plus_input": [["abb"]]}
     row |= {"canonical_solution": "import re\ndef text_match_three(text):\n    return re.search('ab{3}', text)\n"}
     same = "```python\nimport re\ndef text_match_three(text):\n    return bool(re.search('abbb', text))\n```"
     for answer, status in ((same, "pass"), (same.replace("bool", ""), "pass"), (same.replace("abbb", "ab"), "fail")):

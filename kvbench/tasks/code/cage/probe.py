@@ -27,6 +27,7 @@ _LIMITS = Limits(
 
 _CALL_S = 60.0
 _SCRATCH = "/tmp"
+_NO_THREAD = "no thread can be started, because the kernel counts what other programs of this user run"
 
 # Runs inside. Bounded in itself: 12 threads and 3 processes that end at once, 512 MiB asked for and not touched, 2 MiB
 # written.
@@ -199,9 +200,7 @@ def _judge(facts: dict, left_behind: list[str]) -> list[str]:
         "no process isolation": facts["signalled"] or facts["number"] != 2,
         "new processes can be started": facts["processes"],
         "no limit on threads": facts["threads"] >= _LIMITS.processes,
-        "no thread can be started, because the kernel counts what other programs of this user run": not facts[
-            "threads"
-        ],
+        _NO_THREAD: not facts["threads"],
         "no limit on memory": facts["memory"],
         "no limit on file size": facts["file"],
         "no limit on its temporary directory": facts["scratch"] > 2 * _LIMITS.scratch_bytes,
