@@ -46,12 +46,7 @@ def load_lmeval_tasks(folder: Path, names: Sequence[str], metadata: Mapping[str,
 
 def scorer_of(scored: Mapping[str, tuple["Task", dict]]) -> Callable[[str, str], Mapping[str, float]]:
     """The `TaskSet.scorer` for sample id -> the task of lm-eval, whose `process_results` scores, and the document."""
-
-    def score(sample_id: str, answer: str) -> Mapping[str, float]:
-        task, doc = scored[sample_id]
-        return task.process_results(doc, [answer])
-
-    return score
+    return lambda sample_id, answer: scored[sample_id][0].process_results(scored[sample_id][1], [answer])
 
 
 @contextmanager

@@ -89,7 +89,8 @@ class _Search:
         place = max((at for at, (tree, _, _) in enumerate(regions) if defines(tree, self.entry_point)), default=None)
         if place is None:
             return None
-        head = _before_definition(self.prompt, self.entry_point)
+        definition = rf"^(?:async )?def {re.escape(self.entry_point)}\b"
+        head = re.split(definition, self.prompt, maxsplit=1, flags=re.MULTILINE)[0]
         taken = {place}
         while True:
             parts = [head, *("\n".join(lines[start:end]) for at, (_, start, end) in enumerate(regions) if at in taken)]
@@ -143,7 +144,7 @@ def _blocks(answer: str) -> list[str]:
     blocks, place = [], 0
     while place < len(fences):
         start = fences[place]
-        ends = (at for at in range(place + 1, len(fences)) if _closes(fences[at], start))
+        ends = (at for at in range(place + 1, len(fences)) if not fences[at][2] and fences[at][1].startswith(start[1]))
         end = next(ends, None)
         stop = fences[end].start() if end is not None else len(answer)
         # The end of an answer that began inside a block has no text behind it.
@@ -153,15 +154,6 @@ def _blocks(answer: str) -> list[str]:
             break
         place = end + 1
     return blocks
-
-
-def _closes(fence: re.Match[str], opening: re.Match[str]) -> bool:
-    return not fence.group(2) and fence.group(1).startswith(opening.group(1))
-
-
-def _before_definition(prompt: str, entry_point: str) -> str:
-    found = re.search(rf"^(?:async )?def {re.escape(entry_point)}\b", prompt, re.MULTILINE)
-    return prompt[: found.start()] if found else prompt
 
 
 def _indented(body: str) -> str:
