@@ -1,9 +1,11 @@
 """`kvbench.compress`: transformers' own generate over a compressed cache, and a model that is left as it was found."""
 
+from itertools import takewhile
+
 import pytest
 import torch
 from test_generate import METHODS, TEXTS
-from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers import DynamicCache, GenerationConfig, MistralConfig, MistralForCausalLM, StaticCache
 
 import kvbench
 
@@ -16,15 +18,6 @@ def padded(loaded, texts):
     return loaded.tokenizer(texts, return_tensors="pt", padding=True)
 
 
-def answers_of(loaded, inputs, output):
-    """The new tokens of each row, up to the end token."""
-    found = []
-    for row in output[:, inputs["input_ids"].shape[1] :].tolist():
-        ends = [i for i, token in enumerate(row) if token in loaded.eos_token_ids]
-        found.append(row[: ends[0]] if ends else row)
-    return found
-
-
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("texts", [TEXTS[:1], TEXTS], ids=["one", "three"])
 def test_it_gives_the_tokens_of_generate(tiny_model, method, texts):
@@ -35,7 +28,8 @@ def test_it_gives_the_tokens_of_generate(tiny_model, method, texts):
         output = loaded.model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
         inside = cache.bytes()
     expected = kvbench.generate(loaded.model, loaded.tokenizer, texts, method=method, max_new_tokens=NEW, **settings)
-    assert answers_of(loaded, inputs, output) == expected.tokens
+    rows = output[:, inputs["input_ids"].shape[1] :].tolist()
+    assert [list(takewhile(lambda token: token not in loaded.eos_token_ids, row)) for row in rows] == expected.tokens
     if all(len(tokens) == NEW for tokens in expected.tokens):  # a row that ended goes on receiving padding
         assert [cache.bytes(row)["resident_bytes"] for row in range(len(texts))] == expected.bytes
         assert cache.bytes()["fp16_bytes"] == sum(expected.full_bytes)
@@ -217,18 +211,11 @@ def test_the_model_is_as_before_after_an_error(tiny_model):
     with pytest.raises(ValueError, match="already"), kvbench.compress(model, "full"), kvbench.compress(model, "full"):
         pass
     assert is_own()
-    with pytest.raises(ValueError, match="sliding_window=4"), kvbench.compress(with_a_window(), "full"):
-        pass
-
-
-def with_a_window():
-    """A model whose layers forget on their own: one that the store does not take."""
-    from transformers import MistralConfig, MistralForCausalLM
-
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    return MistralForCausalLM(
-        MistralConfig(**sizes, num_attention_heads=1, num_key_value_heads=1, sliding_window=4, bos_token_id=1)
-    )
+    sizes |= {"num_attention_heads": 1, "num_key_value_heads": 1, "sliding_window": 4, "bos_token_id": 1}
+    forgets = MistralForCausalLM(MistralConfig(**sizes))  # its layers do so on their own: the store does not take it
+    with pytest.raises(ValueError, match="sliding_window=4"), kvbench.compress(forgets, "full"):
+        pass
 
 
 def test_a_forward_of_somebody_else_stays(tiny_model):

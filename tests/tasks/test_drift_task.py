@@ -64,12 +64,10 @@ def test_what_cannot_be_asked(model, settings, protocol, message) -> None:
 
 def test_files_that_hold_no_text(tmp_path) -> None:
     """Bytes that are no UTF-8, and an empty file."""
-    (tmp_path / "bytes.bin").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "empty.txt").write_text(" \n")
-    with pytest.raises(ValueError, match="cannot be read as UTF-8 text"):
-        read_text(str(tmp_path / "bytes.bin"))
-    with pytest.raises(ValueError, match="holds no text"):
-        read_text(str(tmp_path / "empty.txt"))
+    for content, message in ((b"\xff\xfe\x00", "cannot be read as UTF-8 text"), (b" \n", "holds no text")):
+        (tmp_path / "my.txt").write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            read_text(str(tmp_path / "my.txt"))
 
 
 def test_words_and_bytes_of_the_second_part(model) -> None:

@@ -1,10 +1,12 @@
 """InfiniteBench's retrieval subsets, on rows made here: prompts, scores, files."""
 
 import json
+from pathlib import Path
 
 import pytest
+from loaded import loader
 
-from kvbench.tasks import data_files, load_task
+from kvbench.tasks import data_files
 from kvbench.tasks.fetch import check_file
 from kvbench.tasks.files import MissingDataError
 
@@ -44,13 +46,10 @@ def folder(tmp_path):
     """A folder with a row of each subset."""
     for name, row in ROWS.items():
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
-    return tmp_path
+    return str(tmp_path)
 
 
-def load(folder, model, protocol=None, **settings):
-    """The task over a folder."""
-    cfg = {"name": "infinitebench", "data_dir": str(folder)} | settings
-    return load_task(cfg, model, limit=None, seed=0, protocol=protocol)
+load = loader("infinitebench")
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -59,16 +58,17 @@ def test_prompts_are_the_authors(folder, model, name, query_aware):
     """To the character; in a chat what their template ends with begins the answer."""
     row = ROWS[name]
     context = row.get("context", row.get("content"))
-    (request,) = load(folder, model, {"chat_template": "never", "query_aware": query_aware}, subsets=name).requests
+    plain = {"chat_template": "never", "query_aware": query_aware}
+    (request,) = load(model, data_dir=folder, subsets=name, protocol=plain).requests
     whole = f"<s>{BEGIN[name]}\n\n{context}\n\n{row['input']}{END[name]}"
     assert model.tokenizer.decode(list(request.prompt)) == whole
     if not query_aware:
         assert row["input"] not in model.tokenizer.decode(list(request.segments[0]))
-    (request,) = load(folder, model, subsets=name).requests
+    (request,) = load(model, data_dir=folder, subsets=name).requests
     said = model.tokenizer.decode(list(request.prompt))
     assert said.endswith(f"<|assistant|>\n{END[name].strip()}")
     assert request.max_new_tokens == {"passkey": 6, "number_string": 12, "kv_retrieval": 50}[name]
-    (request,) = load(folder, model, subsets=name, answer_prefix=False).requests
+    (request,) = load(model, data_dir=folder, subsets=name, answer_prefix=False).requests
     assert model.tokenizer.decode(list(request.prompt)).endswith("<|assistant|>\n") and request.max_new_tokens == 50
 
 
@@ -82,7 +82,7 @@ def test_prompts_are_the_authors(folder, model, name, query_aware):
 )
 def test_scores(folder, model, subset, right, wrong):
     """The first run of digits, or the value as a word; an oracle scores 1, and thoughts nothing."""
-    task = load(folder, model, subsets=subset)
+    task = load(model, data_dir=folder, subsets=subset)
     request = task.requests[0]
     gold = model.tokenizer.decode(list(request.gold))
     assert [task.score(request, answer)["score"] for answer in (*right, gold)] == [1.0] * (len(right) + 1)
@@ -91,25 +91,25 @@ def test_scores(folder, model, subset, right, wrong):
 
 def test_files_are_found_checked_and_asked_for(folder, model):
     """Broken rows are named, the others run; a missing file is answered with the command that gets it."""
-    with (folder / "passkey.jsonl").open("a") as stream:
+    with Path(folder, "passkey.jsonl").open("a") as stream:
         stream.write(json.dumps({"context": "a", "input": "b", "answer": []}) + "\n")
-    task = load(folder, model)
+    task = load(model, data_dir=folder)
     assert [request.sample_id for request in task.requests] == ["passkey/0", "number_string/0", "kv_retrieval/0"]
     assert [one["reason"] for one in task.quarantined] == ["field answer must be a text, it is list"]
     files = {file.name: file for file in data_files({"name": "infinitebench"})}
     assert {name: file.rows for name, file in files.items()} == dict(zip(ROWS, (590, 590, 500), strict=True))
-    report = check_file(files["passkey"], folder, {}, partial_data=True)
+    report = check_file(files["passkey"], Path(folder), {}, partial_data=True)
     assert (report.rows, len(report.broken)) == (1, 1)
     assert [file.name for file in data_files({"name": "infinitebench", "subsets": "passkey"})] == ["passkey"]
-    (folder / "kv_retrieval.jsonl").unlink()
+    Path(folder, "kv_retrieval.jsonl").unlink()
     with pytest.raises(MissingDataError, match="no data for kv_retrieval.*hf download xinrongzhang2022/InfiniteBench"):
-        load(folder, model)
+        load(model, data_dir=folder)
 
 
 def test_an_answer_does_not_begin_inside_thoughts(folder, model, tokenizer, monkeypatch):
     """A template that opens thoughts is refused with the answer's beginning, and taken without."""
     monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template + "<think>\n")
     with pytest.raises(ValueError, match="set task.answer_prefix=false"):
-        load(folder, model, subsets="passkey")
-    (request,) = load(folder, model, subsets="passkey", answer_prefix=False).requests
+        load(model, data_dir=folder, subsets="passkey")
+    (request,) = load(model, data_dir=folder, subsets="passkey", answer_prefix=False).requests
     assert request.thoughts.opened
