@@ -118,11 +118,6 @@ def test_minerva_form(model, tmp_path: Path) -> None:
     assert MATH["problem"] not in first and MATH["problem"] in second
     with pytest.raises(ValueError, match=r"task.form='minerva' must be 'boxed' or 'minerva4'. Did you mean minerva4"):
         load_task(cfg | {"form": "minerva"}, model, limit=1, seed=0)
-
-
-def test_minerva_subjects_ask_the_same_way(model, tmp_path: Path) -> None:
-    """The subjects of MATH have the form too."""
-    folder = folder_of(tmp_path, "math")
-    cfg = {"name": "math", "form": "minerva4", "subjects": ["algebra"], "data_dir": str(folder)}
-    task = load_task(cfg, model, limit=1, seed=0, protocol={"max_new_tokens": 64})
+    cfg = {"name": "math", "form": "minerva4", "subjects": ["algebra"], "data_dir": str(folder_of(tmp_path, "math"))}
+    task = load_task(cfg, model, limit=1, seed=0, protocol={"max_new_tokens": 64})  # the subjects of MATH have it too
     assert model.tokenizer.decode(task.requests[0].segments[0]).count("Problem:\n") == 5
