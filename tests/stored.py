@@ -82,34 +82,21 @@ def sample(
 
 
 def store(root, method, scores, *, settings=None, status="complete", total=None, message="", **changes):
-    """Write one run.
+    """Write one run, and give its folder.
 
-    Args:
-        root: Results folder.
-        method: Name of the method.
-        scores: Subset -> scores; the run has one sample for each.
-        settings: Settings of the method.
-        status: Of the run.
-        total: Answers the run should have had; those there when not given.
-        message: Why it failed.
-        changes: `task`, `model`, `backend`, `batch_size`, `harness`, `method_code`, `fingerprint`, `started`, `seed`,
-            `length`, `store`; `statuses` (sample number -> status); the rest goes to `sample`, where a function is
-            called with the sample's number.
-
-    Returns:
-        The run's folder.
+    The run has a sample for each score of a subset, of `total` that it should have had. `changes` are `task`, `model`,
+    `backend`, `batch_size`, `harness`, `method_code`, `fingerprint`, `started`, `seed`, `length`, `store`, `statuses`
+    (sample number -> status); the rest goes to `sample`, where a function is called with the sample's number.
     """
     known = {"task": "toy", "model": "tiny", "backend": "torch", "batch_size": 4, "harness": "a" * 64, "seed": 0}
     known |= {"method_code": "b" * 64, "fingerprint": "f" * 64, "started": "2026-01-01T00:00:00+00:00", "length": 9}
     known |= {"statuses": {}, "store": {"page_bytes": "auto"}}
     known |= {key: changes.pop(key) for key in list(changes) if key in known}
-    records, number = [], 0
-    for subset, values in scores.items():
-        for score in values:
-            extra = {key: value(number) if callable(value) else value for key, value in changes.items()}
-            extra["status"] = known["statuses"].get(number, "ok")
-            records.append(sample(number, subset, float(score), **extra))
-            number += 1
+    records = []
+    for number, (subset, score) in enumerate((name, score) for name, values in scores.items() for score in values):
+        extra = {key: value(number) if callable(value) else value for key, value in changes.items()}
+        status_of = known["statuses"].get(number, "ok")
+        records.append(sample(number, subset, float(score), status=status_of, **extra))
     identity = {
         "model": {"fingerprint": "w", "dtype": "float32", "device": "cpu"},
         "task": {"name": known["task"], "fingerprint": known["fingerprint"], "limit": None}
@@ -147,13 +134,10 @@ def store(root, method, scores, *, settings=None, status="complete", total=None,
 def flips(scores, lost, gained):
     """The scores with the first `lost` ones of the last subset's right answers wrong and the first `gained` wrong ones
     right."""
-    changed = {subset: list(values) for subset, values in scores.items()}
-    values = changed[list(changed)[-1]]
-    for index in [i for i, value in enumerate(values) if value == 1][:lost]:
-        values[index] = 0
-    for index in [i for i, value in enumerate(scores[list(changed)[-1]]) if value == 0][:gained]:
-        values[index] = 1
-    return changed
+    *_, last = scores
+    rights, wrongs = ([i for i, value in enumerate(scores[last]) if value == right] for right in (1, 0))
+    changed = dict.fromkeys(rights[:lost], 0) | dict.fromkeys(wrongs[:gained], 1)
+    return {**scores, last: [changed.get(i, value) for i, value in enumerate(scores[last])]}
 
 
 def yes_no(rate, sizes, seed=0):

@@ -22,8 +22,7 @@ from kvbench.kernels.bench.bench import label_of
 from kvbench.models.matrices import PLAIN
 from kvbench.results.writing import write_atomic
 from kvbench.show import terminal
-from kvbench.show.palette import COLOURS, MARKERS
-from kvbench.show.picture import picture_bytes
+from kvbench.show.picture import COLOURS, MARKERS, picture_bytes
 from kvbench.show.progress import PLAIN_EVERY_S, LiveBar, format_bytes, format_seconds, note
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from kvbench.config.files import FULL
 from kvbench.results.measures import LOSSES, RESIDENT, SCORE
 from kvbench.results.writing import write_atomic
 from kvbench.show import terminal
-from kvbench.show.palette import BLUE, GREEN, VERMILION
-from kvbench.show.picture import picture_bytes
+from kvbench.show.picture import BLUE, GREEN, VERMILION, picture_bytes
 from kvbench.show.progress import format_bytes
 from kvbench.show.text import safe
 from kvbench.stats.intervals import Estimate

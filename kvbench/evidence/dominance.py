@@ -7,9 +7,9 @@ from itertools import combinations
 import numpy as np
 
 from kvbench.evidence.budget_curves import TIE
-from kvbench.evidence.frontier import Cost, Panel, Point
+from kvbench.evidence.frontier import Cost, Panel
 from kvbench.stats import studentised
-from kvbench.stats.paired import ALPHA, Paired, holm
+from kvbench.stats.paired import ALPHA, holm
 from kvbench.stats.signs import sign_flips
 from kvbench.stats.strata import Strata, has_spread, standard_error
 from kvbench.stats.studentised import LEVEL
@@ -59,26 +59,22 @@ def pair_p_values(panel: Panel) -> dict[tuple[str, str], float]:
     pairs = list(combinations(points, 2))
     draws = studentised.resamples_for(len(pairs) or 1, panel.resamples)
     found: dict[tuple[str, str], float] = {}
-    graded: list[tuple[Point, Point, Paired]] = []
+    graded: dict[tuple[str, str], Strata] = {}
     for first, second in pairs:
-        both = panel.difference(first, second, draws)
-        error = both.error
+        both, key = panel.difference(first, second, draws), (first.key, second.key)
         if both.pairs is not None:
-            p: float | None = both.p
-        elif both.few_differ or error is None or abs(both.value) <= error[0]:
-            p = 1.0  # a difference of one standard error is none, and needs no resampling to see it
+            found[key] = 1.0 if both.p is None else both.p
+        elif both.few_differ or both.error is None or abs(both.value) <= both.error[0]:
+            found[key] = 1.0  # a difference of one standard error is none, and needs no resampling to see it
         else:
-            graded.append((first, second, both))
-            continue
-        found[first.key, second.key] = 1.0 if p is None else p
+            graded[key] = both.strata
     if graded:
-        values = tuple(np.stack(parts, axis=1) for parts in zip(*(g[2].strata.values for g in graded), strict=True))
-        columns = Strata(values, graded[0][2].strata.weights)
+        values = tuple(np.stack(parts, axis=1) for parts in zip(*(g.values for g in graded.values()), strict=True))
+        columns = Strata(values, points[0].scores.weights)
         above, below = studentised.p_values(columns, resamples=draws, seed=panel.seed)
         flipped = sign_flips(columns, draws=draws, seed=panel.seed)
         both_tests = np.maximum(np.minimum(1.0, 2 * np.fmin(above, below)), flipped)
-        for (first, second, _), value in zip(graded, np.nan_to_num(both_tests, nan=1.0), strict=True):
-            found[first.key, second.key] = float(value)
+        found |= dict(zip(graded, np.nan_to_num(both_tests, nan=1.0).tolist(), strict=True))
     return found | {(b, a): p for (a, b), p in found.items()}
 
 

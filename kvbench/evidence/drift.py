@@ -19,8 +19,7 @@ from kvbench.results.measures import NATS_TOLERANCE
 from kvbench.results.sample import SampleRecord
 from kvbench.show import terminal
 from kvbench.show.csv_file import csv_row, records_csv
-from kvbench.show.palette import GREY, STYLES, method_style
-from kvbench.show.picture import drawn
+from kvbench.show.picture import GREY, STYLES, drawn, method_style
 from kvbench.stats.intervals import Estimate, estimate
 
 if TYPE_CHECKING:

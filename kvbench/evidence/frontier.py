@@ -142,10 +142,8 @@ def score_interval(scores: Strata, what: Measure) -> Interval | None:
 
 
 def question(group: Group, sample: SampleName) -> Question:
-    """The question, whatever the length, the protocol or the batch: the same name with the same right answers.
-
-    A generated task asks something else under another seed, by the same name.
-    """
+    """The question, whatever the length, the protocol or the batch: the same name with the same right answers, since a
+    generated task asks something else under another seed."""
     record = next((run.samples[sample[1], 0] for run in group.runs if (sample[1], 0) in run.samples), None)
     gold = json.dumps(record.get("gold") or "") if record else ""
     return group.task, sample[0], f"{sample[1]} {gold}"
@@ -206,14 +204,8 @@ def _drawable(group: Group, what: Measure, incomplete: bool, notes: list[str]) -
 
 
 def build(group: Group, cfg: DictConfig) -> Panel | None:
-    """Make the points of a group, over the samples that every drawn run has.
-
-    Returns:
-        None when there is nothing to draw; the group's notes then say why.
-
-    Raises:
-        ValueError: The metric does not exist.
-    """
+    """Make the points of a group, over the samples that every drawn run has; None when there is nothing to draw, and
+    the group's notes then say why. Raises ValueError where the metric does not exist."""
     what, notes = measure(str(cfg.metric), group), list(group.notes)
     curves = _drawable(group, what, cfg.incomplete, notes)
     runs = [run for run in group.runs if run.name in curves]
@@ -350,13 +342,8 @@ def distinct(groups: Sequence[Questions]) -> Questions:
 
 
 def together(questions: Sequence[Questions], values: Sequence[Strata]) -> Strata:
-    """The part that each distinct question adds to the mean of some groups' weighted means.
-
-    The values are those of each group's questions.
-
-    Returns:
-        Subsets as those of `distinct`, whose weighted mean is the mean of the groups' means. A question that is not in
-        every group adds what it has.
+    """The part that each distinct question adds to the mean of some groups' weighted means, in subsets as those of
+    `distinct`; a question that is not in every group adds what it has. The values are those of each group's questions.
     """
     joined = distinct(questions)
     place = {question: (index, row) for index, members in enumerate(joined) for row, question in enumerate(members)}

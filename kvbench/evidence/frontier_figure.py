@@ -12,8 +12,7 @@ from kvbench.evidence.dominance import DOMINATED, FRONTIER, NEAR, TOO_FEW, best_
 from kvbench.evidence.frontier import Interval, Panel, Point
 from kvbench.evidence.published import method_name
 from kvbench.results.measures import COSTS, RESIDENT
-from kvbench.show.palette import METHOD_MARKERS, SKY, STYLES, method_style
-from kvbench.show.picture import drawn
+from kvbench.show.picture import METHOD_MARKERS, SKY, STYLES, drawn, method_style
 from kvbench.show.terminal import three_digits
 from kvbench.stats.paired import ALPHA
 

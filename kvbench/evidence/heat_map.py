@@ -17,8 +17,7 @@ from kvbench.evidence.settings import KINDS, check, write_drawn
 from kvbench.results.measures import Measure
 from kvbench.show import terminal
 from kvbench.show.csv_file import csv_row, records_csv
-from kvbench.show.palette import BLUE, VERMILION
-from kvbench.show.picture import drawn
+from kvbench.show.picture import BLUE, VERMILION, drawn
 from kvbench.show.terminal import number
 from kvbench.stats.intervals import estimate
 

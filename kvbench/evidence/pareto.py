@@ -31,16 +31,13 @@ def check(cfg: DictConfig) -> None:
 
 
 def panels_of(groups: Sequence[Group], cfg: DictConfig) -> list[Panel]:
-    """One panel for each group with something to draw, and the averages over several.
-
-    Raises:
-        ValueError: Nothing can be drawn; says why.
-    """
-    pairs = [(group, build(group, cfg)) for group in groups]
-    for group, panel in pairs:
-        if panel is not None and cfg.published:
-            add_published(group, panel)
-    found = [panel for _, panel in pairs if panel is not None]
+    """One panel for each group with something to draw, and the averages over several; raises ValueError without any."""
+    found = []
+    for group in groups:
+        if (panel := build(group, cfg)) is not None:
+            if cfg.published:
+                add_published(group, panel)
+            found.append(panel)
     if not found:
         reasons = [note for group in groups for note in group.notes]
         raise ValueError(f"nothing can be drawn. {' '.join(reasons[:3])}")

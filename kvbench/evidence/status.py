@@ -75,7 +75,7 @@ def counted(found: "Counter[str] | Counter[State]") -> str:
 def show_sweep(sweep: Sweep, most: int | None, console: Console) -> None:
     """Print how one sweep stands, and at most so many jobs of each kind, or all."""
     record, states, jobs = sweep.record(), sweep.states(), sweep.jobs()
-    counts = Counter({state: sum(found == state for found in states.values()) for state in STATES})
+    counts = Counter({state: list(states.values()).count(state) for state in STATES})
     left = sweep.left_s() if counts["left"] or counts["running"] else None
     console.print(
         Text(f"\nsweep of {record.started} on {safe(record.host)}: {safe(record.command, 300)}", style="bold")

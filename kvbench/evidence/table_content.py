@@ -7,6 +7,8 @@ run one by one.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
 
 from kvbench.config.files import FULL
 from kvbench.evidence.frontier import Interval, score_interval
@@ -80,16 +82,9 @@ class PaperTable:
 
 
 def tables_of(groups: Sequence[Group], cfg: Mapping) -> list[PaperTable]:
-    """Make the tables of some groups.
-
-    Raises:
-        ValueError: The metric does not exist, or there is nothing to show.
-    """
-    found = []
-    for members in _joined(groups, cfg["by"]):
-        table = _table(members, cfg)
-        if table.rows:
-            found.append(table)
+    """Make the tables of some groups; raises ValueError where the metric does not exist, or nothing can be shown."""
+    tables = (_table(members, cfg) for members in _joined(groups, cfg["by"]))
+    found = [table for table in tables if table.rows]
     if not found:
         reasons = [note for group in groups for note in group.notes]
         raise ValueError(f"no table can be made. {' '.join(reasons[:3])}")
@@ -98,7 +93,7 @@ def tables_of(groups: Sequence[Group], cfg: Mapping) -> list[PaperTable]:
 
 def _joined(groups: Sequence[Group], by: str) -> list[list[Group]]:
     """Groups that make one table: no two of them have the same column."""
-    result: dict[str, list[list[Group]]] = {}
+    result: dict[str, list[tuple[set[str], list[Group]]]] = {}
     for group in groups:
         if not group.runs:
             continue
@@ -110,21 +105,16 @@ def _joined(groups: Sequence[Group], by: str) -> list[list[Group]]:
             protocol.pop("length", None)
         parts = [identity.get(name) for name in ("model", "generation", "seed", "fidelity")]
         key = json.dumps([group.task, group.model, first.version, protocol, *parts], sort_keys=True)
-        mine = set(_columns(group, by))
-        open_ones = result.setdefault(key, [])
-        for members in open_ones:
-            if not any(mine & set(_columns(other, by)) for other in members):
+        column = _column_of(group, by)
+        mine = {column(record) for run in group.runs for record in run.samples.values()}
+        for columns, members in result.setdefault(key, []):
+            if not mine & columns:
+                columns |= mine
                 members.append(group)
                 break
         else:
-            open_ones.append([group])
-    return [members for lists in result.values() for members in lists]
-
-
-def _columns(group: Group, by: str) -> list[str]:
-    column = _column_of(group, by)
-    found = {column(record) for run in group.runs for record in run.samples.values()}
-    return sorted(found, key=_length_order) if by == "length" else sorted(found)
+            result[key].append((mine, [group]))
+    return [members for lists in result.values() for _, members in lists]
 
 
 def _column_of(group: Group, by: str) -> Callable[[SampleRecord], str]:
@@ -208,13 +198,7 @@ def _headings(task: str, by: str, there: list[str]) -> tuple[dict[str, str], lis
         known = list(BENCHMARKS.get(task, {}))
         return {name: name for name in (known if set(there) <= set(known) else there)}, []
     names = _subsets_of(task, there)
-    spans: list[tuple[str, int]] = []
-    for name in names:
-        part = category_of(task, name)
-        if spans and spans[-1][0] == part:
-            spans[-1] = (part, spans[-1][1] + 1)
-        else:
-            spans.append((part, 1))
+    spans = [(part, len(list(members))) for part, members in groupby(names, partial(category_of, task))]
     is_known = any(category_of(task, name) != name for name in names)
     return {name: _title_of(task, name) for name in names}, spans if is_known else []
 
@@ -225,20 +209,16 @@ def _rows(groups: Sequence[Group], by: str, what: Measure, incomplete: bool, not
     for place, group in enumerate(groups):
         column = _column_of(group, by)
         repeats = {run.name for run in group.repeats}
-        sizes: dict[str, int] = {}
-        for run in group.runs:
-            if run.complete:
-                for key, members in _by_column(run, column).items():
-                    sizes[key] = max(sizes.get(key, 0), len(members))
+        whole = [_by_column(run, column) for run in group.runs if run.complete]
+        sizes = {name: max(len(held.get(name, ())) for held in whole) for name in set().union(*whole)}
         for run in group.runs:
             if run.name in repeats:
                 continue
             if not run.complete and not incomplete:
                 notes.append(f"{run.label} is not shown: it is incomplete ({run.progress})")
                 continue
-            row = found.setdefault(
-                run.key if run.method != FULL else run.method_key, Row(label=run.label, method=run.method)
-            )
+            key = run.key if run.method != FULL else run.method_key
+            row = found.setdefault(key, Row(label=run.label, method=run.method))
             row.runs.append(run)
             values = curve_of(run, what).values
             for name, members in _by_column(run, column).items():

@@ -9,8 +9,7 @@ from kvbench.results.measures import RESIDENT, SCORE, item_title, ledger_items
 from kvbench.results.record import RunRecord
 from kvbench.results.writing import write_atomic
 from kvbench.show.labels import label_runs
-from kvbench.show.palette import COLOURS, HATCHES, STYLES, item_place, method_style
-from kvbench.show.picture import picture_bytes
+from kvbench.show.picture import COLOURS, HATCHES, STYLES, item_place, method_style, picture_bytes
 from kvbench.show.progress import format_bytes
 from kvbench.show.text import safe
 

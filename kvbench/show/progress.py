@@ -94,15 +94,8 @@ class LiveBar:
 
 
 class Progress:
-    """Shows samples done, tokens per second, cache bytes and time left.
-
-    Args:
-        label: What is running, for example `diffkv on longctx`.
-        total: Samples of the whole run.
-        done: Samples that an earlier session had finished.
-        stream: Where to write; a terminal gets the live bar.
-        unit: What is counted.
-    """
+    """Shows samples done, tokens per second, cache bytes and time left; `done` of the total are those that an earlier
+    session had finished. A stream that is a terminal gets the live bar."""
 
     def __init__(
         self, label: str, total: int, done: int = 0, *, stream: TextIO | None = None, unit: str = "samples"
@@ -171,11 +164,6 @@ class Progress:
 
 @contextmanager
 def steps_shown(label: str, steps: int) -> Iterator[Callable[[], None]]:
-    """Shows work before a run begins; gives a function to call after each step.
-
-    Args:
-        label: What is done.
-        steps: How many steps it has.
-    """
+    """Shows work of so many steps before a run begins; gives a function to call after each step."""
     with Progress(label, steps, unit="programs") as progress:
         yield progress.advance

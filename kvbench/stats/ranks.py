@@ -43,16 +43,8 @@ def spearman(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
 
 
 def agreement(mine: Strata, theirs: Strata, *, resamples: int = RESAMPLES, seed: int = SEED) -> Agreement:
-    """Compare two measures of the same runs on the same questions.
-
-    Args:
-        mine, theirs: Values [n, runs] of each subset, larger where better; the rows of both are the same questions.
-        resamples: Bootstrap resamples.
-        seed: Of the draws.
-
-    Raises:
-        ValueError: There are fewer than three runs.
-    """
+    """Compare two measures of the same three runs or more on the same questions: values [n, runs] of each subset,
+    larger where better, whose rows are the same questions."""
     num_runs = mine.values[0].shape[1]
     if num_runs < FEWEST_RUNS:
         raise ValueError(f"{num_runs} runs have no order worth a correlation; {FEWEST_RUNS} are needed")

@@ -17,14 +17,8 @@ def within(lost: int, gained: int, count: int, margin: float) -> float:
 
     The share gained that the margin makes most likely is put in for the unknown one; the rest is exact.
 
-    Args:
-        lost: Samples that only the other run got right.
-        gained: Samples that only this run got right.
-        count: All samples.
-        margin: Largest loss that counts as none, in (0, 1).
-
-    Returns:
-        Probability of a difference at least this good if the true loss is the margin.
+    Of `count` samples `lost` are those that only the other run got right, `gained` those that only this run did. Gives
+    the probability of a difference at least this good if the true loss is the margin, in (0, 1).
 
     Source: Tango 1998, Statistics in Medicine 17:891, for the restricted estimate; Lloyd 2008, Australian & New Zealand
         J. Statistics 50:329, for the exact probability at it.
@@ -44,13 +38,10 @@ def within(lost: int, gained: int, count: int, margin: float) -> float:
 
 
 def power(loss: float, churn: float, count: int, level: float) -> float:
-    """Probability that McNemar's exact test shows a true loss, with the right sign.
+    """Probability that McNemar's exact test shows a true loss, with the right sign: p values below the level show.
 
-    Args:
-        loss: Share lost less share gained, in (0, 1].
-        churn: Share of the samples that differ at all; at least the loss is taken.
-        count: Samples.
-        level: The test shows what has a p value below it.
+    The loss is the share lost less the share gained, in (0, 1], the churn the share of the `count` samples that differ
+    at all; at least the loss is taken.
     """
     from scipy.stats import binom
 

@@ -20,7 +20,7 @@ from kvbench.evidence.frontier_figure import STYLE, Drawing, lines_of, short_lab
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.pareto import panels_of, render
 from kvbench.show import terminal
-from kvbench.show.palette import METHODS, method_style
+from kvbench.show.picture import METHODS, method_style
 
 SCORES = yes_no(0.8, {"a": 40, "b": 40}, seed=1)
 

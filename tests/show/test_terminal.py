@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from kvbench.show import palette, terminal
+from kvbench.show import picture, terminal
 from kvbench.show.progress import LiveBar
 
 
@@ -50,7 +50,7 @@ def test_the_bar_shows_its_state():
 
 def test_colours_of_a_picture_are_distinct():
     """No two methods of one panel share a colour or a marker."""
-    for group in (palette.COLOURS, palette.MARKERS, palette.METHOD_COLOURS, palette.METHOD_MARKERS):
+    for group in (picture.COLOURS, picture.MARKERS, picture.METHOD_COLOURS, picture.METHOD_MARKERS):
         assert len(set(group)) == len(group)
 
 
