@@ -16,7 +16,7 @@ from kvbench.config.files import FULL
 from kvbench.config.methods import method_settings
 from kvbench.config.settings import as_dict
 from kvbench.errors import check_whole
-from kvbench.evidence.comparison import ComparedRun, compare_group
+from kvbench.evidence.compare import ComparedRun, compare_group
 from kvbench.evidence.load import Group, StoredRun, load_groups
 from kvbench.evidence.settings import check_margin
 from kvbench.policy import MAX_TOKENS

@@ -1,6 +1,9 @@
-"""`kvbench compare`: is a method worse than the full cache, or than another method, on the same samples?"""
+"""`kvbench compare`: is a method worse than the full cache, or than another method, on the same samples? Differences
+with intervals and tests, verdicts, and the table of them.
+"""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -8,24 +11,252 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvbench.evidence.comparison import EQUAL_LEVEL, ComparedRun, compare_group, correct
-from kvbench.evidence.load import Group, load_groups
-from kvbench.evidence.samples import Change
-from kvbench.evidence.settings import check
+from kvbench.config.files import FULL
+from kvbench.evidence.budget_curves import OutOfRange, at_bytes, series_of
+from kvbench.evidence.load import Group, StoredRun, fits_settings, load_groups
+from kvbench.evidence.samples import Change, Curve, NoCommonSample, Pairs, changes, curve_of, measure, noise, pair
+from kvbench.evidence.settings import Bytes, bytes_wanted, check
+from kvbench.results.measures import Measure
 from kvbench.results.writing import write_file
 from kvbench.show import terminal
 from kvbench.show.csv_file import Cell, csv_row, records_csv
 from kvbench.show.terminal import NO_INTERVAL, number, p_text, span
 from kvbench.show.text import safe
-from kvbench.stats.paired import ALPHA
+from kvbench.stats.paired import ALPHA, Paired, holm
+from kvbench.stats.studentised import resamples_for
 
+EQUAL_LEVEL = ALPHA / 2  # one-sided: `equal` needs the whole 95 % interval inside the margin
+TOO_FEW = "too few answers"
 ESTIMATORS = (
     "Newcombe's for yes or no, Clopper and Pearson's where fewer than 6 scores differ, else the studentised "
     "bootstrap's; it reaches zero where the test does not exclude zero"
 )
 WIDEST = 10_000  # columns, more than a table needs
 TEXT_LENGTH = 160  # characters of an answer on the terminal
-Tables = Sequence[tuple[Group, list[ComparedRun], list[str]]]
+
+
+@dataclass(kw_only=True)
+class ComparedRun:
+    """One run beside the run that it is compared with, and what the comparison proves."""
+
+    what: Measure
+    pairs: Pairs
+    found: Paired
+    extremes: tuple[Paired | None, Paired | None] | None
+    """The same with every missing answer as bad, and as good, as it can be: `Pairs.extremes`."""
+    margin: float
+    """Largest difference that counts as none."""
+    null: float
+    """The difference that `p` refuses: none (0), or for nearness to the full cache one of at most the margin."""
+    changes: list[Change]
+    """Samples that got worse or better by more than noise."""
+    num_family: int = 1
+    """Rows that were corrected together."""
+    p_holm: float | None = None
+    """`p` after Holm's correction over all rows of the command; None where it is not known."""
+    p_equal_holm: float | None = None
+    """`p_equal`, likewise."""
+
+    @property
+    def label(self) -> str:
+        """Name of the run, or of the value that was interpolated between runs."""
+        return self.pairs.mine.label
+
+    @property
+    def run(self) -> StoredRun | None:
+        """The run; None for an interpolated value."""
+        return self.pairs.mine.run
+
+    @property
+    def value(self) -> float:
+        """Mean difference, run minus other, in the metric's unit."""
+        return self.found.value
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95 % interval of it; None where nothing can be said."""
+        return self.found.interval[0]
+
+    @property
+    def p(self) -> float | None:
+        """Two-sided p value of a difference no larger than `null`."""
+        return self.found.p_beyond(self.null)
+
+    @property
+    def p_equal(self) -> float | None:
+        """p value of the equivalence test, the largest that missing answers allow."""
+        each = [self.found, *(self.extremes or ())]
+        found = [None if one is None else one.p_within(self.margin) for one in each]
+        known = [p for p in found if p is not None]
+        return max(known) if len(known) == len(found) else None
+
+    @property
+    def detectable(self) -> float | None:
+        """Smallest true difference that the corrected test would have shown with 80 % probability."""
+        least = self.found.detectable(ALPHA / self.num_family)
+        return None if least is None else least + self.null
+
+    @property
+    def needed(self) -> int | None:
+        """Samples that would show a true difference of the margin's size with 80 % probability."""
+        return self.found.needed(self.margin, ALPHA / self.num_family)
+
+    @property
+    def worst(self) -> float | None:
+        """Mean difference if every missing answer of this run is the worst possible and the other's the best; `value`
+        where none is missing, None where a missing value could be anything."""
+        if self.extremes is None:
+            return self.value
+        end = self.extremes[0 if self.what.higher_is_better else 1]
+        return None if end is None else end.value
+
+    @property
+    def num_lost(self) -> int:
+        """Samples with a worse value than the other run's."""
+        return sum(item.lost for item in self.changes)
+
+    @property
+    def num_gained(self) -> int:
+        """Samples with a better value than the other run's."""
+        return len(self.changes) - self.num_lost
+
+    @property
+    def verdict(self) -> str:
+        """`worse`, `better`, `equal`, `cannot tell`, or `too few answers`."""
+        if not self.pairs.is_enough:
+            return TOO_FEW
+        if self.p_holm is not None and self.p_holm < ALPHA and self._stands():
+            return "worse" if (self.value < 0) == self.what.higher_is_better else "better"
+        if self.p_equal_holm is not None and self.p_equal_holm < EQUAL_LEVEL:
+            return "equal"
+        return "cannot tell"
+
+    def _stands(self) -> bool:
+        """Whatever the missing answers were, the difference would have the sign it has, beyond the null."""
+        if self.extremes is None:
+            return True
+        end = self.extremes[0 if self.value > 0 else 1]
+        return end is not None and end.value * self.value > 0 and abs(end.value) > self.null
+
+
+def find(group: Group, name: str, where: Mapping[str, object] | None = None) -> StoredRun | None:
+    """Find the run of a group that a name means: `full` for the reference, a method, a label, or the first digits of a
+    hash. Settings choose among several runs that the name fits; raises ValueError where several still fit."""
+    if name == FULL:
+        return group.reference
+    fits = [run for run in group.runs if name in (run.method, run.label)]
+    fits = fits or [run for run in group.runs if len(name) >= 4 and run.record.hash.startswith(name)]
+    if len(fits) > 1 and where:
+        fits = [run for run in fits if fits_settings(run.settings, where)] or fits
+    if len(fits) > 1:
+        listed = ", ".join(f"{run.record.hash[:6]} ({run.label})" for run in fits)
+        raise ValueError(f"against={name} fits {len(fits)} runs of {group.title}; give the digits of one: {listed}")
+    return fits[0] if fits else None
+
+
+def margin_of(cfg: DictConfig, what: Measure) -> float:
+    """The margin that was asked for, or the metric's own."""
+    return what.margin if cfg.margin is None else float(cfg.margin)
+
+
+def _compare(
+    sides: Sequence[tuple[Curve, Curve]], cfg: DictConfig, what: Measure, tolerance: float, notes: list[str]
+) -> list[ComparedRun]:
+    """Compare pairs of curves; those without a common sample get a note."""
+    found, margin = [], margin_of(cfg, what)
+    for mine, theirs in sides:
+        try:
+            pairs = pair(mine, theirs, what)
+        except NoCommonSample as error:
+            notes.append(f"not compared: {error}")
+            continue
+        is_full = theirs.run is not None and theirs.run.method == FULL
+        found.append(
+            ComparedRun(
+                what=what,
+                pairs=pairs,
+                found=pairs.paired(what, cfg.resamples, cfg.seed),
+                extremes=pairs.extremes(what, cfg.resamples, cfg.seed),
+                margin=margin,
+                null=margin if what.is_fidelity and is_full else 0.0,
+                changes=changes(pairs, what, tolerance),
+            )
+        )
+        if mine.run and theirs.run and mine.run.conditions != theirs.run.conditions:
+            both = f"{mine.label} and {theirs.label}"
+            notes.append(f"{both} ran with another batch size or backend, which adds noise")
+    correct(found)
+    return found
+
+
+def compare_group(group: Group, cfg: DictConfig) -> tuple[list[ComparedRun], list[str]]:
+    """Compare every run of a group with one of them, or every method with one at equal bytes.
+
+    Returns:
+        Rows whose p values are corrected over this group, and one sentence for each run that could not be compared.
+
+    Raises:
+        ValueError: The metric does not exist, or `against` fits several runs.
+    """
+    wanted = bytes_wanted(cfg.get("at_bytes"))
+    what = measure(str(cfg.metric), group)
+    tolerance, source = noise(group, what)
+    notes = [f"{what.title}: differences of a sample up to {tolerance:.2g} count as noise ({source})"] if source else []
+    if margin_of(cfg, what) < tolerance:
+        notes.append(f"margin={margin_of(cfg, what):g} is below the noise of a sample, so it proves nothing small")
+    if wanted is not None:
+        said: list[str] = []
+        sides = _at_equal_bytes(group, what, wanted, str(cfg.against), said)
+        # Interpolated values are neither yes nor no, and may leave [0, 1].
+        rows = _compare(sides, cfg, replace(what, bounded=False), tolerance, said)
+        return rows, [*said, *(notes if rows else [])]
+    against = find(group, str(cfg.against), cfg.get("where"))
+    if against is None:
+        return [], [f"{group.title}: no run fits against={cfg.against}, so nothing is compared"]
+    sides = []
+    for run in group.runs:
+        if run is not against:
+            # A full cache of the run's own batch size and backend where there is one.
+            same = (full for full in group.repeats if full.conditions == run.conditions)
+            other = against if against.method != FULL or run.method == FULL else next(same, against)
+            sides.append((curve_of(run, what), curve_of(other, what)))
+    return _compare(sides, cfg, what, tolerance, notes), notes
+
+
+def _at_equal_bytes(
+    group: Group, what: Measure, wanted: Bytes, name: str, notes: list[str]
+) -> list[tuple[Curve, Curve]]:
+    """The methods' curves over their budgets at the same bytes, each beside the one of that name; the full cache is
+    what it is."""
+    curves: dict[str, Curve] = {}
+    for title, runs in series_of([run for run in group.runs if run.method != FULL and run.complete]).items():
+        try:
+            curves[title] = at_bytes(title, runs, what, wanted)
+        except OutOfRange as error:
+            notes.append(f"not compared: {error}")
+    against: Curve | None = None
+    if name != FULL:
+        fits = [title for title in curves if name in (title, title.split()[0])]
+        if len(fits) > 1:
+            raise ValueError(f"against={name} fits {len(fits)} curves; give one of them in quotes: {', '.join(fits)}")
+        against = curves.pop(fits[0]) if fits else None
+    elif group.reference is not None:
+        against = curve_of(group.reference, what)
+    if against is None:
+        notes.append(f"{group.title}: no curve fits against={name}, so nothing is compared")
+        return []
+    return [(curve, against) for curve in curves.values()]
+
+
+def correct(rows: Sequence[ComparedRun]) -> None:
+    """Correct the p values of a family, in place: those of a difference, and those of equality."""
+    for row in rows:
+        row.num_family = len(rows)
+        least = row.found.resamples
+        if resamples_for(len(rows), least) != resamples_for(row.found.num_tests, least):
+            row.found = replace(row.found, num_tests=len(rows))
+    for row, p, equal in zip(rows, holm([r.p for r in rows]), holm([r.p_equal for r in rows]), strict=True):
+        row.p_holm, row.p_equal_holm = p, equal
 
 
 def difference(row: ComparedRun) -> str:
@@ -84,7 +315,7 @@ def change_lines(change: Change, scale: float, names: tuple[str, str]) -> list[s
     return lines
 
 
-def show(tables: Tables, cfg: DictConfig, console: Console) -> None:
+def show(tables: Sequence[tuple[Group, list[ComparedRun], list[str]]], cfg: DictConfig, console: Console) -> None:
     """Print one table for each group, what must be known to read it, and `cfg.regressions` answers that changed."""
     for group, rows, notes in tables:
         console.print()

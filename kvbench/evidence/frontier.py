@@ -13,7 +13,7 @@ import numpy as np
 from omegaconf import DictConfig
 
 from kvbench.evidence.budget_curves import series_of
-from kvbench.evidence.comparison import margin_of
+from kvbench.evidence.compare import margin_of
 from kvbench.evidence.load import Group, StoredRun
 from kvbench.evidence.published import PublishedPoint
 from kvbench.evidence.samples import ENOUGH, Curve, SampleName, by_subset, curve_of, measure, shared, strata_of

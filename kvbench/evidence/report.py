@@ -12,8 +12,7 @@ from rich.text import Text
 
 from kvbench.config.files import FULL
 from kvbench.evidence import frontier_figure, pareto
-from kvbench.evidence.compare import count, difference, legend, worst
-from kvbench.evidence.comparison import ComparedRun, compare_group, correct
+from kvbench.evidence.compare import ComparedRun, compare_group, correct, count, difference, legend, worst
 from kvbench.evidence.dominance import DOMINATED, FRONTIER, MEANING, NEAR, standing
 from kvbench.evidence.frontier import Panel, averages, build
 from kvbench.evidence.load import Group, StoredRun, load_groups, patterns

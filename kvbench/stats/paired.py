@@ -156,10 +156,9 @@ class Paired:
         if self.pairs is not None:
             return self._newcombe(), NEWCOMBE
         if self.error is not None and not self.few_differ:
-            place, t = studentised.rank(self.resamples), self._t(self.resamples)
-            low, high = (self.value - float(t[end]) * self.error[0] for end in (-place, place - 1))
-            if math.isfinite(low) and math.isfinite(high):
-                return (low, high), BOOTSTRAP
+            found = studentised.ends(self._t(self.resamples), self.value, self.error[0])
+            if found is not None:
+                return found, BOOTSTRAP
         if self.bounded:
             return self._clopper_pearson(), FEW_DIFFER
         return None, ""

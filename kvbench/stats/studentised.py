@@ -100,11 +100,6 @@ def t_statistics(strata: Strata, resamples: int, seed: int) -> np.ndarray:
     return np.concatenate([block[:, 0] for block in t_blocks(columns, resamples, seed)])
 
 
-def rank(resamples: int, tail: float = (1 - LEVEL) / 2) -> int:
-    """Place, from the outside, of the resample that is the end of an interval: the last whose p value is too large."""
-    return max(1, math.ceil(tail * (resamples + 1) - 1e-9) - 1)
-
-
 def interval(strata: Strata, *, resamples: int = RESAMPLES, seed: int = SEED) -> tuple[float, float] | None:
     """95 % interval of the weighted mean of values [n] of each subset.
 
@@ -115,10 +110,14 @@ def interval(strata: Strata, *, resamples: int = RESAMPLES, seed: int = SEED) ->
     error = standard_error(strata)
     if error is None or strata.count < FEWEST_SAMPLES:
         return None
-    t = np.sort(t_statistics(strata, resamples, seed))
-    place = rank(resamples)
-    middle = float(strata.mean())
-    low, high = middle - float(t[-place]) * error[0], middle - float(t[place - 1]) * error[0]
+    return ends(np.sort(t_statistics(strata, resamples, seed)), float(strata.mean()), error[0])
+
+
+def ends(t: np.ndarray, middle: float, error: float) -> tuple[float, float] | None:
+    """The interval that t statistics in order give; None where an end is not finite."""
+    # The last resample, from the outside, whose p value is too large.
+    place = max(1, math.ceil((1 - LEVEL) / 2 * (len(t) + 1) - 1e-9) - 1)
+    low, high = middle - float(t[-place]) * error, middle - float(t[place - 1]) * error
     return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
 

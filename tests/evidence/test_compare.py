@@ -11,7 +11,7 @@ from stored import flips, store, yes_no
 
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
-from kvbench.evidence import compare, comparison, samples
+from kvbench.evidence import compare, samples
 from kvbench.evidence.load import load_groups
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import read_samples
@@ -29,7 +29,7 @@ def compared(root, *words):
     """The one group of a results folder, its rows and its notes."""
     cfg = settings(root, *words)
     (group,) = load_groups(cfg, also=[str(cfg.against)])
-    return group, *comparison.compare_group(group, cfg)
+    return group, *compare.compare_group(group, cfg)
 
 
 def test_groups_hold_only_what_may_be_compared(tmp_path):
@@ -53,8 +53,8 @@ def test_what_is_too_wide_for_a_terminal_is_two_tables(tmp_path, width):
     store(tmp_path, "full", SCORES)
     store(tmp_path, "a_method_with_a_long_name", SCORES, settings={"budget": 0.25})
     cfg, text = settings(tmp_path), io.StringIO()
-    tables = [(group, *comparison.compare_group(group, cfg)) for group in load_groups(cfg)]
-    comparison.correct(tables[0][1])
+    tables = [(group, *compare.compare_group(group, cfg)) for group in load_groups(cfg)]
+    compare.correct(tables[0][1])
     compare.show(tables, cfg, terminal.console(width, file=text))
     lines = text.getvalue().split("p Holm:")[0].splitlines()
     assert "…" not in text.getvalue() and max(map(len, lines)) <= width
@@ -207,7 +207,7 @@ def test_other_metrics_and_other_references(tmp_path):
     assert [row.verdict for row in found] == ["better", "better"]
     _, narrowed, _ = compared(tmp_path, "metric=nll", "against=snapkv", "where={budget:0.25}")
     assert [row.value for row in narrowed] == [row.value for row in found]
-    assert comparison.find(group, "nothing") is None
+    assert compare.find(group, "nothing") is None
     with pytest.raises(ValueError, match="metric=nil does not exist. Did you mean nll"):
         samples.measure("nil", group)
 

@@ -7,7 +7,7 @@ from stored import flips, store, yes_no
 
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
-from kvbench.evidence import comparison
+from kvbench.evidence import compare
 from kvbench.evidence.budget_curves import series_of
 from kvbench.evidence.dominance import standing
 from kvbench.evidence.frontier import averages
@@ -20,7 +20,7 @@ def rows_of(root, *words):
     """The rows of `kvbench compare`, by label, and its notes."""
     cfg = compose_command("compare", [f"results_dir={root}", "resamples=999", *words])
     (group,) = load_groups(cfg)
-    rows, notes = comparison.compare_group(group, cfg)
+    rows, notes = compare.compare_group(group, cfg)
     return {row.label: row for row in rows}, notes
 
 
@@ -197,7 +197,7 @@ def test_one_number_has_one_interval(tmp_path):
         store(root, "half", {name: np.roll(values, 3) for name, values in scores.items()}, ratio=0.4)
         cfg = compose_command("compare", [f"results_dir={root}"])
         (group,) = load_groups(cfg)
-        ((row,), _) = comparison.compare_group(group, cfg)
+        ((row,), _) = compare.compare_group(group, cfg)
         full, half = (list(run.samples.values()) for run in group.runs)
         own = summary.compare(half, full, "exact", "there").difference
         cfg = compose_command("pareto", [f"results_dir={root}"])
@@ -261,7 +261,7 @@ def test_areas_are_trapezoids_and_bytes_have_their_part(tmp_path):
     curves(tmp_path, sizes={"a": 40})
     cfg = compose_command("compare", [f"results_dir={tmp_path}", "at_bytes=[20,40]"])
     (group,) = load_groups(cfg)
-    ((thick, thin), _) = comparison.compare_group(group, cfg)
+    ((thick, thin), _) = compare.compare_group(group, cfg)
     runs = series_of([run for run in group.runs if run.method == "thin"])["thin"]
     full = np.array([group.reference.samples[f"a/{i}", 0]["scores"]["exact"] for i in range(40)])
     values = np.array([[run.samples[f"a/{i}", 0]["scores"]["exact"] for run in runs] for i in range(40)])
