@@ -26,11 +26,7 @@ class OutOfRange(ValueError):
 
 def series_of(runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:
     """The runs that one line may join: those of a method whose settings differ in numbers only, since a tier is no step
-    on the way from one budget to the next.
-
-    Returns:
-        Name -> runs; a name is the method and, where it has several series, the words that tell this one.
-    """
+    on the way from one budget to the next. A name is the method and, where it has several series, the words of one."""
     found: dict[tuple, list[StoredRun]] = {}
     for run in runs:
         settings = {**(run.record.identity.get("method") or {}), **(run.record.identity.get("store") or {})}
@@ -125,14 +121,9 @@ def _area(values: np.ndarray, x: np.ndarray, ends: np.ndarray) -> float:
 def _pseudo_values(
     values: Strata, shifts: np.ndarray, x: np.ndarray, read: Callable[[np.ndarray, np.ndarray], float]
 ) -> np.ndarray:
-    """The part that each sample adds to a function of the runs' means and of their log bytes, to first order.
-
-    Args:
-        values: [n, runs] of each subset.
-        shifts: [count, runs], the part of each sample in the log bytes of each run; the mean of each column is 0.
-        x: [runs] log bytes.
-        read: (means, log bytes) -> number; linear in the means.
-    """
+    """The part that each sample adds to a function `read` of the runs' means, linear in them, and of their log bytes
+    `x`, to first order. `values` are [n, runs] of each subset, `shifts` [count, runs] the part of each sample in the
+    log bytes of each run, with the mean 0."""
     means = np.asarray(values.mean())
     middle = read(means, x)
     slopes = np.array([read(means + unit, x) - middle for unit in np.eye(len(x))])

@@ -190,10 +190,8 @@ def _compare(
 
 
 def compare_group(group: Group, cfg: DictConfig) -> tuple[list[ComparedRun], list[str]]:
-    """Compare every run of a group with one of them, or every method with one at equal bytes.
-
-    Returns:
-        Rows whose p values are corrected over this group, and one sentence for each run that could not be compared.
+    """Compare every run of a group with one of them, or every method with one at equal bytes: rows whose p values are
+    corrected over this group, and one sentence for each run that could not be compared.
 
     Raises:
         ValueError: The metric does not exist, or `against` fits several runs.

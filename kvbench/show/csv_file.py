@@ -12,13 +12,8 @@ Cell = str | int | float | None
 
 
 def csv_bytes(headings: Sequence[str], rows: Iterable[Sequence[Cell]]) -> bytes:
-    """A table as CSV.
-
-    Args:
-        headings: Our own names of the columns.
-        rows: Numbers are written unrounded, None as nothing. A text is one visible line; one that would be a formula
-            has an apostrophe before it, as spreadsheets ask.
-    """
+    """A table as CSV, under our own names of the columns. Numbers are written unrounded, None as nothing. A text is one
+    visible line; one that would be a formula has an apostrophe before it, as spreadsheets ask."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(headings)

@@ -59,15 +59,8 @@ def table_of(
     *,
     breaks: bool = False,
 ) -> Table:
-    """A table of numbers, which stay on one line, right of a column of names.
-
-    Args:
-        title: Of the table.
-        heading: Of the names; None without them.
-        names: A row for each.
-        columns: Heading and cells of each column.
-        breaks: Where the terminal is narrow, an interval goes below its number in all columns but the last.
-    """
+    """A table of numbers, which stay on one line, right of a column of names, left out where its heading is None. With
+    `breaks`, where the terminal is narrow, an interval goes below its number in all columns but the last."""
     table = plain_table(title)
     rows = [cells for _, cells in columns]
     if heading is not None:

@@ -17,15 +17,12 @@ ROUNDING = 1e-12  # of the largest value; a smaller spread is the rounding of a 
 
 @dataclass(frozen=True)
 class Strata:
-    """Values of each subset and the subsets' weights.
-
-    Args:
-        values: One array for each subset, [n] or [n, columns], n >= 1; a column is one thing measured.
-        weights: One for each subset, above 0, with the sum 1.
-    """
+    """Values of each subset and the subsets' weights."""
 
     values: tuple[np.ndarray, ...]
+    """[n] or [n, columns] each, n >= 1; a column is one thing measured."""
     weights: tuple[float, ...]
+    """Above 0, with the sum 1."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -69,12 +66,8 @@ class Strata:
 
 
 def weighed(values: Sequence[Sequence[float] | np.ndarray], weighting: Weighting = "subset") -> Strata:
-    """Put values into subsets with weights.
-
-    Args:
-        values: Of each subset; empty ones are dropped.
-        weighting: `subset`: every subset weighs the same; `sample`: every sample does.
-    """
+    """Put the values of each subset together, empty ones dropped, with weights by which every subset or every sample
+    weighs the same."""
     arrays = tuple(np.asarray(item, dtype=float) for item in values if len(item))
     total = sum(map(len, arrays))
     weights = tuple(len(item) / total if weighting == "sample" else 1 / len(arrays) for item in arrays)

@@ -59,16 +59,8 @@ def _stretched(values: np.ndarray) -> np.ndarray:
 
 
 def t_blocks(strata: Strata, resamples: int, seed: int) -> Iterator[np.ndarray]:
-    """The t statistic of each resample, a block of them at a time.
-
-    Args:
-        strata: Values [n, columns]; the columns share their draws. Every subset has at least two samples.
-        resamples: Number of resamples.
-        seed: Of the draws.
-
-    Yields:
-        [up to BLOCK, columns]; infinite where a resample has no spread and another mean.
-    """
+    """The t statistic [up to BLOCK, columns] of each resample of values [n, columns], which share their draws, a block
+    at a time; infinite where a resample has no spread and another mean. Every subset has at least two samples."""
     sizes, pools = strata.sizes, _pools(strata.sizes)
     residuals = [_stretched(values) for values in strata.values]
     parts = []
@@ -101,12 +93,8 @@ def t_statistics(strata: Strata, resamples: int, seed: int) -> np.ndarray:
 
 
 def interval(strata: Strata, *, resamples: int = RESAMPLES, seed: int = SEED) -> tuple[float, float] | None:
-    """95 % interval of the weighted mean of values [n] of each subset.
-
-    Returns:
-        None where nothing can be said: fewer than eight samples, a subset with one, no value that differs, or too few
-        that differ for a finite end.
-    """
+    """95 % interval of the weighted mean of values [n] of each subset; None where nothing can be said: fewer than eight
+    samples, a subset with one, no value that differs, or too few that differ for a finite end."""
     error = standard_error(strata)
     if error is None or strata.count < FEWEST_SAMPLES:
         return None
@@ -124,11 +112,8 @@ def ends(t: np.ndarray, middle: float, error: float) -> tuple[float, float] | No
 def p_values(
     strata: Strata, *, null: float | np.ndarray = 0.0, resamples: int = RESAMPLES, seed: int = SEED
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One-sided p values of every column [n, columns]: that the mean is not above, and not below, the null.
-
-    Returns:
-        Two arrays [columns]: small in the first where the mean is above the null, one for all columns or one for each,
-        in the second where it is below; NaN where nothing can be said.
+    """One-sided p values of every column [n, columns], small in the first array [columns] where the mean is above the
+    null, which is one for all columns or one for each, in the second where it is below; NaN where nothing can be said.
     """
     num_columns = strata.values[0].shape[1]
     columns = (tuple(values[:, n] for values in strata.values) for n in range(num_columns))
