@@ -18,11 +18,6 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -
 
     Pages of a cache lie anywhere in their pool. In the operating system's own pages of 4 KiB, nearly every one of them
     costs a walk of the address tables; in those of 2 MiB few do. Values are the same either way.
-
-    Args:
-        shape: As for torch.empty.
-        dtype: Element type.
-        device: Where.
     """
     made = torch.empty(*shape, dtype=dtype, device=device)
     if made.device.type == "cpu" and made.nbytes >= SMALLEST and (advise := _madvise()):
@@ -53,11 +48,7 @@ _OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there was no memory, on whatever device and from whatever library.
-
-    Args:
-        error: What was raised.
-    """
+    """Says of an error that there was no memory, on whatever device and from whatever library."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, OSError):

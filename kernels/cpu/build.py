@@ -40,11 +40,7 @@ def cache_dir() -> Path:
 
 
 def find_compiler() -> str:
-    """The path of a C++ compiler: the one CXX names, else the first of c++, g++, clang++.
-
-    Raises:
-        BuildError: There is none.
-    """
+    """The path of a C++ compiler: the one CXX names, else the first of c++, g++, clang++; a BuildError where there is none."""
     wanted = os.environ.get("CXX")
     for name in (wanted,) if wanted else COMPILERS:
         if path := shutil.which(name):
@@ -243,12 +239,8 @@ def _version(compiler: str) -> str:
 
 
 def _run_together(commands: list[list[str]], limit_s: float) -> list[tuple[int, str]]:
-    """The exit status of each command and what it said; all run side by side.
-
-    Raises:
-        BuildError: One cannot be started, or they took longer than they may; then all were ended, with what they had
-            started.
-    """
+    """The exit status of each command and what it said; all run side by side. A BuildError where one cannot be started, or
+    they took longer than they may; then all were ended, with what they had started."""
     deadline_s = time.monotonic() + limit_s
     running: list[subprocess.Popen[str]] = []
     try:
@@ -273,11 +265,7 @@ def _run_together(commands: list[list[str]], limit_s: float) -> list[tuple[int, 
 
 
 def _start(command: list[str]) -> subprocess.Popen[str]:
-    """A command that has a session of its own.
-
-    Raises:
-        BuildError: It cannot be started.
-    """
+    """A command that has a session of its own; a BuildError where it cannot be started."""
     try:
         return subprocess.Popen(
             command,

@@ -53,18 +53,8 @@ def _bound_pages(
 
 
 def page_bounds(q: Tensor, pages: Tensor, tier: ListTier, lists: Lists, group: Reduce) -> Tensor:
-    """What no logit in a page exceeds, as `reference.attention.page_bounds`; behind a list's end, any number.
-    Capture-safe.
-
-    Args:
-        q: [S, Hq, D].
-        tier: The lists' pages, m per list at most.
-        lists: Which lists they are.
-        group: How the query heads of a KV head are reduced.
-
-    Returns:
-        fp32 [S, H, m].
-    """
+    """What no logit in a page exceeds, fp32 [S, H, m], as `reference.attention.page_bounds`; behind a list's end, any
+    number. Capture-safe."""
     num_seq, heads, columns = lists.num_seq, lists.heads, tier.columns
     head_dim, group_size = q.shape[-1], q.shape[1] // heads
     bounds = torch.empty(num_seq, heads, columns, device=q.device)
@@ -208,18 +198,8 @@ def _choose_pages(
 
 
 def choose(bounds: Tensor, tier: ListTier, lists: Lists, count: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The pages of each list with the largest bounds; see `Backend.choose_pages`. Capture-safe.
-
-    Args:
-        bounds: fp32 [S, H, m].
-        tier: The lists' pages, m per list at most.
-        lists: Which lists they are.
-        count: int64 [S] pages to choose per list.
-        width: Room for each list's.
-
-    Returns:
-        Page ids int64 [S, H, width], and the slots that they hold, int64 [S, H].
-    """
+    """The pages of each list with the largest bounds, fp32 [S, H, m], at most `count` int64 [S] of them: page ids int64
+    [S, H, width], and the slots that they hold, int64 [S, H]; see `Backend.choose_pages`. Capture-safe."""
     num_lists, columns = lists.num_seq * lists.heads, bounds.shape[-1]
     ids = torch.empty(lists.num_seq, lists.heads, width, dtype=torch.int64, device=bounds.device)
     held = torch.empty(lists.num_seq, lists.heads, dtype=torch.int64, device=bounds.device)

@@ -76,11 +76,7 @@ def _signature(kernel: Kernel, arguments: tuple, constants: dict) -> tuple[dict,
 
 
 def compile_launches(run: Callable[[], object], target: str) -> Iterator[Compiled]:
-    """Compiles every distinct kernel that a call launches.
-
-    Args:
-        run: Calls operations of the GPU backend on tensors in main memory; nothing is computed.
-        target: A key of `TARGETS`.
+    """Compiles every distinct kernel that a call launches on tensors in main memory; nothing is computed.
 
     Raises:
         RuntimeError: The kernels were imported under TRITON_INTERPRET=1 and cannot be compiled.

@@ -44,14 +44,10 @@ def _num_processors(device: torch.device) -> int:
 
 @cache
 def _block_slots(fmt: PageFormat, wide: bool) -> int:
-    """Slots that one step of the inner loop reads, a power of two.
+    """Slots that one step of the inner loop reads, a power of two; `wide`: products are of fp32 tiles.
 
     A step is taken to cost as much as 32 slots beside its own; where that is wrong on a GPU, it costs time only. More
     slots than are tried here do not fit into a thread's registers: compiled for sm_90, they spill.
-
-    Args:
-        fmt: The page format.
-        wide: Products are of fp32 tiles.
     """
     slot, slots = fmt.slot, fmt.tokens_per_page
     most = 16 if wide else 32 if slot.head_dim <= 64 and (slot.k_coded or slot.v_coded) else 64

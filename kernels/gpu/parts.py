@@ -112,13 +112,7 @@ class SideLayout:
 
 @cache
 def side_layout(fmt: PageFormat, side: str, least: int = MIN_DOT) -> SideLayout:
-    """One side of a page.
-
-    Args:
-        fmt: The page format.
-        side: `k` or `v`.
-        least: The least WP.
-    """
+    """One side, `k` or `v`, of a page; `least`: the least WP."""
     slot = fmt.slot
     code, bits, groups = (
         (slot.keys, slot.k_bits, slot.k_groups) if side == "k" else (slot.values, slot.v_bits, slot.v_groups)

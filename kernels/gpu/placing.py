@@ -155,15 +155,8 @@ def settle(
     lists: Tensor, num_slots: Tensor, tier: int, slot: Tensor, goes_to: Tensor | None, goes_at: Tensor | None, *,
     acts: bool,
 ) -> Placing:  # fmt: skip
-    """Holds a plan to the lists it is about.
-
-    Args:
-        lists: int64 [M].
-        num_slots: int32 [tiers, all lists].
-        tier: Where new tokens go.
-        slot, goes_to, goes_at: Whole numbers [M] of any type, as `Placing` has them.
-        acts: Slots may be overwritten at all.
-    """
+    """Holds a plan (whole numbers [M] of any type, as `Placing` has them) to the lists it is about, which hold `num_slots`
+    int32 [tiers, all lists]; `acts`: slots may be overwritten at all."""
     slot = slot.reshape(-1).long().contiguous()
     goes_to, goes_at = (None if x is None else x.reshape(-1).long().contiguous() for x in (goes_to, goes_at))
     tiers, count = num_slots.shape[0], len(lists)
@@ -183,17 +176,8 @@ def settle(
 def place(
     plan: Placing, first: Tensor, entries: Tensor, further: Tensor, tokens_per_page: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Where a settled plan writes.
-
-    Args:
-        first: int64 [tiers, M] first new slots of the lists.
-        entries, further: The tables.
-        tokens_per_page: By tier.
-
-    Returns:
-        Page and slot in it, int64 [tiers, M]: in the plan's tier of what comes in, in the others of what goes there;
-        page -1 for nothing.
-    """
+    """Page and slot in it, int64 [tiers, M], where a settled plan writes: in its tier what comes in, in the others what
+    goes there; page -1 for nothing. `first`: int64 [tiers, M] first new slots of the lists."""
     page, inside = torch.empty_like(plan.wanted), torch.empty_like(plan.wanted)
     tiers, count = plan.wanted.shape
     sizes = [*tokens_per_page, 1, 1, 1][:4]

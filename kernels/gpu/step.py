@@ -96,21 +96,8 @@ def _find_leaving(
 
 
 class DeviceStep(FusedStep):
-    """A prepared decode step.
-
-    Args:
-        pages: The pool.
-        tiers: Of all layers.
-        lists: Of the first layer.
-        num_layers: Layers.
-        seen: int64 [S].
-        target: Format, page and slot (int64 [S, L, H]) of the new tokens, or None behind a ring.
-        ring: Residual buffers, or None.
-        scores: What happens to tracked scores.
-        strip: Cosine and sine, fp32 [S, D / 2], of the angles that keys are rotated by before they are written; None =
-            they are written as they come.
-        choice: Which pages are read, by their bounds; None = all.
-    """
+    """A prepared decode step: `tiers` of all layers, `lists` of the first one; the target is format, page and slot (int64
+    [S, L, H]) of the new tokens, None behind a ring. The rest is as of `Backend.open_tables`."""
 
     def __init__(
         self, pages: Tensor, tiers: list[ListTier], lists: Lists, num_layers: int, seen: Tensor,

@@ -312,16 +312,7 @@ def _metadata(pages: Tensor, fmt: PageFormat, side: str, page: Tensor, slot: Ten
 
 
 def read_pages(pages: Tensor, fmt: PageFormat, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Dequantises whole pages.
-
-    Args:
-        pages: uint8 [P, page_bytes].
-        fmt: The pages' format.
-        ids: int64 [X] page ids.
-
-    Returns:
-        keys fp32 [X, D, T] (transposed, as they lie in the page) and values fp32 [X, T, D]. Slots never written hold
-        anything, also NaN.
-    """
+    """Dequantises whole pages, int64 [X] page ids: keys fp32 [X, D, T] (transposed, as they lie in the page) and values
+    fp32 [X, T, D]. Slots never written hold anything, also NaN."""
     keys = _decode_keys(fmt, region(pages, fmt, "k_codes")[ids], _metadata(pages, fmt, "k", ids))
     return keys, _decode_values(fmt, region(pages, fmt, "v_codes")[ids], _metadata(pages, fmt, "v", ids))

@@ -165,16 +165,8 @@ class PromptOperations(Operations):
 
 
 def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
-    """Causal attention of a whole prompt with the log-sum-exp of every query's logits, by the kernels that
-    `scaled_dot_product_attention` takes where it can.
-
-    Args:
-        q: [Hq, N, D]; k, v: [H, N, D], the model's dtype.
-        scale: Factor on the logits.
-
-    Returns:
-        [Hq, N, D] in the same dtype, and lse fp32 [Hq, N]; None where torch has no such kernel for these tensors.
-    """
+    """A prompt's attention (arguments as of `Backend.prefill_attention`) with the log-sum-exp of every query's logits, fp32
+    [Hq, N], by the kernels that `scaled_dot_product_attention` takes where it can; None where torch has none."""
     checks.prompt(q, k, v)
     prompt = q[None], k[None], v[None]
     if q.device.type == "cpu":
@@ -187,13 +179,8 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[T
 
 
 def reduce_columns(prob: Tensor, counts: Tensor, reduce: Reduce) -> Tensor:
-    """Reduces probabilities [..., w, n], 0 where a query does not count for a key, over the queries.
-
-    Args:
-        prob: fp32.
-        counts: bool, broadcastable to `prob`: the query counts.
-        reduce: As in `ColumnSums`.
-    """
+    """Reduces probabilities fp32 [..., w, n], 0 where a query does not count for a key, over the queries; `counts`: bool,
+    broadcastable, which of them do."""
     if reduce == "max":
         return prob.amax(-2)
     return prob.sum(-2) / (counts.sum(-2).clamp(min=1) if reduce == "mean" else 1)
