@@ -155,8 +155,8 @@ def settle(
     lists: Tensor, num_slots: Tensor, tier: int, slot: Tensor, goes_to: Tensor | None, goes_at: Tensor | None, *,
     acts: bool,
 ) -> Placing:  # fmt: skip
-    """Holds a plan (whole numbers [M] of any type, as `Placing` has them) to the lists it is about, which hold `num_slots`
-    int32 [tiers, all lists]; `acts`: slots may be overwritten at all."""
+    """Holds a plan (whole numbers [M] of any type, as `Placing` has them) to the lists it is about, which hold
+    `num_slots` int32 [tiers, all lists]; `acts`: slots may be overwritten at all."""
     slot = slot.reshape(-1).long().contiguous()
     goes_to, goes_at = (None if x is None else x.reshape(-1).long().contiguous() for x in (goes_to, goes_at))
     tiers, count = num_slots.shape[0], len(lists)

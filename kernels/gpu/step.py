@@ -96,8 +96,8 @@ def _find_leaving(
 
 
 class DeviceStep(FusedStep):
-    """A prepared decode step: `tiers` of all layers, `lists` of the first one; the target is format, page and slot (int64
-    [S, L, H]) of the new tokens, None behind a ring. The rest is as of `Backend.open_tables`."""
+    """A prepared decode step: `tiers` of all layers, `lists` of the first one; the target is format, page and slot
+    (int64 [S, L, H]) of the new tokens, None behind a ring. The rest is as of `Backend.open_tables`."""
 
     def __init__(
         self, pages: Tensor, tiers: list[ListTier], lists: Lists, num_layers: int, seen: Tensor,

@@ -180,8 +180,8 @@ def _ring_output(
 
 
 def page_bounds(q: Tensor, pages: Tensor, tier: TierPages, group: Reduce) -> Tensor:
-    """What no logit in a page exceeds, the query heads (q [S, Hq, D]) of a group reduced, fp32 [S, H, m]; anything past a
-    list's end."""
+    """What no logit in a page exceeds, the query heads (q [S, Hq, D]) of a group reduced, fp32 [S, H, m]; anything past
+    a list's end."""
     num_seq, num_heads = tier.ids.shape[:2]
     q = q.float().view(num_seq, num_heads, -1, q.shape[-1])
     low, high = (region(pages, tier.fmt, name)[tier.ids].float().transpose(2, 3) for name in ("k_low", "k_high"))

@@ -165,8 +165,8 @@ class PromptOperations(Operations):
 
 
 def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
-    """A prompt's attention (arguments as of `Backend.prefill_attention`) with the log-sum-exp of every query's logits, fp32
-    [Hq, N], by the kernels that `scaled_dot_product_attention` takes where it can; None where torch has none."""
+    """A prompt's attention (arguments as of `Backend.prefill_attention`) with the log-sum-exp of every query's logits,
+    fp32 [Hq, N], by the kernels that `scaled_dot_product_attention` takes where it can; None where torch has none."""
     checks.prompt(q, k, v)
     prompt = q[None], k[None], v[None]
     if q.device.type == "cpu":
@@ -179,8 +179,8 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[T
 
 
 def reduce_columns(prob: Tensor, counts: Tensor, reduce: Reduce) -> Tensor:
-    """Reduces probabilities fp32 [..., w, n], 0 where a query does not count for a key, over the queries; `counts`: bool,
-    broadcastable, which of them do."""
+    """Reduces probabilities fp32 [..., w, n], 0 where a query does not count for a key, over the queries; `counts`:
+    bool, broadcastable, which of them do."""
     if reduce == "max":
         return prob.amax(-2)
     return prob.sum(-2) / (counts.sum(-2).clamp(min=1) if reduce == "mean" else 1)
