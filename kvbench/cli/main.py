@@ -63,7 +63,7 @@ def leads() -> bool:
 
 
 def program() -> list[str]:
-    """How this process was started, for commands that the user may repeat."""
+    """The words that started this process, for commands that the user may repeat."""
     return ["kvbench"] if Path(sys.argv[0]).stem == "kvbench" else ["python", "-m", "kvbench"]
 
 

@@ -1,4 +1,4 @@
-"""What the command line says when it is asked what there is: nothing at all, `list`, `--help`, `<command> --help`.
+"""Answers of the command line about itself: to nothing at all, `list`, `--help`, `<command> --help`.
 
 Nothing heavy is imported for it. `width` is always that of the reader's terminal; nothing is wider.
 """

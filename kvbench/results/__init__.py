@@ -1,1 +1,1 @@
-"""What a run leaves on disk: its record, its journal, its identity."""
+"""Records on disk, of a run and of a sweep: its record, its journal, its identity."""

@@ -1,4 +1,4 @@
-"""Which run is it: the hash over everything that can change an answer, and the folder that it names."""
+"""The identity of a run: the hash over everything that can change an answer, and the folder that it names."""
 
 import dataclasses
 import enum

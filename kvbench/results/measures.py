@@ -24,7 +24,7 @@ class Measure:
     """A number that every sample has, and that a run has over all samples."""
 
     name: str
-    """What the settings of the commands call it."""
+    """Its name in the settings of the commands."""
     title: str
     """Its name for people, without the unit."""
     short: str
@@ -38,7 +38,7 @@ class Measure:
     unit: str
     """Unit of a shown value."""
     scale: float = 1.0
-    """What a value is multiplied by before it is shown."""
+    """Factor of a value that is shown."""
     higher_is_better: bool = False
     """Direction."""
     bounded: bool = False
@@ -195,7 +195,7 @@ COSTS = {measure.name: measure for measure in (*BYTES, TIME)}  # what quality ca
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """What a method loses in a measure against the full cache, positive when worse: a criterion of a calibration."""
+    """The loss of a method in a measure against the full cache, positive when worse: a criterion of a calibration."""
 
     measure: Measure
     title: str
@@ -203,11 +203,11 @@ class Loss:
     short: str
     """Its name at the head of a narrow column."""
     rule: str
-    """How the rule of a calibration names it, with the unit of the margin."""
+    """Its name in the rule of a calibration, with the unit of the margin."""
 
     @property
     def scale(self) -> float:
-        """What a loss is multiplied by before it is shown."""
+        """Factor of a loss that is shown."""
         return self.measure.scale
 
     @property

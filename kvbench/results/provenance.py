@@ -1,4 +1,4 @@
-"""Where a result comes from: library versions, the state of the source tree, the machine, and a hash of the code that
+"""The provenance of a result: library versions, the state of the source tree, the machine, and a hash of the code that
 made it."""
 
 import importlib.metadata
@@ -30,7 +30,7 @@ BACKEND_FOLDERS = {"torch": "reference", "cpu": "cpu", "triton": "gpu"}
 
 @dataclass(frozen=True, kw_only=True)
 class Versions:
-    """What was installed. A missing library is recorded as an empty string."""
+    """The libraries that were installed. A missing library is recorded as an empty string."""
 
     python: str
     """Version of the interpreter."""
@@ -59,7 +59,7 @@ class Machine:
     """The hardware and the settings that decide its speed."""
 
     device: str
-    """Where the model ran, with the name of the accelerator or processor."""
+    """The devices that the model ran on, with the name of the accelerator or processor."""
     host: str
     """Operating system and architecture; never the host's name."""
     num_cpus: int

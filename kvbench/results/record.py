@@ -1,4 +1,4 @@
-"""What a run leaves behind: its folder, and the typed content of `run.json`.
+"""The records of a run: its folder, and the typed content of `run.json`.
 
 results/<task>/<model>/<method>/<hash>/
     config.yaml     the resolved configuration
@@ -26,7 +26,7 @@ CHUNK_LABEL = "prefill_chunk"  # in a protocol: tokens of a prompt that were rea
 
 
 class TaskIdentity(typing.TypedDict, total=False):
-    """What `RunRecord.identity` says of the task."""
+    """The part of `RunRecord.identity` that is about the task."""
 
     name: str
     """Name of the task."""
@@ -78,7 +78,7 @@ class Comparison:
 
 @dataclass(kw_only=True)
 class Counts:
-    """How many samples, and what happened to them. Samples here are answers: prompts times answers per prompt."""
+    """Numbers of samples by what happened to them. Samples here are answers: prompts times answers per prompt."""
 
     total: int = 0
     """Answers the run consists of."""
@@ -177,7 +177,7 @@ class RunRecord:
     message: str = ""
     """Why it failed, or which signal stopped it."""
     remark: str = ""
-    """What the method says of its work that readers should know, such as the share that a threshold kept."""
+    """A word of the method on its work that readers should know, such as the share that a threshold kept."""
     task: str = ""
     """Name of the task."""
     model: str = ""
@@ -185,8 +185,7 @@ class RunRecord:
     method: str = ""
     """Name of the method: its file in conf/method/."""
     model_remark: str = ""
-    """What was asked of the model and could not be had, such as matrices packed for another processor; empty when all
-    was."""
+    """A wish for the model that could not be had, such as matrices packed for another processor; empty without one."""
     prompt_only: bool = False
     """The method keeps whatever follows the prompt whole."""
     experiment: str = ""
@@ -223,11 +222,11 @@ class RunRecord:
     counts: Counts = field(default_factory=Counts)
     """Samples by outcome."""
     weighting: Weighting = "subset"
-    """What weighs the same in every mean over subsets: each `subset` or each `sample`, as the task's makers have it."""
+    """The unit that weighs the same in every mean over subsets: each `subset` or each `sample`, as its makers have it."""
     metrics: dict[str, Metric] = field(default_factory=dict)
     """The task's scores, each with n and a 95 % interval."""
     task_aggregate: dict = field(default_factory=dict)
-    """What the task itself reports (its own means and groups), as it gives it."""
+    """The task's own report (its own means and groups), as it gives it."""
     fidelity: dict[str, Estimate] = field(default_factory=dict)
     """Teacher-forced comparison with the full cache on the gold answers, or on its own (`fidelity.on`): over a sample's
     tokens, then its subset's samples, then the subsets, each with the number of samples that have it."""
@@ -236,7 +235,7 @@ class RunRecord:
     ledger: dict[str, float] = field(default_factory=dict)
     """Bytes per sample and their ratios to the FP16 full cache of the same tokens, averaged over samples."""
     kept: dict[str, float] = field(default_factory=dict)
-    """What the method did, averaged over samples."""
+    """The method's work, averaged over samples."""
     timing: Timing = field(default_factory=Timing)
     """Speed."""
     comparison: Comparison | None = None

@@ -29,7 +29,7 @@ MOST_UNPACKED = 1 << 30  # bytes of a packed journal; a few packed kilobytes cou
 
 
 class Kept(TypedDict, total=False):
-    """What a method did with the tokens of one sample; methods may say more than this."""
+    """The work of a method on the tokens of one sample; methods may say more than this."""
 
     tokens_seen: int
     slots_per_tier: list[float]
@@ -52,7 +52,7 @@ class Kept(TypedDict, total=False):
 
 
 class Prompt(TypedDict):
-    """What was asked, in short: the whole prompt of a benchmark is large, and not ours to pass on."""
+    """The question, in short: the whole prompt of a benchmark is large, and not ours to pass on."""
 
     sha256: str
     """Of the token ids in order, each as 4 bytes, the lowest first."""
@@ -91,7 +91,7 @@ class SampleRecord(TypedDict):
     subset: str
     """Group that scores are averaged over."""
     repeat: int
-    """Which of the answers to this prompt, from 0."""
+    """Number of the answer among those to this prompt, from 0."""
     status: Literal["ok", "nan", "oom", "ungraded"]
     """`ok`; `nan`: logits or scores were not finite; `oom`: it did not fit in memory or in the page budget; `ungraded`:
     there is an answer, and its grader failed or took too long."""
@@ -109,7 +109,7 @@ class SampleRecord(TypedDict):
     gold: NotRequired[list[str]]
     """The right answers, as the task has them; empty where it has none. Not in journals of before."""
     prompt: NotRequired[Prompt]
-    """What was asked; `kvbench show` makes the whole of it again. Not in journals of before."""
+    """The question; `kvbench show` makes the whole of it again. Not in journals of before."""
     scores: dict[str, float | None]
     """Name of a metric -> score in [0, 1]; empty when the status is not ok."""
     fidelity: dict[str, float | None] | None
@@ -136,7 +136,7 @@ class SampleRecord(TypedDict):
     chunks `one_shot_peak_bytes` (the peak, had it been read at once). Shares of the FP16 cache:
     `ratio`, `payload_ratio`. And the size of a page, `page_bytes`. Empty without an answer."""
     kept: Kept
-    """What the method did. Empty without an answer."""
+    """The method's work. Empty without an answer."""
     num_prompt_tokens: int
     """Length of the prompt as run, in tokens."""
     num_prompt_tokens_untruncated: int
@@ -150,7 +150,7 @@ class SampleRecord(TypedDict):
     protocol: dict[str, Any]
     """Every choice of how the task is posed and scored."""
     meta: dict[str, Any]
-    """What the task keeps with the sample, for example the right answer."""
+    """Facts that the task keeps with the sample, for example the right answer."""
     timing: NotRequired[dict[str, float]]
     """`prefill_s`, `probe_s` (of it, a second pass over the prompt), `decode_s` (of the whole batch), `decode_share_s`
     (this sample's share of it), `decode_tokens`, `batch_rows`. Absent from the points of a calibration, whose

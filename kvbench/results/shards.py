@@ -31,9 +31,9 @@ class Shard:
     """One of the parts that a run is split into."""
 
     of: int
-    """How many parts there are."""
+    """Number of parts."""
     number: int
-    """Which one this is, from 1."""
+    """This one, from 1."""
 
     @classmethod
     def read(cls, value: object) -> "Shard | None":
@@ -49,7 +49,7 @@ class Shard:
         return f"{self.number}/{self.of}"
 
     def folder(self, run: Path) -> Path:
-        """Where this part of a run is kept."""
+        """The folder of this part of a run."""
         return run / FOLDER / f"{self.number}-of-{self.of}"
 
     def part(self, items: Sequence[Item], size: int) -> list[Item]:

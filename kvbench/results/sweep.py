@@ -1,4 +1,4 @@
-"""What a sweep leaves behind beside its runs: which jobs it has, how each ended, and a log with time stamps.
+"""The records of a sweep beside its runs: which jobs it has, how each ended, and a log with time stamps.
 
 results/.multirun/<start>-<process>/
     sweep.json      `SweepRecord` below
@@ -68,7 +68,7 @@ class SweepRecord:
     launcher: str = ""
     """Hydra's launcher: `basic` works on one job after the other."""
     jobs: list[str] = field(default_factory=list)
-    """What is special about each job, such as `snapkv budget=0.25`."""
+    """A name for each job, such as `snapkv budget=0.25`."""
     host: str = ""
     """The machine that it was started on."""
     process: int = 0

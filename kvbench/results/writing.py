@@ -1,4 +1,4 @@
-"""How files reach the disk: as strict JSON, whole or not at all, and with an error that says what to do."""
+"""Files reach the disk as strict JSON, whole or not at all, and with an error that says what to do."""
 
 import contextlib
 import dataclasses

@@ -20,7 +20,7 @@ AUTO, NONE = "auto", "none"
 
 @dataclass(frozen=True, kw_only=True)
 class Fidelity:
-    """What is forced and compared with the full cache, as conf/config.yaml says."""
+    """The answers that are forced and compared with the full cache, as conf/config.yaml says."""
 
     on: Annotated[str, Choice((GOLD, OWN))] = GOLD
     max_tokens: Annotated[int | None, Whole(0, unit="tokens")] = 256
@@ -32,7 +32,7 @@ class Fidelity:
 
 @dataclass(frozen=True, kw_only=True)
 class Prefill:
-    """How prompts are read."""
+    """The way prompts are read."""
 
     chunk: Annotated[int | None, Whole(1, unit="tokens")] = None
 
@@ -42,7 +42,7 @@ class Prefill:
 
 @dataclass(frozen=True, kw_only=True)
 class BackendChoice:
-    """Which kernels run."""
+    """The kernels that run."""
 
     name: str = AUTO
 

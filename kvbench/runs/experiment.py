@@ -1,4 +1,4 @@
-"""What one run is: its settings, its parts loaded, and the hash that says which run it is."""
+"""One run: its settings, its parts loaded, and the hash that says which run it is."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -31,7 +31,7 @@ MAX_LISTED = 100  # rows of broken data that run.json names; all are counted
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What asked for a run; it changes no answer."""
+    """The command that asked for a run; it changes no answer."""
 
     command: Sequence[str] = ()
     """The words after `python -m kvbench`."""
@@ -112,7 +112,7 @@ class Run:
     samples: list[SampleRecord]
     """Content of `samples.jsonl`, in request order; of a run whose shards have not all ended, what is there."""
     folder: Path
-    """Where it is."""
+    """Its folder."""
     reference: RunRecord | None = None
     """The full-cache run on the same samples; None when this is it, when none was wanted, or when it failed."""
 

@@ -1,4 +1,4 @@
-"""What a run's records show of its method: whether it held what it promised, and what readers should know of it."""
+"""The verdict of a run's records on its method: whether it held its promises, and what readers should know of it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields

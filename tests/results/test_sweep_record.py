@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from kvbench.results.journal import is_held, run_lock
 from kvbench.results.sweep import Sweep, sweeps
 
 
@@ -46,14 +45,6 @@ def test_time_left(tmp_path):
     assert sweep.left_s() == pytest.approx(6 * 600)
     write(3, 1, 600, 5)  # at the same time: two at once
     assert sweep.left_s() == pytest.approx(5 * 600 / 2)
-
-
-def test_a_lock_can_be_seen(tmp_path):
-    """`is_held` is true while somebody has the folder, takes nothing, and is false where there is no lock."""
-    assert not is_held(tmp_path)
-    with run_lock(tmp_path):
-        assert is_held(tmp_path) and is_held(tmp_path)
-    assert not is_held(tmp_path)
 
 
 def test_no_record_of_a_sweep(tmp_path):

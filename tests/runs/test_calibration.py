@@ -84,13 +84,6 @@ def test_same_settings_are_the_same_run(write, tmp_path):
     assert prepare(RunConfig.read(cfg), "diffkv", parts).hash != with_file.hash
 
 
-def test_nothing_to_say_where_all_is_the_same(write):
-    """The same model, code and settings give no remark."""
-    cfg = method_cfg(calibration=write())
-    assert calibration.notes(cfg, MODEL, make_policy(cfg)) == []
-    assert calibration.notes(method_cfg(), MODEL, DiffKV()) == []
-
-
 @pytest.mark.parametrize(
     ("file", "changes", "remark"),
     [
@@ -105,7 +98,9 @@ def test_nothing_to_say_where_all_is_the_same(write):
     ],
 )
 def test_differences_are_told(write, file, changes, remark):
-    """What leaves the file usable but may matter is one sentence each."""
+    """What leaves the file usable but may matter is one sentence each; the same model, code and settings give none."""
+    same = method_cfg(calibration=write())
+    assert calibration.notes(same, MODEL, make_policy(same)) == calibration.notes(method_cfg(), MODEL, DiffKV()) == []
     cfg = method_cfg(calibration=write(**file), **changes)
     (line,) = calibration.notes(cfg, MODEL, make_policy(cfg))
     assert re.search(remark, line)
