@@ -222,7 +222,7 @@ class RunRecord:
     counts: Counts = field(default_factory=Counts)
     """Samples by outcome."""
     weighting: Weighting = "subset"
-    """The unit that weighs the same in every mean over subsets: each `subset` or each `sample`, by its makers' choice."""
+    """The unit that weighs the same in every mean over subsets: each `subset` or each `sample`, as its makers say."""
     metrics: dict[str, Metric] = field(default_factory=dict)
     """The task's scores, each with n and a 95 % interval."""
     task_aggregate: dict = field(default_factory=dict)
