@@ -9,7 +9,7 @@ from kvbench.config.compose import compose, words_of
 from kvbench.engine import hf
 from kvbench.engine.engine import Engine
 from kvbench.engine.requests import Outcome, Request
-from kvbench.models.load import LoadedModel
+from kvbench.models.load import LoadedModel, context_length
 from kvbench.policy import Policy, check_sizes
 from kvbench.runs import calibration
 from kvbench.runs.parts import make_policy
@@ -148,13 +148,14 @@ def begin(
     Its layers may lie on several devices. Its weights are not hashed: nothing that is kept depends on them.
     """
     policy, config = choose_policy(method, settings), model.config.get_text_config()
-    check_sizes(policy, max_tokens=config.max_position_embeddings, num_layers=config.num_hidden_layers)
+    max_tokens = context_length(model.config, None)
+    check_sizes(policy, max_tokens=max_tokens, num_layers=config.num_hidden_layers)
     loaded = LoadedModel(
         model=model,
         tokenizer=cast("PreTrainedTokenizerBase", tokenizer),
         name=config.model_type,
         fingerprint="in memory",
-        max_tokens=config.max_position_embeddings,
+        max_tokens=max_tokens,
         dtype=model.dtype,
         device=model.device,
         chat_template=bool(getattr(tokenizer, "chat_template", None)),

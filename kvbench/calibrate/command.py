@@ -26,8 +26,8 @@ from kvbench.calibrate.plan import Number, Plan, read_plan, split
 from kvbench.calibrate.write import Choice, Result, StageResult
 from kvbench.config import durable
 from kvbench.config.settings import as_dict
-from kvbench.engine import hf
 from kvbench.engine.prompt_cache import PromptCache
+from kvbench.engine.supported import model_shape
 from kvbench.errors import unknown_name
 from kvbench.models.load import LoadedModel
 from kvbench.results import identity
@@ -70,7 +70,7 @@ def main(cfg: DictConfig, parts: Loaders | None = None) -> int:
     with opened(folder, sweep, decides) as (own, digest):
         result = Result(plan=plan, method=method, default=default.experiment, hash=digest, folder=own)
         if layers is not None:
-            num_layers = hf.model_shape(model.model).num_layers
+            num_layers = model_shape(model.model).num_layers
             result.layers, stage = search_layers(sweep, layers, plan.rule, tuning, num_layers)
             plan = result.plan = replace(plan, stages=(stage,))
         tuned = _tune(sweep, plan, tuning, result)

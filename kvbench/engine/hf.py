@@ -6,7 +6,7 @@ function finds it there. Nothing is patched.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,21 +17,17 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, QuantizedCache, StaticCache
 from transformers.masking_utils import AttentionMaskInterface
 
-from kvbench.cache.layout import ModelShape, Place
 from kvbench.cache.store import CompressedStore
-from kvbench.engine import placement
-from kvbench.engine.calls import OutputProjections, attention_modules, calls_noted, first_tokens
+from kvbench.engine.calls import calls_noted, first_tokens
 from kvbench.engine.probe import Uncompressed
+from kvbench.engine.supported import REMEDY, binds, check_supported
 from kvbench.errors import UnsupportedModel
-from kvbench.models.matrices import PackedLinear
 from kvbench.policy import AttentionCall
 
 NAME = "kvbench"
 TAG = "_kvbench_layer"  # the attribute of a key tensor that says which layer of which session it belongs to
-# Rotary layouts in which channel i is paired with channel i + D_rot / 2, at frequencies that do not depend on the
-# length.
-PLAIN_ROPE_MODELS = {"llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "smollm3", "phi3"}
-LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+# What models hand to every attention function and what changes nothing in this one.
+HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
 
 
 @dataclass
@@ -185,11 +181,23 @@ class _Layer(CacheLayerMixin):
         return -1
 
 
+class _NotOurs(RuntimeError):
+    """Attention was called with keys that no layer of a `SessionCache` handed on."""
+
+
 class SessionCache(Cache):
     """The `past_key_values` of one forward pass over a store."""
 
     def __init__(self, session: Session, num_layers: int, past: int) -> None:
         super().__init__(layers=[_Layer(session, index, past) for index in range(num_layers)])
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if layer_idx >= len(self.layers):
+            raise UnsupportedModel(
+                f"attention {layer_idx} of a model with {len(self.layers)} layers: it reads its layers more than once, "
+                f"which the compressed store does not reproduce; {REMEDY}"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 def attention(
@@ -203,17 +211,29 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The registered attention function: query [B, Hq, n, D], key and value [B, H, n, D], post-RoPE; returns [B, n, Hq,
-    D]. Refuses a layer with a sliding window, soft-capped logits or attention sinks."""
+    D]. Refuses a layer that asks for what the store does not reproduce: a mask, a window that binds, soft-capped
+    logits, sinks, later tokens, several calls, or anything that is not known."""
     layer = getattr(key, TAG, None)
     if layer is None:
-        raise RuntimeError(
+        raise _NotOurs(
             "the kvbench attention runs only with a kvbench cache; call the model inside kvbench.compress(model, ...), "
             "or give it back its own attention with model.set_attn_implementation('sdpa')"
         )
-    for name in ("sliding_window", "softcap", "s_aux"):
-        if kwargs.get(name) is not None:
-            raise UnsupportedModel(f"layer {layer.index} uses {name}, which the compressed store does not reproduce")
+    asked = {name for name, value in kwargs.items() if value is not None} - HARMLESS
+    if "sliding_window" in asked and not binds(kwargs["sliding_window"], module.config):
+        asked.remove("sliding_window")
+    if attention_mask is not None:  # `_no_mask` makes none, so the model made this one
+        asked.add("a mask of its own")
+    if getattr(module, "is_causal", True) is False:
+        asked.add("later tokens (is_causal=False)")
     session, scale = layer.session, scaling if scaling is not None else query.shape[-1] ** -0.5
+    if len(session.traces) != layer.index:
+        asked.add("another number of calls of attention than one per layer")
+    if asked:
+        raise UnsupportedModel(
+            f"layer {layer.index} uses {', '.join(sorted(asked))}, which the compressed store does not reproduce; "
+            f"{REMEDY}"
+        )
     store = session.store
     heads = query.shape[1], key.shape[1]
     if heads != (wanted := store.shape.heads_here):
@@ -240,78 +260,6 @@ def _no_mask(*args: Any, **kwargs: Any) -> None:
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, _no_mask)
-
-
-def check_supported(model: PreTrainedModel) -> None:
-    """Refuses models whose attention the store does not reproduce (`UnsupportedModel`), with the reason and what works
-    instead."""
-    config = model.config.get_text_config()
-    name = config.model_type
-    remedy = "use a model with full attention in every layer (Llama, Mistral without window, Qwen2, Qwen3, ...)"
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise UnsupportedModel(
-            f"{name}: layers of type {sorted(kinds - {'full_attention'})} are not supported; {remedy}"
-        )
-    window = getattr(config, "sliding_window", None)
-    if window is not None and getattr(config, "use_sliding_window", True):
-        raise UnsupportedModel(
-            f"{name}: sliding_window={window} means that layers forget on their own; {remedy}, or set sliding_window: "
-            "null"
-        )
-    for key in ("attn_logit_softcapping", "kv_lora_rank", "attention_chunk_size"):
-        if getattr(config, key, None):
-            raise UnsupportedModel(
-                f"{name}: {key}={getattr(config, key)} changes attention in a way the store does not reproduce; "
-                f"{remedy}"
-            )
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{name} is an encoder-decoder model; {remedy}")
-    placement.check(model, name)
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModel(f"{name}: this transformers class does not go through AttentionInterface; {remedy}")
-
-
-def model_shape(model: PreTrainedModel, places: Sequence[tuple[torch.device, int]] = ()) -> ModelShape:
-    """Heads, dims, dtype and rotary frequencies of a supported model; `places` are devices and how many layers each has
-    of the cache, where that was said, else as the weights lie."""
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    parts = tuple(Place(*each) for each in places) or placement.places_of(model)
-    return ModelShape(
-        num_layers=config.num_hidden_layers,
-        num_q_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        dtype=model.dtype,
-        device=parts[0].device if parts else model.device,
-        inv_freq=_plain_inv_freq(model),
-        output_projections=_output_projections(model),
-        places=parts if len(parts) > 1 else (),
-        ranks=placement.ranks_of(model),
-    )
-
-
-def _output_projections(model: PreTrainedModel) -> OutputProjections | None:
-    """The weights behind attention, layer by layer; None where not every layer has one."""
-    outs = [module.o_proj for module in attention_modules(model)]
-    whole = len(outs) == model.config.get_text_config().num_hidden_layers
-    known = all(isinstance(out, PackedLinear) or isinstance(getattr(out, "weight", None), Tensor) for out in outs)
-    return OutputProjections(outs) if whole and known else None
-
-
-def _plain_inv_freq(model: PreTrainedModel) -> Tensor | None:
-    """fp32 [D_rot / 2] when keys can be rotated by angles position x inv_freq, else None."""
-    config = model.config.get_text_config()
-    if config.model_type not in PLAIN_ROPE_MODELS or 0 in (getattr(config, "no_rope_layers", None) or ()):
-        return None  # SmolLM3 leaves every fourth layer without rotary positions
-    for module in model.modules():
-        inv_freq = getattr(module, "inv_freq", None)
-        if type(module).__name__.endswith("RotaryEmbedding") and isinstance(inv_freq, Tensor):
-            if getattr(module, "rope_type", "default") in LENGTH_DEPENDENT_ROPE:
-                return None
-            return inv_freq.detach().float()
-    return None
 
 
 def detach(model: PreTrainedModel) -> None:
@@ -390,13 +338,19 @@ def forward(
     """One forward pass through a session over tokens int64 [B, n] at their true positions int64 [B, n], behind `past`
     tokens as far as transformers wants to know. Returns the last logits, fp32 [B, num_logits, vocabulary]."""
     cache = SessionCache(session, model.config.get_text_config().num_hidden_layers, past)
-    with session.without_grad(), calls_noted(model, session.note) if session.wants_calls else nullcontext():
-        out = model(
-            input_ids=token_ids,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=num_logits,
-            return_dict=True,
-        )
-        return out.logits[:, -num_logits:].float().to(token_ids.device)  # of several devices, the first one
+    try:
+        with session.without_grad(), calls_noted(model, session.note) if session.wants_calls else nullcontext():
+            out = model(
+                input_ids=token_ids,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=num_logits,
+                return_dict=True,
+            )
+            return out.logits[:, -num_logits:].float().to(token_ids.device)  # of several devices, the first one
+    except _NotOurs:
+        raise UnsupportedModel(
+            "the model changes its keys between the cache and attention, which the compressed store does not "
+            f"reproduce; {REMEDY}"
+        ) from None

@@ -16,6 +16,7 @@ from kvbench.engine import hf
 from kvbench.engine.long_logits import PIECE, Logits, read_long
 from kvbench.engine.probe import Uncompressed, plan_passes
 from kvbench.engine.prompt_cache import PromptCache
+from kvbench.engine.supported import model_shape
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.dispatch import get_backend
 from kvbench.models.load import LoadedModel
@@ -67,7 +68,7 @@ class Runner:
         self.loaded, self.policy, self.options, self.chunk = model, policy, options or StoreOptions(), chunk
         self.prompts = prompts or PromptCache()
         self.focus()
-        self.shape = hf.model_shape(model.model, model.places)
+        self.shape = model_shape(model.model, model.places)
         check_chunk_place(chunk, len(self.shape.parts()), self.shape.ranks.size)
         self.device = self.shape.device
         self.backend: Backend = get_backend(backend, self.device)

@@ -16,7 +16,7 @@ from kvbench.models.devices import Devices
 from kvbench.models.processes import parallel_arguments, too_few_heads
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 # For whatever reads a model's folder: no question to the hub, and no code of the folder.
 SAFELY = {"local_files_only": True, "trust_remote_code": False}
@@ -57,7 +57,7 @@ def read_weights(
         more["device_map"] = _module_map(folder, how.devices)
     if how.quantisation is not None:
         more["quantization_config"] = quantised.config_of(how.quantisation)
-    reader = cast(Any, transformers.AutoModelForCausalLM)  # its types do not know output_loading_info
+    reader = cast(Any, _auto_class(transformers.AutoConfig.from_pretrained(folder, gguf_file=gguf_file, **SAFELY)))
     with _without_load_report():
         return reader.from_pretrained(
             folder,
@@ -72,6 +72,17 @@ def read_weights(
         )
 
 
+def _auto_class(config: "PretrainedConfig") -> Any:
+    """The class that builds a model: a decoder, or a decoder that can also be shown pictures, which nobody shows it."""
+    import transformers
+
+    sees = (
+        type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    )
+    return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+
+
 def _module_map(folder: Path, devices: Devices) -> dict[str, torch.device]:
     import transformers
 
@@ -79,7 +90,7 @@ def _module_map(folder: Path, devices: Devices) -> dict[str, torch.device]:
         return {"": devices.first}
     config = transformers.AutoConfig.from_pretrained(folder, **SAFELY)
     with torch.device("meta"):
-        outline = transformers.AutoModelForCausalLM.from_config(config)
+        outline = _auto_class(config).from_config(config)
     return devices.module_map(outline) or {"": devices.first}
 
 

@@ -281,7 +281,12 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 def context_length(config: "PretrainedConfig", wanted: int | None) -> int:
     """The context length: the model's own, or a shorter one that the user asked for (`model.max_tokens`)."""
-    own: int = config.max_position_embeddings
+    own: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if own is None:
+        raise UnsupportedModel(
+            f"{config.model_type}: its configuration has no context length (max_position_embeddings); use a model with "
+            "full attention in every layer"
+        )
     if wanted is None:
         return own
     if not isinstance(wanted, int) or not 1 <= wanted <= own:

@@ -139,7 +139,9 @@ class Loaders:
         from kvbench.engine.engine import Engine
         from kvbench.policy import check_sizes
 
-        check_sizes(policy, max_tokens=model.max_tokens, num_layers=model.model.config.num_hidden_layers)
+        check_sizes(
+            policy, max_tokens=model.max_tokens, num_layers=model.model.config.get_text_config().num_hidden_layers
+        )
         return Engine(
             model,
             policy,

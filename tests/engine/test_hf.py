@@ -9,6 +9,7 @@ import transformers
 from engine_helpers import answers, engine, own_greedy, random_tokens, request
 
 from kvbench.engine import hf
+from kvbench.engine.supported import model_shape
 from kvbench.methods.full import Full
 from kvbench.methods.streaming_llm import StreamingLLM
 
@@ -39,14 +40,18 @@ def small_model(kind, **fields):
             {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
             r"qwen2: layers of type \['sliding_attention'\] are not supported; use a model with full attention",
         ),
-        ("gemma2", {"head_dim": 16}, r"gemma2: layers of type \['sliding_attention'\]"),
-        ("gemma2", {"head_dim": 16, "layer_types": ["full_attention"] * 2}, r"gemma2: .* use a model with full"),
+        ("gemma2", {"head_dim": 16, "sliding_window": 128}, r"gemma2: layers of type \['sliding_attention'\]"),
+        ("gemma2", {"head_dim": 16}, r"gemma2: attn_logit_softcapping=50.0 .* use a model with full"),
         (
             "gemma2",
             {"head_dim": 16, "layer_types": ["full_attention"] * 2, "sliding_window": None},
             r"gemma2: attn_logit_softcapping=50.0 changes attention",
         ),
-        ("gemma3_text", {"head_dim": 16}, r"gemma3_text: layers of type \['sliding_attention'\]"),
+        (
+            "gemma3_text",
+            {"head_dim": 16, "sliding_window": 128},
+            r"gemma3_text: layers of type \['sliding_attention'\]",
+        ),
     ],
 )
 def test_models_whose_attention_differs_are_refused(kind, fields, message):
@@ -59,13 +64,14 @@ def test_models_whose_attention_differs_are_refused(kind, fields, message):
     assert isinstance(hf.UnsupportedModel("x"), ValueError)
 
 
-@pytest.mark.parametrize("kwarg", ["sliding_window", "softcap", "s_aux"])
+@pytest.mark.parametrize("kwarg", ["sliding_window", "softcap", "s_aux", "position_bias", "whatever_comes_next"])
 def test_what_a_layer_asks_for_at_run_time_is_refused_too(kwarg):
     """A layer that hands the attention function a window, a soft cap or sinks is refused by name."""
     key = torch.zeros(1, 1, 1, 8)
-    key._kvbench_layer = hf._Layer(None, 3, 0)
-    with pytest.raises(hf.UnsupportedModel, match=f"layer 3 uses {kwarg}"):
-        hf.attention(None, key, key, key, None, **{kwarg: 1})
+    key._kvbench_layer = hf._Layer(hf.Decode(None), 0, 0)
+    module = SimpleNamespace(config=small_model("llama").config)
+    with pytest.raises(hf.UnsupportedModel, match=f"layer 0 uses {kwarg}"):
+        hf.attention(module, key, key, key, None, **{kwarg: 1})
 
 
 def test_an_offloaded_model_is_refused():
@@ -78,10 +84,10 @@ def test_an_offloaded_model_is_refused():
 
 def test_a_model_that_was_cut_otherwise_is_refused():
     """Heads that are fewer than the configuration says, however they were cut, are named before anything is read."""
-    shape = hf.model_shape(small_model("llama"))
+    shape = model_shape(small_model("llama"))
     key = torch.zeros(1, 1, 1, 16)
-    key._kvbench_layer = hf._Layer(hf.Decode(SimpleNamespace(shape=shape)), 3, 0)
-    with pytest.raises(hf.UnsupportedModel, match=r"layer 3 has 2 query heads on 1 KV heads, but .* says 4 on 2 for"):
+    key._kvbench_layer = hf._Layer(hf.Decode(SimpleNamespace(shape=shape)), 0, 0)
+    with pytest.raises(hf.UnsupportedModel, match=r"layer 0 has 2 query heads on 1 KV heads, but .* says 4 on 2 for"):
         hf.attention(None, torch.zeros(1, 2, 1, 16), key, key, None)
 
 
@@ -127,7 +133,7 @@ def test_families_of_the_remedy_run_and_equal_their_own_cache(tiny_model, kind, 
 
 def test_model_shape_reads_heads_dims_and_frequencies(tiny_model):
     """Heads, head dim, dtype and rotary frequencies are the model's."""
-    shape = hf.model_shape(tiny_model("qwen2", "gqa7", 128, "bfloat16").model)
+    shape = model_shape(tiny_model("qwen2", "gqa7", 128, "bfloat16").model)
     assert (shape.num_layers, shape.num_q_heads, shape.num_kv_heads, shape.head_dim) == (2, 14, 2, 128)
     assert shape.dtype == torch.bfloat16
     assert shape.inv_freq.dtype == torch.float32 and shape.inv_freq.shape == (64,)
@@ -144,4 +150,4 @@ def test_model_shape_reads_heads_dims_and_frequencies(tiny_model):
 )
 def test_keys_are_not_rerotated_where_the_formula_differs(kind, fields):
     """Rotary positions of another layout, that change with the length or that a layer lacks give no frequencies."""
-    assert hf.model_shape(small_model(kind, **fields)).inv_freq is None
+    assert model_shape(small_model(kind, **fields)).inv_freq is None

@@ -12,6 +12,7 @@ import transformers
 
 from kvbench.bench.chunks import LiveBytes
 from kvbench.engine import hf
+from kvbench.engine.supported import model_shape
 from kvbench.kernels.backend import REFERENCE
 from kvbench.kernels.reference.prompts import attention_with_lse
 from kvbench.models.random_weights import random_config
@@ -89,7 +90,7 @@ def peak(model, store: Counted, tokens: int, mode: type[hf.Session]) -> int:
 
 def test_a_prompt_of_128k_tokens_fits_into_80_gb(llama):
     """With the full cache, a quarter of it, and a quarter that all layers compete for; in chunks with less."""
-    shape = hf.model_shape(llama)
+    shape = model_shape(llama)
     assert 16.0e9 < sum(weight.nbytes for weight in llama.parameters()) < 16.1e9
     full, quarter, together = (
         peak(llama, Counted(shape, *settings), TOKENS, hf.Prefill) for settings in ((1.0,), (0.25,), (0.25, True))

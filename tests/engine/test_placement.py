@@ -12,6 +12,7 @@ from kvbench.cache.store import CompressedStore
 from kvbench.engine import hf, placement
 from kvbench.engine.decode_loop import CapturedSteps
 from kvbench.engine.runner import Runner
+from kvbench.engine.supported import model_shape
 from kvbench.kernels.dispatch import get_backend
 from kvbench.methods.full import Full
 from kvbench.models.devices import Devices
@@ -104,7 +105,7 @@ def test_a_method_that_needs_whole_layers_is_refused_over_processes(tiny_model):
 
     ranks = Ranks()
     ranks.size = 2
-    shape = replace(hf.model_shape(tiny_model("llama", "gqa3", 64).model), ranks=ranks)
+    shape = replace(model_shape(tiny_model("llama", "gqa3", 64).model), ranks=ranks)
     with pytest.raises(ValueError, match=r"LooksAtAll with Whole looks at .* model.tensor_parallel=2 .* spread the"):
         CompressedStore(
             LooksAtAll(),

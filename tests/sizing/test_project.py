@@ -13,7 +13,7 @@ from selection import per_path
 from kvbench.cache.layout import StoreOptions
 from kvbench.config import files
 from kvbench.config.methods import method_settings
-from kvbench.engine import hf
+from kvbench.engine.supported import model_shape
 from kvbench.methods.diffkv import DiffKV
 from kvbench.methods.full import Full
 from kvbench.methods.kivi import Kivi
@@ -45,7 +45,7 @@ def tiny(layers):
 
 def check(method, model, lengths):
     """Runs a method and projects it: to the byte, and within 1 % where data decide."""
-    policy, shape = method_of(method), hf.model_shape(model.model)
+    policy, shape = method_of(method), model_shape(model.model)
     for length in lengths:
         asked = request("a", random_tokens(length), max_new_tokens=NEW_TOKENS)
         outcome = answers(model, policy, [asked])["a", 0]
