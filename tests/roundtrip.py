@@ -27,15 +27,15 @@ from kvbench.policy.settings import BudgetRule, TierRule
 from kvbench.rules import FLAG, Choice, Declared, Number, Several, Whole, declared
 
 TASKS = {
-    "longctx": {"length": (256, 300), "items": (1, 2), "kinds": ("[kv]", "[passkey,recall]", "[multikey]")},
+    "longctx": {"length": (600, 700), "items": (1, 2), "kinds": ("[kv]", "[passkey,recall]", "[multikey]")},
     "ruler": {
-        "lengths": ("[256]", "[256,300]"),
+        "lengths": ("[600]", "[600,700]"),
         "items": (1,),
         "tasks": ("[niah_single_1]", "[vt,cwe]"),
         "answer_prefix": ("false",),
     },
     "needle": {
-        "lengths": ("[256]",),
+        "lengths": ("[500]",),
         "depths": ("1", "[0,50]"),
         "items": (1,),
         "needles": (1, 2),
@@ -57,12 +57,12 @@ TASKS = {
     },
 }
 SMALL = {
-    "longctx": "length=256 items=1",
-    "ruler": "lengths=[256] items=1 tasks=[niah_single_1]",
+    "longctx": "length=600 items=1",
+    "ruler": "lengths=[600] items=1 tasks=[niah_single_1]",
     "drift": "tokens=6 items=2",
 }
 SMALL |= {
-    "needle": "lengths=[256] depths=1 items=1",
+    "needle": "lengths=[500] depths=1 items=1",
     "stream": "prompt_tokens=24 tokens=6 items=2",
     "custom": "max_new_tokens=4",
 }
@@ -174,7 +174,12 @@ def readers(results: Path, run: Path) -> Iterator[tuple[str, ...]]:
     root = f"results_dir={results}"
     yield from (("compare", root), ("table", root), ("pareto", root, "kinds=[png]", "resamples=100"))
     yield from (("report", root, "resamples=100"), ("status", root), ("drift", root, "kinds=[png]"))
-    yield from (("heatmap", root, "kinds=[png]"), ("ranks", root), ("bytes", f"run={run}"), ("show", str(run)))
+    yield from (
+        ("heatmap", root, "kinds=[png]"),
+        ("ranks", root),
+        ("bytes", f"run={run}", "length=512", "answer=8"),
+        ("show", str(run)),
+    )
     record = json.loads((run / "samples.jsonl").read_text(encoding="utf-8").partition("\n")[0])
     yield "show", str(run), record["sample_id"]
     yield "rerun", str(run), f"results_dir={results.with_name('again')}"

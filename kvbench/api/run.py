@@ -146,7 +146,7 @@ def run(
     task: str = "longctx",
     model: str = "smollm2-135m",
     protocol: str = "default",
-    limit: int | None = None,
+    limit: int | str | None = None,
     results_dir: str | Path = "results",
     resume: bool = True,
     config_dir: str | Path | None = None,
@@ -163,7 +163,7 @@ def run(
         task: Name in conf/task.
         model: Name in conf/model.
         protocol: Name in conf/protocol.
-        limit: Samples per subset; None for all.
+        limit: Samples per subset, or `first:n`; None for all.
         results_dir: Where runs land.
         resume: False starts this run again from nothing.
         config_dir: A folder with `method/NAME.yaml` of one's own, as `--config-dir` takes it.

@@ -65,11 +65,18 @@ class Rotations:
 
 
 def rotations_of(kind: Kind, policy: Policy, head_dim: int, device: torch.device) -> Rotations:
-    """The rotations of a store: those that its option asks for, and those that belong to a tier's format. Refuses them
-    where stored keys get their rotary position on reading, in the model's own channels."""
-    asked = {tier.turned for tier in policy.tiers} | ({"both"} if kind != "none" else set())
+    """The rotations of a store: those that its option asks for, and those that belong to a tier's format; raises
+    ValueError where `check_rotation` does."""
+    asked = check_rotation(kind, policy)
     keys: Kind = "hadamard" if asked - {"none"} else "none"
-    if keys != "none" and policy.position_mode != "absolute":
+    values: Kind = "hadamard" if "both" in asked else "none"
+    return Rotations(Rotation(keys, head_dim, device), Rotation(values, head_dim, device))
+
+
+def check_rotation(kind: Kind, policy: Policy) -> set[str]:
+    """What is turned. Refuses it where stored keys get their rotary position on reading, in the model's own channels."""
+    asked = {tier.turned for tier in policy.tiers} | ({"both"} if kind != "none" else set())
+    if asked != {"none"} and policy.position_mode != "absolute":
         source = f"store.rotation={kind}" if kind != "none" else f"the format {policy.tiers[0].name}, which is rotated,"
         remedy = "set store.rotation=none" if kind != "none" else "choose another one"
         raise ValueError(
@@ -77,5 +84,4 @@ def rotations_of(kind: Kind, policy: Policy, head_dim: int, device: torch.device
             f"without (position_mode={policy.position_mode}); {remedy}, or method.position_mode=absolute or "
             "method.pre_rope=false where the method has that option"
         )
-    values: Kind = "hadamard" if "both" in asked else "none"
-    return Rotations(Rotation(keys, head_dim, device), Rotation(values, head_dim, device))
+    return asked

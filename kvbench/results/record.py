@@ -9,13 +9,13 @@ results/<task>/<model>/<method>/<hash>/
 
 import typing
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
 from kvbench.results.provenance import Git, Machine, Versions
 from kvbench.results.typed import Misfit, parse, read_json
-from kvbench.results.writing import read_regular, write_record
+from kvbench.results.writing import plain, read_regular, write_record
 from kvbench.stats.intervals import Estimate
 from kvbench.stats.strata import Weighting
 
@@ -34,8 +34,8 @@ class TaskIdentity(typing.TypedDict, total=False):
     """Hash of what is asked and how it is scored."""
     protocol: dict
     """As `RunRecord.protocol`."""
-    limit: int | None
-    """Samples per subset; None for all."""
+    limit: int | str | None
+    """Samples per subset, or `first:n`; None for all."""
 
 
 # The parts of an identity that readers look into; of the others nothing is asked.
@@ -254,7 +254,15 @@ class RunRecord:
         self.graphs = graphs or self.graphs
 
     def save(self, folder: Path) -> None:
-        """Write `run.json` in one atomic step."""
+        """Write `run.json` in one atomic step.
+
+        Raises:
+            RuntimeError: No reader would take it; what lies there is left as it is.
+        """
+        try:
+            _read(plain(asdict(self)))
+        except Misfit as error:
+            raise RuntimeError(f"{folder}/run.json could not be read again: {error}") from error
         write_record(folder / "run.json", self)
 
     @classmethod
@@ -280,16 +288,21 @@ class RunRecord:
                 f"{path} has schema version {version!r}, this kvbench reads {SCHEMA_VERSION}; use another results_dir"
             )
         try:
-            record = parse(content, cls)
-            for part, inner in record.identity.items():
-                parse(inner, IDENTITY.get(part, typing.Any), f"identity.{part}")
+            return _read(content)
         except Misfit as error:
             raise ValueError(
                 f"{path} has fields this kvbench does not know ({error}); use another results_dir"
             ) from error
-        return record
 
 
 def now() -> str:
     """The time, ISO 8601 in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _read(content: object) -> RunRecord:
+    """The record that JSON holds; raises Misfit for another form."""
+    record: RunRecord = parse(content, RunRecord)
+    for part, inner in record.identity.items():
+        parse(inner, IDENTITY.get(part, typing.Any), f"identity.{part}")
+    return record

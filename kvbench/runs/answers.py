@@ -86,7 +86,7 @@ def compute_missing(
     """Run the engine over what is in no journal yet; `requests` are whole groups of the run, all by default."""
     task, before = experiment.task, len(journal.records)
     requests = task.requests if requests is None else requests
-    own = experiment.forces_own and experiment.method == FULL
+    own = experiment.config.forces_own and experiment.method == FULL
     keys = keys_of(requests)
     there = {key for key in keys if key in journal or key in done}
     todo = unfinished_groups(requests, experiment.config.batch_size, there)

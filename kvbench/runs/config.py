@@ -116,6 +116,11 @@ class RunConfig:
         check_writable(Path(config.results_dir), "results_dir")
         return config
 
+    @property
+    def forces_own(self) -> bool:
+        """The full cache's own answers are forced."""
+        return self.fidelity.on == OWN and self.fidelity.max_tokens != 0
+
     def with_method(self, method: Mapping[str, Any]) -> "RunConfig":
         """The same settings with another method group."""
         return replace(self, method=as_dict(method))

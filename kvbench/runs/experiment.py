@@ -12,7 +12,7 @@ from kvbench.results import identity, provenance
 from kvbench.results.record import CHUNK_LABEL
 from kvbench.results.sample import Key, SampleRecord
 from kvbench.runs import calibration
-from kvbench.runs.config import OWN, RunConfig
+from kvbench.runs.config import RunConfig
 from kvbench.runs.parts import Loaders
 from kvbench.show.progress import note
 
@@ -43,11 +43,6 @@ class Experiment:
     def backend(self) -> str:
         """Name of the backend that runs; `auto` is resolved."""
         return self.engine.backend.name
-
-    @property
-    def forces_own(self) -> bool:
-        """The full cache's own answers are forced."""
-        return self.config.fidelity.on == OWN and self.config.fidelity.max_tokens != 0
 
     def forcing(self, records: Iterable[SampleRecord]) -> "Experiment":
         """The same run with the answers of another forced in place of the gold ones; which run it is does not change.
@@ -128,6 +123,7 @@ def load_method(
     The user's own settings are checked first, because a bad one should not cost a model load. The values of a
     calibration file are checked as data; a policy is made of them only after the file was found to be for this model.
     """
+    from kvbench.cache.rotation import check_rotation
     from kvbench.policy import check_chunk
 
     method, found = calibration.apply(config.method)
@@ -136,6 +132,7 @@ def load_method(
     if found is not None:
         calibration.check_values(found, policy)
     check_chunk(policy, config.prefill.chunk)
+    check_rotation(config.store.rotation, policy)
     parts.check_task(config)
     model = parts.load_model(config.model)
     if found is not None:

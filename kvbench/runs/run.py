@@ -328,12 +328,17 @@ def run_experiment(
         KeyboardInterrupt: A signal stopped it; everything finished is on disk.
     """
     config, parts, origin = RunConfig.read(cfg), parts or Loaders(), origin or Origin()
+    if config.forces_own and method != FULL and config.reference != AUTO:
+        raise ValueError(
+            f"fidelity.on={OWN} forces the full cache's answers, and reference={config.reference} makes none: set "
+            "reference=auto, or fidelity.max_tokens=0"
+        )
     experiment, shard = prepare(config, method, parts), config.shard
     for what, rows in (("set aside", experiment.task.quarantined), ("counted again", experiment.task.copies)):
         for row in rows[:5]:
             say(f"{what}: {row['file']}:{row['line']}: {row['reason']}")
     with_full = config.reference == AUTO and method != FULL
-    forces_full = experiment.forces_own and method != FULL
+    forces_full = config.forces_own and method != FULL
 
     def full_cache() -> Experiment:
         return prepare(config.of_full(), FULL, parts)
@@ -370,7 +375,6 @@ def _answers_to_force(config: RunConfig, full: Run | None) -> list[SampleRecord]
         )
     if full is None or full.record.status != "complete":
         raise ValueError(
-            f"fidelity.on={OWN} forces the full cache's answers, and there are none: set reference=auto"
-            + (", or see why the run of full failed" if config.reference == AUTO else "")
+            f"fidelity.on={OWN} forces the full cache's answers, and there are none: see why the run of full failed"
         )
     return full.samples
