@@ -12,6 +12,7 @@ import io
 import json
 import math
 import random
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ TASKS = {
     "ruler": {
         "lengths": ("[600]", "[600,700]"),
         "items": (1,),
-        "tasks": ("[niah_single_1]", "[vt,cwe]"),
+        "tasks": ("[niah_single_1]", "[niah_multikey_1]"),
         "answer_prefix": ("false",),
     },
     "needle": {
@@ -108,7 +109,7 @@ class Outcome:
 
     words: list[str]
     refused: str = ""
-    """The refusal of the settings, which came before a model was loaded; empty for a run."""
+    """The refusal of the settings, which came before the first prompt was read; empty for a run."""
     faults: list[str] = field(default_factory=list)
 
 
@@ -193,9 +194,9 @@ def trip(seed: int, folder: Path) -> Outcome:
     found = Outcome(case(seed, folder))
     command = [*found.words, f"results_dir={results}"]
     code, said = give(*command)
-    if code == 2 and "Traceback" not in said and not list(results.glob("*/*/*/*/samples.jsonl")):
+    if code == 2 and "Traceback" not in said and not list(results.rglob("run.json")):
         found.refused = said.strip().splitlines()[-1] if said.strip() else ""
-        if not found.refused.startswith("error: ") or "loading model" in said:
+        if not found.refused.startswith("error: ") or re.search(r" on \w+: \d+ samples", said):
             found.faults.append(f"the refusal came late or is none: {said[-400:]}")
         return found
     runs = [path.parent for path in results.glob("*/*/*/*/run.json")]
@@ -208,6 +209,8 @@ def trip(seed: int, folder: Path) -> Outcome:
     if again != code or ("already there" not in said and "resume=false" not in found.words):
         found.faults.append(f"given again, exit {again} after {code}: {said[-400:]}")
     for words in readers(results, own[0]):
+        if words[0] == "report" and seed % 4:  # it takes as long as all others together
+            continue
         code, said = give(*words)
         nothing = code == 2 and any(text in said for text in NOTHING)
         if (code and not nothing) or "Traceback" in said or "fault of kvbench" in said or "left out" in said:
@@ -229,7 +232,7 @@ def main_trips(argv: list[str]) -> int:
         fell += bool(found.faults)
         for fault in found.faults:
             print(f"seed {seed}: {' '.join(found.words)}\n  {fault}", flush=True)
-    print(f"{asked.count} cases: {fell} fell, {refused} were refused before the model was loaded")
+    print(f"{asked.count} cases: {fell} fell, {refused} were refused before a prompt was read")
     return int(bool(fell))
 
 

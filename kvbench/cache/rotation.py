@@ -74,7 +74,7 @@ def rotations_of(kind: Kind, policy: Policy, head_dim: int, device: torch.device
 
 
 def check_rotation(kind: Kind, policy: Policy) -> set[str]:
-    """What is turned. Refuses it where stored keys get their rotary position on reading, in the model's own channels."""
+    """What is turned. Refuses it where stored keys get their position on reading, in the model's own channels."""
     asked = {tier.turned for tier in policy.tiers} | ({"both"} if kind != "none" else set())
     if asked != {"none"} and policy.position_mode != "absolute":
         source = f"store.rotation={kind}" if kind != "none" else f"the format {policy.tiers[0].name}, which is rotated,"

@@ -5,12 +5,14 @@ The engine answers requests on top of it; benches, tests and people who bring th
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvbench.cache.async_counts import to_device
 from kvbench.cache.layout import StoreOptions
+from kvbench.cache.ranks import ALONE
 from kvbench.cache.store import CompressedStore
 from kvbench.engine import hf
 from kvbench.engine.long_logits import PIECE, Logits, read_long
@@ -76,6 +78,17 @@ class Runner:
         self.probe_s = 0.0
         policy.check_model(self.shape.num_layers, self.shape.num_kv_heads)
         self._store: CompressedStore | None = None
+        # What the store would refuse, it refuses here, of a cache of two tokens, and not behind hours of another run.
+        host = torch.device("cpu")
+        CompressedStore(
+            policy,
+            replace(self.shape, device=host, places=(), ranks=ALONE),
+            rows=1,
+            options=replace(self.options, budget_bytes=None),
+            backend=get_backend("torch", host),
+            max_prompt_tokens=1,
+            max_new_tokens=1,
+        )
 
     @property
     def store(self) -> CompressedStore:
