@@ -37,7 +37,7 @@ TASKS = {
     },
     "needle": {
         "lengths": ("[500]",),
-        "depths": ("1", "[0,50]"),
+        "depths": ("3", "[0,50]"),
         "items": (1,),
         "needles": (1, 2),
         "values": ("uuids",),
@@ -63,7 +63,7 @@ SMALL = {
     "drift": "tokens=6 items=2",
 }
 SMALL |= {
-    "needle": "lengths=[500] depths=1 items=1",
+    "needle": "lengths=[500] depths=2 items=1",
     "stream": "prompt_tokens=24 tokens=6 items=2",
     "custom": "max_new_tokens=4",
 }
@@ -145,7 +145,7 @@ def case(seed: int, folder: Path) -> list[str]:
     draw = random.Random(seed)
     task = draw.choice(sorted(TASKS))
     method = draw.choice([name for name in sorted(options("method")) if name != "kvpress"])
-    words = [f"task={task}", f"method={method}", "model=random", "model.preset=tiny", "protocol.max_new_tokens=3"]
+    words = [f"task={task}", f"method={method}", "model=random", "model.preset=tiny"]
     words += [f"task.{word}" for word in SMALL[task].split()]
     if task == "custom":
         rows = [{"context": "The key is 41. " * n, "question": "Which key?", "answers": ["41"]} for n in (9, 17)]
@@ -159,6 +159,12 @@ def case(seed: int, folder: Path) -> list[str]:
         value = value_of(settings[name], draw)
         if value is not None:
             given[f"method.{name}"] = value
+    if task != "stream":  # which answers nothing
+        words.append("protocol.max_new_tokens=3")
+    else:
+        given = {key: value for key, value in given.items() if not key.startswith("protocol.")}
+    if given.get("protocol.num_samples") == "2":
+        given["protocol.temperature"] = "0.8"
     return words + [f"{key}={value}" for key, value in given.items()]
 
 
