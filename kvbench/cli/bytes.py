@@ -18,7 +18,7 @@ from kvbench.runs.parts import make_policy
 from kvbench.show import terminal
 from kvbench.show.csv_file import Cell, csv_bytes
 from kvbench.show.progress import format_bytes
-from kvbench.sizing.project import Projection, is_one_number, project, project_shares
+from kvbench.sizing.project import Projection, is_one_number, project
 from kvbench.sizing.shapes import NamedShape, find_shape
 from kvbench.sizing.stored import policy_of, tier_shares
 
@@ -68,12 +68,9 @@ def _stored(folder: Path) -> tuple[Policy, str, list[float]]:
 
 
 def _rows(policy: Policy, name: str, shape: NamedShape, length: int, answer: int, shares: Sequence[float]) -> list[Row]:
-    least, most = project(policy, shape.store_shape, length - answer, answer)
+    least, most = project(policy, shape.store_shape, length - answer, answer, shares=shares)
     if is_one_number(least, most):
-        return [(name, length, most)]
-    if shares:
-        found = project_shares(policy, shape.store_shape, length - answer, answer, shares)
-        return [(f"{name}, as measured", length, found)]
+        return [(f"{name}, as measured" if most.measured else name, length, most)]
     return [(f"{name}, at least", length, least), (f"{name}, at most", length, most)]
 
 

@@ -33,6 +33,8 @@ class Projection:
 
     items: dict[str, int]
     fp16_bytes: int
+    measured: bool = False
+    """The shares of tiers that were measured decided it."""
 
     @property
     def resident_bytes(self) -> int:
@@ -46,12 +48,18 @@ class Projection:
 
 
 def project(
-    policy: Policy, shape: ModelShape, prompt_tokens: int, new_tokens: int, options: StoreOptions | None = None
+    policy: Policy,
+    shape: ModelShape,
+    prompt_tokens: int,
+    new_tokens: int,
+    options: StoreOptions | None = None,
+    shares: Sequence[float] = (),
 ) -> tuple[Projection, Projection]:
     """Bytes that one sequence holds when its answer ends: the least and the most that attention can make of it.
 
     A method with a budget keeps the same however attention looks, and both are one. One that decides by thresholds
-    keeps the least where queries attend to one token alone, and the most where they attend to all alike.
+    keeps the least where queries attend to one token alone, and the most where they attend to all alike; where the
+    shares of its tiers were measured, they decide in their place (`project_shares`), at a fraction of the work.
 
     Raises:
         ValueError: The method does not fit the model.
@@ -59,12 +67,18 @@ def project(
     asked = policy, shape, prompt_tokens, new_tokens, options
     least, most = _both(policy, shape, min(prompt_tokens, GLANCE_TOKENS), 0, options)
     measures = policy.score.measures_prompts or policy.score.decode_update
-    if is_one_number(least, most) and not (measures and prompt_tokens > GLANCE_TOKENS and _keeps_all(policy, least)):
+    is_one = is_one_number(least, most)
+    if is_one and not (measures and prompt_tokens > GLANCE_TOKENS and _keeps_all(policy, least)):
         # Then it is one at any length, and half the work shows which. A method that keeps all of a short prompt may be
         # one whose windows are longer, and decides later.
         only = _run(*asked, is_even=True)
         return only, only
-    return _both(*asked)
+    if is_one or not shares:
+        least, most = _both(*asked)
+        if not shares or is_one_number(least, most):
+            return least, most
+    only = project_shares(policy, shape, prompt_tokens, new_tokens, shares, options)
+    return only, only
 
 
 def _both(*asked: Any) -> tuple[Projection, Projection]:
@@ -111,7 +125,7 @@ def project_shares(
         each = share * tokens * len(lists) / max(1, len(own))
         count = (each + (spread if tier % 2 else -spread)).round().long()
         store.pages.table.reserve(own, tier, count.clamp(min=0) if share else torch.zeros_like(own))
-    return Projection(items=store.ledger.itemise(row), fp16_bytes=shape.fp16_bytes(tokens))
+    return Projection(items=store.ledger.itemise(row), fp16_bytes=shape.fp16_bytes(tokens), measured=True)
 
 
 def _run(

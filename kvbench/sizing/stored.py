@@ -6,7 +6,7 @@ from typing import Any
 
 from kvbench.policy import Policy
 from kvbench.results.sample import SampleRecord
-from kvbench.sizing.project import Projection, is_one_number, project, project_shares
+from kvbench.sizing.project import Projection, is_one_number, project
 from kvbench.sizing.shapes import NamedShape
 
 # What `project` said, once for each method and length: the seeds and tasks of a study share it.
@@ -53,14 +53,12 @@ def projected(
     policy = policy_of(identity)
     if policy is None:
         return None
-    key = f"{policy!r} {shape!r} {prompt_tokens} {new_tokens}"  # dataclasses, whose text is their settings
+    shares = tier_shares(records)
+    key = f"{policy!r} {shape!r} {prompt_tokens} {new_tokens} {shares}"  # dataclasses, whose text is their settings
     try:
         if key not in _projected:
-            _projected[key] = project(policy, shape.store_shape, prompt_tokens, new_tokens)
-        least, most = _projected[key]
-        if is_one_number(least, most):
-            return most
-        shares = tier_shares(records)
-        return project_shares(policy, shape.store_shape, prompt_tokens, new_tokens, shares) if shares else None
+            _projected[key] = project(policy, shape.store_shape, prompt_tokens, new_tokens, shares=shares)
     except ValueError:  # a table of heads, a window or a group that is for another shape
         return None
+    least, most = _projected[key]
+    return most if is_one_number(least, most) else None
