@@ -79,10 +79,16 @@ class Runner:
         policy.check_model(self.shape.num_layers, self.shape.num_kv_heads)
         self._store: CompressedStore | None = None
         # What the store would refuse, it refuses here, of a cache of two tokens, and not behind hours of another run.
-        host = torch.device("cpu")
+        host, turns = torch.device("cpu"), self.shape.inv_freq
         CompressedStore(
             policy,
-            replace(self.shape, device=host, places=(), ranks=ALONE),
+            replace(
+                self.shape,
+                device=host,
+                places=(),
+                ranks=ALONE,
+                inv_freq=None if turns is None else torch.ones(turns.shape),  # whose values are not asked
+            ),
             rows=1,
             options=replace(self.options, budget_bytes=None),
             backend=get_backend("torch", host),

@@ -53,7 +53,7 @@ def held(tiers, _):
 @pytest.fixture(autouse=True)
 def four_layers(monkeypatch, undrawn):
     """A model of four layers."""
-    monkeypatch.setattr(command.hf, "model_shape", lambda model: SimpleNamespace(num_layers=len(WEIGHTS)))
+    monkeypatch.setattr(command, "model_shape", lambda model: SimpleNamespace(num_layers=len(WEIGHTS)))
 
 
 def start(folder, bench, **changes):
