@@ -215,7 +215,7 @@ def trip(seed: int, folder: Path) -> Outcome:
     if again != code or ("already there" not in said and "resume=false" not in found.words):
         found.faults.append(f"given again, exit {again} after {code}: {said[-400:]}")
     for words in readers(results, own[0]):
-        if words[0] == "report" and seed % 4:  # it takes as long as all others together
+        if words[0] == "report" and seed % 4 != 1:  # as long as all others together, and in no case of the default run
             continue
         code, said = give(*words)
         nothing = code == 2 and any(text in said for text in NOTHING)
