@@ -9,6 +9,7 @@ from kvbench.results.record import RunRecord
 CASES = 300  # of which the default run takes ten
 
 
+@pytest.mark.long  # a run, and fifteen commands that read it
 @pytest.mark.parametrize("seed", few(range(CASES), *range(0, CASES, CASES // 10)))
 def test_what_is_written_is_read(seed, tmp_path):
     """A run is made or refused before a prompt is read; what it wrote is taken by itself and by every reader."""
