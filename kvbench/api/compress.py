@@ -54,7 +54,6 @@ class CompressedCache:
     """What `compress` gives: the cache of the last prompts that were read, and how many bytes it holds."""
 
     is_compileable = False  # transformers asks before it compiles a decode step
-    is_linear = (False,)  # and of every layer whether it has a state in place of keys and values
 
     def __init__(self, model: LoadedModel, policy: Policy, backend: str) -> None:
         self._max_tokens = model.max_tokens
