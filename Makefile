@@ -58,7 +58,7 @@ exhaustive: ## run the tests that are marked `exhaustive` too: full products, al
 	$(PYTEST) -m ""
 
 ROUNDTRIPS ?= 300
-roundtrip: ## random valid settings through a run and everything that reads it (an hour; ROUNDTRIPS=300)
+roundtrip: ## random valid settings through a run and everything that reads it (long, not timed; ROUNDTRIPS=300)
 	PYTHONPATH=$(CURDIR) $(PYTHON) tests/roundtrip.py $(ROUNDTRIPS)
 
 test-code: setup ## every reference of HumanEval+ and MBPP+, mutants, and every hostile program in the cage (needs the EvalPlus files; minutes)

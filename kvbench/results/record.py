@@ -9,13 +9,13 @@ results/<task>/<model>/<method>/<hash>/
 
 import typing
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
 from kvbench.results.provenance import Git, Machine, Versions
 from kvbench.results.typed import Misfit, parse, read_json
-from kvbench.results.writing import plain, read_regular, write_record
+from kvbench.results.writing import read_regular, write_record
 from kvbench.stats.intervals import Estimate
 from kvbench.stats.strata import Weighting
 
@@ -254,16 +254,8 @@ class RunRecord:
         self.graphs = graphs or self.graphs
 
     def save(self, folder: Path) -> None:
-        """Write `run.json` in one atomic step.
-
-        Raises:
-            RuntimeError: No reader would take it; what lies there is left as it is.
-        """
-        try:
-            _read(plain(asdict(self)))
-        except Misfit as error:
-            raise RuntimeError(f"{folder}/run.json could not be read again: {error}") from error
-        write_record(folder / "run.json", self)
+        """Write `run.json` in one atomic step."""
+        write_record(folder / "run.json", self, _read)
 
     @classmethod
     def load(cls, folder: Path) -> "RunRecord | None":

@@ -10,10 +10,12 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvbench.config import durable
+from kvbench.results.typed import Misfit, parse
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
@@ -46,10 +48,21 @@ def plain(value: Any) -> Json:
     )
 
 
-def write_record(path: Path, record: Any) -> None:
-    """Write a dataclass as JSON in one atomic step."""
-    text = json.dumps(plain(dataclasses.asdict(record)), indent=2, allow_nan=False)
-    write_atomic(path, text.encode("ascii") + b"\n")
+def write_record(path: Path, record: Any, read: Callable[[Any], object] | None = None) -> None:
+    """Write a dataclass as JSON in one atomic step.
+
+    Args:
+        read: Reads the JSON as whoever loads the file does; by its declared types where None.
+
+    Raises:
+        RuntimeError: No reader would take it; the file is left as it is.
+    """
+    content = plain(dataclasses.asdict(record))
+    try:
+        parse(content, type(record)) if read is None else read(content)
+    except Misfit as error:
+        raise RuntimeError(f"{path} could not be read again: {error}") from error
+    write_atomic(path, json.dumps(content, indent=2, allow_nan=False).encode("ascii") + b"\n")
 
 
 def encode_line(content: Json) -> bytes:
