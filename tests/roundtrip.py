@@ -98,7 +98,8 @@ SETTINGS = {
 }
 # What a reader may say instead of an answer, where a case has nothing for it: no full cache to compare with, no score.
 NOTHING = (
-    *("nothing to compare", "nothing to rank", "has scores yet", "no finished sample", "fits against=full"),
+    *("nothing to compare", "nothing to rank", "nothing can be shown", "nothing can be drawn", "no table can be made"),
+    *("no finished sample", "fits against=full"),
     *("says what was measured of every token", "has depths and lengths", "takes runs of task=ruler alone"),
 )
 

@@ -85,12 +85,13 @@ def store(root, method, scores, *, settings=None, status="complete", total=None,
     """Write one run, and give its folder.
 
     The run has a sample for each score of a subset, of `total` that it should have had. `changes` are `task`, `model`,
-    `backend`, `batch_size`, `harness`, `method_code`, `fingerprint`, `started`, `seed`, `length`, `store`, `statuses`
-    (sample number -> status); the rest goes to `sample`, where a function is called with the sample's number.
+    `backend`, `batch_size`, `harness`, `method_code`, `code` (more of the code's identity), `fingerprint`, `started`,
+    `seed`, `length`, `store`, `statuses` (sample number -> status); the rest goes to `sample`, where a function is
+    called with the sample's number.
     """
     known = {"task": "toy", "model": "tiny", "backend": "torch", "batch_size": 4, "harness": "a" * 64, "seed": 0}
     known |= {"method_code": "b" * 64, "fingerprint": "f" * 64, "started": "2026-01-01T00:00:00+00:00", "length": 9}
-    known |= {"statuses": {}, "store": {"page_bytes": "auto"}}
+    known |= {"statuses": {}, "code": {}, "store": {"page_bytes": "auto"}}
     known |= {key: changes.pop(key) for key in list(changes) if key in known}
     records = []
     for number, (subset, score) in enumerate((name, score) for name, values in scores.items() for score in values):
@@ -108,7 +109,8 @@ def store(root, method, scores, *, settings=None, status="complete", total=None,
         "batch_size": known["batch_size"],
         "seed": known["seed"],
         "backend": known["backend"],
-        "code": {"harness": known["harness"], "method": known["method_code"], "torch": "2", "transformers": "5"},
+        "code": {"harness": known["harness"], "method": known["method_code"], "torch": "2", "transformers": "5"}
+        | known["code"],
     }
     digest = hash_identity(identity)
     folder = run_folder(Path(root), known["task"], known["model"], method, digest)

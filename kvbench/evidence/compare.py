@@ -13,7 +13,7 @@ from rich.text import Text
 
 from kvbench.config.files import FULL
 from kvbench.evidence.budget_curves import OutOfRange, at_bytes, series_of
-from kvbench.evidence.load import Group, StoredRun, fits_settings, load_groups
+from kvbench.evidence.load import Group, StoredRun, fits_settings, load_groups, sentences
 from kvbench.evidence.samples import Change, Curve, NoCommonSample, Pairs, changes, curve_of, measure, noise, pair
 from kvbench.evidence.settings import Bytes, bytes_wanted, check
 from kvbench.results.measures import Measure
@@ -376,7 +376,7 @@ def main(cfg: DictConfig) -> int:
     rows = [row for _, found, _ in tables for row in found]
     if not rows:
         reasons = [note for group, _, notes in tables for note in (*notes, *group.notes)]
-        raise ValueError(f"nothing to compare. {reasons[0] if reasons else 'There is only one run.'}")
+        raise ValueError(f"nothing to compare. {sentences(reasons) or 'There is only one run.'}")
     correct(rows)
     show(tables, cfg, terminal.console(120))
     if cfg.out is not None:

@@ -3,9 +3,10 @@ fits no group is named, never mixed in.
 """
 
 import fnmatch
+import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,6 +47,11 @@ class StoredRun:
         return self.record.status == "complete"
 
     @property
+    def has_scores(self) -> bool:
+        """`run.json` has a score, as it does when a run ends or is stopped."""
+        return any(metric.value is not None for metric in self.record.metrics.values())
+
+    @property
     def settings(self) -> dict:
         """Everything a filter may ask for, by its short name."""
         identity = self.record.identity
@@ -70,10 +76,13 @@ class StoredRun:
 
     @property
     def version(self) -> str:
-        """The version of the code that computed the run, the method's own code apart."""
+        """The version of the code that computed the run; the method's code, and the libraries that it alone imports,
+        are no part of it. Its first word stands for all of it (`bee5518e-3f2a`: harness, libraries), and is no number.
+        """
         code = self.record.identity.get("code", {})
-        libraries = (f"{name} {found}" for name, found in code.items() if name not in ("harness", "method"))
-        return " ".join([code.get("harness", "")[:8], *libraries])
+        shared = {name: found for name, found in code.items() if name.partition(":")[0] not in ("harness", "method")}
+        libraries = " ".join(f"{name} {found}" for name, found in shared.items())
+        return f"{code.get('harness', '')[:8]}-{hashlib.sha256(libraries.encode()).hexdigest()[:4]} {libraries}"
 
     @property
     def progress(self) -> str:
@@ -90,7 +99,7 @@ class Group:
     title: str
     """Task and model, and what tells this group from another of the same two."""
     runs: list[StoredRun] = field(default_factory=list)
-    """Runs with at least one finished sample, by method; complete or not."""
+    """At least one run, each with a finished sample, by method; complete or not."""
     notes: list[str] = field(default_factory=list)
     """Sentences for the reader: which runs are incomplete, failed or of another version."""
 
@@ -202,13 +211,20 @@ def load_groups(cfg: DictConfig, also: Sequence[str] = ()) -> list[Group]:
         else f"{name} is left out: {reason}"
         for name, reason in reasons.items()
     ]
-    groups = _sort(runs, str(cfg.code))
+    groups, notes = _sort(runs, str(cfg.code))
     if not groups:
-        raise ValueError(_nothing(cfg, root, unreadable))
-    for group in groups:
-        mine = f"{group.runs[0].name.split('/')[0]}/" if group.runs else ""
-        group.notes += [note for note in unreadable if note.startswith(mine)]
+        raise ValueError(f"nothing can be shown. {sentences(notes)}" if notes else _nothing(cfg, root, unreadable))
+    groups[0].notes += notes
+    for note in unreadable:
+        same_task = [group for group in groups if note.startswith(f"{group.runs[0].name.split('/')[0]}/")]
+        for group in same_task or groups[:1]:
+            group.notes.append(note)
     return groups
+
+
+def sentences(notes: Iterable[str]) -> str:
+    """The first three of some notes, for the message of an error."""
+    return " ".join(f"{note}." for note in list(notes)[:3])
 
 
 def _nothing(cfg: DictConfig, root: Path, unreadable: Sequence[str]) -> str:
@@ -231,32 +247,47 @@ def _question(run: StoredRun) -> str:
     return json.dumps([run.record.task, run.record.model, *parts], sort_keys=True)
 
 
-def _sort(runs: Sequence[StoredRun], code: str) -> list[Group]:
+def _sort(runs: Sequence[StoredRun], code: str) -> tuple[list[Group], list[str]]:
+    """The groups that have a run to show, and the notes of those that have none."""
     by_question: dict[str, list[StoredRun]] = {}
     for run in runs:
         by_question.setdefault(_question(run), []).append(run)
-    groups = []
+    groups: list[Group] = []
+    orphaned: list[str] = []
     for _, members in sorted(by_question.items()):
         first = members[0].record
         group = Group(task=first.task, model=first.model, title=f"{first.task} with {first.model}")
-        group.runs = _usable(_one_version(members, code, group.notes), group.notes)
-        if group.runs or group.notes:
+        group.runs = _latest(_one_version(_usable(members, group.notes), code, group.notes), group.notes)
+        if group.runs:
             groups.append(group)
+        else:
+            orphaned += group.notes
     _tell_apart(groups)
     for group in groups:
         _name(group)
         group.runs.sort(key=lambda run: (run.method != FULL, run.label))
-    return groups
+    return groups, orphaned
 
 
-def _one_version(members: list[StoredRun], code: str, notes: list[str]) -> list[StoredRun]:
-    """The runs of one version of the code: the asked one, or the one that ran last."""
+def _usable(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
+    """The runs whose samples count; says why the others do not. No other run may hide behind one that has none."""
+    for run in members:
+        if run.record.status == "failed":
+            notes.append(f"{run.name} FAILED and is left out: {run.record.message}")
+        elif not run.samples:
+            notes.append(f"{run.name} is left out: it has no finished sample yet")
+    return [run for run in members if run.samples and run.record.status != "failed"]
+
+
+def _one_version(members: Sequence[StoredRun], code: str, notes: list[str]) -> list[StoredRun]:
+    """The runs of one version of the code: of those that were asked for, or of all, the one that ran last."""
     versions: dict[str, list[StoredRun]] = {}
     for run in members:
         versions.setdefault(run.version, []).append(run)
-    newest = max(versions, key=lambda name: max(run.record.started for run in versions[name]))
-    asked = (name for name in sorted(versions) if name.startswith(code))
-    chosen = newest if code == "newest" else next(asked, None)
+    asked = [name for name in versions if code == "newest" or name.startswith(code)]
+    # Scores first: a version whose runs have none yet, or ran out of memory in every answer, hides no other.
+    newest = {name: max((run.has_scores, run.record.started) for run in versions[name]) for name in asked}
+    chosen = max(newest, key=newest.__getitem__, default="")
     for name, others in sorted(versions.items()):
         if name != chosen:
             methods = ", ".join(sorted({run.method for run in others}))
@@ -264,23 +295,22 @@ def _one_version(members: list[StoredRun], code: str, notes: list[str]) -> list[
                 f"{len(others)} runs of another version of the code are left out ({methods}; code={name.split()[0]} "
                 f"shows them instead): made with {name}" + (f", these with {chosen}" if chosen else "")
             )
-    return [] if chosen is None else versions[chosen]
+    return versions.get(chosen, [])
 
 
-def _usable(members: list[StoredRun], notes: list[str]) -> list[StoredRun]:
-    """The runs whose samples count; says why the others do not."""
+def _latest(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
+    """The newest run of each method, setting and condition; says which are incomplete."""
     total = max((run.total for run in members if run.complete and run.total), default=None)
     kept: dict[str, StoredRun] = {}
     for run in members:
         run.total = run.total or total
-        if run.record.status == "failed":
-            notes.append(f"{run.name} FAILED and is left out: {run.record.message}")
-        elif not run.samples:
-            notes.append(f"{run.name} is left out: it has no finished sample yet")
-        elif (old := kept.setdefault(run.key, run)) is not run:
+        if (old := kept.setdefault(run.key, run)) is not run:
             old, kept[run.key] = sorted((old, run), key=lambda item: item.record.started)
             new = kept[run.key].name
-            notes.append(f"{old.name} is left out: {new} has the same settings and newer code of the method")
+            notes.append(
+                f"{old.name} is left out: {new} has the same settings and newer code of the method, or of the "
+                "libraries that the method alone imports"
+            )
     result = sorted(kept.values(), key=lambda run: run.name)
     for run in result:
         if not run.complete:
@@ -292,17 +322,17 @@ def _tell_apart(groups: Sequence[Group]) -> None:
     """Add to the titles what differs between groups of the same task and model."""
     for group in groups:
         twins = [other for other in groups if (other.task, other.model) == (group.task, group.model)]
-        if len(twins) == 1 or not group.runs:
+        if len(twins) == 1:
             continue
         mine = group.runs[0]
-        others = [other.runs[0].settings for other in twins if other is not group and other.runs]
+        others = [other.runs[0].settings for other in twins if other is not group]
         skip = {*mine.record.identity.get("method", {}), *CONDITIONS}
         words = differing({key: value for key, value in mine.settings.items() if key not in skip}, others)
         if words:
             group.title += f" ({', '.join(words)})"
     several = {title for title, count in Counter(group.title for group in groups).items() if count > 1}
     for group in groups:
-        if group.title in several and group.runs:
+        if group.title in several:
             data = group.runs[0].record.identity.get("task", {}).get("fingerprint", "")[:6]
             group.title += f" data {data} code {group.runs[0].version[:8]}"
         group.title = safe(group.title, LINE_LENGTH)
@@ -310,7 +340,7 @@ def _tell_apart(groups: Sequence[Group]) -> None:
 
 def _name(group: Group) -> None:
     """Give every run a label: its method, and what tells it from the group's other runs of that method."""
-    usual = Counter(run.conditions for run in group.runs).most_common(1)[0][0] if group.runs else ()
+    usual = Counter(run.conditions for run in group.runs).most_common(1)[0][0]
     for run in group.runs:
         mine, same = run.record.identity, [o.record.identity for o in group.runs if o.method == run.method]
         words = []

@@ -10,7 +10,7 @@ from kvbench.evidence import frontier_figure, published
 from kvbench.evidence.compare import ESTIMATORS
 from kvbench.evidence.dominance import MEANING, standing
 from kvbench.evidence.frontier import NO_EVIDENCE, Panel, Point, averages, build
-from kvbench.evidence.load import Group, load_groups, patterns
+from kvbench.evidence.load import Group, load_groups, patterns, sentences
 from kvbench.evidence.settings import check as check_settings
 from kvbench.evidence.settings import write_drawn
 from kvbench.results.measures import COSTS, SCORE
@@ -40,7 +40,7 @@ def panels_of(groups: Sequence[Group], cfg: DictConfig) -> list[Panel]:
             found.append(panel)
     if not found:
         reasons = [note for group in groups for note in group.notes]
-        raise ValueError(f"nothing can be drawn. {' '.join(reasons[:3])}")
+        raise ValueError(f"nothing can be drawn. {sentences(reasons)}")
     return [*found, *averages(found)]
 
 

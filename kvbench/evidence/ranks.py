@@ -14,7 +14,7 @@ from scipy.stats import rankdata
 from kvbench.config.files import FULL
 from kvbench.evidence.budget_curves import OutOfRange, at_bytes, series_of
 from kvbench.evidence.frontier import Questions, question, together
-from kvbench.evidence.load import Group, load_groups, patterns
+from kvbench.evidence.load import Group, load_groups, patterns, sentences
 from kvbench.evidence.samples import Curve, by_subset, curve_of, measure, shared, strata_of
 from kvbench.evidence.settings import Bytes, bytes_wanted
 from kvbench.evidence.settings import check as check_settings
@@ -134,8 +134,6 @@ def rankings(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[Ranking], l
     notes: list[str] = []
     kins: dict[tuple, list[tuple[_Values, Two]]] = {}
     for group in groups:
-        if not group.runs:
-            continue
         what = measure(first, group), measure(second, group)
         values = _values(group, what, wanted, notes)
         if values and (ranking := _ranking(group.title, what, [values], cfg)):
@@ -190,9 +188,11 @@ def csv_of(found: Sequence[Ranking]) -> bytes:
 def main(cfg: DictConfig) -> int:
     """Carry out `kvbench ranks`."""
     check(cfg)
-    found, notes = rankings(load_groups(cfg), cfg)
+    groups = load_groups(cfg)
+    found, notes = rankings(groups, cfg)
+    notes += [note for group in groups for note in group.notes]
     if not found:
-        raise ValueError(f"nothing to rank. {' '.join(notes[:3])}")
+        raise ValueError(f"nothing to rank. {sentences(notes)}")
     console = terminal.console(120)
     for ranking in found:
         _show(ranking, console)

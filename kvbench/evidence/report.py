@@ -60,7 +60,7 @@ def _small(png: bytes) -> bytes:
 
 def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], list[dict]]:
     """Compute what the page shows: one part for each group, and one for each mean over groups."""
-    groups, axes = [group for group in groups if group.runs], patterns(cfg.axes) or list(COSTS)
+    axes = patterns(cfg.axes) or list(COSTS)
     compared = [compare_group(group, cfg) if group.reference else ([], []) for group in groups]
     panels = [build(group, cfg) for group in groups]
     for group, panel in zip(groups, panels, strict=True):
@@ -326,6 +326,7 @@ def environment(group: Group) -> list[tuple[str, str]]:
     machines = [m for r in records for m in (r.machine, *(part.machine for part in r.sessions)) if m]
     code = [r.identity.get("code", {}) for r in records]
     dirty = any(r.git.dirty for r in records)
+    own = {f"{name.partition(':')[2]} {v}" for c in code for name, v in c.items() if name.startswith("method:")}
     return [
         ("runs", all_of([f"{min(r.started for r in records)} to {max(r.ended for r in records)}"])),
         ("kvbench", all_of(v.kvbench for v in versions) + f"; code {all_of(c.get('harness', '')[:12] for c in code)}"),
@@ -333,6 +334,7 @@ def environment(group: Group) -> list[tuple[str, str]]:
         ("Python", all_of(v.python for v in versions)),
         ("torch", all_of(v.torch for v in versions)),
         ("transformers", all_of(v.transformers for v in versions)),
+        *([("libraries of methods", all_of(own))] if own else []),
         ("lm-eval", all_of(v.lm_eval for v in versions)),
         ("device", all_of(m.device for m in machines)),
         ("system", all_of(f"{m.host}, {m.num_cpus} CPUs, {m.num_threads} threads" for m in machines)),
@@ -382,9 +384,6 @@ def main(cfg: DictConfig) -> int:
     pareto.check(cfg)
     groups = load_groups(cfg)
     found, means = gather(groups, cfg)
-    if not found:
-        reasons = [note for group in groups for note in group.notes]
-        raise ValueError(f"nothing to report. {' '.join(reasons[:3])}")
     made, cut = page(found, means, cfg)
     out = Path(str(cfg.out)) if cfg.out is not None else Path(cfg.results_dir) / "report.html"
     write_file(out, made)

@@ -12,7 +12,7 @@ from itertools import groupby
 
 from kvbench.config.files import FULL
 from kvbench.evidence.frontier import Interval, score_interval
-from kvbench.evidence.load import Group, StoredRun
+from kvbench.evidence.load import Group, StoredRun, sentences
 from kvbench.evidence.samples import ENOUGH, SampleName, curve_of, measure, strata_of
 from kvbench.results.measures import RESIDENT, Measure
 from kvbench.results.sample import SampleRecord
@@ -87,7 +87,7 @@ def tables_of(groups: Sequence[Group], cfg: Mapping) -> list[PaperTable]:
     found = [table for table in tables if table.rows]
     if not found:
         reasons = [note for group in groups for note in group.notes]
-        raise ValueError(f"no table can be made. {' '.join(reasons[:3])}")
+        raise ValueError(f"no table can be made. {sentences(reasons)}")
     return found
 
 
@@ -95,8 +95,6 @@ def _joined(groups: Sequence[Group], by: str) -> list[list[Group]]:
     """Groups that make one table: no two of them have the same column."""
     result: dict[str, list[tuple[set[str], list[Group]]]] = {}
     for group in groups:
-        if not group.runs:
-            continue
         first = group.runs[0]
         identity = first.record.identity
         protocol = dict(identity.get("task", {}).get("protocol", {}))
@@ -128,7 +126,7 @@ def _column_of(group: Group, by: str) -> Callable[[SampleRecord], str]:
         return lambda record: str(record["meta"]["length_bucket"])
     if all(record["subset"].endswith(f"/{record['meta'].get('length')}") for record in records):
         return lambda record: str(record["meta"]["length"])  # a task of several lengths, each with its subsets
-    length = group.runs[0].record.protocol.get("length") if group.runs else None
+    length = group.runs[0].record.protocol.get("length")
     if isinstance(length, int):
         return lambda record: str(length)
     return lambda record: _bucket(record["num_prompt_tokens_untruncated"])

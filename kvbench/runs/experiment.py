@@ -151,6 +151,8 @@ def _ingredients(
     method_files = provenance.method_files(type(policy))
     own = {name.partition(".")[0] for name in method_files}  # its files count, so no version of theirs has to
     kernels = (backend.name, *matrices.kernels(model.linear))
+    harness_imports = _harness_imports(*kernels)
+    method_imports = code.imports(method_files.values()) - own - harness_imports
     found = {
         "model": {
             "fingerprint": model.fingerprint,
@@ -173,7 +175,9 @@ def _ingredients(
             "harness": provenance.harness_hash(*kernels),
             "method": code.hash_files(method_files),
             **({"isa": backend.isa} if backend.isa else {}),
-            **code.versions(_harness_imports(*kernels) | (code.imports(method_files.values()) - own)),
+            **code.versions(harness_imports),
+            # By another name: they say nothing of the code that other methods run on.
+            **{f"method:{name}": version for name, version in code.versions(method_imports).items()},
         },
     }
     return {name: identity.canonical(found[name]) for name in sorted(found)}

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
 from kvbench.evidence import compare, samples
 from kvbench.evidence.load import load_groups
+from kvbench.evidence.report import environment
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import read_samples
 from kvbench.show import terminal
@@ -126,6 +128,76 @@ def test_odd_runs_are_named_and_left_out(tmp_path):
         assert part in said, part
     (old,) = load_groups(settings(tmp_path, "code='00000000'"))
     assert [run.label for run in old.runs] == ["older"]
+
+
+def test_libraries_of_a_method_part_no_runs(tmp_path):
+    """A method that imports numpy is compared with the full cache; of two numpys the newer run counts."""
+    store(tmp_path, "full", SCORES)
+    store(tmp_path, "keydiff", SCORES)
+    for number, numpy in enumerate(("2.3", "2.4"), 1):
+        store(tmp_path, "mine", SCORES, code={"method:numpy": numpy}, started=f"2026-02-0{number}")
+    group, rows, _ = compared(tmp_path)
+    assert [row.label for row in rows] == ["keydiff", "mine"]
+    assert rows[1].run.record.identity["code"]["method:numpy"] == "2.4"
+    assert "and newer code of the method, or of the libraries" in "\n".join(group.notes)
+    assert ("libraries of methods", "numpy 2.4") in environment(group)
+
+
+def test_the_selector_of_a_note_means_one_version(tmp_path):
+    """Versions of one harness that differ in a library have names of their own, which the notes give; the digits of the
+    harness alone choose the newest of them. Digits that read as a number do, too."""
+    for day, torch in zip((3, 2, 1), ("2.1", "2.13", "2.12"), strict=True):
+        changes = {"harness": "1234e567", "code": {"torch": torch}, "started": f"2026-02-0{day}"}
+        store(tmp_path, f"m{day}", SCORES, **changes)
+    (group,) = load_groups(settings(tmp_path))
+    assert [run.label for run in group.runs] == ["m3"] and len(group.notes) == 2
+    for note in group.notes:
+        selector = re.search(r"code=(\S+) shows", note)[1]
+        (other,) = load_groups(settings(tmp_path, f"code={selector}"))
+        assert [run.label for run in other.runs] == [re.search(r"\((\w+);", note)[1]]
+        assert len(other.notes) == 2
+    (group,) = load_groups(settings(tmp_path, "code='1234e567'"))
+    assert [run.label for run in group.runs] == ["m3"]
+
+
+@pytest.mark.parametrize("odd", ["failed", "begun", "memory"])
+def test_a_run_without_scores_hides_no_other(tmp_path, capsys, odd):
+    """The newest version of the code is that of the newest run with scores; another is named by each command."""
+    store(tmp_path, "full", SCORES)
+    store(tmp_path, "half", SCORES)
+    for task in ("toy", "other"):  # of the other task there is nothing else
+        new = {"task": task, "harness": "0" * 64, "started": "2026-02-02T00:00:00+00:00"}
+        if odd == "memory":
+            store(tmp_path, "broken", {"a": [0] * 6}, statuses=dict.fromkeys(range(6), "oom"), **new)
+        else:
+            kind = {"failed": {"status": "failed", "message": "no numpy"}, "begun": {"status": "running"}}[odd]
+            store(tmp_path, "broken", {"a": [1]} if odd == "begun" else SCORES, **kind, **new)
+    words = [f"results_dir={tmp_path}", "resamples=200"]
+    for command in ("compare", "table", "pareto", "report"):
+        assert main([command, *words]) == 0, capsys.readouterr().err
+        shown = " ".join(capsys.readouterr().out.split())
+        said = "FAILED and is left out: no numpy" if odd == "failed" else "version of the code are left out (broken"
+        assert said in shown and ("half" in shown or command == "report"), (command, shown)
+
+
+def test_nothing_but_failures_is_said_in_words(tmp_path, capsys):
+    """Where no run has scores, each command says of which and why, and not with empty brackets."""
+    store(tmp_path, "broken", {}, status="failed", message="no numpy")
+    store(tmp_path, "begun", {}, status="running")
+    for command in ("compare", "table", "pareto", "report", "ranks", "heatmap", "drift"):
+        assert main([command, f"results_dir={tmp_path}"]) == 2
+        error = capsys.readouterr().err
+        assert "FAILED and is left out: no numpy" in error and "has no finished sample yet" in error, (command, error)
+        assert "()" not in error
+
+
+def test_what_is_compared_with_is_missed_with_a_reason(tmp_path, capsys):
+    """The run to compare with failed: the error says that too."""
+    store(tmp_path, "full", SCORES, status="failed", message="no numpy")
+    store(tmp_path, "half", SCORES)
+    assert main(["compare", f"results_dir={tmp_path}"]) == 2
+    error = capsys.readouterr().err
+    assert "no run fits against=full" in error and "FAILED and is left out: no numpy" in error
 
 
 def test_incomplete_run_is_compared_on_what_is_there(tmp_path, capsys):

@@ -172,6 +172,20 @@ def test_hash_sees_the_instruction_set_of_the_kernels(tmp_path):
     assert "isa" not in found[""].identity["code"]
 
 
+def test_what_only_the_method_imports_is_the_methods(tmp_path, monkeypatch):
+    """A library of the method alone makes another run, and stands apart from those that every run has: kvpress, numpy
+    and the like tell nothing of the code that the full cache ran with."""
+    own = tmp_path / "own.py"
+    own.write_text("import kvpress, numpy, torch")
+    plain = prepared(tmp_path)
+    monkeypatch.setattr(provenance, "method_files", lambda policy_class: {"own": own})
+    monkeypatch.setattr(code, "hash_files", lambda files: plain.identity["code"]["method"])
+    found = prepared(tmp_path)
+    assert found.identity["code"].pop("method:numpy") and found.hash != plain.hash
+    assert found.identity["code"].pop("method:kvpress") == code.versions(["kvpress"])["kvpress"]
+    assert found.identity == plain.identity
+
+
 def test_a_streamed_model_counts_the_kernels_that_it_runs(tmp_path, monkeypatch):
     """Whatever backend the cache has, the code of the CPU's kernels counts, and which build of them multiplies."""
     asked = []
