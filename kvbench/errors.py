@@ -1,7 +1,21 @@
-"""Errors that a user can act on; every one is a ValueError and is shown without a traceback."""
+"""Errors that a user can act on, and whose code raised an error.
 
-from collections.abc import Iterable
+Every one that a user can act on is a ValueError and is shown without a traceback. A method, a metric and a task may be
+anybody's, so the harness names the code that it called.
+"""
+
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
+from types import FrameType
+
+_PACKAGE = Path(__file__).resolve().parent
+_METHODS = (_PACKAGE / "methods").resolve()  # a link in a checkout
+_HARNESS = {_PACKAGE, (_PACKAGE / "kernels").resolve()}
+_PYTHON = Path(traceback.__file__).resolve().parent  # the standard library
+_RULES = "kvbench.policy"  # where the classes are that every method derives from
 
 
 class MissingWeightsError(ValueError):
@@ -72,3 +86,79 @@ def did_you_mean(value: object, known: Iterable[str]) -> str:
 def _near(value: object, known: Iterable[str]) -> str:
     names = sorted(known)
     return f"{did_you_mean(value, names)} Known: {', '.join(names)}."
+
+
+class AskedToLeave(RuntimeError):
+    """Code that kvbench called asked Python to end, as `sys.exit()` does; the message says who."""
+
+
+@contextmanager
+def nobody_leaves() -> Iterator[None]:
+    """Make an error of whatever asks Python to end inside the block, so that it ends a job and not the command.
+
+    Ctrl-C goes through.
+
+    Raises:
+        AskedToLeave: A method, a metric, a task or a library raised SystemExit, or something else that is no Exception.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise AskedToLeave(what_happened(error)) from error
+
+
+def what_happened(error: BaseException) -> str:
+    """What was raised, in one sentence, and by whose code where that is none of the harness: the class and the call."""
+    if isinstance(error, AskedToLeave):
+        return str(error)
+    what = f"{type(error).__name__}: {error}".removesuffix(": ")
+    if found := raised_by(error):
+        return f"{found[0]} raised {what} ({found[1]})"
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    if isinstance(error, Exception) or not last:
+        return what
+    return f"{last[0].name} raised {what} ({Path(last[0].filename).name}:{last[0].lineno})"
+
+
+def raised_by(error: BaseException) -> tuple[str, str] | None:
+    """Find the code that the harness called and that raised: of a method, also one of kvbench's own, or of the user.
+
+    Returns:
+        Its class and call, such as `Toy.plan_prefill`, and `file:line`, the last line of that file that was reached;
+        None where only the harness and libraries were at work.
+    """
+    called, found = False, None  # (call, file, line)
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        place = Path(frame.f_code.co_filename).resolve()
+        if found is None:
+            called |= _is_harness(place)
+            if called and _is_guest(frame, place):
+                found = _call(frame), place, line
+        elif place == found[1]:
+            found = *found[:2], line
+    return None if found is None else (found[0], f"{found[1].name}:{found[2]}")
+
+
+def _call(frame: FrameType) -> str:
+    """The class and the call of a frame; of code outside a function its module."""
+    if (name := frame.f_code.co_name) == "<module>":
+        return str(frame.f_globals.get("__name__"))
+    owner = frame.f_locals.get("self")
+    local = frame.f_code.co_qualname.rpartition("<locals>.")[2]
+    return local if owner is None else f"{type(owner).__name__}.{name}"
+
+
+def _is_guest(frame: FrameType, place: Path) -> bool:
+    """True for the code of a method, and for what is neither of the harness nor of a library."""
+    if frame.f_code.co_filename.startswith("<") or _is_harness(place):  # Python made it, as a dataclass's __init__
+        return False
+    is_library = _PYTHON in place.parents or not {"site-packages", "dist-packages"}.isdisjoint(place.parts)
+    bases = type(frame.f_locals.get("self")).__mro__
+    return not is_library or _METHODS in place.parents or any(base.__module__.startswith(_RULES) for base in bases)
+
+
+def _is_harness(place: Path) -> bool:
+    """True for kvbench's own code, the methods apart."""
+    return not _HARNESS.isdisjoint(place.parents) and _METHODS not in place.parents

@@ -56,6 +56,8 @@ class _Asked:
         """The value, once it is a tensor of that shape where plans are made."""
         if not isinstance(value, Tensor):
             raise self.error(f"{name} is {_kind(value)}, but it must be a tensor")
+        if value.layout != torch.strided or value.is_nested:
+            raise self.error(f"{name} is sparse or nested, but it must be a dense tensor")
         if value.shape != shape:
             raise self.error(f"{name} has the shape {tuple(value.shape)}, but it must have {shape}")
         if value.device != self._device:

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import NoReturn
 
 from kvbench.config import files
+from kvbench.errors import AskedToLeave, raised_by, what_happened
 from kvbench.show.progress import log, note
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
@@ -88,17 +89,20 @@ def report(error: Exception) -> int:
     if isinstance(error, OSError) and is_full(error):  # raised where a library writes, or where the output is a file
         cause, error = error, write_error(error.filename or "a file or the output", error)
         error.__cause__ = cause
-    is_fault = not isinstance(error, ValueError | OSError)
+    is_fault, theirs = not isinstance(error, ValueError | OSError), raised_by(error)
     if is_fault or os.environ.get("KVBENCH_DEBUG", "") not in ("", "0"):
         traceback.print_exception(error)
         log("".join(traceback.format_exception(error)))
+    if is_fault and (theirs or isinstance(error, AskedToLeave)):
+        note(f"error: {what_happened(error)}")
+        return EXIT_FAILED
     if is_fault:
         note("this is a fault of kvbench; please report it with the lines above")
         return EXIT_FAILED
     note(f"error: {error}")
     if not _is_ours(error):
-        kind = type(error).__name__
-        note(f"({kind} from outside kvbench; KVBENCH_DEBUG=1 shows where)")
+        kind, where = type(error).__name__, f" in {' of '.join(theirs)}" if theirs else ""
+        note(f"({kind} from outside kvbench{where}; KVBENCH_DEBUG=1 shows where)")
     return EXIT_FAILED if isinstance(error, JournalError) else EXIT_USAGE
 
 

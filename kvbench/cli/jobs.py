@@ -18,7 +18,7 @@ from kvbench.cli import endings, gpus
 from kvbench.cli.endings import EXIT_FAILED, report
 from kvbench.cli.words import config_dir_flags
 from kvbench.config import files
-from kvbench.errors import NotForModel
+from kvbench.errors import NotForModel, what_happened
 from kvbench.results.record import RunRecord
 from kvbench.results.sweep import JobRecord, Sweep
 from kvbench.show.progress import format_seconds, logged, note
@@ -127,7 +127,8 @@ class Jobs:
                 job.message, job.code = f"left out: {error}", 0
                 note(f"{name}: {job.message}")
             else:
-                job.message, job.code = f"{error}" or type(error).__name__, report(error)
+                is_told = isinstance(error, ValueError | OSError) and f"{error}"
+                job.message, job.code = is_told or what_happened(error), report(error)
 
     def _of_process(self) -> "tuple[Loaders, set[str]]":
         """The loaders and the notes that were said, which this command's jobs in one process share."""

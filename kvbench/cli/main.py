@@ -1,7 +1,8 @@
 """The command line: `kvbench [command] [key=value ...]`, or `python -m kvbench ...`.
 
 The first bare word is the command, everything else is Hydra's. A mistake of the user's is answered with one message
-that names what exists; a traceback means a fault of kvbench. Nothing heavy is imported before a run starts.
+that names what exists; a traceback means a fault of kvbench, or of the method that the last line names. Nothing
+heavy is imported before a run starts.
 """
 
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 import kvbench
 from kvbench.cli import endings, texts, words
 from kvbench.config import files
+from kvbench.errors import nobody_leaves
 
 KEEPING = ("run", "calibrate")  # the commands whose finished samples stay when they are stopped
 WIDEST = 100  # columns of help; longer lines are hard to read
@@ -86,6 +88,7 @@ def _carry_out(arguments: list[str]) -> int:
     return code
 
 
+@nobody_leaves()  # lm-eval's own command line, which is none of these, may
 def _command(arguments: list[str]) -> int:
     width = min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)
     if not arguments:

@@ -19,6 +19,7 @@ from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.requests import Outcome, Request
 from kvbench.engine.rows import AnswerRow, ForcedRow, Row, Sample, row_generator
 from kvbench.engine.runner import NotFinite
+from kvbench.errors import nobody_leaves
 from kvbench.kernels.memory import first_line, is_out_of_memory
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
@@ -75,6 +76,7 @@ class Engine:
         """The text of tokens, special tokens shown."""
         return str(self.loaded.tokenizer.decode(list(ids)))
 
+    @nobody_leaves()
     def run(
         self,
         requests: Sequence[Request],

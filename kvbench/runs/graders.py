@@ -107,7 +107,9 @@ def grade_outcome(task: "TaskSet", request: Request, outcome: Outcome) -> tuple[
             return outcome, task.score_outcome(request, outcome)
     except OutOfTime:
         why = f"the grader of task {task.name} took longer than {limit_s:g} s"
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # `sys.exit()` is as much a failure as any other
         text = " ".join(str(error).split())
         why = f"the grader of task {task.name} failed ({type(error).__name__}: {text})"[:_MESSAGE_CHARS]
     return dataclasses.replace(outcome, status=UNGRADED, message=why), {}

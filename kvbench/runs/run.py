@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from kvbench.config.files import FULL
+from kvbench.errors import nobody_leaves, what_happened
 from kvbench.results import provenance, shards, summary, tracking
 from kvbench.results.journal import Journal, run_lock
 from kvbench.results.record import Counts, RunRecord, Session, now
@@ -41,7 +42,7 @@ class Origin:
 
 @contextmanager
 def session_of(record: RunRecord, folder: Path, origin: Origin) -> Iterator[Session]:
-    """Keep `run.json` true whatever happens inside: failed after an error, else (a full disk) still running."""
+    """Add a stretch of work to `run.json`, which names its end whatever happens inside."""
     session = Session(started=now(), command=list(origin.command))
     session.versions, session.git, session.machine = record.versions, record.git, record.machine
     record.started = record.started or session.started
@@ -57,9 +58,7 @@ def session_of(record: RunRecord, folder: Path, origin: Origin) -> Iterator[Sess
 
     try:
         yield session
-    except BaseException as error:
-        if isinstance(error, Exception) and not isinstance(error, JournalError):
-            record.status, record.message = "failed", f"{type(error).__name__}: {error}"
+    except BaseException:
         with suppress(JournalError):  # a full disk must not hide the error that came first
             end()
         raise
@@ -67,14 +66,18 @@ def session_of(record: RunRecord, folder: Path, origin: Origin) -> Iterator[Sess
 
 
 @contextmanager
-def says_when_stopped(record: RunRecord, folder: Path) -> Iterator[None]:
-    """Write the signal that stopped a run into its `run.json`. A run that had ended stays what it was."""
+def says_what_ended_it(record: RunRecord, folder: Path) -> Iterator[None]:
+    """Write into a run's `run.json` which signal stopped it, or what failed. A run that had ended stays what it was,
+    and one that a full disk ended goes on running."""
     try:
         yield
-    except KeyboardInterrupt as stop:
-        if record.status == "running":
-            record.status, record.message = "stopped", f"stopped by {str(stop) or 'SIGINT'}"
-        if record.hash:  # else it has not begun
+    except BaseException as error:
+        is_full = isinstance(error, JournalError)
+        if record.status == "running" and not is_full:
+            is_stop = isinstance(error, KeyboardInterrupt)
+            record.status = "stopped" if is_stop else "failed"
+            record.message = f"stopped by {str(error) or 'SIGINT'}" if is_stop else what_happened(error)
+        if record.hash and not is_full:  # else it has not begun
             with suppress(JournalError):
                 record.save(folder)
         raise
@@ -218,7 +221,7 @@ def compute_shard(experiment: Experiment, shard: Shard, *, say: Callable[[str], 
         own.counts = Counts(total=len(keys), done=len(done.intersection(keys)))
         with ExitStack() as stack:
             mine = stack.enter_context(closing(Journal(place / shards.SAMPLES, run=experiment.hash, warn=say)))
-            stack.enter_context(says_when_stopped(own, place))
+            stack.enter_context(says_what_ended_it(own, place))
             with session_of(own, place, origin) as session:
                 try:
                     compute_missing(experiment, mine, session, requests=requests, done=done)
@@ -263,7 +266,7 @@ def execute(
             journal.clear()
             shards.clear(folder)
             record = RunRecord()
-        stack.enter_context(says_when_stopped(record, folder))
+        stack.enter_context(says_what_ended_it(record, folder))
         before = dataclasses.asdict(record)
         shards.take_over(folder, journal, record, say)
         if any(key not in journal for key in experiment.keys):
@@ -301,6 +304,7 @@ def execute(
         return Run(record=record, samples=records, folder=folder, reference=against)
 
 
+@nobody_leaves()
 def run_experiment(
     cfg: Mapping[str, Any] | RunConfig,
     *,

@@ -145,6 +145,7 @@ def without_head_1(tier_of):
         (lambda view: PrefillPlan(tier_of=[0]), "tier_of is a list, but it must be a tensor"),
         (tiers(lambda x: x[:, :1]), r"tier_of has the shape \(1, 1, 11\), but it must have \(1, 3, 11\)"),
         (tiers(lambda x: x[..., 1:]), r"tier_of has the shape \(1, 3, 10\), but it must have \(1, 3, 11\)"),
+        (tiers(lambda x: x.to_sparse()), "tier_of is sparse or nested, but it must be a dense tensor"),
         (tiers(lambda x: x == 0), "tier_of is bool, but it must hold integers"),
         (tiers(lambda x: x.to("meta")), "tier_of lies on meta, but it must lie on cpu"),
         (tiers(lambda x: x + 0.4), "tier_of is float32, but it must hold integers"),

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_parts import altered, make_parts
+from fake_parts import FakePolicy, altered, make_parts
 from places import ROOT, TESTS
 
 from kvbench.cli.main import main
 from kvbench.config import files
+from kvbench.results.record import RunRecord
 from kvbench.results.sweep import sweeps
 from kvbench.runs.parts import Loaders
 
@@ -174,3 +175,46 @@ def test_status(fakes, capsys):
     assert "running  job 4 kivi ratio=1.5" in capsys.readouterr().out
     assert main(["status", "sweeps=none"]) == 2
     assert main(["status", "results_dir=nowhere"]) == 2
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyError("x"), type("Odd", (BaseException,), {})("y")], ids=repr)
+def test_what_a_method_raises_ends_its_job_alone(fakes, monkeypatch, capsys, error):
+    """Also a request to leave Python: the job and its record name the method, the next one runs, and the code says it.
+    A single run ends as its job does."""
+
+    class Rude(FakePolicy):
+        """Raises when its bounds are asked for, behind its last sample."""
+
+        def bounds(self, extent):
+            if self.ratio == 0.25:  # kivi's
+                raise error
+            return super().bounds(extent)
+
+    def make_policy(cfg):
+        return Rude(**{key: value for key, value in cfg.items() if key in ("ratio", "hidden")})
+
+    monkeypatch.setattr("kvbench.runs.parts.Loaders", lambda: altered(make_parts(), make_policy=make_policy))
+    said = (
+        f"Rude.bounds raised {type(error).__name__}: {error} (test_jobs.py:{Rude.bounds.__code__.co_firstlineno + 2})"
+    )
+    for words in (["-m", "method=kivi,snapkv"], ["method=kivi"]):
+        assert main([*words, "limit=2", "reference=none"]) == 1
+        out, err = capsys.readouterr()
+        assert f"error: {said}\n" in err and "fault of kvbench" not in err
+        assert words[0] != "-m" or (f"job 1 (kivi) failed: {said}" in err and "\nsnapkv" in out)
+        found = [RunRecord.load(path.parent) for path in fakes.rglob("run.json")]
+        assert {run.method: (run.status, run.message) for run in found} == {
+            "kivi": ("failed", said),
+            "snapkv": ("complete", ""),
+        }
+
+
+def test_no_command_is_left_without_a_word(fakes, monkeypatch, capsys):
+    """What asks Python to leave in any other command is an error too."""
+
+    def leaves(name, arguments):
+        sys.exit(0)
+
+    monkeypatch.setattr("kvbench.cli.commands.run", leaves)
+    assert main(["compare"]) == 1
+    assert "error: " in (said := capsys.readouterr().err) and "SystemExit: 0" in said

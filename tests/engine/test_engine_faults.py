@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvbench.cache.prompts import ScoredLayer
 from kvbench.engine.prompt_cache import Recording
+from kvbench.errors import AskedToLeave, raised_by, what_happened
 from kvbench.kernels.memory import is_out_of_memory
 from kvbench.kernels.pool import PagePool, PoolExhausted
 from kvbench.kernels.table import PageTable
@@ -133,6 +134,37 @@ def test_whatever_is_raised_no_row_stays_open(loaded, error, monkeypatch):
         with pytest.raises(type(error)):
             running.run(asked(), on_outcome=lambda outcome: None)
         assert running.runner.open_rows == [] and running.store.pages.pool.num_used == 0
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyError("x"), ValueError("own words")], ids=repr)
+def test_what_a_method_raises_has_its_name(loaded, error):
+    """Also a request to leave comes out as an error, and either names class, call and place; no row stays open."""
+
+    class Rude(Full):
+        """Raises when it is asked."""
+
+        def plan_prefill(self, view):
+            return self.fail()
+
+        def fail(self):
+            """Raise one level below the call."""
+            raise error
+
+    with engine(loaded, Rude()) as running:
+        kind = AskedToLeave if isinstance(error, SystemExit) else type(error)
+        with pytest.raises(kind) as found:
+            running.run(asked(), on_outcome=lambda outcome: None)
+        assert running.runner.open_rows == []
+    line = Rude.fail.__code__.co_firstlineno + 2
+    what = f"{type(error).__name__}: {error}"
+    assert what_happened(found.value) == f"Rude.plan_prefill raised {what} (test_engine_faults.py:{line})"
+
+
+def test_the_harness_raises_in_nobodys_name(loaded):
+    """An error in a library that the harness calls is not laid at a method's door."""
+    with engine(loaded, Full()) as running, pytest.raises(IndexError) as found:
+        running.run([request("0", (10**6, 1))], on_outcome=lambda outcome: None)  # no token of the vocabulary
+    assert raised_by(found.value) is None and what_happened(found.value).startswith("IndexError: ")
 
 
 def test_a_caller_without_memory_is_not_taken_for_a_full_cache(loaded):

@@ -225,7 +225,8 @@ def test_a_failing_grader_is_the_samples_outcome():
     """The answer is kept, its status and message say what happened, and it has no scores."""
     task = FakeTask(make_requests(1))
     answer = Outcome(sample_id="a/0", text="x", finish="eos", ledger={"resident_bytes": 1})
-    for error, words in ((MemoryError("too\nlarge"), "MemoryError: too large"), (ValueError("x" * 999), "ValueError")):
+    errors = {"MemoryError: too large": MemoryError("too\nlarge"), "ValueError": ValueError("x" * 999)}
+    for words, error in {**errors, "SystemExit: 0": SystemExit(0)}.items():
         task.scorer = raising(error)
         outcome, scores = grade_outcome(task, task.requests[0], answer)
         assert (outcome.status, outcome.text, outcome.ledger, scores) == ("ungraded", "x", answer.ledger, {})
