@@ -33,7 +33,7 @@ from kvbench.results.measures import RESIDENT
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import SampleRecord, answers_of, read_samples
 from kvbench.results.summary import values_by_sample
-from kvbench.results.writing import plain, write_file
+from kvbench.results.writing import plain, write_files
 from kvbench.show import terminal
 from kvbench.show.csv_file import csv_bytes
 from kvbench.show.progress import note
@@ -70,19 +70,18 @@ def gold_of(record: SampleRecord) -> list[str]:
 
 def write_lm_eval(runs: Sequence[Stored], to: Path) -> list[Path]:
     """Write one folder for each run, `<model>__<method>__<hash>`, into a folder; gives the files."""
-    written = []
+    written: list[Path] = []
     for run in runs:
         record = run.record
         folder = to / "__".join(file_name(part) for part in (record.model, record.method, record.hash[:12]))
         date = re.sub(r"[^0-9A-Za-z+.-]", "-", record.ended or record.started or "0")
+        made = {}
         for subset, samples in by_subset(run).items():
             path = folder / f"samples_{file_name(task_name(run, subset))}_{date}.jsonl"
             lines = [json.dumps(sample_of(run, place, item)) for place, item in enumerate(samples)]
-            write_file(path, "".join(f"{line}\n" for line in lines).encode())
-            written.append(path)
-        path = folder / f"results_{date}.json"
-        write_file(path, json.dumps(plain(results_of(run)), indent=2, allow_nan=False).encode())
-        written.append(path)
+            made[path] = "".join(f"{line}\n" for line in lines).encode()
+        made[folder / f"results_{date}.json"] = json.dumps(plain(results_of(run)), indent=2, allow_nan=False).encode()
+        written += write_files(to, made)
     return written
 
 
@@ -201,10 +200,7 @@ def write_parquet(runs: Sequence[Stored], to: Path) -> list[Path]:
         row = sample_row(run.record, run.folder, sample) | {"gold": gold_of(sample)}
         answers.append(row | {f"prompt_{key}": prompt[key] if prompt else None for key in ("sha256", "tail")})
     made = {"runs": [run_row(run.record, run.folder) for run in runs], "samples": answers}
-    written = {to / f"{name}.parquet": parquet_bytes(rows) for name, rows in made.items()}
-    for path, content in written.items():
-        write_file(path, content)
-    return list(written)
+    return write_files(to, {to / f"{name}.parquet": parquet_bytes(rows) for name, rows in made.items()})
 
 
 def parquet_bytes(rows: Sequence[dict[str, Any]]) -> bytes:
@@ -246,9 +242,7 @@ def write_leaderboard(runs: Sequence[Stored], to: Path) -> list[Path]:
             ).encode()
             written[folder / "metrics.json"] = json.dumps(metrics_of(run.record, samples), indent=4).encode()
             written[folder / "predictions.csv"] = predictions_of(run.record, samples)
-    for path, content in written.items():
-        write_file(path, content)
-    return list(written)
+    return write_files(to, written)
 
 
 def ratio_of(record: RunRecord) -> float:
@@ -268,7 +262,7 @@ def press_of(record: RunRecord) -> str:
 
 def folder_name(record: RunRecord, length: str) -> str:
     """`ruler__4096__Qwen--Qwen3-8B__snapkv__0.75`, and `__query_aware` behind it where the question was seen."""
-    parts = [RULER, length, _model(record), press_of(record), f"{ratio_of(record):.2f}"]
+    parts = [RULER, file_name(length) if length else "", _model(record), press_of(record), f"{ratio_of(record):.2f}"]
     if record.protocol.get("query_aware", True):
         parts.append("query_aware")
     return "__".join(part for part in parts if part)
@@ -277,7 +271,7 @@ def folder_name(record: RunRecord, length: str) -> str:
 def _model(record: RunRecord) -> str:
     """Slashes are two dashes there; what else a file name does not take is one."""
     kept = "".join(char if char.isalnum() or char in ".-_" else "-" for char in record.model.replace("/", "--"))
-    return kept.replace("__", "_").lstrip(".") or "model"
+    return kept.replace("__", "_").lstrip(".")[:80] or "model"
 
 
 def config_of(record: RunRecord, length: str) -> dict[str, Any]:

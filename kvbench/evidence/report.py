@@ -19,7 +19,7 @@ from kvbench.evidence.load import Group, StoredRun, load_groups, patterns
 from kvbench.evidence.samples import by_subset, curve_of, strata_of
 from kvbench.results import summary
 from kvbench.results.measures import AVERAGE, COSTS, PEAK, RESIDENT, SCORE, TIME, Measure, item_title, ledger_items
-from kvbench.results.writing import write_file
+from kvbench.results.writing import write_file, write_files
 from kvbench.show import terminal
 from kvbench.show.picture import item_place
 from kvbench.show.progress import format_bytes
@@ -385,8 +385,10 @@ def main(cfg: DictConfig) -> int:
     groups = load_groups(cfg)
     found, means = gather(groups, cfg)
     made, cut = page(found, means, cfg)
-    out = Path(str(cfg.out)) if cfg.out is not None else Path(cfg.results_dir) / "report.html"
-    write_file(out, made)
+    if cfg.out is not None:
+        write_file(out := Path(str(cfg.out)), made)
+    else:
+        (out,) = write_files(Path(cfg.results_dir), {Path(cfg.results_dir) / "report.html": made})
     console = terminal.console()
     for item in found:
         console.print(Text(f"{item['title']}: {len(item['settings'])} runs"), soft_wrap=True)

@@ -9,7 +9,7 @@ from rich.console import Console
 from kvbench.errors import check_whole, unknown_name
 from kvbench.evidence.load import patterns
 from kvbench.results.identity import folder_name
-from kvbench.results.writing import write_file
+from kvbench.results.writing import write_files
 from kvbench.show import terminal
 
 LEAST = {"resamples": 100, "seed": 0, "regressions": 0, "answers": 1, "answer_length": 1, "digits": 0}
@@ -81,6 +81,4 @@ def write_drawn(
     contents = {folder / f"{name}.csv": csv}
     for title, end, content in pictures:
         contents[folder / f"{folder_name(title.replace(' with ', '_')).lower()}{end}"] = content
-    for path, content in contents.items():
-        write_file(path, content)
-    terminal.print_paths(list(contents), console)
+    terminal.print_paths(write_files(folder if cfg.out is not None else Path(cfg.results_dir), contents), console)

@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +196,27 @@ def write_file(path: Path, data: bytes) -> None:
         kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no regular file"
         raise ValueError(f"cannot write {path}: it is {kind}; give another path")
     write_atomic(target, data, mode=None if found is None else stat.S_IMODE(found.st_mode))
+
+
+def write_files(root: Path, contents: Mapping[Path, bytes]) -> list[Path]:
+    """Write files into a folder that the user named; gives their paths.
+
+    Their names may be made of stored strings, and anybody may have left links in the folder: all of them have to lie
+    below it, or nothing is written.
+
+    Args:
+        contents: Path of each file, which begins with `root`, and its content.
+
+    Raises:
+        ValueError: A file would lie elsewhere, or cannot be written.
+    """
+    base = Path(os.path.realpath(root))
+    for path in contents:
+        if base not in (target := Path(os.path.realpath(path))).parents:
+            raise ValueError(f"cannot write {path}: it is {target}, which is not below {root}; give another folder")
+    for path, content in contents.items():
+        write_file(path, content)
+    return list(contents)
 
 
 def write_error(path: Path | str, error: OSError) -> JournalError:

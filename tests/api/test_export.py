@@ -144,6 +144,21 @@ def test_kvpress_folders(tmp_path):
     assert {float(row["compression_ratio"]) for row in rows} == {0.875}
 
 
+@pytest.mark.parametrize("kind", ["lm_eval", "parquet", "leaderboard"])
+@pytest.mark.parametrize("text", ["x/../../../../victim", "/victim", "..", "a\\b"])
+def test_what_a_stored_run_says_never_leaves_the_folder(tmp_path, kind, text):
+    """Whatever stands where a file's name comes from, of the record or of a sample, files lie below `to`."""
+    root = tmp_path / "deep" / "er" / "results"
+    folder = ruler(root, "snapkv", {"a": [1.0]}, meta={"length": text, "task": text}, settings={"budget": 0.5})
+    record = json.loads((folder / "run.json").read_text())
+    record |= dict.fromkeys(("model", "method", "ended", "started"), text)
+    (folder / "run.json").write_text(json.dumps(record))
+    before = set(tmp_path.rglob("*"))
+    to = export(root, kind)
+    made = set(tmp_path.rglob("*")) - before
+    assert made and all(path == to or to in path.parents for path in made)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -14,7 +14,7 @@ from kvbench.config import durable
 from kvbench.results import writing
 from kvbench.results.journal import Journal, run_lock
 from kvbench.results.record import RunRecord
-from kvbench.results.writing import JournalError, check_writable, write_atomic, write_file
+from kvbench.results.writing import JournalError, check_writable, write_atomic, write_file, write_files
 
 
 def names(folder):
@@ -140,6 +140,21 @@ def test_out_refuses_what_is_no_file(tmp_path):
             write_file(tmp_path / name, b"new")
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
     assert names(tmp_path) == ["file", "folder", "link", "loop", "pipe"]
+
+
+@pytest.mark.parametrize("name", ["../victim", "a/../../victim", "link", "there/victim", "/victim", "."])
+def test_several_files_lie_below_the_folder_or_none_is_written(tmp_path, name):
+    """Neither a name nor a link that somebody left there leads out of the folder that the user named."""
+    root = tmp_path / "out"
+    root.mkdir()
+    (root / "link").symlink_to(tmp_path / "victim")
+    (root / "there").symlink_to(tmp_path)
+    with pytest.raises(ValueError, match="cannot write .* is not below .*out; give another folder"):
+        write_files(root, {root / "good": b"new", root / name: b"new"})
+    assert names(root) == ["link", "there"] and names(tmp_path) == ["out"]
+    (tmp_path / "linked").symlink_to(root)  # the folder itself may be a link
+    assert write_files(tmp_path / "linked", {tmp_path / "linked" / "a" / "b": b"x"}) == [tmp_path / "linked/a/b"]
+    assert (root / "a" / "b").read_bytes() == b"x"
 
 
 def test_a_folder_is_synced_with_those_above_it(tmp_path, monkeypatch):
