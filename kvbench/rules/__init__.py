@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import date
-from typing import Annotated, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 MAX_TOKENS = 2**24  # no model reads more; a larger number is a slip
 MAX_BYTES = 2**50
@@ -31,6 +31,10 @@ class Rule(ABC):
     @abstractmethod
     def fits(self, value: object) -> bool:
         """True for a value that is allowed."""
+
+    def read(self, value: Any) -> Any:
+        """An allowed value as it counts: values that mean the same are equal then. Default: as it is."""
+        return value
 
     def near(self, value: object) -> str:
         """The allowed text that is nearest to a value that is not allowed; empty for none."""
@@ -154,11 +158,13 @@ class Several(Rule):
         item: What each of them may be.
         alone: What may stand there without a list; None = nothing.
         least: How many there are at least.
+        ordered: Their order means something.
     """
 
     item: Rule
     alone: Rule | None = None
     least: int = 1
+    ordered: bool = True
 
     @property
     def text(self) -> str:
@@ -173,6 +179,9 @@ class Several(Rule):
         if not _is_list(value) or len(value) < self.least or not all(map(self.item.fits, value)):
             return False
         return not any(is_same(item, other) for at, item in enumerate(value) for other in value[:at])
+
+    def read(self, value: Any) -> Any:
+        return value if self.ordered or not _is_list(value) else type(value)(sorted(value))  # type: ignore[call-arg]
 
     def near(self, value: object) -> str:
         items = value if _is_list(value) else [value]
@@ -191,6 +200,11 @@ class Text(Rule):
 
     def fits(self, value: object) -> bool:
         return isinstance(value, str) and (self.empty or bool(value))
+
+    def check(self, name: str, value: object) -> None:
+        super().check(name, value)
+        if isinstance(value, str) and is_half(value):
+            raise ValueError(f"{name}={shown(value)} holds half of a character pair, which is no UTF-8; write it anew")
 
 
 @dataclass(frozen=True)
@@ -247,6 +261,14 @@ class Declared:
         """What is allowed, in words, where a rule says it."""
         return (self.rule.text if self.rule else "a value") + (", or null" if self.optional else "")
 
+    def read(self, value: Any) -> Any:
+        """A value as it counts, where the field may have it: 0 and -0.0 of a field that is a float are 0.0."""
+        if value is None or self.rule is None or not self.rule.fits(value):
+            return value
+        if isinstance(self.rule, Number) and self.kinds == (float,):
+            return float(value) + 0.0
+        return self.rule.read(value)
+
     def check(self, value: object, prefix: str = "") -> None:
         """Refuses a value that the field may not have with a ValueError that says what is allowed."""
         if (value is None and self.optional) or self.rule is None:
@@ -287,6 +309,11 @@ def check_settings(held: object, prefix: str = "") -> None:
 def is_same(value: object, other: object) -> bool:
     """Equal and of one type: 1, 1.0 and True are three values."""
     return type(value) is type(other) and value == other
+
+
+def is_half(text: str) -> bool:
+    """Whether a text holds half of a character pair (a lone surrogate), which no tokenizer reads and no file holds."""
+    return not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def shown(value: object) -> str:

@@ -1,11 +1,14 @@
-"""Chat templates: programs of a model's maker that write a conversation as text. They are told a fixed date, their time
-and memory are bounded, and their faults name the model."""
+"""Chat templates: programs of a model's maker that write a conversation as text. They are told a fixed date and draw
+the same random numbers at every start, their time and memory are bounded, and their faults name the model."""
 
+import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, tzinfo
 from typing import TYPE_CHECKING, Any
 
+from kvbench.rules import is_half
 from kvbench.tasks.bounds import OutOfTime, memory_limit, time_limit
 from kvbench.tasks.protocol import Protocol
 
@@ -17,6 +20,7 @@ _MAX_TEMPLATE_CHARS = 1_000_000
 RENDER_LIMIT_S = 30.0
 RENDER_LIMIT_BYTES = 1 << 30
 REASONS: dict[type, str] = {MemoryError: f"it asks for more than {RENDER_LIMIT_BYTES >> 20} MiB"}
+_SAID = 20 * "The quick brown fox jumps over the lazy dog, and goes home to its four young. "  # is to be shown whole
 _ANSWER = "kvbenchanswer"  # stands for an answer, whose tokens are the model's own
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
@@ -26,19 +30,18 @@ def check_template(model: "LoadedModel", protocol: Protocol) -> None:
 
     Raises:
         ValueError: The protocol switches thinking and the template has no switch for it; or the template cannot be
-            rendered, or drops the message, or what the system says.
+            rendered, drops the message, a part of it or what the system says, or writes something else at each start.
     """
     if protocol.thinking is not None and "enable_thinking" not in str(model.tokenizer.chat_template):
         raise ValueError(
             f"protocol.thinking={str(protocol.thinking).lower()}, but the chat template of model {model.name} has no "
             "switch enable_thinking; leave protocol.thinking=null, or choose a model that has one"
         )
-    one, other = (render_chat(model, [{"role": "user", "content": text}], protocol) for text in ("a", "b"))
-    if one == other:
-        raise ValueError(
-            f"the chat template of model {model.name} drops the message of the user, so that all prompts would be "
-            f"{one[:80]!r}; set protocol.chat_template=never, or repair the template"
-        )
+    shown = render_chat(model, [{"role": "user", "content": _SAID}], protocol)
+    if _words(_SAID) not in _words(shown):  # some write it in capitals, or part its lines otherwise
+        raise _faulty(model, _drops(shown))
+    if found := re.search(r"<[^<>]* at 0x[0-9a-f]+>", shown):
+        raise _faulty(model, f"writes {found[0]!r}, the address of an object, which is another one at every start")
     if (system := protocol.system) is None:
         return
     try:
@@ -79,7 +82,7 @@ def render_chat(
     told: dict[str, Any] = {"date_string": f"{now.day:02} {_MONTHS[now.month - 1]} {now.year}"}
     told |= {} if protocol.thinking is None else {"enable_thinking": protocol.thinking}
     try:
-        with time_limit(RENDER_LIMIT_S), memory_limit(RENDER_LIMIT_BYTES), _stopped_clock(now):
+        with time_limit(RENDER_LIMIT_S), memory_limit(RENDER_LIMIT_BYTES), _same_always(now):
             rendered = model.tokenizer.apply_chat_template(
                 messages,
                 tokenize=False,
@@ -88,29 +91,40 @@ def render_chat(
                 **told,
             )
     except OutOfTime:
-        raise ValueError(
-            f"the chat template of model {model.name} takes longer than {RENDER_LIMIT_S:g} s for a conversation of "
-            f"{given} characters; set protocol.chat_template=never, or repair the template"
-        ) from None
+        fault = f"takes longer than {RENDER_LIMIT_S:g} s for a conversation of {given} characters"
+        raise _faulty(model, fault) from None
     except Exception as error:
         # A template is a program of the model's maker: it may fail with any error, or raise one of its own.
         reason = " ".join(str(error).split())[:300] or REASONS.get(type(error), "no message")
-        raise ValueError(
-            f"the chat template of model {model.name} cannot be rendered ({type(error).__name__}: {reason}); set "
-            "protocol.chat_template=never, or repair the template"
-        ) from error
+        raise _faulty(model, f"cannot be rendered ({type(error).__name__}: {reason})") from error
     assert isinstance(rendered, str), "tokenize=False gives text"
     if len(rendered) > _MAX_TEMPLATE_CHARS + 8 * given:
-        raise ValueError(
-            f"the chat template of model {model.name} makes {len(rendered)} characters of a conversation of {given}; "
-            "set protocol.chat_template=never, or repair the template"
-        )
+        raise _faulty(model, f"makes {len(rendered)} characters of a conversation of {given}")
+    if len(rendered) < len(messages[-1]["content"].strip()):
+        raise _faulty(model, _drops(rendered))
+    if is_half(rendered):
+        raise _faulty(model, "writes half of a character pair, which is no UTF-8 and no tokenizer reads")
     return rendered
 
 
+def _drops(rendered: str) -> str:
+    return f"drops the message of the user, or a part of it, so that a prompt would be {rendered[:80]!r}"
+
+
+def _words(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+def _faulty(model: "LoadedModel", fault: str) -> ValueError:
+    return ValueError(
+        f"the chat template of model {model.name} {fault}; set protocol.chat_template=never, or repair the template"
+    )
+
+
 @contextmanager
-def _stopped_clock(now: datetime) -> Iterator[None]:
-    """Let chat templates that ask transformers for the time (`strftime_now`) find this one: it takes no function."""
+def _same_always(now: datetime) -> Iterator[None]:
+    """Let chat templates find this time where they ask transformers (`strftime_now`), which takes no function, and the
+    same random numbers (Jinja's `random` and `lipsum`)."""
     from transformers.utils import chat_template_utils
 
     class Stopped(datetime):
@@ -123,9 +137,12 @@ def _stopped_clock(now: datetime) -> Iterator[None]:
     names = vars(chat_template_utils)
     clock = names["datetime"]
     names["datetime"] = Stopped
+    state = random.getstate()
+    random.seed(0)
     try:
         yield
     finally:
+        random.setstate(state)
         names["datetime"] = clock
 
 
@@ -139,10 +156,7 @@ def between(model: "LoadedModel", said: str, protocol: Protocol) -> str:
     rendered = render_chat(model, [{"role": role, "content": text} for role, text in talk], protocol)
     _, answer, rest = rendered.partition(_ANSWER)
     if not answer or said.strip() not in rest:
-        raise ValueError(
-            f"the chat template of model {model.name} does not show what was said before, so there is no conversation "
-            "in it; set protocol.chat_template=never, or repair the template"
-        )
+        raise _faulty(model, "does not show what was said before, so there is no conversation in it")
     return rest
 
 

@@ -3,9 +3,12 @@
 import codecs
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from kvbench.rules import is_half
 
 # Takes the JSON object of one line; gives the row, or raises ValueError with the reason why it is none.
 RowCheck = Callable[[dict[str, Any]], Mapping[str, Any]]
@@ -84,7 +87,10 @@ def read_rows(source: Source, check: RowCheck, max_line_bytes: int | None = None
             if max_line_bytes is not None and len(line) > max_line_bytes:
                 raise ValueError(f"a line of {len(line)} bytes; a row may have {max_line_bytes}")
             row = _parse(line)
-            rows.append({**check(row), "index": index})
+            checked = {**check(row), "index": index}
+            if re.search(rb"\\u[dD][89a-fA-F]", line) and is_half(json.dumps(row, ensure_ascii=False)):
+                raise ValueError("a text holds half of a character pair, which is no UTF-8")
+            rows.append(checked)
             for what, name in _names(line, row):
                 if (earlier := seen.setdefault((what, name), index)) != index:
                     reason = f"the same {what} as in line {earlier + 1}"

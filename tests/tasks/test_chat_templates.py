@@ -1,6 +1,8 @@
 """Chat templates are data of a model's maker: their date is the protocol's, their faults name model and template."""
 
 import datetime
+import os
+import random
 import sys
 import time
 
@@ -11,6 +13,7 @@ from kvbench.tasks import chat
 from kvbench.tasks.chat import render_chat
 from kvbench.tasks.prompts import PromptBuilder
 from kvbench.tasks.protocol import Protocol
+from kvbench.tasks.rows import Source, read_rows
 
 USER = [{"role": "user", "content": "hello"}]
 # As Llama 3.2's template asks for the day, and as others do.
@@ -127,9 +130,17 @@ def test_a_template_of_gigabytes_is_refused(with_template, template) -> None:
     ("template", "message"),
     [
         ("hello <s>", "template of model stand-in drops the message .* would be 'hello <s>'; set"),
+        ("{{ messages[0]['content'][:1] }}", "drops the message of the user, or a part of it, so .* be 'T'; set"),
+        ("{{ ' ' * 2000 ~ messages[0]['content'][:1000] }}", "drops the message of the user, or a part of it, so"),
+        (
+            "{{ messages[0]['content'] | replace('fox', 'cat') }}",
+            "drops .* or a part of it, so .* 'The quick brown cat",
+        ),
+        ("{{ messages[0]['content'] }}{{ '\\ud800' }}", "writes half of a character pair, which is no UTF-8"),
+        ("{{ messages[0]['content'] }}{{ lipsum }}", "writes '<function generate_lorem_ipsum at 0x.*', the address of"),
         (
             "{% for i in range(99999) %}0123456789ab{% endfor %}{{ messages[0]['content'] }}",
-            "makes 1199989 characters of a conversation of 1; set",
+            "makes 1201548 characters of a conversation of 1560; set",
         ),
     ],
 )
@@ -138,6 +149,39 @@ def test_a_template_that_makes_no_prompt_is_refused(with_template, template, mes
     tokenised."""
     with pytest.raises(ValueError, match=message):
         PromptBuilder(with_template(template), AWARE, CHAT)
+
+
+def test_half_a_character_is_no_text() -> None:
+    """In a setting, as a byte that is no UTF-8 on the command line becomes one, and in a row of any file; a pair is."""
+    with pytest.raises(ValueError, match=r"protocol.system='.udcff' holds half of a character pair, which is no UTF-8"):
+        Protocol.from_mapping({"system": os.fsdecode(b"\xff")})
+    assert Protocol.from_mapping({"system": "\U0001f600"}).system
+    lines = [b'{"text": ["\\ud83d\\ude00"]}', b'{"text": ["\\ud83d"]}']
+    rows = read_rows(Source("a.jsonl", lines), lambda row: row)
+    assert len(rows) == 1 and "half of a character pair" in rows.quarantined[0]["reason"]
+
+
+def test_a_template_draws_the_same_at_every_start(with_template) -> None:
+    """Jinja's `random` and `lipsum` begin anew for each prompt, and the process draws what it would have drawn."""
+    model = with_template("{{ range(10**5) | random }} {{ lipsum(1, False, 5, 9) }}{{ messages[0]['content'] }}")
+    rendered = set()
+    for seed in range(3):
+        random.seed(seed)
+        drawn = random.random()
+        random.seed(seed)
+        rendered.add(render_chat(model, USER, Protocol()))
+        assert random.random() == drawn
+    assert len(rendered) == 1
+
+
+def test_a_template_that_cuts_long_prompts_is_refused(with_template) -> None:
+    """Where a prompt is longer than what it shows."""
+    model = with_template("{{ messages[0]['content'][:3000] }}")
+    assert render_chat(model, [{"role": "user", "content": 2999 * "a"}], Protocol())
+    with pytest.raises(
+        ValueError, match="drops the message of the user, or a part of it, so that a prompt would be 'aaaa"
+    ):
+        render_chat(model, [{"role": "user", "content": 3001 * "a"}], Protocol())
 
 
 def test_what_stands_around_the_user_s_text_is_known(with_template) -> None:
