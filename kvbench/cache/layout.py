@@ -34,7 +34,7 @@ class StoreOptions:
     )
     budget_bytes: Annotated[int | None, Whole(1, MAX_BYTES, unit="bytes")] = None
     memory_share: Annotated[float, Number(0, 1, above=True)] = 0.9
-    track: Annotated[tuple[str, ...], Several(Choice(("score", "pos")), least=0)] = ()
+    track: Annotated[tuple[str, ...], Several(Choice(("score", "pos")), least=0, ordered=False)] = ()
     rotation: Annotated[Kind, Choice(KINDS)] = "none"
 
     def __post_init__(self) -> None:

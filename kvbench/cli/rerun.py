@@ -77,6 +77,10 @@ def _report(
         text.append(f"  {key[0]} (answer {key[1]}): {found[0]} was {found[1]}, is {found[2]}")
     if len(changed) > SHOWN:
         text.append(f"  and {len(changed) - SHOWN} more")
+    if changed and again.machine:
+        machines = [stored.machine, *(session.machine for session in stored.sessions)]
+        causes = dict.fromkeys(line for machine in machines for line in again.machine.differences(machine))
+        text += [f"  likely because of the machine: {'; '.join(causes)}"] if causes else []
     missing = len(set(before) ^ set(after))
     if missing:
         text.append(f"{missing} samples are in one of the two runs alone")

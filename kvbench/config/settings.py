@@ -53,7 +53,8 @@ def read_settings(kind: type[Kind], given: Mapping[str, Any], prefix: str = "", 
     """The settings object that a group of the configuration asks for; what the group lacks takes its default.
 
     It reads every dataclass whose fields say in their annotations what they may be (`kvbench.rules`): a run, the store,
-    a task, a protocol, a policy. The object checks its values when it is made.
+    a task, a protocol, a policy. The object checks its values when it is made. It holds them as they count, so that two
+    ways to write one setting are one run.
 
     Args:
         kind: The dataclass.
@@ -72,4 +73,4 @@ def read_settings(kind: type[Kind], given: Mapping[str, Any], prefix: str = "", 
             raise ValueError(f"{prefix}{item.name} is missing and has no default; give {text}")
         if isinstance(values.get(item.name), list) and tuple in map(get_origin, known[item.name].kinds):
             values[item.name] = tuple(values[item.name])
-    return kind(**values)
+    return kind(**{name: known[name].read(value) for name, value in values.items()})

@@ -77,7 +77,7 @@ class ByLayer(Policy):
     """
 
     tiers_by_layer: Annotated[str | None, TiersByLayer()] = None
-    protect_layers: Annotated[Sequence[int], Several(Whole(-MAX_LAYERS, MAX_LAYERS - 1), least=0)] = ()
+    protect_layers: Annotated[Sequence[int], Several(Whole(-MAX_LAYERS, MAX_LAYERS - 1), least=0, ordered=False)] = ()
     protect_tier: TierText = "fp16"
 
     def other_tier(self, text: str) -> Tier:

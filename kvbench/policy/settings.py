@@ -2,7 +2,7 @@
 a prompt before all of it was read."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from kvbench.policy.base import Policy
 from kvbench.policy.budget import Budget
@@ -30,6 +30,10 @@ class BudgetRule(Readable):
 
     def check(self, name: str, value: object) -> None:
         Budget.parse(value, name)
+
+    def read(self, value: Any) -> Any:
+        budget = Budget.parse(value)
+        return {"ratio": budget.value, "tokens": int(budget.value)}.get(budget.unit, value)
 
 
 @dataclass(frozen=True)

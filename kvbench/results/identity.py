@@ -21,7 +21,8 @@ def canonical(value: object) -> object:
         TypeError: A type whose text may differ between two runs of the same thing (an object that shows its address).
     """
     if value is None or isinstance(value, bool | int | str | float):
-        # 1 and 1.0 stay different: a budget of 1 is one token, a budget of 1.0 the whole cache.
+        # 1 and 1.0 stay different: a budget of 1 is one token, a budget of 1.0 the whole cache. A setting that is a
+        # float has become one when its rule read it.
         return value
     if isinstance(value, enum.Enum):
         return [type(value).__name__, value.name]

@@ -23,6 +23,12 @@ ANSWER_KERNELS = (
     *("codes.py", "format.py", "pool.py", "table.py", "memory.py", "backend.py", "operands.py"),
     "reference",
 )
+# Variables by which MKL, oneDNN and cuBLAS compute otherwise on one machine: with other instructions, in other sums, at
+# another precision. What torch itself chose is asked of torch (`torch_isa`).
+MODES = (
+    *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
+    *(f"{prefix}_{name}" for prefix in ("ONEDNN", "DNNL") for name in ("MAX_CPU_ISA", "DEFAULT_FPMATH_MODE")),
+)
 LIBRARY_FOLDERS = frozenset({"site-packages", "dist-packages"})
 # Backend -> the folder of kernels/ with its code.
 BACKEND_FOLDERS = {"torch": "reference", "cpu": "cpu", "triton": "gpu"}
@@ -71,6 +77,23 @@ class Machine:
     slower."""
     torch_isa: str = ""
     """Instruction set that torch chose for its own operations on this CPU; empty when torch was not loaded."""
+    modes: dict[str, str] | None = None
+    """Those of the variables `MODES` that are set, by which libraries compute otherwise; None = not recorded."""
+
+    def differences(self, before: "Machine | None") -> list[str]:
+        """What differs from the machine of before and can move a number, with both values; nothing where that is
+        unknown."""
+        facts = {"device": "device", "host": "system", "num_threads": "threads", "torch_isa": "torch's instructions"}
+        facts["modes"] = "modes of libraries"
+        pairs = [(text, getattr(before, name, None), getattr(self, name)) for name, text in facts.items()]
+        known = [pair for pair in pairs if None not in pair and "" not in pair]
+        return [f"{text} {_said(was)} then, {_said(now)} now" for text, was, now in known if was != now]
+
+
+def _said(value: object) -> str:
+    if not isinstance(value, dict):
+        return str(value)
+    return " ".join(f"{name}={text}" for name, text in value.items()) or "none"
 
 
 def versions() -> Versions:
@@ -127,7 +150,13 @@ def machine(device: object, *others: object, processes: int = 1) -> Machine:
         num_threads=torch.get_num_threads() if torch is not None else None,
         omp_wait_policy=os.environ.get("OMP_WAIT_POLICY", ""),
         torch_isa=torch.backends.cpu.get_cpu_capability() if torch is not None else "",
+        modes=modes(),
     )
+
+
+def modes() -> dict[str, str]:
+    """The variables of `MODES` that are set."""
+    return {name: os.environ[name] for name in MODES if os.environ.get(name)}
 
 
 def code_files(*backends: str) -> dict[str, Path]:

@@ -181,7 +181,7 @@ class Several(Rule):
         return not any(is_same(item, other) for at, item in enumerate(value) for other in value[:at])
 
     def read(self, value: Any) -> Any:
-        return value if self.ordered or not _is_list(value) else type(value)(sorted(value))  # type: ignore[call-arg]
+        return value if self.ordered or not isinstance(value, list | tuple) else type(value)(sorted(value))
 
     def near(self, value: object) -> str:
         items = value if _is_list(value) else [value]

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from kvbench.policy import Policy
     from kvbench.tasks.taskset import TaskSet
 
+NAMES_OF_FILES = frozenset({"file", "text", "essays"})  # in a task's protocol; its fingerprint has what they hold
+
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
@@ -145,9 +147,19 @@ def load_method(
 def _ingredients(
     config: RunConfig, policy: "Policy", model: "LoadedModel", task: "TaskSet", backend: "Backend"
 ) -> dict[str, Any]:
-    """Everything that can change an answer, as JSON types."""
-    from kvbench.models import matrices
+    """Everything that can change an answer, as JSON types.
 
+    How sums are formed counts as far as somebody chose it: builds of the kernels, torch's instruction set on a CPU, and
+    modes of MKL and oneDNN. The number of threads and the processor do not, so that a run may go on elsewhere: they
+    move last digits alone, and `Machine` has them.
+    """
+    import torch
+
+    from kvbench.models import matrices
+    from kvbench.tasks.protocol import Protocol
+    from kvbench.tasks.task import Limit
+
+    limit = Limit.read(config.limit)
     method_files = provenance.method_files(type(policy))
     own = {name.partition(".")[0] for name in method_files}  # its files count, so no version of theirs has to
     kernels = (backend.name, *matrices.kernels(model.linear))
@@ -163,9 +175,14 @@ def _ingredients(
             "linear": matrices.identity(model.linear),
             **_placement(config, model),
         },
-        "task": {"name": task.name, "fingerprint": task.fingerprint, "protocol": task.protocol, "limit": config.limit},
+        "task": {
+            "name": task.name,
+            "fingerprint": task.fingerprint,
+            "protocol": {key: value for key, value in task.protocol.items() if key not in NAMES_OF_FILES},
+            "limit": limit and limit.setting,
+        },
         "method": _method_settings(config.method, policy),
-        "generation": config.protocol,
+        "generation": Protocol.from_mapping(config.protocol),
         "store": config.store,
         "fidelity": config.fidelity,
         "batch_size": config.batch_size,
@@ -175,6 +192,8 @@ def _ingredients(
             "harness": provenance.harness_hash(*kernels),
             "method": code.hash_files(method_files),
             **({"isa": backend.isa} if backend.isa else {}),
+            **({"torch_isa": torch.backends.cpu.get_cpu_capability()} if str(model.device).startswith("cpu") else {}),
+            **provenance.modes(),
             **code.versions(harness_imports),
             # By another name: they say nothing of the code that other methods run on.
             **{f"method:{name}": version for name, version in code.versions(method_imports).items()},

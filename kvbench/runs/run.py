@@ -97,13 +97,10 @@ def describe(experiment: Experiment, record: RunRecord, origin: Origin) -> None:
 
 def other_machine(record: RunRecord) -> str:
     """Name what differs from the machine or the libraries of the last session; empty where nothing does."""
-
-    def facts(one: Session | RunRecord) -> list[str]:
-        return [one.machine.device if one.machine else "", f"Python {one.versions.python}" if one.versions else ""]
-
     before = record.sessions[-1] if record.sessions else Session()
-    pairs = zip(facts(before), facts(record), strict=True)
-    return "; ".join(f"{was} then, {is_now} now" for was, is_now in pairs if was and was != is_now)
+    found = record.machine.differences(before.machine) if record.machine else []
+    was, now = (one.versions.python if one.versions else "" for one in (before, record))
+    return "; ".join(found + [f"Python {was} then, {now} now"] * (bool(was) and was != now))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,6 +86,11 @@ class Limit:
             )
         return cls(count, first=bool(found and found[1]))
 
+    @property
+    def setting(self) -> int | str:
+        """How it is written."""
+        return f"first:{self.count}" if self.first else self.count
+
     def of(self, total: int, subset: str) -> list[int]:
         """The indices of the samples to ask, ascending, of a subset that has `total`.
 

@@ -63,6 +63,21 @@ def test_what_differs_is_named(stored, monkeypatch, capsys):
     assert "5 of 6 records are the same" in out and "b/3 (answer 0)" in out
 
 
+def test_another_machine_is_named_as_the_likely_cause(stored, monkeypatch, capsys):
+    """Where records differ: threads, torch's instructions and modes of libraries, each with both values."""
+    real = provenance.machine
+    changes = {"num_threads": 64, "torch_isa": "DEFAULT", "modes": {"MKL_CBWR": "COMPATIBLE"}}
+    monkeypatch.setattr(provenance, "machine", lambda *given, **more: replace(real(*given, **more), **changes))
+    monkeypatch.setattr("kvbench.runs.run.Loaders", lambda: make_parts(statuses={"b/3": "oom"}))
+    assert cli.main(["rerun", str(stored), "trust=true", "results_dir=again"]) == 1
+    was = RunRecord.load(stored).machine
+    out = " ".join(capsys.readouterr().out.split())
+    assert (
+        f"likely because of the machine: threads {was.num_threads} then, 64 now; torch's instructions {was.torch_isa} "
+        "then, DEFAULT now; modes of libraries none then, MKL_CBWR=COMPATIBLE now"
+    ) in out
+
+
 def test_a_folder_of_somebody_else_names_no_code(stored, capsys):
     """A class outside kvbench, and code that a model writes, run only when the user says so."""
     assert cli.main(["rerun", str(stored)]) == 2

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 from fake_parts import FakePolicy, FakeTask, altered, make_cfg, make_parts, make_requests, run_fake
 
 from kvbench.config import code
@@ -10,8 +11,10 @@ from kvbench.engine.requests import Request, Turn
 from kvbench.kernels.cpu.abi import best_isa
 from kvbench.methods.kvzip import KVzip
 from kvbench.results import provenance
+from kvbench.results.identity import canonical
 from kvbench.runs import experiment
 from kvbench.runs.config import RunConfig
+from kvbench.runs.parts import make_policy
 
 QUIET = {"say": lambda text: None}
 
@@ -45,6 +48,71 @@ CHANGES = {
 def test_hash_sees_each_setting(tmp_path, key):
     """Changing one thing that can change an answer gives another run."""
     assert prepared(tmp_path, **{key: CHANGES[key]}).hash != prepared(tmp_path).hash
+
+
+@pytest.mark.parametrize(
+    ("key", "one", "other"),
+    [
+        ("protocol__temperature", 0.0, 0),
+        ("protocol__temperature", 0.0, -0.0),
+        ("protocol__temperature", 1.0, 1),
+        ("protocol__top_p", 1.0, 1),
+        ("protocol__chat_template", "never", False),
+        ("store__track", ["score", "pos"], ["pos", "score"]),
+        ("store__memory_share", 1.0, 1),
+        ("limit", 7, "7"),
+        ("limit", "first:7", "first:07"),
+    ],
+)
+def test_hash_sees_what_a_setting_says_and_not_how_it_is_written(tmp_path, key, one, other):
+    """A value counts as its rule reads it."""
+    parts = altered(make_parts(), load_task=lambda *a, **k: FakeTask(make_requests(7)))
+    assert prepared(tmp_path, parts, **{key: one}).hash == prepared(tmp_path, parts, **{key: other}).hash
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "other", "apart"),
+    [
+        ("alpha", 1.0, 1, 0.5),
+        ("protect_layers", [0, -1], [-1, 0], [0, 1]),
+        ("budget", 0.25, "0.25", "8MiB"),
+        ("budget", 64, "64", 1.0),
+    ],
+)
+def test_a_method_is_its_settings_as_they_are_read(name, one, other, apart):
+    """Floats are floats, lists without an order are sorted, numbers that are text are numbers."""
+    group = {"_target_": "kvbench.methods.snapkv.SnapKV"} if name == "budget" else {}
+    group = group or {"_target_": f"kvbench.methods.{'kvzip.KVzip' if name == 'alpha' else 'uniform.Uniform'}"}
+    read = [canonical(make_policy(group | {name: value})) for value in (one, other, apart)]
+    assert read[0] == read[1] != read[2]
+    assert repr(read[0]) == repr(read[1]) != repr(read[2])
+
+
+def test_data_count_by_content(tmp_path):
+    """The name of a file is on record, and no part of which run it is."""
+    one, other = (
+        prepared(tmp_path, make_parts(task={"protocol": {"query_aware": True, "file": name}}))
+        for name in ("a.jsonl", "b.jsonl")
+    )
+    assert one.hash == other.hash and other.task.protocol["file"] == "b.jsonl"
+
+
+def test_hash_sees_how_libraries_compute(tmp_path, monkeypatch):
+    """torch's instruction set on a CPU, and modes that the environment sets; not the number of threads."""
+    base = prepared(tmp_path)
+    assert base.identity["code"]["torch_isa"] == torch.backends.cpu.get_cpu_capability()
+    assert "torch_isa" not in prepared(tmp_path, model__device="cuda:0").identity["code"]
+    found = {base.hash}
+    for name in ("MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "NVIDIA_TF32_OVERRIDE"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "0")
+            found.add(prepared(tmp_path).hash)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    found.add(prepared(tmp_path).hash)
+    assert len(found) == 5
+    monkeypatch.undo()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    assert prepared(tmp_path).hash == base.hash
 
 
 def test_reading_in_chunks_is_a_protocol_of_its_own(tmp_path):
