@@ -8,6 +8,7 @@ from rich.text import Text
 
 from kvbench.cli.rerun import check_trust
 from kvbench.config.settings import read_config
+from kvbench.engine.requests import FALLBACK, OUT_OF_TIME
 from kvbench.errors import check_whole, did_you_mean, unknown_name
 from kvbench.results.measures import AVERAGE, BYTES, FIDELITY, item_title, ledger_items
 from kvbench.results.record import RunRecord
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 LISTED = 20  # samples that are named where none was asked for
 WHOLE, TAIL = "whole", "tail"
+FLAG_WORDS = {
+    FALLBACK: "which marks no final answer: its last number was graded",
+    OUT_OF_TIME: "which could not be judged in time and counts as wrong",
+}
 
 
 def main(cfg: DictConfig) -> int:
@@ -129,6 +134,7 @@ def _answers(record: SampleRecord) -> list[tuple[str, str]]:
     state = (
         f"{record['status']}{': ' + safe(record['message']) if record['message'] else ''}, ended by {record['finish']}"
     )
+    state += "".join(f", {FLAG_WORDS[flag]}" for flag in record.get("flags", ()))
     turns = [
         (f"answer {place} ({turn['finish']})", turn["text"]) for place, turn in enumerate(record.get("turns", ()), 1)
     ]

@@ -7,6 +7,10 @@ from itertools import chain
 # bin is the token that the prompt's own pass predicts.
 BINS = (0, 1, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 
+# What readers of a score should know of how it came about; `SampleRecord.flags` says what they mean.
+FALLBACK, OUT_OF_TIME = "fallback", "out_of_time"
+FLAGS = (FALLBACK, OUT_OF_TIME)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
@@ -145,6 +149,7 @@ class Outcome:
     num_prompt_tokens: int = 0
     nan_layer: int | None = None
     message: str = ""
+    flags: list[str] = field(default_factory=list)
     turns: list[dict] = field(default_factory=list)
     fidelity: dict | None = None
     drift: dict[str, list[float]] | None = None

@@ -93,7 +93,8 @@ class Counts:
     """Answers that did not fit in memory or in the page budget. They are left out of the scores, not counted as
     wrong."""
     ungraded: int = 0
-    """Answers whose grader failed or took too long. They are left out of the scores, not counted as wrong."""
+    """Answers whose grader failed, or could not judge the right answer in time either. They are left out of the scores,
+    not counted as wrong."""
     truncated: int = 0
     """Prompts the task's rule had to shorten."""
     quarantined: int = 0

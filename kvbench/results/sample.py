@@ -94,7 +94,7 @@ class SampleRecord(TypedDict):
     """Number of the answer among those to this prompt, from 0."""
     status: Literal["ok", "nan", "oom", "ungraded"]
     """`ok`; `nan`: logits or scores were not finite; `oom`: it did not fit in memory or in the page budget; `ungraded`:
-    there is an answer, and its grader failed or took too long."""
+    there is an answer, and its grader failed, or cannot judge the right answer in time either."""
     text: str
     """The answer, cut at the stop rule; empty without one. Of a conversation the last one."""
     token_ids: NotRequired[list[int]]
@@ -112,6 +112,10 @@ class SampleRecord(TypedDict):
     """The question; `kvbench show` makes the whole of it again. Not in journals of before."""
     scores: dict[str, float | None]
     """Name of a metric -> score in [0, 1]; empty when the status is not ok."""
+    flags: NotRequired[list[Literal["fallback", "out_of_time"]]]
+    """How the scores came about, where it is not the usual way. `fallback`: the answer marks nothing as its final
+    answer, and its last number (or last mathematics) was graded. `out_of_time`: it could not be judged in time, while
+    the right answer can, and counts as wrong. Absent without any, and in journals of before."""
     fidelity: dict[str, float | None] | None
     """Teacher forcing on the gold answer, or on the full cache's own (`fidelity.on`), beside the full cache; None
     without such an answer or when the status is not ok. `nll`, `nll_full`, `kl_mean`, `kl_max` (nats per token),
@@ -181,6 +185,7 @@ def journal_record(
         "gold": list(request.answers),
         "prompt": {"sha256": prompt_digest(request.prompt), "tail": tail[-TAIL_LENGTH:]},
         "scores": dict(scores),
+        "flags": cast(list[Literal["fallback", "out_of_time"]], list(outcome.flags)),
         "fidelity": outcome.fidelity,
         "drift": outcome.drift,
         "per_token": outcome.per_token,
@@ -198,6 +203,8 @@ def journal_record(
     }
     if not request.choices:
         del record["choices"]
+    if not outcome.flags:
+        del record["flags"]
     if request.turns:
         right = [list(request.answers), *(list(turn.answers) for turn in request.turns)]
         turns = [answer | {"gold": gold} for answer, gold in zip(outcome.turns, right, strict=False)]

@@ -11,7 +11,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from kvbench.engine.requests import Outcome, Request
+from kvbench.engine.requests import FLAGS, OUT_OF_TIME, Outcome, Request
 from kvbench.results.writing import JournalError
 from kvbench.tasks.bounds import OutOfTime, time_limit
 
@@ -94,8 +94,9 @@ class GraderPool:
 def grade_outcome(task: "TaskSet", request: Request, outcome: Outcome) -> tuple[Outcome, dict[str, float]]:
     """Score one answer, by its text or by its choices' log-likelihoods.
 
-    An answer that did not end well has no scores; one whose grader raised or took longer than `task.grading_limit_s`
-    has none either, its status is `ungraded`, and its message says why.
+    An answer that did not end well has no scores. One whose grader took longer than `task.grading_limit_s` is wrong,
+    and flagged so, where the grader can judge the right answer in time. Where it cannot, or raised, the answer has no
+    scores, its status is `ungraded`, and its message says why.
     """
     if outcome.status != "ok":
         return outcome, {}
@@ -104,12 +105,26 @@ def grade_outcome(task: "TaskSet", request: Request, outcome: Outcome) -> tuple[
         with time_limit(limit_s):
             if request.choices:
                 return outcome, task.score_choices(request, outcome.choices)
-            return outcome, task.score_outcome(request, outcome)
+            scores = task.score_outcome(request, outcome)
+            flags = [flag for flag in FLAGS if flag in scores]
+            scores = {name: value for name, value in scores.items() if name not in flags}
+            return (dataclasses.replace(outcome, flags=flags) if flags else outcome), scores
     except OutOfTime:
         why = f"the grader of task {task.name} took longer than {limit_s:g} s"
+        if not request.turns and request.answers and _ends(task, request, request.answers[0]):
+            wrong = {name: float(not info.higher_is_better) for name, info in task.metrics.items()}
+            return dataclasses.replace(outcome, flags=[OUT_OF_TIME]), wrong
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # `sys.exit()` is as much a failure as any other
         text = " ".join(str(error).split())
         why = f"the grader of task {task.name} failed ({type(error).__name__}: {text})"[:_MESSAGE_CHARS]
     return dataclasses.replace(outcome, status=UNGRADED, message=why), {}
+
+
+def _ends(task: "TaskSet", request: Request, text: str) -> bool:
+    """Tell whether the grader of a request judges a text in time."""
+    with suppress(OutOfTime, Exception, SystemExit), time_limit(task.grading_limit_s):
+        task.score(request, text)
+        return True
+    return False

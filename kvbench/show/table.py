@@ -38,7 +38,10 @@ ENDS = {
     "mean_tokens": ("mean tokens", "{:.1f}"),
     "cut_share": ("cut by the limit, %", "{:.1%}"),
     "num_unparsed": ("nothing to grade", "{:.0f}"),
+    "num_fallback": ("graded by last number", "{:.0f}"),
+    "num_out_of_time": ("no verdict in time: wrong", "{:.0f}"),
 }
+FLAGGED = ("num_fallback", "num_out_of_time")  # shown where there are any
 FREE = {
     "repetition": ("4-grams said before, %", 100.0),
     "loop": ("in the longest loop, %", 100.0),
@@ -286,6 +289,7 @@ def _answers(records: Sequence[RunRecord]) -> list[Table]:
         columns = [
             (heading, partial(_answer, name=name, form=form))
             for name, (heading, form) in ENDS.items()
+            if name not in FLAGGED or any(r.task_aggregate.get("answers", {}).get(name) for r in records)
             if name != "num_unparsed" or name in last["answers"]
         ]
         tables.append(_table("Answers: how they ended", records, columns))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import TypeVar
 
-from kvbench.engine.requests import Request
+from kvbench.engine.requests import FALLBACK, OUT_OF_TIME, Request
 
 T = TypeVar("T")
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?:\s*+(\{)|\s++(?=(\S++))|(-?\d[\d,.]*+)|)")
@@ -22,6 +22,15 @@ GROUP = r"(?:\{,\}|\\,|[\u2009\u202f\xa0])"
 DIGITS = rf"\d(?:[\d,]|{GROUP}(?=\d{{3}}(?!\d)))*+"
 # An optional minus that is no subtraction, an optional currency sign, digits with or without marks for the thousands.
 NUMBER = rf"(?:(?<![\w)\]])[{MINUS}+]\s?)?(?:\\?\$\s?)?(?:{DIGITS}(?:\.\d++)?|\.\d++)"
+_BLANK = r"[^\S\n]"
+_SIGN = rf"{_BLANK}?(?:\*\*?|[+/\u00d7\u00f7]|\\(?:times|cdot|div)){_BLANK}?"
+_JOINT = rf"(?:{_SIGN}|[-:\u2013\u2212]|\^\{{?|{_BLANK}++or{_BLANK}++)"
+_MIXED = rf"{_BLANK}?(?:\d++{_BLANK}?/{_BLANK}?\d++|\\[dt]?frac[\s{{]*+\d++[\s{{}}]*+\d*+)"
+_POWER = "[\u00b2\u00b3\u00b9\u2070\u2074-\u2079]"
+# A number with all that it is a part of: 1/2, 15 1/2, 15-16, 15^2, 15:30, 15 or 16. `to_number` takes those for none.
+TERM = rf"(?:\\[dt]?frac[\s{{]*+{NUMBER}[\s{{}}]*+(?:{NUMBER})?|{NUMBER}(?:{_JOINT}{NUMBER}|{_MIXED}|{_POWER})*+)"
+# Zero-width spaces and joiners, soft hyphens, marks of direction and of byte order: nobody sees them.
+_INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff]")
 _NO_PART = re.compile(r"\{,\}|[\s,$\\]")
 
 
@@ -34,14 +43,26 @@ def after_thinking(text: str, opened: bool = False) -> str | None:
 
 
 def found_in(text: str, find: Callable[[str], T | None], opened: bool = False) -> T | None:
-    """The final answer that `find` finds behind the thoughts; None for none, and where the thoughts have no end."""
+    """The final answer that `find` finds behind the thoughts; None for none, and where the thoughts have no end.
+
+    Characters that nobody sees are no part of an answer."""
     rest = after_thinking(text, opened)
-    return None if rest is None else find(rest)
+    return None if rest is None else find(_INVISIBLE.sub("", rest))
 
 
-def graded(answer: T | None, is_right: Callable[[T], bool]) -> dict[str, float]:
-    """The scores `correct` and `parsed` of a final answer, each 0 or 1; None is none."""
-    return {"correct": float(answer is not None and is_right(answer)), "parsed": float(answer is not None)}
+def graded(answer: T | None, is_right: Callable[[T], bool | None], is_marked: bool = True) -> dict[str, float]:
+    """The scores of a final answer, each 0 or 1: `correct`, `parsed`, and those of `FLAGS` that hold.
+
+    Args:
+        answer: None is none.
+        is_right: None where the answer cannot be judged in time; it counts as wrong.
+        is_marked: The text says which part of it is the final answer.
+    """
+    if answer is None:
+        return {"correct": 0.0, "parsed": 0.0}
+    verdict = is_right(answer)
+    scores = {"correct": float(verdict or False), "parsed": 1.0}
+    return scores | {flag: 1.0 for flag, holds in ((FALLBACK, not is_marked), (OUT_OF_TIME, verdict is None)) if holds}
 
 
 def graded_text(request: Request, text: str) -> str:

@@ -1,13 +1,17 @@
 """Compares final answers in LaTeX: as text, by their form, or as mathematics."""
 
 import re
+from functools import cache
 
 from kvbench.tasks import verifier
 from kvbench.tasks.answers import GROUP
 
 _TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|textit)\s*\{([^{}]*)\}")
-# The base of a number system (52_8), and the power of a unit (15\\mbox{ cm}^2): math-verify drops both.
+# math-verify drops the base of a number system (52_8), the power of a unit (15\mbox{ cm}^2), and a relation in front
+# (\neq 5).
 _BASE = re.compile(r"\d_\{?(\d+)\}?$")
+_RELATION = re.compile(r"\\(?:neq?|leq?(?:slant)?|geq?(?:slant)?|lt|gt)(?![a-z])|[<>]")
+_NAMES = {"\\not=": "\\neq ", "\u2260": "\\neq ", "\u2264": "\\le ", "\u2265": "\\ge ", "\u2212": "-"}
 _UNIT_POWER = re.compile(r"\\(?:text|mbox|mathrm)\s*\{[^{}]*\}\s*\^\{?(\d+)\}?$")
 _DROPPED = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;: ]|\\\$|[\s$]")
 _DEGREES = re.compile(r"\^\s?\{?\s?\\circ\s?\}?|\\degrees?(?![a-z])|\u00b0")
@@ -22,8 +26,10 @@ _SIGN = re.compile(r"\\[{}]|[()\[\]{},]|\\.", re.DOTALL)
 
 
 def plain_signs(latex: str) -> str:
-    """The same with the hyphen for a minus, and no marks between thousands but commas."""
-    return _GROUP.sub("", latex.replace("\u2212", "-"))
+    """The same with the hyphen for a minus, LaTeX's names of relations, and no marks between thousands but commas."""
+    for sign, name in _NAMES.items():
+        latex = latex.replace(sign, name)
+    return _GROUP.sub("", latex)
 
 
 def normalise(latex: str) -> str:
@@ -62,25 +68,71 @@ def is_readable(latex: str) -> bool:
     return not braces
 
 
+def _base(latex: str) -> str:
+    """The base that a number names, as digits; empty without one."""
+    found = _BASE.search(normalise(latex))
+    return found[1] if found else ""
+
+
+def _relation(latex: str) -> str:
+    """The relation that stands in front of everything, such as `ne` for `\\neq 5`; empty without one."""
+    found = _RELATION.match(normalise(latex))
+    return {"<": "lt", ">": "gt"}.get(found[0], found[0][1:3]) if found else ""
+
+
 def equivalent(reference: str, answer: str) -> bool:
     """Compare two final answers: as text after `normalise`, or as mathematics.
 
-    A point is no set and no bare list, and nothing is closed at infinity.
+    MATH has three published graders: Hendrycks' (equal texts in a normal form), Minerva's (sympy), and math-verify.
+    What all three say is kept. Where they differ, mathematics decides.
+
+    - `15\\text{ m}` is right for `15\\text{ cm}`: the first two take units off, and the third reads none. (A power of
+      the unit counts here, since it says whether a length, an area or a volume was found.)
+    - `x \\le 2` is wrong for `(-\\infty,2]`: the problems that have such answers ask for intervals. Math-verify takes
+      the interval where the reference is the relation, and so does this.
+    - `52` is right for `52_8`, as in math-verify: the problem names the base. `52_8` is wrong for `52`.
+    - `\\neq 5` is wrong for `5`, and so is any other relation; math-verify does not see one without a left side.
+    - `1.41421356` is wrong for `\\sqrt{2}`, and `0.333333` for a third: math-verify rounds to six decimals, by which
+      .000067 would also be .0000672.
+    - A point is no set and no bare list, and nothing is closed at infinity.
 
     Raises:
         TimeoutError: The comparison took too long.
     """
     if normalise(reference) == normalise(answer):
         return True
-    if not is_readable(answer):
+    if not is_readable(answer) or _relation(reference) != _relation(answer):
         return False
-    for pattern in (_BASE, _UNIT_POWER):
-        wanted, given = pattern.search(reference.strip()), pattern.search(answer.strip())
-        if wanted and given and wanted[1] != given[1]:
-            return False
+    if (base := _base(answer)) and base != (_base(reference) or "10"):
+        return False
+    wanted, given = _UNIT_POWER.search(reference.strip()), _UNIT_POWER.search(answer.strip())
+    if wanted and given and wanted[1] != given[1]:
+        return False
     forms = form(reference), form(answer)
     if all(forms) and ("()" in forms) and ("\\{\\}" in forms):
         return False
     if bool(_CLOSED_INFINITY.search(normalise(reference))) != bool(_CLOSED_INFINITY.search(normalise(answer))):
         return False
     return verifier.shared.equal(plain_signs(reference), plain_signs(answer))
+
+
+def judge(reference: str, answer: str) -> bool | None:
+    """As `equivalent`; None where the answer cannot be judged in time, while the reference can.
+
+    A tower of powers or an integral that nobody asked for is an answer like others, and leaving it out of the score
+    would favour whoever writes it.
+
+    Raises:
+        TimeoutError: The reference cannot be judged in time either.
+    """
+    try:
+        return equivalent(reference, answer)
+    except TimeoutError:
+        check_reference(reference)
+        return None
+
+
+@cache
+def check_reference(reference: str) -> None:
+    """Compare a reference with 0; raises TimeoutError where even that takes too long."""
+    verifier.shared.equal(plain_signs(reference), "0")

@@ -7,6 +7,7 @@ from fractions import Fraction
 from math import comb
 from statistics import fmean
 
+from kvbench.engine.requests import FLAGS
 from kvbench.stats.intervals import estimate
 
 BOUNDS = (0.0, 1.0)
@@ -126,10 +127,11 @@ def _majority(ballots: Sequence[tuple[bool, str | None]], k: int) -> float:
 
 
 def answer_statistics(records: Iterable[dict]) -> dict:
-    """Count how the answers ended: `num_answers`, `mean_tokens` (None without answers), `cut_share`, `num_unparsed`.
+    """Count how the answers ended: `num_answers`, `mean_tokens` (None without answers), `cut_share`, `num_unparsed`,
+    `num_fallback`, `num_out_of_time`.
 
-    `cut_share` were ended by the length limit; `num_unparsed` is there for tasks that count it. Records without a
-    `finish` are left out; nothing is counted where choices were scored.
+    `cut_share` were ended by the length limit; `num_unparsed` and the numbers of flags are there for tasks that
+    count it. Records without a `finish` are left out; nothing is counted where choices were scored.
     """
     records = list(records)
     if any("choices" in record for record in records):
@@ -141,6 +143,8 @@ def answer_statistics(records: Iterable[dict]) -> dict:
         "mean_tokens": fmean(len(answer.get("token_ids") or ()) for answer in answers) if answers else None,
         "cut_share": fmean(answer["finish"] == "length" for answer in answers) if answers else None,
     }
+    flags = Counter(flag for row in rows for flag in row.get("flags", ()))
     if any("parsed" in row["scores"] for row in rows):
         result["num_unparsed"] = sum(row["scores"].get("parsed") == 0 for row in rows)
-    return result
+        flags.update(dict.fromkeys(FLAGS, 0))
+    return result | {f"num_{flag}": count for flag, count in sorted(flags.items())}

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from kvbench.config.code import hash_files, libraries, reached
-from kvbench.engine.requests import Outcome, Request
+from kvbench.engine.requests import FLAGS, Outcome, Request
 from kvbench.stats.strata import Weighting
 from kvbench.tasks.answers import graded_text
 from kvbench.tasks.sampling_stats import answer_statistics
@@ -68,9 +68,10 @@ class TaskSet:
     by: tuple[str, ...] = ()
 
     def score(self, request: Request, text: str) -> dict[str, float]:
-        """Score one answer as it was generated: metric -> value in [0, 1], for every name in `metrics`."""
+        """Score one answer as it was generated: metric -> value in [0, 1], for every name in `metrics`, and 1 for each
+        of `FLAGS` that the scorer set."""
         scores = self.scorer(request.sample_id, graded_text(request, text))
-        return {name: float(scores[name]) for name in self.metrics}
+        return {name: float(scores[name]) for name in (*self.metrics, *(flag for flag in FLAGS if scores.get(flag)))}
 
     def score_outcome(self, request: Request, outcome: Outcome) -> dict[str, float]:
         """Score an answer by its text, or a conversation by the mean over its answers; as `score`."""

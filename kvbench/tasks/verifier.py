@@ -17,6 +17,7 @@ import threading
 CPU_S = 5.0  # processor time of one comparison, so that a busy machine changes no verdict
 WALL_S = 100.0  # for a process that is stuck without computing
 MEMORY_BYTES = 4 << 30
+DECIMALS = 12  # of a comparison with a decimal number: more than answers are rounded to, fewer than floats err by
 
 
 class Verifier:
@@ -31,9 +32,16 @@ class Verifier:
         """Ask math-verify whether two pieces of LaTeX are equal; False also for what it cannot read.
 
         Raises:
-            TimeoutError: It did not end in time.
-            RuntimeError: The process died of something else.
+            TimeoutError: It did not end in time, or died of what it was asked.
+            RuntimeError: The process dies whatever it is asked.
         """
+        try:
+            return self._ask(reference, answer)
+        except RuntimeError as error:
+            self._ask("0", "0")
+            raise TimeoutError(f"math-verify cannot do this comparison: {error}") from error
+
+    def _ask(self, reference: str, answer: str) -> bool:
         with self._lock:
             process = self._process = self._process or self._start()
             assert process.stdin is not None and process.stdout is not None
@@ -101,7 +109,7 @@ def _serve(cpu_s: float) -> None:
         gold, given = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         sides = [parse(f"\\boxed{{{latex}}}", parsing_timeout=None) for latex in (gold, given)]
-        equal = bool(all(sides) and verify(*sides, timeout_seconds=None))
+        equal = bool(all(sides) and verify(*sides, float_rounding=DECIMALS, timeout_seconds=None))
         signal.setitimer(signal.ITIMER_PROF, 0)
         out.write(json.dumps(equal).encode() + b"\n")
 

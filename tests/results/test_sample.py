@@ -19,15 +19,16 @@ OUTCOME = Outcome(sample_id="a/0", repeat=1, text="x", token_ids=[7], finish="eo
 
 
 def test_a_record_has_every_documented_key():
-    """The keys and their order are those of the class; `choices` is there only where the task asked about some, and
-    `turns` in conversations."""
+    """The keys and their order are those of the class; `choices` is there only where the task asked about some,
+    `turns` in conversations, and `flags` where one is set."""
     plain = journal_record(REQUEST, OUTCOME, {"exact": 1.0}, {"seed": 0})
     asked = Request(sample_id="a/0", subset="a", segments=((1, 2, 3),), choices=((4,), (5,)))
     documented = [name for name in get_type_hints(SampleRecord) if name != "seal"]  # which is on the line only
     talk = replace(asked, turns=(Turn(tokens=(4,), answers=("x",)),))
-    assert set(journal_record(talk, replace(OUTCOME, turns=[{"text": "y"}]), {}, {})) == set(documented)
-    assert list(journal_record(asked, OUTCOME, {}, {})) == [name for name in documented if name != "turns"]
-    assert list(plain) == [name for name in documented if name not in ("choices", "turns")]
+    flagged = replace(OUTCOME, flags=["fallback"])
+    assert set(journal_record(talk, replace(flagged, turns=[{"text": "y"}]), {}, {})) == set(documented)
+    assert list(journal_record(asked, flagged, {}, {})) == [name for name in documented if name != "turns"]
+    assert list(plain) == [name for name in documented if name not in ("choices", "turns", "flags")]
     assert plain["truncated"] and plain["scores"] == {"exact": 1.0} and key_of(plain) == ("a/0", 1)
 
 

@@ -1,6 +1,7 @@
 """Graders: beside the caller, in order and bounded; one that fails or hangs is its sample's outcome, and nobody waits
 for it."""
 
+import dataclasses
 import io
 import re
 import signal
@@ -235,6 +236,11 @@ def test_a_failing_grader_is_the_samples_outcome():
     outcome, scores = grade_outcome(task, task.requests[0], answer)
     assert (outcome.status, scores) == ("ungraded", {})
     assert outcome.message == "the grader of task fake took longer than 0.1 s"
+    # The right answer is judged in time, so the other one is wrong; where that takes too long too, it has no scores.
+    slow = lambda request, text: backtrack(request, text) if text == "x" else 1.0  # noqa: E731
+    for task.scorer, expected in ((slow, (["out_of_time"], {"exact": 0.0})), (backtrack, ([], {}))):
+        outcome, scores = grade_outcome(task, dataclasses.replace(task.requests[0], answers=("y",)), answer)
+        assert (outcome.flags, scores) == expected
     task.scorer = raising(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         grade_outcome(task, task.requests[0], answer)
@@ -261,6 +267,20 @@ def test_no_answer_stops_a_run(tmp_path):
     shown = io.StringIO()
     Console(width=100, file=shown).print(render([first.record]))
     assert "of 10 answers 2 could not be graded; not in the score" in " ".join(shown.getvalue().split())
+
+
+def test_a_flag_reaches_the_record_and_the_table(tmp_path, monkeypatch):
+    """How an answer was graded stands beside its scores, and the table counts it where there is any."""
+    monkeypatch.setattr(FakeTask, "score_outcome", lambda self, request, outcome: {"exact": 0.0, "fallback": 1.0})
+    run = run_fake(tmp_path, make_parts())
+    assert all((row["flags"], row["scores"]) == (["fallback"], {"exact": 0.0}) for row in samples(run.folder))
+    for count in (7, 0):
+        answers = {"num_answers": 10, "mean_tokens": 2.0, "cut_share": 0.0, "num_fallback": count}
+        shown = io.StringIO()
+        run.record.task_aggregate = {"answers": answers | {"num_out_of_time": 0}}
+        Console(width=100, file=shown).print(render([run.record]))
+        assert ("graded by last number" in shown.getvalue()) is bool(count)
+        assert "no verdict in time" not in shown.getvalue()
 
 
 def test_math_verify_is_ended_and_goes_on():

@@ -82,12 +82,25 @@ def test_numbers(text: str, expected: str | None) -> None:
         ("The answer is 2\u202f000\u202f000.", 2000000, 2000000),
         ("It is 2\xa0000", 2000, 2000),
         ("It is 2 000", 0, 0),
+        ("The answer is $15/hour.", 15, 15),
+        ("The answer is 15 or so.", 15, 15),
+        ("The answer is 15\n- 16 eggs", 15, 15),
+        ("The answer is 1/2.", None, None),
+        ("The answer is 15 or 16.", None, None),
+        ("The answer is 15\u00b2.", None, None),
+        ("#### 15^2", None, None),
+        ("#### 15-16", None, None),
+        ("The answer is 15 1/2", None, None),
+        ("\\boxed{3\\frac{1}{2}}", None, None),
+        ("it is \\frac12", None, None),
+        ("at 15:30", None, None),
         ("The answer is unknown", None, None),
         ("", None, None),
     ],
 )
 def test_gsm8k_answers(text: str, first: int | None, last: int | None) -> None:
-    """Marked numbers go before others; few-shot forms take the first marked one, chats the last."""
+    """Marked numbers go before others; few-shot forms take the first marked one, chats the last. What is more than a
+    number is none."""
     assert gsm8k.find_answer(text) == first
     assert gsm8k.find_answer(text, last=True) == last
 
@@ -96,6 +109,8 @@ def test_gsm8k_tells_wrong_from_unparsed() -> None:
     """A wrong number is parsed; no number, and thoughts without an end, are not."""
     assert gsm8k.grade("72", "#### 72.0", last=False) == {"correct": 1.0, "parsed": 1.0}
     assert gsm8k.grade("72", "#### 73", last=False) == {"correct": 0.0, "parsed": 1.0}
+    assert gsm8k.grade("72", "so 72", last=False) == {"correct": 1.0, "parsed": 1.0, "fallback": 1.0}
+    assert gsm8k.grade("1", "1. The answer is <number>.", last=True)["fallback"] == 1.0
     assert gsm8k.grade("72", "I do not know", last=False) == {"correct": 0.0, "parsed": 0.0}
     assert gsm8k.grade("72", "<think>it is 72", last=True) == {"correct": 0.0, "parsed": 0.0}
 
@@ -154,6 +169,10 @@ def test_aime_answers(text: str, expected: int | None) -> None:
         ("\\boxed{1070 \\pmod{1000}}", False),
         ("\\boxed{70x}", False),
         ("\\boxed{70^2}", False),
+        ("\\boxed{70_{8}}", False),
+        ("\\boxed{70_{10}}", True),
+        ("\\boxed{70 or 71}", False),
+        ("The answer is 70 or 71.", False),
     ],
 )
 def test_aime_takes_units_and_values_but_nothing_else(box: str, right: bool) -> None:
@@ -253,5 +272,8 @@ def test_answer_statistics() -> None:
         record("c", 0, 0.0, status="nan"),
     ]
     expected = {"num_answers": 2, "mean_tokens": 4, "cut_share": 0.5, "num_unparsed": 1}
+    expected |= {"num_fallback": 0, "num_out_of_time": 0}
+    flagged = [rows[0] | {"flags": ["fallback", "out_of_time"]}, *rows[1:]]
+    assert answer_statistics(flagged) == expected | {"num_fallback": 1, "num_out_of_time": 1}
     assert answer_statistics(rows) == expected
     assert answer_statistics([]) == {"num_answers": 0, "mean_tokens": None, "cut_share": None}

@@ -14,6 +14,8 @@ from places import DATA, need_data
 
 from kvbench.tasks import aime, gsm8k
 from kvbench.tasks import mathematics as maths
+from kvbench.tasks.latex import equivalent, judge
+from kvbench.tasks.verifier import Verifier
 
 ALL = os.environ.get("KVBENCH_ALL_GOLD") == "1"
 STEP = 1 if ALL else 5
@@ -39,8 +41,9 @@ def test_gsm8k_gold_answers(split: str) -> None:
             assert gsm8k.grade(answer, text, last=form == "zeroshot") == right, text
         number = int(answer.replace(",", ""))
         for other in {number + 1, number * 10 or 1, -number or 2, number - 1}:
-            for text in (f"It is {answer}.\n#### {other:,}", f"{answer}... The answer is {other}.", f"so {other}"):
+            for text in (f"It is {answer}.\n#### {other:,}", f"{answer}... The answer is {other}."):
                 assert gsm8k.grade(answer, text, last=True) == wrong, (answer, text)
+            assert gsm8k.grade(answer, f"so {other}", last=True) == wrong | {"fallback": 1.0}, (answer, other)
 
 
 def perturbed(answer: str) -> list[str]:
@@ -103,13 +106,19 @@ def test_aime_gold_answers() -> None:
         ("2000", "2\u202f000"),
         ("36", "\\$36"),
         ("(2,\\infty)", "x \\in (2, \\infty)"),
+        ("15\\text{ cm}", "15\\text{ m}"),
+        ("52_8", "52"),
+        ("52", "52_{10}"),
+        ("x \\le 2", "(-\\infty,2]"),
+        ("x \\neq 5", "x \u2260 5"),
+        ("5.4", "\\frac{27}{5}"),
     ],
 )
 def test_math_equal_forms(reference: str, answer: str) -> None:
     """The same answer in other words is right, in the main thread and in another."""
-    assert maths.equivalent(reference, answer)
+    assert equivalent(reference, answer)
     verdicts = []
-    thread = threading.Thread(target=lambda: verdicts.append(maths.equivalent(reference, answer)))
+    thread = threading.Thread(target=lambda: verdicts.append(equivalent(reference, answer)))
     thread.start()
     thread.join()
     assert verdicts == [True]
@@ -132,12 +141,21 @@ def test_math_equal_forms(reference: str, answer: str) -> None:
         ("\\{-2,1\\}", "(-2,1)"),
         ("(2,\\infty)", "(2,\\infty]"),
         ("(-\\infty,2]", "[-\\infty,2]"),
+        ("5", "\\neq 5"),
+        ("5", "\\not= 5"),
+        ("5", "\\leq 5"),
+        ("\\neq 5", "\\ge 5"),
+        ("52", "52_8"),
+        ("\\sqrt{2}", "1.41421356"),
+        ("\\frac{1}{3}", "0.33333333"),
+        (".0000672", ".000067"),
+        ("(-\\infty,2]", "x \\le 2"),
         ("3", "{" * 200 + "3" + "}" * 200 + "+1"),
     ],
 )
 def test_math_near_misses(reference: str, answer: str) -> None:
-    """Swapped, open for closed, another base or power, or broken LaTeX: all wrong."""
-    assert not maths.equivalent(reference, answer)
+    """Swapped, open for closed, another base, power or relation, rounded, or broken LaTeX: all wrong."""
+    assert not equivalent(reference, answer)
 
 
 @pytest.mark.parametrize(
@@ -164,3 +182,28 @@ def test_math_final_answers(text: str, expected: str | None) -> None:
     """The last box, else the answer phrase, else the last mathematics or number; an absurdly long one is none."""
     assert maths.find_answer(text) == expected
     assert (maths.grade("1", text)["parsed"] == 1.0) is (expected is not None)
+
+
+def test_an_answer_that_cannot_be_judged_in_time_is_wrong(monkeypatch) -> None:
+    """It is flagged; where the reference cannot be judged either, nothing is said of the answer."""
+    hard = "9^{9^{9}}"
+
+    def equal(self, reference: str, answer: str) -> bool:
+        if hard in (reference, answer):
+            raise TimeoutError("no end")
+        return reference == answer
+
+    monkeypatch.setattr(Verifier, "equal", equal)
+    late = {"correct": 0.0, "parsed": 1.0, "out_of_time": 1.0}
+    assert maths.grade("7", f"\\boxed{{{hard}}}") == aime.grade("7", f"\\boxed{{{hard}}}") == late
+    assert maths.grade("7", f"so ${hard}$") == late | {"fallback": 1.0}
+    with pytest.raises(TimeoutError):
+        judge(hard, "7")
+    assert judge(hard, hard)
+
+
+@pytest.mark.parametrize("grade", [maths.grade, aime.grade, lambda right, text: gsm8k.grade(right, text, last=True)])
+def test_what_nobody_sees_is_no_part_of_an_answer(grade) -> None:
+    """A zero-width space, a mark of direction, a byte-order mark."""
+    for sign in "\u200b\u200e\ufeff\u00ad":
+        assert grade("15", f"\\boxed{{1{sign}5{sign}}}") == {"correct": 1.0, "parsed": 1.0}

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvbench.tasks.answers import DIGITS, found_in, graded, last_boxed, to_number
+from kvbench.tasks.answers import TERM, found_in, graded, last_boxed, to_number
 from kvbench.tasks.files import DataFile, find_rows
-from kvbench.tasks.latex import equivalent, plain_signs
+from kvbench.tasks.latex import judge, plain_signs
 from kvbench.tasks.problems import Problems
 from kvbench.tasks.rows import Rows, text_field
 from kvbench.tasks.task import Draws
@@ -27,8 +27,8 @@ _WORDS = re.compile(r"\\(?:text(?:bf|rm|it)?|mathbf|mathrm|mbox)\s*\{[^{}\d]*\}(
 _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?(?![a-z])|\u00b0|\b(?:degrees?|units?|dollars?)\b")
 _WRAPPERS = re.compile(r"\\(?:text(?:bf|rm|it)?|mathbf|mathrm|mbox)\s*|\\[!,;: $]|[{}()\s$*]")
 _WHOLE = re.compile(r"-?(?:\d{1,3}(?:,\d{3})++|\d++)(?:\.0*+)?")
-_SEVERAL = re.compile(r",|\d\s++\d")
-_PHRASE = re.compile(rf"\banswer\s*+(?:is|:)[\s:*$]*+(?:\\\(\s*+)?({DIGITS}(?:\.\d++)?)(?![\d/])", re.IGNORECASE)
+_SEVERAL = re.compile(r",|\d\s++\d|\bor\b")
+_PHRASE = re.compile(rf"\banswer\s*+(?:is|:)[\s:*$]*+(?:\\\(\s*+)?({TERM})", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,14 +119,21 @@ def find_answer(text: str) -> str | None:
     return None if found is None or len(found) > MAX_ANSWER_CHARS else found
 
 
-def is_right(reference: str, answer: str) -> bool:
-    """Tell whether an answer is the right number, written as one or as something that equals it (`\\frac{140}{2}`)."""
+def is_right(reference: str, answer: str) -> bool | None:
+    """Tell whether an answer is the right number, written as one or as something that equals it (`\\frac{140}{2}`);
+    None where that cannot be judged in time.
+
+    Source: lm-eval 0.4.13 aime compares texts, after Hendrycks' normal form.
+    Differs: takes what equals the number, as math-verify reads it; `70_{8}` is 56, and wrong for 70, as in lm-eval.
+    """
     value = to_integer(answer)
     if value is not None:
         return value == int(reference)
     bare = bare_answer(answer)
     # Two numbers are no answer, and without a digit there is none.
-    return not _SEVERAL.search(bare) and any(map(str.isdigit, bare)) and equivalent(reference, bare)
+    if _SEVERAL.search(bare) or not any(map(str.isdigit, bare)):
+        return False
+    return judge(reference, bare)
 
 
 def find_gradable(text: str) -> str | None:
@@ -136,11 +143,7 @@ def find_gradable(text: str) -> str | None:
 
 
 def grade(reference: str, text: str) -> dict[str, float]:
-    """Score one answer.
-
-    Raises:
-        TimeoutError: The comparison took too long.
-    """
+    """Score one answer."""
     return graded(found_in(text, find_gradable), lambda answer: is_right(reference, answer))
 
 

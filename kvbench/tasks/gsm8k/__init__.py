@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Annotated, Any, ClassVar
 
 from kvbench.rules import Choice
-from kvbench.tasks.answers import NUMBER, found_in, graded, last_boxed, to_number
+from kvbench.tasks.answers import NUMBER, TERM, found_in, graded, last_boxed, to_number
 from kvbench.tasks.files import DataFile, find_rows
 from kvbench.tasks.problems import Problems
 from kvbench.tasks.rows import Rows, text_field
@@ -25,15 +25,16 @@ NUM_SHOTS = 5
 SPLITS = {"test": (1319, ""), "train": (7473, "6043ef64147b59871f4fd3adf669c306fe0a4c27e5a5c4bfb761f3f084895a13")}
 _ANNOTATION = re.compile(r"<<[^<>]*>>")  # of the calculator: <<48/2=24>>
 # A sum that is written out stands for what it comes to: 3 + 4 = 7 is 7.
-_VALUE = rf"(?:{NUMBER}(?:\s?(?:[-+*/\u2212\u00d7\u00f7]|\\times|\\cdot)\s?{NUMBER}){{1,20}}+\s?=\s?)?+({NUMBER})"
-_HASHES = re.compile(rf"####\s*+(?:\*\*)?({NUMBER})")
+_VALUE = rf"(?:{NUMBER}(?:\s?(?:[-+*/\u2212\u00d7\u00f7]|\\times|\\cdot)\s?{NUMBER}){{1,20}}+\s?=\s?)?+({TERM})"
+_HASHES = re.compile(rf"####\s*+(?:\*\*)?({TERM})")
 _SENTENCE = re.compile(rf"\bThe answer is\s*+{_VALUE}")
 # What chat models put between the phrase and the number: a colon, bold, mathematics.
 _PHRASE = re.compile(
     r"\banswer\s*+(?:is|:)[\s:*]*+(?:(?:approximately|about)[\s:*]*+)?(?:\\[(\[]|\\boxed\{|\$|\s)*+" + _VALUE,
     re.IGNORECASE,
 )
-_NUMBER = re.compile(NUMBER)
+_TERM = re.compile(TERM)
+_MARKS = (_HASHES, _SENTENCE, _PHRASE)
 # Source: Wei et al. 2022 (arXiv 2201.11903), appendix G, table 20: question, reasoning, answer.
 COT8 = (
     (
@@ -184,21 +185,28 @@ def find_answer(text: str, last: bool = False) -> Decimal | None:
 
     Source: lm-eval 0.4.13 gsm8k (strict and flexible filters) and gsm8k_cot, joined; the original's `####`.
     Differs: one rule for all forms; currency signs, marks for the thousands and trailing dots do not matter; 18.00 is
-        18; the minus of typesetting is one; behind the phrase, 3 + 4 = 7 is 7.
+        18; the minus of typesetting is one; behind the phrase, 3 + 4 = 7 is 7. What is more than a number is none:
+        1/2, 15 or 16, 15^2. lm-eval's strict filters take 1, 15 and 15 of these, its flexible one 2, 16 and 2: a right
+        answer by where a pattern ends, which a broken cache finds often.
     """
-    for pattern in (_HASHES, _SENTENCE, _PHRASE):
+    for pattern in _MARKS:
         found = pattern.findall(text)
         if found:
             return to_number(found[-1 if last else 0])
     boxed = last_boxed(text)
-    found = _NUMBER.findall(boxed if boxed is not None else text) or _NUMBER.findall(text)
+    found = _TERM.findall(boxed if boxed is not None else text) or _TERM.findall(text)
     return to_number(found[-1]) if found else None
+
+
+def is_marked(text: str) -> bool:
+    """Tell whether a text says which number is its answer; of others, the last number is graded."""
+    return any(pattern.search(text) for pattern in _MARKS) or bool(_TERM.search(last_boxed(text) or ""))
 
 
 def grade(reference: str, text: str, *, last: bool) -> dict[str, float]:
     """Score one answer; for `last` see `find_answer`."""
     value = found_in(text, lambda rest: find_answer(rest, last))
-    return graded(value, lambda number: number == to_number(reference))
+    return graded(value, lambda number: number == to_number(reference), bool(found_in(text, is_marked)))
 
 
 def process_few_shot(doc: dict, results: list[str]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
-from kvbench.engine.requests import Request
+from kvbench.engine.requests import OUT_OF_TIME, Request
 from kvbench.tasks.answers import after_thinking
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
@@ -116,8 +116,8 @@ class HarnessTaskSet(TaskSet):
         records = list(records)
         collected: dict[str, dict[str, list]] = {}
         for record in records:
-            if record.get("status", "ok") != "ok" or record.get("repeat", 0):
-                continue
+            if record.get("status", "ok") != "ok" or record.get("repeat", 0) or OUT_OF_TIME in record.get("flags", ()):
+                continue  # the last would take as long once more
             doc = self.docs[record["sample_id"]]
             found = doc.score_choices(record["choices"]) if record.get("choices") else doc.score_text(record["text"])
             for name, value in found.items():

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar
 from kvbench.rules import Choice
 from kvbench.tasks.answers import GROUP, MINUS, found_in, graded, last_boxed
 from kvbench.tasks.files import DataFile, find_rows
-from kvbench.tasks.latex import equivalent, normalise
+from kvbench.tasks.latex import judge, normalise
 from kvbench.tasks.lmeval import lmeval_tasks_folder
 from kvbench.tasks.problems import Problems
 from kvbench.tasks.rows import Rows, text_field
@@ -221,9 +221,15 @@ def _mathematics(text: str) -> Iterator[str]:
                 place = end + len(close)
 
 
+def is_marked(text: str) -> bool:
+    """Tell whether a text says what its answer is; of others, the last mathematics or number is graded."""
+    return last_boxed(text) is not None or bool(_FINAL.search(text))
+
+
 def grade(reference: str, text: str) -> dict[str, float]:
     """Score one answer."""
-    return graded(found_in(text, find_answer), lambda answer: equivalent(reference, answer))
+    answer, marked = found_in(text, find_answer), bool(found_in(text, is_marked))
+    return graded(answer, lambda found: judge(reference, found), marked)
 
 
 def process(doc: dict, results: list[str]) -> dict[str, float]:
