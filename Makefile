@@ -1,7 +1,7 @@
 # PYTHON chooses the interpreter (and so the environment) that every target uses: make test PYTHON=.venv/bin/python
 PYTHON ?= python
 
-.PHONY: help setup model suite exhaustive format style types docs site findings composition formats test roundtrip test-code test-degenerate test-exact test-killed test-arm test-bytes test-launchers test-gpu gpu fuzz mutants simulate smoke clean
+.PHONY: help setup model suite exhaustive format style types docs site findings composition formats test roundtrip hostile test-code test-degenerate test-exact test-killed test-arm test-bytes test-launchers test-gpu gpu fuzz mutants simulate smoke clean
 
 help: ## show the targets; `make` alone does too
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
@@ -60,6 +60,10 @@ exhaustive: ## run the tests that are marked `exhaustive` too: full products, al
 ROUNDTRIPS ?= 300
 roundtrip: ## random valid settings through a run and everything that reads it (long, not timed; ROUNDTRIPS=300)
 	PYTHONPATH=$(CURDIR) $(PYTHON) tests/roundtrip.py $(ROUNDTRIPS)
+
+HOSTILE ?= 300
+hostile: ## random hostile input from SEED on: tampered folders, models, templates, methods, files, paths, settings (long, not timed; HOSTILE=300)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests:$(CURDIR)/tests/runs OMP_NUM_THREADS=1 $(PYTHON) -m hostile.trials $(HOSTILE) --seed $(SEED)
 
 test-code: setup ## every reference of HumanEval+ and MBPP+, mutants, and every hostile program in the cage (needs the EvalPlus files; minutes)
 	$(PYTHON) -m pytest -q -m "" -s tests/tasks/code/test_cage*.py tests/tasks/code/test_grade_data.py

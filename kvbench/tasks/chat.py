@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # More than any template puts around a conversation, or needs for it: transformers' sandbox bounds neither.
 _MAX_TEMPLATE_CHARS = 1_000_000
-RENDER_LIMIT_S = 30.0
+RENDER_LIMIT_S = 10.0
 RENDER_LIMIT_BYTES = 1 << 30
 REASONS: dict[type, str] = {MemoryError: f"it asks for more than {RENDER_LIMIT_BYTES >> 20} MiB"}
 _SAID = 20 * "The quick brown fox jumps over the lazy dog, and goes home to its four young. "  # is to be shown whole

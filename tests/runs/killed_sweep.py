@@ -4,7 +4,7 @@ Reads lines of JSON and answers each with one. It is a process of its own becaus
 threads cannot be forked. With faults.c loaded into it (LD_PRELOAD), a moment may be a system call.
 
     job      sweep: a kvbench command, `words`; fake: a slow run on fakes, or its `shard`; build: a small kernel;
-             convert: the embedded model from the file `gguf`
+             convert: the embedded model from the file `gguf`; hostile: cases of hostile input, by their `seeds`
     folder   where the job works: the results, or the cache
     seconds  when to kill it; null = not
     at       which call below the folder goes wrong, from 1 on; 0 = none
@@ -63,7 +63,14 @@ def convert(task: dict) -> int:
     return 0
 
 
-JOBS = {"sweep": sweep, "fake": fake, "build": build, "convert": convert}
+def hostile(task: dict) -> int:
+    """Cases of hostile input, each in a child of its own."""
+    from hostile.trials import several
+
+    return several(task["seeds"], Path(task["folder"]))
+
+
+JOBS = {"sweep": sweep, "fake": fake, "build": build, "convert": convert, "hostile": hostile}
 
 
 def begin(task: dict, said: IO[bytes], outer: int) -> int:
@@ -142,9 +149,11 @@ def warm() -> None:
     import kvbench.show.figure
     import kvbench.show.table
     import kvbench.tasks.longctx  # noqa: F401
-    from kvbench.results.provenance import harness_hash
+    from kvbench.config.code import imports
+    from kvbench.results.provenance import code_files, harness_hash
 
     harness_hash("torch")
+    imports(code_files("torch").values())
 
 
 if __name__ == "__main__":
