@@ -12,7 +12,7 @@ from kvbench.evidence.dominance import DOMINATED, FRONTIER, NEAR, TOO_FEW, best_
 from kvbench.evidence.frontier import Interval, Panel, Point
 from kvbench.evidence.published import method_name
 from kvbench.results.measures import COSTS, RESIDENT
-from kvbench.show.picture import METHOD_MARKERS, SKY, STYLES, drawn, method_style
+from kvbench.show.picture import LINE_HEIGHT, METHOD_MARKERS, SKY, STYLES, drawn, method_style, name_points
 from kvbench.show.terminal import three_digits
 from kvbench.stats.paired import ALPHA
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 FP8 = "fp8"
 INK, PALE = "#555555", "#B8B8B8"
 SIZE = 7  # points; what is smaller is not read in print
-LINE_HEIGHT = 1.3  # of the text's size
 STYLE: dict[Any, Any] = {
     "font.size": SIZE,
     "axes.linewidth": 0.6,
@@ -40,6 +39,7 @@ STEPS = (
     (1, 3),
     (1,),
 )
+FEW = 12  # points whose names fit beside one panel
 SHAPES = {"o": "circle", "s": "square", "^": "triangle", "D": "diamond"}
 # Of panels, in inches: two columns of a paper; axis words, panel, names, and what parts two columns.
 WIDTH_IN = 7.2
@@ -51,23 +51,6 @@ ONE_WIDTH_IN, ONE_LEFT_IN, ONE_NAMES_IN, BESIDE_IN = 3.4, 0.68, 0.92, 0.12
 ONE_TOP_IN, ONE_BOTTOM_IN, LEAST_HEIGHT_IN, ONE_FOOT_LENGTH = 0.1, 0.4, 1.75, 62
 Methods = Mapping[str, Sequence[Point]]
 End = tuple[str, Point, str]  # a name, the point that it belongs to, a colour
-
-
-def spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Move heights of labels apart as little as a simple pass can, inside [0, 1], in the same order.
-
-    Two are closer than `gap` only when they cannot all have it.
-    """
-    order = sorted(range(len(wanted)), key=lambda index: wanted[index])
-    gap = min(gap, 1 / max(1, len(wanted) - 1))
-    result = [min(1.0, max(0.0, height)) for height in wanted]
-    for below, above in zip(order, order[1:], strict=False):
-        result[above] = max(result[above], result[below] + gap)
-    if order and result[order[-1]] > 1.0:
-        result[order[-1]] = 1.0
-        for above, below in zip(order[::-1], order[-2::-1], strict=False):
-            result[below] = min(result[below], result[above] - gap)
-    return result
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
@@ -125,6 +108,9 @@ class Drawing:
         self.quality = f"{panel.what.title}, {panel.what.unit}"
         self.reference = panel.find(panel.reference)
         self.full = next((point for point in self.points if point.method == FULL), None)
+        colours = {method: method_style(method)[0] for method in self.methods()}
+        self.fits_one_panel = len(self.points) <= FEW and len(set(colours.values())) == len(colours)
+        """The first panel has room for every name, and a colour for every method."""
         self.lacks_intervals = any(p.interval is None and p is not self.reference for p in self.points)
 
     def methods(self, family: str | None = None) -> dict[str, list[Point]]:
@@ -136,8 +122,10 @@ class Drawing:
         return dict(sorted(result.items()))
 
     def parts(self) -> list[tuple[str, Methods]]:
-        """The panels after the first: a title and its methods, of which no two have one colour."""
+        """The panels after the first, none where it names all: a title and methods, of which no two have one colour."""
         found: list[tuple[str, Methods]] = []
+        if self.fits_one_panel:
+            return found
         for family in self.shapes:
             panels: list[dict[str, list[Point]]] = []
             for method, points in self.methods(family).items():
@@ -248,28 +236,18 @@ def _lines(axes: "Axes", drawing: Drawing, lines: Sequence[Line], size: float = 
 
 
 def _names(axes: "Axes", drawing: Drawing, ends: Sequence[End], height_in: float) -> None:
-    """Names in a column right of the panel, each tied to its point by a thin line; `height_in` is the figure's."""
-    to_axes = axes.transData + axes.transAxes.inverted()
-    heights = [to_axes.transform(drawing.at(point))[1] for _, point, _ in ends]
-    gap = LINE_HEIGHT * SIZE / 72 / (axes.get_position().height * height_in)
-    tie: dict[str, Any] = {"arrowstyle": "-", "linewidth": 0.5, "alpha": 0.6, "shrinkA": 1, "shrinkB": 3}
-    for (text, point, colour), height in zip(ends, spread(heights, gap), strict=True):
-        axes.annotate(
-            text,
-            drawing.at(point),
-            xytext=(1.035, height),
-            textcoords="axes fraction",
-            va="center",
-            ha="left",
-            fontsize=SIZE,
-            color=colour,
-            annotation_clip=False,
-            arrowprops=tie | {"color": colour, "relpos": (0, 0.5)},
-        )
+    """Names in a column right of the panel; `height_in` is the figure's."""
+    where = [(text, drawing.at(point), colour) for text, point, colour in ends]
+    name_points(axes, where, axes.get_position().height * height_in, SIZE)
 
 
 def _overview(axes: "Axes", drawing: Drawing, height_in: float) -> None:
-    """Everything in grey, and the points of the frontier by name."""
+    """Everything in grey, and the points of the frontier by name; a few points in colour, and all by name."""
+    if drawing.fits_one_panel:
+        ends = _lines(axes, drawing, lines_of(drawing.methods()))
+        _names(axes, drawing, [*ends, *([(FULL, drawing.full, "black")] if drawing.full else [])], height_in)
+        axes.set_title("all runs", fontsize=SIZE + 1, loc="left")
+        return
     ends = []
     for point in drawing.points:
         where = drawing.standing.get(point.key)
@@ -321,8 +299,9 @@ def panels_words(drawing: Drawing) -> list[str]:
         lines[-1] += " They have no whiskers and no standing."
     if drawing.lacks_intervals:
         lines.append("Half-filled: NO interval could be computed.")
-    shapes = ", ".join(f"{SHAPES[shape]} {name}" for name, shape in drawing.shapes.items())
-    lines.append(f"First panel: {shapes}, star 16 bits and all tokens.")
+    if not drawing.fits_one_panel:
+        shapes = ", ".join(f"{SHAPES[shape]} {name}" for name, shape in drawing.shapes.items())
+        lines.append(f"First panel: {shapes}, star 16 bits and all tokens.")
     if panel.published and drawing.axis.name == RESIDENT.name:
         papers = ", ".join(sorted({point.paper for point in panel.published}))
         lines.append(f"Crosses: printed by {papers} for other models, memory as stated there; NOT measured here.")
@@ -334,15 +313,16 @@ def panels_words(drawing: Drawing) -> list[str]:
 
 
 def panels_figure(drawing: Drawing) -> "Figure":
-    """All runs in one panel, then a panel for each kind of method."""
+    """All runs in one panel, then a panel for each kind of method; a few runs in one panel as wide as the picture."""
     from matplotlib.figure import Figure
 
     full, parts, words = drawing.reference, drawing.parts(), panels_words(drawing)
     count = 1 + len(parts)
-    rows, foot = math.ceil(count / 2), 0.1 + FOOT_LINE_IN * len(words)
+    columns = min(2, count)
+    rows, foot = math.ceil(count / columns), 0.1 + FOOT_LINE_IN * len(words)
     height = 0.95 + foot + 2.35 * rows
     made = Figure(figsize=(WIDTH_IN, height))
-    places = made.subplots(rows, 2, squeeze=False).ravel()
+    places = made.subplots(rows, columns, squeeze=False).ravel()
     made.subplots_adjust(
         left=LEFT_IN / WIDTH_IN,
         right=(LEFT_IN + 2 * PANEL_IN + NAMES_IN + BETWEEN_IN) / WIDTH_IN,
@@ -359,9 +339,9 @@ def panels_figure(drawing: Drawing) -> "Figure":
             _family(axes, drawing, *parts[index - 1], height)
         else:
             _overview(axes, drawing, height)
-        if index >= count - 2:
+        if index >= count - columns:
             axes.set_xlabel(f"{drawing.axis.title}, {drawing.axis.unit}")
-        if index % 2 == 0:
+        if index % columns == 0:
             axes.set_ylabel(f"difference to the full cache\n({drawing.quality})" if full else drawing.quality)
     made.suptitle(drawing.panel.title, fontsize=SIZE + 2, x=0.01, y=1 - 0.06 / height, ha="left", va="top", wrap=True)
     made.text(0.01, 0.04 / height, "\n".join(words), fontsize=SIZE - 0.5, color=INK, va="bottom", linespacing=1.35)

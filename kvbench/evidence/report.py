@@ -261,7 +261,10 @@ def tier_bars(group: Group) -> dict:
 def byte_bars(group: Group) -> dict:
     """The resident bytes of every run, item by item."""
     ledgers = {run.label: ledger for run in group.runs if (ledger := bytes_of(run)).get("fp16_bytes")}
-    items = {label: {k: v for k, v in ledger_items(ledger).items() if v} for label, ledger in ledgers.items()}
+    items = {
+        label: {k: v / ledger["fp16_bytes"] for k, v in ledger_items(ledger).items() if v}
+        for label, ledger in ledgers.items()
+    }
     there = dict.fromkeys(name for mine in items.values() for name in mine)
     styles = {item_title(name): f"c{item_place(name)}" for name in there}  # the colours of result.png
     widest = max((sum(mine.values()) for mine in items.values()), default=1.0)
@@ -269,9 +272,12 @@ def byte_bars(group: Group) -> dict:
     for label, mine in items.items():
         whole = sum(mine.values())
         rows.append(_bar(label, {item_title(k): v for k, v in mine.items()}, widest, whole, styles))
-        ratio = f"{format_bytes(whole)}, {_percent(whole / ledgers[label]['fp16_bytes'])}: "
-        rows[-1]["text"] = ratio + rows[-1]["text"]
-    caption = "Resident bytes per sample at the end, item by item; the items sum to what the allocator holds."
+        held = format_bytes(whole * ledgers[label]["fp16_bytes"])
+        rows[-1]["text"] = f"{_percent(whole)}, {held}: {rows[-1]['text']}"
+    caption = (
+        "Resident bytes per sample at the end, item by item, as shares of an FP16 full cache of the same tokens; the "
+        "items sum to what the allocator holds."
+    )
     return {"caption": caption, "heading": "bytes", "rows": rows, "key": list(styles.items())}
 
 

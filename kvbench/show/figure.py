@@ -8,20 +8,22 @@ from kvbench.config.files import FULL
 from kvbench.results.measures import RESIDENT, SCORE, item_title, ledger_items
 from kvbench.results.record import RunRecord
 from kvbench.results.writing import write_atomic
-from kvbench.show.labels import label_runs
-from kvbench.show.picture import COLOURS, HATCHES, STYLES, item_place, method_style, picture_bytes
+from kvbench.show.labels import differ_in_length, label_runs
+from kvbench.show.picture import COLOURS, HATCHES, STYLES, item_place, method_style, name_points, picture_bytes
 from kvbench.show.progress import format_bytes
 from kvbench.show.text import safe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+SIZE = 10  # of names, in points
+ABOUT_IN = 1.5  # above and below the panels: title, legend and words at the axis, at most
 SLIGHT_PCT = 0.5  # of the FP16 cache: items below it are in the length of the bar, without a colour of their own
 
 
-def _quality(axes: "Axes", records: Sequence[RunRecord]) -> None:
-    """Scores against bytes; each method's name stands beside its last point."""
-    drawn = []
+def _quality(axes: "Axes", records: Sequence[RunRecord]) -> list[tuple[str, tuple[float, float], str]]:
+    """Scores against bytes; gives what `name_points` needs to name each method's last point."""
+    ends = []
     for method in dict.fromkeys(record.method for record in records):
         colour, marker = method_style(method)
         own = [record for record in records if record.method == method]
@@ -30,23 +32,21 @@ def _quality(axes: "Axes", records: Sequence[RunRecord]) -> None:
             if not points:
                 continue
             ratio, value, low, high = zip(*points, strict=True)
-            ends = [[a - b for a, b in zip(value, low, strict=True)], [b - a for a, b in zip(value, high, strict=True)]]
+            bars = [[a - b for a, b in zip(value, low, strict=True)], [b - a for a, b in zip(value, high, strict=True)]]
             style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": STYLES[place % len(STYLES)]}
-            if any(not (a or b) for a, b in zip(*ends, strict=True)):
+            if any(not (a or b) for a, b in zip(*bars, strict=True)):
                 style["fillstyle"] = "none"
-            axes.errorbar(ratio, value, yerr=ends, capsize=3, markersize=8, linewidth=1.2, **style)
-            drawn.append((points[-1], method, colour, style.get("fillstyle") == "none"))
-    axes.set_xlim(left=0, right=max(125, 1.25 * axes.get_xlim()[1]))
+            axes.errorbar(ratio, value, yerr=bars, capsize=3, markersize=8, linewidth=1.2, **style)
+            words = ", no interval" if "fillstyle" in style else ""
+            ends.append((f"{safe(method, 40)} {value[-1]:.1f}{words}", (ratio[-1], value[-1]), colour))
+    axes.set_xlim(left=0, right=max(110, axes.get_xlim()[1]))
     bottom, top = axes.get_ylim()
     axes.set_ylim(max(-2, bottom - 2), min(102, top + 2))
-    for (ratio_pct, value_pct, *_), method, colour, is_bare in drawn:
-        text = f"{safe(method)} {value_pct:.1f}" + (", no interval" if is_bare else "")
-        offset = (9, 0)
-        axes.annotate(text, (ratio_pct, value_pct), offset, textcoords="offset points", va="center", color=colour)
     axes.set_xlabel("memory, % of an FP16 full cache")
     axes.set_ylabel(f"{records[-1].primary or 'score'}, %")
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
+    return ends
 
 
 def _lines(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
@@ -72,7 +72,8 @@ def _point(record: RunRecord) -> tuple[float, float, float, float] | None:
 
 
 def _bytes(axes: "Axes", records: Sequence[RunRecord]) -> None:
-    """The bytes that every method holds, item by item."""
+    """The bytes that every method holds, item by item, as shares of an FP16 cache of the same tokens: a bar is as long
+    as the percentage that it is labelled with."""
     from matplotlib.patches import Patch
 
     shown: dict[str, dict[str, Any]] = {}
@@ -89,13 +90,17 @@ def _bytes(axes: "Axes", records: Sequence[RunRecord]) -> None:
             shown[name] = style
             axes.barh(row, count * scale, left=left, height=0.5, linewidth=0.6, **style)
             left += count * scale
-        axes.text(left + 1.5, row, format_bytes(record.ledger.get(RESIDENT.key)), va="center")
+        axes.text(left + 1.5, row, f"{left:.1f} %, {format_bytes(record.ledger.get(RESIDENT.key))}", va="center")
         right = max(right, left)
-    axes.set_yticks(range(len(records)), label_runs(records))
+    labels = label_runs(records)
+    if differ_in_length(records):
+        seen = [record.kept.get("tokens_seen", 0.0) for record in records]
+        labels = [f"{label}\n{tokens:.0f} tokens" for label, tokens in zip(labels, seen, strict=True)]
+    axes.set_yticks(range(len(records)), labels)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.25 * right)
+    axes.set_xlim(0, 1.7 * right)
     axes.axvline(100, color="black", linewidth=0.8, linestyle=":")
-    axes.set_xlabel("memory, % of an FP16 full cache")
+    axes.set_xlabel("% of an FP16 full cache of the same tokens")
     handles = [Patch(label=item_title(name), **style) for name, style in shown.items()]
     if len(handles) > 1:
         axes.legend(
@@ -124,11 +129,12 @@ def draw(records: Sequence[RunRecord], path: Path) -> Path:
     figure = Figure(figsize=(0.82 * width, 3.2 + 0.25 * max(0, len(records) - 3)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    _quality(left, records)
+    ends = _quality(left, records)
     _bytes(right, records)
     counts = sorted({metric.num_samples for record in records if (metric := record.metrics.get(record.primary))})
     number = "-".join(map(str, dict.fromkeys([counts[0], counts[-1]]))) if counts else "0"
     title = f"{safe(last.task)} with {safe(last.model)}, {number} samples; bars: 95 % intervals"
     figure.suptitle(title, fontsize=10.5)
+    name_points(left, ends, figure.get_figheight() - ABOUT_IN, SIZE)
     write_atomic(path, picture_bytes(figure, "png"))
     return path

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kvbench.results.record import RunRecord
 
 LONGEST = 24  # characters of a value; a table of numbers would fill the line
+ALIKE = 0.02  # of the tokens: texts that differ by less are as long as each other
 APART = ("seed", "batch_size", "backend", "limit")  # parts of the identity that may differ when the method does not
 
 
@@ -36,6 +37,12 @@ def label_runs(records: "Sequence[RunRecord]", separator: str = " ") -> list[str
         names.setdefault(label, set()).add(record.hash)
     pairs = zip(labels, records, strict=True)  # what was cut short may not tell two runs apart
     return [f"{label} {record.hash[:6]}" if len(names[label]) > 1 else label for label, record in pairs]
+
+
+def differ_in_length(records: "Sequence[RunRecord]") -> bool:
+    """True where prompt and answer of some run are longer than of another, so that bytes are of different texts."""
+    seen = [tokens for record in records if (tokens := record.kept.get("tokens_seen"))]
+    return bool(seen) and max(seen) > (1 + ALIKE) * min(seen)
 
 
 def differing(settings: Mapping[str, object], others: Iterable[Mapping[str, object]]) -> list[str]:

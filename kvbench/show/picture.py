@@ -5,7 +5,7 @@ blindness. Markers, lines and hatches say the same in black and white. Every tex
 """
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -13,6 +13,7 @@ from kvbench.config.files import FULL
 from kvbench.show.text import visible
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
@@ -75,6 +76,55 @@ METADATA: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date"
 METADATA["pdf"] = {"CreationDate": None, "Creator": None, "Producer": None}
 
 PLAIN: dict[Any, Any] = {"font.family": "DejaVu Sans", "svg.hashsalt": "kvbench", "svg.fonttype": "path"}
+
+LINE_HEIGHT = 1.3  # of a name beside a panel, in sizes of its text
+
+
+def spread(wanted: Sequence[float], gap: float) -> list[float]:
+    """Move heights of labels apart as little as a simple pass can, inside [0, 1], in the same order.
+
+    Two are closer than `gap` only when they cannot all have it.
+    """
+    order = sorted(range(len(wanted)), key=lambda index: wanted[index])
+    gap = min(gap, 1 / max(1, len(wanted) - 1))
+    result = [min(1.0, max(0.0, height)) for height in wanted]
+    for below, above in zip(order, order[1:], strict=False):
+        result[above] = max(result[above], result[below] + gap)
+    if order and result[order[-1]] > 1.0:
+        result[order[-1]] = 1.0
+        for above, below in zip(order[::-1], order[-2::-1], strict=False):
+            result[below] = min(result[below], result[above] - gap)
+    return result
+
+
+def name_points(
+    axes: "Axes", ends: "Sequence[tuple[str, tuple[float, float], str]]", panel_in: float, size: float
+) -> None:
+    """Write names in a column right of a panel, none over another, each tied to its point by a thin line.
+
+    Args:
+        ends: Of each name its text, the point it belongs to in data units, and its colour.
+        panel_in: Height of the panel, in inches.
+        size: Size of the text, in points.
+    """
+    ends = sorted(ends, key=lambda end: -end[1][0])  # of points at one height the nearest is lowest: no lines cross
+    to_axes = axes.transData + axes.transAxes.inverted()
+    heights = [to_axes.transform(point)[1] for _, point, _ in ends]
+    gap = LINE_HEIGHT * size / 72 / panel_in
+    tie: dict[str, Any] = {"arrowstyle": "-", "linewidth": 0.5, "alpha": 0.6, "shrinkA": 1, "shrinkB": 3}
+    for (text, point, colour), height in zip(ends, spread(heights, gap), strict=True):
+        axes.annotate(
+            text,
+            point,
+            xytext=(1.035, height),
+            textcoords="axes fraction",
+            va="center",
+            ha="left",
+            fontsize=size,
+            color=colour,
+            annotation_clip=False,
+            arrowprops=tie | {"color": colour, "relpos": (0, 0.5)},
+        )
 
 
 def drawn(make: "Callable[[], Figure]", kind: str, style: Mapping[Any, Any], **options: Any) -> bytes:

@@ -12,7 +12,7 @@ from kvbench.config.files import FULL
 from kvbench.results.measures import BYTES, KL, NLL, ONE_SHOT_PEAK, PREFILL, RATE, READ, RESIDENT, SCORE, Measure
 from kvbench.results.record import CHUNK_LABEL, RunRecord
 from kvbench.show import terminal
-from kvbench.show.labels import label_runs
+from kvbench.show.labels import differ_in_length, label_runs
 from kvbench.show.progress import format_bytes
 from kvbench.show.terminal import number, span
 from kvbench.show.text import MESSAGE_LENGTH, safe
@@ -20,6 +20,8 @@ from kvbench.stats.intervals import Estimate
 
 Cell = Callable[[RunRecord], str]
 NONE = "-"
+KEPT = ("prompt_tokens", "tokens_seen", "prompt_slots", "lists")
+LIFTED = 0.05  # of the tokens: what answers must add to a prompt's share before it is told
 DRIFT_FROM = 32  # answers that end before this token have no drift to show
 # Statistic of `task_aggregate` -> heading and factor, or form.
 TOKENS = {
@@ -116,6 +118,45 @@ def _estimators(records: Sequence[RunRecord]) -> str:
     return ", ".join(dict.fromkeys(name for name in found if name)) or "too few samples for one"
 
 
+def _seen(record: RunRecord) -> str:
+    """The mean tokens of a prompt and of what follows it: `100 + 65`."""
+    prompt, seen = (record.kept.get(name) for name in ("prompt_tokens", "tokens_seen"))
+    return NONE if prompt is None or seen is None else f"{prompt:.0f} + {seen - prompt:.0f}"
+
+
+def _shares(records: Sequence[RunRecord]) -> list[str]:
+    """Says how a share of the prompt became the share of the bytes that the table shows, where answers are long."""
+    said = []
+    for label, record in zip(label_runs(records), records, strict=True):
+        prompt, seen, slots, lists = (record.kept.get(name, 0.0) for name in KEPT)
+        if not (record.prompt_only and prompt and slots and lists and record.method != FULL):
+            continue
+        part, whole = slots / lists / prompt, (slots / lists + seen - prompt) / seen
+        if whole - part > LIFTED:
+            said.append(
+                f"{label}: {SCORE.scale * part:.0f} % of a prompt's {prompt:.0f} tokens stay, and all "
+                f"{seen - prompt:.0f} that follow: {SCORE.scale * whole:.0f} % of the {seen:.0f}."
+            )
+    return said
+
+
+def _speed_notes(records: Sequence[RunRecord]) -> list[str]:
+    """Says which speeds are no claim, and why."""
+    notes = []
+    if len(records) > 1:
+        notes.append(
+            "Speeds are no evidence of a difference: each run was timed by itself, with whatever else the machine did, "
+            "and a batch whose answers end early is emptier and slower. `kvbench bench` times methods in turn."
+        )
+    if slow := ", ".join(record.method for record in records if record.backend == "torch"):
+        notes.append(f"Speed is no claim for {slow}: backend torch is the plain reference, made to be right.")
+    for record in records:
+        if record.backend_fallbacks:
+            done = ", ".join(record.backend_fallbacks)
+            notes.append(f"Speed is no claim for {record.method}: backend {record.backend} did {done} in plain torch.")
+    return notes
+
+
 def _notes(records: Sequence[RunRecord]) -> list[str]:
     """Sentences without which the numbers are read wrong."""
     notes = [
@@ -134,17 +175,18 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
     alone = [r.method for r in records if r.prompt_only and r.method != FULL and r.task_aggregate.get("tokens")]
     if alone:
         notes.append(f"Compress the prompt alone and keep all that follows whole: {', '.join(dict.fromkeys(alone))}.")
-    if slow := ", ".join(record.method for record in records if record.backend == "torch"):
-        notes.append(f"Speed is no claim for {slow}: backend torch is the plain reference, made to be right.")
+    notes += _shares(records)
+    if differ_in_length(records):
+        notes.append(
+            "tokens: of a prompt and of what follows it. Answers differ in length here, so bytes are of different "
+            "texts: each % is of an FP16 full cache of the row's own."
+        )
+    notes += _speed_notes(records)
     full = [record.identity.get("method") or {} for record in records if record.method == FULL]
     tiers = {str(settings["tier"]) for settings in full if settings.get("tier")}
     notes += [
         f"full: every token is kept, as {t} (method.tier; native is the model's own type)." for t in sorted(tiers)
     ]
-    for record in records:
-        if record.backend_fallbacks:
-            done = ", ".join(record.backend_fallbacks)
-            notes.append(f"Speed is no claim for {record.method}: backend {record.backend} did {done} in plain torch.")
     notes += [f"{remark}." for remark in dict.fromkeys(record.model_remark for record in records) if remark]
     whole = next((RESIDENT.of_run(record) for record in records if record.method == FULL), None)
     for record in records:
@@ -185,10 +227,16 @@ def _fidelity_notes(record: RunRecord) -> list[str]:
     most = settings.get("max_tokens")
     length = f"its first {most} tokens" if most else "all its tokens"
     held = [(what.short, record.fidelity.get(what.key)) for what in (NLL, KL)]
-    each = ", ".join(f"{name} n={one.num_samples}" for name, one in held if one and one.num_samples)
+    counts = [(name, one.num_samples) for name, one in held if one and one.num_samples]
+    metric = record.metrics.get(record.primary)
+    most = max([count for _, count in counts] + ([metric.num_samples] if metric else []), default=0)
+    each = ", ".join(f"{name} n={count}" + (f" of {most}" if count < most else "") for name, count in counts)
+    few = any(count < most for _, count in counts)
     return [
         f"{NLL.short} and {KL.short}: {whose} is forced, {length} but the first, which every method predicts exactly; "
-        f"mean over a sample's tokens, then over a subset's samples, then over subsets ({each})."
+        f"mean over a sample's tokens, then over a subset's samples, then over subsets ({each}"
+        + ("; the others' answer to force has one token, or none" if few else "")
+        + ")."
     ]
 
 
@@ -313,7 +361,8 @@ def render(records: Sequence[RunRecord]) -> Group:
         (NLL.short, partial(_value, what=NLL, form=".4f")),
         (KL.short, partial(_value, what=KL, form=".2g")),
     )
-    cost: list[tuple[str, Cell]] = [(what.short, partial(_bytes, what=what)) for what in BYTES]
+    cost: list[tuple[str, Cell]] = [("tokens", _seen)] if differ_in_length(records) else []
+    cost += [(what.short, partial(_bytes, what=what)) for what in BYTES]
     if _chunked(records):
         cost.append((ONE_SHOT_PEAK.short, partial(_bytes, what=ONE_SHOT_PEAK)))
     if _reads_parts(records):

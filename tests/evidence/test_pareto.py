@@ -16,11 +16,11 @@ from kvbench.cli.main import main
 from kvbench.evidence import frontier_figure
 from kvbench.evidence.dominance import best_so_far, standing
 from kvbench.evidence.frontier import averages
-from kvbench.evidence.frontier_figure import STYLE, Drawing, lines_of, short_label, spread, ticks
+from kvbench.evidence.frontier_figure import STYLE, Drawing, lines_of, short_label, ticks
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.pareto import panels_of, render
 from kvbench.show import terminal
-from kvbench.show.picture import METHODS, method_style
+from kvbench.show.picture import METHODS, method_style, spread
 
 SCORES = yes_no(0.8, {"a": 40, "b": 40}, seed=1)
 
@@ -323,6 +323,22 @@ def test_one_panel_fits_a_column(sweep):
     for text in (axes.xaxis.label, axes.yaxis.label, *made.texts):
         box = text.get_window_extent()
         assert box.x0 >= 0 and box.x1 <= made.bbox.x1 and box.y0 >= -1
+
+
+def test_a_few_runs_have_one_panel_that_names_all(sweep):
+    """The same points are not drawn again in panels of their own: one panel as wide as the picture names every method,
+    also those that are beaten, and the foot speaks of no other panel."""
+    made = figure_of(panel_of(sweep))
+    (axes,) = made.axes
+    assert sorted(text.get_text() for text in axes.texts) == ["close", "dear", "fp8", "full", "good"]
+    boxes = boxes_of(axes)
+    assert all(box.x1 <= made.bbox.x1 for box in boxes) and not overlap(boxes)
+    assert axes.bbox.width > 0.6 * made.bbox.width
+    assert not any("First panel" in text.get_text() for text in made.texts)
+    for method in ("snapkv", "expected_attention"):
+        store(sweep, method, SCORES)
+    assert method_style("snapkv")[0] == method_style("expected_attention")[0]
+    assert len(figure_of(panel_of(sweep)).axes) > 1  # of which no two methods may share a colour
 
 
 def test_long_names_stay_inside_the_picture_of_a_column(tmp_path):

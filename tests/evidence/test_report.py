@@ -178,6 +178,19 @@ def test_page_stays_small(sweep, quick, monkeypatch):
         report.page(found, means, cfg)
 
 
+def test_a_bar_of_bytes_is_as_long_as_its_percentage(tmp_path):
+    """Answers of two lengths: the longer text has more bytes and a smaller share, so a shorter bar."""
+    for name, ratio in (("long", 0.5), ("short", 0.6)):
+        store(tmp_path, name, SCORES, ratio=ratio)
+    (group,) = load_groups(compose_command("report", [f"results_dir={tmp_path}"]))
+    for record in group.runs[0].samples.values():
+        record["ledger"] = {key: 2 * count for key, count in record["ledger"].items()}
+    rows = report.byte_bars(group)["rows"]
+    lengths = [sum(float(part["width"]) for part in row["parts"]) for row in rows]
+    assert lengths == pytest.approx([100 * 0.5 / 0.6, 100], abs=0.01)
+    assert [row["text"].split(":")[0] for row in rows] == ["50.0\u00a0%, 103 kB", "60.0\u00a0%, 61.7 kB"]
+
+
 def test_tiers_have_their_methods_names(tmp_path):
     """Tiers are named by the method's own code where it still fits; nothing outside kvbench.methods is loaded."""
     kivi = {"_target_": "kvbench.methods.kivi.Kivi", "tier": None, "bits": 2}

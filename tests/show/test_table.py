@@ -3,14 +3,18 @@
 import dataclasses
 import io
 import re
+from itertools import combinations
 
+import pytest
 from fake_parts import make_cfg, make_parts
+from matplotlib.text import Text
 from rich.console import Console
 
 from kvbench.results.record import RunRecord
 from kvbench.runs.run import run_experiment
 from kvbench.show import figure, table
 from kvbench.show.labels import label_runs
+from kvbench.show.picture import picture_bytes
 from kvbench.show.progress import Progress, format_bytes, format_seconds
 from kvbench.show.table import long_tables
 
@@ -75,6 +79,45 @@ def test_table_shows_the_peak_beside_that_of_a_prompt_read_at_once(tmp_path):
         assert part in both, part
 
 
+def of_lengths(record, *, method, answer, **ledger):
+    """A record of a method that keeps a quarter of 100 tokens, and an answer of some length whole."""
+    kept = {"prompt_tokens": 100.0, "tokens_seen": 100.0 + answer, "prompt_slots": 50.0, "lists": 2.0}
+    changes = {"kept": kept, "ledger": record.ledger | ledger, "prompt_only": True, "method": method}
+    return dataclasses.replace(record, hash=method * 8, **changes)
+
+
+def test_table_says_where_answers_differ_in_length(tmp_path):
+    """Bytes of other texts stand beside their tokens, a budget of the prompt beside what the answer adds to it, and
+    times beside what they prove; where answers are short and alike, the table has none of this."""
+    record = run_of(make_cfg(tmp_path)).record
+    full = dataclasses.replace(of_lengths(record, method="full", answer=128), prompt_only=False)
+    said = " ".join(shown([full, of_lengths(record, method="snapkv", answer=65)], 80).split())
+    for part in (
+        "100 + 128",
+        "100 + 65",
+        "Answers differ in length here, so bytes are of different texts",
+        "snapkv: 25 % of a prompt's 100 tokens stay, and all 65 that follow: 55 % of the 165.",
+        "Speeds are no evidence of a difference: each run was timed by itself",
+    ):
+        assert part in said, part
+    assert "full: 25 %" not in said
+    alike = [of_lengths(record, method=name, answer=answer) for name, answer in (("a", 3), ("b", 4))]
+    said = " ".join(shown(alike).split())
+    assert "tokens:" not in said and "100 + 3" not in said and "that follow" not in said
+    assert "Speeds are no evidence" not in shown(alike[:1])
+
+
+def test_table_says_why_fewer_samples_have_a_gold_nll(tmp_path):
+    """A gold answer of one token has nothing to predict from a compressed cache."""
+    record = run_of(make_cfg(tmp_path)).record
+    held = record.fidelity["nll"].num_samples
+    said = " ".join(shown([record]).split())
+    assert f"gold NLL n={held}, " in said and "has one token" not in said
+    few = {name: dataclasses.replace(one, num_samples=4) for name, one in record.fidelity.items()}
+    said = " ".join(shown([dataclasses.replace(record, fidelity=few)]).split())
+    assert f"gold NLL n=4 of {held}, " in said and "the others' answer to force has one token, or none" in said
+
+
 def test_table_names_a_method_that_saves_nothing(tmp_path):
     """A method that holds as much as the full cache is pointed out, one that holds less is not."""
     for ratio, expected in ((1.0, True), (0.5, False)):
@@ -115,6 +158,32 @@ def test_picture_is_the_same_twice(tmp_path):
     assert first.startswith(b"\x89PNG") and len(first) > 20_000
     assert first != figure.draw(rows[:1], tmp_path / "c.png").read_bytes()
     figure.draw([RunRecord(task="t", model="m", method="x")], tmp_path / "d.png")
+
+
+def test_picture_names_tied_points_apart_and_labels_bars_by_their_length(tmp_path, monkeypatch):
+    """No name lies on another though all scores tie, and the percentage at a bar is the bar's length; a row of another
+    length says its tokens."""
+    made = []
+    monkeypatch.setattr(figure, "picture_bytes", lambda one, kind: made.append(one) or picture_bytes(one, kind))
+    record = run_of(make_cfg(tmp_path)).record
+    metric = dataclasses.replace(record.metrics[record.primary], value=0.0, low=0.0, high=0.2)
+    record = dataclasses.replace(record, metrics={record.primary: metric})
+    sizes = {"snapkv": (65, 1.28, 0.56), "diffkv": (128, 1.67, 0.546), "kivi": (128, 1.67, 0.546), "full": (128, 3, 1)}
+    rows = []
+    for method, (answer, size_mb, ratio) in sizes.items():
+        size = 1e6 * size_mb
+        items = {"payload_bytes": size, "slack_bytes": 0.0, "resident_bytes": size, "resident_ratio": ratio}
+        rows.append(of_lengths(record, method=method, answer=answer, fp16_bytes=size / ratio, **items))
+    figure.draw(rows, tmp_path / "a.png")
+    quality, held = made[0].axes
+    assert sorted(text.get_text() for text in quality.texts) == ["diffkv 0.0", "full 0.0", "kivi 0.0", "snapkv 0.0"]
+    boxes = [Text.get_window_extent(text) for text in quality.texts]  # without the lines to their points
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+    assert all(quality.bbox.x1 < box.x0 and box.x1 < made[0].bbox.x1 for box in boxes)
+    lengths = [bar.get_x() + bar.get_width() for bar in held.patches]
+    assert [float(text.get_text().split(" ")[0]) for text in held.texts] == pytest.approx(lengths)
+    assert held.texts[-1].get_text() == "56.0 %, 1.28 MB" and held.texts[0].get_window_extent().x1 < held.bbox.x1
+    assert [tick.get_text() for tick in held.get_yticklabels()][-1] == "snapkv\n165 tokens"
 
 
 def test_progress_lines(tmp_path, monkeypatch):
