@@ -37,6 +37,7 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "assistant_early_exit": ((None,), "assisted generation by early exit"),
     "use_mtp": ((None, False), "assisted generation by multi-token prediction"),
     "cache_implementation": ((None, "dynamic"), "a cache of transformers' own"),
+    "cache": ((None,), "a cache that was made elsewhere"),
     "past_key_values": ((None,), "a cache that was made elsewhere"),
     "use_cache": ((None, True), "generation without a cache"),
     "prefill_chunk_size": ((None,), "a prompt in chunks"),
@@ -54,6 +55,7 @@ class CompressedCache:
     """What `compress` gives: the cache of the last prompts that were read, and how many bytes it holds."""
 
     is_compileable = False  # transformers asks before it compiles a decode step
+    is_linear = (False,)  # and, since 5.24, of every layer whether it has a state in place of keys and values
 
     def __init__(self, model: LoadedModel, policy: Policy, backend: str) -> None:
         self._max_tokens = model.max_tokens
@@ -148,16 +150,14 @@ class CompressedCache:
         """One call of the model's `forward`, with the arguments that it was given."""
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
-        held, tokens = asked.get("past_key_values"), asked.get("input_ids")
+        tokens, held = asked.get("input_ids"), _taken(asked, self)
         for name in ("use_cache", "inputs_embeds", "output_attentions", "output_hidden_states"):
             _check(name, asked.get(name))
         if asked.get("labels") is not None:
             raise ValueError("labels: a loss needs every logit of an uncompressed pass; compute it outside the block")
-        if held is not None and held is not self:
-            _check("past_key_values", held)
         if tokens is None or tokens.ndim != 2 or not tokens.numel():
             raise ValueError("kvbench.compress needs input_ids of shape [batch, tokens], with at least one of each")
-        is_step = held is self and bool(self._rows)
+        is_step = held and bool(self._rows)
         if not is_step and asked.get("logits_to_keep") != 1:
             raise ValueError(
                 f"logits_to_keep={asked.get('logits_to_keep')!r}: inside kvbench.compress a prompt gives the logits "
@@ -165,7 +165,8 @@ class CompressedCache:
             )
         tokens = tokens.to(self._runner.device)
         logits = self._step(tokens) if is_step else self._begin(tokens, asked.get("attention_mask"))
-        return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=self)  # type: ignore[arg-type]
+        given: dict[str, Any] = {hf.generate_cache_name(): self}
+        return CausalLMOutputWithPast(logits=logits[:, None], **given)
 
 
 @contextmanager
@@ -209,7 +210,7 @@ def _door(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., Any
 
     @functools.wraps(forward)
     def door(*args: Any, **kwargs: Any) -> Any:
-        if isinstance(kwargs.get("past_key_values"), hf.SessionCache):
+        if any(isinstance(kwargs.get(name), hf.SessionCache) for name in hf.CACHE_NAMES):
             return forward(*args, **kwargs)
         return cache._forward(_arguments(type(model).forward, model, args, kwargs))
 
@@ -239,7 +240,7 @@ def _entry(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., An
             cache._new_tokens = int(new_tokens)
         elif (length := wanted("max_length", places=2)) is not None and prompt is not None:
             cache._new_tokens = int(length) - prompt.shape[1]  # a model's own may be a default that adds to the prompt
-        return generate(*args, **kwargs | {"past_key_values": cache})
+        return generate(*args, **kwargs | {hf.generate_cache_name(): cache})
 
     return entry
 
@@ -251,6 +252,15 @@ def _arguments(
     hide that."""
     bound = inspect.signature(method).bind(model, *args, **kwargs).arguments
     return bound | bound.pop("kwargs", {})
+
+
+def _taken(asked: dict[str, Any], cache: CompressedCache) -> bool:
+    """True if a call was handed the block's cache; refuses any other, under each of its names."""
+    given = [asked.get(name) for name in hf.CACHE_NAMES]
+    for name, value in zip(hf.CACHE_NAMES, given, strict=True):
+        if value is not cache:
+            _check(name, value)
+    return cache in given
 
 
 @contextmanager

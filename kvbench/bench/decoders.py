@@ -140,7 +140,8 @@ class OwnDecoder:
     @torch.no_grad()
     def _run(self, ids: Tensor) -> Tensor:
         """A forward pass over token ids int64 [B, n]; the last logits fp32 [B, vocabulary]."""
-        out = self.loaded.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        model = self.loaded.model
+        out = model(input_ids=ids, use_cache=True, logits_to_keep=1, **{hf.cache_name(type(model).forward): self.cache})
         return out.logits[:, -1].float()
 
     def repeat(self, rows: int) -> None:

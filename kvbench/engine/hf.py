@@ -5,8 +5,10 @@ the new keys on without concatenating anything. `update()` hangs its layer objec
 function finds it there. Nothing is patched.
 """
 
+import functools
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, QuantizedCache, StaticCache
+from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvbench.cache.store import CompressedStore
@@ -26,6 +29,7 @@ from kvbench.policy import AttentionCall
 
 NAME = "kvbench"
 TAG = "_kvbench_layer"  # the attribute of a key tensor that says which layer of which session it belongs to
+CACHE_NAMES = ("cache", "past_key_values")  # what calls name the cache: since transformers 5.24, and before
 # What models hand to every attention function and what changes nothing in this one.
 HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
 
@@ -186,7 +190,7 @@ class _NotOurs(RuntimeError):
 
 
 class SessionCache(Cache):
-    """The `past_key_values` of one forward pass over a store."""
+    """The cache of one forward pass over a store, as transformers is given it."""
 
     def __init__(self, session: Session, num_layers: int, past: int) -> None:
         super().__init__(layers=[_Layer(session, index, past) for index in range(num_layers)])
@@ -284,6 +288,17 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
+@functools.lru_cache
+def cache_name(method: Callable[..., Any]) -> str:
+    """What a method of a model calls the cache; code that came with weights may use the older name for ever."""
+    return CACHE_NAMES[0] if CACHE_NAMES[0] in inspect.signature(method).parameters else CACHE_NAMES[1]
+
+
+def generate_cache_name() -> str:
+    """What `generate` calls the cache that it is given."""
+    return cache_name(GenerationMixin.prepare_inputs_for_generation)
+
+
 OWN_CACHES = ("dynamic", "fp8", "quanto-4", "quanto-2", "hqq-4", "hqq-2")
 
 
@@ -343,10 +358,10 @@ def forward(
             out = model(
                 input_ids=token_ids,
                 position_ids=positions,
-                past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=num_logits,
                 return_dict=True,
+                **{cache_name(type(model).forward): cache},
             )
             return out.logits[:, -num_logits:].float().to(token_ids.device)  # of several devices, the first one
     except _NotOurs:
