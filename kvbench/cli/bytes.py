@@ -1,6 +1,7 @@
 """The command `bytes`: what a method would hold on a model that is not here."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig
@@ -8,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbench.config.files import FULL
+from kvbench.evidence import published, shipped
 from kvbench.policy import MAX_TOKENS, Policy
 from kvbench.results.measures import RESIDENT
 from kvbench.results.record import RunRecord
@@ -17,7 +19,7 @@ from kvbench.rules import Whole
 from kvbench.runs.parts import make_policy
 from kvbench.show import terminal
 from kvbench.show.csv_file import Cell, csv_bytes
-from kvbench.show.progress import format_bytes
+from kvbench.show.progress import format_bytes, said_when_slow
 from kvbench.sizing.project import Projection, is_one_number, project
 from kvbench.sizing.shapes import NamedShape, find_shape
 from kvbench.sizing.stored import policy_of, tier_shares
@@ -33,6 +35,16 @@ PARTS = {
 Row = tuple[str, int, Projection]  # what the row is, tokens of a sequence, its bytes
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A method, and what is known of the shares of its tiers where the text decides them."""
+
+    name: str
+    policy: Policy
+    shares: Sequence[float] = ()
+    """Those of the stored run that was named."""
+
+
 def main(cfg: DictConfig) -> int:
     """Print the table."""
     lengths = [int(x) for x in cfg.length] if isinstance(cfg.length, ListConfig) else [cfg.length]
@@ -41,11 +53,20 @@ def main(cfg: DictConfig) -> int:
     Whole(0, min(lengths) - 1, unit="tokens").check("answer", cfg.answer)
     Whole(1, 2**20, unit="sequences").check("batch", cfg.batch)
     shape = find_shape(cfg.model)
-    policy, name, shares = _stored(Path(cfg.run)) if cfg.run else (make_policy(cfg.method), cfg._choices_.method, [])
-    rows = [row for length in lengths for row in _rows(policy, name, shape, length, cfg.answer, shares)]
+    if cfg.run:
+        asked = [_stored(Path(cfg.run))]
+    else:
+        asked = [Asked(name=name, policy=make_policy(method)) for name, method in cfg._each_.items()]
+    rows: list[Row] = []
+    notes: list[str] = []
+    with said_when_slow(f"counting the bytes of {', '.join(one.name for one in asked)}"):
+        for one in asked:
+            found, said = _of_method(one, shape, lengths, cfg.answer)
+            rows += found
+            notes += said
     console = terminal.console(100)
     console.print(_table(rows, shape, cfg.batch))
-    for note in _notes(rows, name, shape, cfg.answer, bool(shares)):
+    for note in (*_notes(rows, shape, cfg.answer), *notes):
         console.print(Text(note, style="dim"))
     if cfg.out:
         write_atomic(Path(cfg.out), _csv(rows, shape, cfg.batch))
@@ -53,8 +74,8 @@ def main(cfg: DictConfig) -> int:
     return 0
 
 
-def _stored(folder: Path) -> tuple[Policy, str, list[float]]:
-    """The method of a stored run, its name, and the shares that it measured."""
+def _stored(folder: Path) -> Asked:
+    """The method of a stored run, and the shares that it measured."""
     record = RunRecord.load(folder)
     if record is None:
         raise ValueError(f"run={folder} holds no run.json; give the folder of a run")
@@ -64,14 +85,51 @@ def _stored(folder: Path) -> tuple[Policy, str, list[float]]:
             f"run={folder}: its method {record.method} is none of kvbench's own, or has other settings now"
         )
     samples, _ = read_samples(folder / "samples.jsonl", record.hash)
-    return policy, record.method, tier_shares(samples.values())
+    return Asked(name=record.method, policy=policy, shares=tier_shares(samples.values()))
 
 
-def _rows(policy: Policy, name: str, shape: NamedShape, length: int, answer: int, shares: Sequence[float]) -> list[Row]:
-    least, most = project(policy, shape.store_shape, length - answer, answer, shares=shares)
-    if is_one_number(least, most):
-        return [(f"{name}, as measured" if most.measured else name, length, most)]
-    return [(f"{name}, at least", length, least), (f"{name}, at most", length, most)]
+def _of_method(asked: Asked, shape: NamedShape, lengths: Sequence[int], answer: int) -> tuple[list[Row], list[str]]:
+    """The rows of a method, and what must be known to read them."""
+    name, rows, notes = asked.name, list[Row](), list[str]()
+    for length in lengths:
+        least, most = project(asked.policy, shape.store_shape, length - answer, answer, shares=asked.shares)
+        if is_one_number(least, most):
+            rows.append((f"{name}, as measured" if most.measured else name, length, most))
+            if most.measured:
+                notes = [f"How much {name} keeps depends on the text: its shares are those of the stored run."]
+            continue
+        rows += [(f"{name}, at least", length, least), (f"{name}, at most", length, most)]
+        more, notes = _known_elsewhere(asked, shape, length, answer)
+        rows += more
+        why = (
+            f"How much {name} keeps depends on the text: least where queries attend to one token, most where they "
+            "attend to all alike; run=FOLDER takes what a stored run measured."
+        )
+        notes = [why, *notes]
+    if name == FULL:
+        notes.append("The full cache holds more than 100 %: page tables, and pages that are not full.")
+    return rows, notes
+
+
+def _known_elsewhere(asked: Asked, shape: NamedShape, length: int, answer: int) -> tuple[list[Row], list[str]]:
+    """Rows that others' numbers make of a method whose memory the text decides, and whose numbers they are."""
+    name, rows, notes = asked.name, list[Row](), list[str]()
+    shares, model = shipped.shares_in_study(name, asked.policy)
+    if shares:
+        (found, _) = project(asked.policy, shape.store_shape, length - answer, answer, shares=shares)
+        rows.append((f"{name}, study", length, found))
+        notes.append(f"study: at the shares that the repository's study measured of {name} on {model}, another text.")
+    elif shipped.study_folder() is None:
+        notes.append(shipped.ABSENT)
+    printed = published.shares(name, shape.name)
+    if len(printed):
+        fp16 = shape.store_shape.fp16_bytes(length)
+        for share in sorted({printed["memory_pct"].min(), printed["memory_pct"].max()}):
+            items = {"resident_bytes": round(share / 100 * fp16)}
+            rows.append((f"{name}, printed", length, Projection(items=items, fp16_bytes=fp16)))
+        places = ", ".join(dict.fromkeys(f"{row.paper}, {row.locator}" for row in printed.itertuples()))
+        notes.append(f"printed: the least and the most that {places} gives for {printed['model'].iloc[0]}, as printed.")
+    return rows, notes
 
 
 def _table(rows: Sequence[Row], shape: NamedShape, batch: int) -> Table:
@@ -88,30 +146,25 @@ def _table(rows: Sequence[Row], shape: NamedShape, batch: int) -> Table:
             *(format_bytes(count * found.resident_bytes) for count in ([1, batch] if many else [1])),
             format_bytes(batch * found.fp16_bytes),
             f"{RESIDENT.scale * found.ratio:.1f}",
-            *(f"{100 * sum(found.items[item] for item in items) / found.fp16_bytes:.1f}" for items in PARTS.values()),
+            *(_part(found, items) for items in PARTS.values()),
         )
     return table
 
 
-def _notes(rows: Sequence[Row], name: str, shape: NamedShape, answer: int, has_shares: bool) -> list[str]:
+def _part(found: Projection, items: Sequence[str]) -> str:
+    """Share of some items; a dash of a number that came without items."""
+    if items[0] not in found.items:
+        return "-"
+    return f"{100 * sum(found.items[item] for item in items) / found.fp16_bytes:.1f}"
+
+
+def _notes(rows: Sequence[Row], shape: NamedShape, answer: int) -> list[str]:
     notes = [
         f"% and the parts are of an FP16 full cache for the same tokens, of which {answer} were written behind the "
         f"prompt. Shape: {shape.source}. The peak while a prompt is compressed, weights and activations do not count."
     ]
-    if any(label != name for label, _, _ in rows):
-        notes.append(
-            f"How much {name} keeps depends on the text: "
-            + (
-                "the shares of its tiers are those of the stored run."
-                if has_shares
-                else "least where queries attend to one token, most where they attend to all alike; run=FOLDER takes "
-                "what a stored run measured."
-            )
-        )
     if shape.context and (longest := max(length for _, length, _ in rows)) > shape.context:
         notes.append(f"{shape.name} was made for {shape.context} tokens; {longest} are more.")
-    if name == FULL:
-        notes.append("The full cache holds more than 100 %: page tables, and pages that are not full.")
     return notes
 
 
@@ -126,7 +179,7 @@ def _csv(rows: Sequence[Row], shape: NamedShape, batch: int) -> bytes:
             batch,
             found.ratio,
             batch * found.fp16_bytes,
-            *(batch * found.items[i] for i in items),
+            *(batch * found.items[i] if i in found.items else None for i in items),
         ]
         for name, length, found in rows
     ]

@@ -14,6 +14,7 @@ from kvbench.config.settings import read_config
 from kvbench.errors import unknown_setting
 
 BARE = "_bare_"  # in a command's file: the setting, or the settings in order, that words without a key set
+EACH = "_each_"  # the group of which the command takes several choices; its function finds all of them here, by name
 
 
 def run(name: str, arguments: list[str]) -> int:
@@ -36,10 +37,25 @@ def _own(name: str) -> DictConfig:
 
 
 def compose_command(name: str, arguments: list[str]) -> DictConfig:
-    """Compose the settings of a command, with what the command line changes."""
-    from kvbench.config.compose import compose
+    """Compose the settings of a command, with what the command line changes.
+
+    Where the command's file names a group as `_each_`, `method=a,b` and `method=[a,b]` are both of them: `_each_` then
+    holds the settings of every choice by its name, and the rest is as the first choice has it.
+    """
+    from kvbench.config.compose import choices, compose
 
     listed, plain = _own(name), {}
+    each = listed.get(EACH)
+    for group in files.GROUPS if "defaults" in listed else ():
+        if len(found := choices(arguments, group)) < 2 or group in listed:
+            continue
+        if group != each:
+            raise ValueError(f"{name} takes one {group}, not {len(found)}; give the command once for each")
+        others = [word for word in arguments if word.partition("=")[0] != group]
+        parts = {choice: compose_command(name, [f"{group}={choice}", *others]) for choice in found}
+        composed = parts[found[0]]
+        composed[EACH] = {choice: part[group] for choice, part in parts.items()}
+        return composed
     bare = listed.get(BARE, [])
     places = [bare] if isinstance(bare, str) else list(bare)
     for word in list(arguments):
@@ -63,6 +79,8 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
         _check_keys(name, arguments)  # it knows the command's own settings, so its error is the plainer one
         raise
     composed.update(plain)
+    if each:
+        composed[EACH] = {composed._choices_[each]: composed[each]}
     return composed
 
 

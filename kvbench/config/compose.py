@@ -181,6 +181,11 @@ def _parse(arguments: Sequence[str]) -> Iterator[Override]:
                 continue
 
 
+def choices(arguments: Sequence[str], group: str) -> list[str]:
+    """Every configuration of a group that words name, as `method=a,b` or `method=[a,b]`; empty without one."""
+    return _choices(list(_parse(arguments)), group)
+
+
 def _choices(parsed: list[Override], group: str) -> list[str]:
     """Every configuration of a group that the command line names; empty when it leaves the default."""
     for override in parsed:
@@ -190,7 +195,8 @@ def _choices(parsed: list[Override], group: str) -> list[str]:
                     return [str(item) for item in override.sweep_string_iterator()]
                 except (HydraException, AssertionError):  # a glob needs Hydra's own list of what there is
                     return list(files.options(group))
-            return [str(override.value())]
+            value = override.value()
+            return [str(item) for item in value] if isinstance(value, list) else [str(value)]
     return []
 
 

@@ -109,6 +109,18 @@ def points(task: str, methods: Sequence[str]) -> list[PublishedPoint]:
     return list(map(PublishedPoint._make, found[list(PublishedPoint._fields)].values.tolist()))
 
 
+def of_model(model: str) -> "pd.DataFrame":
+    """The rows of one model under our name, with or without what papers call its tuned form."""
+    names = rows()["model"].map(plain).str.replace(r"(instruct|chat)$", "", regex=True)
+    return rows()[names == plain(model)]
+
+
+def shares(method: str, model: str) -> "pd.DataFrame":
+    """The rows that print the memory of a method, by our name, on a model."""
+    found = of_model(model)
+    return found[(found["method"].map(method_name) == method_name(method)) & (found["memory_pct"] > 0)]
+
+
 def _show(found: "pd.DataFrame", limit: int, console: Console) -> None:
     for (paper, locator, model), together in groupby(
         found[:limit].itertuples(), lambda row: (row.paper, row.locator, row.model)

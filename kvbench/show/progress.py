@@ -2,6 +2,7 @@
 to stderr."""
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +12,7 @@ from typing import Self, TextIO
 
 from kvbench.show.text import visible
 
+PATIENCE_S = 2.0
 PLAIN_EVERY_S = 10.0  # a log of an hour then has at most 360 lines
 
 
@@ -67,6 +69,18 @@ def note(text: str) -> None:
     """Say one line on stderr, and in the log."""
     print(visible(text), file=sys.stderr, flush=True)
     log(text)
+
+
+@contextmanager
+def said_when_slow(text: str) -> Iterator[None]:
+    """Say on stderr what the work inside is, if it takes longer than a reader waits without a word."""
+    timer = threading.Timer(PATIENCE_S, note, [f"{text} ..."])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class LiveBar:

@@ -1,4 +1,5 @@
-"""The shape that a projection must know of a model: a preset of config/shapes.yaml, or the config.json of a folder."""
+"""The shape that a projection must know of a model: a preset of config/shapes.yaml, the config.json of a folder, or the
+header of a GGUF file."""
 
 import json
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from kvbench.config.files import package_folder
 from kvbench.config.settings import as_dict, read_config
 from kvbench.errors import unknown_name
 from kvbench.rules import Whole
+from kvbench.sizing.gguf_header import read_header
 
 HEADLINE = ("llama3-8b", 32768)  # the model and the length that byte counts of small models are projected to
 SIZES = ("layers", "q_heads", "kv_heads", "head_dim")
@@ -33,6 +35,8 @@ class NamedShape:
     """Most tokens the model was made for; None when unknown."""
     dtype: str
     """Dtype of its weights, which a `native` tier takes."""
+    parameters: int | None = None
+    """Number of its weights; None when unknown."""
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -41,6 +45,11 @@ class NamedShape:
             raise ValueError(f"{self.name}: {self.q_heads} query heads cannot share {self.kv_heads} KV heads evenly")
         if self.dtype not in DTYPES:
             raise unknown_name(f"dtype of {self.name}", self.dtype, DTYPES)
+
+    @property
+    def weights_bytes(self) -> int | None:
+        """Bytes of its weights in their dtype; None when unknown."""
+        return None if self.parameters is None else self.parameters * DTYPES[self.dtype].itemsize
 
     @property
     def store_shape(self) -> ModelShape:
@@ -65,27 +74,31 @@ def presets() -> dict[str, NamedShape]:
 
 
 def find_shape(model: object) -> NamedShape:
-    """The shape that `model=` of the command `bytes` names: a preset, or a folder with a config.json; ValueError where
-    neither exists, or the file does not say what is needed."""
+    """The shape that `model=` of the command `bytes` names: a preset, a folder with a config.json, or a .gguf file;
+    ValueError where none exists, or the file does not say what is needed."""
     name = str(model)
     if name in presets():
         return presets()[name]
-    file = Path(name).expanduser() / "config.json"
+    path = Path(name).expanduser()
+    file = path if path.suffix == ".gguf" else path / "config.json"
     if not file.is_file():
         error = unknown_name("model", name, presets())
-        raise ValueError(f"{error} A folder with a config.json is taken too.")
+        raise ValueError(f"{error} A folder with a config.json and a .gguf file are taken too.")
     try:
+        if file is path:
+            return _of_header(path)
         config = json.loads(file.read_text(encoding="utf-8"))
-        return _of_config(file.parent.name, str(file), config.get("text_config") or config)
+        return _of_config(path, str(file), config.get("text_config") or config)
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{file} does not say how many layers and heads the model has: {error}") from error
 
 
-def _of_config(name: str, source: str, config: dict[str, Any]) -> NamedShape:
+def _of_config(folder: Path, source: str, config: dict[str, Any]) -> NamedShape:
     heads = config["num_attention_heads"]
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    weights_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return NamedShape(
-        name=name,
+        name=folder.name,
         source=source,
         layers=config["num_hidden_layers"],
         q_heads=heads,
@@ -93,4 +106,27 @@ def _of_config(name: str, source: str, config: dict[str, Any]) -> NamedShape:
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         context=config.get("max_position_embeddings"),
         dtype=dtype,
+        parameters=weights_bytes // DTYPES[dtype].itemsize if weights_bytes and dtype in DTYPES else None,
+    )
+
+
+def _of_header(file: Path) -> NamedShape:
+    """The shape in a GGUF file, whose weights kvbench unpacks to 16 bits."""
+    header = read_header(file)
+    kind, heads = header.fields["general.architecture"], header.of_model("attention.head_count")
+    kv_heads = header.of_model("attention.head_count_kv") or heads
+    if isinstance(kv_heads, list):
+        if len(set(kv_heads)) != 1:
+            raise ValueError(f"its layers have {sorted(set(kv_heads))} KV heads, and one number for all is needed")
+        kv_heads = kv_heads[0]
+    return NamedShape(
+        name=file.stem,
+        source=f"{file}, the header",
+        layers=header.fields[f"{kind}.block_count"],
+        q_heads=heads,
+        kv_heads=kv_heads,
+        head_dim=header.of_model("attention.key_length") or header.fields[f"{kind}.embedding_length"] // heads,
+        context=header.of_model("context_length"),
+        dtype="bfloat16",
+        parameters=header.parameters,
     )

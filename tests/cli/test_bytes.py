@@ -3,9 +3,11 @@
 import csv
 
 import pytest
+from gguf_bytes import gguf_header
 
 from kvbench.cli.main import main
 from kvbench.engine.requests import Outcome, Request
+from kvbench.evidence import shipped
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import journal_record, write_line
 
@@ -37,7 +39,7 @@ def test_what_data_decide_has_two_rows_and_a_run_makes_them_one(tmp_path, capsys
     out, words = tmp_path / "bytes.csv", ["model=smollm2-135m", "length=600", "answer=4"]
     assert main(["bytes", "method=diffkv", *words, f"out={out}"]) == 0
     assert "run=FOLDER" in " ".join(capsys.readouterr().out.split())
-    least, most = lines(out)
+    least, most, *_ = lines(out)
     assert [row["method"] for row in (least, most)] == ["diffkv, at least", "diffkv, at most"]
     outcome = Outcome(sample_id="a", kept={"slots_per_tier": [50.0, 25.0], "slot_ratio": 0.75}, ledger={})
     request = Request(sample_id="a", subset="s", segments=((1,),))
@@ -48,6 +50,52 @@ def test_what_data_decide_has_two_rows_and_a_run_makes_them_one(tmp_path, capsys
     (row,) = lines(out)
     assert row["method"] == "diffkv, as measured"
     assert int(least["resident_bytes"]) < int(row["resident_bytes"]) < int(most["resident_bytes"])
+
+
+@pytest.mark.parametrize("method", ["method=snapkv,kivi,int4", "method=[snapkv,kivi,int4]"])
+def test_several_methods_are_one_table(tmp_path, capsys, method):
+    """A list of methods has the rows that each has by itself, with settings that all of them have."""
+    out, words = tmp_path / "bytes.csv", ["model=smollm2-135m", "length=300", "answer=2"]
+    assert main(["bytes", method, *words, f"out={out}"]) == 0
+    together = lines(out)
+    assert [row["method"] for row in together] == ["snapkv", "kivi", "int4"]
+    assert main(["bytes", "method=kivi", *words, f"out={out}"]) == 0
+    assert lines(out) == [together[1]]
+    capsys.readouterr()
+    assert main(["bytes", method, "method.budget=0.5", *words]) == 2
+    assert "there is no setting method.budget" in capsys.readouterr().err
+    assert main(["calibrate", "method=snapkv,kivi"]) == 2
+    assert "calibrate takes one method, not 2" in capsys.readouterr().err
+
+
+def test_what_data_decide_has_the_rows_of_others_marked(tmp_path, capsys, monkeypatch):
+    """What the study measured lies between least and most, what papers printed is as they printed it, and both are
+    named; an installed package has no study, and says so."""
+    out = tmp_path / "bytes.csv"
+    words = ["bytes", "method=diffkv", "model=llama3-8b", "length=200", "answer=2", f"out={out}"]
+    assert main(words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    found = {row["method"]: float(row["ratio"]) for row in lines(out)}
+    assert found["diffkv, at least"] < found["diffkv, study"] < found["diffkv, at most"]
+    printed = [float(row["ratio"]) for row in lines(out) if row["method"] == "diffkv, printed"]
+    assert printed == pytest.approx([0.176, 0.276], abs=1e-4)
+    assert "the repository's study measured of diffkv on smollm2-135m" in said
+    assert "the least and the most that DiffKV, Table 1 gives for Llama3-8B, as printed" in said
+    monkeypatch.setattr(shipped, "study_folder", lambda: None)
+    assert main(words) == 0
+    assert shipped.ABSENT in " ".join(capsys.readouterr().out.split())
+    assert "diffkv, study" not in {row["method"] for row in lines(out)}
+
+
+def test_a_gguf_file_is_a_model(tmp_path, capsys):
+    """The header alone says the shape: what stands behind it is not read."""
+    path = tmp_path / "small.gguf"
+    path.write_bytes(gguf_header(**{"llama.block_count": 2}))
+    assert main(["bytes", f"model={path}", "length=100", "answer=2"]) == 0
+    assert "Bytes on small: 2 layers, 3 KV heads of 64 channels" in capsys.readouterr().out
+    path.write_bytes(gguf_header(**{"llama.block_count": 2})[:-30])
+    assert main(["bytes", f"model={path}"]) == 2
+    assert "its header names more than the file holds" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

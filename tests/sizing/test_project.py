@@ -176,3 +176,17 @@ def test_a_folder_is_a_shape_and_what_is_neither_is_named(tmp_path):
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 2}')
     with pytest.raises(ValueError, match="does not say how many layers and heads"):
         find_shape(tmp_path)
+
+
+def test_parameters_are_those_that_transformers_builds():
+    """The number of weights of every preset that has all sizes is the one of the model built from them."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for name, fields in random_presets().items():
+        if name not in presets():
+            continue
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+        model.tie_weights()
+        assert sum(item.numel() for item in model.parameters()) == presets()[name].parameters
