@@ -349,7 +349,7 @@ def _wanted(cfg: DictConfig, root: Path) -> Iterator[Stored]:
             left_out[name] = f"it is {record.status}"
             continue
         try:
-            samples, damaged = read_samples(folder / "samples.jsonl", record.hash)
+            samples, damaged = read_samples(folder / "samples.jsonl", record.hash, sealed=record.sealed)
         except (ValueError, OSError) as error:
             left_out[name] = str(error)
             continue

@@ -49,7 +49,7 @@ def load(results_dir: str | Path = "results", *, samples: bool = False) -> "Data
             rows.append(run_row(record, folder))
             continue
         try:
-            found, damaged = read_samples(folder / "samples.jsonl", record.hash)
+            found, damaged = read_samples(folder / "samples.jsonl", record.hash, sealed=record.sealed)
         except (ValueError, OSError) as error:
             left_out[folder.relative_to(root).as_posix()] = str(error)
             continue

@@ -19,7 +19,7 @@ from kvbench.rules import Whole
 from kvbench.runs.parts import make_policy
 from kvbench.show import terminal
 from kvbench.show.csv_file import Cell, csv_bytes
-from kvbench.show.progress import format_bytes, said_when_slow
+from kvbench.show.progress import format_bytes, note, said_when_slow
 from kvbench.sizing.project import Projection, is_one_number, project
 from kvbench.sizing.shapes import NamedShape, find_shape
 from kvbench.sizing.stored import policy_of, tier_shares
@@ -66,8 +66,8 @@ def main(cfg: DictConfig) -> int:
             notes += said
     console = terminal.console(100)
     console.print(_table(rows, shape, cfg.batch))
-    for note in (*_notes(rows, shape, cfg.answer), *notes):
-        console.print(Text(note, style="dim"))
+    for line in (*_notes(rows, shape, cfg.answer), *notes):
+        console.print(Text(line, style="dim"))
     if cfg.out:
         write_atomic(Path(cfg.out), _csv(rows, shape, cfg.batch))
         terminal.print_paths([Path(cfg.out)], console)
@@ -84,7 +84,9 @@ def _stored(folder: Path) -> Asked:
         raise ValueError(
             f"run={folder}: its method {record.method} is none of kvbench's own, or has other settings now"
         )
-    samples, _ = read_samples(folder / "samples.jsonl", record.hash)
+    samples, damaged = read_samples(folder / "samples.jsonl", record.hash, sealed=record.sealed)
+    if damaged:
+        note(f"{damaged} damaged lines of {folder}/samples.jsonl do not count")
     return Asked(name=record.method, policy=policy, shares=tier_shares(samples.values()))
 
 

@@ -13,6 +13,7 @@ from kvbench.results.sample import SampleRecord, key_of, read_samples
 from kvbench.runs.config import OWN
 from kvbench.runs.run import Origin, run_experiment
 from kvbench.show import terminal
+from kvbench.show.progress import note
 
 SHOWN = 5  # differences that are printed
 
@@ -39,7 +40,10 @@ def main(cfg: DictConfig) -> int:
     settings.tracker = "none"  # a folder that may be anybody's does not decide where results are sent
     origin = Origin(command=["rerun", str(folder)], experiment=stored.experiment)
     again = run_experiment(settings, method=stored.method, origin=origin)
-    return _report(stored, read_samples(folder / "samples.jsonl", stored.hash)[0], again.record, again.samples)
+    before, damaged = read_samples(folder / "samples.jsonl", stored.hash, sealed=stored.sealed)
+    if damaged:
+        note(f"{damaged} damaged lines of {folder}/samples.jsonl do not count")
+    return _report(stored, before, again.record, again.samples)
 
 
 def check_trust(settings: DictConfig, folder: Path, *, with_method: bool = True) -> None:

@@ -40,7 +40,7 @@ def main(cfg: DictConfig) -> int:
     stored = RunRecord.load(folder)
     if stored is None:
         raise ValueError(f"run={folder} holds no stored run; give the folder that has run.json and samples.jsonl")
-    samples, damaged = read_samples(folder / "samples.jsonl", stored.hash)
+    samples, damaged = read_samples(folder / "samples.jsonl", stored.hash, sealed=stored.sealed)
     console = terminal.console(100)
     if damaged:
         console.print(Text(f"! {damaged} damaged lines of samples.jsonl do not count"))

@@ -194,7 +194,7 @@ def load_groups(cfg: DictConfig, also: Sequence[str] = ()) -> list[Group]:
     for folder, record in find_runs(root, reasons, filters):
         name = folder.relative_to(root).as_posix()
         try:
-            samples, damaged = read_samples(folder / "samples.jsonl", record.hash)
+            samples, damaged = read_samples(folder / "samples.jsonl", record.hash, sealed=record.sealed)
         except (ValueError, OSError) as error:
             reasons[name] = str(error)
             continue
@@ -202,6 +202,10 @@ def load_groups(cfg: DictConfig, also: Sequence[str] = ()) -> list[Group]:
             setattr(record, part, safe(getattr(record, part), MESSAGE_LENGTH if part == "message" else NAME_LENGTH))
         run = StoredRun(name=name, record=record, samples=samples, total=record.counts.total or None)
         if damaged and record.status not in ("running", "stopped"):
+            if not samples:
+                kind = "whole and sealed" if record.sealed else "whole"
+                reasons[name] = f"none of the {damaged} lines of samples.jsonl is a {kind} record of this run"
+                continue
             reasons[name], damages[name] = "", damaged
         if record.method in (FULL, *also) or fits_settings(run.settings, wanted_settings):
             runs.append(run)

@@ -61,7 +61,7 @@ def _shard_state(place: Path | None) -> tuple[str, str]:
     if place is None or record is None:
         return ("running", ": begins") if held else ("left", "")
     state = {"complete": "done", "running": "lost"}.get(record.status, record.status)
-    finished = record.counts.done + len(read_samples(place / shards.SAMPLES, record.hash)[0])
+    finished = record.counts.done + len(read_samples(place / shards.SAMPLES, record.hash, sealed=record.sealed)[0])
     more = f": {min(finished, record.counts.total)} of {record.counts.total} samples"
     why = f", {safe(record.message, MESSAGE_LENGTH)}" if record.message and not held else ""
     return "running" if held else state, f"{more}{why}"

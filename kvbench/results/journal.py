@@ -13,11 +13,11 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 
 from kvbench.config import durable
-from kvbench.results.sample import Key, SampleRecord, journal_content, key_of, read_line, read_lines, write_line
+from kvbench.results.sample import Key, SampleRecord, journal_lines, key_of, read_line, write_line
 from kvbench.results.writing import remove_litter, write_atomic, write_error
 
 MAX_NAMED = 5  # dropped lines that are named one by one
@@ -37,14 +37,22 @@ class Journal:
     Args:
         path: The `samples.jsonl` of the run; made when absent, from the packed one where that is there.
         run: Hash of the run, which seals the lines.
+        keys: The answers that the run asks for; a line of another one is dropped. None takes whatever there is.
         warn: Gets a sentence for each of the first few dropped lines, and one for the others.
 
     Raises:
         JournalError: It is no regular file, or cannot be read or written.
     """
 
-    def __init__(self, path: Path, *, run: str, warn: Callable[[str], None] = lambda text: None) -> None:
-        self.path, self.run = path, run
+    def __init__(
+        self,
+        path: Path,
+        *,
+        run: str,
+        keys: Container[Key] | None = None,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.path, self.run, self.keys = path, run, keys
         self.damaged = 0
         self.records: dict[Key, SampleRecord] = {}  # the finished ones, in the order in which they were written
         try:
@@ -55,22 +63,23 @@ class Journal:
             raise write_error(path, error) from error
 
     def _read(self, warn: Callable[[str], None]) -> None:
-        content = journal_content(self.path)
-        if content is None:
-            return
-        whole = bytearray()
-        for number, line in enumerate(read_lines(content, self.run), start=1):
-            if line.record is None:
+        is_packed, repairs = not os.path.lexists(self.path), False
+        for number, line in enumerate(journal_lines(self.path, self.run), start=1):
+            fault, then = line.fault, "; its sample is done again"
+            if line.record is not None and self.keys is not None and key_of(line.record) not in self.keys:
+                fault, then = f"answer to {ascii(line.record['sample_id'])[:80]}, which the run does not ask,", ""
+            if fault:
                 self.damaged += 1
                 if self.damaged <= MAX_NAMED:
-                    warn(f"{self.path}:{number}: {line.fault} dropped; its sample is done again")
-            elif key_of(line.record) not in self.records:
+                    warn(f"{self.path}:{number}: {fault} dropped{then}")
+            if fault or line.record is None or key_of(line.record) in self.records:
+                repairs = True
+            else:
                 self.records[key_of(line.record)] = line.record
-                whole += line.content + b"\n"
         if self.damaged > MAX_NAMED:
             warn(f"{self.path}: {self.damaged - MAX_NAMED} more lines dropped; their samples are done again")
-        if bytes(whole) != content or not os.path.lexists(self.path):  # it was packed, and is to be written to
-            write_atomic(self.path, bytes(whole))
+        if repairs or (is_packed and self.records):
+            write_atomic(self.path, b"".join(write_line(record, self.run) for record in self.records.values()))
 
     def __contains__(self, key: object) -> bool:
         return key in self.records

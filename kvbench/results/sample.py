@@ -13,11 +13,11 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict, cast
+from typing import IO, Any, Literal, NotRequired, TypedDict, cast
 
 from kvbench.engine.requests import Outcome, Request
 from kvbench.results.typed import Misfit, parse, read_json
-from kvbench.results.writing import encode_line, plain, read_regular
+from kvbench.results.writing import encode_line, open_regular, plain
 
 Key = tuple[str, int]  # which sample, which of its answers
 SEAL_DIGITS = 16
@@ -25,7 +25,10 @@ TAIL_LENGTH = 200  # characters
 TAIL_TOKENS = 256  # tokens that are decoded for them: a token is a character at least, but for parts of one
 LONGEST_LINE = 1 << 26  # bytes; the longest answers need a hundredth
 PACKED = ".xz"  # what a packed journal's name has at its end
-MOST_UNPACKED = 1 << 30  # bytes of a packed journal; a few packed kilobytes could hold more than any memory
+MOST_BYTES = 1 << 30  # of a packed journal, and of one line
+MOST_LINES = 1 << 20  # of a journal
+PIECE_BYTES = 1 << 20  # that are read at a time
+UNPACKER_BYTES = 1 << 28  # of memory for the unpacker; `xz -9` needs a quarter
 
 
 class Kept(TypedDict, total=False):
@@ -243,25 +246,29 @@ class Line:
     """Without its newline."""
     record: SampleRecord | None
     """Without its seal; None where the line does not count."""
+    is_sealed: bool = True
+    """The record had a seal."""
     fault: str = ""
     """Why it does not count: `torn line`, ..."""
 
 
 def read_line(line: bytes, run: str, *, is_sealed: bool = True) -> Line:
     """Read one line without its newline. Before there were seals, no line had one: `is_sealed=False` takes those."""
-    if len(line) >= LONGEST_LINE:
-        return Line(content=line, record=None, fault=f"line of {len(line)} bytes, too long for a record,")
+    if len(line) > LONGEST_LINE:
+        return Line(content=line, record=None, fault=f"line of {len(line)} bytes or more, too long for a record,")
     try:
         record = read_json(line)
         _check(record)
         found = record.pop("seal", None)
-        if (found is not None or is_sealed) and found != seal_of(record, run):
+        if found is None and is_sealed:
+            return Line(content=line, record=None, is_sealed=False, fault="line without a seal")
+        if found is not None and found != seal_of(record, run):
             return Line(content=line, record=None, fault="edited line, or line of another run,")
     except (Misfit, RecursionError) as error:
         return Line(content=line, record=None, fault=f"line that is no record ({_short(error)})")
     except ValueError:
         return Line(content=line, record=None, fault="unreadable line")
-    return Line(content=line, record=record)
+    return Line(content=line, record=record, is_sealed=found is not None)
 
 
 def _short(error: BaseException) -> str:
@@ -289,59 +296,96 @@ def key_of(record: SampleRecord) -> Key:
     return record["sample_id"], record["repeat"]
 
 
-def read_lines(content: bytes, run: str, *, is_sealed: bool = True) -> Iterator[Line]:
-    """Go through the content of a journal, line by line."""
-    *lines, rest = content.split(b"\n")
-    for line in lines:
-        yield read_line(line, run, is_sealed=is_sealed)
+def read_lines(pieces: Iterable[bytes], run: str, *, is_sealed: bool = True) -> Iterator[Line]:
+    """Go through the content of a journal, line by line, holding one line of it at a time.
+
+    Args:
+        pieces: The content, wherever it is cut.
+
+    Raises:
+        ValueError: It has more lines, or a longer one, than any journal.
+    """
+    begun, length, count = b"", 0, 0
+    for piece in pieces:
+        *ends, rest = piece.split(b"\n")
+        for end in ends:
+            yield read_line(begun + end, run, is_sealed=is_sealed)
+            begun, length, count = b"", 0, count + 1
+        if count > MOST_LINES:
+            raise ValueError(f"holds more than {MOST_LINES} lines")
+        length += len(rest)
+        if length > MOST_BYTES:
+            raise ValueError(f"has a line of more than {MOST_BYTES} bytes")
+        if len(begun) <= LONGEST_LINE:  # else it is no record any more, whatever follows
+            begun += rest
     # A line without its newline may look complete and yet lack its end (a number cut short parses), so it never counts.
-    if rest:
-        yield Line(content=rest, record=None, fault="torn line")
+    if begun:
+        yield Line(content=begun, record=None, fault="torn line")
 
 
-def journal_content(path: Path) -> bytes | None:
-    """Read the bytes of a journal, or of the packed one beside it where there is only that; None where there is
+def journal_lines(path: Path, run: str, *, is_sealed: bool = True) -> Iterator[Line]:
+    """Go through the lines of a journal, or of the packed one beside it where there is only that; none where there is
     neither.
 
     Runs that are kept for good may be packed: `xz samples.jsonl` makes `samples.jsonl.xz` of it, and `xz -d` undoes it.
 
     Raises:
-        OSError: It is no regular file, or cannot be read or unpacked.
+        OSError: It is no regular file, cannot be read or unpacked, or is no journal of kvbench.
     """
-    if os.path.lexists(path):
-        return read_regular(path)
     packed = path.with_name(path.name + PACKED)
-    if not os.path.lexists(packed):
-        return None
-    unpacker, content = lzma.LZMADecompressor(), read_regular(packed)
-    try:
-        found = unpacker.decompress(content, MOST_UNPACKED)
-    except lzma.LZMAError as error:
-        raise OSError(f"{packed} cannot be unpacked ({error}); remove it, or copy it again") from error
-    if not unpacker.eof:
-        why = f"holds more than {MOST_UNPACKED} bytes" if len(found) == MOST_UNPACKED else "lacks its end"
-        raise OSError(f"{packed} {why}, so it is no journal of kvbench; remove it, or copy it again")
-    return found
+    if not os.path.lexists(path):
+        if not os.path.lexists(packed):
+            return
+        path = packed
+    with open_regular(path) as file:
+        try:
+            yield from read_lines(_unpacked(file) if path is packed else _pieces(file), run, is_sealed=is_sealed)
+        except lzma.LZMAError as error:
+            raise OSError(f"{path} cannot be unpacked ({error}); remove it, or copy it again") from error
+        except ValueError as error:
+            raise OSError(f"{path} {error}, so it is no journal of kvbench; remove it, or copy it again") from error
 
 
-def read_samples(path: Path, run: str) -> tuple[dict[Key, SampleRecord], int]:
+def _pieces(file: IO[bytes]) -> Iterator[bytes]:
+    while piece := file.read(PIECE_BYTES):
+        yield piece
+
+
+def _unpacked(file: IO[bytes]) -> Iterator[bytes]:
+    """The content of a packed file, of which a few kilobytes could hold more than any memory."""
+    unpacker, count = lzma.LZMADecompressor(memlimit=UNPACKER_BYTES), 0
+    while not unpacker.eof:
+        fed = file.read(PIECE_BYTES) if unpacker.needs_input else b""
+        if unpacker.needs_input and not fed:
+            raise ValueError("lacks its end")
+        piece = unpacker.decompress(fed, PIECE_BYTES)
+        if (count := count + len(piece)) > MOST_BYTES:
+            raise ValueError(f"holds more than {MOST_BYTES} bytes")
+        yield piece
+
+
+def read_samples(path: Path, run: str, *, sealed: bool = False) -> tuple[dict[Key, SampleRecord], int]:
     """Read a journal without changing it, also while a run is writing; a missing one is an empty one.
 
-    A journal that has no seal at all was written before there were seals; its lines count as they are.
+    Args:
+        sealed: `RunRecord.sealed`: a line without a seal does not count. A journal that has no seal at all may else be
+            of before there were seals, and its lines count as they are.
 
     Returns:
         Records by sample and repeat, without their token ids, and the number of lines that do not count.
 
     Raises:
-        OSError: It is no regular file, or cannot be read.
+        OSError: It is no regular file, cannot be read, or is no journal.
     """
     found: dict[Key, SampleRecord] = {}
-    damaged = 0
-    content = journal_content(path) or b""
-    for line in read_lines(content, run, is_sealed=b'"seal":' in content):
+    loose: dict[Key, SampleRecord] = {}  # without a seal
+    damaged = num_loose = 0
+    for line in journal_lines(path, run, is_sealed=sealed):
+        sealed |= b'"seal":' in line.content
         if line.record is None:
             damaged += 1
-        else:
-            line.record.pop("token_ids", None)
-            found.setdefault(key_of(line.record), line.record)
-    return found, damaged
+            continue
+        num_loose += not line.is_sealed
+        line.record.pop("token_ids", None)
+        (found if line.is_sealed else loose).setdefault(key_of(line.record), line.record)
+    return (found, damaged + num_loose) if sealed else (loose, damaged)

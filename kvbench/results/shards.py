@@ -107,7 +107,7 @@ def take(place: Path, journal: Journal, record: RunRecord, say: Callable[[str], 
         record.note_backend(own.backend_fallbacks, own.graphs)
     if not (place / SAMPLES).exists():
         return
-    with closing(Journal(place / SAMPLES, run=journal.run, warn=say)) as shard:
+    with closing(Journal(place / SAMPLES, run=journal.run, keys=journal.keys, warn=say)) as shard:
         taken = sum([journal.append(item) for item in shard.records.values()])
         record.counts.damaged += shard.damaged
         if own is not None and taken:

@@ -88,7 +88,7 @@ def describe(experiment: Experiment, record: RunRecord, origin: Origin) -> None:
     record.experiment = origin.experiment or record.experiment
     record.task, record.model, record.method = experiment.task.name, experiment.model.name, experiment.method
     record.prompt_only, record.model_remark = experiment.policy.prompt_only, experiment.model.remark
-    record.hash, record.identity = experiment.hash, experiment.identity
+    record.hash, record.identity, record.sealed = experiment.hash, experiment.identity, True
     record.protocol, record.backend, record.seed = experiment.task.protocol, experiment.backend, experiment.config.seed
     record.versions, record.git = provenance.versions(), provenance.git_state()
     devices = [experiment.model.device, *(device for device, _ in experiment.model.places)]
@@ -181,7 +181,8 @@ def _count(experiment: Experiment, record: RunRecord, journal: Journal) -> None:
 def _opened(experiment: Experiment, stack: ExitStack, say: Callable[[str], None]) -> tuple[Journal, RunRecord]:
     """The journal and the record of a run whose lock is held; `stack` closes the journal."""
     folder = experiment.folder
-    journal = stack.enter_context(closing(Journal(folder / "samples.jsonl", run=experiment.hash, warn=say)))
+    keys = frozenset(experiment.keys)
+    journal = stack.enter_context(closing(Journal(folder / "samples.jsonl", run=experiment.hash, keys=keys, warn=say)))
     record = RunRecord.load(folder) or RunRecord()
     if record.hash and record.hash != experiment.hash:
         raise ValueError(f"{folder} holds another run whose hash begins alike; use another results_dir")
@@ -217,7 +218,8 @@ def compute_shard(experiment: Experiment, shard: Shard, *, say: Callable[[str], 
         describe(experiment, own, origin)
         own.counts = Counts(total=len(keys), done=len(done.intersection(keys)))
         with ExitStack() as stack:
-            mine = stack.enter_context(closing(Journal(place / shards.SAMPLES, run=experiment.hash, warn=say)))
+            mine = Journal(place / shards.SAMPLES, run=experiment.hash, keys=frozenset(keys), warn=say)
+            stack.enter_context(closing(mine))
             stack.enter_context(says_what_ended_it(own, place))
             with session_of(own, place, origin) as session:
                 try:

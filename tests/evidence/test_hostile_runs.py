@@ -10,6 +10,7 @@ from functools import reduce
 import pytest
 from stored import store
 
+from kvbench.api.load import load
 from kvbench.cli.main import main
 
 SCORES = {"a": [1, 0, 1, 1, 0, 1], "b": [1, 1, 0, 1, 1, 1]}
@@ -133,6 +134,24 @@ def test_lines_of_another_run_do_not_count(root, capsys):
     shown = read_all(root, capsys, pictures=False)["compare"]
     assert "2 lines of samples.jsonl are no whole record of this run and do not count" in shown
     assert "10 of 12" in shown
+
+
+def test_seals_that_were_taken_off_are_missed(root, capsys, tmp_path):
+    """A run that says its lines are sealed is left out by name where they are not, whatever scores they claim."""
+    folder = store(root, "odd", SCORES, settings={"budget": 0.25})
+    record = json.loads((folder / "run.json").read_text()) | {"sealed": True}
+    (folder / "run.json").write_text(json.dumps(record))
+    lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    edited = [{k: v for k, v in line.items() if k != "seal"} | {"scores": {"exact": 1.0}} for line in lines]
+    (folder / "samples.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in edited))
+    name, why = (
+        folder.relative_to(root).as_posix(),
+        "none of the 12 lines of samples.jsonl is a whole and sealed record",
+    )
+    assert f"{name} is left out: {why} of this run" in read_all(root, capsys, pictures=False)["compare"]
+    assert main(["show", str(folder)]) == 0 and "! 12 damaged lines of samples.jsonl" in capsys.readouterr().out
+    with pytest.warns(UserWarning, match="12 damaged lines of samples.jsonl do not count"):
+        assert "odd" not in set(load(root, samples=True).method)
 
 
 def test_hostile_names_are_text(root, capsys):

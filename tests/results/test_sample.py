@@ -71,12 +71,42 @@ def test_both_readers_count_the_same_lines(tmp_path):
     assert path.read_bytes() == whole + write_line(second, RUN)
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"x", b"{}\nx"])
+@pytest.mark.parametrize("content", [b"", b"\n", b"x", b"{}\nx", b"ab\n\ncde\nf"])
 def test_every_line_is_seen_once(content):
-    """Put together again, the lines are the content; none of these is a record."""
-    lines = list(read_lines(content, RUN))
-    assert b"\n".join(line.content for line in lines) == content.removesuffix(b"\n")
-    assert all(line.record is None and line.fault for line in lines)
+    """Put together again, the lines are the content, wherever it is cut; none of these is a record."""
+    for size in (1, 2, 100):
+        lines = list(read_lines([content[at : at + size] for at in range(0, len(content), size)], RUN))
+        assert b"\n".join(line.content for line in lines) == content.removesuffix(b"\n")
+        assert all(line.record is None and line.fault for line in lines)
+
+
+def test_no_file_takes_the_memory(tmp_path, monkeypatch):
+    """A journal of newlines alone, packed small, ends at so many lines; a line without an end is held as far as a
+    record may be long, and ends the reading. What is read at a time stays small."""
+    path = tmp_path / "samples.jsonl"
+    monkeypatch.setattr("kvbench.results.sample.MOST_LINES", 10_000)
+    monkeypatch.setattr("kvbench.results.sample.PIECE_BYTES", 4096)
+    packed = tmp_path / "samples.jsonl.xz"
+    packed.write_bytes(lzma.compress(b"\n" * 10_000_000, preset=0))
+    for read in (lambda: read_samples(path, RUN), lambda: Journal(path, run=RUN)):
+        with pytest.raises((OSError, ValueError), match=r"samples.jsonl.xz holds more than 10000 lines, so it is no j"):
+            read()
+    packed.unlink()
+    with path.open("wb") as file:
+        file.truncate(1 << 20)  # zeros that lie nowhere
+    assert read_samples(path, RUN) == ({}, 1)
+    monkeypatch.setattr("kvbench.results.sample.LONGEST_LINE", 10_000)
+    (line,) = read_lines([b"x" * 4096] * 1000, RUN)
+    assert len(line.content) <= 10_000 + 4096
+    monkeypatch.setattr("kvbench.results.sample.MOST_BYTES", 1 << 19)
+    with pytest.raises(OSError, match=r"samples.jsonl has a line of more than 524288 bytes, so it is no journal"):
+        read_samples(path, RUN)
+    packed.write_bytes(
+        lzma.compress(b"", format=lzma.FORMAT_ALONE, filters=[{"id": lzma.FILTER_LZMA1, "dict_size": 1 << 29}])
+    )
+    path.unlink()
+    with pytest.raises(OSError, match=r"cannot be unpacked \(Memory usage limit exceeded\); remove it"):
+        read_samples(path, RUN)
 
 
 def test_a_line_is_strict_json():
@@ -85,7 +115,7 @@ def test_a_line_is_strict_json():
     line = write_line(record, RUN)
     assert line.endswith(b"\n") and json.loads(line)["scores"] == {"exact": None}
     assert list(json.loads(line)) == [*record, "seal"]
-    assert next(read_lines(line, RUN)).record["scores"] == {"exact": None}
+    assert next(read_lines([line], RUN)).record["scores"] == {"exact": None}
 
 
 def packed_run(folder, *scores):
@@ -115,7 +145,7 @@ def test_a_broken_pack_is_no_journal(tmp_path, monkeypatch):
     path, _ = packed_run(tmp_path, 1.0)
     packed = tmp_path / "samples.jsonl.xz"
     whole = packed.read_bytes()
-    monkeypatch.setattr("kvbench.results.sample.MOST_UNPACKED", 100)
+    monkeypatch.setattr("kvbench.results.sample.MOST_BYTES", 100)
     with pytest.raises(OSError, match=r"samples.jsonl.xz holds more than 100 bytes"):
         read_samples(path, RUN)
     monkeypatch.undo()

@@ -90,11 +90,33 @@ def test_a_huge_line_is_damage(monkeypatch):
     """A line longer than every record is not parsed; one that would be so long is not written."""
     assert LONGEST_LINE > 10_000_000
     monkeypatch.setattr("kvbench.results.sample.LONGEST_LINE", 1000)
-    assert read_line(b"[" + b"1," * 600 + b"1]", RUN).fault.startswith("line of 1203 bytes")
+    assert read_line(b"[" + b"1," * 600 + b"1]", RUN).fault.startswith("line of 1203 bytes or more")
     with pytest.raises(TypeError, match=r"sample 'a/0' has \d+ bytes"):
         write_line(record(0, text="x" * 2000), RUN)
     with pytest.raises(TypeError, match="status is none of ok, nan, oom"):  # nor what its reader would drop
         write_line(record(0, status="great"), RUN)
+
+
+def test_seals_that_were_taken_off_are_missed(tmp_path):
+    """Where the record says that lines are sealed, none without a seal counts; one that is sealed says it for all."""
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(encode_line(record(0, scores={"exact": 0.0})))
+    assert read_samples(path, RUN, sealed=True) == ({}, 1)
+    assert read_samples(path, RUN) == ({("a/0", 0): without(record(0, scores={"exact": 0.0}), "token_ids")}, 0)
+    path.write_bytes(path.read_bytes() + write_line(record(1), RUN))
+    assert read_samples(path, RUN) == ({("a/1", 0): without(record(1), "token_ids")}, 1)
+
+
+def test_an_answer_that_nobody_asked_for_is_dropped(tmp_path):
+    """Its seal may be right: a journal that knows what its run asks names it and drops it, also a shard's."""
+    path, told = tmp_path / "samples.jsonl", []
+    path.write_bytes(write_line(record(0), RUN) + write_line(record(9, sample_id="\x1b[31m" + "z" * 500), RUN))
+    journal = Journal(path, run=RUN, keys={("a/0", 0)}, warn=told.append)
+    assert list(journal.records) == [("a/0", 0)] and journal.damaged == 1
+    assert told[0].startswith(f"{path}:2: answer to '\\x1b[31mzzz") and len(told[0]) < len(str(path)) + 200
+    assert told[0].endswith(", which the run does not ask, dropped")
+    journal.finish([("a/0", 0)])
+    assert path.read_bytes() == write_line(record(0), RUN)
 
 
 def test_a_journal_from_before_seals_is_read(tmp_path):

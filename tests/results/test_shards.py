@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 import pytest
 from fake_parts import record as sample
@@ -62,6 +63,18 @@ def test_what_is_finished_is_taken_over_once(tmp_path):
     assert (tmp_path / "samples.jsonl").read_bytes().count(b"\n") == 2
     assert [(place / "samples.jsonl").read_bytes() for place in places] == [b"", b""]
     assert shards.found_in(tmp_path) == {Shard(2, 1): places[0], Shard(2, 2): places[1]}
+
+
+def test_what_a_shard_was_not_asked_is_not_taken_over(tmp_path):
+    """An answer that the run does not ask for stays out of its journal, and is counted."""
+    place = Shard(2, 1).folder(tmp_path)
+    place.mkdir(parents=True)
+    with closing(Journal(place / "samples.jsonl", run=RUN)) as journal:
+        for name in ("x", "forged"):
+            journal.append(sample(0, sample_id=name))
+    record, journal = RunRecord(), Journal(tmp_path / "samples.jsonl", run=RUN, keys={("x", 0)})
+    shards.take_over(tmp_path, journal, record, print)
+    assert list(journal.records) == [("x", 0)] and record.counts.damaged == 1
 
 
 def test_a_whole_run_waits_for_its_shards(tmp_path):

@@ -20,7 +20,7 @@ from kvbench.cli.endings import Stopped
 from kvbench.engine.requests import Outcome
 from kvbench.results.journal import Journal
 from kvbench.results.record import RunRecord
-from kvbench.results.sample import journal_record
+from kvbench.results.sample import journal_record, write_line
 from kvbench.results.writing import JournalError
 from kvbench.runs.answers import unfinished_groups
 from kvbench.runs.config import RunConfig
@@ -196,6 +196,19 @@ def test_resume_from_any_subset(tmp_path):
         assert resumed.folder == folder
         assert samples(folder) == samples(whole.folder)
         assert resumed.record.metrics == whole.record.metrics
+
+
+def test_a_forged_answer_does_not_stop_its_run(tmp_path):
+    """A sealed line that the run does not ask for is dropped by name, and the run is what it was; it says that its
+    lines are sealed."""
+    run = run_fake(tmp_path)
+    path, before = run.folder / "samples.jsonl", (run.folder / "samples.jsonl").read_bytes()
+    path.write_bytes(before + write_line(run.samples[0] | {"sample_id": "zzz/9"}, run.record.hash))
+    told = []
+    again = run_fake(tmp_path, say=told.append)
+    assert "answer to 'zzz/9', which the run does not ask, dropped" in told[0]
+    assert path.read_bytes() == before and again.record.status == "complete" and again.record.counts.damaged == 1
+    assert run.record.sealed and again.record.metrics == run.record.metrics
 
 
 def test_interrupt_and_error_keep_the_samples(tmp_path):
