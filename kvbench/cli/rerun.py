@@ -7,10 +7,10 @@ from typing import Any
 from omegaconf import DictConfig
 from rich.text import Text
 
-from kvbench.config.settings import read_config
+from kvbench.results import tracking
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import SampleRecord, key_of, read_samples
-from kvbench.runs.config import OWN
+from kvbench.runs.config import AUTO, NONE, OWN, read_stored
 from kvbench.runs.run import Origin, run_experiment
 from kvbench.show import terminal
 from kvbench.show.progress import note
@@ -26,18 +26,14 @@ def main(cfg: DictConfig) -> int:
     stored = RunRecord.load(folder)
     if stored is None or not (folder / "config.yaml").is_file():
         raise ValueError(f"run={folder} holds no stored run; give the folder that has run.json and config.yaml")
-    settings = read_config(folder / "config.yaml")
+    settings = read_stored(folder)
     if not cfg.trust:
         check_trust(settings, folder)
-    root = folder.absolute().parents[3]
-    target = Path(cfg.results_dir) if cfg.results_dir else root.with_name(f"{root.name}-rerun")
-    if target.absolute() == root:
-        raise ValueError(f"results_dir={target} is where the stored run lies; give another folder")
     # Where the full cache's answers are forced, it has to give them again.
-    reference = "auto" if settings.fidelity.get("on") == OWN else "none"
-    settings.results_dir, settings.reference, settings.resume = str(target), reference, True
-    settings.shard = None
-    settings.tracker = "none"  # a folder that may be anybody's does not decide where results are sent
+    reference = AUTO if settings["fidelity"].get("on") == OWN else NONE
+    settings |= {"results_dir": str(_target(folder, cfg.results_dir)), "reference": reference, "resume": True}
+    # A folder that may be anybody's does not decide where results are sent.
+    settings |= {"shard": None, "tracker": tracking.NONE}
     origin = Origin(command=["rerun", str(folder)], experiment=stored.experiment)
     again = run_experiment(settings, method=stored.method, origin=origin)
     before, damaged = read_samples(folder / "samples.jsonl", stored.hash, sealed=stored.sealed)
@@ -46,9 +42,24 @@ def main(cfg: DictConfig) -> int:
     return _report(stored, before, again.record, again.samples)
 
 
-def check_trust(settings: DictConfig, folder: Path, *, with_method: bool = True) -> None:
+def _target(folder: Path, results_dir: str | None) -> Path:
+    """Where the new run goes: where the user says, else beside the results folder that has the stored one."""
+    parents = folder.absolute().parents  # of RESULTS/TASK/MODEL/METHOD/HASH
+    root = parents[3] if len(parents) > 3 else Path("/")
+    if not results_dir and not root.name:
+        raise ValueError(
+            f"run={folder} does not lie in RESULTS/TASK/MODEL/METHOD/, so there is no place beside RESULTS; say where "
+            "the new run goes with results_dir=DIR"
+        )
+    target = Path(results_dir) if results_dir else root.with_name(f"{root.name}-rerun")
+    if target.absolute() == root:
+        raise ValueError(f"results_dir={target} is where the stored run lies; give another folder")
+    return target
+
+
+def check_trust(settings: Mapping[str, Any], folder: Path, *, with_method: bool = True) -> None:
     """Refuse what would run code that kvbench does not bring along: a results folder may be anybody's."""
-    method, task = settings.get("method") or {}, settings.get("task") or {}
+    method, task = settings["method"], settings["task"]
     found = [
         f"method._target_={method.get('_target_')}"
         if with_method and not str(method.get("_target_", "")).startswith("kvbench.methods.")

@@ -7,12 +7,12 @@ from omegaconf import DictConfig
 from rich.text import Text
 
 from kvbench.cli.rerun import check_trust
-from kvbench.config.settings import read_config
 from kvbench.engine.requests import FALLBACK, OUT_OF_TIME
 from kvbench.errors import check_whole, did_you_mean, unknown_name
 from kvbench.results.measures import AVERAGE, BYTES, FIDELITY, item_title, ledger_items
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import SampleRecord, prompt_digest, read_samples
+from kvbench.runs.config import read_stored
 from kvbench.show import terminal
 from kvbench.show.progress import format_bytes
 from kvbench.show.terminal import number
@@ -101,16 +101,17 @@ def rebuild(cfg: DictConfig, folder: Path, sample_id: str) -> "tuple[Request, st
     the model read it, with what else was said in a conversation."""
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"{folder} has no config.yaml, which names task and model")
-    settings = read_config(folder / "config.yaml")
+    settings = read_stored(folder)
     if not cfg.trust:
         check_trust(settings, folder, with_method=False)
     if cfg.data_dir is not None:
-        settings.task.data_dir = str(cfg.data_dir)
+        settings["task"]["data_dir"] = str(cfg.data_dir)
     from kvbench.models.load import load_outline
     from kvbench.tasks import load_task
 
-    model = load_outline(settings.model)
-    task = load_task(settings.task, model, limit=settings.limit, seed=settings.seed, protocol=settings.protocol)
+    model = load_outline(settings["model"])
+    limit, seed, protocol = settings.get("limit"), settings.get("seed", 0), settings["protocol"]
+    task = load_task(settings["task"], model, limit=limit, seed=seed, protocol=protocol)
     request = next((item for item in task.requests if item.sample_id == sample_id), None)
     if request is None:
         raise ValueError(f"the task, as its data are now, has no sample {safe(sample_id)}")

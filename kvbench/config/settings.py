@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 
 from kvbench.errors import check_keys
 from kvbench.rules import declared
+from kvbench.rules.files import read_regular
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 Kind = TypeVar("Kind")
+MAX_DATA_BYTES = 1_000_000  # of a YAML file that may be anybody's; kvbench's own have a hundredth
+MAX_DEPTH = 20  # its nested lists and groups; kvbench's own have 5
 
 
 def as_dict(cfg: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,6 +50,42 @@ def read_config(path: Path) -> "DictConfig":
     if not isinstance(found, DictConfig):
         raise ValueError(f"{path} holds a list; a configuration file holds key: value")
     return found
+
+
+def read_data(path: Path, name: str = "") -> dict[str, Any]:
+    """The content of a YAML file that may be anybody's: values and nothing that stands for others. An alias would let a
+    few bytes mean gigabytes, and `${...}` would read the environment.
+
+    Args:
+        name: What the file is called in messages; its path by default.
+
+    Raises:
+        ValueError: It cannot be read, is too long or too deep, or holds something else than keys with values.
+    """
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    name = name or str(path)
+    try:
+        text = read_regular(path, MAX_DATA_BYTES).decode()
+        depth = 0
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise ValueError(f"its line {event.start_mark.line + 1} is nested too deeply")
+            if getattr(event, "anchor", None) or "${" in getattr(event, "value", ""):
+                what = "an alias" if getattr(event, "anchor", None) else "an interpolation, ${...}"
+                raise ValueError(f"its line {event.start_mark.line + 1} has {what}; write the value itself")
+        found = OmegaConf.to_container(OmegaConf.create(text))
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{name} cannot be read as YAML: {reason}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} holds a list and not keys with values")
+    return {str(key): value for key, value in found.items()}
 
 
 def read_settings(kind: type[Kind], given: Mapping[str, Any], prefix: str = "", what: str | None = None) -> Kind:

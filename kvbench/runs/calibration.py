@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench.config import files
 from kvbench.config.code import hash_files
 from kvbench.config.files import BY_LAYER
-from kvbench.config.settings import as_dict
+from kvbench.config.settings import as_dict, read_data
 from kvbench.errors import unknown_name
 from kvbench.results import provenance
 from kvbench.rules import declared, shown
@@ -54,13 +54,7 @@ def load(where: str) -> Calibration:
         if path.suffix in (".yaml", ".yml") or "/" in where or not shipped():
             raise ValueError(f"{asked} does not exist; `kvbench calibrate method=...` writes one")
         raise unknown_name("method.calibration", where, shipped())
-    from omegaconf import OmegaConf
-
-    try:
-        found = OmegaConf.to_container(OmegaConf.load(path))
-    except Exception as error:  # whatever the YAML library makes of a file that is none
-        raise ValueError(f"{asked} cannot be read as YAML: {error}") from error
-    content = {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
+    content = read_data(path, asked)
     if missing := ", ".join(key for key in NEEDED if key not in content):
         remedy = "`kvbench calibrate method=...` writes one"
         raise ValueError(f"{asked} is no calibration file: it lacks {missing}; {remedy}")
@@ -81,7 +75,7 @@ def _check_content(asked: str, content: Mapping[str, Any]) -> None:
             depth = 1 if part == "settings" else 2  # what is only compared may be a table of gates
             if not isinstance(name, str) or not name.isidentifier() or name.startswith("_") or name == KEY:
                 raise ValueError(f"{asked}: {part} has {shown(name)}, which is no setting's name")
-            if not is_plain(value, depth) or "${" in str(value):  # an interpolation would read the environment
+            if not is_plain(value, depth):
                 raise ValueError(
                     f"{asked}: {part}.{name}={shown(value)} is neither a number, text, true, false or null, nor a list "
                     "of these; a calibration file holds nothing else"
@@ -90,6 +84,8 @@ def _check_content(asked: str, content: Mapping[str, Any]) -> None:
         held = content[part]
         if not isinstance(held, dict) or not all(isinstance(held.get(key), str) for key in keys):
             raise ValueError(f"{asked}: {part} must give {', '.join(keys)} as text; calibrate again")
+    if not isinstance(content["confirmed"], bool):
+        raise ValueError(f"{asked}: confirmed={shown(content['confirmed'])} is neither true nor false; calibrate again")
 
 
 def is_plain(value: object, depth: int = 99) -> bool:

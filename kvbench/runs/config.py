@@ -1,14 +1,14 @@
 """The settings of one run: read once from a composed configuration, checked, and frozen."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from kvbench.cache.layout import StoreOptions
 from kvbench.config.files import FULL
 from kvbench.config.methods import method_settings
-from kvbench.config.settings import as_dict, read_settings
+from kvbench.config.settings import as_dict, read_data, read_settings
 from kvbench.results import tracking
 from kvbench.results.shards import Shard
 from kvbench.results.writing import check_writable
@@ -16,6 +16,7 @@ from kvbench.rules import MAX_BYTES, Choice, Form, Whole, check_settings, shown
 
 GOLD, OWN = "gold", "own"  # which answer is forced: the task's, or the one that the full cache gives
 AUTO, NONE = "auto", "none"
+NEEDED = ("method", "task", "model")  # groups of which no run has none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +139,25 @@ class RunConfig:
     def settings(self) -> dict[str, Any]:
         """The settings as config.yaml has them. Which shard a process worked on is no part of the run."""
         return asdict(replace(self, shard=None))
+
+
+def read_stored(folder: Path) -> dict[str, Any]:
+    """The settings in the config.yaml of a stored run, which may be anybody's; what it lacks takes its default.
+
+    Raises:
+        ValueError: Names the file, and the group that is missing or none.
+    """
+    path = folder / "config.yaml"
+    given = read_data(path)
+    for item in fields(RunConfig):
+        if item.default_factory is not MISSING:  # the groups
+            held = given.setdefault(item.name, {})
+            if not isinstance(held, dict) or (item.name in NEEDED and not held):
+                raise ValueError(
+                    f"{path}: {item.name}={shown(held)} is no group of settings; restore the file, or run the "
+                    "experiment again"
+                )
+    return given
 
 
 def store_options(given: Mapping[str, Any]) -> StoreOptions:

@@ -118,6 +118,8 @@ def test_differences_are_told(write, file, changes, remark):
         ({"settings": {"alpha_x": 1}}, {}, "sets alpha_x, which this method does not have"),
         ({"schema_version": 7}, {}, "has schema version 7, this kvbench reads 1"),
         ({"settings": None, "model": None}, {}, "it lacks settings, model"),
+        ({"confirmed": "certainly"}, {}, "confirmed='certainly' is neither true nor false"),
+        ({"base": {"high": "${oc.env:HOME}"}}, {}, "has an interpolation"),
     ],
 )
 def test_files_that_do_not_fit_are_refused(write, file, changes, message):
@@ -141,8 +143,11 @@ def test_missing_and_unreadable_files(tmp_path):
     with pytest.raises(ValueError, match="cannot be read as YAML"):
         calibration.load(str(tmp_path / "a.yaml"))
     (tmp_path / "b.yaml").write_text("- 1\n")
-    with pytest.raises(ValueError, match="is no calibration file: it lacks target"):
+    with pytest.raises(ValueError, match="method.calibration=.*b.yaml holds a list and not keys with values"):
         calibration.load(str(tmp_path / "b.yaml"))
+    (tmp_path / "c.yaml").write_text("a: &x [*x]\n")
+    with pytest.raises(ValueError, match="method.calibration=.*c.yaml cannot be read .* has an alias"):
+        calibration.load(str(tmp_path / "c.yaml"))
 
 
 def test_shipped_files_are_found_by_name(write, monkeypatch, tmp_path):
