@@ -30,7 +30,7 @@ KNOWS = {
     "methods": {"policy"},
     "cache": {"policy", "kernels", "errors", "rules"},
     "models": {"errors", "config", "kernels"},
-    "results": {"stats", "config", "errors", "engine", "__init__"},
+    "results": {"stats", "config", "errors", "rules", "engine", "__init__"},
     "show": {"results", "stats", "config", "errors"},
     "sizing": {"results", "cache", "policy", "kernels", "config", "errors", "rules"},
     "evidence": {"results", "stats", "show", "sizing", "config", "errors"},

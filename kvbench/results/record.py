@@ -14,8 +14,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from kvbench.results.provenance import Git, Machine, Versions
-from kvbench.results.typed import Misfit, parse, read_json
-from kvbench.results.writing import read_regular, write_record
+from kvbench.results.typed import MAX_BYTES, Misfit, parse, read_json
+from kvbench.results.writing import write_record
+from kvbench.rules.files import read_regular
 from kvbench.stats.intervals import Estimate
 from kvbench.stats.strata import Weighting
 
@@ -269,7 +270,7 @@ class RunRecord:
         """
         path = folder / "run.json"
         try:
-            content = read_json(read_regular(path))
+            content = read_json(read_regular(path, MAX_BYTES))
         except FileNotFoundError:
             return None
         except OSError as error:

@@ -17,7 +17,8 @@ from typing import IO, Any, Literal, NotRequired, TypedDict, cast
 
 from kvbench.engine.requests import Outcome, Request
 from kvbench.results.typed import Misfit, parse, read_json
-from kvbench.results.writing import encode_line, open_regular, plain
+from kvbench.results.writing import encode_line, plain
+from kvbench.rules.files import open_regular
 
 Key = tuple[str, int]  # which sample, which of its answers
 SEAL_DIGITS = 16

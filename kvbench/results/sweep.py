@@ -20,8 +20,9 @@ from typing import Any, Literal, TypeVar
 from kvbench.config import durable
 from kvbench.results.journal import is_held, run_lock
 from kvbench.results.record import now
-from kvbench.results.typed import Misfit, parse, read_json
-from kvbench.results.writing import read_regular, remove_litter, write_record
+from kvbench.results.typed import MAX_BYTES, Misfit, parse, read_json
+from kvbench.results.writing import remove_litter, write_record
+from kvbench.rules.files import read_regular
 
 FOLDER = ".multirun"  # in results_dir; hydra.sweep.dir in conf/config.yaml
 State = Literal["done", "failed", "running", "lost", "left"]
@@ -172,6 +173,6 @@ def _here() -> dict[str, Any]:
 
 def _load(path: Path, kind: type[Kind]) -> Kind:
     try:
-        return parse(read_json(read_regular(path)), kind)
+        return parse(read_json(read_regular(path, MAX_BYTES)), kind)
     except Misfit as error:
         raise ValueError(f"{path} is no record of a sweep ({error}); remove its folder") from error

@@ -9,6 +9,7 @@ import typing
 from typing import Any
 
 DEEPEST = 50  # nested lists and objects; what kvbench writes has less than 10
+MAX_BYTES = 1 << 28  # of a file of JSON; the longest, of a method with a model's own tables, has a tenth
 _hints = functools.cache(typing.get_type_hints)
 
 

@@ -10,9 +10,9 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from kvbench.config import durable
 from kvbench.results.typed import Misfit, parse
@@ -91,25 +91,6 @@ def check_writable(folder: Path, setting: str) -> None:
         break
     if why:
         raise ValueError(f"{setting}={folder} cannot be written: {why}; give another folder")
-
-
-@contextlib.contextmanager
-def open_regular(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading; a pipe or a device under its name, on which a reader would wait for ever, is refused.
-
-    Raises:
-        OSError: It is not there, no regular file, or cannot be read.
-    """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        yield file
-
-
-def read_regular(path: Path) -> bytes:
-    """The content of a file; raises what `open_regular` does."""
-    with open_regular(path) as file:
-        return file.read()
 
 
 # A temporary file is `.NAME.PID-TOKEN.tmp`, and locked as long as its writer lives.

@@ -3,22 +3,35 @@
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 
-def read_regular(path: Path, limit_bytes: int) -> bytes:
-    """The content of a file of at most `limit_bytes`; a pipe or a device, on which a reader would wait for ever or
-    never reach the end, is refused.
+@contextmanager
+def open_regular(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for reading; a pipe or a device under its name, on which a reader would wait for ever, is refused.
 
     Raises:
-        OSError: It is not there, no regular file, longer, or cannot be read.
+        OSError: It is not there, no regular file, or cannot be read.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        yield file
+
+
+def read_regular(path: Path, limit_bytes: int) -> bytes:
+    """The content of a regular file of at most `limit_bytes`.
+
+    Raises:
+        OSError: As `open_regular`, or it is longer.
+    """
+    with open_regular(path) as file:
         content = file.read(limit_bytes + 1)
-        if content is None:  # files of the kernel look regular and may give nothing yet
-            raise OSError(errno.EAGAIN, "it is no regular file", str(path))
+        if content is None:  # some of the kernel's files look regular and give nothing yet
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
         if len(content) > limit_bytes:
             raise OSError(errno.EFBIG, f"it has more than {limit_bytes} bytes", str(path))
         return content
