@@ -1,14 +1,15 @@
 """transformers' own `generate` over a compressed cache.
 
 Inside `compress`, the model's `forward` is a door to a `Runner`: a prompt of a batch is read row by row without its
-padding, and each later call is one step for all rows, as the engine does it. Only the object is changed, never its
-class, and the change ends with the block.
+padding, each later token is one step for all rows, and a later turn of a conversation is read behind what a row holds,
+as the engine does it. Only the object is changed, never its class, and the change ends with the block.
 """
 
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -35,6 +36,7 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "assistant_model": ((None,), "assisted generation"),
     "prompt_lookup_num_tokens": ((None,), "assisted generation by prompt lookup"),
     "assistant_early_exit": ((None,), "assisted generation by early exit"),
+    "is_assistant": ((None, False), "drafts for another model (assisted generation)"),
     "use_mtp": ((None, False), "assisted generation by multi-token prediction"),
     "cache_implementation": ((None, "dynamic"), "a cache of transformers' own"),
     "cache": ((None,), "a cache that was made elsewhere"),
@@ -57,12 +59,13 @@ class CompressedCache:
     is_compileable = False  # transformers asks before it compiles a decode step
     is_linear = (False,)  # and, since 5.24, of every layer whether it has a state in place of keys and values
 
-    def __init__(self, model: LoadedModel, policy: Policy, backend: str) -> None:
-        self._max_tokens = model.max_tokens
+    def __init__(self, model: LoadedModel, policy: Policy, backend: str, room_tokens: int | None) -> None:
+        self._max_tokens, self._room_tokens = model.max_tokens, room_tokens
         self._runner = Runner(model, policy, backend=backend)
         self._rows: list[int] = []
-        self._seen = 0  # columns of the batch that were read, padding included
-        self._new_tokens: int | None = None  # what `generate` will add at most; None when it did not say
+        self._columns: list[tuple[Tensor, Tensor]] = []  # of the batch, as they were read; False where it is padding
+        self._new_tokens: int | None = None  # what will come behind a prompt at most; None when nobody said
+        self._left = 0  # tokens that each row still has room for
         self._last: list[dict[str, int]] = []  # the ledgers of rows that are closed
 
     def bytes(self, row: int | None = None) -> dict[str, int]:
@@ -87,7 +90,7 @@ class CompressedCache:
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the batch that were read, which is what transformers counts by."""
-        return self._seen
+        return sum(tokens.shape[1] for tokens, _ in self._columns)
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise ValueError(
@@ -107,44 +110,108 @@ class CompressedCache:
         """Gives back the pages of the last batch, and remembers what they were."""
         if self._rows:
             self._last = self._ledgers()
-        self._rows, self._seen, self._new_tokens = [], 0, None
+        self._rows, self._columns, self._new_tokens = [], [], self._room_tokens
         self._runner.close_all()
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """All rows read what comes, or none is left."""
+        try:
+            yield
+        except BaseException:
+            self._rows, self._columns = [], []
+            self._runner.close_all()
+            raise
 
     def _begin(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
         """Reads the prompts of a batch (int64 [B, N], padded at the left); logits [B, vocabulary] after them."""
-        paddings = _paddings(tokens, mask)
+        kept = _kept(tokens, mask)
         new_tokens = self._new_tokens
         self._clear()
-        prompts = [row[padding:].tolist() for row, padding in zip(tokens, paddings, strict=True)]
+        prompts = [row[own].tolist() for row, own in zip(tokens, kept, strict=True)]
         longest = max(map(len, prompts))
         if longest >= self._max_tokens:
             raise ValueError(f"a prompt of {longest} tokens leaves no room in the model's context, {self._max_tokens}")
         room = self._max_tokens - longest
-        new_tokens = room if new_tokens is None else max(1, min(new_tokens, room))
-        self._runner.reserve(rows=len(prompts), prompt_tokens=longest, new_tokens=new_tokens)
+        self._left = room if new_tokens is None else max(1, min(new_tokens, room))
+        self._runner.reserve(rows=len(prompts), prompt_tokens=longest, new_tokens=self._left)
         logits = []
-        try:
+        with self._together():
             for prompt in prompts:
                 row, read = self._runner.read(prompt)
                 self._rows.append(row)
                 logits.append(read[-1])
-        except BaseException:
-            self._rows = []
-            self._runner.close_all()
-            raise
-        self._seen = tokens.shape[1]
+        self._columns = [(tokens, kept)]
         return torch.stack(logits)
 
-    def _step(self, tokens: Tensor) -> Tensor:
-        """Reads one token for every row (int64 [B, 1]); logits [B, vocabulary] after them."""
-        if tokens.shape != (len(self._rows), 1):
+    def _go_on(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        """Reads more of every row (int64 [B, n]): a step of one token, or the next turn of a conversation, which may
+        have padding in front; logits [B, vocabulary] after it."""
+        width = tokens.shape[1]
+        if len(tokens) != len(self._rows):
             raise ValueError(
-                f"the cache of kvbench.compress holds {len(self._rows)} rows and reads one more token of each at a "
-                f"time, not {tuple(tokens.shape)}; a new prompt begins a new cache: leave past_key_values out"
+                f"the cache of kvbench.compress holds {len(self._rows)} rows, not {len(tokens)}; a new prompt begins a "
+                "new cache: leave past_key_values out"
             )
-        logits = self._runner.step(self._rows, tokens[:, 0].tolist())
-        self._seen += 1
-        return logits.clone()  # outside of inference mode it is an ordinary tensor
+        self._check_room(width)
+        kept = self._new(tokens, mask if width > 1 else None)
+        with self._together():
+            if width == 1:
+                logits = self._runner.step(self._rows, tokens[:, 0].tolist()).clone()  # not of inference mode
+            else:
+                turns = [row[own].tolist() for row, own in zip(tokens, kept, strict=True)]
+                each = [self._runner.append(row, turn) for row, turn in zip(self._rows, turns, strict=True)]
+                logits = torch.stack(each)
+        self._columns.append((tokens, kept))
+        self._left -= width
+        return logits
+
+    def _new(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        """Which tokens of a turn (int64 [B, n]) are no padding, bool [B, n]; the mask is of these or all columns."""
+        if mask is None:
+            return torch.ones_like(tokens, dtype=torch.bool)
+        read, width = torch.cat([kept for _, kept in self._columns], 1), tokens.shape[1]
+        mask = mask.to(tokens.device).bool()
+        if mask.shape[1] > width and not torch.equal(mask[:, :-width], read):
+            raise ValueError(
+                "attention_mask hides tokens that the cache has read, such as the padding behind a row that ended "
+                "before others; go on with such rows one by one"
+            )
+        if not bool(mask[:, -1].all()):
+            raise ValueError("attention_mask hides the last token of a row; put the padding of a turn at its left")
+        return mask[:, -width:]
+
+    def _expect(self, prompt: Tensor | None, new_tokens: int | None, held: bool, returned: bool) -> None:
+        """Begins anew before `generate` reads a prompt (int64 [B, N]) and adds `new_tokens` at most (None = it did not
+        say); or, where it holds this cache with rows in it, raises ValueError unless the next turn fits behind them."""
+        if not (held and self._rows):
+            self._clear()
+            if self._room_tokens is None and not held and not returned:  # else another turn may come
+                self._new_tokens = new_tokens
+            return
+        read = torch.cat([tokens for tokens, _ in self._columns], 1)
+        seen, shape = read.shape[1], None if prompt is None else tuple(prompt.shape)
+        if prompt is None or prompt.ndim != 2 or len(prompt) != len(read) or prompt.shape[1] <= seen:
+            raise ValueError(
+                f"input_ids has shape {shape}, but the cache that goes on has read {tuple(read.shape)}; give the whole "
+                "conversation: what generate returned, and the next turn behind it"
+            )
+        if bool((other := (prompt[:, :seen].to(read.device) != read).any(0)).any()):
+            raise ValueError(
+                f"input_ids differs from what the cache has read at column {int(other.nonzero()[0, 0])} of {seen}; put "
+                "the tokens of the next turn behind those that generate returned (a chat that is rendered anew may "
+                "have others), or leave past_key_values out"
+            )
+        self._check_room(prompt.shape[1] - seen + (new_tokens or 1) - 1)  # an answer's last token is not read
+
+    def _check_room(self, more: int) -> None:
+        """Raises ValueError unless every row has room for more tokens."""
+        if more > self._left:
+            raise ValueError(
+                f"{more} more tokens do not fit into a cache that has room for {self._left}: give compress "
+                "room_tokens=..., all that comes behind a prompt, or hand the cache to the first generate, too; the "
+                f"model's context is {self._max_tokens} tokens"
+            )
 
     def _forward(self, asked: dict[str, Any]) -> "CausalLMOutputWithPast":
         """One call of the model's `forward`, with the arguments that it was given."""
@@ -157,46 +224,84 @@ class CompressedCache:
             raise ValueError("labels: a loss needs every logit of an uncompressed pass; compute it outside the block")
         if tokens is None or tokens.ndim != 2 or not tokens.numel():
             raise ValueError("kvbench.compress needs input_ids of shape [batch, tokens], with at least one of each")
-        is_step = held and bool(self._rows)
-        if not is_step and asked.get("logits_to_keep") != 1:
+        goes_on = held and bool(self._rows)
+        if not (goes_on and tokens.shape[1] == 1) and asked.get("logits_to_keep") != 1:
             raise ValueError(
                 f"logits_to_keep={asked.get('logits_to_keep')!r}: inside kvbench.compress a prompt gives the logits "
                 "after its last token; pass logits_to_keep=1, as generate does"
             )
         tokens = tokens.to(self._runner.device)
-        logits = self._step(tokens) if is_step else self._begin(tokens, asked.get("attention_mask"))
+        logits = (self._go_on if goes_on else self._begin)(tokens, asked.get("attention_mask"))
         given: dict[str, Any] = {hf.generate_cache_name(): self}
         return CausalLMOutputWithPast(logits=logits[:, None], **given)
 
 
-@contextmanager
+class _Block(AbstractContextManager[CompressedCache]):
+    """The `with` block that `compress` gives; whoever takes it for the cache is told what it is."""
+
+    def __init__(self, block: AbstractContextManager[CompressedCache]) -> None:
+        self._block = block
+
+    def __enter__(self) -> CompressedCache:
+        return self._block.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._block.__exit__(kind, error, trace)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"{name}: kvbench.compress(...) is a `with` block, and nothing is compressed outside of it; write "
+            "`with kvbench.compress(model, ...) as cache:`, and call model.generate and the cache inside"
+        )
+
+
 def compress(
-    model: "PreTrainedModel", method: str | Policy = "diffkv", *, backend: str = "auto", **settings: Any
-) -> Iterator[CompressedCache]:
+    model: "PreTrainedModel",
+    method: str | Policy = "diffkv",
+    *,
+    backend: str = "auto",
+    room_tokens: int | None = None,
+    **settings: Any,
+) -> AbstractContextManager[CompressedCache]:
     """Let a model of transformers generate over a compressed cache inside a `with` block.
 
     `model.generate(**inputs)` works as ever: greedy or sampled, batches that are padded at the left, streamers, logits
-    processors, stopping criteria. Every call begins a new cache. The model gets its own attention back at the end of
-    the block, whatever happens in it.
+    processors, stopping criteria. Every call begins a new cache, unless it is given the one before, with the whole
+    conversation: then it reads what is new. The model gets its own attention back at the end of the block, whatever
+    happens in it.
 
     Args:
         model: A causal language model with full attention in every layer, under any attention implementation.
         method: Name in conf/method, or a policy.
         backend: `auto` or the name of a backend.
+        room_tokens: Most tokens that come behind a prompt, those of later turns included, >= 1; None = max_new_tokens,
+            and where `generate` is handed the cache or returns it, all that the model's context has room for.
         **settings: Of the method, for example `bits=2`.
 
-    Yields:
-        The cache; its `bytes()` say what it holds.
+    Returns:
+        What `with` takes; in its block, the cache, whose `bytes()` say what it holds.
 
     Raises:
-        ValueError: A setting is unknown or out of range, the model cannot be held in the store (`UnsupportedModel`), it
-            is compressed already, or `generate` is asked for what a compressed cache cannot do.
+        ValueError: In the block or as it begins: a setting is unknown or out of range, the model cannot be held in the
+            store (`UnsupportedModel`), it is compressed already, or `generate` is asked for what a compressed cache
+            cannot do.
     """
+    if room_tokens is not None and (not isinstance(room_tokens, int) or room_tokens < 1):
+        raise ValueError(f"room_tokens={room_tokens!r} must be a whole number of at least 1, or None")
+    return _Block(_compressed(model, method, backend, room_tokens, settings))
+
+
+@contextmanager
+def _compressed(
+    model: "PreTrainedModel", method: str | Policy, backend: str, room_tokens: int | None, settings: dict[str, Any]
+) -> Iterator[CompressedCache]:
     if hasattr(model.forward, _IS_OURS):
         raise ValueError("the model is inside a kvbench.compress block already; leave that one first")
     loaded, policy = begin(model, None, method, settings)
     with hf.attached(model):
-        cache = CompressedCache(loaded, policy, backend)
+        cache = CompressedCache(loaded, policy, backend, room_tokens)
         with _instead(model, "forward", _door(model, cache)), _instead(model, "generate", _entry(model, cache)):
             try:
                 yield cache
@@ -232,14 +337,18 @@ def _entry(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., An
         def wanted(name: str, places: int = 3) -> Any:
             return next((source[name] for source in sources[:places] if source.get(name) is not None), None)
 
+        held = _taken(asked, cache)
         for name in _REFUSED:
-            _check(name, wanted(name))
-        cache._clear()
+            if name not in hf.CACHE_NAMES:
+                _check(name, wanted(name))
         prompt = asked["inputs"] if asked.get("inputs") is not None else asked.get("input_ids")
-        if (new_tokens := wanted("max_new_tokens")) is not None:
-            cache._new_tokens = int(new_tokens)
+        new_tokens = None
+        if (most := wanted("max_new_tokens")) is not None:
+            new_tokens = int(most)
         elif (length := wanted("max_length", places=2)) is not None and prompt is not None:
-            cache._new_tokens = int(length) - prompt.shape[1]  # a model's own may be a default that adds to the prompt
+            new_tokens = int(length) - prompt.shape[1]  # a model's own may be a default that adds to the prompt
+        cache._expect(prompt, new_tokens, held, bool(wanted("return_dict_in_generate")))
+        kwargs = {name: value for name, value in kwargs.items() if name not in hf.CACHE_NAMES}
         return generate(*args, **kwargs | {hf.generate_cache_name(): cache})
 
     return entry
@@ -290,10 +399,10 @@ def _check(name: str, value: object) -> None:
     )
 
 
-def _paddings(tokens: Tensor, mask: Tensor | None) -> list[int]:
-    """How many columns of padding each row has at its left."""
+def _kept(tokens: Tensor, mask: Tensor | None) -> Tensor:
+    """Which tokens (int64 [B, N]) are no padding, bool [B, N]: the last ones of every row."""
     if mask is None:
-        return [0] * len(tokens)
+        return torch.ones_like(tokens, dtype=torch.bool)
     if mask.shape != tokens.shape:
         raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; give one of input_ids' {tuple(tokens.shape)}")
     kept = mask.to(tokens.device).bool()
@@ -305,4 +414,4 @@ def _paddings(tokens: Tensor, mask: Tensor | None) -> list[int]:
         )
     if not bool(counts.all()):
         raise ValueError("a row of the batch has nothing but padding; leave it out")
-    return (tokens.shape[1] - counts).tolist()
+    return kept

@@ -4,10 +4,13 @@ from itertools import takewhile
 
 import pytest
 import torch
+from engine_helpers import answers, random_tokens, request
 from test_generate import METHODS, TEXTS
 from transformers import DynamicCache, GenerationConfig, MistralConfig, MistralForCausalLM, StaticCache
 
 import kvbench
+from kvbench.api.generate import choose_policy
+from kvbench.engine.requests import Turn
 
 NEW = 9
 
@@ -107,7 +110,7 @@ def test_a_streamer_sees_the_tokens(tiny_model):
 
 
 def test_a_loop_of_ones_own(tiny_model):
-    """Forward passes one after the other give what generate gives; several tokens on top of a cache are refused."""
+    """Forward passes one after the other give what generate gives; a batch of another size is refused."""
     loaded = tiny_model()
     inputs = padded(loaded, TEXTS)
     with kvbench.compress(loaded.model, "kivi", **METHODS["kivi"]) as cache:
@@ -118,11 +121,114 @@ def test_a_loop_of_ones_own(tiny_model):
             out = loaded.model(found[-1][:, None], past_key_values=out.past_key_values)
             found.append(out.logits[:, -1].argmax(-1))
         assert out.past_key_values is cache and cache.get_seq_length() == inputs["input_ids"].shape[1] + 2
-        with pytest.raises(ValueError, match="reads one more token of each"):
+        with pytest.raises(ValueError, match="holds 3 rows, not 2"):
+            loaded.model(inputs["input_ids"][:2, :1], past_key_values=cache)
+        with pytest.raises(ValueError, match="pass logits_to_keep=1"):
             loaded.model(inputs["input_ids"], past_key_values=cache)
     banned = set(loaded.eos_token_ids)
     if not banned & {int(token) for step in found for token in step}:  # generate bans them before min_new_tokens
         assert torch.equal(torch.stack(found, 1), expected[:, -3:])
+
+
+def say(loaded, tokens, cache=None, **asked):
+    """What generate returns for a conversation [B, N] of which a cache has read all but what is new; no answer ends."""
+    asked = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False} | asked
+    asked |= {"attention_mask": torch.ones_like(tokens)} if "attention_mask" not in asked else {}
+    return loaded.model.generate(tokens, past_key_values=cache, return_dict_in_generate=True, **asked)
+
+
+def behind(said, *turns):
+    """A conversation with the next turn of each row."""
+    return torch.cat([said.sequences, torch.tensor(turns)], 1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_later_turns_go_on_in_the_cache(tiny_model, method):
+    """A conversation turn by turn, in whose cache nothing is read again, gives the answers and the bytes of one that
+    the engine holds; beside another one, too."""
+    loaded, settings = tiny_model(), METHODS[method]
+    turns = [Turn(tokens=random_tokens(number, seed=number)) for number in (5, 9)]
+    asked = request("a", random_tokens(50), turns=turns, max_new_tokens=NEW)
+    expected = answers(loaded, choose_policy(method, settings), [asked], batch_size=1, fidelity_max_tokens=0)["a", 0]
+    room = 3 * NEW + 5 + 9 - 1
+    for prompts in ([asked.prompt], [random_tokens(50, seed=4), asked.prompt]):
+        with kvbench.compress(loaded.model, method, room_tokens=room, **settings) as cache:
+            said, found, held = say(loaded, torch.tensor(prompts)), [], []
+            for turn in [*turns, None]:
+                found.append(said.sequences[-1, -NEW:].tolist())
+                held.append(cache.bytes(len(prompts) - 1)["resident_bytes"])
+                if turn is not None:
+                    said = say(loaded, behind(said, *[turn.tokens] * len(prompts)), said.past_key_values)
+        assert found == [*(one["token_ids"] for one in expected.turns), expected.token_ids]
+        assert held == [*(one["resident_bytes"] for one in expected.turns), expected.ledger["resident_bytes"]]
+
+
+def test_turns_of_several_lengths(tiny_model):
+    """Turns that are padded at their left give what each gives alone; the cache may be handed over from the start."""
+    loaded = tiny_model()
+    prompts, turns = [random_tokens(20, seed=1), random_tokens(20, seed=2)], [random_tokens(6), random_tokens(3)]
+    with kvbench.compress(loaded.model, "snapkv", budget=12, window=4) as cache:
+        alone = []
+        for prompt, turn in zip(prompts, turns, strict=True):
+            first = say(loaded, torch.tensor([prompt]))
+            alone.append(say(loaded, behind(first, turn), first.past_key_values).sequences[0, -NEW:].tolist())
+        cache._clear()
+        said = say(loaded, torch.tensor(prompts), cache)
+        tokens = behind(said, turns[0], (0, 0, 0, *turns[1]))
+        mask = torch.ones_like(tokens)
+        mask[1, -6:-3] = 0
+        said = say(loaded, tokens, cache, attention_mask=mask)
+        assert said.sequences[:, -NEW:].tolist() == alone
+        mask = torch.ones_like(tokens := behind(said, turns[0], turns[0]))
+        with pytest.raises(ValueError, match="hides tokens that the cache has read"):
+            mask[0, 25] = 0
+            say(loaded, tokens, cache, attention_mask=mask)
+        with pytest.raises(ValueError, match="hides the last token"):
+            loaded.model(tokens[:, -3:], attention_mask=mask[:, -3:] * 0, past_key_values=cache, logits_to_keep=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "room", "words"),
+    [
+        (
+            lambda tokens: tokens[:, -4:],
+            None,
+            r"\(1, 4\), but the cache that goes on has read \(1, 28\); give the whole",
+        ),
+        (
+            lambda tokens: tokens + (torch.arange(32) == 3),
+            None,
+            "differs from what the cache has read at column 3 of 28",
+        ),
+        (lambda tokens: tokens.repeat(2, 1), None, "give the whole conversation"),
+        (lambda tokens: tokens, 2 * NEW + 1, "12 more tokens do not fit into a cache that has room for 11"),
+    ],
+)
+def test_a_turn_that_does_not_fit_is_refused(tiny_model, change, room, words):
+    """What is no continuation of what the cache has read, or has no room in it, is refused before it is read."""
+    loaded = tiny_model()
+    with kvbench.compress(loaded.model, "full", room_tokens=room) as cache:
+        said = say(loaded, torch.tensor([random_tokens(20)]))
+        held = cache.bytes()
+        with pytest.raises(ValueError, match=words):
+            say(loaded, change(behind(said, (5, 6, 7))), said.past_key_values)
+        assert cache.bytes() == held
+
+
+def test_a_block_is_no_cache(tiny_model):
+    """Whoever forgets `with` is told so."""
+    with pytest.raises(AttributeError, match=r"bytes: .* write `with kvbench.compress\(model, ...\) as cache:`"):
+        kvbench.compress(tiny_model().model, "full").bytes()
+    with pytest.raises(ValueError, match="room_tokens=0 must be"):
+        kvbench.compress(tiny_model().model, "full", room_tokens=0)
+
+
+def test_a_compressed_model_does_not_draft(tiny_model):
+    """A model in a block is refused as another one's assistant, and the other one answers without it."""
+    model, drafts = tiny_model().model, tiny_model(seed=5).model
+    tokens = torch.tensor([random_tokens(20)])
+    with kvbench.compress(drafts, "full"), pytest.raises(ValueError, match="drafts for another model"):
+        model.generate(tokens, max_new_tokens=4, assistant_model=drafts)
 
 
 @pytest.mark.parametrize(
