@@ -7,12 +7,13 @@ Neither may reach the pages. What breaks a rule is a ValueError of one sentence:
 from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvbench.cache.pages import Pages
+from kvbench.cache.view import SlotsView
 from kvbench.policy import APPEND, EVICT, CompactPlan, DecodePlan, DecodeView, Policy, PrefillPlan, PrefillView
 
 Plan = TypeVar("Plan", PrefillPlan, DecodePlan, CompactPlan)
@@ -27,7 +28,12 @@ class _Asked:
 
     def __init__(self, policy: Policy, call: str, view: PrefillView | DecodeView, device: torch.device) -> None:
         self._policy, self._call, self._view, self._device = policy, call, view, device
-        self._before = _versions(view)
+
+    def see(self) -> Any:
+        """What the policy sees of the view."""
+        self._shown = self._view.shown()
+        self._before = _versions(self._shown)
+        return self._shown
 
     def error(self, rule: Rule) -> ValueError:
         """The error about a rule; only now is the moment asked for, since the host waits for its numbers."""
@@ -48,7 +54,7 @@ class _Asked:
         if not isinstance(found, kind):
             raise self.error(f"it returned {_kind(found)}, but it must return a {kind.__name__}")
         # What the view looked up meanwhile was new then.
-        if any(version != self._before.get(name, 0) for name, version in _versions(self._view).items()):
+        if any(version != self._before.get(name, 0) for name, version in _versions(self._shown).items()):
             raise self.error("it changed a tensor of its view in place, which others read; clone it first")
         return found
 
@@ -104,7 +110,7 @@ class CheckedPlans:
             ValueError: It breaks a rule; where that shows only later, `Pages.counts` says so.
         """
         asked, pages = self._ask("plan_prefill", view), self._pages
-        plan = asked.plan(self._policy.plan_prefill(view), PrefillPlan)
+        plan = asked.plan(self._policy.plan_prefill(asked.see()), PrefillPlan)
         shape = (len(view.layers), view.num_kv_heads, view.num_tokens)
         tier_of = asked.whole(plan.tier_of, "tier_of", shape)
         most = tier_of.amax(-1)
@@ -137,7 +143,7 @@ class CheckedPlans:
     def decode(self, view: DecodeView) -> DecodePlan:
         """The plan for a decode step; raises what `prefill` does."""
         asked, last = self._ask("plan_decode", view), self._pages.num_planned - 1
-        plan = asked.plan(self._policy.plan_decode(view), DecodePlan)
+        plan = asked.plan(self._policy.plan_decode(asked.see()), DecodePlan)
         if type(plan.tier) is not int or not 0 <= plan.tier <= last:
             raise asked.error(f"tier={plan.tier!r}, but it must be a whole number of 0 to {last}")
         if plan.tier and self._policy.position_mode == "pre_rope":
@@ -148,12 +154,12 @@ class CheckedPlans:
         """bool [S]: the sequences whose bulk eviction is due; raises ValueError where the answer is something else."""
         asked = self._ask("compaction", view)
         assert self._policy.compaction is not None, "the caller looked"
-        return asked.mask(self._policy.compaction.due(view), "the answer", (view.shape[0],))
+        return asked.mask(self._policy.compaction.due(asked.see()), "the answer", (view.shape[0],))
 
-    def compact(self, view: DecodeView) -> CompactPlan:
+    def compact(self, view: SlotsView) -> CompactPlan:
         """The plan for a bulk eviction; raises what `prefill` does."""
         asked, num_tiers = self._ask("plan_compact", view), self._pages.num_planned
-        plan = asked.plan(self._policy.plan_compact(view), CompactPlan)
+        plan = asked.plan(self._policy.plan_compact(asked.see()), CompactPlan)
         if not isinstance(plan.keep, list | tuple) or len(plan.keep) != num_tiers:
             found = f"{len(plan.keep)} entries" if isinstance(plan.keep, list | tuple) else _kind(plan.keep)
             raise asked.error(f"keep is {found}, but it must be a list of one per tier ({num_tiers})")
@@ -163,8 +169,9 @@ class CheckedPlans:
             if keep is None:
                 stays.append(held[tier] > 0)
             else:
-                valid = view.slots(tier).valid
-                stays.append((asked.mask(keep, f"keep[{tier}]", tuple(valid.shape)) & valid).any(-1))
+                mask = asked.mask(keep, f"keep[{tier}]", (*view.shape, view.num_columns(tier)))
+                valid = torch.arange(mask.shape[-1], device=mask.device) < held[tier][..., None]
+                stays.append((mask & valid).any(-1))
         # A list of one token may give it up: the incoming one takes its place.
         emptied = (reduce(torch.add, held) > 1) > reduce(torch.logical_or, stays)  # the first, and not the second
         self._judge(asked, emptied, "keep must leave at least one token in every list that holds more than one")

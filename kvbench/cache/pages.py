@@ -189,10 +189,11 @@ class Pages:
         many as the longest has; `known` are the slots that they hold, where the caller has asked."""
         held = self.held(tier, lists) if known is None else known
         if width is None:
-            width = self._widest(tier, held)
+            width = self.widest(tier, held)
         return TierPages(self.formats[tier], self.table.page_ids(lists, tier, width), held, held)
 
-    def _widest(self, tier: int, held: Tensor) -> int:
+    def widest(self, tier: int, held: Tensor) -> int:
+        """Pages of the longest of the lists that hold so many slots."""
         return int(-(-held.max() // self.formats[tier].tokens_per_page)) if held.numel() else 0
 
     def width(self, numbers: Sequence[int], tier: int) -> int | None:
@@ -230,7 +231,7 @@ class Pages:
         found = []
         for tier, fmt in enumerate(self.formats):
             width = self.width(rows.numbers, tier)
-            width = self._widest(tier, self.held(tier, lists)) if width is None else width
+            width = self.widest(tier, self.held(tier, lists)) if width is None else width
             found.append(self.table.tier(tier, fmt, width, rotation_of(width * fmt.tokens_per_page)))
         return found
 

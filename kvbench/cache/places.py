@@ -147,7 +147,7 @@ class Split(Places):
             keep = [self._share(part, each) for each in plan.keep]
             for tier, each in enumerate(keep):
                 if each is not None:  # a place's own lists may be shorter than the longest of all
-                    keep[tier] = each[..., : view.slots(tier).valid.shape[-1]]
+                    keep[tier] = each[..., : view.num_columns(tier)]
             part.evict(own, replace(plan, keep=keep))
 
     def _share(self, part: Paged, x: Tensor | None) -> Tensor | None:
@@ -174,6 +174,12 @@ class SplitView(SlotsView):
             self.instruction_tokens = first.instruction_tokens
         if hasattr(first, "prompt_slots"):
             self.prompt_slots = self._joined(lambda view: view.prompt_slots)
+
+    def _copied(self) -> dict[str, Any]:
+        return vars(SplitView([view.shown() for view in self._views], self._ranks, self._window))
+
+    def num_columns(self, tier: int) -> int:
+        return self._ranks.most(max(view.num_columns(tier) for view in self._views))
 
     def _joined(self, of: Callable[[PagesView], Tensor], lead: int = 0) -> Tensor:
         """The places' tensors [.., S, L, H] or [.., S, L, H, n], with `lead` dimensions before, as one; what is

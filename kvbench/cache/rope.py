@@ -66,7 +66,7 @@ class Rope:
             return None
         if self.mode == "pre_rope":
             return KeyRotation(self._inv_freq)
-        return KeyRotation(self._inv_freq, self._policy.cache_positions(view, width).contiguous())
+        return KeyRotation(self._inv_freq, self._policy.cache_positions(view.shown(), width).contiguous())
 
     def stripping(self, position: Tensor) -> tuple[Tensor, Tensor] | None:
         """Cosine and sine, fp32 [S, D_rot / 2], of what `strip` turns keys at positions (int64 [S]) by; None where it
@@ -108,6 +108,6 @@ class Rope:
         newest token: the query keeps its true position, and keys move so that the distances are those in the cache.
         `held` int64 [S] are the slots per list, the newest token's included."""
         width = tier.ids.shape[-1] * tier.fmt.tokens_per_page
-        age = self._policy.cache_positions(view, width)
+        age = self._policy.cache_positions(view.shown(), width)
         shift = view.tokens_seen - (held - 1)
         return (age + shift[:, None])[..., None].float() * self._inv_freq

@@ -1,5 +1,6 @@
 """The policy's view before a decode step: reductions over the tracked fields that lie in the pages."""
 
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Literal
@@ -23,6 +24,10 @@ class SlotsView(DecodeView):
 
     def __init__(self, window: int) -> None:
         self._window = window
+
+    @abstractmethod
+    def num_columns(self, tier: int) -> int:
+        """Slots of each list that `slots` shows, held or not."""
 
     def mean_score(self, tier: int) -> Tensor:
         """Score divided by the queries counted so far, fp32 [S, L, H, n]: a prompt token counts the prompt queries of
@@ -113,6 +118,11 @@ class PagesView(SlotsView):
         self._lists = pages.lists_of(rows.tensor)
         self._held: dict[int, Tensor] = {}
 
+    def _copied(self) -> dict[str, Any]:
+        looked_up = DecodeView.__annotations__  # is looked up again: what it was is the store's
+        found = {name: value for name, value in vars(self).items() if name not in looked_up or name == "shape"}
+        return found | {"_arrays": {}, "_held": {}}
+
     # What not every policy asks for is looked up when one does.
 
     @cached_property
@@ -142,6 +152,11 @@ class PagesView(SlotsView):
         if budget.unit == "ratio":
             return (self.prompt_tokens.double() * budget.value + 1e-9).long().clamp(min=1)
         return torch.full_like(rows, budget.tokens(0, self._pages.lists_of_model, self._pages.planned_bytes[tier]))
+
+    def num_columns(self, tier: int) -> int:
+        pages = self._pages.width(self._rows.numbers, tier)
+        pages = self._pages.widest(tier, self.num_slots(tier)) if pages is None else pages
+        return pages * self._pages.formats[tier].tokens_per_page
 
     def num_slots(self, tier: int) -> Tensor:
         if not self._is_still:

@@ -29,7 +29,7 @@ class PrefillPlan:
     channels: Tensor | None = None
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Extreme:
     """Per list, the slot that a reduction picked: `value` fp32, `slot` int64 (-1 when no slot was eligible), `pos`
     int64; all [S, L, H]."""
@@ -44,7 +44,7 @@ class Extreme:
         return self.slot >= 0
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SlotArrays:
     """Padded per-slot fields of one tier: `score` fp32, `pos` int64 and `valid` bool, all [S, L, H, n]; `extra` has the
     further numbers of a statistic by name, where it measured the slots."""

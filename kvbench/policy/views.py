@@ -1,7 +1,8 @@
-"""What a policy sees when it plans, and must not change. Methods import these from `kvbench.policy`."""
+"""What a policy sees when it plans: copies, so that nothing it does with them reaches the cache. Methods import these
+from `kvbench.policy`."""
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -12,7 +13,30 @@ from kvbench.policy.plans import Extreme, SlotArrays
 GONE = torch.finfo(torch.float32).min  # the score of a token of a prompt that an earlier chunk's plan dropped
 
 
-class PrefillView:
+class View(ABC):
+    """What a policy sees. It is shown a copy (`shown`), whose attributes it cannot set."""
+
+    _is_shown = False
+    _shown: Any = None
+
+    def shown(self) -> Self:
+        """The view of the same for a policy, whose tensors are nobody else's."""
+        if self._shown is None:
+            self._shown = object.__new__(type(self))
+            vars(self._shown).update(self._copied(), _is_shown=True)
+        return self._shown
+
+    @abstractmethod
+    def _copied(self) -> dict[str, Any]:
+        """The attributes of a view of the same, with tensors of their own."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if self._is_shown:
+            raise AttributeError(f"the view's {name} was set, which is the cache's; keep it in a variable of your own")
+        object.__setattr__(self, name, value)
+
+
+class PrefillView(View):
     """What a policy sees of one prompt, or of as much of it as was read so far (`prefill.chunk`): then some of its
     tokens are gone, and whatever the plan says of them, they stay so.
 
@@ -60,6 +84,10 @@ class PrefillView:
         self._byte_tokens = byte_tokens
         self._score, self._channels = score, channels
 
+    def _copied(self) -> dict[str, Any]:
+        found = {name: x.clone() if isinstance(x, Tensor) else x for name, x in vars(self).items()}
+        return found | {"extra": {name: x.clone() for name, x in self.extra.items()}}
+
     @property
     def score(self) -> Tensor:
         """The statistics, fp32 [V, H, N].
@@ -101,7 +129,7 @@ class PrefillView:
         return torch.full(shape, tier, dtype=torch.int8, device=self.layers.device)
 
 
-class DecodeView(ABC):
+class DecodeView(View):
     """What a policy sees before a decode step, for all live sequences (S), layers (L) and KV heads (H) together.
 
     The cache's view implements it. Scores are those of the steps before.
