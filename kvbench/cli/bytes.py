@@ -82,7 +82,8 @@ def _stored(folder: Path) -> Asked:
     policy = policy_of(record.identity)
     if policy is None:
         raise ValueError(
-            f"run={folder}: its method {record.method} is none of kvbench's own, or has other settings now"
+            f"run={folder}: its method {record.method} is none of kvbench's own, has other settings now, or names a "
+            "file, which a stored run never does"
         )
     samples, damaged = read_samples(folder / "samples.jsonl", record.hash, sealed=record.sealed)
     if damaged:

@@ -14,11 +14,13 @@ from torch import Tensor
 from kvbench.errors import NotForModel
 from kvbench.policy.ranking import pyramid_budgets, rank_descending, share_with_cap
 from kvbench.policy.views import PrefillView
+from kvbench.rules.files import read_regular
 
 Allocation = Literal["uniform", "pyramid", "ada", "ada_pyramid", "global", "preference", "table"]
 """Who competes for a budget: nobody, layers by their depth, the heads of a layer, all heads, or a table decides, or
 what the method finds its layers to be worth."""
 Table = tuple[tuple[float, ...], ...]
+MAX_TABLE_BYTES = 1 << 27  # of a file; the mean queries of the largest models have a quarter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,18 +170,27 @@ def read_table(table: str | Sequence[Sequence[float]], setting: str = "table") -
         setting: Its name, for messages.
 
     Raises:
-        ValueError: There is no such file, or it is not a table of numbers with equally many in every line.
+        ValueError: There is no such file, it is too long, or it is not a table of numbers with equally many in every
+            line.
     """
     rows: Sequence[Sequence[float | str]]
     if isinstance(table, str):
         path = Path(table).expanduser()
-        if not path.is_file():
-            raise ValueError(f"method.{setting}={table} is no file; give a table of numbers, one line per layer")
-        text = path.read_text()
+        try:
+            text = read_regular(path, MAX_TABLE_BYTES).decode()
+        except FileNotFoundError:
+            raise ValueError(
+                f"method.{setting}={table} is no file; give a table of numbers, one line per layer"
+            ) from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
+            raise ValueError(
+                f"method.{setting}={table} cannot be read: {reason}; give a table of numbers, one line per layer"
+            ) from None
         lines = [re.split(r"[\s,]+", line.strip()) for line in text.splitlines() if line.strip()]
         try:
             rows = json.loads(text) if path.suffix == ".json" else lines
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"method.{setting}={table} is no JSON ({error}); write a list of lists of numbers"
             ) from None
@@ -187,7 +198,7 @@ def read_table(table: str | Sequence[Sequence[float]], setting: str = "table") -
         rows = table
     try:
         found = tuple(tuple(float(value) for value in row) for row in rows)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         found = ()
     if not found or not found[0] or len({len(row) for row in found}) > 1:
         name = table if isinstance(table, str) else "the list"

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvbench.policy import Policy
 from kvbench.results.sample import SampleRecord
+from kvbench.rules import TABLE_OR_PATH, declared
 from kvbench.sizing.project import Projection, is_one_number, project
 from kvbench.sizing.shapes import NamedShape
 
@@ -16,7 +17,8 @@ _projected: dict[str, tuple[Projection, Projection]] = {}
 def policy_of(identity: Mapping[str, Any]) -> Policy | None:
     """The method of a stored run, made again; None where the code no longer fits its settings.
 
-    What a results folder names is loaded from kvbench's own methods and from nowhere else.
+    What a results folder names is loaded from kvbench's own methods and from nowhere else, and no file that it names is
+    opened: a run's identity holds the numbers of a table, never its path.
     """
     settings = dict(identity.get("method") or {})
     module, _, name = str(settings.pop("_target_", "")).rpartition(".")
@@ -24,7 +26,10 @@ def policy_of(identity: Mapping[str, Any]) -> Policy | None:
         return None
     try:
         kind = getattr(importlib.import_module(module), name)
-        return kind(**settings) if issubclass(kind, Policy) else None
+        if not issubclass(kind, Policy):
+            return None
+        tables = [key for key, known in declared(kind).items() if known.rule is TABLE_OR_PATH]
+        return None if any(isinstance(settings.get(key), str) for key in tables) else kind(**settings)
     except Exception:  # of settings that are not ours a method may make anything
         return None
 

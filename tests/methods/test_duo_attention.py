@@ -6,6 +6,7 @@ from omegaconf import OmegaConf
 from store_helpers import filled, held_positions, make_store, plain_attention, random_layer, step_at
 
 from kvbench.methods.duo_attention import DuoAttention
+from kvbench.policy import allocation
 from kvbench.runs.parts import make_policy
 from kvbench.runs.verdict import complaint
 
@@ -80,14 +81,20 @@ def test_a_file_holds_the_gates(tmp_path, form):
         ("gates.tsv", "0.1\tnone\n", "is not one line per layer"),
         ("gates.tsv", "", "is not one line per layer"),
         ("gates.json", "[[1, 0]", "is no JSON"),
+        ("gates.json", "[" * 100_000, "is no JSON"),
+        ("gates.json", f"[[1{'0' * 400}]]", "is not one line per layer"),
+        ("gates.tsv", "\udcff", "cannot be read: it is no text"),
+        ("gates.tsv", "0 " * 2000, "cannot be read: it has more than 3000 bytes"),
         ("absent.tsv", None, "is no file; give a table of numbers"),
+        ("", None, "cannot be read: Is a directory"),
     ],
 )
-def test_a_broken_file_is_refused(tmp_path, name, text, message):
-    """Ragged lines, words, an empty file, what is no JSON, and what is not there are named."""
+def test_a_broken_file_is_refused(tmp_path, monkeypatch, name, text, message):
+    """Ragged lines, words, an empty or a long file, what is no text or no JSON, and what is not there are named."""
     path = tmp_path / name
+    monkeypatch.setattr(allocation, "MAX_TABLE_BYTES", 500_000 if name.endswith("json") else 3000)
     if text is not None:
-        path.write_text(text)
+        path.write_text(text, errors="surrogateescape")
     with pytest.raises(ValueError, match=f"{name} {message}"):
         DuoAttention(table=str(path))
 

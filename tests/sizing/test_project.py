@@ -1,6 +1,10 @@
 """Projected bytes are those that a run really holds, for every method; shapes are what they say."""
 
+import builtins
+import importlib
+import io
 import json
+import os
 import resource
 from functools import cache
 
@@ -15,10 +19,12 @@ from kvbench.config import files
 from kvbench.config.methods import method_settings
 from kvbench.engine.supported import model_shape
 from kvbench.methods.diffkv import DiffKV
+from kvbench.methods.duo_attention import DuoAttention
 from kvbench.methods.full import Full
 from kvbench.methods.kivi import Kivi
 from kvbench.models.load import load_model
 from kvbench.models.random_weights import presets as random_presets
+from kvbench.rules import declared
 from kvbench.runs.parts import make_policy
 from kvbench.sizing.project import is_one_number, project, project_shares
 from kvbench.sizing.shapes import find_shape, presets
@@ -153,6 +159,28 @@ def test_what_data_decide_is_a_range_and_a_stored_run_settles_it():
     assert projected({"method": settings}, [], shape, 1000, 8) is None
     assert projected({"method": {"_target_": "os.path.join"}}, records, shape, 1000, 8) is None
     assert policy_of({"method": settings | {"no_such": 1}}) is None
+
+
+def test_no_setting_of_a_stored_run_opens_a_file(tmp_path, monkeypatch):
+    """Whatever setting of whatever method names a file in somebody's record, the file stays shut; a user's is read."""
+    path, opened = tmp_path / "table.txt", []
+    path.write_text("1 0.5\n0.5 1\n")
+    for module in (os, io, builtins):
+        real = module.open
+        note = lambda place, *more, real=real, **rest: (opened.append(str(place)), real(place, *more, **rest))[1]  # noqa: E731
+        monkeypatch.setattr(module, "open", note)
+    assert DuoAttention(table=str(path)).table == ((1.0, 0.5), (0.5, 1.0)) and opened.count(str(path))
+    opened.clear()
+    for name in METHODS:
+        target = method_settings(name)._target_
+        module, _, kind = target.rpartition(".")
+        known = declared(getattr(importlib.import_module(module), kind))
+        by_table = {"allocation": "table"} if "allocation" in known else {}
+        for key in known:
+            policy_of({"method": {"_target_": target, **by_table, key: str(path)}})
+    assert str(path) not in opened
+    stored = policy_of({"method": {"_target_": "kvbench.methods.duo_attention.DuoAttention", "table": [[1, 0.5]]}})
+    assert stored.table == ((1.0, 0.5),)
 
 
 def test_shapes_agree_with_the_weights_of_random_models():
