@@ -31,6 +31,7 @@ Questions = list[list[Question]]  # of each subset
 # Two passes of the same thing at other hours differ by more than the samples of one pass do, so an interval over
 # samples would be one of the machine's load. Only interleaved rounds (`kvbench bench`) measure time.
 NO_EVIDENCE = frozenset({TIME.name})
+LEAST_COST = 1e-12  # of the full cache's bytes, or seconds; what claims to cost less has no place on an axis of ratios
 
 
 @dataclass(kw_only=True)
@@ -181,7 +182,7 @@ def costs_of(axis: Measure, runs: Sequence[StoredRun], samples: list[list[Sample
         both = zip(above, below, strict=True)
         own = [value + (a[:, index] - value * b[:, index]) / scale[index] for a, b in both]
         shares = None if axis.name in NO_EVIDENCE else weighed(own, "sample")
-        found.append(Cost(value=float(value), shares=shares) if np.isfinite(value) else None)
+        found.append(Cost(value=float(value), shares=shares) if np.isfinite(value) and value > LEAST_COST else None)
     return found
 
 
@@ -200,6 +201,12 @@ def _drawable(group: Group, what: Measure, incomplete: bool, notes: list[str]) -
         else:
             continue
         del curves[run.name]
+    # One run with other samples would leave none that all runs share.
+    first = next((run for run in (group.reference, *group.runs) if run is not None and run.name in curves), None)
+    for run in group.runs:
+        if first and run.name in curves and not shared([curves[first.name], curves[run.name]]):
+            notes.append(f"{run.label} is not drawn: it has no sample of {first.label}'s")
+            del curves[run.name]
     return curves
 
 
@@ -249,6 +256,10 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
         seed=cfg.seed,
         notes=notes,
     )
+    for name, axis in COSTS.items():
+        lacking = [point.label for point in points if name not in point.costs]
+        if lacking and name not in NO_EVIDENCE:
+            notes.append(f"not drawn against {axis.title}, which their samples lack: {', '.join(lacking)}")
     panel.set_quality()
     _set_band(panel, [run.key for run in group.repeats if run in runs])
     if not panel.is_enough:

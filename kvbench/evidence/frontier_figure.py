@@ -114,9 +114,10 @@ class Drawing:
         self.lacks_intervals = any(p.interval is None and p is not self.reference for p in self.points)
 
     def methods(self, family: str | None = None) -> dict[str, list[Point]]:
-        """Method -> its points by resident bytes, whatever the axis: the line follows the setting."""
-        result: dict[str, list[Point]] = {}
-        for point in sorted(self.points, key=lambda point: point.costs[RESIDENT.name].value):
+        """Method -> its points by resident bytes, whatever the axis: the line follows the setting. By the axis where a
+        record lacks them."""
+        axis, result = self.axis.name, dict[str, list[Point]]()
+        for point in sorted(self.points, key=lambda point: point.costs.get(RESIDENT.name, point.costs[axis]).value):
             if family in (None, point.family) and point.method != FULL:
                 result.setdefault(point.method, []).append(point)
         return dict(sorted(result.items()))

@@ -24,5 +24,7 @@ def shares_in_study(method: str, policy: object) -> tuple[list[float], str]:
     root = study_folder()
     found = find_runs(root, {}, (None, None, [method])) if root else ()
     same = [(folder, record) for folder, record in found if repr(policy_of(record.identity)) == repr(policy)]
-    samples = (read_samples(folder / "samples.jsonl", record.hash)[0].values() for folder, record in same)
+    samples = (
+        read_samples(folder / "samples.jsonl", record.hash, sealed=record.sealed)[0].values() for folder, record in same
+    )
     return tier_shares(chain.from_iterable(samples)), same[0][1].model if same else ""

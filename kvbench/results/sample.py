@@ -9,6 +9,7 @@ mix-ups: a line that was edited, or that another run wrote. It is no signature: 
 import hashlib
 import json
 import lzma
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ SEAL_DIGITS = 16
 TAIL_LENGTH = 200  # characters
 TAIL_TOKENS = 256  # tokens that are decoded for them: a token is a character at least, but for parts of one
 LONGEST_LINE = 1 << 26  # bytes; the longest answers need a hundredth
+SHARES = {"top1_agreement", "gold_argmax_share", "gold_exact"}  # of the fidelity
+ROUNDING = 1e-9  # by which a mean of shares may exceed them
 PACKED = ".xz"  # what a packed journal's name has at its end
 MOST_BYTES = 1 << 30  # of a packed journal, and of one line
 MOST_LINES = 1 << 20  # of a journal
@@ -278,13 +281,45 @@ def _short(error: BaseException) -> str:
 
 
 def _check(record: Any) -> None:
-    """Raise Misfit for what is no whole record."""
+    """Raise Misfit for what is no whole record, or has a number that cannot be."""
     parse(record, SampleRecord)
-    if record["repeat"] < 0:
-        raise Misfit("repeat is negative")
-    for name, count in record["ledger"].items():
-        if count is not None and count < 0:
-            raise Misfit(f"ledger.{name} is negative")
+    check_scores(record["scores"])
+    shares = record["fidelity"] or {}
+    for name in SHARES & shares.keys():
+        _check_range(f"fidelity.{name}", shares[name], 1.0)
+    counts = {name: record[name] for name in ("repeat", "num_prompt_tokens", "num_prompt_tokens_untruncated")}
+    for name, held in _ledgers(record):
+        counts |= {f"{name}.{key}": count for key, count in held.items()}
+        if held.get("fp16_bytes") == 0:
+            raise Misfit(f"{name}.fp16_bytes is 0, and a full cache holds something")
+    counts |= {f"timing.{name}": seconds for name, seconds in record.get("timing", {}).items()}
+    for name, count in counts.items():
+        _check_range(name, count)
+
+
+def check_scores(scores: Mapping[str, float | None]) -> None:
+    """Refuse a score outside [0, 1]; one that is not finite is another matter.
+
+    Raises:
+        ValueError: Names the score.
+    """
+    for name, score in scores.items():
+        _check_range(f"scores.{name}", score, 1.0)
+
+
+def _ledgers(record: SampleRecord) -> Iterator[tuple[str, Mapping[str, float]]]:
+    """The bytes of a record by their place: at its end, and at the end of each answer of a conversation."""
+    yield "ledger", record["ledger"]
+    for place, turn in enumerate(record.get("turns", ())):
+        yield f"turns[{place}]", {name: turn[name] for name in ("resident_bytes", "fp16_bytes")}
+
+
+def _check_range(where: str, value: float | None, most: float = math.inf) -> None:
+    """Raise Misfit for a number that is negative or too large, beyond rounding; None is none, and NaN neither."""
+    if value is not None and value < -ROUNDING:
+        raise Misfit(f"{where} is negative")
+    if value is not None and most + ROUNDING < value < math.inf:
+        raise Misfit(f"{where} is {value:g}, more than {most:g}")
 
 
 def answers_of(record: SampleRecord) -> list[str]:

@@ -3,11 +3,11 @@
 import dataclasses
 import functools
 import json
-import math
 import types
 import typing
 from typing import Any
 
+LARGEST = 2.0**64  # a number of a record; seeds may be as large, and sums and squares of such numbers stay finite
 DEEPEST = 50  # nested lists and objects; what kvbench writes has less than 10
 MAX_BYTES = 1 << 28  # of a file of JSON; the longest, of a method with a model's own tables, has a tenth
 _hints = functools.cache(typing.get_type_hints)
@@ -56,8 +56,11 @@ def parse(value: Any, kind: Any, where: str = "", *, null_numbers: bool = False)
     if typing.is_typeddict(kind) or dataclasses.is_dataclass(kind):
         return _of_fields(value, kind, where)
     plain = origin or kind
+    if isinstance(value, int | float) and not -LARGEST <= value <= LARGEST:  # NaN neither
+        raise Misfit(f"{where} is too large")
     if kind is float:
-        fits = (value is None and null_numbers) or (_is_finite(value) and (null_numbers or type(value) is not bool))
+        is_number = isinstance(value, int | float) and (null_numbers or type(value) is not bool)
+        fits = is_number or (value is None and null_numbers)
     else:
         fits = isinstance(value, plain) and (plain is bool or type(value) is not bool)
     if not fits:
@@ -102,13 +105,6 @@ def _of_fields(value: Any, kind: Any, where: str) -> Any:
         raise Misfit(f"{prefix}{key} is missing")
     found = {k: parse(v, hints.get(k, Any), f"{prefix}{k}", null_numbers=not is_made) for k, v in value.items()}
     return kind(**found) if is_made else value
-
-
-def _is_finite(value: object) -> bool:
-    try:
-        return isinstance(value, int | float) and math.isfinite(value)
-    except OverflowError:  # a whole number beyond every float
-        return False
 
 
 def _check_depth(value: Any, where: str) -> None:

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from kvbench.engine.requests import FLAGS, OUT_OF_TIME, Outcome, Request
+from kvbench.results.sample import check_scores
 from kvbench.results.writing import JournalError
 from kvbench.tasks.bounds import OutOfTime, time_limit
 
@@ -103,11 +104,11 @@ def grade_outcome(task: "TaskSet", request: Request, outcome: Outcome) -> tuple[
     limit_s = task.grading_limit_s
     try:
         with time_limit(limit_s):
-            if request.choices:
-                return outcome, task.score_choices(request, outcome.choices)
-            scores = task.score_outcome(request, outcome)
-            flags = [flag for flag in FLAGS if flag in scores]
-            scores = {name: value for name, value in scores.items() if name not in flags}
+            asks = request.choices
+            found = task.score_choices(request, outcome.choices) if asks else task.score_outcome(request, outcome)
+            flags = [flag for flag in FLAGS if flag in found]
+            scores = {name: value for name, value in found.items() if name not in flags}
+            check_scores(scores)
             return (dataclasses.replace(outcome, flags=flags) if flags else outcome), scores
     except OutOfTime:
         why = f"the grader of task {task.name} took longer than {limit_s:g} s"

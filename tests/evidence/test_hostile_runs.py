@@ -4,6 +4,7 @@ out."""
 import copy
 import json
 import os
+import re
 import shutil
 from functools import reduce
 
@@ -12,6 +13,7 @@ from stored import store
 
 from kvbench.api.load import load
 from kvbench.cli.main import main
+from kvbench.results.sample import seal_of
 
 SCORES = {"a": [1, 0, 1, 1, 0, 1], "b": [1, 1, 0, 1, 1, 1]}
 VALUES = (None, "x", 5, -1.5, True, [1], {"a": "b"}, [[[]]], 10**400)
@@ -121,6 +123,35 @@ def test_every_field_of_a_line_may_be_damaged(root, capsys):
     (folder / "samples.jsonl").write_text("\n".join([*map(json.dumps, lines), *whole, "[" * 100_000]) + "\n")
     shown = read_all(root, capsys)
     assert "lines of samples.jsonl are no whole record of this run and do not count" in shown["compare"]
+
+
+def sealed_anew(folder, change):
+    """Every line of a run with something changed, and a seal that is right."""
+    path, run = folder / "samples.jsonl", json.loads((folder / "run.json").read_text())["hash"]
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    changed = [{key: value for key, value in (line | change(line)).items() if key != "seal"} for line in lines]
+    path.write_text("".join(f"{json.dumps(line | {'seal': seal_of(line, run)})}\n" for line in changed))
+
+
+def test_numbers_that_cannot_be_are_named_and_the_others_shown(root, capsys):
+    """Sealed lines with a score of 1e308 or a full cache of no bytes are no records; a run without bytes, or with
+    other samples than the rest, is left out of a picture by its name and takes nobody with it."""
+    odd = {
+        "large": lambda line: {"scores": {"exact": 1e308}},
+        "empty": lambda line: {"ledger": line["ledger"] | {"fp16_bytes": 0}},
+        "weightless": lambda line: {"ledger": line["ledger"] | {"resident_bytes": 0}},
+        "unbilled": lambda line: {"ledger": {}},
+        "elsewhere": lambda line: {"subset": "c"},
+    }
+    for name, change in odd.items():
+        sealed_anew(store(root, name, SCORES), change)
+    for command, text in read_all(root, capsys).items():
+        flat = " ".join(text.split())
+        for name in ("large", "empty"):
+            assert re.search(f"toy/tiny/{name}/[^ ]+ is left out: none of the 12 lines of samples.jsonl", flat), flat
+        if command != "compare":
+            assert "elsewhere is not drawn: it has no sample of full's" in flat
+            assert "not drawn against resident bytes at the end, which their samples lack: unbilled, weightless" in flat
 
 
 def test_lines_of_another_run_do_not_count(root, capsys):

@@ -1,9 +1,11 @@
 """Each line of a journal is bound to its run: what was edited, or belongs elsewhere, does not count."""
 
+import ast
 import json
 
 import pytest
 from fake_parts import record
+from places import ROOT
 
 from kvbench.results.journal import Journal
 from kvbench.results.sample import LONGEST_LINE, read_line, read_samples, seal_of, write_line
@@ -39,6 +41,13 @@ BROKEN = {
     "list as status": sealed(record(0, status=["ok"])),
     "negative bytes": sealed(record(0, ledger={"resident_bytes": -1.0})),
     "number as text": sealed(record(0, text=3)),
+    "score above 1": sealed(record(0, scores={"exact": 1.5})),
+    "score below 0": sealed(record(0, scores={"exact": -5})),
+    "no full cache": sealed(record(0, ledger={"resident_bytes": 1.0, "fp16_bytes": 0})),
+    "share above 1": sealed(record(0, fidelity={"top1_agreement": 2.0})),
+    "time before its start": sealed(record(0, timing={"prefill_s": -1.0})),
+    "number whose square is none": sealed(record(0, fidelity={"nll": 1e308})),
+    "whole number beyond every float": sealed(record(0, num_prompt_tokens=10**400)),
     "bytes beyond every float": sealed(record(0, ledger={"resident_bytes": 10**400})),
     "tiers in words": sealed(record(0, kept={"slots_per_tier": ["a"]})),
     "missing ledger": sealed(without(record(0), "ledger")),
@@ -75,6 +84,25 @@ def test_a_broken_line_is_dropped_and_done_again(tmp_path, name):
     assert path.read_bytes() == write_line(record(0), RUN) + write_line(record(1), RUN)
     path.write_bytes(BROKEN[name] + b"\n" + GOOD + b"\n")
     assert read_samples(path, RUN) == ({("a/0", 0): without(record(0), "token_ids")}, 1)
+
+
+def test_a_number_that_rounds_is_one():
+    """The mean of shares may exceed 1 in its last bits, and what is not finite is null."""
+    for score in (1.0 + 1e-12, -1e-12, None, True):
+        assert read_line(sealed(record(0, scores={"exact": score})), RUN).record
+
+
+def test_every_reader_knows_whether_lines_are_sealed():
+    """Nobody in the package reads samples without asking the record of their run."""
+    calls = [
+        call
+        for path in (ROOT / "kvbench").rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("read_samples")
+    ]
+    assert len(calls) > 5
+    for call in calls:
+        assert [ast.unparse(word.value).rpartition(".")[2] for word in call.keywords] == ["sealed"], ast.unparse(call)
 
 
 def test_many_broken_lines_are_counted(tmp_path):

@@ -232,6 +232,9 @@ def test_a_failing_grader_is_the_samples_outcome():
         outcome, scores = grade_outcome(task, task.requests[0], answer)
         assert (outcome.status, outcome.text, outcome.ledger, scores) == ("ungraded", "x", answer.ledger, {})
         assert words in outcome.message and len(outcome.message) <= 300
+    task.scorer = lambda request, text: 5.0
+    outcome, scores = grade_outcome(task, task.requests[0], answer)
+    assert (outcome.status, scores) == ("ungraded", {}) and "scores.exact is 5, more than 1" in outcome.message
     task.scorer, task.grading_limit_s = backtrack, 0.1
     outcome, scores = grade_outcome(task, task.requests[0], answer)
     assert (outcome.status, scores) == ("ungraded", {})
