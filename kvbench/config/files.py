@@ -46,7 +46,7 @@ def with_own_folders(folders: Sequence[Path]) -> Iterator[None]:
                 f"--config-dir {given} is no folder; give one that has method/, task/, ... with YAML files"
             )
         for group in GROUPS:
-            both = options(group, folder).keys() & options(group, conf_folder()).keys()
+            both = _paths(group, folder).keys() & _paths(group, conf_folder()).keys()
             if both:
                 name = min(both)
                 raise ValueError(
@@ -104,8 +104,21 @@ def command_files() -> dict[str, str]:
 
 
 def options(group: str, conf: Path | None = None) -> dict[str, str]:
-    """Names of a group's configurations and what each is, in one folder or in kvbench's own and the user's."""
-    return {name: describe(path) for name, path in _paths(group, conf).items()}
+    """Names of a group's configurations and what each is, in one folder or in kvbench's own and the user's; of a file
+    of the user's that cannot be read, why."""
+    return {name: _fault(path) or describe(path) for name, path in _paths(group, conf).items()}
+
+
+def _fault(path: Path) -> str:
+    """Why a file of the user's own cannot be read, in brackets; empty where it can."""
+    if _own_folders and any(folder in path.parents for folder in _own_folders):
+        from kvbench.config.settings import read_config
+
+        try:
+            read_config(path)
+        except (ValueError, OSError) as error:
+            return f"({error})"
+    return ""
 
 
 def path_of(group: str, name: str) -> Path:

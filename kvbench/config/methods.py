@@ -19,7 +19,7 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config import files
-from kvbench.config.settings import read_config
+from kvbench.config.settings import faults_of, read_config
 
 CONTRACT = "kvbench.policy"  # the package of the settings that methods share
 Default = tuple[str, str, Any]  # the module of a class, a field of it, and its default; MISSING = it is no setting
@@ -34,7 +34,11 @@ class FileConfigSource(file_config_source.FileConfigSource):
     replaces, since Hydra refuses a second one by another name."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        found = super().load_config(config_path)
+        path = Path(self.path) / self._normalize_file_name(config_path)
+        with faults_of(path):
+            found = super().load_config(config_path)
+        if not isinstance(found.config, DictConfig):
+            raise ValueError(f"{path} holds a list; a configuration file holds key: value")
         is_method = config_path.startswith("method/") and not found.header.get("package")
         if is_method and isinstance(found.config, DictConfig) and "defaults" not in found.config:
             found.config = with_defaults(found.config)

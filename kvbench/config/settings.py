@@ -3,7 +3,8 @@
 The library is imported where its own types are at hand: a machine with torch alone loads models from plain dicts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_origin
@@ -42,14 +43,32 @@ def read_config(path: Path) -> "DictConfig":
     """The settings of a YAML file.
 
     Raises:
-        ValueError: It holds something else.
+        ValueError: It holds something else, or is no YAML.
     """
     from omegaconf import DictConfig, OmegaConf
 
-    found = OmegaConf.load(path)
+    with faults_of(path):
+        found = OmegaConf.load(path)
     if not isinstance(found, DictConfig):
         raise ValueError(f"{path} holds a list; a configuration file holds key: value")
     return found
+
+
+@contextmanager
+def faults_of(path: Path) -> Iterator[None]:
+    """Raises ValueError, with the file and the place in it, for what is read there and is no YAML."""
+    import yaml
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        yield
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, OmegaConfBaseException) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        reason = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise ValueError(
+            f"{path}{where} cannot be read as YAML: {reason}; a configuration file holds key: value"
+        ) from error
 
 
 def read_data(path: Path, name: str = "") -> dict[str, Any]:

@@ -118,3 +118,24 @@ def test_name_of_kvbenchs_own_is_refused(mine, capsys):
     (mine / "method" / "snapkv.yaml").write_text("_target_: own_toy.Toy\n")
     assert main(["list", "--config-dir", str(mine)]) == 2
     assert "snapkv.yaml has the name of kvbench's own method=snapkv; rename it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"_target_: a.B\n  budget: 3\n", "toy.yaml, line 2, column 9 cannot be read as YAML: mapping values"),
+        (b"share: 1\nshare: 2\n", "toy.yaml, line 2, column 1 cannot be read as YAML: found duplicate key share"),
+        (b"share: '${'\n", "toy.yaml cannot be read as YAML: no viable alternative"),
+        (b"share: \xff\n", "toy.yaml cannot be read as YAML: 'utf-8' codec"),
+        (b"- share\n", "toy.yaml holds a list; a configuration file holds key: value"),
+    ],
+)
+def test_a_file_that_is_no_yaml_is_named(mine, capsys, text, words):
+    """A broken file of one's own is an ordinary error under every command, with the place in it; the list marks it."""
+    (mine / "method" / "toy.yaml").write_bytes(text)
+    for command in (["method=toy"], ["-m", "method=toy,snapkv"], ["help", "toy"], ["bytes", "method=toy"]):
+        assert main([*command, "--config-dir", str(mine)]) == 2, command
+        said = capsys.readouterr().err
+        assert words in said and "fault of kvbench" not in said, command
+    assert main(["list", "methods", "--config-dir", str(mine)]) == 0
+    assert words in " ".join(capsys.readouterr().out.split()).replace("- ", "-")
