@@ -204,17 +204,22 @@ def show_sweep(sweep: Sweep) -> int:
     return max((code or 0 for code in codes), default=0)
 
 
-def check_data(jobs: Sequence[Sequence[str]]) -> None:
-    """Refuse a sweep one of whose tasks cannot be loaded, before any model is loaded."""
+def check_files(jobs: Sequence[Sequence[str]]) -> None:
+    """Refuse a sweep one of whose tasks or models has no files, before any job begins."""
     from kvbench.config.compose import compose
     from kvbench.runs import parts
 
-    loaders, tasks = parts.Loaders(), dict[frozenset[str], Sequence[str]]()
+    loaders = parts.Loaders()
+    tasks, models = dict[frozenset[str], Sequence[str]](), dict[frozenset[str], Sequence[str]]()
     for job in jobs:
         rest = (word for word in job if not word.startswith(("method", "hydra", "model", "batch_size")))
         tasks.setdefault(frozenset(rest), job)
+        own = (word for word in job if word.lstrip("+").startswith(("model", "experiment")))
+        models.setdefault(frozenset(own), job)
     for job in tasks.values():
         loaders.check_task(compose(list(job)))
+    for job in models.values():
+        loaders.check_model(compose(list(job)).model)
 
 
 def _code(finished: "Run") -> int:

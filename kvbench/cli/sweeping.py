@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kvbench.cli import words
-from kvbench.cli.jobs import Jobs, check_data
+from kvbench.cli.jobs import Jobs, check_files
 from kvbench.config import files
 from kvbench.config.settings import as_dict, read_config
 from kvbench.errors import unknown_name
@@ -136,7 +136,7 @@ def job_labels(jobs: Sequence[Sequence[str]]) -> list[str]:
 
 @contextmanager
 def begin(arguments: list[str]) -> Iterator[Jobs]:
-    """Plan a sweep and make its folder; look before whether the data of all jobs are there.
+    """Plan a sweep and make its folder; look before whether the data and the models of all jobs are there.
 
     What a launcher raises after jobs were begun is said and does not get out of here: the jobs have written down what
     became of them.
@@ -147,7 +147,7 @@ def begin(arguments: list[str]) -> Iterator[Jobs]:
     from kvbench.config.compose import compose, with_swept_groups
 
     launcher, jobs = planned(words.parted(with_swept_groups(arguments))[1])
-    check_data(jobs)
+    check_files(jobs)
     results_dir = Path(compose(jobs[0]).results_dir) if jobs else hydra_folder(arguments).parent
     check_writable(results_dir, "results_dir")
     labels = job_labels(jobs)

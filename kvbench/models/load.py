@@ -122,6 +122,19 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
     )
 
 
+def check_model(cfg: Mapping[str, Any]) -> None:
+    """Refuses what `load_model` would refuse for want of files, whatever the machine that will load it has: of a hub
+    id, it fetches them. Raises as that does."""
+    settings = as_dict(cfg)
+    if settings.get("kind") not in ("hf", "gguf"):
+        return
+    path = _path(settings)
+    if settings["kind"] == "gguf" or path.lower().endswith(".gguf"):
+        gguf.check_gguf(Path(path).expanduser())
+    else:
+        files.check_config(files.find_model_folder(path, settings.get("revision")))
+
+
 _Loaded = tuple["PreTrainedModel", "PreTrainedTokenizerBase", str, str]
 
 

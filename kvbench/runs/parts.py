@@ -104,6 +104,18 @@ class Loaders:
 
         check_task(config.task, limit=config.limit, seed=config.seed, protocol=config.protocol)
 
+    def check_model(self, group: Mapping[str, Any]) -> None:
+        """Refuse a model whose files are not there, before a job begins.
+
+        Raises:
+            MissingWeightsError: Says where was looked.
+            ValueError: The files are no model.
+        """
+        if group.get("kind") in ("hf", "gguf"):  # others have none, and the import takes seconds
+            from kvbench.models.load import check_model
+
+            check_model(group)
+
     def load_model(self, group: Mapping[str, Any]) -> "LoadedModel":
         """The model of a model group."""
 

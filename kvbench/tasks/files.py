@@ -112,12 +112,13 @@ def _in_folder(file: DataFile, folder: str | None) -> Source | str:
             f"task.data_dir={folder} is not a folder (looked for {root.absolute()}); give the folder that holds "
             f"{file.name}.jsonl"
         )
-    listed = [root / file.list_file] if file.list_file else []
-    path = next((path for path in (*paths_in(root, file), *listed) if path.is_file()), None)
-    if path is not None:
-        return Source(str(path), _lines_of(path))
-    names = " or ".join([*(f"{stem}.jsonl" for stem in file.stems), *(path.name for path in listed)])
-    return f"task.data_dir={folder} (no {names} there or in its data/)"
+    listed = [file.list_file] if file.list_file else []
+    for place in (root, root / file.task):  # a folder of the task's own, so that one word serves a sweep over tasks
+        for path in (*paths_in(place, file), *(place / name for name in listed)):
+            if path.is_file():
+                return Source(str(path), _lines_of(path))
+    names = " or ".join([*(f"{stem}.jsonl" for stem in file.stems), *listed])
+    return f"task.data_dir={folder} (no {names} there, in its data/ or in its {file.task}/)"
 
 
 def paths_in(folder: Path, file: DataFile) -> list[Path]:

@@ -106,6 +106,22 @@ def test_missing_data_ends_a_sweep_before_it_begins(fakes, monkeypatch, capsys):
     assert not list(fakes.rglob("sweep.json"))
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model=hf", "model.path=/nowhere/x"], "model.path=/nowhere/x: there is no such folder"),
+        (["model=hf,random", "model.path=/nowhere/x.gguf"], "model.path=/nowhere/x.gguf: there is no such file"),
+    ],
+)
+def test_a_missing_model_ends_a_sweep_before_it_begins(tmp_path, capsys, words, said):
+    """A model that is not there is found once, before the sweep has a folder, and not once for each job."""
+    line = ["-m", "method=snapkv,kivi,diffkv", "task=longctx", *words, f"results_dir={tmp_path}"]
+    assert main(line) == 2
+    errors = capsys.readouterr().err
+    assert errors.count(said) == 1 and errors.count("error: ") == 1 and "loading model" not in errors, errors
+    assert not list(tmp_path.rglob("*.json"))
+
+
 def test_method_that_a_pattern_named_may_not_fit(fakes, monkeypatch, capsys):
     """`glob(*)` leaves out a method that is not for this model, and says so; a method that was named is an error."""
 

@@ -122,6 +122,15 @@ def test_missing_data_says_where_and_how(tmp_path: Path) -> None:
         assert part in text
 
 
+def test_one_folder_holds_several_tasks(tmp_path: Path) -> None:
+    """`task.data_dir` may be the folder above a task's own, which comes after what lies in it directly."""
+    (tmp_path / "longbench").mkdir()
+    write(tmp_path / "longbench" / "qasper.jsonl", row(context="below"))
+    assert longbench.load("qasper", str(tmp_path))["test"][0]["context"] == "below"
+    write(tmp_path / "qasper.jsonl", row(context="here"))
+    assert longbench.load("qasper", str(tmp_path))["test"][0]["context"] == "here"
+
+
 def test_a_wrong_data_dir_is_an_error(tmp_path: Path) -> None:
     """A folder that does not exist is the user's mistake: nothing else is searched."""
     with pytest.raises(ValueError, match=r"task\.data_dir=.*nowhere is not a folder"):

@@ -115,7 +115,8 @@ def _file(data_dir: str | None, names: Sequence[str]) -> Path | None:
     root = Path(data_dir).expanduser()
     if not root.is_dir():
         raise ValueError(f"task.data_dir={data_dir} is not a folder (looked for {root.absolute()})")
-    return next((root / name for name in names if (root / name).is_file()), None)
+    places = (place / name for place in (root, root / "ruler") for name in names)
+    return next((path for path in places if path.is_file()), None)
 
 
 @dataclass(frozen=True)
