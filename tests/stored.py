@@ -38,9 +38,12 @@ def sample(
     meta=None,
     gold=None,
     turns=(),
+    finish="eos",
+    protocol=None,
+    **more,
 ):
     """One journal record; `ratio` is resident bytes over fp16 bytes, `bits` those of a stored element, `turns` are the
-    texts of a conversation's earlier answers."""
+    texts of a conversation's earlier answers; `more` are further keys."""
     fp16 = 100_000.0 + 1000 * (number % 7)
     resident, payload = ratio * fp16, sum(tiers) / 100 * bits / 16 * fp16
     ok = status == "ok"
@@ -55,8 +58,9 @@ def sample(
         "status": status,
         "text": (f"answer {score}" if text is None else text) if ok else "",
         "token_ids": [1, 2],
-        "finish": "eos",
+        "finish": finish,
         **asked,
+        **more,
         "scores": {"exact": score} if ok else {},
         "fidelity": {"nll": nll, "nll_full": 0.1, "kl_mean": nll - 0.1, "top1_agreement": 1.0} if ok else None,
         "ledger": {
@@ -74,7 +78,7 @@ def sample(
         "num_prompt_tokens_untruncated": 90,
         "truncated": False,
         "nan_layer": None,
-        "protocol": {},
+        "protocol": protocol or {},
         "meta": {"answer": "42"} if meta is None else meta,
         "message": "",
         "timing": {"prefill_s": 1.0, "decode_share_s": seconds, "decode_tokens": 5},

@@ -26,7 +26,7 @@ from kvbench.stats.paired import ALPHA, Paired, holm
 from kvbench.stats.studentised import resamples_for
 
 EQUAL_LEVEL = ALPHA / 2  # one-sided: `equal` needs the whole 95 % interval inside the margin
-TOO_FEW = "too few answers"
+TOO_FEW, NO_VERDICT = "too few answers", "no verdict"
 ESTIMATORS = (
     "Newcombe's for yes or no, Clopper and Pearson's where fewer than 6 scores differ, else the studentised "
     "bootstrap's; it reaches zero where the test does not exclude zero"
@@ -50,6 +50,8 @@ class ComparedRun:
     """The difference that `p` refuses: none (0), or for nearness to the full cache one of at most the margin."""
     changes: list[Change]
     """Samples that got worse or better by more than noise."""
+    unfit: str = ""
+    """Why the full cache's answers are no ground for a verdict; empty where they are."""
     num_family: int = 1
     """Rows that were corrected together."""
     p_holm: float | None = None
@@ -122,7 +124,9 @@ class ComparedRun:
 
     @property
     def verdict(self) -> str:
-        """`worse`, `better`, `equal`, `cannot tell`, or `too few answers`."""
+        """`worse`, `better`, `equal`, `cannot tell`, `too few answers`, or `no verdict`."""
+        if self.unfit:
+            return NO_VERDICT
         if not self.pairs.is_enough:
             return TOO_FEW
         if self.p_holm is not None and self.p_holm < ALPHA and self._stands():
@@ -160,9 +164,9 @@ def margin_of(cfg: DictConfig, what: Measure) -> float:
 
 
 def _compare(
-    sides: Sequence[tuple[Curve, Curve]], cfg: DictConfig, what: Measure, tolerance: float, notes: list[str]
+    sides: Sequence[tuple[Curve, Curve]], cfg: DictConfig, what: Measure, why: str, tolerance: float, notes: list[str]
 ) -> list[ComparedRun]:
-    """Compare pairs of curves; those without a common sample get a note."""
+    """Compare pairs of curves; those without a common sample get a note. `why` there is no verdict: `unfit`."""
     found, margin = [], margin_of(cfg, what)
     for mine, theirs in sides:
         try:
@@ -180,6 +184,7 @@ def _compare(
                 margin=margin,
                 null=margin if what.is_fidelity and is_full else 0.0,
                 changes=changes(pairs, what, tolerance),
+                unfit=why,
             )
         )
         if mine.run and theirs.run and mine.run.conditions != theirs.run.conditions:
@@ -199,6 +204,7 @@ def compare_group(group: Group, cfg: DictConfig) -> tuple[list[ComparedRun], lis
     wanted = bytes_wanted(cfg.get("at_bytes"))
     what = measure(str(cfg.metric), group)
     tolerance, source = noise(group, what)
+    why = group.unfit(what)
     notes = [f"{what.title}: differences of a sample up to {tolerance:.2g} count as noise ({source})"] if source else []
     if margin_of(cfg, what) < tolerance:
         notes.append(f"margin={margin_of(cfg, what):g} is below the noise of a sample, so it proves nothing small")
@@ -206,7 +212,7 @@ def compare_group(group: Group, cfg: DictConfig) -> tuple[list[ComparedRun], lis
         said: list[str] = []
         sides = _at_equal_bytes(group, what, wanted, str(cfg.against), said)
         # Interpolated values are neither yes nor no, and may leave [0, 1].
-        rows = _compare(sides, cfg, replace(what, bounded=False), tolerance, said)
+        rows = _compare(sides, cfg, replace(what, bounded=False), why, tolerance, said)
         return rows, [*said, *(notes if rows else [])]
     against = find(group, str(cfg.against), cfg.get("where"))
     if against is None:
@@ -218,7 +224,7 @@ def compare_group(group: Group, cfg: DictConfig) -> tuple[list[ComparedRun], lis
             same = (full for full in group.repeats if full.conditions == run.conditions)
             other = against if against.method != FULL or run.method == FULL else next(same, against)
             sides.append((curve_of(run, what), curve_of(other, what)))
-    return _compare(sides, cfg, what, tolerance, notes), notes
+    return _compare(sides, cfg, what, why, tolerance, notes), notes
 
 
 def _at_equal_bytes(
@@ -321,6 +327,7 @@ def show(tables: Sequence[tuple[Group, list[ComparedRun], list[str]]], cfg: Dict
             beside = " and ".join(dict.fromkeys(row.pairs.theirs.label for row in rows))
             direction = "higher" if rows[0].what.higher_is_better else "lower"
             title = f"{group.title}: {rows[0].what.title} ({direction} is better), difference to {beside}"
+            terminal.print_notes(filter(None, [rows[0].unfit]), console)
             first, *others = _tables(title, rows, console)
             console.print(first)
             for table in others:

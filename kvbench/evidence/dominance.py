@@ -1,4 +1,4 @@
-"""Points that are on the frontier, that might be, and that are not: dominance that no chance can make."""
+"""Points that a cheaper run dominates beyond chance, and where the others stand by their estimates."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -14,10 +14,11 @@ from kvbench.stats.signs import sign_flips
 from kvbench.stats.strata import Strata, has_spread, standard_error
 from kvbench.stats.studentised import LEVEL
 
-FRONTIER, NEAR, OPEN, DOMINATED, TOO_FEW = "frontier", "within margin", "open", "dominated", "n too small"
+BEST, NEAR, OPEN, DOMINATED = "best estimate", "within margin", "open", "dominated"
+TOO_FEW, UNFIT = "n too small", "no standing"
 MEANING = {
-    FRONTIER: "better than every cheaper run by more than the margin",
-    NEAR: "on the frontier of the estimates, but a cheaper run is as good within the margin",
+    BEST: "the estimate is better than every cheaper run's by more than the margin; no test",
+    NEAR: "no cheaper run has a better estimate, but one is as good within the margin; no test",
     OPEN: "a cheaper run has a better estimate, which can be chance",
     DOMINATED: f"a cheaper run is better (p < {ALPHA:.2g}, Holm over all pairs of the table)",
 }
@@ -80,7 +81,8 @@ def pair_p_values(panel: Panel) -> dict[tuple[str, str], float]:
 
 @lru_cache(maxsize=256)
 def standing(panel: Panel, axis: str) -> dict[str, str]:
-    """The standing of each point that has the cost: its key -> one of `MEANING`, or `n too small` for all.
+    """The standing of each point that has the cost: its key -> one of `MEANING`; `no standing` or `n too small`
+    for all where the full cache's answers are no ground for one, and where there are too few.
 
     A point dominates another if it is cheaper by more than 1 % and its quality is better beyond chance, at 5 % for the
     whole table: Holm's correction is over all pairs of which one is cheaper. Times give no standing.
@@ -88,8 +90,8 @@ def standing(panel: Panel, axis: str) -> dict[str, str]:
     points = [p for p in panel.points if axis in p.costs and p.costs[axis].shares is not None]
     if not points:
         return {}
-    if not panel.is_enough:
-        return {point.key: TOO_FEW for point in points}
+    if panel.unfit or not panel.is_enough:
+        return {point.key: UNFIT if panel.unfit else TOO_FEW for point in points}
     p_of = pair_p_values(panel)
     sign = 1 if panel.what.higher_is_better else -1
     quality = {point.key: sign * point.quality for point in points}
@@ -111,5 +113,5 @@ def standing(panel: Panel, axis: str) -> dict[str, str]:
         elif best >= quality[key] or max(quality[other.key] for other in tied) > quality[key] + panel.margin:
             result[key] = OPEN
         else:
-            result[key] = FRONTIER if quality[key] - clear > panel.margin else NEAR
+            result[key] = BEST if quality[key] - clear > panel.margin else NEAR
     return result

@@ -98,6 +98,8 @@ class Panel:
     """Largest difference of quality that counts as none."""
     resamples: int = RESAMPLES
     seed: int = SEED
+    unfit: str = ""
+    """Why the full cache's answers are no ground for a standing; empty where they are."""
     band: Interval | None = None
     """The range in which the full cache lands when it is run again with another batch size or backend."""
     notes: list[str] = field(default_factory=list)
@@ -254,6 +256,7 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
         margin=margin_of(cfg, what),
         resamples=cfg.resamples,
         seed=cfg.seed,
+        unfit=group.unfit(what),
         notes=notes,
     )
     for name, axis in COSTS.items():
@@ -331,6 +334,7 @@ def _average(title: str, panels: Sequence[Panel]) -> Panel:
         questions=distinct(questions),
         reference=first.reference if same and first.reference in in_all else None,
         band=None,
+        unfit=" ".join(f"{panel.title}: {panel.unfit}" for panel in panels if panel.unfit),
         notes=[f"over: {'; '.join(panel.title for panel in panels)}"],
         published=[],
     )

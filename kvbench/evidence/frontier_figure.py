@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvbench.config.files import FULL
-from kvbench.evidence.dominance import DOMINATED, FRONTIER, NEAR, TOO_FEW, best_so_far, standing
+from kvbench.evidence.dominance import BEST, DOMINATED, NEAR, TOO_FEW, best_so_far, standing
 from kvbench.evidence.frontier import Interval, Panel, Point
 from kvbench.evidence.published import method_name
 from kvbench.results.measures import COSTS, RESIDENT
@@ -170,7 +170,7 @@ class Drawing:
 
 
 def _frame(axes: "Axes", drawing: Drawing) -> None:
-    """Limits, ticks, the full cache's line, its noise band, the FP8 lines and the frontier."""
+    """Limits, ticks, the full cache's line, its noise band, the FP8 lines and the best estimates."""
     left, right, bottom, top = drawing.limits()
     axes.set_xscale("log")
     axes.set_xlim(left, right)
@@ -194,6 +194,8 @@ def _frame(axes: "Axes", drawing: Drawing) -> None:
         x, y = drawing.at(incumbent)
         axes.axhline(y, **style)
         axes.axvline(x, **style)
+    if drawing.panel.unfit:
+        return
     xs, ys = zip(*map(drawing.at, drawing.points), strict=True)
     front = best_so_far(xs, ys, drawing.panel.what.higher_is_better)
     steps = [*(ys[index] for index in front), ys[front[-1]]]
@@ -201,7 +203,7 @@ def _frame(axes: "Axes", drawing: Drawing) -> None:
 
 
 def _point(axes: "Axes", drawing: Drawing, point: Point, colour: str, marker: str, size: float = 4.2) -> None:
-    """One point with its whiskers; hollow where another one beats it beyond chance, ringed on the frontier."""
+    """One point with its whiskers; hollow where another one beats it beyond chance, ringed at the best estimates."""
     (x, y), where = drawing.at(point), drawing.standing.get(point.key)
     pairs = zip((x, y), drawing.whiskers(point), strict=True)
     across, along = ([[max(0.0, middle - low)], [max(0.0, high - middle)]] for middle, (low, high) in pairs)
@@ -215,9 +217,9 @@ def _point(axes: "Axes", drawing: Drawing, point: Point, colour: str, marker: st
         markersize=size,
         zorder=4,
         markerfacecolor="white" if where == DOMINATED else colour,
-        markeredgecolor="black" if where == FRONTIER else colour,
+        markeredgecolor="black" if where == BEST else colour,
         fillstyle="full" if point.interval or point.method == FULL else "top",
-        markeredgewidth=1.1 if where == FRONTIER else 0.9,
+        markeredgewidth=1.1 if where == BEST else 0.9,
     )
 
 
@@ -243,7 +245,7 @@ def _names(axes: "Axes", drawing: Drawing, ends: Sequence[End], height_in: float
 
 
 def _overview(axes: "Axes", drawing: Drawing, height_in: float) -> None:
-    """Everything in grey, and the points of the frontier by name; a few points in colour, and all by name."""
+    """Everything in grey, and the best estimates by name; a few points in colour, and all by name."""
     if drawing.fits_one_panel:
         ends = _lines(axes, drawing, lines_of(drawing.methods()))
         _names(axes, drawing, [*ends, *([(FULL, drawing.full, "black")] if drawing.full else [])], height_in)
@@ -253,7 +255,7 @@ def _overview(axes: "Axes", drawing: Drawing, height_in: float) -> None:
     for point in drawing.points:
         where = drawing.standing.get(point.key)
         marker = drawing.shapes[point.family] if point.method != FULL else "*"
-        if where in (FRONTIER, NEAR):
+        if where in (BEST, NEAR):
             colour = method_style(point.method)[0]
             _point(axes, drawing, point, colour, marker, 5)
             ends.append((short_label(point.label), point, colour))
@@ -262,7 +264,9 @@ def _overview(axes: "Axes", drawing: Drawing, height_in: float) -> None:
             style: dict[str, Any] = {"color": PALE, "markersize": 4, "markerfacecolor": face, "linestyle": "none"}
             axes.plot(*drawing.at(point), marker, zorder=2, **style)
     _names(axes, drawing, ends, height_in)
-    axes.set_title("all runs, and the frontier by name", fontsize=SIZE + 1, loc="left")
+    axes.set_title(
+        "all runs" if drawing.panel.unfit else "all runs, and the best estimates by name", fontsize=SIZE + 1, loc="left"
+    )
 
 
 def _family(axes: "Axes", drawing: Drawing, title: str, methods: Methods, height_in: float) -> None:
@@ -286,18 +290,15 @@ def panels_words(drawing: Drawing) -> list[str]:
         words.append("Blue band: the full cache run again with other batches or kernels.")
     if any(point.method == FP8 for point in drawing.points):
         words.append("Dashed: FP8.")
-    lines = [" ".join([*words, "Wide grey: frontier of the estimates."])]
+    lines = [panel.unfit or "Wide grey: the best estimates.", " ".join(words)]
     if TOO_FEW in drawing.standing.values():
         lines.append(f"n = {panel.num_samples} is too small to say which run is better.")
-    elif drawing.standing:
-        lines.append(
-            f"Ringed: better by more than {panel.margin * drawing.scale:.2g} {panel.what.unit} than all that is "
-            f"cheaper. Hollow: a cheaper run is better (p < {ALPHA:.2g}, Holm over all pairs of the table). Others: "
-            "may be chance."
-        )
-    else:
-        lines.append("Times of runs are no evidence: each was measured by itself.")
-        lines[-1] += " They have no whiskers and no standing."
+    elif drawing.standing and not panel.unfit:
+        margin = f"{panel.margin * drawing.scale:.2g} {panel.what.unit}"
+        lines.append(f"Ringed: better by more than {margin} than all that is cheaper, by the estimates alone.")
+        lines.append(f"Hollow: a cheaper run is better (p < {ALPHA:.2g}, Holm over all pairs). Others: may be chance.")
+    elif not drawing.standing:
+        lines.append("Times of runs are no evidence and have no whiskers and no standing: each was measured by itself.")
     if drawing.lacks_intervals:
         lines.append("Half-filled: NO interval could be computed.")
     if not drawing.fits_one_panel:
@@ -379,9 +380,9 @@ def one_figure(drawing: Drawing) -> "Figure":
 def _one_words(drawing: Drawing) -> list[str]:
     """Words without which the picture cannot be read; a caption says the rest."""
     panel, places = drawing.panel, set(drawing.standing.values())
-    words = [f"{panel.title}, n = {panel.num_samples}; whiskers: 95 % intervals."]
-    if FRONTIER in places:
-        words.append("Ringed: on the frontier.")
+    words = [f"{panel.unfit} {panel.title}, n = {panel.num_samples}; whiskers: 95 % intervals.".strip()]
+    if BEST in places:
+        words.append("Ringed: the best estimates.")
     if DOMINATED in places:
         words.append("Hollow: a cheaper run is better.")
     if drawing.lacks_intervals:

@@ -13,10 +13,12 @@ from pathlib import Path
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from kvbench.config.files import FULL
+from kvbench.results.measures import Measure
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import Key, SampleRecord, read_samples
 from kvbench.show.labels import differing
 from kvbench.show.text import LINE_LENGTH, MESSAGE_LENGTH, NAME_LENGTH, safe
+from kvbench.show.unfit import flag_notes, unfit
 
 CONDITIONS = ("batch_size", "backend")  # may differ inside a group: they change rounding, not the question
 RUNS = "*/*/*/*/run.json"  # below a folder of results
@@ -114,6 +116,10 @@ class Group:
             return not run.complete, str(run.settings.get("tier")) != "fp16", place, run.name
 
         return min((run for run in self.runs if run.method == FULL), key=rank, default=None)
+
+    def unfit(self, what: Measure) -> str:
+        """Say why no run can be judged by a score of the full cache (`kvbench.show.unfit`); empty where it can."""
+        return unfit(self.reference.samples.values(), what) if self.reference else ""
 
     @property
     def repeats(self) -> list[StoredRun]:
@@ -223,6 +229,8 @@ def load_groups(cfg: DictConfig, also: Sequence[str] = ()) -> list[Group]:
         same_task = [group for group in groups if note.startswith(f"{group.runs[0].name.split('/')[0]}/")]
         for group in same_task or groups[:1]:
             group.notes.append(note)
+    for group in groups:
+        group.notes += flag_notes({run.label: run.samples.values() for run in group.runs})
     return groups
 
 

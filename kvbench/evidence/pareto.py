@@ -73,6 +73,7 @@ def render(panel: Panel, axis: str, console: Console) -> None:
         ("standing", [places.get(point.key, "-") for point in shown]),
     ]
     title, names = f"{panel.title}: {cost.title}", [point.label for point in shown]
+    terminal.print_notes(filter(None, [panel.unfit]), console)
     console.print(terminal.table_of(title, "run", names, columns, breaks=True))
     terminal.print_notes(panel.notes, console)
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from kvbench.config.files import FULL
 from kvbench.evidence import frontier_figure, pareto
 from kvbench.evidence.compare import ComparedRun, compare_group, correct, count, difference, legend, worst
-from kvbench.evidence.dominance import DOMINATED, FRONTIER, MEANING, NEAR, standing
+from kvbench.evidence.dominance import BEST, DOMINATED, MEANING, NEAR, standing
 from kvbench.evidence.frontier import Panel, averages, build
 from kvbench.evidence.load import Group, StoredRun, load_groups, patterns
 from kvbench.evidence.samples import by_subset, curve_of, strata_of
@@ -69,7 +69,8 @@ def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], list[d
     family = [row for rows, _ in compared for row in rows]
     found: list[dict] = []
     for group, (rows, notes), panel in zip(groups, compared, panels, strict=True):
-        said = [*group.notes, *(panel.notes if panel else []), *notes]
+        first = dict.fromkeys(filter(None, [panel.unfit if panel else "", *(row.unfit for row in rows)]))
+        said = [*first, *group.notes, *(panel.notes if panel else []), *notes]
         found.append(
             {
                 "title": group.title,
@@ -90,7 +91,10 @@ def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], list[d
         item["table"] = methods_table(group, item["rows"], panel, len(family))
         # Why there is no mean, where there is none.
         item["notes"] += [note for note in (panel.notes if panel else ()) if note not in item["notes"]]
-    return found, [{"title": p.title, "note": " ".join(p.notes), "pictures": _pictures(p, axes)} for p in means]
+    return found, [
+        {"title": p.title, "note": " ".join(filter(None, [p.unfit, *p.notes])), "pictures": _pictures(p, axes)}
+        for p in means
+    ]
 
 
 def page(found: list[dict], means: list[dict], cfg: DictConfig) -> tuple[bytes, str]:
@@ -177,7 +181,7 @@ def methods_table(group: Group, rows: Sequence[ComparedRun], panel: Panel | None
     width = number(rows[0].margin if rows else SCORE.margin, what.scale if what else SCORE.scale)
     there = f"% at {HEADLINE[1] // 1024}k on {HEADLINE[0]}"
     headings = ["run", "verdict", title, "n", f"difference, {unit} [95 %]", "lost / gained", "p Holm"]
-    headings += [f"p equal +-{width}", "would show", f"{RESIDENT.short} %", there, "frontier"]
+    headings += [f"p equal +-{width}", "would show", f"{RESIDENT.short} %", there, "standing"]
     headings += [f"{AVERAGE.short} %", f"{PEAK.short} %", f"{TIME.unit} / token"]
     return {
         "caption": "Paired on the same samples; % of an FP16 full cache for the same tokens. Wide tables scroll.",
@@ -369,11 +373,13 @@ def settings_rows(group: Group) -> list[dict]:
 def picture_words(panel: Panel, axis: str) -> str:
     """Describe a picture in words, for readers who cannot see it."""
     places = standing(panel, axis)
-    front = [point.label for point in panel.points if places.get(point.key) in (FRONTIER, NEAR)]
+    front = [point.label for point in panel.points if places.get(point.key) in (BEST, NEAR)]
     beaten = sum(place == DOMINATED for place in places.values())
     words = f"{panel.title}: {panel.what.title} against {COSTS[axis].title} for {len(panel.points)} runs."
+    if panel.unfit:
+        return f"{panel.unfit} {words}"
     if front:
-        words += f" On the frontier of the estimates: {', '.join(front)}."
+        words += f" Best estimates: {', '.join(front)}."
     return f"{words} Dominated at 5 % for the whole table: {beaten}. All numbers are in the table of methods."
 
 

@@ -118,7 +118,8 @@ def text(table: PaperTable, layout: Layout) -> str:
             block, used = [0], widths[0]
         block.append(place)
         used += 1 + widths[place]
-    lines = [table.title]
+    lines = [piece for why in table.unfit for piece in textwrap.wrap(f"! {_line(why)}", max(40, layout.width))]
+    lines.append(table.title)
     for part in [*blocks, block]:
         for row in words:
             cells = [row[0].ljust(widths[0]), *(row[place].rjust(widths[place]) for place in part[1:])]
@@ -138,7 +139,8 @@ def markdown(table: PaperTable, layout: Layout) -> str:
 
     head, *body = grid(table, layout, write)
     rule = ["---", *["---:"] * (len(head) - 1)]
-    lines = [write(_line(table.title), True), "", *(f"| {' | '.join(row)} |" for row in (head, rule, *body)), ""]
+    lines = [part for why in table.unfit for part in (write(_line(why), True), "")]
+    lines += [write(_line(table.title), True), "", *(f"| {' | '.join(row)} |" for row in (head, rule, *body)), ""]
     return "\n".join([*lines, *(f"- {write(line)}" for line in legend(table, "bold"))])
 
 
@@ -151,9 +153,11 @@ def _escaped(words: str, is_best: bool = False) -> str:
 def latex(table: PaperTable, layout: Layout) -> str:
     """A `table*` with booktabs; categories stand above their columns. The notes are comments."""
     head, *body = grid(table, layout, _escaped)
-    lines = [f"% {line}" for line in legend(table, "bold")]
+    why = " ".join(map(_line, table.unfit))
+    lines = [f"% {line}" for line in [*map(_line, table.unfit), *legend(table, "bold")]]
     lines += [r"% needs \usepackage{booktabs,graphicx}", r"\begin{table*}[t]", r"\centering"]
-    lines.append(f"\\caption{{{_escaped(_line(f'{table.title}: {table.what.title}, {table.what.unit}.'))}}}")
+    caption = f"{why} {_line(f'{table.title}: {table.what.title}, {table.what.unit}.')}".strip()
+    lines.append(f"\\caption{{{_escaped(caption)}}}")
     lines += [r"\resizebox{\textwidth}{!}{%", f"\\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", r"\toprule"]
     if table.spans and not layout.turned:
         cells, rules, place = ["", ""], [], 3  # the columns begin after the run and its bytes

@@ -79,6 +79,8 @@ class PaperTable:
     """Categories above the columns, with how many columns each has; empty without any."""
     rows: list[Row]
     notes: list[str]
+    unfit: list[str]
+    """Why there is no best of a column: sentences that are said before the table."""
 
 
 def tables_of(groups: Sequence[Group], cfg: Mapping) -> list[PaperTable]:
@@ -149,6 +151,7 @@ def _table(groups: Sequence[Group], cfg: Mapping) -> PaperTable:
     first, by = groups[0], cfg["by"]
     what = measure(str(cfg["metric"]), first)
     notes = list(dict.fromkeys(note for group in groups for note in group.notes))
+    why = [group.unfit(what) for group in groups]
     rows = _rows(groups, by, what, cfg["incomplete"], notes)
     there = sorted({key for row in rows for key in row.values})
     columns, spans = _headings(first.task, by, there)
@@ -157,7 +160,7 @@ def _table(groups: Sequence[Group], cfg: Mapping) -> PaperTable:
         having = [row for row in rows if key in row.values]
         if having:
             shared[key] = sorted(set.intersection(*(set(row.values[key]) for row in having)))
-            _fill(having, key, shared[key], first, what, cfg)
+            _fill(having, key, shared[key], first, what, cfg, is_fit=not any(why[place] for _, _, place in shared[key]))
             most = max(len(row.values[key]) for row in having)
             if len(shared[key]) < most:
                 notes.append(f"{columns[key]}: over the {len(shared[key])} of {most} samples that all its rows have")
@@ -166,7 +169,7 @@ def _table(groups: Sequence[Group], cfg: Mapping) -> PaperTable:
     for row in whole:
         row.values[AVERAGE] = {sample: value for values in row.values.values() for sample, value in values.items()}
     if whole:
-        _fill(whole, AVERAGE, samples, first, what, cfg)
+        _fill(whole, AVERAGE, samples, first, what, cfg, is_fit=not any(why))
     missing = [columns[key] for key in columns if key not in shared]
     count = len(columns) - len(missing)
     columns[AVERAGE] = f"Avg ({count} of {len(columns)})" if missing else "Avg"
@@ -180,7 +183,8 @@ def _table(groups: Sequence[Group], cfg: Mapping) -> PaperTable:
         notes.append("the average is over subsets, not over categories, as in every other table")
     title = first.title if len(groups) == 1 else f"{first.task} with {first.model}"
     rows.sort(key=lambda row: (row.method != FULL, row.method, _natural(row.label)))
-    return PaperTable(title=title, what=what, columns=columns, spans=spans, rows=rows, notes=notes)
+    named = [f"{group.title}: {reason}" for group, reason in zip(groups, why, strict=True) if reason]
+    return PaperTable(title=title, what=what, columns=columns, spans=spans, rows=rows, notes=notes, unfit=named)
 
 
 def _natural(label: str) -> list[tuple[float, str]]:
@@ -237,8 +241,10 @@ def _by_column(run: StoredRun, column: Callable[[SampleRecord], str]) -> dict[st
     return result
 
 
-def _fill(rows: Sequence[Row], key: str, samples: Sequence[Sample], group: Group, what: Measure, cfg: Mapping) -> None:
-    """Put one column into the rows that have it, and mark what is best."""
+def _fill(
+    rows: Sequence[Row], key: str, samples: Sequence[Sample], group: Group, what: Measure, cfg: Mapping, *, is_fit: bool
+) -> None:
+    """Put one column into the rows that have it, and mark what is best where anything can be judged by it."""
     if not samples:
         return
     by_subset: dict[tuple[str, int], list[Sample]] = {}
@@ -252,7 +258,7 @@ def _fill(rows: Sequence[Row], key: str, samples: Sequence[Sample], group: Group
         row.cells[key] = Cell(value=float(strata.mean()), interval=interval, num_samples=len(samples))
         if row.method != FULL:
             found.append((row.cells[key], strata))
-    if len(found) < 2:
+    if len(found) < 2 or not is_fit:
         return
     sign = 1 if what.higher_is_better else -1
     best = max(found, key=lambda one: sign * one[0].value)

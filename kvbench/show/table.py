@@ -16,6 +16,7 @@ from kvbench.show.labels import differ_in_length, label_runs
 from kvbench.show.progress import format_bytes
 from kvbench.show.terminal import number, span
 from kvbench.show.text import MESSAGE_LENGTH, safe
+from kvbench.show.unfit import unfit_run
 from kvbench.stats.intervals import Estimate
 
 Cell = Callable[[RunRecord], str]
@@ -378,7 +379,9 @@ def render(records: Sequence[RunRecord]) -> Group:
         *(table for some in (_by, _answers, long_tables, _drift) for table in some(records)),
     ]
     notes = [Text(safe(note, MESSAGE_LENGTH), style="dim") for note in _notes(records)]
-    return Group(*(part for table in tables for part in (table, Text())), *notes)
+    whys = dict.fromkeys(unfit_run(record) for record in records if record.method == FULL)
+    first = [Text(f"! {safe(why, MESSAGE_LENGTH)}", style="bold") for why in whys if why]
+    return Group(*first, *(part for table in tables for part in (table, Text())), *notes)
 
 
 def show(records: Sequence[RunRecord], paths: Sequence[Path] = (), *, console: Console | None = None) -> None:

@@ -91,8 +91,8 @@ def test_points_and_their_standing(sweep):
     low, high = points["fp8"].costs["peak"].interval
     assert low < points["fp8"].costs["peak"].value < high
     assert places_of(panel) == {
-        "good budget=0.2": "frontier",
-        "good budget=0.4": "frontier",
+        "good budget=0.2": "best estimate",
+        "good budget=0.4": "best estimate",
         "close": "open",
         "fp8": "open",
         "full": "open",
@@ -109,17 +109,17 @@ def test_dominance_needs_both_axes(tmp_path):
     store(tmp_path, "dearer", SCORES, ratio=0.5)
     store(tmp_path, "twin", flips(SCORES, 25, 0), ratio=0.2)
     panel = panel_of(tmp_path)
-    assert places_of(panel) == {"full": "open", "bad": "open", "dearer": "frontier", "twin": "frontier"}
+    assert places_of(panel) == {"full": "open", "bad": "open", "dearer": "best estimate", "twin": "best estimate"}
 
 
 def test_lower_is_better_turns_everything_round(tmp_path):
-    """With nll the run of the lower value is on the frontier, and the picture's axis points up to it."""
+    """With nll the run of the lower value is the best estimate, and the picture's axis points up to it."""
     noise = np.random.default_rng(0).random(80) / 10
     store(tmp_path, "full", SCORES, ratio=1.0)
     store(tmp_path, "worse", SCORES, ratio=0.6, nll=lambda number: 0.5 + noise[number])
     store(tmp_path, "better", SCORES, ratio=0.5, nll=lambda number: 0.2 + noise[-number])
     panel = panel_of(tmp_path, "metric=nll")
-    assert places_of(panel) == {"full": "frontier", "worse": "dominated", "better": "frontier"}
+    assert places_of(panel) == {"full": "best estimate", "worse": "dominated", "better": "best estimate"}
     bottom, top = figure_of(panel).axes[0].get_ylim()
     assert bottom > top
 
@@ -206,7 +206,7 @@ def test_command_writes_the_same_bytes_twice(sweep, capsys):
     for name in names:
         assert (sweep / "one" / name).read_bytes() == (sweep / "two" / name).read_bytes(), name
     rows = list(csv.DictReader((sweep / "one/pareto.csv").open()))
-    assert len(rows) == 6 and {row["resident_standing"] for row in rows} == {"frontier", "open", "dominated"}
+    assert len(rows) == 6 and {row["resident_standing"] for row in rows} == {"best estimate", "open", "dominated"}
     assert "dominated" in first and "-30.0 [" in first
 
 
@@ -244,7 +244,7 @@ def test_names_in_the_picture_do_not_overlap(tmp_path):
     assert sum(len(axes.texts) for axes in made.axes[1:]) == 20
 
 
-def test_names_of_the_frontier_are_short():
+def test_names_of_the_best_estimates_are_short():
     """Beside a point there is room for the method and its values only."""
     labels = ["full", "snapkv budget=0.25", "diffkv alpha_h=5.0 alpha_l=0.02", "full batch 8"]
     short = [short_label(label) for label in labels]

@@ -127,7 +127,7 @@ def test_page_can_be_read_without_eyes(sweep, quick):
     page = make(sweep)
     assert page.named("html")[0]["lang"] == "en" and len(page.named("h1")) == len(page.named("main")) == 1
     (image,) = page.named("img")
-    assert "On the frontier of the estimates: " in image["alt"] and "exact" in image["alt"]
+    assert "Best estimates: " in image["alt"] and "exact" in image["alt"]
     assert all(attributes.get("scope") in ("row", "col") for attributes in page.named("th"))
     assert all(a.get("aria-label") for a in page.named("div") if a.get("role") == "region")
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]

@@ -126,7 +126,7 @@ def test_time_is_no_evidence(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "times are no evidence" in shown
     lines = [line for line in shown.splitlines() if line.startswith("minikv")]
-    assert len(lines) == 2 and not any("dominated" in line or "frontier" in line for line in lines)
+    assert len(lines) == 2 and not any("dominated" in line or "best estimate" in line for line in lines)
 
 
 def test_the_same_questions_again_are_no_more_questions(tmp_path):
@@ -150,7 +150,7 @@ def test_the_same_questions_again_are_no_more_questions(tmp_path):
 
 def test_dominance_is_corrected_and_has_a_tie(tmp_path):
     """Twelve runs of equal quality: none is dominated. A run that is cheaper by half a percent dominates nothing, and
-    one that is better by less than the margin is on the frontier within the margin only."""
+    one that is better by less than the margin is a best estimate within the margin only."""
     rng = np.random.default_rng(8)
     base = rng.lognormal(0, 1, 24)
     scores = {"a": [1] * 24}
@@ -169,7 +169,13 @@ def test_dominance_is_corrected_and_has_a_tie(tmp_path):
     ):
         store(tmp_path / "tie", name, scores, ratio=ratio, nll=lambda n, v=values: float(v[n]))
     (panel,) = panels(tmp_path / "tie", "metric=nll")
-    expected = {"cheap": "frontier", "same": "open", "twin": "open", "dear": "dominated", "dearest": "within margin"}
+    expected = {
+        "cheap": "best estimate",
+        "same": "open",
+        "twin": "open",
+        "dear": "dominated",
+        "dearest": "within margin",
+    }
     assert places_of(panel) == expected
 
 
