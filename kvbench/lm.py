@@ -7,8 +7,9 @@ need: `TaskManager(include_defaults=False, include_path="kvbench/tasks")`.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from lm_eval.api.model import LM
@@ -16,7 +17,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from kvbench.config.compose import compose
-from kvbench.config.files import FULL
+from kvbench.config.files import FULL, SHARED
 from kvbench.engine.requests import Outcome, Request
 from kvbench.errors import check_whole
 from kvbench.methods.full import Full
@@ -57,7 +58,7 @@ class KvbenchLM(LM):
         rolling_prompt_tokens: Tokens at the beginning of each window of a text that is scored whole which are read and
             compressed at once, as a prompt, and so scored exactly; the rest goes through the cache one by one.
         **overrides: Further settings by their Hydra names, for example `{"method.budget": 256}` or
-            `{"protocol.query_aware": False}`.
+            `{"protocol.query_aware": False}`; those of the method without `method.`, too.
 
     Raises:
         ValueError: a setting is unknown or out of range.
@@ -83,18 +84,31 @@ class KvbenchLM(LM):
         if device is not None:
             wanted["model.device"] = device
         self._parts = Loaders()
-        asked = RunConfig.read(compose([f"{key}={_hydra(value)}" for key, value in (wanted | overrides).items()]))
+        wanted |= full_names(method, overrides)
+        asked = RunConfig.read(compose([f"{key}={_hydra(value)}" for key, value in wanted.items()]))
         asked = replace(asked, fidelity=replace(asked.fidelity, max_tokens=0))  # lm-eval forces no answers
         self.config, self.policy, self.model = load_method(asked, self._parts, _log.warning)
         self.protocol = Protocol.from_mapping(self.config.protocol)
         self._device = self.model.device
         self.rolling_prompt_tokens = check_whole("rolling_prompt_tokens", rolling_prompt_tokens, 1)
         self._rendered = False
+        self._held: dict[str, list[tuple[float, float]]] = {}  # task -> bytes of each prompt, and of a full cache
 
     @property
     def tokenizer_name(self) -> str:
         """Names the tokenizer in lm-eval's caches."""
         return self.model.fingerprint
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval puts into the configuration of its results: the bytes that were held since it asked last, as
+        means over the prompts of each task, the ratio as in kvbench's tables."""
+        held, self._held = self._held, {}
+        means = {
+            task: {"prompts": len(each), "resident_bytes": fmean(size), "resident_ratio": sum(size) / sum(full)}
+            for task, each in held.items()
+            for size, full in [zip(*each, strict=True)]
+        }
+        return {"kvbench": {"method": self.config.method["_target_"].rpartition(".")[2], "held": means}}
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The tokenizer's template; a named one is not supported."""
@@ -136,7 +150,7 @@ class KvbenchLM(LM):
             choice_request(
                 self.model,
                 sample_id=str(group[0]),
-                subset="loglikelihood",
+                subset=requests[group[0]].task_name or "loglikelihood",
                 context=self._told(context),
                 continuations=[requests[place].args[1] for place in group],
                 rendered=self._rendered,
@@ -179,7 +193,7 @@ class KvbenchLM(LM):
                     asked.append(
                         Request(
                             sample_id=name,
-                            subset="rolling",
+                            subset=instance.task_name or "rolling",
                             segments=(tuple(prompt),),
                             choices=(tuple(rest),),
                             max_new_tokens=0,
@@ -240,7 +254,23 @@ class KvbenchLM(LM):
                 outcomes[outcome.sample_id] = outcome
 
         self._parts.make_engine(self.config, self.model, self.policy).run(requests, on_outcome=keep)
+        for request in requests:
+            if (outcome := outcomes[request.sample_id]).status == "ok":
+                size, full = outcome.ledger["resident_bytes"], outcome.ledger["fp16_bytes"]
+                self._held.setdefault(request.subset, []).append((size, full))
         return outcomes
+
+
+def full_names(method: str, given: Mapping[str, object]) -> dict[str, object]:
+    """Settings by their full names: `budget` is the method's, as in `kvbench.generate`, unless a run has one of that
+    name.
+
+    Raises:
+        ValueError: There is no such method.
+    """
+    run = compose([f"method={method}"])
+    own = {name for name in (*run.method, *SHARED) if name not in run}
+    return {f"method.{name}" if name in own else name: value for name, value in given.items()}
 
 
 def check_rolling(policy: "Policy", prompt_tokens: int) -> None:

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     before = sys.argv
     sys.argv = ["lm_eval", *arguments]
     try:
-        with _small_index(names):
+        with _small_index(names), _bytes_in_tables():
             lm_eval.__main__.cli_evaluate()
     except ImportError as error:
         if error.name is not None and error.name.partition(".")[0] in OWN_PACKAGES:
@@ -71,14 +71,17 @@ def check_whole_texts(names: Sequence[str], arguments: Sequence[str]) -> None:
     if not whole:
         return
     from kvbench.config.compose import compose
-    from kvbench.lm import check_rolling
+    from kvbench.config.files import FULL
+    from kvbench.lm import check_rolling, full_names
     from kvbench.runs.parts import make_policy
 
     given = dict(word.split("=", 1) for word in (flags.model_args or "").split(",") if "=" in word)
-    words = [f"{key}={value}" for key, value in given.items() if key == "method" or key.startswith("method.")]
+    method = given.pop("method", FULL)
+    words = [f"{key}={value}" for key, value in full_names(method, given).items() if key.startswith("method.")]
     prompt_tokens = given.get("rolling_prompt_tokens", "1")
     try:
-        check_rolling(make_policy(compose(words or ["method=full"]).method), 1 if prompt_tokens == "1" else 2)
+        policy = make_policy(compose([f"method={method}", *words]).method)
+        check_rolling(policy, 1 if prompt_tokens == "1" else 2)
     except ValueError as error:
         raise ValueError(f"--tasks {whole[0]}: {error}") from error
 
@@ -97,6 +100,32 @@ def task_names(arguments: Sequence[str]) -> list[str]:
     """List the names behind `--tasks` (`-t`); none when they are patterns or files, which need the whole index."""
     names = [name for word in _flags(arguments).tasks for name in word.split(",") if name]
     return [] if any(sign in name for name in names for sign in "*?[/") else names
+
+
+@contextmanager
+def _bytes_in_tables() -> Iterator[None]:
+    """Let lm-eval's command line show what kvbench's model held below its table of scores."""
+    import lm_eval.utils
+
+    make_table = lm_eval.utils.make_table
+
+    def with_bytes(results: dict, column: str = "results", *args: object, **named: object) -> str:
+        table = make_table(results, column, *args, **named)
+        found = (results.get("config") or {}).get("kvbench") or {"held": {}}
+        if column != "results" or not found["held"]:
+            return table
+        rows = [
+            f"|{task}|{held['prompts']}|{held['resident_bytes']:.0f}|{100 * held['resident_ratio']:.1f}|"
+            for task, held in found["held"].items()
+        ]
+        head = [f"|held by {found['method']}|prompts|mean bytes|% of an FP16 full cache|", "|---|--:|--:|--:|"]
+        return "\n".join([table, *head, *rows, ""])
+
+    lm_eval.utils.make_table = with_bytes
+    try:
+        yield
+    finally:
+        lm_eval.utils.make_table = make_table
 
 
 @contextmanager

@@ -24,7 +24,7 @@ def test_lm_evals_command_line_knows_kvbench(folder, tmp_path, capsys) -> None:
         "--model",
         "kvbench",
         "--model_args",
-        f"method=snapkv,model=random,method.budget=16,method.window=4,{model_args}",
+        f"method=snapkv,model=random,budget=16,method.window=4,{model_args}",
     ]
     words += ["--tasks", "demo_pick,demo_write", "--include_path", str(folder), "--output_path", str(tmp_path)]
     start = time.monotonic()
@@ -33,7 +33,12 @@ def test_lm_evals_command_line_knows_kvbench(folder, tmp_path, capsys) -> None:
     shown = capsys.readouterr().out
     assert "demo_pick" in shown and "exact_match" in shown
     (result,) = tmp_path.rglob("results_*.json")
-    found = json.loads(result.read_text())["results"]
+    whole = json.loads(result.read_text())
+    found, held = whole["results"], whole["config"]["kvbench"]["held"]
+    assert held.keys() == {"demo_pick", "demo_write"} and all(each["resident_bytes"] > 0 for each in held.values())
+    for name, each in held.items():
+        bytes_ = f"|{each['prompts']}|{each['resident_bytes']:.0f}|{100 * each['resident_ratio']:.1f}|"
+        assert "|held by SnapKV|prompts|mean bytes|" in shown and f"|{name}{bytes_}" in shown
     small = lm_of("snapkv", **{"method.budget": 16, "method.window": 4})
     task = task_of(folder, small, "demo_pick")
     wanted = task.aggregate(answered(small, task))["lm_eval"]["demo_pick"]
