@@ -32,7 +32,7 @@ KNOWS = {
     "models": {"errors", "config", "kernels"},
     "results": {"stats", "config", "errors", "rules", "engine", "__init__"},
     "show": {"results", "stats", "config", "errors"},
-    "sizing": {"results", "cache", "policy", "kernels", "config", "errors", "rules"},
+    "sizing": {"results", "cache", "models", "policy", "kernels", "config", "errors", "rules"},
     "evidence": {"results", "stats", "show", "sizing", "config", "errors"},
 }
 # The libraries, beside Python's own, of the rooms that must stay light.

@@ -9,6 +9,7 @@ import torch
 
 from kvbench.errors import MissingWeightsError
 from kvbench.models.checkpoint import SAFELY, How, check_complete, is_fault, read_weights
+from kvbench.models.gguf_header import read_header
 
 if TYPE_CHECKING:
     from gguf import ReaderField
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def check_gguf(path: Path) -> None:
-    """Checks that a path is a GGUF file before anything slow happens."""
+    """Checks that a path is a GGUF file whose header fits in it, with no more layers than tensors, before anything slow
+    happens: transformers would build layers, and read lists, that are not there one by one without an end."""
     if not path.is_file():
         raise MissingWeightsError(
             f"model.path={path}: there is no such file (looked for {path.absolute()}). Give the path of an existing "
@@ -29,6 +31,16 @@ def check_gguf(path: Path) -> None:
             f"model.path={path} is not a GGUF file: it starts with {magic!r} instead of b'GGUF'. "
             "Fetch it again; a Git LFS pointer or a saved web page looks like this too."
         )
+    try:
+        header = read_header(path)
+    except ValueError as error:
+        raise ValueError(f"model.path={path}: kvbench cannot read this GGUF file ({error}). Fetch it again.") from error
+    for key, count in header.fields.items():
+        if key.endswith(".block_count") and not (type(count) is int and 1 <= count <= header.num_tensors):
+            raise ValueError(
+                f"model.path={path} says {key}={count!r:.100}, and has {header.num_tensors} tensors; a model has at "
+                "least one layer, and a layer at least one tensor: fetch the file again"
+            )
 
 
 def read_gguf(path: Path, dtype: torch.dtype) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
@@ -72,15 +84,21 @@ def _reading(path: Path) -> Iterator[None]:
         ) from error
 
 
+def _field(fields: Mapping[str, "ReaderField"], name: str) -> "ReaderField":
+    """A field that the file has to have."""
+    if name not in fields:
+        raise ValueError(f"it has no {name}")
+    return fields[name]
+
+
 def _special_tokens(fields: Mapping[str, "ReaderField"]) -> dict[str, str]:
     """Returns the special tokens that the file names, under transformers' names."""
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    tokens = fields["tokenizer.ggml.tokens"]
     found = {}
     for ours, theirs in names.items():
         field = fields.get(f"tokenizer.ggml.{ours}_token_id")
         if field is not None:
-            found[theirs] = tokens.contents(field.contents())
+            found[theirs] = _field(fields, "tokenizer.ggml.tokens").contents(field.contents())
     return found
 
 
@@ -98,19 +116,20 @@ def _smollm_tokenizer(fields: Mapping[str, "ReaderField"]) -> "PreTrainedTokeniz
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokens = fields["tokenizer.ggml.tokens"].contents()
-    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"].contents()]
+    tokens = _field(fields, "tokenizer.ggml.tokens").contents()
+    merges = [tuple(merge.split(" ")) for merge in _field(fields, "tokenizer.ggml.merges").contents()]
     backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     backend.decoder = decoders.ByteLevel()
-    kinds = fields["tokenizer.ggml.token_type"].contents()
+    kinds = _field(fields, "tokenizer.ggml.token_type").contents()
     control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == TokenType.CONTROL]
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    template = fields.get("tokenizer.chat_template")  # a model that never learnt to chat has none
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         clean_up_tokenization_spaces=False,
-        chat_template=fields["tokenizer.chat_template"].contents(),
+        chat_template=None if template is None else template.contents(),
         **_special_tokens(fields),
     )

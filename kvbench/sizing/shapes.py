@@ -13,8 +13,8 @@ from kvbench.cache.layout import ModelShape
 from kvbench.config.files import package_folder
 from kvbench.config.settings import as_dict, read_config
 from kvbench.errors import unknown_name
+from kvbench.models.gguf_header import read_header
 from kvbench.rules import Whole
-from kvbench.sizing.gguf_header import read_header
 
 HEADLINE = ("llama3-8b", 32768)  # the model and the length that byte counts of small models are projected to
 SIZES = ("layers", "q_heads", "kv_heads", "head_dim")

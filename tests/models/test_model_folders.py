@@ -239,12 +239,11 @@ def test_a_folder_that_changes_while_it_is_loaded_is_refused(folder, monkeypatch
         load(folder)
 
 
-def test_a_gguf_file_that_lacks_tensors_is_refused(tmp_path):
-    """A GGUF file without one of the projections is refused by the tensor's name."""
+def write_gguf(path, *, lacks=(), pre=None, blocks=1):
+    """A llama of one layer as a GGUF file."""
     gguf = pytest.importorskip("gguf")
-    path = tmp_path / "small.gguf"
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(1)
+    writer.add_block_count(blocks)
     writer.add_context_length(64)
     writer.add_embedding_length(32)
     writer.add_feed_forward_length(48)
@@ -253,12 +252,16 @@ def test_a_gguf_file_that_lacks_tensors_is_refused(tmp_path):
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(260)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"<{i}>" for i in range(260)])
+    if pre:
+        writer.add_tokenizer_pre(pre)
+    if "tokens" not in lacks:
+        writer.add_token_list(["a", "b", "ab", *(f"<{i}>" for i in range(257))])
     writer.add_token_types([1] * 260)
-    writer.add_token_merges(["<1> <2>"])
-    shapes = {"attn_q": (32, 32), "attn_v": (32, 32), "attn_output": (32, 32), "attn_norm": (32,), "ffn_norm": (32,)}
-    shapes |= {"ffn_gate": (48, 32), "ffn_up": (48, 32), "ffn_down": (32, 48)}
-    tensors = {f"blk.0.{name}.weight": shape for name, shape in shapes.items()}
+    if "merges" not in lacks:
+        writer.add_token_merges(["a b"])
+    shapes = {"attn_q": (32, 32), "attn_k": (32, 32), "attn_v": (32, 32), "attn_output": (32, 32)}
+    shapes |= {"attn_norm": (32,), "ffn_norm": (32,), "ffn_gate": (48, 32), "ffn_up": (48, 32), "ffn_down": (32, 48)}
+    tensors = {f"blk.0.{name}.weight": shape for name, shape in shapes.items() if name not in lacks}
     tensors |= {"token_embd.weight": (260, 32), "output_norm.weight": (32,), "output.weight": (260, 32)}
     for name, shape in tensors.items():
         writer.add_tensor(name, torch.ones(shape).numpy())
@@ -266,5 +269,25 @@ def test_a_gguf_file_that_lacks_tensors_is_refused(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ValueError, match=r"model.path=.*small.gguf do not fit .* lack model.layers.0.self_attn.k_proj"):
-        load_model({"kind": "gguf", "path": str(path), "device": "cpu"})
+    return {"kind": "gguf", "path": str(path), "device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ({"lacks": ["attn_k"]}, "do not fit .* lack model.layers.0.self_attn.k_proj"),
+        ({"blocks": 10**9}, "says llama.block_count=1000000000, and has 12 tensors"),
+        ({"blocks": 0}, "says llama.block_count=0, and has 12 tensors"),
+        ({"pre": "smollm", "lacks": ["merges"]}, r"cannot read this GGUF file \(it has no tokenizer.ggml.merges\)"),
+    ],
+)
+def test_a_gguf_file_that_lacks_something_is_refused(tmp_path, made, said):
+    """A file without a projection or a part of the tokenizer, and one with more layers than tensors, are named."""
+    with pytest.raises(ValueError, match=f"model.path=.*small.gguf.* {said}"):
+        load_model(write_gguf(tmp_path / "small.gguf", **made))
+
+
+def test_a_gguf_file_need_not_chat(tmp_path):
+    """SmolLM's tokenizer is built without a chat template where the file has none."""
+    loaded = load_model(write_gguf(tmp_path / "small.gguf", pre="smollm"))
+    assert not loaded.chat_template and loaded.tokenizer.chat_template is None

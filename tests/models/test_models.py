@@ -4,12 +4,14 @@ import json
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import urllib.request
 
 import pytest
 import torch
+from gguf_bytes import gguf_header, text
 from omegaconf import OmegaConf
 from places import ROOT
 
@@ -160,6 +162,7 @@ def test_cached_hub_id_loads_without_the_network(folder, tmp_path, monkeypatch):
         (None, "no such file"),
         (b"version https", r"starts with b'vers' instead of b'GGUF'"),
         (b"GGUF\x03", "cannot read"),
+        (gguf_header(fields=[text("x") + struct.pack("<IIQ", 9, 0, 2**40)]), "names more than the file holds"),
     ],
 )
 def test_bad_gguf_files(tmp_path, content, message):

@@ -6,7 +6,7 @@ import time
 import pytest
 from gguf_bytes import gguf_header, text
 
-from kvbench.sizing.gguf_header import read_header
+from kvbench.models.gguf_header import read_header
 from kvbench.sizing.shapes import find_shape
 
 
