@@ -285,9 +285,19 @@ _READ: dict[type, Mapping[str, Declared]] = {}  # class -> its settings; every o
 
 
 def declared(kind: type) -> Mapping[str, Declared]:
-    """The settings of a dataclass by name: the fields that its constructor takes."""
+    """The settings of a dataclass by name: the fields that its constructor takes.
+
+    Raises:
+        ValueError: An annotation of the class is none.
+    """
     if kind not in _READ:
-        hints = get_type_hints(kind, include_extras=True)
+        try:
+            hints = get_type_hints(kind, include_extras=True)
+        except Exception as error:  # whatever evaluating somebody's text raises
+            raise ValueError(
+                f"the annotations of {kind.__name__} cannot be read ({type(error).__name__}: {error}); a setting has "
+                "a type, such as Annotated[int, Whole(1)]"
+            ) from error
         _READ[kind] = {item.name: Declared(item.name, hints[item.name]) for item in fields(kind) if item.init}
     return _READ[kind]
 

@@ -33,6 +33,8 @@ class Case:
     same run."""
     says: tuple[str, ...] = ()
     """Texts of which a refusal has one."""
+    guest: bool = False
+    """Code of one's own is at work: its author is shown the way to what it raised, and told that it is not kvbench."""
 
 
 def spots(value: Any, path: tuple = ()) -> Iterator[tuple]:

@@ -30,9 +30,9 @@ def _guard(folder: Path) -> None:
         if isinstance(path, str | bytes | os.PathLike):
             whole = os.path.realpath(os.fsdecode(path))
             if not whole.startswith(f"{folder}/") and whole not in (os.devnull, "/dev/tty"):
-                os.write(2, f"\nwants to write {whole!r}\n".encode(errors="replace"))
                 traceback.print_stack()
                 sys.stderr.flush()
+                os.write(2, f"\nwants to write {whole!r}\n".encode(errors="replace"))
                 os._exit(STOPPED)
 
     def hook(event: str, given: tuple) -> None:
@@ -62,6 +62,10 @@ def _be_child(folder: Path, jobs: list[Callable[[], object]], said: Path) -> Non
     os.environ |= {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"), "SECRET": SECRET, "COLUMNS": "200"}
     os.environ |= {"KVBENCH_CACHE": str(folder / "home" / "cache"), "XDG_CACHE_HOME": str(folder / "home" / "cache")}
     os.environ |= {"MPLCONFIGDIR": str(folder / "home" / "cache"), "HF_HUB_OFFLINE": "1"}
+    import datasets.config  # which has asked for the home of the process before
+
+    for name in ("HF_DATASETS_CACHE", "DOWNLOADED_DATASETS_PATH", "EXTRACTED_DATASETS_PATH", "HF_MODULES_CACHE"):
+        setattr(datasets.config, name, folder / "home" / "cache")
     tempfile.tempdir = None
     os.chdir(folder / "in")
     sys.path[:] = [path for path in sys.path if path]

@@ -215,7 +215,7 @@ def method(draw: random.Random, folder: Path, base: Path) -> Case:
         commands.insert(
             1, ["--config-dir", "mine", draw.choice(("list", "help")), *draw.choice((["methods"], ["toy"]))]
         )
-    return Case(f"{kind}: {what}", commands, wants=wants, says=says)
+    return Case(f"{kind}: {what}", commands, wants=wants, says=says, guest=True)
 
 
 TASK = """task: own
@@ -268,4 +268,4 @@ def task(draw: random.Random, folder: Path, base: Path) -> Case:
     (folder / "mine" / "own.py").write_text(f"def score(doc, results):\n    {score}\n")
     (folder / "rows.json").write_text('[{"question": "a", "answer": "b"}, {"question": "c", "answer": "d"}]')
     words = ["method=snapkv", "task=lm_eval", "task.name=own", "task.include_path=mine", "reference=none", *SMALL]
-    return Case(f"{score}, {parts}", [words, ["compare", *ROOT, "resamples=100"]], wants="end")
+    return Case(f"{score}, {parts}", [words, ["compare", *ROOT, "resamples=100"]], guest=True)

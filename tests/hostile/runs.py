@@ -6,8 +6,9 @@ import os
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
-from hostile.case import HOSTILE_TEXTS, OUTSIDE, Case, edit
+from hostile.case import HOSTILE_TEXTS, OUTSIDE, Case, edit, spots
 from hostile.child import command, shared
 
 from kvbench.results.sample import seal_of
@@ -53,6 +54,9 @@ ABOUT = (
 )
 
 
+NUMBERS = ("metrics", "ledger", "kept", "fidelity", "drift", "counts", "comparison", "task_aggregate")
+
+
 def untouched(base: Path) -> Path:
     """The results of two runs that nobody tampered with."""
     return shared(base, "results", command(*BASE))
@@ -76,7 +80,7 @@ def record(draw: random.Random, folder: Path, base: Path) -> Case:
     run = copied(base, folder)
     path = run / "run.json"
     content = json.loads(path.read_text())
-    kind = draw.choice(("anything", "anything", "about", "status", "numbers", "text", "twice"))
+    kind = draw.choice((*("anything", "numbers", "numbers", "numbers") * 2, "about", "status", "text", "twice"))
     if kind == "text":
         text = path.read_text()
         at = draw.randrange(len(text))
@@ -88,12 +92,31 @@ def record(draw: random.Random, folder: Path, base: Path) -> Case:
     elif kind == "twice":
         path.write_text(path.read_text().rstrip()[:-1] + ', "method": "full", "status": "complete"}')
         what, wants = "keys twice", "end"
+    elif kind == "numbers":
+        what, wants = _number(content, draw), "seen"
+        path.write_text(json.dumps(content))
     else:
-        within = {"about": ABOUT, "status": ("status", "counts"), "numbers": ("metrics", "ledger", "kept", "fidelity")}
-        what = edit(content, draw, within=within.get(kind, ()))
+        what = edit(content, draw, within={"about": ABOUT, "status": ("status", "counts")}.get(kind, ()))
         path.write_text(json.dumps(content))
         wants = "end" if kind == "about" or what.split()[-1].split(".")[0].split("=")[0] in ABOUT else "seen"
     return Case(what, reading(draw, folder, run), wants=wants)
+
+
+def _number(content: dict, draw: random.Random) -> str:
+    """Change a number of a record to another one that it might be."""
+    inner: Any = content
+    path = draw.choice([spot for spot in spots(content) if spot[0] in NUMBERS and _is_number(content, spot)])
+    for key in path[:-1]:
+        inner = inner[key]
+    value = inner[path[-1]]
+    inner[path[-1]] = draw.choice([new for new in (0, 1, 2 * value, value + 1, value / 2) if new != value])
+    return f"{'.'.join(map(str, path))}: {value} is {inner[path[-1]]}"
+
+
+def _is_number(value: Any, path: tuple) -> bool:
+    for key in path:
+        value = value[key]
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def lines(draw: random.Random, folder: Path, base: Path) -> Case:

@@ -106,7 +106,7 @@ def faults_of(case: Case, folder: Path, base: Path) -> list[str]:
     if how:
         return [*found, f"{how}: {''.join(text for *_, text in reached)[-2000:]}"]
     for told in reached:
-        found += manners(*told)
+        found += manners(*told, guest=case.guest)
     words, code, text = reached[0]
     if case.wants == "refused" and code == "0":
         found.append(f"{words} is not refused: {text[-500:]}")
@@ -126,9 +126,10 @@ def shown(words: list[str]) -> str:
     return " ".join(words).encode("unicode_escape").decode()[:150]
 
 
-def manners(words: str, code: str, text: str) -> Iterator[str]:
+def manners(words: str, code: str, text: str, guest: bool) -> Iterator[str]:
     """What is wrong with how a command ended and what it said."""
-    if any(word in text for word in TRACES):
+    traces = TRACES[1:] if guest and re.search("error: .+ raised ", text) else TRACES
+    if any(word in text for word in traces):
         yield f"{words}: a traceback: {text[-2000:]}"
     elif code not in ("0", "1", "2") or (code == "2" and "error: " not in text) or (code == "1" and not text.strip()):
         yield f"{words}: exit {code} without a word: {text[-500:]}"

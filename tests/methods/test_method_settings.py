@@ -2,6 +2,7 @@
 from what is declared, so that a new setting is covered without being named here."""
 
 import inspect
+from dataclasses import dataclass
 
 import pytest
 from conformance_helpers import METHODS, settings_of
@@ -9,6 +10,7 @@ from omegaconf import OmegaConf
 from wrong_values import wrong
 
 from kvbench.config.files import SHARED
+from kvbench.policy import Policy
 from kvbench.policy.settings import BudgetRule, check_sizes
 from kvbench.rules import Number, Text, Whole, declared
 from kvbench.runs.parts import make_policy, policy_class
@@ -66,6 +68,14 @@ def test_every_setting_says_what_it_may_be_both_ends_of_a_range_included():
             assert all(rule.fits(value) for value in ends), (name, setting)
         if isinstance(rule, Number):
             assert rule.fits(rule.low) is not rule.above and rule.fits(rule.high), (name, setting)
+
+
+@pytest.mark.parametrize("annotation", ["no such type", "(", "missing.Name"])
+def test_an_annotation_that_is_none_is_refused(annotation):
+    """What evaluating the text raises becomes one sentence with the class; it was called a fault of kvbench."""
+    kind = dataclass(type("Toy", (Policy,), {"__annotations__": {"share": annotation}, "share": 0.5}))
+    with pytest.raises(ValueError, match=r"annotations of Toy cannot be read \((SyntaxError|NameError): "):
+        declared(kind)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -1,5 +1,6 @@
 """Any lm-eval task by name: the same scores as lm-eval's own loop, through the compressed cache; clear errors."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,22 @@ def test_choices_of_the_full_cache_are_transformers_own(folder) -> None:
                 logp = plain(torch.tensor([[*prompt, *tokens]])).logits[0].float().log_softmax(-1)
             wanted = sum(float(logp[len(prompt) - 1 + at, token]) for at, token in enumerate(tokens))
             assert found["loglikelihood"] == pytest.approx(wanted, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("doc_to_text: 5", r"cannot make the prompt of document 0 \(AssertionError: Context is not a string! : 5\)"),
+        ('doc_to_text: "{{ question.missing.x }}"', r"cannot make .* \(UndefinedError: "),
+        ('doc_to_text: "{{"', r"cannot make .* \(TemplateSyntaxError: "),
+    ],
+)
+def test_what_lm_eval_raises_over_a_task_is_told_of_the_task(folder, tmp_path, line, message) -> None:
+    """A broken YAML is its maker's, and was called a fault of kvbench; lm-eval raises whatever there is."""
+    text = re.sub("doc_to_text: .*", lambda _: line, WRITE.replace("demo_write", "odd"))
+    (tmp_path / "odd.yaml").write_text(text + DATA.format(folder=folder))
+    with pytest.raises(ValueError, match=f"task.name=odd: lm-eval {message}"):
+        task_of(tmp_path, lm_of(), "odd")
 
 
 def test_groups_and_tags_find_their_members(folder) -> None:

@@ -22,7 +22,7 @@ from kvbench.errors import unknown_name
 from kvbench.rules import VALUES, Choice, Text, Whole
 from kvbench.tasks.chat import check_template, render_chat, require_template, thinking_label
 from kvbench.tasks.choices import choice_request
-from kvbench.tasks.harness.find import load_tasks, manager_of, weighting_of
+from kvbench.tasks.harness.find import cannot, load_tasks, manager_of, weighting_of
 from kvbench.tasks.harness.score import Doc, HarnessTaskSet, common_metrics
 from kvbench.tasks.lmeval import quiet
 from kvbench.tasks.prompts import PromptBuilder, generation_rules
@@ -172,16 +172,22 @@ class HarnessTask(Task):
         """The requests of a task's documents that a run asks, each with what scores it."""
         found = []
         for doc_id, doc in ask.drawn(list(enumerate(task.eval_docs)), leaf):
-            text = task.fewshot_context(
-                doc,
-                num_fewshot=task.get_config("num_fewshot"),
-                system_instruction=ask.protocol.system,
-                apply_chat_template=rendered,
-                fewshot_as_multiturn=rendered,
-                chat_template=partial(render_chat, ask.model, protocol=ask.protocol) if rendered else None,
-                gen_prefix=task.doc_to_prefix(doc),
-            )
-            made = task.construct_requests(doc=doc, ctx=text, metadata=(leaf, doc_id, 1), apply_chat_template=rendered)
+            try:
+                text = task.fewshot_context(
+                    doc,
+                    num_fewshot=task.get_config("num_fewshot"),
+                    system_instruction=ask.protocol.system,
+                    apply_chat_template=rendered,
+                    fewshot_as_multiturn=rendered,
+                    chat_template=partial(render_chat, ask.model, protocol=ask.protocol) if rendered else None,
+                    gen_prefix=task.doc_to_prefix(doc),
+                )
+                told = {"metadata": (leaf, doc_id, 1), "apply_chat_template": rendered}
+                made = task.construct_requests(doc=doc, ctx=text, **told)
+            except (ValueError, OSError, MemoryError):  # among them what `render_chat` says
+                raise
+            except Exception as error:
+                raise cannot(leaf, f"the prompt of document {doc_id}", error) from error
             instances = made if isinstance(made, list) else [made]
             if len({instance.args[0] for instance in instances}) > 1:
                 raise ValueError(f"task.name={leaf} scores its choices behind more than one prompt; {_OTHER_WAY}")

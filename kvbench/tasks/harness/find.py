@@ -10,6 +10,7 @@ from importlib.metadata import requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench.errors import what_happened
 from kvbench.stats.strata import Weighting
 from kvbench.tasks.files import MissingDataError
 from kvbench.tasks.lmeval import lmeval_tasks_folder, quiet
@@ -155,7 +156,7 @@ def load_tasks(manager: "TaskManager", name: str, data_dir: str | None) -> "dict
 
     Raises:
         MissingDataError: The data is not here and not to be had.
-        ValueError: A task needs something else that is not here.
+        ValueError: A task needs something else that is not here, or is broken.
     """
     import datasets
 
@@ -185,13 +186,20 @@ def load_tasks(manager: "TaskManager", name: str, data_dir: str | None) -> "dict
     except LookupError as error:  # nltk's, for a text model of its own that it has not
         wanted = re.search(r"nltk\.download\('([\w.]+)'\)", str(error))
         if wanted is None:
-            raise
+            raise cannot(name, "its data", error) from error
         raise ValueError(
             f"task.name={name} needs {wanted[1]} of nltk, which is not here; `python -m nltk.downloader {wanted[1]}` "
             "gets it where there is a network"
         ) from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise _missing(name, manager, error) from error
+    except Exception as error:  # a task is YAML, templates and programs of its makers, which may raise anything
+        raise cannot(name, "its data", error) from error
+
+
+def cannot(name: str, what: str, error: Exception) -> ValueError:
+    """Say that lm-eval raised something over a task, and which of it."""
+    return ValueError(f"task.name={name}: lm-eval cannot make {what} ({what_happened(error)}); repair the task's YAML")
 
 
 def _missing(name: str, manager: "TaskManager", error: Exception) -> MissingDataError:
