@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from kvbench.results.identity import hash_identity
 from kvbench.results.provenance import Git, Machine, Versions
 from kvbench.results.typed import MAX_BYTES, Misfit, parse, read_json
 from kvbench.results.writing import write_record
@@ -266,7 +267,8 @@ class RunRecord:
         """Read `run.json`; None when the folder has none yet.
 
         Raises:
-            ValueError: It is not JSON, of another schema version, or a field has another type than here.
+            ValueError: It is not JSON, of another schema version, a field has another type than here, or the identity
+                was edited: the numbers of one run would stand under the settings of another.
         """
         path = folder / "run.json"
         try:
@@ -284,11 +286,17 @@ class RunRecord:
                 f"{path} has schema version {version!r}, this kvbench reads {SCHEMA_VERSION}; use another results_dir"
             )
         try:
-            return _read(content)
+            record = _read(content)
         except Misfit as error:
             raise ValueError(
                 f"{path} has fields this kvbench does not know ({error}); use another results_dir"
             ) from error
+        if record.hash and hash_identity(record.identity) != record.hash:
+            raise ValueError(
+                f"{path} was edited: its identity is not the one that its hash {record.hash[:12]} names; remove it, "
+                "the samples beside it are kept"
+            )
+        return record
 
 
 def now() -> str:

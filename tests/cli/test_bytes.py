@@ -8,6 +8,7 @@ from gguf_bytes import gguf_header
 from kvbench.cli.main import main
 from kvbench.engine.requests import Outcome, Request
 from kvbench.evidence import shipped
+from kvbench.results.identity import hash_identity
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import journal_record, write_line
 
@@ -43,9 +44,10 @@ def test_what_data_decide_has_two_rows_and_a_run_makes_them_one(tmp_path, capsys
     assert [row["method"] for row in (least, most)] == ["diffkv, at least", "diffkv, at most"]
     outcome = Outcome(sample_id="a", kept={"slots_per_tier": [50.0, 25.0], "slot_ratio": 0.75}, ledger={})
     request = Request(sample_id="a", subset="s", segments=((1,),))
-    record = RunRecord(method="diffkv", hash="h", identity={"method": {"_target_": "kvbench.methods.diffkv.DiffKV"}})
+    record = RunRecord(method="diffkv", identity={"method": {"_target_": "kvbench.methods.diffkv.DiffKV"}})
+    record.hash = hash_identity(record.identity)
     record.save(tmp_path)
-    (tmp_path / "samples.jsonl").write_bytes(write_line(journal_record(request, outcome, {}, {}), "h"))
+    (tmp_path / "samples.jsonl").write_bytes(write_line(journal_record(request, outcome, {}, {}), record.hash))
     assert main(["bytes", *words, f"run={tmp_path}", f"out={out}"]) == 0
     (row,) = lines(out)
     assert row["method"] == "diffkv, as measured"

@@ -18,7 +18,7 @@ def test_what_is_written_is_read(seed, tmp_path):
 
 def test_a_record_that_nobody_reads_is_not_written(tmp_path):
     """`limit=first:2` was once written as text where readers took numbers alone; such a record stops its run."""
-    record = RunRecord(task="t", model="m", method="full", hash="0" * 64, identity={"task": {"limit": "first:2"}})
+    record = RunRecord(task="t", model="m", method="full", identity={"task": {"limit": "first:2"}})
     record.save(tmp_path)
     assert RunRecord.load(tmp_path) == record
     record.identity["task"]["limit"] = 2.5

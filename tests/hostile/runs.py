@@ -80,7 +80,7 @@ def record(draw: random.Random, folder: Path, base: Path) -> Case:
     run = copied(base, folder)
     path = run / "run.json"
     content = json.loads(path.read_text())
-    kind = draw.choice((*("anything", "numbers", "numbers", "numbers") * 2, "about", "status", "text", "twice"))
+    kind = draw.choice(("anything", "numbers", "numbers", "identity", "identity", "about", "status", "text", "twice"))
     if kind == "text":
         text = path.read_text()
         at = draw.randrange(len(text))
@@ -92,8 +92,8 @@ def record(draw: random.Random, folder: Path, base: Path) -> Case:
     elif kind == "twice":
         path.write_text(path.read_text().rstrip()[:-1] + ', "method": "full", "status": "complete"}')
         what, wants = "keys twice", "end"
-    elif kind == "numbers":
-        what, wants = _number(content, draw), "seen"
+    elif kind in ("numbers", "identity"):
+        what, wants = _number(content, draw, NUMBERS if kind == "numbers" else ("identity",)), "seen"
         path.write_text(json.dumps(content))
     else:
         what = edit(content, draw, within={"about": ABOUT, "status": ("status", "counts")}.get(kind, ()))
@@ -102,10 +102,10 @@ def record(draw: random.Random, folder: Path, base: Path) -> Case:
     return Case(what, reading(draw, folder, run), wants=wants)
 
 
-def _number(content: dict, draw: random.Random) -> str:
+def _number(content: dict, draw: random.Random, within: tuple[str, ...]) -> str:
     """Change a number of a record to another one that it might be."""
     inner: Any = content
-    path = draw.choice([spot for spot in spots(content) if spot[0] in NUMBERS and _is_number(content, spot)])
+    path = draw.choice([spot for spot in spots(content) if spot[0] in within and _is_number(content, spot)])
     for key in path[:-1]:
         inner = inner[key]
     value = inner[path[-1]]

@@ -45,6 +45,19 @@ def test_run_record_round_trip(tmp_path):
         RunRecord.load(tmp_path)
 
 
+def test_an_edited_identity_is_seen(tmp_path):
+    """The hash, which seals every sample, is over the identity: other settings in run.json would give them another
+    run's name, and `bytes run=` another run's bytes, without a word."""
+    made = RunRecord(method="snapkv", identity={"method": {"budget": 0.25}})
+    made.hash = identity.hash_identity(made.identity)
+    made.save(tmp_path)
+    assert RunRecord.load(tmp_path) == made
+    path = tmp_path / "run.json"
+    path.write_text(path.read_text().replace("0.25", "0.5"))
+    with pytest.raises(ValueError, match=f"was edited: its identity is not the one that its hash {made.hash[:12]}"):
+        RunRecord.load(tmp_path)
+
+
 def test_every_result_field_is_described():
     """Each field of run.json has a sentence under it in the source."""
     for module in ("results/record.py", "results/provenance.py"):

@@ -9,11 +9,12 @@ import pytest
 from fake_parts import record as sample
 
 from kvbench.results import shards
+from kvbench.results.identity import hash_identity
 from kvbench.results.journal import Journal, is_held, run_lock
 from kvbench.results.record import RunRecord, Session
 from kvbench.results.shards import Shard
 
-RUN = "a" * 64
+RUN = hash_identity({})
 
 
 @pytest.mark.parametrize("value", ["0/4", "5/4", "2", "2/", "/4", "1/2/3", "-1/4", "1.0/2", 2, 0.5, True, ["1/2"], ""])
