@@ -201,8 +201,13 @@ def method(draw: random.Random, folder: Path, base: Path) -> Case:
             "",
             "_target_:",
         )
-        odd += "_target_: own_toy.Toy\nshare: !!python/object:x {}"
-        odd += ("_target_: own_toy.Toy\n_partial_: true", "_target_: own_toy.Toy\ndefaults: [x]", "a: &a [*a]", "\x00")
+        odd += (
+            "_target_: own_toy.Toy\n_partial_: true",
+            "_target_: own_toy.Toy\ndefaults: [x]",
+            "a: &a [*a]",
+            "\x00",
+            "share: !!python/object:x {}",
+        )
         yaml, wants = draw.choice(odd), "refused"
         parts["what"] = yaml
     (folder / "mine" / "method").mkdir(parents=True)

@@ -314,3 +314,20 @@ def files(draw: random.Random, folder: Path, base: Path) -> Case:
     case = Case(f"{kind} {name}", [], wants="end" if kind in ("beside", "odd") else wants)
     case.commands = reading(draw, folder, run, must=("compare", draw.choice(("again", "rerun", "show", "status"))))
     return case
+
+
+def sweep(draw: random.Random, folder: Path, base: Path) -> Case:
+    """A record of a sweep, or of one of its jobs, that no sweep wrote."""
+    run = copied(base, folder)
+    path = draw.choice(sorted(folder.glob("results/.multirun/*/**/*.json")))
+    content, kind = json.loads(path.read_text()), draw.choice(("edit", "edit", "run", "text"))
+    if kind == "run":
+        content["run"] = what = draw.choice(("../../outside", "/", "ruler/../../..", "\x00", "x" * 5000, "victim"))
+    elif kind == "edit":
+        what = edit(content, draw)
+    path.write_text(json.dumps(content))
+    if kind == "text":
+        what = draw.choice(("", "[" * 100_000, "null", "\x00", "{", "[]"))
+        path.write_text(what)
+    commands = [["status", *ROOT, "sweeps=all", "jobs=null"], *reading(draw, folder, run, must=("status", "again"))]
+    return Case(f"{path.name}: {what[:60]!r}", commands)

@@ -31,7 +31,7 @@ FAMILIES: dict[Callable[[random.Random, Path, Path], Case], int] = {  # and how 
     **dict.fromkeys((runs.record, runs.lines, runs.config, own_code.method, inputs.settings), 14),
     **dict.fromkeys((runs.files, inputs.data, models.model_folder, models.template, inputs.paths), 9),
     **dict.fromkeys((models.gguf, inputs.calibration), 7),
-    **dict.fromkeys((inputs.table, own_code.task), 4),
+    **dict.fromkeys((inputs.table, own_code.task, runs.sweep), 4),
 }
 # Words with which a reader says that not everything is as it should be.
 NOTED = re.compile(
