@@ -1,6 +1,7 @@
 """How the lists of a cache share one budget: by layer, by how many of the best tokens are theirs, or by a table."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -200,7 +201,11 @@ def read_table(table: str | Sequence[Sequence[float]], setting: str = "table") -
         found = tuple(tuple(float(value) for value in row) for row in rows)
     except (TypeError, ValueError, OverflowError):
         found = ()
-    if not found or not found[0] or len({len(row) for row in found}) > 1:
+    whole = found and found[0] and len({len(row) for row in found}) == 1
+    if not whole or not all(math.isfinite(value) for row in found for value in row):
         name = table if isinstance(table, str) else "the list"
-        raise ValueError(f"method.{setting}: {name} is not one line per layer with one number per KV head in each")
+        raise ValueError(
+            f"method.{setting}: {name} is not one line per layer with one number per KV head in each; NaN and infinity "
+            "are no numbers"
+        )
     return found

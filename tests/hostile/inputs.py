@@ -85,7 +85,9 @@ def settings(draw: random.Random, folder: Path, base: Path) -> Case:
         key = draw.choice(sorted(WRONG))
         value = draw.choice(WRONG[key])
     else:
-        key = draw.choice(("method.bugdet", "limt", "task.file.x", "store", "protocol..x", "hydra.run.dir.x", "a.b.c"))
+        key = draw.choice(
+            ("method.bugdet", "limt", "task.file.x", "store.size", "protocol..x", "hydra.run.dir.x", "a.b.c")
+        )
         value = draw.choice((1, None, "x", [1], {"a": 1}))
     words = [word for word in words if word.partition("=")[0] != key] + [word_of(key, value)]
     wants = "end" if isinstance(value, dict) else "refused"
