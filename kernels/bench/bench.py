@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,8 @@ WHOLE_MODEL = ("decode", "throughput")  # benches of kvbench/bench; the others l
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 S = TypeVar("S", bound="Common")
 Progress = Callable[[int, int, str], object]  # rounds done, rounds in all, what is being measured
+Keep = Callable[[dict], object]  # the document so far
+REFUSED = 3  # exit status: all was measured but what is named with its reason; again would give the same
 
 
 def setting(default: Any, meaning: str, least: int | None = None, among: Any = None) -> Any:
@@ -155,8 +157,8 @@ class Bench:
     """One start of a bench: notes the machine and its load before anything runs, then fills the document; `notes` are
     what a reader must know, `more` further parts of the document."""
 
-    def __init__(self, settings: Common, progress: Progress | None = None) -> None:
-        self.settings = settings
+    def __init__(self, settings: Common, progress: Progress | None = None, keep: Keep = lambda _: None) -> None:
+        self.settings, self._keep = settings, keep
         self.device = machine.pick_device(settings.device)
         self._timer = choose_timer(settings.clock, self.device)
         self.backend = get_backend(settings.kernels, self.device)
@@ -182,55 +184,81 @@ class Bench:
         self._done += 1
         self.stage()
 
-    def run(self) -> dict:
-        """Measures every cell with its thread count in force; the document, in JSON types."""
-        started, before = time.time(), torch.get_num_threads()
-        try:
-            self.settings.prepare(self)
-            found = list(self._measured())
-        finally:
-            torch.set_num_threads(before)
-        return {
+    def run(self, held: dict | None = None) -> dict:
+        """Measures every cell with its thread count in force, and gives the document so far to `keep` after each; the
+        document, in JSON types. Cells of `held`, where this goes on with it (`goes_on`), are not measured again."""
+        before = torch.get_num_threads()
+        document = {
             "schema": SCHEMA,
             "what": self.settings.what,
-            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
-            "elapsed_s": time.time() - started,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "settings": dataclasses.asdict(self.settings),
-            "environment": self.environment | {"load_average_end": machine.load_average()},
+            "environment": self.environment,
             "notes": self.notes,
-            "cells": found,
-            **self.more,
+            "cells": [],
         }
+        if held is not None and goes_on(held, document):
+            document |= {name: held[name] for name in ("started", "cells", "elapsed_s")}
+            self.notes += [note for note in held["notes"] if note not in self.notes]
+        done, begin = [found["cell"] for found in document["cells"]], time.time() - document.get("elapsed_s", 0.0)
+        try:
+            if left := [cell for cell in self.cells if cell not in done]:
+                self.settings.prepare(self)
+            self._done = (len(self.cells) - len(left)) * self._rounds
+            for cell in left:
+                document["cells"].append(self._measured(cell))
+                document |= {"left": len(self.cells) - len(document["cells"])}
+                document |= {"elapsed_s": time.time() - begin, **self.more}
+                document["environment"]["load_average_end"] = machine.load_average()
+                self._keep(document)
+        finally:
+            torch.set_num_threads(before)
+        return document
 
-    def _measured(self) -> Iterator[dict]:
-        for index, cell in enumerate(self.cells):
-            self._done, self._label = index * self._rounds, label_of(cell)
-            if cell.get("threads"):
-                torch.set_num_threads(cell["threads"])
-            self.stage()
-            asked: dict[str, Any] = {"rounds": self.settings.rounds, "seed": self.settings.seed}
-            asked |= {"timer": self._timer, "on_round": self._on_round}
-            try:
-                variants = self.settings.variants(self, cell)
-            except Skipped as reason:
-                self.notes.append(f"{self._label} skipped: {reason}")
-                yield {"cell": cell, "variants": [], "refused": [], "skipped": str(reason)}
-                continue
-            found = measure_cell(cell, variants, **asked | self.settings.timing(self, cell))
-            self.settings.finish(found)
-            self.notes += [f"{entry['name']} at {self._label} {entry['reason']}" for entry in found["refused"]]
-            distance, cache = found["reuse_distance_bytes"], self.environment["cpu_cache_bytes"]
-            if self.device == "cpu" and self.settings.what == "attention" and cache and distance < 2 * cache:
-                self.notes.append(
-                    f"{self._label}: only {distance / 1e6:.0f} MB pass between two uses of a buffer; the cache is said "
-                    f"to hold {cache / 1e6:.0f} MB; raise working_set_mb or max_buffers"
-                )
-            yield found
+    def _measured(self, cell: dict) -> dict:
+        """The figures of one cell; what it held is free when it returns."""
+        begin, self._label = self._done, label_of(cell)
+        if cell.get("threads"):
+            torch.set_num_threads(cell["threads"])
+        self.stage()
+        asked: dict[str, Any] = {"rounds": self.settings.rounds, "seed": self.settings.seed}
+        asked |= {"timer": self._timer, "on_round": self._on_round}
+        try:
+            variants = self.settings.variants(self, cell)
+        except Skipped as reason:
+            self.notes.append(f"{self._label} skipped: {reason}")
+            self._done = begin + self._rounds
+            return {"cell": cell, "variants": [], "refused": [], "skipped": str(reason)}
+        found = measure_cell(cell, variants, **asked | self.settings.timing(self, cell))
+        self._done = begin + self._rounds
+        self.settings.finish(found)
+        self.notes += [f"{entry['name']} at {self._label} {entry['reason']}" for entry in found["refused"]]
+        distance, cache = found["reuse_distance_bytes"], self.environment["cpu_cache_bytes"]
+        if self.device == "cpu" and self.settings.what == "attention" and cache and distance < 2 * cache:
+            self.notes.append(
+                f"{self._label}: only {distance / 1e6:.0f} MB pass between two uses of a buffer; the cache is said "
+                f"to hold {cache / 1e6:.0f} MB; raise working_set_mb or max_buffers"
+            )
+        return found
 
 
-def run(settings: Common, progress: Progress | None = None) -> dict:
+def goes_on(held: dict, document: dict) -> bool:
+    """True where a document was begun before, with the settings, device and libraries of a new one, and not ended."""
+    same = ("schema", "what", "settings")
+    there = ("device_name", "torch", "libraries", "backend")
+    environment = held.get("environment", {})
+    return (
+        bool(held.get("left"))
+        and all(held.get(name) == document[name] for name in same)
+        and all(environment.get(name) == document["environment"][name] for name in there)
+    )
+
+
+def run(
+    settings: Common, progress: Progress | None = None, keep: Keep = lambda _: None, held: dict | None = None
+) -> dict:
     """The document of a bench; see `Bench`."""
-    return Bench(settings, progress).run()
+    return Bench(settings, progress, keep).run(held)
 
 
 def check_document(document: dict) -> None:
@@ -291,8 +319,8 @@ def _span(ratio: dict | None) -> str:
 
 
 def main(kind: type[Common], words: list[str]) -> int:
-    """The command line of one bench that needs no library for settings; 0 done, 1 a variant was wrong and not timed, 2
-    a setting is wrong."""
+    """The command line of one bench that needs no library for settings; 0 done, 2 a setting is wrong, `REFUSED` where
+    something could not be timed. `out=FILE` is written after every cell, and a file that is there goes on."""
     if {"-h", "--help"} & set(words):
         _print_help(kind)
         return 0
@@ -303,17 +331,24 @@ def main(kind: type[Common], words: list[str]) -> int:
             told.add(label)
             print(f"{done}/{total} rounds: {label}", file=sys.stderr, flush=True)
 
+    paths = [Path(word.partition("=")[2]) for word in words if word.startswith("out=")]
+
+    def keep(document: dict) -> None:
+        for path in paths:
+            write(document, path)
+
     try:
-        document = run(read_words(kind, words), speak)
+        held = json.loads(paths[0].read_text(encoding="utf-8")) if paths and paths[0].exists() else None
+        document = run(read_words(kind, words), speak, keep, held)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     check_document(document)
     print(plain_table(document))
-    for path in (word.partition("=")[2] for word in words if word.startswith("out=")):
-        write(document, Path(path))
+    for path in paths:
+        write(document, path)
         print(path)
-    return 0 if is_complete(document) else 1
+    return 0 if is_complete(document) else REFUSED
 
 
 def _print_help(kind: type[Common]) -> None:
@@ -328,6 +363,8 @@ def _print_help(kind: type[Common]) -> None:
 
 
 def write(document: dict, path: Path) -> None:
-    """Writes a document as JSON, folders included."""
+    """Writes a document as JSON, folders included; a file that is there is whole at every moment."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1, default=str) + "\n", encoding="utf-8")
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(json.dumps(document, indent=1, default=str) + "\n", encoding="utf-8")
+    new.replace(path)

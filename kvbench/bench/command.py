@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import time
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from kvbench.bench import show
 from kvbench.config.files import conf_folder
 from kvbench.config.settings import as_dict, read_config
 from kvbench.errors import unknown_name
-from kvbench.kernels.bench.bench import WHOLE_MODEL, Common, check_document, is_complete, run
+from kvbench.kernels.bench.bench import WHOLE_MODEL, Common, check_document, is_complete, run, write
 from kvbench.results import provenance
 
 # what -> module with Settings. Those in kernels/ need torch alone.
@@ -27,15 +28,19 @@ def main(cfg: DictConfig) -> int:
         return 0
     names = list(MODULES) if cfg.what == "all" else [cfg.what]
     jobs = [settings_of(cfg, name) for name in names]  # a bad setting of the last must not wait for the first
-    status = 0
-    for settings in jobs:
-        with show.rounds_shown(settings.what) as update:
-            document = run(settings, update)
-        origin = dataclasses.asdict(provenance.git_state()) | {"harness": provenance.harness_hash("cpu")}
-        document |= {"provenance": origin, "quick": bool(cfg.quick)}
-        show.publish(document, result_folder(Path(str(cfg.out)), settings.what) / "bench.json")
-        status |= not is_complete(document)
-    return int(status)
+    complete = [_measured(settings, Path(str(cfg.out)), bool(cfg.quick)) for settings in jobs]
+    return int(not all(complete))
+
+
+def _measured(settings: Common, out: Path, quick: bool) -> bool:
+    """Runs one bench, writes what it has after every cell, and shows it; True where no variant was refused."""
+    origin = dataclasses.asdict(provenance.git_state()) | {"harness": provenance.harness_hash("cpu")}
+    more = {"provenance": origin, "quick": quick}
+    folder, held = begun(out, settings, more)
+    with show.rounds_shown(settings.what) as update:
+        document = run(settings, update, lambda so_far: write(so_far | more, folder / "bench.json"), held) | more
+    show.publish(document, folder / "bench.json")
+    return is_complete(document)
 
 
 def settings_of(cfg: DictConfig, name: str) -> Common:
@@ -58,6 +63,18 @@ def _merged(cfg: DictConfig, name: str) -> dict:
     """The settings that all benches share, and one bench's own."""
     values = as_dict(cfg)
     return {key: value for key, value in values.items() if key not in MODULES} | values[name]
+
+
+def begun(out: Path, settings: Common, more: dict) -> tuple[Path, dict | None]:
+    """The folder of the last measurement where it was stopped and had these settings, on this code, with what it
+    measured; else a new folder, and None."""
+    for path in sorted((out / settings.what).glob("*/bench.json"), reverse=True)[:1]:
+        asked = more | {"settings": dataclasses.asdict(settings)}
+        with suppress(ValueError):
+            held = read_document(path)
+            if held.get("left") and all(held.get(name) == value for name, value in asked.items()):
+                return path.parent, held
+    return result_folder(out, settings.what), None
 
 
 def result_folder(out: Path, name: str) -> Path:

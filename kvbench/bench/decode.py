@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 from kvbench.bench import choices
-from kvbench.bench.decoders import Decoder, OwnDecoder, StaticDecoder, StoreDecoder, relative
+from kvbench.bench.decoders import Decoder, Graphed, OwnDecoder, StaticDecoder, StoreDecoder, capture_on, relative
 from kvbench.config.files import FULL
 from kvbench.engine.hf import OWN_CACHES
 from kvbench.errors import unknown_name
@@ -25,7 +25,8 @@ from kvbench.models import matrices
 from kvbench.models.load import LoadedModel
 
 OWN = "transformers"
-STATIC = "transformers static, graph"  # on a GPU: what people who want speed run
+GRAPH = ", graph"  # behind the name of a row that replays its steps, as the engine does on a GPU
+STATIC = OWN + " static" + GRAPH  # on a GPU: what people who want speed run
 # Behind the name of a row whose model's own matrices are not plain.
 MARKS = {linear: f", {linear}" for linear in matrices.LINEAR if linear != matrices.PLAIN}
 BASELINES = (OWN, *(OWN + mark for mark in MARKS.values()), STATIC, FULL)
@@ -76,8 +77,8 @@ class WholeModel(Common):
 
         extra |= {"tokens_per_call": len(answers) * self.steps, "cache_bytes": decoder.cache_bytes()}
         variant = Variant(name=name, call=call, before_round=decoder.focus, extra=extra)
-        if isinstance(decoder, StoreDecoder):
-            variant.check = partial(decoder.reference_error, answers[0][0])
+        if isinstance(decoder, StoreDecoder | Graphed):
+            variant.check = partial(decoder.step_error, answers[0][0])
             variant.tolerance = REFERENCE_TOLERANCE.get(decoder.runner.loaded.dtype, LOW_PRECISION_TOLERANCE)
         return variant
 
@@ -92,6 +93,9 @@ class Settings(WholeModel):
     batches: list[int] = setting([1, 4], "Sequences.", 1)
     prefill_rounds: int = setting(3, "Rounds of whole prompts; 0 = none.", 0)
     quantised: bool = setting(True, "transformers' quantised caches where their packages are there.")
+    apart: bool = setting(
+        False, "Each method in a cell of its own beside the baselines, for caches that do not fit into memory together."
+    )
     peak: bool = setting(True, "Peak memory of a prompt, each in a process of its own.")
     linear: list[str] = setting(
         [], "Each row once more with the model's own matrices laid so (`model.linear`), transformers' too."
@@ -111,7 +115,12 @@ class Settings(WholeModel):
     def cells(self, threads: list[int]) -> list[dict]:
         base = {"context": self.context, "threads": threads[-1]}
         prompt = [{"phase": "prompt", "batch": 1, **base}] if self.prefill_rounds else []
-        return [*prompt, *({"phase": "decode", "batch": batch, **base} for batch in self.batches)]
+        decode = [{"phase": "decode", "batch": batch, **base} for batch in self.batches]
+        return [
+            cell | alone
+            for cell in [*prompt, *decode]
+            for alone in ([{"method": method} for method in self.methods] if self.apart else [{}])
+        ]
 
     def prepare(self, bench: Bench) -> None:
         self._peaks = measure_peaks(self, bench) if self.peak else {}
@@ -124,9 +133,10 @@ class Settings(WholeModel):
 
     def variants(self, bench: Bench, cell: dict) -> list[Variant]:
         bench.stage("reading prompts")
+        asked = replace(self, methods=[cell["method"]]) if self.apart else self
         if cell["phase"] == "decode":
-            return [v for mark, own in self._models.items() for v in decode_variants(self, own, cell["batch"], mark)]
-        found = prompt_variants(self, self._models)
+            return [v for mark, own in self._models.items() for v in decode_variants(asked, own, cell["batch"], mark)]
+        found = prompt_variants(asked, self._models)
         for variant in found:
             variant.extra["peak_bytes"] = self._peaks.get(variant.name)
         return found
@@ -163,19 +173,28 @@ def _own_decoders(settings: Settings, model: LoadedModel) -> dict[str, Decoder]:
 
 def decode_variants(settings: Settings, model: LoadedModel, batch: int, mark: str = "") -> list[Variant]:
     """Every cache filled with the same prompts, ready for the same tokens; `mark` comes behind every name."""
-    room = 2 * (settings.rounds + 2) * settings.steps + 2  # the baseline is timed twice in each round
+    # The baseline is timed twice in each round, and so are rows that also replay their steps.
+    room = 2 * (settings.rounds + 2) * settings.steps + 2
     text = choices.sample_tokens(model, batch, settings.context + room)
     prompts = [tokens[: settings.context] for tokens in text]
     answers = [tokens[settings.context :] for tokens in text]
-    decoders = _own_decoders(settings, model)
-    own = len(decoders)
-    decoders |= {m: settings.decoder(model, m, rows=batch, new_tokens=room) for m in settings.methods}
     variants = []
-    for name, decoder in decoders.items():
+    for name, decoder in _own_decoders(settings, model).items():
         decoder.prefill(prompts)
         variants.append(settings.stepping(name + mark, decoder, answers))
     if model.device.type == "cuda":
-        variants.insert(own, static_variant(settings, model, prompts, answers))
+        variants.append(static_variant(settings, model, prompts, answers))
+    for method in settings.methods:
+        try:
+            decoder = settings.decoder(model, method, rows=batch, new_tokens=2 * room)
+            decoder.prefill(prompts)
+        except Exception as problem:  # no room, or no kernel: the others are still measured
+            variants.append(failed_variant(method + mark, problem))
+            continue
+        variants.append(settings.stepping(method + mark, decoder, answers))
+        if decoder.runner.backend.keeps_tables:
+            graphed = Graphed(decoder, capture_on(model.device))
+            variants.append(settings.stepping(method + mark + GRAPH, graphed, answers, graph=True))
     return variants
 
 

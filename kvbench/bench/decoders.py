@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 
 from kvbench.bench import choices
-from kvbench.engine import hf
+from kvbench.cache.async_counts import Rows, to_device
+from kvbench.engine import decode_loop, hf
+from kvbench.engine.decode_loop import Capture, CapturedSteps, State
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.runner import Runner
 from kvbench.kernels.bench.rounds import cuda_graph
-from kvbench.kernels.dispatch import get_backend
 from kvbench.models.load import LoadedModel
 
 WARM_TOKENS = 32  # threads, scratch memory and compiled kernels are there before a peak is taken
-REFERENCE_ROWS = 2  # copies of a row, for one step by the backend and one by the reference
+WARM_STEPS = 2  # the first one compiles, the second one is captured
+REFERENCE_ROWS = 1  # a copy of a row, for one step that is compared with the reference
 
 
 class StoreDecoder:
@@ -56,19 +58,21 @@ class StoreDecoder:
         if budget_bytes is not None:
             options = replace(options, budget_bytes=budget_bytes)
         self.runner = Runner(model, policy, options=options, backend=kernels, prompts=prompts)
-        # The rows that the check copies count among all rows, so that the bytes of a row are what they are in a run.
+        # The row that the check copies counts among all rows, so that the bytes of a row are what they are in a run.
         self.runner.reserve(rows=rows + REFERENCE_ROWS, prompt_tokens=context, new_tokens=new_tokens)
         self.rows: list[int] = []
+        self._made, self._first = (model, policy, options), list[int]()
 
     def focus(self) -> None:
         """Routes the shared model's attention to this decoder."""
         self.runner.focus()
+        self.runner.store.pages.counts.collect()  # of replayed steps, which wait for nothing
 
     def prefill(self, prompts: list[list[int]]) -> None:
         """Reads prompts into new rows."""
         self.focus()
         rows, logits = zip(*map(self.runner.read, prompts), strict=True)
-        self.rows += rows
+        self._first, self.rows = prompts[0] if not self.rows else self._first, self.rows + list(rows)
         self.logits = torch.cat([found[:1] for found in logits])
 
     def repeat(self, rows: int) -> None:
@@ -94,21 +98,71 @@ class StoreDecoder:
         """Bytes of all rows."""
         return int(self.row_bytes().sum())
 
-    def reference_error(self, token: int) -> float:
-        """Difference of one step between the backend and the plain reference on two copies of the first row, as a share
-        of the largest logit."""
+    def step_error(self, token: int) -> float:
+        """Difference of one step behind the first prompt between this decoder and a runner of its own on the plain
+        reference, as a share of the largest logit."""
         self.focus()
-        pages, found = self.runner.store.pages, []
-        own = pages.backend
-        for backend in (own, get_backend("torch", self.runner.device)):
-            row = self.runner.fork(self.rows[0])
-            pages.backend = backend
-            try:
-                found.append(self.runner.step([row], [token])[0])
-            finally:
-                pages.backend = own
-                self.runner.close(row)
-        return relative(found[0], found[1])
+        row = self.runner.fork(self.rows[0], share=False)
+        found = self.runner.step([row], [token])[0].clone()
+        self.runner.close(row)
+        model, policy, options = self._made
+        plain = Runner(model, policy, options=replace(options, budget_bytes=None), backend="torch")
+        plain.reserve(rows=1, prompt_tokens=len(self._first), new_tokens=1)
+        row, _ = plain.read(self._first)
+        return relative(found, plain.step([row], [token])[0])
+
+
+class Graphed:
+    """The rows of a decoder, stepped as the engine steps them on a GPU: replayed from a CUDA graph. It and its decoder
+    may take turns, and their rows grow with both.
+
+    Attributes:
+        replays: Steps that were replayed.
+    """
+
+    def __init__(self, decoder: StoreDecoder, capture: Capture) -> None:
+        self.decoder, self.runner = decoder, decoder.runner
+        self._steps = CapturedSteps(decoder.runner, capture)
+        self._state: State | None = None
+        self._most_late = 0 if decoder.runner.policy.compaction else 1
+
+    @property
+    def replays(self) -> int:
+        return self._steps.replays
+
+    def focus(self) -> None:
+        self.decoder.focus()
+
+    def step(self, tokens: list[int]) -> Tensor:
+        """One token for every row; next logits fp32 [B, vocabulary], which the next step overwrites."""
+        counts, device = self.runner.store.pages.counts, self.runner.device
+        fed = to_device(tokens, device)
+        if self._state is None or self._state.rows.numbers != self.decoder.rows:
+            self._state = State(Rows.of(list(self.decoder.rows), device), fed, lambda *_: None)
+        self._state.tokens.copy_(fed)
+        self._state = self._steps.advance(self._state)
+        counts.send()
+        counts.collect(leave=self._most_late if counts.is_late else 0)
+        assert self._state.logits is not None
+        return self._state.logits
+
+    def step_error(self, token: int) -> float:
+        """Difference of one replayed step of the first row from an eager one, as a share of the largest logit; the
+        first steps, which warm up and capture, are made here. Infinite where none was replayed."""
+        self.focus()
+        rows, runner = self.decoder.rows, self.runner
+        for _ in range(WARM_STEPS):
+            self.step([token] * len(rows))
+        self.focus()
+        row = runner.fork(rows[0], share=False)
+        expected = runner.step([row], [token])[0].clone()
+        runner.close(row)
+        found = self.step([token] * len(rows))[0].clone()
+        self.focus()
+        return relative(found, expected) if self.replays else float("inf")
+
+    def cache_bytes(self) -> int:
+        return self.decoder.cache_bytes()
 
 
 class OwnDecoder:
@@ -180,7 +234,16 @@ class StaticDecoder(OwnDecoder):
         self._found = self._run(self._ids)
 
 
-Decoder = StoreDecoder | OwnDecoder
+def capture_on(device: torch.device) -> Capture:
+    """The capture of a step: a CUDA graph, or on a CPU, where kernels are interpreted, what stands for one."""
+    if device.type == "cuda":
+        return decode_loop.cuda_graph
+    from kvbench.kernels.gpu.emulator import record
+
+    return record
+
+
+Decoder = StoreDecoder | Graphed | OwnDecoder
 
 
 def relative(found: Tensor, exact: Tensor) -> float:

@@ -12,35 +12,44 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tarfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from kvbench.kernels.bench import machine
+from kvbench.kernels.bench.bench import REFUSED
 from kvbench.kernels.dispatch import gpu_backend
 
 TRIES = 2  # of a stage, before it is given up
-LEAST_S = 45.0  # a stage is not begun with less time left, unless its limit is below
+LEAST_SHARE = 0.5  # of a stage's limit, or all that it took before, must be left of a call, or it is not begun
+CACHE_BYTES = 40 << 20  # of compiled kernels that go into the archive
 MODEL = "random preset=llama3-8b dtype=bfloat16"
 GRAPHED = "kvbench.kernels.bench.attention out={out} rounds=7 dense=[bf16] scores=[none,return]"
-DECODE = "kvbench.bench.decode out={out} peak=false quantised=false"
+DECODE = "kvbench.bench.decode out={out} peak=false quantised=false apart=true"
 PREFILL, THROUGHPUT = "kvbench.kernels.bench.prefill out={out}", "kvbench.bench.throughput out={out}"
+DRY = "device=cpu kernels=triton rounds=1 threads=[1]"
+DRY_WHOLE = f"{DRY} model='random preset=tiny num_layers=1 dtype=float32' steps=1 context=16"
+DRY_ATTENTION = f"kvbench.kernels.bench.attention {DRY} shapes=[2x1x16] lengths=[16] batches=[1] dense=[fp32]"
+DRY_ATTENTION += " formats=[K8V4] working_set_mb=1 max_buffers=1 scores=[none] out={out}"
+DRY_METHODS = "kvbench.bench.check_methods --device cpu --method full"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One part of the evidence, whose files have its name: the seconds it may take, and what `python -m` runs, with
-    `{out}` for its JSON document; `dry` on a CPU with interpreted kernels and tiny shapes, if that can be."""
+    """One part of the evidence, whose files have its name: the seconds it may take, what `python -m` runs, with `{out}`
+    for its JSON document, and the same on a CPU with interpreted kernels and tiny shapes."""
 
     name: str
     limit_s: int
     module: str
-    dry: str = ""
+    dry: str
 
 
 # What decides most comes first: does it run, is it right, and only then how fast it is.
@@ -52,40 +61,64 @@ STAGES = (
         "kvbench.kernels.check_device --quick --jobs 12",
         "kvbench.kernels.check_device --quick --device cpu --only prompts --jobs 2",
     ),
-    Stage("check-all", 360, "kvbench.kernels.check_device --jobs 12"),
     Stage(
-        "check-methods",
+        "check-all",
         360,
-        "kvbench.bench.check_methods",
-        "kvbench.bench.check_methods --device cpu --method full --case 'one token'",
+        "kvbench.kernels.check_device --jobs 12",
+        "kvbench.kernels.check_device --quick --device cpu --only bounds",
     ),
-    Stage("check-graphs", 180, "kvbench.bench.check_methods --graphs --case 'a row that ends early'"),
-    Stage("check-methods-bf16", 180, "kvbench.bench.check_methods --dtype bfloat16 --case 'a row that ends early'"),
+    Stage("check-methods", 360, "kvbench.bench.check_methods --jobs 12", f"{DRY_METHODS} --case 'one token'"),
     Stage(
-        "attention",
-        480,
-        f"{GRAPHED} shapes=[32x8x128] lengths=[4096,16384,32768] batches=[1,8,32]",
-        "kvbench.kernels.bench.attention device=cpu kernels=triton shapes=[2x1x16] lengths=[16] batches=[1] rounds=1 "
-        "threads=[1] formats=[K8V4] dense=[fp32] working_set_mb=1 max_buffers=1 scores=[none] out={out}",
+        "check-graphs",
+        180,
+        "kvbench.bench.check_methods --graphs --case 'a row that ends early' --jobs 12",
+        f"{DRY_METHODS} --graphs --case 'one token'",
     ),
-    Stage("attention-64", 240, f"{GRAPHED} shapes=[9x3x64,32x8x64] lengths=[4096,16384] batches=[1,32]"),
+    Stage(
+        "check-methods-bf16",
+        180,
+        "kvbench.bench.check_methods --dtype bfloat16 --case 'a row that ends early' --jobs 12",
+        f"{DRY_METHODS} --dtype bfloat16 --case 'one token'",
+    ),
+    Stage("attention", 480, f"{GRAPHED} shapes=[32x8x128] lengths=[4096,16384,32768] batches=[1,8,32]", DRY_ATTENTION),
+    Stage("attention-64", 240, f"{GRAPHED} shapes=[9x3x64,32x8x64] lengths=[4096,16384] batches=[1,32]", DRY_ATTENTION),
     Stage(
         "decode-4k",
         480,
         f"{DECODE} model='{MODEL}' context=4096 batches=[1,8] rounds=5 prefill_rounds=2",
-        f"{DECODE} model='random preset=tiny dtype=float32' methods=[full] device=cpu kernels=triton context=16 "
-        "batches=[1] rounds=1 steps=1 prefill_rounds=0 threads=[1]",
+        f"{DECODE} {DRY_WHOLE} batches=[1] prefill_rounds=1",
     ),
-    Stage("decode-4k-32", 300, f"{DECODE} model='{MODEL}' context=4096 batches=[32] rounds=5 prefill_rounds=0"),
+    Stage(
+        "decode-4k-32",
+        300,
+        f"{DECODE} model='{MODEL}' context=4096 batches=[32] rounds=5 prefill_rounds=0",
+        f"{DECODE} {DRY_WHOLE} batches=[2] prefill_rounds=0 methods=[full]",
+    ),
     Stage(
         "decode-16k",
         420,
         f"{DECODE} model='random preset=llama3.1-8b dtype=bfloat16' context=16384 batches=[1,8] rounds=5 "
         "prefill_rounds=0",
+        f"{DECODE} {DRY_WHOLE} batches=[1] prefill_rounds=0 methods=[full]",
     ),
-    Stage("prefill", 200, f"{PREFILL} shapes=[32x8x128] dtype=bf16 eager=false lengths=[8192,32768] rounds=3"),
-    Stage("manager", 60, "kvbench.kernels.bench.manager lists=[8192,32768,262144] out={out}"),
-    Stage("throughput", 480, f"{THROUGHPUT} model='{MODEL}' kv_mb=10000 context=4096 max_batch=128 rounds=5"),
+    Stage(
+        "prefill",
+        200,
+        f"{PREFILL} shapes=[32x8x128] dtype=bf16 eager=false lengths=[8192,32768] rounds=3",
+        f"{PREFILL} {DRY} shapes=[2x1x16] lengths=[64] windows=[8]",
+    ),
+    Stage(
+        "manager",
+        60,
+        "kvbench.kernels.bench.manager lists=[8192,32768,262144] out={out}",
+        f"kvbench.kernels.bench.manager {DRY} lists=[4] start_tokens=8 tokens_per_page=4 out={{out}}",
+    ),
+    Stage(
+        "throughput",
+        480,
+        f"{THROUGHPUT} model='{MODEL}' kv_mb=6000 context=4096 max_batch=128 rounds=5",
+        f"{THROUGHPUT} {DRY_WHOLE} kv_mb=1 new_tokens=8 max_batch=2",
+    ),
 )
 
 
@@ -119,52 +152,82 @@ def read_state(folder: Path) -> dict[str, dict]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def left_over(stages: tuple[Stage, ...], state: dict[str, dict], dry: bool) -> list[Stage]:
-    """The stages that are still to be done, in order: neither ended well nor given up."""
+def left_over(stages: tuple[Stage, ...], state: dict[str, dict]) -> list[Stage]:
+    """The stages that are still to be done, in order: neither complete nor given up. Complete is also what names some
+    variants that could not be timed: again would give the same."""
+    known = {stage.name: state.get(stage.name, {}) for stage in stages}
     return [
         stage
         for stage in stages
-        for done in [state.get(stage.name, {})]
-        if (stage.dry or not dry) and done.get("rc") != 0 and done.get("tries", 0) < TRIES
+        if known[stage.name].get("rc") not in (0, REFUSED) and known[stage.name].get("tries", 0) < TRIES
     ]
 
 
 def run_stage(stage: Stage, folder: Path, limit_s: float, dry: bool) -> int:
-    """Runs a stage and keeps what it prints; its exit status, 124 when its time ran out."""
+    """Runs a stage and keeps what it prints; its exit status, 124 when its time ran out. Of its processes none is
+    left, however it ends."""
     environment = os.environ | {"PYTHONUNBUFFERED": "1"} | ({"TRITON_INTERPRET": "1"} if dry else {})
+    environment.setdefault("TRITON_CACHE_DIR", str((folder / "triton").absolute()))
+    command = words_of(stage, folder, dry)
     with open(folder / f"{stage.name}.txt", "w", encoding="utf-8") as log:
+        print(" ".join(command[1:]), file=log, flush=True)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
         try:
-            command = words_of(stage, folder, dry)
-            print(" ".join(command[1:]), file=log, flush=True)
-            return subprocess.run(
-                command, stdout=log, stderr=subprocess.STDOUT, timeout=limit_s, env=environment, check=False
-            ).returncode
+            return process.wait(limit_s)
         except subprocess.TimeoutExpired:
             return 124
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def go_on(folder: Path, seconds: float, stages: tuple[Stage, ...] = STAGES, dry: bool = False) -> list[Stage]:
     """Does stages until all are done or the time is over; gives those that are left. `state.json` in the folder says
-    what was done."""
+    what was done. A stage that the end of a call cut short goes on in the next one, where its bench writes cells."""
     begin, path = time.monotonic(), folder / "state.json"
     folder.mkdir(parents=True, exist_ok=True)
     state = read_state(folder)
-    for stage in left_over(stages, state, dry):
+    for stage in left_over(stages, state):
         left_s = seconds - (time.monotonic() - begin)
-        if left_s < min(stage.limit_s, LEAST_S):
+        before = state.get(stage.name, {})
+        if left_s < max(LEAST_SHARE * stage.limit_s, before.get("seconds", 0.0) if before.get("rc") != 124 else 0.0):
             break
-        limit_s, began, tries = min(stage.limit_s, left_s), time.monotonic(), state.get(stage.name, {}).get("tries", 0)
+        limit_s, began = min(stage.limit_s, left_s), time.monotonic()
         rc = run_stage(stage, folder, limit_s, dry)
         # A stage that the end of the call cut short has not failed.
         was_cut = rc == 124 and limit_s < stage.limit_s
-        took_s = round(time.monotonic() - began, 1)
-        state[stage.name] = {"rc": rc, "seconds": took_s, "tries": tries + (not was_cut), "commit": _commit()}
+        took_s, tries = round(time.monotonic() - began, 1), before.get("tries", 0) + (not was_cut)
+        state[stage.name] = {"rc": rc, "seconds": took_s, "tries": tries, "commit": _commit()}
         path.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
         last = (folder / f"{stage.name}.txt").read_text(encoding="utf-8").strip().splitlines()[-1:]
         print(f"{stage.name:20} status {rc:3} {took_s:7.1f} s  {''.join(last)[:120]}", flush=True)
         if was_cut:
             break
-    return left_over(stages, state, dry)
+    return left_over(stages, state)
+
+
+def unpack(archive: Path, results: Path) -> None:
+    """Puts back what an earlier call packed, on a machine that has nothing of it."""
+    with tarfile.open(archive) as packed:
+        packed.extractall(results, filter="data")
+
+
+def pack(folder: Path, archive: Path) -> None:
+    """Packs a device's folder; compiled kernels only where they are few."""
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    kernels = folder / "triton"
+    size = sum(path.stat().st_size for path in kernels.rglob("*") if path.is_file())
+
+    def wanted(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        return None if size > CACHE_BYTES and f"{folder.name}/triton" in member.name else member
+
+    new = archive.with_name(f".{archive.name}.new")
+    with tarfile.open(new, "w:gz") as packed:
+        packed.add(folder, arcname=folder.name, filter=wanted)
+    new.replace(archive)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -172,7 +235,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvbench.bench.evidence_gpu", description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=9.0, help="what this call may take")
     parser.add_argument("--results", type=Path, default=Path("results/gpu"), help="folder; a device has its own in it")
-    parser.add_argument("--archive", type=Path, help="also pack the device's folder into this .tar.gz")
+    parser.add_argument("--archive", type=Path, help=".tar.gz of the device's folder: unpacked, then packed")
     parser.add_argument("--dry", action="store_true", help="tiny shapes on the CPU, interpreted: tries the stages out")
     parser.add_argument("--describe", action="store_true", help="print the machine as JSON and do nothing else")
     parser.add_argument("--device", default="cuda", help="what --describe describes: cuda or cpu")
@@ -185,14 +248,16 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     name = "interpreter" if chosen.dry else torch.cuda.get_device_name()
     folder = chosen.results / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()
+    if chosen.archive is not None and chosen.archive.exists() and not (folder / "state.json").exists():
+        unpack(chosen.archive, chosen.results)
     left = go_on(folder, 60 * chosen.minutes, dry=chosen.dry)
     if chosen.archive is not None:
-        chosen.archive.parent.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(chosen.archive, "w:gz") as pack:
-            pack.add(folder, arcname=folder.name)
+        pack(folder, chosen.archive)
     state = read_state(folder)
-    failed = [name for name, entry in state.items() if entry["rc"] != 0]
-    print(f"{folder}: {sum(entry['rc'] == 0 for entry in state.values())} stages done, {len(left)} left", end="")
+    failed = [name for name, entry in state.items() if entry["rc"] not in (0, REFUSED)]
+    refused = [name for name, entry in state.items() if entry["rc"] == REFUSED]
+    print(f"{folder}: {len(state) - len(failed)} stages done, {len(left)} left", end="")
+    print(f"; with refusals: {', '.join(refused)}" if refused else "", end="")
     print(f"; not well: {', '.join(failed)}" if failed else "")
     return int(bool(left or failed))
 

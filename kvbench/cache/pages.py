@@ -23,6 +23,9 @@ from kvbench.kernels.pool import PagePool
 from kvbench.kernels.table import PageTable
 
 FIRST_PAGES = 64  # what a pool that grows begins with
+# A run of steps goes on while the pool surely has what two steps may take, one of them under way, and each may begin a
+# page in every list: with less, the last page of every list would be filled by steps that wait for each other.
+SPARE_PAGES = 2  # of a list, on a device
 
 
 class TierMap:
@@ -100,7 +103,8 @@ class Pages:
         self.lists_by_tier = lists_by_tier or {0: shape[1] * shape[2]}
         size, tokens = formats[0].page_bytes, tuple(fmt.tokens_per_page for fmt in formats)
         max_pages = -(-max_slots // min(tokens)) + len(tokens)
-        limit, most = budget_bytes // size if budget_bytes is not None else None, math.prod(shape) * max_pages
+        limit = budget_bytes // size if budget_bytes is not None else None
+        most = math.prod(shape) * (max_pages + (SPARE_PAGES if backend.keeps_tables else 0))
         if limit is None and (free := memory.free_bytes(device)) is not None:
             limit = max(1, min(most, int(memory_share * free) // size))
         self.on_device = backend.keeps_tables  # and the host knows only what it was told

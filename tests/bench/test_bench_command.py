@@ -8,7 +8,7 @@ import pytest
 from kvbench.bench import command, show
 from kvbench.cli import commands
 from kvbench.cli.main import main
-from kvbench.kernels.bench import machine
+from kvbench.kernels.bench import bench, machine
 
 SMALL = "what=attention attention.shapes=[6x2x64] attention.lengths=[96] attention.batches=[1] rounds=2".split()
 SMALL += ["attention.formats=[K16V16,K4V2]", "attention.dense=[fp32]", "working_set_mb=1", "max_buffers=2"]
@@ -62,6 +62,33 @@ def test_refused_variants_give_exit_code_1(measured, tmp_path, monkeypatch, caps
     assert "K4V2 at shape 6x2x64, length 96, batch 1, threads 1 wrong: error" in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+def test_a_bench_that_was_stopped_goes_on(tmp_path, monkeypatch, capsys):
+    """Every cell is on the disk as soon as it is measured; the same command measures the others alone, into the same
+    folder, and after that it measures anew."""
+    monkeypatch.setattr(machine, "PROBE_BYTES", 1 << 20)
+    words = ["bench", *SMALL, "attention.lengths=[96,32,64]", f"out={tmp_path / 'out'}"]
+    measured, real = [], bench.Bench._measured
+
+    def stopped(self, cell):
+        if len(measured) == 2:
+            measured.append(None)
+            raise KeyboardInterrupt
+        measured.append(cell["length"])
+        return real(self, cell)
+
+    monkeypatch.setattr(bench.Bench, "_measured", stopped)
+    assert main(words) == 130
+    (path,) = (tmp_path / "out" / "attention").glob("*/bench.json")
+    assert (command.read_document(path)["left"], measured) == (1, [96, 32, None])
+    assert main(["bench", f"load={path}"]) == 0
+    before = command.read_document(path)["cells"]
+    assert main(words) == 0
+    document = command.read_document(path)
+    assert measured[3:] == [64] and document["left"] == 0 and document["cells"][:2] == before
+    assert main(words) == 0
+    assert measured[4:] == [96, 32, 64] and len(list((tmp_path / "out" / "attention").iterdir())) == 2
 
 
 @pytest.mark.parametrize(

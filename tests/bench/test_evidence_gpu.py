@@ -3,13 +3,14 @@
 import importlib
 import json
 import sys
-import tarfile
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from kvbench.bench import evidence_gpu
-from kvbench.bench.evidence_gpu import STAGES, Stage, go_on, left_over, words_of
+from kvbench.bench import decode, evidence_gpu
+from kvbench.bench.evidence_gpu import STAGES, Stage, go_on, left_over, run_stage, words_of
 from kvbench.kernels.bench import bench
 from kvbench.kernels.bench.bench import read_words
 
@@ -18,7 +19,7 @@ GOOD, BAD = "platform", "kvbench.bench.no_such_module"  # a module of Python's o
 
 def test_stages_go_on_where_a_call_ended(tmp_path, capsys):
     """A stage that ended well is not run again, one that failed is tried twice; state and prints say so."""
-    stages = (Stage("good", 60, GOOD), Stage("bad", 60, BAD), Stage("last", 60, GOOD))
+    stages = (Stage("good", 60, GOOD, ""), Stage("bad", 60, BAD, ""), Stage("last", 60, GOOD, ""))
     assert [stage.name for stage in go_on(tmp_path, 300, stages)] == ["bad"]
     state = json.loads((tmp_path / "state.json").read_text())
     done = {name: (entry["rc"], entry["tries"]) for name, entry in state.items()}
@@ -31,26 +32,60 @@ def test_stages_go_on_where_a_call_ended(tmp_path, capsys):
     assert capsys.readouterr().out.count("good ") == 1
 
 
-def test_the_end_of_a_call_is_no_failure(tmp_path, monkeypatch):
+def test_the_end_of_a_call_is_no_failure(tmp_path):
     """A stage that is cut short because the call's time is over does not count as tried; one that runs past its own
-    limit does, and what has too little time left is not begun."""
+    limit does, and none is begun with less than half of its limit left, or less than it took before."""
     sleeper = "timeit -n1 -r1 -s 'import time' 'time.sleep(60)'"
-    assert go_on(tmp_path / "none", 10, (Stage("long", 400, sleeper),))[0].name == "long"
+    assert go_on(tmp_path / "none", 10, (Stage("long", 400, sleeper, ""),))[0].name == "long"
     assert not (tmp_path / "none" / "state.json").exists()
-    short = Stage("short", 1, sleeper)
-    go_on(tmp_path / "own", 30, (short,))
+    go_on(tmp_path / "own", 30, (Stage("short", 1, sleeper, ""),))
     assert json.loads((tmp_path / "own" / "state.json").read_text())["short"]["tries"] == 1
-    monkeypatch.setattr(evidence_gpu, "LEAST_S", 0.5)
-    left = go_on(tmp_path / "cut", 2, (Stage("long", 400, sleeper), Stage("next", 1, GOOD)))
+    left = go_on(tmp_path / "cut", 1.5, (Stage("long", 2, sleeper, ""), Stage("next", 1, GOOD, "")))
     assert [stage.name for stage in left] == ["long", "next"]
     state = json.loads((tmp_path / "cut" / "state.json").read_text())
     assert (state["long"]["rc"], state["long"]["tries"]) == (124, 0) and "next" not in state
+    before = {"slow": {"rc": 1, "seconds": 20.0, "tries": 1}}
+    (tmp_path / "cut" / "state.json").write_text(json.dumps(before))
+    assert go_on(tmp_path / "cut", 15, (Stage("slow", 25, GOOD, ""),))
+    assert json.loads((tmp_path / "cut" / "state.json").read_text()) == before
+
+
+def runs(monkeypatch: pytest.MonkeyPatch, code: str) -> Stage:
+    """A stage that runs some Python."""
+    monkeypatch.setattr(evidence_gpu, "words_of", lambda *_: [sys.executable, "-c", code])
+    return Stage("python", 60, GOOD, "")
+
+
+def test_a_stage_with_refusals_is_complete(tmp_path, monkeypatch):
+    """What names variants that could not be timed gives the same when it is run again, so it is not."""
+    stage = runs(monkeypatch, f"raise SystemExit({bench.REFUSED})")
+    assert go_on(tmp_path, 60, (stage,)) == []
+    assert json.loads((tmp_path / "state.json").read_text())["python"]["rc"] == bench.REFUSED
+
+
+def test_no_process_of_a_stage_is_left(tmp_path, monkeypatch):
+    """A stage that runs past its limit ends with the processes that it has started."""
+    inner = "import time; time.sleep(54.321)"
+    stage = runs(monkeypatch, f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])")
+    assert run_stage(stage, tmp_path, 1.5, dry=False) == 124
+    until = time.monotonic() + 20  # of a loaded machine, which takes a while to end what was killed
+    while [path for path in Path("/proc").glob("[0-9]*/cmdline") if inner.encode() in _read(path)]:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def _read(path: Path) -> bytes:
+    """The command line of a process, which may have ended meanwhile."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 @pytest.mark.parametrize("dry", [False, True])
 def test_every_stage_names_settings_that_exist(tmp_path, dry):
     """The words of each stage are read by the module that it names, before a lent machine finds out."""
-    for stage in left_over(STAGES, {}, dry):
+    for stage in left_over(STAGES, {}):
         python, flag, module, *words = words_of(stage, tmp_path, dry)
         assert (python, flag) == (sys.executable, "-m")
         found = importlib.import_module(module)
@@ -66,21 +101,25 @@ def test_every_stage_names_settings_that_exist(tmp_path, dry):
 
 
 @pytest.mark.exhaustive
-def test_a_dry_run_leaves_one_folder_and_one_archive(tmp_path, monkeypatch, capsys):
-    """Real stages on interpreted kernels: the machine, one bench; documents that check, and the archive holds all."""
+def test_a_dry_run_passes_every_stage(tmp_path, capsys):
+    """All stages on interpreted kernels and tiny shapes: every document checks, decode and throughput have a row of
+    each default method, eager and from captured steps; the archive carries them to a bare machine, where nothing is
+    left to do."""
     pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
-    few = tuple(stage for stage in STAGES if stage.name in ("probe", "attention"))
-    monkeypatch.setattr(evidence_gpu.go_on, "__defaults__", (few, False))
-    words = ["--dry", "--minutes", "4", "--results", str(tmp_path / "r"), "--archive", str(tmp_path / "a.tar.gz")]
-    assert evidence_gpu.main(words) == 0, capsys.readouterr().out
+    words = ["--dry", "--minutes", "60", "--archive", str(tmp_path / "a.tar.gz"), "--results"]
+    assert evidence_gpu.main([*words, str(tmp_path / "r")]) == 0, capsys.readouterr().out
     folder = tmp_path / "r" / "interpreter"
-    bench.check_document(json.loads((folder / "attention.json").read_text()))
-    said = (folder / "probe.txt").read_text()
-    assert json.loads(said[said.index("{") :])["backend"] == "triton"
-    with tarfile.open(tmp_path / "a.tar.gz") as pack:
-        assert {name.partition("/")[2] for name in pack.getnames()} >= {"state.json", "probe.txt", "attention.json"}
-    assert evidence_gpu.main(words) == 0
-    assert "2 stages done, 0 left" in capsys.readouterr().out
+    documents = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json") if path.stem != "state"}
+    for document in documents.values():
+        bench.check_document(document)
+    methods = decode.Settings().methods
+    rows = {row["name"] for cell in documents["decode-4k"]["cells"] for row in cell["variants"]}
+    assert rows >= {"transformers", *methods, *(f"{method}{decode.GRAPH}" for method in methods)}
+    assert {row["name"] for cell in documents["throughput"]["cells"] for row in cell["variants"]} >= set(methods)
+    state = json.loads((folder / "state.json").read_text())
+    assert {name: entry["rc"] for name, entry in state.items()} == dict.fromkeys((s.name for s in STAGES), 0)
+    assert evidence_gpu.main([*words, str(tmp_path / "bare")]) == 0
+    assert f"{len(STAGES)} stages done, 0 left" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):

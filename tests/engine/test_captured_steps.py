@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
 from engine_helpers import open_settings, random_tokens
-from graph_emulator import record
 from no_data import NothingOnTheHost, without_data
 
 from kvbench.bench import choices
@@ -20,6 +19,7 @@ from kvbench.engine.runner import Runner
 from kvbench.errors import NotForModel
 from kvbench.kernels import checks
 from kvbench.kernels.gpu import parts
+from kvbench.kernels.gpu.emulator import record
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of what empty slots hold
 NO_KERNEL = {"kvquant": {"paged_decode", "write_keys", "write_values"}}

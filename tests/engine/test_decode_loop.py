@@ -7,12 +7,12 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
 from engine_helpers import answers, comparable, random_tokens, request
-from graph_emulator import record
 from selection import few
 
 from kvbench.bench import choices
 from kvbench.engine import hf
 from kvbench.kernels import checks
+from kvbench.kernels.gpu.emulator import record
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of what empty slots hold
 METHODS = (

@@ -5,13 +5,13 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
-from graph_emulator import NotCapturable, record
 from triton_helpers import DEVICE
 
 from kvbench.kernels import checks
 from kvbench.kernels.device_checks import decode_step
 from kvbench.kernels.device_inputs import Plan
 from kvbench.kernels.gpu.backend import Gpu
+from kvbench.kernels.gpu.emulator import NotCapturable, record
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),

@@ -1,4 +1,4 @@
-"""What a CUDA graph means, on the CPU: a step that cannot be captured is found without a GPU.
+"""The meaning of a CUDA graph, on the CPU: a step that cannot be captured is found without a GPU.
 
 `record(step)` runs a step once and keeps every torch operation and every Triton launch with the very tensors that it
 got; a replay carries them out again into the same tensors. Whatever the step took from the host, such as a number that
@@ -7,6 +7,7 @@ while it is recorded raises.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -31,7 +32,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.tape: list[Callable[[], object]] = []
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name, kwargs = function.overloadpacket.__name__, kwargs or {}
         masks = name in ("index", "index_put", "index_put_") and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
@@ -44,12 +45,12 @@ class _Recorder(TorchDispatchMode):
         return out
 
     @staticmethod
-    def _again(function, args, kwargs, out) -> None:
+    def _again(function: Callable, args: tuple, kwargs: dict, out: object) -> None:
         for new, old in zip(_as_tuple(function(*args, **kwargs)), _as_tuple(out), strict=True):
             if isinstance(old, torch.Tensor) and new.data_ptr() != old.data_ptr():
                 old.copy_(new)
 
-    def launch(self, kernel, grid, arguments, constants) -> None:
+    def launch(self, kernel: Any, grid: tuple, arguments: tuple, constants: dict) -> None:
         with _disable_current_modes():
             kernel[grid](*arguments, **constants)
         self.tape.append(lambda: kernel[grid](*arguments, **constants))
