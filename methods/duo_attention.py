@@ -70,14 +70,20 @@ class DuoAttention(kv.Policy):
         tier_of = view.filled(0)
         outside = torch.arange(view.num_tokens, device=tier_of.device)
         outside = (outside >= self.sinks) & (outside < view.num_tokens - self.recent)
-        streams = self._streams.to(tier_of.device)[view.layers]
+        streams = self._streams_on(tier_of.device)[view.layers]
         return kv.PrefillPlan(tier_of=tier_of.masked_fill(streams[..., None] & outside, kv.EVICT))
 
     def plan_decode(self, view: kv.DecodeView) -> kv.DecodePlan:
         """In streaming heads, overwrite number t takes slot sinks + t mod recent, so no positions need to be stored."""
         turns = view.tokens_seen - view.prompt_tokens.clamp(min=self.sinks + self.recent)
         slot = torch.where(turns >= 0, self.sinks + turns % self.recent, -1)
-        return kv.DecodePlan(slot=torch.where(self._streams.to(slot.device), slot[:, None, None], -1))
+        return kv.DecodePlan(slot=torch.where(self._streams_on(slot.device), slot[:, None, None], -1))
+
+    def _streams_on(self, device: torch.device) -> torch.Tensor:
+        """The streaming heads, bool [L, H], which go to the cache's device once: no captured step could fetch them."""
+        if self._streams.device != device:
+            self._streams = self._streams.to(device)
+        return self._streams
 
     def bounds(self, extent: kv.Extent) -> kv.Bounds:
         streams, limit = int(self._streams.sum()), self.sinks + self.recent

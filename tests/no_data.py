@@ -6,14 +6,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kvbench.kernels.gpu import backend, decode, pages, table
 from kvbench.kernels.reference import quant
 
 
 class NothingOnTheHost(TorchDispatchMode):
-    """Fails when an operation brings a result to main memory, or makes the host's numbers a tensor, which a GPU would
-    have to fetch: no step with such a copy could be captured."""
+    """Fails when an operation brings a result to main memory, takes a tensor from there (a single number is no copy: it
+    goes with the launch), or makes the host's numbers a tensor, which a GPU would have to fetch: no step with such a
+    copy could be captured."""
 
     def __enter__(self):
         self.made, torch.tensor = torch.tensor, self._refused
@@ -27,6 +29,10 @@ class NothingOnTheHost(TorchDispatchMode):
         raise AssertionError(f"{data} of the host became a tensor")
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        for x in tree_leaves((args, kwargs)):
+            is_there = not isinstance(x, torch.Tensor) or x.device.type == "meta"
+            alone = is_there or (x.dim() == 0 and function.overloadpacket.__name__ != "_to_copy")
+            assert alone, f"{function} takes {tuple(x.shape)} numbers of the host"
         out = function(*args, **(kwargs or {}))
         for x in out if isinstance(out, (tuple, list)) else (out,):
             assert not isinstance(x, torch.Tensor) or x.device.type == "meta", f"{function} put a result on the host"

@@ -101,6 +101,7 @@ def test_every_stage_names_settings_that_exist(tmp_path, dry):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
 def test_a_dry_run_passes_every_stage(tmp_path, capsys):
     """All stages on interpreted kernels and tiny shapes: every document checks, decode and throughput have a row of
     each default method, eager and from captured steps; the archive carries them to a bare machine, where nothing is
