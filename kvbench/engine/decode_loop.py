@@ -13,6 +13,7 @@ bulk eviction that is due, pages that rows share, and a pool that may be too ful
 """
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -26,6 +27,8 @@ from kvbench.engine import hf
 from kvbench.engine.requests import Request
 from kvbench.engine.rows import AnswerRow, ForcedRow, Row
 from kvbench.engine.runner import Runner
+from kvbench.engine.supported import looks_at_length
+from kvbench.kernels.memory import first_line, is_out_of_memory
 
 MOST_STEPS = 64  # of a run: in between, progress is shown and what graders found is written
 
@@ -34,9 +37,13 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]  # runs a step once
 
 def cuda_graph(step: Callable[[], None]) -> Callable[[], None]:
     """Captures a step in a CUDA graph, runs it once, and returns its replay."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph):
+            step()
+    except BaseException:
+        torch.cuda.set_stream(stream)  # where the capture's end fails too, torch leaves its own stream in place
+        raise
     graph.replay()
     return graph.replay
 
@@ -127,6 +134,15 @@ class CapturedSteps:
         pages.counts.log = log = ReplayLog()
         try:
             replay = capture(lambda: self.step(state))
+        except Exception as problem:  # drivers and libraries have kinds of their own
+            if is_out_of_memory(problem):
+                raise
+            warnings.warn(
+                f"a decode step of {type(self._runner.policy).__name__} could not be captured "
+                f"({type(problem).__name__}: {first_line(problem)}); steps are made one after the other",
+                stacklevel=2,
+            )
+            raise NotCaptured("a step was captured in part: the cache is not what the host knows") from None
         finally:
             pages.counts.log = None
             pages.forget_lists()
@@ -146,7 +162,12 @@ class CapturedSteps:
 
 
 class Spoiled(ArithmeticError):
-    """Logits of a run of steps were not finite; which layer began it is known only where steps are made one by one."""
+    """A run of steps cannot go on: logits were not finite, and which layer began it is known only where steps are made
+    one by one; or a step could not be captured. Its rows can only be closed, and read again."""
+
+
+class NotCaptured(Spoiled):
+    """A step could not be captured; no further one should be tried."""
 
 
 class DecodeLoop:
@@ -154,8 +175,10 @@ class DecodeLoop:
 
     Attributes:
         runs: Whether runs are made: of a cache in one place, where the backend keeps its tables, with what captures a
-            step (`auto` = a CUDA graph where there is CUDA).
-        counts: Steps that replayed a graph, that ran eagerly within a run, and that were made one at a time.
+            step (`auto` = a CUDA graph where there is CUDA). Not of a model whose rotary embedding looks at the length
+            in every step, which is the host's business.
+        counts: Steps that replayed a graph, that ran eagerly within a run, and that were made one at a time; and
+            captures that failed, after which none is tried.
         alone: Requests whose steps are made one at a time, come what may.
     """
 
@@ -164,7 +187,8 @@ class DecodeLoop:
             capture = cuda_graph if runner.device.type == "cuda" else None
         self._runner, self._capture = runner, capture
         self.runs = capture is not None and runner.shape.is_whole and runner.backend.keeps_tables
-        self.counts = {"replayed": 0, "eager_in_runs": 0, "one_at_a_time": 0}
+        self.runs = self.runs and not looks_at_length(runner.loaded.model)
+        self.counts = {"replayed": 0, "eager_in_runs": 0, "one_at_a_time": 0, "failed_captures": 0}
         self.alone: set[str] = set()
         self._graphs: CapturedSteps | None = None
         self._before: CountsBeforeStep | None = None
@@ -219,7 +243,13 @@ class DecodeLoop:
         made, begin = 0, time.perf_counter()
         while made < most and not told.over and (not made or self._is_free(numbers)):
             before.note()
-            state = graphs.advance(state)
+            try:
+                state = graphs.advance(state)
+            except NotCaptured:
+                self._capture = None
+                self.counts["failed_captures"] += 1
+                self.forget()
+                raise
             sent = told.force(state, made, counts.post)
             counts.send()
             made += 1

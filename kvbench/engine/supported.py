@@ -84,6 +84,11 @@ def _output_projections(model: PreTrainedModel) -> OutputProjections | None:
     return OutputProjections(outs) if whole and known else None
 
 
+def looks_at_length(model: PreTrainedModel) -> bool:
+    """True where some rotary embedding asks in every forward pass how long the text is."""
+    return any(getattr(module, "rope_type", None) in LENGTH_DEPENDENT_ROPE for module in model.modules())
+
+
 def _plain_inv_freq(model: PreTrainedModel) -> Tensor | None:
     """fp32 [D_rot / 2] when keys can be rotated by angles position x inv_freq, else None."""
     config = model.config.get_text_config()

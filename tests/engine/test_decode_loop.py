@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+from torch.utils._python_dispatch import _disable_current_modes
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
@@ -11,7 +12,10 @@ from selection import few
 
 from kvbench.bench import choices
 from kvbench.engine import hf
+from kvbench.engine.decode_loop import DecodeLoop
+from kvbench.engine.runner import Runner
 from kvbench.kernels import checks
+from kvbench.kernels.gpu import parts
 from kvbench.kernels.gpu.emulator import record
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of what empty slots hold
@@ -72,6 +76,53 @@ def test_logits_that_are_not_finite_end_a_run(smallest, monkeypatch: pytest.Monk
     (found,) = answers(smallest, choices.make_method("full"), asked, **settings).values()
     assert found.status == "nan" and "not finite" in found.message
     assert len(steps) > counts["one_at_a_time"] > 0
+
+
+def in_part(step) -> None:
+    """A capture that fails in the middle of a step, when the host has noted more than the device has done."""
+    launched = []
+
+    def launch(kernel, grid, arguments, constants):
+        launched.append(kernel)
+        if len(launched) == 4:
+            raise RuntimeError("operation not permitted when stream is capturing\nand a stack")
+        with _disable_current_modes():
+            kernel[grid](*arguments, **constants)
+
+    with parts.recording(launch):
+        step()
+
+
+@pytest.mark.parametrize("method", ["full", "kivi residual_tokens=8 group=8", "diffkv window=8"])
+def test_a_capture_that_fails_loses_nothing(smallest, method: str):
+    """The rows are read again and go on without graphs, with the tokens, bytes and fidelity of single steps; the count
+    and a warning say so, once."""
+    asked = [
+        request("first", random_tokens(21), max_new_tokens=9, min_new_tokens=1),
+        request("second", random_tokens(14, 1), max_new_tokens=7, min_new_tokens=1, gold=random_tokens(6, 2)),
+        request("third", random_tokens(9, 4), max_new_tokens=5, min_new_tokens=1),
+    ]
+    policy, counts, settings = choices.make_method(method), {}, {"backend": "triton", "batch_size": 2}
+    want = answers(smallest, policy, asked, capture=None, **settings)
+    with pytest.warns(
+        UserWarning, match=r"captured \(RuntimeError: operation not permitted when stream"
+    ):
+        got = answers(smallest, policy, asked, capture=in_part, counts=counts, **settings)
+    assert {key: comparable(outcome) for key, outcome in got.items()} == {
+        key: comparable(outcome) for key, outcome in want.items()
+    }
+    assert (counts["failed_captures"], counts["replayed"]) == (1, 0) and counts["eager_in_runs"] > 0
+
+
+def test_a_rotary_embedding_that_asks_for_the_length_makes_single_steps(tiny_model):
+    """transformers compares the longest position with a limit in every pass: no graph could hold that."""
+    model = tiny_model()
+    assert DecodeLoop(Runner(model, choices.make_method("full"), backend="triton"), record).runs
+    model.model.model.rotary_emb.rope_type = "dynamic"
+    try:
+        assert not DecodeLoop(Runner(model, choices.make_method("full"), backend="triton"), record).runs
+    finally:
+        model.model.model.rotary_emb.rope_type = "default"
 
 
 @pytest.mark.parametrize("method", few(METHODS, METHODS[0], METHODS[2], METHODS[7]))
