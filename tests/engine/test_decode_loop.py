@@ -104,9 +104,7 @@ def test_a_capture_that_fails_loses_nothing(smallest, method: str):
     ]
     policy, counts, settings = choices.make_method(method), {}, {"backend": "triton", "batch_size": 2}
     want = answers(smallest, policy, asked, capture=None, **settings)
-    with pytest.warns(
-        UserWarning, match=r"captured \(RuntimeError: operation not permitted when stream"
-    ):
+    with pytest.warns(UserWarning, match=r"captured \(RuntimeError: operation not permitted when stream"):
         got = answers(smallest, policy, asked, capture=in_part, counts=counts, **settings)
     assert {key: comparable(outcome) for key, outcome in got.items()} == {
         key: comparable(outcome) for key, outcome in want.items()
