@@ -116,8 +116,8 @@ STAGES = (
     Stage(
         "throughput",
         480,
-        f"{THROUGHPUT} model='{MODEL}' kv_mb=6000 context=4096 max_batch=128 rounds=5",
-        f"{THROUGHPUT} {DRY_WHOLE} kv_mb=1 new_tokens=8 max_batch=2",
+        f"{THROUGHPUT} model='{MODEL}' kv_mb=6000 context=4096 new_tokens=128 max_batch=128 rounds=5",
+        f"{THROUGHPUT} {DRY_WHOLE} kv_mb=1 new_tokens=12 max_batch=2",
     ),
 )
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.bench import choices
-from kvbench.bench.decode import BASELINES, OWN, WholeModel
-from kvbench.bench.decoders import REFERENCE_ROWS, Decoder, OwnDecoder
+from kvbench.bench.decode import BASELINES, GRAPH, OWN, WholeModel
+from kvbench.bench.decoders import REFERENCE_ROWS, WARM_STEPS, Decoder, Graphed, OwnDecoder, capture_on
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.kernels.bench.bench import Bench, main, setting
 from kvbench.kernels.bench.rounds import Variant, ratios
@@ -28,9 +28,14 @@ class Settings(WholeModel):
     new_tokens: int = setting(96, "Tokens that every sequence must have room for.", 1)
     max_batch: int = setting(256, "Sequences at most.", 1)
 
+    @property
+    def decoded_tokens(self) -> int:
+        """Tokens of a sequence that one row of the table decodes at most: the baseline is timed twice in each round."""
+        return 2 * (self.rounds + 1) * self.steps
+
     def check(self) -> None:
         super().check()
-        need = 2 * (self.rounds + 1) * self.steps  # the baseline is timed twice in each round
+        need = self.decoded_tokens
         if self.new_tokens < need:
             raise ValueError(
                 f"new_tokens={self.new_tokens} is below the {need} tokens that rounds={self.rounds} of "
@@ -47,12 +52,12 @@ class Settings(WholeModel):
         bench.more["model"] = choices.describe_model(model)
         bench.notes += filter(None, [model.remark])
         text = choices.sample_tokens(model, DISTINCT_PROMPTS, self.context + self.new_tokens)
-        found = []
+        found: list[Variant] = []
         for name in (OWN, *self.methods):
             bench.stage(f"filling {self.kv_mb} MB for {name}")
             asked = (self, model, text, bench.notes)
-            found.append(own_variant(*asked) if name == OWN else store_variant(name, *asked))
-        return [variant for variant in found if variant is not None]
+            found += own_variants(*asked) if name == OWN else store_variants(name, *asked)
+        return found
 
     def finish(self, found: dict) -> None:
         """Adds `rate_ratios`: tokens per second of a row over those of each baseline, formed within each round."""
@@ -73,19 +78,20 @@ def fitting(settings: Settings, sequence_bytes: int, name: str, notes: list[str]
     return min(batch, settings.max_batch)
 
 
-def own_variant(settings: Settings, model: LoadedModel, text: list[list[int]], notes: list[str]) -> Variant | None:
+def own_variants(settings: Settings, model: LoadedModel, text: list[list[int]], notes: list[str]) -> list[Variant]:
     """transformers' own cache, in the model's dtype, with as many sequences as fit at their final length."""
     decoder = OwnDecoder(model)
     decoder.prefill([tokens[: settings.context] for tokens in text])
     token_bytes = decoder.cache_bytes() / (len(text) * settings.context)
     batch = fitting(settings, round(token_bytes * (settings.context + settings.new_tokens)), OWN, notes)
-    return _filled(settings, OWN, decoder, text, batch) if batch else None
+    return [_filled(settings, OWN, decoder, text, batch)] if batch else []
 
 
-def store_variant(
+def store_variants(
     method: str, settings: Settings, model: LoadedModel, text: list[list[int]], notes: list[str]
-) -> Variant | None:
-    """A method with as many sequences as fit at their final length, which is measured by answering once."""
+) -> list[Variant]:
+    """A method with as many sequences as fit at their final length, which is measured by answering once; on a GPU the
+    same sequences once more, with their steps replayed from a graph."""
     prompts = PromptCache(PROMPT_BYTES)  # the trial's prompts are those of the batch
     asked: dict[str, Any] = {"new_tokens": settings.new_tokens, "prompts": prompts}
     trial = settings.decoder(model, method, rows=len(text), **asked)
@@ -97,14 +103,27 @@ def store_variant(
     batch = fitting(settings, peak, method, notes)
     del trial
     if not batch:
-        return None
+        return []
     # A GPU's pool is made once: without a budget each method's would hold what its lists could ever need.
     room = int(1.1 * peak * (batch + REFERENCE_ROWS)) if model.device.type == "cuda" else None
     decoder = settings.decoder(model, method, rows=batch, budget_bytes=room, **asked)
     decoder.prefill([tokens[: settings.context] for tokens in text[:batch]])
-    variant = _filled(settings, method, decoder, text, batch, sequence_bytes=peak)
+    found = [_filled(settings, method, decoder, text, batch, sequence_bytes=peak)]
     decoder.runner.prompts = PromptCache()
-    return variant
+    if decoder.runner.backend.keeps_tables:
+        need = 2 * settings.decoded_tokens + WARM_STEPS + 1
+        if need <= settings.new_tokens:
+            graphed = Graphed(decoder, capture_on(model.device))
+            answers = answers_of(settings, text, batch)
+            found.append(settings.stepping(method + GRAPH, graphed, answers, batch=batch, sequence_bytes=peak))
+        else:
+            notes.append(f"{method}{GRAPH} not measured: new_tokens={settings.new_tokens} is below {need}")
+    return found
+
+
+def answers_of(settings: Settings, text: list[list[int]], batch: int) -> list[list[int]]:
+    """The tokens behind the prompt of every sequence."""
+    return [text[row % len(text)][settings.context :] for row in range(batch)]
 
 
 def _filled(
@@ -112,8 +131,7 @@ def _filled(
 ) -> Variant:
     """The variant of a decoder that gets as many sequences as fit, copies of those that it has read."""
     decoder.repeat(batch)
-    answers = [text[row % len(text)][settings.context :] for row in range(batch)]
-    return settings.stepping(name, decoder, answers, batch=batch, **extra)
+    return settings.stepping(name, decoder, answers_of(settings, text, batch), batch=batch, **extra)
 
 
 if __name__ == "__main__":
