@@ -188,7 +188,7 @@ class Bench:
         """Measures every cell with its thread count in force, and gives the document so far to `keep` after each; the
         document, in JSON types. Cells of `held`, where this goes on with it (`goes_on`), are not measured again."""
         before = torch.get_num_threads()
-        document = {
+        document: dict[str, Any] = {
             "schema": SCHEMA,
             "what": self.settings.what,
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -66,7 +66,7 @@ class WholeModel(Common):
         more.setdefault("context", self.context)
         return StoreDecoder(model, method, kernels=self.kernels, **more)
 
-    def stepping(self, name: str, decoder: Decoder, answers: list[list[int]], **extra: Any) -> Variant:
+    def stepping(self, name: str, decoder: Decoder | Graphed, answers: list[list[int]], **extra: Any) -> Variant:
         """`steps` decode steps at a time, with the tokens of each row that follow the prompts, which the decoder has
         read; every timing goes on where the last one stopped."""
         tokens = zip(*answers, strict=True)

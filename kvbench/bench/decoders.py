@@ -243,7 +243,7 @@ def capture_on(device: torch.device) -> Capture:
     return record
 
 
-Decoder = StoreDecoder | Graphed | OwnDecoder
+Decoder = StoreDecoder | OwnDecoder
 
 
 def relative(found: Tensor, exact: Tensor) -> float:
