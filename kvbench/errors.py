@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from inspect import unwrap
 from pathlib import Path
 from types import FrameType
 
@@ -139,6 +140,13 @@ def raised_by(error: BaseException) -> tuple[str, str] | None:
         elif place == found[1]:
             found = *found[:2], line
     return None if found is None else (found[0], f"{found[1].name}:{found[2]}")
+
+
+def call_of(owner: object, name: str) -> str:
+    """A method of an object as a message names it, with the place of its code: `Toy.plan_prefill (toy.py:23)`."""
+    code = getattr(unwrap(getattr(type(owner), name)), "__code__", None)
+    where = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
+    return f"{type(owner).__name__}.{name}{where}"
 
 
 def _call(frame: FrameType) -> str:

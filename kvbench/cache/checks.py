@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvbench.cache.pages import Pages
 from kvbench.cache.view import SlotsView
+from kvbench.errors import call_of
 from kvbench.policy import APPEND, EVICT, CompactPlan, DecodePlan, DecodeView, Policy, PrefillPlan, PrefillView
 
 Plan = TypeVar("Plan", PrefillPlan, DecodePlan, CompactPlan)
@@ -38,7 +39,7 @@ class _Asked:
     def error(self, rule: Rule) -> ValueError:
         """The error about a rule; only now is the moment asked for, since the host waits for its numbers."""
         said = rule if isinstance(rule, str) else rule()
-        return ValueError(f"{type(self._policy).__name__}.{self._call}, {self._moment()}: {said}")
+        return ValueError(f"{call_of(self._policy, self._call)}, {self._moment()}: {said}")
 
     def _moment(self) -> str:
         view = self._view

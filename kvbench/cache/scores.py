@@ -9,6 +9,7 @@ from kvbench.cache.layout import ModelShape
 from kvbench.cache.pages import Pages
 from kvbench.cache.rotation import Rotations
 from kvbench.cache.tensors import ChunkTensors, Measurer, PromptTensors, SlotTensors
+from kvbench.errors import call_of
 from kvbench.kernels.operands import TierPages
 from kvbench.policy import ALL_QUERIES, GONE, AttentionCall, Policy, Replay, Statistic
 
@@ -291,7 +292,7 @@ def _checked(
     numbers per token, unless `shape` says otherwise."""
     if shape is None:
         shape = tuple(k.shape[:2]) if not statistic.also else (1 + len(statistic.also), *k.shape[:2])
-    name = f"{type(statistic).__name__}.{call}"
+    name = call_of(statistic, call)
     if not isinstance(found, Tensor) or tuple(found.shape) != shape or not found.is_floating_point():
         got = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(f"{name} gave {got}, but it must give a floating-point tensor of shape {shape}")

@@ -100,7 +100,7 @@ def method_help(name: str, width: int = 80) -> str:
     lines += _setting("calibration", method_table.yaml_value(listed.get("calibration")), calibrated, "", width)
     sources = "; ".join(re.findall(r"^# source: (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE))
     about = {
-        "scores by": method_table.scored(policy),
+        "scores by": re.sub(r"^none \((.*)\)$", r"\1", method_table.scored(policy)),  # of attention
         "acts": method_table.acts(policy),
         "memory of a KV head, bytes": method_table.memory(policy),
         "source": method_table.section(doc, "Source") or sources or "not said",

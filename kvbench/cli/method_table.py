@@ -34,6 +34,8 @@ def scored(policy: Policy) -> str:
     """Say in words which attention statistics a method uses."""
     spec = policy.score
     words = spec.statistic.words
+    if not words and not spec.statistic.by_queries:  # somebody's own, which says in its docstring what it is
+        words = (inspect.getdoc(type(spec.statistic)) or "").partition("\n")[0].rstrip(".")
     if not spec.prefill_queries and not spec.decode_update:
         return f"none ({words})" if words and spec.measures_prompts else "none"
     queries = {ALL_QUERIES: "all queries", 1: "last query"}.get(

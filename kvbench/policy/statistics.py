@@ -84,7 +84,11 @@ class LayerTensors(ABC):
         """The last queries [Hq, w, D], with their rotary positions `q_pos`: of a prompt those that the ScoreSpec's
         `prefill_queries` counts, at a bulk eviction its `slot_queries` (multiplied by the model's factor on logits, so
         that `scale` is 1); fewer where fewer were seen. Query heads of one KV head follow one another."""
-        return self._given(self._q, "queries", "set prefill_queries and slot_queries of the ScoreSpec")
+        return self._given(
+            self._q,
+            "queries",
+            "declare how many: self.score_by(..., prefill_queries=32), and slot_queries=32 for of_slots",
+        )
 
     @property
     def q_pos(self) -> Tensor:

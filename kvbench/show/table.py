@@ -92,6 +92,16 @@ def _bytes(record: RunRecord, what: Measure) -> str:
     return format_bytes(count) if ratio is None else f"{format_bytes(count)}\n{what.scale * ratio:.1f} %"
 
 
+def _loses_to(record: RunRecord, chance: RunRecord) -> bool:
+    """True if a run scores less than another on as many samples, which holds no more bytes."""
+    both = [each.metrics.get(record.primary) for each in (record, chance)]
+    held = [RESIDENT.of_run(each) for each in (record, chance)]
+    if record.counts.total != chance.counts.total or None in held:
+        return False
+    mine, other = (metric.value if metric else None for metric in both)
+    return mine is not None and other is not None and mine < other and held[0] >= 0.95 * held[1]  # type: ignore[operator]
+
+
 def _reads_parts(records: Sequence[RunRecord]) -> bool:
     """True when decode steps of some run choose what to read."""
     return any((share := READ.of_run(record)) is not None and share < 1.0 for record in records)
@@ -190,7 +200,11 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
     ]
     notes += [f"{remark}." for remark in dict.fromkeys(record.model_remark for record in records) if remark]
     whole = next((RESIDENT.of_run(record) for record in records if record.method == FULL), None)
+    chance = next((record for record in records if record.method == "random" and record.status == "complete"), None)
     for record in records:
+        if chance is not None and record.method != FULL and _loses_to(record, chance):
+            words = "scores less than `random` beside it, which holds no more: nothing here speaks for its choice."
+            notes.append(f"{record.method} {words}")
         ratio = RESIDENT.of_run(record)
         if record.method != FULL and whole and ratio and ratio > 0.99 * whole:
             words = "holds as much as the full cache: at this setting it compresses nothing here."

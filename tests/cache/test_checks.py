@@ -171,7 +171,9 @@ def test_a_wrong_plan_for_a_prompt_is_refused(plan: Callable, rule: str, backend
     first = prefill(store)
     before = state(store)
     policy.prompt = plan
-    with pytest.raises(ValueError, match=rf"^Newcomer\.plan_prefill, prompt of 11 tokens, layer 0: {rule}$"):
+    with pytest.raises(
+        ValueError, match=rf"^Newcomer\.plan_prefill \(test_checks\.py:\d+\), prompt of 11 tokens, layer 0: {rule}$"
+    ):
         prefill(store, seed=1)
     store.close_row(1)
     assert state(store) == before
@@ -197,7 +199,9 @@ def test_a_plan_over_all_layers_names_them():
     """A method that ranks over the whole model is asked once."""
     policy = Newcomer(prompt=tiers(lambda x: x == 0))
     policy.scope = "model"
-    with pytest.raises(ValueError, match="plan_prefill, prompt of 11 tokens, layers 0 to 1: tier_of is bool"):
+    with pytest.raises(
+        ValueError, match=r"plan_prefill \(test_checks\.py:\d+\), prompt of 11 tokens, layers 0 to 1: tier_of is bool"
+    ):
         prefill(store_of(policy))
 
 
@@ -223,7 +227,10 @@ def test_keys_without_positions_must_all_stay():
             tier_of[..., 3] = EVICT
             return PrefillPlan(tier_of=tier_of)
 
-    with pytest.raises(ValueError, match=r"^Places\.plan_prefill, .*: position_mode='pre_rope' must keep every token"):
+    with pytest.raises(
+        ValueError,
+        match=r"^Places\.plan_prefill \(test_checks\.py:\d+\), .*: position_mode='pre_rope' must keep every token",
+    ):
         prefill(store_of(Places()))
 
 
@@ -278,7 +285,9 @@ def test_a_wrong_step_is_refused_and_changes_nothing(plan: Callable, rule: str, 
     rows = [prefill(store), prefill(store, seed=1)]
     before = state(store)
     policy.step = plan
-    with pytest.raises(ValueError, match=rf"^Newcomer\.plan_decode, decode step at token 11: {rule}"):
+    with pytest.raises(
+        ValueError, match=rf"^Newcomer\.plan_decode \(test_checks\.py:\d+\), decode step at token 11: {rule}"
+    ):
         step(store, rows)
     assert state(store) == before
     policy.step = lambda view: DecodePlan(slot=whole(6), demote_to=whole(1), demote_slot=whole(3))
@@ -303,7 +312,9 @@ def test_where_the_host_does_not_wait_a_wrong_slot_harms_nobody(plan: Callable, 
     step(told, [0, 1])
     assert state(store) == state(told)
     policy.step = told.policy.step
-    with pytest.raises(ValueError, match=rf"^Newcomer\.plan_decode, decode step at token 11: {rule}"):
+    with pytest.raises(
+        ValueError, match=rf"^Newcomer\.plan_decode \(test_checks\.py:\d+\), decode step at token 11: {rule}"
+    ):
         store.ledger.report(0) if learns == "report" else step(store, [0, 1])
     assert state(store) == state(told)
     store.close_row(1)
@@ -333,7 +344,9 @@ def test_tables_on_a_device_make_a_wrong_slot_a_new_one_and_say_so(plan: Callabl
     grown = (store.pages.table.num_slots - before)[:, : 2 * LAYERS * HEADS]
     assert grown.tolist() == [[1] * (2 * LAYERS * HEADS), [0] * (2 * LAYERS * HEADS)]
     policy.step = lambda view: DecodePlan()
-    with pytest.raises(ValueError, match=rf"^Newcomer\.plan_decode, decode step at token 11: {rule}"):
+    with pytest.raises(
+        ValueError, match=rf"^Newcomer\.plan_decode \(test_checks\.py:\d+\), decode step at token 11: {rule}"
+    ):
         step(store, rows)
 
 
@@ -352,7 +365,9 @@ def test_a_method_that_leaves_tokens_alone_may_not_overwrite_one():
     row = prefill(store)
     before = state(store)
     rule = "a slot is overwritten, which a method with acts_in_decode=False must not do"
-    with pytest.raises(ValueError, match=rf"^Newcomer\.plan_decode, decode step at token 11: {rule}$"):
+    with pytest.raises(
+        ValueError, match=rf"^Newcomer\.plan_decode \(test_checks\.py:\d+\), decode step at token 11: {rule}$"
+    ):
         step(store, [row])
     assert state(store) == before
 
@@ -393,7 +408,9 @@ def test_a_wrong_bulk_eviction_is_refused(plan: Callable, rule: str):
     store = store_of(policy)
     rows = [prefill(store), prefill(store, seed=1)]
     before = state(store)
-    with pytest.raises(ValueError, match=rf"^Newcomer\.plan_compact, compaction at token 11: {rule}"):
+    with pytest.raises(
+        ValueError, match=rf"^Newcomer\.plan_compact \(test_checks\.py:\d+\), compaction at token 11: {rule}"
+    ):
         step(store, rows)
     assert state(store) == before
     policy.drop = masks(lambda keep: [None, keep[1] & False])  # a tier may become empty, a list not

@@ -120,6 +120,21 @@ def test_name_of_kvbenchs_own_is_refused(mine, capsys):
     assert "snapkv.yaml has the name of kvbench's own method=snapkv; rename it" in capsys.readouterr().err
 
 
+def test_help_says_what_a_statistic_of_ones_own_is(mine, capsys):
+    """Without `words` of its own, a statistic is what its docstring says in the first line."""
+    (mine / "own_newest.py").write_text(
+        "from dataclasses import dataclass\nfrom kvbench.policy import Scored, Statistic\n\n\n"
+        "@dataclass(frozen=True)\nclass Late(Statistic):\n"
+        '    """The position of a token.\n\n    More.\n    """\n\n'
+        "    def of_prompt(self, seen):\n        return seen.pos.float()\n\n\n"
+        "@dataclass(kw_only=True)\nclass Newest(Scored):\n    def declare(self):\n"
+        "        super().declare()\n        self.score_by(Late())\n"
+    )
+    (mine / "method" / "newest.yaml").write_text("_target_: own_newest.Newest\nbudget: 0.5\n")
+    assert main(["--config-dir", str(mine), "help", "newest"]) == 0
+    assert "scores by: The position of a token" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

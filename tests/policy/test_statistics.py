@@ -123,8 +123,8 @@ def test_what_a_model_lacks_is_refused_before_a_prompt(need):
 @pytest.mark.parametrize(
     ("look", "remedy"),
     [
-        (lambda seen: seen.q.sum(), "queries, which it did not ask for; set prefill_queries"),
-        (lambda seen: seen.attention(), "queries, which it did not ask for; set prefill_queries"),
+        (lambda seen: seen.q.sum(), r"queries, which it did not ask for; .*score_by\(..., prefill_queries=32\)"),
+        (lambda seen: seen.attention(), r"queries, which it did not ask for; .*prefill_queries=32"),
         (lambda seen: seen.hidden_states.sum(), "add 'hidden_states' to its needs"),
         (lambda seen: seen.output_projection.sum(), "add 'output_projection' to its needs"),
         (lambda seen: seen.turned(seen.k, seen.pos), "add 'before_rope' to its needs"),
@@ -164,7 +164,7 @@ def test_an_answer_is_held_to_the_contract(answer, rule):
         def of_prompt(self, seen):
             return answer(seen)
 
-    with pytest.raises(ValueError, match=f"Wrong.of_prompt {rule}"):
+    with pytest.raises(ValueError, match=rf"Wrong.of_prompt \(test_statistics.py:\d+\) {rule}"):
         read(Wrong())
     if "finite" in rule:  # of a prompt that the model spoilt, the model is to blame
         read(Wrong(), scale=float("nan"))

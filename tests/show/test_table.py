@@ -127,6 +127,27 @@ def test_table_names_a_method_that_saves_nothing(tmp_path):
         assert ("lazy holds as much as the full cache" in text) == expected
 
 
+def test_table_names_a_method_that_loses_to_random(tmp_path):
+    """A method that scores less than `random` beside it is pointed out, unless it holds less."""
+    finished = run_of(make_cfg(tmp_path, reference="auto", method__ratio=0.5), "clever")
+    record = finished.record
+    worse, best = (
+        {record.primary: dataclasses.replace(record.metrics[record.primary], value=value)} for value in (0.1, 0.9)
+    )
+    for mine, others, ratio, expected in (
+        (worse, best, 0.5, True),
+        (best, worse, 0.5, False),
+        (worse, best, 0.8, False),
+    ):
+        chance = dataclasses.replace(record, method="random", metrics=others)
+        chance.ledger = dict(record.ledger) | {"resident_ratio": ratio}
+        one = dataclasses.replace(record, metrics=mine)
+        one.ledger = dict(record.ledger) | {"resident_ratio": 0.5}
+        said = " ".join(shown([finished.reference, chance, one]).split())
+        assert ("clever scores less than `random` beside it" in said) == expected
+        assert "random scores less" not in said and "full scores less" not in said
+
+
 def test_table_shows_two_names_of_one_method(tmp_path):
     """Runs with the same hash and another name are rows of their own, and the same run given twice is one."""
     runs = [run_of(make_cfg(tmp_path), name).record for name in ("b", "a")]
