@@ -31,6 +31,7 @@ ROUNDING = 1e-9  # by which a mean of shares may exceed them
 PACKED = ".xz"  # what a packed journal's name has at its end
 MOST_BYTES = 1 << 30  # of a packed journal, and of one line
 MOST_LINES = 1 << 20  # of a journal
+MOST_FAULTS = 1 << 14  # lines of it that do not count: a file of newlines is small and long
 PIECE_BYTES = 1 << 20  # that are read at a time
 UNPACKER_BYTES = 1 << 28  # of memory for the unpacker; `xz -9` needs a quarter
 
@@ -341,14 +342,17 @@ def read_lines(pieces: Iterable[bytes], run: str, *, is_sealed: bool = True) -> 
     Raises:
         ValueError: It has more lines, or a longer one, than any journal.
     """
-    begun, length, count = b"", 0, 0
+    begun, length, count, faults = b"", 0, 0, 0
     for piece in pieces:
         *ends, rest = piece.split(b"\n")
         for end in ends:
-            yield read_line(begun + end, run, is_sealed=is_sealed)
-            begun, length, count = b"", 0, count + 1
-        if count > MOST_LINES:
-            raise ValueError(f"holds more than {MOST_LINES} lines")
+            line = read_line(begun + end, run, is_sealed=is_sealed)
+            begun, length, count, faults = b"", 0, count + 1, faults + (line.record is None)
+            if count > MOST_LINES:
+                raise ValueError(f"holds more than {MOST_LINES} lines")
+            if faults > MOST_FAULTS:
+                raise ValueError(f"holds more than {MOST_FAULTS} lines that are no records of its run")
+            yield line
         length += len(rest)
         if length > MOST_BYTES:
             raise ValueError(f"has a line of more than {MOST_BYTES} bytes")

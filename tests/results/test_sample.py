@@ -84,14 +84,20 @@ def test_no_file_takes_the_memory(tmp_path, monkeypatch):
     """A journal of newlines alone, packed small, ends at so many lines; a line without an end is held as far as a
     record may be long, and ends the reading. What is read at a time stays small."""
     path = tmp_path / "samples.jsonl"
-    monkeypatch.setattr("kvbench.results.sample.MOST_LINES", 10_000)
     monkeypatch.setattr("kvbench.results.sample.PIECE_BYTES", 4096)
     packed = tmp_path / "samples.jsonl.xz"
-    packed.write_bytes(lzma.compress(b"\n" * 10_000_000, preset=0))
+    packed.write_bytes(lzma.compress(b"\n" * 100_000, preset=0))
     for read in (lambda: read_samples(path, RUN), lambda: Journal(path, run=RUN)):
-        with pytest.raises((OSError, ValueError), match=r"samples.jsonl.xz holds more than 10000 lines, so it is no j"):
+        with pytest.raises(
+            (OSError, ValueError), match=r"jsonl.xz holds more than 16384 lines that are no records of its run"
+        ):
             read()
     packed.unlink()
+    monkeypatch.setattr("kvbench.results.sample.MOST_LINES", 3)
+    whole = write_line(journal_record(REQUEST, OUTCOME, {"exact": 1.0}, {}), RUN)
+    path.write_bytes(whole * 4)
+    with pytest.raises(OSError, match=r"samples.jsonl holds more than 3 lines, so it is no journal of kvbench"):
+        read_samples(path, RUN)
     with path.open("wb") as file:
         file.truncate(1 << 20)  # zeros that lie nowhere
     assert read_samples(path, RUN) == ({}, 1)

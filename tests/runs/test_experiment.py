@@ -1,6 +1,7 @@
 """What one run is: the hash over everything that changes an answer, and the settings that are refused."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from fake_parts import FakePolicy, FakeTask, altered, make_cfg, make_parts, make
 
 from kvbench.config import code
 from kvbench.engine.requests import Request, Turn
+from kvbench.errors import AskedToLeave
 from kvbench.kernels.cpu.abi import best_isa
 from kvbench.methods.kvzip import KVzip
 from kvbench.results import provenance
@@ -22,6 +24,13 @@ QUIET = {"say": lambda text: None}
 def prepared(results, parts=None, **changes):
     """The run of a configuration on fakes."""
     return experiment.prepare(RunConfig.read(make_cfg(results, **changes)), "half", parts or make_parts())
+
+
+def test_a_method_does_not_leave_while_it_is_made(tmp_path):
+    """`sys.exit()` in a method's declaration is an error, also for lm-eval, which makes no run."""
+    parts = altered(make_parts(), make_policy=lambda group: sys.exit(0))
+    with pytest.raises(AskedToLeave, match=r"<lambda> raised SystemExit: 0 \(test_experiment.py:\d+\)"):
+        experiment.load_method(RunConfig.read(make_cfg(tmp_path)), parts, print)
 
 
 CHANGES = {
