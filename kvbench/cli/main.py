@@ -167,4 +167,4 @@ def _argv(arguments: list[str]) -> Iterator[None]:
     finally:
         sys.argv = before
         if full_error is None:
-            del os.environ["HYDRA_FULL_ERROR"]
+            os.environ.pop("HYDRA_FULL_ERROR", None)  # a method may have emptied the environment meanwhile

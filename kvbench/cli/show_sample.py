@@ -44,6 +44,8 @@ def main(cfg: DictConfig) -> int:
     console = terminal.console(100)
     if damaged:
         console.print(Text(f"! {damaged} damaged lines of samples.jsonl do not count"))
+    if len(samples) < stored.counts.done:
+        console.print(Text(f"! {stored.counts.done - len(samples)} answers that the run had are not in samples.jsonl"))
     if not cfg.sample:
         names = list(dict.fromkeys(name for name, _ in samples))
         listed = ", ".join(safe(name) for name in names[:LISTED])

@@ -311,7 +311,7 @@ def _one_version(members: Sequence[StoredRun], code: str, notes: list[str]) -> l
 
 
 def _latest(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
-    """The newest run of each method, setting and condition; says which are incomplete."""
+    """The newest run of each method, setting and condition; says which are incomplete, or have lost answers since."""
     total = max((run.total for run in members if run.complete and run.total), default=None)
     kept: dict[str, StoredRun] = {}
     for run in members:
@@ -327,6 +327,8 @@ def _latest(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
     for run in result:
         if not run.complete:
             notes.append(f"{run.name} is incomplete: {run.progress}; giving its command again finishes it")
+        elif len(run.samples) < (run.total or 0):  # lines were taken out, or do not count
+            notes.append(f"{run.name} was complete and has {run.progress}; giving its command again finishes it")
     return result
 
 

@@ -195,6 +195,13 @@ def test_config_can_be_shown(fakes, capsys):
     assert not runs(fakes)
 
 
+def test_a_method_may_empty_the_environment(monkeypatch):
+    """What Hydra is told by a variable is taken back where it still stands; the command ended in a KeyError."""
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    with cli._argv(["kvbench"]):
+        monkeypatch.delenv("HYDRA_FULL_ERROR")
+
+
 def test_shipped_files_are_described():
     """Every shipped configuration file says in a leading comment what it is."""
     for group in listing.GROUPS:

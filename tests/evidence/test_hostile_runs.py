@@ -185,6 +185,16 @@ def test_seals_that_were_taken_off_are_missed(root, capsys, tmp_path):
         assert "odd" not in set(load(root, samples=True).method)
 
 
+def test_answers_that_are_gone_are_missed(root, capsys):
+    """A line that somebody took out leaves a complete run with fewer answers, and every reader says so."""
+    path = store(root, "odd", SCORES, settings={"budget": 0.25}) / "samples.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[1:]))
+    for command, text in read_all(root, capsys, pictures=False).items():
+        assert "was complete and has 11 of 12 answers; giving its command again finishes it" in text, command
+    assert main(["show", str(path.parent)]) == 0
+    assert "! 1 answers that the run had are not in samples.jsonl" in capsys.readouterr().out
+
+
 def test_hostile_names_are_text(root, capsys):
     """Markup, formulas, escapes, halves of characters and endless names are shown, and stop nothing."""
     odd = [{"method": name, "message": name} for name in NAMES]

@@ -266,6 +266,7 @@ def paths(draw: random.Random, folder: Path, base: Path) -> Case:
         "in/" + "n" * 300,
         "in/d",
         "in/nothing",
+        "in/$SECRET",
         "in/a\nb",
         "in/\x1b[31m",
         "in/results/pareto",

@@ -35,8 +35,9 @@ FAMILIES: dict[Callable[[random.Random, Path, Path], Case], int] = {  # and how 
 }
 # Words with which a reader says that not everything is as it should be.
 NOTED = re.compile(
-    r"left out|do not count|incomplete|not sealed|error: |FAILED|NOT what was asked|another hash|was .*, is |dropped|"
-    r"are the same, times apart|\d+/\d+ samples|unreadable|no finished sample|unknown number|cannot be|nothing to"
+    r"left out|do not count|incomplete|was complete|answers that the run had|not sealed|error: |FAILED|dropped|"
+    r"nothing to|unreadable|NOT what was asked|another hash|was .*, is |are the same, times apart|"
+    r"\d+/\d+ samples|cannot be|no finished sample|unknown number"
 )
 TRACES = ("Traceback (most", "fault of kvbench", "Error in sys.", "Exception ignored")
 
