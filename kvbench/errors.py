@@ -104,7 +104,7 @@ def nobody_leaves() -> Iterator[None]:
     """
     try:
         yield
-    except (Exception, KeyboardInterrupt, GeneratorExit):
+    except (Exception, KeyboardInterrupt):
         raise
     except BaseException as error:
         raise AskedToLeave(what_happened(error)) from error

@@ -136,7 +136,7 @@ def test_whatever_is_raised_no_row_stays_open(loaded, error, monkeypatch):
         assert running.runner.open_rows == [] and running.store.pages.pool.num_used == 0
 
 
-@pytest.mark.parametrize("error", [SystemExit(0), KeyError("x"), ValueError("own words")], ids=repr)
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit("x"), KeyError("x"), ValueError("own words")], ids=repr)
 def test_what_a_method_raises_has_its_name(loaded, error):
     """Also a request to leave comes out as an error, and either names class, call and place; no row stays open."""
 
@@ -151,7 +151,7 @@ def test_what_a_method_raises_has_its_name(loaded, error):
             raise error
 
     with engine(loaded, Rude()) as running:
-        kind = AskedToLeave if isinstance(error, SystemExit) else type(error)
+        kind = type(error) if isinstance(error, Exception) else AskedToLeave
         with pytest.raises(kind) as found:
             running.run(asked(), on_outcome=lambda outcome: None)
         assert running.runner.open_rows == []
