@@ -50,8 +50,6 @@ class ComparedRun:
     """The difference that `p` refuses: none (0), or for nearness to the full cache one of at most the margin."""
     changes: list[Change]
     """Samples that got worse or better by more than noise."""
-    unfit: str = ""
-    """Why the full cache's answers are no ground for a verdict; empty where they are."""
     num_family: int = 1
     """Rows that were corrected together."""
     p_holm: float | None = None
@@ -125,7 +123,7 @@ class ComparedRun:
     @property
     def verdict(self) -> str:
         """`worse`, `better`, `equal`, `cannot tell`, `too few answers`, or `no verdict`."""
-        if self.unfit:
+        if self.pairs.unfit:
             return NO_VERDICT
         if not self.pairs.is_enough:
             return TOO_FEW
@@ -170,7 +168,7 @@ def _compare(
     found, margin = [], margin_of(cfg, what)
     for mine, theirs in sides:
         try:
-            pairs = pair(mine, theirs, what)
+            pairs = replace(pair(mine, theirs, what), unfit=why)
         except NoCommonSample as error:
             notes.append(f"not compared: {error}")
             continue
@@ -184,7 +182,6 @@ def _compare(
                 margin=margin,
                 null=margin if what.is_fidelity and is_full else 0.0,
                 changes=changes(pairs, what, tolerance),
-                unfit=why,
             )
         )
         if mine.run and theirs.run and mine.run.conditions != theirs.run.conditions:
@@ -205,7 +202,9 @@ def compare_group(group: Group, cfg: DictConfig) -> tuple[list[ComparedRun], lis
     what = measure(str(cfg.metric), group)
     tolerance, source = noise(group, what)
     why = group.unfit(what)
-    notes = [f"{what.title}: differences of a sample up to {tolerance:.2g} count as noise ({source})"] if source else []
+    notes = [why] if why else []
+    if source:
+        notes.append(f"{what.title}: differences of a sample up to {tolerance:.2g} count as noise ({source})")
     if margin_of(cfg, what) < tolerance:
         notes.append(f"margin={margin_of(cfg, what):g} is below the noise of a sample, so it proves nothing small")
     if wanted is not None:
@@ -327,12 +326,14 @@ def show(tables: Sequence[tuple[Group, list[ComparedRun], list[str]]], cfg: Dict
             beside = " and ".join(dict.fromkeys(row.pairs.theirs.label for row in rows))
             direction = "higher" if rows[0].what.higher_is_better else "lower"
             title = f"{group.title}: {rows[0].what.title} ({direction} is better), difference to {beside}"
-            terminal.print_notes(filter(None, [rows[0].unfit]), console)
+            terminal.print_notes(filter(None, [rows[0].pairs.unfit]), console)
             first, *others = _tables(title, rows, console)
             console.print(first)
             for table in others:
                 console.print("", table)
-        terminal.print_notes((*group.notes, *notes), console)
+        terminal.print_notes(
+            [*group.notes, *(note for note in notes if not rows or note != rows[0].pairs.unfit)], console
+        )
         for row in rows:
             shown = [c for lost in (True, False) for c in [c for c in row.changes if c.lost == lost][: cfg.regressions]]
             if shown:

@@ -334,7 +334,7 @@ def _average(title: str, panels: Sequence[Panel]) -> Panel:
         questions=distinct(questions),
         reference=first.reference if same and first.reference in in_all else None,
         band=None,
-        unfit=" ".join(f"{panel.title}: {panel.unfit}" for panel in panels if panel.unfit),
+        unfit="; ".join(f"{panel.title}: {panel.unfit}" for panel in panels if panel.unfit),
         notes=[f"over: {'; '.join(panel.title for panel in panels)}"],
         published=[],
     )

@@ -290,7 +290,7 @@ def panels_words(drawing: Drawing) -> list[str]:
         words.append("Blue band: the full cache run again with other batches or kernels.")
     if any(point.method == FP8 for point in drawing.points):
         words.append("Dashed: FP8.")
-    lines = [panel.unfit or "Wide grey: the best estimates.", " ".join(words)]
+    lines = [f"{panel.unfit}." if panel.unfit else "Wide grey: the best estimates.", " ".join(words)]
     if TOO_FEW in drawing.standing.values():
         lines.append(f"n = {panel.num_samples} is too small to say which run is better.")
     elif drawing.standing and not panel.unfit:
@@ -380,7 +380,7 @@ def one_figure(drawing: Drawing) -> "Figure":
 def _one_words(drawing: Drawing) -> list[str]:
     """Words without which the picture cannot be read; a caption says the rest."""
     panel, places = drawing.panel, set(drawing.standing.values())
-    words = [f"{panel.unfit} {panel.title}, n = {panel.num_samples}; whiskers: 95 % intervals.".strip()]
+    words = [f"{panel.unfit}. {panel.title}, n = {panel.num_samples}; whiskers: 95 % intervals.".removeprefix(". ")]
     if BEST in places:
         words.append("Ringed: the best estimates.")
     if DOMINATED in places:

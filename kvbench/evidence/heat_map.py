@@ -80,7 +80,7 @@ def panels_of(group: Group, metric: str) -> Panels | None:
     common = [name for name in sorted(places, key=lambda name: (places[name], name)) if all(name in v for v in values)]
     if not common or any(len({places[name][side] for name in common}) > MOST for side in (0, 1)):
         return None
-    notes, most = list(group.notes), max(map(len, values))
+    notes, most = [*filter(None, [group.unfit(what)]), *group.notes], max(map(len, values))
     if len(common) < most:
         notes.append(f"drawn from the {len(common)} of {most} samples that every run has")
     against = curve_of(group.reference, what).values if group.reference is not None else None

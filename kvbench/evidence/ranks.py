@@ -136,6 +136,7 @@ def rankings(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[Ranking], l
     for group in groups:
         what = measure(first, group), measure(second, group)
         values = _values(group, what, wanted, notes)
+        notes += [f"{group.title}: {why}" for why in map(group.unfit, what) if why]
         if values and (ranking := _ranking(group.title, what, [values], cfg)):
             found.append(ranking)
             kins.setdefault((group.model, group.runs[0].version), []).append((values, what))

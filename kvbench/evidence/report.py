@@ -69,7 +69,7 @@ def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], list[d
     family = [row for rows, _ in compared for row in rows]
     found: list[dict] = []
     for group, (rows, notes), panel in zip(groups, compared, panels, strict=True):
-        first = dict.fromkeys(filter(None, [panel.unfit if panel else "", *(row.unfit for row in rows)]))
+        first = dict.fromkeys(filter(None, [panel.unfit if panel else "", *(row.pairs.unfit for row in rows)]))
         said = [*first, *group.notes, *(panel.notes if panel else []), *notes]
         found.append(
             {
@@ -377,7 +377,7 @@ def picture_words(panel: Panel, axis: str) -> str:
     beaten = sum(place == DOMINATED for place in places.values())
     words = f"{panel.title}: {panel.what.title} against {COSTS[axis].title} for {len(panel.points)} runs."
     if panel.unfit:
-        return f"{panel.unfit} {words}"
+        return f"{panel.unfit}. {words}"
     if front:
         words += f" Best estimates: {', '.join(front)}."
     return f"{words} Dominated at 5 % for the whole table: {beaten}. All numbers are in the table of methods."

@@ -121,6 +121,8 @@ class Pairs:
     theirs: Curve
     total: int
     """Samples at least one of the two was asked or is still to be asked."""
+    unfit: str = ""
+    """Why the full cache's answers are no ground for a verdict (`Group.unfit`); empty where they are."""
 
     @property
     def num_samples(self) -> int:
@@ -129,8 +131,8 @@ class Pairs:
 
     @property
     def is_enough(self) -> bool:
-        """At most a tenth of the samples is missing."""
-        return self.num_samples >= ENOUGH * self.total
+        """At most a tenth of the samples is missing, and the full cache's answers are a ground."""
+        return not self.unfit and self.num_samples >= ENOUGH * self.total
 
     def paired(self, what: Measure, resamples: int, seed: int) -> Paired:
         """The differences with their statistics."""

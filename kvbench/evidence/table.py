@@ -153,10 +153,10 @@ def _escaped(words: str, is_best: bool = False) -> str:
 def latex(table: PaperTable, layout: Layout) -> str:
     """A `table*` with booktabs; categories stand above their columns. The notes are comments."""
     head, *body = grid(table, layout, _escaped)
-    why = " ".join(map(_line, table.unfit))
+    why = "".join(f"{_line(reason)}. " for reason in table.unfit)
     lines = [f"% {line}" for line in [*map(_line, table.unfit), *legend(table, "bold")]]
     lines += [r"% needs \usepackage{booktabs,graphicx}", r"\begin{table*}[t]", r"\centering"]
-    caption = f"{why} {_line(f'{table.title}: {table.what.title}, {table.what.unit}.')}".strip()
+    caption = f"{why}{_line(f'{table.title}: {table.what.title}, {table.what.unit}.')}"
     lines.append(f"\\caption{{{_escaped(caption)}}}")
     lines += [r"\resizebox{\textwidth}{!}{%", f"\\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", r"\toprule"]
     if table.spans and not layout.turned:

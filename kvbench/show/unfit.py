@@ -74,7 +74,7 @@ def _words(
         remedy = "take an easier task or a stronger model, or metric=nll, which needs no right answers"
     else:
         return ""
-    return f"NO STANDING by {what.title}: of the full cache, {why}. To mend it, {remedy}."
+    return f"NO STANDING by {what.title}: of the full cache, {why}. To mend it, {remedy}"
 
 
 def flag_notes(runs: Mapping[str, Iterable[SampleRecord]]) -> list[str]:

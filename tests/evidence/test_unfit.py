@@ -6,10 +6,12 @@ from stored import store
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
 from kvbench.evidence import frontier_figure
+from kvbench.evidence.compare import compare_group
 from kvbench.evidence.dominance import standing
 from kvbench.evidence.frontier_figure import Drawing, panels_words
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.pareto import panels_of
+from kvbench.evidence.ranks import rankings
 
 WHY = "NO STANDING by exact: of the full cache, 24 of 24 answers were cut by the length limit of 128 tokens"
 CUT = {"finish": "length", "protocol": {"max_new_tokens": 128}}
@@ -36,7 +38,12 @@ def test_compare_gives_no_verdict(broken, capsys) -> None:
     assert out.startswith(f"! {WHY}") and "raise protocol.max_new_tokens" in out
     table = out.split("[a, b]")[0].split("difference to")[1]
     assert table.count("no verdict") == 2 and " better " not in table
-    assert "(`fallback`): snapkv 24 of 24" in out
+    assert "(`fallback`): snapkv 24 of 24" in out and out.count("NO STANDING") == 1
+    cfg = compose_command("compare", [f"results_dir={broken}", "resamples=300"])
+    rows, notes = compare_group(load_groups(cfg)[0], cfg)
+    assert notes[0].startswith(WHY) and not any(row.pairs.is_enough for row in rows)  # which `advise` asks
+    cfg = compose_command("ranks", [f"results_dir={broken}", "metrics=[nll,score]"])
+    assert f"toy with tiny: {WHY}" in " ".join(rankings(load_groups(cfg), cfg)[1])
     assert "NO STANDING" not in said(broken, capsys, "compare", "resamples=300", "metric=nll")
 
 
