@@ -26,6 +26,10 @@ class PlainConsole(Console):
         """As `Console.render_str`, made visible before its width is measured."""
         return super().render_str(visible(text), **options)
 
+    def on_broken_pipe(self) -> None:
+        """Who reads has seen enough, as in `kvbench compare | head`; rich would call `sys.exit()`."""
+        raise BrokenPipeError
+
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """As `Console.render`; what was no string is made visible here."""
         for segment in super().render(renderable, options):

@@ -61,3 +61,14 @@ def test_a_file_gets_its_text_in_a_notebook_too(monkeypatch):
     target = io.StringIO()
     terminal.console(60, file=target).print("a table")
     assert target.getvalue() == "a table\n"
+
+
+def test_a_reader_who_has_seen_enough_ends_a_command_in_silence():
+    """As in `kvbench compare | head`: the command line knows a broken pipe, and takes an exit for a fault."""
+
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        terminal.console(80, file=Gone()).print("x")
