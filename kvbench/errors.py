@@ -31,6 +31,10 @@ class NotForModel(ValueError):
     """A method does not fit the model, for example because it needs a table that was measured for another one."""
 
 
+class BrokenRule(ValueError):
+    """A method gave an answer that its contract does not allow."""
+
+
 def check_whole(key: str, value: object, minimum: int, otherwise: str = "") -> int:
     """Read a setting that is a whole number of at least `minimum`; True and 1.0 are none.
 

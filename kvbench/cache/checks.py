@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from kvbench.cache.again import NOISE, RULE, SecondOpinion, differ
 from kvbench.cache.pages import Pages
 from kvbench.cache.view import SlotsView
-from kvbench.errors import call_of
+from kvbench.errors import BrokenRule, call_of
 from kvbench.policy import APPEND, EVICT, CompactPlan, DecodePlan, DecodeView, Policy, PrefillPlan, PrefillView
 
 Plan = TypeVar("Plan", PrefillPlan, DecodePlan, CompactPlan)
@@ -28,23 +29,23 @@ class _Asked:
     """A call of a policy about a view: checks the form of the answer, and names class, call and moment in errors."""
 
     def __init__(self, policy: Policy, call: str, view: PrefillView | DecodeView, device: torch.device) -> None:
-        self._policy, self._call, self._view, self._device = policy, call, view, device
+        self._policy, self.call, self.view, self._device = policy, call, view, device
 
     def see(self) -> Any:
         """What the policy sees of the view."""
-        self._shown = self._view.shown()
+        self._shown = self.view.shown()
         self._before = _versions(self._shown)
         return self._shown
 
     def error(self, rule: Rule) -> ValueError:
         """The error about a rule; only now is the moment asked for, since the host waits for its numbers."""
         said = rule if isinstance(rule, str) else rule()
-        return ValueError(f"{call_of(self._policy, self._call)}, {self._moment()}: {said}")
+        return BrokenRule(f"{call_of(self._policy, self.call)}, {self._moment()}: {said}")
 
     def _moment(self) -> str:
-        view = self._view
+        view = self.view
         if isinstance(view, DecodeView):
-            moment = "compaction" if self._call == "plan_compact" else "decode step"
+            moment = "compaction" if self.call == "plan_compact" else "decode step"
             return f"{moment} at token {int(view.tokens_seen.max())}"
         first, *rest = view.layers.tolist()
         layers = f"layers {first} to {rest[-1]}" if rest else f"layer {first}"
@@ -97,6 +98,7 @@ class CheckedPlans:
 
     def __init__(self, policy: Policy, pages: Pages) -> None:
         self._policy, self._pages = policy, pages
+        self.second: SecondOpinion[Policy] | None = None
         last = pages.num_planned - 1
         self._tiers = f"EVICT (-1) or tier 0{f' to {last}' if last else ''}, the tiers of the method"
         self._demote_rule = f"demote_to must hold {self._tiers}, and no token goes to the tier that it leaves"
@@ -104,8 +106,9 @@ class CheckedPlans:
     def _ask(self, call: str, view: PrefillView | DecodeView) -> _Asked:
         return _Asked(self._policy, call, view, self._pages.table.num_slots.device)
 
-    def prefill(self, view: PrefillView, score: Tensor | None) -> PrefillPlan:
-        """The plan for a prompt; `score` fp32 [V, H, N] is the view's statistics, or None.
+    def prefill(self, view: PrefillView, score: Tensor | None, begins: bool = True) -> PrefillPlan:
+        """The plan for a prompt; `score` fp32 [V, H, N] is the view's statistics, or None; `begins` says whether these
+        are the first of its layers.
 
         Raises:
             ValueError: It breaks a rule; where that shows only later, `Pages.counts` says so.
@@ -139,6 +142,7 @@ class CheckedPlans:
             judge(order.long().sort(-1).values != each, "channels must name every key channel of a list once")
         elif plan.channels is not None:
             raise asked.error("channels are ordered, but the method's statistic measures none")
+        self._ask_again(asked, plan, lambda other, shown: other.plan_prefill(shown), begins, score)
         return plan
 
     def decode(self, view: DecodeView) -> DecodePlan:
@@ -149,13 +153,16 @@ class CheckedPlans:
             raise asked.error(f"tier={plan.tier!r}, but it must be a whole number of 0 to {last}")
         if plan.tier and self._policy.position_mode == "pre_rope":
             raise asked.error(f"tier={plan.tier}, but position_mode='pre_rope' appends to tier 0")
+        self._ask_again(asked, plan, lambda other, shown: other.plan_decode(shown))
         return self._check_slots(asked, plan, view) if plan.slot is not None else plan
 
     def due(self, view: DecodeView) -> Tensor:
         """bool [S]: the sequences whose bulk eviction is due; raises ValueError where the answer is something else."""
         asked = self._ask("compaction", view)
         assert self._policy.compaction is not None, "the caller looked"
-        return asked.mask(self._policy.compaction.due(asked.see()), "the answer", (view.shape[0],))
+        found = asked.mask(self._policy.compaction.due(asked.see()), "the answer", (view.shape[0],))
+        self._ask_again(asked, found, lambda other, shown: other.compaction and other.compaction.due(shown))
+        return found
 
     def compact(self, view: SlotsView) -> CompactPlan:
         """The plan for a bulk eviction; raises what `prefill` does."""
@@ -176,6 +183,7 @@ class CheckedPlans:
         # A list of one token may give it up: the incoming one takes its place.
         emptied = (reduce(torch.add, held) > 1) > reduce(torch.logical_or, stays)  # the first, and not the second
         self._judge(asked, emptied, "keep must leave at least one token in every list that holds more than one")
+        self._ask_again(asked, plan, lambda other, shown: other.plan_compact(shown))
         return plan
 
     def find(self, position: Tensor, view: DecodeView) -> None:
@@ -233,6 +241,26 @@ class CheckedPlans:
                 held = torch.where(to == tier, view.num_slots(tier), held)
         wrong = ((target < APPEND) | (target >= held)) & (slot != APPEND) & (to != EVICT)
         return wrong, lambda: f"demote_{_where(wrong, target, held)}; it is APPEND (-1) or lies within its list"
+
+    def _ask_again(
+        self,
+        asked: _Asked,
+        found: object,
+        ask: Callable[[Policy, Any], object],
+        begins: bool = True,
+        unless_spoilt: Tensor | None = None,
+    ) -> None:
+        """Refuses an answer that another policy of the same settings does not give. A captured step asks once."""
+        if self.second is None or self._pages.counts.log is not None:
+            return
+        if (other := self.second.of(asked.call, begins)) is None:
+            return
+        try:
+            again = ask(other, asked.view.anew())
+        except Exception as error:  # it needs what it kept of an earlier call, perhaps
+            raise asked.error(f"{RULE} ({type(error).__name__}: {error})") from error
+        most = NOISE if self._pages.counts.is_late else 0.0
+        self._judge(asked, differ(found, again, most), RULE, unless_spoilt)
 
     def _judge(self, asked: _Asked, broken: Tensor, rule: Rule, unless_spoilt: Tensor | None = None) -> None:
         """Raises where an entry of `broken` is True, now or later; never where `unless_spoilt` is not finite."""

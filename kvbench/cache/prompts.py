@@ -122,7 +122,7 @@ class Prompts:
             byte_tokens=self._ledger.budget.of_row(row),
             **more,
         )
-        plan = self._holding.plans.prefill(view, score)
+        plan = self._holding.plans.prefill(view, score, begins=not layers[0])
         return plan, score if plan.score is None else plan.score
 
     def finish(self, row: int, num_tokens: int) -> None:

@@ -1,15 +1,16 @@
 """The statistics of a method's `ScoreSpec`: of a prompt, of held slots, of a token, and kept up while decoding."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from kvbench.cache.again import RULE, SecondOpinion, differ
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.pages import Pages
 from kvbench.cache.rotation import Rotations
 from kvbench.cache.tensors import ChunkTensors, Measurer, PromptTensors, SlotTensors
-from kvbench.errors import call_of
+from kvbench.errors import BrokenRule, call_of
 from kvbench.kernels.operands import TierPages
 from kvbench.policy import ALL_QUERIES, GONE, AttentionCall, Policy, Replay, Statistic
 
@@ -73,6 +74,7 @@ class Scores:
     ) -> None:
         self.spec, self._pages, self._rotations, self._first_layer = policy.score, pages, rotations, first_layer
         self._measurer = Measurer(policy.score, shape, pages.backend)
+        self.second: SecondOpinion[Statistic] | None = None
         self.measures_slots = policy.compaction is not None and self.spec.statistic.answers("of_slots")
         _check_fit(policy, shape, self.measures_slots)
         self.queries: QueryRing | None = None
@@ -104,8 +106,25 @@ class Scores:
         if not self.spec.measures_prompts:
             return None
         hidden = None if call is None else call.hidden_states
-        seen = PromptTensors(self._measurer, layer, q=q, k=k, v=v, scale=scale, call=call, replays=replays, lse=lse)
-        return _checked(self.spec.statistic, "of_prompt", self.spec.statistic.of_prompt(seen), k, v, q, hidden)
+
+        def ask(statistic: Statistic) -> Tensor:
+            seen = PromptTensors(self._measurer, layer, q=q, k=k, v=v, scale=scale, call=call, replays=replays, lse=lse)
+            return _checked(statistic, "of_prompt", statistic.of_prompt(seen), k, v, q, hidden)
+
+        found = ask(self.spec.statistic)
+        self._ask_again(layer, found, ask)
+        return found
+
+    def _ask_again(self, layer: int, found: Tensor, ask: Callable[[Statistic], Tensor]) -> None:
+        """Refuses scores of a prompt that a statistic of the same settings does not give, by one layer of some prompts,
+        another layer each time. Not on a device: the host would wait."""
+        if self.second is None or found.device.type != "cpu":
+            return
+        other = self.second.of("of_prompt", begins=layer == self._first_layer)
+        asked = self.second.number("of_prompt") % self._pages.shape[1] + self._first_layer
+        if other is not None and layer == asked and bool(differ(found, ask(other))):
+            name = call_of(self.spec.statistic, "of_prompt")
+            raise BrokenRule(f"{name}, prompt of {found.shape[-1]} tokens, layer {layer}: {RULE}")
 
     def of_channels(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:
         """The worth of the key channels of one layer of a prompt, fp32 [H, D]; None where the method does not ask."""

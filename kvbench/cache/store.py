@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvbench.cache.again import SecondOpinion
 from kvbench.cache.async_counts import ReplayLog, Rows
 from kvbench.cache.chunks import Chunks
 from kvbench.cache.counters import CountsBeforeStep
@@ -78,6 +79,12 @@ class CompressedStore:
         self._doors: list[Attend] = []
         self._rows = Rows.of((), shape.device)  # of the last step: they change seldom
         self.watcher: PromptWatcher | None = None
+
+    def ask_again(self) -> None:
+        """From now on asks the policy and its statistic a second time now and then, and refuses another answer."""
+        self.holding.plans.second = SecondOpinion(self.policy)
+        for part in self.holding.parts:
+            part.scores.second = SecondOpinion(self.policy.score.statistic)
 
     @property
     def allocated_bytes(self) -> int:

@@ -19,7 +19,7 @@ from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.requests import Outcome, Request
 from kvbench.engine.rows import AnswerRow, ForcedRow, Row, Sample, row_generator
 from kvbench.engine.runner import NotFinite
-from kvbench.errors import nobody_leaves
+from kvbench.errors import BrokenRule, nobody_leaves
 from kvbench.kernels.memory import first_line, is_out_of_memory
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
@@ -207,6 +207,8 @@ class _Run:
             shares = self._contexts.holds(request)
             try:
                 row, logits, reference = self._prefill(request)
+            except BrokenRule as error:
+                raise BrokenRule(f"{error} (sample {request.sample_id})") from error
             except NotFinite as error:
                 for opened in self._runner.open_rows[before:]:
                     self._runner.close(opened)
@@ -319,7 +321,11 @@ class _Run:
                 rows = self._drop_bad(rows, spoiled)
             if not rows:
                 return
-            bad, rate = self._loop.make([state for state, _ in rows], tokens)
+            try:
+                bad, rate = self._loop.make([state for state, _ in rows], tokens)
+            except BrokenRule as error:
+                names = ", ".join(dict.fromkeys(sample.request.sample_id for _, sample in rows))
+                raise BrokenRule(f"{error} (samples {names})") from error
             if bad:
                 layers = {rows[index][0].request.sample_id: layer for index, layer in bad.items()}
                 rows = self._drop_bad(rows, layers)

@@ -119,6 +119,7 @@ class Runner:
             max_prompt_tokens=prompt_tokens,
             max_new_tokens=new_tokens,
         )
+        self._store.ask_again()
 
     # Rows.
 

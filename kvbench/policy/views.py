@@ -22,9 +22,14 @@ class View(ABC):
     def shown(self) -> Self:
         """The view of the same for a policy, whose tensors are nobody else's."""
         if self._shown is None:
-            self._shown = object.__new__(type(self))
-            vars(self._shown).update(self._copied(), _is_shown=True)
+            self._shown = self.anew()
         return self._shown
+
+    def anew(self) -> Self:
+        """Another such view."""
+        view = object.__new__(type(self))
+        vars(view).update(self._copied(), _is_shown=True)
+        return view
 
     @abstractmethod
     def _copied(self) -> dict[str, Any]:

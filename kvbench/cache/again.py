@@ -1,0 +1,76 @@
+"""Asks a method again, now and then, what it was asked: a copy of it that knows of no earlier call.
+
+An answer that hangs on earlier calls or on chance is another one then. Such a method's numbers would hang on the order
+of the samples, and on which of them a resumed run computes.
+"""
+
+import copy
+from collections import Counter
+from itertools import zip_longest
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+Asked = TypeVar("Asked")
+# Of every kind of call the first two are asked again, and then one of so many.
+EVERY = {"plan_prefill": 8, "of_prompt": 8, "plan_decode": 64, "compaction": 64, "plan_compact": 16}
+RULE = (
+    "asked again about the same, a copy that knows of no earlier call answered otherwise, so numbers would hang on "
+    "the order of the samples; let an answer follow from what is shown and from the settings alone: keep nothing from "
+    "one call to the next, and draw from a generator that they seed"
+)
+NOISE = 1e-3  # share of an answer that may differ on a device, whose sums have no fixed order
+
+
+class SecondOpinion(Generic[Asked]):
+    """Copies of a policy or of a statistic as it is at first."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._first = _copied(asked)
+        self._now: Asked | None = None
+        self._counts: Counter[str] = Counter()
+
+    def of(self, call: str, begins: bool = True) -> Asked | None:
+        """The copy to ask now, or None. Calls that `begin` nothing, such as those about a prompt's later layers, go to
+        the copy that was asked before, or to none."""
+        if begins:
+            number = self._counts[call]
+            self._counts[call] += 1
+            self._now = _copied(self._first) if number < 2 or number % EVERY[call] == 0 else None
+        return self._now
+
+    def number(self, call: str) -> int:
+        """How many such calls there were before this one."""
+        return self._counts[call] - 1
+
+
+def _copied(asked: Asked) -> Asked:
+    """A copy; itself where it holds what cannot be copied, such as a generator, which then shows chance alone."""
+    try:
+        return copy.deepcopy(asked)
+    except Exception:  # whatever the parts of a class of anybody's raise
+        return asked
+
+
+def differ(one: object, other: object, most: float = 0.0) -> Tensor:
+    """bool []: two answers are not the same, in more than a share `most` of a tensor's numbers."""
+    pairs = list(zip_longest(_leaves(one), _leaves(other)))
+    tensors = [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape]
+    if any(not isinstance(a, Tensor) and a != b for a, b in pairs) or len(tensors) < sum(
+        isinstance(x, Tensor) for x, _ in pairs
+    ):
+        return torch.tensor(True)
+    flags = [((a != b) & ~(a.isnan() & b.isnan())).float().mean() > most for a, b in tensors]
+    return torch.stack(flags).any() if flags else torch.tensor(False)
+
+
+def _leaves(answer: object) -> list[object]:
+    """The tensors and plain values of an answer."""
+    if isinstance(answer, Tensor) or not (isinstance(answer, list | tuple) or hasattr(answer, "__dict__")):
+        return [answer]
+    return [
+        leaf
+        for part in (answer if isinstance(answer, list | tuple) else vars(answer).values())
+        for leaf in _leaves(part)
+    ]
