@@ -22,8 +22,9 @@ the most slots per page would leave part of them unused in the others: 48 of 112
 (7,168 B; K8V4 holds 64 slots, K4V2 112).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import lcm
 
 import torch
@@ -269,7 +270,7 @@ class PageFormat:
         return self.used_bytes / self.page_bytes
 
 
-def choose_page_bytes(slots: list[SlotFormat]) -> int:
+def choose_page_bytes(slots: Sequence[SlotFormat]) -> int:
     """The page size that wastes least in the worst of the given formats; the smallest such size.
 
     Pages between 64 and 132 bytes per channel are searched (4,096-8,448 B at D=64, 8,192-16,896 B at D=128): small
@@ -285,6 +286,11 @@ def choose_page_bytes(slots: list[SlotFormat]) -> int:
     Source: DiffKV artefact, config.py (search of 800-8000 B over its two formats); bounds from kvbench's own
         measurements.
     """
+    return _choose_page_bytes(tuple(slots))
+
+
+@lru_cache(maxsize=256)  # counting bytes makes many stores of the same formats
+def _choose_page_bytes(slots: tuple[SlotFormat, ...]) -> int:
     head_dim = slots[0].head_dim
     low, high = 64 * head_dim, 132 * head_dim
     low = max([low, *(-(-s.quantum_bytes // 16) * 16 for s in slots)])

@@ -1,184 +1,93 @@
-"""The command `advise`: which method fits a memory and loses no more than is accepted, by what was measured."""
+"""The command `advise`: which method fits a card and loses no more than is accepted, by whose evidence, and which run
+would settle it."""
 
+import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from rich.text import Text
 
+from kvbench.cli.advice import (
+    ADVISED,
+    ELSEWHERE,
+    MEANING,
+    OPEN,
+    STUDY,
+    TOO_LARGE,
+    UNMEASURED,
+    WHOSE,
+    Advice,
+    Asked,
+    Speed,
+    gather,
+)
 from kvbench.config import files
 from kvbench.config.files import FULL
-from kvbench.config.methods import method_settings
 from kvbench.config.settings import as_dict
 from kvbench.errors import check_whole
-from kvbench.evidence.compare import ComparedRun, compare_group
-from kvbench.evidence.load import Group, StoredRun, load_groups
+from kvbench.evidence import published, shipped
+from kvbench.evidence.load import RUNS, Group, load_groups
 from kvbench.evidence.settings import check_margin
 from kvbench.policy import MAX_TOKENS
 from kvbench.rules import Whole
 from kvbench.runs.config import read_bytes
 from kvbench.show import terminal
-from kvbench.show.progress import format_bytes
+from kvbench.show.progress import format_bytes, format_seconds, said_when_slow
 from kvbench.show.terminal import NO_INTERVAL, number
 from kvbench.show.text import LINE_LENGTH, safe
-from kvbench.sizing.project import Projection
+from kvbench.sizing.cards import REACHED, Card, find_card
 from kvbench.sizing.shapes import NamedShape, find_shape
-from kvbench.sizing.stored import policy_of, projected
 
 FAR = 2  # a context this many times as long as the longest measured prompt is another question
 NAMED = 3  # methods that a command names
+PRINTED = 8  # rows of what papers print
 BENCHES = ("throughput", "decode")  # what of `kvbench bench` measures tokens per second of a whole model
-ADVISED, ELSEWHERE, OPEN, UNMEASURED = "advised", "other model", "cannot tell", "not measured"
-LOSES, UNSIZED, TOO_LARGE = "loses more", "bytes unknown", "too large"
-MEANING = {  # the best first
-    ADVISED: "it fits, and the whole interval of its loss on this model is within the margin",
-    ELSEWHERE: "the same on another model",
-    OPEN: "it fits, and the interval reaches beyond the margin",
-    UNMEASURED: "it fits, and its quality was never compared with the full cache's",
-    LOSES: "it fits, and the whole interval is beyond the margin",
-    UNSIZED: "its method is not for this model, or keeps what the text decides",
-    TOO_LARGE: "it does not fit",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """The question."""
-
-    shape: NamedShape
-    context_tokens: int
-    answer_tokens: int
-    batch: int
-    memory_bytes: int | None
-    """For the caches alone; None for any."""
-    margin: float
-    """Loss that is accepted, in the metric's unit."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """Throughput that a bench measured."""
-
-    tokens_per_s: float
-    model: str
-    context_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Quality:
-    """The paired difference to the full cache on one task and model."""
-
-    row: ComparedRun
-    task: str
-    model: str
-    own: bool
-    """It was measured on the model that is asked about."""
-    longest_tokens: int
-    """Of its prompts."""
-
-    def _losses(self, differences: list[float]) -> list[float]:
-        return sorted(-one if self.row.what.higher_is_better else one for one in differences)
-
-    @property
-    def lost(self) -> float:
-        """Mean loss, positive when worse."""
-        return self._losses([self.row.value])[0]
-
-    @property
-    def least(self) -> float | None:
-        """Smallest loss that the 95 % interval leaves open; None where it is not known."""
-        ends = self.row.interval if self.row.pairs.is_enough else None
-        return None if ends is None else self._losses([*ends])[0]
-
-    @property
-    def most(self) -> float | None:
-        """Largest loss that the interval leaves open, the missing answers as bad as they can be."""
-        intervals = [None if one is None else one.interval[0] for one in (self.row.found, *(self.row.extremes or ()))]
-        if None in intervals or not self.row.pairs.is_enough:
-            return None
-        return self._losses([end for ends in intervals if ends for end in ends])[-1]
-
-
-@dataclass(kw_only=True)
-class Advice:
-    """Everything that is known of one method and setting."""
-
-    asked: Asked
-    label: str
-    method: str
-    settings: dict[str, Any]
-    """The settings that differ from the method's configuration."""
-    bytes_of: Projection | None
-    """One sequence on the model that is asked about; None where it cannot be known."""
-    speeds: list[Speed]
-    quality: list[Quality] = field(default_factory=list)
-
-    @property
-    def total_bytes(self) -> int | None:
-        """Of all sequences."""
-        return None if self.bytes_of is None else self.asked.batch * self.bytes_of.resident_bytes
-
-    @property
-    def worst(self) -> Quality | None:
-        """The task that counts: of those on the own model, where there is any, the one that leaves most loss open."""
-        found = [item for item in self.quality if item.own] or self.quality
-        return max(found, key=lambda item: (item.most is None, item.most or 0.0, item.lost), default=None)
-
-    @property
-    def speed(self) -> Speed | None:
-        """The measurement that is nearest to what is asked for: of the own model first, then of the nearest length."""
-        name, length = self.asked.shape.name, self.asked.context_tokens
-        near = lambda item: (item.model != name, abs(item.context_tokens - length))  # noqa: E731
-        return min(self.speeds, key=near, default=None)
-
-    @property
-    def own_rate(self) -> float:
-        """Tokens per second on the model that is asked about; 0 where none were measured."""
-        return self.speed.tokens_per_s if self.speed and self.speed.model == self.asked.shape.name else 0.0
-
-    @property
-    def says(self) -> str:
-        """The most that can be said, a key of `MEANING`."""
-        total, worst, margin = self.total_bytes, self.worst, self.asked.margin
-        if total is None:
-            return UNSIZED
-        if self.asked.memory_bytes is not None and total > self.asked.memory_bytes:
-            return TOO_LARGE
-        if self.method == FULL:
-            return ADVISED
-        if worst is None:
-            return UNMEASURED
-        if worst.most is not None and worst.most <= margin:
-            return ADVISED if worst.own else ELSEWHERE
-        return LOSES if worst.least is not None and worst.least > margin else OPEN
-
-    @property
-    def rank(self) -> tuple:
-        """For sorting, the best first: what is said, measured throughput, bytes."""
-        return list(MEANING).index(self.says), -self.own_rate, self.total_bytes or 0, self.label
+RULER_TASKS, SAMPLES = 11, 200  # of the run that would settle it; as many samples as the repository's study has
 
 
 def main(cfg: DictConfig) -> int:
     """Print the table."""
-    asked = read_asked(cfg)
+    card = None if cfg.gpu is None else find_card(cfg.gpu)
+    asked, room = read_asked(cfg, card)
     most = None if cfg.rows is None else check_whole("rows", cfg.rows, 1)
+    if not isinstance(cfg.study, bool):
+        raise ValueError(f"study={cfg.study} must be true or false")
     comparing = OmegaConf.create(as_dict(cfg) | {"against": FULL, "at_bytes": None, "where": None})
-    groups = load_groups(comparing)
     bench = Path(str(cfg.bench)) if cfg.bench is not None else Path(str(cfg.results_dir)) / "bench"
     speeds, notes = read_speeds(bench)
-    found, said = gather(groups, comparing, asked, speeds)
-    ranked = sorted(found, key=lambda item: item.rank)
-    show(ranked, asked, [*notes, *said], has_speeds=bool(speeds), most=most)
+    with said_when_slow("reading runs and comparing them"):
+        groups, missing = _own_groups(comparing)
+        found, said = gather(groups, comparing, asked, speeds)
+    with said_when_slow(f"counting the bytes of {len(found)} methods at {asked.context_tokens} tokens"):
+        ranked = sorted(found, key=lambda item: item.rank)
+        for item in ranked[:most]:
+            _ = item.bytes_of  # of what loses more, only those that are shown
+    if cfg.study and shipped.study_folder() is None:
+        missing.append(shipped.ABSENT)
+    if asked.shape.context and asked.context_tokens > asked.shape.context:
+        name, made = asked.shape.name, asked.shape.context
+        missing.append(f"{name} was made for {made} tokens; context={asked.context_tokens} is more.")
+    show(ranked, asked, [*missing, *notes, *said], room, card, has_speeds=bool(speeds), most=most)
+    show_printed(asked, str(cfg.metric))
     return 0
 
 
-def read_asked(cfg: DictConfig) -> Asked:
-    """Check the question."""
+def _own_groups(cfg: DictConfig) -> tuple[list[Group], list[str]]:
+    """The user's runs, or why there are none; others' evidence answers without them."""
+    try:
+        return load_groups(cfg), []
+    except ValueError as error:
+        deeper = next(Path(str(cfg.results_dir)).glob(f"*/{RUNS}"), None)
+        hint = f" Runs lie in results_dir={deeper.parents[4]}." if deeper else ""
+        return [], [f"No run of yours counts: {error}.{hint} What follows is others' evidence, and counted bytes."]
+
+
+def read_asked(cfg: DictConfig, card: Card | None) -> tuple[Asked, str]:
+    """Check the question; also says what the room for caches is."""
     context = read_tokens(cfg.context)
     Whole(0, context - 1, unit="tokens").check("answer", cfg.answer)
     Whole(1, 2**20, unit="sequences").check("batch", cfg.batch)
@@ -187,14 +96,35 @@ def read_asked(cfg: DictConfig) -> Asked:
     check_margin(cfg.margin)
     for name, least in (("resamples", 100), ("seed", 0)):
         check_whole(name, cfg[name], least)
-    return Asked(
-        shape=find_shape(cfg.model),
+    shape = find_shape(cfg.model)
+    memory_bytes, room = _room(cfg, card, shape)
+    asked = Asked(
+        shape=shape,
         context_tokens=context,
         answer_tokens=cfg.answer,
         batch=cfg.batch,
-        memory_bytes=None if cfg.memory is None else read_bytes("memory", cfg.memory),
+        memory_bytes=memory_bytes,
         margin=float(cfg.margin),
     )
+    return asked, room
+
+
+def _room(cfg: DictConfig, card: Card | None, shape: NamedShape) -> tuple[int | None, str]:
+    """Bytes for the caches, None for any, and where they are from: a device less the weights, or as they were given."""
+    given = [name for name in ("gpu", "memory", "cache_memory") if cfg[name] is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} say the same thing; give one of them")
+    if given in ([], ["cache_memory"]):
+        if cfg.weights is not None:
+            raise ValueError(f"weights={cfg.weights} is taken off gpu or memory; give one of them")
+        return (None, "") if not given else (read_bytes("cache_memory", cfg.cache_memory), "as given")
+    device, name = (card.memory_bytes, card.name) if card else (read_bytes("memory", cfg.memory), "the device")
+    weights = shape.weights_bytes if cfg.weights is None else read_bytes("weights", cfg.weights)
+    if weights is None:
+        raise ValueError(
+            f"the weights of {shape.name} are not known; give weights=16GiB, or cache_memory for caches alone"
+        )
+    return device - weights, f"{format_bytes(device)} of {name} less {format_bytes(weights)} of weights"
 
 
 def read_tokens(value: object) -> int:
@@ -204,50 +134,6 @@ def read_tokens(value: object) -> int:
     if not 1 < found <= MAX_TOKENS:
         raise ValueError(f"context={value} is no number of tokens; write a whole number, or text such as 32k")
     return found
-
-
-def gather(
-    groups: list[Group], cfg: DictConfig, asked: Asked, speeds: Mapping[str, list[Speed]]
-) -> tuple[list[Advice], list[str]]:
-    """Gather what is known of every stored method and setting, one entry each, and what must be known beside them."""
-    found: dict[str, Advice] = {}
-    notes: list[str] = []
-    for group in groups:
-        try:
-            rows, said = compare_group(group, cfg)
-        except ValueError as error:
-            notes.append(f"{group.title}: {error}")
-            continue
-        notes += [*group.notes, *said]
-        quality = {row.run.name: row for row in rows if row.run is not None}
-        for run in group.runs:
-            if run in group.repeats:
-                continue
-            policy = policy_of(run.record.identity)
-            key = repr(policy) if policy is not None else f"{run.method} {run.record.identity.get('method')}"
-            if key not in found:
-                found[key] = _entry(run, asked, speeds.get(key, []))
-            if row := quality.get(run.name):
-                longest = max((record["num_prompt_tokens"] for record in run.samples.values()), default=0)
-                own = group.model == asked.shape.name
-                measured = Quality(row=row, task=group.task, model=group.model, own=own, longest_tokens=longest)
-                found[key].quality.append(measured)
-    return list(found.values()), list(dict.fromkeys(notes))
-
-
-def _entry(run: StoredRun, asked: Asked, speeds: list[Speed]) -> Advice:
-    identity, answer = run.record.identity, asked.answer_tokens
-    known = run.method in files.options("method")
-    usual = as_dict(method_settings(run.method)) if known else {}
-    stored = identity.get("method") or {}
-    return Advice(
-        asked=asked,
-        label=run.label,
-        method=run.method,
-        settings={name: value for name, value in stored.items() if name in usual and value != usual[name]},
-        bytes_of=projected(identity, run.samples.values(), asked.shape, asked.context_tokens - answer, answer),
-        speeds=speeds,
-    )
 
 
 def read_speeds(folder: Path) -> tuple[dict[str, list[Speed]], list[str]]:
@@ -279,14 +165,24 @@ def read_speeds(folder: Path) -> tuple[dict[str, list[Speed]], list[str]]:
     return found, notes
 
 
-def show(ranked: Sequence[Advice], asked: Asked, notes: Sequence[str], *, has_speeds: bool, most: int | None) -> None:
+def show(
+    ranked: Sequence[Advice],
+    asked: Asked,
+    notes: Sequence[str],
+    room: str,
+    card: Card | None,
+    *,
+    has_speeds: bool,
+    most: int | None,
+) -> None:
     """Print the table, at most `most` rows of it, and what must be known to read it."""
     console = terminal.console(80)
-    room = "" if asked.memory_bytes is None else f", {format_bytes(asked.memory_bytes)} for caches"
-    table = terminal.plain_table(f"{asked.shape.name}: {asked.batch} x {asked.context_tokens} tokens{room}")
+    memory = asked.memory_bytes
+    there = "" if memory is None else f", {format_bytes(max(0, memory))} for caches"
+    table = terminal.plain_table(f"{asked.shape.name}: {asked.batch} x {asked.context_tokens} tokens{there}")
     table.add_column("method", overflow="fold", min_width=12)
-    unit = next((f", {item.row.what.unit}" for one in ranked for item in one.quality), "")
-    for heading in ("caches", "%", f"loss{unit}", *(["tok/s"] if has_speeds else []), "says"):
+    unit = next((f", {quality.unit}" for one in ranked for quality in one.quality), "")
+    for heading in ("caches", "%", f"loss{unit}", *(["tok/s"] if has_speeds else []), "whose", "says"):
         table.add_column(heading, justify="right", no_wrap=True)
     for item in ranked[:most]:
         speed = item.speed
@@ -297,27 +193,70 @@ def show(ranked: Sequence[Advice], asked: Asked, notes: Sequence[str], *, has_sp
             "-" if item.bytes_of is None else f"{100 * item.bytes_of.ratio:.1f}",
             "0" if item.method == FULL else loss_text(item),
             *([rate] if has_speeds else []),
+            item.whose,
             item.says,
         )
     console.print(table)
     if rest := ranked[most:] if most is not None else ():
         counted = ", ".join(f"{count} {name}" for name, count in Counter(item.says for item in rest).items())
         console.print(Text(f"and {len(rest)} more ({counted}); rows=null shows all", style="dim"))
-    for line in (*summary(ranked, asked), *unknown(ranked, asked, has_speeds)):
+    if room and memory is not None:
+        console.print(Text(f"Room for caches: {format_bytes(max(0, memory))} ({room}); activations need some of it."))
+        if memory < 0:
+            console.print(Text("The weights alone do not fit; weights=BYTES says what quantised ones take."))
+    for line in (*summary(ranked, asked), *settling(ranked, asked, card), *unknown(ranked, asked, has_speeds)):
         console.print(Text(line), soft_wrap=line.startswith(" "))  # a command is copied
     for note in notes:
         console.print(Text(f"! {note}"), soft_wrap=True)
-    shown = {item.says for item in ranked}
+    says, whose = ({getattr(item, name) for item in ranked} for name in ("says", "whose"))
     console.print(
         Text(
             "loss: mean paired difference to the full cache [95 % interval], of the task that leaves most open; * "
-            "another model; each interval is by itself. caches: all sequences, weights and activations apart; %: of "
-            "FP16. "
-            + " ".join(f"{name}: {meaning}." for name, meaning in MEANING.items() if name in shown)
+            "another model; each interval is by itself. caches: all sequences, weights and activations apart, to "
+            "within 1 % (`kvbench bytes` counts them whole); %: of FP16. whose: "
+            + ", ".join(f"{name} = {meaning}" for name, meaning in WHOSE.items() if name in whose)
+            + ". "
+            + " ".join(f"{name}: {meaning}." for name, meaning in MEANING.items() if name in says)
             + " Sorted by this, then tokens per second measured on this model, then bytes.",
             style="dim",
         )
     )
+
+
+def show_printed(asked: Asked, metric: str) -> None:
+    """Print what papers printed for the model that is asked about, as far as it fits and loses little enough."""
+    found = [] if metric != "score" else published.losses(asked.shape.name)
+    if not found:
+        return
+    fp16 = asked.batch * asked.shape.store_shape.fp16_bytes(asked.context_tokens)
+    limit = math.inf if asked.memory_bytes is None else asked.memory_bytes
+    fits = [one for one in found if one.memory_pct / 100 * fp16 <= limit and one.lost <= asked.margin]
+    best = {one.method: one for one in sorted(fits, key=lambda one: (-one.num_tasks, one.memory_pct), reverse=True)}
+    console = terminal.console(80)
+    console.print()
+    if best:
+        table = terminal.plain_table(f"Printed by papers for {safe(found[0].model)}, within memory and margin")
+        for heading in ("method", "variant", "place"):
+            table.add_column(heading, overflow="fold")
+        for heading in ("caches", "%", "most lost", "tasks"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for one in list(best.values())[::-1][:PRINTED]:
+            size = format_bytes(one.memory_pct / 100 * fp16)
+            place = f"{one.paper}, {one.locator}"
+            table.add_row(
+                one.method,
+                one.variant,
+                place,
+                size,
+                f"{one.memory_pct:g}",
+                f"{100 * one.lost:+.1f}",
+                str(one.num_tasks),
+            )
+        console.print(table)
+    else:
+        console.print(Text(f"Of {len(found)} settings that papers print for {safe(found[0].model)}, none fits."))
+    words = f"kvbench published 'models=[{found[0].model}]'"
+    console.print(Text(f"{published.NOTE} No interval is printed. All of them: {words}", style="dim"))
 
 
 def loss_text(item: Advice) -> str:
@@ -325,7 +264,7 @@ def loss_text(item: Advice) -> str:
     worst = item.worst
     if worst is None:
         return "-"
-    scale, star = worst.row.what.scale, "" if worst.own else "*"
+    scale, star = worst.scale, "" if worst.own else "*"
     text = number(worst.lost, scale, signed=True)
     if worst.least is None or worst.most is None:
         return f"{text} {NO_INTERVAL}{star}"
@@ -339,20 +278,43 @@ def summary(ranked: Sequence[Advice], asked: Asked) -> list[str]:
         fits = [item.says == ADVISED for item in ranked if item.method == FULL]
         lines += [f"The full cache {'fits' if fit else 'does not fit'}." for fit in fits[:1]]
     best = next((item for item in ranked if item.says == ADVISED and item.method != FULL), None)
+    name = asked.shape.name
     if best is None or best.worst is None:
-        name = asked.shape.name
         return [*lines, f"Nothing that fits is shown to lose no more than the margin on {name}, so none is advised."]
+    by = " by the repository's study" if best.whose == STUDY else ""
     return [
         *lines,
-        f"Measured on {asked.shape.name}, it fits and loses no more than the margin: {safe(best.label)} "
-        f"({best.worst.row.pairs.num_samples} samples).",
+        f"Measured on {name}{by}, it fits and loses no more than the margin: {safe(best.label)} "
+        f"({best.worst.num_samples} samples).",
     ]
+
+
+def settling(ranked: Sequence[Advice], asked: Asked, card: Card | None) -> list[str]:
+    """Name the run that would settle the question for the most promising method that is not measured, and its time."""
+    first = next((one for one in ranked if one.says in (ELSEWHERE, OPEN, UNMEASURED) and one.method != FULL), None)
+    if first is None or any(one.says == ADVISED and one.method != FULL for one in ranked):
+        return []
+    wanted = (first.worst.needed if first.worst else None) or SAMPLES
+    items = math.ceil(wanted / RULER_TASKS)
+    lines = [f"The most promising is {safe(first.label)}. This run tells most, at {asked.context_tokens} tokens:"]
+    words = ["task=ruler", f"task.lengths=[{asked.context_tokens}]", f"task.items={items}", *_model_words(asked.shape)]
+    lines.append(_command(first, [*words, *(["model.device=cuda", "model.dtype=bfloat16"] if card else [])]))
+    if card is None:
+        return [*lines, "How long that takes, gpu=NAME says of a card."]
+    count = items * RULER_TASKS
+    seconds = card.seconds(asked.shape, 2 * count, asked.context_tokens - asked.answer_tokens, asked.answer_tokens)
+    if seconds is not None:
+        lines.append(
+            f"It takes about {format_seconds(seconds)} on one {card.name}: {count} prompts, read for the method and "
+            f"for the full cache, at {100 * REACHED:.0f} % of the card's peak. That is computed, not measured."
+        )
+    return lines
 
 
 def unknown(ranked: Sequence[Advice], asked: Asked, has_speeds: bool) -> list[str]:
     """Name what is not known, and the commands that would find out."""
     methods, name = [item for item in ranked if item.method != FULL], asked.shape.name
-    lines, model = [], _model_words(name)
+    lines, model = [], _model_words(asked.shape)
     if elsewhere := [item for item in methods if item.says in (ELSEWHERE, UNMEASURED)]:
         task = next((item.worst.task for item in elsewhere if item.worst), "longctx")
         lines.append(f"Not measured on {name}, so not advised: {_named(elsewhere)}. To find out:")
@@ -360,12 +322,12 @@ def unknown(ranked: Sequence[Advice], asked: Asked, has_speeds: bool) -> list[st
     # First the one that fewest more samples would settle.
     undecided = [(item.worst, item) for item in methods if item.says == OPEN and item.worst]
     if undecided:
-        undecided.sort(key=lambda pair: pair[0].row.needed or float("inf"))
+        undecided.sort(key=lambda pair: pair[0].needed or float("inf"))
         worst, first = undecided[0]
-        needed, there = worst.row.needed, worst.row.pairs.num_samples
+        needed, there = worst.needed, worst.num_samples
         more = f"about {needed} samples would tell (there are {there})" if needed else "more samples"
         lines.append(f"Too few samples to tell: {_named([item for _, item in undecided])}; {more}. To find out:")
-        on = _model_words(worst.model) if worst.own else model
+        on = [f"model={worst.model}"] if worst.own and worst.model in files.options("model") else model
         lines.append(_command(first, [f"task={worst.task}", *on, "limit=null"]))
     longest = max((quality.longest_tokens for item in methods for quality in item.quality), default=0)
     if longest and asked.context_tokens > FAR * longest:
@@ -377,18 +339,21 @@ def unknown(ranked: Sequence[Advice], asked: Asked, has_speeds: bool) -> list[st
     if slow := [item for item in methods if item.says != TOO_LARGE and not item.own_rate]:
         what = "No throughput was measured" + (f" on {name}" if has_speeds else "")
         named = [FULL, *(f'"{" ".join([item.method, *_words(item)])}"' for item in slow[:NAMED])]
-        of = model[0].partition("=")[2] if len(model) == 1 else "hf path=FOLDER"
-        words = [f"throughput.model={of}", f"throughput.methods=[{','.join(named)}]"]
+        of = model[0].partition("=")[2] if len(model) == 1 else " ".join(word.removeprefix("model.") for word in model)
+        words = [f"throughput.model={of.removeprefix('model=')}", f"throughput.methods=[{','.join(named)}]"]
         words.append(f"throughput.context={asked.context_tokens - asked.answer_tokens}")
-        if asked.memory_bytes is not None:
+        if asked.memory_bytes is not None and asked.memory_bytes > 0:
             words.append(f"throughput.kv_mb={asked.memory_bytes // 10**6}")
         lines.append(f"{what} of {_named(slow)}. To find out:")
         lines.append("  " + shlex.join(["kvbench", "bench", "what=throughput", *words]))
     return lines
 
 
-def _model_words(name: str) -> list[str]:
-    return [f"model={name}"] if name in files.options("model") else ["model=hf", "model.path=FOLDER"]
+def _model_words(shape: NamedShape) -> list[str]:
+    """The words of a run that choose the model: one of kvbench's own, a file, a folder, or the page of a preset."""
+    if shape.name in files.options("model"):
+        return [f"model={shape.name}"]
+    return [f"model={'gguf' if shape.place.endswith('.gguf') else 'hf'}", f"model.path={shape.place}"]
 
 
 def _named(items: Sequence[Advice]) -> str:

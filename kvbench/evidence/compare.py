@@ -162,7 +162,13 @@ def margin_of(cfg: DictConfig, what: Measure) -> float:
 
 
 def _compare(
-    sides: Sequence[tuple[Curve, Curve]], cfg: DictConfig, what: Measure, why: str, tolerance: float, notes: list[str]
+    sides: Sequence[tuple[Curve, Curve]],
+    cfg: DictConfig,
+    what: Measure,
+    why: str,
+    tolerance: float,
+    notes: list[str],
+    has_verdicts: bool = True,
 ) -> list[ComparedRun]:
     """Compare pairs of curves; those without a common sample get a note. `why` there is no verdict: `unfit`."""
     found, margin = [], margin_of(cfg, what)
@@ -187,13 +193,19 @@ def _compare(
         if mine.run and theirs.run and mine.run.conditions != theirs.run.conditions:
             both = f"{mine.label} and {theirs.label}"
             notes.append(f"{both} ran with another batch size or backend, which adds noise")
-    correct(found)
+    for row in found:
+        row.num_family = len(found)
+    if has_verdicts:
+        correct(found)
     return found
 
 
-def compare_group(group: Group, cfg: DictConfig) -> tuple[list[ComparedRun], list[str]]:
+def compare_group(group: Group, cfg: DictConfig, *, has_verdicts: bool = True) -> tuple[list[ComparedRun], list[str]]:
     """Compare every run of a group with one of them, or every method with one at equal bytes: rows whose p values are
     corrected over this group, and one sentence for each run that could not be compared.
+
+    Args:
+        has_verdicts: False where intervals alone are looked at, each by itself: the tests take most of the time.
 
     Raises:
         ValueError: The metric does not exist, or `against` fits several runs.
@@ -223,7 +235,7 @@ def compare_group(group: Group, cfg: DictConfig) -> tuple[list[ComparedRun], lis
             same = (full for full in group.repeats if full.conditions == run.conditions)
             other = against if against.method != FULL or run.method == FULL else next(same, against)
             sides.append((curve_of(run, what), curve_of(other, what)))
-    return _compare(sides, cfg, what, why, tolerance, notes), notes
+    return _compare(sides, cfg, what, why, tolerance, notes, has_verdicts), notes
 
 
 def _at_equal_bytes(

@@ -121,6 +121,34 @@ def shares(method: str, model: str) -> "pd.DataFrame":
     return found[(found["method"].map(method_name) == method_name(method)) & (found["memory_pct"] > 0)]
 
 
+class PrintedLoss(NamedTuple):
+    """What a table prints of a method's setting on a model."""
+
+    paper: str
+    locator: str
+    model: str
+    method: str
+    variant: str
+    memory_pct: float
+    """The most of its tasks."""
+    lost: float
+    """The most of its tasks below the table's uncompressed cache, 0.01 being one point; below 0 where none lost."""
+    num_tasks: int
+
+
+def losses(model: str) -> list[PrintedLoss]:
+    """The settings that papers print for a model, under our name, with their memory and an uncompressed cache."""
+    found = of_model(model)
+    found = found[found["unit"] == "points"]
+    table = ["paper", "locator", "model", "task", "metric"]
+    full = found[found["method"] == "Full"].drop_duplicates(table, keep="last")[[*table, "value"]]
+    found = found[(found["method"] != "Full") & (found["memory_pct"] > 0)].merge(full, on=table, suffixes=("", "_full"))
+    found["lost"] = (found["value_full"] - found["value"]) / 100
+    each = found.groupby(["paper", "locator", "model", "method", "variant"], sort=False)
+    most = each.agg(memory_pct=("memory_pct", "max"), lost=("lost", "max"), num_tasks=("task", "nunique")).reset_index()
+    return list(map(PrintedLoss._make, most[list(PrintedLoss._fields)].values.tolist()))
+
+
 def _show(found: "pd.DataFrame", limit: int, console: Console) -> None:
     for (paper, locator, model), together in groupby(
         found[:limit].itertuples(), lambda row: (row.paper, row.locator, row.model)

@@ -68,10 +68,10 @@ def project(
     least, most = _both(policy, shape, min(prompt_tokens, GLANCE_TOKENS), 0, options)
     measures = policy.score.measures_prompts or policy.score.decode_update
     is_one = is_one_number(least, most)
-    if is_one and not (measures and prompt_tokens > GLANCE_TOKENS and _keeps_all(policy, least)):
+    if is_one and not (measures and prompt_tokens > GLANCE_TOKENS and keeps_all(policy, least)):
         # Then it is one at any length, and half the work shows which. A method that keeps all of a short prompt may be
         # one whose windows are longer, and decides later.
-        only = _run(*asked, is_even=True)
+        only = run(*asked, is_even=True)
         return only, only
     if is_one or not shares:
         least, most = _both(*asked)
@@ -83,11 +83,11 @@ def project(
 
 def _both(*asked: Any) -> tuple[Projection, Projection]:
     """Both ends of attention, for what `project` is asked."""
-    peaked, even = (_run(*asked, is_even=is_even) for is_even in (False, True))
+    peaked, even = (run(*asked, is_even=is_even) for is_even in (False, True))
     return (peaked, even) if peaked.resident_bytes < even.resident_bytes else (even, peaked)
 
 
-def _keeps_all(policy: Policy, found: Projection) -> bool:
+def keeps_all(policy: Policy, found: Projection) -> bool:
     """True where as much is held as of all tokens; a method that holds less has begun to decide."""
     bits = min(tier.k_bits + tier.v_bits for tier in policy.tiers)  # of a key's and a value's number
     return 32 * found.items["payload_bytes"] >= bits * found.fp16_bytes
@@ -128,7 +128,7 @@ def project_shares(
     return Projection(items=store.ledger.itemise(row), fp16_bytes=shape.fp16_bytes(tokens), measured=True)
 
 
-def _run(
+def run(
     policy: Policy,
     shape: ModelShape,
     prompt_tokens: int,
@@ -137,7 +137,7 @@ def _run(
     *,
     is_even: bool,
 ) -> Projection:
-    """Reads a prompt and steps through an answer."""
+    """The ledger behind a prompt and the steps of an answer, where queries attend to all tokens alike, or to one."""
     store = _store(policy, shape, prompt_tokens, new_tokens, options, is_even)
     row, heads = store.open_row(), shape.num_kv_heads
     nothing = torch.zeros(1, 1, 1, dtype=shape.dtype)

@@ -47,6 +47,11 @@ class NamedShape:
             raise unknown_name(f"dtype of {self.name}", self.dtype, DTYPES)
 
     @property
+    def place(self) -> str:
+        """What `model.path` of a run takes: the file, the folder, or the name of the page."""
+        return self.source.removesuffix(", the header").removesuffix("/config.json")
+
+    @property
     def weights_bytes(self) -> int | None:
         """Bytes of its weights in their dtype; None when unknown."""
         return None if self.parameters is None else self.parameters * DTYPES[self.dtype].itemsize

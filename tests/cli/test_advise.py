@@ -15,12 +15,14 @@ from kvbench.cli.main import main
 from kvbench.config.compose import compose
 from kvbench.config.methods import method_settings
 from kvbench.config.settings import as_dict
+from kvbench.evidence import shipped
+from kvbench.evidence.load import Group
 from kvbench.runs.parts import make_policy
 from kvbench.sizing.project import project
 from kvbench.sizing.shapes import find_shape
 
 MODEL = "smollm2-135m"
-WORDS = ["advise", f"model={MODEL}", "context=1k", "batch=4", "margin=0.05", "resamples=500"]
+WORDS = ["advise", f"model={MODEL}", "context=1k", "batch=4", "margin=0.05", "resamples=500", "study=false"]
 
 
 def run(root, method, scores, **changes):
@@ -88,10 +90,10 @@ def test_bytes_are_those_of_the_model_and_the_length(results, capsys):
         one, _ = project(make_policy(method_settings(method)), shape, 1024 - 64, 64)
         assert f"{4 * one.resident_bytes / 1e6:.3g} MB" in rows[method].replace("  ", " ")
     held, _ = project(make_policy(method_settings("snapkv")), shape, 1024 - 64, 64)
-    rows, said, _ = advise(capsys, results, f"memory={4 * held.resident_bytes - 1}")
+    rows, said, _ = advise(capsys, results, f"cache_memory={4 * held.resident_bytes - 1}")
     assert rows["snapkv"].endswith("too large") and rows["full"].endswith("too large")
     assert "The full cache does not fit." in said and "so none is advised" in said
-    rows, said, _ = advise(capsys, results, f"memory={4 * held.resident_bytes}")
+    rows, said, _ = advise(capsys, results, f"cache_memory={4 * held.resident_bytes}")
     assert rows["snapkv"].endswith("advised") and "loses no more than the margin: snapkv" in said
 
 
@@ -130,9 +132,77 @@ def test_missing_answers_are_as_bad_as_they_can_be(tmp_path, capsys):
     assert rows["int8"].endswith("cannot tell") and "so none is advised" in said
 
 
+ASKED = ["advise", "model=llama3.1-8b", "gpu=l4", "context=8k", "batch=16", "margin=0.05"]
+
+
+def test_without_a_run_others_evidence_answers_and_is_marked(tmp_path, monkeypatch, capsys):
+    """A folder without results gets exit 0, the study's losses, the papers' numbers, whose each is, and the run that
+    tells most with its time."""
+    monkeypatch.chdir(tmp_path)
+    assert main([*ASKED, "methods=[int8,fp8,kivi,snapkv]"]) == 0
+    out = capsys.readouterr().out
+    rows = {line.split("  ")[0]: line.split() for line in out.splitlines() if re.search(r" (study|bytes) ", line)}
+    assert rows["kivi bits=4"][-3:] == ["study", "cannot", "tell"] and rows["int8"][-2:] == ["too", "large"]
+    assert rows["full"][-3:] == ["bytes", "too", "large"] and rows["snapkv budget=0.125"][-2:] == ["loses", "more"]
+    said = " ".join(out.split())
+    assert "7.94 GB (24.0 GB of L4 less 16.1 GB of weights)" in said and "so none is advised" in said
+    assert "No run of yours counts: results_dir=results is not a folder" in said
+    assert "Printed by papers for Llama3.1-8B" in said and "DiffKV, Table 2" in said and "not measured here" in said
+    assert re.search(r"It takes about [0-9]+ (min|h) [0-9]+ (s|min) on one L4: 209 prompts", said)
+    command = next(line for line in out.splitlines() if line.startswith("  kvbench method=kivi") and "ruler" in line)
+    cfg = compose(shlex.split(command)[1:])
+    assert cfg.task.lengths == [8192] and cfg.model.path == "meta-llama/Llama-3.1-8B" and cfg.method.bits == 4
+
+
+def test_nothing_is_advised_from_a_broken_reference(results, monkeypatch, capsys):
+    """Where the full cache's own answers cannot be judged, no interval counts, and the reason is said."""
+    monkeypatch.setattr(Group, "unfit", lambda self, what: "most answers of full were cut")
+    rows, said, _ = advise(capsys, results, "methods=snapkv")
+    assert rows["snapkv"].endswith("cannot tell") and "so none is advised" in said
+    assert "! most answers of full were cut" in said
+
+
+def test_a_package_without_the_study_counts_bytes(tmp_path, monkeypatch, capsys):
+    """Where nothing was measured by anybody, methods stand with their bytes, and it is said where the study is."""
+    monkeypatch.setattr(shipped, "study_folder", lambda: None)
+    shipped.losses.cache_clear()
+    assert main([*WORDS[:-1], f"results_dir={tmp_path}"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    shipped.losses.cache_clear()
+    assert (
+        shipped.ABSENT in said and "bytes not measured" in said and "study" not in said.split("Room")[0].split("!")[0]
+    )
+
+
+def test_the_weights_are_taken_off_the_device(tmp_path, capsys):
+    """`memory` is the device's, `cache_memory` the caches' alone; what does not even hold the weights is said so."""
+    weights = find_shape(MODEL).weights_bytes
+    _, said, _ = advise(capsys, tmp_path, "methods=int8", f"memory={weights + 30_000_000}")
+    assert "30.0 MB for caches" in said and "less 269 MB of weights" in said
+    _, given, _ = advise(capsys, tmp_path, "methods=int8", "cache_memory=30000000")
+    assert "30.0 MB for caches" in given
+    _, said, _ = advise(capsys, tmp_path, "methods=int8", "memory=1GiB", "weights=1000MiB")
+    assert "25.2 MB for caches" in said
+    _, said, _ = advise(capsys, tmp_path, "methods=int8", f"memory={weights - 1}")
+    assert "The weights alone do not fit" in said
+
+
+def test_a_folder_above_the_runs_is_named(results, capsys):
+    """A results folder that lies one level too high is answered with the one that has the runs."""
+    inner = results / "deep"
+    inner.mkdir()
+    for folder in [item for item in results.iterdir() if item != inner]:
+        folder.rename(inner / folder.name)
+    _, said, _ = advise(capsys, results, "methods=int8")
+    assert f"Runs lie in results_dir={inner}." in said
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [
+        ("gpu=L5", "gpu=L5 does not exist. Did you mean L4"),
+        ("study=maybe", "study=maybe must be true or false"),
+        ("weights=1GiB", "weights=1GiB is taken off gpu or memory"),
         ("context=32kk", "context=32kk is no number of tokens; write a whole number, or text such as 32k"),
         ("context=0", "context=0 is no number of tokens"),
         ("memory=24GB", "memory='24GB' is no number of bytes"),

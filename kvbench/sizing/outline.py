@@ -1,0 +1,82 @@
+"""What a method would hold on a deep model, from shallow ones of the same heads and length: within 1 % of `project`, in
+a fraction of its time.
+
+Bytes are a line over layers once a method's exceptions (first or last ones, of another precision) are all there. Two
+small caches say which line; nothing here knows what a method does.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvbench.cache.layout import ModelShape
+from kvbench.policy import Policy
+from kvbench.sizing.project import (
+    GLANCE_TOKENS,
+    SAME,
+    Projection,
+    is_one_number,
+    keeps_all,
+    project,
+    project_shares,
+    run,
+)
+
+LAYERS = (2, 4)
+STEPS = 64  # of an answer; the rest of a longer one grows as these did
+FEW_STEPS, LONG_TOKENS = 16, 16384  # so few tell of a prompt so long, of which the last pages are less than 1 %
+EXACT_TOKENS = 4096  # a context that is counted whole: it takes no longer
+
+
+def outline(
+    policy: Policy, shape: ModelShape, prompt_tokens: int, new_tokens: int, shares: Sequence[float] = ()
+) -> Projection | None:
+    """Bytes that one sequence holds when its answer ends; None where the text decides and no shares were measured.
+
+    Raises:
+        ValueError: The method does not fit the model.
+    """
+    asked = policy, shape, prompt_tokens, new_tokens
+    budget = getattr(policy, "budget", None)
+    if prompt_tokens + new_tokens <= EXACT_TOKENS or shape.num_layers <= LAYERS[1] or isinstance(budget, str):
+        return _whole(*asked, shares)  # a budget in bytes is one for all layers
+    few, more = (replace(shape, num_layers=layers) for layers in LAYERS)
+    try:
+        if _text_decides(policy, few, prompt_tokens):
+            return project_shares(*asked, shares) if shares else None
+        base, deep = (run(policy, one, prompt_tokens, 0, None, is_even=True) for one in (few, more))
+        steps = min(FEW_STEPS if prompt_tokens > LONG_TOKENS else STEPS, new_tokens)
+        later = run(policy, few, prompt_tokens, steps, None, is_even=True) if steps else base
+        is_alike = abs(deep.resident_bytes / base.resident_bytes * LAYERS[0] / LAYERS[1] - 1) < SAME
+        deeper = None if is_alike or not steps else run(policy, more, prompt_tokens, steps, None, is_even=True)
+    except ValueError:  # its settings are for so many layers; else it says again what is wrong
+        return _whole(*asked, shares)
+    each = (shape.num_layers - LAYERS[0]) / (LAYERS[1] - LAYERS[0])
+
+    def at(name: str) -> int:
+        count, behind = base.items[name], deep.items[name]
+        grown = later.items[name] - count
+        grown_deep = grown * LAYERS[1] / LAYERS[0] if deeper is None else deeper.items[name] - behind
+        per_step = (grown + each * (grown_deep - grown)) / max(1, steps)
+        return round(count + each * (behind - count) + new_tokens * per_step)
+
+    items = {name: at(name) for name in base.items}
+    return Projection(items=items, fp16_bytes=shape.fp16_bytes(prompt_tokens + new_tokens))
+
+
+def _whole(policy: Policy, shape: ModelShape, prompt: int, new: int, shares: Sequence[float]) -> Projection | None:
+    least, most = project(policy, shape, prompt, new, shares=shares)
+    return most if is_one_number(least, most) else None
+
+
+def _text_decides(policy: Policy, shape: ModelShape, prompt_tokens: int) -> bool:
+    """What attention looks like moves the bytes of a prompt."""
+    if not (policy.score.measures_prompts or policy.score.decode_update):
+        return False
+    for tokens in sorted({min(prompt_tokens, GLANCE_TOKENS), prompt_tokens}):
+        ends = [run(policy, shape, tokens, 0, None, is_even=is_even) for is_even in (False, True)]
+        least, most = sorted(ends, key=lambda one: one.resident_bytes)
+        if not is_one_number(least, most):
+            return True
+        if not keeps_all(policy, least):  # it has begun to decide, and alike: so it does at any length
+            return False
+    return False

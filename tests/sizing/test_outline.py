@@ -1,0 +1,57 @@
+"""Bytes from two shallow caches, beside those of the whole one; cards."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvbench.config.methods import method_settings
+from kvbench.config.settings import as_dict
+from kvbench.runs.parts import make_policy
+from kvbench.sizing.cards import find_card
+from kvbench.sizing.outline import EXACT_TOKENS, outline
+from kvbench.sizing.project import project
+from kvbench.sizing.shapes import find_shape
+
+SHAPE = replace(find_shape("smollm2-135m").store_shape, num_layers=9)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("full", {}),
+        ("int4", {"protect_layers": [0, -1]}),
+        ("kivi", {}),
+        ("snapkv", {"budget": 0.25}),
+        ("snapkv", {"budget": 3000}),
+        ("snapkv", {"budget": "2MiB"}),
+        ("pyramidkv", {}),
+        ("minikv", {}),
+        ("h2o", {}),
+        ("int4", {"tiers_by_layer": "2*fp16 6*int4 1*fp16"}),
+    ],
+)
+def test_shallow_caches_tell_what_the_whole_one_holds(name, settings):
+    """Within 1 %, item by item of those that count: layers that differ, budgets of every kind, buffers, pyramids."""
+    policy = make_policy(as_dict(method_settings(name)) | settings)
+    found = outline(policy, SHAPE, EXACT_TOKENS, 24)
+    _, whole = project(policy, SHAPE, EXACT_TOKENS, 24)
+    assert found.fp16_bytes == whole.fp16_bytes
+    assert found.resident_bytes == pytest.approx(whole.resident_bytes, rel=0.01)
+
+
+def test_what_the_text_decides_needs_shares():
+    """Without shares there is no one number; with them it is theirs."""
+    policy = make_policy(method_settings("diffkv"))
+    assert outline(policy, SHAPE, EXACT_TOKENS, 24) is None
+    assert outline(policy, SHAPE, EXACT_TOKENS, 24, [0.3, 0.2]).measured
+
+
+def test_a_card_takes_longer_for_more():
+    """Prompts, their length and answers each take time; the name is taken in any case."""
+    card, shape = find_card("l4"), find_shape("llama3.1-8b")
+    assert card.name == "L4" and card.memory_bytes == 24 * 10**9
+    base = card.seconds(shape, 100, 8000, 64)
+    assert card.seconds(shape, 200, 8000, 64) == pytest.approx(2 * base)
+    assert card.seconds(shape, 100, 16000, 0) > 2 * card.seconds(shape, 100, 8000, 0) > 0  # attention is a square
+    assert base < card.seconds(shape, 100, 8000, 128)
+    assert card.seconds(replace(shape, parameters=None), 1, 1, 1) is None
