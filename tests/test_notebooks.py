@@ -1,6 +1,7 @@
 """The notebooks run from top to bottom in a kernel, outside of a clone, and are committed without outputs."""
 
 import re
+from importlib import import_module
 
 import nbformat
 import pytest
@@ -58,6 +59,16 @@ def test_notebooks_run(executed):
     assert "last=0.5" in text and "ends" in text and "vs full" in text
     full, ends, _ = (float(share) for share in re.findall(r"\(([\d.]+) % of an FP16", text))
     assert ends < 0.5 * full
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_notebook_imports_exists(name):
+    """Each name of kvbench that a cell imports is there, also in the file that a cell writes."""
+    imported = re.findall(
+        r"^from (kvbench[\w.]*) import (.+)$", str(NOTEBOOKS[name]).replace("\\n", "\n"), re.MULTILINE
+    )
+    for module, names in imported:
+        assert all(hasattr(import_module(module), each) for each in names.split(", ")), (module, names)
 
 
 @pytest.mark.parametrize("name", NAMES)
