@@ -63,7 +63,7 @@ def weight_files(folder: Path) -> list[Path]:
             return [folder / name]
         index = folder / f"{name}.index.json"
         if index.is_file():
-            shards = sorted({folder / shard for shard in json.loads(index.read_text())["weight_map"].values()})
+            shards = [folder / shard for shard in _shards(index)]
             absent = [shard.name for shard in shards if not shard.is_file()]
             if absent:
                 raise MissingWeightsError(
@@ -72,6 +72,18 @@ def weight_files(folder: Path) -> list[Path]:
                 )
             return shards
     return []
+
+
+def _shards(index: Path) -> list[str]:
+    """Names of the weight files that the index of a sharded model lists, sorted; refuses an index that is none."""
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError("a name is no text")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{index} lists no weight files ({what}); fetch or copy the folder again") from error
+    return sorted(names)
 
 
 def folder_fingerprint(folder: Path) -> str:

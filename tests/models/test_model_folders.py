@@ -125,48 +125,74 @@ def replace(folder, tensors):
 
 
 OTHERS = {"model.layers.0.mlp.up_proj.weight": torch.zeros(3, 5), "model.extra.weight": torch.ones(2)}
+
+
 # What is done to a folder, and what is said of it.
-REFUSED = {
-    "no config": (lambda f: (f / "config.json").unlink(), "my-tiny lacks config.json"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "my-tiny lacks weights"),
-    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "my-tiny lacks a tokenizer"),
-    "a shard is missing": (
-        lambda f: cut_to_one_shard(f, without(f, "mlp"), {"b": "model-00002-of-00002.safetensors"}),
-        "missing: model-00002-of-00002.safetensors",
-    ),
-    "cut weights": (
-        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:1000]),
-        r"transformers [\d.]+ cannot load the model in .*my-tiny",
-    ),
-    "tensors are missing": (
-        lambda f: replace(f, without(f, "k_proj")),
-        "my-tiny do not fit .* lack model.layers.0.self_attn.k_proj.weight, model.laye",
-    ),
-    "a shard that index and folder lack": (
-        lambda f: cut_to_one_shard(f, without(f, "layers.1.mlp"), {}),
-        "lack model.layers.1.mlp.down_proj.weight",
-    ),
-    "another shape and one too many": (
-        lambda f: edit_weights(f, lambda tensors: tensors.update(OTHERS)),
-        r"in another shape model.layers.0.mlp.up_proj.weight \[3, 5\] instead.*beyond the model model.extra.weight",
-    ),
-    "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is no JSON"),
-    "no object": (lambda f: (f / "config.json").write_text("[]"), "config.json holds list and not settings"),
-    "other weights": (
-        lambda f: edit_config(f, transformers_weights="other.safetensors"),
-        r"names its weights itself \(transformers_weights='other.safetensors'\)",
-    ),
-    "an adapter": (
-        lambda f: (f / "adapter_config.json").write_text("{}"),
-        r"my-tiny holds an adapter \(adapter_config.json\)",
-    ),
-} | {
-    f"num_hidden_layers={count}": (
-        lambda f, count=count: edit_config(f, num_hidden_layers=count),
-        f"config.json says num_hidden_layers={count!r}, and .* 21 tensors",
-    )
-    for count in (-1, 0, 10**9, "two", None)
-}
+def index_only(folder, text):
+    """Puts an index of such a text in the place of the weights."""
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+REFUSED = (
+    {
+        "no config": (lambda f: (f / "config.json").unlink(), "my-tiny lacks config.json"),
+        "no weights": (lambda f: (f / "model.safetensors").unlink(), "my-tiny lacks weights"),
+        "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "my-tiny lacks a tokenizer"),
+        "a shard is missing": (
+            lambda f: cut_to_one_shard(f, without(f, "mlp"), {"b": "model-00002-of-00002.safetensors"}),
+            "missing: model-00002-of-00002.safetensors",
+        ),
+        "cut weights": (
+            lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:1000]),
+            r"transformers [\d.]+ cannot load the model in .*my-tiny",
+        ),
+        "tensors are missing": (
+            lambda f: replace(f, without(f, "k_proj")),
+            "my-tiny do not fit .* lack model.layers.0.self_attn.k_proj.weight, model.laye",
+        ),
+        "a shard that index and folder lack": (
+            lambda f: cut_to_one_shard(f, without(f, "layers.1.mlp"), {}),
+            "lack model.layers.1.mlp.down_proj.weight",
+        ),
+        "another shape and one too many": (
+            lambda f: edit_weights(f, lambda tensors: tensors.update(OTHERS)),
+            r"in another shape model.layers.0.mlp.up_proj.weight \[3, 5\] instead.*beyond the model model.extra.weight",
+        ),
+        "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is no JSON"),
+        "no object": (lambda f: (f / "config.json").write_text("[]"), "config.json holds list and not settings"),
+        "other weights": (
+            lambda f: edit_config(f, transformers_weights="other.safetensors"),
+            r"names its weights itself \(transformers_weights='other.safetensors'\)",
+        ),
+        "an adapter": (
+            lambda f: (f / "adapter_config.json").write_text("{}"),
+            r"my-tiny holds an adapter \(adapter_config.json\)",
+        ),
+    }
+    | {
+        f"num_hidden_layers={count}": (
+            lambda f, count=count: edit_config(f, num_hidden_layers=count),
+            f"config.json says num_hidden_layers={count!r}, and .* 21 tensors",
+        )
+        for count in (-1, 0, 10**9, "two", None)
+    }
+    | {
+        f"an index that says {text[:20]}": (
+            lambda f, text=text: index_only(f, text),
+            r"index.json lists no weight files \(",
+        )
+        for text in (
+            "{",
+            "[]",
+            "[" * 100_000,
+            "{}",
+            '{"weight_map": 5}',
+            '{"weight_map": {"a": 5}}',
+            '{"weight_map": {"a": []}}',
+        )
+    }
+)
 
 
 @pytest.mark.parametrize(("damage", "message"), REFUSED.values(), ids=REFUSED)
