@@ -129,7 +129,20 @@ def _attend_tier(
             tl.store(where, acc[plane], mask=(g < G)[:, None] & (w < V.W)[None, :])
 
 
-@triton.jit(do_not_specialize=["offset", "first_part"])
+@triton.jit(
+    do_not_specialize=[
+        "a_parts",
+        "a_columns",
+        "a_entries",
+        "b_parts",
+        "b_columns",
+        "b_entries",
+        "num_parts",
+        "first_part",
+        "per_row",
+        "offset",
+    ]
+)
 def _attend(
     q, pages, rows, seen, frequencies, ring_tokens, ring_k, ring_v, part_top, part_sum, part_out, a_table, a_num_k,
     a_num_v, a_angles, a_weights, a_tops, a_parts, a_columns, a_entries, a_angle_row, b_table, b_num_k, b_num_v,
@@ -254,7 +267,9 @@ def _reduce_block(
             tl.store(field, score, mask=live)
 
 
-@triton.jit(do_not_specialize=["offset"])
+@triton.jit(
+    do_not_specialize=["num_parts", "per_row", "offset", "a_columns", "a_entries", "a_blocks", "b_columns", "b_entries"]
+)
 def _finish(
     part_top, part_sum, part_out, out, lse, rows, seen, pages, page_bytes, num_parts, heads, per_row, offset,
     a_weights, a_tops, a_num_k, a_scores, a_table, a_columns, a_entries, a_blocks,

@@ -20,7 +20,7 @@ _AT_ONCE = 8192  # pages whose bounds a program keeps in registers; of longer li
 _LOWEST: tl.constexpr = tl.constexpr(-(2**31))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_columns", "entries", "per_row", "offset"])
 def _bound_pages(
     q, pages, table, num_k, rows, bounds, page_bytes, num_columns, entries, heads, per_row, offset, T: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BP: tl.constexpr, LOW: tl.constexpr,
@@ -98,7 +98,7 @@ def widen_by_one(k, pages, page, slot, at, flat, page_bytes, D: tl.constexpr, DP
         store_bounds(pages + target * page_bytes, x, x, (x != x).to(tl.int32), fresh, D, DP, LOW, HIGH, ELEM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _widen_pages(
     k, page, slot, order, pages, count, page_bytes, D: tl.constexpr, DP: tl.constexpr, BT: tl.constexpr,
     MOST: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ELEM: tl.constexpr, SORTED: tl.constexpr,
@@ -155,7 +155,7 @@ def _count_from(first, bounds, pid, columns, last, least, BLOCK: tl.constexpr, B
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns", "width", "entries", "per_row", "offset"])
 def _choose_pages(
     bounds, table, num_k, rows, count, ids, held, columns, width, entries, heads, per_row, offset,
     T: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, REVERSED: tl.constexpr, TABLED: tl.constexpr,

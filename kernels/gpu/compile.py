@@ -54,9 +54,18 @@ class Compiled:
     seconds_s: float
 
 
-def _signature(kernel: Kernel, arguments: tuple, constants: dict) -> tuple[dict, dict, dict]:
+def unspecialised(kernel: Any) -> set[str]:
+    """The arguments whose values are no part of what is compiled: sizes that the host counts, which would else be a
+    kernel for 1, one for multiples of 16, and one for the others."""
+    if isinstance(kernel, triton.JITFunction):
+        return {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
+    return set(kernel.kwargs.get("do_not_specialize") or ())
+
+
+def launch_signature(kernel: Kernel, arguments: tuple, constants: dict) -> tuple[dict, dict, dict]:
     """Types, constants and alignments of a launch, as Triton itself would infer them."""
     signature, values, alignments = {}, {}, {}
+    any_value = unspecialised(kernel)
     for index, name in enumerate(kernel.arg_names):
         if index >= len(arguments):
             signature[name], values[(index,)] = "constexpr", constants[name]
@@ -66,11 +75,13 @@ def _signature(kernel: Kernel, arguments: tuple, constants: dict) -> tuple[dict,
             signature[name] = _TYPES[value.dtype]
         elif isinstance(value, float):
             signature[name] = "fp32"
-        elif value == 1:
+        elif value == 1 and name not in any_value:
             signature[name], values[(index,)] = "constexpr", 1
         else:
             signature[name] = "i32" if abs(value) < 2**31 else "i64"
-        if isinstance(value, Tensor) or (isinstance(value, int) and value != 1 and value % 16 == 0):
+        if name in any_value:
+            assert not isinstance(value, Tensor), f"{name} of {kernel.__name__} is a tensor, whose alignment is wanted"
+        elif isinstance(value, Tensor) or (isinstance(value, int) and value != 1 and value % 16 == 0):
             alignments[(index,)] = [["tt.divisibility", 16]]
     return signature, values, alignments
 
@@ -85,7 +96,7 @@ def compile_launches(run: Callable[[], object], target: str) -> Iterator[Compile
 
     def note(kernel: Kernel, _: tuple, arguments: tuple, constants: dict) -> None:
         launches.setdefault(
-            f"{kernel.__name__} {_signature(kernel, arguments, constants)}", (kernel, arguments, constants)
+            f"{kernel.__name__} {launch_signature(kernel, arguments, constants)}", (kernel, arguments, constants)
         )
 
     with recording(note):
@@ -93,7 +104,7 @@ def compile_launches(run: Callable[[], object], target: str) -> Iterator[Compile
     for kernel, arguments, constants in launches.values():
         if not isinstance(kernel, triton.JITFunction):
             raise RuntimeError("kernels imported under TRITON_INTERPRET=1 cannot be compiled; unset it")
-        signature, values, alignments = _signature(kernel, arguments, constants)
+        signature, values, alignments = launch_signature(kernel, arguments, constants)
         options = {name: constants[name] for name in _OPTIONS if name in constants}
         begin = time.perf_counter()
         source = ASTSource(kernel, signature, values, alignments)

@@ -22,7 +22,7 @@ from kvbench.kernels.operands import NO_SCORES, KeyRotation, Reduce, Ring, StepS
 _REDUCE: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_columns"])
 def _add_scores(pages, ids, num_k, scores, page_bytes, num_columns, T: tl.constexpr, TP: tl.constexpr,
                 TRACK: tl.constexpr):  # fmt: skip
     """Adds the scores of one page's live slots to what it tracks."""

@@ -81,7 +81,7 @@ def _close(state, status, total, fault, RELEASE: tl.constexpr):
             tl.store(state + _FREE, free - total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num", "num_lists", "max_pages"])
 def _sum_needs(
     lists, count, num_slots, sums, faults, num, num_lists, max_pages, TIER: tl.constexpr, OTHER: tl.constexpr,
     T: tl.constexpr, T_OTHER: tl.constexpr, RELEASE: tl.constexpr, BLOCK: tl.constexpr,
@@ -95,7 +95,7 @@ def _sum_needs(
     tl.store(faults + tl.program_id(0), tl.max(fault.to(tl.int32), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num", "num_lists", "max_pages", "num_pages", "blocks"])
 def _assign(
     lists, count, num_slots, table, free_list, state, sums, faults, first, num, num_lists, max_pages, num_pages, blocks,
     TIER: tl.constexpr, T: tl.constexpr, RELEASE: tl.constexpr, BLOCK: tl.constexpr, BP: tl.constexpr,
@@ -125,7 +125,7 @@ def _assign(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _commit(state, status, sums, faults, blocks, RELEASE: tl.constexpr, BP: tl.constexpr):
     """The counters, once all blocks are through."""
     b = tl.arange(0, BP)
@@ -133,7 +133,7 @@ def _commit(state, status, sums, faults, blocks, RELEASE: tl.constexpr, BP: tl.c
     _close(state, status, total, tl.max(tl.load(faults + b, mask=b < blocks, other=0), 0), RELEASE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num", "num_lists", "max_pages", "num_pages"])
 def _change_at_once(
     lists, count, num_slots, table, free_list, state, status, first, num, num_lists, max_pages, num_pages,
     TIER: tl.constexpr, T: tl.constexpr, RELEASE: tl.constexpr, OTHER: tl.constexpr, T_OTHER: tl.constexpr,
@@ -171,7 +171,7 @@ def _change_at_once(
     _close(state, status, total, fault, RELEASE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_lists", "width"])
 def _pair_moves(
     lists, keep, num_slots, sources, targets, counts, num_lists, width, TIER: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -205,7 +205,7 @@ def _pair_moves(
         left -= tl.sum(mover, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "num_bytes", "max_pages"])
 def _move_listed(
     pages, lists, table, sources, targets, byte_places, width, num_bytes, page_bytes, max_pages, TIER: tl.constexpr,
     T: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,

@@ -7,7 +7,7 @@ import triton.language as tl
 from kvbench.kernels.gpu.attend import table_page
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "entries"])
 def _lookup(lists, slot, table, page, inside, count, entries, T: tl.constexpr, REVERSED: tl.constexpr,
             BLOCK: tl.constexpr):  # fmt: skip
     """Page and slot within the page of one slot of each list; -1 for slot numbers below 0."""
@@ -37,7 +37,7 @@ def _count_tier(num_slots, out, seq, row, num_seq, per_row, num_lists, tier: tl.
     return tl.sum(pages, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seq", "per_row", "num_lists"])
 def _count_rows(rows, num_slots, out, num_seq, per_row, num_lists, T0: tl.constexpr, T1: tl.constexpr,
                 T2: tl.constexpr, T3: tl.constexpr, TIERS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Pages of all lists of a row, and by tier the slots of its longest list."""
@@ -75,7 +75,7 @@ def _tracked(
     return value, pos
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["per_row", "entries"])
 def _find_extreme(
     pages, table, rows, num_slots, seen, floor, before, exact, lowest, value, slot_of, pos_of, page_bytes, per_row,
     entries, first, T: tl.constexpr, BY: tl.constexpr, SCORE: tl.constexpr, POS: tl.constexpr, FLOOR: tl.constexpr,
@@ -137,7 +137,7 @@ def _find_extreme(
     tl.store(pos_of + pid, tl.where(best_slot < 0, -1, best_pos))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries", "width"])
 def _tracked_slots(
     pages, lists, table, num_slots, score, pos, there, held, page_bytes, entries, width, T: tl.constexpr,
     SCORE: tl.constexpr, POS: tl.constexpr, REVERSED: tl.constexpr, BLOCK: tl.constexpr,

@@ -67,7 +67,7 @@ def _slot_values(base, slot, channel, mask, KEYS: tl.constexpr, D: tl.constexpr,
             return level_values(codes, SIDE, tl.float32) * scale + zero
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "per_row", "offset"])
 def _write_side(
     x, pages, source_page, source_slot, page, slot, cos, sin, count, page_bytes, heads, per_row, offset,
     BM: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, T: tl.constexpr, META_FIRST: tl.constexpr,
@@ -179,7 +179,7 @@ def _write_key_groups(
     store_codes(put, codes, plane, T, (i < tokens)[:, None] & (w < SIDE.W)[None, :], SIDE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _write_fields(
     pages, page, slot, score, pos, score_value, page_bytes, count, SCORE: tl.constexpr, SCORES: tl.constexpr,
     POS: tl.constexpr, BLOCK: tl.constexpr,
@@ -200,7 +200,7 @@ def _write_fields(
         tl.store((base + POS).to(tl.pointer_type(tl.int32)) + at, where, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _read_side(
     pages, out, page, slot, count, page_bytes, BM: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
     T: tl.constexpr, SIDE: tl.constexpr,
@@ -237,7 +237,7 @@ def copy_pages(pages: Tensor, source: Tensor, target: Tensor) -> None:
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "num_bytes"])
 def _move_bytes(
     pages, source_page, source_slot, page, slot, source_map, target_map, count, num_bytes, page_bytes,
     BM: tl.constexpr, BB: tl.constexpr, COLUMNS: tl.constexpr,
@@ -266,7 +266,7 @@ def _move_bytes(
     tl.store(pages + target[:, None] * page_bytes + place, moved, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "num_bytes"])
 def _demote_both(
     pages, source_page, source_slot, page, slot, source_map, target_map, count, num_bytes, page_bytes, BK: tl.constexpr,
     BV: tl.constexpr, D: tl.constexpr, META_FIRST: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, T: tl.constexpr,

@@ -18,7 +18,7 @@ _BLOCK = 256
 NUM_RULES = 3
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "num_lists"])
 def _settle(
     lists, num_slots, slot, goes_to, goes_at, settled, wanted, broken, count, num_lists, TIER: tl.constexpr,
     TIERS: tl.constexpr, ACTS: tl.constexpr, MOVES: tl.constexpr, NAMED: tl.constexpr, BLOCK: tl.constexpr,
@@ -87,7 +87,7 @@ def _place_tier(
     tl.store(inside + tier * count + i, at % T, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "width"])
 def _place(
     lists, settled, goes_to, goes_at, first, entries, further, page, inside, count, width, TIER: tl.constexpr,
     TIERS: tl.constexpr, MOVES: tl.constexpr, NAMED: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr,

@@ -25,7 +25,7 @@ from kvbench.kernels.reference.attention import rotate
 _BLOCK = 256
 
 
-@triton.jit(do_not_specialize=["offset"])
+@triton.jit(do_not_specialize=["count", "per_row", "offset"])
 def _write_both(
     k, v, pages, page, slot, cos, sin, count, page_bytes, heads, per_row, offset, BK: tl.constexpr, BV: tl.constexpr,
     D: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DP: tl.constexpr,
@@ -50,7 +50,7 @@ def _write_both(
             widen_by_one(k, pages, page, slot, at, flat, page_bytes, D, DP, LOW, HIGH, BOUND)
 
 
-@triton.jit(do_not_specialize=["offset"])
+@triton.jit(do_not_specialize=["count", "per_row", "offset"])
 def _append_ring(
     k, v, ring_k, ring_v, num_tokens, rows, count, heads, per_row, offset, k_row, v_row, RK: tl.constexpr,
     RV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
@@ -71,7 +71,7 @@ def _append_ring(
     tl.store(ring_v + for_v[:, None] + d, value.to(ring_v.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "num_seq", "layers", "most", "entries"])
 def _find_leaving(
     before, after, rows, table, page, slot, place, count, num_seq, layers, heads, most, length, entries,
     T: tl.constexpr, TABLED: tl.constexpr, BLOCK: tl.constexpr,

@@ -19,6 +19,7 @@ from kvbench.engine.runner import Runner
 from kvbench.errors import NotForModel
 from kvbench.kernels import checks
 from kvbench.kernels.gpu import parts
+from kvbench.kernels.gpu.compile import launch_signature
 from kvbench.kernels.gpu.emulator import record
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of what empty slots hold
@@ -79,6 +80,32 @@ def test_replayed_steps_are_eager_ones(smallest, method: str, steps: int, monkey
     tokens, found, replays = decoded(smallest, method, steps, record, "triton")
     assert (len(eager), none, replays) == (steps, 0, steps - 2)
     assert tokens == eager and found == held
+
+
+@pytest.mark.parametrize("method", ["full", "diffkv window=8", "kivi residual_tokens=8 group=8", "h2o budget=12"])
+@pytest.mark.parametrize("prompt", [PROMPT, 1])
+def test_a_capture_compiles_nothing(smallest, method: str, prompt: int, monkeypatch: pytest.MonkeyPatch):
+    """Every kernel that a captured step launches, at widths that any list may have, has been launched with the same
+    types and constants by the step before it: compiling would take seconds, and older drivers refuse it."""
+    monkeypatch.setattr(checks, "within", lambda *_: None)
+    launched: dict[bool, set[str]] = {True: set(), False: set()}
+    captures: list[bool] = [False]
+
+    def note(kernel, grid, arguments, constants):
+        launched[captures[-1]].add(f"{kernel.__name__} {launch_signature(kernel, arguments, constants)}")
+        kernel[grid](*arguments, **constants)
+
+    def capture(step):
+        captures.append(True)
+        step()
+        captures.append(False)
+        return step
+
+    runner, rows, first = reading(smallest, method, [prompt], 8, "triton")
+    with parts.recording(note):
+        greedy(CapturedSteps(runner, capture), runner, rows, first, 2)
+    assert launched[True], "no step was captured"
+    assert launched[True] <= launched[False], sorted(launched[True] - launched[False])
 
 
 def test_one_capture_serves_all_rows_of_a_batch_size(smallest, monkeypatch: pytest.MonkeyPatch):
