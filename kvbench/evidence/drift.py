@@ -77,14 +77,28 @@ def texts_of(run: StoredRun) -> dict[tuple[str, str], SampleRecord]:
     return {
         (record["subset"], record["sample_id"]): record
         for (_, repeat), record in sorted(run.samples.items())
-        if repeat == 0 and record["status"] == "ok" and record.get("per_token")
+        if repeat == 0 and record["status"] == "ok" and _is_whole(record.get("per_token") or {})
     }
+
+
+def _is_whole(tokens: Mapping[str, list[float]]) -> bool:
+    """Every column has a number for each token, and it is known how many first ones the means leave out."""
+    columns = [tokens.get(name, []) for name in COLUMNS]
+    exact, count = tokens.get("exact", []), len(columns[0])
+    alike = all(len(column) == count and None not in column for column in columns)
+    return alike and len(exact) == 1 and exact[0] is not None and exact[0] >= 0
 
 
 def drawing_of(group: Group, width: int | None = None) -> Drawing | None:
     """The curves of a group, in bins of so many tokens or at most sixteen of a power of two; None where no run has
     numbers of every token."""
     found = {run.name: texts for run in group.runs if (texts := texts_of(run))}
+    notes = list(group.notes)
+    usual = next((run.name for run in (group.reference, *group.runs) if run and run.name in found), None)
+    for run in group.runs:  # one run with other samples would leave none that all have
+        if usual and run.name in found and found[usual].keys().isdisjoint(found[run.name]):
+            notes.append(f"{run.label} is not drawn: it has no sample of the others'")
+            del found[run.name]
     runs = [run for run in group.runs if run.name in found]
     common = sorted(set.intersection(*map(set, found.values()))) if runs else []
     if not common:
@@ -96,7 +110,7 @@ def drawing_of(group: Group, width: int | None = None) -> Drawing | None:
     bins = {name: _bins(several, step) for name, several in records.items()}
     # The band is the documented tolerance, or how far the full cache, read from its pages token by token, is from
     # itself read in one pass, whichever is more.
-    reference, notes = group.reference, list(group.notes)
+    reference = group.reference
     band = dict.fromkeys(sorted({first for own in bins.values() for first in own}), NATS_TOLERANCE)
     for first, values in bins.get(reference.name, {}).items() if reference else ():
         high = values[KL].high

@@ -47,6 +47,28 @@ def runs(tmp_path):
     return tmp_path
 
 
+def test_a_run_that_cannot_be_drawn_takes_no_other_with_it(runs):
+    """Sealed lines with torn columns are no curve, and a run with other samples is named; the rest is as it was."""
+    before = leaving(drawing(runs))
+    changes = {
+        "short": lambda record: record["per_token"]["kl"].pop(),
+        "blind": lambda record: record["per_token"].pop("exact"),
+        "empty": lambda record: record["per_token"]["nll"].__setitem__(0, None),
+        "elsewhere": lambda record: record.update(subset="other"),
+    }
+    for method, change in changes.items():
+        put(runs, method, noise)
+        (path,) = runs.glob(f"drift/tiny/{method}/*/samples.jsonl")
+        run = RunRecord.load(path.parent).hash
+        records = list(read_samples(path, run)[0].values())
+        for record in records:
+            change(record)
+        path.write_bytes(b"".join(write_line(record, run) for record in records))
+    found = drawing(runs)
+    assert leaving(found) == before
+    assert "elsewhere is not drawn: it has no sample of the others'" in found.notes
+
+
 def drawing(root, *words, width=None):
     """The curves of the one group."""
     (group,) = load_groups(compose_command("drift", [f"results_dir={root}", *words]))
