@@ -14,7 +14,7 @@ from kvbench.policy import MAX_TOKENS, Policy
 from kvbench.results.measures import RESIDENT
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import read_samples
-from kvbench.results.writing import write_atomic
+from kvbench.results.writing import write_file
 from kvbench.rules import Whole
 from kvbench.runs.parts import make_policy
 from kvbench.show import terminal
@@ -69,7 +69,7 @@ def main(cfg: DictConfig) -> int:
     for line in (*_notes(rows, shape, cfg.answer), *notes):
         console.print(Text(line, style="dim"))
     if cfg.out:
-        write_atomic(Path(cfg.out), _csv(rows, shape, cfg.batch))
+        write_file(Path(cfg.out), _csv(rows, shape, cfg.batch))
         terminal.print_paths([Path(cfg.out)], console)
     return 0
 

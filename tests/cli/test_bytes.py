@@ -54,6 +54,16 @@ def test_what_data_decide_has_two_rows_and_a_run_makes_them_one(tmp_path, capsys
     assert int(least["resident_bytes"]) < int(row["resident_bytes"]) < int(most["resident_bytes"])
 
 
+def test_the_table_is_written_where_a_link_leads(tmp_path, capsys):
+    """As other commands write what the user named: into the folder that a link names, and through no loop of links."""
+    (tmp_path / "link").symlink_to("new/table.csv")
+    (tmp_path / "loop").symlink_to("loop")
+    assert main(["bytes", "length=64", "answer=8", f"out={tmp_path / 'link'}"]) == 0
+    assert (tmp_path / "link").is_symlink() and lines(tmp_path / "new" / "table.csv")
+    assert main(["bytes", "length=64", "answer=8", f"out={tmp_path / 'loop'}"]) == 2
+    assert (tmp_path / "loop").is_symlink() and "cannot write" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("method", ["method=snapkv,kivi,int4", "method=[snapkv,kivi,int4]"])
 def test_several_methods_are_one_table(tmp_path, capsys, method):
     """A list of methods has the rows that each has by itself, with settings that all of them have."""
