@@ -134,6 +134,8 @@ def raised_by(error: BaseException) -> tuple[str, str] | None:
         Its class and call, such as `Toy.plan_prefill`, and `file:line`, the last line of that file that was reached;
         None where only the harness and libraries were at work.
     """
+    if isinstance(error, SyntaxError) and error.filename and not _is_harness(Path(error.filename).resolve()):
+        return Path(error.filename).stem, f"{Path(error.filename).name}:{error.lineno}"  # no line of it ever ran
     called, found = False, None  # (call, file, line)
     for frame, line in traceback.walk_tb(error.__traceback__):
         place = Path(frame.f_code.co_filename).resolve()

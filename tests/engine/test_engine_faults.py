@@ -160,6 +160,13 @@ def test_what_a_method_raises_has_its_name(loaded, error):
     assert what_happened(found.value) == f"Rude.plan_prefill raised {what} (test_engine_faults.py:{line})"
 
 
+def test_a_slip_in_a_file_has_the_files_name():
+    """A module that Python cannot read has run no line; it was called a fault of kvbench."""
+    with pytest.raises(SyntaxError) as found:
+        compile("x = (", "/somewhere/own_toy.py", "exec")
+    assert raised_by(found.value) == ("own_toy", "own_toy.py:1")
+
+
 def test_the_harness_raises_in_nobodys_name(loaded):
     """An error in a library that the harness calls is not laid at a method's door."""
     with engine(loaded, Full()) as running, pytest.raises(IndexError) as found:

@@ -311,7 +311,11 @@ def files(draw: random.Random, folder: Path, base: Path) -> Case:
             (path / "inner").mkdir(parents=True)
         elif kind == "device":
             path.symlink_to(draw.choice(("/dev/zero", "/dev/null", "/proc/self/mem", "/dev/stdin")))
-    case = Case(f"{kind} {name}", [], wants="end" if kind in ("beside", "odd") else wants)
+    case = Case(
+        f"{kind} {name}",
+        [],
+        wants="end" if kind in ("beside", "odd") or (kind, name) == ("gone", "run.json") else wants,
+    )
     case.commands = reading(draw, folder, run, must=("compare", draw.choice(("again", "rerun", "show", "status"))))
     return case
 
