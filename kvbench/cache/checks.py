@@ -16,6 +16,7 @@ from kvbench.cache.again import NOISE, RULE, SecondOpinion, differ
 from kvbench.cache.pages import Pages
 from kvbench.cache.view import SlotsView
 from kvbench.errors import BrokenRule, call_of
+from kvbench.kernels.memory import is_out_of_memory
 from kvbench.policy import APPEND, EVICT, CompactPlan, DecodePlan, DecodeView, Policy, PrefillPlan, PrefillView
 
 Plan = TypeVar("Plan", PrefillPlan, DecodePlan, CompactPlan)
@@ -257,7 +258,9 @@ class CheckedPlans:
             return
         try:
             again = ask(other, asked.view.anew())
-        except Exception as error:  # it needs what it kept of an earlier call, perhaps
+        except Exception as error:  # it needs what it kept of an earlier call, unless there is no memory
+            if is_out_of_memory(error):
+                raise
             raise asked.error(f"{RULE} ({type(error).__name__}: {error})") from error
         most = NOISE if self._pages.counts.is_late else 0.0
         self._judge(asked, differ(found, again, most), RULE, unless_spoilt)
