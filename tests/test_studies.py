@@ -15,8 +15,8 @@ from kvbench.config.compose import compose
 from kvbench.config.settings import as_dict
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.pareto import panels_of
+from kvbench.results.lines import read_samples
 from kvbench.results.record import RunRecord
-from kvbench.results.sample import read_samples
 from kvbench.rules import declared
 from kvbench.runs.parts import make_policy, policy_class
 

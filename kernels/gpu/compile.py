@@ -243,8 +243,8 @@ def _shown(built: Compiled) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compiles cases for targets and prints one line per kernel; 0 when all compiled, none spills registers and each finds its
-    shared memory."""
+    """Compiles cases for targets and prints one line per kernel; 0 when all compiled, none spills registers and each
+    finds its shared memory."""
     parser = argparse.ArgumentParser(prog="python -m kvbench.kernels.gpu.compile", description=__doc__.split("\n")[0])
     parser.add_argument("--target", nargs="*", choices=sorted(TARGETS), default=sorted(TARGETS))
     parser.add_argument("--case", nargs="*", choices=list(CASES), default=list(CASES))
@@ -268,8 +268,8 @@ def main(argv: list[str] | None = None) -> int:
                 failed += 1
                 print(f"{case:24} {target:7} FAILED: {error}")
     print(
-        f"{count} kernels compiled, {failed} cases failed, {spilling} kernels spill, {large} need more shared memory than "
-        f"there is (triton {triton.__version__})"
+        f"{count} kernels compiled, {failed} cases failed, {spilling} kernels spill, {large} need more shared memory "
+        f"than there is (triton {triton.__version__})"
     )
     return int(bool(failed or spilling or large))
 

@@ -29,9 +29,10 @@ from kvbench.api.load import run_row, sample_row, settings_of
 from kvbench.config.files import FULL
 from kvbench.errors import unknown_name
 from kvbench.evidence.load import find_runs, patterns, results_root
+from kvbench.results.lines import read_samples
 from kvbench.results.measures import RESIDENT
 from kvbench.results.record import RunRecord
-from kvbench.results.sample import SampleRecord, answers_of, read_samples
+from kvbench.results.sample import SampleRecord, answers_of
 from kvbench.results.summary import values_by_sample
 from kvbench.results.writing import plain, write_files
 from kvbench.show import terminal

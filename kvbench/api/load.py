@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.evidence.load import find_runs, results_root
+from kvbench.results.lines import read_samples
 from kvbench.results.measures import FIDELITY, RESIDENT
 from kvbench.results.record import RunRecord
-from kvbench.results.sample import SampleRecord, answers_of, read_samples
+from kvbench.results.sample import SampleRecord, answers_of
 from kvbench.show.text import visible
 from kvbench.stats.intervals import Estimate
 

@@ -11,9 +11,9 @@ from rich.text import Text
 from kvbench.config.files import FULL
 from kvbench.evidence import published, shipped
 from kvbench.policy import MAX_TOKENS, Policy
+from kvbench.results.lines import read_samples
 from kvbench.results.measures import RESIDENT
 from kvbench.results.record import RunRecord
-from kvbench.results.sample import read_samples
 from kvbench.results.writing import write_file
 from kvbench.rules import Whole
 from kvbench.runs.parts import make_policy

@@ -8,8 +8,9 @@ from omegaconf import DictConfig
 from rich.text import Text
 
 from kvbench.results import tracking
+from kvbench.results.lines import read_samples
 from kvbench.results.record import RunRecord
-from kvbench.results.sample import SampleRecord, key_of, read_samples
+from kvbench.results.sample import SampleRecord, key_of
 from kvbench.runs.config import AUTO, NONE, OWN, read_stored
 from kvbench.runs.run import Origin, run_experiment
 from kvbench.show import terminal

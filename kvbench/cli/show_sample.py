@@ -9,9 +9,10 @@ from rich.text import Text
 from kvbench.cli.rerun import check_trust
 from kvbench.engine.requests import FALLBACK, OUT_OF_TIME
 from kvbench.errors import check_whole, did_you_mean, unknown_name
+from kvbench.results.lines import read_samples
 from kvbench.results.measures import AVERAGE, BYTES, FIDELITY, item_title, ledger_items
 from kvbench.results.record import RunRecord
-from kvbench.results.sample import SampleRecord, prompt_digest, read_samples
+from kvbench.results.sample import SampleRecord, prompt_digest
 from kvbench.runs.config import read_stored
 from kvbench.show import terminal
 from kvbench.show.progress import format_bytes

@@ -13,9 +13,10 @@ from pathlib import Path
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from kvbench.config.files import FULL
+from kvbench.results.lines import read_samples
 from kvbench.results.measures import Measure
 from kvbench.results.record import RunRecord
-from kvbench.results.sample import Key, SampleRecord, read_samples
+from kvbench.results.sample import Key, SampleRecord
 from kvbench.show.labels import differing
 from kvbench.show.text import LINE_LENGTH, MESSAGE_LENGTH, NAME_LENGTH, safe
 from kvbench.show.unfit import flag_notes, unfit

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvbench.config.files import package_folder
 from kvbench.evidence.load import find_runs
-from kvbench.results.sample import read_samples
+from kvbench.results.lines import read_samples
 from kvbench.sizing.stored import policy_of, tier_shares
 
 NAME = "results/example/study"

@@ -11,8 +11,8 @@ from kvbench.errors import check_whole, unknown_name
 from kvbench.evidence.load import find_runs, results_root
 from kvbench.results import shards
 from kvbench.results.journal import is_held
+from kvbench.results.lines import read_samples
 from kvbench.results.record import RunRecord
-from kvbench.results.sample import read_samples
 from kvbench.results.shards import Shard
 from kvbench.results.sweep import JobRecord, State, Sweep, sweeps
 from kvbench.show import terminal

@@ -17,7 +17,8 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 
 from kvbench.config import durable
-from kvbench.results.sample import Key, SampleRecord, journal_lines, key_of, read_line, write_line
+from kvbench.results.lines import journal_lines
+from kvbench.results.sample import Key, SampleRecord, key_of, read_line, write_line
 from kvbench.results.writing import remove_litter, write_atomic, write_error
 
 MAX_NAMED = 5  # dropped lines that are named one by one

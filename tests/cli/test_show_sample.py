@@ -7,8 +7,9 @@ from omegaconf import OmegaConf
 
 from kvbench.cli.main import main
 from kvbench.models.load import load_model, load_outline
+from kvbench.results.lines import read_samples
 from kvbench.results.record import RunRecord
-from kvbench.results.sample import read_samples, write_line
+from kvbench.results.sample import write_line
 
 WORDS = ["method=snapkv", "model=random", "model.preset=tiny", "task.kinds=[passkey,kv]", "task.items=1"]
 

@@ -15,8 +15,8 @@ from kvbench.cli.main import main
 from kvbench.evidence import compare, samples
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.report import environment
+from kvbench.results.lines import read_samples
 from kvbench.results.record import RunRecord
-from kvbench.results.sample import read_samples
 from kvbench.show import terminal
 
 SCORES = {"a": [1, 0, 1, 1, 0, 1], "b": [1, 1, 0, 1, 1, 1]}

@@ -11,8 +11,9 @@ from kvbench.cli.main import main
 from kvbench.evidence import drift
 from kvbench.evidence.drift import STYLE, drawing_of
 from kvbench.evidence.load import load_groups
+from kvbench.results.lines import read_samples
 from kvbench.results.record import RunRecord
-from kvbench.results.sample import read_samples, write_line
+from kvbench.results.sample import write_line
 from kvbench.show.picture import drawn
 
 LENGTH, ITEMS = 130, 9

@@ -4,7 +4,7 @@ import pytest
 from fake_parts import make_parts, run_fake
 
 from kvbench.results import measures, summary
-from kvbench.results.sample import read_samples
+from kvbench.results.lines import read_samples
 
 ALL = [value for value in vars(measures).values() if isinstance(value, measures.Measure)]
 

@@ -11,7 +11,8 @@ import pytest
 
 from kvbench.engine.requests import Outcome, Request, Turn
 from kvbench.results.journal import Journal
-from kvbench.results.sample import SampleRecord, journal_record, key_of, read_lines, read_samples, write_line
+from kvbench.results.lines import read_lines, read_samples
+from kvbench.results.sample import SampleRecord, journal_record, key_of, write_line
 
 RUN = "5" * 64
 REQUEST = Request(sample_id="a/0", subset="a", segments=((1, 2, 3),), num_prompt_tokens_untruncated=5)
@@ -84,7 +85,7 @@ def test_no_file_takes_the_memory(tmp_path, monkeypatch):
     """A journal of newlines alone, packed small, ends at so many lines; a line without an end is held as far as a
     record may be long, and ends the reading. What is read at a time stays small."""
     path = tmp_path / "samples.jsonl"
-    monkeypatch.setattr("kvbench.results.sample.PIECE_BYTES", 4096)
+    monkeypatch.setattr("kvbench.results.lines.PIECE_BYTES", 4096)
     packed = tmp_path / "samples.jsonl.xz"
     packed.write_bytes(lzma.compress(b"\n" * 100_000, preset=0))
     for read in (lambda: read_samples(path, RUN), lambda: Journal(path, run=RUN)):
@@ -93,7 +94,7 @@ def test_no_file_takes_the_memory(tmp_path, monkeypatch):
         ):
             read()
     packed.unlink()
-    monkeypatch.setattr("kvbench.results.sample.MOST_LINES", 3)
+    monkeypatch.setattr("kvbench.results.lines.MOST_LINES", 3)
     whole = write_line(journal_record(REQUEST, OUTCOME, {"exact": 1.0}, {}), RUN)
     path.write_bytes(whole * 4)
     with pytest.raises(OSError, match=r"samples.jsonl holds more than 3 lines, so it is no journal of kvbench"):
@@ -104,7 +105,7 @@ def test_no_file_takes_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("kvbench.results.sample.LONGEST_LINE", 10_000)
     (line,) = read_lines([b"x" * 4096] * 1000, RUN)
     assert len(line.content) <= 10_000 + 4096
-    monkeypatch.setattr("kvbench.results.sample.MOST_BYTES", 1 << 19)
+    monkeypatch.setattr("kvbench.results.lines.MOST_BYTES", 1 << 19)
     with pytest.raises(OSError, match=r"samples.jsonl has a line of more than 524288 bytes, so it is no journal"):
         read_samples(path, RUN)
     packed.write_bytes(
@@ -151,7 +152,7 @@ def test_a_broken_pack_is_no_journal(tmp_path, monkeypatch):
     path, _ = packed_run(tmp_path, 1.0)
     packed = tmp_path / "samples.jsonl.xz"
     whole = packed.read_bytes()
-    monkeypatch.setattr("kvbench.results.sample.MOST_BYTES", 100)
+    monkeypatch.setattr("kvbench.results.lines.MOST_BYTES", 100)
     with pytest.raises(OSError, match=r"samples.jsonl.xz holds more than 100 bytes"):
         read_samples(path, RUN)
     monkeypatch.undo()

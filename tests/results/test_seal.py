@@ -8,7 +8,8 @@ from fake_parts import record
 from places import ROOT
 
 from kvbench.results.journal import Journal
-from kvbench.results.sample import LONGEST_LINE, read_line, read_samples, seal_of, write_line
+from kvbench.results.lines import read_samples
+from kvbench.results.sample import LONGEST_LINE, read_line, seal_of, write_line
 from kvbench.results.writing import encode_line
 
 RUN, OTHER = "5" * 64, "6" * 64

@@ -1,0 +1,118 @@
+"""The lines of a journal: read within bounds, a piece at a time, packed ones too.
+
+`kvbench.results.sample` knows what is on a line.
+"""
+
+import lzma
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+from kvbench.results.sample import LONGEST_LINE, Key, Line, SampleRecord, key_of, read_line
+from kvbench.rules.files import open_regular
+
+PACKED = ".xz"  # what a packed journal's name has at its end
+MOST_BYTES = 1 << 30  # of a packed journal, and of one line
+MOST_LINES = 1 << 20  # of a journal
+MOST_FAULTS = 1 << 14  # lines of it that do not count: a file of newlines is small and long
+PIECE_BYTES = 1 << 20  # that are read at a time
+UNPACKER_BYTES = 1 << 28  # of memory for the unpacker; `xz -9` needs a quarter
+
+
+def read_lines(pieces: Iterable[bytes], run: str, *, is_sealed: bool = True) -> Iterator[Line]:
+    """Go through the content of a journal, line by line, holding one line of it at a time.
+
+    Args:
+        pieces: The content, wherever it is cut.
+
+    Raises:
+        ValueError: It has more lines, or a longer one, than any journal.
+    """
+    begun, length, count, faults = b"", 0, 0, 0
+    for piece in pieces:
+        *ends, rest = piece.split(b"\n")
+        for end in ends:
+            line = read_line(begun + end, run, is_sealed=is_sealed)
+            begun, length, count, faults = b"", 0, count + 1, faults + (line.record is None)
+            if count > MOST_LINES:
+                raise ValueError(f"holds more than {MOST_LINES} lines")
+            if faults > MOST_FAULTS:
+                raise ValueError(f"holds more than {MOST_FAULTS} lines that are no records of its run")
+            yield line
+        length += len(rest)
+        if length > MOST_BYTES:
+            raise ValueError(f"has a line of more than {MOST_BYTES} bytes")
+        if len(begun) <= LONGEST_LINE:  # else it is no record any more, whatever follows
+            begun += rest
+    # A line without its newline may look complete and yet lack its end (a number cut short parses), so it never counts.
+    if begun:
+        yield Line(content=begun, record=None, fault="torn line")
+
+
+def journal_lines(path: Path, run: str, *, is_sealed: bool = True) -> Iterator[Line]:
+    """Go through the lines of a journal, or of the packed one beside it where there is only that; none where there is
+    neither.
+
+    Runs that are kept for good may be packed: `xz samples.jsonl` makes `samples.jsonl.xz` of it, and `xz -d` undoes it.
+
+    Raises:
+        OSError: It is no regular file, cannot be read or unpacked, or is no journal of kvbench.
+    """
+    packed = path.with_name(path.name + PACKED)
+    if not os.path.lexists(path):
+        if not os.path.lexists(packed):
+            return
+        path = packed
+    with open_regular(path) as file:
+        try:
+            yield from read_lines(_unpacked(file) if path is packed else _pieces(file), run, is_sealed=is_sealed)
+        except lzma.LZMAError as error:
+            raise OSError(f"{path} cannot be unpacked ({error}); remove it, or copy it again") from error
+        except ValueError as error:
+            raise OSError(f"{path} {error}, so it is no journal of kvbench; remove it, or copy it again") from error
+
+
+def _pieces(file: IO[bytes]) -> Iterator[bytes]:
+    while piece := file.read(PIECE_BYTES):
+        yield piece
+
+
+def _unpacked(file: IO[bytes]) -> Iterator[bytes]:
+    """The content of a packed file, of which a few kilobytes could hold more than any memory."""
+    unpacker, count = lzma.LZMADecompressor(memlimit=UNPACKER_BYTES), 0
+    while not unpacker.eof:
+        fed = file.read(PIECE_BYTES) if unpacker.needs_input else b""
+        if unpacker.needs_input and not fed:
+            raise ValueError("lacks its end")
+        piece = unpacker.decompress(fed, PIECE_BYTES)
+        if (count := count + len(piece)) > MOST_BYTES:
+            raise ValueError(f"holds more than {MOST_BYTES} bytes")
+        yield piece
+
+
+def read_samples(path: Path, run: str, *, sealed: bool = False) -> tuple[dict[Key, SampleRecord], int]:
+    """Read a journal without changing it, also while a run is writing; a missing one is an empty one.
+
+    Args:
+        sealed: `RunRecord.sealed`: a line without a seal does not count. A journal that has no seal at all may else be
+            of before there were seals, and its lines count as they are.
+
+    Returns:
+        Records by sample and repeat, without their token ids, and the number of lines that do not count.
+
+    Raises:
+        OSError: It is no regular file, cannot be read, or is no journal.
+    """
+    found: dict[Key, SampleRecord] = {}
+    loose: dict[Key, SampleRecord] = {}  # without a seal
+    damaged = num_loose = 0
+    for line in journal_lines(path, run, is_sealed=sealed):
+        sealed |= b'"seal":' in line.content
+        if line.record is None:
+            damaged += 1
+            continue
+        num_loose += not line.is_sealed
+        line.record.pop("token_ids", None)
+        (found if line.is_sealed else loose).setdefault(key_of(line.record), line.record)
+    return (found, damaged + num_loose) if sealed else (loose, damaged)
