@@ -282,7 +282,7 @@ def _finish(
 ):  # fmt: skip
     """Merges one list's parts for one query head (the first MERGED programs of the list), or makes the scores of one of
     its blocks of slots: those of one tier, then those of a second one (TWO)."""
-    pid, task = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    pid, task = tl.program_id(1).to(tl.int64), tl.program_id(0)
     if task < MERGED:
         _merge_head(part_top, part_sum, part_out, out, lse, pid, task, num_parts, G, D, DP, BP)
     elif SCORES:

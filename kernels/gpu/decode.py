@@ -26,7 +26,7 @@ _REDUCE: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2}
 def _add_scores(pages, ids, num_k, scores, page_bytes, num_columns, T: tl.constexpr, TP: tl.constexpr,
                 TRACK: tl.constexpr):  # fmt: skip
     """Adds the scores of one page's live slots to what it tracks."""
-    pid, index = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    pid, index = tl.program_id(1).to(tl.int64), tl.program_id(0)
     t = tl.arange(0, TP)
     token = index * T + t
     live = (t < T) & (token < tl.load(num_k + pid).to(tl.int32))
@@ -233,7 +233,7 @@ def attend_lists(
             constants |= {f"{prefix}_{name}": value for name, value in found.items()}
         two = pair_of[0] != pair_of[1]
         launch(
-            _finish, (count, merged + tasks[0] + tasks[1] * two), part_top, part_sum, part_out, out, lse, rows, seen,
+            _finish, (merged + tasks[0] + tasks[1] * two, count), part_top, part_sum, part_out, out, lse, rows, seen,
             pages, pages.shape[1], sum(parts), lists.heads, lists.per_row, lists.offset, *given, **shared,
             GP=power_of_two(group_size), DP=power_of_two(head_dim), BP=16, MERGED=merged, TWO=two, POWER=how.power,
             RULE=_REDUCE[group] if group else 0, REPLACE=how.update == "replace", NEAR=how.skip_near, **constants,

@@ -21,6 +21,7 @@ ELEMENT = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32
 LOWEST = tl.constexpr(-1.0e30)  # stands for minus infinity, whose difference from itself would be NaN
 CODES = {"min_max": 0, "symmetric": 1, "lloyd": 2, "nvfp4": 3, "mxfp4": 4, "e4m3": 0, "e4m3_scaled": 1}
 LOG2_E = 1.4426950408889634  # exponentials are of base 2: logits carry this factor
+MOST_ALONG = 65_535  # programs along a grid's second and third axis; the first one takes 2^31
 MIN_DOT = 16  # the smallest side of a matrix product on tensor cores
 
 
@@ -51,6 +52,7 @@ def launch(kernel: Kernel, grid: tuple[int, ...], *arguments: object, **constant
     """
     if 0 in grid:
         return
+    assert all(programs <= MOST_ALONG for programs in grid[1:]), f"{kernel.__name__}: a GPU takes no grid of {grid}"
     constants.setdefault("enable_fp_fusion", True)
     if _recorder:
         _recorder[-1](kernel, grid, arguments, constants)

@@ -13,6 +13,7 @@ from kvbench.kernels.reference.pages import Operations, in_plain_torch
 
 CHUNK_ROWS = 64  # queries of a chunk whose mask lies in memory at once
 COLUMN_ROWS = 64  # queries whose probabilities are summed at once
+FLASH_CAPABILITY = (8, 0)  # Ampere; a T4 has (7, 5)
 LARGEST_DIM = 256  # of a head, in torch's fused kernels for GPUs
 
 
@@ -172,6 +173,8 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[T
     if q.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*prompt, 0.0, True, scale=scale)
     elif q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= LARGEST_DIM:
+        if q.is_cuda and torch.cuda.get_device_capability(q.device) < FLASH_CAPABILITY:
+            return None  # torch's kernel raises there
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention(*prompt, 0.0, True, scale=scale)[:2]
     else:
         return None

@@ -12,7 +12,7 @@ from triton_helpers import DEVICE, many_parts, move_cache, move_ring, poisoned_m
 
 from kvbench.kernels import dispatch
 from kvbench.kernels.backend import REFERENCE
-from kvbench.kernels.gpu import decode
+from kvbench.kernels.gpu import decode, parts
 from kvbench.kernels.gpu.backend import Gpu
 from kvbench.kernels.operands import Ring, TierPages
 from kvbench.kernels.reference.pages import region
@@ -125,6 +125,21 @@ def test_nan_comes_out_of_its_own_list_only():
     bad = ~torch.isfinite(out[0]).all(1)
     assert bad[:3].all() and not bad[3:].any()
     assert torch.isfinite(scores[0]).all()
+
+
+def test_millions_of_tokens_fit_into_a_grid():
+    """A grid takes 65,535 programs along its second axis: lists lie there, and not the pages of one."""
+    fmt = tier_format("4,2", 64, track=("score",))
+    columns = -(-(1 << 23) // fmt.tokens_per_page)
+    count = torch.full((2, 1), columns * fmt.tokens_per_page)
+    tier = TierPages(fmt, torch.zeros(2, 1, columns, dtype=torch.int64), count, count)
+    pages, grids = torch.zeros(1, fmt.page_bytes, dtype=torch.uint8), []
+    with parts.recording(lambda kernel, grid, *_: grids.append((kernel.__name__, grid))):
+        Gpu().add_scores(pages, tier, torch.zeros(2, 1, int(count[0])))
+        Gpu().paged_decode(torch.zeros(2, 1, 64), pages, [tier], None, 1.0, group="max")
+    assert {"_add_scores", "_attend", "_finish"} <= {name for name, _ in grids}
+    assert max(programs for _, grid in grids for programs in grid) > parts.MOST_ALONG
+    assert all(programs <= parts.MOST_ALONG for _, grid in grids for programs in grid[1:])
 
 
 def test_adding_to_scores_that_are_not_tracked_is_refused():
