@@ -10,6 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from kvbench.kernels.gpu import backend, decode, pages, table
 from kvbench.kernels.reference import quant
+from kvbench.methods.duo_attention import DuoAttention
+from kvbench.policy import Policy
 
 
 class NothingOnTheHost(TorchDispatchMode):
@@ -37,6 +39,12 @@ class NothingOnTheHost(TorchDispatchMode):
         for x in out if isinstance(out, (tuple, list)) else (out,):
             assert not isinstance(x, torch.Tensor) or x.device.type == "meta", f"{function} put a result on the host"
         return out
+
+
+def as_if_read(policy: Policy) -> None:
+    """What a method brings to the device with its first prompt is there."""
+    if isinstance(policy, DuoAttention):
+        policy._streams_on(torch.device("meta"))
 
 
 @contextmanager

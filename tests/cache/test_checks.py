@@ -88,7 +88,7 @@ def test_a_wrong_plan_for_a_prompt_is_refused(plan: Callable, rule: str, backend
     before = state(store)
     policy.prompt = plan
     with pytest.raises(
-        ValueError, match=rf"^Newcomer\.plan_prefill \(test_checks\.py:\d+\), prompt of 11 tokens, layer 0: {rule}$"
+        ValueError, match=rf"^Newcomer\.plan_prefill \(newcomer\.py:\d+\), prompt of 11 tokens, layer 0: {rule}$"
     ):
         prefill(store, seed=1)
     store.close_row(1)
@@ -116,7 +116,7 @@ def test_a_plan_over_all_layers_names_them():
     policy = Newcomer(prompt=tiers(lambda x: x == 0))
     policy.scope = "model"
     with pytest.raises(
-        ValueError, match=r"plan_prefill \(test_checks\.py:\d+\), prompt of 11 tokens, layers 0 to 1: tier_of is bool"
+        ValueError, match=r"plan_prefill \(newcomer\.py:\d+\), prompt of 11 tokens, layers 0 to 1: tier_of is bool"
     ):
         prefill(store_of(policy))
 
@@ -202,7 +202,7 @@ def test_a_wrong_step_is_refused_and_changes_nothing(plan: Callable, rule: str, 
     before = state(store)
     policy.step = plan
     with pytest.raises(
-        ValueError, match=rf"^Newcomer\.plan_decode \(test_checks\.py:\d+\), decode step at token 11: {rule}"
+        ValueError, match=rf"^Newcomer\.plan_decode \(newcomer\.py:\d+\), decode step at token 11: {rule}"
     ):
         step(store, rows)
     assert state(store) == before
@@ -229,7 +229,7 @@ def test_where_the_host_does_not_wait_a_wrong_slot_harms_nobody(plan: Callable, 
     assert state(store) == state(told)
     policy.step = told.policy.step
     with pytest.raises(
-        ValueError, match=rf"^Newcomer\.plan_decode \(test_checks\.py:\d+\), decode step at token 11: {rule}"
+        ValueError, match=rf"^Newcomer\.plan_decode \(newcomer\.py:\d+\), decode step at token 11: {rule}"
     ):
         store.ledger.report(0) if learns == "report" else step(store, [0, 1])
     assert state(store) == state(told)
@@ -261,7 +261,7 @@ def test_tables_on_a_device_make_a_wrong_slot_a_new_one_and_say_so(plan: Callabl
     assert grown.tolist() == [[1] * (2 * LAYERS * HEADS), [0] * (2 * LAYERS * HEADS)]
     policy.step = lambda view: DecodePlan()
     with pytest.raises(
-        ValueError, match=rf"^Newcomer\.plan_decode \(test_checks\.py:\d+\), decode step at token 11: {rule}"
+        ValueError, match=rf"^Newcomer\.plan_decode \(newcomer\.py:\d+\), decode step at token 11: {rule}"
     ):
         step(store, rows)
 
@@ -282,7 +282,7 @@ def test_a_method_that_leaves_tokens_alone_may_not_overwrite_one():
     before = state(store)
     rule = "a slot is overwritten, which a method with acts_in_decode=False must not do"
     with pytest.raises(
-        ValueError, match=rf"^Newcomer\.plan_decode \(test_checks\.py:\d+\), decode step at token 11: {rule}$"
+        ValueError, match=rf"^Newcomer\.plan_decode \(newcomer\.py:\d+\), decode step at token 11: {rule}$"
     ):
         step(store, [row])
     assert state(store) == before
@@ -325,7 +325,7 @@ def test_a_wrong_bulk_eviction_is_refused(plan: Callable, rule: str):
     rows = [prefill(store), prefill(store, seed=1)]
     before = state(store)
     with pytest.raises(
-        ValueError, match=rf"^Newcomer\.plan_compact \(test_checks\.py:\d+\), compaction at token 11: {rule}"
+        ValueError, match=rf"^Newcomer\.plan_compact \(newcomer\.py:\d+\), compaction at token 11: {rule}"
     ):
         step(store, rows)
     assert state(store) == before

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
 from engine_helpers import open_settings
-from no_data import NothingOnTheHost, without_data
+from no_data import NothingOnTheHost, as_if_read, without_data
 from places import ROOT
 from step_meter import Cost, metered, run
 
@@ -70,6 +70,7 @@ def bare_step(method: str, layers: int) -> Cost:
     words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in settings.items())
     with without_data():
         store = opened(f"{method} {words}", layers, "meta", torch.bfloat16, Gpu())
+        as_if_read(store.policy)
         rows = [store.open_row() for _ in range(ROWS)]
         for row in rows:  # as if prompts had been read
             store.counters.hold(row, 24)

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
 from engine_helpers import open_settings, random_tokens
-from no_data import NothingOnTheHost, without_data
+from no_data import NothingOnTheHost, as_if_read, without_data
 
 from kvbench.bench import choices
 from kvbench.bench.check_methods import Case, changes
@@ -151,9 +151,7 @@ def step_without_data(smallest, method: str, due: bool = False) -> SimpleNamespa
     store.pages.counts.log = ReplayLog()  # lists of any length, as in a graph
     there = [torch.empty(2, dtype=torch.int64, device="meta") for _ in range(2)]
     state = State(Rows(there[0], rows), there[1], lambda *_: None)
-    asked = runner.policy
-    if hasattr(asked, "_streams_on"):  # its prompts, which were never read, would have brought them there
-        asked._streams_on(torch.device("meta"))
+    as_if_read(runner.policy)
     with parts.recording(lambda kernel, *_: launches.append(kernel.__name__)), NothingOnTheHost():
         CapturedSteps(runner, None).step(state)
     return SimpleNamespace(launches=launches, tiers=len(store.pages.formats), fallbacks=runner.backend.fallbacks)

@@ -78,6 +78,9 @@ def test_logits_that_are_not_finite_end_a_run(smallest, monkeypatch: pytest.Monk
     assert len(steps) > counts["one_at_a_time"] > 0
 
 
+FAILING = ["full", "kivi residual_tokens=8 group=8", "diffkv window=8"]
+
+
 def in_part(step) -> None:
     """A capture that fails in the middle of a step, when the host has noted more than the device has done."""
     launched = []
@@ -93,7 +96,7 @@ def in_part(step) -> None:
         step()
 
 
-@pytest.mark.parametrize("method", ["full", "kivi residual_tokens=8 group=8", "diffkv window=8"])
+@pytest.mark.parametrize("method", few(FAILING, FAILING[0]))
 def test_a_capture_that_fails_loses_nothing(smallest, method: str):
     """The rows are read again and go on without graphs, with the tokens, bytes and fidelity of single steps; the count
     and a warning say so, once."""

@@ -102,7 +102,7 @@ def test_no_file_takes_the_memory(tmp_path, monkeypatch):
     with path.open("wb") as file:
         file.truncate(1 << 20)  # zeros that lie nowhere
     assert read_samples(path, RUN) == ({}, 1)
-    monkeypatch.setattr("kvbench.results.sample.LONGEST_LINE", 10_000)
+    monkeypatch.setattr("kvbench.results.lines.LONGEST_LINE", 10_000)
     (line,) = read_lines([b"x" * 4096] * 1000, RUN)
     assert len(line.content) <= 10_000 + 4096
     monkeypatch.setattr("kvbench.results.lines.MOST_BYTES", 1 << 19)

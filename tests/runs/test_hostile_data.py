@@ -47,9 +47,16 @@ def method_cfg(path):
     return OmegaConf.create({"_target_": TARGET, "alpha_h": 1.0, "alpha_l": 0.0, "calibration": str(path)})
 
 
+class WithoutAliases(yaml.SafeDumper):
+    """Writes what stands in two places twice: an alias is refused before anything is looked at."""
+
+    def ignore_aliases(self, data):
+        return True
+
+
 def refused(tmp_path, message, **changes):
     """Refuses a method with a calibration file of such content."""
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(content(**changes)))
+    (tmp_path / "c.yaml").write_text(yaml.dump(content(**changes), Dumper=WithoutAliases))
     with pytest.raises(ValueError, match=message):
         make_policy(method_cfg(tmp_path / "c.yaml"))
 
@@ -67,7 +74,7 @@ def test_a_calibration_file_runs_nothing(tmp_path, mark, part, which):
 def test_a_calibration_file_sets_only_settings(tmp_path, mark, name):
     """It names no class, no other file and nothing with an underscore in front, and reads no environment."""
     refused(tmp_path, "which is no setting's name", settings={name: "pathlib.Path"})
-    refused(tmp_path, "alpha_h='.*HOME.*' is neither a number", settings={"alpha_h": "${oc.env:HOME}"})
+    refused(tmp_path, "line [0-9]+ has an interpolation", settings={"alpha_h": "${oc.env:HOME}"})
 
 
 def test_a_calibration_file_for_another_class_imports_nothing(tmp_path, monkeypatch):
