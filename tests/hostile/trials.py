@@ -132,6 +132,8 @@ def manners(words: str, code: str, text: str, guest: bool) -> Iterator[str]:
     traces = TRACES[1:] if guest and re.search("error: .+ raised ", text) else TRACES
     if any(word in text for word in traces):
         yield f"{words}: a traceback: {text[-2000:]}"
+    elif code == "130" and "stopped by SIGINT" in text:  # a method that raises KeyboardInterrupt is Ctrl-C to everybody
+        return
     elif code not in ("0", "1", "2") or (code == "2" and "error: " not in text) or (code == "1" and not text.strip()):
         yield f"{words}: exit {code} without a word: {text[-500:]}"
     if SECRET in text:
