@@ -86,7 +86,7 @@ def test_bytes_are_those_of_the_model_and_the_length(results, capsys):
     advised, however good it is."""
     rows, _, _ = advise(capsys, results)
     shape = find_shape(MODEL).store_shape
-    for method in ("snapkv", "int8", "full"):
+    for method in ("snapkv", "full"):
         one, _ = project(make_policy(method_settings(method)), shape, 1024 - 64, 64)
         assert f"{4 * one.resident_bytes / 1e6:.3g} MB" in rows[method].replace("  ", " ")
     held, _ = project(make_policy(method_settings("snapkv")), shape, 1024 - 64, 64)
