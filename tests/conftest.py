@@ -25,7 +25,7 @@ import selection
 from hypothesis import HealthCheck, settings
 
 from kvbench.errors import MissingWeightsError
-from kvbench.kernels.cpu.abi import best_isa, library_for
+from kvbench.kernels.cpu.abi import ISA_VARIABLE, load
 from kvbench.kernels.cpu.build import BuildError
 from kvbench.models.load import LoadedModel, load_model
 
@@ -34,8 +34,9 @@ settings.register_profile("kvbench", deadline=None, suppress_health_check=[Healt
 settings.load_profile("kvbench")
 
 
-# Processor seconds that the call of a default test may take on any machine, and that of a `long` one.
-LIMIT_S, LONG_LIMIT_S = 5, 40
+# Processor seconds that the call of a default test may take on any machine, and that of a `long` one; and by how much
+# the same test's seconds differ from one quiet run to the next, which no run should fail for.
+LIMIT_S, LONG_LIMIT_S, NOISE = 5, 40, 1.1
 TAKEN: list[tuple[float, float, str, float]] = []  # processor and wall seconds, test, limit
 
 
@@ -48,9 +49,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_sessionstart() -> None:
     """Compiles the C++ kernels that default tests take once, before there are several processes to wait for them."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
-        with suppress(BuildError):
-            for isa in {"portable", best_isa()}:
-                library_for(isa)
+        with suppress(BuildError), pytest.MonkeyPatch.context() as patch:
+            for isa in ("portable", "auto"):
+                patch.setenv(ISA_VARIABLE, isa)
+                load()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -75,7 +77,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fails a run with a default test that takes too long, where the times are asked for."""
-    if session.config.option.slowest and session.exitstatus == 0 and any(row[0] > row[3] for row in TAKEN):
+    if session.config.option.slowest and session.exitstatus == 0 and any(row[0] > NOISE * row[3] for row in TAKEN):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -84,7 +86,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if number := terminalreporter.config.option.slowest:
         terminalreporter.section(f"{number} slowest tests: processor and wall seconds")
         for spent, wall, test, limit in sorted(TAKEN, reverse=True)[:number]:
-            terminalreporter.line(f"{spent:6.1f} {wall:6.1f} {test}" + f"  > {limit} s, TOO LONG" * (spent > limit))
+            terminalreporter.line(f"{spent:6.1f} {wall:6.1f} {test}" + f"  > {limit} s, TOO LONG" * (spent > NOISE * limit))
 
 
 def pytest_configure(config: pytest.Config) -> None:

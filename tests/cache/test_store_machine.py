@@ -274,6 +274,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert total == store.allocated_bytes == sum(t.numel() * t.element_size() for t in tensors)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("examples", "few"), [(20, 1), pytest.param(40, 3, marks=pytest.mark.exhaustive)])
 def test_random_histories_agree_with_the_oracle(examples, few):
     """Rows of random tiers, plans and scopes through prompts, steps, compactions, segments, forks and exhaustion."""
