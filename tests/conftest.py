@@ -86,7 +86,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if number := terminalreporter.config.option.slowest:
         terminalreporter.section(f"{number} slowest tests: processor and wall seconds")
         for spent, wall, test, limit in sorted(TAKEN, reverse=True)[:number]:
-            terminalreporter.line(f"{spent:6.1f} {wall:6.1f} {test}" + f"  > {limit} s, TOO LONG" * (spent > NOISE * limit))
+            said = f"  > {limit} s, TOO LONG" * (spent > NOISE * limit)
+            terminalreporter.line(f"{spent:6.1f} {wall:6.1f} {test}{said}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
