@@ -81,6 +81,7 @@ def test_what_was_measured_elsewhere_alone_is_never_advised(results, capsys):
     assert cfg.task.name == "longctx" and cfg.method.tier == "int8"
 
 
+@pytest.mark.long  # three commands, each of which makes caches of every method
 def test_bytes_are_those_of_the_model_and_the_length(results, capsys):
     """The caches are what the store's own ledger counts for one sequence, times the batch; what does not fit is not
     advised, however good it is."""

@@ -96,6 +96,7 @@ def in_part(step) -> None:
         step()
 
 
+@pytest.mark.long  # every row is read twice, on interpreted kernels
 @pytest.mark.parametrize("method", few(FAILING, FAILING[0]))
 def test_a_capture_that_fails_loses_nothing(smallest, method: str):
     """The rows are read again and go on without graphs, with the tokens, bytes and fidelity of single steps; the count
