@@ -8,34 +8,15 @@ from typing import ClassVar
 import pytest
 import torch
 from engine_helpers import answers, random_tokens, request
+from newcomer import Told
 from store_helpers import make_store, read_random, step_random
 
 from kvbench.cache.again import differ
 from kvbench.cache.store import CompressedStore
 from kvbench.errors import BrokenRule
-from kvbench.policy import (
-    EVICT,
-    Compaction,
-    CompactPlan,
-    DecodePlan,
-    LayerTensors,
-    Policy,
-    PrefillPlan,
-    ScoreSpec,
-    Statistic,
-)
+from kvbench.policy import EVICT, CompactPlan, DecodePlan, LayerTensors, Policy, PrefillPlan, ScoreSpec, Statistic
 
 LAYERS = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Told(Compaction):
-    """Is due as told."""
-
-    rule: Callable
-
-    def due(self, view):
-        return self.rule(view)
 
 
 @dataclass(kw_only=True)
