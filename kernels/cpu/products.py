@@ -1,4 +1,4 @@
-"""CPU backend: products of a few rows with a matrix, which is read once for all of them, as it lies."""
+"""CPU backend: products of rows with a matrix, which is read as it lies, once for all rows of a decode step."""
 
 import torch
 from torch import Tensor
@@ -6,13 +6,11 @@ from torch import Tensor
 from kvbench.kernels.cpu.abi import ELEMENT_KINDS, check, chosen_isa, load
 
 DTYPES = tuple(ELEMENT_KINDS)
-# With more rows torch's products, which put numbers in order first, are faster.
-MAX_ROWS = 8
-# Bytes of a matrix that are worth a thread.
-BYTES_PER_THREAD = 1_000_000
+# Work that is worth a thread, where threads sleep between calls: bytes of a matrix, and half of its products.
+WORK_PER_THREAD = 1_000_000
 
 
-class FewRows:
+class RowProducts:
     """Rows times the transpose of a matrix, plus a bias, with sums in fp32 and one rounding at the end.
 
     Every number is summed in an order that depends on its columns alone: a row's answer is the same bits whatever other
@@ -30,14 +28,14 @@ class FewRows:
         self.isa = chosen_isa()
         self._call = load().kvb_products
 
-    def __reduce__(self) -> tuple[type["FewRows"], tuple[()]]:
-        return FewRows, ()  # a copy, or another process, loads the library anew
+    def __reduce__(self) -> tuple[type["RowProducts"], tuple[()]]:
+        return RowProducts, ()  # a copy, or another process, loads the library anew
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The product.
 
         Args:
-            x: [..., in], any number of rows; faster than torch's own product up to `MAX_ROWS`.
+            x: [..., in], any number of rows.
             weight: [out, in], contiguous, of the same dtype, which is one of `DTYPES`; on the CPU as all of them.
             bias: [out] likewise, or None.
 
@@ -45,7 +43,7 @@ class FewRows:
             [..., out] in the same dtype.
 
         Raises:
-            MemoryError: No room for x as floats.
+            MemoryError: No room for some rows of x in another order.
         """
         size_out, size_in = weight.shape
         *rows, width = x.shape
@@ -55,16 +53,18 @@ class FewRows:
         assert bias is None or bias.is_contiguous(), "a bias likewise"
         x = x.contiguous()
         y = x.new_empty(*rows, size_out)
+        num_rows = y.numel() // size_out
+        work = weight.nbytes + num_rows * weight.numel() // 2
         status = self._call(
             ELEMENT_KINDS[x.dtype],
             x.data_ptr(),
             weight.data_ptr(),
             None if bias is None else bias.data_ptr(),
             y.data_ptr(),
-            y.numel() // size_out,
+            num_rows,
             size_in,
             size_out,
-            min(torch.get_num_threads(), 1 + weight.nbytes // BYTES_PER_THREAD),
+            min(torch.get_num_threads(), 1 + work // WORK_PER_THREAD),
         )
         if status:
             check(status)

@@ -66,6 +66,11 @@ class LoadedModel:
         return self.fingerprint, str(self.dtype), str(self.device), self.linear, self.quantisation, layers
 
     @property
+    def rows_are_alone(self) -> bool:
+        """True if a row's numbers are the same bits whatever other rows pass through the model with it."""
+        return self.linear == matrices.STREAMED and matrices.rows_are_alone(self.model)
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer: those of the generation config and the tokenizer's own, ascending."""
         ids: set[int] = set()

@@ -2,8 +2,8 @@
 
 A decode step reads every matrix for a few rows of numbers, and torch's products of a few rows read a plain one at a
 fraction of the core's bandwidth. `packed` has oneDNN put each matrix once, when it is loaded, into the order that a CPU
-reads fastest. `streamed` reads the plain one once for all rows, by a kernel of kvbench's own; prompts have many rows,
-and stay torch's. docs/performance.md says what each gains.
+reads fastest. `streamed` reads the plain one once for all rows, by a kernel of kvbench's own, whose answer to a row
+does not depend on the others. docs/performance.md says what each gains.
 """
 
 import ctypes
@@ -17,8 +17,9 @@ from torch import Tensor
 from kvbench.errors import unknown_name
 from kvbench.kernels.cpu.abi import chosen_isa, load
 from kvbench.kernels.cpu.build import BuildError
-from kvbench.kernels.cpu.products import DTYPES, MAX_ROWS, FewRows
+from kvbench.kernels.cpu.products import DTYPES, RowProducts
 
+AUTO = "auto"
 PLAIN, PACKED, STREAMED = "plain", "packed", "streamed"
 LINEAR = (PLAIN, PACKED, STREAMED)
 # Rows for which oneDNN chooses the order, which then serves any number of them. The order for 1 row is slower with 4
@@ -29,11 +30,13 @@ _X86 = {"x86_64", "amd64", "i386", "i686"}
 
 def read_linear(value: object, quantisation: str | None, processes: int) -> str:
     """`model.linear`, once it is known that it goes with the other settings."""
-    if value not in LINEAR:
-        raise unknown_name("model.linear", value, LINEAR)
+    if value not in (AUTO, *LINEAR):
+        raise unknown_name("model.linear", value, (AUTO, *LINEAR))
     other = f"model.quantisation={quantisation}" if quantisation else ""
     if processes > 1:
         other = f"model.tensor_parallel={processes}"
+    if value == AUTO and other:
+        return PLAIN
     if value != PLAIN and other:
         raise ValueError(
             f"model.linear={value} takes whole plain matrices, and {other} leaves other ones; set "
@@ -44,7 +47,10 @@ def read_linear(value: object, quantisation: str | None, processes: int) -> str:
 
 def lay(model: torch.nn.Module, linear: str, dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
     """Does to a model's matrices what `model.linear` asks for, where that can be had: what was done, one of `LINEAR`,
-    and why it is not what was asked for, in a sentence; empty where it is."""
+    and why it is not what was asked for, in a sentence; empty where it is. `AUTO` asks for `STREAMED` where its kernel
+    is faster than torch's products, which portable C++ is not."""
+    if linear == AUTO:
+        linear = PLAIN if why_not(STREAMED, dtype, device) or chosen_isa() == "portable" else STREAMED
     if linear == PLAIN:
         return PLAIN, ""
     if reason := why_not(linear, dtype, device):
@@ -81,17 +87,11 @@ def why_not(linear: str, dtype: torch.dtype, device: torch.device) -> str:
         return f"this processor is {platform.machine()}, and packing was measured on x86 alone"
     if not torch.backends.mkldnn.is_available():
         return "this torch was built without oneDNN (mkldnn)"
-    if dtype == torch.bfloat16 and not _multiplies(dtype):
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "oneDNN multiplies bfloat16 only where the processor has AVX-512"
     if dtype not in (torch.float32, torch.bfloat16):
         return f"matrices are packed in float32 and bfloat16, not in {name}"
     return ""
-
-
-def _multiplies(dtype: torch.dtype) -> bool:
-    """True where torch has products of many rows in this dtype that this processor was made for."""
-    ask = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
-    return ask is None or bool(getattr(torch.ops.mkldnn, ask)())
 
 
 def _is_plain(layer: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
@@ -154,35 +154,32 @@ def pack(model: torch.nn.Module) -> int:
 
 
 class StreamedLinear(torch.nn.Linear):
-    """A linear layer that multiplies up to `MAX_ROWS` rows by `FewRows`, and more by torch; with `widens`, these as
-    fp32, with a copy of the matrix for as long as that takes, and rounded once.
+    """A linear layer that multiplies by `RowProducts`. The matrix stays where and as it is, so that an embedding may
+    share it. A row's result is the same bits whatever other rows there are."""
 
-    The matrix stays where and as it is, so that an embedding may share it. A row's result is the same bits whatever
-    other rows of a step there are.
-    """
-
-    few_rows: FewRows
-    widens: bool
+    products: RowProducts
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
         if type(x) is not Tensor or not x.is_cpu or x.requires_grad:
             return super().forward(x)
-        if x.numel() <= MAX_ROWS * self.in_features:
-            return self.few_rows(x, self.weight, self.bias)
-        if not self.widens:
-            return super().forward(x)
-        bias = None if self.bias is None else self.bias.float()
-        return torch.nn.functional.linear(x.float(), self.weight.float(), bias).to(x.dtype)
+        return self.products(x, self.weight, self.bias)
 
 
 def stream(model: torch.nn.Module) -> int:
     """Has every plain linear layer of a model read its matrix so, a head that is tied to the embedding too; how
     many."""
     found = [layer for layer in model.modules() if _is_plain(layer) and layer.weight.is_contiguous()]
-    few_rows = FewRows()
+    products = RowProducts()
     for layer in found:
         layer.__class__ = StreamedLinear
         assert isinstance(layer, StreamedLinear)
-        layer.few_rows, layer.widens = few_rows, not _multiplies(layer.weight.dtype)
+        layer.products = products
     return len(found)
+
+
+def rows_are_alone(model: torch.nn.Module) -> bool:
+    """True if everything that a model multiplies its rows by is streamed, so that none depends on the others."""
+    alone = [layer for layer in model.modules() if isinstance(layer, StreamedLinear | torch.nn.Embedding)]
+    known = {id(weight) for layer in alone for weight in layer.parameters(recurse=False)}
+    return all(weight.ndim < 2 or id(weight) in known for weight in model.parameters())

@@ -6,7 +6,8 @@ extern "C" const char* kvb_isa() {
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl") ||
       !__builtin_cpu_supports("avx512dq"))
     return "avx2";
-  return __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") ? "avx512vnni" : "avx512";
+  if (!__builtin_cpu_supports("avx512vbmi") || !__builtin_cpu_supports("avx512vnni")) return "avx512";
+  return __builtin_cpu_supports("avx512bf16") ? "avx512bf16" : "avx512vnni";
 #else
   return "portable";
 #endif

@@ -1,5 +1,8 @@
-// Products of a few rows with a matrix as it lies: y = x w' + bias, w [out, in]. Each number of w is read from memory once for all rows.
-// kernels/cpu/products.py calls it.
+// Products of rows with a matrix as it lies: y = x w' + bias, w [out, in]. kernels/cpu/products.py calls it.
+//
+// Every number is summed along `in` in one order, which `in` and the elements decide alone: kLanes sums side by side, a step at a time from the
+// first to the last, and these by `sums_of`. Tiles, blocks and threads divide rows and outputs, and what interrupts a sum keeps it as it is. So a
+// row's answer depends neither on the other rows nor on the number of threads.
 #include <algorithm>
 #include <new>
 #include <vector>
@@ -15,112 +18,217 @@ struct Products {
   int32_t num_threads;
 };
 
-constexpr long kStep = 2 * kLanes;  // numbers of a row of w that are multiplied at a time
-constexpr long kOutputs = 8;        // rows of w that a thread takes at a time
+constexpr long kOutputs = 64;  // that a thread takes at a time
+constexpr long kSteps = 64;    // of a sum, before the next outputs of a block are begun
+constexpr long kTiles = 6;     // of rows that meet a block of outputs one after the other
+constexpr long kBlocks = 8;    // such groups of tiles, of which x is put in order at once
+constexpr long kLine = 16;     // floats of a line of a cache; a vector that lies in two takes as long as two
 
-// Elements of x, w and y. pair: kStep of them in two registers; place: where in x, as floats, the number lies that meets the i-th of a step.
+// Elements of x, w and y. A step takes kStep numbers of a row of w in kParts vectors; x is kept in the order in which it meets them. Up to four
+// results are put at a time.
 struct F32 {
-  static constexpr long kBytes = 4;
-  static void pair(const uint8_t* p, Vec* a, Vec* b) { *a = load((const float*)p), *b = load((const float*)p + kLanes); }
-  static long place(long i) { return i; }
+  static constexpr long kBytes = 4, kStep = kLanes, kParts = 1;
+  KVB_INLINE void step(const uint8_t* p, Vec* w) { w[0] = load((const float*)p); }
+  KVB_INLINE void keep(const uint8_t* p, long n, float* to) { std::memcpy(to, p, n * 4); }
+  KVB_INLINE Vec mul_add(Vec w, Vec x, Vec sum) { return fma(w, x, sum); }
   static float number(const uint8_t* p) { return scalar_of_bits(*(const uint32_t*)p); }
-  static void put(uint8_t* p, float x) { std::memcpy(p, &x, 4); }
+  KVB_INLINE void put(const float* x, long n, uint8_t* to) { std::memcpy(to, x, 4 * n); }
 };
 struct F16 {
-  static constexpr long kBytes = 2;
-  static void pair(const uint8_t* p, Vec* a, Vec* b) { *a = load_f16(p), *b = load_f16(p + kBytes * kLanes); }
-  static long place(long i) { return i; }
+  static constexpr long kBytes = 2, kStep = kLanes, kParts = 1;
+  KVB_INLINE void step(const uint8_t* p, Vec* w) { w[0] = load_f16(p); }
+  KVB_INLINE void keep(const uint8_t* p, long n, float* to) {
+    for (long i = 0; i < n; i++) to[i] = number(p + 2 * i);
+  }
+  KVB_INLINE Vec mul_add(Vec w, Vec x, Vec sum) { return fma(w, x, sum); }
   static float number(const uint8_t* p) { return scalar_f16(*(const uint16_t*)p); }
-  static void put(uint8_t* p, float x) {
-    const uint16_t half = to_f16(x);
-    std::memcpy(p, &half, 2);
+  KVB_INLINE void put(const float* x, long n, uint8_t* to) {
+    uint16_t halves[4];
+    for (int i = 0; i < 4; i++) halves[i] = to_f16(x[i]);
+    std::memcpy(to, halves, 2 * n);
   }
 };
 struct BF16 {
-  static constexpr long kBytes = 2;
-  static void pair(const uint8_t* p, Vec* a, Vec* b) { load_bf16_pairs(p, a, b); }
-  static long place(long i) { return i % 2 * kLanes + i / 2; }
+  static constexpr long kBytes = 2, kStep = 2 * kLanes;
+#ifdef KVB_BF16_PAIRS
+  static constexpr long kParts = 1;
+  KVB_INLINE void step(const uint8_t* p, Vec* w) { w[0] = load((const float*)p); }
+  KVB_INLINE void keep(const uint8_t* p, long n, float* to) { std::memcpy(to, p, n * 2); }
+  KVB_INLINE Vec mul_add(Vec w, Vec x, Vec sum) { return add_bf16_pairs(w, x, sum); }
+#else
+  static constexpr long kParts = 2;
+  KVB_INLINE void step(const uint8_t* p, Vec* w) { load_bf16_pairs(p, w, w + 1); }
+  KVB_INLINE void keep(const uint8_t* p, long n, float* to) {
+    for (long i = 0; i < n; i++) to[i % 2 * kLanes + i / 2] = number(p + 2 * i);
+  }
+  KVB_INLINE Vec mul_add(Vec w, Vec x, Vec sum) { return fma(w, x, sum); }
+#endif
   static float number(const uint8_t* p) { return scalar_bf16(*(const uint16_t*)p); }
-  static void put(uint8_t* p, float x) {
-    const uint16_t half = to_bf16(x);
-    std::memcpy(p, &half, 2);
+  KVB_INLINE void put(const float* x, long n, uint8_t* to) {
+    typedef uint32_t Four __attribute__((vector_size(16)));
+    Four bits;
+    std::memcpy(&bits, x, 16);
+    const Four is_nan = (bits & 0x7fffffffu) > 0x7f800000u, rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;  // as `to_bf16`
+    typedef uint16_t Halves __attribute__((vector_size(8)));
+    const Halves halves = __builtin_convertvector((is_nan & 0x7fc0u) | (~is_nan & rounded), Halves);
+    std::memcpy(to, &halves, 2 * n);
   }
 };
 
-// x as floats in the order of E::place, each row followed by zeros up to a whole step.
-template <class E> static const float* prepare(const Products& p, long width, std::vector<float>& room) {
-  if (E::kBytes == 4 && width == p.in) return (const float*)p.x;
-  room.assign(p.rows * width, 0.0f);
-  for (long b = 0; b < p.rows; b++)
-    for (long i = 0; i < p.in; i++) room[b * width + i / kStep * kStep + E::place(i % kStep)] = E::number(p.x + (b * p.in + i) * E::kBytes);
-  return room.data();
-}
+// Sums of a tile that lie in registers, beside a step of x and one of w; and rows of a tile at most, with 4 outputs.
+template <class E> constexpr int kMostRows = (kRegisters == 32 ? 6 : 3) - (E::kParts - 1) * (kRegisters == 32 ? 2 : 1);
 
-// kR outputs of kB rows. Every sum is formed in the same order whatever kR and kB are, so that a row's answer does not depend on the others.
-template <class E, int kR, int kB> KVB_INLINE void tile(const Products& p, long o, long b, const float* x, long width) {
-  Vec sum[kR][kB];
+// Rows [first, first + rows) of p in tiles of nearly the same number of them. x: in the order of tiles, steps, rows of a tile, parts of a step.
+template <class E> struct Tiles {
+  const Products& p;
+  long first, rows, count, steps;
+  const float* x;
+
+  Tiles(const Products& p, long first, long rows)
+      : p(p), first(first), rows(rows), count((rows + kMostRows<E> - 1) / kMostRows<E>), steps((p.in + E::kStep - 1) / E::kStep), x(nullptr) {}
+  long begin(long tile) const { return tile * (rows / count) + std::min(tile, rows % count); }
+  long floats_per_row() const { return steps * E::kParts * kLanes; }
+  // Puts a tile's rows in order, with zeros up to a whole step.
+  void keep(long tile, float* room) const {
+    const long b = begin(tile), size = begin(tile + 1) - b;
+    float* to = room + b * floats_per_row();
+    for (long i = 0; i < steps; i++)
+      for (long c = 0; c < size; c++, to += E::kParts * kLanes) {
+        const uint8_t* from = p.x + ((first + b + c) * p.in + i * E::kStep) * E::kBytes;
+        const long n = p.in - i * E::kStep;
+        if (n >= E::kStep) {
+          E::keep(from, E::kStep, to);
+        } else {
+          std::fill(to, to + E::kParts * kLanes, 0.0f);
+          E::keep(from, n, to);
+        }
+      }
+  }
+};
+
+// What several tiles and a block of outputs have in common: steps [begin, end), sums that wait for the next ones, and the tile of a group that
+// asks for a part of the next outputs of w, and how many of them there are (0: they are near already).
+template <class E> struct Block {
+  const Tiles<E>& tiles;
+  long o, b, begin, end, share, shares;  // the block's first output, and its first row
+  float* sums;
+};
+
+// kR outputs from o on of kB rows from b on.
+template <class E, int kR, int kB> static void tile(const Block<E>& t, long o, long b) {
+  constexpr long kStepBytes = E::kStep * E::kBytes, kVector = E::kParts * kLanes;
+  const Products& p = t.tiles.p;
+  const long w_row = p.in * E::kBytes;
+  const uint8_t* w = p.w + o * w_row;
+  const float* x = t.tiles.x + b * t.tiles.floats_per_row();
+  float* kept = t.sums + ((b - t.b) * kOutputs + o - t.o) * kLanes;
+  Vec sum[kB][kR];
 #pragma GCC unroll 8
-  for (int r = 0; r < kR; r++)
+  for (int c = 0; c < kB; c++)
 #pragma GCC unroll 8
-    for (int c = 0; c < kB; c++) sum[r][c] = splat(0.0f);
-  const uint8_t* w = p.w + o * p.in * E::kBytes;
-  const long row = p.in * E::kBytes, ahead = kOutputs * row;
-  x += b * width;
-  auto step = [&](const uint8_t* from, int r, long i) __attribute__((always_inline)) {
-    Vec low, high;
-    E::pair(from, &low, &high);
+    for (int r = 0; r < kR; r++) sum[c][r] = t.begin ? load(kept + (c * kOutputs + r) * kLanes) : splat(0.0f);
+  auto step = [&](const uint8_t* from, long row, long i) __attribute__((always_inline)) {
+    Vec xs[kB][E::kParts];
 #pragma GCC unroll 8
-    for (int c = 0; c < kB; c++) sum[r][c] = fma(low, load(x + c * width + i), sum[r][c]);
+    for (int c = 0; c < kB; c++)
+#pragma GCC unroll 2
+      for (int part = 0; part < E::kParts; part++) xs[c][part] = load(x + (i * kB + c) * kVector + part * kLanes);
 #pragma GCC unroll 8
-    for (int c = 0; c < kB; c++) sum[r][c] = fma(high, load(x + c * width + i + kLanes), sum[r][c]);
+    for (int r = 0; r < kR; r++) {
+      Vec ws[E::kParts];
+      E::step(from + r * row, ws);
+#pragma GCC unroll 2
+      for (int part = 0; part < E::kParts; part++)
+#pragma GCC unroll 8
+        for (int c = 0; c < kB; c++) sum[c][r] = E::mul_add(ws[part], xs[c][part], sum[c][r]);
+    }
   };
-  long i = 0;
-  for (; i + kStep <= p.in; i += kStep)
+  const long whole = std::min(t.end, p.in / E::kStep), shares = t.shares ? t.shares : kR, share = t.shares ? t.share : kR;
+  for (long i = t.begin; i < whole; i++) {
+    // A row is too short for the processor to foretell where the next one goes on.
+    for (long r = share; r < kR; r += shares) __builtin_prefetch(w + (kR + r) * w_row + i * kStepBytes);
+    step(w + i * kStepBytes, w_row, i);
+  }
+  if (whole < t.end) {
+    uint8_t rest[kR][kStepBytes] = {};
+    for (int r = 0; r < kR; r++) std::memcpy(rest[r], w + r * w_row + whole * kStepBytes, w_row - whole * kStepBytes);
+    step(rest[0], kStepBytes, whole);
+  }
 #pragma GCC unroll 8
-    for (int r = 0; r < kR; r++) {
-      const uint8_t* from = w + r * row + i * E::kBytes;
-      // What the next outputs need. A row is too short for the processor to foretell where the next one goes on.
-      for (long line = 0; line < kStep * E::kBytes; line += 64) __builtin_prefetch(from + ahead + line);
-      step(from, r, i);
-    }
-  if (i < p.in)
-#pragma GCC unroll 8
-    for (int r = 0; r < kR; r++) {
-      uint8_t rest[kStep * E::kBytes] = {};
-      std::memcpy(rest, w + r * row + i * E::kBytes, (p.in - i) * E::kBytes);
-      step(rest, r, i);
-    }
-  for (int r = 0; r < kR; r++)
-    for (int c = 0; c < kB; c++) {
-      const float add = p.bias ? E::number(p.bias + (o + r) * E::kBytes) : 0.0f;
-      E::put(p.y + ((b + c) * p.out + o + r) * E::kBytes, p.bias ? sum_of(sum[r][c]) + add : sum_of(sum[r][c]));
+  for (int c = 0; c < kB; c++)
+#pragma GCC unroll 2
+    for (int r = 0; r < kR; r += 4) {
+      constexpr int kHere = kR < 4 ? kR : 4;
+      if (t.end < t.tiles.steps) {
+#pragma GCC unroll 4
+        for (int j = 0; j < kHere; j++) store(kept + (c * kOutputs + r + j) * kLanes, sum[c][r + j]);
+        continue;
+      }
+      Vec four[4];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) four[j] = j < kHere ? sum[c][r + j] : splat(0.0f);
+      float found[4];
+      sums_of(four, found);
+      if (p.bias)
+        for (int j = 0; j < kHere; j++) found[j] += E::number(p.bias + (o + r + j) * E::kBytes);
+      E::put(found, kHere, p.y + ((t.tiles.first + b + c) * p.out + o + r) * E::kBytes);
     }
 }
 
-// `count` outputs of kB rows, as many at a time as there are registers for.
-template <class E, int kB> KVB_INLINE void outputs(const Products& p, long o, long count, long b, const float* x, long width) {
-  constexpr int kR = std::min<int>(kOutputs, kRegisters / 2 / kB);
-  long done = 0;
-  for (; done + kR <= count; done += kR) tile<E, kR, kB>(p, o + done, b, x, width);
-  for (; done < count; done++) tile<E, 1, kB>(p, o + done, b, x, width);
+template <class E, int kR, int kB> static void rows_of(const Block<E>& t, long o, long b, long rows) {
+  if constexpr (kB > 1)
+    if (rows < kB) return rows_of<E, kR, kB - 1>(t, o, b, rows);
+  tile<E, kR, kB>(t, o, b);
+}
+
+// kR outputs from o on of tiles [first, end).
+template <class E, int kR> static void outputs(Block<E>& t, long o, long first, long end) {
+  constexpr int kB = kR == 8 ? kMostRows<E> / 2 : kMostRows<E>;
+  for (long i = first; i < end; i++, t.share++) {
+    const long b = t.tiles.begin(i);
+    rows_of<E, kR, kB>(t, o, b, t.tiles.begin(i + 1) - b);
+  }
+  t.share = 0;
+}
+
+// `count` outputs from o on of all tiles. w comes from memory for the first group of them, and from a cache for the others.
+template <class E> static void block(const Tiles<E>& tiles, long o, long count) {
+  alignas(4 * kLine) static thread_local float sums[kTiles * 6 * kOutputs * kLanes];
+  for (long first = 0; first < tiles.count; first += kTiles) {
+    const long end = std::min(first + kTiles, tiles.count);
+    const bool few = tiles.begin(1) <= kMostRows<E> / 2;  // whose sums leave registers for more outputs
+    for (long step = 0; step < tiles.steps; step += kSteps) {
+      Block<E> t{tiles, o, tiles.begin(first), step, std::min(step + kSteps, tiles.steps), 0, first ? 0 : end, sums};
+      long done = 0;
+      for (; few && done + 8 <= count; done += 8) outputs<E, 8>(t, o + done, first, end);
+      for (; done + 4 <= count; done += 4) outputs<E, 4>(t, o + done, first, end);
+      for (; done < count; done++) outputs<E, 1>(t, o + done, first, end);
+    }
+  }
 }
 
 template <class E> static int products(const Products& p) {
   static thread_local std::vector<float> room;
-  const long width = (p.in + kStep - 1) / kStep * kStep;
-  const float* x;
-  try {
-    x = prepare<E>(p, width, room);
-  } catch (const std::bad_alloc&) {
-    return kNoMemory;
-  }
-#pragma omp parallel for num_threads(p.num_threads) schedule(static) if (p.num_threads > 1)
-  for (long o = 0; o < p.out; o += kOutputs) {
-    const long count = std::min(kOutputs, p.out - o);
-    long b = 0;
-    for (; b + 4 <= p.rows; b += 4) outputs<E, 4>(p, o, count, b, x, width);
-    if (b + 2 <= p.rows) outputs<E, 2>(p, o, count, b, x, width), b += 2;
-    if (b < p.rows) outputs<E, 1>(p, o, count, b, x, width);
+  const long most = kBlocks * kTiles * kMostRows<E>, parts = (p.rows + most - 1) / most;
+  // Fewer outputs at a time where every thread would not get some otherwise.
+  const long size = std::clamp((p.out / p.num_threads + 7) / 8 * 8, 8L, kOutputs), blocks = (p.out + size - 1) / size;
+  for (long part = 0; part < parts; part++) {
+    const long first = part * p.rows / parts;
+    Tiles<E> tiles(p, first, (part + 1) * p.rows / parts - first);
+    try {
+      room.resize(std::max<size_t>(room.size(), tiles.rows * tiles.floats_per_row() + kLine));
+    } catch (const std::bad_alloc&) {
+      return kNoMemory;
+    }
+    float* to = room.data() + (-(uintptr_t)room.data() % (4 * kLine)) / 4;
+    tiles.x = to;
+#pragma omp parallel num_threads(p.num_threads) if (p.num_threads > 1)
+    {
+#pragma omp for schedule(static)
+      for (long i = 0; i < tiles.count; i++) tiles.keep(i, to);
+#pragma omp for schedule(dynamic)
+      for (long i = 0; i < blocks; i++) block<E>(tiles, i * size, std::min(size, p.out - i * size));
+    }
   }
   return kDone;
 }

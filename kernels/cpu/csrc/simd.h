@@ -11,7 +11,10 @@
 #define KVB_INLINE static inline __attribute__((always_inline))
 
 #if defined(__AVX512F__) && !defined(KVBENCH_PORTABLE)
-#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
+#if defined(__AVX512BF16__)
+#define KVB_PATH "avx512bf16"
+#define KVB_BF16_PAIRS 1  // products of pairs of bf16 numbers are one instruction
+#elif defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
 #define KVB_PATH "avx512vnni"
 #else
 #define KVB_PATH "avx512"
@@ -115,6 +118,18 @@ KVB_INLINE Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 KVB_INLINE void store_u8(uint8_t* p, Vec x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x))); }
 KVB_INLINE void store_f16(uint8_t* p, Vec x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, 0)); }
 KVB_INLINE float sum_of(Vec a) { return _mm512_reduce_add_ps(a); }
+// The sums of four vectors, each in the same order wherever it stands.
+KVB_INLINE void sums_of(const Vec* four, float* sums) {
+  const Vec ab = _mm512_add_ps(_mm512_unpacklo_ps(four[0], four[1]), _mm512_unpackhi_ps(four[0], four[1]));
+  const Vec cd = _mm512_add_ps(_mm512_unpacklo_ps(four[2], four[3]), _mm512_unpackhi_ps(four[2], four[3]));
+  const Vec all = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+  _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+#ifdef KVB_BF16_PAIRS
+// Adds to every lane the products of two pairs of bf16 numbers, of which each vector has the bits.
+KVB_INLINE Vec add_bf16_pairs(Vec a, Vec b, Vec c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+#endif
 KVB_INLINE Ints load_u8(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 template <int kShift, int kBits> KVB_INLINE Vec plane(Ints x) {
   if (kShift) x = _mm512_srli_epi32(x, kShift);
@@ -178,6 +193,12 @@ KVB_INLINE float sum_of(Vec a) {
   __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
   x = _mm_add_ps(x, _mm_movehl_ps(x, x));
   return _mm_cvtss_f32(_mm_add_ss(x, _mm_shuffle_ps(x, x, 1)));
+}
+KVB_INLINE void sums_of(const Vec* four, float* sums) {
+  const Vec ab = _mm256_add_ps(_mm256_unpacklo_ps(four[0], four[1]), _mm256_unpackhi_ps(four[0], four[1]));
+  const Vec cd = _mm256_add_ps(_mm256_unpacklo_ps(four[2], four[3]), _mm256_unpackhi_ps(four[2], four[3]));
+  const Vec all = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+  _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
 }
 KVB_INLINE Ints load_u8(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
 template <int kShift, int kBits> KVB_INLINE Vec plane(Ints x) {
@@ -285,6 +306,9 @@ KVB_INLINE void store_f16(uint8_t* p, Vec x) {
   }
 }
 KVB_INLINE float sum_of(Vec a) { return (a[0] + a[2]) + (a[1] + a[3]); }
+KVB_INLINE void sums_of(const Vec* four, float* sums) {
+  for (int i = 0; i < 4; i++) sums[i] = sum_of(four[i]);
+}
 KVB_INLINE Ints load_u8(const uint8_t* p) { return Ints{p[0], p[1], p[2], p[3]}; }
 template <int kShift, int kBits> KVB_INLINE Vec plane(Ints x) {
   return __builtin_convertvector((x >> kShift) & ((1 << kBits) - 1), Vec);

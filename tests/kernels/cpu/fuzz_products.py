@@ -1,17 +1,17 @@
-"""Random products of a few rows with a matrix, for kernel_fuzz.py."""
+"""Random products of rows with a matrix, for kernel_fuzz.py."""
 
 import torch
 from fuzz_calls import GUARD, Call, Wrong
 from torch import Tensor
 
-from kvbench.kernels.cpu.products import DTYPES, FewRows
+from kvbench.kernels.cpu.products import DTYPES, RowProducts
 
 # Half a step of a dtype, relative, and the smallest number that it does not round to 0.
 ROUNDING = {torch.float32: (0.0, 0.0), torch.bfloat16: (2.0**-8, 0.0), torch.float16: (2.0**-11, 2.0**-25)}
 
 
 class Products(Call):
-    """`FewRows`; it has no pages, and whoever reads or writes beside a tensor is the sanitizers' find."""
+    """`RowProducts`; it has no pages, and whoever reads or writes beside a tensor is the sanitizers' find."""
 
     def build(self) -> None:
         self.room, self.pages = torch.full((2 * GUARD,), 0xA5, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8)
@@ -21,7 +21,7 @@ class Products(Call):
         self.args["bias"] = self.randn(out).to(dtype) if self.dice.random() < 0.5 else None
 
     def run(self) -> Tensor:
-        return FewRows()(**self.args)
+        return RowProducts()(**self.args)
 
     def judge(self) -> str:
         x, weight = self.args["x"].double(), self.args["weight"].double()
