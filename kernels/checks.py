@@ -364,15 +364,15 @@ def prompt(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
     _heads(num_q_heads, k.shape[0])
 
 
-def chunk(q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor]) -> None:
+def chunk(q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor | None]) -> None:
     """Of `chunk_attention`."""
     prompt(q, k, v)
     past_k, past_v, live = history
     heads, _, head_dim = k.shape
-    shape = (heads, live.shape[-1], head_dim)
+    shape = (heads, past_k.shape[1] if live is None else live.shape[-1], head_dim)
     vectors("the history's keys", past_k, shape, q.device)
     vectors("the history's values", past_v, shape, q.device)
-    if live.dtype is not torch.bool or live.shape != shape[:2]:
+    if live is not None and (live.dtype is not torch.bool or live.shape != shape[:2]):
         raise _refuse("the history's live", _said(live), f"it must be bool {list(shape[:2])}")
 
 

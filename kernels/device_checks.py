@@ -200,11 +200,13 @@ def check_chunks(plan: Plan) -> Iterator[Finding]:
         q, k, v = (torch.randn(h, 70, head_dim, generator=make).to(dtype) for h in (6, 2, 2))
         past_k, past_v = (torch.randn(2, length, head_dim, generator=make) for _ in range(2))
         live, scale = torch.rand(2, length, generator=make) < 0.7, head_dim**-0.5
-        want = REFERENCE.chunk_attention(q, k, v, (past_k, past_v, live), scale)
-        q, k, v, past_k, past_v, live = plan.there(q, k, v, past_k, past_v, live)
-        with no_synchronisation(plan.device):
-            got = plan.backend.chunk_attention(q, k, v, (past_k, past_v, live), scale)
-        yield Finding(f"attention of a chunk, {kind}", differ(got, want), BOUNDS[torch.float32])
+        for name, held, mask in (("chunk", torch.float32, live), ("replay", dtype, None)):
+            past = past_k.to(held), past_v.to(held)
+            want = REFERENCE.chunk_attention(q, k, v, (*past, mask), scale)
+            mine, there, seen = plan.there(q, k, v), plan.there(*past), mask if mask is None else mask.to(plan.device)
+            with no_synchronisation(plan.device):
+                got = plan.backend.chunk_attention(mine[0], mine[1], mine[2], (there[0], there[1], seen), scale)
+            yield Finding(f"attention of a {name}, {kind}", differ(got.float(), want), BOUNDS[dtype])
         for index, name in enumerate(names[:4]):
             fmt = format_of(name, head_dim)
             pages, tiers = filled(plan, [fmt], [torch.tensor([[1, length], [fmt.tokens_per_page, 0]])])

@@ -47,6 +47,7 @@ from kvbench.kernels.operands import (
     TierTable,
 )
 from kvbench.kernels.reference.attention import dense_of
+from kvbench.kernels.reference.prompts import attention_behind
 
 
 class Gpu(Backend):
@@ -294,14 +295,19 @@ class Gpu(Backend):
         return k.view(len(ids), size, -1).transpose(1, 2), v.view(len(ids), size, -1)
 
     def chunk_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor], scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor | None], scale: float
     ) -> Tensor:
-        """As `Backend.chunk_attention`, in fp32, in one launch; entries that are not live are passed over.
+        """As `Backend.chunk_attention`, in one launch; entries that are not live are passed over.
+
+        Products are of 16-bit operands, as tensor cores take them, where queries, keys and values of the chunk are of
+        one such type, which the history is rounded to; else of fp32. A history that is live as a whole and of that
+        type is torch's flash attention's work.
 
         Source: FlashAttention (Dao et al. 2022), online softmax over key blocks.
         """
         checks.chunk(q, k, v, history)
-        return attend_chunk(q, k, v, history, scale)
+        out = attention_behind(q, k, v, *history[:2], scale) if history[2] is None else None
+        return attend_chunk(q, k, v, history, scale) if out is None else out
 
     def column_scores(
         self, q: Tensor, k: Tensor, scale: float, columns: ColumnSums, lse: Tensor | None = None

@@ -248,9 +248,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvbench.kernels.gpu.compile", description=__doc__.split("\n")[0])
     parser.add_argument("--target", nargs="*", choices=sorted(TARGETS), default=sorted(TARGETS))
     parser.add_argument("--case", nargs="*", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--quick", action="store_true", help="four formats, head dim 64 and fp32 queries in the checks")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="four formats, head dim 64 and fp32 queries in the checks; prompts at 128 in bf16 too",
+    )
     chosen = parser.parse_args(argv)
-    kinds, tokens = (QUICK, SHORT) if chosen.quick else (_WIDE, Plan.tokens)
+    kinds, tokens = ((*QUICK, (_DIM, torch.bfloat16, ())), SHORT) if chosen.quick else (_WIDE, Plan.tokens)
     plan = Plan(torch.device("cpu"), Gpu(), kinds, tokens)
     count, failed, spilling, large = 0, 0, 0, 0
     for case in chosen.case:

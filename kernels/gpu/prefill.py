@@ -14,9 +14,6 @@ from torch import Tensor
 from kvbench.kernels.gpu.parts import ELEMENT, INTERPRETED, LOG2_E, LOWEST, MIN_DOT, launch, power_of_two
 from kvbench.kernels.operands import ColumnSums
 
-# Queries and keys of a tile in fp32, with 8 warps and no loads ahead: larger ones, and more of either, spill registers.
-_QUERIES, _KEYS = 32, 16
-
 
 @triton.jit
 def _tile(x, start, stride, i, D: tl.constexpr, DP: tl.constexpr, length, OP: tl.constexpr):
@@ -26,7 +23,7 @@ def _tile(x, start, stride, i, D: tl.constexpr, DP: tl.constexpr, length, OP: tl
     return tl.load(x + start + i.to(tl.int64)[:, None] * stride + d[None, :], mask=mask, other=0.0).to(OP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "first", "group_size"])
 def _sum_queries(
     q, k, tops, sums, scale2, length, first, group_size, q_head, q_token, k_head, k_token, D: tl.constexpr,
     DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, OP: tl.constexpr,
@@ -50,7 +47,7 @@ def _sum_queries(
     tl.store(sums + at, norm, mask=i < length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "first", "skip_near", "group_size"])
 def _sum_columns(
     q, k, tops, sums, columns, scale2, length, first, skip_near, group_size, q_head, q_token, k_head, k_token,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, OP: tl.constexpr, POWER: tl.constexpr,
@@ -85,6 +82,13 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _operand(*tensors: Tensor) -> torch.dtype:
+    """Type of the matrix products' operands: the one that all tensors have, as tensor cores take 16 bits; else fp32."""
+    found = {x.dtype for x in tensors}
+    exact = len(found) == 1 and not (INTERPRETED and torch.bfloat16 in found)
+    return found.pop() if exact else torch.float32
+
+
 def sum_columns(q: Tensor, k: Tensor, scale: float, columns: ColumnSums, lse: Tensor | None) -> Tensor:
     """Launches what `Backend.column_scores` takes. With `lse` the first pass is left out; not for counts, where a
     probability of just 1 / n must not be a rounding below it."""
@@ -92,8 +96,7 @@ def sum_columns(q: Tensor, k: Tensor, scale: float, columns: ColumnSums, lse: Te
     heads, length, head_dim = q.shape
     q, k = _rows(q), _rows(k)
     first = 0 if columns.queries < 0 else max(0, length - columns.queries)
-    exact = k.dtype == q.dtype and not (INTERPRETED and q.dtype == torch.bfloat16)
-    operand = ELEMENT[q.dtype] if exact else tl.float32
+    operand = ELEMENT[_operand(q, k)]
     rows = width = 32 if operand == tl.float32 and not INTERPRETED else 64  # queries and keys per tile
     strides = (*q.stride()[:2], *k.stride()[:2])
     tile = {"D": head_dim, "DP": power_of_two(head_dim, MIN_DOT), "BM": rows, "BN": width, "OP": operand}
@@ -121,32 +124,34 @@ def _take_tile(query, key, value, seen, top, norm, acc, scale2):
     new_top = tl.maximum(top, tl.max(logit, 1))
     p = tl.where(seen, tl.exp2(logit - new_top[:, None]), 0.0)
     shrink = tl.exp2(top - new_top)
-    return new_top, norm * shrink + tl.sum(p, 1), acc * shrink[:, None] + tl.dot(p, value, input_precision="ieee")
+    sums = tl.dot(p.to(value.dtype), value, input_precision="ieee")
+    return new_top, norm * shrink + tl.sum(p, 1), acc * shrink[:, None] + sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunk", "past", "group_size"])
 def _attend_chunk(
     q, k, v, past_k, past_v, live, out, scale2, chunk, past, group_size, q_head, q_token, k_head, k_token, v_head,
-    v_token, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    v_token, pk_head, pk_token, pv_head, pv_token, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
     """One block of a chunk's queries of one head: over the live entries of its list, then causally over the chunk."""
     head = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BM + tl.arange(0, BM)
     kv = head // group_size
-    query = _tile(q, head * q_head, q_token, i, D, DP, chunk, tl.float32)
+    query = _tile(q, head * q_head, q_token, i, D, DP, chunk, OP)
     top, norm = tl.full([BM], LOWEST, tl.float32), tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
     for begin in range(0, past, BN):
         j = begin + tl.arange(0, BN)
         there = tl.load(live + kv * past + j, mask=j < past, other=0) != 0
-        key = _tile(past_k, kv * past * D, D, j, D, DP, past, tl.float32)
-        value = tl.where(there[:, None], _tile(past_v, kv * past * D, D, j, D, DP, past, tl.float32), 0.0)
+        key = _tile(past_k, kv * pk_head, pk_token, j, D, DP, past, OP)
+        value = tl.where(there[:, None], _tile(past_v, kv * pv_head, pv_token, j, D, DP, past, OP), 0.0)
         seen = there[None, :] & (i < chunk)[:, None]
         top, norm, acc = _take_tile(query, key, value, seen, top, norm, acc, scale2)
     for begin in range(0, tl.minimum(chunk, (tl.program_id(0) + 1) * BM), BN):
         j = begin + tl.arange(0, BN)
-        key = _tile(k, kv * k_head, k_token, j, D, DP, chunk, tl.float32)
-        value = _tile(v, kv * v_head, v_token, j, D, DP, chunk, tl.float32)
+        key = _tile(k, kv * k_head, k_token, j, D, DP, chunk, OP)
+        value = _tile(v, kv * v_head, v_token, j, D, DP, chunk, OP)
         seen = (j[None, :] <= i[:, None]) & (i < chunk)[:, None]
         top, norm, acc = _take_tile(query, key, value, seen, top, norm, acc, scale2)
     d = tl.arange(0, DP)
@@ -154,16 +159,30 @@ def _attend_chunk(
     tl.store(out + (head * chunk + i)[:, None] * D + d[None, :], acc / norm[:, None], mask=cells)
 
 
-def attend_chunk(q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor], scale: float) -> Tensor:
+def _chunk_tile(kind: torch.dtype, padded: int) -> dict[str, int]:
+    """Queries and keys of a tile, with 8 warps. Larger ones, and loads ahead of fp32 tiles, spill registers as compiled
+    for sm_89 and gfx942."""
+    if kind == torch.float32:
+        return {"BM": 32, "BN": 16, "num_stages": 1}
+    return {"BM": 128 if padded <= 128 else 64, "BN": 64 if padded <= 64 else 32, "num_stages": 2}
+
+
+def attend_chunk(
+    q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor | None], scale: float
+) -> Tensor:
     """Launches `_attend_chunk`; arguments and result as of `Backend.chunk_attention`."""
-    past_k, past_v, live = (x.contiguous() for x in history)
-    q, k, v = _rows(q), _rows(k), _rows(v)
+    kind = _operand(q, k, v)
+    q, k, v, past_k, past_v = (_rows(x) for x in (q, k, v, history[0].to(kind), history[1].to(kind)))
     heads, chunk, head_dim = q.shape
+    live = history[2]
+    live = torch.ones(past_k.shape[:2], dtype=torch.bool, device=q.device) if live is None else live.contiguous()
     out = torch.empty(heads, chunk, head_dim, device=q.device)
-    strides = [s for x in (q, k, v) for s in x.stride()[:2]]
+    padded = power_of_two(head_dim, MIN_DOT)
+    tile = _chunk_tile(kind, padded)
     launch(
-        _attend_chunk, (-(-chunk // _QUERIES), heads), q, k, v, past_k.float(), past_v.float(), live.view(torch.uint8),
-        out, scale * LOG2_E, chunk, past_k.shape[1], heads // len(k), *strides, D=head_dim,
-        DP=power_of_two(head_dim, MIN_DOT), BM=_QUERIES, BN=_KEYS, num_warps=8, num_stages=1,
+        _attend_chunk, (-(-chunk // tile["BM"]), heads), q, k, v, past_k, past_v, live.view(torch.uint8),
+        out, scale * LOG2_E, chunk, past_k.shape[1], heads // len(k),
+        *(stride for x in (q, k, v, past_k, past_v) for stride in x.stride()[:2]), D=head_dim, DP=padded,
+        OP=ELEMENT[kind], **tile, num_warps=8,
     )  # fmt: skip
     return out

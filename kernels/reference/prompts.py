@@ -31,9 +31,12 @@ class PromptOperations(Operations):
             [Hq, N, D] in the same dtype.
         """
         checks.prompt(q, k, v)
-        return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True)[
-            0
-        ]
+        if q.device.type != "cpu" and not has_flash(q):  # torch's other fused kernel knows no groups of query heads
+            k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+        grouped = len(k) != len(q)
+        return F.scaled_dot_product_attention(
+            q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=grouped
+        )[0]
 
     def prefill_attention_with_lse(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
         """As `prefill_attention`, with the log-sum-exp of every query's logits, fp32 [Hq, N]; None where `takes_lse` is
@@ -43,23 +46,25 @@ class PromptOperations(Operations):
 
     @in_plain_torch
     def chunk_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor], scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor | None], scale: float
     ) -> Tensor:
-        """Attention of a chunk of tokens over a dequantised history and over itself, causally.
+        """Attention of a chunk of tokens over a history and over itself, causally.
 
         It goes by blocks of queries, since a mask is as large as the product of queries and keys.
 
         Args:
             q: [Hq, n, D].
             k, v: [H, n, D].
-            history: keys, values fp32 [H, M, D] and live bool [H, M], as `gather_dense` gives them for one sequence.
+            history: keys, values [H, M, D] and live bool [H, M], as `gather_dense` gives them for one sequence; live is
+                None where all of it is.
 
         Returns:
-            fp32 [Hq, n, D].
+            [Hq, n, D], fp32 or the dtype of `q`.
         """
         checks.chunk(q, k, v, history)
         past_k, past_v, live = history
         heads, chunk, head_dim = k.shape
+        live = torch.ones(past_k.shape[:2], dtype=torch.bool, device=q.device) if live is None else live
         keys, values = (torch.cat([past, own.float()], 1)[:, None] for past, own in ((past_k, k), (past_v, v)))
         grouped = q.view(heads, -1, chunk, head_dim)
         out = torch.empty(grouped.shape, device=q.device)
@@ -165,6 +170,13 @@ class PromptOperations(Operations):
         return reduce_group(self.column_scores(q, k, scale, columns).view(k.shape[0], -1, k.shape[1]), group, 1)
 
 
+def has_flash(q: Tensor) -> bool:
+    """Whether torch's flash attention for GPUs takes queries, and keys and values that are like them; others raise."""
+    if q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] % 8 or q.shape[-1] > LARGEST_DIM:
+        return False
+    return not q.is_cuda or torch.cuda.get_device_capability(q.device) >= FLASH_CAPABILITY
+
+
 def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
     """A prompt's attention (arguments as of `Backend.prefill_attention`) with the log-sum-exp of every query's logits,
     fp32 [Hq, N], by the kernels that `scaled_dot_product_attention` takes where it can; None where torch has none."""
@@ -172,13 +184,25 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[T
     prompt = q[None], k[None], v[None]
     if q.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*prompt, 0.0, True, scale=scale)
-    elif q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= LARGEST_DIM:
-        if q.is_cuda and torch.cuda.get_device_capability(q.device) < FLASH_CAPABILITY:
-            return None  # torch's kernel raises there
+    elif has_flash(q):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention(*prompt, 0.0, True, scale=scale)[:2]
     else:
         return None
     return out[0], lse[0, :, : q.shape[1]].float()
+
+
+def attention_behind(q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Tensor, scale: float) -> Tensor | None:
+    """As `Backend.chunk_attention` behind a history that is live as a whole, by torch's flash attention for GPUs, [Hq,
+    n, D] in the dtype of `q`; None where it does not take them.
+
+    Its causal mask is that of the last queries, as `torch.nn.attention.bias.causal_lower_right` relies on; for AMD's
+    that is not said.
+    """
+    alike = {x.dtype for x in (q, k, v, past_k, past_v)} == {q.dtype}
+    if q.device.type == "cpu" or torch.version.hip or not alike or not has_flash(q):
+        return None
+    keys, values = (torch.cat(pair, 1)[None] for pair in ((past_k, k), (past_v, v)))
+    return torch.ops.aten._scaled_dot_product_flash_attention(q[None], keys, values, 0.0, True, scale=scale)[0][0]
 
 
 def reduce_columns(prob: Tensor, counts: Tensor, reduce: Reduce) -> Tensor:

@@ -154,9 +154,8 @@ class CompressedStore:
 
     def replay_attention(self, q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Tensor, scale: float) -> Tensor:
         """Exact attention of tokens, q [Hq, m, D], k and v [KV heads, m, D], behind an uncompressed prompt [KV heads,
-        N, D] over it and themselves, causally; stores nothing. Returns fp32 [Hq, m, D]."""
-        live = torch.ones(past_k.shape[:2], dtype=torch.bool, device=q.device)
-        return self.backend.chunk_attention(q, k, v, (past_k.float(), past_v.float(), live), scale)
+        N, D] over it and themselves, causally; stores nothing. Returns [Hq, m, D], fp32 or the dtype of `q`."""
+        return self.backend.chunk_attention(q, k, v, (past_k, past_v, None), scale)
 
     def prefill_layer(
         self,

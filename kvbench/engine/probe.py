@@ -79,8 +79,8 @@ class Uncompressed:
         self._layers.append(_HeldLayer(q if wanted else None, k, v, scale, call))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attention of the tokens of a pass, q [Hq, m, D], over the prompt and themselves, fp32 in the same shape;
-        notes their queries and keys."""
+        """Attention of the tokens of a pass, q [Hq, m, D], over the prompt and themselves, in the same shape; notes
+        their queries and keys."""
         held = self._layers[layer]
         held.replays.append(Replay(first=self.part[0], end=self.part[1], q=q, k=k))
         return self._store.replay_attention(q, k, v, held.k, held.v, scale)

@@ -100,6 +100,15 @@ def test_a_chunk_of_a_prompt_is_attended_to_without_reading_back(device):
     assert out.shape == (6, 40, 64) and device.launches == ["_read_side", "_read_side", "_attend_chunk"]
 
 
+def test_a_replay_is_torch_s_own_attention(device):
+    """Behind a whole prompt no kernel is launched for 16 bits; for fp32, and where a part is not live, one is."""
+    q, k, past = (device.make(*shape, 64, dtype=torch.float16) for shape in ((6, 40), (2, 40), (2, 99)))
+    assert Gpu().chunk_attention(q, k, k, (past, past, None), 0.1).dtype == torch.float16 and not device.launches
+    q, k, past = (x.float() for x in (q, k, past))
+    assert Gpu().chunk_attention(q, k, k, (past, past, None), 0.1).shape == (6, 40, 64)
+    assert device.launches == ["_attend_chunk"]
+
+
 def test_pages_are_written_read_demoted_and_moved_without_reading_back(device):
     """Every operation on slots, the tracked fields' included."""
     make, backend = device.make, Gpu()
@@ -211,6 +220,7 @@ def test_kernels_compile_for_nvidia_and_amd_without_a_gpu(tmp_path):
             "_move_listed",
             "_sum_queries",
             "_sum_columns",
+            "_attend_chunk",
             "_write_both",
             "_write_fields",
             "_append_ring",

@@ -5,11 +5,13 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
+import triton.language as tl
 from oracles import slow_attention
 from triton_helpers import DEVICE, poisoned_memory  # noqa: F401
 
 from kvbench.kernels.backend import REFERENCE
 from kvbench.kernels.gpu.backend import Gpu
+from kvbench.kernels.gpu.parts import INTERPRETED, recording
 from kvbench.kernels.operands import ColumnSums, HeadScores
 from kvbench.kernels.reference.prompts import attention_with_lse
 
@@ -107,22 +109,49 @@ def softmax_attention(q, k, v, history, scale: float) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+# Weights are rounded to the 11 bits of fp16 or the 8 of bf16, for which the interpreter takes fp32.
+WEIGHTS = {torch.float32: CLOSE, torch.float16: 2**-10, torch.bfloat16: CLOSE if INTERPRETED else 2**-7}
+
+
+@pytest.mark.parametrize("dtype", list(WEIGHTS), ids=str)
 @pytest.mark.parametrize(
     ("group", "chunk", "past", "head_dim"), [(1, 1, 0, 64), (3, 33, 70, 80), (2, 70, 1, 32), (4, 5, 32, 128)], ids=str
 )
 def test_a_chunk_attends_to_what_is_held_and_to_itself(group, chunk, past, head_dim, dtype):
     """Over live entries alone, of which a list may have none, by tensors that are not contiguous; what is not live may
-    be anything."""
+    be anything. Without `live` all of the history is."""
     make = torch.Generator().manual_seed(chunk)
     q, k, v = (torch.randn(h, chunk, 2 * head_dim, generator=make).to(dtype) for h in (2 * group, 2, 2))
     q, k, v = (x[..., :head_dim] for x in (q, k, v))
-    past_k, past_v = (torch.randn(2, past, head_dim, generator=make) for _ in range(2))
+    past_k, past_v = (torch.randn(past, 2, head_dim, generator=make).to(dtype).transpose(0, 1) for _ in range(2))
     live = torch.rand(2, past, generator=make) < 0.5
     live[1] = False
+    backend, exact = Gpu(), {"rtol": 0, "atol": WEIGHTS[dtype]}
+
+    def attend(*history) -> torch.Tensor:
+        moved = (None if x is None else x.to(DEVICE) for x in history)
+        return backend.chunk_attention(*(x.to(DEVICE) for x in (q, k, v)), tuple(moved), 0.2).double().cpu()
+
+    everything = torch.ones_like(live)
+    want = softmax_attention(q, k, v, (past_k, past_v, everything), 0.2)
+    torch.testing.assert_close(attend(past_k, past_v, None), want, **exact)
     want = softmax_attention(q, k, v, (past_k, past_v, live), 0.2)
     past_k[~live] = past_v[~live] = float("nan")
-    backend, history = Gpu(), tuple(x.to(DEVICE) for x in (past_k, past_v, live))
-    got = backend.chunk_attention(*(x.to(DEVICE) for x in (q, k, v)), history, 0.2)
-    assert got.dtype == torch.float32 and backend.fallbacks == set()
-    torch.testing.assert_close(got.double().cpu(), want, rtol=CLOSE, atol=CLOSE)
+    torch.testing.assert_close(attend(past_k.float(), past_v.float(), live), want, **exact)
+    assert backend.fallbacks == set()
+
+
+def test_a_chunk_s_products_are_of_the_model_s_own_type():
+    """Tensor cores take 16-bit operands: where a chunk has them, what is held is rounded to them, whatever it is in."""
+    launched = []
+    q, k = (torch.zeros(heads, 5, 64) for heads in (4, 2))
+    history = torch.zeros(2, 9, 64), torch.zeros(2, 9, 64), torch.ones(2, 9, dtype=torch.bool)
+    with recording(lambda kernel, _, arguments, constants: launched.append((arguments[:5], constants["OP"]))):
+        for kinds in ((torch.float16, torch.float16), (torch.float32, torch.float32), (torch.float16, torch.float32)):
+            Gpu().chunk_attention(q.to(kinds[0]), k.to(kinds[0]), k.to(kinds[1]), history, 0.1)
+    assert [operand for _, operand in launched] == [tl.float16, tl.float32, tl.float32]
+    assert [{x.dtype for x in tensors[3:]} for tensors, _ in launched] == [
+        {torch.float16},
+        {torch.float32},
+        {torch.float32},
+    ]
