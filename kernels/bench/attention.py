@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import product
 from types import ModuleType
 from typing import Any
@@ -31,6 +32,7 @@ DENSE_TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 6e-2}
 PAGE_TOKENS = 16  # FlashInfer's and vLLM's usual page
 WORKSPACE_BYTES = 128 << 20
 PEER_TOLERANCE = 1e-2  # fp16 keys, values and result
+FITS = 0.9  # of the free memory may be taken
 
 
 @dataclass(kw_only=True)
@@ -81,7 +83,7 @@ class Settings(Common):
     def variants(self, bench: Bench, cell: dict) -> list[Variant]:
         queries, heads, dim = parse_shape(cell["shape"])
         length, batch, device = cell["length"], cell["batch"], bench.device
-        self._check_memory(2 * heads * dim * length * batch, device)
+        self._check_memory(cell, device)
         generator = torch.Generator(device=device).manual_seed(self.seed)
         # Queries twice as large make attention about as peaked as in real models.
         q = 2 * torch.randn(batch, queries, dim, generator=generator, device=device)
@@ -98,14 +100,36 @@ class Settings(Common):
             made += peer_variants(q, k, v, self.working_set(device), self.max_buffers)
         return made
 
-    def _check_memory(self, elements: int, device: str) -> None:
-        """Raises Skipped where a cell of so many keys' and values' elements does not fit in memory."""
-        each = self.working_set(device) * 1e6
-        kinds = len(self.formats) + len(self.dense)
-        need = 4 * elements * 3 + sum(max(each, elements * DTYPES[d].itemsize) for d in self.dense) + kinds * each
-        need += 8 * elements * 2 + elements * 2 * len(self.formats)
-        free = machine.available_bytes(device)
-        if free is not None and need >= 0.8 * free:
+    def need_bytes(self, cell: dict, device: str) -> int:
+        """Memory that a cell takes at its worst moment: all of its variants at once, the probe, and whichever is the
+        larger one of a buffer on its way to another and one sequence in fp64 beside its exact attention."""
+        queries, heads, dim = parse_shape(cell["shape"])
+        length, batch = cell["length"], cell["batch"]
+        numbers = 2 * heads * dim * length * batch  # of keys and values
+
+        def of_buffers(size: float) -> float:
+            return size * caches.num_buffers(size, self.working_set(device), self.max_buffers)
+
+        dense = [numbers * DTYPES[name].itemsize for name in self.dense]
+        paged = []
+        for name in self.formats:
+            with suppress(ValueError):  # of tokens that fill no whole groups: its own rows are refused
+                layout, lists = caches.lay_out(name, length, dim), batch * heads
+                read = layout.token_bytes * lists * length
+                count = caches.num_buffers(read, self.working_set(device), self.max_buffers)
+                paged.append((lists * layout.list_pages * layout.page_bytes, count))
+        peers = device != "cpu" and self.peers and any(find_spec(module) for module, _ in PEERS.values())
+        held = 4 * numbers + sum(map(of_buffers, dense)) + sum(size * count for size, count in paged)
+        # 16-bit keys and values for all of them, buffers for each, and one buffer on its way into pages.
+        held += peers * (4 * numbers + len(PEERS) * of_buffers(2 * numbers) + WORKSPACE_BYTES)
+        on_its_way = max([0, *(size for size, count in paged if count > 1)])
+        exact = 3 * 8 * (numbers // batch) + 3 * 8 * queries * length
+        return int(held + max(on_its_way, exact) + machine.PROBE_BYTES + machine.PROBE_STEP_BYTES)
+
+    def _check_memory(self, cell: dict, device: str) -> None:
+        """Raises Skipped where a cell does not fit in memory."""
+        need, free = self.need_bytes(cell, device), machine.available_bytes(device)
+        if free is not None and need >= FITS * free:
             raise Skipped(f"needs about {need / 1e9:.1f} GB and {free / 1e9:.1f} GB are free")
 
     def _dense(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> list[Variant]:
@@ -180,8 +204,7 @@ def peer_variants(q: Tensor, k: Tensor, v: Tensor, working_set_mb: int, most: in
     count = caches.num_buffers(size, working_set_mb, most)
     q, k, v = q.half(), k.half(), v.half()
     calls = {}
-    peers = {"flash-attn": ("flash_attn", _flash_attention), "flashinfer": ("flashinfer", _flash_infer)}
-    for name, (module, build) in peers.items():
+    for name, (module, build) in PEERS.items():
         with suppress(ImportError):
             calls[f"{name} fp16"] = build(import_module(module), q, k, v, scale, count)
     return [
@@ -235,6 +258,8 @@ def _flash_infer(
         planned.append(wrapper)
     return lambda index: planned[index].run(q, (keys, values))
 
+
+PEERS = {"flash-attn": ("flash_attn", _flash_attention), "flashinfer": ("flashinfer", _flash_infer)}
 
 if __name__ == "__main__":
     sys.exit(main(Settings, sys.argv[1:]))

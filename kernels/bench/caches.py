@@ -66,6 +66,45 @@ class PagedCaches:
     token_bytes: float
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Where the tokens of a cache lie: for each format of a name how many tokens of a list it holds, and in how many
+    pages."""
+
+    formats: list[PageFormat]
+    counts: list[int]
+    widths: list[int]
+
+    @property
+    def list_pages(self) -> int:
+        return sum(self.widths)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.formats[0].page_bytes
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes that attention reads per token and KV head."""
+        read = sum(slot_read_bytes(f.slot) * n for f, n in zip(self.formats, self.counts, strict=True))
+        return read / sum(self.counts)
+
+
+def lay_out(name: str, length: int, head_dim: int) -> Layout:
+    """The layout of lists of so many tokens in a format of `slot_format`; of `A+B` the first half of the tokens is in
+    A. Raises ValueError for an unknown format, or a length that does not fill whole key groups."""
+    slots = [slot_format(part, head_dim) for part in name.split("+")]
+    size = choose_page_bytes(slots)
+    formats = [PageFormat(slot, size) for slot in slots]
+    bounds = [length * i // len(slots) for i in range(len(slots) + 1)]
+    counts = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    for fmt, count in zip(formats, counts, strict=True):
+        if count % fmt.slot.group_tokens:
+            raise ValueError(f"{name}: {count} tokens are no multiple of its key group {fmt.slot.group_tokens}")
+    widths = [-(-count // fmt.tokens_per_page) for fmt, count in zip(formats, counts, strict=True)]
+    return Layout(formats, counts, widths)
+
+
 def slot_read_bytes(slot: SlotFormat) -> float:
     """Bytes that attention reads of one slot: codes and their metadata, no tracked fields."""
     return slot.slot_bytes - slot.track_bytes
@@ -76,42 +115,33 @@ def build_caches(name: str, k: Tensor, v: Tensor, backend: Backend, *, num_buffe
     shuffled by `seed`.
 
     Args:
-        name: See `slot_format`; `A+B` puts the first half of the tokens into A.
-
-    Raises:
-        ValueError: An unknown format, or a length that does not fill whole key groups.
+        name: As `lay_out` takes it; raises what that does.
     """
     sequences, heads, length, dim = k.shape
-    slots = [slot_format(part, dim) for part in name.split("+")]
-    size = choose_page_bytes(slots)
-    formats = [PageFormat(slot, size) for slot in slots]
-    bounds = [length * i // len(slots) for i in range(len(slots) + 1)]
-    counts = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
-    for fmt, count in zip(formats, counts, strict=True):
-        if count % fmt.slot.group_tokens:
-            raise ValueError(f"{name}: {count} tokens are no multiple of its key group {fmt.slot.group_tokens}")
-    widths = [-(-count // fmt.tokens_per_page) for fmt, count in zip(formats, counts, strict=True)]
-    per_buffer = sequences * heads * sum(widths)
+    layout = lay_out(name, length, dim)
+    formats, counts, widths, size = layout.formats, layout.counts, layout.widths, layout.page_bytes
+    per_buffer = sequences * heads * layout.list_pages
     pages = memory.empty(num_buffers * per_buffer, size, dtype=torch.uint8, device=k.device).zero_()
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randperm(len(pages), generator=generator).to(k.device).view(num_buffers, sequences, heads, -1)
     split = list(ids.split(widths, -1))
     beside = []
-    for fmt, mine, begin, end in zip(formats, split, bounds, bounds[1:], strict=False):
+    begin = 0
+    for fmt, mine, count in zip(formats, split, counts, strict=True):
+        end = begin + count
         keys, channels, rotation = _as_stored(fmt, k[:, :, begin:end], begin)
         beside.append((rotation, channels))
         for index in range(sequences):
             _write(backend, pages, fmt, mine[0, index], keys[index], v[index, :, begin:end])
-    source = pages[ids[0].flatten()]
+        begin = end
     for index in range(1, num_buffers):
-        pages[ids[index].flatten()] = source
+        pages[ids[index].flatten()] = pages[ids[0].flatten()]
     held = [torch.full((sequences, heads), count, dtype=torch.int64, device=k.device) for count in counts]
     tiers = list(zip(formats, split, held, beside, strict=True))
     buffers = [
         [TierPages(f, ids[i].contiguous(), n, n, *more) for f, ids, n, more in tiers] for i in range(num_buffers)
     ]
-    read = sum(slot_read_bytes(f.slot) * n for f, n in zip(formats, counts, strict=True)) / length
-    return PagedCaches(pages, buffers, read)
+    return PagedCaches(pages, buffers, layout.token_bytes)
 
 
 def _as_stored(fmt: PageFormat, k: Tensor, begin: int) -> tuple[Tensor, Channels | None, InOrder | None]:

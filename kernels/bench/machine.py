@@ -30,7 +30,7 @@ def load_average() -> float | None:
 def available_bytes(device: str) -> int | None:
     """Memory that can be taken on a device; None where it cannot be told."""
     if device != "cpu":
-        return torch.cuda.mem_get_info(device)[0]
+        return memory.free_bytes(device)
     return next((int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line[:12] == "MemAvailable"), None)
 
 

@@ -182,7 +182,7 @@ def decode_variants(settings: Settings, model: LoadedModel, batch: int, mark: st
     for name, decoder in _own_decoders(settings, model).items():
         decoder.prefill(prompts)
         variants.append(settings.stepping(name + mark, decoder, answers))
-    if model.device.type == "cuda":
+    if model.device.type != "cpu":
         variants.append(static_variant(settings, model, prompts, answers))
     for method in settings.methods:
         try:

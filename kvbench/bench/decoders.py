@@ -220,7 +220,7 @@ class StaticDecoder(OwnDecoder):
         super().prefill(prompts)
         self._step = self._go
         self._ids = torch.zeros(len(prompts), 1, dtype=torch.int64, device=self.loaded.device)
-        if self.loaded.device.type == "cuda":
+        if self.loaded.device.type != "cpu":
             self._step = cuda_graph(self._go)
             hf.rewind(self.cache, len(prompts[0]))  # warming up and capturing have put tokens behind the prompt
 

@@ -3,8 +3,9 @@
 Every stage is a process of its own with a limit. What ended well is never run again; what failed is tried once more in
 a later call. A call ends before its minutes are over, so that it fits where a machine is lent by the call; the next one
 goes on, also on another machine of the same kind. Everything lies in one folder, results/gpu/<device>/: what each stage
-printed, the documents of the benches, and `state.json`. With --archive it comes as one file too. Needs torch, triton
-and transformers alone.
+printed, the documents of the benches, and `state.json`. With --archive it comes as one file too, packed after every
+stage. A call that is killed loses the cell under way, and leaves no process. Needs torch, triton and transformers
+alone.
 """
 
 import argparse
@@ -17,19 +18,24 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from kvbench.kernels.bench import machine
-from kvbench.kernels.bench.bench import REFUSED
+from kvbench.kernels.bench.bench import REFUSED, write
 from kvbench.kernels.dispatch import gpu_backend
 
 TRIES = 2  # of a stage, before it is given up
 LEAST_SHARE = 0.5  # of a stage's limit, or all that it took before, must be left of a call, or it is not begun
 CACHE_BYTES = 40 << 20  # of compiled kernels that go into the archive
+# Runs a command beside a shell that waits for the collector to let go of a pipe, as it does however it ends, and then
+# ends the command's whole process group: what the command has started, too.
+GUARDED = 'exec 3<&0 </dev/null; (read -r _ <&3; kill -9 0) & exec "$@" 3<&-'
 MODEL = "random preset=llama3-8b dtype=bfloat16"
 GRAPHED = "kvbench.kernels.bench.attention out={out} rounds=7 dense=[bf16] scores=[none,return]"
 DECODE = "kvbench.bench.decode out={out} peak=false quantised=false apart=true"
@@ -165,29 +171,41 @@ def left_over(stages: tuple[Stage, ...], state: dict[str, dict]) -> list[Stage]:
 
 def run_stage(stage: Stage, folder: Path, limit_s: float, dry: bool) -> int:
     """Runs a stage and keeps what it prints; its exit status, 124 when its time ran out. Of its processes none is
-    left, however it ends."""
+    left, however it or this one ends."""
     environment = os.environ | {"PYTHONUNBUFFERED": "1"} | ({"TRITON_INTERPRET": "1"} if dry else {})
     environment.setdefault("TRITON_CACHE_DIR", str((folder / "triton").absolute()))
     command = words_of(stage, folder, dry)
     with open(folder / f"{stage.name}.txt", "w", encoding="utf-8") as log:
         print(" ".join(command[1:]), file=log, flush=True)
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-        try:
-            return process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return 124
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        guarded = ["sh", "-c", GUARDED, "sh", *command]
+        with subprocess.Popen(
+            guarded,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        ) as process:
+            try:
+                return process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                return 124
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
-def go_on(folder: Path, seconds: float, stages: tuple[Stage, ...] = STAGES, dry: bool = False) -> list[Stage]:
-    """Does stages until all are done or the time is over; gives those that are left. `state.json` in the folder says
-    what was done. A stage that the end of a call cut short goes on in the next one, where its bench writes cells."""
-    begin, path = time.monotonic(), folder / "state.json"
+def go_on(
+    folder: Path,
+    seconds: float,
+    stages: tuple[Stage, ...] = STAGES,
+    dry: bool = False,
+    keep: Callable[[], object] = lambda: None,
+) -> list[Stage]:
+    """Does stages until all are done or the time is over, and calls `keep` behind each; gives those that are left.
+    `state.json` in the folder says what was done. A stage that the end of a call cut short goes on in the next one,
+    where its bench writes cells."""
+    begin = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     state = read_state(folder)
     for stage in left_over(stages, state):
@@ -201,7 +219,8 @@ def go_on(folder: Path, seconds: float, stages: tuple[Stage, ...] = STAGES, dry:
         was_cut = rc == 124 and limit_s < stage.limit_s
         took_s, tries = round(time.monotonic() - began, 1), before.get("tries", 0) + (not was_cut)
         state[stage.name] = {"rc": rc, "seconds": took_s, "tries": tries, "commit": _commit()}
-        path.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+        write(state, folder / "state.json")
+        keep()
         last = (folder / f"{stage.name}.txt").read_text(encoding="utf-8").strip().splitlines()[-1:]
         print(f"{stage.name:20} status {rc:3} {took_s:7.1f} s  {''.join(last)[:120]}", flush=True)
         if was_cut:
@@ -225,7 +244,7 @@ def pack(folder: Path, archive: Path) -> None:
         return None if size > CACHE_BYTES and f"{folder.name}/triton" in member.name else member
 
     new = archive.with_name(f".{archive.name}.new")
-    with tarfile.open(new, "w:gz") as packed:
+    with tarfile.open(new, "w:gz", compresslevel=1) as packed:  # it is packed behind every stage
         packed.add(folder, arcname=folder.name, filter=wanted)
     new.replace(archive)
 
@@ -250,9 +269,9 @@ def main(argv: list[str] | None = None) -> int:
     folder = chosen.results / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()
     if chosen.archive is not None and chosen.archive.exists() and not (folder / "state.json").exists():
         unpack(chosen.archive, chosen.results)
-    left = go_on(folder, 60 * chosen.minutes, dry=chosen.dry)
-    if chosen.archive is not None:
-        pack(folder, chosen.archive)
+    keep = partial(pack, folder, chosen.archive) if chosen.archive is not None else lambda: None
+    left = go_on(folder, 60 * chosen.minutes, dry=chosen.dry, keep=keep)
+    keep()
     state = read_state(folder)
     failed = [name for name, entry in state.items() if entry["rc"] not in (0, REFUSED)]
     refused = [name for name, entry in state.items() if entry["rc"] == REFUSED]

@@ -105,7 +105,7 @@ def store_variants(
     if not batch:
         return []
     # A GPU's pool is made once: without a budget each method's would hold what its lists could ever need.
-    room = int(1.1 * peak * (batch + REFERENCE_ROWS)) if model.device.type == "cuda" else None
+    room = int(1.1 * peak * (batch + REFERENCE_ROWS)) if model.device.type != "cpu" else None
     decoder = settings.decoder(model, method, rows=batch, budget_bytes=room, **asked)
     decoder.prefill([tokens[: settings.context] for tokens in text[:batch]])
     found = [_filled(settings, method, decoder, text, batch, sequence_bytes=peak)]

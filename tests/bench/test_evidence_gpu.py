@@ -2,8 +2,15 @@
 
 import importlib
 import json
+import os
+import signal
 import sys
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -68,10 +75,21 @@ def test_no_process_of_a_stage_is_left(tmp_path, monkeypatch):
     inner = "import time; time.sleep(54.321)"
     stage = runs(monkeypatch, f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])")
     assert run_stage(stage, tmp_path, 1.5, dry=False) == 124
-    until = time.monotonic() + 20  # of a loaded machine, which takes a while to end what was killed
-    while [path for path in Path("/proc").glob("[0-9]*/cmdline") if inner.encode() in _read(path)]:
+    wait_for(lambda: not processes(inner))
+
+
+def wait_for(happened) -> None:
+    """Waits until something holds; a loaded machine takes a while to begin processes, and to end what was killed."""
+    until = time.monotonic() + 60
+    while not happened():
         assert time.monotonic() < until
-        time.sleep(0.05)
+        time.sleep(0.02)
+
+
+def processes(words: str) -> list[Path]:
+    """Those that have some words in their command line."""
+    found = Path("/proc").glob("[0-9]*/cmdline")
+    return [path for path in found if words.encode() in _read(path)]
 
 
 def _read(path: Path) -> bytes:
@@ -80,6 +98,88 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:
         return b""
+
+
+@contextmanager
+def called(*arguments, **more) -> Iterator[BaseProcess]:
+    """A call of the collector in a process group of its own, which is killed at the end."""
+
+    def collect() -> None:
+        os.setpgid(0, 0)
+        go_on(*arguments, **more)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on, of a fork beside idle threads
+        call = get_context("fork").Process(target=collect)
+        call.start()
+    try:
+        yield call
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(call.pid, signal.SIGKILL)
+        call.join()
+
+
+def die() -> None:
+    """Kills the process group of the one who calls."""
+    os.killpg(0, signal.SIGKILL)
+
+
+def test_a_killed_call_loses_the_stage_under_way(tmp_path, monkeypatch):
+    """Killed behind each stage and as the state is written, a call leaves all that was done before on record; the next
+    one does the others, each once."""
+    names = [f"stage{n}" for n in range(4)]
+    note = "import pathlib, sys; print(open(sys.argv[1], 'a').write(sys.argv[2]))"
+    monkeypatch.setattr(
+        evidence_gpu, "words_of", lambda stage, *_: [sys.executable, "-Sc", note, str(tmp_path / "log"), stage.name]
+    )
+    stages = tuple(Stage(name, 60, GOOD, "") for name in names)
+    for _ in names[1:]:
+        with called(tmp_path, 300, stages, keep=die) as call:
+            call.join(60)
+        assert call.exitcode == -signal.SIGKILL
+    assert list(evidence_gpu.read_state(tmp_path)) == names[:3]
+    with monkeypatch.context() as patch:  # the new state is there, and takes the place of the old one next
+        patch.setattr(Path, "replace", lambda *_: die())
+        with called(tmp_path, 300, stages) as call:
+            call.join(60)
+    assert call.exitcode == -signal.SIGKILL
+    assert list(evidence_gpu.read_state(tmp_path)) == names[:3]
+    assert go_on(tmp_path, 300, stages) == []
+    assert (tmp_path / "log").read_text() == "".join([*names, names[3]])
+
+
+def test_a_killed_call_leaves_no_process(tmp_path, monkeypatch):
+    """The stage under way ends with the collector, and so does what the stage has started, in whatever order."""
+    inner = "import time; time.sleep(54.322)"
+    stage = runs(monkeypatch, f"import subprocess, sys; subprocess.run([sys.executable, '-Sc', {inner!r}])")
+    with called(tmp_path, 300, (stage,)):
+        wait_for(lambda: len(processes(inner)) >= 2)
+    wait_for(lambda: not processes(inner))
+    assert not (tmp_path / "state.json").exists()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", ["manager", "decode-4k"])
+def test_a_killed_stage_goes_on_behind_its_last_cell(tmp_path, name):
+    """A dry stage, killed with the collector as soon as its first cell is there: the next call keeps that cell to the
+    digit, and measures the others."""
+    pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+    stages = tuple(stage for stage in STAGES if stage.name == name)
+    document = tmp_path / f"{name}.json"
+    with called(tmp_path, 1200, stages, dry=True) as call:
+        wait_for_cell = time.monotonic() + 600
+        while not document.exists() and call.is_alive():
+            assert time.monotonic() < wait_for_cell
+            time.sleep(0.02)
+    held = json.loads(document.read_text())
+    wait_for(lambda: not processes(str(document)))
+    assert go_on(tmp_path, 1200, stages, dry=True) == []
+    found = json.loads(document.read_text())
+    bench.check_document(found)
+    assert found["cells"][: len(held["cells"])] == held["cells"] and found["started"] == held["started"]
+    assert len(found["cells"]) == len(held["cells"]) + held["left"] and not found["left"]
 
 
 @pytest.mark.parametrize("dry", [False, True])
