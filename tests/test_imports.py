@@ -197,6 +197,16 @@ for method in ("diffkv window=8", "kivi residual_tokens=32 group=32"):
     runner = Runner(model, choices.make_method(method), backend="torch")
     runner.reserve(rows=1, prompt_tokens=20, new_tokens=2)
     print(len(runner.generate(range(1, 21), 2)[1]))
+
+from pathlib import Path
+from kvbench.bench.evidence_gpu import STAGES, words_of
+from kvbench.kernels.bench.bench import read_words
+
+for stage in STAGES:
+    for dry in (False, True):
+        _, _, module, *words = words_of(stage, Path(), dry)
+        if hasattr(found := importlib.import_module(module), "Settings"):
+            read_words(found.Settings, words)
 assert not absent & {name.partition(".")[0] for name in sys.modules}
 """
 # What kvbench depends on beyond what a machine that was made for torch and transformers has.
@@ -210,7 +220,8 @@ BENCHES = ("attention", "prefill", "manager")
 @pytest.mark.exhaustive
 def test_a_machine_with_torch_and_transformers_alone_measures():
     """Kernels, cache, engine, methods, benches and random models need no library beyond torch, triton and
-    transformers: everything of them is imported, and two methods answer, where the others are not installed."""
+    transformers: everything of them is imported, two methods answer, and the settings of every stage of the GPU's evidence
+    are read, where the others are not installed."""
     with_triton = importlib.util.find_spec("triton") is not None
     rooms = ["kvbench.kernels", "kvbench.cache", "kvbench.engine", "kvbench.methods", "kvbench.models", "kvbench.bench"]
     names = [module_name(file) for file in source_files(ROOT) if file.suffix == ".py"]

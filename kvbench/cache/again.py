@@ -53,16 +53,17 @@ def _copied(asked: Asked) -> Asked:
         return asked
 
 
-def differ(one: object, other: object, most: float = 0.0) -> Tensor:
-    """bool []: two answers are not the same, in more than a share `most` of a tensor's numbers."""
+def differ(one: object, other: object, most: float = 0.0) -> Tensor | bool:
+    """True where two answers are not the same, in more than a share `most` of a tensor's numbers: bool [] on their
+    device, or a plain one where no number has to be looked at."""
     pairs = list(zip_longest(_leaves(one), _leaves(other)))
     tensors = [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape]
     if any(not isinstance(a, Tensor) and a != b for a, b in pairs) or len(tensors) < sum(
         isinstance(x, Tensor) for x, _ in pairs
     ):
-        return torch.tensor(True)
+        return True
     flags = [((a != b) & ~(a.isnan() & b.isnan())).float().mean() > most for a, b in tensors]
-    return torch.stack(flags).any() if flags else torch.tensor(False)
+    return torch.stack(flags).any() if flags else False
 
 
 def _leaves(answer: object) -> list[object]:

@@ -263,7 +263,12 @@ class CheckedPlans:
                 raise
             raise asked.error(f"{RULE} ({type(error).__name__}: {error})") from error
         most = NOISE if self._pages.counts.is_late else 0.0
-        self._judge(asked, differ(found, again, most), RULE, unless_spoilt)
+        differs = differ(found, again, most)
+        if isinstance(differs, bool):
+            if not differs:
+                return
+            differs = torch.ones((), dtype=torch.bool, device=self._pages.table.num_slots.device)
+        self._judge(asked, differs, RULE, unless_spoilt)
 
     def _judge(self, asked: _Asked, broken: Tensor, rule: Rule, unless_spoilt: Tensor | None = None) -> None:
         """Raises where an entry of `broken` is True, now or later; never where `unless_spoilt` is not finite."""

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 from kvbench.cache.layout import StoreOptions
 from kvbench.config.files import FULL
-from kvbench.config.methods import method_settings
 from kvbench.config.settings import as_dict, read_data, read_settings
 from kvbench.results import tracking
 from kvbench.results.shards import Shard
@@ -133,6 +132,8 @@ class RunConfig:
         one would only make it fail. Nothing is rotated, so that one reference serves runs with and without. Prompts are
         read as in the experiment: in chunks, the full cache is the same but for the rounding of its pages.
         """
+        from kvbench.config.methods import method_settings  # needs the library of settings; a bench has no run
+
         method = as_dict(method_settings(FULL))
         return replace(self, method=method, store=replace(self.store, budget_bytes=None, rotation="none"))
 
