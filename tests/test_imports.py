@@ -220,8 +220,8 @@ BENCHES = ("attention", "prefill", "manager")
 @pytest.mark.exhaustive
 def test_a_machine_with_torch_and_transformers_alone_measures():
     """Kernels, cache, engine, methods, benches and random models need no library beyond torch, triton and
-    transformers: everything of them is imported, two methods answer, and the settings of every stage of the GPU's evidence
-    are read, where the others are not installed."""
+    transformers: everything of them is imported, two methods answer, and the settings of all stages of `make gpu` are
+    read, where the others are not installed."""
     with_triton = importlib.util.find_spec("triton") is not None
     rooms = ["kvbench.kernels", "kvbench.cache", "kvbench.engine", "kvbench.methods", "kvbench.models", "kvbench.bench"]
     names = [module_name(file) for file in source_files(ROOT) if file.suffix == ".py"]

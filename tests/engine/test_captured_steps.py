@@ -134,9 +134,9 @@ def bare():
         yield model
 
 
-def step_without_data(smallest, method: str, due: bool = False) -> SimpleNamespace:
-    """Makes one step of two rows, whose bulk eviction may be due; its launches, and the operations that have no
-    kernel."""
+def step_without_data(smallest, method: str, due: bool = False, eager: bool = False) -> SimpleNamespace:
+    """Makes one step of two rows, whose bulk eviction may be due, as it is captured or not; its launches, and the
+    operations that have no kernel."""
     method, _, own = method.partition(" ")
     settings = changes(method, ALONE) | open_settings(method)
     words = own + " " + " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in settings.items())
@@ -148,7 +148,11 @@ def step_without_data(smallest, method: str, due: bool = False) -> SimpleNamespa
         store.counters.hold(row, 24)
         store.counters.prompt_tokens[row] = 24
         store.holding.due.learn([row], [due])
-    store.pages.counts.log = ReplayLog()  # lists of any length, as in a graph
+    if eager:
+        store.pages.host.learner(rows)([24] * len(rows) * len(store.pages.formats))
+        store.pages.counts._start = lambda numbers, receivers: None  # the copy to the host
+    else:
+        store.pages.counts.log = ReplayLog()  # lists of any length, as in a graph
     there = [torch.empty(2, dtype=torch.int64, device="meta") for _ in range(2)]
     state = State(Rows(there[0], rows), there[1], lambda *_: None)
     as_if_read(runner.policy)
@@ -169,6 +173,13 @@ def test_a_whole_step_asks_the_host_for_nothing(bare, method: str):
     assert found.fallbacks == without
     attended = 0 if "paged_decode" in without else 2 * -(-found.tiers // 2)  # two layers, and two tiers in a launch
     assert found.launches.count("_attend") == attended
+
+
+@pytest.mark.parametrize("method", ["full", "h2o", "diffkv", "kivi", "random_trace"])
+def test_the_first_eager_step_asks_the_host_for_nothing(bare, method: str):
+    """In it the policy is asked again, and what is told of the answers, which may have no tensors, leaves with the
+    device's own counts."""
+    assert step_without_data(bare, method, eager=True).launches
 
 
 @pytest.mark.parametrize("method", BULK)
