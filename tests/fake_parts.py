@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
 from omegaconf import OmegaConf
 
 from kvbench.engine.requests import Outcome, Request
@@ -77,19 +78,22 @@ class FakeEngine:
         self.cfg, self.policy, self.pause_s, self.statuses = cfg, policy, pause_s, statuses or {}
         self.backend, self.graphs = SimpleNamespace(name="torch", isa="", fallbacks=set()), {}
         self.seen: list[str] = []
+        sizes = {"fp16_bytes": lambda tokens: tokens, "num_q_heads": 2, "num_kv_heads": 1}
+        self.shape = SimpleNamespace(device="cpu", dtype=torch.float32, **sizes)
 
     def text_of(self, ids) -> str:
         """Every token is a word."""
         return " ".join(map(str, ids))
 
-    def run(self, requests, *, on_outcome, on_step=None, sizing=None, own=False) -> None:
-        """Answer group by group."""
+    def running(self, requests, *, on_outcome, on_step=None, sizing=None, own=False):
+        """Answer group by group; give each request before it is answered."""
         self.sizing = len(sizing or requests)
         size = self.cfg.batch_size
         for start in range(0, len(requests), size):
             group = requests[start : start + size]
             neighbours = ",".join(request.sample_id for request in group)
             for request in group:
+                yield request
                 self.seen.append(request.sample_id)
                 for repeat in range(request.num_samples):
                     time.sleep(self.pause_s)

@@ -21,7 +21,7 @@ from kvbench.engine.requests import Request
 from kvbench.results.identity import HASH_DIGITS
 from kvbench.results.journal import Journal
 from kvbench.results.sample import SampleRecord
-from kvbench.runs.answers import record_answers, unfinished_groups
+from kvbench.runs.answers import finish, record_answers, unfinished_groups
 from kvbench.runs.config import RunConfig
 from kvbench.runs.experiment import Experiment, prepare
 from kvbench.runs.parts import Loaders
@@ -94,4 +94,4 @@ class Sweep:
         experiment = trial.experiment
         # An engine of its own each time: it holds its page pool as long as it lives.
         engine = self.parts.make_engine(experiment.config, experiment.model, experiment.policy, prompts=self.prompts)
-        record_answers(engine, experiment.task, group, journal, bar, with_timing=False)
+        finish(record_answers(engine, experiment.task, group, journal, bar, with_timing=False))

@@ -1,5 +1,6 @@
 """The experiments of one command, wherever Hydra's launcher runs them: in this process, in others, on other machines.
 
+In this process those that can share the reading of prompts go together (`runs/together.py`), once Hydra has named all.
 Hydra has no way to hand back what became of a sweep's jobs. Each job therefore writes it down in the sweep's folder
 (`results/sweep.py`), and the process that started the sweep reads it there.
 """
@@ -8,9 +9,10 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from kvbench.runs.parts import Loaders
     from kvbench.runs.run import Run
+    from kvbench.runs.sessions import Origin
 
 # States of jobs that have not ended, in words.
 OPEN = {"running": "still running", "lost": "ended without a word, as after a kill", "left": "not begun"}
@@ -38,6 +41,17 @@ _shared: "dict[str, tuple[Loaders, set[str]]]" = {}
 
 def _process() -> tuple[str, int]:
     return socket.gethostname(), os.getpid()
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One experiment of a sweep, as Hydra names it."""
+
+    number: int
+    cfg: "DictConfig"
+    label: str
+    method: str
+    origin: "Origin"
 
 
 @dataclass
@@ -56,6 +70,10 @@ class Jobs:
     """The user's own folders of configuration."""
     home: tuple[str, int] = field(default_factory=_process)
     """The process that started it."""
+    waits: bool = False
+    """Jobs wait until `carry_out`, so that some may go together."""
+    waiting: "list[_Job]" = field(default_factory=list)
+    """Those that do."""
     codes: list[int] = field(default_factory=list)
     """Exit code of a single experiment."""
 
@@ -72,7 +90,11 @@ class Jobs:
             self.codes.append(self._single(cfg))
             return
         settings = HydraConfig.get()
-        number = settings.job.num + 1
+        number, words = settings.job.num + 1, list(settings.overrides.task)
+        job = _Job(number, cfg, self.labels[number - 1] if self.labels else " ".join(words), *self._origin())
+        if self.waits:
+            self.waiting.append(job)
+            return
         with ExitStack() as stack:
             if _process() != self.home:
                 stack.enter_context(endings.stoppable())
@@ -81,17 +103,24 @@ class Jobs:
                 stack.enter_context(files.with_own_folders(self.own))
                 if str(cfg.model.get("device", "")) in ("auto", "cuda"):
                     gpus.claim()
-            sweep = Sweep(self.sweep)
-            stack.enter_context(logged(sweep.log, f"[{number}] "))
-            job = stack.enter_context(sweep.job(number))
-            self._job(cfg, sweep, job, " ".join(settings.overrides.task))
+            self._carry_out([job])
+
+    def carry_out(self) -> None:
+        """Run the jobs that waited."""
+        if self.waiting:
+            from kvbench.runs import together
+
+            for numbers in together.groups([job.cfg for job in self.waiting]):
+                self._carry_out([self.waiting[number] for number in numbers])
 
     def _single(self, cfg: "DictConfig") -> int:
         """An experiment by itself: its tables and its picture; gives the exit code."""
+        from kvbench.runs.run import run_experiment
         from kvbench.show import table
 
         try:
-            finished = self._experiment(cfg, note)
+            method, origin = self._origin()
+            finished = run_experiment(cfg, method=method, parts=self._of_process()[0], origin=origin)
             if finished.ended:  # else the last shard shows the whole run
                 folder, picture = finished.folder, _draw(finished)
                 table.show(finished.records, [folder / "run.json", folder / "samples.jsonl", picture])
@@ -99,36 +128,63 @@ class Jobs:
             return report(error)
         return _code(finished)
 
-    def _job(self, cfg: "DictConfig", sweep: Sweep, job: JobRecord, words: str) -> None:
-        """One experiment of a sweep. Whatever becomes of it is written down; only a signal gets out of here, because
-        the other experiments do not depend on this one."""
-        name = f"job {job.number}" + (f" of {len(self.labels)}" if self.labels else "")
-        left = sweep.left_s()
-        what = self.labels[job.number - 1] if self.labels else words
-        note(f"{name}: {what}{f', {format_seconds(left)} left' if left else ''}")
+    def _carry_out(self, jobs: "Sequence[_Job]") -> None:
+        """Experiments of a sweep that go together, or one. Whatever becomes of each is written down; only a signal gets
+        out of here, because the other experiments do not depend on these."""
+        from kvbench.runs.together import Asked, run_together
+
+        assert self.sweep is not None, "one experiment alone is no sweep"
+        sweep = Sweep(self.sweep)
+        with ExitStack() as stack:
+            stack.enter_context(logged(sweep.log, f"[{jobs[0].number}] " if len(jobs) == 1 else ""))
+            left = sweep.left_s()
+            held = [stack.enter_context(ExitStack()) for _ in jobs]  # each job's folder
+            records = [one.enter_context(sweep.job(job.number)) for one, job in zip(held, jobs, strict=True)]
+            for place, job in enumerate(jobs):
+                is_told = f", {format_seconds(left)} left" if left and not place else ""
+                self._note(job, f"{self._name(job)}: {job.label}{is_told}")
+            asked = [
+                Asked(cfg=job.cfg, method=job.method, say=partial(self._say_once, job), origin=job.origin)
+                for job in jobs
+            ]
+            try:
+                for place, ended in run_together(asked, self._of_process()[0]):
+                    with logged(sweep.log, f"[{jobs[place].number}] "):
+                        self._write_down(jobs[place], sweep, records[place], ended)
+                    held[place].close()
+            except KeyboardInterrupt as stop:
+                for record in records:
+                    if record.code is None:
+                        record.message, record.code = f"stopped by {str(stop) or 'SIGINT'}", endings.exit_code(stop)
+                raise
+
+    def _name(self, job: "_Job") -> str:
+        return f"job {job.number}" + (f" of {len(self.labels)}" if self.labels else "")
+
+    def _write_down(self, job: "_Job", sweep: Sweep, record: JobRecord, ended: "Run | Exception") -> None:
+        """Say how a job ended, and put it into its record."""
         try:
-            finished = self._experiment(cfg, self._say_once)
-            job.run = os.path.relpath(finished.folder, sweep.results_dir)
-            if finished.reference is not None and finished.record.comparison is not None:
-                reference = Path(cfg.results_dir) / finished.record.comparison.reference
-                job.reference = os.path.relpath(reference, sweep.results_dir)
-            sessions = [session for record in finished.records for session in record.sessions]
-            job.num_done = sum(session.num_done for session in sessions if session.started >= job.started)
-            if finished.ended:
-                _draw(finished)
-            status = finished.record.status if finished.ended else f"shard {cfg.shard} is done"
-            note(f"{name}: {status}, {finished.folder}")
-            job.message, job.code = finished.record.message, _code(finished)
-        except KeyboardInterrupt as stop:
-            job.message, job.code = f"stopped by {str(stop) or 'SIGINT'}", endings.exit_code(stop)
-            raise
+            if isinstance(ended, Exception):
+                raise ended
+            record.run = os.path.relpath(ended.folder, sweep.results_dir)
+            if ended.reference is not None and ended.record.comparison is not None:
+                reference = Path(job.cfg.results_dir) / ended.record.comparison.reference
+                record.reference = os.path.relpath(reference, sweep.results_dir)
+            sessions = [session for session in ended.record.sessions if session.started >= record.started]
+            record.num_done = sum(session.num_done for session in sessions)
+            record.work_s = sum(session.wall_s for session in sessions)
+            if ended.ended:
+                _draw(ended)
+            status = ended.record.status if ended.ended else f"shard {job.cfg.shard} is done"
+            note(f"{self._name(job)}: {status}, {ended.folder}")
+            record.message, record.code = ended.record.message, _code(ended)
         except Exception as error:
             if self.skip and isinstance(error, NotForModel):
-                job.message, job.code = f"left out: {error}", 0
-                note(f"{name}: {job.message}")
+                record.message, record.code = f"left out: {error}", 0
+                note(f"{self._name(job)}: {record.message}")
             else:
                 is_told = isinstance(error, ValueError | OSError) and f"{error}"
-                job.message, job.code = is_told or what_happened(error), report(error)
+                record.message, record.code = is_told or what_happened(error), report(error)
 
     def _of_process(self) -> "tuple[Loaders, set[str]]":
         """The loaders and the notes that were said, which this command's jobs in one process share."""
@@ -139,25 +195,30 @@ class Jobs:
             _shared[self.key] = parts.Loaders(), set()
         return _shared[self.key]
 
-    def _experiment(self, cfg: "DictConfig", say: Callable[[str], None]) -> "Run":
+    def _origin(self) -> "tuple[str, Origin]":
+        """The method that Hydra's job at hand names, and its own words."""
         from hydra.core.hydra_config import HydraConfig
 
-        from kvbench.runs.run import Origin, run_experiment
+        from kvbench.runs.sessions import Origin
 
         settings = HydraConfig.get()
         choices = settings.runtime.choices
         own = [*config_dir_flags(self.own), *settings.overrides.task]  # of a sweep, this job's own values
-        origin = Origin(command=own, experiment=choices.get("experiment") or "")
-        return run_experiment(cfg, method=choices["method"], parts=self._of_process()[0], say=say, origin=origin)
+        return choices["method"], Origin(command=own, experiment=choices.get("experiment") or "")
 
-    def _say_once(self, text: str) -> None:
+    def _note(self, job: "_Job", text: str) -> None:
+        assert self.sweep is not None, "one experiment alone is no sweep"
+        with logged(Sweep(self.sweep).log, f"[{job.number}] "):
+            note(text)
+
+    def _say_once(self, job: "_Job", text: str) -> None:
         """A note of a sweep's job: one on what is there already is shorter, and said once in each process."""
         if text.startswith("already there: "):
             text, (_, said) = text.removesuffix(" (resume=false runs it again)"), self._of_process()
             if text in said:
                 return
             said.add(text)
-        note(text)
+        self._note(job, text)
 
     def finish(self) -> int:
         """Let go of what jobs of this process shared; show what became of a sweep. Gives the worst exit code."""

@@ -146,6 +146,7 @@ def run_command(overrides: list[str]) -> int:
         with sweeping.begin(overrides) as jobs:
             try:
                 hydra.main(version_base="1.3", config_path=str(files.conf_folder()), config_name="config")(jobs.run)()
+                jobs.carry_out()
             except (HydraException, OmegaConfBaseException) as error:
                 raise explain(error, overrides) from error
             except OSError as error:

@@ -154,7 +154,8 @@ def begin(arguments: list[str]) -> Iterator[Jobs]:
     sweep = Sweep.start(results_dir, shlex.join(["kvbench", *arguments]), launcher, labels)
     try:
         by_pattern = any(word.startswith("method=glob(") for word in arguments)
-        yield Jobs(sweep=sweep.folder, labels=labels, skip=by_pattern)
+        waits = launcher == "basic" and bool(jobs)  # who launches elsewhere, or chooses on the way, waits for each
+        yield Jobs(sweep=sweep.folder, labels=labels, skip=by_pattern, waits=waits)
     except Exception as error:
         if not sweep.jobs():
             shutil.rmtree(sweep.folder, ignore_errors=True)

@@ -1,7 +1,7 @@
 """Generation through the compressed store: one prompt at a time in, many rows at once on, no padding anywhere."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -100,7 +100,21 @@ class Engine:
             own: Force the first answer that each request gets here, in place of its gold answer; for the full cache,
                 whose answer other methods are then forced to give.
         """
-        _Run(self, requests, list(sizing or requests), on_outcome, on_step, own).answer()
+        for _ in self.running(requests, on_outcome=on_outcome, on_step=on_step, sizing=sizing, own=own):
+            pass
+
+    def running(
+        self,
+        requests: Sequence[Request],
+        *,
+        on_outcome: Callable[[Outcome], None],
+        on_step: Callable[[dict], None] | None = None,
+        sizing: Sequence[Request] | None = None,
+        own: bool = False,
+    ) -> Generator[Request]:
+        """Does what `run` does, and stops before each prompt that it reads, which it gives: several engines that share
+        their prompts then take turns."""
+        yield from _Run(self, requests, list(sizing or requests), on_outcome, on_step, own).answer()
 
 
 class _Run:
@@ -124,8 +138,8 @@ class _Run:
         self._contexts = SharedContexts(self._runner, requests, self._begins_with, self._read)
         self._finished: set[str] = set()  # samples of the group
 
-    def answer(self) -> None:
-        """Answers all requests."""
+    def answer(self) -> Generator[Request]:
+        """Answers all requests; gives each before its prompt is read."""
         for request in self._everything:
             self._needs.check(request)
         if not self._everything:
@@ -148,7 +162,7 @@ class _Run:
             for request in self._requests:  # a budget that is too small for one stops the run before the first is read
                 self._runner.store.budget.solve(len(request.segments[0]), self._needs.new_tokens(request))
         for begin in range(0, len(self._requests), size):
-            self._run_group(list(self._requests[begin : begin + size]))
+            yield from self._run_group(list(self._requests[begin : begin + size]))
         self._contexts.close()  # it is still open where the last questions could not be answered
 
     def _reserve(self, requests: list[Request]) -> tuple[int, str | None]:
@@ -171,12 +185,12 @@ class _Run:
                     return size, first_line(error)
             size //= 2
 
-    def _run_group(self, group: list[Request]) -> None:
+    def _run_group(self, group: list[Request]) -> Generator[Request]:
         """Runs a group; when memory runs out, its unfinished requests run again in halves, and a single one is recorded
         as `oom`. Whatever is raised, no row stays open."""
         self._finished = set()
         try:
-            self._decode(self._prefill_group(group))
+            self._decode((yield from self._prefill_group(group)))
             return
         except BaseException as error:
             was_spoiled = isinstance(error, Spoiled)
@@ -189,7 +203,7 @@ class _Run:
         left = [r for r in group if r.sample_id not in self._finished]
         if was_spoiled:  # step by step it is known which layer began it
             self._loop.alone.update(r.sample_id for r in left)
-            self._run_group(left)
+            yield from self._run_group(left)
             return
         if len(left) == 1:
             self._fail(left[0], "oom", reason, None)
@@ -197,12 +211,13 @@ class _Run:
         half = len(left) // 2
         for part in (left[:half], left[half:]):
             if part:
-                self._run_group(part)
+                yield from self._run_group(part)
 
-    def _prefill_group(self, group: list[Request]) -> list[tuple[Row, Sample]]:
+    def _prefill_group(self, group: list[Request]) -> Generator[Request, None, list[tuple[Row, Sample]]]:
         """Prefills every request of a group on its own and opens its rows."""
         rows: list[tuple[Row, Sample]] = []
         for request in group:
+            yield request
             begin, before = time.perf_counter(), len(self._runner.open_rows)
             shares = self._contexts.holds(request)
             try:

@@ -127,6 +127,12 @@ class PromptCache:
             self.used_bytes += size
         return logits
 
+    def forget(self) -> None:
+        """Drops every prompt."""
+        self._entries.clear()
+        self._recent.clear()
+        self.used_bytes = 0
+
     def settle(self) -> None:
         """Ends a group of prompts: drops those read since the last call unless as many more would still fit.
 

@@ -75,17 +75,19 @@ def at_work(run: Path) -> list[Shard]:
 
 
 @contextmanager
-def whole_run_lock(run: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold a run's folder when nobody works on a shard of it; wait for that."""
+def whole_run_lock(run: Path, say: Callable[[str], None], *, wait: bool = True) -> Iterator[None]:
+    """Hold a run's folder when nobody works on a shard of it; wait for that, or raise RunLocked."""
     said = False
     while True:
-        with run_lock(run, wait=True, say=say):
+        with run_lock(run, wait=wait, say=say):
             busy = at_work(run)
             if not busy:
                 yield
                 return
+        named = ", ".join(map(str, busy))
+        if not wait:
+            raise RunLocked(f"other processes are computing shards of {run}: {named}")
         if not said:
-            named = ", ".join(map(str, busy))
             say(f"waiting for the shard{'s' * (len(busy) > 1)} {named} of {run}, which other processes are computing")
             said = True
         time.sleep(0.5)  # without the lock: a shard that ends needs it

@@ -41,6 +41,8 @@ class JobRecord:
     """ISO 8601 in UTC; empty while it works and after a kill."""
     wall_s: float = 0.0
     """Seconds from start to end."""
+    work_s: float = 0.0
+    """Seconds in which it computed answers: without loading, its reference, and other jobs' turns."""
     num_done: int = 0
     """Answers that it computed; 0 where all were there already."""
     code: int | None = None
@@ -149,14 +151,14 @@ class Sweep:
         return "running" if is_held(self.folder / f"{job.number:04d}") else "lost"
 
     def left_s(self) -> float | None:
-        """Seconds until the last job ends, if those that are left take as long as those that had to compute something;
-        None where none of these has ended."""
+        """Seconds until the last job ends, if those that are left compute for as long as those that had to compute
+        something; None where none of these has ended."""
         ended = [job for job in self.jobs().values() if job.ended and job.num_done]
         open_jobs = sum(state in ("left", "running") for state in self.states().values())
         if not ended:
             return None
         times = [datetime.fromisoformat(stamp) for job in ended for stamp in (job.started, job.ended)]
-        total = sum(job.wall_s for job in ended)
+        total = sum(job.work_s for job in ended)
         # Several at once: their times together exceed the time that passed.
         at_once = max(1.0, total / max(1.0, (max(times) - min(times)).total_seconds()))
         return total / len(ended) * open_jobs / at_once

@@ -1,8 +1,10 @@
 """The engine over the samples of a run that are not there yet: every answer is graded and goes to a journal."""
 
-from collections.abc import Container, Sequence
+import time
+from collections.abc import Callable, Container, Generator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvbench.config.files import FULL
 from kvbench.engine.requests import Outcome, Request
@@ -16,6 +18,18 @@ from kvbench.show.progress import Progress
 if TYPE_CHECKING:
     from kvbench.engine.engine import Engine
     from kvbench.tasks.taskset import TaskSet
+
+Result = TypeVar("Result")
+Shown = Callable[[str, int, int], AbstractContextManager[Progress]]  # label, answers of the run, those that are there
+
+
+def finish(steps: Generator[Any, None, Result]) -> Result:
+    """Goes through all steps of a piece of work at once, and gives what it returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
 
 
 def unfinished_groups(requests: Sequence[Request], batch_size: int, journal: Container[Key]) -> list[Request]:
@@ -42,8 +56,9 @@ def record_answers(
     done: Container[Key] = (),
     with_timing: bool = True,
     own: bool = False,
-) -> None:
-    """Run an engine on some requests of a task and write down every answer that is not in the journal yet.
+) -> Generator[Request]:
+    """Run an engine on some requests of a task and write down every answer that is not in the journal yet; gives each
+    request before its prompt is read.
 
     Args:
         done: Answers that another journal has; they are computed only where their batch needs them.
@@ -72,7 +87,7 @@ def record_answers(
             progress.step(numbers)
             graders.hand_out()
 
-        engine.run(requests, on_outcome=on_outcome, on_step=on_step, sizing=task.requests, own=own)
+        yield from engine.running(requests, on_outcome=on_outcome, on_step=on_step, sizing=task.requests, own=own)
 
 
 def compute_missing(
@@ -82,16 +97,23 @@ def compute_missing(
     *,
     requests: Sequence[Request] | None = None,
     done: Container[Key] = (),
-) -> None:
-    """Run the engine over what is in no journal yet; `requests` are whole groups of the run, all by default."""
+    shown: Shown = Progress,
+) -> Generator[Request]:
+    """Run the engine over what is in no journal yet, and give each request before its prompt is read; `requests` are
+    whole groups of the run, all by default. What passes while it waits there is none of the session's time."""
     task, before = experiment.task, len(journal.records)
     requests = task.requests if requests is None else requests
     own = experiment.config.forces_own and experiment.method == FULL
     keys = keys_of(requests)
     there = {key for key in keys if key in journal or key in done}
     todo = unfinished_groups(requests, experiment.config.batch_size, there)
-    with Progress(f"{experiment.method} on {task.name}", len(keys), len(there)) as progress:
+    with shown(f"{experiment.method} on {task.name}", len(keys), len(there)) as progress:
         try:
-            record_answers(experiment.engine, task, todo, journal, progress, done=done, own=own)
+            for request in record_answers(experiment.engine, task, todo, journal, progress, done=done, own=own):
+                begin = time.perf_counter()
+                try:
+                    yield request
+                finally:
+                    session.wall_s -= time.perf_counter() - begin
         finally:
             session.num_done = len(journal.records) - before

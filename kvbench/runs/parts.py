@@ -6,7 +6,8 @@ before.
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from importlib import import_module
 from threading import Thread
@@ -88,6 +89,7 @@ class Loaders:
     def __init__(self) -> None:
         self._held: dict[str, tuple[str, Any]] = {}  # what -> the settings that decide it, and what they gave
         self._prompts: dict[int, PromptCache] = {}
+        self._shared: PromptCache | None = None
 
     def make_policy(self, group: Mapping[str, Any]) -> "Policy":
         """The policy of a method group."""
@@ -168,12 +170,23 @@ class Loaders:
         )
 
     def prompts(self, limit_bytes: int) -> "PromptCache":
-        """The prompts that all engines with one `prompt_cache_bytes` share."""
+        """The prompts that all engines with one `prompt_cache_bytes` share, or those of `sharing`."""
         from kvbench.engine.prompt_cache import PromptCache
 
+        if self._shared is not None:
+            return self._shared
         if limit_bytes not in self._prompts:
             self._prompts[limit_bytes] = PromptCache(limit_bytes, keeps_queries=True)
         return self._prompts[limit_bytes]
+
+    @contextmanager
+    def sharing(self, prompts: "PromptCache") -> Iterator[None]:
+        """Give every engine that is made inside these prompts, whatever `prompt_cache_bytes` says."""
+        self._shared = prompts
+        try:
+            yield
+        finally:
+            self._shared = None
 
     def _kept(self, what: str, key: object, load: Callable[[], Any]) -> Any:
         """Give the thing at hand where the settings are its own, or put a new one in its place."""

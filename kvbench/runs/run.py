@@ -4,103 +4,58 @@ The full cache on the same samples is an experiment like any other; it is looked
 """
 
 import dataclasses
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
 from kvbench.config.files import FULL
-from kvbench.errors import nobody_leaves, what_happened
-from kvbench.results import provenance, shards, summary, tracking
+from kvbench.errors import nobody_leaves
+from kvbench.results import shards, summary, tracking
 from kvbench.results.journal import Journal, run_lock
-from kvbench.results.record import Counts, RunRecord, Session, now
+from kvbench.results.record import Counts, RunRecord, now
 from kvbench.results.sample import SampleRecord
 from kvbench.results.shards import Shard
-from kvbench.results.writing import JournalError, write_atomic
-from kvbench.runs.answers import compute_missing
+from kvbench.results.writing import write_atomic
+from kvbench.runs.answers import Shown, compute_missing, finish
 from kvbench.runs.config import AUTO, OWN, RunConfig
 from kvbench.runs.experiment import Experiment, keys_of, prepare
 from kvbench.runs.parts import Loaders
-from kvbench.show.progress import note
+from kvbench.runs.sessions import Origin, describe, other_machine, says_what_ended_it, session_of
+from kvbench.show.progress import Progress, note
+
+if TYPE_CHECKING:
+    from kvbench.engine.requests import Request
 
 MAX_LISTED = 100  # rows of broken data that run.json names; all are counted
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
-    """The command that asked for a run; it changes no answer."""
+class Wanted:
+    """A run that is asked for, prepared."""
 
-    command: Sequence[str] = ()
-    """The words after `python -m kvbench`."""
-    experiment: str = ""
-    """Name of the preset in conf/experiment/."""
+    method: str
+    experiment: Experiment
+    say: Callable[[str], None]
+    origin: Origin
 
+    @property
+    def config(self) -> RunConfig:
+        """Its settings."""
+        return self.experiment.config
 
-@contextmanager
-def session_of(record: RunRecord, folder: Path, origin: Origin) -> Iterator[Session]:
-    """Add a stretch of work to `run.json`, which names its end whatever happens inside."""
-    session = Session(started=now(), command=list(origin.command))
-    session.versions, session.git, session.machine = record.versions, record.git, record.machine
-    record.started = record.started or session.started
-    record.sessions.append(session)
-    record.status, record.message = "running", ""
-    record.save(folder)
-    clock = time.perf_counter()
+    @property
+    def with_full(self) -> bool:
+        """It is compared with the full cache."""
+        return self.config.reference == AUTO and self.method != FULL
 
-    def end() -> None:
-        session.wall_s = time.perf_counter() - clock
-        session.ended = record.ended = now()
-        record.save(folder)
-
-    try:
-        yield session
-    except BaseException:
-        with suppress(JournalError):  # a full disk must not hide the error that came first
-            end()
-        raise
-    end()
-
-
-@contextmanager
-def says_what_ended_it(record: RunRecord, folder: Path) -> Iterator[None]:
-    """Write into a run's `run.json` which signal stopped it, or what failed. A run that had ended stays what it was,
-    and one that a full disk ended goes on running."""
-    try:
-        yield
-    except BaseException as error:
-        is_full = isinstance(error, JournalError)
-        if record.status == "running" and not is_full:
-            is_stop = isinstance(error, KeyboardInterrupt)
-            record.status = "stopped" if is_stop else "failed"
-            record.message = f"stopped by {str(error) or 'SIGINT'}" if is_stop else what_happened(error)
-        if record.hash and not is_full:  # else it has not begun
-            with suppress(JournalError):
-                record.save(folder)
-        raise
-
-
-def describe(experiment: Experiment, record: RunRecord, origin: Origin) -> None:
-    """Write into a record what runs where, from now on."""
-    record.experiment = origin.experiment or record.experiment
-    record.task, record.model, record.method = experiment.task.name, experiment.model.name, experiment.method
-    record.prompt_only, record.model_remark = experiment.policy.prompt_only, experiment.model.remark
-    record.hash, record.identity, record.sealed = experiment.hash, experiment.identity, True
-    record.protocol, record.backend, record.seed = experiment.task.protocol, experiment.backend, experiment.config.seed
-    record.versions, record.git = provenance.versions(), provenance.git_state()
-    devices = [experiment.model.device, *(device for device, _ in experiment.model.places)]
-    record.machine = provenance.machine(*devices, processes=experiment.model.tensor_parallel)
-
-
-def other_machine(record: RunRecord) -> str:
-    """Name what differs from the machine or the libraries of the last session; empty where nothing does."""
-    before = record.sessions[-1] if record.sessions else Session()
-    found = record.machine.differences(before.machine) if record.machine else []
-    was, now = (one.versions.python if one.versions else "" for one in (before, record))
-    return "; ".join(found + [f"Python {was} then, {now} now"] * (bool(was) and was != now))
+    @property
+    def forces_full(self) -> bool:
+        """It is forced to give the full cache's answers."""
+        return self.config.forces_own and self.method != FULL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +80,11 @@ class Run:
     def ended(self) -> bool:
         """Every sample is there; False after one of several shards."""
         return self.record.status in ("complete", "failed")
+
+
+# Steps of work on a run: each gives the request whose prompt is read next, or None where it waits for another run.
+Steps = Generator["Request | None", None, Run]
+Waits = Generator[None, None, Run | None]
 
 
 def verdict(experiment: Experiment, records: Sequence[SampleRecord]) -> str:
@@ -223,7 +183,7 @@ def compute_shard(experiment: Experiment, shard: Shard, *, say: Callable[[str], 
             stack.enter_context(says_what_ended_it(own, place))
             with session_of(own, place, origin) as session:
                 try:
-                    compute_missing(experiment, mine, session, requests=requests, done=done)
+                    finish(compute_missing(experiment, mine, session, requests=requests, done=done))
                 finally:
                     own.note_backend(experiment.engine.backend.fallbacks, experiment.engine.graphs)
             own.status = "complete"
@@ -243,22 +203,27 @@ def execute(
     *,
     resume: bool,
     say: Callable[[str], None],
-    reference: Run | None,
+    reference: Waits | None = None,
     origin: Origin | None = None,
-) -> Run:
-    """Bring one run to its end, whatever state it is found in.
+    wait: bool = True,
+    shown: Shown = Progress,
+) -> Steps:
+    """Bring one run to its end, whatever state it is found in, in steps: it stops before each prompt that it reads.
 
-    It waits while other processes have the run or parts of it, and then takes what they have finished. A process holds
-    one run at a time, so however many of them work on the same runs, in whatever order, one of them can always go on.
+    It waits while other processes have the run or parts of it, and then takes what they have finished. A process that
+    waits holds one run at a time, so however many of them work on the same runs, in whatever order, one of them can
+    always go on.
 
     Args:
         resume: Keep the samples that are there; False starts again.
-        reference: The full cache on the same samples, for the comparison; None for none.
+        reference: Gives the full cache on the same samples, for the comparison, once that is there; None for none.
+        wait: False raises RunLocked where there is something to wait for.
+        shown: Shows the progress.
     """
     folder, origin = experiment.folder, origin or Origin()
     shard = experiment.config.shard
     with ExitStack() as stack:
-        lock = run_lock(folder, wait=True, say=say) if shard else shards.whole_run_lock(folder, say)
+        lock = run_lock(folder, wait=wait, say=say) if shard else shards.whole_run_lock(folder, say, wait=wait)
         stack.enter_context(lock)
         journal, record = _opened(experiment, stack, say)
         if not resume:
@@ -281,7 +246,7 @@ def execute(
                 say(f"the samples that are done are another machine's: {changed}; run.json names both")
             with session_of(record, folder, origin) as session:
                 try:
-                    compute_missing(experiment, journal, session)
+                    yield from compute_missing(experiment, journal, session, shown=shown)
                 finally:
                     _count(experiment, record, journal)
         elif record.status == "complete":
@@ -289,17 +254,18 @@ def execute(
         journal.finish(experiment.keys)
         records = list(journal.records.values())
         summarise(experiment, record, journal)
-        if reference is not None and (primary := record.metrics.get(record.primary)):
-            name = reference.folder.relative_to(Path(experiment.config.results_dir)).as_posix()
+        full = (yield from reference) if reference is not None else None
+        if full is not None and (primary := record.metrics.get(record.primary)):
+            name = full.folder.relative_to(Path(experiment.config.results_dir)).as_posix()
             record.comparison = summary.compare(
-                records, reference.samples, record.primary, name, primary.higher_is_better, record.weighting
+                records, full.samples, record.primary, name, primary.higher_is_better, record.weighting
             )
         record.message = verdict(experiment, records)
         record.status = "failed" if record.message else "complete"
         if dataclasses.asdict(record) != before:
             record.save(folder)
         shards.clear(folder)
-        against = reference.record if reference else None
+        against = full.record if full else None
         return Run(record=record, samples=records, folder=folder, reference=against)
 
 
@@ -330,46 +296,72 @@ def run_experiment(
         JournalError: The disk is full.
         KeyboardInterrupt: A signal stopped it; everything finished is on disk.
     """
-    config, parts, origin = RunConfig.read(cfg), parts or Loaders(), origin or Origin()
-    if config.forces_own and method != FULL and config.reference != AUTO:
-        raise ValueError(
-            f"fidelity.on={OWN} forces the full cache's answers, and reference={config.reference} makes none: set "
-            "reference=auto, or fidelity.max_tokens=0"
-        )
-    experiment, shard = prepare(config, method, parts), config.shard
-    for what, rows in (("set aside", experiment.task.quarantined), ("counted again", experiment.task.copies)):
-        for row in rows[:5]:
-            say(f"{what}: {row['file']}:{row['line']}: {row['reason']}")
-    with_full = config.reference == AUTO and method != FULL
-    forces_full = config.forces_own and method != FULL
+    parts = parts or Loaders()
+    wanted = plan(cfg, method, parts, say, origin or Origin())
+    config, experiment, shard = wanted.config, wanted.experiment, wanted.config.shard
 
     def full_cache() -> Experiment:
         return prepare(config.of_full(), FULL, parts)
 
     # All shards first, as far as they need nothing of other processes: these may end the full cache meanwhile.
-    if shard and with_full:
-        compute_shard(full_cache(), shard, say=say, origin=origin)
-    if shard and not forces_full:
-        compute_shard(experiment, shard, say=say, origin=origin)
-    full = execute(full_cache(), resume=True, say=say, reference=None, origin=origin) if with_full else None
-    if full is not None and full.record.status == "failed":
-        say(f"no comparison with the full cache, whose run failed: {full.record.message}")
-    if forces_full:
-        experiment = experiment.forcing(_answers_to_force(config, full))
+    if shard and wanted.with_full:
+        compute_shard(full_cache(), shard, say=say, origin=wanted.origin)
+    if shard and not wanted.forces_full:
+        compute_shard(experiment, shard, say=say, origin=wanted.origin)
+    full = finish(execute(full_cache(), resume=True, say=say, origin=wanted.origin)) if wanted.with_full else None
+    if wanted.forces_full:
+        experiment = experiment.forcing(answers_to_force(config, full))
         if shard:
-            compute_shard(experiment, shard, say=say, origin=origin)
-    if full is not None and full.record.status != "complete":
-        full = None
-    done = execute(experiment, resume=config.resume, say=say, reference=full, origin=origin)
+            compute_shard(experiment, shard, say=say, origin=wanted.origin)
+    against = None if full is None else _at_hand(comparable(full, say))
+    return conclude(
+        wanted, finish(execute(experiment, resume=config.resume, say=say, reference=against, origin=wanted.origin))
+    )
+
+
+def _at_hand(full: Run | None) -> Waits:
+    return full
+    yield
+
+
+def comparable(full: Run, say: Callable[[str], None]) -> Run | None:
+    """The full cache's run, if it can be compared with; says why not where it failed."""
+    if full.record.status == "failed":
+        say(f"no comparison with the full cache, whose run failed: {full.record.message}")
+    return full if full.record.status == "complete" else None
+
+
+def plan(
+    cfg: Mapping[str, Any] | RunConfig, method: str, parts: Loaders, say: Callable[[str], None], origin: Origin
+) -> Wanted:
+    """Prepare a run, and say which rows of its data were set aside."""
+    config = RunConfig.read(cfg)
+    if config.forces_own and method != FULL and config.reference != AUTO:
+        raise ValueError(
+            f"fidelity.on={OWN} forces the full cache's answers, and reference={config.reference} makes none: set "
+            "reference=auto, or fidelity.max_tokens=0"
+        )
+    experiment = prepare(config, method, parts)
+    for what, rows in (("set aside", experiment.task.quarantined), ("counted again", experiment.task.copies)):
+        for row in rows[:5]:
+            say(f"{what}: {row['file']}:{row['line']}: {row['reason']}")
+    return Wanted(method=method, experiment=experiment, say=say, origin=origin)
+
+
+def conclude(wanted: Wanted, done: Run) -> Run:
+    """Hand a run that ended to the tracker; say of a shard what is missing."""
+    config, counts = wanted.config, done.record.counts
     if done.ended:
-        tracking.track(config.tracker, config.settings(), done.record, done.samples, done.folder, say)
+        tracking.track(config.tracker, config.settings(), done.record, done.samples, done.folder, wanted.say)
     else:
-        counts = done.record.counts
-        say(f"shard {shard} is done; {done.folder} has {counts.done} of {counts.total} samples, and needs the others")
+        wanted.say(
+            f"shard {config.shard} is done; {done.folder} has {counts.done} of {counts.total} samples, and needs the "
+            "others"
+        )
     return done
 
 
-def _answers_to_force(config: RunConfig, full: Run | None) -> list[SampleRecord]:
+def answers_to_force(config: RunConfig, full: Run | None) -> list[SampleRecord]:
     """The answers of the full cache, unless it has not run, has failed, or has shards to come."""
     if full is not None and not full.ended:
         raise ValueError(

@@ -154,6 +154,10 @@ class Progress:
             parts.append(f"{format_seconds(left)} left")
         return ", ".join(parts)
 
+    def add(self, total: int, done: int) -> None:
+        """Take in more work, of which so much was done before."""
+        self.total, self.done, self._first = self.total + total, self.done + done, self._first + done
+
     def advance(self) -> None:
         """Count one more finished sample."""
         self.done += 1

@@ -57,19 +57,23 @@ def test_jobs_in_other_processes(work):
 
 
 def test_log_of_a_sweep(fakes, capsys):
-    """Each job says its number, what is special about it, and how long the rest takes; the log has the times."""
+    """Each job says its number, what is special about it, and how long the rest takes; the log has the times. Those of
+    one seed go together, with one reference."""
     assert main(["-m", "method=snapkv,kivi", "seed=0,1", "limit=4"]) == 0
     said = capsys.readouterr().err
     found = re.findall(r"^job (\d) of 4: (\w+ seed=\d)(, [^,]+ left)?$", said, re.MULTILINE)
     assert [(number, what) for number, what, _ in found] == [
         ("1", "snapkv seed=0"),
-        ("2", "snapkv seed=1"),
         ("3", "kivi seed=0"),
+        ("2", "snapkv seed=1"),
         ("4", "kivi seed=1"),
     ]
-    assert not found[0][2] and all(left for _, _, left in found[1:])
-    assert said.count("already there: ") == 2 and "resume=false" not in said, "once for each reference"
-    (sweep,) = sweeps(Path("results"))
+    assert [bool(left) for _, _, left in found] == [False, False, True, False], "once for each group"
+    assert said.count("3 runs: 12 samples\n") == 2 and "already there: " not in said
+    assert main(["-m", "method=snapkv,kivi", "seed=0,1", "limit=4"]) == 0
+    again = capsys.readouterr().err
+    assert again.count("already there: ") == 6 and "resume=false" not in again, "once for each run and reference"
+    sweep = sweeps(Path("results"))[0]
     lines = sweep.log.read_text().splitlines()
     assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (\[[1-4]\] )?\S", line) for line in lines), lines
     assert {line for line in said.splitlines() if line.startswith("job ")} <= {

@@ -27,7 +27,8 @@ def test_states_of_jobs(tmp_path):
 
 
 def test_time_left(tmp_path):
-    """Jobs that had something to compute are the measure; those that were at work together share the time."""
+    """The seconds in which jobs computed answers are the measure, without loading and the reference; those that were at
+    work together share the time."""
     sweep = Sweep.start(tmp_path, "kvbench -m", "basic", list("abcdefgh"))
     assert sweep.left_s() is None
 
@@ -36,7 +37,8 @@ def test_time_left(tmp_path):
             job.code, job.num_done = 0, num_done
         path = sweep.folder / f"{number:04d}" / "job.json"
         at = "2026-01-01T00:{:02d}:00+00:00"
-        times = {"started": at.format(start), "ended": at.format(start + wall_s // 60), "wall_s": wall_s}
+        times = {"started": at.format(start), "ended": at.format(start + wall_s // 60), "wall_s": wall_s + 90}
+        times["work_s"] = wall_s
         path.write_text(json.dumps(json.loads(path.read_text()) | times))
 
     write(1, 0, 60, 0)  # was there already: says nothing

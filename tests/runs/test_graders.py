@@ -146,15 +146,15 @@ def test_a_run_that_is_stopped_keeps_what_is_graded(tmp_path):
 
     def interrupt(*args, **kwargs):
         engine = make_parts().make_engine(*args, **kwargs)
-        run = engine.run
+        running = engine.running
 
         def until(requests, *, on_step=None, **more):
-            run(requests, on_step=on_step, **more)
+            yield from running(requests, on_step=on_step, **more)
             time.sleep(0.3)
             on_step({"decode_tokens_per_s": 1.0, "cache_bytes": 1.0, "live_rows": 1})
             raise KeyboardInterrupt
 
-        engine.run = until
+        engine.running = until
         return engine
 
     start = time.monotonic()

@@ -224,7 +224,7 @@ def test_interrupt_and_error_keep_the_samples(tmp_path):
 
         def make_engine(*args, error=error, **kwargs):
             engine = make_parts().make_engine(*args, **kwargs)
-            run, count = engine.run, []
+            running, count = engine.running, []
 
             def broken(requests, *, on_outcome, **more):
                 def five(outcome):
@@ -233,9 +233,9 @@ def test_interrupt_and_error_keep_the_samples(tmp_path):
                     count.append(outcome)
                     on_outcome(outcome)
 
-                return run(requests, on_outcome=five, **more)
+                yield from running(requests, on_outcome=five, **more)
 
-            engine.run = broken
+            engine.running = broken
             return engine
 
         with pytest.raises(type(error)):

@@ -19,13 +19,13 @@ def test_a_method_is_forced_to_give_the_full_caches_answers(tmp_path, monkeypatc
     """The full cache's run is asked to force its own answers; the method's requests have its token ids as gold, sample
     by sample, and which run it is says the setting alone."""
     engines, asked = [], {}
-    real = FakeEngine.run
+    real = FakeEngine.running
 
-    def run(self, requests, *, sizing=None, own=False, **named):
+    def running(self, requests, *, sizing=None, own=False, **named):
         asked[self.policy.ratio] = own, {item.sample_id: item.gold for item in requests}, sizing
-        real(self, requests, sizing=sizing, own=own, **named)
+        yield from real(self, requests, sizing=sizing, own=own, **named)
 
-    monkeypatch.setattr(FakeEngine, "run", run)
+    monkeypatch.setattr(FakeEngine, "running", running)
     parts = make_parts(engines=engines, repeats=2)
     half = run_fake(tmp_path, parts, reference="auto", **OWN)
     own, golds, _ = asked[1.0]

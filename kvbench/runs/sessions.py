@@ -1,0 +1,86 @@
+"""Stretches of work on a run, in its `run.json`: what asked for each, where it ran, and what ended it."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbench.errors import what_happened
+from kvbench.results import provenance
+from kvbench.results.record import RunRecord, Session, now
+from kvbench.results.writing import JournalError
+from kvbench.runs.experiment import Experiment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The command that asked for a run; it changes no answer."""
+
+    command: Sequence[str] = ()
+    """The words after `python -m kvbench`."""
+    experiment: str = ""
+    """Name of the preset in conf/experiment/."""
+
+
+@contextmanager
+def session_of(record: RunRecord, folder: Path, origin: Origin) -> Iterator[Session]:
+    """Add a stretch of work to `run.json`, which names its end whatever happens inside."""
+    session = Session(started=now(), command=list(origin.command))
+    session.versions, session.git, session.machine = record.versions, record.git, record.machine
+    record.started = record.started or session.started
+    record.sessions.append(session)
+    record.status, record.message = "running", ""
+    record.save(folder)
+    clock = time.perf_counter()
+
+    def end() -> None:
+        session.wall_s += time.perf_counter() - clock  # it has what passed while other runs had their turn, as less
+        session.ended = record.ended = now()
+        record.save(folder)
+
+    try:
+        yield session
+    except BaseException:
+        with suppress(JournalError):  # a full disk must not hide the error that came first
+            end()
+        raise
+    end()
+
+
+@contextmanager
+def says_what_ended_it(record: RunRecord, folder: Path) -> Iterator[None]:
+    """Write into a run's `run.json` which signal stopped it, or what failed. A run that had ended stays what it was,
+    and one that a full disk ended goes on running."""
+    try:
+        yield
+    except BaseException as error:
+        is_full = isinstance(error, JournalError)
+        if record.status == "running" and not is_full:
+            is_stop = isinstance(error, KeyboardInterrupt)
+            record.status = "stopped" if is_stop else "failed"
+            record.message = f"stopped by {str(error) or 'SIGINT'}" if is_stop else what_happened(error)
+        if record.hash and not is_full:  # else it has not begun
+            with suppress(JournalError):
+                record.save(folder)
+        raise
+
+
+def describe(experiment: Experiment, record: RunRecord, origin: Origin) -> None:
+    """Write into a record what runs where, from now on."""
+    record.experiment = origin.experiment or record.experiment
+    record.task, record.model, record.method = experiment.task.name, experiment.model.name, experiment.method
+    record.prompt_only, record.model_remark = experiment.policy.prompt_only, experiment.model.remark
+    record.hash, record.identity, record.sealed = experiment.hash, experiment.identity, True
+    record.protocol, record.backend, record.seed = experiment.task.protocol, experiment.backend, experiment.config.seed
+    record.versions, record.git = provenance.versions(), provenance.git_state()
+    devices = [experiment.model.device, *(device for device, _ in experiment.model.places)]
+    record.machine = provenance.machine(*devices, processes=experiment.model.tensor_parallel)
+
+
+def other_machine(record: RunRecord) -> str:
+    """Name what differs from the machine or the libraries of the last session; empty where nothing does."""
+    before = record.sessions[-1] if record.sessions else Session()
+    found = record.machine.differences(before.machine) if record.machine else []
+    was, now = (one.versions.python if one.versions else "" for one in (before, record))
+    return "; ".join(found + [f"Python {was} then, {now} now"] * (bool(was) and was != now))

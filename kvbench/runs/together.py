@@ -1,0 +1,254 @@
+"""Several runs of one task and model side by side: each prompt is read once, for all of them.
+
+The runs take turns, prompt by prompt: the first that comes to a prompt reads it, the others' stores are given what the
+model computed (`engine/prompt_cache.py`), and then it is dropped. The full cache, which others are compared with, goes
+first. What a run computes, and in which order, is what it does by itself; so are its records, to the bit.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbench.config.files import FULL
+from kvbench.errors import nobody_leaves
+from kvbench.results.journal import RunLocked
+from kvbench.runs.config import RunConfig
+from kvbench.runs.experiment import Experiment, prepare
+from kvbench.runs.parts import Loaders
+from kvbench.runs.run import (
+    Run,
+    Steps,
+    Waits,
+    Wanted,
+    answers_to_force,
+    comparable,
+    conclude,
+    execute,
+    plan,
+    run_experiment,
+)
+from kvbench.runs.sessions import Origin
+from kvbench.show.progress import Progress
+
+if TYPE_CHECKING:
+    from kvbench.engine.prompt_cache import PromptCache
+
+Ends = Iterator[tuple[int, Run | Exception]]  # numbers of runs, and how they ended
+APART = ("method", "store", "fidelity", "reference", "tracker")  # settings that runs which go together may differ in
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A run as it was asked for; the arguments of `run_experiment`."""
+
+    cfg: Mapping[str, Any]
+    method: str
+    say: Callable[[str], None]
+    origin: Origin
+
+
+def groups(cfgs: Iterable[Mapping[str, Any]]) -> list[list[int]]:
+    """Which runs can go together, by their numbers; a run that cannot is a group of its own.
+
+    A prompt that is read in chunks is another one for every method, several processes replay none, and a shard waits
+    for others.
+    """
+    found: dict[object, list[int]] = {}
+    for number, cfg in enumerate(cfgs):
+        key: object = number
+        with suppress(ValueError):  # which its own run tells
+            config = RunConfig.read(cfg)
+            if not (config.shard or config.prefill.chunk or config.model.get("tensor_parallel")):
+                settings = config.settings()
+                key = repr([value for name, value in settings.items() if name not in APART])
+        found.setdefault(key, []).append(number)
+    return list(found.values())
+
+
+def run_together(asked: Sequence[Asked], parts: Loaders) -> Ends:
+    """Runs of one group; gives each as soon as it has ended: one that fails ends alone.
+
+    A run that another process has, or that is asked for twice, comes by itself in the end.
+
+    Raises:
+        KeyboardInterrupt: A signal stopped them; everything finished is on disk.
+    """
+    alone = dict(enumerate(asked))
+    if len(asked) > 1:
+        from kvbench.engine.prompt_cache import PromptCache
+
+        prompts = PromptCache(keeps_queries=True)
+        with parts.sharing(prompts):
+            for number, ended in _Together(asked, parts, prompts).run():
+                if not isinstance(ended, RunLocked):
+                    del alone[number]
+                    yield number, ended
+    for number, job in alone.items():
+        try:
+            yield number, run_experiment(job.cfg, method=job.method, parts=parts, say=job.say, origin=job.origin)
+        except Exception as error:
+            yield number, error
+
+
+class _Lane:
+    """A run that takes turns with others. `at` is the place of the prompt that it reads next, infinite while it waits
+    for another run; `ended` is what became of it; `number` that of the job that asked, None of a reference."""
+
+    def __init__(self, wanted: Wanted, steps: Steps, number: int | None) -> None:
+        self.number, self.at = number, -math.inf
+        self.ended: Run | Exception | None = None
+        self._steps: Steps | None = steps
+        requests = wanted.experiment.task.requests
+        self._places = {request.sample_id: place for place, request in enumerate(requests)}
+
+    def go(self) -> None:
+        """Read the next prompt, and go on to the one after it."""
+        assert self._steps is not None, "it has not ended"
+        try:
+            with nobody_leaves():
+                request = next(self._steps)
+            self.at = math.inf if request is None else self._places[request.sample_id]
+            return
+        except StopIteration as end:
+            self.ended = end.value
+        except Exception as error:
+            self.ended = error
+        self._steps = None  # lets go of its cache
+
+    def stop(self, error: BaseException) -> None:
+        """End it as if the error had been raised where it stands."""
+        if self._steps is not None:
+            with suppress(BaseException):
+                self._steps.throw(error)
+
+    def wait(self) -> Generator[None, None, Run]:
+        """Wait for its end; raises what ended it."""
+        while self.ended is None:
+            yield None
+        if isinstance(self.ended, Exception):
+            raise self.ended
+        return self.ended
+
+
+class _Together:
+    """One call of `run_together`, for more runs than one."""
+
+    def __init__(self, asked: Sequence[Asked], parts: Loaders, prompts: "PromptCache") -> None:
+        self._asked, self._parts, self._prompts = asked, parts, prompts
+        self._lanes: dict[Path, _Lane] = {}  # by the folder of the run, in the order of their turns
+        self._at_once, self._room_bytes = len(asked), sys.maxsize
+        self._progress = Progress("", 0)
+
+    def run(self) -> Ends:
+        """Run all of them, so many at once that their caches fit into memory."""
+        wanted: dict[int, Wanted] = {}
+        for number, job in enumerate(self._asked):
+            try:
+                with nobody_leaves():
+                    wanted[number] = plan(job.cfg, job.method, self._parts, job.say, job.origin)
+            except Exception as error:
+                yield number, error
+        for number, each in sorted(wanted.items(), key=lambda item: (item[1].method != FULL, item[0])):
+            try:
+                self._add(each, number)
+            except Exception as error:
+                yield number, error
+        if wanted:
+            self._look_at_memory(next(iter(wanted.values())).experiment)
+        wanted.clear()
+        while self._lanes:
+            folders = list(self._lanes)[: self._at_once]
+            for lane in self._take_turns([self._lanes.pop(folder) for folder in folders]):
+                if lane.number is not None and lane.ended is not None:
+                    yield lane.number, lane.ended
+
+    def _add(self, wanted: Wanted, number: int) -> None:
+        """Make the lane of a run, behind that of the full cache which it is compared with."""
+        full = None
+        if wanted.with_full:
+            with nobody_leaves():
+                experiment = prepare(wanted.config.of_full(), FULL, self._parts)
+            reference = replace(wanted, method=FULL, experiment=experiment)
+            steps = self._execute(reference, experiment, resume=True)
+            full = self._lanes.setdefault(experiment.folder, _Lane(reference, steps, None))
+        folder = wanted.experiment.folder
+        if folder in self._lanes:
+            raise RunLocked(f"{folder} is asked for twice")
+        self._lanes[folder] = _Lane(wanted, self._steps(wanted, full), number)
+
+    def _steps(self, wanted: Wanted, full: _Lane | None) -> Steps:
+        experiment, config, against = wanted.experiment, wanted.config, None
+        if full is not None:
+            against = _comparable(full, wanted.say)
+            if wanted.forces_full:
+                experiment = experiment.forcing(answers_to_force(config, (yield from full.wait())))
+        done = yield from self._execute(wanted, experiment, resume=config.resume, reference=against)
+        return conclude(wanted, done)
+
+    def _execute(
+        self, wanted: Wanted, experiment: Experiment, *, resume: bool, reference: Waits | None = None
+    ) -> Steps:
+        return execute(
+            experiment,
+            resume=resume,
+            say=wanted.say,
+            reference=reference,
+            origin=wanted.origin,
+            wait=False,
+            shown=self._show,
+        )
+
+    @contextmanager
+    def _show(self, label: str, total: int, done: int) -> Iterator[Progress]:
+        self._progress.add(total, done)
+        yield self._progress
+
+    def _look_at_memory(self, experiment: Experiment) -> None:
+        """Leave half of the memory that is free to caches, of which none is taken to be smaller than the full one, and
+        to the prompt at hand."""
+        from kvbench.kernels import memory
+        from kvbench.kernels.bench import machine
+
+        shape, requests = experiment.engine.shape, experiment.task.requests
+        free = memory.free_bytes(shape.device) or machine.available_bytes("cpu")
+        if free is None:
+            return
+        self._room_bytes = free // 2
+        tokens = max(request.num_prompt_tokens + request.max_new_tokens for request in requests)
+        row = shape.fp16_bytes(tokens) * shape.dtype.itemsize // 2
+        prompt = row * (1 + shape.num_q_heads / (2 * shape.num_kv_heads))
+        self._at_once = max(1, int((self._room_bytes - prompt) // (row * experiment.config.batch_size)))
+
+    def _take_turns(self, lanes: list[_Lane]) -> Iterator[_Lane]:
+        """Let runs go prompt by prompt, in their order; gives each when it has ended."""
+        self._progress = Progress("", 0)
+        try:
+            yield from self._turn(lanes, lanes)  # opens them, up to the first prompt that is missing
+            self._progress.label = f"{len(lanes)} runs"
+            with self._progress if self._progress.total else nullcontext():
+                while lanes:
+                    first = min(lane.at for lane in lanes)
+                    turns = [lane for lane in lanes if lane.at == first]
+                    self._prompts.limit_bytes = self._room_bytes if len(turns) > 1 else 0
+                    yield from self._turn(lanes, turns)
+                    self._prompts.forget()
+        except BaseException as error:
+            for lane in lanes:
+                lane.stop(error)
+            raise
+
+    def _turn(self, lanes: list[_Lane], turns: Sequence[_Lane]) -> Iterator[_Lane]:
+        """Let some of the runs go on to their next prompt; gives those that have ended, and takes them out."""
+        for lane in list(turns):
+            lane.go()
+            if lane.ended is not None:
+                lanes.remove(lane)
+                yield lane
+
+
+def _comparable(full: _Lane, say: Callable[[str], None]) -> Waits:
+    return comparable((yield from full.wait()), say)
