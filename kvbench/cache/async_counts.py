@@ -10,9 +10,13 @@ from torch import Tensor
 Receiver = Callable[[list[int]], None]
 
 
-def to_device(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """The host's numbers on a device, int64 in their shape, without a wait for what it is doing."""
-    made = torch.tensor(numbers, dtype=torch.int64)
+def to_device(
+    numbers: Sequence[int] | Sequence[Sequence[int]] | Sequence[Sequence[float]],
+    device: torch.device,
+    dtype: torch.dtype = torch.int64,
+) -> Tensor:
+    """The host's numbers on a device, in their shape, without a wait for what it is doing."""
+    made = torch.tensor(numbers, dtype=dtype)
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 

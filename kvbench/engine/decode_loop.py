@@ -1,15 +1,15 @@
 """The engine's decode steps: one at a time, or on a GPU a run of them that waits for nothing.
 
-A greedy step, from the plan to the chosen tokens, is captured once per batch size and replayed (`CapturedSteps`): rows,
-tokens and counts lie in tensors that stay where they are, so that a replay serves any rows. The host's part of a step
-is done again at every replay (`CompressedStore.note_replay`). Steps that a graph cannot hold run as they are: where
-rows share pages, where a bulk eviction is due, and where too few pages are free for the worst case.
+A step, from the plan to the chosen tokens, is captured once per batch size and replayed (`CapturedSteps`): rows,
+tokens, random numbers and counts lie in tensors that stay where they are, so that a replay serves any rows. The host's
+part of a step is done again at every replay (`CompressedStore.note_replay`). Steps that a graph cannot hold run as they
+are: where rows share pages, where a bulk eviction is due, and where too few pages are free for the worst case.
 
 In a run the device feeds itself: a step's tokens, chosen or forced, are the next one's input where they are, and the
 host learns of them while the next step is under way. A row that ended is therefore in one
 step too many, of which nothing counts: neither tokens nor bytes nor what is measured. Made one step at a time are those
-in which the host has a say: a random choice, a token that may not come yet, thoughts with a budget, conversations, a
-bulk eviction that is due, pages that rows share, and a pool that may be too full.
+in which the host has a say: a token that may not come yet, thoughts with a budget, conversations, a bulk eviction that
+is due, pages that rows share, and a pool that may be too full.
 """
 
 import time
@@ -27,6 +27,7 @@ from kvbench.engine import hf
 from kvbench.engine.requests import Request
 from kvbench.engine.rows import AnswerRow, ForcedRow, Row
 from kvbench.engine.runner import Runner
+from kvbench.engine.sampling import Draws, draws_of
 from kvbench.engine.supported import looks_at_length
 from kvbench.kernels.memory import first_line, is_out_of_memory
 
@@ -51,18 +52,25 @@ def cuda_graph(step: Callable[[], None]) -> Callable[[], None]:
 @dataclass
 class State:
     """The state between two steps, in tensors that stay where they are: the rows, whose numbers are a list; int64 [S]
-    tokens to be read next, where each step puts its own; and fp32 [S, vocabulary] logits of the last step, which the
-    next replay writes over. `told` takes what a step chose and which logits were finite, in the order of the steps."""
+    tokens to be read next, where each step puts its own; what draws them, None where all rows are greedy; and fp32 [S,
+    vocabulary] logits of the last step, which the next replay writes over. `told` takes what a step chose and which
+    logits were finite, in the order of the steps."""
 
     rows: Rows
     tokens: Tensor
     told: Callable[[list[int], list[bool]], None]
+    draws: Draws | None = None
     logits: Tensor | None = None
+
+    @property
+    def kind(self) -> tuple[int, bool, bool]:
+        """What a captured step is made for: so many rows, whether some draw, and from a part of the mass."""
+        return len(self.rows), self.draws is not None, self.draws is not None and self.draws.top_p is not None
 
 
 @dataclass(frozen=True)
 class _Captured:
-    """A captured step of one batch size: what it reads and writes, what runs it again, the numbers that it tells the
+    """A captured step of one kind: what it reads and writes, what runs it again, the numbers that it tells the
     host, and the pages that it takes at most."""
 
     state: State
@@ -72,9 +80,9 @@ class _Captured:
 
 
 class CapturedSteps:
-    """The captured steps of a runner, one per batch size; without `capture`, nothing is. The runner's cache must have
-    been reserved, and a new one needs new graphs. Counted are steps that were replayed, and those that ran as they are
-    or were captured (`eager`)."""
+    """The captured steps of a runner, one per kind of `State`; without `capture`, nothing is. The runner's cache must
+    have been reserved, and a new one needs new graphs. Counted are steps that were replayed, and those that ran as they
+    are or were captured (`eager`)."""
 
     def __init__(self, runner: Runner, capture: Capture | None) -> None:
         self._runner, self._store, self._capture = runner, runner.store, capture
@@ -84,8 +92,8 @@ class CapturedSteps:
                 f"of {runner.shape.ranks.size} processes; give model.device one device and set "
                 "model.tensor_parallel=null, or decode with Runner.step"
             )
-        self._warm: set[int] = set()  # batch sizes whose kernels are compiled, and whose small tables are made
-        self._captured: dict[int, _Captured] = {}
+        self._warm: set[tuple] = set()  # kinds whose kernels are compiled, and whose small tables are made
+        self._captured: dict[tuple, _Captured] = {}
         self.replays = self.eager = 0
 
     def step(self, state: State) -> None:
@@ -96,7 +104,7 @@ class CapturedSteps:
         past = max(store.counters.seen[row] for row in rows.numbers)
         session = hf.Decode(store)
         logits = hf.forward(self._runner.loaded.model, session, state.tokens[:, None], positions, past, 1)[:, 0]
-        chosen = logits.argmax(-1)
+        chosen = logits.argmax(-1) if state.draws is None else state.draws.next(logits)
         state.tokens.copy_(chosen)
         state.logits = logits
 
@@ -109,8 +117,8 @@ class CapturedSteps:
 
     def advance(self, state: State) -> State:
         """Makes one step, replayed where it can be; returns where the next one reads."""
-        size, pool, numbers = len(state.rows), self._store.pages.pool, state.rows.numbers
-        held, is_plain = self._captured.get(size), self._store.next_step_is_plain(numbers)
+        kind, pool, numbers = state.kind, self._store.pages.pool, state.rows.numbers
+        held, is_plain = self._captured.get(kind), self._store.next_step_is_plain(numbers)
         if self._capture is not None and is_plain and held is not None and pool.takes(held.most_pages):
             self._enter(held.state, state)
             held.replay()
@@ -118,13 +126,13 @@ class CapturedSteps:
             self.replays += 1
             return held.state
         self.eager += 1
-        captures = held is None and size in self._warm and self._store.has_pages_for(size)
+        captures = held is None and kind in self._warm and self._store.has_pages_for(len(state.rows))
         if self._capture is not None and is_plain and captures:
-            self._captured[size] = self._run_captured(state, self._capture)
+            self._captured[kind] = self._run_captured(state, self._capture)
         else:
             self.step(state)
             if is_plain:
-                self._warm.add(size)
+                self._warm.add(kind)
         return state
 
     def _run_captured(self, state: State, capture: Capture) -> _Captured:
@@ -158,6 +166,8 @@ class CapturedSteps:
         held.told, numbers[:] = state.told, state.rows.numbers
         held.rows.tensor.copy_(state.rows.tensor)
         held.tokens.copy_(state.tokens)
+        if held.draws is not None and state.draws is not None:
+            held.draws.take(state.draws)
         self._store.pages.forget_lists()
 
 
@@ -205,8 +215,7 @@ class DecodeLoop:
 
     def fork(self, row: int, request: Request) -> int:
         """A row that holds what another one does; in pages of its own where runs are made, which cannot copy them."""
-        in_runs = self.runs and request.temperature == 0 and not request.turns
-        return self._runner.fork(row, share=not in_runs)
+        return self._runner.fork(row, share=not self.runs or bool(request.turns))
 
     def make(self, rows: Sequence[Row], tokens: Sequence[int]) -> tuple[dict[int, int], float]:
         """Makes one step of rows, fed these tokens, or several, and notes their times in the rows. Of rows whose logits
@@ -237,7 +246,8 @@ class DecodeLoop:
         replays, eager = graphs.replays, graphs.eager
         counts.collect()
         told = _Run(rows, most, device)
-        state = State(Rows.of(list(numbers), device), to_device(tokens, device), told.choose)
+        draws = draws_of([row.drawing for row in rows], device)
+        state = State(Rows.of(list(numbers), device), to_device(tokens, device), told.choose, draws)
         # Whether a bulk eviction is due has to be known before the next step.
         ahead = 0 if self._runner.policy.compaction else 1
         made, begin = 0, time.perf_counter()

@@ -17,8 +17,9 @@ from kvbench.engine.needs import Forced, Needs, SharedContexts
 from kvbench.engine.probe import plan_passes
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.requests import Outcome, Request
-from kvbench.engine.rows import AnswerRow, ForcedRow, Row, Sample, row_generator
+from kvbench.engine.rows import AnswerRow, ForcedRow, Row, Sample
 from kvbench.engine.runner import NotFinite
+from kvbench.engine.sampling import answer_seed
 from kvbench.errors import BrokenRule, nobody_leaves
 from kvbench.kernels.memory import first_line, is_out_of_memory
 from kvbench.models.load import LoadedModel
@@ -30,7 +31,7 @@ class Engine:
 
     Args:
         batch_size: Requests whose answers are decoded together.
-        seed: Base of every answer's own random generator.
+        seed: Base of every answer's own random numbers.
         fidelity_max_tokens: Tokens to force per sample at most, None for all; 0 switches teacher forcing off.
         fidelity_per_token: Outcomes say what was measured of each forced token.
         prompts: Shared by engines that run the same prompts of one model under other settings; None reads every prompt.
@@ -238,11 +239,8 @@ class _Run:
             for repeat in range(request.num_samples if request.max_new_tokens else 0):
                 own = row if repeat == 0 else self._loop.fork(row, request)
                 answer = Answer(request, self._engine.loaded.tokenizer, self._engine.end_ids, self._needs.room(request))
-                random = row_generator(self._engine.seed, request.sample_id, repeat, self._runner.device)
-                generator = random if request.temperature > 0 else None
-                free = AnswerRow(
-                    row=own, request=request, logits=logits, repeat=repeat, answer=answer, generator=generator
-                )
+                seed = answer_seed(self._engine.seed, request.sample_id, repeat) if request.temperature > 0 else None
+                free = AnswerRow(row=own, request=request, logits=logits, repeat=repeat, answer=answer, seed=seed)
                 rows.append((free, sample))
             if self._needs.own and request.max_new_tokens:
                 sample.own = self._loop.fork(row, request), logits

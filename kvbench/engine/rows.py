@@ -1,12 +1,12 @@
-"""Rows and samples in flight while the engine decodes, and how a row's next token is chosen.
+"""Rows and samples in flight while the engine decodes.
 
 In a conversation, what is said behind an answer is read into the same compressed cache, and answered in its turn: the
 cache keeps what it holds of the prompt and of the answers so far, and nothing is read again.
 """
 
-import hashlib
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,43 +16,7 @@ from kvbench.engine.answer import Answer
 from kvbench.engine.fidelity import ChoiceMeter, FidelityMeter
 from kvbench.engine.requests import Outcome, Request, Turn
 from kvbench.engine.runner import Runner
-
-_FRONT = 1024  # tokens that are sorted where the nucleus is within them
-
-
-def row_generator(seed: int, sample_id: str, repeat: int, device: torch.device) -> torch.Generator:
-    """A random generator of one answer's own, so that a sampled answer does not depend on the batch it ran in."""
-    digest = hashlib.sha256(f"{seed}\x00{sample_id}\x00{repeat}".encode()).digest()
-    return torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-
-
-def choose_token(logits: Tensor, request: Request, generator: torch.Generator | None, banned: list[int]) -> int:
-    """The next token under logits fp32 [vocabulary] by a request's temperature and top_p, drawn by the row's own
-    generator (None for greedy decoding); `banned` tokens may not come yet."""
-    if banned:
-        logits = logits.clone()
-        logits[banned] = float("-inf")
-    if request.temperature == 0:
-        return int(logits.argmax())
-    prob = torch.softmax(logits / request.temperature, -1)
-    if request.top_p < 1:
-        tokens, prob = nucleus(prob, request.top_p)
-        return int(tokens[torch.multinomial(prob, 1, generator=generator)])
-    return int(torch.multinomial(prob, 1, generator=generator))
-
-
-def nucleus(prob: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens of fp32 [vocabulary] that reach a mass in (0, 1) together, with the one that crosses it:
-    int64 [n], likeliest first, of equals the first; and their probabilities, fp32 [n]."""
-    # To sort a whole vocabulary at every step takes a third of a small model's time; the mass lies in few tokens.
-    floor = prob.topk(min(_FRONT, len(prob))).values[-1]
-    for tokens in (prob >= floor).nonzero()[:, 0], torch.arange(len(prob), device=prob.device):
-        ordered, order = prob[tokens].sort(descending=True, stable=True)
-        mass = ordered.cumsum(0)
-        if mass[-1] >= top_p:
-            break
-    keep = mass - ordered < top_p  # the first token is always kept
-    return tokens[order[keep]], ordered[keep]
+from kvbench.engine.sampling import Drawing, choose_token, random_numbers
 
 
 @dataclass(kw_only=True)
@@ -95,6 +59,11 @@ class Row(ABC):
         """Ends an answer of a conversation: what is said next, and the tokens of the answer that the model has not
         read; None where the conversation is over."""
 
+    @property
+    def drawing(self) -> Drawing | None:
+        """What draws the row's next token; None where it is no draw."""
+        return None
+
     def next_turn(self, runner: Runner) -> bool:
         """Reads what is said behind an answer that is over into its row; False where the conversation is over."""
         begin = time.perf_counter()
@@ -120,12 +89,18 @@ class Row(ABC):
 
 @dataclass(kw_only=True)
 class AnswerRow(Row):
-    """A free answer, one of several by its index; the generator is the row's own, None for greedy decoding. Of a
-    conversation, `turns` are the answers before this one, as they go into the journal."""
+    """A free answer, one of several by its index. Of a conversation, `turns` are the answers before this one, as they
+    go into the journal.
+
+    Args:
+        seed: Of its random numbers (`answer_seed`); None for greedy decoding.
+        chosen: Tokens that the model has chosen so far, in all answers of the row.
+    """
 
     repeat: int
     answer: Answer
-    generator: torch.Generator | None = None
+    seed: int | None = None
+    chosen: int = 0
     turns: list[dict] = field(default_factory=list)
 
     def next_token(self) -> int | None:
@@ -133,16 +108,29 @@ class AnswerRow(Row):
             self.answer.add(due)
             return None if self.answer.finish else due
         banned = self.answer.banned
-        token = choose_token(self.logits, self.request, self.generator, [])
+        token = self._choose()
         if token in banned:  # noted, so that it is known how often answers would have ended here
             self.answer.wants_to_end()
-            token = choose_token(self.logits, self.request, self.generator, banned)
+            token = self._choose(banned)
         return self.take(token)
 
+    def _choose(self, banned: Sequence[int] = ()) -> int:
+        number = None
+        if self.seed is not None:
+            seed, chosen = (torch.tensor([x], device=self.logits.device) for x in (self.seed, self.chosen))
+            number = random_numbers(seed, chosen, again=bool(banned))
+        return choose_token(self.logits, self.request, number, banned)
+
     def take(self, token: int) -> int | None:
-        """Takes the model's first choice; the token to feed, or None when the row is over."""
+        """Takes the model's choice; the token to feed, or None when the row is over."""
+        self.chosen += 1
         self.answer.add(token)
         return None if self.answer.finish else token
+
+    @property
+    def drawing(self) -> Drawing | None:
+        asked = self.request
+        return None if self.seed is None else (self.seed, self.chosen, asked.temperature, asked.top_p)
 
     def settle(self, sample: "Sample") -> int | None:
         return self.repeat
@@ -172,8 +160,8 @@ class AnswerRow(Row):
         return turn, answer.unread
 
     def steps_alone(self) -> int:
-        # A turn goes on with the row as it was when the answer ended; and draws come from the host's own order.
-        return 0 if self.generator is not None or self.request.turns else self.answer.most_left
+        # A turn goes on with the row as it was when the answer ended.
+        return 0 if self.request.turns else self.answer.most_left
 
 
 @dataclass(kw_only=True)

@@ -78,6 +78,7 @@ def test_logits_that_are_not_finite_end_a_run(smallest, monkeypatch: pytest.Monk
     assert len(steps) > counts["one_at_a_time"] > 0
 
 
+DRAWN = {"temperature": 0.9, "top_p": 0.9}
 FAILING = ["full", "kivi residual_tokens=8 group=8", "diffkv window=8"]
 
 
@@ -103,7 +104,7 @@ def test_a_capture_that_fails_loses_nothing(smallest, method: str):
     and a warning say so, once."""
     asked = [
         request("first", random_tokens(21), max_new_tokens=9, min_new_tokens=1),
-        request("second", random_tokens(14, 1), max_new_tokens=7, min_new_tokens=1, gold=random_tokens(6, 2)),
+        request("second", random_tokens(14, 1), max_new_tokens=7, min_new_tokens=1, gold=random_tokens(6, 2), **DRAWN),
         request("third", random_tokens(9, 4), max_new_tokens=5, min_new_tokens=1),
     ]
     policy, counts, settings = choices.make_method(method), {}, {"backend": "triton", "batch_size": 2}
@@ -130,14 +131,14 @@ def test_a_rotary_embedding_that_asks_for_the_length_makes_single_steps(tiny_mod
 @pytest.mark.parametrize("method", few(METHODS, METHODS[0], METHODS[2], METHODS[7]))
 def test_a_run_gives_what_single_steps_give(smallest, method: str):
     """Tokens, bytes now and over time, kept slots and fidelity. One answer ends with a stop token while the step behind
-    it is under way; one is forced to a gold answer beside its own."""
+    it is under way; one is drawn, and forced to a gold answer beside it."""
     first = request("first", random_tokens(21), max_new_tokens=7)
     (free,) = answers(smallest, choices.make_method(method), [first], backend="torch", fidelity_max_tokens=0).values()
     stop = free.token_ids[3]
     assert stop not in free.token_ids[1:3]
     asked = [
         request("first", random_tokens(21), max_new_tokens=9, min_new_tokens=1, stop_token_ids=(stop,)),
-        request("second", random_tokens(14, 1), max_new_tokens=7, min_new_tokens=1, gold=random_tokens(6, 2)),
+        request("second", random_tokens(14, 1), max_new_tokens=7, min_new_tokens=1, gold=random_tokens(6, 2), **DRAWN),
     ]
     want, got, counts = both(smallest, method, asked)
     assert got.keys() == want.keys()

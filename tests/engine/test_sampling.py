@@ -1,11 +1,13 @@
 """Choosing tokens, and the rules that end an answer."""
 
+import math
+
 import pytest
 import torch
 from engine_helpers import request
 
 from kvbench.engine.answer import Answer
-from kvbench.engine.rows import choose_token, nucleus, row_generator
+from kvbench.engine.sampling import answer_seed, choose_token, draw, draws_of, nucleus, random_numbers
 
 LOGITS = torch.log(torch.tensor([0.05, 0.5, 0.15, 0.3]))
 
@@ -31,25 +33,26 @@ def answered(tokens, *, end_ids=(0,), **fields):
     return answer, len(tokens)
 
 
-def shares(logits, num_draws=4000, banned=(), **fields):
+def shares(logits, temperature, top_p=1.0, num_draws=4000):
     """How often each token is drawn."""
-    generator = torch.Generator().manual_seed(0)
-    asked = request("x", (1,), **fields)
-    draws = torch.tensor([choose_token(logits, asked, generator, list(banned)) for _ in range(num_draws)])
-    return (torch.bincount(draws, minlength=len(logits)) / num_draws).tolist()
+    draws = draws_of([(seed, 0, temperature, top_p) for seed in range(num_draws)], logits.device)
+    return (torch.bincount(draws.next(logits.expand(num_draws, -1)), minlength=len(logits)) / num_draws).tolist()
 
 
 def test_greedy_takes_the_largest_and_the_first_of_equals():
     """Temperature 0 draws nothing."""
-    assert choose_token(LOGITS, request("x", (1,)), None, []) == 1
-    assert choose_token(torch.tensor([0.0, 2.0, 2.0]), request("x", (1,)), None, []) == 1
+    assert choose_token(LOGITS, request("x", (1,)), None) == 1
+    assert choose_token(torch.tensor([0.0, 2.0, 2.0]), request("x", (1,)), None) == 1
 
 
 def test_banned_tokens_never_come():
     """Neither greedily nor by chance, and the logits handed in stay as they are."""
-    before = LOGITS.clone()
+    before, asked = LOGITS.clone(), request("x", (1,), temperature=1.0)
     assert choose_token(LOGITS, request("x", (1,)), None, [1]) == 3
-    assert shares(LOGITS, 500, banned=[1, 3], temperature=1.0)[1::2] == [0.0, 0.0]
+    numbers = random_numbers(torch.arange(500), torch.tensor(7), again=True)
+    drawn = [choose_token(LOGITS, asked, number[None], [1, 3]) for number in numbers]
+    assert drawn.count(0) + drawn.count(2) == 500
+    assert drawn.count(0) == pytest.approx(125, abs=40)  # what is left keeps its shares: a quarter, sigma 9.7
     assert torch.equal(LOGITS, before)
 
 
@@ -65,30 +68,92 @@ def test_banned_tokens_never_come():
 )
 def test_sampling_follows_temperature_and_top_p(temperature, top_p, want):
     """Drawn shares are the tempered probabilities inside the nucleus (4,000 draws: standard error below 0.008)."""
-    got = shares(LOGITS, temperature=temperature, top_p=top_p)
+    got = shares(LOGITS, temperature, top_p)
     assert got == pytest.approx(want, abs=0.03)
     assert [p == 0 for p in got] == [p == 0 for p in want]
 
 
-@pytest.mark.parametrize("top_p", [1e-6, 0.5, 0.95, 0.999, 0.9999999])
-@pytest.mark.parametrize("spread", [0.0, 0.1, 3.0])
-def test_the_nucleus_is_that_of_a_whole_sort(top_p, spread):
-    """Flat and peaked distributions, within the first tokens that are sorted and beyond them, with many equals."""
-    logits = torch.randn(5000, generator=torch.Generator().manual_seed(1)).mul(8).round().div(8) * spread
-    prob = torch.softmax(logits, -1)
-    ordered, order = prob.sort(descending=True, stable=True)
-    keep = ordered.cumsum(0) - ordered < top_p
-    tokens, found = nucleus(prob, top_p)
-    assert torch.equal(tokens, order[keep]) and torch.equal(found, ordered[keep])
+@pytest.mark.parametrize("top_p", [1e-6, 0.5, 0.95, 0.999, 0.9999999, 1.0])
+@pytest.mark.parametrize("largest", [0, 1, 40, 2**40])
+def test_the_nucleus_is_that_of_a_whole_sort(top_p: float, largest: int):
+    """Of equal weights the first are kept; of no weights nothing is."""
+    weights = torch.randint(0, largest + 1, (3, 500), generator=torch.Generator().manual_seed(1))
+    need = [math.ceil(int(row.sum()) * top_p) for row in weights]
+    found = nucleus(weights, torch.tensor(need)[:, None])
+    for row, least, kept in zip(weights, need, found, strict=True):
+        ordered, order = row.sort(descending=True, stable=True)
+        inside = order[ordered.cumsum(0) - ordered < least]
+        assert torch.equal(kept, torch.zeros_like(row).index_copy_(0, inside, row[inside]))
+
+
+def test_random_numbers_are_those_of_splitmix():
+    """The published generator in plain Python, whose first numbers of seed 1234567 are known."""
+
+    def splitmix(seed: int, index: int) -> int:
+        x = (seed + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        return x ^ x >> 31
+
+    assert [splitmix(1234567, index) for index in range(2)] == [6457827717110365317, 3203168211198807973]
+    # Of a row's second choice of one token the number is one further.
+    seeds, chosen = torch.tensor([1234567, -1, 0, 2**63 - 1, -(2**63)]), torch.tensor([0, 1, 7, 10**6, 2**40])
+    for again in (False, True):
+        want = [
+            (splitmix(seed, 2 * n + again) >> 11) / 2**53
+            for seed, n in zip(seeds.tolist(), chosen.tolist(), strict=True)
+        ]
+        assert random_numbers(seeds, chosen, again=again).tolist() == want
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 1.0])
+@pytest.mark.parametrize("spread", [0.0, 0.2, 4.0])
+def test_a_draw_depends_on_its_row_alone(top_p: float, spread: float):
+    """Rows together, as a captured step draws them, give what each gives alone where the host looks for the nucleus in
+    the front first: in it, beyond it, and among equals. Greedy rows beside them take the likeliest."""
+    logits = spread * torch.randn(6, 3001, generator=torch.Generator().manual_seed(2)).mul(4).round().div(4)
+    temperature = [0.7, 0.0, 1.5, 0.7, 1.0, 0.0]
+    rows = [(seed * 10**17, seed, t, top_p) if t else None for seed, t in enumerate(temperature)]
+    draws = draws_of(rows, torch.device("cpu"))
+    for step in range(3):
+        found = draws.next(logits).tolist()
+        for index, (row, t) in enumerate(zip(rows, temperature, strict=True)):
+            asked, number = request("x", (1,), temperature=t, top_p=top_p), None
+            if row is not None:
+                number = random_numbers(torch.tensor([row[0]]), torch.tensor([row[1] + step]))
+            assert choose_token(logits[index], asked, number) == found[index]
+
+
+@pytest.mark.parametrize("top_p", [0.9, 1.0])
+def test_a_last_bit_of_the_logits_moves_few_draws(top_p: float):
+    """A batch rounds elsewhere than a row alone: of 2,000 draws hardly any lies within a millionth of a border."""
+    make = torch.Generator().manual_seed(3)
+    logits = 3 * torch.randn(2000, 500, generator=make)
+    rows = [(seed, 0, 1.0, top_p) for seed in range(len(logits))]
+    found = [draws_of(rows, logits.device).next(x) for x in (logits, logits * (1 + 2e-7))]
+    assert (found[0] != found[1]).sum() <= 4
+
+
+def test_greedy_rows_have_nothing_that_draws():
+    """A step of theirs is what it was; of rows that draw from all of the mass, no nucleus is looked for."""
+    assert draws_of([None, None], torch.device("cpu")) is None
+    assert draws_of([None, (1, 2, 0.5, 1.0)], torch.device("cpu")).top_p is None
+
+
+def test_logits_that_are_not_finite_give_a_token():
+    """What it is does not matter, but it must be one: the device reads its embedding before the host knows."""
+    logits = torch.tensor([[float("nan"), 0.0, 1.0], [float("inf"), 0.0, 1.0], [float("-inf")] * 3])
+    for top_p in (None, torch.full((3,), 0.5, dtype=torch.float64)):
+        found = draw(logits, torch.ones(3), top_p, torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64))
+        assert ((found >= 0) & (found < 3)).all()
 
 
 def test_each_answer_has_its_own_random_numbers():
     """The same seed, sample and repeat give the same numbers; changing any of them gives others."""
     keys = [(0, "a", 0), (1, "a", 0), (0, "b", 0), (0, "a", 1), (0, "a", 10), (0, "a0", 0)]
-    draws = [torch.rand(4, generator=row_generator(*key, torch.device("cpu"))).tolist() for key in keys]
-    again = torch.rand(4, generator=row_generator(*keys[0], torch.device("cpu"))).tolist()
-    assert again == draws[0]
-    assert len({tuple(draw) for draw in draws}) == len(keys)
+    assert len({answer_seed(*key) for key in keys}) == len(keys)
+    assert answer_seed(*keys[0]) == answer_seed(*keys[0])
+    assert all(-(2**63) <= answer_seed(*key) < 2**63 for key in keys)
 
 
 LINE, SHORT = {"stop": ("\n",)}, {"max_new_tokens": 3}
