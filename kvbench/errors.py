@@ -77,6 +77,18 @@ def unknown_name(what: str, value: object, known: Iterable[str]) -> ValueError:
     return ValueError(f"{what}={value} does not exist.{_near(value, known)}")
 
 
+def check_name(what: str, value: object, known: Iterable[str]) -> str:
+    """The name, if it is one of those that exist; a file may hold anything in its place, a list for example.
+
+    Raises:
+        ValueError: It is none of them (`unknown_name`).
+    """
+    names = list(known)
+    if not isinstance(value, str) or value not in names:
+        raise unknown_name(what, value, names)
+    return value
+
+
 def unknown_setting(name: str, known: Iterable[str]) -> ValueError:
     """Build the error for a setting that does not exist: those that do, and the nearest."""
     return ValueError(f"there is no setting {name}.{_near(name, known)}")

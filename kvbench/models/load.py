@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from kvbench.config.settings import as_dict
-from kvbench.errors import MissingWeightsError, UnsupportedModel, check_whole, unknown_name
+from kvbench.errors import MissingWeightsError, UnsupportedModel, check_name, check_whole, unknown_name
 from kvbench.models import cache, embedded, files, gguf, matrices, quantised, random_weights
 from kvbench.models.checkpoint import SAFELY, How, check_complete, is_fault, read_weights
 from kvbench.models.devices import read_devices
@@ -90,9 +90,7 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
         MissingWeightsError: Files are not there; the message says where was looked and how to get them.
     """
     settings = as_dict(cfg)
-    kind = settings.get("kind")
-    if kind not in _LOADERS:
-        raise unknown_name("model.kind", kind, _LOADERS)
+    kind = check_name("model.kind", settings.get("kind"), _LOADERS)
     loader, keys = _LOADERS[kind]
     for key in settings:
         if key not in _COMMON_KEYS | keys:
@@ -288,13 +286,11 @@ def _path(settings: dict) -> str:
     return str(path)
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def _dtype(name: object, device: torch.device) -> torch.dtype:
     """Turns model.dtype into a dtype; auto is float32 on the CPU and bfloat16 on a GPU."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
-    if name not in _DTYPES:
-        raise unknown_name("model.dtype", name, ["auto", *_DTYPES])
-    return _DTYPES[name]
+    return _DTYPES[check_name("model.dtype", name, ["auto", *_DTYPES])]
 
 
 def context_length(config: "PretrainedConfig", wanted: int | None) -> int:

@@ -14,7 +14,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from kvbench.errors import unknown_name
+from kvbench.errors import check_name
 from kvbench.kernels.cpu.abi import chosen_isa, load
 from kvbench.kernels.cpu.build import BuildError
 from kvbench.kernels.cpu.products import DTYPES, RowProducts
@@ -30,8 +30,7 @@ _X86 = {"x86_64", "amd64", "i386", "i686"}
 
 def read_linear(value: object, quantisation: str | None, processes: int) -> str:
     """`model.linear`, once it is known that it goes with the other settings."""
-    if value not in (AUTO, *LINEAR):
-        raise unknown_name("model.linear", value, (AUTO, *LINEAR))
+    value = check_name("model.linear", value, (AUTO, *LINEAR))
     other = f"model.quantisation={quantisation}" if quantisation else ""
     if processes > 1:
         other = f"model.tensor_parallel={processes}"

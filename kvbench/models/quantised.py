@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvbench.errors import unknown_name
+from kvbench.errors import check_name
 
 # What `model.quantisation` may be -> torchao's configuration with its settings. The packing of int4 is the one that
 # torch itself has kernels for, on GPUs and in bfloat16.
@@ -23,8 +23,7 @@ def read_kind(value: object, model_kind: str, device: torch.device, dtype: torch
     remedy, where the model is not read from a folder, or torchao is missing."""
     if value is None:
         return None
-    if value not in KINDS:
-        raise unknown_name("model.quantisation", value, KINDS)
+    value = check_name("model.quantisation", value, KINDS)
     if model_kind != "hf":
         raise ValueError(
             f"model.quantisation={value} is for models that are read from a folder or the hub (model.kind=hf), and "

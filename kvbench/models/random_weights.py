@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from kvbench.config.files import package_folder
-from kvbench.errors import check_whole, unknown_name
+from kvbench.errors import check_name, check_whole, unknown_name
 from kvbench.kernels.bench.machine import available_bytes
 
 if TYPE_CHECKING:
@@ -54,16 +54,15 @@ def random_config(
     """
     from transformers import CONFIG_MAPPING
 
-    if preset not in presets():
-        raise unknown_name("model.preset", preset, presets())
-    fields = dict(presets()[preset])
+    fields = dict(presets()[check_name("model.preset", preset, presets())])
     for name, key, value in (
         ("model.num_layers", "num_hidden_layers", num_layers),
         ("model.max_tokens", "max_position_embeddings", max_tokens),
     ):
         if value is not None:
             fields[key] = check_whole(name, value, 1, f", or null for the preset's {fields[key]}")
-    overrides = dict(overrides or {})
+    if not isinstance(overrides := overrides or {}, Mapping):
+        raise ValueError(f"model.overrides={overrides} must hold fields of the configuration, as {{hidden_size: 64}}")
     model_type = str(overrides.get("model_type", fields["model_type"]))
     if model_type not in CONFIG_MAPPING:
         raise unknown_name("model.overrides.model_type", model_type, CONFIG_MAPPING.keys())

@@ -188,7 +188,7 @@ def read_table(table: str | Sequence[Sequence[float]], setting: str = "table") -
             raise ValueError(
                 f"method.{setting}={table} cannot be read: {reason}; give a table of numbers, one line per layer"
             ) from None
-        lines = [re.split(r"[\s,]+", line.strip()) for line in text.splitlines() if line.strip()]
+        lines = [re.split(r"\s*,\s*|\s+", line.strip()) for line in text.splitlines() if line.strip()]
         try:
             rows = json.loads(text) if path.suffix == ".json" else lines
         except (ValueError, RecursionError) as error:

@@ -145,8 +145,11 @@ def manners(words: str, code: str, text: str, guest: bool) -> Iterator[str]:
 def changed(lines: list[str], usual: list[str]) -> list[str]:
     """Lines that are other than usual, where no line says why."""
     fresh, lost = ([line for line in one if line not in other] for one, other in ((lines, usual), (usual, lines)))
-    words, before = (sorted(re.sub(r"[\d.]+ tokens/s|,", " ", " ".join(one)).split()) for one in (lines, usual))
-    if words == before or any(map(NOTED.search, fresh)):  # the order may be another, and the speed
+    words, before = (
+        sorted(re.sub(r"[\d.]+ tokens/s|\d{4}-\d\d-\d\dT[-:+\d]+|,", " ", " ".join(one)).split())
+        for one in (lines, usual)
+    )
+    if words == before or any(map(NOTED.search, fresh)):  # the order may be another, and the speed and the date
         return []
     return [f"{sign} {line}" for sign, some in (("-", lost), ("+", fresh)) for line in some[:8]]
 

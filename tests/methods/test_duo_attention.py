@@ -83,6 +83,7 @@ def test_a_file_holds_the_gates(tmp_path, form):
         ("gates.json", "[[1, 0]", "is no JSON"),
         ("gates.json", "[" * 100_000, "is no JSON"),
         ("gates.json", f"[[1{'0' * 400}]]", "is not one line per layer"),
+        ("gates.tsv", "1,,2\n3,,4\n", "is not one line per layer"),
         ("gates.tsv", "nan\t0.5\n", "is not one line per layer .*; NaN and infinity are no numbers"),
         ("gates.json", "[[1e999, 1]]", "is not one line per layer"),
         ("gates.tsv", "\udcff", "cannot be read: it is no text"),

@@ -184,6 +184,15 @@ def test_missing_path_is_asked_for():
 # Values that do not exist or are out of range.
 
 
+@pytest.mark.parametrize("key", ["kind", "preset", "dtype", "linear", "quantisation", "overrides", "device", "seed"])
+@pytest.mark.parametrize("value", [[[[]]], {"a": 1}, [], 3.5, True, "", "nix"], ids=repr)
+def test_a_value_of_any_type_is_refused_by_name(key, value):
+    """A configuration file may hold a list or a table where a name belongs."""
+    if not (key == "overrides" and value in ([], "")):  # nothing is overridden
+        with pytest.raises(ValueError, match=rf"model\.{key}"):
+            load_model({"kind": "random", "preset": "tiny", "device": "cpu", key: value})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
