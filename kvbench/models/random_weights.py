@@ -61,8 +61,9 @@ def random_config(
     ):
         if value is not None:
             fields[key] = check_whole(name, value, 1, f", or null for the preset's {fields[key]}")
-    if not isinstance(overrides := overrides or {}, Mapping):
+    if not isinstance(overrides, Mapping | None):
         raise ValueError(f"model.overrides={overrides} must hold fields of the configuration, as {{hidden_size: 64}}")
+    overrides = dict(overrides or {})
     model_type = str(overrides.get("model_type", fields["model_type"]))
     if model_type not in CONFIG_MAPPING:
         raise unknown_name("model.overrides.model_type", model_type, CONFIG_MAPPING.keys())

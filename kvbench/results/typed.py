@@ -13,6 +13,13 @@ MAX_BYTES = 1 << 28  # of a file of JSON; the longest, of a method with a model'
 _hints = functools.cache(typing.get_type_hints)
 
 
+@functools.cache
+def _form(kind: Any) -> tuple[Any, tuple, bool]:
+    """What a hint is made of, its arguments, and whether it has fields; asked once per hint, not per value."""
+    has_fields = typing.is_typeddict(kind) or dataclasses.is_dataclass(kind)
+    return typing.get_origin(kind), typing.get_args(kind), has_fields
+
+
 class Misfit(ValueError):
     """A value is not what its place is declared to hold."""
 
@@ -41,7 +48,9 @@ def parse(value: Any, kind: Any, where: str = "", *, null_numbers: bool = False)
     Raises:
         Misfit: Names the place and what is wrong with it.
     """
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if type(value) is kind and (kind in (str, bool) or (kind in (int, float) and -LARGEST <= value <= LARGEST)):
+        return value  # nearly all of a journal
+    origin, arguments, has_fields = _form(kind)
     if kind is Any:
         _check_depth(value, where)
         return value
@@ -53,7 +62,7 @@ def parse(value: Any, kind: Any, where: str = "", *, null_numbers: bool = False)
         if value not in arguments:
             raise Misfit(f"{where} is none of {', '.join(map(str, arguments))}")
         return value
-    if typing.is_typeddict(kind) or dataclasses.is_dataclass(kind):
+    if has_fields:
         return _of_fields(value, kind, where)
     plain = origin or kind
     if isinstance(value, int | float) and not -LARGEST <= value <= LARGEST:  # NaN neither
