@@ -1,6 +1,9 @@
 # PYTHON chooses the interpreter (and so the environment) that every target uses: make test PYTHON=.venv/bin/python
 PYTHON ?= python
 
+# A test run starts a hundred processes. Where this is set, each of them compiles torch, transformers and kvbench again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup model suite exhaustive format style types docs site findings composition formats test roundtrip hostile test-code test-degenerate test-exact test-killed test-arm test-bytes test-launchers test-gpu gpu fuzz mutants simulate smoke clean
 
 help: ## show the targets; `make` alone does too
