@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.api.load import run_row, sample_row
 from kvbench.config import files
-from kvbench.config.compose import compose, words_of
+from kvbench.config.compose import compose, for_their_methods, words_of
 from kvbench.config.files import FULL
 from kvbench.results import provenance
 from kvbench.results.record import RunRecord
 from kvbench.runs.parts import Loaders, policy_class
-from kvbench.runs.run import Run, run_experiment
+from kvbench.runs.run import Run
+from kvbench.runs.sessions import Origin
+from kvbench.runs.together import Asked, groups, run_together
+from kvbench.show.progress import note
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -175,40 +178,77 @@ def run(
         ValueError: A setting is unknown or out of range, or data or weights are missing.
         RuntimeError: The method's source was changed after Python had imported it.
     """
+    given = {name: value for name, value in locals().items() if name not in ("config_dir", "method_settings")}
+    return _run([given | method_settings], config_dir)[0]
+
+
+def _run(asked: Sequence[Mapping[str, Any]], config_dir: str | Path | None) -> list[Result]:
+    """Runs by the arguments of `run`, those that can go together together; raises what the first to fail raised, once
+    all have ended."""
+    from kvbench.show import figure
+
+    own = files.own_folders() if config_dir is None else [Path(config_dir).expanduser()]
+    found: dict[int, Run | Exception] = {}
+    with files.with_own_folders(own):
+        jobs = []
+        wanted, said = for_their_methods([_words(**each) for each in asked])
+        for sentence in said:
+            note(sentence)
+        for words in wanted:
+            cfg = compose(words)
+            _check_source(cfg.method._target_)
+            jobs.append(Asked(cfg=cfg, method=words[0].removeprefix("method="), say=note, origin=Origin()))
+        for numbers in groups([job.cfg for job in jobs]):
+            for place, ended in run_together([jobs[number] for number in numbers], _loaders()):
+                found[numbers[place]] = ended
+    results = []
+    for _, ended in sorted(found.items()):
+        if isinstance(ended, Exception):
+            raise ended
+        results.append(result := Result(run=ended))
+        if ended.ended:
+            figure.draw(result._records, result.picture)
+    return results
+
+
+def _words(
+    *,
+    method: str,
+    task: str = "longctx",
+    model: str = "smollm2-135m",
+    protocol: str = "default",
+    settings: Mapping[str, Any] | None = None,
+    limit: int | str | None = None,
+    results_dir: str | Path = "results",
+    resume: bool = True,
+    **method_settings: Any,
+) -> list[str]:
+    """The arguments of `run` as words of the command line, the method first."""
     choices = {"method": method, "task": task, "model": model, "protocol": protocol}
     asked = [f"{group}={name}" for group, name in choices.items()]
     asked += words_of({"limit": limit, "results_dir": str(results_dir), "resume": resume})
-    asked += words_of(settings or {}) + words_of(method_settings, "method.")
-    own = files.own_folders() if config_dir is None else [Path(config_dir).expanduser()]
-    with files.with_own_folders(own):
-        cfg = compose(asked)
-        _check_source(cfg.method._target_)
-        finished = run_experiment(cfg, method=method, parts=_loaders())
-    from kvbench.show import figure
-
-    result = Result(run=finished)
-    if finished.ended:
-        figure.draw(result._records, result.picture)
-    return result
+    return asked + words_of(settings or {}) + words_of(method_settings, "method.")
 
 
 def sweep(method: str | Sequence[str] = "diffkv", **choices: Any) -> Results:
-    """Run every combination of settings, as `-m` does on the command line.
+    """Run every combination of settings, as `-m` does on the command line: a prompt is read once for all methods, and
+    a method's setting goes to the methods that have it.
 
     Args:
         method: Name, or names.
-        **choices: As `run` takes them; a list or tuple holds the values to try. `settings` are given as they are. A
-            setting whose value is itself a list goes there.
+        **choices: As `run` takes them; a list or tuple holds the values to try. `settings` and `config_dir` are given
+            as they are. A setting whose value is itself a list goes into `settings`.
 
     Raises:
-        ValueError, RuntimeError: As `run`. What was finished before is stored.
+        ValueError, RuntimeError: As `run`, by the first that failed, once all have ended.
     """
     tried = {"method": method} | choices
-    fixed = {"settings": tried.pop("settings")} if "settings" in tried else {}
+    fixed = {name: tried.pop(name) for name in ("settings", "config_dir") if name in tried}
     lists = [value if isinstance(value, list | tuple) else [value] for value in tried.values()]
     if not all(lists):
         raise ValueError(f"{next(key for key, found in zip(tried, lists, strict=True) if not found)}=[] is empty")
-    return Results(results=[run(**dict(zip(tried, each, strict=True)), **fixed) for each in product(*lists)])
+    folder = fixed.pop("config_dir", None)
+    return Results(results=_run([dict(zip(tried, each, strict=True)) | fixed for each in product(*lists)], folder))
 
 
 _sources: dict[str, str] = {}  # file of a method -> hash of what was in it when it was used first in this process

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from kvbench.cli import words
 from kvbench.cli.jobs import Jobs, check_files
@@ -123,6 +124,31 @@ def planned(arguments: Sequence[str]) -> tuple[str, list[list[str]]]:
         GlobalHydra.instance().clear()
 
 
+@contextmanager
+def settings_where_they_exist() -> Iterator[list[str]]:
+    """Let Hydra's sweeper leave out of a job what its method does not have and another's has, as long as the block
+    lasts; gives sentences that say what, once the sweeper has run."""
+    from hydra.core.plugins import Plugins
+
+    Plugins.instance()  # makes the sweeper's class anew when it looks for plugins
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+    from kvbench.config.compose import for_their_methods
+
+    plain, said = BasicSweeper.split_arguments, list[str]()
+
+    def split(overrides: list[Any], size: int | None) -> list[list[list[str]]]:
+        jobs, said[:] = for_their_methods(plain(overrides, None)[0])
+        size = size or max(1, len(jobs))
+        return [jobs[start : start + size] for start in range(0, len(jobs), size)]
+
+    BasicSweeper.split_arguments = staticmethod(split)  # type: ignore[method-assign, assignment]
+    try:
+        yield said
+    finally:
+        BasicSweeper.split_arguments = staticmethod(plain)  # type: ignore[method-assign]
+
+
 def job_labels(jobs: Sequence[Sequence[str]]) -> list[str]:
     """Name what sets each job apart, such as `snapkv budget=0.25`; its method in any case."""
     common = Counter(word for job in jobs for word in set(job))
@@ -144,9 +170,16 @@ def begin(arguments: list[str]) -> Iterator[Jobs]:
     if not is_sweep(arguments):
         yield Jobs()
         return
+    with settings_where_they_exist() as said:
+        yield from _begin(arguments, said)
+
+
+def _begin(arguments: list[str], said: list[str]) -> Iterator[Jobs]:
     from kvbench.config.compose import compose, with_swept_groups
 
     launcher, jobs = planned(words.parted(with_swept_groups(arguments))[1])
+    for sentence in said:
+        note(sentence)
     check_files(jobs)
     results_dir = Path(compose(jobs[0]).results_dir) if jobs else hydra_folder(arguments).parent
     check_writable(results_dir, "results_dir")

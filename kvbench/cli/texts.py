@@ -50,7 +50,7 @@ EXAMPLES = (
     ("--cfg job method=kivi", "show the whole configuration and stop"),
 )
 FLAGS = (
-    ("-m, --multirun", "take every combination of comma lists and glob(*)"),
+    ("-m, --multirun", "take every combination of comma lists and glob(*), each with the settings that its method has"),
     ("--cfg job", "show the configuration instead of running (-p method shows one part)"),
     (
         "--config-dir DIR",

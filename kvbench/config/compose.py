@@ -163,6 +163,28 @@ def with_swept_groups(arguments: Sequence[str]) -> list[str]:
     return changed
 
 
+def for_their_methods(jobs: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]:
+    """Leave out of a sweep's jobs what their methods do not have and another method of the sweep has.
+
+    Returns:
+        The words of each job, of jobs that are now alike one; and a sentence for each word that was left out.
+    """
+    chosen = [next((word[7:] for word in job if word.startswith("method=")), "") for job in jobs]
+    asked = {word: word[7:].partition("=")[0].split(".")[0] for job in jobs for word in job if word[:7] == "method."}
+    names = set(chosen) & set(files.options("method")) if asked else set()
+    has = {name: set(methods.method_settings(name)) for name in names}
+    somewhere = set().union(*has.values())
+    left: dict[str, list[str]] = {}
+    kept: dict[tuple[str, ...], None] = {}
+    for name, job in zip(chosen, jobs, strict=True):
+        drop = [word for word in job if asked.get(word) in somewhere and asked[word] not in has.get(name, somewhere)]
+        for word in drop:
+            left.setdefault(word, []).append(name)
+        kept[tuple(word for word in job if word not in drop)] = None
+    said = [f"{word} is not for {', '.join(dict.fromkeys(left[word]))}: no such setting" for word in left]
+    return [list(job) for job in kept], said
+
+
 def _first_lines(error: Exception) -> str:
     text = str(error).strip()
     cause = error.__cause__

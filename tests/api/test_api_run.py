@@ -59,6 +59,7 @@ def test_a_sweep_is_every_combination(tmp_path):
     assert found.samples.text.tolist() == [text for item in found for text in item.samples.text]
     stored = kvbench.load(tmp_path)
     assert set(stored.hash) == set(found.frame.hash)
+    assert len(kvbench.sweep(["snapkv", "kivi"], budget=0.5, **asked)) == 2, "a setting is of those that have it"
     with pytest.raises(ValueError, match=r"budget=\[\] is empty"):
         kvbench.sweep("snapkv", budget=[])
 
