@@ -80,6 +80,7 @@ class FakeEngine:
         self.seen: list[str] = []
         sizes = {"fp16_bytes": lambda tokens: tokens, "num_q_heads": 2, "num_kv_heads": 1}
         self.shape = SimpleNamespace(device="cpu", dtype=torch.float32, **sizes)
+        self.group = self.most_requests = cfg.batch_size
 
     def text_of(self, ids) -> str:
         """Every token is a word."""

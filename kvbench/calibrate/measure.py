@@ -66,7 +66,7 @@ class Sweep:
     def measure(self, trials: Sequence[Trial], label: str) -> None:
         """Fills the records of trials on the same samples, from their journals as far as they go."""
         requests = trials[0].experiment.task.requests
-        batch = self.cfg.batch_size
+        batch = trials[0].experiment.engine.most_requests
         with ExitStack() as stack:
             journals = [stack.enter_context(closing(self._journal(trial))) for trial in trials]
             total, done = sum(len(trial.experiment.keys) for trial in trials), sum(len(j.records) for j in journals)
@@ -75,7 +75,7 @@ class Sweep:
             for start in range(0, len(requests), batch):
                 group = requests[start : start + batch]
                 for trial, journal in zip(trials, journals, strict=True):
-                    if unfinished_groups(group, batch, journal):
+                    if unfinished_groups(group, len(group), journal):
                         self._run(trial, group, journal, bar)
                 self.prompts.settle()
             for trial, journal in zip(trials, journals, strict=True):

@@ -128,6 +128,11 @@ class SharedContexts:
         """Rows that are open beside those of the requests at most."""
         return int(bool(self._followed))
 
+    @property
+    def is_open(self) -> bool:
+        """True if a first segment is held for requests to come."""
+        return self._held is not None
+
     def holds(self, request: Request) -> bool:
         """True if the first segment of a request was read for an earlier one."""
         return self._held is not None and self._held[0] == self._begins_with(request)

@@ -24,6 +24,7 @@ class Row(ABC):
     """A sequence in decoding: the runner's row, its request, and fp32 [vocabulary] logits for the next token.
 
     Args:
+        token: The token to feed next, once it is chosen.
         timing: Seconds, tokens and rows of its steps so far.
         ready: The token to feed where it is known without logits; None in it = the row is over.
         report: What `Runner.report` said when the row ended, where the device has made a step more since.
@@ -32,6 +33,7 @@ class Row(ABC):
     row: int
     request: Request
     logits: Tensor
+    token: int | None = None
     ready: list[int | None] = field(default_factory=list)
     report: tuple[dict, dict] | None = None
     timing: dict = field(
@@ -205,12 +207,12 @@ class ForcedRow(Row):
 
 @dataclass
 class Sample:
-    """A request in flight: its outcomes so far and how many rows are still open. With `shares_context`, another request
-    had read its first segment, so that `prefill_s` is of the rest alone."""
+    """A request in flight: its open rows, by the runner's numbers, and its outcomes so far. With `shares_context`,
+    another request had read its first segment, so that `prefill_s` is of the rest alone."""
 
     request: Request
-    prefill_s: float | None  # None: not measured
-    open_rows: int
+    prefill_s: float | None = None  # None: not measured
+    open_rows: list[int] = field(default_factory=list)
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     fidelity: dict | None = None
     drift: dict[str, list[float]] | None = None

@@ -4,7 +4,7 @@ The engine answers requests on top of it; benches, tests and people who bring th
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -157,13 +157,11 @@ class Runner:
                 f"{len(ahead)} tokens ahead cannot be read with a prompt of {len(prompt)} tokens in chunks of "
                 f"{self.chunk}, which is nowhere uncompressed; take full_logits for them"
             )
-        row = self._opened(self.store.open_row(new_tokens, min(instruction_tokens, len(prompt))))
         if self.reads_in_chunks(prompt):
-            try:
-                return row, self._read_chunks(row, list(prompt))
-            except BaseException:
-                self.close(row)
-                raise
+            *_, found = self.read_chunks(prompt, new_tokens, instruction_tokens)
+            assert found is not None, "it comes with the last chunk"
+            return found
+        row = self._opened(self.store.open_row(new_tokens, min(instruction_tokens, len(prompt))))
         held = Uncompressed(self.store) if self.policy.score.probe is not None else None
         session = hf.Prefill(self.store, row, len(prompt), held)
         try:
@@ -179,19 +177,31 @@ class Runner:
         """True if a prompt is longer than a chunk."""
         return self.chunk is not None and len(prompt) > self.chunk
 
-    def _read_chunks(self, row: int, prompt: list[int]) -> Tensor:
-        """Reads a prompt chunk by chunk; logits fp32 [1, vocabulary] after it. The first chunk is the shorter one where
-        the prompt is no multiple, so that the last queries, which many methods rank by, are a whole chunk's. No prompt
-        cache is asked or told: what a chunk sees depends on what the method has left of those before."""
+    def read_chunks(
+        self, prompt: Sequence[int], new_tokens: int | None = None, instruction_tokens: int = 0
+    ) -> Iterator[tuple[int, Tensor] | None]:
+        """Reads a prompt into a new row chunk by chunk, as `read` does; other rows may make steps in between. Gives
+        None after every chunk but the last, and then what `read` returns; whoever stops before has no row open.
+
+        The first chunk is the shorter one where the prompt is no multiple, so that the last queries, which many methods
+        rank by, are a whole chunk's. No prompt cache is asked or told: what a chunk sees depends on what the method has
+        left of those before."""
         assert self.chunk is not None
-        self.probe_s = 0.0
-        self.store.open_chunks(row, len(prompt))
-        begin, end = 0, len(prompt) % self.chunk or self.chunk
-        while begin < len(prompt):
-            session = hf.PromptChunk(self.store, row)
-            logits = self._forward(session, [prompt[begin:end]], [begin], num_logits=1)[0]
-            begin, end = end, end + self.chunk
-        return logits
+        row = self._opened(self.store.open_row(new_tokens, min(instruction_tokens, len(prompt))))
+        try:
+            self.probe_s = 0.0
+            self.store.open_chunks(row, len(prompt))
+            begin, end = 0, len(prompt) % self.chunk or self.chunk
+            while begin < len(prompt):
+                if begin:
+                    yield None
+                session = hf.PromptChunk(self.store, row)
+                logits = self._forward(session, [list(prompt[begin:end])], [begin], num_logits=1)[0]
+                begin, end = end, end + self.chunk
+        except BaseException:
+            self.close(row)
+            raise
+        yield row, logits
 
     def full_logits(self, tokens: Sequence[int], num_logits: int) -> Logits:
         """Logits fp32 [num_logits, vocabulary] at the end of a text that is read with the full cache; keeps nothing,

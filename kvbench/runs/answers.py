@@ -32,15 +32,16 @@ def finish(steps: Generator[Any, None, Result]) -> Result:
             return end.value
 
 
-def unfinished_groups(requests: Sequence[Request], batch_size: int, journal: Container[Key]) -> list[Request]:
+def unfinished_groups(requests: Sequence[Request], size: int | None, journal: Container[Key]) -> list[Request]:
     """The requests to give to the engine: whole groups that hold an unfinished answer.
 
-    The groups are fixed over the full list. A resumed run thus batches every sample with the same neighbours as an
-    uninterrupted one, and computes the same numbers to the last bit, at the price of computing some samples twice.
+    Groups of so many requests, the engine's `group`, are fixed over the full list. A resumed run thus batches every
+    sample with the same neighbours as an uninterrupted one, and computes the same numbers to the last bit, at the price
+    of computing some samples twice. Without groups no sample is computed twice.
     """
-    todo: list[Request] = []
-    for start in range(0, len(requests), batch_size):
-        group = requests[start : start + batch_size]
+    size, todo = size or 1, list[Request]()
+    for start in range(0, len(requests), size):
+        group = requests[start : start + size]
         if any((item.sample_id, repeat) not in journal for item in group for repeat in range(item.num_samples)):
             todo.extend(group)
     return todo
@@ -106,7 +107,7 @@ def compute_missing(
     own = experiment.config.forces_own and experiment.method == FULL
     keys = keys_of(requests)
     there = {key for key in keys if key in journal or key in done}
-    todo = unfinished_groups(requests, experiment.config.batch_size, there)
+    todo = unfinished_groups(requests, experiment.engine.group, there)
     with shown(f"{experiment.method} on {task.name}", len(keys), len(there)) as progress:
         try:
             for request in record_answers(experiment.engine, task, todo, journal, progress, done=done, own=own):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from kvbench.cache.layout import StoreOptions
 from kvbench.config.files import FULL
@@ -62,7 +62,7 @@ class RunConfig:
 
     seed: Annotated[int, Whole(0, 2**63 - 1)] = 0
     limit: int | str | None = None
-    batch_size: Annotated[int, Whole(1, 2**16, unit="samples")] = 4
+    batch_size: Annotated[int | Literal["auto"], Whole(1, 2**16, unit="samples", also=("auto",))] = 4
     results_dir: Annotated[
         str, Form("the path of a folder, for example results_dir=results", lambda x: isinstance(x, str) and bool(x))
     ] = "results"

@@ -161,6 +161,7 @@ class Loaders:
             policy,
             store=config.store,
             batch_size=config.batch_size,
+            group=None if model.rows_are_alone or not isinstance(config.batch_size, int) else config.batch_size,
             seed=config.seed,
             backend=config.backend.name,
             fidelity_max_tokens=config.fidelity.max_tokens,

@@ -157,10 +157,11 @@ def _write_config(experiment: Experiment) -> None:
 def compute_shard(experiment: Experiment, shard: Shard, *, say: Callable[[str], None], origin: Origin) -> None:
     """Finish one shard of a run in a journal of its own. The run's lock is held at the start only, for a moment."""
     folder, place = experiment.folder, shard.folder(experiment.folder)
-    requests = shard.part(experiment.task.requests, experiment.config.batch_size)
+    size = experiment.engine.group or 1
+    requests = shard.part(experiment.task.requests, size)
     keys = keys_of(requests)
     if not keys:
-        say(f"shard={shard} has nothing to do: the run has fewer batches of {experiment.config.batch_size}")
+        say(f"shard={shard} has nothing to do: the run has fewer batches of {size}")
         return
     with run_lock(place, wait=True, say=say):
         with ExitStack() as stack:

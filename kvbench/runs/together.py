@@ -221,7 +221,7 @@ class _Together:
         tokens = max(request.num_prompt_tokens + request.max_new_tokens for request in requests)
         row = shape.fp16_bytes(tokens) * shape.dtype.itemsize // 2
         prompt = row * (1 + shape.num_q_heads / (2 * shape.num_kv_heads))
-        self._at_once = max(1, int((self._room_bytes - prompt) // (row * experiment.config.batch_size)))
+        self._at_once = max(1, int((self._room_bytes - prompt) // (row * experiment.engine.most_requests)))
 
     def _take_turns(self, lanes: list[_Lane]) -> Iterator[_Lane]:
         """Let runs go prompt by prompt, in their order; gives each when it has ended."""

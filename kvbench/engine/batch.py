@@ -1,0 +1,350 @@
+"""The rows that are decoded together: requests join as others end, and one gives way where pages run out.
+
+Which request joins next is known from the requests alone (`Waiting`), and when it joins, from what rows hold, never
+from a clock. A prompt is tried where the free pages are enough for what prompts have taken so far; answers get their
+pages as they grow. Where a step has no page left, the request that came last gives way: its rows are closed, and it is
+read and answered again from its beginning, by the same steps, once another one has ended. So the first in order always
+goes on, and only what does not fit alone is lost.
+"""
+
+from collections.abc import Callable, Generator
+
+from kvbench.engine.decode_loop import DecodeLoop, Spoiled
+from kvbench.engine.needs import Forced
+from kvbench.engine.reading import Reader
+from kvbench.engine.requests import Outcome, Request
+from kvbench.engine.rows import AnswerRow, ForcedRow, Row, Sample
+from kvbench.engine.runner import NotFinite, Runner
+from kvbench.engine.waiting import Waiting
+from kvbench.errors import BrokenRule
+from kvbench.kernels.memory import first_line, is_out_of_memory
+from kvbench.kernels.pool import PoolExhausted
+
+Live = tuple[Row, Sample]
+
+
+class Batch:
+    """Answers the requests that wait.
+
+    Args:
+        forced_tokens: Most tokens of an own answer that are forced; None = all.
+        per_token: Outcomes say what was measured of each forced token.
+        on_outcome, on_step: As `Engine.run` takes them.
+
+    Attributes:
+        most: Requests at once at most.
+        reason: Why there is no memory for any.
+        preemptions: Requests that had to give up their rows for want of pages, and began again.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        loop: DecodeLoop,
+        reader: Reader,
+        waiting: Waiting,
+        *,
+        forced_tokens: int | None,
+        per_token: bool,
+        on_outcome: Callable[[Outcome], None],
+        on_step: Callable[[dict], None] | None,
+    ) -> None:
+        self._runner, self._loop, self._reader, self._waiting = runner, loop, reader, waiting
+        self._forced_tokens, self._per_token = forced_tokens, per_token
+        self._on_outcome, self._on_step = on_outcome, on_step
+        self._callers: BaseException | None = None  # what `on_outcome` raised
+        self._samples: dict[str, Sample] = {}  # those with rows, in the order in which they joined
+        self._reading: tuple[Sample, Generator[list[Row] | None]] | None = None  # a prompt of which chunks are to come
+        self._live: list[Live] = []
+        self._is_full = False  # nobody joins before somebody has ended
+        self._page_rate = 0.0  # most pages per token of a prompt so far
+        self._careful: dict[str, int] = {}  # after memory ran out: requests until whose end so many run at once
+        self.most, self.reason, self.preemptions = 1, "", 0
+
+    def answer(self) -> Generator[Request]:
+        """Answers all requests; gives each before its prompt is read. Whatever is raised, no row stays open."""
+        while self.reason and (request := self._waiting.first(0)) is not None:
+            self._waiting.take()
+            self.fail(request, "oom", self.reason, None)
+        while (yield from self.advance()):
+            if not self._samples and self._reading is None:
+                self._waiting.wait()
+        self._reader.contexts.close()  # it is still open where the last questions could not be answered
+
+    def advance(self) -> Generator[Request, None, bool]:
+        """Lets requests join, reads on in a prompt, and makes a step, or a run of them; False once nobody is left."""
+        try:
+            self._leave_cancelled()
+            joined = True
+            while joined:  # who ends before it has made a step leaves its place at once
+                yield from self._read_on()
+                joined = self._choose() and self._may_join() is not None
+            if self._live:
+                self._step()
+            return bool(self._samples or self._reading or len(self._waiting))
+        except BaseException as error:
+            was_spoiled, reason = isinstance(error, Spoiled), first_line(error)
+            goes_on = (was_spoiled or is_out_of_memory(error)) and (self._samples or self._reading)
+            if error is self._callers or not goes_on:
+                self._close_all()
+                raise
+        # Here, not in the handler: until that ends, the error holds every tensor of the pass that failed.
+        self._begin_again(reason, was_spoiled)
+        return True
+
+    # Who is in the batch.
+
+    @property
+    def _num_live(self) -> int:
+        return len(self._samples) + (self._reading is not None)
+
+    def _may_join(self) -> Request | None:
+        """The request that joins now, if one may."""
+        if self._num_live >= min([self.most, *self._careful.values()]) or (self._is_full and self._num_live):
+            return None
+        request = self._waiting.first(self._num_live)
+        if request is not None and self._num_live and not self._has_room(request):
+            self._is_full = True
+            return None
+        return request
+
+    def _has_room(self, request: Request) -> bool:
+        """True if the pages that are free seem enough for a prompt and for a step of all rows."""
+        store, shares = self._runner.store, self._reader.contexts.holds(request)
+        if all(part.pages.pool.growable for part in store.holding.parts):
+            return True
+        spare = max(part.pages.lists_per_row * part.most_new_pages for part in store.holding.parts)
+        tokens = sum(map(len, request.segments[shares:]))
+        return self._free_pages() >= self._page_rate * tokens + spare * (len(self._live) + 1)
+
+    def _free_pages(self) -> int:
+        """Pages that are free in every place."""
+        return min(part.pages.pool.num_free for part in self._runner.store.holding.parts)
+
+    def _read_on(self) -> Generator[Request]:
+        """Reads a chunk of the prompt that is being read; or the prompts of requests that join, up to one in chunks."""
+        while self._reading is not None or (request := self._may_join()) is not None:
+            if self._reading is None:
+                assert request is not None
+                self._waiting.take()
+                yield request
+                sample = Sample(request)
+                self._reading = sample, self._reader.open(sample)
+            if not self._read_piece() and self._live:
+                return
+
+    def _read_piece(self) -> bool:
+        """Reads on in a prompt; False where a part of it is still to come."""
+        assert self._reading is not None
+        sample, pieces = self._reading
+        free, held, reason = self._free_pages(), self._reader.contexts.is_open, ""
+        rows: list[Row] | None = []
+        try:
+            rows = next(pieces)
+        except NotFinite as error:
+            self._reading = None
+            self._reader.contexts.forget_closed()
+            self._end(sample, "nan", str(error), error.layer)
+            return True
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = first_line(error)
+        if reason:
+            self._reading = None
+            self._refuse(sample.request, reason, held)
+        elif rows is not None:
+            self._reading = None
+            self._samples[sample.request.sample_id] = sample
+            self._live += [(row, sample) for row in rows]
+            tokens = sum(map(len, sample.request.segments[sample.shares_context :]))
+            self._page_rate = max(self._page_rate, (free - self._free_pages()) / tokens)
+        return rows is not None
+
+    def _refuse(self, request: Request, reason: str, held: bool) -> None:
+        """Has a request wait for which there was no memory while others had theirs; alone, it is recorded as `oom`."""
+        if self._num_live or held:
+            self._waiting.put_back([request])
+            self._is_full = True
+            if not self._num_live:
+                self._reader.contexts.close()
+        else:
+            self._end(Sample(request), "oom", reason, None)
+
+    def _give_way(self, sample: Sample) -> None:
+        """Closes the rows of a sample, which begins again once another one has ended."""
+        self._forget(sample)
+        self._waiting.put_back([sample.request])
+        self._is_full = True
+        self.preemptions += 1
+
+    def _forget(self, sample: Sample) -> None:
+        """Takes a sample out of the batch, as it is."""
+        self._samples.pop(sample.request.sample_id, None)
+        self._live = [each for each in self._live if each[1] is not sample]
+        self._reader.close(sample)
+
+    def _end(self, sample: Sample, status: str, message: str, layer: int | None) -> None:
+        """Ends a sample that has no answer."""
+        self._forget(sample)
+        self._note_end(sample.request)
+        self.fail(sample.request, status, message, layer)
+
+    def _note_end(self, request: Request) -> None:
+        """Notes that a place is free."""
+        self._is_full = False
+        self._careful.pop(request.sample_id, None)
+
+    def _leave_cancelled(self) -> None:
+        """Takes out those who are waited for no longer."""
+        if self._waiting.cancelled.isdisjoint(self._samples) and self._reading is None:
+            return
+        for name in self._waiting.cancelled.intersection(self._samples):
+            sample = self._samples[name]
+            self._forget(sample)
+            self._note_end(sample.request)
+        if self._reading is not None and self._reading[0].request.sample_id in self._waiting.cancelled:
+            (sample, pieces), self._reading = self._reading, None
+            pieces.close()
+            self._note_end(sample.request)
+
+    def _begin_again(self, reason: str, was_spoiled: bool) -> None:
+        """Closes all rows; their requests begin again, step by step or half as many at once; a single one that found no
+        memory is recorded as `oom`."""
+        samples = [*self._samples.values(), *([self._reading[0]] if self._reading else ())]
+        held = self._reader.contexts.is_open
+        self._close_all()
+        if was_spoiled:  # step by step it is known which layer began it
+            self._loop.alone.update(sample.request.sample_id for sample in samples)
+        elif len(samples) == 1 and not held:
+            self._end(samples[0], "oom", reason, None)
+            return
+        else:
+            half = max(1, len(samples) // 2)
+            self._careful |= {sample.request.sample_id: half for sample in samples}
+        self._waiting.put_back([sample.request for sample in samples])
+
+    def _close_all(self) -> None:
+        if self._reading is not None:
+            self._reading[1].close()
+        for sample in self._samples.values():
+            self._reader.close(sample)
+        self._runner.close_all()
+        self._reader.contexts.forget_closed()
+        self._samples, self._reading, self._live, self._is_full = {}, None, [], False
+
+    # Steps.
+
+    def _choose(self) -> bool:
+        """Chooses the next token of every row that has none, and finishes those that are over; True if one was."""
+        ended = False
+        waits = [each for each in self._live if each[0].token is None]
+        for state, sample in waits:  # it grows where an answer that ended is forced next
+            if sample.request.sample_id not in self._samples:
+                continue
+            try:
+                state.token = state.coming()
+                while state.token is None and state.next_turn(self._runner):
+                    state.token = state.next_token()
+            except NotFinite as error:
+                self._end(sample, "nan", str(error), error.layer)
+            except PoolExhausted:  # of what is said behind an answer; its rows cannot go on from here
+                if len(self._samples) == 1:
+                    raise
+                self._give_way(sample)
+            else:
+                if state.token is None:
+                    if (following := self._force_own(state, sample)) is not None:
+                        waits.append((following, sample))
+                        self._live.append((following, sample))
+                    self._finish(state, sample)
+                    ended = True
+        return ended
+
+    def _step(self) -> None:
+        """Makes a step of all rows, or several; where there is no page for it, the sample that comes last gives way."""
+        states, tokens = [state for state, _ in self._live], []
+        for state in states:
+            assert state.token is not None, "it was chosen"
+            tokens.append(state.token)
+        try:
+            bad, rate = self._loop.make(states, tokens)
+        except BrokenRule as error:
+            names = ", ".join(dict.fromkeys(sample.request.sample_id for _, sample in self._live))
+            raise BrokenRule(f"{error} (samples {names})") from error
+        except PoolExhausted:
+            if len(self._samples) == 1 or not self._runner.shape.is_whole:
+                raise
+            self._give_way(max(self._samples.values(), key=lambda each: self._waiting.place(each.request.sample_id)))
+            return
+        for state in states:
+            state.token = None
+        spoiled = {self._live[index][1].request.sample_id: layer for index, layer in bad.items()}
+        for name, layer in spoiled.items():
+            self._end(self._samples[name], "nan", str(NotFinite(layer)), layer)
+        if self._on_step:
+            told = {"decode_tokens_per_s": rate, "cache_bytes": self._runner.store.used_bytes}
+            self._on_step(told | {"live_rows": len(tokens)})
+
+    def _force_own(self, state: Row, sample: Sample) -> ForcedRow | None:
+        """The row in which an answer that has just ended is forced, where that is wanted."""
+        if sample.own is None or not isinstance(state, AnswerRow) or state.repeat:
+            return None
+        (row, logits), sample.own, request = sample.own, None, sample.request
+        answers = [*(turn["token_ids"] for turn in state.turns), state.answer.token_ids]
+        forced = Forced.of(request, [tokens[: self._forced_tokens] for tokens in answers])
+        if not forced.gold:  # it ended at once: there is nothing to compare
+            self._close(row, sample)
+            return None
+        return self._reader.force(row, request, logits, forced, self._reader.reference(request, forced))
+
+    # Outcomes.
+
+    def _close(self, row: int, sample: Sample) -> None:
+        self._runner.close(row)
+        sample.open_rows.remove(row)
+
+    def _finish(self, state: Row, sample: Sample) -> None:
+        """Records a finished row, and hands out the sample's outcomes once all its rows are over."""
+        if (repeat := state.settle(sample)) is not None:
+            sample.outcomes[repeat] = self._outcome(state, sample, repeat)
+        self._close(state.row, sample)
+        self._live = [each for each in self._live if each[0] is not state]
+        if sample.open_rows:
+            return
+        del self._samples[sample.request.sample_id]
+        self._note_end(sample.request)
+        for outcome in sample.outcomes.values():
+            outcome.fidelity, outcome.drift = sample.fidelity, sample.drift
+            outcome.per_token = sample.per_token if self._per_token else None
+            outcome.choices = [sample.choices[index] for index in sorted(sample.choices)]
+            self._hand_out(outcome)
+
+    def _outcome(self, state: Row, sample: Sample, repeat: int) -> Outcome:
+        """The outcome of a sample that a finished row gives."""
+        steps = state.timing.pop("row_steps")
+        state.timing["batch_rows"] = steps / state.timing["decode_tokens"] if state.timing["decode_tokens"] else 0.0
+        held, kept = state.report or self._runner.report(state.row)
+        told = Outcome(sample_id=state.request.sample_id, repeat=repeat, ledger=held, kept=kept)
+        told.num_prompt_tokens = state.request.num_prompt_tokens
+        told.timing = {"prefill_s": sample.prefill_s, **state.timing}
+        if sample.probe_s is not None:
+            told.timing["probe_s"] = sample.probe_s
+        if sample.shares_context:
+            told.timing["shares_context"] = 1.0
+        state.describe(told)
+        return told
+
+    def fail(self, request: Request, status: str, message: str, layer: int | None) -> None:
+        """Hands out the outcomes of a request that has no answer."""
+        for repeat in range(request.num_samples):
+            failed = Outcome(sample_id=request.sample_id, repeat=repeat, status=status, message=message)
+            failed.nan_layer, failed.num_prompt_tokens = layer, request.num_prompt_tokens
+            self._hand_out(failed)
+
+    def _hand_out(self, outcome: Outcome) -> None:
+        try:
+            self._on_outcome(outcome)
+        except BaseException as error:
+            self._callers = error  # a sample that the caller could not keep must not pass for one that did not fit
+            raise
