@@ -44,7 +44,7 @@ class FusedStep(ABC):
             scale: Factor on the logits.
 
         Returns:
-            fp32 [S, Hq, D].
+            [S, Hq, D], fp32 or the dtype of `q`.
 
         Raises:
             MemoryError: No room for the partial results.

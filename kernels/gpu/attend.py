@@ -12,7 +12,7 @@ are of the layers before; in page tables (TABLED) likewise, by the row of the se
 import triton
 import triton.language as tl
 
-from kvbench.kernels.gpu.parts import LOWEST
+from kvbench.kernels.gpu.parts import LOWEST, elements
 from kvbench.kernels.gpu.tiles import (
     add_ring_values,
     add_values,
@@ -144,10 +144,10 @@ def _attend_tier(
     ]
 )
 def _attend(
-    q, pages, rows, seen, frequencies, ring_tokens, ring_k, ring_v, part_top, part_sum, part_out, a_table, a_num_k,
-    a_num_v, a_angles, a_weights, a_tops, a_parts, a_columns, a_entries, a_angle_row, b_table, b_num_k, b_num_v,
-    b_angles, b_weights, b_tops, b_parts, b_columns, b_entries, b_angle_row, scale2, page_bytes, num_parts, first_part,
-    heads, per_row, offset, rk_row, rk_head, rv_row, rv_head, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
+    q, ring_tokens, ring_k, ring_v, rk_row, rk_head, rv_row, rv_head, scale2, offset, pages, rows, seen, frequencies,
+    part_top, part_sum, part_out, page_bytes, num_parts, first_part, heads, per_row, a_table, a_num_k, a_num_v,
+    a_angles, a_weights, a_tops, a_parts, a_columns, a_entries, a_angle_row, b_table, b_num_k, b_num_v, b_angles,
+    b_weights, b_tops, b_parts, b_columns, b_entries, b_angle_row, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
     OP: tl.constexpr, SCORES: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, NAMED: tl.constexpr,
     TABLED: tl.constexpr, HELD: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, REST: tl.constexpr,
     TWO: tl.constexpr, A_T: tl.constexpr, A_BT: tl.constexpr, A_REVERSED: tl.constexpr, A_TURN: tl.constexpr,
@@ -179,7 +179,7 @@ def _attend(
 
 @triton.jit
 def _merge_head(part_top, part_sum, part_out, out, lse, row, g, num_parts, G: tl.constexpr, D: tl.constexpr,
-                DP: tl.constexpr, BP: tl.constexpr):  # fmt: skip
+                DP: tl.constexpr, BP: tl.constexpr, OUT: tl.constexpr):  # fmt: skip
     """Merges the parts of one list for one query head."""
     d = tl.arange(0, DP)
     top = tl.full([], LOWEST, tl.float32)
@@ -200,105 +200,124 @@ def _merge_head(part_top, part_sum, part_out, out, lse, row, g, num_parts, G: tl
         top = new_top
     empty = total == 0.0
     divisor = tl.where(empty, 1.0, total)
-    tl.store(out + (row * G + g) * D + d, tl.where(empty, float("nan"), acc / divisor), mask=d < D)
+    found = tl.where(empty, float("nan"), acc / divisor)
+    tl.store(out + (row * G + g) * D + d, elements(found, OUT), mask=d < D)
     tl.store(lse + row * G + g, tl.where(empty, float("-inf"), (top + tl.log2(divisor)) * 0.6931471805599453))
 
 
 @triton.jit
-def _reduce_block(
-    weights, tops, part_top, part_sum, num_k, scores, pages, table, seen, pid, which, flat, block, num_parts,
+def _reduce_part(
+    weights, tops, part_top, part_sum, num_k, scores, pages, table, seen, pid, which, flat, part, parts, num_parts,
     page_bytes, columns, entries, heads, G: tl.constexpr, GP: tl.constexpr, BP: tl.constexpr, T: tl.constexpr,
     BT: tl.constexpr, POWER: tl.constexpr, RULE: tl.constexpr, TRACK: tl.constexpr, REPLACE: tl.constexpr,
     NEAR: tl.constexpr, POS: tl.constexpr, HELD: tl.constexpr, REVERSED: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities of one block of slots, raised, reduced over the query heads; stored, or added to what pages track.
+    """Probabilities of one of `parts` even shares of what was read of a list, block of slots by block: raised, reduced
+    over the query heads; stored, or added to what pages track.
 
-    TRACK is the byte offset of the tracked scores, or -1 to write `scores`; POS that of the positions, where slots
-    nearer to the query than NEAR get nothing.
+    TRACK is the byte offset of the tracked scores, or -1 to write `scores`, of blocks that were not read, too; POS that
+    of the positions, where slots nearer to the query than NEAR get nothing.
     """
     BLOCKS: tl.constexpr = (T + BT - 1) // BT
     counted = flat
     if HELD:
         counted = which
     held = tl.load(num_k + counted).to(tl.int32)
-    index = block // BLOCKS
-    start = (block % BLOCKS) * BT
-    was_read = index * T + start < held  # a block past the end was never written
-    if was_read | (TRACK < 0):
+    blocks = (held + T - 1) // T * BLOCKS
+    if TRACK < 0:
+        blocks = columns * BLOCKS
+    share = (blocks + parts - 1) // parts
+    first = tl.minimum(part * share, blocks)
+    last = tl.minimum(first + share, blocks)
+    if first < last:
         g = tl.arange(0, GP)
+        row = pid * G + g
         top = tl.full([GP], LOWEST, tl.float32)
         total = tl.zeros([GP], tl.float32)
         for begin in range(0, num_parts, BP):
-            part = begin + tl.arange(0, BP)
-            asked = (g < G)[:, None] & (part < num_parts)[None, :]
-            at = (pid * num_parts + part)[None, :] * G + g[:, None]
+            other = begin + tl.arange(0, BP)
+            asked = (g < G)[:, None] & (other < num_parts)[None, :]
+            at = (pid * num_parts + other)[None, :] * G + g[:, None]
             its_top = tl.load(part_top + at, mask=asked, other=LOWEST)
             its_sum = tl.load(part_sum + at, mask=asked, other=0.0)
             new_top = tl.maximum(top, tl.max(its_top, 1))
             total = total * tl.exp2(top - new_top) + tl.sum(its_sum * tl.exp2(its_top - new_top[:, None]), 1)
             top = new_top
-        t = start + tl.arange(0, BT)
-        token = index * T + t
-        live = (t < T) & (token < held)
-        heads_read = tl.where(was_read, G, 0)
-        row = pid * G + g
-        here = (g < G)[:, None] & live[None, :]
-        p = tl.load(weights + row[:, None] * (columns * T) + token[None, :], mask=here, other=0.0).to(tl.float32)
-        block_top = tl.load(tops + row * (columns * BLOCKS) + block, mask=g < heads_read, other=LOWEST)
-        p = p * (tl.exp2(block_top - top) / tl.where(total == 0.0, 1.0, total))[:, None]
-        if POWER == 2:
-            p = p * p
-        if RULE == 2:
-            score = tl.max(p, 0)
-        else:
-            score = tl.sum(p, 0)
-            if RULE == 1:
-                score = score / G
-        if TRACK < 0:
-            tl.store(scores + pid * (columns * T) + token, score, mask=t < T)
-        else:
-            page = pages + table_page(table, which, entries, index, was_read, REVERSED) * page_bytes
-            field = (page + TRACK).to(tl.pointer_type(tl.float32)) + t
-            if NEAR > 0:
-                pos = tl.load((page + POS).to(tl.pointer_type(tl.int32)) + t, mask=live, other=0)
-                score = tl.where(tl.load(seen + pid // heads) - pos < NEAR, 0.0, score)
-            if not REPLACE:
-                score += tl.load(field, mask=live, other=0.0)
-            tl.store(field, score, mask=live)
+        total = tl.where(total == 0.0, 1.0, total)
+        for block in range(first, last):
+            index = block // BLOCKS
+            t = (block % BLOCKS) * BT + tl.arange(0, BT)
+            token = index * T + t
+            live = (t < T) & (token < held)
+            was_read = index * T + (block % BLOCKS) * BT < held
+            here = (g < G)[:, None] & live[None, :]
+            p = tl.load(weights + row[:, None] * (columns * T) + token[None, :], mask=here, other=0.0).to(tl.float32)
+            heads_read = tl.where(was_read, G, 0)
+            block_top = tl.load(tops + row * (columns * BLOCKS) + block, mask=g < heads_read, other=LOWEST)
+            p = p * (tl.exp2(block_top - top) / total)[:, None]
+            if POWER == 2:
+                p = p * p
+            if RULE == 2:
+                score = tl.max(p, 0)
+            else:
+                score = tl.sum(p, 0)
+                if RULE == 1:
+                    score = score / G
+            if TRACK < 0:
+                tl.store(scores + pid * (columns * T) + token, score, mask=t < T)
+            else:
+                page = pages + table_page(table, which, entries, index, was_read, REVERSED) * page_bytes
+                field = (page + TRACK).to(tl.pointer_type(tl.float32)) + t
+                if NEAR > 0:
+                    pos = tl.load((page + POS).to(tl.pointer_type(tl.int32)) + t, mask=live, other=0)
+                    score = tl.where(tl.load(seen + pid // heads) - pos < NEAR, 0.0, score)
+                if not REPLACE:
+                    score += tl.load(field, mask=live, other=0.0)
+                tl.store(field, score, mask=live)
 
 
 @triton.jit(
-    do_not_specialize=["num_parts", "per_row", "offset", "a_columns", "a_entries", "a_blocks", "b_columns", "b_entries"]
+    do_not_specialize=[
+        "offset",
+        "num_parts",
+        "per_row",
+        "a_parts",
+        "a_columns",
+        "a_entries",
+        "b_parts",
+        "b_columns",
+        "b_entries",
+    ]
 )
 def _finish(
-    part_top, part_sum, part_out, out, lse, rows, seen, pages, page_bytes, num_parts, heads, per_row, offset,
-    a_weights, a_tops, a_num_k, a_scores, a_table, a_columns, a_entries, a_blocks,
-    b_weights, b_tops, b_num_k, b_scores, b_table, b_columns, b_entries,
+    out, a_scores, b_scores, offset, lse, part_top, part_sum, part_out, rows, seen, pages, page_bytes, num_parts, heads,
+    per_row, a_weights, a_tops, a_num_k, a_table, a_parts, a_columns, a_entries,
+    b_weights, b_tops, b_num_k, b_table, b_parts, b_columns, b_entries,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BP: tl.constexpr, MERGED: tl.constexpr,
     SCORES: tl.constexpr, TWO: tl.constexpr, POWER: tl.constexpr, RULE: tl.constexpr, REPLACE: tl.constexpr,
-    NEAR: tl.constexpr, TABLED: tl.constexpr, HELD: tl.constexpr,
+    NEAR: tl.constexpr, TABLED: tl.constexpr, HELD: tl.constexpr, OUT: tl.constexpr,
     A_T: tl.constexpr, A_BT: tl.constexpr, A_TRACK: tl.constexpr, A_POS: tl.constexpr, A_REVERSED: tl.constexpr,
     B_T: tl.constexpr, B_BT: tl.constexpr, B_TRACK: tl.constexpr, B_POS: tl.constexpr, B_REVERSED: tl.constexpr,
 ):  # fmt: skip
-    """Merges one list's parts for one query head (the first MERGED programs of the list), or makes the scores of one of
-    its blocks of slots: those of one tier, then those of a second one (TWO)."""
+    """Merges one list's parts for one query head (the first MERGED programs of the list), or makes the scores of a part
+    of it: `a_parts` are of one tier, the others of a second one (TWO)."""
     pid, task = tl.program_id(1).to(tl.int64), tl.program_id(0)
     if task < MERGED:
-        _merge_head(part_top, part_sum, part_out, out, lse, pid, task, num_parts, G, D, DP, BP)
+        _merge_head(part_top, part_sum, part_out, out, lse, pid, task, num_parts, G, D, DP, BP, OUT)
     elif SCORES:
         flat = (pid // heads) * per_row + offset + pid % heads
         which = flat
         if TABLED:
             which = row_number(rows, pid, heads, True) * per_row + offset + pid % heads
-        if task < MERGED + a_blocks:
-            _reduce_block(
+        if task < MERGED + a_parts:
+            _reduce_part(
                 a_weights, a_tops, part_top, part_sum, a_num_k, a_scores, pages, a_table, seen, pid, which, flat,
-                task - MERGED, num_parts, page_bytes, a_columns, a_entries, heads, G, GP, BP, A_T, A_BT, POWER, RULE,
-                A_TRACK, REPLACE, NEAR, A_POS, HELD, A_REVERSED,
+                task - MERGED, a_parts, num_parts, page_bytes, a_columns, a_entries, heads, G, GP, BP, A_T, A_BT,
+                POWER, RULE, A_TRACK, REPLACE, NEAR, A_POS, HELD, A_REVERSED,
             )  # fmt: skip
         elif TWO:
-            _reduce_block(
+            _reduce_part(
                 b_weights, b_tops, part_top, part_sum, b_num_k, b_scores, pages, b_table, seen, pid, which, flat,
-                task - MERGED - a_blocks, num_parts, page_bytes, b_columns, b_entries, heads, G, GP, BP, B_T, B_BT,
-                POWER, RULE, B_TRACK, REPLACE, NEAR, B_POS, HELD, B_REVERSED,
+                task - MERGED - a_parts, b_parts, num_parts, page_bytes, b_columns, b_entries, heads, G, GP, BP, B_T,
+                B_BT, POWER, RULE, B_TRACK, REPLACE, NEAR, B_POS, HELD, B_REVERSED,
             )  # fmt: skip

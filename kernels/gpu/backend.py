@@ -18,7 +18,7 @@ from kvbench.kernels.backend import Backend, FusedStep
 from kvbench.kernels.codes import BITS, code_of
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.bounds import KEYS, _widen_pages, choose, page_bounds
-from kvbench.kernels.gpu.decode import Lists, ListTier, _add_scores, attend_lists, score_offset
+from kvbench.kernels.gpu.decode import Attention, Lists, ListTier, _add_scores, score_offset
 from kvbench.kernels.gpu.pages import (
     BLOCK,
     TILE,
@@ -201,7 +201,7 @@ class Gpu(Backend):
         checks.decode(q, pages, tiers, ring, power, group)
         found = [ListTier.of(tier) for tier in tiers]
         scores = StepScores(power=power, group=group, update="add" if accumulate and group else None)
-        return attend_lists(q, pages, found, Lists.of(tiers[0]), ring, scale, scores)
+        return Attention(q, pages, found, Lists.of(tiers[0]), ring, scores)(q, ring, scale)
 
     def open_tables(
         self,

@@ -20,6 +20,8 @@ from kvbench.kernels.gpu.parts import ELEMENT, INTERPRETED, LOG2_E, MIN_DOT, lau
 from kvbench.kernels.operands import NO_SCORES, KeyRotation, Reduce, Ring, StepScores, TierPages, TierTable
 
 _REDUCE: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2}
+# Programs on a multiprocessor: a few that attend, and as many small ones that make scores as there is room for.
+_ATTENDING, _SCORING = 4, 16
 
 
 @triton.jit(do_not_specialize=["num_columns"])
@@ -59,17 +61,19 @@ def _block_slots(fmt: PageFormat, wide: bool) -> int:
     return min((size for size in (16, 32, 64) if size <= most), key=lambda size: -(-slots // size) * (size + 32))
 
 
-def _operand(q: Tensor, formats: list[PageFormat], ring: Ring | None) -> tl.dtype:
+def _operand(q: Tensor, tiers: list["ListTier"], ring: Ring | None) -> tl.dtype:
     """Type of the matrix products' operands: the model's own 16-bit type where nothing is lost by it, else fp32."""
-    held = {fmt.slot.dtype for fmt in formats if max(fmt.slot.k_bits, fmt.slot.v_bits) >= 16}
+    slots = [tier.fmt.slot for tier in tiers]
+    held = {slot.dtype for slot in slots if max(slot.k_bits, slot.v_bits) >= 16}
     held |= {ring.k.dtype, ring.v.dtype} if ring is not None else set()
     exact = held <= {q.dtype} and not (INTERPRETED and q.dtype == torch.bfloat16)
     return ELEMENT[q.dtype] if exact else tl.float32
 
 
-def _num_parts(lists: int, pages: int, device: torch.device) -> int:
-    """Parts that each list of so many pages at most is cut into, so that a few programs run on every multiprocessor."""
-    return min(pages, max(1, 4 * _num_processors(device) // max(1, lists)))
+def _num_parts(lists: int, most: int, device: torch.device, each: int) -> int:
+    """Parts that each list of so many pages or blocks at most is cut into, so that `each` programs run on every
+    multiprocessor."""
+    return min(most, max(1, each * _num_processors(device) // max(1, lists)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,89 +160,143 @@ class ListTier:
         return {f"{prefix}_{name}": value for name, value in found.items()} | sides
 
 
-def attend_lists(
-    q: Tensor, pages: Tensor, tiers: list[ListTier], lists: Lists, ring: Ring | None, scale: float,
-    how: StepScores = NO_SCORES, *, seen: Tensor | None = None,
-) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """As `Backend.paged_decode`, for lists whose pages are found through tables.
+@dataclass(frozen=True)
+class _Launch:
+    """What launches of a kernel share: its grid, the arguments behind a layer's own, and its constants."""
+
+    grid: tuple[int, int]
+    given: list[Any]
+    constants: dict[str, Any]
+
+
+class Attention:
+    """Attention of one query token per sequence over lists of pages, as `Backend.paged_decode`, prepared once for
+    layers that are alike: a call is two launches (four for three tiers) and makes nothing but its results.
+
+    What lies between the launches of a layer is the next one's again.
 
     Args:
+        q: [S, Hq, D] queries of the first layer; those of others are alike.
+        pages: The pool.
+        tiers: One to four.
+        lists: The first layer's lists, which a call moves to its own.
+        ring: The first layer's residual buffers, or None.
         how: What happens to the scores; they are returned where they are neither added to what the pages track nor
             put there.
         seen: int64 [S] position of the queries, where near slots are skipped.
+        out: Type of the output.
 
     Source: kvbench's own; split over the sequence with an exact merge as in FlashDecoding, scales folded into the
         products as in KIVI's and DiffKV's kernels.
     """
-    num_seq, num_q_heads, head_dim = q.shape
-    group = how.group
-    count = num_seq * lists.heads
-    group_size = num_q_heads // lists.heads
-    lengths = (ring.k.shape[-2], ring.v.shape[-2]) if ring is not None else (0, 0)
-    spans = [tier.columns + -(-max(lengths) // tier.fmt.tokens_per_page) for tier in tiers]
-    parts = [_num_parts(count, span, q.device) for span in spans]
-    q, operand = q.contiguous(), _operand(q, [tier.fmt for tier in tiers], ring)
-    made: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
-    part_top, part_sum = (torch.empty(count, sum(parts), group_size, **made) for _ in range(2))
-    part_out = torch.empty(count, sum(parts), group_size, head_dim, **made)
-    out, lse = torch.empty(q.shape, **made), torch.empty(q.shape[:2], **made)
-    ring_k, ring_v, ring_tokens, strides = _ring_arguments(ring, q)
-    half = max(tier.half for tier in tiers)
-    wide = half > 0 or operand == tl.float32
-    blocks = [_block_slots(tier.fmt, wide) for tier in tiers]
-    kept, scores = [], []
-    for tier, block in zip(tiers, blocks, strict=True):
-        slots, pair = tier.columns * tier.fmt.tokens_per_page, (part_top, part_top)
-        if group:  # exponentials are at most 1: fp16 holds them as well as the products behind them
-            kind = torch.float32 if operand == tl.float32 else torch.float16
-            tops = torch.empty(count * group_size, tier.columns * -(-tier.fmt.tokens_per_page // block), **made)
-            pair = torch.empty(count * group_size, slots, dtype=kind, device=q.device), tops
-            if how.update is None:
-                scores.append(torch.empty(num_seq, lists.heads, slots, **made))
-        kept.append(pair)
-    rows, seen = q if lists.rows is None else lists.rows, q if seen is None else seen
-    shared: dict[str, Any] = {"G": group_size, "D": head_dim, "SCORES": bool(group)}
-    shared |= {"TABLED": lists.in_table, "HELD": lists.counts_in_table}
-    for begin in range(0, len(tiers), 2):
-        pair_of = [begin, min(begin + 1, len(tiers) - 1)]
-        given: list[Any] = []
-        constants: dict[str, Any] = {}
-        for index, prefix in zip(pair_of, "AB", strict=True):
-            tier = tiers[index]
+
+    def __init__(
+        self, q: Tensor, pages: Tensor, tiers: list[ListTier], lists: Lists, ring: Ring | None,
+        how: StepScores = NO_SCORES, *, seen: Tensor | None = None, out: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        num_seq, num_q_heads, head_dim = q.shape
+        count, group_size, operand = num_seq * lists.heads, num_q_heads // lists.heads, _operand(q, tiers, ring)
+        lengths = (ring.k.shape[-2], ring.v.shape[-2]) if ring is not None else (0, 0)
+        half = max(tier.half for tier in tiers)
+        wide = half > 0 or operand == tl.float32
+        spans = [tier.columns + -(-max(lengths) // tier.fmt.tokens_per_page) for tier in tiers]
+        self._parts = [_num_parts(count, span, q.device, _ATTENDING) for span in spans]
+        self._block_slots = [_block_slots(tier.fmt, wide) for tier in tiers]
+        made: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
+        top, total, self._lse = (torch.empty(count, n, group_size, **made) for n in (*2 * [sum(self._parts)], 1))
+        self._partial = [top, total, torch.empty(*top.shape, head_dim, **made)]
+        self._absent = top  # where a kernel does not look at a tensor
+        self._tiers, self._out, self._lists = tiers, out, lists
+        # Exponentials are at most 1: fp16 holds them as well as the products behind them.
+        kind = torch.float32 if operand == tl.float32 else torch.float16
+        self._kept = [(top, top)] * len(tiers)
+        if how.group:
+            self._kept = [
+                (torch.empty(count * group_size, tier.columns * tier.fmt.tokens_per_page, dtype=kind, device=q.device),
+                 torch.empty(count * group_size, blocks, **made))
+                for tier, blocks in zip(tiers, self._blocks, strict=True)
+            ]  # fmt: skip
+        returned = tiers if how.group and how.update is None else []
+        self._returned = [(num_seq, lists.heads, tier.columns * tier.fmt.tokens_per_page) for tier in returned]
+        step = (pages, *(top if x is None else x for x in (lists.rows, seen)))
+        shared: dict[str, Any] = {
+            "G": group_size, "D": head_dim, "SCORES": bool(how.group), "TABLED": lists.in_table,
+            "HELD": lists.counts_in_table,
+        }  # fmt: skip
+        reading = shared | {
+            "GP": power_of_two(group_size, MIN_DOT), "OP": operand, "RK": lengths[0], "RV": lengths[1],
+            "NAMED": lists.rows is not None, "HALF": half, "HP": power_of_two(half, MIN_DOT),
+            "REST": power_of_two(head_dim - 2 * half, MIN_DOT) if half and head_dim > 2 * half else 0,
+            "num_warps": 8 if wide else 4,
+        }  # fmt: skip
+        merging = shared | {
+            "GP": power_of_two(group_size), "DP": power_of_two(head_dim), "BP": 16, "POWER": how.power,
+            "RULE": _REDUCE[how.group] if how.group else 0, "REPLACE": how.update == "replace", "NEAR": how.skip_near,
+            "OUT": ELEMENT[out],
+        }  # fmt: skip
+        pairs = [(begin, min(begin + 1, len(tiers) - 1)) for begin in range(0, len(tiers), 2)]
+        self._reading = [self._reads(pair, count, step, reading) for pair in pairs]
+        self._merging = [self._merges(pair, count, step, merging, how) for pair in (pairs if how.group else pairs[:1])]
+
+    @property
+    def _blocks(self) -> list[int]:
+        """Blocks of slots that a list has in each tier at most."""
+        sizes = zip(self._tiers, self._block_slots, strict=True)
+        return [tier.columns * -(-tier.fmt.tokens_per_page // size) for tier, size in sizes]
+
+    def _reads(self, pair: tuple[int, int], count: int, step: tuple[Tensor, ...], constants: dict) -> _Launch:
+        """Of `_attend`, over one tier or two."""
+        (first, second), (pages, rows, seen) = pair, step
+        rotation = self._tiers[first].rotation
+        given: list[Any] = [pages, rows, seen, self._absent if rotation is None else rotation.frequencies]
+        given += [*self._partial, pages.shape[1], sum(self._parts), sum(self._parts[:first])]
+        given += [self._lists.heads, self._lists.per_row]
+        constants = constants | {"TWO": first != second}
+        for index, prefix in zip(pair, "AB", strict=True):
+            tier = self._tiers[index]
             angles = tier.angles if tier.rotation is None else tier.rotation.ages
-            angles = q if angles is None else angles
-            given += [tier.table, tier.num_k, tier.num_v, angles, *kept[index], parts[index], tier.columns]
-            given += [tier.entries, angles.stride(0)]
-            constants |= tier.in_kernels(prefix) | {f"{prefix}_BT": blocks[index]}
-        turn = tiers[begin].rotation
-        launch(
-            _attend, (count, sum(parts[begin : begin + 2])), q, pages, rows, seen,
-            q if turn is None else turn.frequencies, ring_tokens, ring_k, ring_v, part_top, part_sum, part_out, *given,
-            scale * LOG2_E, pages.shape[1], sum(parts), sum(parts[:begin]), lists.heads, lists.per_row, lists.offset,
-            *strides, **shared, GP=power_of_two(group_size, MIN_DOT), OP=operand, RK=lengths[0], RV=lengths[1],
-            NAMED=lists.rows is not None, HALF=half, HP=power_of_two(half, MIN_DOT),
-            REST=power_of_two(head_dim - 2 * half, MIN_DOT) if half and head_dim > 2 * half else 0,
-            TWO=pair_of[0] != pair_of[1], **constants, num_warps=8 if wide else 4,
-        )  # fmt: skip
-    for begin in range(0, len(tiers) if group else 1, 2):
-        pair_of, merged = [begin, min(begin + 1, len(tiers) - 1)], group_size if begin == 0 else 0
-        given, constants, tasks = [], {}, []
-        for index, prefix in zip(pair_of, "AB", strict=True):
-            tier, block = tiers[index], blocks[index]
-            tasks.append(tier.columns * -(-tier.fmt.tokens_per_page // block) if group else 0)
-            given += [*kept[index], tier.num_k, scores[index] if scores else part_top, tier.table, tier.columns]
-            given += [tier.entries, *(tasks if prefix == "A" else [])]
-            found = {"T": tier.fmt.tokens_per_page, "BT": block, "TRACK": -1, "REVERSED": tier.is_reversed}
-            found |= {"POS": tier.fmt.regions["pos"][0]} | ({"TRACK": score_offset(tier.fmt)} if how.update else {})
+            angles = self._absent if angles is None else angles
+            given += [tier.table, tier.num_k, tier.num_v, angles, *self._kept[index], self._parts[index]]
+            given += [tier.columns, tier.entries, angles.stride(0)]
+            constants |= tier.in_kernels(prefix) | {f"{prefix}_BT": self._block_slots[index]}
+        return _Launch((count, sum(self._parts[first : second + 1])), given, constants)
+
+    def _merges(
+        self, pair: tuple[int, int], count: int, step: tuple[Tensor, ...], constants: dict, how: StepScores
+    ) -> _Launch:
+        """Of `_finish`; the first one merges the parts, too."""
+        (first, second), pages = pair, step[0]
+        given: list[Any] = [self._lse, *self._partial, *step[1:], pages, pages.shape[1], sum(self._parts)]
+        given += [self._lists.heads, self._lists.per_row]
+        merged = constants["G"] if first == 0 else 0
+        constants = constants | {"TWO": first != second, "MERGED": merged}
+        tasks = [_num_parts(count, blocks, pages.device, _SCORING) if how.group else 0 for blocks in self._blocks]
+        for index, prefix in zip(pair, "AB", strict=True):
+            tier = self._tiers[index]
+            given += [*self._kept[index], tier.num_k, tier.table, tasks[index], tier.columns, tier.entries]
+            found = {"T": tier.fmt.tokens_per_page, "BT": self._block_slots[index], "REVERSED": tier.is_reversed}
+            found |= {"TRACK": score_offset(tier.fmt) if how.update else -1, "POS": tier.fmt.regions["pos"][0]}
             constants |= {f"{prefix}_{name}": value for name, value in found.items()}
-        two = pair_of[0] != pair_of[1]
-        launch(
-            _finish, (merged + tasks[0] + tasks[1] * two, count), part_top, part_sum, part_out, out, lse, rows, seen,
-            pages, pages.shape[1], sum(parts), lists.heads, lists.per_row, lists.offset, *given, **shared,
-            GP=power_of_two(group_size), DP=power_of_two(head_dim), BP=16, MERGED=merged, TWO=two, POWER=how.power,
-            RULE=_REDUCE[group] if group else 0, REPLACE=how.update == "replace", NEAR=how.skip_near, **constants,
-        )  # fmt: skip
-    return out, lse, scores
+        return _Launch((merged + sum(tasks[first : second + 1]), count), given, constants)
+
+    def __call__(
+        self, q: Tensor, ring: Ring | None, scale: float, offset: int | None = None
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """A layer whose lists lie behind `offset` others of a sequence: as `Backend.paged_decode`, whose log-sum-exp
+        the next call overwrites."""
+        q, offset = q.contiguous(), self._lists.offset if offset is None else offset
+        out = torch.empty(q.shape, dtype=self._out, device=q.device)
+        scores = [torch.empty(shape, device=q.device) for shape in self._returned]
+        k, v, num_tokens, strides = _ring_arguments(ring, self._absent)
+        for made in self._reading:
+            launch(
+                _attend, made.grid, q, num_tokens, k, v, *strides, scale * LOG2_E, offset, *made.given,
+                **made.constants,
+            )  # fmt: skip
+        for index, made in enumerate(self._merging):
+            own = [*scores[2 * index : 2 * index + 2], self._absent, self._absent][:2]
+            launch(_finish, made.grid, out, *own, offset, *made.given, **made.constants)
+        return out, self._lse.view(q.shape[:2]), scores
 
 
 def _angles(rotation: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from kvbench.kernels.backend import FusedStep
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.attend import table_page
 from kvbench.kernels.gpu.bounds import choose, page_bounds, widen_by_one
-from kvbench.kernels.gpu.decode import Lists, ListTier, attend_lists
+from kvbench.kernels.gpu.decode import Attention, Lists, ListTier
 from kvbench.kernels.gpu.pages import _write_side, slots_per_program, write_part
 from kvbench.kernels.gpu.parts import ELEMENT, launch, power_of_two, side_layout
 from kvbench.kernels.operands import NO_SCORES, PageChoice, Ring, StepRing, StepScores
@@ -108,6 +108,7 @@ class DeviceStep(FusedStep):
         self._seen, self._target, self._ring, self._strip = seen, target, ring, strip
         self._scores = scores if scores.update or scores.gives else NO_SCORES
         self.strips, self._choice = strip is not None, choice
+        self._attention: Attention | None = None  # once the first layer shows its queries
         if ring is not None:
             self._num_tokens = ring.num_tokens.contiguous()
             self._leaving = [self._find_leaving(ring, side) for side in (0, 1)]
@@ -129,9 +130,11 @@ class DeviceStep(FusedStep):
         return out
 
     def _attended(self, lists: Lists, q: Tensor, ring: Ring | None, scale: float) -> Tensor:
-        out, _, self.given = attend_lists(
-            q, self._pages, self._tiers, lists, ring, scale, self._scores, seen=self._seen
-        )
+        if self._attention is None:
+            self._attention = Attention(
+                q, self._pages, self._tiers, lists, ring, self._scores, seen=self._seen, out=q.dtype
+            )
+        out, _, self.given = self._attention(q, ring, scale, lists.offset)
         return out
 
     def _attended_in_part(self, lists: Lists, q: Tensor, choice: PageChoice, scale: float) -> Tensor:
@@ -141,8 +144,7 @@ class DeviceStep(FusedStep):
         ids, held = choose(bounds, tier, lists, choice.count, width)
         tier = ListTier(fmt=tier.fmt, table=ids, entries=width, columns=width, num_k=held, num_v=held)
         named = Lists(num_seq=lists.num_seq, heads=lists.heads, per_row=lists.heads)
-        out, _, _ = attend_lists(q, self._pages, [tier], named, None, scale)
-        return out
+        return Attention(q, self._pages, [tier], named, None, out=q.dtype)(q, None, scale)[0]
 
     def _write(self, lists: Lists, k: Tensor, v: Tensor) -> None:
         """Encodes the new keys and values [S, H, D] of a layer in one launch; the bytes are those of `write_keys` and

@@ -137,7 +137,8 @@ class PagedStep:
 
     def door(self) -> Attend:
         """Attention of a layer as the model gives it: q [S, Hq, D], k and v [S, KV heads, D], post-RoPE; writes the new
-        token, attends over everything held, adds to the scores, and returns fp32 [S, Hq, D]."""
+        token, attends over everything held, adds to the scores, and returns [S, Hq, D],
+        fp32 or the dtype of `q`."""
         fused = self.fused()
         inner = self.attend if fused is None else fused.attend
         strips = self.strips and not (fused is not None and fused.strips)

@@ -258,7 +258,7 @@ class CompressedStore:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Writes the new token of one layer, attends over everything held, and adds to the scores: q [S, Hq, D], k and
-        v [S, KV heads, D], post-RoPE. Returns fp32 [S, Hq, D]."""
+        v [S, KV heads, D], post-RoPE. Returns [S, Hq, D], fp32 or the dtype of `q`."""
         assert self._doors, "begin_step comes first"
         index, part = self.holding.part_of(layer)
         return self._doors[index](layer - part.first_layer, q, k, v, scale)

@@ -14,7 +14,7 @@ from kvbench.kernels import dispatch
 from kvbench.kernels.backend import REFERENCE
 from kvbench.kernels.gpu import decode, parts
 from kvbench.kernels.gpu.backend import Gpu
-from kvbench.kernels.operands import Ring, TierPages
+from kvbench.kernels.operands import Ring, StepScores, TierPages
 from kvbench.kernels.reference.pages import region
 
 # The interpreter computes in numpy, which warns of the NaNs that slots without a token may hold.
@@ -94,13 +94,70 @@ def test_small_scales_survive_half_precision():
 
 
 def test_the_number_of_parts_does_not_change_the_result(monkeypatch: pytest.MonkeyPatch):
-    """One part, one page per part and anything between agree to the rounding of their merge."""
-    fmt = tier_format("8,4", 64)
+    """One part, one page per part and anything between agree to the rounding of their merge, and so do the shares of
+    the blocks whose scores are returned, or added to what pages track."""
+    fmt = tier_format("8,4", 64, track=("score",))
     cache = Cache([fmt], [[[90, 3]]], 64)
     q = random_queries(1, 6, 64)
-    for processors in (1, 2, 100):
+    _, _, (known,) = REFERENCE.paged_decode(q, cache.pages, cache.tiers, None, 0.125, group="max")
+    want = cache.pages.clone()
+    REFERENCE.add_scores(want, cache.tiers[0], known)
+    for processors, each in ((1, 1), (2, 2), (100, 16)):
         monkeypatch.setattr(decode, "_num_processors", lambda _, number=processors: number)
+        monkeypatch.setattr(decode, "_SCORING", each)
         assert_equal(cache, q, group="max")
+        pages, tiers = cache.pages.clone().to(DEVICE), move_cache(cache)[1]
+        Gpu().paged_decode(q.to(DEVICE), pages, tiers, None, 0.125, group="max", accumulate=True)
+        got, asked = (region(x.cpu(), fmt, "score") for x in (pages, want))
+        torch.testing.assert_close(got, asked, rtol=0, atol=1e-6, equal_nan=True)  # free slots hold any bytes
+
+
+def test_scores_take_no_program_for_each_block():
+    """A captured step has room for the longest answer: of 512 lists of 32k slots, those that are short would be nearly
+    a million programs that find nothing to do."""
+    fmt, grids = tier_format("4,2", 64, track=("score",)), []
+    count = torch.full((64, 8), 5)
+    ids = torch.zeros(1, dtype=torch.int64).expand(64, 8, -(-(1 << 15) // fmt.tokens_per_page))
+    pages = torch.zeros(1, fmt.page_bytes, dtype=torch.uint8)
+    with parts.recording(lambda kernel, grid, *_: grids.append((kernel.__name__, grid))):
+        Gpu().paged_decode(torch.zeros(64, 32, 64), pages, [TierPages(fmt, ids, count, count)], None, 1.0, group="max")
+    (along, lists) = dict(grids)["_finish"]
+    assert (
+        lists == 512 and along == 4 + 1
+    )  # a query head each, and one part, as an interpreter's few processors have it
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_output_of_16_bits_is_the_rounded_one(dtype: torch.dtype):
+    """What a model would make of fp32, to the bit, a list of nothing included."""
+    fmt = tier_format("8,4", 64)
+    pages, tiers = move_cache(Cache([fmt], [[[40, 0]]], 64))
+    q, lists, found = random_queries(1, 6, 64).to(DEVICE), decode.Lists.of(tiers[0]), [decode.ListTier.of(tiers[0])]
+    want, got = (
+        decode.Attention(q, pages, found, lists, None, out=out)(q, None, 0.125)[0] for out in (torch.float32, dtype)
+    )
+    torch.testing.assert_close(got, want.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_layers_of_a_step_share_what_lies_between_their_launches():
+    """A layer makes its output, in the type of its queries, and no other tensor."""
+    fmt, launched = tier_format("8,4", 64, track=("score",)), []
+    _, table = Gpu().tables(fmt.page_bytes, 8, (fmt.tokens_per_page,), (1, 3, 2), 4, "cpu")
+    rows, slots = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 3, 2, dtype=torch.int64)
+    with parts.recording(lambda kernel, _, arguments, __: launched.append((kernel.__name__, arguments))):
+        step = Gpu().open_tables(
+            table.pool.pages, [table.tier(0, fmt, 2, None)], (3, 2), rows, num_q_heads=6, seen=rows,
+            target=(0, slots, slots), scores=StepScores(group="sum", update="add"),
+        )  # fmt: skip
+        outs = []
+        for layer in range(3):
+            q, k = (torch.zeros(1, heads, 64, dtype=torch.bfloat16) for heads in (6, 2))
+            outs.append(step.attend(layer, q, k, k, 0.1))
+    merged = [arguments for name, arguments in launched if name == "_finish"]
+    assert all(arguments[0] is out and out.dtype == torch.bfloat16 for arguments, out in zip(merged, outs, strict=True))
+    assert len({out.data_ptr() for out in outs}) == 3 and [arguments[3] for arguments in merged] == [0, 2, 4]
+    shared = [[x.data_ptr() for x in arguments[4:] if isinstance(x, torch.Tensor)] for arguments in merged]
+    assert shared[0] == shared[1] == shared[2]
 
 
 def test_a_list_of_nothing_has_no_value():
