@@ -81,7 +81,7 @@ def _carry_out(arguments: list[str]) -> int:
     own, arguments = words.take_config_dir(arguments)
     words.refuse_stored_config(own, arguments)
     # Modules of the user's own methods lie beside their YAMLs; at the end they hide nobody else's.
-    sys.path += [str(folder.resolve()) for folder in own if str(folder.resolve()) not in sys.path]
+    sys.path += [folder for folder in map(os.path.realpath, own) if folder not in sys.path]
     with files.with_own_folders(own):
         code = _command(arguments)
         sys.stdout.flush()  # here, where a reader that has gone can be told from a fault

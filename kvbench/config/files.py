@@ -1,5 +1,6 @@
 """Where the configuration files lie and what there is to choose from, found without importing anything heavy."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,7 +40,7 @@ def with_own_folders(folders: Sequence[Path]) -> Iterator[None]:
         ValueError: One is no folder, or it has a file by the name of one of kvbench's.
     """
     global _own_folders
-    before, found = _own_folders, tuple(folder.resolve() for folder in folders)
+    before, found = _own_folders, tuple(Path(os.path.realpath(folder)) for folder in folders)
     for folder, given in zip(found, folders, strict=True):
         if not folder.is_dir():
             raise ValueError(

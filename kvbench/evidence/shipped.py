@@ -1,6 +1,7 @@
 """The study that comes with the repository: others made its runs, and they are marked so wherever they count."""
 
 import csv
+import os
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -27,7 +28,7 @@ def study_folder() -> Path | None:
 def is_study(folder: object) -> bool:
     """True for the folder of its runs, however it is written."""
     root = study_folder()
-    return root is not None and Path(str(folder)).resolve() == root.resolve()
+    return root is not None and os.path.realpath(str(folder)) == os.path.realpath(root)
 
 
 def shares_in_study(method: str, policy: object) -> tuple[list[float], str]:

@@ -6,6 +6,7 @@ from places import ROOT
 from kvbench.cli import words
 from kvbench.cli.main import main
 from kvbench.config import files
+from kvbench.evidence import shipped
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,15 @@ def test_wrong_words(line, message, capsys):
     """A word that is nothing is named with the nearest that is something."""
     assert main(line.split()) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_is_a_link_to_itself_is_none(tmp_path, monkeypatch, capsys):
+    """`Path.resolve` raises a RuntimeError there, wherever a command asks which folder is meant."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    assert main(["--config-dir", "loop", "list"]) == 2
+    assert "--config-dir loop is no folder" in capsys.readouterr().err
+    assert not shipped.is_study("loop")
 
 
 def test_flags_of_hydra_pass():

@@ -187,18 +187,7 @@ def table(draw: random.Random, folder: Path, base: Path) -> Case:
     write_rows(folder)
     name = draw.choice(("t.json", "t.tsv"))
     path = folder / name
-    texts = (
-        "",
-        "[]",
-        "[[]]",
-        "[[1,2],[3]]",
-        "nan nan\nnan nan",
-        "inf\n",
-        "-1 2\n3 4",
-        "0 0\n0 0",
-        "[[1e999,1],[1,1]]",
-        "x y\n",
-    )
+    texts = ("", "[]", "[[]]", "[[1,2],[3]]", "nan nan\nnan nan", "inf\n", "-1 2\n3 4", "[[1e999,1],[1,1]]", "x y\n")
     texts += (
         "[" * 100_000,
         "1 2\n" * 10**6,
