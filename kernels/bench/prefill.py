@@ -1,4 +1,5 @@
-"""Times the score pass over a prompt (last queries, or all) next to the prompt's attention alone.
+"""Times the score pass over a prompt (last queries, or all), and its attention in two parts, next to the prompt's
+attention alone.
 
 Runs with torch (and triton on a GPU) alone: `python -m kvbench.kernels.bench.prefill lengths=[4096]`.
 """
@@ -70,7 +71,16 @@ class Settings(Common):
             a, b, c = (x[None, :, :n] for x in (q, k, v))
             return F.scaled_dot_product_attention(a, b, c, is_causal=True, scale=scale, enable_gqa=True)[0]
 
+        def behind(whole: bool, n: int) -> Tensor:
+            half = n // 2
+            live = None if whole else torch.ones(heads, half, dtype=torch.bool, device=device)
+            past = k[:, :half], v[:, :half], live
+            own = backend.chunk_attention(q[:, half:n], k[:, half:n], v[:, half:n], past, scale)
+            return torch.cat([attend(half), own.to(dtype)], 1)
+
         made: dict[str, tuple[Callable[[int], Found], int]] = {"attention": (attend, -1), "sdpa": (sdpa, -1)}
+        made |= {"attention in two chunks": (partial(behind, False), -1)}
+        made |= {"attention, then that of a replay": (partial(behind, True), -1)}
         if self.eager:
             need, free = 3 * 4 * queries * length * length, machine.available_bytes(device)
             if free is None or need <= 0.5 * free:
@@ -89,7 +99,7 @@ class Settings(Common):
                 call=partial(lambda call, _: call(length), call),
                 check=partial(exact.error, call, window),
                 tolerance=tolerance,
-                versus="attention" if "scores of" in name else None,
+                versus="attention" if name.startswith("attention") and name != "attention" else None,
             )
             for name, (call, window) in made.items()
         ]

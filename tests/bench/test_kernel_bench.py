@@ -183,9 +183,22 @@ class Short(Backend):
         return super().prompt_scores(q, k, scale, dataclasses.replace(columns, queries=fewer), reduction)
 
 
+class Forgetful(Backend):
+    """Passes over the first token of what a chunk stands behind."""
+
+    def chunk_attention(self, q, k, v, history, scale):
+        past_k, past_v, live = history
+        if live is not None:
+            live = live.clone()
+            live[:, 0] = False
+        return super().chunk_attention(q, k, v, (past_k, past_v, live), scale)
+
+
 DENSE, PAGED = {"sdpa fp32", "sdpa fp32 grouped"}, {"K16V16", "K4V2", "KIVI2", "K8V4+K4V2", "K4V2+KVQ4"}
 SCORED = {f"{name} + scores" for name in PAGED}
 PROMPT = "shapes=[2x2x64] lengths=[310] windows=[8] rounds=1 threads=[1]".split()
+CHUNKS = "attention in two chunks"
+WHOLE = {"attention", "sdpa", "eager, all queries", CHUNKS, "attention, then that of a replay"}
 SCORE_PASSES = {f"attention + scores of {queries}" for queries in ("the last 8", "all queries")}
 
 
@@ -195,7 +208,8 @@ SCORE_PASSES = {f"attention + scores of {queries}" for queries in ("the last 8",
         (Lazy, attention, SMALL, PAGED | SCORED, DENSE, "not timed"),
         (Careless, attention, SMALL, SCORED, DENSE | PAGED, "not timed"),
         (Failing, attention, SMALL, PAGED, DENSE, "RuntimeError: no kernel image"),
-        (Short, prefill, PROMPT, SCORE_PASSES, {"attention", "sdpa", "eager, all queries"}, "not timed"),
+        (Short, prefill, PROMPT, SCORE_PASSES, WHOLE, "not timed"),
+        (Forgetful, prefill, PROMPT, {CHUNKS}, (WHOLE | SCORE_PASSES) - {CHUNKS}, "not timed"),
     ],
 )
 def test_what_is_wrong_is_refused(monkeypatch, backend, module, words, refused, timed, reason):
@@ -263,14 +277,15 @@ def test_a_loaded_machine_is_called_so():
 
 
 def test_score_passes_are_timed_beside_attention():
-    """The window, all queries and the full matrix agree with a matrix in fp64; their cost is over attention's time."""
+    """The window, all queries, two chunks and the full matrix agree with a matrix in fp64; their cost is over
+    attention's time."""
     words = "shapes=[6x2x64] lengths=[333] windows=[8] rounds=2 threads=[1] kernels=torch".split()
     document = bench.run(bench.read_words(prefill.Settings, words))
     bench.check_document(document)
     (cell,) = document["cells"]
     assert not cell["refused"]
     rows = {row["name"]: row for row in cell["variants"]}
-    assert set(rows) == {"attention", "sdpa", "eager, all queries"} | SCORE_PASSES
+    assert set(rows) == WHOLE | SCORE_PASSES
     assert rows["attention + scores of the last 8"]["versus"]["name"] == "attention"
     assert all(row["max_error"] < 1e-4 for row in rows.values())
     assert "costs" in _shown(document)

@@ -11,6 +11,7 @@ from triton_helpers import DEVICE, poisoned_memory  # noqa: F401
 
 from kvbench.kernels.backend import REFERENCE
 from kvbench.kernels.gpu.backend import Gpu
+from kvbench.kernels.gpu.compile import launch_signature
 from kvbench.kernels.gpu.parts import INTERPRETED, recording
 from kvbench.kernels.operands import ColumnSums, HeadScores
 from kvbench.kernels.reference.prompts import attention_with_lse
@@ -155,3 +156,17 @@ def test_a_chunk_s_products_are_of_the_model_s_own_type():
         {torch.float32},
         {torch.float32},
     ]
+
+
+def test_prompts_of_any_length_take_the_same_kernels():
+    """Lengths are no part of what is compiled: a prompt of one token, of a multiple of 16, and any other."""
+    signatures = []
+    with recording(
+        lambda kernel, _, *given: signatures.append(f"{kernel.__name__} {launch_signature(kernel, *given)}")
+    ):
+        for length, past in ((1, 33), (32, 1), (45, 48)):
+            q, k = (torch.zeros(heads, length, 64, dtype=torch.float16) for heads in (4, 2))
+            Gpu().column_scores(q, k, 0.1, ColumnSums(queries=7, skip_near=length % 3))
+            held = torch.zeros(2, past, 64, dtype=torch.float16)
+            Gpu().chunk_attention(q, k, k, (held, held, torch.ones(2, past, dtype=torch.bool)), 0.1)
+    assert len(signatures) == 9 and len(set(signatures)) == 3
