@@ -1,10 +1,11 @@
 """Which cases of a test the default run takes; the others are marked `exhaustive`, and `make exhaustive` takes all.
 
-Methods of one path through the store (`path_of`) differ in what they decide alone: the first method of each path is
-tested in every variant, and the others in one.
+Methods of one path through the store (`path_of`) differ in what they decide alone. A test of the store takes one method
+per path, and a test of what methods decide takes every method in one variant.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from functools import cache
 
 import pytest
 from engine_helpers import open_settings
@@ -39,6 +40,7 @@ def path_of(policy: Policy) -> tuple:
     )
 
 
+@cache
 def method_of(name: str) -> Policy:
     """A method at the settings of its file; what the file leaves open fits a tiny model."""
     return instantiate(OmegaConf.load(CONF / "method" / f"{name}.yaml"), **open_settings(name))
@@ -46,24 +48,30 @@ def method_of(name: str) -> Policy:
 
 def per_path(listed: list[str], policy_of: Callable[[str], Policy] = method_of) -> list:
     """Methods as parameters; those whose path an earlier one walks are exhaustive."""
-    found = _spread(listed, policy_of, ("",), part=())
-    return [pytest.param(name, id=name, marks=marks) for name, _, marks in found]
+    firsts = _firsts(listed, policy_of)
+    return [pytest.param(name, id=name, marks=() if name in firsts else pytest.mark.exhaustive) for name in listed]
 
 
-def spread(
-    listed: list[str], policy_of: Callable[[str], Policy], variants: dict | tuple, part: tuple | None = None
-) -> list:
-    """Pairs of method and variant as parameters: every variant for the first method of each path, and for the others
-    those named in `part`, or one in turn; the other pairs are exhaustive."""
-    named = variants if isinstance(variants, dict) else {str(each): each for each in variants}
-    found = _spread(listed, policy_of, tuple(named), part)
-    return [pytest.param(name, named[key], id=f"{name}-{key}", marks=marks) for name, key, marks in found]
+def in_turn(listed: list[str], variants: tuple) -> list:
+    """Pairs of method and variant as parameters: one variant in turn for each; the other pairs are exhaustive."""
+    size = len(variants)
+    return _pairs({name: str(variants[at % size]) for at, name in enumerate(listed)}, {str(v): v for v in variants})
 
 
-def _spread(listed: list[str], policy_of: Callable, variants: tuple, part: tuple | None) -> Iterator[tuple]:
-    seen: set[tuple] = set()
-    for index, name in enumerate(listed):
-        path = path_of(policy_of(name))
-        taken = variants if path not in seen else (variants[index % len(variants)],) if part is None else part
-        seen.add(path)
-        yield from ((name, key, () if key in taken else pytest.mark.exhaustive) for key in variants)
+def by_path(listed: list[str], policy_of: Callable[[str], Policy], more: dict, less: dict) -> list:
+    """Pairs of method and variant as parameters: the one that asks for more for the first method of each path, and the
+    other one for the others; the other pairs are exhaustive. Both are `{name: value}`."""
+    firsts = _firsts(listed, policy_of)
+    return _pairs({name: next(iter(more if name in firsts else less)) for name in listed}, more | less)
+
+
+def _firsts(listed: list[str], policy_of: Callable[[str], Policy]) -> set[str]:
+    return set({path_of(policy_of(name)): name for name in reversed(listed)}.values())
+
+
+def _pairs(taken: dict[str, str], variants: dict) -> list:
+    return [
+        pytest.param(name, value, id=f"{name}-{key}", marks=() if taken[name] == key else pytest.mark.exhaustive)
+        for name in taken
+        for key, value in variants.items()
+    ]

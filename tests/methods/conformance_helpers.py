@@ -69,7 +69,12 @@ def policy_of(case: str, heads: str = "gqa3", **changes) -> Policy:
 
 def fields_of(case: str) -> set[str]:
     """The hyper-parameters of a method."""
-    listed = OmegaConf.load(FOLDER / f"{case.split()[0]}.yaml")
+    return _fields_of(case.split()[0])
+
+
+@cache
+def _fields_of(name: str) -> set[str]:
+    listed = OmegaConf.load(FOLDER / f"{name}.yaml")
     return set(declared(policy_class(listed["_target_"])))
 
 
@@ -99,14 +104,13 @@ def having(*fields: str) -> list[str]:
     return [case for case in cases() if fields_of(case) >= set(fields)]
 
 
-def distinct() -> list[str]:
+@cache
+def distinct() -> tuple[str, ...]:
     """The methods without those that are another one under a second name."""
-    seen, names = [], []
+    seen: dict[str, str] = {}
     for name in METHODS:
-        if (settings := settings_of(name)) not in seen:
-            seen.append(settings)
-            names.append(name)
-    return names
+        seen.setdefault(OmegaConf.to_yaml(settings_of(name), sort_keys=True), name)
+    return tuple(seen.values())
 
 
 def lossless_of(case: str) -> dict:

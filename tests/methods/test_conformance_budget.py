@@ -5,7 +5,7 @@ import re
 import pytest
 from conformance_helpers import having, idle, keeping, keeps_prompts, policy_of
 from engine_helpers import answers, random_tokens, request
-from selection import spread
+from selection import by_path, in_turn
 
 from kvbench.cache import ledger
 from kvbench.policy import Budget, Tier
@@ -13,12 +13,12 @@ from kvbench.runs.verdict import complaint
 
 BUDGETS = (0.2, 0.5, 0.85, 60)
 BUDGETED = having("budget")
-PARTS = {"five": (0.0, 0.13, 0.37, 0.61, 0.88), "most": (0.88,)}  # of what a budget in bytes may be
+FIVE, MOST = {"five": (0.0, 0.13, 0.37, 0.61, 0.88)}, {"most": (0.88,)}  # parts of what a budget in bytes may be
 TIERS = ("k8v4", "k4v2", "k2v4", "int8", "fp8", "native", "nvfp4")
 HEAD_DIM, LAYERS = 64, 2
 
 
-@pytest.mark.parametrize(("name", "budget"), spread(BUDGETED, policy_of, BUDGETS))
+@pytest.mark.parametrize(("name", "budget"), in_turn(BUDGETED, BUDGETS))
 def test_the_budget_is_met_at_four_budgets(tiny_model, name, budget):
     """Ratio or tokens: after the prompt and ten steps on, the mean list holds what was asked, within a page."""
     loaded = tiny_model("llama", "gqa3", HEAD_DIM)
@@ -40,7 +40,7 @@ def smallest(loaded, policy, asked) -> int:
     return int(re.search(r"give method.budget=(\d+)B", str(refused.value)).group(1))
 
 
-@pytest.mark.parametrize(("name", "parts"), spread(BUDGETED, policy_of, PARTS, part=("most",)))
+@pytest.mark.parametrize(("name", "parts"), by_path(BUDGETED, policy_of, FIVE, MOST))
 def test_a_byte_budget_is_met_at_five_budgets(tiny_model, name, parts):
     """From the smallest that is possible to most of the full cache: at its fullest a sequence holds no more bytes than
     asked, and less than a page per list fewer (a block, where a method keeps whole blocks)."""
@@ -109,7 +109,7 @@ def test_the_list_of_eviction_methods_is_long():
     assert named <= set(having("budget", "tier"))
 
 
-@pytest.mark.parametrize(("name", "tier"), spread(having("budget", "tier"), policy_of, TIERS))
+@pytest.mark.parametrize(("name", "tier"), in_turn(having("budget", "tier"), TIERS))
 def test_any_eviction_method_stores_what_it_keeps_in_any_token_tier(tiny_model, name, tier):
     """The same tokens are kept as at 16 bits, and their bytes are those of the tier's closed formula."""
     loaded = tiny_model("llama", "gqa3", HEAD_DIM)
