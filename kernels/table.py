@@ -246,6 +246,7 @@ class PageTable:
         acts: bool,
         own_all: bool,
         done: list[tuple[Tensor, int, Tensor]],
+        live: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Holds a step's plan to the lists that it is about, and takes the slots that it needs.
 
@@ -256,6 +257,7 @@ class PageTable:
             acts: Slots may be overwritten.
             own_all: Take everything that the lists hold out of shared pages, not only what is written to.
             done: Takes (lists, tier, slots before) of everything that was reserved.
+            live: int64 [M], 0 for lists that take no part, whatever the plan says of them; only on a device.
 
         Returns:
             Page and slot in it, int64 [tiers, M]: in `tier` of what comes in, in the others of what goes there, page -1
@@ -271,6 +273,7 @@ class PageTable:
             done.append((lists, which, before))
             return before
 
+        assert live is None, "in main memory all lists take part"
         slot = torch.full_like(lists, -1) if slot is None else slot.reshape(-1).long()
         fresh = slot < 0
         at = {tier: torch.where(fresh, reserved(tier, fresh), slot)}

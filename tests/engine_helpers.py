@@ -119,7 +119,7 @@ def answers(loaded, policy, requests, *, on_step=None, sizing=None, own=False, c
         store = running.store
         assert store.pages.pool.num_used == 0
         assert sorted(store.pages.pool.free_ids().tolist()) == list(range(store.pages.pool.num_pages))
-        assert sorted(store._free_rows) == list(range(store.pages.table.shape[0]))
+        assert sorted(store._free_rows) == list(range(store.pages.shape[0] - store.backend.keeps_tables))
     assert set(outcomes) == {(r.sample_id, i) for r in requests for i in range(r.num_samples)}
     return outcomes
 

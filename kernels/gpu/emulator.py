@@ -3,7 +3,8 @@
 `record(step)` runs a step once and keeps every torch operation and every Triton launch with the very tensors that it
 got; a replay carries them out again into the same tensors. Whatever the step took from the host, such as a number that
 should have changed or a size, is frozen as in a real graph, so that replayed steps differ from eager ones. Reading back
-while it is recorded raises.
+while it is recorded raises. What a step allocated is written over before every replay, as by other graphs of the same
+memory pool.
 """
 
 from collections.abc import Callable
@@ -11,11 +12,13 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from kvbench.kernels.gpu import parts
 
 READS_BACK = {"_local_scalar_dense", "nonzero", "nonzero_numpy", "masked_select", "_unique2", "equal", "is_nonzero"}
 # A graph has a memory pool of its own: what is allocated in it lies at the same place in every replay.
+GARBAGE = 255  # a byte of which floating-point numbers are NaN, and whole ones -1
 ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
@@ -31,6 +34,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.tape: list[Callable[[], object]] = []
+        self.allocated: list[torch.UntypedStorage] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name, kwargs = function.overloadpacket.__name__, kwargs or {}
@@ -40,6 +44,9 @@ class _Recorder(TorchDispatchMode):
         if name in READS_BACK or masks:
             raise NotCapturable(f"{function} reads back to the host: its result decides a size or a number")
         out = function(*args, **kwargs)
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        made = [x.untyped_storage() for x in _as_tuple(out) if isinstance(x, torch.Tensor)]
+        self.allocated += [storage for storage in made if storage.data_ptr() not in given]
         if name not in ALLOCATES:
             self.tape.append(lambda: self._again(function, args, kwargs, out))
         return out
@@ -71,6 +78,8 @@ def record(step: Callable[[], object]) -> Callable[[], None]:
 
     @torch.inference_mode()  # in which what a step made in it may be written to
     def replay() -> None:
+        for storage in recorder.allocated:
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(GARBAGE)
         for again in recorder.tape:
             again()
 

@@ -214,7 +214,10 @@ class DeviceTable(PageTable):
         acts: bool,
         own_all: bool,
         done: list[tuple[Tensor, int, Tensor]],
+        live: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
+        if live is not None and slot is not None:
+            slot, goes_to = (None if x is None else torch.where(live > 0, x.reshape(-1), -1) for x in (slot, goes_to))
         plan = None if slot is None else settle(lists, self.num_slots, tier, slot, goes_to, goes_at, acts=acts)
         wanted = torch.ones_like(lists).expand(1, -1) if plan is None else plan.wanted
         first = torch.empty(self.num_tiers, len(lists), dtype=torch.int64, device=lists.device)
@@ -225,8 +228,11 @@ class DeviceTable(PageTable):
         beside = 0 if self.pool.surely_free >= len(lists) else None
         for which in (tier, *others):
             need = wanted[which if plan is not None else 0]
+            need = need if live is None else need * live
             self.reserve(lists, which, need, at_most=len(lists) if which == tier else beside, out=first[which])
             done.append((lists, which, first[which]))
+        if live is not None:
+            first = torch.where(live > 0, first, -1)
         if self.pool.others is not None:
             if own_all:
                 self.own_all(lists)

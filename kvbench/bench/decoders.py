@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvbench.bench import choices
-from kvbench.cache.async_counts import Rows, to_device
+from kvbench.cache.async_counts import to_device
 from kvbench.engine import decode_loop, hf
 from kvbench.engine.decode_loop import Capture, CapturedSteps, State
 from kvbench.engine.prompt_cache import PromptCache
@@ -135,16 +135,15 @@ class Graphed:
 
     def step(self, tokens: list[int]) -> Tensor:
         """One token for every row; next logits fp32 [B, vocabulary], which the next step overwrites."""
-        counts, device = self.runner.store.pages.counts, self.runner.device
-        fed = to_device(tokens, device)
+        counts, num_rows = self.runner.store.pages.counts, len(tokens)
         if self._state is None or self._state.rows.numbers != self.decoder.rows:
-            self._state = State(Rows.of(list(self.decoder.rows), device), fed, lambda *_: None)
-        self._state.tokens.copy_(fed)
+            self._state = self._steps.begin(self.decoder.rows, tokens, lambda *_: None)
+        self._state.tokens[:num_rows].copy_(to_device(tokens, self.runner.device))
         self._state = self._steps.advance(self._state)
         counts.send()
         counts.collect(leave=self._most_late if counts.is_late else 0)
         assert self._state.logits is not None
-        return self._state.logits
+        return self._state.logits[:num_rows]
 
     def step_error(self, token: int) -> float:
         """Difference of one replayed step of the first row from an eager one, as a share of the largest logit; the
@@ -235,9 +234,10 @@ class StaticDecoder(OwnDecoder):
 
 
 def capture_on(device: torch.device) -> Capture:
-    """The capture of a step: a CUDA graph, or on a CPU, where kernels are interpreted, what stands for one."""
+    """The capture of one cache's steps: CUDA graphs, or on a CPU, where kernels are interpreted, what stands for
+    them."""
     if device.type == "cuda":
-        return decode_loop.cuda_graph
+        return decode_loop.cuda_graphs()
     from kvbench.kernels.gpu.emulator import record
 
     return record

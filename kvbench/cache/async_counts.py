@@ -21,17 +21,54 @@ def to_device(
 
 
 @dataclass(frozen=True, eq=False)
+class Padding:
+    """What tells rows from those that pad them, on their device.
+
+    Args:
+        live: int64 [S], 1 for a row and 0 behind the last one.
+        seen: int64 [S] rows whose numbers a step looks at: what pads looks like the first row, so that it breaks no
+            rule of a plan.
+    """
+
+    live: Tensor
+    seen: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Rows:
     """Some rows of a cache: int64 [S] on the device that holds them, and their numbers as the host knows them; of
     captured steps a list, which a replay for other rows changes in place. Empty = the host does not know, and asks the
-    device for the length of lists."""
+    device for the length of lists. A captured step has one size for several numbers of rows: with a `padding`, S may be
+    more than they are, and the store's spare row stands behind them, which takes no slot and is told of to nobody."""
 
     tensor: Tensor
     numbers: Sequence[int] = ()
+    padding: Padding | None = None
 
     @classmethod
     def of(cls, numbers: Sequence[int], device: torch.device) -> "Rows":
         return cls(to_device(numbers, device), numbers)
+
+    @classmethod
+    def padded(cls, numbers: list[int], spare: int, size: int, device: torch.device) -> "Rows":
+        pads = size - len(numbers)
+        listed = [*numbers, *[spare] * pads], [1] * len(numbers) + [0] * pads, [*numbers, *numbers[:1] * pads]
+        tensor, live, seen = to_device(listed, device)
+        return cls(tensor, numbers, Padding(live, seen))
+
+    @property
+    def looked_at(self) -> "Rows":
+        """As a policy's view shows them."""
+        return self if self.padding is None else Rows(self.padding.seen, self.numbers)
+
+    def take(self, others: "Rows") -> None:
+        """Takes as many other rows in the place of these."""
+        assert isinstance(self.numbers, list), "they are changed in place"
+        self.numbers[:] = others.numbers
+        self.tensor.copy_(others.tensor)
+        if self.padding is not None and others.padding is not None:
+            self.padding.live.copy_(others.padding.live)
+            self.padding.seen.copy_(others.padding.seen)
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -156,13 +193,13 @@ class HostCounts:
         """Notes that nothing is known of a row's lists any more."""
         self._longest.pop(number, None)
 
-    def learner(self, numbers: Sequence[int]) -> Receiver:
+    def learner(self, rows: Rows) -> Receiver:
         """A receiver of what lists of rows hold now at most: by tier, the rows' numbers."""
-        named = {number: self._grown[number] for number in numbers}
+        named, size = {number: self._grown[number] for number in rows.numbers}, len(rows)
 
         def learn(values: list[int]) -> None:
             for index, (number, grown) in enumerate(named.items()):
                 since = self._grown[number] - grown  # by steps that began meanwhile
-                self._longest[number] = [held + since for held in values[index :: len(named)]]
+                self._longest[number] = [held + since for held in values[index::size]]
 
         return learn

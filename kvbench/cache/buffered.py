@@ -88,9 +88,10 @@ class ResidualBuffer:
             keys = torch.maximum(keys, torch.maximum(values, total - size))
         return int(keys[0]), count + int((keys - given)[1:].max())
 
-    def after_append(self, lists: Tensor) -> tuple[Tensor, Tensor]:
-        """The counts (keys, values in pages) once each of these lists has taken one more token; int64 [M]."""
-        total = self.num_tokens[lists].long() + 1
+    def after_append(self, lists: Tensor, new: Tensor | int = 1) -> tuple[Tensor, Tensor]:
+        """The counts (keys, values in pages) once each of these lists has taken one more token, or as many as `new`
+        int64 [M] says, 0 or 1; int64 [M]."""
+        total = self.num_tokens[lists].long() + new
         held_k, held_v = self.num_k[lists].long(), self.num_v[lists].long()
         size = self.spec.num_tokens
         full = total - held_k >= size
@@ -260,7 +261,8 @@ class BufferedStep(PagedStep):
     def _make_room(self) -> None:
         """Reserves the slots of what leaves the rings in this step: counts before and after, keys and values."""
         ring, pages, lists = self.holding.ring, self.pages, self.lists.flatten()
-        before, after = (ring.num_k[lists].long(), ring.num_v[lists].long()), ring.after_append(lists)
+        new = 1 if self.live is None else self.live
+        before, after = (ring.num_k[lists].long(), ring.num_v[lists].long()), ring.after_append(lists, new)
         own = [(tier, chosen, lists[chosen]) for tier, chosen in pages.tiers_of_rows(len(self.rows))]
         pages.host.advance(self.rows.numbers, self.holding.most_new_slots)
         with pages.undone() as done:
@@ -272,7 +274,7 @@ class BufferedStep(PagedStep):
             if pages.pool.others is not None:
                 for tier, chosen, named in own:
                     self._own(tier, chosen, named, before, after)
-        ring.num_tokens[lists] += 1
+        ring.num_tokens[lists] += new
         self._before = before[0].view(self.lists.shape), before[1].view(self.lists.shape)
         self._after = after[0].view(self.lists.shape), after[1].view(self.lists.shape)
 
@@ -305,7 +307,8 @@ class BufferedStep(PagedStep):
         heads, num_tokens = torch.arange(self.pages.shape[2], device=rows.device), rings.num_tokens[lists].long()
         for buffer, x in ((rings.k, k), (rings.v, v)):
             buffer[rows[:, None], layer, heads, (num_tokens - 1) % buffer.shape[3]] = x.to(buffer.dtype)
-        ring = Ring(*rings.of_layer(rows, layer, self.rows.numbers), num_tokens)
+        numbers = () if self.pages.on_device else self.rows.numbers  # a captured step is replayed for other rows
+        ring = Ring(*rings.of_layer(rows, layer, numbers), num_tokens)
         if self.flush_first:
             self._flush(layer, ring)
             tier.num_k, tier.num_v = (count[:, layer] for count in self._after)
@@ -340,11 +343,14 @@ class BufferedStep(PagedStep):
 
     def _fuse_at(self, tier: int) -> FusedStep | None:
         rings, held = self.holding.ring, self._after if self.flush_first else self._before
+        num_tokens = rings.num_tokens[self.lists]
         ring = StepRing(
             k=rings.k,
             v=rings.v,
             rows=self.rows.tensor,
-            num_tokens=rings.num_tokens[self.lists],
+            num_tokens=num_tokens
+            if self.live is None
+            else num_tokens.clamp(min=1),  # the spare row's ring takes it, too
             before=self._before,
             after=self._after,
             flush_first=self.flush_first,

@@ -78,8 +78,8 @@ class EvictionDue:
             self._counts.post(self._plans.due(view()), lambda: partial(self.learn, tuple(numbers)))
 
     def learn(self, numbers: Sequence[int], due: Sequence[int]) -> None:
-        """Takes in whether the bulk evictions of rows are due."""
-        self._told |= zip(numbers, due, strict=True)
+        """Takes in whether the bulk evictions of rows are due, and perhaps of what pads them."""
+        self._told |= zip(numbers, due, strict=False)
 
     def may_be(self, numbers: Sequence[int]) -> bool:
         """True if an eviction of rows is due before the next step, or the host was not told that it is not."""
@@ -93,7 +93,7 @@ class EvictionDue:
         self.forget(numbers)
         if None in told:
             told = self._plans.due(view()).tolist()
-        return [number for number, is_due in zip(numbers, told, strict=True) if is_due]
+        return [number for number, is_due in zip(numbers, told, strict=False) if is_due]
 
 
 class Holding:
@@ -182,7 +182,7 @@ class Holding:
         """The policy's view of rows; of a bulk eviction, with the scores that its statistic gives the slots now."""
         measure = self.scores.of_slots if measured and self.scores.measures_slots else None
         spec, find = self.policy.score, self.plans.find
-        return PagesView(self.pages, self.counters, rows, spec, find, self.budget, measure, is_still=measured)
+        return PagesView(self.pages, self.counters, rows.looked_at, spec, find, self.budget, measure, is_still=measured)
 
     @property
     def takes_all_as_it_comes(self) -> bool:

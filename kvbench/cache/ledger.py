@@ -245,7 +245,7 @@ class Ledger:
 
             def receive(num_pages: list[int]) -> None:
                 page_bytes, fixed = self._page_bytes, sum(self.fixed_row_bytes())
-                for (meter, tokens), count in zip(stepped, num_pages, strict=True):
+                for (meter, tokens), count in zip(stepped, num_pages, strict=False):  # the rest pads
                     resident = count * page_bytes + fixed
                     meter.peak_bytes = max(meter.peak_bytes, resident)
                     meter.sum_bytes += resident
@@ -267,7 +267,7 @@ class Ledger:
 
         def receive(bits: list[int]) -> None:
             totals = torch.tensor(bits).view(torch.float64).view(-1, 2).tolist()
-            for meter, (read, readable) in zip(meters, totals, strict=True):
+            for meter, (read, readable) in zip(meters, totals, strict=False):
                 meter.read_bytes += read
                 meter.readable_bytes += readable
 

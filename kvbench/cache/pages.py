@@ -104,7 +104,9 @@ class Pages:
         size, tokens = formats[0].page_bytes, tuple(fmt.tokens_per_page for fmt in formats)
         max_pages = -(-max_slots // min(tokens)) + len(tokens)
         limit = budget_bytes // size if budget_bytes is not None else None
-        most = math.prod(shape) * (max_pages + (SPARE_PAGES if backend.keeps_tables else 0))
+        most = math.prod(shape) * max_pages
+        if backend.keeps_tables:  # whose last row is spare
+            most = math.prod((shape[0] - 1, *shape[1:])) * (max_pages + SPARE_PAGES)
         if limit is None and (free := memory.free_bytes(device)) is not None:
             limit = max(1, min(most, int(memory_share * free) // size))
         self.on_device = backend.keeps_tables  # and the host knows only what it was told
@@ -220,7 +222,7 @@ class Pages:
     def tell(self, rows: Rows) -> None:
         """Tells the host, later, the slots that lists of rows hold and the pages that are free."""
         if self.on_device:
-            self.counts.post(self.table.count_rows(rows.tensor)[1:], lambda: self.host.learner(rows.numbers))
+            self.counts.post(self.table.count_rows(rows.tensor)[1:], lambda: self.host.learner(rows))
             self.table.tell(self.counts.post)
 
     def num_pages(self, rows: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ def make_places(
 ) -> "Paged | Split":
     """Makes the places of a cache, empty; `max_slots` is the most of one list. Raises ValueError where the policy does
     not fit the model or the options."""
+    rows += backend.keeps_tables  # the spare one, which pads captured steps
     copies = shape.num_q_heads // shape.num_kv_heads if policy.granularity == "q_head" else 1
     table: list[list[int]] | None = None  # the tier of every list of the model, where these differ
     lists_by_tier = {0: shape.num_layers * shape.num_kv_heads * copies}

@@ -70,6 +70,8 @@ class PagedStep:
         self.tokens_seen = self.view.tokens_seen  # looked up here: it grows while the step goes on
         self.queries: list[tuple[Tensor, float]] = []  # of the layers so far, and their scales, where they are kept
         self.lists = self.pages.lists_of(rows.tensor).view(len(rows), *self.pages.shape[1:])  # [S, L, H]
+        live = None if rows.padding is None else rows.padding.live
+        self.live = None if live is None else live.repeat_interleave(self.pages.lists_per_row)  # int64 [M]
         self._make_room()
 
     def _make_room(self) -> None:
@@ -101,6 +103,7 @@ class PagedStep:
                 acts=policy.acts_in_decode,
                 own_all=policy.score.decode_update,  # scores are added to all slots
                 done=done,
+                live=self.live,
             )
         if broken is not None:
             self.holding.plans.judge_step(self.view)(broken)
@@ -118,8 +121,11 @@ class PagedStep:
             for tier in tiers.tiers:
                 where = tiers.where(tier, len(self.rows))
                 own = lists[where]
-                before = table.reserve(own, tier, torch.ones_like(own), at_most=len(own))
+                live = torch.ones_like(own) if self.live is None else self.live[where]
+                before = table.reserve(own, tier, live, at_most=len(own))
                 done.append((own, tier, before))
+                if self.live is not None:
+                    before = torch.where(live > 0, before, -1)
                 written.append((tier, where, own, before))
             table.own([(tier, own, before) for tier, _, own, before in written])
         for tier, where, own, before in written:
@@ -182,7 +188,8 @@ class PagedStep:
                 of = layer, torch.arange(k.shape[1], device=k.device).repeat(len(k))
             pages.put(tier, page, slot, keys, values, distinct=True, of=of)
             if scores.writes_tokens:
-                pages.field(tier, "score")[page, slot] = scores.of_token(keys, values)
+                pos = self.tokens_seen.repeat_interleave(len(page) // len(self.rows))
+                pages.put(tier, page, slot, score=scores.of_token(keys, values), pos=pos)
         tiers, _ = self.holding.layer(self.rows.tensor, layer, self.width[layer])
         if self.reads is not None:
             tiers = [self.reads.choose(pages, layer, q, tiers[0])]

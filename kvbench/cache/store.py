@@ -280,6 +280,11 @@ class CompressedStore:
 
     # Steps that are captured: of a cache in one place.
 
+    @property
+    def spare_row(self) -> int | None:
+        """The row that pads a step; None where plain torch writes to pages, which passes over nothing."""
+        return self.pages.shape[0] - 1 if self.pages.on_device and self.pages.codebooks is None else None
+
     def next_step_is_plain(self, numbers: Sequence[int]) -> bool:
         """True if the next step of rows shares no pages and evicts nothing in bulk."""
         return self.pages.on_device and self.pages.pool.others is None and not self.holding.due.may_be(numbers)

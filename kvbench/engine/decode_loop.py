@@ -1,9 +1,10 @@
 """The engine's decode steps: one at a time, or on a GPU a run of them that waits for nothing.
 
-A step, from the plan to the chosen tokens, is captured once per batch size and replayed (`CapturedSteps`): rows,
-tokens, random numbers and counts lie in tensors that stay where they are, so that a replay serves any rows. The host's
-part of a step is done again at every replay (`CompressedStore.note_replay`). Steps that a graph cannot hold run as they
-are: where rows share pages, where a bulk eviction is due, and where too few pages are free for the worst case.
+A step, from the plan to the chosen tokens, is captured once for 1, 2, 4, 8, ... rows and replayed (`CapturedSteps`):
+rows, tokens, random numbers and counts lie in tensors that stay where they are, so that a replay serves any rows, fewer
+ones with a row behind them that holds nothing. Rows may end and others join without a further capture. The host's part
+of a step is done again at every replay (`CompressedStore.note_replay`). Steps that a graph cannot hold run as they are:
+where rows share pages, where a bulk eviction is due, and where too few pages are free for the worst case.
 
 In a run the device feeds itself: a step's tokens, chosen or forced, are the next one's input where they are, and the
 host learns of them while the next step is under way. A row that ended is therefore in one
@@ -27,7 +28,7 @@ from kvbench.engine import hf
 from kvbench.engine.requests import Request
 from kvbench.engine.rows import AnswerRow, ForcedRow, Row
 from kvbench.engine.runner import Runner
-from kvbench.engine.sampling import Draws, draws_of
+from kvbench.engine.sampling import Drawing, Draws, draws_of
 from kvbench.engine.supported import looks_at_length
 from kvbench.kernels.memory import first_line, is_out_of_memory
 
@@ -36,25 +37,31 @@ MOST_STEPS = 64  # of a run: in between, progress is shown and what graders foun
 Capture = Callable[[Callable[[], None]], Callable[[], None]]  # runs a step once, and returns what runs it again
 
 
-def cuda_graph(step: Callable[[], None]) -> Callable[[], None]:
-    """Captures a step in a CUDA graph, runs it once, and returns its replay."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    try:
-        with torch.cuda.graph(graph):
-            step()
-    except BaseException:
-        torch.cuda.set_stream(stream)  # where the capture's end fails too, torch leaves its own stream in place
-        raise
-    graph.replay()
-    return graph.replay
+def cuda_graphs() -> Capture:
+    """Returns what captures steps in CUDA graphs of one memory pool, of which one is replayed at a time. A pool ends
+    with its graphs: steps of another cache need another one."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(step: Callable[[], None]) -> Callable[[], None]:
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool=pool):
+                step()
+        except BaseException:
+            torch.cuda.set_stream(stream)  # where the capture's end fails too, torch leaves its own stream in place
+            raise
+        graph.replay()
+        return graph.replay
+
+    return capture
 
 
 @dataclass
 class State:
-    """The state between two steps, in tensors that stay where they are: the rows, whose numbers are a list; int64 [S]
-    tokens to be read next, where each step puts its own; what draws them, None where all rows are greedy; and fp32 [S,
-    vocabulary] logits of the last step, which the next replay writes over. `told` takes what a step chose and which
-    logits were finite, in the order of the steps."""
+    """The state between two steps, in tensors that stay where they are: the rows, whose numbers are a list, with what
+    pads them; int64 [S] tokens to be read next, where each step puts its own; what draws them, None where all rows are
+    greedy; and fp32 [S, vocabulary] logits of the last step, which the next replay writes over. `told` takes what a
+    step chose for the rows and which logits were finite, in the order of the steps."""
 
     rows: Rows
     tokens: Tensor
@@ -64,14 +71,14 @@ class State:
 
     @property
     def kind(self) -> tuple[int, bool, bool]:
-        """What a captured step is made for: so many rows, whether some draw, and from a part of the mass."""
+        """What a captured step is made for: its size, whether rows draw, and whether from a part of the mass."""
         return len(self.rows), self.draws is not None, self.draws is not None and self.draws.top_p is not None
 
 
 @dataclass(frozen=True)
 class _Captured:
     """A captured step of one kind: what it reads and writes, what runs it again, the numbers that it tells the
-    host, and the pages that it takes at most."""
+    host, and the pages that it takes at most for each of its rows."""
 
     state: State
     replay: Callable[[], None]
@@ -82,7 +89,7 @@ class _Captured:
 class CapturedSteps:
     """The captured steps of a runner, one per kind of `State`; without `capture`, nothing is. The runner's cache must
     have been reserved, and a new one needs new graphs. Counted are steps that were replayed, and those that ran as they
-    are or were captured (`eager`)."""
+    are or were captured (`eager`), of which there are `captures`."""
 
     def __init__(self, runner: Runner, capture: Capture | None) -> None:
         self._runner, self._store, self._capture = runner, runner.store, capture
@@ -96,11 +103,31 @@ class CapturedSteps:
         self._captured: dict[tuple, _Captured] = {}
         self.replays = self.eager = 0
 
+    @property
+    def captures(self) -> int:
+        return len(self._captured)
+
+    def begin(
+        self,
+        numbers: Sequence[int],
+        tokens: Sequence[int],
+        told: Callable[[list[int], list[bool]], None],
+        drawing: Sequence[Drawing | None] = (),
+    ) -> State:
+        """The state of rows before a step: their numbers, the tokens to be read, and what draws the next ones."""
+        device, spare, count = self._runner.device, self._store.spare_row, len(numbers)
+        if self._capture is None or spare is None:
+            return State(Rows.of(list(numbers), device), to_device(tokens, device), told, draws_of(drawing, device))
+        size = min(1 << (count - 1).bit_length(), spare)  # at most all rows of the cache
+        rows, pads = Rows.padded(list(numbers), spare, size, device), size - count
+        fed, draws = to_device([*tokens, *[0] * pads], device), draws_of([*drawing, *[None] * pads], device)
+        return State(rows, fed, told, draws)
+
     def step(self, state: State) -> None:
         """One step on the device: plan, room, forward, choice, counts."""
         store, rows, size = self._store, state.rows, len(state.rows)
         store.begin_step(rows)
-        positions = store.counters.tokens_seen[rows.tensor][:, None]
+        positions = store.counters.tokens_seen[rows.looked_at.tensor][:, None]
         past = max(store.counters.seen[row] for row in rows.numbers)
         session = hf.Decode(store)
         logits = hf.forward(self._runner.loaded.model, session, state.tokens[:, None], positions, past, 1)[:, 0]
@@ -109,8 +136,8 @@ class CapturedSteps:
         state.logits = logits
 
         def bind() -> Receiver:
-            told = state.told
-            return lambda values: told(values[:size], [bool(value) for value in values[size:]])
+            told, live = state.told, len(rows.numbers)
+            return lambda values: told(values[:live], [bool(value) for value in values[size : size + live]])
 
         store.pages.counts.post(torch.cat([chosen, torch.isfinite(logits).all(1).long()]), bind)
         store.end_step()
@@ -119,7 +146,7 @@ class CapturedSteps:
         """Makes one step, replayed where it can be; returns where the next one reads."""
         kind, pool, numbers = state.kind, self._store.pages.pool, state.rows.numbers
         held, is_plain = self._captured.get(kind), self._store.next_step_is_plain(numbers)
-        if self._capture is not None and is_plain and held is not None and pool.takes(held.most_pages):
+        if self._capture is not None and is_plain and held is not None and pool.takes(held.most_pages * len(numbers)):
             self._enter(held.state, state)
             held.replay()
             self._store.note_replay(held.state.rows.numbers, held.log)
@@ -155,16 +182,14 @@ class CapturedSteps:
             pages.counts.log = None
             pages.forget_lists()
         pages.counts.send_again(log)  # the host's part took place while it was captured
-        return _Captured(state, replay, log, pages.pool.taken - before)
+        return _Captured(state, replay, log, (pages.pool.taken - before) // len(state.rows))  # lists are alike
 
     def _enter(self, held: State, state: State) -> None:
         """Puts rows and tokens where a captured step reads them."""
         if held is state:
             return
-        numbers = held.rows.numbers
-        assert isinstance(numbers, list), "they are changed in place"
-        held.told, numbers[:] = state.told, state.rows.numbers
-        held.rows.tensor.copy_(state.rows.tensor)
+        held.told = state.told
+        held.rows.take(state.rows)
         held.tokens.copy_(state.tokens)
         if held.draws is not None and state.draws is not None:
             held.draws.take(state.draws)
@@ -187,18 +212,19 @@ class DecodeLoop:
         runs: Whether runs are made: of a cache in one place, where the backend keeps its tables, with what captures a
             step (`auto` = a CUDA graph where there is CUDA). Not of a model whose rotary embedding looks at the length
             in every step, which is the host's business.
-        counts: Steps that replayed a graph, that ran eagerly within a run, and that were made one at a time; and
-            captures that failed, after which none is tried.
+        counts: Steps that replayed a graph, that ran eagerly within a run, and that were made one at a time; captures,
+            and those that failed, after which none is tried.
         alone: Requests whose steps are made one at a time, come what may.
     """
 
     def __init__(self, runner: Runner, capture: Capture | Literal["auto"] | None = "auto") -> None:
-        if capture == "auto":
-            capture = cuda_graph if runner.device.type == "cuda" else None
+        if capture == "auto" and runner.device.type != "cuda":
+            capture = None
         self._runner, self._capture = runner, capture
         self.runs = capture is not None and runner.shape.is_whole and runner.backend.keeps_tables
         self.runs = self.runs and not looks_at_length(runner.loaded.model)
-        self.counts = {"replayed": 0, "eager_in_runs": 0, "one_at_a_time": 0, "failed_captures": 0}
+        names = "replayed", "eager_in_runs", "one_at_a_time", "captures", "failed_captures"
+        self.counts = dict.fromkeys(names, 0)
         self.alone: set[str] = set()
         self._graphs: CapturedSteps | None = None
         self._before: CountsBeforeStep | None = None
@@ -209,7 +235,8 @@ class DecodeLoop:
 
     def _loop(self) -> tuple[CapturedSteps, CountsBeforeStep]:
         if self._graphs is None or self._before is None:
-            self._graphs = CapturedSteps(self._runner, self._capture)
+            capture = cuda_graphs() if self._capture == "auto" else self._capture
+            self._graphs = CapturedSteps(self._runner, capture)
             self._before = self._runner.store.counts_before_step()
         return self._graphs, self._before
 
@@ -243,11 +270,10 @@ class DecodeLoop:
         """Makes up to so many steps, until a row has ended, and at most one more; returns tokens per second."""
         (graphs, before), numbers = self._loop(), [row.row for row in rows]
         counts, device = self._runner.store.pages.counts, self._runner.device
-        replays, eager = graphs.replays, graphs.eager
+        replays, eager, captures = graphs.replays, graphs.eager, graphs.captures
         counts.collect()
         told = _Run(rows, most, device)
-        draws = draws_of([row.drawing for row in rows], device)
-        state = State(Rows.of(list(numbers), device), to_device(tokens, device), told.choose, draws)
+        state = graphs.begin(numbers, tokens, told.choose, [row.drawing for row in rows])
         # Whether a bulk eviction is due has to be known before the next step.
         ahead = 0 if self._runner.policy.compaction else 1
         made, begin = 0, time.perf_counter()
@@ -275,6 +301,7 @@ class DecodeLoop:
         told.take()
         self.counts["replayed"] += graphs.replays - replays
         self.counts["eager_in_runs"] += graphs.eager - eager
+        self.counts["captures"] += graphs.captures - captures
         return told.num_tokens / (time.perf_counter() - begin)
 
 

@@ -209,8 +209,8 @@ class RunRecord:
     any."""
     graphs: dict[str, int] = field(default_factory=dict)
     """Decode steps of the last session that made any: `replayed` from a CUDA graph, `eager_in_runs` beside them, and
-    `one_at_a_time`, for which the host waits; and `failed_captures`, after one of which no graphs are used. Empty where
-    none are from the beginning, as on a CPU."""
+    `one_at_a_time`, for which the host waits; `captures`, and `failed_captures`, after one of which no graphs are used.
+    Empty where none are from the beginning, as on a CPU."""
     seed: int = 0
     """Seed of sampling, data and policy."""
     versions: Versions | None = None

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvbench.cache.async_counts import Rows
 from kvbench.cache.pages import Pages
 from kvbench.kernels.dispatch import get_backend
 from kvbench.kernels.format import PageFormat, SlotFormat
@@ -59,7 +60,7 @@ def test_the_host_knows_how_wide_a_step_is(pages, slots, want):
     """On a device: pages of the longest list that it was told of, at most a table's; it asks where it was not told."""
     assert pages.width([0, 1], 0) is None
     pages.on_device = True
-    pages.host.learner((0, 1))(slots)
+    pages.host.learner(Rows(torch.tensor([0, 1]), (0, 1)))(slots)
     assert pages.table.max_pages >= 3 and pages.width([0, 1], 0) == min(-(-max(slots) // 8), pages.table.max_pages)
     assert pages.width([0, 1], 0) == want or max(slots) > 24
     assert pages.width([0, 7], 0) is None and pages.width([], 0) is None

@@ -9,13 +9,15 @@ pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbe
 
 from engine_helpers import open_settings, random_tokens
 from no_data import NothingOnTheHost, as_if_read, without_data
+from selection import few
 
 from kvbench.bench import choices
 from kvbench.bench.check_methods import Case, changes
-from kvbench.cache.async_counts import ReplayLog, Rows, to_device
+from kvbench.cache.async_counts import Padding, ReplayLog, Rows
 from kvbench.config.files import options
 from kvbench.engine.decode_loop import CapturedSteps, State
 from kvbench.engine.runner import Runner
+from kvbench.engine.sampling import Draws
 from kvbench.errors import NotForModel
 from kvbench.kernels import checks
 from kvbench.kernels.gpu import parts
@@ -29,11 +31,11 @@ PROMPT, ALONE = 21, Case((((1,), 3),))
 
 
 def reading(
-    smallest, method: str, prompts: list[int], new_tokens: int, backend: str = "triton"
+    smallest, method: str, prompts: list[int], new_tokens: int, backend: str = "triton", rows: int = 3
 ) -> tuple[Runner, list[int], list[int]]:
     """A runner that has read prompts of so many tokens, its rows, and their first tokens."""
     runner = Runner(smallest, choices.make_method(method), backend=backend)
-    runner.reserve(rows=3, prompt_tokens=max(prompts), new_tokens=new_tokens)
+    runner.reserve(rows=rows, prompt_tokens=max(prompts), new_tokens=new_tokens)
     read = [runner.read(random_tokens(length, seed)) for seed, length in enumerate(prompts)]
     return runner, [row for row, _ in read], [int(logits[0].argmax()) for _, logits in read]
 
@@ -41,9 +43,7 @@ def reading(
 def greedy(steps: CapturedSteps, runner: Runner, rows: list[int], tokens: list[int], count: int) -> list[list[int]]:
     """The tokens of so many steps, each of which feeds the next one."""
     chosen, counts = [], runner.store.pages.counts
-    state = State(
-        Rows.of(list(rows), runner.device), to_device(tokens, runner.device), lambda new, _: chosen.append(new)
-    )
+    state = steps.begin(rows, tokens, lambda new, _: chosen.append(new))
     counts.collect()
     for _ in range(count):
         state = steps.advance(state)
@@ -125,6 +125,46 @@ def test_one_capture_serves_all_rows_of_a_batch_size(smallest, monkeypatch: pyte
     assert found[0] == found[1]
 
 
+# The rows of some steps, and how many these are: one ends and one joins, and then all are a whole batch.
+BATCHES = (((0, 1, 2), 2), ((3, 0, 2), 1), ((3, 0, 1, 2), 1))
+PADDED = (
+    "full",
+    "h2o budget=12",  # scores are added to what is read
+    "diffkv window=8",  # a plan that demotes
+    "kivi residual_tokens=8 group=8",
+    "streaming_llm sinks=2 budget=12",
+    "quest read_budget=16 min_pages=1 dense_layers=0",
+    "kivi residual_tokens=8 group=8 protect_layers=[0]",
+    "fp8 protect_layers=[0]",
+    "zipcache",
+)
+
+
+@pytest.mark.parametrize("method", few(PADDED, PADDED[1]))
+def test_one_capture_serves_fewer_rows(smallest, method: str, monkeypatch: pytest.MonkeyPatch):
+    """Rows end and others join: what pads them takes no page, counts nothing and changes nothing, and no step is
+    captured twice. Tokens and bytes are those of the reference, row by row."""
+    monkeypatch.setattr(checks, "within", lambda *_: None)
+    found = []
+    for capture, backend in ((None, "torch"), (record, "triton")):
+        runner, rows, first = reading(smallest, method, [3, 12, 5, 7], 6, backend, rows=4)
+        graphs, tokens = CapturedSteps(runner, capture), dict(zip(rows, first, strict=True))
+        history = []
+        for batch, steps in BATCHES:
+            listed = [rows[place] for place in batch]
+            if capture is None:  # every row alone
+                told = [greedy(graphs, runner, [row], [tokens[row]], steps) for row in listed]
+                chosen = [[each[step][0] for each in told] for step in range(steps)]
+            else:
+                chosen = greedy(graphs, runner, listed, [tokens[row] for row in listed], steps)
+            tokens |= zip(listed, chosen[-1], strict=True)
+            history.append(chosen)
+        found.append((history, [runner.store.ledger.report(row) for row in rows]))
+    assert found[0] == found[1]
+    assert (graphs.captures, graphs.replays) == (1, 2)
+    assert runner.store.pages.num_pages(torch.tensor([runner.store.pages.shape[0] - 1])).tolist() == [0]
+
+
 @pytest.fixture(scope="module")
 def bare():
     """A model of two layers whose tensors have no data."""
@@ -135,8 +175,8 @@ def bare():
 
 
 def step_without_data(smallest, method: str, due: bool = False, eager: bool = False) -> SimpleNamespace:
-    """Makes one step of two rows, whose bulk eviction may be due, as it is captured or not; its launches, and the
-    operations that have no kernel."""
+    """Makes one step of two rows, whose bulk eviction may be due, as it is captured or not; or, captured, of one that
+    is drawn and one that pads. Its launches, and the operations that have no kernel."""
     method, _, own = method.partition(" ")
     settings = changes(method, ALONE) | open_settings(method)
     words = own + " " + " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in settings.items())
@@ -148,13 +188,18 @@ def step_without_data(smallest, method: str, due: bool = False, eager: bool = Fa
         store.counters.hold(row, 24)
         store.counters.prompt_tokens[row] = 24
         store.holding.due.learn([row], [due])
+    there = [torch.empty(2, dtype=torch.int64, device="meta") for _ in range(6)]
+    state = State(Rows(there[0], rows), there[1], lambda *_: None)
+    if not due and not eager:
+        shares = torch.empty(2, device="meta")
+        state.draws = Draws(there[2], there[3], shares, shares.double())
+        if store.spare_row is not None:
+            state.rows = Rows(there[0], rows[:1], Padding(there[4], there[5]))
     if eager:
-        store.pages.host.learner(rows)([24] * len(rows) * len(store.pages.formats))
+        store.pages.host.learner(state.rows)([24] * len(rows) * len(store.pages.formats))
         store.pages.counts._start = lambda numbers, receivers: None  # the copy to the host
     else:
         store.pages.counts.log = ReplayLog()  # lists of any length, as in a graph
-    there = [torch.empty(2, dtype=torch.int64, device="meta") for _ in range(2)]
-    state = State(Rows(there[0], rows), there[1], lambda *_: None)
     as_if_read(runner.policy)
     with parts.recording(lambda kernel, *_: launches.append(kernel.__name__)), NothingOnTheHost():
         CapturedSteps(runner, None).step(state)

@@ -51,7 +51,8 @@ def both(smallest, method: str, asked: list, **settings) -> tuple[dict, dict, di
 
 
 def numbers(found: object) -> Iterator[float]:
-    """What was measured, in order: a row is in steps with one row more, whose fp32 sums round in other places."""
+    """What was measured, in order: a row is in steps with more rows, padded to 4, whose fp32 sums round in other
+    places; a perplexity moves with its own size."""
     if isinstance(found, dict | list | tuple):
         for part in found.values() if isinstance(found, dict) else found:
             yield from numbers(part)
@@ -146,7 +147,8 @@ def test_a_run_gives_what_single_steps_give(smallest, method: str):
         measured = {name: (outcome.pop(name), want[key].pop(name)) for name in ("fidelity", "drift")}
         assert outcome == want[key]
         for mine, theirs in measured.values():
-            assert list(numbers(mine)) == pytest.approx(list(numbers(theirs)), abs=1e-6, nan_ok=True)
+            assert list(numbers(mine)) == pytest.approx(list(numbers(theirs)), rel=1e-6, abs=1e-6, nan_ok=True)
     assert (got["first", 0]["finish"], len(got["first", 0]["token_ids"])) == ("stop", 3)
     assert got["second", 0]["status"] == "ok"
     assert counts["replayed"] > 0 or "continual" in method  # whose evictions are due too often here
+    assert (counts["captures"] > 0) == (counts["replayed"] > 0)

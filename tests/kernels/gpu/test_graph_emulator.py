@@ -66,3 +66,17 @@ def test_a_step_that_reads_back_is_refused(step):
     """Masks, numbers and sizes that depend on content."""
     with pytest.raises(NotCapturable, match="reads back to the host"):
         record(lambda: step(torch.ones(3)))
+
+
+def test_a_step_finds_nothing_of_the_replay_before():
+    """Other graphs of the pool write where a step allocates: what it reads there before it writes is garbage."""
+    total, allocated = torch.zeros(2), []
+
+    def step() -> None:
+        allocated.append(torch.empty(2))
+        total.copy_(allocated[0])
+
+    replay = record(step)
+    allocated[0].fill_(7.0)
+    replay()
+    assert total.isnan().all()
