@@ -62,6 +62,7 @@ def _be_child(folder: Path, jobs: list[Callable[[], object]], said: Path) -> Non
     os.environ |= {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"), "SECRET": SECRET, "COLUMNS": "200"}
     os.environ |= {"KVBENCH_CACHE": str(folder / "home" / "cache"), "XDG_CACHE_HOME": str(folder / "home" / "cache")}
     os.environ |= {"MPLCONFIGDIR": str(folder / "home" / "cache"), "HF_HUB_OFFLINE": "1"}
+    os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "1", True  # that would be outside
     import datasets.config  # which has asked for the home of the process before
 
     for name in ("HF_DATASETS_CACHE", "DOWNLOADED_DATASETS_PATH", "EXTRACTED_DATASETS_PATH", "HF_MODULES_CACHE"):
