@@ -103,7 +103,7 @@ STAGES = (
     Stage(
         "decode-16k",
         420,
-        f"{DECODE} model='random preset=llama3.1-8b dtype=bfloat16' context=16384 batches=[1,8] rounds=5 "
+        f"{DECODE} model='random preset=llama3.1-8b dtype=bfloat16' context=16384 batches=[1,4] rounds=5 "
         "prefill_rounds=0",
         f"{DECODE} {DRY_WHOLE} batches=[1] prefill_rounds=0 methods=[full]",
     ),

@@ -9,12 +9,15 @@ pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbe
 
 from engine_helpers import open_settings, random_tokens
 from no_data import NothingOnTheHost, as_if_read, without_data
+from places import ROOT
 from selection import few
+from step_meter import metered
 
 from kvbench.bench import choices
 from kvbench.bench.check_methods import Case, changes
 from kvbench.cache.async_counts import Padding, ReplayLog, Rows
 from kvbench.config.files import options
+from kvbench.engine import hf
 from kvbench.engine.decode_loop import CapturedSteps, State
 from kvbench.engine.runner import Runner
 from kvbench.engine.sampling import Draws
@@ -225,6 +228,29 @@ def test_the_first_eager_step_asks_the_host_for_nothing(bare, method: str):
     """In it the policy is asked again, and what is told of the answers, which may have no tensors, leaves with the
     device's own counts."""
     assert step_without_data(bare, method, eager=True).launches
+
+
+def own_kernels(num_layers: int) -> tuple[int, int]:
+    """Kernels of the model's own in a step, and the matrix products among them."""
+    model = choices.make_model(f"random preset=tiny num_layers={num_layers} dtype=bfloat16", "cpu")
+    model.model.to("meta")
+    runner = Runner(model, choices.make_method("full"), backend="triton")
+    runner.reserve(rows=1, prompt_tokens=8, new_tokens=8)
+    session, ids = hf.Decode(runner.store), torch.empty(1, 1, dtype=torch.int64, device="meta")
+    with metered(runs=False) as cost:
+        hf.forward(model.model, session, ids, ids, 8, 1)
+    return cost.kernels.total() - cost.kernels["_unsafe_view"], cost.kernels["mm"]
+
+
+def test_the_models_own_kernels_are_as_many_as_the_documentation_says(monkeypatch: pytest.MonkeyPatch):
+    """Of a layer, without its attention, whose launches are counted by method."""
+    monkeypatch.setattr(hf.Decode, "attend", lambda session, layer, q, k, v, scale: q)
+    monkeypatch.setattr(hf.Decode, "without_grad", lambda session: torch.no_grad())  # else casts are seen as views
+    two, three = own_kernels(2), own_kernels(3)
+    layer, products = (b - a for a, b in zip(two, three, strict=True))
+    said = f"{layer} kernels of its own beside attention: {products} matrix products"
+    page = " ".join((ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").split())
+    assert said in page and f"{32 * layer} of 32 layers" in page
 
 
 @pytest.mark.parametrize("method", BULK)
