@@ -123,7 +123,7 @@ class Settings(Common):
         # 16-bit keys and values for all of them, buffers for each, and one buffer on its way into pages.
         held += peers * (4 * numbers + len(PEERS) * of_buffers(2 * numbers) + WORKSPACE_BYTES)
         on_its_way = max([0, *(size for size, count in paged if count > 1)])
-        exact = 3 * 8 * (numbers // batch) + 3 * 8 * queries * length
+        exact = 8 * (numbers // batch + 3 * queries * length)
         return int(held + max(on_its_way, exact) + machine.PROBE_BYTES + machine.PROBE_STEP_BYTES)
 
     def _check_memory(self, cell: dict, device: str) -> None:
@@ -200,13 +200,16 @@ def peer_variants(q: Tensor, k: Tensor, v: Tensor, working_set_mb: int, most: in
     Both are called with 16-bit pages or tensors, as their users do. Written from their documentation; not yet run on a
     GPU.
     """
+    there = {f"{name} fp16": (module, build) for name, (module, build) in PEERS.items() if find_spec(module)}
+    if not there:
+        return []
     size, scale = 2 * (k.numel() + v.numel()), q.shape[-1] ** -0.5
     count = caches.num_buffers(size, working_set_mb, most)
     q, k, v = q.half(), k.half(), v.half()
     calls = {}
-    for name, (module, build) in PEERS.items():
+    for name, (module, build) in there.items():
         with suppress(ImportError):
-            calls[f"{name} fp16"] = build(import_module(module), q, k, v, scale, count)
+            calls[name] = build(import_module(module), q, k, v, scale, count)
     return [
         Variant(
             name=name,
