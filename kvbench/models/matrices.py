@@ -25,6 +25,8 @@ LINEAR = (PLAIN, PACKED, STREAMED)
 # Rows for which oneDNN chooses the order, which then serves any number of them. The order for 1 row is slower with 4
 # rows in fp32 and with a prompt's in bf16, and no faster with 1; those for 4 to 64 rows are alike.
 ROWS = 16
+# Of torch's element-wise operations: what a thread is given at least, and a whole number of its vectors of any dtype.
+GRAIN, EVEN = 32_768, 64
 _X86 = {"x86_64", "amd64", "i386", "i686"}
 
 
@@ -165,15 +167,53 @@ class StreamedLinear(torch.nn.Linear):
         return self.products(x, self.weight, self.bias)
 
 
+class Even(torch.nn.Module):
+    """An element-wise function on the CPU whose result for a number does not depend on where that lies.
+
+    torch has one approximation for whole vectors, and another for what is left behind them where a thread's part ends.
+    So it is given as many numbers as leave nothing.
+    """
+
+    def __init__(self, function: torch.nn.Module) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape."""
+        if not x.is_cpu or x.requires_grad:
+            return self.function(x)  # type: ignore[no-any-return]
+        size, missing = x.numel(), _missing(x.numel(), torch.get_num_threads())
+        if not missing:
+            return self.function(x.contiguous())  # type: ignore[no-any-return]
+        found: Tensor = self.function(torch.nn.functional.pad(x.reshape(-1), (0, missing)))
+        return found[:size].view(x.shape)
+
+
+def _missing(size: int, threads: int) -> int:
+    """Numbers without which torch would not divide `size` of them into whole vectors for every thread."""
+    whole, before = size, -1
+    while whole != before:
+        parts = EVEN * max(1, min(threads, -(-whole // GRAIN)))
+        whole, before = -(-size // parts) * parts, whole
+    return whole - size
+
+
 def stream(model: torch.nn.Module) -> int:
-    """Has every plain linear layer of a model read its matrix so, a head that is tied to the embedding too; how
-    many."""
+    """Has every plain linear layer of a model read its matrix so, a head that is tied to the embedding too, and its
+    activations give the same bits wherever a number lies; how many layers."""
+    from transformers.activations import ACT2CLS
+
     found = [layer for layer in model.modules() if _is_plain(layer) and layer.weight.is_contiguous()]
     products = RowProducts()
     for layer in found:
         layer.__class__ = StreamedLinear
         assert isinstance(layer, StreamedLinear)
         layer.products = products
+    kinds = {kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()}
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if type(child) in kinds:
+                parent._modules[name] = Even(child)
     return len(found)
 
 

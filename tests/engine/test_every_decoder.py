@@ -10,6 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import kvbench
 from kvbench.errors import UnsupportedModel
+from kvbench.models import matrices
 from kvbench.models.load import load_model
 from kvbench.models.random_weights import byte_tokenizer
 
@@ -90,6 +91,25 @@ def test_a_decoder_agrees_or_is_refused(kind):
         wanted = model(ids, use_cache=False).logits[:, 19:].float()
     # The full cache holds 16 bits; its rounding is some 1e-3 of the logits' spread, a mask that is left out 3e-2.
     assert float((found - wanted).abs().max() / wanted.std()) < 5e-3
+
+
+@pytest.mark.parametrize("kind", few(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), "llama", "gemma"))
+def test_rows_are_alone_where_that_is_said(kind):
+    """A model of which it is said that no row depends on the others gives each of five rows what it gives that alone,
+    though no register divides the width of its activations."""
+    model = tiny_model(kind, intermediate_size=90)
+    if model is None or matrices.why_not("streamed", torch.float32, torch.device("cpu")):
+        pytest.skip("the tiny sizes make no model of this type, or there is no compiler")
+    matrices.stream(model)
+    is_said = matrices.rows_are_alone(model)
+    assert is_said or kind not in ("llama", "gemma", "qwen2", "qwen3", "mistral")
+    if not is_said:
+        return
+    ids = torch.arange(3, 8)[:, None]
+    with torch.no_grad():
+        together = model(ids, use_cache=False).logits
+        alone = torch.cat([model(row[None], use_cache=False).logits for row in ids])
+    assert torch.equal(together, alone)
 
 
 @pytest.mark.parametrize(
