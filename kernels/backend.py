@@ -70,6 +70,8 @@ class Backend(DecodeOperations, PromptOperations):
         takes_lse: Whether its scores of a prompt take the log-sum-exp that the prompt's attention makes anyway.
         keeps_tables: Whether it keeps pool and page tables itself (`tables`), where its operations pass over page ids
             below 0, and nothing of a decode step waits for the device.
+        rows_are_alone: Whether what it makes of a sequence is the same bits whatever other sequences there are, and for
+            any number of threads.
         isa: The instruction set that its own compiled kernels use; part of a run's identity, since sums in another
             order, or products in whole numbers, are other answers. Empty where it has no such choice.
         fallbacks: Operations that the plain reference has done in its place so far, by name; on record with a run.
@@ -81,6 +83,7 @@ class Backend(DecodeOperations, PromptOperations):
     searches_slots: bool = False
     takes_lse: bool = False
     keeps_tables: bool = False
+    rows_are_alone: bool = False
     isa: str = ""
 
     def open_step(

@@ -76,7 +76,7 @@ class FakeEngine:
 
     def __init__(self, cfg: object, policy: FakePolicy, *, pause_s: float = 0.0, statuses: dict | None = None) -> None:
         self.cfg, self.policy, self.pause_s, self.statuses = cfg, policy, pause_s, statuses or {}
-        self.backend, self.graphs = SimpleNamespace(name="torch", isa="", fallbacks=set()), {}
+        self.backend, self.graphs = SimpleNamespace(name="torch", isa="", fallbacks=set(), rows_are_alone=True), {}
         self.seen: list[str] = []
         sizes = {"fp16_bytes": lambda tokens: tokens, "num_q_heads": 2, "num_kv_heads": 1}
         self.shape = SimpleNamespace(device="cpu", dtype=torch.float32, **sizes)
@@ -188,7 +188,7 @@ def make_parts(
     def load_model(cfg):
         chosen = {"name": "tiny", "fingerprint": "weights-1", "dtype": "float32", "device": "cpu", "linear": "plain"}
         chosen |= {"remark": "", "places": (), "quantisation": "", "tensor_parallel": 1} | dict(cfg)
-        return SimpleNamespace(chat_template=False, max_tokens=512, **chosen)
+        return SimpleNamespace(**{"chat_template": False, "max_tokens": 512, "rows_are_alone": False} | chosen)
 
     def load_task(cfg, model, *, limit, seed, protocol):
         return FakeTask(make_requests(min(count, limit or count), repeats), **(task or {}))

@@ -59,6 +59,7 @@ class Cpu(Backend):
     is_reference = False
     fuses_layers = True
     searches_slots = True
+    rows_are_alone = True
 
     def __init__(self) -> None:
         super().__init__()

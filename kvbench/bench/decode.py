@@ -27,8 +27,8 @@ from kvbench.models.load import LoadedModel
 OWN = "transformers"
 GRAPH = ", graph"  # behind the name of a row that replays its steps, as the engine does on a GPU
 STATIC = OWN + " static" + GRAPH  # on a GPU: what people who want speed run
-# Behind the name of a row whose model's own matrices are not plain.
-MARKS = {linear: f", {linear}" for linear in matrices.LINEAR if linear != matrices.PLAIN}
+# Behind the name of a row whose model's own matrices lie in another way than the model's that was asked for.
+MARKS = {linear: f", {linear}" for linear in matrices.LINEAR}
 BASELINES = (OWN, *(OWN + mark for mark in MARKS.values()), STATIC, FULL)
 # Of the largest logit. The first bound is for fp32 sums in another order, which the rounding of a new token's codes can
 # amplify; the second for `full`'s 16-bit keys and values beside transformers' own.
@@ -105,8 +105,8 @@ class Settings(WholeModel):
         super().check()
         if unknown := [linear for linear in self.linear if linear not in MARKS]:
             raise unknown_name("linear", unknown[0], MARKS)
-        own = choices.read_choice("model", self.model).get("linear", matrices.PLAIN)
-        if len(set(self.linear)) != len(self.linear) or (self.linear and own != matrices.PLAIN):
+        own = choices.read_choice("model", self.model).get("linear", matrices.AUTO)
+        if len(set(self.linear)) != len(self.linear) or (self.linear and own != matrices.AUTO):
             raise ValueError(
                 f"linear={self.linear} beside model={self.model} would time rows twice; name each way once, and leave "
                 "linear= out of model="
@@ -148,6 +148,9 @@ def make_models(settings: Settings, device: str, notes: list[str]) -> dict[str, 
     models = {"": choices.make_model(settings.model, device)}
     notes += filter(None, [models[""].remark])
     for linear in settings.linear:
+        if linear == models[""].linear:
+            notes.append(f"no {linear} rows: all rows without a mark are")
+            continue
         model = choices.make_model(f"{settings.model} linear={linear}", device)
         if model.remark:
             notes.append(f"no {linear} rows: {model.remark}")

@@ -130,7 +130,7 @@ def _baseline(name: str, model: dict | None) -> str:
     if name.partition(", ")[0] != "transformers" or not model:
         return f"x {name}"
     linear = model.get("linear", PLAIN)
-    how = [model.get("dtype", "").removeprefix("torch."), linear if linear != PLAIN else ""]
+    how = [model.get("dtype", "").removeprefix("torch."), linear if linear != PLAIN and ", " not in name else ""]
     return f"x {name} ({', '.join(filter(None, how))})"
 
 

@@ -280,7 +280,8 @@ def _set_band(panel: Panel, repeats: Sequence[str]) -> None:
     ends = [end for point in points for end in (point.interval or (point.quality, point.quality))]
     if panel.reference is None or not points:
         panel.notes.append(
-            "no noise band: run method=full with another batch_size or backend too, and it shows what is only noise"
+            "no noise band: run method=full with another backend (or batch_size, where it is part of a run) too, and "
+            "it shows what is only noise"
         )
         return
     panel.band = min(ends), max(ends)

@@ -349,7 +349,7 @@ def environment(group: Group) -> list[tuple[str, str]]:
         ("device", all_of(m.device for m in machines)),
         ("system", all_of(f"{m.host}, {m.num_cpus} CPUs, {m.num_threads} threads" for m in machines)),
         ("backend", all_of(r.backend for r in records)),
-        ("batch size", all_of(r.identity.get("batch_size") for r in records)),
+        ("batch size", all_of(r.identity.get("batch_size", "any: no answer depends on it") for r in records)),
         ("seed", all_of(r.seed for r in records)),
         ("model", all_of(json.dumps(r.identity.get("model"), sort_keys=True) for r in records)),
         ("protocol", all_of(json.dumps(r.protocol, sort_keys=True) for r in records)),

@@ -99,7 +99,7 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
     processes = read_processes(settings.get("tensor_parallel"), str(kind), devices)
     dtype = _dtype(settings.get("dtype", "auto"), devices.first)
     quantisation = quantised.read_kind(settings.get("quantisation"), str(kind), devices.first, dtype, processes)
-    linear = matrices.read_linear(settings.get("linear", matrices.PLAIN), quantisation, processes)
+    linear = matrices.read_linear(settings.get("linear", matrices.AUTO), quantisation, processes)
     how = How(dtype, devices, quantisation, processes)
     if processes > 1 and started()[0] == 0:
         tell(("load", settings))

@@ -162,7 +162,7 @@ class StreamedLinear(torch.nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
-        if type(x) is not Tensor or not x.is_cpu or x.requires_grad:
+        if type(x) is not Tensor or not x.is_cpu or x.requires_grad or x.dtype not in DTYPES:
             return super().forward(x)
         return self.products(x, self.weight, self.bias)
 

@@ -187,7 +187,7 @@ def _ingredients(
         "generation": Protocol.from_mapping(config.protocol),
         "store": config.store,
         "fidelity": config.fidelity,
-        "batch_size": config.batch_size,
+        **({} if model.rows_are_alone and backend.rows_are_alone else {"batch_size": config.batch_size}),
         "seed": config.seed,
         "backend": backend.name,
         "code": {

@@ -151,17 +151,19 @@ class Loaders:
         """The engine of a run, where the method fits the model, with the prompts that the others have read unless it is
         given some."""
         from kvbench.engine.engine import Engine
+        from kvbench.kernels.dispatch import get_backend
         from kvbench.policy import check_sizes
 
         check_sizes(
             policy, max_tokens=model.max_tokens, num_layers=model.model.config.get_text_config().num_hidden_layers
         )
+        is_alone = model.rows_are_alone and get_backend(config.backend.name, model.device).rows_are_alone
         return Engine(
             model,
             policy,
             store=config.store,
             batch_size=config.batch_size,
-            group=None if model.rows_are_alone or not isinstance(config.batch_size, int) else config.batch_size,
+            group=None if is_alone or not isinstance(config.batch_size, int) else config.batch_size,
             seed=config.seed,
             backend=config.backend.name,
             fidelity_max_tokens=config.fidelity.max_tokens,

@@ -54,7 +54,8 @@ def test_without_pages_for_all_some_wait_and_nothing_is_lost(loaded, case):
     assert len(live) > len(free)
     for key, outcome in want.items():
         found, wanted = comparable(got[key]), comparable(outcome)
-        assert (found.pop("fidelity") is None) == (wanted.pop("fidelity") is None)
+        if not loaded.rows_are_alone:  # sums over matrix products of another shape
+            assert (found.pop("fidelity") is None) == (wanted.pop("fidelity") is None)
         assert found == wanted
 
 

@@ -93,8 +93,8 @@ def test_ragged_batches_equal_single_rows(tiny_model, name):
         together = answers(loaded, EXACT[name], requests, batch_size=batch_size)
         for key, outcome in together.items():
             fields, want = comparable(outcome), comparable(alone[key])
-            # Sums over matrix products of another shape.
-            assert fields.pop("fidelity") == pytest.approx(want.pop("fidelity"), abs=1e-4)
+            if not loaded.rows_are_alone:  # sums over matrix products of another shape
+                assert fields.pop("fidelity") == pytest.approx(want.pop("fidelity"), abs=1e-4)
             assert fields == want
 
 

@@ -108,7 +108,7 @@ def test_products_depend_neither_on_threads_nor_on_the_time(rows, dtype):
 @needs_packing
 def test_no_matrix_is_held_twice():
     """Every plain matrix is gone when the model is packed, and what is held instead is as large but for padding."""
-    model = load_model(TINY | {"overrides": {"tie_word_embeddings": True}}).model
+    model = load_model(TINY | {"linear": "plain", "overrides": {"tie_word_embeddings": True}}).model
     plain = [weakref.ref(module) for module in model.modules() if type(module) is torch.nn.Linear]
     held = sum(weight.nbytes for weight in model.parameters())
     tied = model.lm_head
@@ -176,7 +176,7 @@ def test_it_is_the_same_model(way, dtype, tied):
     """The same weights under the same names, the same logits but for sums in another order; a head that is tied to the
     embedding is streamed too, and never packed."""
     asked = TINY | {"dtype": str(dtype).removeprefix("torch."), "overrides": {"tie_word_embeddings": tied}}
-    plain, other = load_model(asked), load_model(asked | {"linear": way})
+    plain, other = load_model(asked | {"linear": "plain"}), load_model(asked | {"linear": way})
     assert (plain.linear, other.linear, other.remark) == ("plain", way, "")
     assert plain.fingerprint == other.fingerprint and plain.decides != other.decides
     kind = {"packed": PackedLinear, "streamed": StreamedLinear}[way]
@@ -275,13 +275,54 @@ def test_where_it_cannot_be_had_the_model_is_plain_and_says_so(monkeypatch):
 )
 def test_matrices_that_are_not_plain_are_refused(linear, quantisation, processes, other):
     """Before a model is loaded, by both settings and the remedy; a plain one goes with all. So is another word."""
-    assert matrices.read_linear("plain", quantisation, processes) == "plain"
+    assert {matrices.read_linear(each, quantisation, processes) for each in ("plain", "auto")} == {"plain"}
     assert matrices.read_linear(linear, None, 1) == linear
     key = other.partition("=")[0]
     with pytest.raises(ValueError, match=f"^model.linear={linear} .* {other} leaves other .* or {key}=null$"):
         matrices.read_linear(linear, quantisation, processes)
     with pytest.raises(ValueError, match=r"model.linear=pakced does not exist. Did you mean packed\?"):
         load_model(TINY | {"linear": "pakced"})
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2"])
+def test_auto_streams_where_that_is_faster(isa, monkeypatch):
+    """Not by portable C++, nor without a compiler, nor on a GPU, and then without a word: nobody asked for it."""
+    monkeypatch.setattr(matrices, "chosen_isa", lambda: isa)
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    assert matrices.lay(layers, "auto", torch.float64, CPU) == ("plain", "")
+    assert matrices.lay(layers, "auto", torch.float32, torch.device("cuda")) == ("plain", "")
+    wanted = "streamed" if isa == "avx2" and "streamed" in WAYS else "plain"
+    assert matrices.lay(layers, "auto", torch.float32, CPU) == (wanted, "")
+
+
+@needs_kernels
+def test_rows_are_alone_only_if_all_their_matrices_are_streamed():
+    """A matrix that another operation multiplies by, such as experts' or a convolution's, may depend on the batch."""
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    assert not matrices.rows_are_alone(model)
+    matrices.stream(model)
+    assert matrices.rows_are_alone(model)
+    model.experts = torch.nn.Parameter(torch.zeros(2, 4, 4))
+    assert not matrices.rows_are_alone(model)
+
+
+@needs_kernels
+@pytest.mark.parametrize("function", [torch.nn.SiLU(), torch.nn.GELU("tanh"), torch.nn.Sigmoid()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_activation_is_the_same_bits_wherever_a_number_lies(function, dtype):
+    """Alone, in a row of any length, with one thread and with three: torch's own differs in some of these."""
+    x, even, before = some(257, 333, dtype=dtype), matrices.Even(function), torch.get_num_threads()
+    assert torch.equal(even(x.view(-1)[: 64 * 500]), function(x.view(-1)[: 64 * 500]))
+    try:
+        torch.set_num_threads(1)
+        all_at_once = even(x)
+        assert torch.equal(torch.cat([even(row) for row in x]), all_at_once.view(-1))
+        assert torch.equal(even(x[:, :4]), all_at_once[:, :4])
+        for threads in (2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(even(x), all_at_once)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_identity_has_the_instructions(monkeypatch):
@@ -304,7 +345,10 @@ def read_and_step(loaded, tokens):
 def test_methods_find_weights_and_layers_lie_in_two_places(way):
     """CriticalKV takes the projection behind attention for what it is in the plain model; a model whose layers share
     two places of main memory gives the logits of one in one place."""
-    plain, *others = (load_model(TINY | more) for more in ({}, {"linear": way}, {"linear": way, "device": ["cpu"] * 2}))
+    plain, *others = (
+        load_model(TINY | more)
+        for more in ({"linear": "plain"}, {"linear": way}, {"linear": way, "device": ["cpu"] * 2})
+    )
     assert all(loaded.linear == way for loaded in others)
     held, *_ = read_and_step(plain, 60)
     one, two = (read_and_step(loaded, 60) for loaded in others)
