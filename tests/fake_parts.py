@@ -76,7 +76,7 @@ class FakeEngine:
 
     def __init__(self, cfg: object, policy: FakePolicy, *, pause_s: float = 0.0, statuses: dict | None = None) -> None:
         self.cfg, self.policy, self.pause_s, self.statuses = cfg, policy, pause_s, statuses or {}
-        self.backend, self.graphs = SimpleNamespace(name="torch", isa="", fallbacks=set(), rows_are_alone=True), {}
+        self.backend, self.graphs = SimpleNamespace(name="torch", isa="", fallbacks=set()), {}
         self.seen: list[str] = []
         sizes = {"fp16_bytes": lambda tokens: tokens, "num_q_heads": 2, "num_kv_heads": 1}
         self.shape = SimpleNamespace(device="cpu", dtype=torch.float32, **sizes)
@@ -181,6 +181,7 @@ def make_parts(
 
     def make_engine(cfg, model, policy):
         made = FakeEngine(cfg, policy, **engine)
+        made.group = None if model.rows_are_alone else made.group
         if engines is not None:
             engines.append(made)
         return made

@@ -62,7 +62,7 @@ class RunConfig:
 
     seed: Annotated[int, Whole(0, 2**63 - 1)] = 0
     limit: int | str | None = None
-    batch_size: Annotated[int | Literal["auto"], Whole(1, 2**16, unit="samples", also=("auto",))] = 4
+    batch_size: Annotated[int | Literal["auto"], Whole(1, 2**16, unit="samples", also=("auto",))] = "auto"
     results_dir: Annotated[
         str, Form("the path of a folder, for example results_dir=results", lambda x: isinstance(x, str) and bool(x))
     ] = "results"

@@ -20,7 +20,6 @@ from kvbench.show.progress import note
 if TYPE_CHECKING:
     from kvbench.engine.engine import Engine
     from kvbench.engine.requests import Request
-    from kvbench.kernels.backend import Backend
     from kvbench.models.load import LoadedModel
     from kvbench.policy import Policy
     from kvbench.tasks.taskset import TaskSet
@@ -84,7 +83,7 @@ def prepare(config: RunConfig, method: str, parts: Loaders, task: "TaskSet | Non
     config, policy, model = load_method(config, parts, note)
     task = load_task(config, model, parts, config.limit, task)
     engine = parts.make_engine(config, model, policy)
-    ingredients = _ingredients(config, policy, model, task, engine.backend)
+    ingredients = _ingredients(config, policy, model, task, engine)
     digest = identity.hash_identity(ingredients)
     return Experiment(
         config=config,
@@ -147,7 +146,7 @@ def load_method(
 
 
 def _ingredients(
-    config: RunConfig, policy: "Policy", model: "LoadedModel", task: "TaskSet", backend: "Backend"
+    config: RunConfig, policy: "Policy", model: "LoadedModel", task: "TaskSet", engine: "Engine"
 ) -> dict[str, Any]:
     """Everything that can change an answer, as JSON types.
 
@@ -161,7 +160,7 @@ def _ingredients(
     from kvbench.tasks.protocol import Protocol
     from kvbench.tasks.task import Limit
 
-    limit = Limit.read(config.limit)
+    limit, backend = Limit.read(config.limit), engine.backend
     method_files = provenance.method_files(type(policy))
     own = {name.partition(".")[0] for name in method_files}  # its files count, so no version of theirs has to
     kernels = (backend.name, *matrices.kernels(model.linear))
@@ -187,7 +186,7 @@ def _ingredients(
         "generation": Protocol.from_mapping(config.protocol),
         "store": config.store,
         "fidelity": config.fidelity,
-        **({} if model.rows_are_alone and backend.rows_are_alone else {"batch_size": config.batch_size}),
+        **({} if engine.group is None else {"batch_size": engine.group}),
         "seed": config.seed,
         "backend": backend.name,
         "code": {

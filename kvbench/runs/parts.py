@@ -18,6 +18,8 @@ from kvbench.rules import shown
 from kvbench.runs import calibration
 from kvbench.show.progress import note, steps_shown
 
+GROUP = 4  # requests that are answered together where nobody says how many and an answer may hang on its neighbours
+
 if TYPE_CHECKING:
     from kvbench.engine.engine import Engine
     from kvbench.engine.prompt_cache import PromptCache
@@ -157,13 +159,15 @@ class Loaders:
         check_sizes(
             policy, max_tokens=model.max_tokens, num_layers=model.model.config.get_text_config().num_hidden_layers
         )
-        is_alone = model.rows_are_alone and get_backend(config.backend.name, model.device).rows_are_alone
+        size, group = config.batch_size, None
+        if not (model.rows_are_alone and get_backend(config.backend.name, model.device).rows_are_alone):
+            size = group = GROUP if size == "auto" else size
         return Engine(
             model,
             policy,
             store=config.store,
-            batch_size=config.batch_size,
-            group=None if is_alone or not isinstance(config.batch_size, int) else config.batch_size,
+            batch_size=size,
+            group=group,
             seed=config.seed,
             backend=config.backend.name,
             fidelity_max_tokens=config.fidelity.max_tokens,

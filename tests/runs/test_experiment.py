@@ -273,12 +273,11 @@ def test_a_streamed_model_counts_the_kernels_that_it_runs(tmp_path, monkeypatch)
 
 
 def test_batches_are_no_part_of_a_run_whose_answers_do_not_depend_on_them(tmp_path):
-    """Where model and backend both vouch for it, another batch size is the same run; else it is another one."""
-    alone = {size: prepared(tmp_path, model__rows_are_alone=True, batch_size=size) for size in (4, 5)}
-    assert alone[4].hash == alone[5].hash and "batch_size" not in alone[4].identity
-    for parts, is_alone in ((None, False), (with_backend(rows_are_alone=False), True)):
-        found = [prepared(tmp_path, parts, model__rows_are_alone=is_alone, batch_size=size) for size in (4, 5)]
-        assert found[0].hash != found[1].hash and [each.identity["batch_size"] for each in found] == [4, 5]
+    """Without groups that are answered together, another batch size is the same run; with them it is another one."""
+    for is_alone in (True, False):
+        found = [prepared(tmp_path, model__rows_are_alone=is_alone, batch_size=size) for size in (4, 5)]
+        assert (found[0].hash == found[1].hash) == is_alone
+        assert [each.identity.get("batch_size") for each in found] == ([None] * 2 if is_alone else [4, 5])
 
 
 def test_every_turn_is_forced_with_its_own_answer():

@@ -6,8 +6,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from kvbench.config.methods import method_settings
+from kvbench.models.load import load_model
 from kvbench.runs.config import RunConfig, read_bytes
-from kvbench.runs.parts import Loaders, make_policy
+from kvbench.runs.parts import GROUP, Loaders, make_policy
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,26 @@ def test_engine_from_configuration(tiny_model):
     with pytest.raises(ValueError, match="there is no setting store.page_bites. Did you mean store.page_bytes?"):
         Loaders().make_engine(RunConfig.read(settings), tiny_model(), policy)
     tiny_model().model.set_attn_implementation("sdpa")  # other tests use the same model without an engine
+
+
+@pytest.mark.parametrize(
+    ("linear", "backend", "asked", "size", "group"),
+    [
+        ("plain", "auto", 3, 3, 3),
+        ("plain", "auto", "auto", GROUP, GROUP),
+        ("auto", "torch", "auto", GROUP, GROUP),
+        ("auto", "auto", 3, 3, None),
+        ("auto", "auto", "auto", "auto", None),
+    ],
+)
+def test_requests_are_answered_in_groups_where_an_answer_may_hang_on_others(linear, backend, asked, size, group):
+    """As many as were asked for, or `GROUP`; where model and backend both vouch for their rows there are no groups."""
+    model = load_model({"kind": "random", "preset": "tiny", "dtype": "float32", "device": "cpu", "linear": linear})
+    if linear == "auto" and not model.rows_are_alone:
+        pytest.skip("products are not streamed here")
+    config = RunConfig.read({"batch_size": asked, "backend": {"name": backend}})
+    engine = Loaders().make_engine(config, model, make_policy(method_settings("full")))
+    assert (engine.batch_size, engine.group) == (size, group)
 
 
 @pytest.mark.parametrize(("value", "count"), [(0, 0), (4096, 4096), ("512MiB", 2**29), ("1.5GiB", 3 * 2**29)])
