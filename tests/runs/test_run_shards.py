@@ -22,7 +22,7 @@ def test_three_shards_are_the_whole_run(tmp_path):
     """The real engine in three shards, one of them stopped inside a batch and given again, leaves what one process
     leaves: hash, file but for timing, and numbers, also of the full cache that it is compared with. Where batches are
     no part of a run, the shards have another batch size."""
-    changes = {"task.items": 3, "task.length": 1000, "reference": "auto"}
+    changes = {"task.items": 3, "task.length": 1000, "reference": "auto", "backend.name": "auto"}
     parts = Loaders()
 
     def settings(name, **more):
@@ -37,7 +37,7 @@ def test_three_shards_are_the_whole_run(tmp_path):
     size = 2 if "batch_size" in whole.record.identity else 3
     with pytest.raises(KeyboardInterrupt):
         cfg = settings("split", shard="2/3", batch_size=size)
-        run_experiment(cfg, method="kivi", parts=StopAfter(3, parts).parts, **QUIET)
+        run_experiment(cfg, method="kivi", parts=StopAfter(4, parts).parts, **QUIET)
     for number in (3, 1):
         cfg = settings("split", shard=f"{number}/3", batch_size=size)
         part = run_experiment(cfg, method="kivi", parts=parts, **QUIET)
@@ -56,7 +56,8 @@ def test_three_shards_are_the_whole_run(tmp_path):
     )
     assert split.record.metrics == whole.record.metrics and split.record.ledger == whole.record.ledger
     assert split.record.comparison == whole.record.comparison and split.record.fidelity == whole.record.fidelity
-    assert sorted(session.num_done for session in split.record.sessions) == [1, 1, 2, 2, 3]
+    done = sorted(session.num_done for session in split.record.sessions)
+    assert done == ([1, 2, 3, 3] if size == 3 else [1, 2, 2, 4])
 
 
 class Started:
