@@ -39,16 +39,14 @@ HAS_PACKAGE = {"quanto": is_optimum_quanto_available, "hqq": is_hqq_available}
 
 
 @dataclass(kw_only=True)
-class WholeModel(Common):
-    """Settings of every bench that runs a whole model; the last entry of `threads` counts."""
+class Methods(Common):
+    """The model and the methods of a bench."""
 
     model: str = setting("smollm2-135m", "A choice of model=, then settings of it.")
     methods: list[str] = setting(
         [FULL, "fp8", "snapkv budget=0.25", "diffkv", "kivi bits=2"],
         "Choices of method=, then settings of each, and of the store: `int4 store.rotation=hadamard`.",
     )
-    context: int = setting(4096, "Prompt tokens.", 1)
-    steps: int = setting(4, "Decode steps in each timing.", 1)
 
     def check(self) -> None:
         super().check()
@@ -60,6 +58,14 @@ class WholeModel(Common):
 
     def timing(self, bench: Bench, cell: dict) -> dict[str, Any]:
         return {"baselines": BASELINES}
+
+
+@dataclass(kw_only=True)
+class WholeModel(Methods):
+    """Settings of every bench that runs a whole model; the last entry of `threads` counts."""
+
+    context: int = setting(4096, "Prompt tokens.", 1)
+    steps: int = setting(4, "Decode steps in each timing.", 1)
 
     def decoder(self, model: LoadedModel, method: str, **more: Any) -> StoreDecoder:
         """A decoder by the settings; see `StoreDecoder`."""

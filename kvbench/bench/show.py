@@ -17,6 +17,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from kvbench.bench import serve_show
 from kvbench.kernels.bench import bench
 from kvbench.kernels.bench.bench import label_of
 from kvbench.models.matrices import PLAIN
@@ -196,6 +197,8 @@ def _tables(document: dict) -> list[Table | Text]:
         noise = max((cell["twice"]["noise"] for cell in document["cells"] if cell.get("twice")), default=None)
         said = [] if noise is None else [Text(MANAGER_NOISE.format(100 * noise), style="dim")]
         return [Text(what, style="bold"), _manager(document["cells"]), *said, Text()]
+    if what == "serve":
+        return [Text(what, style="bold"), _table(*serve_show.table(document["cells"])), Text()]
     parts: list[Table | Text] = []
     for cell in document["cells"]:
         title = f"{what}: {label_of(cell['cell'])}"
@@ -295,6 +298,9 @@ def draw(document: dict, path: Path) -> Path | None:
     cells = [cell for cell in document["cells"] if cell["variants"]]
     if not cells:
         return None
+    if document["what"] == "serve":
+        write_atomic(path, picture_bytes(serve_show.figure(document), "png"))
+        return path
     view = VIEWS[document["what"]]
     rows = [row for cell in cells for row in cell["variants"]]
     base = next(iter(rows[0]["ratios"]), "")

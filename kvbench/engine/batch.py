@@ -156,6 +156,7 @@ class Batch:
         elif rows is not None:
             self._reading = None
             self._samples[sample.request.sample_id] = sample
+            self._waiting.note_read(sample.request)
             self._live += [(row, sample) for row in rows]
             tokens = sum(map(len, sample.request.segments[sample.shares_context :]))
             self._page_rate = max(self._page_rate, (free - self._free_pages()) / tokens)

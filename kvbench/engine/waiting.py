@@ -16,6 +16,10 @@ class Waiting:
         group: Requests that are answered together before the next ones begin; None = each comes as soon as there is
             room.
         arrivals_s: Seconds from the first look on, ascending, at which each request is there; None = all are.
+
+    Attributes:
+        cancelled: Requests that nobody waits for any longer.
+        read_s: When the prompt of each request had been read for the first time, so that its first token was known.
     """
 
     def __init__(
@@ -27,6 +31,7 @@ class Waiting:
         self._since: float | None = None
         self._now = 0  # the group whose requests may come
         self.cancelled: set[str] = set()
+        self.read_s: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._left)
@@ -59,6 +64,10 @@ class Waiting:
     def take(self) -> Request:
         """Takes the request that `first` gave."""
         return self.requests[heappop(self._left)]
+
+    def note_read(self, request: Request) -> None:
+        """Notes that a prompt has just been read."""
+        self.read_s.setdefault(request.sample_id, self.elapsed_s())
 
     def put_back(self, requests: Sequence[Request]) -> None:
         """Takes back requests that have to begin again."""

@@ -55,7 +55,8 @@ def mixed(count: int, seed: int = 0, longest: int = 24, beside: int = 0) -> list
 
 
 def alone(loaded, policy, requests, **given) -> tuple[dict, int]:
-    """What single runs say, and the most bytes of pages that one of them took."""
+    """What single runs say, and the most bytes of pages that one of them held after a step; within a step, rows that
+    share pages may need half as much again for their copies."""
     most = [0]
 
     def watch(running, step):
@@ -108,13 +109,12 @@ def test_a_pool_that_is_too_small_costs_nothing_but_time(by_row, name):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("room", [1.0, 2.5])
-def test_200_requests_in_a_pool_that_is_too_small(by_row, name, room):
-    """The same of many, with room for one of the largest, and for more."""
+def test_200_requests_in_a_pool_that_is_too_small(by_row, name):
+    """The same of many."""
     policy = method_of(name)
     requests = mixed(200, seed=1, beside=policy.residual.num_tokens if policy.residual else 0)
     want, most = alone(by_row, policy, requests)
-    assert together(by_row, policy, requests, room * most, batch_size=4)[0] == want
+    assert together(by_row, policy, requests, 1.6 * most, batch_size=4)[0] == want
 
 
 def test_who_came_last_gives_way_and_comes_back(by_row):

@@ -1,0 +1,91 @@
+"""Serving a load of requests on a tiny random model: who comes when, what is counted, and what is shown."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from kvbench.bench import choices, serve, show
+from kvbench.kernels.bench import bench
+
+COMMON = {"model": "random preset=tiny num_layers=1 dtype=float32", "kernels": "torch", "device": "cpu", "threads": [1]}
+SMALL = {"kv_mb": 1, "requests": 6, "prompts": [20, 60], "answers": [4, 12], "max_batch": 4}
+
+
+def test_a_load_is_served_by_every_method(tmp_path):
+    """Every request is answered within the memory, latencies and rates fit together, each rate is a cell of its own,
+    and a table and a picture come out."""
+    methods = ["full", "kivi bits=2 residual_tokens=32"]
+    settings = serve.Settings(**COMMON, **SMALL, methods=methods, rates=[50.0, 500.0], chunk=16)
+    settings.check()
+    kept = []
+    document = bench.run(settings, keep=lambda so_far: kept.append(len(so_far["cells"])))
+    bench.check_document(document)
+    assert kept == [1, 2] and [cell["cell"]["rate"] for cell in document["cells"]] == [50.0, 500.0]
+    assert (
+        any("reads whole prompts" in note for note in document["notes"])
+        is not choices.make_method(methods[1]).in_chunks
+    )
+    for cell in document["cells"]:
+        assert [row["name"] for row in cell["variants"]] == methods and not cell["refused"]
+        for row in cell["variants"]:
+            assert row["oom"] == 0 and 0 < row["mean_batch"] <= row["most_requests"] <= 4
+            assert 0 < row["ttft_p50_s"] <= row["ttft_p95_s"] <= row["ttft_p99_s"]
+            assert 0 < row["tpot_p50_s"] <= row["tpot_p95_s"] <= row["tpot_p99_s"]
+            assert 0 < row["goodput_per_s"] <= row["requests_per_s"] < row["tokens_per_s"]
+            assert 0 < max(held for _, held in row["pages"]) <= 1e6
+    text = io.StringIO()
+    Console(width=200, file=text).print(show.render(document))
+    assert "poisson, 500/s" in text.getvalue() and "gave way" in text.getvalue()
+    assert show.draw(document, tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_loads_come_as_they_are_asked_for(tmp_path):
+    """At once, apart, in bursts, or as a file says; alike for every method, and as fast as the rate in the mean."""
+    settings = serve.Settings(**COMMON, requests=400, burst=4)
+    apart = settings.load(8.0)
+    assert apart == settings.load(8.0) and apart != serve.Settings(**COMMON, requests=400, seed=1).load(8.0)
+    times = [at for at, _, _ in apart]
+    assert times == sorted(times) and 400 / times[-1] == pytest.approx(8.0, rel=0.15)
+    assert {64, 256} >= {min(p for _, p, _ in apart), max(p for _, p, _ in apart)}
+    bursts = [at for at, _, _ in serve.Settings(**COMMON, requests=400, burst=4, arrivals="burst").load(8.0)]
+    assert len(set(bursts)) == 100 and 400 / bursts[-1] == pytest.approx(8.0, rel=0.3)
+    assert {at for at, _, _ in serve.Settings(**COMMON, arrivals="all").load(8.0)} == {0.0}
+    trace = tmp_path / "trace.csv"
+    trace.write_text("5,10,2\n6,20,3\n9,30,4\n")
+    found = serve.Settings(**COMMON, arrivals=str(trace)).load(0.5)
+    assert found == [(0.0, 10, 2), (1.0, 20, 3), (4.0, 30, 4)]
+    assert len(serve.Settings(**COMMON, arrivals=str(trace), requests=2).load(0.5)) == 2
+
+
+def test_goodput_counts_those_within_both_targets():
+    """Of three requests, one waits too long, and one gets its tokens too slowly."""
+    run = {"ttft_s": [1.0, 3.0, 1.0], "tpot_s": [0.1, 0.1, 0.4], "tokens": 60, "took_s": 6.0, "oom": 1}
+    found = serve.figures([run | {"preemptions": 2, "rows": [1, 3], "pages": [(0.0, 5)]}], 2.0, 0.2)
+    assert (found["goodput_per_s"], found["requests_per_s"], found["tokens_per_s"]) == (1 / 6, 0.5, 10.0)
+    assert (found["ttft_p50_s"], found["mean_batch"], found["oom"], found["preemptions"]) == (1.0, 2.0, 1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rates": [0]}, r"rates=\[0\] must be above 0"),
+        ({"tpot_s": "fast"}, "tpot_s=fast must be above 0"),
+        ({"prompts": [9, 3]}, r"prompts=\[9, 3\] must be the shortest and the longest"),
+        ({"arrivals": "no/such.csv"}, "arrivals=no/such.csv is neither all, poisson nor burst, nor a file"),
+        ({"methods": ["full", "full"]}, "must be one or more, each once"),
+    ],
+)
+def test_bad_settings_are_refused(changes, message):
+    """Before a model is loaded."""
+    with pytest.raises(ValueError, match=message):
+        serve.Settings(**COMMON | changes).check()
+
+
+@pytest.mark.parametrize("line", ["5,1", "x,1,2", "2,0,2", "2,1,1", "0.5,1,2", "nan,1,2"])
+def test_a_line_that_is_no_request_is_named(tmp_path, line):
+    """With its number."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text(f"1,2,3\n{line}\n")
+    with pytest.raises(ValueError, match=rf"trace.csv:2: '{line}' is no ARRIVAL_S"):
+        serve.Settings(**COMMON, arrivals=str(trace)).check()
