@@ -32,7 +32,7 @@ class Settings(Methods):
     """Requests that keep coming, in a fixed amount of KV memory."""
 
     what = "serve"
-    quick = {"kv_mb": 32, "requests": 8, "rates": [1.0, 4.0], "prompts": [32, 96], "answers": [4, 12]}
+    quick = {"rounds": 1, "kv_mb": 32, "requests": 8, "rates": [1.0, 4.0], "prompts": [32, 96], "answers": [4, 12]}
 
     methods: list[str] = setting(
         [FULL, "snapkv budget=0.25", "diffkv", "kivi bits=2"], "Choices of method=, as in decode."
@@ -81,7 +81,7 @@ class Settings(Methods):
         bench.notes += filter(None, [self._model.remark])
 
     def timing(self, bench: Bench, cell: dict) -> dict[str, Any]:
-        return {"baselines": [FULL], "rounds": 1, "warmup": 0}  # a cell is minutes of load
+        return {"baselines": [FULL], "rounds": 1, "warmup": 0}  # a load of requests is many of both
 
     def variants(self, bench: Bench, cell: dict) -> list[Variant]:
         load = self.load(cell.get("rate", 1.0))
