@@ -169,7 +169,7 @@ def test_help(fakes, capsys):
     for part in (
         "usage: kvbench [command] [key=value ...]      (or python -m kvbench)",
         "method=      diffkv full kivi snapkv",
-        "batch_size: 4",
+        "batch_size: auto",
     ):
         assert part in texts[0], part
     assert "hydra:" not in texts[0] and "defaults:" not in texts[0]
