@@ -3,7 +3,8 @@
 A small random model answers the same prompts twice, with the GPU kernels and with plain torch. In fp32 tokens, bytes
 and what was kept must be the same; in 16 bits, whose products are rounded elsewhere, the likelihoods of given tokens
 must be close. With --graphs, the GPU kernels answer twice, with decode steps from a CUDA graph (on a CPU, from what
-stands for one) and one by one. Needs torch, triton and transformers alone; exit status 0 when everything passed.
+stands for one) and one by one; the last answer of a case is drawn, and likelihoods may differ in the last bits, since
+graphs pad their rows. Needs torch, triton and transformers alone; exit status 0 when everything passed.
 """
 
 import argparse
@@ -47,6 +48,7 @@ MODEL = "random preset=tiny num_layers=2"
 # Attention that is off by 4e-3 of itself, as 16-bit products are, moved a token's likelihood by at most 0.15 nats here;
 # attention that is off by a tenth moved it by at least 0.49.
 LOW_PRECISION_NATS = 0.3
+LAST_BITS_NATS = 1e-4  # of fp32 products of other sizes
 LONGER = 10  # times as many tokens with graphs: the first steps are warm-up and capture
 
 
@@ -104,6 +106,7 @@ def answer(
         if graphs is not None:  # tokens that may not come yet are the host's business
             gold = tuple(torch.randint(1, 257, (tokens * LONGER,), generator=make).tolist())
             how = {"max_new_tokens": tokens * LONGER, "gold": gold}
+            how |= {"temperature": 0.8, "top_p": 0.9} if index + 1 == len(case.prompts) else {}
         requests.append(Request(sample_id=str(index), subset="check", segments=parts, **how))
     how = {"store": StoreOptions(), "batch_size": len(requests), "seed": 0, "backend": backend}
     how |= {"fidelity_max_tokens": 0 if graphs is None else None, "fidelity_per_token": graphs is not None}
@@ -115,11 +118,13 @@ def answer(
     return found, engine.backend.fallbacks, engine.graphs
 
 
-def differing(mine: Outcome, theirs: Outcome) -> int:
-    """Counts which of status, tokens, bytes, kept slots and fidelity differ between two outcomes."""
-    names = ("status", "token_ids", "ledger", "kept", "fidelity")
+def differing(mine: Outcome, theirs: Outcome, graphs: bool = False) -> int:
+    """Counts which of status, tokens, bytes, kept slots and fidelity differ between two outcomes; with graphs, whether
+    likelihoods do by more than their last bits."""
+    names = ["status", "token_ids", "ledger", "kept", *["fidelity"] * (not graphs)]
     pairs = [(getattr(mine, name), getattr(theirs, name)) for name in names]
-    return sum(a != b for a, b in pairs) + (mine.status != "ok")
+    far = graphs and not farther(mine, theirs) <= LAST_BITS_NATS
+    return sum(a != b for a, b in pairs) + (mine.status != "ok") + far
 
 
 def farther(mine: Outcome, theirs: Outcome) -> float:
@@ -146,7 +151,8 @@ def check(device: str, dtype: str, methods: list[str], cases: list[str], *, grap
             try:
                 got, fallbacks, counts = answer(model, method, CASES[name], "triton", graphs or other[1])
                 if exact:
-                    worst = float(sum(map(differing, got, want)) + (graphs and not counts.get("replayed")))
+                    differ = sum(differing(*pair, graphs) for pair in zip(got, want, strict=True))
+                    worst = float(differ + (graphs and not counts.get("replayed")))
                 else:
                     worst = max(map(farther, got, want))
             except Exception as error:  # compilers and drivers have kinds of their own; the other cases still run

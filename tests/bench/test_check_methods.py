@@ -64,6 +64,9 @@ def test_a_difference_is_counted():
     assert differing(good, Outcome(**vars(good) | {"ledger": {"a": 2}})) == 1
     failed = SimpleNamespace(**vars(good) | {"status": "oom"})
     assert differing(failed, failed) == 1
+    near, far = (Outcome(**vars(good) | {"fidelity": {"nll": x}, "per_token": {"nll": [x]}}) for x in (1.00001, 1.01))
+    asked = Outcome(**vars(good) | {"fidelity": {"nll": 1.0}, "per_token": {"nll": [1.0]}})
+    assert differing(near, asked) == differing(far, asked, graphs=True) == 1 > differing(near, asked, graphs=True)
 
 
 def test_a_crash_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
