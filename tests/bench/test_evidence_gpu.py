@@ -72,14 +72,15 @@ def test_a_stage_with_refusals_is_complete(tmp_path, monkeypatch):
 
 def test_no_process_of_a_stage_is_left(tmp_path, monkeypatch):
     """A stage that runs past its limit ends with the processes that it has started."""
-    inner = "import time; time.sleep(54.321)"
+    inner = "import time; time.sleep(254.321)"
     stage = runs(monkeypatch, f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])")
     assert run_stage(stage, tmp_path, 1.5, dry=False) == 124
     wait_for(lambda: not processes(inner))
 
 
 def wait_for(happened) -> None:
-    """Waits until something holds; a loaded machine takes a while to begin processes, and to end what was killed."""
+    """Waits until something holds, but not as long as the processes here sleep; a loaded machine takes a while to begin
+    processes, and to end what was killed."""
     until = time.monotonic() + 60
     while not happened():
         assert time.monotonic() < until
@@ -151,7 +152,7 @@ def test_a_killed_call_loses_the_stage_under_way(tmp_path, monkeypatch):
 
 def test_a_killed_call_leaves_no_process(tmp_path, monkeypatch):
     """The stage under way ends with the collector, and so does what the stage has started, in whatever order."""
-    inner = "import time; time.sleep(54.322)"
+    inner = "import time; time.sleep(254.322)"
     stage = runs(monkeypatch, f"import subprocess, sys; subprocess.run([sys.executable, '-Sc', {inner!r}])")
     with called(tmp_path, 300, (stage,)):
         wait_for(lambda: len(processes(inner)) >= 2)
