@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable, Container, Generator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from functools import partial
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvbench.config.files import FULL
@@ -13,6 +14,7 @@ from kvbench.results.record import Session
 from kvbench.results.sample import TAIL_TOKENS, Key, journal_record
 from kvbench.runs.experiment import Experiment, keys_of
 from kvbench.runs.graders import GraderPool, grade_outcome
+from kvbench.show.pace import Pace
 from kvbench.show.progress import Progress
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ def record_answers(
     done: Container[Key] = (),
     with_timing: bool = True,
     own: bool = False,
+    pace: Pace | None = None,
 ) -> Generator[Request]:
     """Run an engine on some requests of a task and write down every answer that is not in the journal yet; gives each
     request before its prompt is read.
@@ -65,7 +68,9 @@ def record_answers(
         done: Answers that another journal has; they are computed only where their batch needs them.
         with_timing: False leaves the times out, which say nothing where prompts are replayed.
         own: Force each request's own answer in place of its gold answer.
+        pace: Is told what is read and decoded.
     """
+    pace = pace or Pace(prompts=0, prompt_tokens=0, answers=0, most_tokens=0.0)
     by_id = {request.sample_id: request for request in requests}
 
     def write(request: Request, graded: tuple[Outcome, dict[str, float]]) -> None:
@@ -79,16 +84,24 @@ def record_answers(
     with GraderPool(task.grading_workers) as graders:
 
         def on_outcome(outcome: Outcome) -> None:
+            pace.end()
             key = outcome.sample_id, outcome.repeat
             if key not in journal and key not in done:
                 request = by_id[outcome.sample_id]
                 graders.do(partial(grade_outcome, task, request, outcome), partial(write, request))
 
         def on_step(numbers: dict) -> None:
+            pace.step(numbers["decode_tokens_per_s"], numbers["live_rows"])
             progress.step(numbers)
             graders.hand_out()
 
-        yield from engine.running(requests, on_outcome=on_outcome, on_step=on_step, sizing=task.requests, own=own)
+        steps = engine.running(requests, on_outcome=on_outcome, on_step=on_step, sizing=task.requests, own=own)
+        with closing(steps):  # closes its rows where others end this run
+            for request in steps:
+                pace.pause()
+                progress.show()
+                yield request
+                pace.read(request.num_prompt_tokens, request.num_samples)
 
 
 def compute_missing(
@@ -108,9 +121,17 @@ def compute_missing(
     keys = keys_of(requests)
     there = {key for key in keys if key in journal or key in done}
     todo = unfinished_groups(requests, experiment.engine.group, there)
+    pace = Pace(
+        prompts=len(todo),
+        prompt_tokens=sum(request.num_prompt_tokens for request in todo),
+        answers=len(keys_of(todo)),
+        most_tokens=fmean(request.max_new_tokens for request in todo) if todo else 0.0,
+    )
     with shown(f"{experiment.method} on {task.name}", len(keys), len(there)) as progress:
+        progress.follow(pace)
+        answered = record_answers(experiment.engine, task, todo, journal, progress, done=done, own=own, pace=pace)
         try:
-            for request in record_answers(experiment.engine, task, todo, journal, progress, done=done, own=own):
+            for request in answered:
                 begin = time.perf_counter()
                 try:
                     yield request

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
+from kvbench.show.pace import Pace, left_s
 from kvbench.show.text import visible
 
 PATIENCE_S = 2.0
@@ -116,6 +117,7 @@ class Progress:
     ) -> None:
         self.label, self.total, self.done, self.unit = label, total, done, unit
         self._first = done
+        self._paces: list[Pace] = []
         self._stream = stream or sys.stderr
         self._started = self._spoken = time.monotonic()
         self._rate: float | None = None
@@ -123,7 +125,8 @@ class Progress:
         self._live: LiveBar | None = None
 
     def __enter__(self) -> Self:
-        self._started = self._spoken = time.monotonic()
+        self._started = time.monotonic()
+        self._spoken = self._started + PATIENCE_S - PLAIN_EVERY_S  # the first line comes early
         resumed = f", {self.done} of them done before" if self.done else ""
         first = f"{self.label}: {self.total} {self.unit}{resumed}"
         log(first)
@@ -144,37 +147,47 @@ class Progress:
     def state(self) -> str:
         """The numbers as one line of text."""
         parts = [f"{self.done}/{self.total} {self.unit}"]
+        if self._paces:
+            furthest = max(self._paces, key=lambda pace: pace.num_read / max(1, pace.prompts))
+            parts.append(f"prompt {furthest.num_read}/{furthest.prompts}")
         if self._rate is not None:
             parts.append(f"{self._rate:.1f} tokens/s")
         if self._cache_bytes is not None:
             parts.append(f"cache {format_bytes(self._cache_bytes)}")
         finished = self.done - self._first
-        if finished and self.done < self.total:
-            left = (time.monotonic() - self._started) / finished * (self.total - self.done)
-            parts.append(f"{format_seconds(left)} left")
+        left = left_s(self._paces)
+        if not self._paces and finished:
+            left = "", (time.monotonic() - self._started) / finished * (self.total - self.done)
+        if left is not None and self.done < self.total:
+            parts.append(f"{left[0]}{format_seconds(left[1])} left")
         return ", ".join(parts)
 
     def add(self, total: int, done: int) -> None:
         """Take in more work, of which so much was done before."""
         self.total, self.done, self._first = self.total + total, self.done + done, self._first + done
 
-    def advance(self) -> None:
-        """Count one more finished sample."""
-        self.done += 1
-        self._show()
+    def follow(self, pace: Pace) -> None:
+        """Tell the time that is left from this pace, too."""
+        self._paces.append(pace)
 
-    def step(self, info: dict) -> None:
-        """Take what the engine tells after a decode step: `decode_tokens_per_s`, `cache_bytes`."""
-        self._rate = info.get("decode_tokens_per_s", self._rate)
-        self._cache_bytes = info.get("cache_bytes", self._cache_bytes)
-        self._show()
-
-    def _show(self) -> None:
+    def show(self) -> None:
+        """Show the numbers, now or when it is time."""
         if self._live is not None:
             self._live.update(self.done, self.total, self.state())
         elif time.monotonic() - self._spoken >= PLAIN_EVERY_S:
             self._spoken = time.monotonic()
             self._write(f"{self.label}: {self.state()}")
+
+    def advance(self) -> None:
+        """Count one more finished sample."""
+        self.done += 1
+        self.show()
+
+    def step(self, info: dict) -> None:
+        """Take what the engine tells after a decode step: `decode_tokens_per_s`, `cache_bytes`."""
+        self._rate = info.get("decode_tokens_per_s", self._rate)
+        self._cache_bytes = info.get("cache_bytes", self._cache_bytes)
+        self.show()
 
     def _write(self, text: str) -> None:
         print(visible(text), file=self._stream, flush=True)

@@ -1,0 +1,103 @@
+"""How fast runs read prompts and decode answers, and how long they will take for the rest."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Pace:
+    """The pace of one run, measured from the moment it begins to read; loading a model is no part of it.
+
+    A clock runs between `read` or the last step, and the next step or `pause`: what passes while others have their turn
+    does not count.
+
+    Args:
+        prompts: Prompts that have to be read.
+        prompt_tokens: Tokens of all of them.
+        answers: Answers that have to be given.
+        most_tokens: Tokens of an answer at most.
+    """
+
+    prompts: int
+    prompt_tokens: int
+    answers: int
+    most_tokens: float
+    num_read: int = field(default=0, init=False)
+    num_ended: int = field(default=0, init=False)  # answers
+    read_tokens: int = field(default=0, init=False)
+    read_s: float = field(default=0.0, init=False)
+    decode_s: float = field(default=0.0, init=False)
+    _steps: float = field(default=0.0, init=False)  # of decoding, until now
+    _begun: deque[float] = field(default_factory=deque, init=False)  # for each answer under way, the steps before it
+    _ended_steps: float = field(default=0.0, init=False)  # of the answers that have ended, together
+    _since: float | None = field(default=None, init=False)
+    _reading: int = field(default=0, init=False)  # tokens
+
+    def read(self, tokens: int, answers: int) -> None:
+        """A prompt is read from now on, for so many answers."""
+        self._since, self._reading = time.monotonic(), tokens
+        self._begun += [self._steps] * answers
+        self.num_read += 1
+
+    def step(self, tokens_per_s: float, rows: int) -> None:
+        """One step of so many rows, or several, have been decoded; the first behind a prompt counts as its reading."""
+        passed = self._lap()
+        self.decode_s += passed
+        self._steps += passed * tokens_per_s / rows
+
+    def end(self) -> None:
+        """An answer has ended: of those under way, as good as the first."""
+        self.num_ended += 1
+        if self._begun:
+            self._ended_steps += self._steps - self._begun.popleft()
+
+    def pause(self) -> None:
+        """Others have their turn from now on."""
+        self.decode_s += self._lap()
+        self._since = None
+
+    def _lap(self) -> float:
+        """Seconds since the last event, unless they belong to a prompt, which they are added to."""
+        now = time.monotonic()
+        passed, self._since = 0.0 if self._since is None else now - self._since, now
+        if not self._reading:
+            return passed
+        self.read_s, self.read_tokens, self._reading = self.read_s + passed, self.read_tokens + self._reading, 0
+        return 0.0
+
+    @property
+    def token_s(self) -> float | None:
+        """Seconds for each token of a prompt."""
+        return self.read_s / self.read_tokens if self.read_tokens else None
+
+    @property
+    def answered(self) -> float:
+        """Answers given, and of those under way the share of the steps that the others took, or that one may take."""
+        usual = max(1.0, self._ended_steps / self.num_ended if self.num_ended else self.most_tokens)
+        return self.num_ended + sum(min(1.0, (self._steps - begin) / usual) for begin in self._begun)
+
+    @property
+    def answer_s(self) -> float | None:
+        """Seconds for each answer."""
+        return self.decode_s / self.answered if self.decode_s and self.answered else None
+
+
+def left_s(paces: Sequence[Pace]) -> tuple[str, float] | None:
+    """Seconds that runs still take, and `at least`, `at most` or nothing: at least while no answer was begun, at most
+    while none has ended. A run that has not come to it is taken to be as fast as the fastest reader, and to decode as
+    the others do on average. None before the first prompt was read."""
+    read = [pace.token_s for pace in paces if pace.token_s is not None]
+    answers = [pace.answer_s for pace in paces if pace.answer_s is not None]
+    if not read:
+        return None
+    usual, total = sum(answers) / len(answers) if answers else 0.0, 0.0
+    for pace in paces:
+        token_s = min(read) if pace.token_s is None else pace.token_s
+        answer_s = usual if pace.answer_s is None else pace.answer_s
+        total += token_s * max(0, pace.prompt_tokens - pace.read_tokens)  # some may be read twice
+        total += answer_s * max(0.0, pace.answers - pace.answered)
+    if not answers:
+        return "at least ", total
+    return ("" if any(pace.num_ended for pace in paces) else "at most "), total
