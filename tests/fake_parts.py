@@ -80,7 +80,8 @@ class FakeEngine:
         self.seen: list[str] = []
         sizes = {"fp16_bytes": lambda tokens: tokens, "num_q_heads": 2, "num_kv_heads": 1}
         self.shape = SimpleNamespace(device="cpu", dtype=torch.float32, **sizes)
-        self.group = self.most_requests = cfg.batch_size
+        self.batch_size = self.most_requests = 32 if cfg.batch_size == "auto" else cfg.batch_size
+        self.group = None if cfg.batch_size == "auto" else cfg.batch_size
 
     def text_of(self, ids) -> str:
         """Every token is a word."""
@@ -89,7 +90,7 @@ class FakeEngine:
     def running(self, requests, *, on_outcome, on_step=None, sizing=None, own=False):
         """Answer group by group; give each request before it is answered."""
         self.sizing = len(sizing or requests)
-        size = self.cfg.batch_size
+        size = self.batch_size
         for start in range(0, len(requests), size):
             group = requests[start : start + size]
             neighbours = ",".join(request.sample_id for request in group)

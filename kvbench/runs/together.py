@@ -141,6 +141,7 @@ class _Together:
         self._asked, self._parts, self._prompts = asked, parts, prompts
         self._lanes: dict[Path, _Lane] = {}  # by the folder of the run, in the order of their turns
         self._at_once, self._room_bytes = len(asked), sys.maxsize
+        self._rows: int | None = None  # requests of a run at once, where the setting leaves it open
         self._progress = Progress("", 0)
 
     def run(self) -> Ends:
@@ -192,14 +193,18 @@ class _Together:
     def _execute(
         self, wanted: Wanted, experiment: Experiment, *, resume: bool, reference: Waits | None = None
     ) -> Steps:
-        return execute(
-            experiment,
-            resume=resume,
-            say=wanted.say,
-            reference=reference,
-            origin=wanted.origin,
-            wait=False,
-            shown=self._show,
+        if self._rows is not None:
+            experiment.engine.batch_size = self._rows
+        return (
+            yield from execute(
+                experiment,
+                resume=resume,
+                say=wanted.say,
+                reference=reference,
+                origin=wanted.origin,
+                wait=False,
+                shown=self._show,
+            )
         )
 
     @contextmanager
@@ -209,7 +214,7 @@ class _Together:
 
     def _look_at_memory(self, experiment: Experiment) -> None:
         """Leave half of the memory that is free to caches, of which none is taken to be smaller than the full one, and
-        to the prompt at hand."""
+        to the prompt at hand: so many runs at once, and with `batch_size=auto` so many requests of each."""
         from kvbench.kernels import memory
         from kvbench.kernels.bench import machine
 
@@ -221,7 +226,10 @@ class _Together:
         tokens = max(request.num_prompt_tokens + request.max_new_tokens for request in requests)
         row = shape.fp16_bytes(tokens) * shape.dtype.itemsize // 2
         prompt = row * (1 + shape.num_q_heads / (2 * shape.num_kv_heads))
-        self._at_once = max(1, int((self._room_bytes - prompt) // (row * experiment.engine.most_requests)))
+        rows, room = experiment.engine.most_requests, max(0, int(self._room_bytes - prompt))
+        if not isinstance(experiment.config.batch_size, int):  # rather fewer rows than fewer runs, which read again
+            rows = self._rows = max(1, min(rows, room // (row * len(self._lanes))))
+        self._at_once = max(1, room // (row * rows))
 
     def _take_turns(self, lanes: list[_Lane]) -> Iterator[_Lane]:
         """Let runs go prompt by prompt, in their order; gives each when it has ended."""
