@@ -229,6 +229,7 @@ class Bench:
             self.notes.append(f"{self._label} skipped: {reason}")
             self._done = begin + self._rounds
             return {"cell": cell, "variants": [], "refused": [], "skipped": str(reason)}
+        self.stage("first round")
         found = measure_cell(cell, variants, **asked | self.settings.timing(self, cell))
         self._done = begin + self._rounds
         self.settings.finish(found)

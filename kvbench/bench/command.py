@@ -33,12 +33,18 @@ def main(cfg: DictConfig) -> int:
 
 
 def _measured(settings: Common, out: Path, quick: bool) -> bool:
-    """Runs one bench, writes what it has after every cell, and shows it; True where no variant was refused."""
+    """Runs one bench, writes what it has after every cell, and shows it, also where a signal stops it; True where no
+    variant was refused."""
     origin = dataclasses.asdict(provenance.git_state()) | {"harness": provenance.harness_hash("cpu")}
     more = {"provenance": origin, "quick": quick}
     folder, held = begun(out, settings, more)
-    with show.rounds_shown(settings.what) as update:
-        document = run(settings, update, lambda so_far: write(so_far | more, folder / "bench.json"), held) | more
+    try:
+        with show.rounds_shown(settings.what) as update:
+            document = run(settings, update, lambda so_far: write(so_far | more, folder / "bench.json"), held) | more
+    except KeyboardInterrupt:
+        if (folder / "bench.json").exists():
+            show.publish(read_document(folder / "bench.json"), folder / "bench.json")
+        raise
     show.publish(document, folder / "bench.json")
     return is_complete(document)
 

@@ -56,9 +56,10 @@ def rounds_shown(what: str) -> Iterator[bench.Progress]:
         now = time.monotonic()
         if not seen or seen[-1][1] != done:
             seen.append((now, done))
-        # From the last rounds only: what comes before the first one (loading, prompts) says nothing about the rest.
+        elif len(seen) == 1:  # loading and prompts, which come before the first round, say nothing about the rest
+            seen[0] = now, done
         (then, before), (latest, _) = seen[0], seen[-1]
-        known = before < done < total and len(seen) > 2
+        known = before < done < total
         left = f", {format_seconds((latest - then) / (done - before) * (total - done))} left" if known else ""
         state = f"{done}/{total} rounds{left}: {label}"
         if live is not None:

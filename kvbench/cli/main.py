@@ -19,7 +19,7 @@ from kvbench.cli import endings, texts, words
 from kvbench.config import files
 from kvbench.errors import nobody_leaves
 
-KEEPING = ("run", "calibrate")  # the commands whose finished samples stay when they are stopped
+KEEPING = {"run": "sample", "calibrate": "sample", "bench": "cell"}  # what stays of a command that is stopped
 WIDEST = 100  # columns of help; longer lines are hard to read
 
 
@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with endings.stoppable():
             return _carry_out(arguments)
     except KeyboardInterrupt as stop:
-        kept = "every finished sample is kept. To go on" if _keeps(arguments) else "to start again"
+        part = _keeps(arguments)
+        kept = f"every finished {part} is kept. To go on" if part else "to start again"
         again = shlex.join([*program(), *arguments])
         endings.say(f"\nstopped by {str(stop) or 'SIGINT'}; {kept}: {again}")
         return endings.exit_code(stop)
@@ -122,9 +123,11 @@ def _help(command: str, rest: list[str], width: int) -> str:
     return help_for(chosen, width)
 
 
-def _keeps(arguments: list[str]) -> bool:
-    """True for a command that goes on where it was when it is given again; one that is not named is `run`."""
-    return not arguments or arguments[0] in KEEPING or arguments[0] not in texts.commands()
+def _keeps(arguments: list[str]) -> str:
+    """What is kept of a command that goes on where it was when it is given again, or nothing; one that is not named is
+    `run`."""
+    name = arguments[0] if arguments and arguments[0] in texts.commands() else "run"
+    return KEEPING.get(name, "")
 
 
 def run_command(overrides: list[str]) -> int:

@@ -65,8 +65,8 @@ def test_refused_variants_give_exit_code_1(measured, tmp_path, monkeypatch, caps
 
 
 def test_a_bench_that_was_stopped_goes_on(tmp_path, monkeypatch, capsys):
-    """Every cell is on the disk as soon as it is measured; the same command measures the others alone, into the same
-    folder, and after that it measures anew."""
+    """Every cell is on the disk as soon as it is measured, and in the table that a signal leaves; the same command
+    measures the others alone, into the same folder, and after that it measures anew."""
     monkeypatch.setattr(machine, "PROBE_BYTES", 1 << 20)
     words = ["bench", *SMALL, "attention.lengths=[96,32,64]", f"out={tmp_path / 'out'}"]
     measured, real = [], bench.Bench._measured
@@ -80,6 +80,9 @@ def test_a_bench_that_was_stopped_goes_on(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(bench.Bench, "_measured", stopped)
     assert main(words) == 130
+    told = capsys.readouterr()
+    assert "length 96" in told.out and "length 32" in told.out and "length 64" not in told.out, told.out
+    assert "every finished cell is kept. To go on: " in told.err
     (path,) = (tmp_path / "out" / "attention").glob("*/bench.json")
     assert (command.read_document(path)["left"], measured) == (1, [96, 32, None])
     assert main(["bench", f"load={path}"]) == 0
@@ -113,11 +116,13 @@ def test_user_errors_are_one_line(words, message, capsys, tmp_path, monkeypatch)
 
 
 def test_time_left_is_told_from_the_last_rounds(monkeypatch, capsys):
-    """A long wait before the first round does not count; nothing is told before two rounds are known."""
+    """From the first round on; a long wait before it, until a bench says that it begins, does not count."""
     clock = {"now": 0.0}
     monkeypatch.setattr(show.time, "monotonic", lambda: clock["now"])
     with show.rounds_shown("decode") as update:
         update(0, 20, "loading")
+        clock["now"] = 997.0
+        update(0, 20, "first round")
         for done, now in ((1, 1000.0), (2, 1002.0), (3, 1004.0), (9, 1016.0)):
             clock["now"] = now
             update(done, 20, f"round {done}")
@@ -125,7 +130,8 @@ def test_time_left_is_told_from_the_last_rounds(monkeypatch, capsys):
             clock["now"] += 2.0
             update(done, 20, f"round {done}")
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "decode: 0/20 rounds: loading" and lines[1] == "decode: 1/20 rounds: round 1"
+    assert lines[:2] == ["decode: 0/20 rounds: loading", "decode: 0/20 rounds: first round"]
+    assert lines[2] == "decode: 1/20 rounds, 57 s left: round 1"
     assert lines[-1] == "decode: 17/20 rounds, 6 s left: round 17"
 
 
