@@ -4,7 +4,7 @@ Methods of one path through the store (`path_of`) differ in what they decide alo
 per path, and a test of what methods decide takes every method in one variant.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 import pytest
@@ -52,26 +52,26 @@ def per_path(listed: list[str], policy_of: Callable[[str], Policy] = method_of) 
     return [pytest.param(name, id=name, marks=() if name in firsts else pytest.mark.exhaustive) for name in listed]
 
 
-def in_turn(listed: list[str], variants: tuple) -> list:
-    """Pairs of method and variant as parameters: one variant in turn for each; the other pairs are exhaustive."""
-    size = len(variants)
-    return _pairs({name: str(variants[at % size]) for at, name in enumerate(listed)}, {str(v): v for v in variants})
+def in_turn(ones: Sequence, others: Sequence) -> list:
+    """Pairs as parameters: each of the first with one of the others in turn; the other pairs are exhaustive."""
+    return [
+        pytest.param(one, other, marks=() if at % len(others) == place else pytest.mark.exhaustive)
+        for at, one in enumerate(ones)
+        for place, other in enumerate(others)
+    ]
 
 
 def by_path(listed: list[str], policy_of: Callable[[str], Policy], more: dict, less: dict) -> list:
     """Pairs of method and variant as parameters: the one that asks for more for the first method of each path, and the
     other one for the others; the other pairs are exhaustive. Both are `{name: value}`."""
     firsts = _firsts(listed, policy_of)
-    return _pairs({name: next(iter(more if name in firsts else less)) for name in listed}, more | less)
+    return [
+        pytest.param(name, value, id=f"{name}-{key}", marks=() if key in taken else pytest.mark.exhaustive)
+        for name in listed
+        for taken in (more if name in firsts else less,)
+        for key, value in (more | less).items()
+    ]
 
 
 def _firsts(listed: list[str], policy_of: Callable[[str], Policy]) -> set[str]:
     return set({path_of(policy_of(name)): name for name in reversed(listed)}.values())
-
-
-def _pairs(taken: dict[str, str], variants: dict) -> list:
-    return [
-        pytest.param(name, value, id=f"{name}-{key}", marks=() if taken[name] == key else pytest.mark.exhaustive)
-        for name in taken
-        for key, value in variants.items()
-    ]

@@ -16,12 +16,11 @@ from kvbench.config.files import options
 from kvbench.engine.requests import Outcome
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-# The interpreter takes seconds per case. These have two tiers with demotions, rings that flush, keys that are rotated
-# on reading with and without a ring, pages that are chosen, and bulk eviction; all tiers empty at least once.
+# The interpreter takes seconds per case. These have two tiers with demotions, keys that are rotated on reading with and
+# without a ring that flushes, pages that are chosen, and bulk eviction; all tiers empty at least once.
+# tests/engine/test_captured_steps.py has the steps of DiffKV and KIVI.
 FEW = [
-    ("diffkv", "below the window"),
     ("leankv", "an empty tier"),
-    ("kivi", "below the window"),
     ("streaming_llm", "a row that ends early"),
     ("kvquant_style", "one token"),
     ("quest", "an empty tier"),

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from engine_helpers import NATIVE_METHODS, answers, random_tokens, request
+from selection import in_turn
 from store_helpers import make_store
 
 from kvbench.cache.rotation import Rotation, hadamard
@@ -43,8 +44,7 @@ def test_the_matrix_is_orthogonal_and_spreads(dim):
     assert torch.equal(hadamard(dim), matrix), "every run has the same signs"
 
 
-@pytest.mark.parametrize("backend", ["torch", "auto"])
-@pytest.mark.parametrize("name", list(POLICIES))
+@pytest.mark.parametrize(("name", "backend"), in_turn([*POLICIES], ("torch", "auto")))
 def test_without_rounding_nothing_changes(tiny_model, name, backend):
     """The same answers from the same tokens, for prompts, segments and steps, and the same bytes."""
     loaded = tiny_model("llama", "gqa3", 64)

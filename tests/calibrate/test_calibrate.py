@@ -8,6 +8,7 @@ import yaml
 from fake_parts import altered
 from graded import Bench, content_of, file_of, gentle, make_cfg, smaller
 from omegaconf import OmegaConf
+from selection import few
 
 from kvbench.calibrate.command import main
 from kvbench.calibrate.plan import read_plan, split
@@ -86,7 +87,7 @@ def test_choice_that_fails_on_held_out_samples_is_not_confirmed(tmp_path, capsys
     assert "NOT confirmed" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("stop_after", [3, 41, 130])
+@pytest.mark.parametrize("stop_after", few([3, 41, 130], 41))
 def test_stopped_calibration_goes_on(tmp_path, stop_after, undrawn):
     """Stopped anywhere and started again: finished groups are kept, and all numbers equal an uninterrupted run's."""
     whole = Bench(gentle, smaller)

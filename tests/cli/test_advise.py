@@ -18,6 +18,7 @@ from kvbench.config.settings import as_dict
 from kvbench.evidence import shipped
 from kvbench.evidence.load import Group
 from kvbench.runs.parts import make_policy
+from kvbench.sizing.outline import outline
 from kvbench.sizing.project import project
 from kvbench.sizing.shapes import find_shape
 
@@ -39,6 +40,22 @@ def advise(capsys, root, *words):
     assert all(len(line) <= 80 for line in out.splitlines() if not line.startswith(("  ", "! ")))
     rows = {line.split()[0]: line for line in out.splitlines()[2:] if re.search(r"(GB|MB|-) +([0-9.]+|-) ", line)}
     return rows, " ".join(out.split()), out
+
+
+@pytest.fixture(autouse=True, scope="module")
+def counted_once():
+    """Counts the bytes of a method on a model at a length once for all tests: most of an advice's time."""
+    known = {}
+
+    def outlined(policy, *asked):
+        key = repr((type(policy), vars(policy), asked))
+        if key not in known:
+            known[key] = outline(policy, *asked)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvbench.cli.advice.outline", outlined)
+        yield
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from selection import in_turn
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
@@ -85,8 +86,10 @@ def test_replayed_steps_are_eager_ones(smallest, method: str, steps: int, monkey
     assert tokens == eager and found == held
 
 
-@pytest.mark.parametrize("method", ["full", "diffkv window=8", "kivi residual_tokens=8 group=8", "h2o budget=12"])
-@pytest.mark.parametrize("prompt", [PROMPT, 1])
+SPLIT = ["diffkv window=8", "full", "h2o budget=12", "kivi residual_tokens=8 group=8"]
+
+
+@pytest.mark.parametrize(("method", "prompt"), in_turn(SPLIT, (PROMPT, 1)))
 def test_a_capture_compiles_nothing(smallest, method: str, prompt: int, monkeypatch: pytest.MonkeyPatch):
     """Every kernel that a captured step launches, at widths that any list may have, has been launched with the same
     types and constants by the step before it: compiling would take seconds, and older drivers refuse it."""

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from engine_helpers import answers, comparable, engine, random_tokens, request
-from selection import few
+from selection import FULL, few
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvbench.cache.prompts import ScoredLayer
@@ -35,7 +35,7 @@ WORDS = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
     "4000 bytes. Error code 12 (Cannot allocate memory)"
 )
-POINTS = 16  # per method, spread over all of a run's operations
+POINTS = 16 if FULL else 8  # per method, spread over all of a run's operations
 
 
 class Scarce(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 import pytest
 from engine_helpers import NATIVE_METHODS, answers, comparable, random_tokens, request
+from selection import few
 from test_conversation import conversation
 from test_shared_context import questions
 
@@ -42,7 +43,10 @@ def watched(loaded, policy, requests, **settings):
     return got, live
 
 
-@pytest.mark.parametrize("case", CASES)
+TAKEN = ("prompts, full", "prompts, diffkv", "answers, snapkv", "answers, kivi", "answers, streaming_llm")
+
+
+@pytest.mark.parametrize("case", few(CASES, *TAKEN, "chunks", "questions", "turns"))
 def test_without_pages_for_all_some_wait_and_nothing_is_lost(loaded, case):
     """As many run as there are pages for, down to one; tokens and bytes are those with room for all."""
     policy, requests, settings, room = CASES[case]

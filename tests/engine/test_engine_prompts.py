@@ -12,6 +12,7 @@ from engine_helpers import (
     random_tokens,
     request,
 )
+from selection import in_turn
 from store_helpers import held_positions
 
 from kvbench.methods.diffkv import DiffKV
@@ -45,8 +46,7 @@ def slots_after_prompt(loaded, policy, asked) -> list[list[list[int]]]:
 # Segments ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", LOSSLESS)
-@pytest.mark.parametrize("cuts", [(60, 61), (1, 30), (40, 41, 90)])
+@pytest.mark.parametrize(("name", "cuts"), in_turn([*LOSSLESS], [(60, 61), (1, 30), (40, 41, 90)]))
 def test_lossless_segments_equal_one_segment(loaded, name, cuts):
     """Context first and question later, in two to four segments, is the same prompt when nothing is lost."""
     prompt = random_tokens(100)
@@ -102,8 +102,7 @@ def test_averages_are_over_the_answer_not_the_question(loaded, name):
 # Gold continuations ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize(("name", "segments"), in_turn([*METHODS], (1, 2)))
 def test_gold_influences_nothing_but_the_fidelity(loaded, name, segments):
     """With, without and with another gold continuation: the same slots, tokens and bytes; its NLL under the full cache
     is transformers' own, whatever the method compresses."""

@@ -37,9 +37,12 @@ def questions(count: int = 8, **fields) -> list:
 
 
 CASES = [(name, 1) for name in POLICIES] + [(name, size) for name in NATIVE_METHODS for size in (3, 8)]
+# Each way of holding tokens once, one by one or in batches that a context is spread over.
+TAKEN = [(name, 1) for name in ("h2o", "kivi", "kv_compress", "quest")]
+TAKEN += [(name, 3) for name in ("full", "snapkv", "diffkv", "streaming_llm")]
 
 
-@pytest.mark.parametrize(("name", "batch_size"), few(CASES, *(case for case in CASES if case[1] < 8)))
+@pytest.mark.parametrize(("name", "batch_size"), few(CASES, *TAKEN))
 def test_answers_are_those_of_separate_runs(loaded, name, batch_size):
     """Tokens, bytes and what was kept, with questions of one context in one batch and over several; one by one,
     fidelity too, to the last bit."""

@@ -173,8 +173,9 @@ def test_a_run_without_scores_hides_no_other(tmp_path, capsys, odd):
             kind = {"failed": {"status": "failed", "message": "no numpy"}, "begun": {"status": "running"}}[odd]
             store(tmp_path, "broken", {"a": [1]} if odd == "begun" else SCORES, **kind, **new)
     words = [f"results_dir={tmp_path}", "resamples=200"]
-    for command in ("compare", "table", "pareto", "report"):
-        assert main([command, *words]) == 0, capsys.readouterr().err
+    more = {"compare": [], "table": [], "pareto": ["axes=resident", "kinds=[png]"], "report": ["axes=resident"]}
+    for command, given in more.items():
+        assert main([command, *words, *given]) == 0, capsys.readouterr().err
         shown = " ".join(capsys.readouterr().out.split())
         said = "FAILED and is left out: no numpy" if odd == "failed" else "version of the code are left out (broken"
         assert said in shown and ("half" in shown or command == "report"), (command, shown)

@@ -5,7 +5,7 @@ import re
 import pytest
 from conformance_helpers import having, idle, keeping, keeps_prompts, policy_of
 from engine_helpers import answers, random_tokens, request
-from selection import by_path, in_turn
+from selection import by_path, in_turn, per_path
 
 from kvbench.cache import ledger
 from kvbench.policy import Budget, Tier
@@ -80,14 +80,17 @@ def test_a_missed_budget_fails_the_run(tiny_model, name):
         assert message is not None and said in message.replace("208", "200")
 
 
-def growing() -> list[tuple[str, dict]]:
-    """The budgeted cases that evict while decoding, and methods that would with another setting."""
+def growing() -> list:
+    """The budgeted cases that evict while decoding, and methods that would with another setting; what judges them asks
+    no method, so that one of each path is enough."""
     acting = [name for name in BUDGETED if policy_of(name).acts_in_decode or policy_of(name).compaction]
-    return [(name, {}) for name in acting] + [
-        (name, {"decode_every": 8})
+    changes = dict.fromkeys(acting, {}) | {
+        name: {"decode_every": 8}
         for name in having("decode_every")
         if " " not in name and not any(case.startswith(f"{name} ") for case in acting)
-    ]
+    }
+    paths = per_path([*changes], lambda name: policy_of(name, **changes[name]))
+    return [pytest.param(*path.values, changes[path.values[0]], id=path.id, marks=path.marks) for path in paths]
 
 
 @pytest.mark.parametrize(("name", "changes"), growing())

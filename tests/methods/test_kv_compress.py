@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from oracles.slow_kv_compress import evictions, step_metrics, surplus_blocks
+from selection import in_turn
 from store_helpers import (
     filled,
     golden,
@@ -97,13 +98,12 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("block", "budget"), [(1, 50), (8, 50), (16, 0.25)])
-def test_continual_eviction_is_the_official_rule(variant, block, budget):
+@pytest.mark.parametrize(("limits", "variant"), in_turn([(1, 50), (8, 50), (16, 0.25)], [*VARIANTS]))
+def test_continual_eviction_is_the_official_rule(limits, variant):
     """Over 300 steps each list loses, before every step, exactly the tokens that the released code evicts; the metrics
     that it goes by are the ones it would have recorded, to fp32's last digits; the number of blocks keeps to the limit
     from the first step on."""
-    settings, protected, buffer = VARIANTS[variant]
+    (settings, protected, buffer), (block, budget) = VARIANTS[variant], limits
     policy = KVCompress(continual=True, budget=budget, block=block, tier="native", **settings)
     prompt, (layers, heads, group, dim), scale = 200, (2, 2, 2, 16), 0.5
     limit = 50  # which is a quarter of the prompt, too

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from lmeval_demo import DATA, PICK, WRITE, answered, lm_of, task_of, write_folder
+from selection import in_turn
 
 from kvbench.tasks import load_task
 from kvbench.tasks.harness import find
@@ -17,15 +18,17 @@ def folder(tmp_path_factory) -> Path:
     return write_folder(tmp_path_factory.mktemp("lmeval"))
 
 
-@pytest.mark.parametrize("method", [{}, {"method": "snapkv", "method.budget": 16, "method.window": 4}])
+SHOWN = [("demo_pick", 2), ("demo_pick", 0), ("demo_last", None), ("demo_write", 2)]
+
+
 @pytest.mark.parametrize(
-    ("name", "shots"), [("demo_pick", 0), ("demo_pick", 2), ("demo_write", 2), ("demo_last", None)]
+    ("shown", "method"), in_turn(SHOWN, ({}, {"method": "snapkv", "method.budget": 16, "method.window": 4}))
 )
-def test_scores_are_those_of_lm_evals_own_loop(folder, name, shots, method) -> None:
+def test_scores_are_those_of_lm_evals_own_loop(folder, shown, method) -> None:
     """Per document and in the aggregate: the same metrics from lm-eval's evaluator with kvbench as its model."""
     import lm_eval
 
-    lm = lm_of(**method)
+    lm, (name, shots) = lm_of(**method), shown
     task = task_of(folder, lm, name, num_fewshot=shots)
     records = answered(lm, task)
     theirs = lm_eval.simple_evaluate(

@@ -35,19 +35,33 @@ def wrong(found: Iterator[Finding]) -> list[Finding]:
     return [finding for finding in found if not finding.passed]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+# A format per way of coding and per width of a code; the interpreter takes a second for each.
+WRITTEN = (
+    "k16v16 bf16",
+    "k4v2",
+    "k3v3",
+    "k1v1",
+    "k8v4 groups",
+    "e4m3 scaled",
+    "turboquant 3 bits",
+    "mxfp4",
+    "kivi 2 bits",
+)
+
+
+@pytest.mark.parametrize("name", few(FORMATS, *WRITTEN))
 def test_every_format_is_written_read_and_moved_as_by_the_reference(name: str):
     """The same bytes, and no others; what has page -1 is passed over."""
     assert wrong(CHECKS["pages"](one_format(name))) == []
 
 
-@pytest.mark.parametrize("name", few([*FORMATS][4:], "turboquant 3 bits", "k2v1", "nvfp4", "kivi 4 bits, group 24"))
+@pytest.mark.parametrize("name", few([*FORMATS][4:], "nvfp4", "kivi 4 bits, group 24"))
 def test_every_format_is_attended_to_as_by_the_reference(name: str):
     """Output, log-sum-exp and scores, returned and added."""
     assert wrong(CHECKS["attention"](one_format(name))) == []
 
 
-@pytest.mark.parametrize("part", range(14))
+@pytest.mark.parametrize("part", few(range(14), 3, 8, 9, 11))
 def test_the_quick_checks_of_a_device_pass(part: int):
     """All operations, of three tiers, rings, prompts, chunks, bounds and many lists, share by share."""
     plan = Plan(DEVICE, Gpu(), QUICK, SHORT, (part, 14))
