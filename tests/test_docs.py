@@ -126,9 +126,9 @@ def test_commands_of_a_document_compose(name):
         assert command in texts.commands(), command
         if command in ("list", "help", "lm_eval"):
             continue
-        # Of a sweep's values, the first.
+        # Of a sweep's values, the last: `full` comes first, and lacks the settings that go to those that have them.
         settings = [
-            word.partition(",")[0] if not re.search(r"[{[]", word) else word
+            re.sub(r"=.*,", "=", word) if not re.search(r"[{[]", word) else word
             for word in words
             if not word.startswith(("-", "hydra"))  # launchers belong to packages that need not be installed
         ]

@@ -95,8 +95,8 @@ def tables(results_dir, out, metrics=("score", "nll", "kl")):
 def moment(rng, calls, whole_s):
     """A random moment to kill at: a time, or a call, before it is done or in its middle."""
     if calls and rng.random() < 0.6:
-        return {"at": rng.randint(1, max(2, calls // 2)), "kind": rng.choice(("kill", "torn"))}
-    return {"seconds": rng.uniform(0, 0.5 * whole_s)}
+        return {"at": rng.randint(1, calls), "kind": rng.choice(("kill", "torn"))}
+    return {"seconds": rng.uniform(0, whole_s)}
 
 
 @pytest.mark.long
