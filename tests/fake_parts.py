@@ -74,14 +74,27 @@ class FakeEngine:
     """Deterministic answers that depend on the neighbours in the batch, so that a resume with other groups is
     noticed."""
 
-    def __init__(self, cfg: object, policy: FakePolicy, *, pause_s: float = 0.0, statuses: dict | None = None) -> None:
+    def __init__(
+        self,
+        cfg: object,
+        policy: FakePolicy,
+        *,
+        pause_s: float = 0.0,
+        statuses: dict | None = None,
+        group: int | None = None,
+    ) -> None:
         self.cfg, self.policy, self.pause_s, self.statuses = cfg, policy, pause_s, statuses or {}
         self.backend, self.graphs = SimpleNamespace(name="torch", isa="", fallbacks=set()), {}
         self.seen: list[str] = []
         sizes = {"fp16_bytes": lambda tokens: tokens, "num_q_heads": 2, "num_kv_heads": 1}
         self.shape = SimpleNamespace(device="cpu", dtype=torch.float32, **sizes)
-        self.batch_size = self.most_requests = 32 if cfg.batch_size == "auto" else cfg.batch_size
-        self.group = None if cfg.batch_size == "auto" else cfg.batch_size
+        self.group = group or (None if cfg.batch_size == "auto" else cfg.batch_size)
+        self.batch_size = self.group or "auto"
+
+    @property
+    def most_requests(self) -> int:
+        """Requests at once at most."""
+        return 32 if self.batch_size == "auto" else self.batch_size
 
     def text_of(self, ids) -> str:
         """Every token is a word."""
@@ -90,7 +103,7 @@ class FakeEngine:
     def running(self, requests, *, on_outcome, on_step=None, sizing=None, own=False):
         """Answer group by group; give each request before it is answered."""
         self.sizing = len(sizing or requests)
-        size = self.batch_size
+        size = self.most_requests
         for start in range(0, len(requests), size):
             group = requests[start : start + size]
             neighbours = ",".join(request.sample_id for request in group)

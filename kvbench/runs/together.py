@@ -141,7 +141,7 @@ class _Together:
         self._asked, self._parts, self._prompts = asked, parts, prompts
         self._lanes: dict[Path, _Lane] = {}  # by the folder of the run, in the order of their turns
         self._at_once, self._room_bytes = len(asked), sys.maxsize
-        self._rows: int | None = None  # requests of a run at once, where the setting leaves it open
+        self._rows: int | None = None  # requests of a run at once, where no answer depends on it
         self._progress = Progress("", 0)
 
     def run(self) -> Ends:
@@ -227,7 +227,7 @@ class _Together:
         row = shape.fp16_bytes(tokens) * shape.dtype.itemsize // 2
         prompt = row * (1 + shape.num_q_heads / (2 * shape.num_kv_heads))
         rows, room = experiment.engine.most_requests, max(0, int(self._room_bytes - prompt))
-        if not isinstance(experiment.config.batch_size, int):  # rather fewer rows than fewer runs, which read again
+        if not isinstance(experiment.engine.batch_size, int):  # rather fewer rows than fewer runs, which read again
             rows = self._rows = max(1, min(rows, room // (row * len(self._lanes))))
         self._at_once = max(1, room // (row * rows))
 

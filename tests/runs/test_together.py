@@ -205,7 +205,7 @@ def test_answers_of_the_full_cache_are_forced_once_they_are_there(tmp_path):
 
 def test_only_as_many_go_together_as_memory_holds(tmp_path, monkeypatch):
     """With room for the caches of two runs, three and their reference go in two waves, one behind the other. With
-    batch_size=auto all go at once, with half as many rows each."""
+    batch_size=auto all go at once, with half as many rows each, but for engines whose answers depend on the batch."""
     row = max(request.num_prompt_tokens + request.max_new_tokens for request in make_requests(10))
     room = 2 * (2 * (4 * 2 * row) + 4 * row)  # twice two caches of four rows in fp32, and the prompt at hand
     monkeypatch.setattr("kvbench.kernels.bench.machine.available_bytes", lambda device: room)
@@ -223,6 +223,10 @@ def test_only_as_many_go_together_as_memory_holds(tmp_path, monkeypatch):
     engines, auto = [], {"reference": "auto", "batch_size": "auto"}
     dict(run_together(ratios(tmp_path / "b", [0.5, 0.25, 0.75], **auto), make_parts(engines=engines)))
     assert order == [1.0, 0.5, 0.25, 0.75] * 10 and {engine.batch_size for engine in engines if engine.seen} == {2}
+    order.clear()
+    engines.clear()
+    dict(run_together(ratios(tmp_path / "c", [0.5, 0.25, 0.75], **auto), make_parts(engines=engines, group=4)))
+    assert order == [1.0, 0.5] * 10 + [0.25, 0.75] * 10 and {engine.batch_size for engine in engines} == {4}
 
 
 def test_what_cannot_go_together(tmp_path):
