@@ -81,10 +81,11 @@ class Engine:
         """Every token is a word."""
         return " ".join(map(str, ids))
 
-    def run(self, requests, *, on_outcome, on_step=None, sizing=None, own=False) -> None:
-        """One outcome per request; Ctrl-C after as many as the test says."""
+    def running(self, requests, *, on_outcome, on_step=None, sizing=None, own=False):
+        """One outcome per request, each given before; Ctrl-C after as many as the test says."""
         policy, bench = self.policy, self.bench
         for request in requests:
+            yield request
             if bench.stop_after is not None and len(bench.answered) >= bench.stop_after:
                 raise KeyboardInterrupt
             settings = (None, None) if policy.full else (policy.alpha_h, policy.alpha_l)
