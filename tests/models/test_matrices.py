@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_helpers import random_tokens
 from store_helpers import held_positions
+from torch.utils.flop_counter import FlopCounterMode
 
 from kvbench.cache.layout import StoreOptions
 from kvbench.engine.runner import Runner
@@ -200,7 +201,8 @@ def test_it_is_the_same_model(way, dtype, tied):
 
 @needs_kernels
 def test_rows_are_the_kernel_s_but_for_those_of_other_kinds(monkeypatch):
-    """However they are laid out; a tensor of another kind or one with a gradient is torch's."""
+    """However they are laid out; a tensor of another kind or one with a gradient is torch's, and so is one whose
+    operations somebody watches, such as what stands for a CUDA graph in main memory."""
     calls = []
     monkeypatch.setattr(RowProducts, "__call__", lambda self, x, weight, bias: calls.append(x.shape) or x @ weight.T)
     layer = torch.nn.Linear(6, 4, bias=False).requires_grad_(False)
@@ -211,6 +213,9 @@ def test_rows_are_the_kernel_s_but_for_those_of_other_kinds(monkeypatch):
         assert torch.allclose(layer(x), x @ layer.weight.T, atol=1e-6) and calls == [x.shape]
     calls.clear()
     layer(given[:1].clone().requires_grad_()), layer(torch.nn.Parameter(given[:1], requires_grad=False))
+    with FlopCounterMode(display=False) as watch:
+        layer(given)
+    assert watch.get_total_flops() == 2 * 48 * 6 * 4
     assert layer.to("meta")(given[:1].to("meta")).shape == (1, 4) and not calls
 
 
