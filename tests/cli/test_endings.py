@@ -109,7 +109,7 @@ def test_every_ending_is_one(tmp_path, fakes, signal_at, capsys, name):
     again = "python -m kvbench reference=none 'task.kind=a b'"
     assert said.endswith(f"\nstopped by {name}; every finished sample is kept. To go on: {again}\n")
     assert "Traceback" not in said
-    assert "5/10 samples, 10.0 tokens/s" in said, "the progress was not closed"
+    assert "5/10 samples, prompt 6/10, 10.0 tokens/s" in said, "the progress was not closed"
     record = records(tmp_path)["diffkv"]
     assert (record.status, record.message, record.counts.done) == ("stopped", f"stopped by {name}", 5)
     assert record.sessions[0].ended
@@ -119,10 +119,12 @@ def test_every_ending_is_one(tmp_path, fakes, signal_at, capsys, name):
 
 
 def test_sweep_stops_with_its_job(tmp_path, fakes, signal_at):
-    """A signal ends a whole sweep: the job at work is marked, and no other is begun."""
+    """A signal ends a whole sweep: the jobs at work, which go together, are marked, and no other is begun."""
     signal_at(signal.SIGTERM, 3)
-    assert cli.main(["-m", "method=kivi,snapkv", "reference=none"]) == 128 + signal.SIGTERM
-    assert {name: record.status for name, record in records(tmp_path).items()} == {"kivi": "stopped"}
+    assert cli.main(["-m", "seed=0,1", "method=kivi,snapkv", "reference=none"]) == 128 + signal.SIGTERM
+    found = [RunRecord.load(path.parent) for path in (tmp_path / "work" / "results").rglob("run.json")]
+    ends = sorted((record.method, record.identity["seed"], record.status) for record in found)
+    assert ends == [("kivi", 0, "stopped"), ("snapkv", 0, "stopped")]
 
 
 def test_ignored_signal_stays_ignored(tmp_path, fakes, signal_at):

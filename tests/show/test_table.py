@@ -209,7 +209,8 @@ def test_picture_names_tied_points_apart_and_labels_bars_by_their_length(tmp_pat
 
 def test_progress_lines(tmp_path, monkeypatch):
     """Without a terminal, progress is plain lines: what was done before, rate, cache bytes, time left."""
-    monkeypatch.setattr("kvbench.show.progress.PLAIN_EVERY_S", 0.0)
+    for name in ("PLAIN_EVERY_S", "PATIENCE_S"):
+        monkeypatch.setattr(f"kvbench.show.progress.{name}", 0.0)
     with open(tmp_path / "log", "w+", encoding="utf-8") as log:
         with Progress("kivi on longctx", 8, 2, stream=log) as progress:
             progress.step({"decode_tokens_per_s": 12.34, "cache_bytes": 45.6e6})
