@@ -123,17 +123,20 @@ def is_fault(error: BaseException) -> bool:
 
 @contextmanager
 def _without_load_report() -> Iterator[None]:
-    """Hides the table in which transformers says what `check_complete` says in a sentence."""
-    log = logging.getLogger("transformers.modeling_utils")
+    """Hides the table in which transformers says what `check_complete` says in a sentence, and its advice for weights
+    that stay packed: those of a GGUF file are de-quantised here."""
+    logs = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "quantizers.quantizer_gguf")]
 
     def keep(record: logging.LogRecord) -> bool:
-        return "LOAD REPORT" not in record.getMessage()
+        return not any(words in record.getMessage() for words in ("LOAD REPORT", "with its weights packed"))
 
-    log.addFilter(keep)
+    for log in logs:
+        log.addFilter(keep)
     try:
         yield
     finally:
-        log.removeFilter(keep)
+        for log in logs:
+            log.removeFilter(keep)
 
 
 def _first(names: list[str], most: int = 4) -> str:

@@ -1,7 +1,9 @@
 """Reads a GGUF file into a transformers model and tokenizer."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +48,26 @@ def check_gguf(path: Path) -> None:
 def read_gguf(path: Path, dtype: torch.dtype) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """Reads and de-quantises a file that passed `check_gguf`: the model on the CPU, whose weights are ordinary tensors
     of the dtype, and its tokenizer, with the chat template and the end token that the file names."""
+    with _parsed_once():
+        return _read(path, dtype)
+
+
+@contextmanager
+def _parsed_once() -> Iterator[None]:
+    """Parses a file's header once: transformers and `_read` ask for it five times, each of which takes seconds for the
+    150,000 words of a vocabulary."""
+    import gguf
+
+    reader = gguf.GGUFReader
+    once = cache(reader)
+    gguf.GGUFReader = lambda file: once(os.fspath(file))  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader  # type: ignore[misc]
+
+
+def _read(path: Path, dtype: torch.dtype) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     import transformers
     from gguf import GGUFReader
 

@@ -313,6 +313,15 @@ def test_a_gguf_file_that_lacks_something_is_refused(tmp_path, made, said):
         load_model(write_gguf(tmp_path / "small.gguf", **made))
 
 
+def test_a_gguf_file_is_parsed_once(tmp_path, monkeypatch):
+    """A header with a large vocabulary takes seconds, and transformers asks for it again and again."""
+    gguf = pytest.importorskip("gguf")
+    parsed, fields = [], gguf.GGUFReader._build_fields
+    monkeypatch.setattr(gguf.GGUFReader, "_build_fields", lambda *args: parsed.append(1) or fields(*args))
+    load_model(write_gguf(tmp_path / "small.gguf", pre="smollm"))
+    assert len(parsed) == 1
+
+
 def test_a_gguf_file_need_not_chat(tmp_path):
     """SmolLM's tokenizer is built without a chat template where the file has none."""
     loaded = load_model(write_gguf(tmp_path / "small.gguf", pre="smollm"))
