@@ -25,6 +25,10 @@ from kvbench.kernels.gpu.tiles import (
     zero_planes,
 )
 
+# What differs from step to step and from layer to layer, on which what is compiled must not depend.
+_COUNTS = ["offset", "num_parts", "per_row"]
+_COUNTS += [f"{side}_{name}" for side in "ab" for name in ("parts", "columns", "entries")]
+
 
 @triton.jit
 def row_number(rows, pid, heads, NAMED: tl.constexpr):
@@ -129,20 +133,7 @@ def _attend_tier(
             tl.store(where, acc[plane], mask=(g < G)[:, None] & (w < V.W)[None, :])
 
 
-@triton.jit(
-    do_not_specialize=[
-        "a_parts",
-        "a_columns",
-        "a_entries",
-        "b_parts",
-        "b_columns",
-        "b_entries",
-        "num_parts",
-        "first_part",
-        "per_row",
-        "offset",
-    ]
-)
+@triton.jit(do_not_specialize=[*_COUNTS, "first_part"])
 def _attend(
     q, ring_tokens, ring_k, ring_v, rk_row, rk_head, rv_row, rv_head, scale2, offset, pages, rows, seen, frequencies,
     part_top, part_sum, part_out, page_bytes, num_parts, first_part, heads, per_row, a_table, a_num_k, a_num_v,
@@ -276,19 +267,7 @@ def _reduce_part(
                 tl.store(field, score, mask=live)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "offset",
-        "num_parts",
-        "per_row",
-        "a_parts",
-        "a_columns",
-        "a_entries",
-        "b_parts",
-        "b_columns",
-        "b_entries",
-    ]
-)
+@triton.jit(do_not_specialize=_COUNTS)
 def _finish(
     out, a_scores, b_scores, offset, lse, part_top, part_sum, part_out, rows, seen, pages, page_bytes, num_parts, heads,
     per_row, a_weights, a_tops, a_num_k, a_table, a_parts, a_columns, a_entries,
