@@ -24,7 +24,7 @@ from kvbench.sizing.project import (
 LAYERS = (2, 4)
 STEPS = 64  # of an answer; the rest of a longer one grows as these did
 FEW_STEPS, LONG_TOKENS = 16, 16384  # so few tell of a prompt so long, of which the last pages are less than 1 %
-EXACT_TOKENS = 4096  # a context that is counted whole: it takes no longer
+EXACT_TOKENS = 4096  # of a context that is no longer, all steps are counted: a page is a larger part of it
 
 
 def outline(
@@ -37,14 +37,15 @@ def outline(
     """
     asked = policy, shape, prompt_tokens, new_tokens
     budget = getattr(policy, "budget", None)
-    if prompt_tokens + new_tokens <= EXACT_TOKENS or shape.num_layers <= LAYERS[1] or isinstance(budget, str):
+    if shape.num_layers <= LAYERS[1] or isinstance(budget, str):
         return _whole(*asked, shares)  # a budget in bytes is one for all layers
     few, more = (replace(shape, num_layers=layers) for layers in LAYERS)
     try:
-        if _text_decides(policy, few, prompt_tokens):
+        most = FEW_STEPS if prompt_tokens > LONG_TOKENS else STEPS
+        steps = new_tokens if prompt_tokens + new_tokens <= EXACT_TOKENS else min(most, new_tokens)
+        if _text_decides(policy, few, prompt_tokens, steps):
             return project_shares(*asked, shares) if shares else None
         base, deep = (run(policy, one, prompt_tokens, 0, None, is_even=True) for one in (few, more))
-        steps = min(FEW_STEPS if prompt_tokens > LONG_TOKENS else STEPS, new_tokens)
         later = run(policy, few, prompt_tokens, steps, None, is_even=True) if steps else base
         is_alike = abs(deep.resident_bytes / base.resident_bytes * LAYERS[0] / LAYERS[1] - 1) < SAME
         deeper = None if is_alike or not steps else run(policy, more, prompt_tokens, steps, None, is_even=True)
@@ -68,15 +69,18 @@ def _whole(policy: Policy, shape: ModelShape, prompt: int, new: int, shares: Seq
     return most if is_one_number(least, most) else None
 
 
-def _text_decides(policy: Policy, shape: ModelShape, prompt_tokens: int) -> bool:
-    """What attention looks like moves the bytes of a prompt."""
+def _text_decides(policy: Policy, shape: ModelShape, prompt_tokens: int, steps: int) -> bool:
+    """What attention looks like moves the bytes of a prompt, or of the steps behind it."""
     if not (policy.score.measures_prompts or policy.score.decode_update):
         return False
+    is_one = False
     for tokens in sorted({min(prompt_tokens, GLANCE_TOKENS), prompt_tokens}):
-        ends = [run(policy, shape, tokens, 0, None, is_even=is_even) for is_even in (False, True)]
+        new = steps if tokens == prompt_tokens <= EXACT_TOKENS else 0
+        ends = [run(policy, shape, tokens, new, None, is_even=is_even) for is_even in (False, True)]
         least, most = sorted(ends, key=lambda one: one.resident_bytes)
-        if not is_one_number(least, most):
-            return True
-        if not keeps_all(policy, least):  # it has begun to decide, and alike: so it does at any length
+        is_one = is_one_number(least, most)
+        if not is_one and prompt_tokens > EXACT_TOKENS:
+            return True  # thresholds of a long prompt hardly come to one number again, and to see it takes long
+        if is_one and not keeps_all(policy, least):  # it has begun to decide, and alike: so it does at any length
             return False
-    return False
+    return not is_one
