@@ -29,7 +29,7 @@ KNOWS = {
     "config": {"errors", "rules", "__init__"},
     "methods": {"policy"},
     "cache": {"policy", "kernels", "errors", "rules"},
-    "models": {"errors", "config", "kernels"},
+    "models": {"errors", "config", "kernels", "rules"},
     "results": {"stats", "config", "errors", "rules", "engine", "__init__"},
     "show": {"results", "stats", "config", "errors"},
     "sizing": {"results", "cache", "models", "policy", "kernels", "config", "errors", "rules"},

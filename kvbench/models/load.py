@@ -11,7 +11,7 @@ import torch
 
 from kvbench.config.settings import as_dict
 from kvbench.errors import MissingWeightsError, UnsupportedModel, check_name, check_whole, unknown_name
-from kvbench.models import cache, embedded, files, gguf, matrices, quantised, random_weights
+from kvbench.models import cache, embedded, fetched, files, gguf, matrices, quantised, random_weights
 from kvbench.models.checkpoint import SAFELY, How, check_complete, is_fault, read_weights
 from kvbench.models.devices import read_devices
 from kvbench.models.processes import read_processes, started, tell
@@ -127,15 +127,14 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
 
 def check_model(cfg: Mapping[str, Any]) -> None:
     """Refuses what `load_model` would refuse for want of files, whatever the machine that will load it has: of a hub
-    id, it fetches them. Raises as that does."""
+    id, or a file that is known by name, it fetches them. Raises as that does."""
     settings = as_dict(cfg)
     if settings.get("kind") not in ("hf", "gguf"):
         return
-    path = _path(settings)
-    if settings["kind"] == "gguf" or path.lower().endswith(".gguf"):
-        gguf.check_gguf(Path(path).expanduser())
+    if _is_gguf(settings):
+        gguf.check_gguf(_gguf_path(settings))
     else:
-        files.check_config(files.find_model_folder(path, settings.get("revision")))
+        files.check_config(files.find_model_folder(_path(settings), settings.get("revision")))
 
 
 _Loaded = tuple["PreTrainedModel", "PreTrainedTokenizerBase", str, str]
@@ -153,7 +152,7 @@ def _load_embedded(settings: dict, how: How) -> _Loaded:
 def _load_hf(settings: dict, how: How) -> _Loaded:
     """Loads a folder or a hub id; a path that ends in .gguf is a GGUF file."""
     path = _path(settings)
-    if path.lower().endswith(".gguf"):
+    if _is_gguf(settings):
         return _load_gguf(settings, how)
     folder = files.find_model_folder(path, settings.get("revision"))
     before = files.folder_state(folder)
@@ -167,7 +166,7 @@ def _load_hf(settings: dict, how: How) -> _Loaded:
 
 def _load_gguf(settings: dict, how: How) -> _Loaded:
     """Loads a GGUF file; every load de-quantises it anew."""
-    path = Path(_path(settings)).expanduser()
+    path = _gguf_path(settings)
     gguf.check_gguf(path)
     before = cache.file_state(path)
     model, tokenizer = gguf.read_gguf(path, how.dtype)
@@ -211,7 +210,7 @@ _Loader = Callable[[dict, How], _Loaded]
 _LOADERS: dict[str, tuple[_Loader, set[str]]] = {
     "embedded": (_load_embedded, set()),
     "hf": (_load_hf, {"path", "revision"}),
-    "gguf": (_load_gguf, {"path"}),
+    "gguf": (_load_gguf, {"path", "fetch"}),
     "random": (_load_random, {"preset", "seed", "num_layers", "overrides"}),
 }
 
@@ -273,6 +272,18 @@ def _read_folder(folder: Path, how: How) -> tuple["PreTrainedModel", "PreTrained
         ) from error
     check_complete(found, str(folder))
     return model, tokenizer
+
+
+def _is_gguf(settings: dict) -> bool:
+    """True where the weights are a GGUF file's."""
+    return settings["kind"] == "gguf" or _path(settings).lower().endswith(".gguf")
+
+
+def _gguf_path(settings: dict) -> Path:
+    """The file that model.path names, or that the model's name stands for."""
+    if not (fetch := settings.get("fetch")):
+        return Path(_path(settings)).expanduser()
+    return fetched.path_of(fetch, str(settings.get("name") or fetch.get("file")), settings.get("path"))
 
 
 def _path(settings: dict) -> str:

@@ -75,7 +75,7 @@ def test_second_load_of_the_embedded_model_only_reads_the_cache(embedded_model, 
         return read(file) if file.stat().st_size < (1 << 20) else pytest.fail(f"{file} was hashed")
 
     monkeypatch.setattr(model_cache, "_read_whole", small_only)
-    for name in ("_obtain_gguf", "_convert", "_check_sha256", "read_gguf"):
+    for name in ("_obtain_gguf", "_convert", "read_gguf"):
         monkeypatch.setattr(model_embedded, name, lambda *given, name=name: pytest.fail(f"{name} was called"))
     monkeypatch.setattr(subprocess, "Popen", lambda *given, **named: pytest.fail("a process was started"))
     monkeypatch.setattr(socket.socket, "connect", lambda *given: pytest.fail("a connection was opened"))
@@ -204,7 +204,7 @@ def test_file_with_another_hash_is_refused(tmp_path, monkeypatch):
     fake.write_bytes(b"GGUF" + bytes(100))
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path))
     monkeypatch.setattr(model_embedded, "_installed_gguf", lambda: fake)
-    with pytest.raises(ValueError, match=f"other.gguf has sha256 .*but kvbench expects {model_embedded.GGUF_SHA256}"):
+    with pytest.raises(ValueError, match=f"other.gguf has sha256 .*{model_embedded.GGUF_SHA256}"):
         model_embedded.ensure_embedded()
     assert not model_embedded.embedded_folder().exists()
 
