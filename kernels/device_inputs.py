@@ -25,6 +25,7 @@ TRACK = ("score", "pos")
 # 11 or 8 bits before they are multiplied; outputs of unit-variance values stay within a few times that.
 BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SCALED = {"k_code": "e4m3_scaled", "v_code": "e4m3_scaled"}
+FOURS = {"k_groups": 4, "v_groups": 4}
 FORMATS: dict[str, dict] = {
     "k16v16": {"k_bits": 16, "v_bits": 16},
     "k16v16, 39 key channels": {"k_bits": 16, "v_bits": 16, "k_channels": 39},
@@ -39,6 +40,12 @@ FORMATS: dict[str, dict] = {
     "lloyd k4v2": {"k_bits": 4, "v_bits": 2, "k_code": "lloyd", "v_code": "lloyd"},
     "nvfp4": {"k_bits": 4, "v_bits": 4, "k_code": "nvfp4", "v_code": "nvfp4", "k_groups": 4, "v_groups": 4},
     "mxfp4": {"k_bits": 4, "v_bits": 4, "k_code": "mxfp4", "v_code": "mxfp4", "k_groups": 2, "v_groups": 2},
+    "llama.cpp 5 bits": {"k_bits": 5, "v_bits": 5, "k_code": "q5_0", "v_code": "q5_1", "k_groups": 2, "v_groups": 2},
+    "llama.cpp 4 bits": {"k_bits": 4, "v_bits": 4, "k_code": "iq4_nl", "v_code": "q4_0", "k_groups": 2, "v_groups": 2},
+    "q8_0 beside q4_1": {"k_bits": 8, "v_bits": 4, "k_code": "q8_0", "v_code": "q4_1", "k_groups": 2, "v_groups": 2},
+    "int4 beside e5m2": {"k_bits": 4, "v_bits": 8, "k_code": "zero_point", "v_code": "e5m2"},
+    "e5m2 beside 5 bits": {"k_bits": 8, "v_bits": 5, "k_code": "e5m2", "v_code": "q5_0"},
+    "fp4 searched": {"k_bits": 4, "v_bits": 4, "k_code": "nvfp4_4over6", "v_code": "mxfp4_up", **FOURS},
     "kivi 2 bits": {"k_bits": 2, "v_bits": 2, "k_channel_group": 32, "v_groups": 2},
     "kivi 4 bits, group 24": {"k_bits": 4, "v_bits": 4, "k_channel_group": 24, "v_groups": 4},
     "kivi 2 bits, group 8 symmetric": {"k_bits": 2, "v_bits": 2, "k_channel_group": 8, "symmetric": True},

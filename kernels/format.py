@@ -4,7 +4,8 @@ A page is a run of `page_bytes` bytes that holds the slots of one (sequence, lay
 in order (T slots of D channels):
 
 - K codes [D * k_bits / 8, T]: transposed, planar: byte w of a slot holds channels w, w + W, w + 2W, ... (W bytes); of 3
-  bits the lower two come first, and behind them the third; of keys with fewer channels than values, the first ones
+  bits the lower two come first, and behind them the third; of 5 bits the lower four, and the fifth; of keys with fewer
+  channels than values, the first ones
 - V codes [T, D * v_bits / 8]: slot after slot, planar likewise
 - K scale, K zero: fp16 [groups, T] on axis token, [T / group, D] on axis channel; a scale is a byte where `codes` says
 - V scale, V zero: fp16 [groups, T], likewise
@@ -41,7 +42,7 @@ class SlotFormat:
 
     Args:
         head_dim: Channels D of a key and of a value.
-        k_bits: 1, 2, 3, 4, 8 (codes) or 16, 32 (elements of `dtype`).
+        k_bits: 1, 2, 3, 4, 5, 8 (codes) or 16, 32 (elements of `dtype`).
         v_bits: Likewise.
         k_channel_group: Tokens that share a per-channel key scale; 0 = scales per token.
         k_groups: Scales per key vector when per token.
@@ -104,14 +105,14 @@ class SlotFormat:
             ("k", self.k_apart, self.keys, self.k_groups),
             ("v", self.v_apart, self.values, self.v_groups),
         ):
-            levels = code is not None and bool(code.levels) and groups == 1
+            levels = code is not None and code.is_book and groups == 1
             if apart and not (levels and 0 < apart < self.head_dim <= 256):
                 raise ValueError(
                     f"{side}_apart={apart} goes with codes of calibrated tables in one group, and fewer elements than "
                     f"the at most 256 of a vector, of which there are {self.head_dim}; set it to 0"
                 )
         keys, _ = self.keys, self.values  # a code that does not exist is refused here
-        if self.k_channel_group and keys is not None and not keys.is_uniform and keys.scale != "none":
+        if self.k_channel_group and keys is not None and keys.scale != "none" and not keys.is_plain:
             raise ValueError(
                 f"k_channel_group={self.k_channel_group} goes with min_max and symmetric keys only, not with "
                 f"{keys.name}; set it to 0"

@@ -12,9 +12,11 @@ class Uniform(ByLayer):
 
     Args:
         tier: `int8`, `int4`, k<bits>v<bits>, lloyd-k<bits>v<bits> (rotated channels, the best levels for a normal
-            distribution, one norm per vector), or a format as vLLM names it: `fp8` (e4m3 without scales),
-            `fp8_per_token_head`, `int8_per_token_head`, `turboquant_k8v4`, `turboquant_4bit`, `turboquant_3bit`,
-            `nvfp4`; also `mxfp4`.
+            distribution, one norm per vector), or a format as vLLM names it: `fp8` (e4m3 without scales), `fp8_e5m2`,
+            `fp8_per_token_head`, `int8_per_token_head`, `int4_per_token_head`, `turboquant_k8v4`, `turboquant_4bit`,
+            `turboquant_k3v4`, `turboquant_3bit`, `nvfp4`, `nvfp4_4over6`; as SGLang does: `fp4_mx_block16`; as
+            llama.cpp does, in blocks of 32 channels: `q8_0`, `q5_1`, `q5_0`, `q4_1`, `q4_0`, `iq4_nl`, or two of them,
+            keys first, such as `q8_0-q4_0` or `f16-q8_0`; also `mxfp4`.
         symmetric: Codes centred on zero, without zero points (integer tiers).
         splits: Equal groups that a vector is cut into, each with its own scale (integer tiers).
 
@@ -22,10 +24,14 @@ class Uniform(ByLayer):
         thresholds 0). fp8: vLLM kv_cache_dtype=fp8 (e4m3, scale 1). fp8_per_token_head, int8_per_token_head,
         turboquant_* (there with _nc, the norm correction): vLLM config/cache.py and quantization/turboquant/config.py;
         lloyd: TurboQuant (Zandieh et al. 2025), its first stage on both sides. nvfp4: vLLM PR 40177. mxfp4: OCP MX 1.0.
+        int4_per_token_head: vLLM PR 40835. fp4_mx_block16: SGLang 0.5.23, kvfp4_tensor.py. q8_0 .. iq4_nl: llama.cpp,
+        ggml-quants.c; rotated since PR 21038.
     Differs: weights and activations stay as they are, and keys are not smoothed: only the cache is measured. Scales per
         token and head are fp16, where vLLM has fp32; NVFP4 has no scale per tensor (1, as vLLM without a calibrated
         checkpoint); turboquant_* compress every layer, where vLLM leaves the first and last two as they are
-        (protect_layers=[0,1,-2,-1] does), and the residual sketch (QJL) of the paper is left out, as there.
+        (protect_layers=[0,1,-2,-1] does), and the residual sketch (QJL) of the paper is left out, as there. The signs of
+        int4_per_token_head's rotation are kvbench's. llama.cpp's attention rounds queries to 8 bits as well; here they
+        stay as they are. iq4_nl's scales are sums in fp64, where llama.cpp has fp32.
     """
 
     tier: TierText = "int8"
@@ -34,7 +40,7 @@ class Uniform(ByLayer):
 
     def declare(self) -> None:
         named = Tier.parse(self.tier)
-        if max(named.k_bits, named.v_bits) == 16 and not named.native:
+        if max(named.k_bits, named.v_bits) == 16 and not (named.native or named.has_form):
             raise ValueError(
                 f"tier={self.tier} leaves 16-bit elements, as method=full does; choose int8, int4, fp8 or k8v4"
             )

@@ -25,7 +25,14 @@ _NAMED: dict[str, tuple[tuple[int, int], str, str, int]] = {
     "LLOYD4": ((4, 4), "lloyd", "lloyd", 0),
     "LLOYD3": ((3, 3), "lloyd", "lloyd", 0),
     "NVFP4": ((4, 4), "nvfp4", "nvfp4", 16),
+    "NVFP4_4OVER6": ((4, 4), "nvfp4_4over6", "nvfp4_4over6", 16),
     "MXFP4": ((4, 4), "mxfp4", "mxfp4", 32),
+    "INT4TH": ((4, 4), "zero_point", "zero_point", 0),
+    "E5M2": ((8, 8), "e5m2", "e5m2", 0),
+    **{
+        name.upper(): ((bits, bits), name, name, 32)
+        for name, bits in (("q8_0", 8), ("q5_1", 5), ("q5_0", 5), ("q4_1", 4), ("q4_0", 4), ("iq4_nl", 4))
+    },
 }
 
 

@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from kvbench.kernels.codes import Code, Fit, Scale
+from kvbench.kernels.codes import Code, Fit, Rounding, Scale
 from kvbench.kernels.cpu.build import SOURCE_DIR, load_library
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.operands import InOrder, Reduce, Ring, StepRing, TierPages
@@ -37,11 +37,20 @@ Kept = list[Tensor | ctypes.Structure | ctypes.Array]
 # As csrc/plan.h numbers them.
 REDUCE_KINDS: dict[Reduce | None, int] = {None: 0, "sum": 1, "mean": 2, "max": 3}
 ELEMENT_KINDS = {torch.float16: 4, torch.bfloat16: 5, torch.float32: 6}
-_CODE_KINDS = {1: 0, 2: 1, 4: 2, 8: 3}
-_FP8_KIND = 7
-_BOOK_KINDS = {2: 8, 3: 9, 4: 10}
+_CODE_KINDS: dict[str | int, int] = {1: 0, 2: 1, 4: 2, 5: 11, 8: 3}
+_FLOAT_KINDS: dict[str | int, int] = {"e4m3": 7, "e4m3_scaled": 7, "e5m2": 12}
+_BOOK_KINDS: dict[str | int, int] = {2: 8, 3: 9, 4: 10}
 _SCALES: dict[Scale, int] = {"none": 0, "fp16": 1, "e4m3": 2, "e8m0": 3}
-_FITS: dict[Fit, int] = {"largest": 1, "norm": 2}
+_FITS: dict[tuple[Fit, Rounding], int] = {
+    ("largest", "even"): 1,
+    ("norm", "even"): 2,
+    ("largest", "up"): 4,
+    ("range", "up"): 5,
+    ("zero_point", "up"): 6,
+    ("extreme", "up"): 7,
+    ("squares", "up"): 8,
+    ("either", "even"): 9,
+}
 _LEVELS = 3
 
 
@@ -193,12 +202,14 @@ def _code_struct(fmt: PageFormat, code: Code | None, groups: int, apart: int) ->
     if code is None:
         return CodeStruct(kind=ELEMENT_KINDS[fmt.slot.dtype], groups=groups)
     in_table = code.magnitudes or code.levels or code.bits == 3
-    kind = _FP8_KIND if code.is_float else _BOOK_KINDS[code.bits] if in_table else _CODE_KINDS[code.bits]
+    named = _FLOAT_KINDS if code.is_float else _BOOK_KINDS if in_table else _CODE_KINDS
+    kind = named[code.name if code.is_float else code.bits]
+    fit = 0 if code.is_plain else _LEVELS if code.is_book else _FITS[code.fit, code.rounding]
     struct = CodeStruct(
         kind=kind,
         groups=groups,
         scale=_SCALES[code.scale],
-        fit=0 if code.is_uniform else _LEVELS if code.levels else _FITS[code.fit],
+        fit=fit,
         zero=int(code.zero),
         centre=code.centre,
         apart=apart,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvbench.kernels import checks
 from kvbench.kernels.backend import Backend, FusedStep
-from kvbench.kernels.codes import BITS, code_of
+from kvbench.kernels.codes import every_code
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.bounds import KEYS, _widen_pages, choose, page_bounds
 from kvbench.kernels.gpu.decode import Attention, Lists, ListTier, _add_scores, score_offset
@@ -62,19 +62,7 @@ class Gpu(Backend):
     takes_lse = True
     keeps_tables = True
     # No table that a calibration found: the reference does what pages with one are asked for.
-    codes = frozenset(
-        code_of(name, bits)
-        for name, widths in {
-            "min_max": BITS,
-            "symmetric": BITS[1:],
-            "lloyd": (2, 3, 4),
-            "nvfp4": (4,),
-            "mxfp4": (4,),
-            "e4m3": (8,),
-            "e4m3_scaled": (8,),
-        }.items()
-        for bits in widths
-    )
+    codes = frozenset(code for code in every_code() if not code.is_book)
 
     def refusal(self, device: torch.device) -> str:
         """Why the kernels cannot run on a device, with a remedy; empty where they can."""

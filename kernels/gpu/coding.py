@@ -1,41 +1,49 @@
 """GPU backend: codes to numbers and back, as functions that kernels call on the device.
 
-`kernels/codes.py` says what codes mean. A kernel knows one by two constants: BITS, 0 for e4m3, and CODE, a number of
-`CODES`. Eight codes of 3 bits lie in three bytes, W apart: the lower bits of even planes, those of odd planes, and the
-third bits of all.
+`kernels/codes.py` says what codes mean. A kernel knows one by three constants: BITS, 0 for floats of 8 bits, CODE, a
+number of `CODES`, and FIT, one of `FITS`. Eight codes of 3 bits lie in three bytes, W apart: the lower bits of even
+planes, those of odd planes, and the third bits of all. Of 5 bits they lie in five: the lower bits of planes p and p + 4
+for p from 0 to 3, and the fifth bits of all.
 """
 
 import triton
 import triton.language as tl
 
 from kvbench.kernels.codes import Code, code_of
-from kvbench.kernels.gpu.parts import CODES, code_values, e4m3_bytes, e4m3_values, round_even
+from kvbench.kernels.gpu.parts import CODES, FITS, code_values, e4m3_bytes, e4m3_values, round_even
 
 MIN_MAX, SYMMETRIC, LLOYD, NVFP4 = (tl.constexpr(CODES[name]) for name in ("min_max", "symmetric", "lloyd", "nvfp4"))
+IQ4_NL = tl.constexpr(CODES["iq4_nl"])
+_UP, _RANGE, _ZERO_POINT, _EXTREME, _SQUARES, _EITHER = (tl.constexpr(number) for number in FITS.values())
 
 
-def _words(code: Code) -> tuple[int, int]:
-    """Magnitudes as bytes of two words of 32 bits."""
-    words = [0, 0]
-    for i, magnitude in enumerate(code.magnitudes):
-        words[i // 4] |= magnitude << (i % 4 * 8)
-    return words[0], words[1]
+def _words(code: Code) -> tuple[int, ...]:
+    """Magnitudes, or levels, as bytes of words of 32 bits, which are signed."""
+    sizes = bytes(code.magnitudes or code.levels).ljust(8, b"\0")
+    return tuple(int.from_bytes(sizes[i : i + 4], "little", signed=True) for i in range(0, len(sizes), 4))
 
 
 _L2, _L3 = (tl.constexpr(_words(code_of("lloyd", bits))[0]) for bits in (2, 3))
 _L4, _L4_HIGH = (tl.constexpr(word) for word in _words(code_of("lloyd", 4)))
+_NL0, _NL1, _NL2, _NL3 = (tl.constexpr(word) for word in _words(code_of("iq4_nl", 4)))
+_NL_CENTRE = tl.constexpr(code_of("iq4_nl", 4).centre)
 _E2M1, _E2M1_HIGH = (tl.constexpr(word) for word in _words(code_of("nvfp4", 4)))
 _D2, _D3, _D4 = (tl.constexpr(code_of("lloyd", bits).deviation) for bits in (2, 3, 4))
 
 
 @triton.jit
 def load_codes(place, step, mask, SIDE: tl.constexpr):
-    """The bytes of codes from their first ones on, `step` between the bytes of a slot; of 3 bits, three in one word."""
+    """The bytes of codes from their first ones on, `step` between the bytes of a slot; of 3 and 5 bits, several in one
+    word."""
     raw = tl.load(place, mask=mask, other=0)
     if SIDE.BITS == 3:
         odd = tl.load(place + SIDE.W * step, mask=mask, other=0).to(tl.int32)
         third = tl.load(place + 2 * SIDE.W * step, mask=mask, other=0).to(tl.int32)
         raw = raw.to(tl.int32) | (odd << 8) | (third << 16)
+    elif SIDE.BITS == 5:
+        raw = raw.to(tl.int64)
+        for j in tl.static_range(1, 5):
+            raw |= tl.load(place + j * SIDE.W * step, mask=mask, other=0).to(tl.int64) << (8 * j)
     return raw
 
 
@@ -45,6 +53,9 @@ def plane_codes(raw, plane, SIDE: tl.constexpr):
     if SIDE.BITS == 3:
         lower = (raw >> (8 * (plane % 2) + 2 * (plane // 2))) & 3
         return lower | (((raw >> (16 + plane)) & 1) << 2)
+    elif SIDE.BITS == 5:
+        lower = (raw >> (8 * (plane % 4) + 4 * (plane // 4))) & 15
+        return (lower | (((raw >> (32 + plane)) & 1) << 4)).to(tl.int32)
     else:
         return (raw >> (plane * SIDE.BITS)) & ((1 << SIDE.BITS) - 1)
 
@@ -58,15 +69,22 @@ def store_codes(place, codes, plane, step, mask, SIDE: tl.constexpr):
         tl.store(place, tl.sum(tl.where(p % 2 == 0, lower, 0), 1).to(tl.uint8), mask=mask)
         tl.store(place + SIDE.W * step, tl.sum(tl.where(p % 2 == 1, lower, 0), 1).to(tl.uint8), mask=mask)
         tl.store(place + 2 * SIDE.W * step, tl.sum((wide >> 2) << p, 1).to(tl.uint8), mask=mask)
+    elif SIDE.BITS == 5:
+        lower = (wide & 15) << (4 * (p // 4))
+        for j in tl.static_range(4):
+            tl.store(place + j * SIDE.W * step, tl.sum(tl.where(p % 4 == j, lower, 0), 1).to(tl.uint8), mask=mask)
+        tl.store(place + 4 * SIDE.W * step, tl.sum((wide >> 4) << p, 1).to(tl.uint8), mask=mask)
     else:
         tl.store(place, tl.sum(wide << (p * SIDE.BITS), 1).to(tl.uint8), mask=mask)
 
 
 @triton.jit
 def _magnitudes(index, SIDE: tl.constexpr):
-    """Entries int32 of a table, which is two words of 32 bits."""
+    """Entries int32 of a table, which is words of 32 bits."""
     index = index.to(tl.int32)
-    if SIDE.CODE != LLOYD:
+    if SIDE.CODE == IQ4_NL:
+        word = tl.where(index < 8, tl.where(index < 4, _NL0, _NL1), tl.where(index < 12, _NL2, _NL3))
+    elif SIDE.CODE != LLOYD:
         word = tl.where(index < 4, _E2M1, _E2M1_HIGH)
     elif SIDE.BITS == 4:
         word = tl.where(index < 4, _L4, _L4_HIGH)
@@ -80,7 +98,9 @@ def _magnitudes(index, SIDE: tl.constexpr):
 @triton.jit
 def level_values(codes, SIDE: tl.constexpr, dtype: tl.constexpr):
     """What codes stand for before scale and zero, without rounding; those of tables are signed."""
-    if SIDE.CODE >= LLOYD:
+    if SIDE.CODE == IQ4_NL:
+        return code_values(_magnitudes(codes, SIDE), 8, dtype) - _NL_CENTRE
+    elif SIDE.CODE >= LLOYD:
         half: tl.constexpr = 1 << (SIDE.BITS - 1)
         size = code_values(_magnitudes(codes & (half - 1), SIDE), 8, dtype)
         return tl.where(codes >= half, -size, size)
@@ -160,12 +180,12 @@ def store_metadata(base, index, scale, zero, mask, SIDE: tl.constexpr):
 
 @triton.jit
 def _nearest(x, SIDE: tl.constexpr):
-    """Codes int32 of the magnitudes nearest to |x|, the even one on a border, without their sign."""
+    """Codes int32 of the magnitudes nearest to |x|, without their sign; on a border the even one, or the larger one."""
     size = tl.abs(x)
     index = tl.zeros_like(x).to(tl.int32)
     for j in tl.static_range((1 << (SIDE.BITS - 1)) - 1):
         border = (_magnitudes(index * 0 + j, SIDE) + _magnitudes(index * 0 + (j + 1), SIDE)).to(tl.float32) * 0.5
-        if j % 2 == 0:
+        if j % 2 == 0 and SIDE.FIT != _UP:
             index += (size > border).to(tl.int32)
         else:
             index += (size >= border).to(tl.int32)
@@ -202,6 +222,11 @@ def encode_group(x, mine, SIZE: tl.constexpr, SIDE: tl.constexpr):
     elif SIDE.CODE == NVFP4:
         stored = e4m3_bytes(tl.div_rn(most, most * 0.0 + 6.0)).to(tl.int32)
         by = _byte_scale(stored, SIDE.CODE)
+    elif SIDE.FIT == _UP:
+        sixth = tl.maximum(tl.div_rn(most, most * 0.0 + 6.0), 1e-10)
+        exponent = (sixth.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
+        stored = tl.where(most < float("inf"), tl.minimum(tl.maximum(exponent, 2), 254), 255)
+        by = _byte_scale(stored, SIDE.CODE)
     else:
         exponent = (most.to(tl.int32, bitcast=True) >> 23) - 2
         stored = tl.where(most < float("inf"), tl.minimum(tl.maximum(exponent, 2), 254), 255)
@@ -213,9 +238,90 @@ def encode_group(x, mine, SIZE: tl.constexpr, SIDE: tl.constexpr):
     else:
         if SIDE.CODE != LLOYD:
             index = _nearest(tl.div_rn(x, shown), SIDE)
-        sign = (x.to(tl.uint32, bitcast=True) >> 31).to(tl.int32)
+        if SIDE.FIT == _UP:
+            sign = (x < 0).to(tl.int32)
+        else:
+            sign = (x.to(tl.uint32, bitcast=True) >> 31).to(tl.int32)
         codes = index | (sign << (SIDE.BITS - 1))
-    return tl.where(dead[:, None, None], 0, codes), stored
+    codes = tl.where(dead[:, None, None], 0, codes)
+    if SIDE.FIT == _EITHER:  # the largest number at 4, where that loses less
+        other = e4m3_bytes(tl.div_rn(most * 1.5, most * 0.0 + 6.0)).to(tl.int32)
+        factor = _byte_scale(other, SIDE.CODE)
+        dead = ~((factor > 0) & (factor < float("inf")))[:, None, None]
+        others = _nearest(tl.div_rn(x, tl.where(dead, 1.0, factor[:, None, None]) + x * 0.0), SIDE)
+        others = tl.where(dead, 0, others | (sign << (SIDE.BITS - 1)))
+        less = _lost_by(x, mine, others, factor, SIDE) < _lost_by(x, mine, codes, by, SIDE)
+        codes, stored = tl.where(less[:, None, None], others, codes), tl.where(less, other, stored)
+    return codes, stored
+
+
+@triton.jit
+def _lost_by(x, mine, codes, by, SIDE: tl.constexpr):
+    """The squares fp64 [n] that codes lose under a scale."""
+    missed = (x - level_values(codes, SIDE, tl.float32) * by[:, None, None]).to(tl.float64)
+    return tl.sum(tl.sum(tl.where(mine, missed * missed, 0.0), 2), 1)
+
+
+@triton.jit
+def encode_up(x, channel, mine, SIDE: tl.constexpr):
+    """Codes int32 of the channels `mine` of vectors [n, P, m] as llama.cpp and vLLM round them, with their scale and
+    zero, fp32 [n]; as `quant.encode` makes them."""
+    size = tl.abs(x)
+    most = tl.max(tl.max(tl.where(mine, size, 0.0), 2), 1)
+    bad = tl.sum(tl.sum((mine & (x != x)).to(tl.int32), 2), 1) > 0
+    TOP: tl.constexpr = 2.0**SIDE.BITS - 1.0
+    HALF: tl.constexpr = 2.0 ** (SIDE.BITS - 1)
+    low = most * 0.0
+    if SIDE.CODE == MIN_MAX:
+        low = tl.min(tl.min(tl.where(mine, x, float("inf")), 2), 1) + 0.0
+        high = tl.max(tl.max(tl.where(mine, x, float("-inf")), 2), 1)
+        scale = tl.div_rn(high - low + 0.0, most * 0.0 + TOP)
+    elif SIDE.FIT == _UP:
+        scale = tl.div_rn(most, most * 0.0 + (HALF - 1.0))
+    else:  # of several that are alike, the first one
+        place = tl.where(mine & (size == most[:, None, None]), channel, 65536)
+        first = tl.min(tl.min(place, 2), 1)
+        extreme = tl.sum(tl.sum(tl.where(mine & (place == first[:, None, None]), x, 0.0), 2), 1)
+        if SIDE.FIT == _SQUARES:
+            scale = tl.div_rn(extreme, most * 0.0 - _NL_CENTRE)
+        else:
+            scale = tl.div_rn(extreme, most * 0.0 - HALF)
+    scale = tl.where(bad, float("nan"), scale)
+    if SIDE.FIT == _ZERO_POINT:
+        scale = tl.where(scale < 1e-6, 1e-6, scale)
+    finite = tl.abs(scale) < float("inf")
+    dead = (scale == 0.0) | ~finite
+    by = tl.where(dead, 0.0, tl.div_rn(scale * 0.0 + 1.0, tl.where(dead, 1.0, scale)))[:, None, None]
+    zero = tl.where(bad, float("nan"), low)
+    if SIDE.FIT == _ZERO_POINT:
+        point = tl.floor(tl.maximum(tl.div_rn(-low, tl.where(finite, scale, 1.0)) + 0.5, 0.0))
+        point = tl.minimum(point, TOP)
+        zero = tl.where(finite, (0.0 - point) * scale, scale)
+        level = x * by + point[:, None, None] + 0.5
+    elif SIDE.FIT == _SQUARES:
+        level = x * 0.0
+        for j in tl.static_range(15):
+            border = (_magnitudes(channel * 0 + j, SIDE) + _magnitudes(channel * 0 + (j + 1), SIDE)).to(
+                tl.float32
+            ) * 0.5
+            level += (x * by >= border - _NL_CENTRE).to(tl.float32)
+    elif SIDE.FIT == _UP:
+        whole = tl.floor(tl.abs(x * by))
+        whole += tl.floor(2.0 * (tl.abs(x * by) - whole))
+        level = HALF + tl.where(x * by < 0, -whole, whole)
+    elif SIDE.CODE == MIN_MAX:
+        level = (x - low[:, None, None]) * by + 0.5
+    else:
+        level = x * by + (HALF + 0.5)
+    level = tl.minimum(tl.maximum(tl.floor(level), 0.0), TOP)
+    codes = tl.where(mine & finite[:, None, None], level, 0.0).to(tl.int32)
+    if SIDE.FIT == _SQUARES:  # weighted by their squares, in fp64 as norms are
+        wide = tl.where(mine, x, 0.0).to(tl.float64)
+        kept = level_values(codes, SIDE, tl.float32).to(tl.float64)
+        dots = tl.sum(tl.sum(wide * wide * kept * wide, 2), 1)
+        squares = tl.sum(tl.sum(wide * wide * (kept * kept), 2), 1)
+        scale = tl.where(dead, scale + 0.0, (dots / tl.where(dead, 1.0, squares)).to(tl.float32))
+    return codes, scale, zero
 
 
 @triton.jit

@@ -14,8 +14,10 @@ from torch import Tensor
 from kvbench.kernels.codes import SCALE_BYTES
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.coding import (
+    NVFP4,
     codes_of,
     encode_group,
+    encode_up,
     level_values,
     load_codes,
     metadata,
@@ -26,7 +28,7 @@ from kvbench.kernels.gpu.coding import (
     store_metadata,
     store_scale,
 )
-from kvbench.kernels.gpu.parts import e4m3_bytes, e4m3_values, elements, launch, power_of_two, side_layout
+from kvbench.kernels.gpu.parts import e4m3_bytes, e5m2_bytes, elements, float8_values, launch, power_of_two, side_layout
 
 TILE = 2048  # entries of a program's tile
 BLOCK = 256  # slots of a program that writes tracked fields
@@ -50,15 +52,17 @@ def _slot_values(base, slot, channel, mask, KEYS: tl.constexpr, D: tl.constexpr,
         if KEYS:
             cell = (channel % SIDE.W) * T + slot
         else:
-            cell = slot * (SIDE.W * 3 if SIDE.BITS == 3 else SIDE.W) + channel % SIDE.W
+            cell = slot * SIDE.ROW + channel % SIDE.W
         raw = load_codes(base + SIDE.OFF + cell, T if KEYS else 1, mask, SIDE)
         if SIDE.BITS == 0:
-            if SIDE.CODE == 0:
-                return e4m3_values(raw)
+            if SIDE.CODE <= 0:
+                return float8_values(raw, SIDE.CODE)
             else:
-                return e4m3_values(raw) * scales(base, (channel // (D // SIDE.GROUPS)) * T + slot, mask, SIDE)
+                return float8_values(raw, SIDE.CODE) * scales(
+                    base, (channel // (D // SIDE.GROUPS)) * T + slot, mask, SIDE
+                )
         else:
-            codes = plane_codes(raw.to(tl.int32), channel // SIDE.W, SIDE)
+            codes = plane_codes(raw.to(tl.int64 if SIDE.BITS == 5 else tl.int32), channel // SIDE.W, SIDE)
             if SIDE.CHANNEL > 0:
                 index = (slot // SIDE.CHANNEL) * D + channel
             else:
@@ -106,18 +110,25 @@ def _write_side(
     if KEYS:
         step, stride = T, 1
     else:
-        step, stride = 1, (SIDE.W * 3 if SIDE.BITS == 3 else SIDE.W)
+        step, stride = 1, SIDE.ROW
     cell = at[:, None, None] * stride + w[None, None, :] * step
     if SIDE.BITS >= 16:
         tl.store((base + SIDE.OFF).to(tl.pointer_type(SIDE.ELEM)) + cell, elements(values, SIDE.ELEM), mask=real)
-    elif SIDE.BITS == 0 and SIDE.CODE == 0:
-        tl.store(base + SIDE.OFF + cell, e4m3_bytes(values), mask=real)
-    elif SIDE.BITS == 0 or SIDE.CODE > 1:
+    elif SIDE.BITS == 0 and SIDE.CODE <= 0:
+        if SIDE.CODE < 0:
+            tl.store(base + SIDE.OFF + cell, e5m2_bytes(values), mask=real)
+        else:
+            tl.store(base + SIDE.OFF + cell, e4m3_bytes(values), mask=real)
+    elif SIDE.BITS == 0 or SIDE.CODE > 1 or SIDE.FIT > 0:
         codes = tl.zeros_like(values).to(tl.int32)
         for r in range(SIDE.GROUPS):
             mine = ((channel // (D // SIDE.GROUPS)) == r) & real
-            its_codes, its_scale = encode_group(values, mine, D // SIDE.GROUPS, SIDE)
-            store_scale(pages + target * page_bytes, r * T + at, its_scale, live, SIDE)
+            if SIDE.FIT > 0 and SIDE.CODE < NVFP4:
+                its_codes, its_scale, its_zero = encode_up(values, channel, mine, SIDE)
+                store_metadata(pages + target * page_bytes, r * T + at, its_scale, its_zero, live, SIDE)
+            else:
+                its_codes, its_scale = encode_group(values, mine, D // SIDE.GROUPS, SIDE)
+                store_scale(pages + target * page_bytes, r * T + at, its_scale, live, SIDE)
             codes = tl.where(mine, its_codes, codes)
         if SIDE.BITS == 0:
             tl.store(base + SIDE.OFF + cell, codes.to(tl.uint8), mask=real)

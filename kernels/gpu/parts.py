@@ -15,11 +15,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvbench.kernels.codes import Fit, Rounding
 from kvbench.kernels.format import PageFormat
 
 ELEMENT = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 LOWEST = tl.constexpr(-1.0e30)  # stands for minus infinity, whose difference from itself would be NaN
-CODES = {"min_max": 0, "symmetric": 1, "lloyd": 2, "nvfp4": 3, "mxfp4": 4, "e4m3": 0, "e4m3_scaled": 1}
+# What codes stand for: integers with a zero point, and without; tables, from `lloyd` on; scales of a byte, from `nvfp4`
+# on. Of floats: without a scale, with one, and of another kind.
+CODES = {"min_max": 0, "symmetric": 1, "lloyd": 2, "iq4_nl": 3, "nvfp4": 4, "mxfp4": 5}
+CODES |= {"e4m3": 0, "e4m3_scaled": 1, "e5m2": -1}
+CODES |= {"q4_1": 0, "q5_1": 0, "zero_point": 0, "q8_0": 1, "q4_0": 1, "q5_0": 1, "nvfp4_4over6": 4, "mxfp4_up": 5}
+# How scales are made and numbers rounded, where that is not what a code of `CODES` says.
+FITS: dict[tuple[Fit, Rounding], int] = {
+    ("largest", "up"): 1,
+    ("range", "up"): 2,
+    ("zero_point", "up"): 3,
+    ("extreme", "up"): 4,
+    ("squares", "up"): 5,
+    ("either", "even"): 6,
+}
 LOG2_E = 1.4426950408889634  # exponentials are of base 2: logits carry this factor
 MOST_ALONG = 65_535  # programs along a grid's second and third axis; the first one takes 2^31
 MIN_DOT = 16  # the smallest side of a matrix product on tensor cores
@@ -88,14 +102,16 @@ class SideLayout:
     """What kernels must know of one side (keys or values) of a page, when they are compiled: they take it as a whole.
 
     Args:
-        BITS: 1 to 8 of codes, 0 for e4m3, 16 or 32 of elements.
+        BITS: 1 to 8 of codes, 0 for floats of 8 bits, 16 or 32 of elements.
         P: Planes.
         W: Bytes or elements of a slot and plane.
         WP: The power of two above W.
+        ROW: Bytes or elements of a slot.
         OFF: Byte offset of the codes; SCALE and ZERO: those of the metadata.
         GROUPS: Scales per vector.
         CHANNEL: Tokens that share a channel's scale; 0 = scales per token.
-        CODE: What codes stand for, a number of `CODES`; for e4m3, whether there is a scale.
+        CODE: What codes stand for, a number of `CODES`.
+        FIT: How they are made, a number of `FITS`, or 0.
         ELEM: Element type.
     """
 
@@ -103,12 +119,14 @@ class SideLayout:
     P: int
     W: int
     WP: int
+    ROW: int
     OFF: int
     SCALE: int
     ZERO: int
     GROUPS: int
     CHANNEL: int
     CODE: int
+    FIT: int
     ELEM: tl.dtype
 
 
@@ -119,19 +137,21 @@ def side_layout(fmt: PageFormat, side: str, least: int = MIN_DOT) -> SideLayout:
     code, bits, groups = (
         (slot.keys, slot.k_bits, slot.k_groups) if side == "k" else (slot.values, slot.v_bits, slot.v_groups)
     )
-    planes = 1 if code is None else 8 if bits == 3 else 8 // bits
+    planes = 1 if code is None else 8 if bits in (3, 5) else 8 // bits
     width = (slot.key_channels if side == "k" else slot.head_dim) // planes
     return SideLayout(
         BITS=0 if code is not None and code.is_float else bits,
         P=planes,
         W=width,
         WP=power_of_two(width, least),
+        ROW=width * bits if bits in (3, 5) else width,
         OFF=fmt.regions[f"{side}_codes"][0],
         SCALE=fmt.regions[f"{side}_scale"][0],
         ZERO=fmt.regions[f"{side}_zero"][0],
         GROUPS=groups if code is not None and code.scale != "none" else 1,
         CHANNEL=slot.k_channel_group if side == "k" and slot.channel_keys else 0,
         CODE=0 if code is None else CODES[code.name],
+        FIT=0 if code is None else FITS.get((code.fit, code.rounding), 0),
         ELEM=ELEMENT[slot.dtype],
     )
 
@@ -163,6 +183,15 @@ def e4m3_values(raw):
 
 
 @triton.jit
+def float8_values(raw, CODE: tl.constexpr):
+    """fp32 values of bytes that are floats: e5m2 where CODE is negative, else e4m3."""
+    if CODE < 0:
+        return (raw.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return e4m3_values(raw)
+
+
+@triton.jit
 def round_even(x):
     """Rounds to the nearest integer, halves to even; exact below 2^22."""
     return (x + 12582912.0) - 12582912.0
@@ -178,6 +207,19 @@ def e4m3_bytes(x):
     normal = ((raw + 0x7FFFF + ((raw >> 20) & 1)) >> 20) - 960  # 960 = (127 - 7) << 3: from one bias to the other
     small = round_even(size * 512.0).to(tl.int32).to(tl.uint32)  # below 2^-6 the codes are multiples of 2^-9
     code = tl.where(size < 0.015625, small, normal).to(tl.uint8)
+    return tl.where(x != x, 0x7F, code).to(tl.uint8) | sign
+
+
+@triton.jit
+def e5m2_bytes(x):
+    """e5m2 bytes of fp32 values, halves to even, saturating at +-57344; NaN stays NaN."""
+    bits = x.to(tl.uint32, bitcast=True)
+    sign = ((bits >> 24) & 0x80).to(tl.uint8)
+    size = tl.minimum(tl.abs(x), 57344.0)
+    raw = size.to(tl.uint32, bitcast=True)
+    normal = ((raw + 0xFFFFF + ((raw >> 21) & 1)) >> 21) - 448  # 448 = (127 - 15) << 2: from one bias to the other
+    small = round_even(size * 65536.0).to(tl.int32).to(tl.uint32)  # below 2^-14 the codes are multiples of 2^-16
+    code = tl.where(size < 6.103515625e-05, small, normal).to(tl.uint8)
     return tl.where(x != x, 0x7F, code).to(tl.uint8) | sign
 
 

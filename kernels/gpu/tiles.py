@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from kvbench.kernels.gpu.coding import level_values, load_codes, metadata, plane_codes, scales
-from kvbench.kernels.gpu.parts import e4m3_values
+from kvbench.kernels.gpu.parts import float8_values
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def key_logits(
         )
         return tl.dot(q[0].to(OP), k.to(OP), input_precision="ieee")
     elif SIDE.BITS == 0:
-        k = e4m3_values(tl.load(base + SIDE.OFF + w[:, None] * T + t[None, :], mask=rows, other=0))
+        k = float8_values(tl.load(base + SIDE.OFF + w[:, None] * T + t[None, :], mask=rows, other=0), SIDE.CODE)
         if SIDE.CODE > 0 and SIDE.GROUPS > 1:
             k = k * scales(base, (w // (D // SIDE.GROUPS))[:, None] * T + t[None, :], rows, SIDE)
         dots = tl.dot(q[0].to(OP), k.to(OP), input_precision="ieee")
@@ -93,13 +93,13 @@ def _keys(base, channel, wanted, t, live, D: tl.constexpr, T: tl.constexpr, SIDE
         place = (base + SIDE.OFF).to(tl.pointer_type(SIDE.ELEM)) + channel[:, None] * T + t[None, :]
         return tl.load(place, mask=cells, other=0.0).to(tl.float32)
     elif SIDE.BITS == 0:
-        k = e4m3_values(tl.load(base + SIDE.OFF + channel[:, None] * T + t[None, :], mask=cells, other=0))
+        k = float8_values(tl.load(base + SIDE.OFF + channel[:, None] * T + t[None, :], mask=cells, other=0), SIDE.CODE)
         if SIDE.CODE > 0:
             k = k * scales(base, (channel // (D // SIDE.GROUPS))[:, None] * T + t[None, :], cells, SIDE)
         return k
     else:
         raw = load_codes(base + SIDE.OFF + (channel % SIDE.W)[:, None] * T + t[None, :], T, cells, SIDE)
-        codes = plane_codes(raw.to(tl.int32), (channel // SIDE.W)[:, None], SIDE)
+        codes = plane_codes(raw.to(tl.int64 if SIDE.BITS == 5 else tl.int32), (channel // SIDE.W)[:, None], SIDE)
         if SIDE.CHANNEL > 0:
             index = (t // SIDE.CHANNEL)[None, :] * D + channel[:, None]
         else:
@@ -206,7 +206,6 @@ def add_values(
     w = tl.arange(0, SIDE.WP)
     cells = live[:, None] & (w < SIDE.W)[None, :]
     P: tl.constexpr = SIDE.P
-    S: tl.constexpr = SIDE.W * 3 if SIDE.BITS == 3 else SIDE.W  # bytes of a slot
     EXACT: tl.constexpr = tl.float32 if OP == tl.float32 else tl.float16  # noqa: SIM300
     if SIDE.BITS >= 16:
         v = tl.load(
@@ -215,7 +214,7 @@ def add_values(
         return (acc[0] * shrink[:, None] + tl.dot(p.to(OP), v.to(OP), input_precision="ieee"),)
     elif SIDE.BITS == 0:
         raw = tl.load(base + SIDE.OFF + t[:, None] * SIDE.W + w[None, :], mask=cells, other=0)
-        v = e4m3_values(raw)
+        v = float8_values(raw, SIDE.CODE)
         if SIDE.CODE > 0 and SIDE.GROUPS == 1:
             scale = scales(base, t, live, SIDE)
             weight, factor, constant = _scaled_weights(p, scale, scale * 0.0, OP)
@@ -226,7 +225,7 @@ def add_values(
                 v = v * scales(base, (w // (D // SIDE.GROUPS))[None, :] * T + t[:, None], cells, SIDE)
             return (acc[0] * shrink[:, None] + tl.dot(p.to(OP), v.to(OP), input_precision="ieee"),)
     elif SIDE.GROUPS == 1 and SIDE.P > 1:  # the same weights for all planes
-        raw = load_codes(base + SIDE.OFF + t[:, None] * S + w[None, :], 1, cells, SIDE)
+        raw = load_codes(base + SIDE.OFF + t[:, None] * SIDE.ROW + w[None, :], 1, cells, SIDE)
         scale, zero = metadata(base, t, live, SIDE)
         weight, factor, constant = _scaled_weights(p, scale, zero, OP)
         sums = tl.dot(weight, level_values(plane_codes(raw, 0, SIDE), SIDE, EXACT), input_precision="ieee")
@@ -237,7 +236,7 @@ def add_values(
             out = out + (acc[plane] * shrink[:, None] + sums * factor + constant[:, None],)
         return out
     else:
-        raw = load_codes(base + SIDE.OFF + t[:, None] * S + w[None, :], 1, cells, SIDE)
+        raw = load_codes(base + SIDE.OFF + t[:, None] * SIDE.ROW + w[None, :], 1, cells, SIDE)
         sums = _plane_values(p, raw, base, t, live, 0, D, T, BT, OP, SIDE)
         out = (acc[0] * shrink[:, None] + sums,)
         for plane in tl.static_range(1, P):

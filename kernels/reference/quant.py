@@ -67,18 +67,18 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, *, 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Packs codes along the last axis, planar: byte w holds elements w, w + W, w + 2W, ... from the low bits up.
 
-    Codes of 3 bits are packed as their two lower bits, and behind those the third.
+    Codes of 3 bits are packed as their two lower bits, and behind those the third; codes of 5 bits likewise, 4 and 1.
 
     Args:
-        codes: uint8 [..., n], values < 2^bits, n a multiple of 8 / bits (of 8 for 3 bits).
+        codes: uint8 [..., n], values < 2^bits, n a multiple of 8 / bits (of 8 for 3 and 5 bits).
 
     Returns:
         uint8 [..., W] with W = n * bits / 8.
     """
     if bits == 8:
         return codes
-    if bits == 3:
-        return torch.cat([pack(codes & 3, 2), pack(codes >> 2, 1)], -1)
+    if bits in (3, 5):
+        return torch.cat([pack(codes & (2 ** (bits - 1) - 1), bits - 1), pack(codes >> (bits - 1), 1)], -1)
     planes = codes.unflatten(-1, (8 // bits, -1))
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
     return (planes << shifts[:, None]).sum(-2, dtype=torch.uint8)
@@ -88,9 +88,10 @@ def unpack(packed: Tensor, bits: int, dim: int = -1) -> Tensor:
     """Inverse of `pack` along any axis: uint8 [.., W, ..] to uint8 [.., W * 8 / bits, ..]."""
     if bits == 8:
         return packed
-    if bits == 3:
-        lower, upper = packed.split([packed.shape[dim] // 3 * 2, packed.shape[dim] // 3], dim)
-        return unpack(lower, 2, dim) | (unpack(upper, 1, dim) << 2)
+    if bits in (3, 5):
+        each = packed.shape[dim] // bits
+        lower, upper = packed.split([(bits - 1) * each, each], dim)
+        return unpack(lower, bits - 1, dim) | (unpack(upper, 1, dim) << (bits - 1))
     mask = 2**bits - 1
     return torch.cat([(packed >> shift) & mask for shift in range(0, 8, bits)], dim)
 
@@ -103,6 +104,11 @@ def to_fp8(x: Tensor) -> Tensor:
 def from_fp8(raw: Tensor) -> Tensor:
     """fp32 values of e4m3 bytes."""
     return raw.view(torch.float8_e4m3fn).float()
+
+
+def to_e5m2(x: Tensor) -> Tensor:
+    """e5m2 bytes of `x`, saturating at +-57344."""
+    return x.float().clamp(-57344.0, 57344.0).to(torch.float8_e5m2).view(torch.uint8)
 
 
 def encode(x: Tensor, code: Code, *, metadata_first: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -122,15 +128,19 @@ def encode(x: Tensor, code: Code, *, metadata_first: bool = False) -> tuple[Tens
 
     Source: lloyd: TurboQuant (Zandieh et al. 2025), algorithm 1, and the norm correction of vLLM's turboquant (DRIVE
         and EDEN, Vargaftik et al.), made once on writing. nvfp4: NVIDIA's recipe. mxfp4: OCP MX specification 1.0.
+        q8_0, .., iq4_nl: ggml-quants.c of llama.cpp, the reference quantisers. zero_point: vLLM's int4_per_token_head.
+        nvfp4_4over6: Four Over Six (Cook et al. 2025). mxfp4_up: SGLang's fp4_mx_block16.
     """
-    if code.is_uniform:
+    if code.rounding == "up" and code.scale == "fp16":
+        return _encode_up(x.float(), code)
+    if code.is_plain:
         codes, scale, zero = quantize(x, code.bits, symmetric=not code.zero, metadata_first=metadata_first)
         return codes, scale, zero if code.zero else None
     x = x.float()
     if code.levels:
         return _encode_levels(x, code)
     if code.scale == "none":
-        return to_fp8(x), None, None
+        return (to_e5m2(x) if code.name == "e5m2" else to_fp8(x)), None, None
     if code.is_float:
         scale = (x.abs().amax(-1, keepdim=True) / E4M3_LARGEST).half()
         by = scale.float()
@@ -145,11 +155,60 @@ def encode(x: Tensor, code: Code, *, metadata_first: bool = False) -> tuple[Tens
         scale = torch.where(dead, square, (square / coded).sqrt()).float().half()
         dead |= ~((scale > 0) & (scale < math.inf))
         return torch.where(dead, 0, codes), scale, None
-    scale = store_scale(x.abs().amax(-1, keepdim=True), code)
+    largest = x.abs().amax(-1, keepdim=True)
+    codes, scale = _encode_table(x, store_scale(largest, code), code)
+    if code.fit == "either":
+        others, other = _encode_table(x, store_scale(largest * 1.5, code), code)
+        lost, less = (
+            (x - decode(which, by, None, code)).double().square().sum(-1, keepdim=True)
+            for which, by in ((codes, scale), (others, other))
+        )
+        codes, scale = torch.where(less < lost, others, codes), torch.where(less < lost, other, scale)
+    return codes, scale, None
+
+
+def _encode_table(x: Tensor, scale: Tensor, code: Code) -> tuple[Tensor, Tensor]:
+    """Codes of signed tables under stored scales, and these."""
     by = load_scale(scale, code)
     dead = ~((by > 0) & (by < math.inf))
     _, codes = _nearest(x / torch.where(dead, 1.0, by), code)
-    return torch.where(dead, 0, codes), scale, None
+    return torch.where(dead, 0, codes), scale
+
+
+def _encode_up(x: Tensor, code: Code) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Codes as llama.cpp and vLLM round them: times the reciprocal of the fp32 scale, halves up. Of a scale that is not
+    finite, all codes are 0."""
+    low, top = torch.zeros_like(x[..., :1]), 2**code.bits - 1
+    if code.zero:
+        low = x.amin(-1, keepdim=True) + 0.0
+        scale = (x.amax(-1, keepdim=True) - low + 0.0) / top
+    elif code.fit == "largest":
+        scale = x.abs().amax(-1, keepdim=True) / (code.centre - 1)
+    else:  # of several that are alike, the first one
+        scale = (x.gather(-1, x.abs().argmax(-1, keepdim=True)) + 0.0) / -code.centre
+    if code.fit == "zero_point":
+        scale = torch.where(scale < 1e-6, 1e-6, scale)
+    by = torch.where(scale == 0, 0.0, 1 / scale)
+    zero = low
+    if code.fit == "zero_point":
+        point = (-low / scale + 0.5).trunc().clamp(0, top)
+        levels, zero = (x * by + point + 0.5).trunc(), torch.where(scale.isfinite(), (0.0 - point) * scale, scale)
+    elif code.fit == "squares":
+        levels = torch.zeros_like(x)
+        for border in code.midpoints:
+            levels += x * by >= border - code.centre
+    elif code.fit == "largest":
+        levels = x * by
+        levels = code.centre + (levels.abs().floor() + (2 * levels.abs().frac()).floor()) * levels.sign()
+    else:
+        levels = ((x - low) * by + (code.centre + 0.5)).trunc()
+    codes = torch.where(scale.isfinite(), levels, 0.0).clamp(0, top).to(torch.uint8)
+    if code.fit == "squares":  # weighted by their squares, in fp64 as norms are
+        wide, kept = x.double(), _numbers(code.table, x.device)[codes.int()].double() - code.centre
+        weight = wide.square()
+        best = (weight * kept * wide).sum(-1, keepdim=True) / (weight * kept.square()).sum(-1, keepdim=True)
+        scale = torch.where((scale == 0) | ~scale.isfinite(), scale + 0.0, best.float())
+    return codes, scale.half(), zero.half() if code.zero else None
 
 
 def decode(codes: Tensor, scale: Tensor | None, zero: Tensor | None, code: Code) -> Tensor:
@@ -157,6 +216,8 @@ def decode(codes: Tensor, scale: Tensor | None, zero: Tensor | None, code: Code)
     if code.is_uniform:
         assert scale is not None, "integer codes have scales"
         return dequantize(codes, scale, zero, code.bits, symmetric=not code.zero)
+    if code.name == "e5m2":
+        return codes.view(torch.float8_e5m2).float()
     levels = from_fp8(codes) if code.is_float else _numbers(code.table, codes.device)[codes.int()]
     if zero is not None:
         assert scale is not None, "what has a zero has a scale"
@@ -212,12 +273,13 @@ def _numbers(table: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def _nearest(x: Tensor, code: Code) -> tuple[Tensor, Tensor]:
-    """The magnitudes nearest to fp32 `x`, fp32, and their codes, uint8; on a border, the even code."""
+    """The magnitudes nearest to fp32 `x`, fp32, and their codes, uint8; borders go where rounding says."""
     size, index = x.abs(), torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
     for lower, border in enumerate(code.midpoints):
-        index += (size > border) if lower % 2 == 0 else (size >= border)
+        index += (size > border) if lower % 2 == 0 and code.rounding == "even" else (size >= border)
     levels = _numbers(code.magnitudes, x.device)[index.int()]
-    return levels, index | (x.signbit().to(torch.uint8) << (code.bits - 1))
+    sign = x.signbit() if code.rounding == "even" else x < 0
+    return levels, index | (sign.to(torch.uint8) << (code.bits - 1))
 
 
 def store_scale(largest: Tensor, code: Code) -> Tensor:
@@ -228,7 +290,11 @@ def store_scale(largest: Tensor, code: Code) -> Tensor:
     """
     if code.scale == "e4m3":
         return torch.where(largest.isnan(), 0x7F, to_fp8(largest / (code.magnitudes[-1] * code.unit))).to(torch.uint8)
-    exponent = (largest.view(torch.int32) >> 23) - 2  # of the largest e2m1, 6 = 1.5 * 2^2
+    if code.rounding == "up":  # the least one that clips nothing, down to SGLang's bound
+        sixth = (largest / (code.magnitudes[-1] * code.unit)).clamp(min=1e-10)
+        exponent = (sixth.view(torch.int32) + 0x7FFFFF) >> 23
+    else:
+        exponent = (largest.view(torch.int32) >> 23) - 2  # of the largest e2m1, 6 = 1.5 * 2^2
     return torch.where(largest < math.inf, exponent.clamp(2, 254), 255).to(torch.uint8)
 
 

@@ -25,8 +25,8 @@ class StoreOptions:
         memory_share: Most of a GPU's free memory that the page pool takes where `budget_bytes` is None; the rest is for
             reading prompts.
         track: Further per-slot fields (`score`, `pos`) to keep and bill, for inspection.
-        rotation: Which `Rotation` keys and values take before they are stored: `none` (but for formats that have one of
-            their own) or `hadamard`.
+        rotation: Which `Rotation` keys and values take before they are stored: `none` but the one of their format,
+            `hadamard`, or `off`: not even that.
     """
 
     page_bytes: Annotated[int | Literal["auto"], Whole(16, 2**24, unit="bytes", multiple_of=16, also=("auto",))] = (
@@ -215,7 +215,8 @@ def _check_channels(policy: Policy, options: StoreOptions) -> None:
         )
     if policy.position_mode != "absolute" or policy.granularity != "kv_head":
         raise ValueError(f"{name} orders the channels of KV heads' keys, which are stored with their positions")
-    if options.rotation != "none" or any(tier.turned != "none" for tier in policy.tiers):
+    own = options.rotation != "off" and any(tier.turned != "none" for tier in policy.tiers)
+    if options.rotation == "hadamard" or own:
         raise ValueError(
             f"store.rotation={options.rotation} mixes the key channels that {name} tells apart; set store.rotation=none"
         )

@@ -10,27 +10,29 @@ from torch import Tensor
 
 from kvbench.policy import Policy
 
-Kind = Literal["none", "hadamard"]
-KINDS: tuple[Kind, ...] = ("none", "hadamard")
+Kind = Literal["none", "hadamard", "off"]
+KINDS: tuple[Kind, ...] = ("none", "hadamard", "off")
+GGML_BLOCK = 64  # the least number of channels that llama.cpp turns together
 
 
 class Rotation:
     """Turns queries, keys and values on their way into the store, and attention's output back.
 
-    `hadamard` multiplies with a Hadamard matrix whose rows have random signs, an orthogonal matrix: the products of
-    queries and keys stay what they are, and a channel that is far larger than the others, which would stretch the scale
-    of a quantiser, becomes a little of every channel. A head dim that is no power of two is turned in blocks of the
-    largest one that divides it. All heads and layers share the signs, and so do all runs.
+    The matrix is a Hadamard matrix, with random signs of its rows or without, and orthogonal: the products of queries
+    and keys stay what they are, and a channel that is far larger than the others, which would stretch the scale of a
+    quantiser, becomes a little of every channel. All heads and layers share it, and so do all runs.
 
     Args:
-        kind: `none` or `hadamard`.
+        matrix: fp32 [D, D], orthogonal; None = nothing is turned.
 
-    Source: QuaRot (Ashkboos et al. 2024) section 3, for keys; TurboQuant (Zandieh et al. 2025), for both sides.
-    Differs: the model's weights stay as they are; the cache turns queries and output itself.
+    Source: QuaRot (Ashkboos et al. 2024) section 3, for keys; TurboQuant (Zandieh et al. 2025), for both sides;
+        llama.cpp, src/llama-kv-cache.cpp since pull request 21038 (April 2026), for its types.
+    Differs: the model's weights stay as they are; the cache turns queries and output itself. Turned numbers are rounded
+        to the model's dtype before they are coded, where llama.cpp codes fp32.
     """
 
-    def __init__(self, kind: Kind, head_dim: int, device: torch.device | str = "cpu") -> None:
-        self._matrix = None if kind == "none" else hadamard(head_dim).to(device)
+    def __init__(self, matrix: Tensor | None = None) -> None:
+        self._matrix = matrix
 
     @property
     def idle(self) -> bool:
@@ -45,15 +47,18 @@ class Rotation:
         return x if self._matrix is None else (x.float() @ self._matrix.T).to(x.dtype)
 
 
-def hadamard(head_dim: int) -> Tensor:
-    """The matrix, fp32 [D, D] and orthogonal: random signs times a Hadamard matrix, in blocks."""
-    block = head_dim & -head_dim  # the largest power of two in it
+def hadamard(head_dim: int, most: int | None = None, *, signs: bool = True) -> Tensor:
+    """The matrix, fp32 [D, D] and orthogonal: signs times a Hadamard matrix, in blocks of the largest power of two that
+    divides the head dim, of `most` channels at most."""
+    block = min(head_dim & -head_dim, most or head_dim)
     matrix = torch.ones(1, 1)
     while len(matrix) < block:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    turned = torch.block_diag(*[matrix] * (head_dim // block)) / math.sqrt(block)
+    if not signs:
+        return turned
     dice = random.Random(0)  # Python's generator gives the same numbers in every version
-    signs = torch.tensor([dice.choice((-1.0, 1.0)) for _ in range(head_dim)])
-    return signs[:, None] * torch.block_diag(*[matrix] * (head_dim // block)) / math.sqrt(block)
+    return torch.tensor([dice.choice((-1.0, 1.0)) for _ in range(head_dim)])[:, None] * turned
 
 
 @dataclass(frozen=True)
@@ -68,17 +73,31 @@ def rotations_of(kind: Kind, policy: Policy, head_dim: int, device: torch.device
     """The rotations of a store: those that its option asks for, and those that belong to a tier's format; raises
     ValueError where `check_rotation` does."""
     asked = check_rotation(kind, policy)
-    keys: Kind = "hadamard" if asked - {"none"} else "none"
-    values: Kind = "hadamard" if "both" in asked else "none"
-    return Rotations(Rotation(keys, head_dim, device), Rotation(values, head_dim, device))
+    if "llama.cpp" not in asked:
+        matrix = hadamard(head_dim).to(device) if asked else None
+        return Rotations(Rotation(matrix), Rotation(matrix if "both" in asked else None))
+    sides = []
+    for bits, most in (([t.k_bits for t in policy.tiers], None), ([t.v_bits for t in policy.tiers], GGML_BLOCK)):
+        turns = min(bits) < 16 and head_dim % GGML_BLOCK == 0
+        sides.append(Rotation(hadamard(head_dim, most, signs=False).to(device) if turns else None))
+    return Rotations(*sides)
 
 
 def check_rotation(kind: Kind, policy: Policy) -> set[str]:
-    """What is turned. Refuses it where stored keys get their position on reading, in the model's own channels."""
-    asked = {tier.turned for tier in policy.tiers} | ({"both"} if kind != "none" else set())
-    if asked != {"none"} and policy.position_mode != "absolute":
-        source = f"store.rotation={kind}" if kind != "none" else f"the format {policy.tiers[0].name}, which is rotated,"
-        remedy = "set store.rotation=none" if kind != "none" else "choose another one"
+    """What is turned: nothing, `keys`, `both`, or as `llama.cpp` does. Refuses it where stored keys get their position
+    on reading, in the model's own channels, and where formats ask for different ones."""
+    own = {tier.turned for tier in policy.tiers} - {"none"} if kind != "off" else set()
+    asked = {"both"} if kind == "hadamard" else own
+    if "llama.cpp" in asked and len(asked) > 1:
+        names = ", ".join(tier.name for tier in policy.tiers if tier.turned != "none")
+        raise ValueError(
+            f"the formats {names} are rotated in different ways, but a cache has one rotation; choose formats of one "
+            "engine, or set store.rotation=hadamard or off"
+        )
+    if asked and policy.position_mode != "absolute":
+        source, remedy = f"the format {policy.tiers[0].name}, which is rotated,", "set store.rotation=off"
+        if kind == "hadamard":
+            source, remedy = "store.rotation=hadamard", "set store.rotation=none"
         raise ValueError(
             f"{source} needs keys that are stored with their positions, but {type(policy).__name__} stores them "
             f"without (position_mode={policy.position_mode}); {remedy}, or method.position_mode=absolute or "

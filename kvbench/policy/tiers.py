@@ -7,9 +7,29 @@ from typing import Annotated, Literal
 
 from kvbench.rules import Choice, Number, Whole, check_settings, shown
 
-ALLOWED_BITS = (1, 2, 3, 4, 8, 16)
-CodeName = Literal["", "e4m3_scaled", "lloyd", "nvfp4", "mxfp4", "book", "book_channels"]
-Turned = Literal["none", "keys", "both"]
+ALLOWED_BITS = (1, 2, 3, 4, 5, 8, 16)
+GGML = {"q8_0": 8, "q4_0": 4, "q4_1": 4, "q5_0": 5, "q5_1": 5, "iq4_nl": 4}  # llama.cpp's types and their bits
+GGML_BLOCK = 32  # channels that share a scale
+CodeName = Literal[
+    "",
+    "e4m3_scaled",
+    "e5m2",
+    "lloyd",
+    "nvfp4",
+    "nvfp4_4over6",
+    "mxfp4",
+    "mxfp4_up",
+    "zero_point",
+    "q8_0",
+    "q4_0",
+    "q4_1",
+    "q5_0",
+    "q5_1",
+    "iq4_nl",
+    "book",
+    "book_channels",
+]
+Turned = Literal["none", "keys", "both", "llama.cpp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +37,7 @@ class Tier:
     """A precision format: how one slot's key and value are stored.
 
     Args:
-        k_bits: Bits per key element: 1, 2, 3, 4, 8 are codes with scale and zero, 16 is fp16 (bf16 for bf16 models).
+        k_bits: Bits per key element: 1, 2, 3, 4, 5, 8 are codes with scale and zero, 16 is fp16 (bf16 for bf16 models).
         v_bits: Bits per value element, likewise.
         k_axis: `token`: one scale per token vector (or part of it). `channel`: one scale per channel over `k_group`
             consecutive slots; such slots are immutable, so they can be neither evicted nor demoted one by one.
@@ -28,14 +48,16 @@ class Tier:
         symmetric: Codes are centred on zero and no zero point is stored.
         fp8: 8-bit sides are e4m3 floats without scale instead of integer codes.
         k_code: What key codes stand for: empty = integers, as said above; `e4m3_scaled`: e4m3 floats with one scale;
-            `lloyd`: the best levels for a normal distribution, with one norm; `nvfp4`, `mxfp4`: e2m1 floats in blocks;
+            `e5m2`: floats without a scale; `lloyd`: the best levels for a normal distribution, with one norm; `nvfp4`,
+            `nvfp4_4over6`, `mxfp4`, `mxfp4_up`: e2m1 floats in blocks; a type of llama.cpp (`q8_0`, ..); `zero_point`:
+            integers with a whole zero point;
             `book`: levels of a calibrated table, with scale and zero; `book_channels`: with scales that belong to a
             channel for good (`CodeBooks`).
         v_code: Likewise for values.
         k_apart: Of `book_channels` keys: elements of each vector whose rest is kept apart, in 16 bits and a byte.
         v_apart: Likewise of `book` values.
         turned: The channels are rotated before they are coded, and back on the way out: of `none`, `keys`, or `both`
-            keys and values. The store rotates all tiers of a method alike.
+            keys and values; `llama.cpp`: of what is coded, as it does. The store rotates all tiers of a method alike.
         k_kept: Share of the key channels that is stored, in (0, 1]: the first of the order that the plan of a prompt
             gives (`PrefillPlan.channels`); attention takes the others for 0. Below 1 for keys of 16 bits only.
         native: Store the model's own dtype; the bits are ignored. For exactness tests.
@@ -62,6 +84,9 @@ class Tier:
         check_settings(self)
         if self.k_axis == "channel" and self.k_group < 8 and not self.native:
             raise ValueError(f"k_group={self.k_group} with k_axis='channel' must be >= 8 tokens; 32 is usual")
+        for side, bits, code in (("k", self.k_bits, self.k_code), ("v", self.v_bits, self.v_code)):
+            if bits == 5 and code not in GGML:
+                raise ValueError(f"{side}_bits=5 are codes of q5_0 and q5_1 alone; choose those, or 4 or 8 bits")
         if self.k_kept < 1 and self.k_bits < 16 and not self.native:
             raise ValueError(f"k_kept={self.k_kept} with k_bits={self.k_bits} must be 1; give keys 16 bits")
 
@@ -72,6 +97,9 @@ class Tier:
             return f"{replace(self, k_kept=1.0).name}-keys{self.k_kept:g}"
         if self.native:
             return "native"
+        if self.k_code in GGML or self.v_code in GGML:
+            sides = [code or "f16" for code in (self.k_code, self.v_code)]
+            return "-".join(dict.fromkeys(sides))
         if self.has_form or self.fp8:
             code = (self.k_code or self.v_code).removesuffix("_channels")
             other = "fp8" if self.fp8 else f"{code}-k{self.k_bits}v{self.v_bits}"
@@ -100,7 +128,7 @@ class Tier:
 
     @staticmethod
     def parse(text: object, name: str = "tier") -> "Tier":
-        """Reads a tier from a config string: `k8v4`, `lloyd-k4v3`, or a key of `NAMED`.
+        """Reads a tier from a config string: `k8v4`, `lloyd-k4v3`, `q8_0-q4_0`, or a key of `NAMED`.
 
         Args:
             text: The string, or a Tier.
@@ -114,11 +142,14 @@ class Tier:
         lowered = text.lower() if isinstance(text, str) else ""
         if lowered in NAMED:
             return NAMED[lowered]
+        sides = lowered.split("-")
+        if len(sides) == 2 and {*sides} <= {*GGML, "f16"} and sides != ["f16", "f16"]:
+            return _ggml(*sides)
         match = re.fullmatch(r"(lloyd-)?k([0-9]{1,4})v([0-9]{1,4})", lowered)
         if match is None:
             raise ValueError(
-                f"{name}={shown(text)} is not a tier; write k<bits>v<bits> (for example k8v4), lloyd-k<bits>v<bits> or "
-                f"one of {', '.join(NAMED)}"
+                f"{name}={shown(text)} is not a tier; write k<bits>v<bits> (for example k8v4), lloyd-k<bits>v<bits>, "
+                f"one of {', '.join(NAMED)}, or two of llama.cpp's (for example q8_0-q4_0 or f16-q8_0)"
             )
         try:
             k_bits, v_bits = int(match[2]), int(match[3])
@@ -139,7 +170,17 @@ def _lloyd(k_bits: int, v_bits: int) -> Tier:
     return Tier(k_bits=k_bits, v_bits=v_bits, k_code="lloyd", v_code="lloyd", turned="both")
 
 
-# Formats with a name. Those of serving engines have the names that vLLM gives them (vllm/config/cache.py).
+def _ggml(keys: str, values: str) -> Tier:
+    """Types of llama.cpp, keys and values apart; `f16` leaves a side as it is."""
+    sides = {}
+    for side, name in (("k", keys), ("v", values)):
+        if name in GGML:
+            sides |= {f"{side}_bits": GGML[name], f"{side}_group": GGML_BLOCK, f"{side}_code": name}
+    return Tier(**sides, turned="llama.cpp")  # type: ignore[arg-type]
+
+
+# Formats with a name. Those of serving engines have the names that vLLM gives them (vllm/config/cache.py), SGLang
+# (fp4_mx_block16, once fp4_e2m1), and llama.cpp.
 NAMED: dict[str, Tier] = {
     "native": Tier(native=True),
     "fp16": Tier(),
@@ -147,10 +188,18 @@ NAMED: dict[str, Tier] = {
     "int4": Tier(k_bits=4, v_bits=4),
     "fp8": Tier(k_bits=8, v_bits=8, fp8=True),
     "fp8_per_token_head": Tier(k_bits=8, v_bits=8, k_code="e4m3_scaled", v_code="e4m3_scaled"),
+    "fp8_e5m2": Tier(k_bits=8, v_bits=8, k_code="e5m2", v_code="e5m2"),
     "int8_per_token_head": Tier(k_bits=8, v_bits=8, symmetric=True),
+    "int4_per_token_head": Tier(k_bits=4, v_bits=4, k_code="zero_point", v_code="zero_point", turned="both"),
     "turboquant_k8v4": Tier(k_bits=8, v_bits=4, fp8=True),
     "turboquant_4bit": Tier(k_bits=4, v_bits=4, k_code="lloyd", turned="keys"),
+    "turboquant_k3v4": Tier(k_bits=3, v_bits=4, k_code="lloyd", turned="keys"),
     "turboquant_3bit": Tier(k_bits=3, v_bits=3, k_code="lloyd", turned="keys"),
     "nvfp4": Tier(k_bits=4, v_bits=4, k_group=16, v_group=16, k_code="nvfp4", v_code="nvfp4"),
+    "nvfp4_4over6": Tier(
+        k_bits=4, v_bits=4, k_group=16, v_group=16, k_code="nvfp4_4over6", v_code="nvfp4_4over6"
+    ),
     "mxfp4": Tier(k_bits=4, v_bits=4, k_group=32, v_group=32, k_code="mxfp4", v_code="mxfp4"),
+    "fp4_mx_block16": Tier(k_bits=4, v_bits=4, k_group=16, v_group=16, k_code="mxfp4_up", v_code="mxfp4_up"),
+    **{name: _ggml(name, name) for name in GGML},
 }

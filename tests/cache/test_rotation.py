@@ -37,10 +37,10 @@ def test_the_matrix_is_orthogonal_and_spreads(dim):
     assert torch.allclose(matrix @ matrix.T, torch.eye(dim), atol=1e-6)
     block = dim & -dim
     assert matrix[matrix != 0].abs().tolist() == pytest.approx([block**-0.5] * (dim * block))
-    turn, x = Rotation("hadamard", dim), torch.randn(3, 5, dim)
+    turn, x = Rotation(matrix), torch.randn(3, 5, dim)
     assert torch.allclose(turn.back(turn.apply(x)), x, atol=1e-5)
     assert turn.apply(x.half()).dtype == torch.float16
-    assert Rotation("none", dim).apply(x) is x
+    assert Rotation().apply(x) is x
     assert torch.equal(hadamard(dim), matrix), "every run has the same signs"
 
 
@@ -115,7 +115,7 @@ def test_keys_without_positions_are_refused():
     with pytest.raises(ValueError, match=message.format("KVQuantStyle")):
         make_store(KVQuantStyle(group=8), inv_freq=inv_freq, rotation="hadamard")
     make_store(dataclasses.replace(KVQuantStyle(group=8), pre_rope=False), rotation="hadamard")
-    with pytest.raises(ValueError, match="store.rotation='random' .*'none' or 'hadamard'"):
+    with pytest.raises(ValueError, match="store.rotation='random' .*'none', 'hadamard' or 'off'"):
         make_store(SnapKV(budget=0.5), rotation="random")
 
 
@@ -142,3 +142,6 @@ def test_a_rotated_format_is_refused_where_positions_come_later():
         ValueError, match="the format turboquant_4bit, which is rotated, needs keys that are stored with"
     ):
         make_store(StreamingLLM(budget=40, tier="turboquant_4bit"))
+    make_store(StreamingLLM(budget=40, tier="turboquant_4bit"), inv_freq=torch.ones(4), rotation="off")
+    with pytest.raises(ValueError, match="formats q8_0, turboquant_4bit are rotated in different ways"):
+        make_store(Uniform(tier="q8_0", tiers_by_layer="0:turboquant_4bit"), num_layers=2, head_dim=64)

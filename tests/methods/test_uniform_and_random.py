@@ -2,8 +2,11 @@
 
 from types import SimpleNamespace
 
+import gguf
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from scipy import linalg
 from store_helpers import (
     filled,
     golden,
@@ -21,11 +24,20 @@ from kvbench.methods.random_control import RandomControl
 from kvbench.methods.uniform import Uniform
 from kvbench.policy import SlotArrays
 
+GGML = {"q8_0": 136, "q5_1": 96, "q5_0": 88, "q4_1": 80, "q4_0": 72, "iq4_nl": 72}  # of a pair: two blocks each
 TIERS = {"int8": 136, "int4": 72, "fp8": 128, "fp8_per_token_head": 132, "nvfp4": 72, "lloyd-k3v2": 44} | {
     "turboquant_k8v4": 100,
     "turboquant_4bit": 70,
+    "turboquant_k3v4": 62,
     "turboquant_3bit": 54,
+    "fp8_e5m2": 128,
+    "int4_per_token_head": 72,
+    "nvfp4_4over6": 72,
+    "fp4_mx_block16": 72,
+    "q8_0-q4_0": 104,
+    "f16-q8_0": 196,
 }
+TIERS |= GGML
 
 
 @pytest.mark.parametrize(
@@ -63,6 +75,44 @@ def test_stored_values_are_rounded_and_no_worse(settings, bound):
     ):
         error = (got - want).abs().max()
         assert 1e-4 < error < bound
+
+
+def through_gguf(x: torch.Tensor, name: str) -> torch.Tensor:
+    """What numbers come back as from a type of llama.cpp, by the gguf package."""
+    if name == "f16":
+        return x.half().float()
+    kind = GGMLQuantizationType[name.upper()]
+    return torch.from_numpy(gguf.dequantize(gguf.quantize(x.numpy(), kind), kind))
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize(
+    ("tier", "dim", "rotation"),
+    [("q8_0-q4_0", 128, "none"), ("q5_1-q5_0", 192, "none"), ("f16-q8_0", 64, "none"), ("q4_1", 96, "none")]
+    + [("q4_0-f16", 64, "none"), ("q8_0-q4_0", 64, "off")],
+)
+def test_a_step_over_llama_cpp_s_cache_equals_an_oracle(tier: str, dim: int, rotation: str, backend: str):
+    """Hadamard matrices of scipy, blocks of the gguf package, and a softmax in fp64. Keys are turned by the largest power
+    of two that divides the head dim, values by 64, what is no multiple of 64 or not coded not at all."""
+    make = torch.Generator().manual_seed(dim)
+    q, k, v = (torch.randn(heads, 61, dim, generator=make) for heads in (4, 2, 2))
+    keys, _, values = tier.partition("-")
+    values = values or keys
+    turn_k, turn_v = torch.eye(dim), torch.eye(dim)
+    if dim % 64 == 0 and rotation == "none":
+        block = max(size for size in (64, 128) if dim % size == 0)
+        for turn, size, name in ((turn_k, block, keys), (turn_v, 64, values)):
+            if name != "f16":
+                turn[:] = torch.block_diag(*[torch.from_numpy(linalg.hadamard(size)) / size**0.5] * (dim // size))
+    store = make_store(
+        Uniform(tier=tier), num_q_heads=4, num_kv_heads=2, head_dim=dim, backend=backend, rotation=rotation
+    )
+    row = store.open_row()
+    store.prefill_layer(row, 0, q[:, :-1], k[:, :-1], v[:, :-1], 0.1)
+    store.begin_step(torch.tensor([row]))
+    out = store.attend(0, *(x[None, :, -1] for x in (q, k, v)), 0.1)[0]
+    want = plain_attention(q[:, -1] @ turn_k, through_gguf(k @ turn_k, keys), through_gguf(v @ turn_v, values), 0.1)
+    assert torch.allclose(out, want @ turn_v.T, atol=2e-5)
 
 
 def test_random_keeps_sinks_window_and_budget():

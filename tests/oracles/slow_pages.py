@@ -44,9 +44,11 @@ def slow_dequantize(
 
 
 def slow_pack(codes: list[int], bits: int) -> bytes:
-    """Planar: byte w holds elements w, w + W, w + 2W, ..., the first of them in the lowest bits; 3 bits are 2 and 1."""
-    if bits == 3:
-        return slow_pack([code % 4 for code in codes], 2) + slow_pack([code // 4 for code in codes], 1)
+    """Planar: byte w holds elements w, w + W, w + 2W, ..., the first of them in the lowest bits; 3 bits are 2 and 1, 5
+    are 4 and 1."""
+    if bits in (3, 5):
+        low = bits - 1
+        return slow_pack([code % 2**low for code in codes], low) + slow_pack([code >> low for code in codes], 1)
     width = len(codes) * bits // 8
     return bytes(sum(codes[w + plane * width] << (plane * bits) for plane in range(8 // bits)) for w in range(width))
 

@@ -39,6 +39,9 @@ class Unrotated(Ones):
     needs = frozenset({"before_rope"})
 
 
+BLOCKS = {"k_group": 32, "v_group": 32, "turned": "llama.cpp"}
+
+
 @dataclass(frozen=True)
 class Projected(Ones):
     """Looks at the output projection."""
@@ -58,6 +61,8 @@ class Projected(Ones):
         ("K1v16", {"k_bits": 1, "v_bits": 16}),
         ("k3v2", {"k_bits": 3, "v_bits": 2}),
         ("LLOYD-k4v3", {"k_bits": 4, "v_bits": 3, "k_code": "lloyd", "v_code": "lloyd", "turned": "both"}),
+        ("Q8_0-iq4_nl", {"k_bits": 8, "v_bits": 4, **BLOCKS, "k_code": "q8_0", "v_code": "iq4_nl"}),
+        ("f16-q5_1", {"v_bits": 5, "v_group": 32, "v_code": "q5_1", "turned": "llama.cpp"}),
         ("turboquant_3bit", {"k_bits": 3, "v_bits": 3, "k_code": "lloyd", "turned": "keys"}),
     ],
 )
@@ -67,7 +72,7 @@ def test_names_of_precisions(text, tier):
     assert Tier.parse(given := Tier(**tier)) is given
 
 
-@pytest.mark.parametrize("text", ["k5v4", "lloyd-k4v8", "k8", "int2", "", None, 8, "k8v4x", "k00008v4", "k8v17"])
+@pytest.mark.parametrize("text", ["k5v4", "lloyd-k4v8", "k8", "int2", "", None, 8, "k8v4x", "k00008v4", "k8v17", "f16", "f16-f16", "q8_0-int4"])
 def test_what_names_no_precision_is_refused(text):
     """The message names the setting and the value, and never another error."""
     with pytest.raises(ValueError, match="^low=.* is not a tier"):
@@ -85,6 +90,9 @@ def test_what_names_no_precision_is_refused(text):
         (Tier(k_bits=8, v_bits=8, fp8=True), "fp8"),
         (Tier(k_bits=2, v_bits=4, k_axis="channel", k_group=32), "k2v4-channel32"),
         (Tier(k_bits=2, v_bits=4, k_group=32), "k2v4"),
+        (Tier.parse("q8_0-q4_0"), "q8_0-q4_0"),
+        (Tier.parse("q5_1-q5_1"), "q5_1"),
+        (Tier.parse("f16-q4_1"), "f16-q4_1"),
     ],
 )
 def test_labels_of_precisions(tier, name):
@@ -133,9 +141,9 @@ def test_what_lies_at_an_edge_is_allowed(declare):
 @pytest.mark.parametrize(
     ("declare", "said"),
     [
-        (lambda: Tier(k_bits=6), "k_bits=6 must be 1, 2, 3, 4, 8 or 16 bits"),
+        (lambda: Tier(k_bits=6), "k_bits=6 must be 1, 2, 3, 4, 5, 8 or 16 bits"),
         (lambda: Tier(k_bits=4, v_code="nf4"), "v_code='nf4' must be '', 'e4m3_scaled'"),
-        (lambda: Tier(turned="values"), "turned='values' must be 'none', 'keys' or 'both'"),
+        (lambda: Tier(turned="values"), "turned='values' must be 'none', 'keys', 'both' or 'llama.cpp'"),
         (lambda: Tier(v_bits=17), "v_bits=17 must be 1"),
         (lambda: Tier(k_axis="head"), "k_axis='head' must be"),
         (lambda: Tier(k_axis="channel", k_group=7), "k_group=7 with k_axis='channel' must be >= 8"),

@@ -187,7 +187,7 @@ static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, c
   const uint8_t* codes = page + tier.k_codes;
   const long W = p.k_width, region = units_of(kind, W) * T * unit, after = call.page_bytes - tier.k_codes - region;
   if (kind != tier.k.kind) {
-    s.keys.resize(D * T * unit);
+    s.keys.resize((D * T + kLanes) * unit);
     unpack_keys(tier.k.kind, tier.k.table, codes, T, D, s.keys.data(), ahead);
     codes = s.keys.data();
   } else if (after < (kLanes - T) * unit) {  // a page so short that the loops would read past its end

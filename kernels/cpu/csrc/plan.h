@@ -13,7 +13,7 @@ constexpr float kLowest = -1e30f;
 constexpr long kChunkSlots = 2048;  // less, and the work that each chunk begins with shows; more, and few lists leave threads idle
 
 enum Scale { kNoScale, kF16Scale, kE4m3Scale, kE8m0Scale };
-enum Fit { kUniform, kLargest, kNorm, kLevels };
+enum Fit { kUniform, kLargest, kNorm, kLevels, kLargestUp, kRangeUp, kWholeZero, kExtreme, kSquares, kEither };
 
 // How the numbers of one side are written: kernels/codes.py.
 struct Code {
@@ -167,7 +167,7 @@ static void make_plan(const Call& call, Plan& plan) {
     p.k_unit = unpacked_unit(tier.k.kind, p.k_kind);
     p.k_width = key_channels(tier, plan.D) / planes_of(p.k_kind);
     p.v_kind = unpacked_values(tier.v.kind, plan.D);
-    if (!is_direct(tier, plan.D, plan.D / planes_of(p.v_kind))) p.v_kind = tier.v.kind;
+    if (tier.v.kind < kNumKinds && !is_direct(tier, plan.D, plan.D / planes_of(p.v_kind))) p.v_kind = tier.v.kind;
     p.v_unit = unpacked_unit(tier.v.kind, p.v_kind);
     p.v_width = plan.D / planes_of(p.v_kind);
     p.v_padded = (p.v_width + kLanes - 1) / kLanes * kLanes;

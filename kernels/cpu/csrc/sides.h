@@ -12,21 +12,26 @@
 namespace kvb {
 
 // Codes that are whole numbers themselves; elements; codes that stand for whole numbers in a table. Of 3 bits, the lower two lie as codes of
-// 2 bits do, in W = D / 4 bytes, and the third as codes of 1 bit, in the D / 8 bytes behind those (`upper`).
-enum Kind { kCode1, kCode2, kCode4, kCode8, kF16, kBF16, kF32, kFp8, kBook2, kBook3, kBook4, kNumKinds };
+// 2 bits do, in W = D / 4 bytes, and the third as codes of 1 bit, in the D / 8 bytes behind those (`upper`). Kinds from kNumKinds on are unpacked
+// to others before any loop sees them (unpack.h): codes of 5 bits, whose lower four lie as codes of 4 bits do, and e5m2 floats.
+enum Kind { kCode1, kCode2, kCode4, kCode8, kF16, kBF16, kF32, kFp8, kBook2, kBook3, kBook4, kNumKinds, kCode5 = kNumKinds, kE5m2 };
 
 constexpr int kMaxChannels = 512;
 // Stride between the planes of a query: no multiple of 4 KiB, so that the planes do not compete for the same cache sets.
 constexpr int kQueryStride = kMaxChannels + 16;
 constexpr int kMaxGroup = 4;
 
-constexpr bool is_code(int kind) { return kind <= kCode8 || kind >= kBook2; }
+constexpr bool in_table(int kind) { return kind >= kBook2 && kind <= kBook4; }
+constexpr bool is_code(int kind) { return kind <= kCode8 || in_table(kind) || kind == kCode5; }
 constexpr int bits_of(int kind) {
+  if (kind >= kNumKinds) return kind == kCode5 ? 5 : 8;
   return kind <= kCode8 ? 1 << kind : kind >= kBook2 ? kind - kBook2 + 2 : kind == kF32 ? 32 : kind == kFp8 ? 8 : 16;
 }
-constexpr int planes_of(int kind) { return is_code(kind) ? 8 / (bits_of(kind) == 3 ? 2 : bits_of(kind)) : 1; }
+// Of 3 and 5 bits, those that lie in planes together, without the highest.
+constexpr int lower_bits(int kind) { return bits_of(kind) == 3 || bits_of(kind) == 5 ? bits_of(kind) - 1 : bits_of(kind); }
+constexpr int planes_of(int kind) { return is_code(kind) ? 8 / lower_bits(kind) : 1; }
 // Bytes (or elements) of one slot, from those that its planes lie in.
-constexpr long units_of(int kind, long width) { return kind == kBook3 ? width + width / 2 : width; }
+constexpr long units_of(int kind, long width) { return width + (lower_bits(kind) < bits_of(kind) ? width / lower_bits(kind) : 0); }
 constexpr int unit_bytes_of(int kind) { return kind == kF32 ? 4 : kind == kF16 || kind == kBF16 ? 2 : 1; }
 
 constexpr long kNextPages = 2;  // a page may be done before a byte asked for at its begin has come
@@ -116,9 +121,10 @@ KVB_INLINE Ints load_upper(const uint8_t* row, long W, long w) {
 
 // One code of a row whose bytes are byte(0), byte(1), ..
 template <class Byte> KVB_INLINE int code_at(int kind, long width, long channel, Byte byte) {
-  const long w = channel % width, plane = channel / width, half = width / 2;
-  if (kind != kBook3) return byte(w) >> (plane * bits_of(kind)) & ((1 << bits_of(kind)) - 1);
-  return (byte(w) >> 2 * plane & 3) | (byte(width + w % half) >> (2 * plane + w / half) & 1) << 2;
+  const int bits = lower_bits(kind);
+  const long w = channel % width, plane = channel / width, each = width / bits;
+  const int code = byte(w) >> (plane * bits) & ((1 << bits) - 1);
+  return bits == bits_of(kind) ? code : code | (byte(width + w % each) >> (channel / each) & 1) << bits;
 }
 
 // An element, or a code as it is.
@@ -131,6 +137,7 @@ inline float scalar_element(int kind, const uint8_t* row, int width, int channel
     case kBF16: std::memcpy(&half, p, 2); return scalar_bf16(half);
     case kF32: std::memcpy(&value, p, 4); return value;
     case kFp8: return kFp8Values.value[*p];
+    case kE5m2: return scalar_f16(uint16_t(*p << 8));
     default: return float(code_at(kind, width, channel, [&](long w) { return row[w]; }));
   }
 }

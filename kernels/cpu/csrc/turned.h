@@ -48,7 +48,7 @@ static void rotate_pair(float* __restrict a, float* __restrict b, const float* _
 static void plain_keys(const Tier& tier, const uint8_t* codes, long T, long D, long n, float* out) {
   const int kind = tier.k.kind, unit = unit_bytes_of(kind);
   const long width = D / planes_of(kind);
-  if (T >= kLanes && (kind != kBook3 || width % 2 == 0)) return kWidenKeys[kind](codes, T, width, n, tier.k.levels, out);
+  if (T >= kLanes && kind < kNumKinds && (kind != kBook3 || width % 2 == 0)) return kWidenKeys[kind](codes, T, width, n, tier.k.levels, out);
   for (long d = 0; d < D; d++)
     for (long t = 0; t < n; t++) {
       const uint8_t* column = codes + t * unit;
@@ -57,7 +57,7 @@ static void plain_keys(const Tier& tier, const uint8_t* codes, long T, long D, l
         continue;
       }
       const int code = code_at(kind, width, d, [&](long w) { return column[w * T]; });
-      out[d * T + t] = kind >= kBook2 ? tier.k.levels[code] : float(code);
+      out[d * T + t] = in_table(kind) ? tier.k.levels[code] : float(code);
     }
 }
 

@@ -10,6 +10,26 @@
 
 namespace kvb {
 
+// Codes of 5 bits as bytes: of `rows` rows of W bytes each and the upper bits behind them, `run` codes that lie side by side at a time.
+static void unpack_code5(const uint8_t* from, long rows, long D, long run, uint8_t* __restrict out) {
+  const long W = D / 2, each = D / 8;
+  for (long row = 0; row < rows; row++, from += (W + each) * run, out += D * run)
+    for (int p = 0; p < 8; p++) {
+      const uint8_t *lower = from + p % 4 * each * run, *upper = from + W * run;
+      uint8_t* to = out + p * each * run;
+      const int shift = p / 4 * 4;
+      for (long i = 0; i < each * run; i++) to[i] = uint8_t((lower[i] >> shift & 15) | (upper[i] >> p & 1) << 4);
+    }
+}
+
+// e5m2 floats are the upper halves of fp16.
+static void unpack_e5m2(const uint8_t* from, long n, uint8_t* __restrict out) {
+  for (long i = 0; i < n; i++) {
+    const uint16_t half = uint16_t(from[i] << 8);
+    std::memcpy(out + 2 * i, &half, 2);
+  }
+}
+
 #if defined(KVB_UNPACK)
 
 KVB_INLINE Ints both_halves(const uint8_t* table) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table)); }
@@ -69,7 +89,7 @@ static void unpack_fp8(const uint8_t* from, long n, uint8_t* out, Ahead& ahead) 
 }
 
 // A page's keys [D][T] as levels, or in fp16; no fewer than 32 bytes lie in half a plane of them (unpacked_keys).
-static __attribute__((noinline)) void unpack_keys(int kind, const uint8_t* table, const uint8_t* codes, long T, long D, uint8_t* out, Ahead& ahead) {
+static __attribute__((noinline)) void unpack_key_tables(int kind, const uint8_t* table, const uint8_t* codes, long T, long D, uint8_t* out, Ahead& ahead) {
   if (kind == kFp8) return unpack_fp8(codes, D * T, out, ahead);
   const Ints book = both_halves(table);
   if (kind == kBook4) {
@@ -100,7 +120,7 @@ static __attribute__((noinline)) void unpack_keys(int kind, const uint8_t* table
 }
 
 // A page's first n values (of codes of 3 bits, n rounded up to two) [n][D] as levels, or in fp16.
-static __attribute__((noinline)) void unpack_values(int kind, const uint8_t* table, const uint8_t* codes, long n, long D, uint8_t* out, Ahead& ahead) {
+static __attribute__((noinline)) void unpack_value_tables(int kind, const uint8_t* table, const uint8_t* codes, long n, long D, uint8_t* out, Ahead& ahead) {
   if (kind == kFp8) return unpack_fp8(codes, n * D, out, ahead);
   const Ints book = both_halves(table);
   const long W = D / planes_of(kind), S = units_of(kind, W), half = W / 2;
@@ -138,23 +158,37 @@ static __attribute__((noinline)) void unpack_values(int kind, const uint8_t* tab
   }
 }
 
-// What a kind of element is unpacked to, or itself where it is not: keys of T slots, of which all are; values of D channels.
-static int unpacked_keys(int kind, long T, long D) {
+static int cheap_keys(int kind, long T, long D) {
   const bool any = D * T >= 256;
   return any && (kind == kBook3 || kind == kBook4) ? kCode8 : any && kind == kFp8 ? kF16 : kind;
 }
-static int unpacked_values(int kind, long D) {
+static int cheap_values(int kind, long D) {
   return D % 64 == 0 && (kind == kBook3 || kind == kBook4) ? kCode8 : D >= 32 && kind == kFp8 ? kF16 : kind;
 }
 
 #else
 
-static void unpack_keys(int, const uint8_t*, const uint8_t*, long, long, uint8_t*, Ahead&) {}
-static void unpack_values(int, const uint8_t*, const uint8_t*, long, long, uint8_t*, Ahead&) {}
-static int unpacked_keys(int kind, long, long) { return kind; }
-static int unpacked_values(int kind, long) { return kind; }
+static void unpack_key_tables(int, const uint8_t*, const uint8_t*, long, long, uint8_t*, Ahead&) {}
+static void unpack_value_tables(int, const uint8_t*, const uint8_t*, long, long, uint8_t*, Ahead&) {}
+static int cheap_keys(int kind, long, long) { return kind; }
+static int cheap_values(int kind, long) { return kind; }
 
 #endif
+
+// What a kind of element is unpacked to, or itself where it is not: keys of T slots, of which all are; values of D channels.
+static int unpacked_keys(int kind, long T, long D) { return kind == kCode5 ? kCode8 : kind == kE5m2 ? kF16 : cheap_keys(kind, T, D); }
+static int unpacked_values(int kind, long D) { return kind == kCode5 ? kCode8 : kind == kE5m2 ? kF16 : cheap_values(kind, D); }
+
+static void unpack_keys(int kind, const uint8_t* table, const uint8_t* codes, long T, long D, uint8_t* out, Ahead& ahead) {
+  if (kind < kNumKinds) return unpack_key_tables(kind, table, codes, T, D, out, ahead);
+  if (kind == kCode5) unpack_code5(codes, 1, D, T, out);
+  else unpack_e5m2(codes, D * T, out);
+}
+static void unpack_values(int kind, const uint8_t* table, const uint8_t* codes, long n, long D, uint8_t* out, Ahead& ahead) {
+  if (kind < kNumKinds) return unpack_value_tables(kind, table, codes, n, D, out, ahead);
+  if (kind == kCode5) unpack_code5(codes, n, D, 1, out);
+  else unpack_e5m2(codes, n * D, out);
+}
 
 // What numbers are smaller than those they stand for.
 static float unpacked_unit(int kind, int unpacked) { return kind == kFp8 && unpacked == kF16 ? 256.0f : 1.0f; }

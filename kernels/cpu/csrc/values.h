@@ -127,7 +127,7 @@ static void page_values(const Call& call, const Tier& tier, const TierPlan& plan
       });
   }
   if (kind != tier.v.kind) {
-    s.values.resize(D * T * unit_bytes_of(kind));
+    s.values.resize((D * T + kLanes) * unit_bytes_of(kind));
     unpack_values(tier.v.kind, tier.v.table, codes, n, D, s.values.data(), ahead);
     codes = s.values.data();
   }
@@ -146,7 +146,7 @@ static void page_values(const Call& call, const Tier& tier, const TierPlan& plan
   for (long t = 0; t < n; t++)  // groups narrower than a register: rare, and worth no code of its own
     for (long d = 0; d < D; d++) {
       float code = scalar_element(kind, codes + t * units_of(kind, plan.v_width), plan.v_width, d);
-      if (kind >= kBook2) code = tier.v.levels[int(code)];
+      if (in_table(kind)) code = tier.v.levels[int(code)];
       const long at = d / weights.group_channels * weights.group_stride + t;
       for (long g = 0; g < G; g++) s.loose[g * D + d] += weights.at[at + g * weights.head_stride] * code;
     }
@@ -156,7 +156,7 @@ constexpr long kValueSlots = 512;  // slots whose codes stay in the first cache 
 
 // Whether values are weighted by digits: whole registers, none of which spans two groups of channels, and codes with scales.
 static bool values_by_digits(const Tier& tier, const TierPlan& p) {
-  return kHasDigits && scaled(tier.v) && is_code(tier.v.kind) && p.v_direct && p.v_width % kLanes == 0;
+  return kHasDigits && scaled(tier.v) && is_code(tier.v.kind) && tier.v.kind < kNumKinds && p.v_direct && p.v_width % kLanes == 0;
 }
 
 #if KVB_DIGITS

@@ -65,13 +65,14 @@ static void pack_planes(const uint8_t* codes, int shift, int bits, long D, uint8
 }
 
 static void pack(const uint8_t* codes, int kind, long D, uint8_t* out) {
-  if (kind != kBook3) return pack_planes(codes, 0, bits_of(kind), D, out);
-  pack_planes(codes, 0, 2, D, out);
-  pack_planes(codes, 2, 1, D, out + D / 4);
+  const int bits = lower_bits(kind);
+  pack_planes(codes, 0, bits, D, out);
+  if (bits < bits_of(kind)) pack_planes(codes, bits, 1, D, out + D * bits / 8);
 }
 
 // Codes of n channels that are the nearest magnitudes of a table, the sign in their top bit, and the sum of the magnitudes' squares.
 static double encode_magnitudes(const float* x, long n, const Code& code, float factor, bool divides, uint8_t* codes) {
+  const bool up = code.fit == kLargestUp;  // what lies on a border; otherwise to the even code
   const int sign = bits_of(code.kind) - 1, count = 1 << sign;
   float size[16], border[16];
   for (int i = 0; i < count; i++) size[i] = code.levels[i] - float(code.centre);
@@ -80,11 +81,81 @@ static double encode_magnitudes(const float* x, long n, const Code& code, float 
   for (long i = 0; i < n; i++) {
     const float u = std::fabs(divides ? x[i] / factor : x[i] * factor);
     int index = 0;
-    for (int j = 0; j + 1 < count; j++) index += j % 2 ? u >= border[j] : u > border[j];  // on a border, the even code
+    for (int j = 0; j + 1 < count; j++) index += up || j % 2 ? u >= border[j] : u > border[j];
     squares += double(size[index]) * size[index];
-    codes[i] = uint8_t(index | std::signbit(x[i]) << sign);
+    codes[i] = uint8_t(index | (up ? x[i] < 0 : std::signbit(x[i])) << sign);
   }
   return squares;
+}
+
+// The byte of the scale that puts a table's largest magnitude at `most`.
+static uint16_t byte_scale(const Code& code, float most) {
+  const float top = float(double(code.levels[(1 << (bits_of(code.kind) - 1)) - 1] - code.centre) * code.unit);
+  if (code.scale == kE4m3Scale) return to_fp8(most / top);
+  if (!(most < INFINITY)) return 255;
+  const float sixth = std::max(most / top, 1e-10f);
+  const int exponent = code.fit == kLargestUp ? int(bits_of_scalar(sixth) + 0x7fffff >> 23) : int(bits_of_scalar(most) >> 23) - 2;
+  return uint16_t(std::min(254, std::max(2, exponent)));
+}
+
+// The square of what codes of a table lose under a stored scale.
+static double lost_by(const float* x, long n, const Code& code, const uint8_t* codes, float by) {
+  double lost = 0;
+  for (long i = 0; i < n; i++) {
+    const float missed = x[i] - (code.levels[codes[i]] - float(code.centre)) * by;
+    lost += double(missed) * missed;
+  }
+  return lost;
+}
+
+// Codes of a table under a scale that is stored as a byte.
+static void encode_table(const float* x, long n, const Code& code, uint16_t byte, uint8_t* codes) {
+  const float by = scale_of(code, (const uint8_t*)&byte);
+  if (by > 0 && by < INFINITY) encode_magnitudes(x, n, code, by, true, codes);
+  else std::memset(codes, 0, n);
+}
+
+// Codes of n channels as llama.cpp and vLLM round them: times the reciprocal of the fp32 scale, halves up.
+static void encode_up(const float* x, long n, const Code& code, uint8_t* codes, uint16_t* scale16, uint16_t* zero16) {
+  float low = x[0], high = x[0], extreme = x[0];
+  bool nan = false;
+  for (long i = 0; i < n; i++) {
+    low = x[i] < low ? x[i] : low, high = x[i] > high ? x[i] : high;
+    extreme = std::fabs(x[i]) > std::fabs(extreme) ? x[i] : extreme, nan |= x[i] != x[i];
+  }
+  if (nan) low = high = extreme = NAN;
+  low += 0.0f, extreme += 0.0f;
+  const int top = (1 << bits_of(code.kind)) - 1;
+  float scale = code.zero ? (high - low + 0.0f) / float(top) : code.fit == kLargestUp ? std::fabs(extreme) / float(code.centre - 1) : extreme / float(-code.centre);
+  if (code.fit == kWholeZero && scale < 1e-6f) scale = 1e-6f;
+  float zero = low;
+  const bool finite = std::fabs(scale) < INFINITY;
+  const float by = scale == 0 ? 0.0f : 1.0f / scale;
+  const float point = code.fit == kWholeZero && finite ? std::min(float(top), std::max(0.0f, std::trunc(-low / scale + 0.5f))) : 0.0f;
+  if (code.fit == kWholeZero) zero = finite ? (0.0f - point) * scale : scale;
+  for (long i = 0; i < n && finite; i++) {
+    float level = 0.0f;
+    if (code.fit == kSquares)
+      for (int j = 0; j < top; j++) level += x[i] * by >= (code.levels[j] + code.levels[j + 1]) / 2 - float(code.centre);
+    else if (code.fit == kLargestUp) level = float(code.centre) + std::round(x[i] * by);
+    else if (code.fit == kWholeZero) level = std::trunc(x[i] * by + point + 0.5f);
+    else if (code.zero) level = std::trunc((x[i] - low) * by + 0.5f);
+    else level = std::trunc(x[i] * by + (float(code.centre) + 0.5f));
+    codes[i] = uint8_t(std::min(float(top), std::max(0.0f, level)));
+  }
+  if (!finite) std::memset(codes, 0, n);
+  if (code.fit == kSquares && scale == 0) scale = 0.0f;
+  else if (code.fit == kSquares && finite) {  // weighted by their squares, in fp64 as norms are
+    double dots = 0, squares = 0;
+    for (long i = 0; i < n; i++) {
+      const double wide = x[i], level = code.levels[codes[i]] - float(code.centre), weight = wide * wide;
+      dots += weight * level * wide;
+      squares += weight * (level * level);
+    }
+    scale = float(dots / squares);
+  }
+  *scale16 = to_f16(scale);
+  *zero16 = to_f16(zero);
 }
 
 // Codes of n channels with one scale that is made of their largest magnitude, or of their norm; the bytes of the scale in `scale16`.
@@ -103,9 +174,17 @@ static void encode_scaled(const float* x, long n, const Code& code, uint8_t* cod
     for (long i = 0; i < n; i++) most = std::fabs(x[i]) > most ? std::fabs(x[i]) : most, nan |= x[i] != x[i];
     if (nan) most = scalar_of_bits(0x7fc00000u);
     if (code.scale == kF16Scale) *scale16 = to_f16(most / 448.0f);
-    else if (code.scale == kE4m3Scale) *scale16 = to_fp8(most / float(double(code.levels[(1 << (bits_of(code.kind) - 1)) - 1] - code.centre) * code.unit));
-    else *scale16 = most < INFINITY ? uint16_t(std::min(254, std::max(2, int(bits_of_scalar(most) >> 23) - 2))) : 255;
+    else *scale16 = byte_scale(code, most);
     dead = false;
+    if (code.fit == kEither) {
+      uint8_t others[kMaxChannels];
+      const uint16_t other = byte_scale(code, most * 1.5f);
+      encode_table(x, n, code, *scale16, codes);
+      encode_table(x, n, code, other, others);
+      const bool less = lost_by(x, n, code, others, scale_of(code, (const uint8_t*)&other)) < lost_by(x, n, code, codes, scale_of(code, (const uint8_t*)scale16));
+      if (less) std::memcpy(codes, others, n), *scale16 = other;
+      return;
+    }
   }
   const float by = scale_of(code, (const uint8_t*)scale16);
   dead |= !(by > 0 && by < INFINITY);
@@ -155,6 +234,15 @@ static void encode_book(const float* x, long n, const Code& code, const bool* ta
   else std::memset(codes, 0, n);
 }
 
+// The byte of an e5m2 float, halves to even, saturating.
+static uint8_t to_e5m2(float x) {
+  if (x != x) return 0x7f;
+  const float size = std::min(std::fabs(x), 57344.0f);
+  const uint32_t raw = bits_of_scalar(size), sign = bits_of_scalar(x) >> 24 & 0x80;
+  if (size < 0x1p-14f) return uint8_t(sign | uint32_t(std::nearbyint(size * 0x1p16f)));  // multiples of 2^-16
+  return uint8_t(sign | (((raw + 0xfffff + (raw >> 21 & 1)) >> 21) - ((127 - 15) << 2)));
+}
+
 // Elements of a side that is not coded.
 static void encode_elements(const float* x, long D, int kind, uint8_t* out) {
   if (kind == kF32) {
@@ -167,6 +255,7 @@ static void encode_elements(const float* x, long D, int kind, uint8_t* out) {
   for (; d < D; d++) {
     const uint16_t half = kind == kF16 ? to_f16(x[d]) : kind == kBF16 ? to_bf16(x[d]) : 0;
     if (kind == kFp8) out[d] = to_fp8(x[d]);
+    else if (kind == kE5m2) out[d] = to_e5m2(x[d]);
     else std::memcpy(out + 2 * d, &half, 2);
   }
 }
@@ -202,6 +291,7 @@ struct Encoder {
     }
     for (int r = 0; r < code.groups; r++)
       if (code.fit == kLevels) encode_book(x + r * n, n, code, taken + r * n, codes + r * n, scale + r, zero + r);
+      else if (code.fit >= kLargestUp && code.scale == kF16Scale) encode_up(x + r * n, n, code, codes + r * n, scale + r, zero + r);
       else if (code.fit == kUniform) encode_group(x + r * n, n, bits_of(code.kind), !code.zero, metadata_first, codes + r * n, scale + r, zero + r);
       else encode_scaled(x + r * n, n, code, codes + r * n, scale + r);
     for (long i = 0; i < code.apart; i++) {
@@ -283,7 +373,7 @@ static void read_side(const Tier& tier, const uint8_t* page, long slot, bool key
   std::fill(out + held, out + D, 0.0f);
   for (long d = 0; d < held; d++) {
     out[d] = scalar_element(kind, row, int(width), int(d));
-    if (kind >= kBook2) out[d] = code.levels[int(out[d])];
+    if (in_table(kind)) out[d] = code.levels[int(out[d])];
   }
   const uint8_t *apart = page + (key ? tier.k_apart : tier.v_apart), *where = page + (key ? tier.k_where : tier.v_where);
   auto add_rest = [&] { for_apart(code, apart, where, T, slot, D, [&](long d, float rest) { out[d] += rest; }); };

@@ -103,6 +103,11 @@ def test_every_coded_format_equals_the_reference(variant: str, head_dim: int):
         ("2,2", "fp16", {"k_code": "lloyd", "v_code": "lloyd", "v_groups": 2}),
         ("4,4", "fp16", {"k_code": "nvfp4", "v_code": "nvfp4", "k_groups": 4, "v_groups": 4}),
         ("4,4", "fp16", {"k_code": "mxfp4", "v_code": "mxfp4", "k_groups": 2, "v_groups": 2}),
+        ("5,5", "fp16", {"k_code": "q5_0", "v_code": "q5_1", "k_groups": 2, "v_groups": 2}),
+        ("5,5", "fp16", {"k_code": "q5_1", "v_code": "q5_0"}),
+        ("8,4", "fp16", {"k_code": "q8_0", "v_code": "iq4_nl", "k_groups": 2, "v_groups": 2}),
+        ("4,8", "fp16", {"k_code": "iq4_nl", "v_code": "e5m2"}),
+        ("8,4", "bf16", {"k_code": "e5m2", "v_code": "zero_point"}),
     ],
 )
 def test_elements_and_mixed_sides_equal_the_reference(bits: str, kind: str, extra: dict, head_dim: int):

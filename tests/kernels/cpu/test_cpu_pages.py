@@ -34,6 +34,12 @@ FORMATS = {
     "turboquant": {"k_bits": 3, "v_bits": 3, "k_code": "lloyd", "track": ("pos",)},
     "fp4": {"k_bits": 4, "v_bits": 4, "k_code": "nvfp4", "v_code": "mxfp4"},
     "fp4-blocks": {"k_bits": 4, "v_bits": 4, "k_code": "mxfp4", "v_code": "nvfp4", "k_groups": 2, "v_groups": 4},
+    "q5": {"k_bits": 5, "v_bits": 5, "k_code": "q5_0", "v_code": "q5_1", "k_groups": 2, "v_groups": 2},
+    "q4": {"k_bits": 4, "v_bits": 4, "k_code": "q4_1", "v_code": "q4_0", "k_groups": 2, "v_groups": 2},
+    "q8-nl": {"k_bits": 8, "v_bits": 4, "k_code": "q8_0", "v_code": "iq4_nl", "v_groups": 2, "track": ("pos",)},
+    "nl-e5m2": {"k_bits": 4, "v_bits": 8, "k_code": "iq4_nl", "v_code": "e5m2", "k_groups": 2},
+    "e5m2-int4": {"k_bits": 8, "v_bits": 4, "k_code": "e5m2", "v_code": "zero_point"},
+    "fp4-searched": {"k_bits": 4, "v_bits": 4, "k_code": "nvfp4_4over6", "v_code": "mxfp4_up", "k_groups": 2},
 }
 
 
