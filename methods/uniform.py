@@ -29,9 +29,9 @@ class Uniform(ByLayer):
     Differs: weights and activations stay as they are, and keys are not smoothed: only the cache is measured. Scales per
         token and head are fp16, where vLLM has fp32; NVFP4 has no scale per tensor (1, as vLLM without a calibrated
         checkpoint); turboquant_* compress every layer, where vLLM leaves the first and last two as they are
-        (protect_layers=[0,1,-2,-1] does), and the residual sketch (QJL) of the paper is left out, as there. The signs of
-        int4_per_token_head's rotation are kvbench's. llama.cpp's attention rounds queries to 8 bits as well; here they
-        stay as they are. iq4_nl's scales are sums in fp64, where llama.cpp has fp32.
+        (protect_layers=[0,1,-2,-1] does), and the residual sketch (QJL) of the paper is left out, as there. The signs
+        of int4_per_token_head's rotation are kvbench's. llama.cpp's attention rounds queries to 8 bits as well; here
+        they stay as they are. iq4_nl's scales are sums in fp64, where llama.cpp has fp32.
     """
 
     tier: TierText = "int8"

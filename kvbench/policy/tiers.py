@@ -196,9 +196,7 @@ NAMED: dict[str, Tier] = {
     "turboquant_k3v4": Tier(k_bits=3, v_bits=4, k_code="lloyd", turned="keys"),
     "turboquant_3bit": Tier(k_bits=3, v_bits=3, k_code="lloyd", turned="keys"),
     "nvfp4": Tier(k_bits=4, v_bits=4, k_group=16, v_group=16, k_code="nvfp4", v_code="nvfp4"),
-    "nvfp4_4over6": Tier(
-        k_bits=4, v_bits=4, k_group=16, v_group=16, k_code="nvfp4_4over6", v_code="nvfp4_4over6"
-    ),
+    "nvfp4_4over6": Tier(k_bits=4, v_bits=4, k_group=16, v_group=16, k_code="nvfp4_4over6", v_code="nvfp4_4over6"),
     "mxfp4": Tier(k_bits=4, v_bits=4, k_group=32, v_group=32, k_code="mxfp4", v_code="mxfp4"),
     "fp4_mx_block16": Tier(k_bits=4, v_bits=4, k_group=16, v_group=16, k_code="mxfp4_up", v_code="mxfp4_up"),
     **{name: _ggml(name, name) for name in GGML},

@@ -166,9 +166,9 @@ def test_four_over_six_takes_what_loses_less():
 
 
 def test_e5m2_is_the_nearest_float():
-    """All bytes come back; numbers between go to the nearest, the even one on a border; and beyond the largest, to it."""
+    """All bytes come back; numbers between go to the nearest, the even one on a border; those beyond to the largest."""
     code = code_of("e5m2", 8)
-    finite = [byte for byte in range(0x7C)]
+    finite = list(range(0x7C))
     size = np.array([np.frombuffer(bytes([0, byte]), np.float16)[0] for byte in finite], float)
     middle = (size[1:] + size[:-1]) / 2
     x = np.concatenate([size, middle, middle * (1 + 1e-6), [1e9, np.inf]])

@@ -92,8 +92,8 @@ def through_gguf(x: torch.Tensor, name: str) -> torch.Tensor:
     + [("q4_0-f16", 64, "none"), ("q8_0-q4_0", 64, "off")],
 )
 def test_a_step_over_llama_cpp_s_cache_equals_an_oracle(tier: str, dim: int, rotation: str, backend: str):
-    """Hadamard matrices of scipy, blocks of the gguf package, and a softmax in fp64. Keys are turned by the largest power
-    of two that divides the head dim, values by 64, what is no multiple of 64 or not coded not at all."""
+    """Hadamard matrices of scipy, blocks of the gguf package, a softmax in fp64. Keys turn by the largest power of
+    two that divides the head dim, values by 64, what is no multiple of 64 or not coded not at all."""
     make = torch.Generator().manual_seed(dim)
     q, k, v = (torch.randn(heads, 61, dim, generator=make) for heads in (4, 2, 2))
     keys, _, values = tier.partition("-")

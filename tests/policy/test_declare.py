@@ -72,7 +72,10 @@ def test_names_of_precisions(text, tier):
     assert Tier.parse(given := Tier(**tier)) is given
 
 
-@pytest.mark.parametrize("text", ["k5v4", "lloyd-k4v8", "k8", "int2", "", None, 8, "k8v4x", "k00008v4", "k8v17", "f16", "f16-f16", "q8_0-int4"])
+@pytest.mark.parametrize(
+    "text",
+    ["k5v4", "lloyd-k4v8", "k8", "int2", "", None, 8, "k8v4x", "k00008v4", "k8v17", "f16", "f16-f16", "q8_0-int4"],
+)
 def test_what_names_no_precision_is_refused(text):
     """The message names the setting and the value, and never another error."""
     with pytest.raises(ValueError, match="^low=.* is not a tier"):
