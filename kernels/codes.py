@@ -139,15 +139,10 @@ _FIXED: dict[str, Code] = {
         Code(name="e4m3", bits=8, scale="none"),
         Code(name="e4m3_scaled", bits=8),
         Code(name="e5m2", bits=8, scale="none"),
-        *(
-            Code(name=name, bits=4, scale=scale, fit=fit, rounding=rounding, magnitudes=_E2M1, unit=0.5, centre=12)
-            for name, scale, fit, rounding in (
-                ("nvfp4", "e4m3", "largest", "even"),
-                ("nvfp4_4over6", "e4m3", "either", "even"),
-                ("mxfp4", "e8m0", "largest", "even"),
-                ("mxfp4_up", "e8m0", "largest", "up"),
-            )
-        ),
+        Code(name="nvfp4", bits=4, scale="e4m3", magnitudes=_E2M1, unit=0.5, centre=12),
+        Code(name="nvfp4_4over6", bits=4, scale="e4m3", fit="either", magnitudes=_E2M1, unit=0.5, centre=12),
+        Code(name="mxfp4", bits=4, scale="e8m0", magnitudes=_E2M1, unit=0.5, centre=12),
+        Code(name="mxfp4_up", bits=4, scale="e8m0", rounding="up", magnitudes=_E2M1, unit=0.5, centre=12),
     )
 }
 NAMES = ("min_max", "symmetric", "lloyd", "book", "book_channels", *_FIXED)

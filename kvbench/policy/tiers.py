@@ -3,7 +3,7 @@
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from kvbench.rules import Choice, Number, Whole, check_settings, shown
 
@@ -172,11 +172,11 @@ def _lloyd(k_bits: int, v_bits: int) -> Tier:
 
 def _ggml(keys: str, values: str) -> Tier:
     """Types of llama.cpp, keys and values apart; `f16` leaves a side as it is."""
-    sides = {}
+    sides: dict[str, Any] = {}
     for side, name in (("k", keys), ("v", values)):
         if name in GGML:
             sides |= {f"{side}_bits": GGML[name], f"{side}_group": GGML_BLOCK, f"{side}_code": name}
-    return Tier(**sides, turned="llama.cpp")  # type: ignore[arg-type]
+    return Tier(**sides, turned="llama.cpp")
 
 
 # Formats with a name. Those of serving engines have the names that vLLM gives them (vllm/config/cache.py), SGLang
