@@ -86,7 +86,7 @@ def rotations_of(kind: Kind, policy: Policy, head_dim: int, device: torch.device
 def check_rotation(kind: Kind, policy: Policy) -> set[str]:
     """What is turned: nothing, `keys`, `both`, or as `llama.cpp` does. Refuses it where stored keys get their position
     on reading, in the model's own channels, and where formats ask for different ones."""
-    own: set[str] = {tier.turned for tier in policy.tiers} - {"none"} if kind != "off" else set()
+    own: set[str] = {tier.turned for tier in policy.tiers if kind != "off" and tier.turned != "none"}
     asked: set[str] = {"both"} if kind == "hadamard" else own
     if "llama.cpp" in asked and len(asked) > 1:
         names = ", ".join(tier.name for tier in policy.tiers if tier.turned != "none")
