@@ -9,8 +9,10 @@ from torch import Tensor
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.operands import (
     NO_SCORES,
+    PLAIN,
     PageChoice,
     SlotSearch,
+    Softmax,
     StepRing,
     StepScores,
     StepTarget,
@@ -96,6 +98,7 @@ class Backend(DecodeOperations, PromptOperations):
         target: StepTarget | None,
         ring: StepRing | None = None,
         scores: StepScores = NO_SCORES,
+        softmax: Softmax = PLAIN,
     ) -> FusedStep | None:
         """Prepares one decode step for all layers; only where `fuses_layers`.
 
@@ -108,6 +111,7 @@ class Backend(DecodeOperations, PromptOperations):
             target: Where the new token is written; None behind a ring.
             ring: Residual buffers, or None.
             scores: What happens to tracked scores; it does not give them.
+            softmax: Caps and sinks of all layers.
 
         Returns:
             The prepared step, or None where the backend does not cover it.
@@ -132,6 +136,7 @@ class Backend(DecodeOperations, PromptOperations):
         scores: StepScores = NO_SCORES,
         strip: tuple[Tensor, Tensor] | None = None,
         choice: PageChoice | None = None,
+        softmax: Softmax = PLAIN,
     ) -> FusedStep | None:
         """Prepares one decode step for all layers from the backend's own tables; only where `keeps_tables`.
 
@@ -145,7 +150,7 @@ class Backend(DecodeOperations, PromptOperations):
             strip: Cosine and sine, fp32 [S, D / 2], of the angles that keys are rotated by before they are written;
                 None = they are written as they come.
             choice: Which pages are read, of one tier with bounds; None = all.
-            num_q_heads, seen, target, ring: As for `open_step`; contiguous.
+            num_q_heads, seen, target, ring, softmax: As for `open_step`; contiguous.
 
         Returns:
             The prepared step, or None where the backend does not cover it. Its last layer comes last.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.operands import (
+    PLAIN,
     ColumnSums,
     ExtremeOf,
     HeadScores,
@@ -25,6 +26,7 @@ from kvbench.kernels.operands import (
     Ring,
     ScoreUpdate,
     SlotSearch,
+    Softmax,
     StepRing,
     StepScores,
     StepTarget,
@@ -219,8 +221,24 @@ def _heads(num_q_heads: int, heads: int) -> None:
         raise _refuse("the number of query heads", num_q_heads, f"it must be a multiple of the {heads} KV heads")
 
 
+def softmax(how: Softmax, heads: tuple[int, ...], device: torch.device) -> None:
+    """Of caps and sinks of so many query heads, or layers and query heads."""
+    if not 0 <= how.cap < float("inf"):
+        raise _refuse("cap", how.cap, "logits are capped at a number above 0, or at 0, which is none")
+    if how.sinks is not None:
+        vectors("sinks", how.sinks, heads, device)
+        if how.sinks.dtype is not torch.float32 or not how.sinks.is_contiguous():
+            raise _refuse("sinks", _said(how.sinks), "they must be fp32, in one plain array")
+
+
 def decode(
-    q: Tensor, pages: Tensor, tiers: list[TierPages], ring: Ring | None, power: int, group: Reduce | None
+    q: Tensor,
+    pages: Tensor,
+    tiers: list[TierPages],
+    ring: Ring | None,
+    power: int,
+    group: Reduce | None,
+    how: Softmax = PLAIN,
 ) -> None:
     """Of `paged_decode`."""
     if q.dim() != 3 or not tiers or tiers[0].ids.dim() != 3:
@@ -229,6 +247,7 @@ def decode(
     heads = tiers[0].ids.shape[1]
     vectors("q", q, q.shape, pages.device)
     _heads(num_q_heads, heads)
+    softmax(how, (num_q_heads,), pages.device)
     _tiers(pages, tiers, (num_seq, heads), head_dim)
     if ring is not None:
         _buffers(ring, (num_seq, heads), head_dim, len(tiers), pages)
@@ -311,12 +330,14 @@ def step(
     target: StepTarget | None,
     ring: StepRing | None,
     scores: StepScores,
+    how: Softmax = PLAIN,
 ) -> None:
     """Of `open_step`."""
     if not tiers or tiers[0].ids.dim() != 4:
         raise AssertionError("a step takes 1 to 3 tiers with ids [S, L, H, m]")
     lists, head_dim = tuple(tiers[0].ids.shape[:3]), tiers[0].fmt.slot.head_dim
     _heads(num_q_heads, lists[2])
+    softmax(how, (lists[1], num_q_heads), pages.device)
     _tiers(pages, tiers, lists, head_dim)
     index("seen", seen, lists[:1], pages.device)
     choice("power", scores.power, {1, 2})
@@ -353,7 +374,7 @@ def layer(q: Tensor, k: Tensor, v: Tensor, of_q: tuple[int, int, int], of_kv: tu
     vectors("v", v, of_kv, _MAIN)
 
 
-def prompt(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
+def prompt(q: Tensor, k: Tensor, v: Tensor | None = None, how: Softmax = PLAIN) -> None:
     """Of what attends within a prompt: q [Hq, N, D], k and v [H, N, D]."""
     if q.dim() != 3 or k.dim() != 3:
         raise _refuse("q", _said(q), f"it must be [Hq, N, D] beside keys [H, N, D]; these are {_said(k)}")
@@ -362,11 +383,12 @@ def prompt(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
     for name, x in (("k", k), ("v", k if v is None else v)):
         vectors(name, x, (k.shape[0], length, head_dim), q.device)
     _heads(num_q_heads, k.shape[0])
+    softmax(how, (num_q_heads,), q.device)
 
 
-def chunk(q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor | None]) -> None:
+def chunk(q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor | None], how: Softmax = PLAIN) -> None:
     """Of `chunk_attention`."""
-    prompt(q, k, v)
+    prompt(q, k, v, how)
     past_k, past_v, live = history
     heads, _, head_dim = k.shape
     shape = (heads, past_k.shape[1] if live is None else live.shape[-1], head_dim)
@@ -376,9 +398,9 @@ def chunk(q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor
         raise _refuse("the history's live", _said(live), f"it must be bool {list(shape[:2])}")
 
 
-def columns(q: Tensor, k: Tensor, sums: ColumnSums) -> None:
+def columns(q: Tensor, k: Tensor, sums: ColumnSums, how: Softmax = PLAIN) -> None:
     """Of `column_scores`."""
-    prompt(q, k)
+    prompt(q, k, how=how)
     at_least("queries", sums.queries, -1)
     at_least("skip_near", sums.skip_near, 0)
     choice("power", sums.power, {1, 2})

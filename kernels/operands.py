@@ -18,6 +18,49 @@ ExtremeOf = Literal["mean", "score", "pos"]
 StepTarget = tuple[int, Tensor, Tensor]  # tier, page and slot (int64 [S, L, H]) that a step's new token is written to
 
 
+@dataclass(frozen=True, eq=False)
+class Softmax:
+    """What a model makes of its logits beside a factor on them, before and in the softmax.
+
+    Args:
+        cap: A logit x becomes cap * tanh(x / cap); 0 = it stays as it is.
+        sinks: fp32 [Hq] a logit of each query head that belongs to no key, and takes its share of every query's
+            probability; [L, Hq] of several layers; minus infinity where a head has none. None = no head has one.
+    """
+
+    cap: float = 0.0
+    sinks: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        return not self.cap and self.sinks is None
+
+    def of_layer(self, layer: int) -> "Softmax":
+        """That of one of several layers."""
+        return self if self.sinks is None else replace(self, sinks=self.sinks[layer])
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """The logits behind the cap; of minus infinity, which masks a key, use it before that is put there."""
+        return torch.tanh(logits / self.cap) * self.cap if self.cap else logits
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Probabilities of capped logits [..., w, n], the leading dimensions being the query heads."""
+        if self.sinks is None:
+            return logits.softmax(-1)
+        sink = self.sinks.view(*logits.shape[:-2], 1, 1).expand(*logits.shape[:-1], 1)
+        return torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
+
+    def beside_sinks(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention [Hq, N, D] and its log-sum-exp fp32 [Hq, N], which knew of no sinks, with them."""
+        if self.sinks is None:
+            return out, lse
+        total = torch.logaddexp(lse, self.sinks[:, None])
+        return (out * (lse - total).exp()[..., None]).to(out.dtype), total
+
+
+PLAIN = Softmax()
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepScores:
     """What a decode step makes of its queries' attention.

@@ -29,9 +29,9 @@ class Reconstruction(Statistic):
             later = torch.arange(keys.shape[1], device=keys.device) - behind
             best = score[:, replay.first : replay.end]
             for begin in range(0, queries.shape[2], QUERIES):
-                logits = torch.einsum("hgid,hjd->hgij", queries[:, :, begin : begin + QUERIES], keys)
+                logits = seen.capped(torch.einsum("hgid,hjd->hgij", queries[:, :, begin : begin + QUERIES], keys))
                 own = begin + torch.arange(logits.shape[2], device=keys.device)
-                found = logits.masked_fill(later > own[:, None], float("-inf")).softmax(-1)[..., sinks:behind]
+                found = seen.softmax(logits.masked_fill(later > own[:, None], float("-inf")))[..., sinks:behind]
                 best = torch.maximum(best, found.amax((1, 2)))
             score[:, replay.first : replay.end] = best
         return score

@@ -10,6 +10,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.kernels.dispatch import get_backend
+from kvbench.kernels.operands import PLAIN
 from kvbench.policy import PrefillView
 
 GOLDEN = Path(__file__).with_name("golden") / "methods.json"
@@ -32,6 +33,7 @@ def make_store(
     new_tokens=128,
     dtype=torch.float32,
     inv_freq=None,
+    softmax=PLAIN,
     places=(),
     device="cpu",
     backend="torch",
@@ -51,6 +53,7 @@ def make_store(
         dtype=dtype,
         device=torch.device(device),
         inv_freq=inv_freq,
+        softmax=softmax,
         places=places,
     )
     return CompressedStore(

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvbench.kernels.codes import Code, Fit, Rounding, Scale
 from kvbench.kernels.cpu.build import SOURCE_DIR, load_library
 from kvbench.kernels.format import PageFormat
-from kvbench.kernels.operands import InOrder, Reduce, Ring, StepRing, TierPages
+from kvbench.kernels.operands import InOrder, Reduce, Ring, Softmax, StepRing, TierPages
 
 # What is compiled, side by side, and what that includes.
 UNITS = tuple(sorted(file.name for file in SOURCE_DIR.glob("*.cpp") if file.name != "isa.cpp"))
@@ -91,12 +91,12 @@ RingStruct = _struct(
     "p k v num_tokens rows l k_row_stride k_head_stride v_row_stride v_head_stride i k_length v_length kind num_rows",
 )
 _CALL_FIELDS = (
-    "p q pages tiers ring out lse seen l page_bytes num_pages seq_stride "
-    "i num_seq num_heads group_size head_dim num_tiers power reduce num_threads rotated update skip_near f scale"
+    "p q pages tiers ring out lse seen sinks l page_bytes num_pages seq_stride "
+    "i num_seq num_heads group_size head_dim num_tiers power reduce num_threads rotated update skip_near f scale cap"
 )
 CallStruct = _struct("Call", _CALL_FIELDS)
 ColumnsStruct = _struct(
-    "Columns", "p logits sums l num_heads num_queries width sum_stride skip_near i power below num_threads"
+    "Columns", "p logits sums sinks l num_heads num_queries width sum_stride skip_near i power below num_threads f cap"
 )
 SearchStruct = _struct("Search", "p seen floor before exact l first i by num_threads p value slot pos")
 
@@ -318,6 +318,7 @@ def call_struct(
     power: int,
     group: Reduce | None,
     scores: Sequence[Tensor | None],
+    softmax: Softmax,
 ) -> ctypes.Structure:
     """Attention over tiers as a struct, without its tensors of queries and results."""
     num_seq, *lists = tiers[0].num_k.shape
@@ -325,6 +326,8 @@ def call_struct(
     for entry, tier, score in zip(table, tiers, scores, strict=True):
         fill_tier(entry, tier, score, keep)
     keep += [pages, table]
+    if softmax.sinks is not None:
+        keep.append(softmax.sinks)
     return CallStruct(
         pages=pages.data_ptr(),
         tiers=ctypes.addressof(table),
@@ -337,6 +340,8 @@ def call_struct(
         group_size=num_q_heads // lists[-1],
         head_dim=tiers[0].fmt.slot.head_dim,
         num_tiers=len(tiers),
+        sinks=None if softmax.sinks is None else softmax.sinks.data_ptr(),
+        cap=softmax.cap,
         power=power,
         reduce=REDUCE_KINDS[group],
         num_threads=torch.get_num_threads(),

@@ -31,11 +31,13 @@ from kvbench.kernels.cpu.abi import (
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.operands import (
     NO_SCORES,
+    PLAIN,
     ColumnSums,
     Reduce,
     Ring,
     ScoreUpdate,
     SlotSearch,
+    Softmax,
     StepRing,
     StepScores,
     StepTarget,
@@ -138,6 +140,7 @@ class Cpu(Backend):
         *,
         power: int = 1,
         group: Reduce | None = None,
+        softmax: Softmax = PLAIN,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """As `Backend.paged_decode`, dequantising as it goes.
 
@@ -145,8 +148,8 @@ class Cpu(Backend):
         """
         covered = q.device.type == "cpu" and q.shape[-1] <= load().max_channels
         if not covered or (ring is not None and (tiers[0].rotation is not None or ring.k.dtype not in ELEMENT_KINDS)):
-            return super().paged_decode(q, pages, tiers, ring, scale, power=power, group=group)
-        checks.decode(q, pages, tiers, ring, power, group)
+            return super().paged_decode(q, pages, tiers, ring, scale, power=power, group=group, softmax=softmax)
+        checks.decode(q, pages, tiers, ring, power, group, softmax)
         q, pages, keep = plain(q), pages.contiguous(), Kept()
         out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
         widths = [tier.ids.shape[-1] * tier.fmt.tokens_per_page for tier in tiers] if group else []
@@ -160,6 +163,7 @@ class Cpu(Backend):
             power=power,
             group=group,
             scores=scores or [None] * len(tiers),
+            softmax=softmax,
         )
         call.q, call.out, call.lse, call.scale = q.data_ptr(), out.data_ptr(), lse.data_ptr(), scale
         check(load().kvb_paged_decode(ctypes.addressof(call)))
@@ -176,12 +180,18 @@ class Cpu(Backend):
         check(load().kvb_add_scores(*where, tier.num_k.numel(), torch.get_num_threads()))
 
     def column_scores(
-        self, q: Tensor, k: Tensor, scale: float, columns: ColumnSums, lse: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        scale: float,
+        columns: ColumnSums,
+        lse: Tensor | None = None,
+        softmax: Softmax = PLAIN,
     ) -> Tensor:
         """As `Backend.column_scores`; the matrix products are torch's, all else is one pass in C++."""
         if q.device.type != "cpu" or columns.reduce != "sum":
-            return super().column_scores(q, k, scale, columns, lse)
-        checks.columns(q, k, columns)
+            return super().column_scores(q, k, scale, columns, lse, softmax)
+        checks.columns(q, k, columns, softmax)
         num_q_heads, length, head_dim = q.shape
         heads = k.shape[0]
         out = torch.zeros(num_q_heads, length)
@@ -196,6 +206,7 @@ class Cpu(Backend):
             struct = ColumnsStruct(
                 logits=logits.data_ptr(),
                 sums=out.data_ptr(),
+                sinks=None if softmax.sinks is None else softmax.sinks.data_ptr(),
                 num_heads=num_q_heads,
                 num_queries=end - begin,
                 width=end,
@@ -204,6 +215,7 @@ class Cpu(Backend):
                 power=columns.power,
                 below=int(columns.below_uniform),
                 num_threads=torch.get_num_threads(),
+                cap=softmax.cap,
             )
             check(load().kvb_column_sums(ctypes.addressof(struct)))
         return out
@@ -218,8 +230,11 @@ class Cpu(Backend):
         target: StepTarget | None,
         ring: StepRing | None = None,
         scores: StepScores = NO_SCORES,
+        softmax: Softmax = PLAIN,
     ) -> FusedStep | None:
-        checks.step(pages, tiers, num_q_heads=num_q_heads, seen=seen, target=target, ring=ring, scores=scores)
+        checks.step(
+            pages, tiers, num_q_heads=num_q_heads, seen=seen, target=target, ring=ring, scores=scores, how=softmax
+        )
         if not _covers(pages, tiers[0].fmt) or any(tier.channels is not None for tier in tiers):  # which are a layer's
             return None
         if ring is not None and not (
@@ -236,6 +251,7 @@ class Cpu(Backend):
             power=scores.power,
             group=group,
             scores=[None] * len(tiers),
+            softmax=softmax,
         )
         call.seen, call.update, call.skip_near = seen.data_ptr(), _UPDATE[scores.update], scores.skip_near
         struct = StepStruct(call=call, num_layers=tiers[0].ids.shape[1])

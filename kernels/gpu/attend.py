@@ -12,7 +12,7 @@ are of the layers before; in page tables (TABLED) likewise, by the row of the se
 import triton
 import triton.language as tl
 
-from kvbench.kernels.gpu.parts import LOWEST, elements
+from kvbench.kernels.gpu.parts import LOWEST, capped, elements
 from kvbench.kernels.gpu.tiles import (
     add_ring_values,
     add_values,
@@ -55,7 +55,7 @@ def _attend_tier(
     heads, rk_row, rk_head, rv_row, rv_head, angle_row, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
     T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, SCORES: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr,
     HELD: tl.constexpr, REVERSED: tl.constexpr, TURN: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr,
-    REST: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    REST: tl.constexpr, CAP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """One part of one list in one tier (and its residual buffer): maximum, sum, unnormalised output, exponentials.
 
@@ -103,7 +103,10 @@ def _attend_tier(
                 dots = ring_logits(query, ring_k, at, token, in_ring, GP, BT, OP, RK, D, K)
                 logit = tl.where(live_k[None, :], logit, dots)
                 live = live_k | in_ring
-        logit = tl.where(live[None, :], logit * scale2, LOWEST)
+        logit = logit * scale2
+        if CAP > 0:
+            logit = capped(logit, CAP)
+        logit = tl.where(live[None, :], logit, LOWEST)
         new_top = tl.maximum(top, tl.max(logit, 1))
         p = tl.where(live[None, :], tl.exp2(logit - new_top[:, None]), 0.0)
         shrink = tl.exp2(top - new_top)
@@ -141,9 +144,9 @@ def _attend(
     b_weights, b_tops, b_parts, b_columns, b_entries, b_angle_row, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
     OP: tl.constexpr, SCORES: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, NAMED: tl.constexpr,
     TABLED: tl.constexpr, HELD: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, REST: tl.constexpr,
-    TWO: tl.constexpr, A_T: tl.constexpr, A_BT: tl.constexpr, A_REVERSED: tl.constexpr, A_TURN: tl.constexpr,
-    AK: tl.constexpr, AV: tl.constexpr, B_T: tl.constexpr, B_BT: tl.constexpr, B_REVERSED: tl.constexpr,
-    B_TURN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    CAP: tl.constexpr, TWO: tl.constexpr, A_T: tl.constexpr, A_BT: tl.constexpr, A_REVERSED: tl.constexpr,
+    A_TURN: tl.constexpr, AK: tl.constexpr, AV: tl.constexpr, B_T: tl.constexpr, B_BT: tl.constexpr,
+    B_REVERSED: tl.constexpr, B_TURN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """One part of one list of a layer: the first `a_parts` are of one tier, the others of a second one (TWO)."""
     pid, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -157,24 +160,29 @@ def _attend(
             q, pages, a_table, a_num_k, a_num_v, a_angles, frequencies, seen, a_weights, a_tops, ring_tokens, ring_k,
             ring_v, part_top, part_sum, part_out, pid, row, which, flat, part, a_parts, first_part + part, num_parts,
             scale2, page_bytes, a_columns, a_entries, heads, rk_row, rk_head, rv_row, rv_head, a_angle_row, G,
-            GP, D, A_T, A_BT, OP, SCORES, RK, RV, HELD, A_REVERSED, A_TURN, HALF, HP, REST, AK, AV,
+            GP, D, A_T, A_BT, OP, SCORES, RK, RV, HELD, A_REVERSED, A_TURN, HALF, HP, REST, CAP, AK, AV,
         )  # fmt: skip
     elif TWO:
         _attend_tier(
             q, pages, b_table, b_num_k, b_num_v, b_angles, frequencies, seen, b_weights, b_tops, ring_tokens, ring_k,
             ring_v, part_top, part_sum, part_out, pid, row, which, flat, part - a_parts, b_parts, first_part + part,
             num_parts, scale2, page_bytes, b_columns, b_entries, heads, rk_row, rk_head, rv_row, rv_head,
-            b_angle_row, G, GP, D, B_T, B_BT, OP, SCORES, 0, 0, HELD, B_REVERSED, B_TURN, HALF, HP, REST, BK, BV,
+            b_angle_row, G, GP, D, B_T, B_BT, OP, SCORES, 0, 0, HELD, B_REVERSED, B_TURN, HALF, HP, REST, CAP, BK,
+            BV,
         )  # fmt: skip
 
 
 @triton.jit
-def _merge_head(part_top, part_sum, part_out, out, lse, row, g, num_parts, G: tl.constexpr, D: tl.constexpr,
-                DP: tl.constexpr, BP: tl.constexpr, OUT: tl.constexpr):  # fmt: skip
-    """Merges the parts of one list for one query head."""
+def _merge_head(part_top, part_sum, part_out, out, lse, sinks, row, head, g, num_parts, G: tl.constexpr,
+                D: tl.constexpr, DP: tl.constexpr, BP: tl.constexpr, OUT: tl.constexpr,
+                SINKS: tl.constexpr):  # fmt: skip
+    """Merges the parts of one list for one query head, `g` of its group and `head` of the layers."""
     d = tl.arange(0, DP)
     top = tl.full([], LOWEST, tl.float32)
     total = tl.full([], 0.0, tl.float32)
+    if SINKS:
+        top = tl.maximum(top, tl.load(sinks + head) * 1.4426950408889634)
+        total = tl.where(top > LOWEST, 1.0, 0.0)
     acc = tl.zeros([DP], tl.float32)
     for begin in range(0, num_parts, BP):
         part = begin + tl.arange(0, BP)
@@ -198,10 +206,11 @@ def _merge_head(part_top, part_sum, part_out, out, lse, row, g, num_parts, G: tl
 
 @triton.jit
 def _reduce_part(
-    weights, tops, part_top, part_sum, num_k, scores, pages, table, seen, pid, which, flat, part, parts, num_parts,
-    page_bytes, columns, entries, heads, G: tl.constexpr, GP: tl.constexpr, BP: tl.constexpr, T: tl.constexpr,
-    BT: tl.constexpr, POWER: tl.constexpr, RULE: tl.constexpr, TRACK: tl.constexpr, REPLACE: tl.constexpr,
-    NEAR: tl.constexpr, POS: tl.constexpr, HELD: tl.constexpr, REVERSED: tl.constexpr,
+    weights, tops, part_top, part_sum, num_k, scores, sinks, pages, table, seen, pid, which, flat, head, part, parts,
+    num_parts, page_bytes, columns, entries, heads, G: tl.constexpr, GP: tl.constexpr, BP: tl.constexpr,
+    T: tl.constexpr, BT: tl.constexpr, POWER: tl.constexpr, RULE: tl.constexpr, TRACK: tl.constexpr,
+    REPLACE: tl.constexpr, NEAR: tl.constexpr, POS: tl.constexpr, HELD: tl.constexpr, REVERSED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """Probabilities of one of `parts` even shares of what was read of a list, block of slots by block: raised, reduced
     over the query heads; stored, or added to what pages track.
@@ -225,6 +234,9 @@ def _reduce_part(
         row = pid * G + g
         top = tl.full([GP], LOWEST, tl.float32)
         total = tl.zeros([GP], tl.float32)
+        if SINKS:
+            top = tl.maximum(top, tl.load(sinks + head + g, mask=g < G, other=LOWEST) * 1.4426950408889634)
+            total = tl.where(top > LOWEST, 1.0, 0.0)
         for begin in range(0, num_parts, BP):
             other = begin + tl.arange(0, BP)
             asked = (g < G)[:, None] & (other < num_parts)[None, :]
@@ -269,20 +281,23 @@ def _reduce_part(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _finish(
-    out, a_scores, b_scores, offset, lse, part_top, part_sum, part_out, rows, seen, pages, page_bytes, num_parts, heads,
-    per_row, a_weights, a_tops, a_num_k, a_table, a_parts, a_columns, a_entries,
+    out, a_scores, b_scores, offset, lse, part_top, part_sum, part_out, rows, seen, sinks, pages, page_bytes,
+    num_parts, heads, per_row, a_weights, a_tops, a_num_k, a_table, a_parts, a_columns, a_entries,
     b_weights, b_tops, b_num_k, b_table, b_parts, b_columns, b_entries,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BP: tl.constexpr, MERGED: tl.constexpr,
     SCORES: tl.constexpr, TWO: tl.constexpr, POWER: tl.constexpr, RULE: tl.constexpr, REPLACE: tl.constexpr,
-    NEAR: tl.constexpr, TABLED: tl.constexpr, HELD: tl.constexpr, OUT: tl.constexpr,
+    NEAR: tl.constexpr, TABLED: tl.constexpr, HELD: tl.constexpr, OUT: tl.constexpr, SINKS: tl.constexpr,
     A_T: tl.constexpr, A_BT: tl.constexpr, A_TRACK: tl.constexpr, A_POS: tl.constexpr, A_REVERSED: tl.constexpr,
     B_T: tl.constexpr, B_BT: tl.constexpr, B_TRACK: tl.constexpr, B_POS: tl.constexpr, B_REVERSED: tl.constexpr,
 ):  # fmt: skip
     """Merges one list's parts for one query head (the first MERGED programs of the list), or makes the scores of a part
     of it: `a_parts` are of one tier, the others of a second one (TWO)."""
     pid, task = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    head = (offset + pid % heads) * G  # the list's first query head, counted through the layers
     if task < MERGED:
-        _merge_head(part_top, part_sum, part_out, out, lse, pid, task, num_parts, G, D, DP, BP, OUT)
+        _merge_head(
+            part_top, part_sum, part_out, out, lse, sinks, pid, head + task, task, num_parts, G, D, DP, BP, OUT, SINKS
+        )
     elif SCORES:
         flat = (pid // heads) * per_row + offset + pid % heads
         which = flat
@@ -290,13 +305,13 @@ def _finish(
             which = row_number(rows, pid, heads, True) * per_row + offset + pid % heads
         if task < MERGED + a_parts:
             _reduce_part(
-                a_weights, a_tops, part_top, part_sum, a_num_k, a_scores, pages, a_table, seen, pid, which, flat,
-                task - MERGED, a_parts, num_parts, page_bytes, a_columns, a_entries, heads, G, GP, BP, A_T, A_BT,
-                POWER, RULE, A_TRACK, REPLACE, NEAR, A_POS, HELD, A_REVERSED,
+                a_weights, a_tops, part_top, part_sum, a_num_k, a_scores, sinks, pages, a_table, seen, pid, which, flat,
+                head, task - MERGED, a_parts, num_parts, page_bytes, a_columns, a_entries, heads, G, GP, BP, A_T, A_BT,
+                POWER, RULE, A_TRACK, REPLACE, NEAR, A_POS, HELD, A_REVERSED, SINKS,
             )  # fmt: skip
         elif TWO:
             _reduce_part(
-                b_weights, b_tops, part_top, part_sum, b_num_k, b_scores, pages, b_table, seen, pid, which, flat,
-                task - MERGED - a_parts, b_parts, num_parts, page_bytes, b_columns, b_entries, heads, G, GP, BP, B_T,
-                B_BT, POWER, RULE, B_TRACK, REPLACE, NEAR, B_POS, HELD, B_REVERSED,
+                b_weights, b_tops, part_top, part_sum, b_num_k, b_scores, sinks, pages, b_table, seen, pid, which, flat,
+                head, task - MERGED - a_parts, b_parts, num_parts, page_bytes, b_columns, b_entries, heads, G, GP, BP,
+                B_T, B_BT, POWER, RULE, B_TRACK, REPLACE, NEAR, B_POS, HELD, B_REVERSED, SINKS,
             )  # fmt: skip

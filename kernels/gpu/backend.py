@@ -36,10 +36,12 @@ from kvbench.kernels.gpu.step import DeviceStep
 from kvbench.kernels.gpu.table import DevicePool, DeviceTable
 from kvbench.kernels.operands import (
     NO_SCORES,
+    PLAIN,
     ColumnSums,
     PageChoice,
     Reduce,
     Ring,
+    Softmax,
     StepRing,
     StepScores,
     StepTarget,
@@ -173,6 +175,7 @@ class Gpu(Backend):
         *,
         power: int = 1,
         group: Reduce | None = None,
+        softmax: Softmax = PLAIN,
         accumulate: bool = False,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """As `Backend.paged_decode`, dequantising as it goes.
@@ -185,11 +188,11 @@ class Gpu(Backend):
         """
         if not self._covers(*(tier.fmt for tier in tiers)):
             assert not accumulate, "the reference returns the scores"
-            return super().paged_decode(q, pages, tiers, ring, scale, power=power, group=group)
-        checks.decode(q, pages, tiers, ring, power, group)
+            return super().paged_decode(q, pages, tiers, ring, scale, power=power, group=group, softmax=softmax)
+        checks.decode(q, pages, tiers, ring, power, group, softmax)
         found = [ListTier.of(tier) for tier in tiers]
         scores = StepScores(power=power, group=group, update="add" if accumulate and group else None)
-        return Attention(q, pages, found, Lists.of(tiers[0]), ring, scores)(q, ring, scale)
+        return Attention(q, pages, found, Lists.of(tiers[0]), ring, scores, softmax=softmax)(q, ring, scale)
 
     def open_tables(
         self,
@@ -206,6 +209,7 @@ class Gpu(Backend):
         scores: StepScores = NO_SCORES,
         strip: tuple[Tensor, Tensor] | None = None,
         choice: PageChoice | None = None,
+        softmax: Softmax = PLAIN,
     ) -> FusedStep | None:
         if not self._covers(*(tier.fmt for tier in tiers)):
             return None
@@ -220,6 +224,7 @@ class Gpu(Backend):
             raise AssertionError(
                 "pages of one tier with bounds are read in part, behind no ring, and keys as they are stored"
             )
+        checks.softmax(softmax, (shape[0], num_q_heads), device)
         for tier in tiers:
             checks.pool(pages, tier.fmt)
             if tier.width > tier.entries.shape[1]:
@@ -249,7 +254,7 @@ class Gpu(Backend):
         )
         found = [ListTier.in_table(tier, held) for tier in tiers]
         onto = None if target is None else (tiers[target[0]].fmt, target[1], target[2])
-        return DeviceStep(pages, found, lists, num_layers, seen, onto, ring, scores, strip, choice)
+        return DeviceStep(pages, found, lists, num_layers, seen, onto, ring, scores, strip, choice, softmax)
 
     def choose_pages(
         self, q: Tensor, pages: Tensor, tier: TierPages, count: Tensor, width: int, group: Reduce
@@ -283,7 +288,13 @@ class Gpu(Backend):
         return k.view(len(ids), size, -1).transpose(1, 2), v.view(len(ids), size, -1)
 
     def chunk_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor | None], scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        history: tuple[Tensor, Tensor, Tensor | None],
+        scale: float,
+        softmax: Softmax = PLAIN,
     ) -> Tensor:
         """As `Backend.chunk_attention`, in one launch; entries that are not live are passed over.
 
@@ -293,18 +304,25 @@ class Gpu(Backend):
 
         Source: FlashAttention (Dao et al. 2022), online softmax over key blocks.
         """
-        checks.chunk(q, k, v, history)
-        out = attention_behind(q, k, v, *history[:2], scale) if history[2] is None else None
-        return attend_chunk(q, k, v, history, scale) if out is None else out
+        checks.chunk(q, k, v, history, softmax)
+        is_flash = history[2] is None and softmax.is_plain
+        out = attention_behind(q, k, v, *history[:2], scale) if is_flash else None
+        return attend_chunk(q, k, v, history, scale, softmax) if out is None else out
 
     def column_scores(
-        self, q: Tensor, k: Tensor, scale: float, columns: ColumnSums, lse: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        scale: float,
+        columns: ColumnSums,
+        lse: Tensor | None = None,
+        softmax: Softmax = PLAIN,
     ) -> Tensor:
         """As `Backend.column_scores`. Memory beyond the result: two fp32 numbers per counted query and head."""
         if columns.reduce != "sum":
-            return super().column_scores(q, k, scale, columns, lse)
-        checks.columns(q, k, columns)
-        return sum_columns(q, k, scale, columns, lse)
+            return super().column_scores(q, k, scale, columns, lse, softmax)
+        checks.columns(q, k, columns, softmax)
+        return sum_columns(q, k, scale, columns, lse, softmax)
 
     def demote(
         self,

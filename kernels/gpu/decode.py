@@ -17,7 +17,17 @@ from torch import Tensor
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.attend import _attend, _finish
 from kvbench.kernels.gpu.parts import ELEMENT, INTERPRETED, LOG2_E, MIN_DOT, launch, power_of_two, side_layout
-from kvbench.kernels.operands import NO_SCORES, KeyRotation, Reduce, Ring, StepScores, TierPages, TierTable
+from kvbench.kernels.operands import (
+    NO_SCORES,
+    PLAIN,
+    KeyRotation,
+    Reduce,
+    Ring,
+    Softmax,
+    StepScores,
+    TierPages,
+    TierTable,
+)
 
 _REDUCE: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2}
 # Programs on a multiprocessor: a few that attend, and as many small ones that make scores as there is room for.
@@ -185,6 +195,7 @@ class Attention:
             put there.
         seen: int64 [S] position of the queries, where near slots are skipped.
         out: Type of the output.
+        softmax: Caps and sinks; of a step those of all layers, from the first of its lists' table on.
 
     Source: kvbench's own; split over the sequence with an exact merge as in FlashDecoding, scales folded into the
         products as in KIVI's and DiffKV's kernels.
@@ -193,6 +204,7 @@ class Attention:
     def __init__(
         self, q: Tensor, pages: Tensor, tiers: list[ListTier], lists: Lists, ring: Ring | None,
         how: StepScores = NO_SCORES, *, seen: Tensor | None = None, out: torch.dtype = torch.float32,
+        softmax: Softmax = PLAIN,
     ) -> None:  # fmt: skip
         num_seq, num_q_heads, head_dim = q.shape
         count, group_size, operand = num_seq * lists.heads, num_q_heads // lists.heads, _operand(q, tiers, ring)
@@ -207,6 +219,7 @@ class Attention:
         self._partial = [top, total, torch.empty(*top.shape, head_dim, **made)]
         self._absent = top  # where a kernel does not look at a tensor
         self._tiers, self._out, self._lists = tiers, out, lists
+        self._sinks = top if softmax.sinks is None else softmax.sinks
         # Exponentials are at most 1: fp16 holds them as well as the products behind them.
         kind = torch.float32 if operand == tl.float32 else torch.float16
         self._kept = [(top, top)] * len(tiers)
@@ -227,12 +240,13 @@ class Attention:
             "GP": power_of_two(group_size, MIN_DOT), "OP": operand, "RK": lengths[0], "RV": lengths[1],
             "NAMED": lists.rows is not None, "HALF": half, "HP": power_of_two(half, MIN_DOT),
             "REST": power_of_two(head_dim - 2 * half, MIN_DOT) if half and head_dim > 2 * half else 0,
+            "CAP": softmax.cap * LOG2_E,
             "num_warps": 8 if wide else 4,
         }  # fmt: skip
         merging = shared | {
             "GP": power_of_two(group_size), "DP": power_of_two(head_dim), "BP": 16, "POWER": how.power,
             "RULE": _REDUCE[how.group] if how.group else 0, "REPLACE": how.update == "replace", "NEAR": how.skip_near,
-            "OUT": ELEMENT[out],
+            "OUT": ELEMENT[out], "SINKS": softmax.sinks is not None,
         }  # fmt: skip
         pairs = [(begin, min(begin + 1, len(tiers) - 1)) for begin in range(0, len(tiers), 2)]
         self._reading = [self._reads(pair, count, step, reading) for pair in pairs]
@@ -266,7 +280,8 @@ class Attention:
     ) -> _Launch:
         """Of `_finish`; the first one merges the parts, too."""
         (first, second), pages = pair, step[0]
-        given: list[Any] = [self._lse, *self._partial, *step[1:], pages, pages.shape[1], sum(self._parts)]
+        given: list[Any] = [self._lse, *self._partial, *step[1:], self._sinks, pages, pages.shape[1]]
+        given += [sum(self._parts)]
         given += [self._lists.heads, self._lists.per_row]
         merged = constants["G"] if first == 0 else 0
         constants = constants | {"TWO": first != second, "MERGED": merged}

@@ -192,6 +192,13 @@ def float8_values(raw, CODE: tl.constexpr):
 
 
 @triton.jit
+def capped(logit, CAP: tl.constexpr):
+    """Logits of base 2 behind a soft cap, CAP * tanh(logit / CAP)."""
+    shrunk = tl.exp2(tl.abs(logit) * (-2.0 * 1.4426950408889634 / CAP))
+    return tl.where(logit < 0, -CAP, CAP) * (1.0 - shrunk) / (1.0 + shrunk)
+
+
+@triton.jit
 def round_even(x):
     """Rounds to the nearest integer, halves to even; exact below 2^22."""
     return (x + 12582912.0) - 12582912.0

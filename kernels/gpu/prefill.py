@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.gpu.parts import ELEMENT, INTERPRETED, LOG2_E, LOWEST, MIN_DOT, launch, power_of_two
-from kvbench.kernels.operands import ColumnSums
+from kvbench.kernels.gpu.parts import ELEMENT, INTERPRETED, LOG2_E, LOWEST, MIN_DOT, capped, launch, power_of_two
+from kvbench.kernels.operands import PLAIN, ColumnSums, Softmax
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def _tile(x, start, stride, i, D: tl.constexpr, DP: tl.constexpr, length, OP: tl
 @triton.jit(do_not_specialize=["length", "first", "group_size"])
 def _sum_queries(
     q, k, tops, sums, scale2, length, first, group_size, q_head, q_token, k_head, k_token, D: tl.constexpr,
-    DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, OP: tl.constexpr,
+    DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, OP: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """The maximum and the sum of exponentials of one block of queries of one head, causally."""
     head = tl.program_id(1).to(tl.int64)
@@ -38,6 +38,8 @@ def _sum_queries(
         j = begin + tl.arange(0, BN)
         key = _tile(k, (head // group_size) * k_head, k_token, j, D, DP, length, OP)
         logit = tl.dot(query, tl.trans(key), input_precision="ieee") * scale2
+        if CAP > 0:
+            logit = capped(logit, CAP)
         logit = tl.where(j[None, :] <= i[:, None], logit, LOWEST)
         new_top = tl.maximum(top, tl.max(logit, 1))
         norm = norm * tl.exp2(top - new_top) + tl.sum(tl.exp2(logit - new_top[:, None]), 1)
@@ -50,8 +52,8 @@ def _sum_queries(
 @triton.jit(do_not_specialize=["length", "first", "skip_near", "group_size"])
 def _sum_columns(
     q, k, tops, sums, columns, scale2, length, first, skip_near, group_size, q_head, q_token, k_head, k_token,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, OP: tl.constexpr, POWER: tl.constexpr,
-    BELOW: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, OP: tl.constexpr, CAP: tl.constexpr,
+    POWER: tl.constexpr, BELOW: tl.constexpr,
 ):  # fmt: skip
     """What one block of keys receives from the counted queries of one head; with BELOW, minus one from each that gives
     less than an equal share of what it sees."""
@@ -66,7 +68,10 @@ def _sum_columns(
         at = head * (length - first) + i - first
         top = tl.load(tops + at, mask=i < length, other=0.0)
         norm = tl.load(sums + at, mask=i < length, other=1.0)
-        p = tl.exp2(tl.dot(query, key, input_precision="ieee") * scale2 - top[:, None]) / norm[:, None]
+        logit = tl.dot(query, key, input_precision="ieee") * scale2
+        if CAP > 0:
+            logit = capped(logit, CAP)
+        p = tl.exp2(logit - top[:, None]) / norm[:, None]
         if BELOW:
             p = tl.where(p < (1.0 / (i + 1).to(tl.float32))[:, None], -1.0, 0.0)
         if POWER == 2:
@@ -89,7 +94,9 @@ def _operand(*tensors: Tensor) -> torch.dtype:
     return found.pop() if exact else torch.float32
 
 
-def sum_columns(q: Tensor, k: Tensor, scale: float, columns: ColumnSums, lse: Tensor | None) -> Tensor:
+def sum_columns(
+    q: Tensor, k: Tensor, scale: float, columns: ColumnSums, lse: Tensor | None, softmax: Softmax
+) -> Tensor:
     """Launches what `Backend.column_scores` takes. With `lse` the first pass is left out; not for counts, where a
     probability of just 1 / n must not be a rounding below it."""
     assert lse is None or not columns.below_uniform, "counts take both passes"
@@ -100,12 +107,15 @@ def sum_columns(q: Tensor, k: Tensor, scale: float, columns: ColumnSums, lse: Te
     rows = width = 32 if operand == tl.float32 and not INTERPRETED else 64  # queries and keys per tile
     strides = (*q.stride()[:2], *k.stride()[:2])
     tile = {"D": head_dim, "DP": power_of_two(head_dim, MIN_DOT), "BM": rows, "BN": width, "OP": operand}
+    tile["CAP"] = softmax.cap * LOG2_E
     if lse is None:
         tops, sums = (torch.empty(heads, length - first, device=q.device) for _ in range(2))
         launch(
             _sum_queries, (-(-(length - first) // rows), heads), q, k, tops, sums, scale * LOG2_E, length, first,
             heads // k.shape[0], *strides, **tile,
         )  # fmt: skip
+        if softmax.sinks is not None:
+            sums += torch.exp2(softmax.sinks[:, None] * LOG2_E - tops)
     else:
         tops = (lse[:, first:] * LOG2_E).contiguous()
         sums = torch.ones_like(tops)
@@ -118,9 +128,12 @@ def sum_columns(q: Tensor, k: Tensor, scale: float, columns: ColumnSums, lse: Te
 
 
 @triton.jit
-def _take_tile(query, key, value, seen, top, norm, acc, scale2):
+def _take_tile(query, key, value, seen, top, norm, acc, scale2, CAP: tl.constexpr):
     """What an online softmax comes to with one more tile of keys [BN, DP]; `seen`: bool, which of them a query sees."""
-    logit = tl.where(seen, tl.dot(query, tl.trans(key), input_precision="ieee") * scale2, LOWEST)
+    logit = tl.dot(query, tl.trans(key), input_precision="ieee") * scale2
+    if CAP > 0:
+        logit = capped(logit, CAP)
+    logit = tl.where(seen, logit, LOWEST)
     new_top = tl.maximum(top, tl.max(logit, 1))
     p = tl.where(seen, tl.exp2(logit - new_top[:, None]), 0.0)
     shrink = tl.exp2(top - new_top)
@@ -130,9 +143,9 @@ def _take_tile(query, key, value, seen, top, norm, acc, scale2):
 
 @triton.jit(do_not_specialize=["chunk", "past", "group_size"])
 def _attend_chunk(
-    q, k, v, past_k, past_v, live, out, scale2, chunk, past, group_size, q_head, q_token, k_head, k_token, v_head,
-    v_token, pk_head, pk_token, pv_head, pv_token, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, OP: tl.constexpr,
+    q, k, v, past_k, past_v, live, out, sinks, scale2, chunk, past, group_size, q_head, q_token, k_head, k_token,
+    v_head, v_token, pk_head, pk_token, pv_head, pv_token, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, OP: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """One block of a chunk's queries of one head: over the live entries of its list, then causally over the chunk."""
     head = tl.program_id(1).to(tl.int64)
@@ -140,6 +153,9 @@ def _attend_chunk(
     kv = head // group_size
     query = _tile(q, head * q_head, q_token, i, D, DP, chunk, OP)
     top, norm = tl.full([BM], LOWEST, tl.float32), tl.zeros([BM], tl.float32)
+    if SINKS:
+        top = tl.maximum(top, tl.load(sinks + head) * 1.4426950408889634)
+        norm = tl.where(top > LOWEST, 1.0, 0.0)
     acc = tl.zeros([BM, DP], tl.float32)
     for begin in range(0, past, BN):
         j = begin + tl.arange(0, BN)
@@ -147,13 +163,13 @@ def _attend_chunk(
         key = _tile(past_k, kv * pk_head, pk_token, j, D, DP, past, OP)
         value = tl.where(there[:, None], _tile(past_v, kv * pv_head, pv_token, j, D, DP, past, OP), 0.0)
         seen = there[None, :] & (i < chunk)[:, None]
-        top, norm, acc = _take_tile(query, key, value, seen, top, norm, acc, scale2)
+        top, norm, acc = _take_tile(query, key, value, seen, top, norm, acc, scale2, CAP)
     for begin in range(0, tl.minimum(chunk, (tl.program_id(0) + 1) * BM), BN):
         j = begin + tl.arange(0, BN)
         key = _tile(k, kv * k_head, k_token, j, D, DP, chunk, OP)
         value = _tile(v, kv * v_head, v_token, j, D, DP, chunk, OP)
         seen = (j[None, :] <= i[:, None]) & (i < chunk)[:, None]
-        top, norm, acc = _take_tile(query, key, value, seen, top, norm, acc, scale2)
+        top, norm, acc = _take_tile(query, key, value, seen, top, norm, acc, scale2, CAP)
     d = tl.arange(0, DP)
     cells = (i < chunk)[:, None] & (d < D)[None, :]
     tl.store(out + (head * chunk + i)[:, None] * D + d[None, :], acc / norm[:, None], mask=cells)
@@ -168,7 +184,12 @@ def _chunk_tile(kind: torch.dtype, padded: int) -> dict[str, int]:
 
 
 def attend_chunk(
-    q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor | None], scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    history: tuple[Tensor, Tensor, Tensor | None],
+    scale: float,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
     """Launches `_attend_chunk`; arguments and result as of `Backend.chunk_attention`."""
     kind = _operand(q, k, v)
@@ -181,8 +202,8 @@ def attend_chunk(
     tile = _chunk_tile(kind, padded)
     launch(
         _attend_chunk, (-(-chunk // tile["BM"]), heads), q, k, v, past_k, past_v, live.view(torch.uint8),
-        out, scale * LOG2_E, chunk, past_k.shape[1], heads // len(k),
+        out, out if softmax.sinks is None else softmax.sinks, scale * LOG2_E, chunk, past_k.shape[1], heads // len(k),
         *(stride for x in (q, k, v, past_k, past_v) for stride in x.stride()[:2]), D=head_dim, DP=padded,
-        OP=ELEMENT[kind], **tile, num_warps=8,
+        OP=ELEMENT[kind], CAP=softmax.cap * LOG2_E, SINKS=softmax.sinks is not None, **tile, num_warps=8,
     )  # fmt: skip
     return out

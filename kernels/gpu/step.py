@@ -19,7 +19,7 @@ from kvbench.kernels.gpu.bounds import choose, page_bounds, widen_by_one
 from kvbench.kernels.gpu.decode import Attention, Lists, ListTier
 from kvbench.kernels.gpu.pages import _write_side, slots_per_program, write_part
 from kvbench.kernels.gpu.parts import ELEMENT, launch, power_of_two, side_layout
-from kvbench.kernels.operands import NO_SCORES, PageChoice, Ring, StepRing, StepScores
+from kvbench.kernels.operands import NO_SCORES, PLAIN, PageChoice, Ring, Softmax, StepRing, StepScores
 from kvbench.kernels.reference.attention import rotate
 
 _BLOCK = 256
@@ -102,12 +102,12 @@ class DeviceStep(FusedStep):
     def __init__(
         self, pages: Tensor, tiers: list[ListTier], lists: Lists, num_layers: int, seen: Tensor,
         target: tuple[PageFormat, Tensor, Tensor] | None, ring: StepRing | None, scores: StepScores,
-        strip: tuple[Tensor, Tensor] | None = None, choice: PageChoice | None = None,
+        strip: tuple[Tensor, Tensor] | None = None, choice: PageChoice | None = None, softmax: Softmax = PLAIN,
     ) -> None:  # fmt: skip
         self._pages, self._tiers, self._lists, self._layers = pages, tiers, lists, num_layers
         self._seen, self._target, self._ring, self._strip = seen, target, ring, strip
         self._scores = scores if scores.update or scores.gives else NO_SCORES
-        self.strips, self._choice = strip is not None, choice
+        self.strips, self._choice, self._softmax = strip is not None, choice, softmax
         self._attention: Attention | None = None  # once the first layer shows its queries
         if ring is not None:
             self._num_tokens = ring.num_tokens.contiguous()
@@ -118,7 +118,7 @@ class DeviceStep(FusedStep):
         if ring is None:
             self._write(lists, k.contiguous(), v.contiguous())
             if self._choice is not None and layer >= self._choice.dense_layers and self._tiers[0].columns > 1:
-                return self._attended_in_part(lists, q, self._choice, scale)
+                return self._attended_in_part(layer, lists, q, self._choice, scale)
             return self._attended(lists, q, None, scale)
         held = Ring(ring.k[:, layer], ring.v[:, layer], self._num_tokens)
         self._append(lists, held, ring.rows, k.contiguous(), v.contiguous())
@@ -132,19 +132,21 @@ class DeviceStep(FusedStep):
     def _attended(self, lists: Lists, q: Tensor, ring: Ring | None, scale: float) -> Tensor:
         if self._attention is None:
             self._attention = Attention(
-                q, self._pages, self._tiers, lists, ring, self._scores, seen=self._seen, out=q.dtype
-            )
+                q, self._pages, self._tiers, lists, ring, self._scores, seen=self._seen, out=q.dtype,
+                softmax=self._softmax,
+            )  # fmt: skip
         out, _, self.given = self._attention(q, ring, scale, lists.offset)
         return out
 
-    def _attended_in_part(self, lists: Lists, q: Tensor, choice: PageChoice, scale: float) -> Tensor:
+    def _attended_in_part(self, layer: int, lists: Lists, q: Tensor, choice: PageChoice, scale: float) -> Tensor:
         """Attention over the pages whose bounds are the largest; such a step makes no scores."""
         (tier,), width = self._tiers, min(choice.width, self._tiers[0].columns)
         bounds = page_bounds(q, self._pages, tier, lists, choice.group)
         ids, held = choose(bounds, tier, lists, choice.count, width)
         tier = ListTier(fmt=tier.fmt, table=ids, entries=width, columns=width, num_k=held, num_v=held)
         named = Lists(num_seq=lists.num_seq, heads=lists.heads, per_row=lists.heads)
-        return Attention(q, self._pages, [tier], named, None, out=q.dtype)(q, None, scale)[0]
+        softmax = self._softmax.of_layer(layer)
+        return Attention(q, self._pages, [tier], named, None, out=q.dtype, softmax=softmax)(q, None, scale)[0]
 
     def _write(self, lists: Lists, k: Tensor, v: Tensor) -> None:
         """Encodes the new keys and values [S, H, D] of a layer in one launch; the bytes are those of `write_keys` and

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvbench.kernels import checks
 from kvbench.kernels.format import PageFormat
-from kvbench.kernels.operands import Reduce, Ring, TierPages
+from kvbench.kernels.operands import PLAIN, Reduce, Ring, Softmax, TierPages
 from kvbench.kernels.reference.pages import PageOperations, in_plain_torch, read_pages, region
 
 
@@ -26,6 +26,7 @@ class DecodeOperations(PageOperations):
         *,
         power: int = 1,
         group: Reduce | None = None,
+        softmax: Softmax = PLAIN,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Attention of one query token per sequence over all tiers and the residual buffer, exact softmax over all of
         them.
@@ -36,15 +37,16 @@ class DecodeOperations(PageOperations):
             ring: Residual buffer or None.
             power: Probabilities are raised to this power (1 or 2) before the group is reduced.
             group: How to reduce the query heads of a KV head into scores; None = no scores.
+            softmax: Caps and sinks of the layer.
 
         Returns:
-            out fp32 [S, Hq, D]; lse fp32 [S, Hq], the log-sum-exp of the logits, with which partial results can be
-            merged; scores per tier, fp32 [S, H, m * T] (0 past a list's end), empty without `group`.
+            out fp32 [S, Hq, D]; lse fp32 [S, Hq], the log-sum-exp of the logits and of sinks, with which partial
+            results can be merged; scores per tier, fp32 [S, H, m * T] (0 past a list's end), empty without `group`.
 
         Raises:
             MemoryError: No room for the partial results.
         """
-        checks.decode(q, pages, tiers, ring, power, group)
+        checks.decode(q, pages, tiers, ring, power, group, softmax)
         num_seq, _, head_dim = q.shape
         num_heads = tiers[0].ids.shape[1]
         q = q.float().view(num_seq, num_heads, -1, head_dim)
@@ -59,19 +61,24 @@ class DecodeOperations(PageOperations):
             else:
                 dense = keys.transpose(2, 3).flatten(-2)  # [S, H, D, m * T]
                 part = torch.matmul(q, rotate(dense, angles.transpose(1, 2)[:, None], dim=2))
-            logits.append((part * scale).masked_fill(slot >= tier.num_k[:, :, None, None], float("-inf")))
+            logits.append(softmax.capped(part * scale).masked_fill(slot >= tier.num_k[:, :, None, None], float("-inf")))
             vals = vals.view(num_seq, num_heads, width, head_dim)
             values.append(vals.masked_fill((slot >= tier.num_v[..., None])[..., None], 0.0))
             widths.append(width)
         if ring is not None:
             k_ordinal, k_live = _ring_ordinals(ring.num_tokens, tiers[0].num_k, ring.k.shape[2])
             part = torch.matmul(q, ring.k.float().masked_fill(~k_live[..., None], 0.0).transpose(2, 3)) * scale
-            logits.append(part.masked_fill(~k_live[:, :, None], float("-inf")))
+            logits.append(softmax.capped(part).masked_fill(~k_live[:, :, None], float("-inf")))
             widths.append(ring.k.shape[2])
+        if softmax.sinks is not None:
+            logits.append(softmax.sinks.view(num_heads, -1, 1).expand(num_seq, -1, -1, -1))
+            widths.append(1)
         joined = torch.cat(logits, -1)
         lse = joined.logsumexp(-1)
         # exp(x - lse) would carry the rounding of lse into every weight
         parts = list(joined.softmax(-1).split(widths, -1))
+        if softmax.sinks is not None:
+            parts.pop()
         if ring is None:
             out = sum((torch.matmul(p, v) for p, v in zip(parts, values, strict=True)), start=q.new_zeros(()))
         else:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.kernels import checks
-from kvbench.kernels.operands import ColumnSums, HeadScores, Reduce
+from kvbench.kernels.operands import PLAIN, ColumnSums, HeadScores, Reduce, Softmax
 from kvbench.kernels.reference.attention import reduce_group
 from kvbench.kernels.reference.pages import Operations, in_plain_torch
 
@@ -20,17 +20,20 @@ LARGEST_DIM = 256  # of a head, in torch's fused kernels for GPUs
 class PromptOperations(Operations):
     """What a prompt asks; `Backend` has the legend."""
 
-    def prefill_attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def prefill_attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax = PLAIN) -> Tensor:
         """Causal attention of a whole prompt on uncompressed keys and values.
 
         Args:
             q: [Hq, N, D], the model's dtype.
             k, v: [H, N, D], likewise.
+            softmax: Caps and sinks of the layer.
 
         Returns:
             [Hq, N, D] in the same dtype.
         """
-        checks.prompt(q, k, v)
+        checks.prompt(q, k, v, softmax)
+        if not softmax.is_plain:
+            return self._prefill_beside(q, k, v, scale, softmax)[0]
         if q.device.type != "cpu" and not has_flash(q):  # torch's other fused kernel knows no groups of query heads
             k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
         grouped = len(k) != len(q)
@@ -38,15 +41,38 @@ class PromptOperations(Operations):
             q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=grouped
         )[0]
 
-    def prefill_attention_with_lse(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
-        """As `prefill_attention`, with the log-sum-exp of every query's logits, fp32 [Hq, N]; None where `takes_lse` is
-        not set, or no kernel gives it for these tensors."""
-        found = attention_with_lse(q, k, v, scale) if self.takes_lse else None
+    def prefill_attention_with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax = PLAIN
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `prefill_attention`, with the log-sum-exp of every query's logits and sink, fp32 [Hq, N]; None where
+        `takes_lse` is not set, or no kernel gives it for these tensors."""
+        if not self.takes_lse:
+            return self.prefill_attention(q, k, v, scale, softmax), None
+        if not softmax.is_plain:
+            return self._prefill_beside(q, k, v, scale, softmax)
+        found = attention_with_lse(q, k, v, scale)
         return (self.prefill_attention(q, k, v, scale), None) if found is None else found
+
+    def _prefill_beside(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same where the softmax is not plain: sinks join the log-sum-exp of a fused kernel, and what that has not
+        is a chunk behind nothing."""
+        found = None if softmax.cap else attention_with_lse(q, k, v, scale)
+        if found is not None:
+            return softmax.beside_sinks(*found)
+        nothing = k[:, :0], v[:, :0], None
+        return self.chunk_attention(q, k, v, nothing, scale, softmax).to(q.dtype), None
 
     @in_plain_torch
     def chunk_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor | None], scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        history: tuple[Tensor, Tensor, Tensor | None],
+        scale: float,
+        softmax: Softmax = PLAIN,
     ) -> Tensor:
         """Attention of a chunk of tokens over a history and over itself, causally.
 
@@ -57,11 +83,12 @@ class PromptOperations(Operations):
             k, v: [H, n, D].
             history: keys, values [H, M, D] and live bool [H, M], as `gather_dense` gives them for one sequence; live is
                 None where all of it is.
+            softmax: Caps and sinks of the layer.
 
         Returns:
             [Hq, n, D], fp32 or the dtype of `q`.
         """
-        checks.chunk(q, k, v, history)
+        checks.chunk(q, k, v, history, softmax)
         past_k, past_v, live = history
         heads, chunk, head_dim = k.shape
         live = torch.ones(past_k.shape[:2], dtype=torch.bool, device=q.device) if live is None else live
@@ -74,18 +101,26 @@ class PromptOperations(Operations):
             causal = torch.ones(rows, end, dtype=torch.bool, device=q.device).tril(begin)
             mask = torch.cat([live[:, None].expand(-1, rows, -1), causal.expand(heads, -1, -1)], -1)
             seen = past_k.shape[1] + end
-            out[:, :, begin:end] = F.scaled_dot_product_attention(
-                grouped[:, :, begin:end].float(),
-                keys[:, :, :seen].expand(shape),
-                values[:, :, :seen].expand(shape),
-                attn_mask=mask[:, None],
-                scale=scale,
-            )
+            rows_q, rows_k, rows_v = grouped[:, :, begin:end].float(), keys[:, :, :seen], values[:, :, :seen]
+            if softmax.is_plain:
+                out[:, :, begin:end] = F.scaled_dot_product_attention(
+                    rows_q, rows_k.expand(shape), rows_v.expand(shape), attn_mask=mask[:, None], scale=scale
+                )
+            else:
+                logits = softmax.capped(torch.matmul(rows_q * scale, rows_k.transpose(2, 3)))
+                prob = softmax.probabilities(logits.masked_fill(~mask[:, None], float("-inf")))
+                out[:, :, begin:end] = torch.matmul(prob, rows_v)
         return out.flatten(0, 1)
 
     @in_plain_torch
     def column_scores(
-        self, q: Tensor, k: Tensor, scale: float, columns: ColumnSums, lse: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        scale: float,
+        columns: ColumnSums,
+        lse: Tensor | None = None,
+        softmax: Softmax = PLAIN,
     ) -> Tensor:
         """How much attention each key of a prompt receives from each query head, reduced over queries, in O(N) memory:
         the step of `prompt_scores` and `prompt_low_counts` that backends speed up.
@@ -96,12 +131,12 @@ class PromptOperations(Operations):
         Args:
             q: [Hq, N, D]; k: [H, N, D].
             columns: Which queries count, and as what.
-            lse: As for `prompt_scores`.
+            lse, softmax: As for `prompt_scores`.
 
         Returns:
             fp32 [Hq, N].
         """
-        checks.columns(q, k, columns)
+        checks.columns(q, k, columns, softmax)
         queries, skip_near = columns.queries, columns.skip_near
         num_q_heads, length, head_dim = q.shape
         heads = k.shape[0]
@@ -112,11 +147,11 @@ class PromptOperations(Operations):
         for begin in range(first, length, COLUMN_ROWS):
             end = min(length, begin + COLUMN_ROWS)
             logits = torch.matmul(grouped[:, :, begin:end].flatten(1, 2), keys[:, :, :end])
-            logits = logits.unflatten(1, (-1, end - begin))
+            logits = softmax.capped(logits.unflatten(1, (-1, end - begin)))
             near = max(0, begin - skip_near)  # only keys from here on can be ahead of a query or too near to it
             distance = torch.arange(begin, end, device=q.device)[:, None] - torch.arange(near, end, device=q.device)
             logits[..., near:].masked_fill_(distance < 0, float("-inf"))
-            prob = logits.softmax(-1)
+            prob = softmax.probabilities(logits)
             if columns.below_uniform:
                 seen = torch.arange(begin + 1, end + 1, device=q.device)
                 prob = -(prob < 1.0 / seen[:, None]).float()
@@ -135,7 +170,14 @@ class PromptOperations(Operations):
         return out.flatten(0, 1)
 
     def prompt_scores(
-        self, q: Tensor, k: Tensor, scale: float, columns: ColumnSums, reduction: HeadScores, lse: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        scale: float,
+        columns: ColumnSums,
+        reduction: HeadScores,
+        lse: Tensor | None = None,
+        softmax: Softmax = PLAIN,
     ) -> Tensor:
         """The score of every prompt key per KV head: the attention it receives, pooled and reduced in the stated order.
 
@@ -144,15 +186,25 @@ class PromptOperations(Operations):
             k: [H, N, D].
             columns: Which queries count for a key, and as what.
             reduction: How these sums become the score of a KV head.
-            lse: fp32 [Hq, N] the log-sum-exp of every query's logits, which saves a pass where `takes_lse`.
+            lse: fp32 [Hq, N] the log-sum-exp of every query's logits and sink, which saves a pass where `takes_lse`.
+            softmax: Caps and sinks of the layer.
 
         Returns:
             fp32 [H, N].
         """
-        return reduce_scores(self.column_scores(q, k, scale, columns, lse), k.shape[0], columns.queries, reduction)
+        found = self.column_scores(q, k, scale, columns, lse, softmax)
+        return reduce_scores(found, k.shape[0], columns.queries, reduction)
 
     def prompt_low_counts(
-        self, q: Tensor, k: Tensor, scale: float, *, queries: int, skip_near: int, group: Reduce
+        self,
+        q: Tensor,
+        k: Tensor,
+        scale: float,
+        *,
+        queries: int,
+        skip_near: int,
+        group: Reduce,
+        softmax: Softmax = PLAIN,
     ) -> Tensor:
         """Minus the number of counted queries that attend to a prompt key with less than 1 / (keys they see), per KV
         head.
@@ -162,12 +214,14 @@ class PromptOperations(Operations):
             k: [H, N, D].
             queries, skip_near: As in `ColumnSums`.
             group: How the query heads of a KV head are reduced.
+            softmax: Caps and sinks of the layer.
 
         Returns:
             fp32 [H, N].
         """
         columns = ColumnSums(queries=queries, skip_near=skip_near, below_uniform=True)
-        return reduce_group(self.column_scores(q, k, scale, columns).view(k.shape[0], -1, k.shape[1]), group, 1)
+        found = self.column_scores(q, k, scale, columns, softmax=softmax)
+        return reduce_group(found.view(k.shape[0], -1, k.shape[1]), group, 1)
 
 
 def has_flash(q: Tensor) -> bool:

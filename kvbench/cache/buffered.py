@@ -312,7 +312,8 @@ class BufferedStep(PagedStep):
         if self.flush_first:
             self._flush(layer, ring)
             tier.num_k, tier.num_v = (count[:, layer] for count in self._after)
-        out, _, _ = self.pages.backend.paged_decode(q, self.pages.pool.pages, [tier], ring, scale)
+        softmax, backend = self.holding.softmax_of(layer), self.pages.backend
+        out, _, _ = backend.paged_decode(q, self.pages.pool.pages, [tier], ring, scale, softmax=softmax)
         if not self.flush_first:
             self._flush(layer, ring)
         return out

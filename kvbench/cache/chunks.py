@@ -68,12 +68,13 @@ class Chunks:
         """Attends from one layer of a chunk (q [Hq, n, D], k and v [H, n, D], post-RoPE), and plans and writes it; for
         scope `model`, all layers with the last one. Returns [Hq, n, D], fp32 or the dtype of `q`."""
         reading, backend = self._open[row], self._holding.pages.backend
+        softmax = self._holding.softmax_of(layer)
         begin, end = reading.seen, reading.seen + k.shape[1]
         past_k, past_v, live, pos = self._past(row, layer, reading)
         if begin:
-            out = backend.chunk_attention(q, k, v, (past_k, past_v, live), scale)
+            out = backend.chunk_attention(q, k, v, (past_k, past_v, live), scale, softmax)
         else:
-            out = backend.prefill_attention(q, k, v, scale)
+            out = backend.prefill_attention(q, k, v, scale, softmax)
         score = self._scores(layer, q, (past_k, past_v, pos), k, v, scale, reading)
         if (queries := self._holding.scores.queries) is not None:
             queries.hold_prompt(row, layer, queries.last(q, scale), end)

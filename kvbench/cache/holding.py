@@ -16,7 +16,7 @@ from kvbench.cache.rotation import Rotations
 from kvbench.cache.scores import Scores
 from kvbench.cache.solve_budget import SolvedBudget
 from kvbench.cache.view import PagesView
-from kvbench.kernels.operands import Ring, TierPages
+from kvbench.kernels.operands import Ring, Softmax, TierPages
 from kvbench.policy import DecodeView, Policy
 
 Orders = tuple[Tensor, Tensor]  # of channels: int64 [S, L, Hq, D] of each query head's list, [S, L, H, D] of each list
@@ -134,6 +134,10 @@ class Holding:
     def copies(self) -> int:
         """The number of times that each key and value is kept."""
         return self.pages.shape[2] // self.shape.num_kv_heads
+
+    def softmax_of(self, layer: int) -> Softmax:
+        """Caps and sinks of a layer."""
+        return self.shape.softmax.of_layer(layer)
 
     @property
     def most_new_slots(self) -> int:

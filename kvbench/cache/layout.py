@@ -11,6 +11,7 @@ from torch import Tensor
 from kvbench.cache.ranks import ALONE, Ranks
 from kvbench.cache.rotation import KINDS, Kind
 from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
+from kvbench.kernels.operands import PLAIN, Softmax
 from kvbench.policy import Policy, ReadSpec, Tier
 from kvbench.rules import MAX_BYTES, Choice, Number, Several, Whole, check_settings
 
@@ -61,6 +62,7 @@ class ModelShape:
             heads that are divided among processes, this one's columns.
         places: Where the layers lie, in their order; empty = all on `device`.
         ranks: The processes among which the heads are divided.
+        softmax: Caps and sinks of all layers, of the query heads that this process holds.
     """
 
     num_layers: int
@@ -73,6 +75,7 @@ class ModelShape:
     output_projections: Sequence[Tensor] | None = None
     places: tuple[Place, ...] = ()
     ranks: Ranks = ALONE
+    softmax: Softmax = PLAIN
 
     @property
     def is_whole(self) -> bool:
@@ -90,6 +93,7 @@ class ModelShape:
         num_q_heads, num_kv_heads = self.heads_here
         for place in self.places or (Place(self.device, self.num_layers),):
             inv_freq = None if self.inv_freq is None else self.inv_freq.to(place.device)
+            sinks, here = self.softmax.sinks, slice(first, first + place.num_layers)
             own = replace(
                 self,
                 num_layers=place.num_layers,
@@ -98,6 +102,7 @@ class ModelShape:
                 device=place.device,
                 inv_freq=inv_freq,
                 places=(),
+                softmax=Softmax(self.softmax.cap, None if sinks is None else sinks[here].to(place.device)),
             )
             found.append((first, own))
             first += place.num_layers

@@ -184,7 +184,8 @@ class Paged(Holding, Places):
         tiers, _ = self.layer(torch.tensor([row], device=k.device), layer)
         self.rope.attach(tiers, None)
         keys, values, live = pages.backend.gather_dense(pages.pool.pages, tiers, None)
-        out = pages.backend.chunk_attention(q, k, v, (keys[0], values[0], live[0]), scale)
+        held = keys[0], values[0], live[0]
+        out = pages.backend.chunk_attention(q, k, v, held, scale, self.softmax_of(layer))
         offset = torch.arange(chunk, device=k.device)
         position = self.counters.seen[row] + offset
         stripped = self.rope.strip(k, position)

@@ -73,7 +73,7 @@ class Scores:
         self, policy: Policy, shape: ModelShape, pages: Pages, rotations: Rotations, first_layer: int = 0
     ) -> None:
         self.spec, self._pages, self._rotations, self._first_layer = policy.score, pages, rotations, first_layer
-        self._measurer = Measurer(policy.score, shape, pages.backend)
+        self._measurer = Measurer(policy.score, shape, pages.backend, first_layer)
         self.second: SecondOpinion[Statistic] | None = None
         self.measures_slots = policy.compaction is not None and self.spec.statistic.answers("of_slots")
         _check_fit(policy, shape, self.measures_slots)

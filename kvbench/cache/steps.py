@@ -195,8 +195,9 @@ class PagedStep:
             tiers = [self.reads.choose(pages, layer, q, tiers[0])]
         self.holding.rope.attach(tiers, self.view)
         group = spec.group_reduce if spec.decode_update else None
+        softmax = self.holding.softmax_of(layer)
         out, _, reduced = pages.backend.paged_decode(
-            q, pages.pool.pages, tiers, None, scale, power=spec.power, group=group
+            q, pages.pool.pages, tiers, None, scale, power=spec.power, group=group, softmax=softmax
         )
         scores.add_step(self.tokens_seen, self.view.prompt_tokens, tiers, reduced)
         return out
@@ -274,8 +275,8 @@ class PagedStep:
         spec = self.holding.policy.score
         near = 0 if gives else spec.skip_near
         scores = StepScores(power=spec.power, group=spec.group_reduce, update=update, gives=gives, skip_near=near)
-        heads = self.holding.shape.num_q_heads
-        return {"num_q_heads": heads, "seen": self.tokens_seen, "target": None, "scores": scores} | given
+        model = {"num_q_heads": self.holding.shape.num_q_heads, "softmax": self.holding.shape.softmax}
+        return model | {"seen": self.tokens_seen, "target": None, "scores": scores} | given
 
     def _settle(self, first: int, given: list[Sequence[Tensor]]) -> None:
         """Brings the scores of some layers up to date, from the first of them on; of each, per tier, [S, H, n]."""

@@ -25,6 +25,7 @@ from kvbench.cache.places import make_places
 from kvbench.cache.prompts import Prompts, ScoredLayer
 from kvbench.cache.steps import Attend, PagedStep
 from kvbench.kernels.backend import Backend
+from kvbench.kernels.operands import Softmax
 from kvbench.kernels.pool import PagePool, PoolExhausted
 from kvbench.policy import AttentionCall, DecodeView, Policy, Replay
 
@@ -144,18 +145,28 @@ class CompressedStore:
 
     # Prompts.
 
-    def prompt_attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
-        """Exact causal attention of a whole prompt, q [Hq, N, D], k and v [KV heads, N, D], which stores nothing: [Hq,
-        N, D] in the same dtype; and fp32 [Hq, N] the log-sum-exp of every query's logits, where the policy's scores can
-        use it."""
+    def prompt_attention(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Exact causal attention of a layer of a whole prompt, q [Hq, N, D], k and v [KV heads, N, D], which stores
+        nothing: [Hq, N, D] in the same dtype; and fp32 [Hq, N] the log-sum-exp of every query's logits, where the
+        policy's scores can use it."""
+        softmax = self._softmax_of(layer)
         if self._scores.takes_lse:
-            return self.backend.prefill_attention_with_lse(q, k, v, scale)
-        return self.backend.prefill_attention(q, k, v, scale), None
+            return self.backend.prefill_attention_with_lse(q, k, v, scale, softmax)
+        return self.backend.prefill_attention(q, k, v, scale, softmax), None
 
-    def replay_attention(self, q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Tensor, scale: float) -> Tensor:
-        """Exact attention of tokens, q [Hq, m, D], k and v [KV heads, m, D], behind an uncompressed prompt [KV heads,
-        N, D] over it and themselves, causally; stores nothing. Returns [Hq, m, D], fp32 or the dtype of `q`."""
-        return self.backend.chunk_attention(q, k, v, (past_k, past_v, None), scale)
+    def replay_attention(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Tensor, scale: float
+    ) -> Tensor:
+        """Exact attention of a layer's tokens, q [Hq, m, D], k and v [KV heads, m, D], behind an uncompressed prompt
+        [KV heads, N, D] over it and themselves, causally; stores nothing. Returns [Hq, m, D], fp32 or the dtype of
+        `q`."""
+        return self.backend.chunk_attention(q, k, v, (past_k, past_v, None), scale, self._softmax_of(layer))
+
+    def _softmax_of(self, layer: int) -> Softmax:
+        _, part = self.holding.part_of(layer)
+        return part.softmax_of(layer - part.first_layer)
 
     def prefill_layer(
         self,
@@ -185,7 +196,7 @@ class CompressedStore:
         if not scores.spec.only_keys_and_values:
             own = tuple(replace(each, k=part.copied(each.k, 0)) for each in replays)
             if lse is None and q is not None and scores.takes_lse:
-                _, lse = self.prompt_attention(q, k, v, scale)
+                _, lse = self.prompt_attention(layer, q, k, v, scale)
             score = scores.of_prompt(layer, q, part.copied(k, 0), part.copied(v, 0), scale, call, own, lse)
         if q is not None:
             last = None if scores.queries is None else scores.queries.last(q, scale)

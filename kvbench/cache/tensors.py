@@ -1,6 +1,6 @@
 """A layer as a statistic sees it, made of a prompt's tensors or of what pages hold."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ class Measurer:
     spec: ScoreSpec
     shape: ModelShape
     backend: Backend
+    first_layer: int = 0
 
     @property
     def reduction(self) -> HeadScores:
@@ -69,6 +70,8 @@ class MeasuredTensors(LayerTensors):
         self.tokens_seen, self.scale = tokens_seen, scale
         self._heads = None if heads is None or len(heads) == num_heads else heads
         self._num_heads = num_heads
+        how = measurer.shape.softmax.of_layer(layer - measurer.first_layer)
+        self._softmax = how if how.sinks is None else replace(how, sinks=self._chosen(how.sinks))
         projection = measurer.output_projection(layer)
         self._output_projection = None if projection is None else self._chosen(projection)
 
@@ -78,6 +81,12 @@ class MeasuredTensors(LayerTensors):
             inv_freq = None
         turns = self._given(inv_freq, "rotary positions", "add 'before_rope' to its needs")
         return rotate(x.float(), position[..., None].float() * turns.to(x.device))
+
+    def capped(self, products: Tensor) -> Tensor:
+        return self._softmax.capped(products)
+
+    def softmax(self, logits: Tensor) -> Tensor:
+        return self._softmax.probabilities(logits)
 
     def of_these_heads(self, x: Tensor) -> Tensor:
         return self._chosen(self.measurer.shape.ranks.own(x, 0))
@@ -123,7 +132,9 @@ class PromptTensors(MeasuredTensors):
             queries=spec.prefill_queries, skip_near=spec.skip_near, power=spec.power, reduce=spec.query_reduce
         )
         q, k = self._queries(), self.k
-        return measurer.backend.prompt_scores(q, k, self.scale, columns, measurer.reduction, self._lse)
+        return measurer.backend.prompt_scores(
+            q, k, self.scale, columns, measurer.reduction, self._lse, softmax=self._softmax
+        )
 
     def low_counts(self) -> Tensor:
         spec = self.measurer.spec
@@ -134,6 +145,7 @@ class PromptTensors(MeasuredTensors):
             queries=spec.prefill_queries,
             skip_near=spec.skip_near,
             group=spec.group_reduce,
+            softmax=self._softmax,
         )
 
     def _queries(self) -> Tensor:
@@ -200,9 +212,9 @@ class ChunkTensors(MeasuredTensors):
         rows = max(1, min(ROWS, MOST_NUMBERS // out.numel()))
         for begin in range(0, len(q_pos), rows):
             own = grouped[:, :, begin : begin + rows].float() * self.scale
-            logits = torch.matmul(own.flatten(1, 2), keys).unflatten(1, (-1, own.shape[2]))
+            logits = self.capped(torch.matmul(own.flatten(1, 2), keys).unflatten(1, (-1, own.shape[2])))
             distance = (q_pos[begin : begin + rows, None] - self.pos[:, None]).int()
-            prob = logits.masked_fill_((distance < 0)[:, None], float("-inf")).softmax(-1)
+            prob = self.softmax(logits.masked_fill_((distance < 0)[:, None], float("-inf")))
             if below_uniform:
                 prob = -(prob < 1.0 / (distance >= 0).sum(-1)[:, None, :, None]).float()
             if spec.power == 2:

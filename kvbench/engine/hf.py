@@ -99,7 +99,7 @@ class Dense(Session):
     replay_tokens: int = field(default=0, init=False)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        out, lse = self.store.prompt_attention(q[0], k[0], v[0], scale)
+        out, lse = self.store.prompt_attention(layer, q[0], k[0], v[0], scale)
         self.keep(layer, q[0], k[0], v[0], scale, lse)
         return out[None]
 
@@ -215,8 +215,8 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The registered attention function: query [B, Hq, n, D], key and value [B, H, n, D], post-RoPE; returns [B, n, Hq,
-    D]. Refuses a layer that asks for what the store does not reproduce: a mask, a window that binds, soft-capped
-    logits, sinks, later tokens, several calls, or anything that is not known."""
+    D]. Refuses a layer that asks for what the store does not reproduce: a mask, a window that binds, caps or sinks
+    that are not those of the store's softmax, later tokens, several calls, or anything that is not known."""
     layer = getattr(key, TAG, None)
     if layer is None:
         raise _NotOurs(
@@ -230,6 +230,10 @@ def attention(
         asked.add("a mask of its own")
     if getattr(module, "is_causal", True) is False:
         asked.add("later tokens (is_causal=False)")
+    knows_cap = (kwargs.get("softcap") or 0.0) == layer.session.store.shape.softmax.cap
+    knows_sinks = kwargs.get("s_aux") is getattr(module, "sinks", None)
+    for name, is_known in (("softcap", knows_cap), ("s_aux", knows_sinks)):  # as `softmax_of` found them
+        asked = asked - {name} if is_known else asked | {name}
     session, scale = layer.session, scaling if scaling is not None else query.shape[-1] ** -0.5
     if len(session.traces) != layer.index:
         asked.add("another number of calls of attention than one per layer")
@@ -268,7 +272,7 @@ AttentionMaskInterface.register(NAME, _no_mask)
 
 def detach(model: PreTrainedModel) -> None:
     """Gives the model back its own attention."""
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("sdpa" if getattr(model, "_supports_sdpa", False) else "eager")
 
 
 def attach(model: PreTrainedModel) -> None:

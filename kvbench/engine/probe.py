@@ -83,7 +83,7 @@ class Uncompressed:
         their queries and keys."""
         held = self._layers[layer]
         held.replays.append(Replay(first=self.part[0], end=self.part[1], q=q, k=k))
-        return self._store.replay_attention(q, k, v, held.k, held.v, scale)
+        return self._store.replay_attention(layer, q, k, v, held.k, held.v, scale)
 
     def compress(self, row: int, num_tokens: int) -> int:
         """Hands the layers to the store, each with what the passes gave of it, and forgets them; `num_tokens` are those

@@ -11,6 +11,7 @@ from kvbench.cache.layout import ModelShape, Place
 from kvbench.engine import placement
 from kvbench.engine.calls import OutputProjections, attention_modules
 from kvbench.errors import UnsupportedModel
+from kvbench.kernels.operands import Softmax
 from kvbench.models.matrices import PackedLinear
 
 REMEDY = "use a model with full attention in every layer (Llama, Mistral without window, Qwen2, Qwen3, ...)"
@@ -43,7 +44,7 @@ def check_supported(model: PreTrainedModel) -> None:
             f"{name}: sliding_window={window} means that layers forget on their own; {REMEDY}, or set sliding_window: "
             "null"
         )
-    for key in ("attn_logit_softcapping", "kv_lora_rank", "attention_chunk_size"):
+    for key in ("kv_lora_rank", "attention_chunk_size"):
         if getattr(config, key, None):
             raise UnsupportedModel(
                 f"{name}: {key}={getattr(config, key)} changes attention in a way the store does not reproduce; "
@@ -73,7 +74,20 @@ def model_shape(model: PreTrainedModel, places: Sequence[tuple[torch.device, int
         output_projections=_output_projections(model),
         places=parts if len(parts) > 1 else (),
         ranks=placement.ranks_of(model),
+        softmax=softmax_of(model),
     )
+
+
+def softmax_of(model: PreTrainedModel) -> Softmax:
+    """Caps and sinks of all layers: what a layer without sinks has of them is minus infinity."""
+    config, sinks = model.config.get_text_config(), None
+    for module in attention_modules(model):
+        if isinstance(own := getattr(module, "sinks", None), Tensor):
+            own = getattr(own, "to_local", lambda own=own: own)().detach().float()  # of a DTensor this process's part
+            if sinks is None:
+                sinks = own.new_full((config.num_hidden_layers, len(own)), float("-inf"))
+            sinks[int(getattr(module, "layer_idx"))] = own  # noqa: B009 - mypy takes it for a tensor
+    return Softmax(getattr(config, "attn_logit_softcapping", None) or 0.0, sinks)
 
 
 def _output_projections(model: PreTrainedModel) -> OutputProjections | None:

@@ -145,14 +145,23 @@ class LayerTensors(ABC):
         query."""
         group, q_pos = self.q.shape[0] // self.k.shape[0], self.q_pos[which]
         keys, pos = (x.repeat_interleave(group, 0) for x in (self.k.float(), self.pos))
-        logits = torch.einsum("hid,hjd->hij", self.q[:, which].float() * self.scale, keys)
+        logits = self.capped(torch.einsum("hid,hjd->hij", self.q[:, which].float() * self.scale, keys))
         return logits.masked_fill(pos[:, None, :] > q_pos[None, :, None], float("-inf"))
 
     def probabilities(self, which: slice | Tensor = slice(None)) -> Tensor:
         """Attention fp32 [Hq, w, n] of `q`, or some of its queries; 0 throughout for a query that sees no key."""
         logits, q_pos = self.logits(which), self.q_pos[which]
         blind = (self.pos[:, None, :] > q_pos[None, :, None]).all(-1, keepdim=True)
-        return logits.softmax(-1).masked_fill(blind.repeat_interleave(len(logits) // len(blind), 0), 0.0)
+        return self.softmax(logits).masked_fill(blind.repeat_interleave(len(logits) // len(blind), 0), 0.0)
+
+    def capped(self, products: Tensor) -> Tensor:
+        """Logits, of products of queries and keys that have the factor in them: some models cap them. Before keys are
+        masked."""
+        return products
+
+    def softmax(self, logits: Tensor) -> Tensor:
+        """Probabilities of logits [Hq, w, n] or [H, Hq / H, w, n]; of models with sinks they sum to less than 1."""
+        return logits.softmax(-1)
 
     def grouped(self, x: Tensor) -> Tensor:
         """x [Hq, ...] as [H, Hq / H, ...]."""

@@ -15,6 +15,7 @@ from kvbench.kernels.backend import REFERENCE, Backend
 from kvbench.kernels.bench import attention, bench, caches, machine, manager, prefill
 from kvbench.kernels.bench.attention import Settings
 from kvbench.kernels.dispatch import get_backend
+from kvbench.kernels.operands import PLAIN
 
 SMALL = "shapes=[6x2x64] lengths=[96] batches=[2] rounds=2 threads=[1]".split()
 SMALL += ["formats=[K16V16,K4V2,KIVI2,K8V4+K4V2,K4V2+KVQ4]"]
@@ -178,7 +179,7 @@ class Failing(Backend):
 class Short(Backend):
     """Counts one query too few."""
 
-    def prompt_scores(self, q, k, scale, columns, reduction, lse=None):
+    def prompt_scores(self, q, k, scale, columns, reduction, lse=None, softmax=PLAIN):
         fewer = columns.queries - 1 if columns.queries > 0 else 200
         return super().prompt_scores(q, k, scale, dataclasses.replace(columns, queries=fewer), reduction)
 
@@ -186,7 +187,7 @@ class Short(Backend):
 class Forgetful(Backend):
     """Passes over the first token of what a chunk stands behind."""
 
-    def chunk_attention(self, q, k, v, history, scale):
+    def chunk_attention(self, q, k, v, history, scale, softmax=PLAIN):
         past_k, past_v, live = history
         if live is not None:
             live = live.clone()

@@ -6,7 +6,7 @@ from engine_helpers import engine, random_tokens
 
 from kvbench.cache.again import SecondOpinion
 from kvbench.kernels.backend import Backend
-from kvbench.kernels.operands import ColumnSums
+from kvbench.kernels.operands import PLAIN, ColumnSums
 from kvbench.methods.h2o import H2O
 from kvbench.methods.snapkv import SnapKV
 
@@ -20,11 +20,11 @@ class OnePass(Backend):
         super().__init__()
         self.attended = self.summed = 0
 
-    def prefill_attention_with_lse(self, q, k, v, scale):
+    def prefill_attention_with_lse(self, q, k, v, scale, softmax=PLAIN):
         self.attended += 1
         return super().prefill_attention_with_lse(q, k, v, scale)
 
-    def column_scores(self, q, k, scale, columns, lse=None):
+    def column_scores(self, q, k, scale, columns, lse=None, softmax=PLAIN):
         if lse is None:
             return super().column_scores(q, k, scale, columns)
         self.summed += 1

@@ -43,7 +43,7 @@ class Counted:
         size = 2 * self.shape.num_kv_heads * self.shape.head_dim
         return torch.empty(tokens, size, dtype=torch.bfloat16, device="meta")
 
-    def prompt_attention(self, q, k, v, scale):
+    def prompt_attention(self, layer, q, k, v, scale):
         """As on a GPU, with the log-sum-exp that scores of all queries take."""
         return attention_with_lse(q, k, v, scale)
 

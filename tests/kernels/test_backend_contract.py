@@ -10,7 +10,7 @@ from kvbench.kernels.backend import REFERENCE, Backend
 from kvbench.kernels.cpu.backend import Cpu
 from kvbench.kernels.cpu.build import BuildError
 from kvbench.kernels.format import PageFormat, SlotFormat
-from kvbench.kernels.operands import ColumnSums, HeadScores, TierPages
+from kvbench.kernels.operands import PLAIN, ColumnSums, HeadScores, TierPages
 
 try:
     from kvbench.kernels.gpu.backend import Gpu
@@ -96,9 +96,9 @@ def test_column_sums_are_what_a_backend_replaces(kind):
     """Prompt scores and low counts are made of the backend's own column sums, whichever backend it is."""
 
     class Counting(kind):
-        def column_scores(self, q, k, scale, columns, lse=None):
+        def column_scores(self, q, k, scale, columns, lse=None, softmax=PLAIN):
             asked.append(columns)
-            return Backend.column_scores(self, q, k, scale, columns, lse)
+            return Backend.column_scores(self, q, k, scale, columns, lse, softmax)
 
     asked: list[ColumnSums] = []
     try:

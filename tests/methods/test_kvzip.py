@@ -9,12 +9,13 @@ from store_helpers import make_store, watching
 from transformers import DynamicCache
 
 from kvbench.cache.again import SecondOpinion
+from kvbench.kernels.operands import PLAIN, Softmax
 from kvbench.methods.full import Full
 from kvbench.methods.kvzip import KVzip, Reconstruction
 from kvbench.policy import Probe, Replay, ScoreSpec
 
 
-def plain_scores(q, k, replays, scale, sinks) -> torch.Tensor:
+def plain_scores(q, k, replays, scale, sinks, softmax=PLAIN) -> torch.Tensor:
     """The largest attention that keys k [H, N, D] receive, one query at a time, in float64."""
     score = torch.zeros(k.shape[:2])
     for replay in replays:
@@ -24,14 +25,22 @@ def plain_scores(q, k, replays, scale, sinks) -> torch.Tensor:
             own = head // (replay.q.shape[0] // k.shape[0])
             for i, query in enumerate(replay.q[head].double()):
                 keys = torch.cat([k[own, seen], replay.k[own, : i + 1]]).double()
-                found = torch.softmax(keys @ query * scale, 0)[len(seen) - (end - first) : len(seen)]
+                logits = keys @ query * scale
+                if softmax.cap:
+                    logits = softmax.cap * torch.tanh(logits / softmax.cap)
+                if softmax.sinks is not None:
+                    logits = torch.cat([logits, softmax.sinks[0, head, None].double()])
+                found = torch.softmax(logits, 0)[len(seen) - (end - first) : len(seen)]
                 score[own, first:end] = torch.maximum(score[own, first:end], found.float())
     return score
 
 
-@pytest.mark.parametrize("sinks", [0, 3, 20])
-def test_scores_are_those_of_a_plain_replay(sinks):
-    """Two passes, one of them longer than what is computed at once, over 25 tokens of two heads with three queries."""
+@pytest.mark.parametrize(
+    ("sinks", "softmax"), [(0, PLAIN), (3, PLAIN), (20, PLAIN), (3, Softmax(1.5, torch.linspace(-2, 3, 6)[None]))]
+)
+def test_scores_are_those_of_a_plain_replay(sinks, softmax):
+    """Two passes, one of them longer than what is computed at once, over 25 tokens of two heads with three queries; of
+    a model that caps its logits and has sinks, too."""
     torch.manual_seed(sinks)
     k, v = torch.randn(2, 2, 25, 16)
     replays = tuple(
@@ -39,9 +48,9 @@ def test_scores_are_those_of_a_plain_replay(sinks):
         for a, b, m in ((0, 18, 70), (18, 25, 9))
     )
     policy, seen = watching(KVzip, budget=10, sinks=sinks)
-    store = make_store(policy, num_q_heads=6, num_kv_heads=2, head_dim=16)
+    store = make_store(policy, num_q_heads=6, num_kv_heads=2, head_dim=16, softmax=softmax)
     store.prefill_layer(store.open_row(), 0, None, k, v, 0.25, None, replays)
-    assert (seen[0].score[0] - plain_scores(None, k, replays, 0.25, sinks)).abs().max() < 1e-6
+    assert (seen[0].score[0] - plain_scores(None, k, replays, 0.25, sinks, softmax)).abs().max() < 1e-6
 
 
 def test_a_spec_has_both_or_neither():

@@ -83,8 +83,12 @@ static bool run_chunk(const Call& call, Plan& plan, long list, int tier_index, l
     }
     const long entry = (begin + t) % ring->k_length;
     widen_any(ring->kind, ring->k + seq * ring->k_row_stride + head * ring->k_head_stride + entry * D * ring_unit, D, s.row.data());
-    for (long g = 0; g < G; g++) p_chunk[g * stride + t] = call.scale * dot(q + g * D, s.row.data(), D);
+    for (long g = 0; g < G; g++) {
+      p_chunk[g * stride + t] = call.scale * dot(q + g * D, s.row.data(), D);
+      if (call.cap != 0.0f) cap_logits(p_chunk + g * stride + t, 1, call.cap);
+    }
   }
+  for (long g = 0; g < G && call.cap != 0.0f; g++) cap_logits(p_chunk + g * stride, held_k, call.cap);
   const long part = (list * plan.chunks_per_list + p.first_chunk + chunk) * G;
   for (long g = 0; g < G; g++) plan.max[part + g] = largest(p_chunk + g * stride, n);
   const float* top = &plan.max[part];
@@ -159,8 +163,10 @@ static void merge_list(const Call& call, Plan& plan, long list, Scratch& s) {
     const float* sum = plan.sum.data() + list * chunks * G + g;
     float most = kLowest, total = 0.0f;
     for (long c = 0; c < chunks; c++) most = std::max(most, top[c * G]);
+    if (call.sinks) most = std::max(most, call.sinks[list % call.num_heads * G + g]);
     for (long c = 0; c < chunks; c++)
       if (sum[c * G] != 0.0f) total += (s.factor[c * G + g] = std::exp(top[c * G] - most)) * sum[c * G];
+    if (call.sinks) total += std::exp(call.sinks[list % call.num_heads * G + g] - most);
     float* out = call.out + (list * G + g) * D;
     std::fill(out, out + D, total == 0.0f ? NAN : 0.0f);  // attention over nothing has no value
     for (long c = 0; c < chunks; c++) {

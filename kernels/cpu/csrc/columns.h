@@ -14,11 +14,13 @@ namespace kvb {
 struct Columns {
   float* logits;       // [heads][num_queries][width], overwritten; the last query sees all `width` keys, each one before it one less
   float* sums;         // [heads][sum_stride], added to
+  const float* sinks;  // [heads] a logit of each head that belongs to no key, or null
   int64_t num_heads, num_queries, width, sum_stride;
   int64_t skip_near;   // a query does not count for keys nearer than this
   int32_t power;       // of the probabilities: 1 or 2
   int32_t below;       // count, as -1 each, the probabilities below 1 / (keys seen) instead
   int32_t num_threads;
+  float cap;           // a logit x becomes cap * tanh(x / cap); 0: it stays
 };
 
 // The first n < kLanes floats of p, with `rest` behind them.
@@ -83,7 +85,10 @@ static void sum_columns(const Columns& c, long head) {
   for (long i = 0; i < c.num_queries; i++) {
     float* x = c.logits + (head * c.num_queries + i) * c.width;
     const long seen = c.width - c.num_queries + i + 1, counted = std::max<long>(0, seen - c.skip_near);
-    const float total = exponentials(x, seen, row_peak(x, seen));
+    if (c.cap != 0.0f) cap_logits(x, seen, c.cap);
+    const float peak = row_peak(x, seen);
+    float total = exponentials(x, seen, peak);
+    if (c.sinks) total += std::exp(c.sinks[head] - peak);
     add_row(c, x, counted, 1.0f / total, 1.0f / float(seen), block.data());
   }
   float* to = c.sums + head * c.sum_stride;

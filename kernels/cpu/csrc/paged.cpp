@@ -128,6 +128,7 @@ int kvb_step(const kvb::Step* step, int layer, float* q, const float* k, const f
     ring.num_tokens += offset;
     call.ring = &ring;
   }
+  if (call.sinks) call.sinks += offset * call.group_size;
   call.tiers = tiers;
   call.q = q;
   call.out = out;

@@ -48,9 +48,10 @@ struct Call {
   Ring* ring;  // or null
   float *out, *lse;
   const int64_t* seen;  // [S] position of the query, for skip_near
+  const float* sinks;   // [H * G] a logit of each query head that belongs to no key (of a step [L, H * G]), or null
   int64_t page_bytes, num_pages, seq_stride;  // `list` in the tables of tiers and rings is sequence * seq_stride + head
   int32_t num_seq, num_heads, group_size, head_dim, num_tiers, power, reduce, num_threads, rotated, update, skip_near;
-  float scale;
+  float scale, cap;  // a logit x becomes cap * tanh(x / cap); 0: it stays
 };
 
 enum Reduce { kNone, kSum, kMean, kMax };

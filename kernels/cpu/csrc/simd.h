@@ -378,4 +378,21 @@ KVB_INLINE Vec exp_of(Vec x) {
   return times_power_of_two(p, n);
 }
 
+// tanh x to 2e-7; NaN stays NaN.
+KVB_INLINE Vec tanh_of(Vec x) {
+  const Vec minus = sub(splat(0.0f), x), size = max_of(minus, x), e = exp_of(mul(splat(-2.0f), size));
+  const Vec sign = max_of(splat(-1.0f), min_of(splat(1.0f), mul(x, splat(1e30f))));
+  return mul(sign, div(sub(splat(1.0f), e), add(splat(1.0f), e)));
+}
+
+// Puts n logits x behind a soft cap: cap * tanh(x / cap).
+inline void cap_logits(float* x, long n, float cap) {
+  const Vec most = splat(cap), part = splat(1.0f / cap);
+  for (; n >= kLanes; n -= kLanes, x += kLanes) store(x, mul(most, tanh_of(mul(load(x), part))));
+  float rest[kLanes] = {0};
+  std::memcpy(rest, x, n * sizeof(float));
+  store(rest, mul(most, tanh_of(mul(load(rest), part))));
+  std::memcpy(x, rest, n * sizeof(float));
+}
+
 }  // namespace kvb

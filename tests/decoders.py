@@ -1,0 +1,163 @@
+"""Every causal decoder that transformers has, tiny and with random weights, and what kvbench says to it.
+
+As a program it prints docs/models.md (`make docs`).
+"""
+
+import contextlib
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import kvbench
+from kvbench.errors import UnsupportedModel
+
+KINDS = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+LAYERS, WINDOW, PROMPT, ANSWER = 4, 8, 20, 4
+WHOLE = dict.fromkeys("num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers".split(), LAYERS)
+WHOLE |= dict.fromkeys("num_attention_heads n_head n_heads num_heads decoder_attention_heads".split(), 4)
+WHOLE |= dict.fromkeys("hidden_size n_embd d_model embedding_size word_embed_proj_dim".split(), 64)
+WHOLE |= dict.fromkeys("intermediate_size n_inner ffn_dim decoder_ffn_dim encoder_ffn_dim".split(), 96)
+WHOLE |= dict.fromkeys("num_local_experts num_experts n_routed_experts moe_num_experts".split(), 4)
+WHOLE |= dict.fromkeys("num_key_value_heads num_experts_per_tok moe_topk".split(), 2)
+WHOLE |= dict.fromkeys("head_dim kv_channels v_head_dim q_lora_rank kv_lora_rank".split(), 16)
+WHOLE |= dict.fromkeys("max_position_embeddings n_positions".split(), 512)
+WHOLE |= dict.fromkeys("moe_intermediate_size shared_expert_intermediate_size".split(), 32)
+WHOLE |= dict.fromkeys("n_shared_experts n_group topk_group first_k_dense_replace".split(), 1)
+WHOLE |= dict.fromkeys("sliding_window attention_chunk_size".split(), WINDOW)  # shorter than the prompt
+WHOLE |= {"vocab_size": 96, "pad_token_id": 0, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+BY_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "moe_layers")
+MOST_WEIGHTS = 30_000_000
+
+
+def shrink(config, layers: int = LAYERS):
+    """Sets what there is of the tiny sizes; of layers of several kinds, each stays."""
+    for name, value in WHOLE.items():
+        if getattr(config, name, None) is not None:
+            with contextlib.suppress(Exception):  # a field that follows from others
+                setattr(config, name, value)
+    for name in BY_LAYER:
+        if isinstance(listed := getattr(config, name, None), list) and len(listed) > layers:
+            kinds = list(dict.fromkeys(listed))
+            setattr(config, name, listed[:layers] if {*listed[:layers]} == {*kinds} else (layers * kinds)[:layers])
+    return config
+
+
+def tiny_model(kind: str, **fields):
+    """A random model of a type; a string that says why where the tiny sizes make none, or a large one."""
+    try:
+        config = transformers.AutoConfig.for_model(kind)
+        text = shrink(config.get_text_config())
+        for name, value in fields.items():
+            setattr(text, name, value)
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            outline = transformers.AutoModelForCausalLM.from_config(config)
+        if (count := sum(weights.numel() for weights in outline.parameters())) > MOST_WEIGHTS:
+            return f"{count} weights at the tiny sizes"
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        if text.get_text_config().__dict__.get("attn_logit_softcapping"):
+            model.set_attn_implementation("eager")  # others leave the cap out
+        with torch.no_grad():
+            for weights in model.parameters():  # biases and gates begin at 0 or 1, where they do nothing
+                weights.add_(0.1 * torch.randn_like(weights))
+            model(torch.arange(3, 8)[None], use_cache=False)
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
+    return model
+
+
+def logits_of(model, ids: torch.Tensor, num_prompt: int) -> torch.Tensor:
+    """Logits of the last prompt token and of each later one, through a full cache of kvbench's."""
+    with torch.no_grad(), kvbench.compress(model, "full"):
+        out = model(ids[:, :num_prompt], use_cache=True, logits_to_keep=1)
+        found = [out.logits]
+        for place in range(num_prompt, ids.shape[1]):
+            out = model(ids[:, place : place + 1], past_key_values=out.past_key_values, use_cache=True)
+            found.append(out.logits)
+    return torch.cat(found, 1).float()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What kvbench says to a family: its logits differ by this share of their spread, or it is refused."""
+
+    layers: str
+    difference: float | None = None
+    reason: str = ""
+
+    @property
+    def words(self) -> str:
+        """Its last column in the table."""
+        return "runs" if self.difference is not None else self.reason
+
+
+def try_family(kind: str) -> Verdict:
+    """Reads a prompt and decodes behind it with the full cache, and without any."""
+    model = tiny_model(kind)
+    if isinstance(model, str):
+        return Verdict("", reason=f"not tried: {model}")
+    ids = torch.randint(3, 90, (1, PROMPT + ANSWER), generator=torch.Generator().manual_seed(1))
+    layers = layers_of(model)
+    try:
+        found = logits_of(model, ids, PROMPT)
+    except UnsupportedModel as error:
+        return Verdict(layers, reason=f"refused: {str(error).partition('; use a model with')[0]}")
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).logits[:, PROMPT - 1 :].float()
+    return Verdict(layers, difference=float((found - wanted).abs().max() / wanted.std()))
+
+
+def layers_of(model) -> str:
+    """What the layers of a model are, and what their softmax has beside logits."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ["full_attention"]
+    words = [str(kind).removesuffix("_attention") for kind in dict.fromkeys(kinds)]
+    if words == ["full"] and getattr(config, "sliding_window", None):
+        words = ["sliding"]
+    softmax = [name for name, has in (
+        ("latent", getattr(config, "kv_lora_rank", None)),
+        ("soft cap", getattr(config, "attn_logit_softcapping", None)),
+        ("sinks", any(isinstance(getattr(module, "sinks", None), torch.Tensor) for module in model.modules())),
+    ) if has]  # fmt: skip
+    return ", ".join(words + softmax)
+
+
+HEAD = f"""# Models
+
+Generated by `make docs`; a test keeps it so. It lists every family of transformers {transformers.__version__} that has
+a causal decoder, by its `model_type`. Each was tried with a random model of {LAYERS} layers, windows of {WINDOW} tokens
+and a prompt of {PROMPT}: a family that `runs` gives the logits of transformers' own attention, behind the prompt and
+behind each of {ANSWER} later tokens, through the method `full`; the tiny model's layers and whatever else its attention
+has are in the second column. A family that is refused says so before a token is read, with this reason.
+
+The text part of a model that also sees (Qwen3-VL, Mistral 3, Gemma 3) counts under the name of its text model.
+
+"""
+
+
+def render() -> str:
+    """The document."""
+    found = {kind: try_family(kind) for kind in KINDS}
+    runs = sum(verdict.difference is not None for verdict in found.values())
+    text = f"{runs} of {len(found)} families run.\n\n| family | layers | kvbench |\n|---|---|---|\n"
+    return HEAD + text + "".join(f"| {kind} | {one.layers} | {one.words} |\n" for kind, one in found.items())
+
+
+def rows(text: str) -> Iterator[tuple[str, str, str]]:
+    """The rows of the document: family, layers, what kvbench says."""
+    for line in text.splitlines():
+        if line.startswith("| ") and not line.startswith("| family"):
+            family, layers, words = (cell.strip() for cell in line.strip("|").split("|"))
+            yield family, layers, words
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    sys.stdout.write(render())
