@@ -43,6 +43,7 @@ TASKS = {
         "values": ("uuids",),
     },
     "stream": {"prompt_tokens": (16, 40), "tokens": (3, 12), "items": (1, 2)},
+    "perplexity": {"chunk_tokens": (8, 21), "chunks": (1, 2)},
     "drift": {
         "prompt_tokens": (16, 40),
         "tokens": (3, 12),
@@ -65,6 +66,7 @@ SMALL = {
 SMALL |= {
     "needle": "lengths=[500] depths=2 items=1",
     "stream": "prompt_tokens=24 tokens=6 items=2",
+    "perplexity": "chunk_tokens=12 chunks=2",
     "custom": "max_new_tokens=4",
 }
 SETTINGS = {
@@ -160,7 +162,7 @@ def case(seed: int, folder: Path) -> list[str]:
         value = value_of(settings[name], draw)
         if value is not None:
             given[f"method.{name}"] = value
-    if task != "stream":  # which answers nothing
+    if task not in ("stream", "perplexity"):  # which answer nothing
         words.append("protocol.max_new_tokens=3")
     else:
         given = {key: value for key, value in given.items() if not key.startswith("protocol.")}

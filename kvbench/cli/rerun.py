@@ -108,7 +108,7 @@ def _report(
 
 def _answer(record: SampleRecord) -> dict[str, Any]:
     """A record without what differs between two runs of the same thing; `read_samples` has no token ids."""
-    return {key: value for key, value in record.items() if key not in ("timing", "token_ids", "seal")}
+    return {key: value for key, value in record.items() if key not in ("timing", "token_ids", "answer", "seal")}
 
 
 def differences(before: Any, after: Any, name: str = "") -> Iterator[tuple[str, str, str]]:

@@ -1,5 +1,6 @@
 """Teacher forcing: how far a compressed cache's predictions are from the full cache's, on a given continuation."""
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from kvbench.engine.long_logits import Logits
 from kvbench.engine.requests import BINS
+from kvbench.stats.tails import KL_TAILS, quantile
 
 
 def _sum(x: Tensor) -> Tensor:
@@ -51,13 +53,20 @@ class ChoiceMeter:
 class FidelityMeter(ChoiceMeter):
     """Compares one row with the full, uncompressed cache, token by token, whose logits `reference` has, fp32
     [len(gold), vocabulary]; further ones are not looked at. With `exact_first`, the first token is predicted by the
-    prompt's own forward pass, and not behind an end of the prompt that was read through the compressed cache."""
+    prompt's own forward pass, and not behind an end of the prompt that was read through the compressed cache. The first
+    `warmup` tokens are fed and not measured."""
 
     reference: Logits
     exact_first: bool = True
+    warmup: int = 0
     nll_full: list[float] = field(default_factory=list, kw_only=True)
     kl: list[float] = field(default_factory=list, kw_only=True)
     agree: list[bool] = field(default_factory=list, kw_only=True)
+
+    @property
+    def first(self) -> int:
+        """Place of the first token that is measured."""
+        return max(int(self.exact_first), self.warmup)
 
     def measure(self, index: int, logits: Tensor) -> Tensor:
         # One row at a time: of a long text, all rows at once would be gigabytes for a second time.
@@ -79,19 +88,23 @@ class FidelityMeter(ChoiceMeter):
 
         All means are over the same tokens: those that were predicted from the compressed cache. A first token that the
         prompt's own forward pass predicts, which is exact for every method, is not one of them; None where there is no
-        other.
+        other. A tail of the KL is None where the tokens are fewer than it needs (`quantile`).
         """
-        count, first = len(self.nll), int(self.exact_first)
+        count, first = len(self.nll), self.first
         measured = count - first
 
         def mean(values: list[float] | list[bool]) -> float | None:
             return sum(values[first:]) / measured if measured else None
 
+        changes = [math.exp(-own) - math.exp(-full) for own, full in zip(self.nll, self.nll_full, strict=True)]
+        square = mean([change * change for change in changes])
         return {
             "nll": mean(self.nll),
             "nll_full": mean(self.nll_full),
             "kl_mean": mean(self.kl),
+            **{name: quantile(self.kl[first:], share) for name, share in KL_TAILS.items()},
             "kl_max": max(self.kl[first:], default=None),
+            "dp_rms": None if square is None else math.sqrt(square),
             "top1_agreement": mean(self.agree),
             "gold_argmax_share": mean(self.hit),
             "gold_exact": float(all(self.hit)),
@@ -100,8 +113,8 @@ class FidelityMeter(ChoiceMeter):
         }
 
     def drift(self) -> dict[str, list[float]]:
-        """The same along the answer (`SampleRecord.drift`); a token that the prompt's own pass predicts is left out."""
-        first = int(self.exact_first)
+        """The same along the answer (`SampleRecord.drift`), without the tokens that are not measured."""
+        first = self.first
         last = bisect_right(BINS, len(self.nll) - 1)
         sums = {name: [0.0] * last for name in ("tokens", "nll", "nll_full", "kl", "same_first_choice")}
         for token in range(first, len(self.nll)):
@@ -121,4 +134,4 @@ class FidelityMeter(ChoiceMeter):
             "right_first_choice": self.hit,
         }
         told = {name: [float(f"{value:.5g}") for value in values] for name, values in columns.items()}
-        return told | {"exact": [float(self.exact_first)]}
+        return told | {"exact": [float(self.first)]}

@@ -71,7 +71,9 @@ class Reader:
     def force(self, row: int, request: Request, logits: Tensor, forced: Forced, reference: Logits) -> ForcedRow:
         """A row in which answers are forced and compared with the full cache's logits behind the prompt."""
         exact = self._sees_all(request)
-        meter = FidelityMeter(forced.gold, take(reference, forced.places), exact_first=exact)
+        meter = FidelityMeter(
+            forced.gold, take(reference, forced.places), exact_first=exact, warmup=request.warmup_tokens
+        )
         return ForcedRow(row=row, request=request, logits=logits, meter=meter, ends=forced.ends)
 
     def reference(self, request: Request, forced: Forced) -> Logits:

@@ -54,6 +54,7 @@ class Request:
             whole prompt is seen before anything is compressed; `(context, question)` compresses the context before the
             question is seen.
         gold: Token ids of the reference answer for teacher forcing; empty when the sample has none.
+        warmup_tokens: First tokens of `gold` that are fed and not measured.
         answers: The right answers as the task has them, for people; nothing is computed from them.
         choices: Token ids of continuations whose log-likelihoods are wanted; each is scored on a fork of the one
             compressed prompt.
@@ -80,6 +81,7 @@ class Request:
     subset: str
     segments: tuple[tuple[int, ...], ...]
     gold: tuple[int, ...] = ()
+    warmup_tokens: int = 0
     answers: tuple[str, ...] = ()
     choices: tuple[tuple[int, ...], ...] = ()
     turns: tuple[Turn, ...] = ()

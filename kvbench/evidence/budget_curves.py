@@ -31,13 +31,13 @@ def series_of(runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:
     for run in runs:
         settings = {**(run.record.identity.get("method") or {}), **(run.record.identity.get("store") or {})}
         words = tuple((key, str(value)) for key, value in settings.items() if not _is_number(value))
-        found.setdefault((run.method, words, run.conditions), []).append(run)
+        found.setdefault((run.method, words, run.conditions, run.apart), []).append(run)
     names: dict[str, list[StoredRun]] = {}
-    for (method, words, conditions), members in found.items():
+    for (method, words, conditions, apart), members in found.items():
         others = [key for key in found if key[0] == method]
         told = [f"{k}={v}" for k, v in words if any((k, v) not in key[1] for key in others)]
         told += list(conditions) if len({key[2] for key in others}) > 1 else []
-        names.setdefault(" ".join([method, *told]), []).extend(members)
+        names.setdefault(" ".join([*filter(None, [apart]), method, *told]), []).extend(members)
     return names
 
 
@@ -48,13 +48,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, str) and value[:1].isdigit() and not value.isalpha()
 
 
-def _resident_share(run: StoredRun, names: Sequence[SampleName]) -> np.ndarray:
-    """The part of each sample in the share of the FP16 cache that a run holds; their mean is that share."""
+def _held(run: StoredRun, names: Sequence[SampleName], axis: Measure) -> np.ndarray:
+    """The part of each sample in what a run holds, as a share of the FP16 cache or in bytes; their mean is that."""
     sums: dict[SampleName, list[float]] = {}
     for record in run.samples.values():
         if record["status"] != "ok":
             continue
-        above, below = RESIDENT.above(record), RESIDENT.below(record)
+        above, below = axis.above(record), axis.below(record)
         if above is not None and below:
             both = sums.setdefault((record["subset"], record["sample_id"]), [0.0, 0.0])
             both[0] += above
@@ -64,38 +64,39 @@ def _resident_share(run: StoredRun, names: Sequence[SampleName]) -> np.ndarray:
     return share + (held[:, 0] - share * held[:, 1]) / held[:, 1].mean()
 
 
-def at_bytes(name: str, runs: Sequence[StoredRun], what: Measure, wanted: Bytes) -> Curve:
+def at_bytes(name: str, runs: Sequence[StoredRun], what: Measure, wanted: Bytes, axis: Measure = RESIDENT) -> Curve:
     """The values of a method, whose runs are one series, at some bytes, or their mean over a range of bytes.
 
-    The bytes are percent of an FP16 full cache; two of them ask for the mean over the logarithm of the bytes between
-    them, which is the area under the budget curve divided by its width.
+    The bytes are in the unit of `axis`, percent of an FP16 full cache; two of them ask for the mean over the logarithm
+    of the bytes between them, which is the area under the budget curve divided by its width.
 
     Raises:
         OutOfRange: The runs do not span these bytes.
     """
     curves = [curve_of(run, what) for run in runs]
     common = shared(curves)
-    ends = np.log(np.atleast_1d(np.asarray(wanted, dtype=float)) / 100)
+    ends = np.log(np.atleast_1d(np.asarray(wanted, dtype=float)) / axis.scale)
     if len(runs) < 2 or not common:
         raise OutOfRange(f"{name} has no two runs with common samples, so it has no curve over bytes")
     members = by_subset(common)
     names = [sample for group in members.values() for sample in group]
-    shares = np.stack([_resident_share(run, names) for run in runs], axis=1)
+    shares = np.stack([_held(run, names, axis) for run in runs], axis=1)
     order = np.argsort(shares.mean(axis=0))
     shares, curves = shares[:, order], [curves[index] for index in order]
     means = shares.mean(axis=0)
-    x = np.log(means)
+    x, unit = np.log(means), axis.unit.split()[0]
     if ends[0] < x[0] - TIE or ends[-1] > x[-1] + TIE:
-        low, high = 100 * means[[0, -1]]
+        low, high = axis.scale * means[[0, -1]]
         raise OutOfRange(
-            f"{name} was run from {low:.1f} to {high:.1f} % of the bytes only, and nothing is guessed beyond"
+            f"{name} was run from {low:.1f} to {high:.1f} {unit} of the bytes only, and nothing is guessed beyond"
         )
     values = weighed(
         [np.array([[c.values[s] for c in curves] for s in group]) for group in members.values()], curves[0].weighting
     )
     read = _at if len(ends) == 1 else _area
     pseudo = _pseudo_values(values, (shares - means) / means, x, lambda y, places: read(y, places, ends))
-    text = f"{name} at {wanted:g} %" if len(ends) == 1 else f"{name}, {{:g}} to {{:g}} %".format(*100 * np.exp(ends))
+    shown = [f"{end:g}" for end in axis.scale * np.exp(ends)]
+    text = f"{name} at {shown[0]} {unit}" if len(shown) == 1 else f"{name}, {' to '.join(shown)} {unit}"
     found = dict(zip(names, pseudo.tolist(), strict=True))
     total = max(curve.total for curve in curves)
     return Curve(

@@ -4,6 +4,7 @@ with intervals and tests, verdicts, and the table of them.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -12,10 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbench.config.files import FULL
+from kvbench.evidence import argued
 from kvbench.evidence.budget_curves import OutOfRange, at_bytes, series_of
 from kvbench.evidence.load import Group, StoredRun, fits_settings, load_groups, sentences
 from kvbench.evidence.samples import Change, Curve, NoCommonSample, Pairs, changes, curve_of, measure, noise, pair
 from kvbench.evidence.settings import Bytes, bytes_wanted, check
+from kvbench.evidence.together import together
 from kvbench.results.measures import Measure
 from kvbench.results.writing import write_file
 from kvbench.show import terminal
@@ -32,6 +35,7 @@ ESTIMATORS = (
     "bootstrap's; it reaches zero where the test does not exclude zero"
 )
 WIDEST = 10_000  # columns, more than a table needs
+NAME_LENGTH = 16  # characters of a name that stay on one line
 TEXT_LENGTH = 160  # characters of an answer on the terminal
 
 
@@ -50,6 +54,8 @@ class ComparedRun:
     """The difference that `p` refuses: none (0), or for nearness to the full cache one of at most the margin."""
     changes: list[Change]
     """Samples that got worse or better by more than noise."""
+    longer: Paired | None = None
+    """The same of the tokens of an answer; None without answers, and without verdicts."""
     num_family: int = 1
     """Rows that were corrected together."""
     p_holm: float | None = None
@@ -128,7 +134,7 @@ class ComparedRun:
         if not self.pairs.is_enough:
             return TOO_FEW
         if self.p_holm is not None and self.p_holm < ALPHA and self._stands():
-            return "worse" if (self.value < 0) == self.what.higher_is_better else "better"
+            return self.what.verdicts[(self.value > 0) == self.what.higher_is_better]
         if self.p_equal_holm is not None and self.p_equal_holm < EQUAL_LEVEL:
             return "equal"
         return "cannot tell"
@@ -188,6 +194,7 @@ def _compare(
                 margin=margin,
                 null=margin if what.is_fidelity and is_full else 0.0,
                 changes=changes(pairs, what, tolerance),
+                longer=argued.longer(mine.run, theirs.run, cfg.resamples, cfg.seed) if has_verdicts else None,
             )
         )
         if mine.run and theirs.run and mine.run.conditions != theirs.run.conditions:
@@ -246,7 +253,7 @@ def _at_equal_bytes(
     curves: dict[str, Curve] = {}
     for title, runs in series_of([run for run in group.runs if run.method != FULL and run.complete]).items():
         try:
-            curves[title] = at_bytes(title, runs, what, wanted)
+            curves[title] = at_bytes(title, runs, what, wanted, next(iter(group.axes.values())))
         except OutOfRange as error:
             notes.append(f"not compared: {error}")
     against: Curve | None = None
@@ -304,19 +311,24 @@ def _columns(rows: Sequence[ComparedRun]) -> dict[str, list[str]]:
         "p Holm": [p_text(row.p_holm) for row in rows],
         f"p equal\n+-{margin}": [p_text(row.p_equal_holm) for row in rows],
         "would\nshow": [number(row.detectable, what.scale) for row in rows],
+        **argued.columns([(row.run, row.longer) for row in rows]),
     }
 
 
 def _tables(title: str, rows: Sequence[ComparedRun], console: Console) -> list[Table]:
-    """One table, or where that is too wide for the console one up to the verdict and one of what it stands on."""
-    columns, names = list(_columns(rows).items()), [row.label for row in rows]
-    whole = terminal.table_of(title, "run", names, columns)
-    needed = console.measure(whole, options=console.options.update(max_width=WIDEST)).minimum
-    if needed <= console.width:
-        return [whole]
-    cut = [heading for heading, _ in columns].index("verdict") + 1
-    parts = ((title, columns[:cut]), (None, columns[cut:]))
-    return [terminal.table_of(name, "run", names, part) for name, part in parts]
+    """One table, or where it is too wide for the console two or three: up to the verdict, its grounds, the answers."""
+    columns, names = _columns(rows), [row.label for row in rows]
+    ends = [len(columns), list(columns).index("verdict") + 1, list(columns).index("would\nshow") + 1]
+    wide = console.options.update(max_width=WIDEST)
+    least = min(NAME_LENGTH, max(map(len, names)))  # of a name, which may go on in the next line; numbers may not
+    for parts in range(1, len(ends) + 1):
+        pieces = [list(columns.items())[low:high] for low, high in pairwise(sorted({0, *ends[:parts]}))]
+        widths = [
+            console.measure(terminal.table_of(None, None, names, piece), options=wide).maximum for piece in pieces
+        ]
+        if least + 2 + max(widths) <= console.width:
+            break
+    return [terminal.table_of(None if place else title, "run", names, part) for place, part in enumerate(pieces)]
 
 
 def change_lines(change: Change, scale: float, names: tuple[str, str]) -> list[str]:
@@ -372,6 +384,8 @@ def legend(num_family: int) -> list[str]:
         "wrong and every one that the other run lacks right. Below 90 % of the answers there is no verdict.",
         "would show: the smallest true difference that p Holm shows with 80 % probability, at the upper end of the "
         "share of answers that change at all. `cannot tell` is not `equal`.",
+        "answer longer by: tokens, paired, with a 95 % interval. loops: answers that end in the same tokens three "
+        "times in a row or more, 16 tokens at least. metric=tokens and metric=loops test them.",
     ]
 
 
@@ -384,6 +398,7 @@ def record_of(group: Group, row: ComparedRun) -> dict[str, Cell]:
         csv_row(group=group.title, run=row.label, hash=mine, against=row.pairs.theirs.label, metric=row.what.key)
         | csv_row(n=row.pairs.num_samples, of=row.pairs.total, difference=row.value, low=low, high=high)
         | csv_row(interval=kind, worst=row.worst, lost=row.num_lost, gained=row.num_gained)
+        | argued.csv_cells(row.run, row.longer)
         | {"test": row.found.test, **{name: getattr(row, name) for name in tests}}
     )
 
@@ -391,7 +406,7 @@ def record_of(group: Group, row: ComparedRun) -> dict[str, Cell]:
 def main(cfg: DictConfig) -> int:
     """Carry out `kvbench compare`."""
     check(cfg)
-    groups = load_groups(cfg, also=(str(cfg.against),))
+    groups = together(load_groups(cfg, also=(str(cfg.against),)), cfg)
     tables = [(group, *compare_group(group, cfg)) for group in groups]
     rows = [row for _, found, _ in tables for row in found]
     if not rows:

@@ -5,7 +5,7 @@ not rows: all answers to one question stay together, and n is the number of dist
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -100,6 +100,8 @@ class Panel:
     seed: int = SEED
     unfit: str = ""
     """Why the full cache's answers are no ground for a standing; empty where they are."""
+    axes: Mapping[str, Measure] = field(default_factory=lambda: COSTS)
+    """What it can be drawn against."""
     band: Interval | None = None
     """The range in which the full cache lands when it is run again with another batch size or backend."""
     notes: list[str] = field(default_factory=list)
@@ -228,7 +230,7 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
     reference = group.reference if group.reference in runs and cfg.quality == "difference" else None
     if cfg.quality == "difference" and reference is None:
         notes.append(f"{group.title}: there is no complete run of the full cache, so scores are drawn, not differences")
-    costs = {name: costs_of(axis, runs, samples) for name, axis in COSTS.items()}
+    costs = {name: costs_of(axis, runs, samples) for name, axis in group.axes.items()}
     series = {run.name: (name, family(members)) for name, members in series_of(runs).items() for run in members}
     points = []
     for index, run in enumerate(runs):
@@ -258,8 +260,9 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
         seed=cfg.seed,
         unfit=group.unfit(what),
         notes=notes,
+        axes=group.axes,
     )
-    for name, axis in COSTS.items():
+    for name, axis in group.axes.items():
         lacking = [point.label for point in points if name not in point.costs]
         if lacking and name not in NO_EVIDENCE:
             notes.append(f"not drawn against {axis.title}, which their samples lack: {', '.join(lacking)}")
@@ -270,7 +273,8 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
             f"n too small: {panel.num_samples} samples, and {FEWEST_SAMPLES} are needed (two in each subset), so "
             "nothing is said of which run is better"
         )
-    _check_time(panel, runs)
+    if TIME.name in panel.axes:
+        _check_time(panel, runs)
     return panel
 
 
@@ -378,7 +382,7 @@ def together(questions: Sequence[Questions], values: Sequence[Strata]) -> Strata
 
 def _mean_point(parts: Sequence[Point], questions: Sequence[Questions], what: Measure) -> Point:
     costs = {}
-    for name in COSTS:
+    for name in parts[0].costs:
         held = [part.costs[name] for part in parts if name in part.costs]
         if len(held) < len(parts):
             continue

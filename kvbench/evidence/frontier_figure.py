@@ -11,7 +11,7 @@ from kvbench.config.files import FULL
 from kvbench.evidence.dominance import BEST, DOMINATED, NEAR, TOO_FEW, best_so_far, standing
 from kvbench.evidence.frontier import Interval, Panel, Point
 from kvbench.evidence.published import method_name
-from kvbench.results.measures import COSTS, RESIDENT
+from kvbench.results.measures import RESIDENT
 from kvbench.show.picture import LINE_HEIGHT, METHOD_MARKERS, SKY, STYLES, drawn, method_style, name_points
 from kvbench.show.terminal import three_digits
 from kvbench.stats.paired import ALPHA
@@ -98,7 +98,7 @@ class Drawing:
     """One panel's data with the axis it is drawn on, by the name of the cost."""
 
     def __init__(self, panel: Panel, axis: str) -> None:
-        self.panel, self.axis = panel, COSTS[axis]
+        self.panel, self.axis = panel, panel.axes[axis]
         self.points = [point for point in panel.points if axis in point.costs]
         self.standing = standing(panel, axis)
         self.scale = panel.what.scale

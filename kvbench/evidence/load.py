@@ -14,7 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from kvbench.config.files import FULL
 from kvbench.results.lines import read_samples
-from kvbench.results.measures import Measure
+from kvbench.results.measures import COSTS, Measure
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import Key, SampleRecord
 from kvbench.show.labels import differing
@@ -38,6 +38,8 @@ class StoredRun:
     """Answers the run consists of; None when the run was killed and no other run of its group tells."""
     label: str = ""
     """Method and the settings that tell it from the other runs of its group."""
+    apart: str = ""
+    """Its model, in a group of several; else empty."""
 
     @property
     def method(self) -> str:
@@ -70,7 +72,7 @@ class StoredRun:
     def method_key(self) -> str:
         """Method and its settings, which find the same thing in another group."""
         settings = json.dumps([self.record.identity.get(part) for part in ("method", "store")], sort_keys=True)
-        return f"{self.method} {settings}"
+        return f"{self.apart} {self.method} {settings}" if self.apart else f"{self.method} {settings}"
 
     @property
     def key(self) -> str:
@@ -105,6 +107,10 @@ class Group:
     """At least one run, each with a finished sample, by method; complete or not."""
     notes: list[str] = field(default_factory=list)
     """Sentences for the reader: which runs are incomplete, failed or of another version."""
+    largest: str = ""
+    """The model with the most bytes of weights, in a group of several; else empty."""
+    axes: Mapping[str, Measure] = field(default_factory=lambda: COSTS)
+    """What its quality can be drawn against."""
 
     @property
     def reference(self) -> StoredRun | None:
@@ -114,7 +120,7 @@ class Group:
 
         def rank(run: StoredRun) -> tuple:
             place = order.index(run.conditions) if run.conditions in order else len(order)
-            return not run.complete, str(run.settings.get("tier")) != "fp16", place, run.name
+            return run.apart != self.largest, not run.complete, str(run.settings.get("tier")) != "fp16", place, run.name
 
         return min((run for run in self.runs if run.method == FULL), key=rank, default=None)
 
@@ -129,7 +135,11 @@ class Group:
         if reference is None:
             return []
         same = reference.record.identity.get("method")
-        others = (run for run in self.runs if run.method == FULL and run is not reference and run.complete)
+        others = (
+            run
+            for run in self.runs
+            if run.method == FULL and run is not reference and run.complete and run.apart == reference.apart
+        )
         return [run for run in others if run.record.identity.get("method") == same]
 
 

@@ -13,6 +13,7 @@ from kvbench.evidence.frontier import NO_EVIDENCE, Panel, Point, averages, build
 from kvbench.evidence.load import Group, load_groups, patterns, sentences
 from kvbench.evidence.settings import check as check_settings
 from kvbench.evidence.settings import write_drawn
+from kvbench.evidence.together import together
 from kvbench.results.measures import COSTS, SCORE
 from kvbench.show import terminal
 from kvbench.show.csv_file import Cell, csv_row, records_csv
@@ -44,6 +45,11 @@ def panels_of(groups: Sequence[Group], cfg: DictConfig) -> list[Panel]:
     return [*found, *averages(found)]
 
 
+def axes_of(panel: Panel, cfg: DictConfig) -> list[str]:
+    """The axes that are asked for, of those that a panel has; all of its own where it has none of these."""
+    return [axis for axis in patterns(cfg.axes) or () if axis in panel.axes] or list(panel.axes)
+
+
 def add_published(group: Group, panel: Panel) -> None:
     """Put what papers printed for the group's task and methods into its panel, and say so."""
     methods = sorted({point.method for point in panel.points})
@@ -58,7 +64,7 @@ def add_published(group: Group, panel: Panel) -> None:
 def render(panel: Panel, axis: str, console: Console) -> None:
     """Print the points of one panel, the cheapest first."""
     shown = sorted((p for p in panel.points if axis in p.costs), key=lambda p: p.costs[axis].value)
-    places, cost = standing(panel, axis), COSTS[axis]
+    places, cost = standing(panel, axis), panel.axes[axis]
 
     def held(point: Point) -> str:
         mine = point.costs[axis]
@@ -90,7 +96,8 @@ def quality_text(panel: Panel, point: Point) -> str:
 def csv_of(panels: Sequence[Panel]) -> bytes:
     """Every point of every panel with all its costs, unrounded: ratios, seconds, and the metric's own unit."""
     records: list[dict[str, Cell]] = []
-    axes = [name for name in COSTS if name not in NO_EVIDENCE]  # a time in a table looks like a measurement
+    names = dict.fromkeys(name for panel in panels for name in panel.axes)
+    axes = [name for name in names if name not in NO_EVIDENCE]  # a time in a table looks like a measurement
     for panel in panels:
         places = {name: standing(panel, name) for name in axes}
         for point in panel.points:
@@ -113,11 +120,11 @@ def csv_of(panels: Sequence[Panel]) -> bytes:
 def main(cfg: DictConfig) -> int:
     """Carry out `kvbench pareto`."""
     check(cfg)
-    panels = panels_of(load_groups(cfg), cfg)
+    panels = panels_of(together(load_groups(cfg), cfg), cfg)
     console = terminal.console(120)
     pictures: list[tuple[str, str, bytes]] = []
     for panel in panels:
-        for axis in patterns(cfg.axes) or list(COSTS):
+        for axis in axes_of(panel, cfg):
             console.print()
             render(panel, axis, console)
             for kind in patterns(cfg.kinds) or DRAWN:

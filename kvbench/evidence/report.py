@@ -12,13 +12,14 @@ from rich.text import Text
 
 from kvbench.config.files import FULL
 from kvbench.evidence import frontier_figure, pareto
+from kvbench.evidence.argued import argued_table, mean_of
 from kvbench.evidence.compare import ComparedRun, compare_group, correct, count, difference, legend, worst
 from kvbench.evidence.dominance import BEST, DOMINATED, MEANING, NEAR, standing
 from kvbench.evidence.frontier import Panel, averages, build
-from kvbench.evidence.load import Group, StoredRun, load_groups, patterns
-from kvbench.evidence.samples import by_subset, curve_of, strata_of
+from kvbench.evidence.load import Group, StoredRun, load_groups
+from kvbench.evidence.together import together
 from kvbench.results import summary
-from kvbench.results.measures import AVERAGE, COSTS, PEAK, RESIDENT, SCORE, TIME, Measure, item_title, ledger_items
+from kvbench.results.measures import AVERAGE, PEAK, RESIDENT, SCORE, TIME, Measure, item_title, ledger_items
 from kvbench.results.writing import write_file, write_files
 from kvbench.show import terminal
 from kvbench.show.picture import item_place
@@ -36,14 +37,16 @@ LAST_TOKENS = 16  # of a projection's tokens, those that an answer added
 SETTING_LENGTH = 10_000  # characters of a setting; a table of numbers is a long one
 
 
-def _pictures(panel: Panel, axes: Sequence[str]) -> list[dict]:
-    made = {axis: picture for axis in axes if (picture := frontier_figure.render(panel, axis, "png"))}
+def _pictures(panel: Panel, cfg: DictConfig) -> list[dict]:
+    made = {
+        axis: picture for axis in pareto.axes_of(panel, cfg) if (picture := frontier_figure.render(panel, axis, "png"))
+    }
     return [
         {
             "data": base64.b64encode(_small(picture)).decode("ascii"),
-            "name": COSTS[axis].title,
+            "name": panel.axes[axis].title,
             "alt": picture_words(panel, axis),
-            "caption": f"{panel.title}: {panel.what.title} against {COSTS[axis].title}.",
+            "caption": f"{panel.title}: {panel.what.title} against {panel.axes[axis].title}.",
         }
         for axis, picture in made.items()
     ]
@@ -60,7 +63,6 @@ def _small(png: bytes) -> bytes:
 
 def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], list[dict]]:
     """Compute what the page shows: one part for each group, and one for each mean over groups."""
-    axes = patterns(cfg.axes) or list(COSTS)
     compared = [compare_group(group, cfg) if group.reference else ([], []) for group in groups]
     panels = [build(group, cfg) for group in groups]
     for group, panel in zip(groups, panels, strict=True):
@@ -75,9 +77,10 @@ def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], list[d
             {
                 "title": group.title,
                 "notes": list(dict.fromkeys(said)),
-                "pictures": _pictures(panel, axes) if panel else [],
+                "pictures": _pictures(panel, cfg) if panel else [],
                 "tiers": tier_bars(group),
                 "ledger": byte_bars(group),
+                "argued": argued_table(group, {row.run.name: row.longer for row in rows if row.run}),
                 "settings": settings_rows(group),
                 "environment": environment(group),
                 "num_changes": sum(len(row.changes) for row in rows),
@@ -92,7 +95,7 @@ def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], list[d
         # Why there is no mean, where there is none.
         item["notes"] += [note for note in (panel.notes if panel else ()) if note not in item["notes"]]
     return found, [
-        {"title": p.title, "note": " ".join(filter(None, [p.unfit, *p.notes])), "pictures": _pictures(p, axes)}
+        {"title": p.title, "note": " ".join(filter(None, [p.unfit, *p.notes])), "pictures": _pictures(p, cfg)}
         for p in means
     ]
 
@@ -166,13 +169,13 @@ def methods_table(group: Group, rows: Sequence[ComparedRun], panel: Panel | None
     by_run = {row.run.name: row for row in rows if row.run}
     places = {}
     if panel is not None:
-        keys = standing(panel, RESIDENT.name)
+        keys = standing(panel, next(iter(panel.axes)))
         places = {name: keys.get(point.key, "") for point in panel.points for name in point.names}
     what = rows[0].what if rows else panel.what if panel else None
     shown = []
     for run in group.runs:
         row, ledger = by_run.get(run.name), bytes_of(run)
-        cells = [_score(run, what), *(_comparison(row) if row else ["-"] * 6)]
+        cells = [number(mean_of(run, what), what.scale) if what else "-", *(_comparison(row) if row else ["-"] * 6)]
         cells += [_ratio(ledger, RESIDENT), _at_length(run), places.get(run.name, "")]
         cells += [_ratio(ledger, AVERAGE), _ratio(ledger, PEAK), _time(run)]
         verdict = row.verdict if row else "reference" if run is group.reference else "-"
@@ -196,13 +199,6 @@ def methods_table(group: Group, rows: Sequence[ComparedRun], panel: Panel | None
             "evidence of a difference. `kvbench bench` times methods in turn.",
         ],
     }
-
-
-def _score(run: StoredRun, what: Measure | None) -> str:
-    values = curve_of(run, what).values if what else {}
-    if what is None or not values:
-        return "-"
-    return number(float(strata_of(values, by_subset(values).values(), run.record.weighting).mean()), what.scale)
 
 
 def _comparison(row: ComparedRun) -> list[str]:
@@ -375,7 +371,7 @@ def picture_words(panel: Panel, axis: str) -> str:
     places = standing(panel, axis)
     front = [point.label for point in panel.points if places.get(point.key) in (BEST, NEAR)]
     beaten = sum(place == DOMINATED for place in places.values())
-    words = f"{panel.title}: {panel.what.title} against {COSTS[axis].title} for {len(panel.points)} runs."
+    words = f"{panel.title}: {panel.what.title} against {panel.axes[axis].title} for {len(panel.points)} runs."
     if panel.unfit:
         return f"{panel.unfit}. {words}"
     if front:
@@ -394,7 +390,7 @@ def reference_words(group: Group, rows: Sequence[ComparedRun]) -> str:
 def main(cfg: DictConfig) -> int:
     """Carry out `kvbench report`."""
     pareto.check(cfg)
-    groups = load_groups(cfg)
+    groups = together(load_groups(cfg), cfg)
     found, means = gather(groups, cfg)
     made, cut = page(found, means, cfg)
     if cfg.out is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbench.errors import unknown_name
 from kvbench.evidence.load import Group, StoredRun
-from kvbench.results.measures import FIDELITY, SCORE, Measure, score
+from kvbench.results.measures import ANSWERS, FIDELITY, SCORE, Measure, score
 from kvbench.results.sample import SampleRecord, answers_of
 from kvbench.stats.paired import Paired, paired
 from kvbench.stats.strata import Strata, Weighting, weighed
@@ -77,10 +77,15 @@ def curve_of(run: StoredRun, what: Measure) -> Curve:
 
 
 def measure(name: str, group: Group) -> Measure:
-    """Find a metric: `score` for the task's primary one, a teacher-forced one, or any name of the task's scores; raises
-    ValueError where runs of the group have other scores only."""
-    if name in FIDELITY:
-        return FIDELITY[name]
+    """Find a metric: `score` for the task's primary one, a teacher-forced one, `tokens` and `loops` of the answers, or
+    any name of the task's scores; raises ValueError where runs of the group have other scores only."""
+    if known := (FIDELITY | ANSWERS).get(name):
+        if known.is_fidelity and group.largest:
+            raise ValueError(
+                f"metric={name} measures each model against its own full cache and tokens, and says nothing between "
+                "models; take score, tokens or loops"
+            )
+        return known
     records = [run.record for run in group.runs]
     chosen = next((record.primary for record in records if record.primary), "") if name == SCORE.name else name
     found = next((record.metrics[chosen] for record in records if chosen in record.metrics), None)
@@ -88,7 +93,7 @@ def measure(name: str, group: Group) -> Measure:
         there = {metric for record in records for metric in record.metrics}
         if not there:  # of runs that have only begun, whose samples then lack it: a word on them, not the end of others
             return score(name)
-        raise unknown_name("metric", name, {SCORE.name, *FIDELITY, *there})
+        raise unknown_name("metric", name, {SCORE.name, *FIDELITY, *ANSWERS, *there})
     return score(chosen, found.higher_is_better)
 
 

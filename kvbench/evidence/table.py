@@ -13,7 +13,8 @@ from omegaconf import DictConfig
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.settings import check as check_settings
 from kvbench.evidence.table_content import AVERAGE, Cell, PaperTable, tables_of
-from kvbench.results.measures import RESIDENT
+from kvbench.evidence.together import together
+from kvbench.results.measures import RESIDENT, TOTAL
 from kvbench.results.writing import write_file
 from kvbench.show.csv_file import csv_row, records_csv
 from kvbench.show.terminal import NO_INTERVAL
@@ -26,7 +27,7 @@ WIDTH = 120  # columns where the output is no terminal
 LONGEST = 6  # decimals
 MISSING = "-"
 INTERVAL = "95 %"  # heading of the average's interval
-BYTES = "KV %"  # heading of the resident bytes
+BYTES = {RESIDENT: "KV %", TOTAL: f"{TOTAL.short}, {TOTAL.unit}"}  # headings of what is held
 TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 TEX |= {char: f"\\{char}" for char in "&%$#_{}"}
 
@@ -62,9 +63,9 @@ def grid(table: PaperTable, layout: Layout, write: Callable[[str, bool], str]) -
     """The cells with their headings in the first row and the first column; `write` makes a cell from words in one line,
     and whether it is to stand out."""
     last = [] if layout.intervals else [INTERVAL]
-    found = [[(words, False) for words in ("run", BYTES, *table.columns.values(), *last)]]
+    found = [[(words, False) for words in ("run", BYTES[table.held], *table.columns.values(), *last)]]
     for row in table.rows:
-        held = MISSING if row.resident is None else f"{row.resident * RESIDENT.scale:.1f}"
+        held = MISSING if (size := row.held(table.held)) is None else f"{size * table.held.scale:.1f}"
         cells = [(row.label, False), (held, False)]
         for cell in map(row.cells.get, table.columns):
             words = _number(cell.value, table, layout) if cell else MISSING
@@ -88,7 +89,7 @@ def legend(table: PaperTable, mark: str) -> list[str]:
     """Sentences that must be known to read the table."""
     lines = [
         f"{table.what.title}, {table.what.unit}; {'higher' if table.what.higher_is_better else 'lower'} is better. "
-        f"{BYTES}: resident bytes, {RESIDENT.unit}. {MISSING}: not there."
+        f"{BYTES[table.held]}: {table.held.title}, {table.held.unit}. {MISSING}: not there."
     ]
     if any(cell.is_best for row in table.rows for cell in row.cells.values()):
         lines.append(
@@ -190,10 +191,11 @@ def csv_of(tables: Sequence[PaperTable]) -> bytes:
             low, high = (cell.interval if cell else None) or (None, None)
             records.append(
                 csv_row(group=table.title, run=row.label, method=row.method)
-                | csv_row(resident_ratio=row.resident, column="average" if key == AVERAGE else key)
+                | csv_row(resident_ratio=row.held(RESIDENT), column="average" if key == AVERAGE else key)
                 | csv_row(heading=heading, metric=table.what.key, value=cell.value if cell else None)
                 | csv_row(low=low, high=high, n=cell.num_samples if cell else 0)
                 | csv_row(best=int(cell.is_best) if cell else None)
+                | (csv_row(total_bytes=row.held(TOTAL)) if any(one.held is TOTAL for one in tables) else {})
             )
     return records_csv(records)
 
@@ -201,7 +203,7 @@ def csv_of(tables: Sequence[PaperTable]) -> bytes:
 def main(cfg: DictConfig) -> int:
     """Carry out `kvbench table`."""
     check(cfg)
-    tables = tables_of(load_groups(cfg), cfg)
+    tables = tables_of(together(load_groups(cfg), cfg), cfg)
     if cfg.format == "csv":
         content = csv_of(tables)
     else:

@@ -14,7 +14,7 @@ from kvbench.config.files import FULL
 from kvbench.evidence.frontier import Interval, score_interval
 from kvbench.evidence.load import Group, StoredRun, sentences
 from kvbench.evidence.samples import ENOUGH, SampleName, curve_of, measure, strata_of
-from kvbench.results.measures import RESIDENT, Measure
+from kvbench.results.measures import Measure
 from kvbench.results.sample import SampleRecord
 from kvbench.results.summary import sums
 from kvbench.stats.paired import ALPHA, difference, holm
@@ -60,11 +60,10 @@ class Row:
     cells: dict[str, Cell] = field(default_factory=dict)
     """Column -> number; what is missing has none."""
 
-    @property
-    def resident(self) -> float | None:
-        """Resident bytes of all samples as a share of an FP16 full cache of the same."""
-        above, below = sums([record for run in self.runs for record in run.samples.values()], RESIDENT)
-        return above / below if below else None
+    def held(self, what: Measure) -> float | None:
+        """What all samples hold: resident bytes as a share of an FP16 full cache of the same, or another measure."""
+        above, below = sums([record for run in self.runs for record in run.samples.values()], what)
+        return above / below if above and below else None
 
 
 @dataclass(kw_only=True)
@@ -73,6 +72,8 @@ class PaperTable:
 
     title: str
     what: Measure
+    held: Measure
+    """What stands beside the name of a run: its bytes."""
     columns: dict[str, str]
     """Key -> heading; the last is the average."""
     spans: list[tuple[str, int]]
@@ -184,7 +185,16 @@ def _table(groups: Sequence[Group], cfg: Mapping) -> PaperTable:
     title = first.title if len(groups) == 1 else f"{first.task} with {first.model}"
     rows.sort(key=lambda row: (row.method != FULL, row.method, _natural(row.label)))
     named = [f"{group.title}: {reason}" for group, reason in zip(groups, why, strict=True) if reason]
-    return PaperTable(title=title, what=what, columns=columns, spans=spans, rows=rows, notes=notes, unfit=named)
+    return PaperTable(
+        title=title,
+        what=what,
+        held=next(iter(first.axes.values())),
+        columns=columns,
+        spans=spans,
+        rows=rows,
+        notes=notes,
+        unfit=named,
+    )
 
 
 def _natural(label: str) -> list[tuple[float, str]]:

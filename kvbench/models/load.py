@@ -66,6 +66,13 @@ class LoadedModel:
         return self.fingerprint, str(self.dtype), str(self.device), self.linear, self.quantisation, layers
 
     @property
+    def weights_bytes(self) -> int | None:
+        """Bytes of its weights as they lie here, tied ones once; None of quantised ones, which hide their size."""
+        if self.quantisation:
+            return None
+        return sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+
+    @property
     def rows_are_alone(self) -> bool:
         """True if a row's numbers are the same bits whatever other rows pass through the model with it."""
         return self.linear == matrices.STREAMED and matrices.rows_are_alone(self.model)

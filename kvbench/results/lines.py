@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
-from kvbench.results.sample import LONGEST_LINE, Key, Line, SampleRecord, key_of, read_line
+from kvbench.results.sample import LONGEST_LINE, Key, Line, SampleRecord, answer_facts, key_of, read_line
 from kvbench.rules.files import open_regular
 
 PACKED = ".xz"  # what a packed journal's name has at its end
@@ -99,7 +99,8 @@ def read_samples(path: Path, run: str, *, sealed: bool = False) -> tuple[dict[Ke
             of before there were seals, and its lines count as they are.
 
     Returns:
-        Records by sample and repeat, without their token ids, and the number of lines that do not count.
+        Records by sample and repeat, with what their token ids say in place of these, and the number of lines that do
+        not count.
 
     Raises:
         OSError: It is no regular file, cannot be read, or is no journal.
@@ -113,6 +114,7 @@ def read_samples(path: Path, run: str, *, sealed: bool = False) -> tuple[dict[Ke
             damaged += 1
             continue
         num_loose += not line.is_sealed
+        line.record["answer"] = answer_facts(line.record)
         line.record.pop("token_ids", None)
         (found if line.is_sealed else loose).setdefault(key_of(line.record), line.record)
     return (found, damaged + num_loose) if sealed else (loose, damaged)

@@ -47,6 +47,8 @@ class Measure:
     """Largest difference that counts as none where a command does not say otherwise, in the unit of the records."""
     tolerance: float = 0.0
     """Largest difference of a sample that is only numerical noise, in the unit of the records."""
+    verdicts: tuple[str, str] = ("worse", "better")
+    """Words for a value that is worse, and for one that is better, than another run's."""
     is_fidelity: bool = False
     """Nearness to the full cache. Beside the full cache itself everything is farther away, so only a difference beyond
     the margin says anything."""
@@ -94,6 +96,7 @@ def at(record: SampleRecord, path: Path) -> float | None:
 # Of shares between 0 and 1, shown in points.
 _SHARE: dict[str, Any] = {"unit": POINTS, "scale": 100.0, "bounded": True, "margin": SCORE_MARGIN}
 _SHARE["higher_is_better"] = True
+_LOWER = {"higher_is_better": False}
 
 
 def score(name: str = "score", higher_is_better: bool = True) -> Measure:
@@ -114,8 +117,29 @@ def _fidelity(name: str, title: str, short: str, key: str, **more: Any) -> Measu
 
 NLL = _fidelity("nll", "gold NLL", "gold NLL", "nll")
 KL = _fidelity("kl", "KL to the full cache", "KL to full", "kl_mean")
+# The tail: the KL that 99 % and 99.9 % of an answer's tokens do not exceed, of answers with at least 100 and 1,000.
+KL_99 = _fidelity("kl_99", "KL to the full cache, 99 % of an answer", "KL 99 %", "kl_99")
+KL_999 = _fidelity("kl_999", "KL to the full cache, 99.9 % of an answer", "KL 99.9 %", "kl_999")
+KL_MAX = _fidelity("kl_max", "KL to the full cache, largest of an answer", "KL max", "kl_max")
+# Root mean square over an answer's tokens.
+DP = _fidelity("dp", "change of the forced token's probability", "RMS dp", "dp_rms", **(_SHARE | _LOWER))
 TOP1 = _fidelity("top1", "same first choice as the full cache", "top 1", "top1_agreement", **_SHARE)
-FIDELITY = {measure.name: measure for measure in (NLL, KL, TOP1)}
+FIDELITY = {measure.name: measure for measure in (NLL, KL, KL_99, KL_999, KL_MAX, DP, TOP1)}
+
+# What the answers are like, whatever they score; found in their tokens as a journal is read.
+LENGTH = Measure(
+    name="tokens",
+    title="tokens of an answer",
+    short="tokens",
+    numerator=("answer", "tokens"),
+    unit="tokens",
+    margin=1.0,
+    verdicts=("longer", "shorter"),
+)
+LOOPS = Measure(
+    name="loops", title="answers that end in a loop", short="loops", numerator=("answer", "loops"), **(_SHARE | _LOWER)
+)
+ANSWERS = {measure.name: measure for measure in (LENGTH, LOOPS)}
 
 
 def _of_full(name: str, title: str, short: str) -> Measure:
@@ -149,7 +173,7 @@ BYTES = (RESIDENT, AVERAGE, PEAK)
 ONE_SHOT_PEAK = _of_full("one_shot_peak", "bytes at the worst moment, had prompts been read at once", "peak at once")
 # Bytes of the ledger that are sums or something else than an item.
 NOT_ITEMS = {"resident_bytes", "average_bytes", "peak_bytes", "one_shot_peak_bytes", "staging_peak_bytes"}
-NOT_ITEMS |= {"fp16_bytes", "page_bytes"}
+NOT_ITEMS |= {"fp16_bytes", "page_bytes", "total_bytes"}
 # Of what reading all that is kept takes; only methods that choose what to read have it.
 READ = Measure(
     name="read",
@@ -191,6 +215,15 @@ RATE = Measure(
 )
 
 COSTS = {measure.name: measure for measure in (*BYTES, TIME)}  # what quality can be drawn against
+# The same where runs of several models stand together; `kvbench.evidence.together` adds it up.
+TOTAL = Measure(
+    name="total",
+    title="bytes of weights and cache",
+    short="weights + cache",
+    numerator=("ledger", "total_bytes"),
+    unit="MiB",
+    scale=2.0**-20,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

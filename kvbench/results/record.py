@@ -189,6 +189,8 @@ class RunRecord:
     """Name of the method: its file in conf/method/."""
     model_remark: str = ""
     """A wish for the model that could not be had, such as matrices packed for another processor; empty without one."""
+    weights_bytes: int | None = None
+    """Bytes of the model's weights as they were loaded; None where that is not known, and in records of before."""
     prompt_only: bool = False
     """The method keeps whatever follows the prompt whole."""
     experiment: str = ""

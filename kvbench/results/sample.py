@@ -16,13 +16,14 @@ from typing import Any, Literal, NotRequired, TypedDict, cast
 from kvbench.engine.requests import Outcome, Request
 from kvbench.results.typed import Misfit, parse, read_json
 from kvbench.results.writing import encode_line, plain
+from kvbench.stats.repetition import ends_in_loop
 
 Key = tuple[str, int]  # which sample, which of its answers
 SEAL_DIGITS = 16
 TAIL_LENGTH = 200  # characters
 TAIL_TOKENS = 256  # tokens that are decoded for them: a token is a character at least, but for parts of one
 LONGEST_LINE = 1 << 26  # bytes; the longest answers need a hundredth
-SHARES = {"top1_agreement", "gold_argmax_share", "gold_exact"}  # of the fidelity
+SHARES = {"top1_agreement", "gold_argmax_share", "gold_exact", "dp_rms"}  # of the fidelity
 ROUNDING = 1e-9  # by which a mean of shares may exceed them
 
 
@@ -97,6 +98,8 @@ class SampleRecord(TypedDict):
     """The answer, cut at the stop rule; empty without one. Of a conversation the last one."""
     token_ids: NotRequired[list[int]]
     """The answer's tokens, stop token excluded. `read_samples` leaves them out."""
+    answer: NotRequired[dict[str, float]]
+    """Never on a line: what `read_samples` found in the tokens that it leaves out (`answer_facts`)."""
     finish: str
     """Why the answer ended: `stop`, `eos`, `length`, or `none` without an answer."""
     first_end: NotRequired[int | None]
@@ -116,10 +119,11 @@ class SampleRecord(TypedDict):
     the right answer can, and counts as wrong. Absent without any, and in journals of before."""
     fidelity: dict[str, float | None] | None
     """Teacher forcing on the gold answer, or on the full cache's own (`fidelity.on`), beside the full cache; None
-    without such an answer or when the status is not ok. `nll`, `nll_full`, `kl_mean`, `kl_max` (nats per token),
-    `top1_agreement`, `gold_argmax_share` (shares), all over the same `num_measured` tokens: those that were predicted
-    from the compressed cache, which the first one is not; None where there is none. `gold_exact` (0 or 1) is over all
-    `num_tokens`."""
+    without such an answer or when the status is not ok. `nll`, `nll_full`, `kl_mean`, `kl_99`, `kl_999`, `kl_max` (nats
+    per token), `dp_rms` (root mean square of what the probability of the forced token changed by), `top1_agreement`,
+    `gold_argmax_share` (shares), all over the same `num_measured` tokens: those that were predicted from the compressed
+    cache, which the first one is not; None where there is none, and for a quantile where there are fewer than 100 or
+    1,000. `gold_exact` (0 or 1) is over all `num_tokens`. Journals of before lack `kl_99`, `kl_999` and `dp_rms`."""
     drift: NotRequired[dict[str, list[float]] | None]
     """The same along the answer, in the bins of `kvbench.engine.requests.BINS`, up to the last that has a token: sums
     of `nll`, `nll_full` and `kl` over the `tokens` of each bin, and how many had the `same_first_choice`."""
@@ -311,6 +315,16 @@ def _check_range(where: str, value: float | None, most: float = math.inf) -> Non
         raise Misfit(f"{where} is negative")
     if value is not None and most + ROUNDING < value < math.inf:
         raise Misfit(f"{where} is {value:g}, more than {most:g}")
+
+
+def answer_facts(record: SampleRecord) -> dict[str, float]:
+    """What an answer's tokens say, those of a conversation together: `tokens`, how many there are, and `loops`, the
+    share of the answers that end in a loop. Empty where there is no answer, or its tokens are not told."""
+    told = [*record.get("turns", ()), record]
+    if record["finish"] == "none" or not all("token_ids" in each for each in told):
+        return {}
+    ids = [each["token_ids"] for each in told]
+    return {"tokens": float(sum(map(len, ids))), "loops": sum(map(ends_in_loop, ids)) / len(ids)}
 
 
 def answers_of(record: SampleRecord) -> list[str]:

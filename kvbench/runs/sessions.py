@@ -71,6 +71,7 @@ def describe(experiment: Experiment, record: RunRecord, origin: Origin) -> None:
     record.experiment = origin.experiment or record.experiment
     record.task, record.model, record.method = experiment.task.name, experiment.model.name, experiment.method
     record.prompt_only, record.model_remark = experiment.policy.prompt_only, experiment.model.remark
+    record.weights_bytes = experiment.model.weights_bytes
     record.hash, record.identity, record.sealed = experiment.hash, experiment.identity, True
     record.protocol, record.backend, record.seed = experiment.task.protocol, experiment.backend, experiment.config.seed
     record.versions, record.git = provenance.versions(), provenance.git_state()

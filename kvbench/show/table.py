@@ -12,6 +12,7 @@ from kvbench.config.files import FULL
 from kvbench.results.measures import BYTES, KL, NLL, ONE_SHOT_PEAK, PREFILL, RATE, READ, RESIDENT, SCORE, Measure
 from kvbench.results.record import CHUNK_LABEL, RunRecord
 from kvbench.show import terminal
+from kvbench.show.across import NONE, across, along_answers, long_tables
 from kvbench.show.labels import differ_in_length, label_runs
 from kvbench.show.progress import format_bytes
 from kvbench.show.terminal import number, span
@@ -20,36 +21,18 @@ from kvbench.show.unfit import unfit_run
 from kvbench.stats.intervals import Estimate
 
 Cell = Callable[[RunRecord], str]
-NONE = "-"
 KEPT = ("prompt_tokens", "tokens_seen", "prompt_slots", "lists")
 LIFTED = 0.05  # of the tokens: what answers must add to a prompt's share before it is told
-DRIFT_FROM = 32  # answers that end before this token have no drift to show
-# Statistic of `task_aggregate` -> heading and factor, or form.
-TOKENS = {
-    "perplexity": ("perplexity", 1.0),
-    "word_perplexity": ("perplexity of words", 1.0),
-    "bits_per_byte": ("bits per byte", 1.0),
-    "log_ratio": ("NLL minus full's, nats", 1.0),
-    "kl_mean": ("KL mean, nats", 1.0),
-    "kl_median": ("KL median", 1.0),
-    "kl_99": ("KL 99 %", 1.0),
-    "kl_max": ("KL max", 1.0),
-    "same_first_choice": ("same first choice, %", 100.0),
-}
 ENDS = {
     "num_answers": ("answers", "{:.0f}"),
     "mean_tokens": ("mean tokens", "{:.1f}"),
     "cut_share": ("cut by the limit, %", "{:.1%}"),
+    "loop_share": ("end in a loop, %", "{:.1%}"),
     "num_unparsed": ("nothing to grade", "{:.0f}"),
     "num_fallback": ("graded by last number", "{:.0f}"),
     "num_out_of_time": ("no verdict in time: wrong", "{:.0f}"),
 }
 FLAGGED = ("num_fallback", "num_out_of_time")  # shown where there are any
-FREE = {
-    "repetition": ("4-grams said before, %", 100.0),
-    "loop": ("in the longest loop, %", 100.0),
-    "early_stop": ("would have ended before, %", 100.0),
-}
 
 
 def percent(estimate: Estimate | None, signed: bool = False) -> str:
@@ -255,41 +238,6 @@ def _fidelity_notes(record: RunRecord) -> list[str]:
     ]
 
 
-def _across(
-    title: str,
-    heading: str,
-    records: Sequence[RunRecord],
-    rows: Sequence[tuple[str, Sequence[str]]],
-    count: bool = True,
-) -> Table:
-    """A table with a column for each run; the last cell of a row is the number of its samples where they are counted.
-
-    Names of statistics are long, and runs are few.
-    """
-    table = terminal.plain_table(title)
-    table.add_column(heading, no_wrap=True)
-    for name in [*label_runs(records), *(["n"] if count else [])]:
-        table.add_column(name, justify="right")
-    for name, cells in rows:
-        table.add_row(name, *cells)
-    return table
-
-
-def _drift(records: Sequence[RunRecord]) -> list[Table]:
-    """Distance of the predictions from the full cache's along the answer, where answers are long enough to tell."""
-    ranges = {one.first: one.last for record in records for one in record.drift}
-    if max(ranges, default=0) < DRIFT_FROM:
-        return []
-    rows = []
-    for first, last in sorted(ranges.items()):
-        here = [next((one for one in record.drift if one.first == first), None) for record in records]
-        cells = [NONE if one is None else f"{one.kl:.2g} ({SCORE.scale * one.top1:.0f})" for one in here]
-        count = max(one.num_samples for one in here if one is not None)
-        rows.append((f"{first + 1} on" if last is None else f"{first + 1}-{last + 1}", [*cells, str(count)]))
-    title = "Along the answer, token by token: KL to the full cache, nats (same first choice, %)"
-    return [_across(title, "tokens", records, rows)]
-
-
 def _by(records: Sequence[RunRecord]) -> list[Table]:
     """The score for each task, length or depth, where a task tells its samples apart so."""
     last, tables = records[-1], []
@@ -302,36 +250,8 @@ def _by(records: Sequence[RunRecord]) -> list[Table]:
             cells = [NONE if value is None else f"{SCORE.scale * value:.1f}" for value in found]
             rows.append((safe(name), [*cells, str(numbers["num_samples"])]))
         title = f"{last.primary or 'score'} by {safe(key)}, %"
-        tables.append(_across(title, safe(key), records, rows))
+        tables.append(across(title, safe(key), records, rows))
     return tables
-
-
-def long_tables(records: Sequence[RunRecord]) -> list[Table]:
-    """A table of the forced tokens and one of the free answers, where the runs have such numbers."""
-    tables = []
-    for part, names, title in (
-        ("tokens", TOKENS, "Over all forced tokens, with 95 % intervals (block bootstrap)"),
-        ("free", FREE, "Free answers, with 95 % intervals"),
-    ):
-        held = [record.task_aggregate.get(part) or {} for record in records]
-        rows = [
-            (heading, [_statistic(found.get(name), factor) for found in held])
-            for name, (heading, factor) in names.items()
-            if any(name in found for found in held)
-        ]
-        if any(held):
-            tables.append(_across(title, "", records, rows, count=False))
-    return tables
-
-
-def _statistic(found: dict | None, factor: float) -> str:
-    if not found or found["value"] is None:
-        return NONE
-    form = "{:.1f}" if factor == SCORE.scale else "{:.3g}"
-    text = form.format(factor * found["value"])
-    if found["low"] is None or found["high"] is None:
-        return text
-    return f"{text} [{form.format(factor * found['low'])}, {form.format(factor * found['high'])}]"
 
 
 def _answer(record: RunRecord, name: str, form: str) -> str:
@@ -390,7 +310,7 @@ def render(records: Sequence[RunRecord]) -> Group:
     tables = [
         _table(f"Quality: {safe(last.task)} with {safe(last.model)}", records, quality),
         _table("Cost: cache bytes per sample, and time", records, cost),
-        *(table for some in (_by, _answers, long_tables, _drift) for table in some(records)),
+        *(table for some in (_by, _answers, long_tables, along_answers) for table in some(records)),
     ]
     notes = [Text(safe(note, MESSAGE_LENGTH), style="dim") for note in _notes(records)]
     whys = dict.fromkeys(unfit_run(record) for record in records if record.method == FULL)

@@ -14,6 +14,7 @@ from kvbench.config.files import package_folder
 from kvbench.config.settings import as_dict, read_config
 from kvbench.errors import unknown_name
 from kvbench.models.gguf_header import read_header
+from kvbench.policy.budget import read_size
 from kvbench.rules import Whole
 
 HEADLINE = ("llama3-8b", 32768)  # the model and the length that byte counts of small models are projected to
@@ -68,6 +69,14 @@ class NamedShape:
             device=torch.device("cpu"),
             inv_freq=torch.zeros(self.head_dim // 2),
         )
+
+
+def size_of_weights(key: str, value: object) -> float:
+    """Read a setting that is the bytes of weights: a number, or text such as 4.5GiB; ValueError for others."""
+    found = read_size(value) if isinstance(value, str) else value
+    if isinstance(found, bool) or not isinstance(found, int | float) or not found > 0:
+        raise ValueError(f"{key}={value!r} is no number of bytes; write one, or text such as 4.5GiB")
+    return float(found)
 
 
 @cache

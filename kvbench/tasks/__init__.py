@@ -27,6 +27,7 @@ BENCHMARKS = {
     "instructions": "instructions.TwoRules",
     "drift": "drift.Drift",
     "stream": "stream.Stream",
+    "perplexity": "stream.perplexity.Perplexity",
     "gsm8k": "gsm8k.Gsm8k",
     "math500": "mathematics.Math500",
     "math": "mathematics.Math",

@@ -9,6 +9,7 @@ from statistics import fmean
 
 from kvbench.engine.requests import FLAGS
 from kvbench.stats.intervals import estimate
+from kvbench.stats.repetition import ends_in_loop
 
 BOUNDS = (0.0, 1.0)
 
@@ -127,11 +128,12 @@ def _majority(ballots: Sequence[tuple[bool, str | None]], k: int) -> float:
 
 
 def answer_statistics(records: Iterable[dict]) -> dict:
-    """Count how the answers ended: `num_answers`, `mean_tokens` (None without answers), `cut_share`, `num_unparsed`,
-    `num_fallback`, `num_out_of_time`.
+    """Count how the answers ended: `num_answers`, `mean_tokens` (None without answers), `cut_share`, `loop_share`,
+    `num_unparsed`, `num_fallback`, `num_out_of_time`.
 
-    `cut_share` were ended by the length limit; `num_unparsed` and the numbers of flags are there for tasks that
-    count it. Records without a `finish` are left out; nothing is counted where choices were scored.
+    `cut_share` were ended by the length limit, `loop_share` end in a loop (`ends_in_loop`); `num_unparsed` and the
+    numbers of flags are there for tasks that count it. Records without a `finish` are left out; nothing is counted
+    where choices were scored.
     """
     records = list(records)
     if any("choices" in record for record in records):
@@ -142,6 +144,7 @@ def answer_statistics(records: Iterable[dict]) -> dict:
         "num_answers": len(answers),
         "mean_tokens": fmean(len(answer.get("token_ids") or ()) for answer in answers) if answers else None,
         "cut_share": fmean(answer["finish"] == "length" for answer in answers) if answers else None,
+        "loop_share": fmean(ends_in_loop(answer.get("token_ids") or ()) for answer in answers) if answers else None,
     }
     flags = Counter(flag for row in rows for flag in row.get("flags", ()))
     if any("parsed" in row["scores"] for row in rows):

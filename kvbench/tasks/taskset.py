@@ -13,6 +13,7 @@ from kvbench.engine.requests import FLAGS, Outcome, Request
 from kvbench.stats.strata import Weighting
 from kvbench.tasks.answers import graded_text
 from kvbench.tasks.sampling_stats import answer_statistics
+from kvbench.tasks.token_statistics import token_statistics
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,8 @@ class TaskSet:
             `subsets`: name -> `num_samples`, `num_failed`, and the mean of each metric (None without samples);
             `overall`: the mean over subsets with the task's weights; `by`: key -> value -> the same numbers;
             `length_buckets`, for subsets that have them: name -> bucket -> the same numbers; `answers`: their length,
-            the share that the limit cut, parse failures.
+            the shares that the limit cut and that end in a loop, parse failures; `tokens`, where records say what was
+            measured of each forced token: perplexity and nearness to the full cache over all of them.
         """
         records = list(records)
         subsets = {name: self._mean(group) for name, group in _group(records, lambda r: r["subset"]).items()}
@@ -112,6 +114,8 @@ class TaskSet:
             result["overall"][metric] = self._over(subsets.values(), metric)
         if answers := answer_statistics(records):
             result["answers"] = answers
+        if tokens := token_statistics(records):
+            result["tokens"] = tokens
         if self.by:
             result["by"] = {key: self._by(records, key) for key in self.by}
         if any(request.turns for request in self.requests):
@@ -195,6 +199,7 @@ def fingerprint(requests: Iterable[Request], references: Mapping[str, object], f
             request.subset,
             request.segments,
             request.gold,
+            request.warmup_tokens,
             request.choices,
             request.max_new_tokens,
             request.min_new_tokens,

@@ -49,9 +49,10 @@ def test_groups_hold_only_what_may_be_compared(tmp_path):
     assert any("length=99" in title for title in groups) and any("seed=5" in title for title in groups)
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_what_is_too_wide_for_a_terminal_is_two_tables(tmp_path, width):
-    """Nothing is cut and no line is longer: each run's difference and verdict come first, then what they stand on."""
+@pytest.mark.parametrize(("width", "parts"), [(60, 3), (80, 3), (120, 2), (160, 1)])
+def test_what_is_too_wide_for_a_terminal_is_several_tables(tmp_path, width, parts):
+    """Nothing is cut and no line is longer: each run's difference and verdict come first, then what they stand on, then
+    its answers."""
     store(tmp_path, "full", SCORES)
     store(tmp_path, "a_method_with_a_long_name", SCORES, settings={"budget": 0.25})
     cfg, text = settings(tmp_path), io.StringIO()
@@ -60,8 +61,8 @@ def test_what_is_too_wide_for_a_terminal_is_two_tables(tmp_path, width):
     compare.show(tables, cfg, terminal.console(width, file=text))
     lines = text.getvalue().split("p Holm:")[0].splitlines()
     assert "…" not in text.getvalue() and max(map(len, lines)) <= width
-    assert sum(line.startswith("run ") for line in lines) == (1 if width == 120 else 2)
-    assert "".join(line.split(" ")[0] for line in lines).count("a_method") == (1 if width == 120 else 2)
+    assert sum(line.startswith("run ") for line in lines) == parts
+    assert "".join(line.split(" ")[0] for line in lines).count("a_method") == parts
 
 
 def test_page_sizes_and_byte_budgets_are_settings(tmp_path):
@@ -246,6 +247,33 @@ def test_numbers_of_a_comparison(tmp_path):
     table = list(csv.DictReader((tmp_path / "deep/table.csv").open()))
     assert [row["run"] for row in table] == ["same", "worse"]
     assert float(table[1]["low"]) == worse.interval[0] and table[1]["verdict"] == "worse"
+
+
+def test_lengths_and_loops(tmp_path, capsys):
+    """Beside a score stand by how much answers are longer, paired, and how many end in a loop; both are metrics, too,
+    found in token ids of journals of any age. Longer is not worse."""
+    scores = yes_no(0.7, {"a": 20})
+    store(tmp_path, "full", scores, token_ids=lambda n: list(range(10 + n % 3)))
+    store(tmp_path, "long", scores, token_ids=lambda n: list(range(15 + n % 4)) + [5] * 16 * (n < 5))
+    table = tmp_path / "table.csv"
+    assert compare.main(settings(tmp_path, f"out={table}")) == 0
+    assert re.search(r"answer longer.*\[\+", capsys.readouterr().out, re.S)
+    (row,) = csv.DictReader(table.open())
+    truth = sum(15 + n % 4 + 16 * (n < 5) - 10 - n % 3 for n in range(20)) / 20
+    assert float(row["longer"]) == pytest.approx(truth) and float(row["loops"]) == 0.25
+    assert 0 < float(row["longer_low"]) < truth < float(row["longer_high"])
+    _, (longer,), _ = compared(tmp_path, "metric=tokens")
+    assert longer.value == pytest.approx(truth) and longer.verdict == "longer" and longer.what.unit == "tokens"
+    _, (loops,), _ = compared(tmp_path, "metric=loops")
+    assert loops.value == 0.25 and loops.verdict == "cannot tell" and loops.found.test == "mcnemar"
+
+
+def test_a_measure_that_stored_runs_lack_is_named(tmp_path):
+    """A journal from before a measure has none of it, and none is taken for zero."""
+    store(tmp_path, "full", SCORES)
+    store(tmp_path, "half", SCORES)
+    with pytest.raises(ValueError, match="full and half|half and full.*KL to the full cache, 99 % of an answer"):
+        compare.main(settings(tmp_path, "metric=kl_99"))
 
 
 def test_changed_conversations_are_shown_whole(tmp_path):

@@ -24,7 +24,9 @@ def test_a_record_has_every_documented_key():
     `turns` in conversations, and `flags` where one is set."""
     plain = journal_record(REQUEST, OUTCOME, {"exact": 1.0}, {"seed": 0})
     asked = Request(sample_id="a/0", subset="a", segments=((1, 2, 3),), choices=((4,), (5,)))
-    documented = [name for name in get_type_hints(SampleRecord) if name != "seal"]  # which is on the line only
+    documented = [
+        name for name in get_type_hints(SampleRecord) if name not in ("seal", "answer")
+    ]  # on the line only; for readers only
     talk = replace(asked, turns=(Turn(tokens=(4,), answers=("x",)),))
     flagged = replace(OUTCOME, flags=["fallback"])
     assert set(journal_record(talk, replace(flagged, turns=[{"text": "y"}]), {}, {})) == set(documented)

@@ -9,7 +9,7 @@ from places import ROOT
 
 from kvbench.results.journal import Journal
 from kvbench.results.lines import read_samples
-from kvbench.results.sample import LONGEST_LINE, read_line, seal_of, write_line
+from kvbench.results.sample import LONGEST_LINE, answer_facts, read_line, seal_of, write_line
 from kvbench.results.writing import encode_line
 
 RUN, OTHER = "5" * 64, "6" * 64
@@ -69,6 +69,11 @@ def test_the_seal_is_of_run_and_content():
     assert read_line(FOREIGN, OTHER).record == record(0)
 
 
+def read(item):
+    """A record as readers get it: with what its tokens say in place of them."""
+    return without(item, "token_ids") | {"answer": answer_facts(item)}
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_line_is_dropped_and_done_again(tmp_path, name):
     """Whatever is wrong with a line, even in front of the true one, it is named in one line and its sample redone."""
@@ -84,7 +89,7 @@ def test_a_broken_line_is_dropped_and_done_again(tmp_path, name):
     journal.close()
     assert path.read_bytes() == write_line(record(0), RUN) + write_line(record(1), RUN)
     path.write_bytes(BROKEN[name] + b"\n" + GOOD + b"\n")
-    assert read_samples(path, RUN) == ({("a/0", 0): without(record(0), "token_ids")}, 1)
+    assert read_samples(path, RUN) == ({("a/0", 0): read(record(0))}, 1)
 
 
 def test_a_number_that_rounds_is_one():
@@ -132,9 +137,9 @@ def test_seals_that_were_taken_off_are_missed(tmp_path):
     path = tmp_path / "samples.jsonl"
     path.write_bytes(encode_line(record(0, scores={"exact": 0.0})))
     assert read_samples(path, RUN, sealed=True) == ({}, 1)
-    assert read_samples(path, RUN) == ({("a/0", 0): without(record(0, scores={"exact": 0.0}), "token_ids")}, 0)
+    assert read_samples(path, RUN) == ({("a/0", 0): read(record(0, scores={"exact": 0.0}))}, 0)
     path.write_bytes(path.read_bytes() + write_line(record(1), RUN))
-    assert read_samples(path, RUN) == ({("a/1", 0): without(record(1), "token_ids")}, 1)
+    assert read_samples(path, RUN) == ({("a/1", 0): read(record(1))}, 1)
 
 
 def test_an_answer_that_nobody_asked_for_is_dropped(tmp_path):
@@ -153,6 +158,6 @@ def test_a_journal_from_before_seals_is_read(tmp_path):
     """Without any seal in the file its lines count where runs are compared; a run does not go on with them."""
     path = tmp_path / "samples.jsonl"
     path.write_bytes(encode_line(record(0)) + b'{"sample_id":"a/9","repeat":0}\n')
-    assert read_samples(path, RUN) == ({("a/0", 0): without(record(0), "token_ids")}, 1)
+    assert read_samples(path, RUN) == ({("a/0", 0): read(record(0))}, 1)
     journal = Journal(path, run=RUN)
     assert not journal.records and journal.damaged == 2

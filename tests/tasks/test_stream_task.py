@@ -79,4 +79,4 @@ def test_words_and_bytes(model) -> None:
     assert found["tokens"]["bits_per_byte"]["value"] == pytest.approx(12 / 24 / math.log(2))
     assert found["tokens"]["perplexity"]["value"] == pytest.approx(math.exp(2.0))
     assert "answers" not in found and found["overall"]["accuracy"] == 0.5
-    assert task.aggregate([failed])["tokens"] == {}
+    assert "tokens" not in task.aggregate([failed])

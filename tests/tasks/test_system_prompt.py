@@ -112,7 +112,7 @@ def test_templates_without_a_place_for_it(model, tokenizer, monkeypatch, templat
         check_template(model, Protocol(system=SYSTEM))
 
 
-@pytest.mark.parametrize("name", ["drift", "stream"])
+@pytest.mark.parametrize("name", ["drift", "stream", "perplexity"])
 def test_texts_without_a_question_refuse_it(model, name):
     """There is nothing that it would be said before."""
     with pytest.raises(ValueError, match=f"task={name} goes on with plain text, .* leave .*protocol.system"):

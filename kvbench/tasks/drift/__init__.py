@@ -6,47 +6,18 @@ Beside that every method answers freely, which shows how much it repeats itself,
 before.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, ClassVar
-
-import numpy as np
 
 from kvbench.engine.requests import Outcome, Request
 from kvbench.rules import Number, Text, Whole
 from kvbench.stats.intervals import estimate
+from kvbench.stats.repetition import GRAM, longest_loop, repeated_share
 from kvbench.tasks.passages import LongText, check_no_question, passages, read_text
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.task import Ask, Items, Task
 from kvbench.tasks.taskset import MetricInfo, TaskSet
-from kvbench.tasks.token_statistics import token_statistics
-
-GRAM = 4
-# Longer periods are no loop but a text told again, which the share of repeated n-grams shows.
-MOST_PERIOD = 512
-# Something said twice in a row may be meant so.
-FEWEST_ROUNDS = 3
-
-
-def repeated_share(ids: Sequence[int]) -> float:
-    """Share of a text's n-grams of tokens that stand earlier in it, too; 0 for a text that has none.
-
-    Source: Welleck et al. 2020 (arXiv 1908.04319), seq-rep-n.
-    """
-    grams = [tuple(ids[place : place + GRAM]) for place in range(len(ids) - GRAM + 1)]
-    return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
-
-
-def longest_loop(ids: Sequence[int]) -> int:
-    """Tokens of the longest stretch in which the same tokens come at least three times in a row, with all rounds."""
-    tokens, longest = np.asarray(ids), 0
-    for period in range(1, min(MOST_PERIOD, len(tokens) // FEWEST_ROUNDS) + 1):
-        same = np.concatenate([[False], tokens[period:] == tokens[:-period], [False]])
-        edges = np.flatnonzero(same[1:] != same[:-1])
-        run = int((edges[1::2] - edges[::2]).max(initial=0))
-        if run >= (FEWEST_ROUNDS - 1) * period:
-            longest = max(longest, run + period)
-    return longest
 
 
 @dataclass(kw_only=True)
@@ -63,7 +34,7 @@ class DriftSet(TaskSet):
         }
 
     def aggregate(self, records: Iterable[dict]) -> dict:
-        """As `TaskSet`, and `free`: each score over the free answers; `tokens`: what the forced tokens say."""
+        """As `TaskSet`, and `free`: each score over the free answers."""
         records = list(records)
         result = super().aggregate(records)
         found: dict[str, dict[str, list[float]]] = {name: {} for name in self.metrics}
@@ -76,7 +47,6 @@ class DriftSet(TaskSet):
             for name, values in found.items()
             if values
         }
-        result["tokens"] = token_statistics(records)
         return result
 
 

@@ -21,24 +21,32 @@ from kvbench.tasks.passages import LongText, check_no_question, passages, read_t
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.task import MAX_ITEMS, Ask, Task
 from kvbench.tasks.taskset import MetricInfo, TaskSet
-from kvbench.tasks.token_statistics import token_statistics
 
 
 @dataclass(kw_only=True)
-class StreamSet(TaskSet):
-    """The task; a text is judged by what was measured of its tokens."""
+class TextSet(TaskSet):
+    """Texts that are forced; each is judged by what was measured of its tokens."""
 
     def score_outcome(self, request: Request, outcome: Outcome) -> dict[str, float]:
         """See `TaskSet`."""
         return {"accuracy": float((outcome.fidelity or {})["gold_argmax_share"])}
 
     def aggregate(self, records: Iterable[dict]) -> dict:
-        """As `TaskSet`, without answers; and `tokens`: perplexity and nearness to the full cache over all tokens."""
-        records = list(records)
+        """As `TaskSet`, without answers."""
         result = super().aggregate(records)
         result.pop("answers", None)
-        result["tokens"] = token_statistics(records)
-        if result["tokens"]:
+        return result
+
+
+@dataclass(kw_only=True)
+class StreamSet(TextSet):
+    """Streams."""
+
+    def aggregate(self, records: Iterable[dict]) -> dict:
+        """As `TextSet`; `tokens` have what the texts cost by word and by byte, too."""
+        records = list(records)
+        result = super().aggregate(records)
+        if "tokens" in result:
             result["tokens"] |= {name: asdict(Estimate(value=value)) for name, value in by_words(records).items()}
         return result
 
@@ -56,7 +64,26 @@ def by_words(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stream(Task):
+class TextTask(Task):
+    """A task that forces texts and asks nothing."""
+
+    metrics: ClassVar = {"accuracy": MetricInfo(True, "share of the measured tokens that are the model's first choice")}
+    primary: ClassVar = "accuracy"
+
+    file: Annotated[str | None, Text()] = None
+
+    def data(self, seed: int, protocol: Protocol) -> LongText:
+        check_no_question(self.name, protocol)
+        if protocol.num_samples > 1 or protocol.temperature or protocol.max_new_tokens:
+            raise ValueError(
+                f"task={self.name} answers nothing; leave protocol.temperature, protocol.num_samples and "
+                "protocol.max_new_tokens as they are"
+            )
+        return read_text(self.file)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream(TextTask):
     """The task; no chat template is used, there is no question, and nothing is answered.
 
     Args:
@@ -67,26 +94,12 @@ class Stream(Task):
         past_context: Streams may go on beyond the model's context.
     """
 
-    metrics: ClassVar = {
-        "accuracy": MetricInfo(True, "share of the tokens behind the prompt that are the model's first choice")
-    }
-    primary: ClassVar = "accuracy"
     kind: ClassVar = StreamSet
 
-    file: Annotated[str | None, Text()] = None
     prompt_tokens: Annotated[int, Whole(1, unit="tokens")] = 256
     tokens: Annotated[int, Whole(2, unit="tokens")] = 1024
     items: Annotated[int | None, Whole(1, MAX_ITEMS, unit="streams")] = 8
     past_context: bool = False
-
-    def data(self, seed: int, protocol: Protocol) -> LongText:
-        check_no_question("stream", protocol)
-        if protocol.num_samples > 1 or protocol.temperature or protocol.max_new_tokens:
-            raise ValueError(
-                "task=stream answers nothing; leave protocol.temperature, protocol.num_samples and "
-                "protocol.max_new_tokens as they are"
-            )
-        return read_text(self.file)
 
     def load(self, ask: Ask) -> TaskSet:
         text, model = self.data(ask.seed, ask.protocol), ask.model
