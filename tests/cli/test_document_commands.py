@@ -1,0 +1,82 @@
+"""Every command that README and docs print, with small sizes and a tiny model, one document after the other."""
+
+import re
+
+import pytest
+import roundtrip
+from places import DATA, ROOT
+from test_docs import DOCUMENTS, commands_in
+
+from kvbench.cli import texts
+
+TINY = ("model=random", "model.preset=tiny")
+LENGTH = "task.length=900"  # of the tiny model's tokens, the fewest that the questions of every kind take
+ONE = (*TINY, "limit=1")
+BENCH = (
+    "quick=true",
+    "rounds=1",
+    *(f"{what}.model='random preset=tiny'" for what in ("decode", "throughput", "serve")),
+)
+SAMPLES = ("tuning_samples=2", "held_out_samples=2", "resamples=100")
+GRIDS = ("alpha_h=[0,1]", "alpha_l=[0,0.02]", "budget=[0.9,0.5]")
+SMALL = {
+    "run": ONE,
+    "rerun": (),
+    "bench": BENCH,
+    "calibrate": (
+        *(*TINY, LENGTH, "calibrate.layers.points=2", "calibrate.margin.nll=9"),
+        *(f"calibrate.{word}" for word in (*SAMPLES, *(f"grid.{grid}" for grid in GRIDS))),
+    ),
+    "search": (*TINY, LENGTH, "search.trials=3", "search.winners=1", "search.by_hand=1"),
+    "report": ("resamples=100",),
+}
+# What cannot be had where the tests run, and how a command says so before it does anything.
+ABSENT = (
+    *("could not be fetched", "is not installed", "No module named", "there is no GPU", "offline", "is no file"),
+    *("no data", "pip install", "there is no file", "nothing is stored", "does not exist"),
+    "was calibrated on the model",
+)
+
+
+def small(command: str, words: list[str], run: str) -> list[str]:
+    """The words with what stands for something of the reader's in them, and the sizes of a test."""
+    # A document's own sizes are for a real model and a reader's time.
+    is_ours = not any(word.startswith("task=") for word in words)
+    added = [word for word in SMALL.get(command, ()) if is_ours or word != LENGTH]
+    names = {word.partition("=")[0] for word in added}
+    kept = [word for word in words if word.partition("=")[0] not in names]
+    if "model=random" in added:
+        kept = [word for word in kept if not word.startswith("model.")]
+    places = {"FILE.gguf": "absent.gguf", "FILE": "diffkv_smollm2-135m", "RUN": run}
+    told = []
+    for word in kept:
+        for name, value in places.items():
+            word = re.sub(rf"(?<![\w.]){re.escape(name)}(?![\w.])", value, word)
+        word = re.sub(r"results/[\w/.-]*HASH", run, word)
+        told.append(re.sub(r"(?<=task\.data_dir=)DIR", str(DATA), word).replace("=DIR", "=out"))
+    return [*told, *added]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("name", [name for name in DOCUMENTS if any(commands_in(name))])
+def test_commands_of_a_document_run(name, tmp_path, monkeypatch):
+    """In their order, in one folder: each gives an answer, or says what is not here before it does anything."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "example").symlink_to(ROOT / "results" / "example")
+    code, said = roundtrip.give(*("-m", "method=full,snapkv,diffkv", "task=longctx", LENGTH, *ONE))
+    assert code == 0, said
+    (run, *_) = (str(path.parent) for path in sorted((tmp_path / "results" / "longctx").rglob("diffkv/*/run.json")))
+    faults = []
+    for module, *words in commands_in(name):
+        if module != "kvbench":
+            continue
+        command = words[0] if words and words[0] in texts.commands() else "run"
+        if "--config-dir" in words or "lm_eval" in words:  # a folder of the reader's; lm-eval's own data
+            continue
+        code, said = roundtrip.give(*small(command, words, run))
+        is_absent = code in (1, 2) and "error: " in said and any(text in said for text in (*ABSENT, *roundtrip.NOTHING))
+        if (code and not is_absent) or "Traceback" in said or "fault of kvbench" in said:
+            faults.append(f"{' '.join(small(command, words, run))}: exit {code}: {said[-500:]}")
+    assert not faults, "\n\n".join(faults)
