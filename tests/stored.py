@@ -90,12 +90,19 @@ def store(root, method, scores, *, settings=None, status="complete", total=None,
 
     The run has a sample for each score of a subset, of `total` that it should have had. `changes` are `task`, `model`,
     `backend`, `batch_size`, `harness`, `method_code`, `code` (more of the code's identity), `fingerprint`, `started`,
-    `seed`, `length`, `store`, `weights_bytes`, `asked` (more of the protocol), `statuses` (sample number -> status);
-    the rest goes to `sample`, where a function is called with the sample's number.
+    `seed`, `length`, `limit`, `store`, `weights_bytes`, `asked` (more of the protocol), `statuses` (sample number ->
+    status); the rest goes to `sample`, where a function is called with the sample's number.
     """
     known = {"task": "toy", "model": "tiny", "backend": "torch", "batch_size": 4, "harness": "a" * 64, "seed": 0}
     known |= {"method_code": "b" * 64, "fingerprint": "f" * 64, "started": "2026-01-01T00:00:00+00:00", "length": 9}
-    known |= {"statuses": {}, "code": {}, "store": {"page_bytes": "auto"}, "weights_bytes": None, "asked": {}}
+    known |= {
+        "statuses": {},
+        "code": {},
+        "store": {"page_bytes": "auto"},
+        "weights_bytes": None,
+        "asked": {},
+        "limit": None,
+    }
     known |= {key: changes.pop(key) for key in list(changes) if key in known}
     records = []
     for number, (subset, score) in enumerate((name, score) for name, values in scores.items() for score in values):
@@ -104,7 +111,7 @@ def store(root, method, scores, *, settings=None, status="complete", total=None,
         records.append(sample(number, subset, float(score), status=status_of, **extra))
     identity = {
         "model": {"fingerprint": "w", "dtype": "float32", "device": "cpu"},
-        "task": {"name": known["task"], "fingerprint": known["fingerprint"], "limit": None}
+        "task": {"name": known["task"], "fingerprint": known["fingerprint"], "limit": known["limit"]}
         | {"protocol": {"query_aware": True, "length": known["length"]} | known["asked"]},
         "method": {"_target_": f"kvbench.methods.{method}.X", "tier": "fp16", **(settings or {})},
         "generation": {"temperature": 0.0},

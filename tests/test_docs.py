@@ -86,12 +86,16 @@ def commands_in(name):
     variables = {}
     for _, line in lines_of(name, code=True):
         if set_here := re.match(r"([A-Z]+)=\"(.*)\"$", line):
-            variables["$" + set_here[1]] = set_here[2]
+            variables["$" + set_here[1]] = filled(set_here[2], variables)
         if found := re.search(r"python -m (kvbench.*)", line):
-            text = found[1]
-            for variable, value in variables.items():
-                text = text.replace(variable, value)
-            yield shlex.split(text, comments=True)
+            yield shlex.split(filled(found[1], variables), comments=True)
+
+
+def filled(text, variables):
+    """A line with what a shell puts in place of variables."""
+    for variable, value in variables.items():
+        text = text.replace(variable, value)
+    return text
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

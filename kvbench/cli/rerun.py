@@ -1,6 +1,6 @@
 """The command `rerun`: a stored run once more, and whether it came out the same."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 from rich.text import Text
 
 from kvbench.results import tracking
+from kvbench.results.identity import differences
 from kvbench.results.lines import read_samples
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import SampleRecord, key_of
@@ -109,13 +110,3 @@ def _report(
 def _answer(record: SampleRecord) -> dict[str, Any]:
     """A record without what differs between two runs of the same thing; `read_samples` has no token ids."""
     return {key: value for key, value in record.items() if key not in ("timing", "token_ids", "answer", "seal")}
-
-
-def differences(before: Any, after: Any, name: str = "") -> Iterator[tuple[str, str, str]]:
-    """List where two nested dicts differ: dotted name, and the two values in short."""
-    if isinstance(before, Mapping) and isinstance(after, Mapping):
-        for key in sorted({*before, *after}, key=str):
-            inner = f"{name}.{key}" if name else str(key)
-            yield from differences(before.get(key), after.get(key), inner)
-    elif before != after:
-        yield name, str(before)[:60], str(after)[:60]

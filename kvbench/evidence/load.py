@@ -13,6 +13,7 @@ from pathlib import Path
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from kvbench.config.files import FULL
+from kvbench.results.identity import differences
 from kvbench.results.lines import read_samples
 from kvbench.results.measures import COSTS, Measure
 from kvbench.results.record import RunRecord
@@ -329,11 +330,8 @@ def _latest(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
         run.total = run.total or total
         if (old := kept.setdefault(run.key, run)) is not run:
             old, kept[run.key] = sorted((old, run), key=lambda item: item.record.started)
-            new = kept[run.key].name
-            notes.append(
-                f"{old.name} is left out: {new} has the same settings and newer code of the method, or of the "
-                "libraries that the method alone imports"
-            )
+            new = kept[run.key]
+            notes.append(f"{old.name} is left out: {new.name} {_newer(old, new)}")
     result = sorted(kept.values(), key=lambda run: run.name)
     for run in result:
         if not run.complete:
@@ -341,6 +339,15 @@ def _latest(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
         elif len(run.samples) < (run.total or 0):  # lines were taken out, or do not count
             notes.append(f"{run.name} was complete and has {run.progress}; giving its command again finishes it")
     return result
+
+
+def _newer(old: StoredRun, new: StoredRun) -> str:
+    """Say what parts a run from an older one of the same method, setting and condition."""
+    found = list(differences(old.record.identity, new.record.identity))
+    others = "; ".join(f"{name} was {was} and is {now}" for name, was, now in found if not name.startswith("code."))
+    if others:
+        return f"ran later with the same settings of the method ({safe(others, LINE_LENGTH)})"
+    return "has the same settings and newer code of the method, or of the libraries that the method alone imports"
 
 
 def _tell_apart(groups: Sequence[Group]) -> None:

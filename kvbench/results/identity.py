@@ -5,8 +5,9 @@ import enum
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
+from typing import Any
 
 HASH_DIGITS = 12
 
@@ -57,3 +58,13 @@ def folder_name(name: str) -> str:
 def run_folder(results_dir: Path, task: str, model: str, method: str, digest: str) -> Path:
     """The folder of a run: `results/<task>/<model>/<method>/<hash>`."""
     return results_dir / folder_name(task) / folder_name(model) / folder_name(method) / digest[:HASH_DIGITS]
+
+
+def differences(before: Any, after: Any, name: str = "") -> Iterator[tuple[str, str, str]]:
+    """List where two nested dicts differ: dotted name, and the two values in short."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for key in sorted({*before, *after}, key=str):
+            inner = f"{name}.{key}" if name else str(key)
+            yield from differences(before.get(key), after.get(key), inner)
+    elif before != after:
+        yield name, str(before)[:60], str(after)[:60]

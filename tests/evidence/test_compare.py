@@ -131,6 +131,17 @@ def test_odd_runs_are_named_and_left_out(tmp_path):
     assert [run.label for run in old.runs] == ["older"]
 
 
+def test_a_run_that_asked_more_is_no_older_code(tmp_path):
+    """The same command with a limit, and then without: what is left out differs in that alone, and this is said."""
+    for method in ("full", "good"):
+        for number, limit in enumerate((6, None), 1):
+            store(tmp_path, method, SCORES, limit=limit, started=f"2026-02-0{number}")
+    group, _, _ = compared(tmp_path)
+    said = "\n".join(group.notes)
+    assert "ran later with the same settings of the method (task.limit was 6 and is None)" in said
+    assert "newer code" not in said
+
+
 def test_libraries_of_a_method_part_no_runs(tmp_path):
     """A method that imports numpy is compared with the full cache; of two numpys the newer run counts."""
     store(tmp_path, "full", SCORES)
