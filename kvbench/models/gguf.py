@@ -1,16 +1,21 @@
 """Reads a GGUF file into a transformers model and tokenizer."""
 
+import io
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from kvbench.config import code
 from kvbench.errors import MissingWeightsError
+from kvbench.models import checkpoint, conversions, fetched
+from kvbench.models.cache import file_digest, file_state
 from kvbench.models.checkpoint import SAFELY, How, check_complete, is_fault, read_weights
+from kvbench.models.files import combine_fingerprints
 from kvbench.models.gguf_header import read_header
 
 if TYPE_CHECKING:
@@ -48,8 +53,48 @@ def check_gguf(path: Path) -> None:
 def read_gguf(path: Path, dtype: torch.dtype) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """Reads and de-quantises a file that passed `check_gguf`: the model on the CPU, whose weights are ordinary tensors
     of the dtype, and its tokenizer, with the chat template and the end token that the file names."""
-    with _parsed_once():
+    # The GGUF reader draws a bar that no setting hides.
+    with _parsed_once(), conversions.quiet_transformers(), redirect_stderr(io.StringIO()):
         return _read(path, dtype)
+
+
+def fingerprint(digest: str, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """The fingerprint of a model whose file has a digest, with the tokenizer that was read from it."""
+    return combine_fingerprints([digest, tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template or ""])
+
+
+def ensure_converted(path: Path, dtype: torch.dtype) -> tuple[Path, str] | None:
+    """Makes sure that a file that passed `check_gguf` is in the cache as a folder whose weights have the dtype, since
+    de-quantising takes seconds and more: the folder, and the model's fingerprint. None where it cannot be kept; why is
+    said on stderr."""
+    state, digest = file_state(path), file_digest(path)
+    kind = str(dtype).removeprefix("torch.")
+    folder = conversions.models_folder() / f"gguf-{digest[:12]}-{kind}"
+    needed_bytes = read_header(path).parameters * dtype.itemsize * 11 // 10
+
+    def make(scratch: Path, converted: Path) -> dict[str, str]:
+        with conversions.progress(path.stem, f"converting it once, {needed_bytes / 1e6:.0f} MB in {folder}"):
+            model, tokenizer = read_gguf(path, dtype)
+            try:
+                conversions.save(model, tokenizer, converted)
+            except conversions.NotAlike as error:  # noted, so that it is not tried again
+                return {"why_not": str(error)}
+        if file_state(path) != state:
+            raise ValueError(f"{path} was changed while it was loaded; try again when nothing writes there")
+        return {"fingerprint": fingerprint(digest, tokenizer)}
+
+    own = {Path(str(module.__file__)).name: Path(str(module.__file__)) for module in (checkpoint, conversions)}
+    libraries = code.versions(["gguf", "tokenizers", "torch", "transformers"])
+    by = combine_fingerprints([code.hash_files(own | {"gguf.py": Path(__file__)}), str(libraries)])
+    try:
+        known = conversions.ensure(folder, path.stem, needed_bytes, make, by)
+    except (OSError, conversions.NoRoom) as error:
+        known = {"why_not": str(error)}
+    if "fingerprint" in known:
+        return folder, known["fingerprint"]
+    said = f"kvbench: {path.stem}: every load de-quantises it anew: {known['why_not']}"
+    fetched.console().print(said, soft_wrap=True)
+    return None
 
 
 @contextmanager

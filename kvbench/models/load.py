@@ -11,7 +11,7 @@ import torch
 
 from kvbench.config.settings import as_dict
 from kvbench.errors import MissingWeightsError, UnsupportedModel, check_name, check_whole, unknown_name
-from kvbench.models import cache, embedded, fetched, files, gguf, matrices, quantised, random_weights
+from kvbench.models import cache, conversions, embedded, fetched, files, gguf, matrices, quantised, random_weights
 from kvbench.models.checkpoint import SAFELY, How, check_complete, is_fault, read_weights
 from kvbench.models.devices import read_devices
 from kvbench.models.processes import read_processes, started, tell
@@ -149,11 +149,15 @@ _Loaded = tuple["PreTrainedModel", "PreTrainedTokenizerBase", str, str]
 
 def _load_embedded(settings: dict, how: How) -> _Loaded:
     """Loads the embedded default model."""
-    folder = embedded.ensure_embedded()
-    model, tokenizer = _read_folder(folder, how)
-    if damage := embedded.find_damage(folder):
+    return *_read_conversion(embedded.ensure_embedded(), how), embedded.NAME, embedded.embedded_fingerprint()
+
+
+def _read_conversion(folder: Path, how: How) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+    """Reads a folder that kvbench has converted, and that is whole."""
+    model, tokenizer = _read_folder(folder, how, conversions.read_tokenizer)
+    if damage := conversions.find_damage(folder):
         raise ValueError(f"in {folder} {damage}: it was changed while it was loaded; give the same command again")
-    return model, tokenizer, embedded.NAME, embedded.embedded_fingerprint()
+    return model, tokenizer
 
 
 def _load_hf(settings: dict, how: How) -> _Loaded:
@@ -172,16 +176,18 @@ def _load_hf(settings: dict, how: How) -> _Loaded:
 
 
 def _load_gguf(settings: dict, how: How) -> _Loaded:
-    """Loads a GGUF file; every load de-quantises it anew."""
+    """Loads a GGUF file, which is converted once and then read from the cache."""
     path = _gguf_path(settings)
     gguf.check_gguf(path)
+    if kept := gguf.ensure_converted(path, how.dtype):
+        folder, fingerprint = kept
+        return *_read_conversion(folder, how), path.stem, fingerprint
     before = cache.file_state(path)
     model, tokenizer = gguf.read_gguf(path, how.dtype)
-    digest = cache.file_digest(path)
+    fingerprint = gguf.fingerprint(cache.file_digest(path), tokenizer)
     if cache.file_state(path) != before:
         raise ValueError(f"{path} was changed while it was loaded; try again when nothing writes there")
-    parts = [digest, tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template or ""]
-    return model, tokenizer, path.stem, files.combine_fingerprints(parts)
+    return model, tokenizer, path.stem, fingerprint
 
 
 def _load_random(settings: dict, how: How) -> _Loaded:
@@ -224,26 +230,24 @@ _LOADERS: dict[str, tuple[_Loader, set[str]]] = {
 
 def load_outline(cfg: Mapping[str, Any]) -> LoadedModel:
     """As `load_model`, without weights, for what only makes prompts; no answer can be had from it, and the fingerprint
-    is empty. A GGUF file has its tokenizer beside the weights, so its model is loaded whole."""
+    is empty. The model of a GGUF file that cannot be converted is loaded whole."""
     import transformers
 
     settings = as_dict(cfg)
-    kind, path = settings.get("kind"), str(settings.get("path") or "")
-    if kind == "random":
+    if settings.get("kind") == "random":
         config, tokenizer = _random_outline(settings)
-    elif kind == "embedded" or (kind == "hf" and path and not path.lower().endswith(".gguf")):
-        is_own = kind == "embedded"
-        folder = embedded.ensure_embedded() if is_own else files.find_model_folder(path, settings.get("revision"))
+    elif found := _folder_of(settings):
+        folder, read_tokenizer = found
         files.check_config(folder)
-        with embedded.quiet_transformers():
+        with conversions.quiet_transformers():
             config = transformers.AutoConfig.from_pretrained(folder, **SAFELY)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **SAFELY)
+            tokenizer = read_tokenizer(folder)
     else:
         return load_model(cfg)
     return LoadedModel(
         model=cast("PreTrainedModel", SimpleNamespace(config=config, generation_config=config)),
         tokenizer=tokenizer,
-        name=str(settings.get("name") or settings.get("path") or settings.get("preset") or kind),
+        name=str(settings.get("name") or settings.get("path") or settings.get("preset") or settings.get("kind")),
         fingerprint="",
         max_tokens=context_length(config, settings.get("max_tokens")),
         dtype=torch.float32,
@@ -252,15 +256,37 @@ def load_outline(cfg: Mapping[str, Any]) -> LoadedModel:
     )
 
 
-def _read_folder(folder: Path, how: How) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+def _folder_of(settings: dict) -> tuple[Path, Callable[[Path], "PreTrainedTokenizerBase"]] | None:
+    """The folder that a model is read from, and what reads its tokenizer; None where it is no folder, or not known."""
+    if settings.get("kind") == "embedded":
+        return embedded.ensure_embedded(), conversions.read_tokenizer
+    if settings.get("kind") not in ("gguf", "hf"):
+        return None
+    if not _is_gguf(settings):
+        return files.find_model_folder(_path(settings), settings.get("revision")), _any_tokenizer
+    gguf.check_gguf(file := _gguf_path(settings))
+    device = read_devices(settings.get("device", "auto")).first
+    kept = gguf.ensure_converted(file, _dtype(settings.get("dtype", "auto"), device))
+    return (kept[0], conversions.read_tokenizer) if kept else None
+
+
+def _any_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(folder, **SAFELY)
+
+
+def _read_folder(
+    folder: Path, how: How, read_tokenizer: Callable[[Path], "PreTrainedTokenizerBase"] = _any_tokenizer
+) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """Reads model and tokenizer from a checked folder, without any question to the hub."""
     import transformers
 
     files.check_config(folder)
     try:
-        with embedded.quiet_transformers():
+        with conversions.quiet_transformers():
             model, found = read_weights(folder, how)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **SAFELY)
+        tokenizer = read_tokenizer(folder)
     except UnsupportedModel:
         raise
     except BaseException as error:

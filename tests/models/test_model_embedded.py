@@ -14,6 +14,7 @@ import torch
 from kvbench.config import durable
 from kvbench.errors import MissingWeightsError
 from kvbench.models import cache as model_cache
+from kvbench.models import conversions
 from kvbench.models import embedded as model_embedded
 from kvbench.models import load as model_load
 from kvbench.models import random_weights as model_random
@@ -68,7 +69,7 @@ def test_embedded_tokenizer_splits_digits_before_words(embedded_model):
 
 def test_second_load_of_the_embedded_model_only_reads_the_cache(embedded_model, monkeypatch):
     """What takes time at the first load happens once: no fetch, conversion, hash, process or connection follows."""
-    model_embedded.find_damage(model_embedded.embedded_folder())  # remembered now, however fresh the conversion is
+    conversions.find_damage(model_embedded.embedded_folder())  # remembered now, however fresh the conversion is
     read = model_cache._read_whole
 
     def small_only(file):
@@ -91,10 +92,10 @@ WEIGHTS = bytes(range(256)) * 8192  # 2 MiB: more than what is hashed at every s
 @pytest.fixture
 def small_conversion(tmp_path, monkeypatch):
     """Gives the cached folder of a conversion that writes two small files, and the list of conversions so far."""
-    conversions = []
+    made = []
 
     def convert(gguf, folder):
-        conversions.append(folder)
+        made.append(folder)
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(WEIGHTS)
         (folder / "config.json").write_text('{"rope_theta": 100000}')
@@ -104,8 +105,8 @@ def small_conversion(tmp_path, monkeypatch):
     monkeypatch.setattr(model_embedded, "_convert", convert)
     monkeypatch.setattr(model_cache, "_SETTLED_NS", -1)
     folder = model_embedded.ensure_embedded()
-    assert model_embedded.ensure_embedded() == folder and len(conversions) == 1
-    return folder, conversions
+    assert model_embedded.ensure_embedded() == folder and len(made) == 1
+    return folder, made
 
 
 def zero_the_middle(folder):
@@ -129,16 +130,16 @@ def zero_the_middle(folder):
 )
 def test_a_damaged_copy_is_made_again_with_one_note(small_conversion, capfd, damage, message):
     """Same-size edits, lost and added files, and a copy without digests: one note, one conversion, and a whole copy."""
-    folder, conversions = small_conversion
+    folder, made = small_conversion
     capfd.readouterr()
     damage(folder)
-    assert message in model_embedded.find_damage(folder)
+    assert message in conversions.find_damage(folder)
     assert model_embedded.ensure_embedded() == folder
     said = capfd.readouterr().err
     assert said.count("it is made again") == 1 and message in said
-    assert len(conversions) == 2 and not model_embedded.find_damage(folder)
+    assert len(made) == 2 and not conversions.find_damage(folder)
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
-    assert model_embedded.ensure_embedded() == folder and len(conversions) == 2
+    assert model_embedded.ensure_embedded() == folder and len(made) == 2
     assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name, folder.name + ".lock"]
 
 
@@ -146,7 +147,7 @@ def test_a_copy_that_changes_while_it_is_loaded_is_refused(small_conversion, mon
     """What was checked must be what was read."""
     folder, _ = small_conversion
 
-    def read(folder, how):
+    def read(folder, how, read_tokenizer):
         zero_the_middle(folder)
         return None, None
 
