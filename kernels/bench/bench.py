@@ -312,6 +312,8 @@ def remarks(cell: dict) -> list[str]:
         found.append(f"A/A: {twice['name']} timed twice is {_span(twice)} times itself; {noise}")
     if probe := cell.get("probe"):
         found.append(f"{probe['name']} in the same rounds: {probe['bytes_per_s'] / 1e9:.1f} GB/s")
+    if product := cell.get("product"):
+        found.append(f"{product['name']} in the same rounds: {product['flops_per_s'] / 1e9:.0f} GFLOP/s")
     return found
 
 

@@ -14,6 +14,7 @@ from kvbench.kernels.bench.rounds import Variant
 
 PROBE_BYTES = 1 << 30  # far larger than any cache that one process has to itself
 PROBE_STEP_BYTES = 1 << 28
+PROBE_PRODUCT = 1024, 1024, 4096  # rows, columns and outputs of a product that no memory holds up
 BUSY_SHARE = 0.5  # load average per core above which timings are called into question
 
 
@@ -140,3 +141,28 @@ class Bandwidth:
         self.turn = (self.turn + 1) % len(self.parts)
         part = self.parts[self.turn]
         return part.sum() if self._target is None else self._target.copy_(part)
+
+
+def product(device: str, dtype: torch.dtype) -> Variant:
+    """torch's own product of many rows with a matrix, whose `flops_per_call` per second is what can be multiplied and
+    added here."""
+    rows, columns, outputs = PROBE_PRODUCT
+    make = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, columns, generator=make).to(device, dtype) for n in (rows, outputs))
+    extra = {"flops_per_call": 2 * rows * columns * outputs}
+    return Variant(name="torch's product", call=lambda _: torch.nn.functional.linear(x, weight), extra=extra)
+
+
+def tell_limits(found: dict) -> None:
+    """Says how fast this machine can be at rows of a cell that name their bytes and `flops_per_token`: whichever takes
+    longer, the bytes at the probe's bandwidth, or the operations at those of `product`, whose row becomes a figure of
+    the cell."""
+    for row in [row for row in found["variants"] if "flops_per_call" in row]:
+        found["variants"].remove(row)
+        found["product"] = {"name": row["name"], "flops_per_s": row["flops_per_call"] / row["median"]}
+    if not found.get("product") or not found["probe"]:
+        return
+    for row in found["variants"]:
+        read_s = row["bytes_per_call"] / found["probe"]["bytes_per_s"]
+        multiply_s = row["flops_per_token"] * row["tokens_per_call"] / found["product"]["flops_per_s"]
+        row["limit_tokens_per_s"] = row["tokens_per_call"] / max(read_s, multiply_s)

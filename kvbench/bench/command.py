@@ -17,7 +17,7 @@ from kvbench.kernels.bench.bench import WHOLE_MODEL, Common, check_document, is_
 from kvbench.results import provenance
 
 # what -> module with Settings. Those in kernels/ need torch alone.
-MODULES = {name: f"kvbench.kernels.bench.{name}" for name in ("attention", "prefill", "manager")}
+MODULES = {name: f"kvbench.kernels.bench.{name}" for name in ("attention", "prefill", "manager", "products")}
 MODULES |= {name: f"kvbench.bench.{name}" for name in WHOLE_MODEL}
 
 

@@ -81,8 +81,12 @@ class WholeModel(Methods):
             for _ in range(self.steps):
                 decoder.step(list(next(tokens)))
 
-        extra |= {"tokens_per_call": len(answers) * self.steps, "cache_bytes": decoder.cache_bytes()}
-        variant = Variant(name=name, call=call, before_round=decoder.focus, extra=extra)
+        loaded = decoder.loaded if isinstance(decoder, OwnDecoder) else decoder.runner.loaded
+        cache_bytes, numbers = decoder.cache_bytes(), matrix_numbers(loaded)
+        extra |= {"tokens_per_call": len(answers) * self.steps, "cache_bytes": cache_bytes}
+        extra |= {"flops_per_token": 2 * numbers}
+        least = self.steps * (numbers * loaded.dtype.itemsize + cache_bytes)
+        variant = Variant(name=name, call=call, bytes_per_call=least, before_round=decoder.focus, extra=extra)
         if isinstance(decoder, StoreDecoder | Graphed):
             variant.check = partial(decoder.step_error, answers[0][0])
             variant.tolerance = REFERENCE_TOLERANCE.get(decoder.runner.loaded.dtype, LOW_PRECISION_TOLERANCE)
@@ -134,18 +138,32 @@ class Settings(WholeModel):
         bench.more["model"] = choices.describe_model(self._models[""])
 
     def timing(self, bench: Bench, cell: dict) -> dict[str, Any]:
-        more = {"rounds": self.prefill_rounds, "warmup": 0} if cell["phase"] == "prompt" else {}  # its checks warm up
+        more: dict[str, Any]
+        if cell["phase"] == "prompt":
+            more = {"rounds": self.prefill_rounds, "warmup": 0}  # its checks warm up
+        else:
+            more = {"probe": bench.bandwidth.variant()}
         return super().timing(bench, cell) | more
 
     def variants(self, bench: Bench, cell: dict) -> list[Variant]:
         bench.stage("reading prompts")
         asked = replace(self, methods=[cell["method"]]) if self.apart else self
         if cell["phase"] == "decode":
-            return [v for mark, own in self._models.items() for v in decode_variants(asked, own, cell["batch"], mark)]
+            found = [v for mark, own in self._models.items() for v in decode_variants(asked, own, cell["batch"], mark)]
+            return [*found, machine.product(bench.device, self._models[""].dtype)]
         found = prompt_variants(asked, self._models)
         for variant in found:
             variant.extra["peak_bytes"] = self._peaks.get(variant.name)
         return found
+
+    def finish(self, found: dict) -> None:
+        machine.tell_limits(found)
+
+
+def matrix_numbers(model: LoadedModel) -> int:
+    """Numbers that every token is multiplied with: those of all linear layers."""
+    layers: list[Any] = [layer for layer in model.model.modules() if hasattr(layer, "out_features")]
+    return sum(layer.in_features * layer.out_features for layer in layers)
 
 
 def make_models(settings: Settings, device: str, notes: list[str]) -> dict[str, LoadedModel]:

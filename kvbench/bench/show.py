@@ -127,6 +127,12 @@ def _cost(row: dict) -> str:
     return f"{middle:+.0f} [{low:+.0f}, {high:+.0f}] %"
 
 
+def _of_limit(row: dict) -> str:
+    """The share of a row's rate in what the machine can do, and that."""
+    limit = row.get("limit_tokens_per_s")
+    return NONE if limit is None else f"{100 * row['tokens_per_call'] / row['median'] / limit:.0f} % of {number(limit)}"
+
+
 def _baseline(name: str, model: dict | None) -> str:
     """The heading of the ratios to a baseline; transformers' own cache has the model's dtype, the full one 16 bits."""
     if name.partition(", ")[0] != "transformers" or not model:
@@ -158,6 +164,7 @@ def _cell_table(document: dict, rows: Sequence[dict]) -> Table:
             title: show
             for title, key, show in (
                 ("costs", "versus", _cost),
+                ("of the limit", "limit_tokens_per_s", _of_limit),
                 ("peak memory added", "peak_bytes", lambda row: format_bytes(row.get("peak_bytes"))),
                 ("batch", "batch", lambda row: str(row["batch"])),
                 ("cache", "cache_bytes", lambda row: format_bytes(row.get("cache_bytes"))),
@@ -276,6 +283,7 @@ VIEWS = {
     "attention": View(("shape", "threads"), _speed, "speed relative to {}", is_log=True),
     "prefill": View(("shape", "threads"), _time, "time relative to the prompt's {} alone", is_log=True),
     "manager": View(("operation", "threads"), lambda row, _: scaled(row, 1e3), "ms", is_log=True),
+    "products": View(("dtype", "threads"), _rate_or_seconds, "tokens/s through the matrices", is_log=True),
     "decode": View(
         ("phase", "batch", "context", "threads"),
         _rate_or_seconds,

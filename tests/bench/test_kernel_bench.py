@@ -2,6 +2,7 @@
 the real writer, and refuse what is wrong."""
 
 import dataclasses
+import io
 import json
 import os
 import subprocess
@@ -10,9 +11,11 @@ import sys
 import pytest
 import torch
 from places import ROOT
+from rich.console import Console
 
+from kvbench.bench import show
 from kvbench.kernels.backend import REFERENCE, Backend
-from kvbench.kernels.bench import attention, bench, caches, machine, manager, prefill
+from kvbench.kernels.bench import attention, bench, caches, machine, manager, prefill, products
 from kvbench.kernels.bench.attention import Settings
 from kvbench.kernels.dispatch import get_backend
 from kvbench.kernels.operands import PLAIN
@@ -64,7 +67,7 @@ def test_attention_bench_runs_with_torch_alone(tmp_path):
     assert any("plain reference" in note for note in document["notes"])
 
 
-MODULES = {"attention": attention, "prefill": prefill, "manager": manager}
+MODULES = {"attention": attention, "prefill": prefill, "manager": manager, "products": products}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -342,3 +345,36 @@ def _shown(document):
     with console.capture() as captured:
         console.print(show.render(document))
     return captured.get()
+
+
+def test_products_stand_beside_torchs_and_the_limit(monkeypatch):
+    """Each row says what the machine could do: what must be read and multiplied, at the speed of probes of the same
+    rounds, whichever takes longer."""
+    monkeypatch.setattr(machine, "PROBE_BYTES", 1 << 20)
+    monkeypatch.setattr(machine, "PROBE_PRODUCT", (64, 64, 64))
+    words = ["matrices=[33x70,8x96]", "rows=[1,5]", "dtypes=[fp32,bf16]", "threads=[1]", "rounds=2"]
+    document = bench.run(bench.read_words(products.Settings, [*words, "device=cpu", "working_set_mb=1"]))
+    bench.check_document(document)
+    assert len(document["cells"]) == 4
+    for cell in document["cells"]:
+        assert not cell["refused"] and [row["name"] for row in cell["variants"]] == ["torch", "streamed"]
+        rows, numbers, itemsize = cell["cell"]["rows"], 33 * 70 + 8 * 96, 4 if cell["cell"]["dtype"] == "fp32" else 2
+        read_s = numbers * itemsize / cell["probe"]["bytes_per_s"]
+        multiply_s = 2 * numbers * rows / cell["product"]["flops_per_s"]
+        for row in cell["variants"]:
+            assert row["limit_tokens_per_s"] == pytest.approx(rows / max(read_s, multiply_s))
+    text = io.StringIO()
+    Console(width=200, file=text).print(show.render(document))
+    assert "of the limit" in text.getvalue() and "GFLOP/s" in text.getvalue()
+
+
+def test_a_product_that_is_wrong_is_not_timed(monkeypatch):
+    """One number of a hundred that is off."""
+    right = products.RowProducts.__call__
+    monkeypatch.setattr(
+        products.RowProducts, "__call__", lambda self, x, w: right(self, x, w).index_fill_(1, torch.tensor([3]), 0.0)
+    )
+    monkeypatch.setattr(machine, "PROBE_BYTES", 1 << 20)
+    words = ["matrices=[100x70]", "rows=[2]", "dtypes=[fp32]", "threads=[1]", "rounds=1", "device=cpu"]
+    document = bench.run(bench.read_words(products.Settings, [*words, "working_set_mb=1"]))
+    assert "exceeds" in document["cells"][0]["refused"][0]["reason"]

@@ -10,7 +10,7 @@ from kvbench.bench import choices, chunks, decode, show, throughput
 from kvbench.bench.decoders import OwnDecoder, StaticDecoder, StoreDecoder, peak_bytes
 from kvbench.engine import hf
 from kvbench.kernels.backend import Backend
-from kvbench.kernels.bench import bench
+from kvbench.kernels.bench import bench, machine
 from kvbench.models import matrices
 
 MODEL = "random preset=tiny num_layers=2 dtype=float32"
@@ -47,7 +47,24 @@ def test_decode_measures_prompts_and_every_batch(monkeypatch):
     assert rows["transformers"]["cache_bytes"] == 4 * elements
     assert 2 * elements <= rows["full"]["cache_bytes"] < 2.6 * elements
     assert rows["snapkv budget=0.5 window=8"]["cache_bytes"] < rows["full"]["cache_bytes"]
-    assert show.render(document)
+    # What the machine could do: at this size, reading the matrices and the cache.
+    cell, config = document["cells"][2], choices.make_model(MODEL, "cpu").model.config
+    heads = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
+    layer = config.hidden_size * (heads + config.num_attention_heads * config.head_dim + 3 * config.intermediate_size)
+    numbers = 2 * layer + config.hidden_size * config.vocab_size
+    read_s = (4 * numbers + rows["full"]["cache_bytes"]) / cell["probe"]["bytes_per_s"]
+    multiply_s = 2 * numbers * 2 / cell["product"]["flops_per_s"]
+    assert rows["full"]["limit_tokens_per_s"] == pytest.approx(2 / max(read_s, multiply_s))
+    text = io.StringIO()
+    Console(width=200, file=text).print(show.render(document))
+    assert text.getvalue().count("of the limit") == 2
+
+
+@pytest.fixture(autouse=True)
+def small_probes(monkeypatch):
+    """Keeps the probes of the machine's limits from taking longer than what is tested."""
+    monkeypatch.setattr(machine, "PROBE_BYTES", 1 << 20)
+    monkeypatch.setattr(machine, "PROBE_PRODUCT", (64, 64, 64))
 
 
 @pytest.mark.skipif(
