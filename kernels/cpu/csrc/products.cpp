@@ -145,8 +145,13 @@ template <class E, int kR, int kB> static void tile(const Block<E>& t, long o, l
   };
   const long whole = std::min(t.end, p.in / E::kStep), shares = t.shares ? t.shares : kR, share = t.shares ? t.share : kR;
   for (long i = t.begin; i < whole; i++) {
-    // A row is too short for the processor to foretell where the next one goes on.
-    for (long r = share; r < kR; r += shares) __builtin_prefetch(w + (kR + r) * w_row + i * kStepBytes);
+    // A row is too short for the processor to foretell where the next one goes on. With few tiles what is asked for would
+    // push x out of the first-level cache, and hold up what waits there: it goes to the second one.
+    for (long r = share; r < kR; r += shares) {
+      const uint8_t* next = w + (kR + r) * w_row + i * kStepBytes;
+      if (shares <= kR) __builtin_prefetch(next, 0, 2);
+      else __builtin_prefetch(next);
+    }
     step(w + i * kStepBytes, w_row, i);
   }
   if (whole < t.end) {
