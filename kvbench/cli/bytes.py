@@ -1,7 +1,7 @@
 """The command `bytes`: what a method would hold on a model that is not here."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig
@@ -32,6 +32,7 @@ PARTS = {
     "buffer": ("residual_bytes", "residual_slack_bytes"),
     "rest": ("slack_bytes", "table_bytes", "free_list_bytes", "book_bytes"),
 }
+BESIDE = {"windows": ("window_bytes",), "states": ("state_bytes",)}
 Row = tuple[str, int, Projection]  # what the row is, tokens of a sequence, its bytes
 
 
@@ -64,6 +65,7 @@ def main(cfg: DictConfig) -> int:
             found, said = _of_method(one, shape, lengths, cfg.answer)
             rows += found
             notes += said
+    rows = [(name, length, _whole(found, shape, length)) for name, length, found in rows]
     console = terminal.console(100)
     console.print(_table(rows, shape, cfg.batch))
     for line in (*_notes(rows, shape, cfg.answer), *notes):
@@ -94,6 +96,11 @@ def _stored(folder: Path) -> Asked:
 def _of_method(asked: Asked, shape: NamedShape, lengths: Sequence[int], answer: int) -> tuple[list[Row], list[str]]:
     """The rows of a method, and what must be known to read them."""
     name, rows, notes = asked.name, list[Row](), list[str]()
+    if shape.latent and name != FULL:
+        raise ValueError(
+            f"{shape.name} keeps one latent vector of {shape.latent} channels per token and layer, which kvbench's "
+            f"pages do not hold yet, so that method={name} cannot be counted; method={FULL} says what the model holds"
+        )
     for length in lengths:
         least, most = project(asked.policy, shape.store_shape, length - answer, answer, shares=asked.shares)
         if is_one_number(least, most):
@@ -112,6 +119,13 @@ def _of_method(asked: Asked, shape: NamedShape, lengths: Sequence[int], answer: 
     if name == FULL:
         notes.append("The full cache holds more than 100 %: page tables, and pages that are not full.")
     return rows, notes
+
+
+def _whole(found: Projection, shape: NamedShape, length: int) -> Projection:
+    """A projection of the layers that see everything, with what the others hold."""
+    beside = shape.beside_bytes(length)
+    items = found.items | beside | {"resident_bytes": found.resident_bytes + sum(beside.values())}
+    return replace(found, items=items, fp16_bytes=found.fp16_bytes + sum(beside.values()))
 
 
 def _known_elsewhere(asked: Asked, shape: NamedShape, length: int, answer: int) -> tuple[list[Row], list[str]]:
@@ -137,10 +151,14 @@ def _known_elsewhere(asked: Asked, shape: NamedShape, length: int, answer: int) 
 
 def _table(rows: Sequence[Row], shape: NamedShape, batch: int) -> Table:
     title = f"Bytes on {shape.name}: {shape.layers} layers, {shape.kv_heads} KV heads of {shape.head_dim} channels"
+    if shape.latent:
+        title = f"Bytes on {shape.name}: {shape.layers} layers of one latent vector of {shape.latent} channels"
+    beside = {name: items for name, items in BESIDE.items() if getattr(shape, name)}
+    parts, extra = PARTS | beside, ["% alone"] if beside else []
     table = terminal.plain_table(title)
     table.add_column("method", no_wrap=True)
     many = [f"x {batch}"] if batch > 1 else []
-    for heading in ("tokens", "resident", *many, "FP16", "%", *PARTS):
+    for heading in ("tokens", "resident", *many, "FP16", "%", *extra, *parts):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, length, found in rows:
         table.add_row(
@@ -149,9 +167,16 @@ def _table(rows: Sequence[Row], shape: NamedShape, batch: int) -> Table:
             *(format_bytes(count * found.resident_bytes) for count in ([1, batch] if many else [1])),
             format_bytes(batch * found.fp16_bytes),
             f"{RESIDENT.scale * found.ratio:.1f}",
-            *(_part(found, items) for items in PARTS.values()),
+            *(_alone(found, shape, length) for _ in extra),
+            *(_part(found, items) for items in parts.values()),
         )
     return table
+
+
+def _alone(found: Projection, shape: NamedShape, length: int) -> str:
+    """Share of the layers that see everything, of their own FP16 cache."""
+    beside = sum(shape.beside_bytes(length).values())
+    return f"{RESIDENT.scale * (found.resident_bytes - beside) / (found.fp16_bytes - beside):.1f}"
 
 
 def _part(found: Projection, items: Sequence[str]) -> str:
@@ -166,6 +191,16 @@ def _notes(rows: Sequence[Row], shape: NamedShape, answer: int) -> list[str]:
         f"% and the parts are of an FP16 full cache for the same tokens, of which {answer} were written behind the "
         f"prompt. Shape: {shape.source}. The peak while a prompt is compressed, weights and activations do not count."
     ]
+    others = []
+    if shape.windows:
+        others.append(f"{shape.windows['layers']} more keep their last {shape.windows['tokens']} tokens")
+    if shape.states:
+        others.append(f"{shape.states['layers']} more hold a state of {format_bytes(shape.states['bytes'])}")
+    if others:
+        notes.append(
+            f"The method acts on the {shape.layers} layers that see everything, and {', '.join(others)}, in FP16 and "
+            "in the bytes of every row; '% alone' is of the former without them."
+        )
     if shape.context and (longest := max(length for _, length, _ in rows)) > shape.context:
         notes.append(f"{shape.name} was made for {shape.context} tokens; {longest} are more.")
     return notes

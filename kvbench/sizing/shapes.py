@@ -2,7 +2,8 @@
 header of a GGUF file."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,12 @@ class NamedShape:
     """Dtype of its weights, which a `native` tier takes."""
     parameters: int | None = None
     """Number of its weights; None when unknown."""
+    windows: Mapping[str, int] = field(default_factory=dict)
+    """Layers beside these that keep their last tokens, and how many."""
+    states: Mapping[str, int] = field(default_factory=dict)
+    """Layers beside these that hold a state, and its bytes."""
+    latent: int | None = None
+    """Channels of the one vector per token and layer that stands for keys and values; None where there is none."""
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -57,9 +64,20 @@ class NamedShape:
         """Bytes of its weights in their dtype; None when unknown."""
         return None if self.parameters is None else self.parameters * DTYPES[self.dtype].itemsize
 
+    def beside_bytes(self, num_tokens: int) -> dict[str, int]:
+        """What its other layers hold of so many tokens, in 16 bits and whatever the method, as items of a ledger; empty
+        where all layers see everything."""
+        found: dict[str, int] = {}
+        if self.windows:
+            held = min(num_tokens, self.windows["tokens"])
+            found["window_bytes"] = self.windows["layers"] * held * self.kv_heads * self.head_dim * 4
+        if self.states:
+            found["state_bytes"] = self.states["layers"] * self.states["bytes"]
+        return found
+
     @property
     def store_shape(self) -> ModelShape:
-        """As the store takes it; its keys can be rotated."""
+        """Its layers that see everything, as the store takes them; their keys can be rotated."""
         return ModelShape(
             num_layers=self.layers,
             num_q_heads=self.q_heads,
@@ -108,13 +126,14 @@ def find_shape(model: object) -> NamedShape:
 
 
 def _of_config(folder: Path, source: str, config: dict[str, Any]) -> NamedShape:
-    heads = config["num_attention_heads"]
+    heads, (layers, windows) = config["num_attention_heads"], _kinds(config)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     weights_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return NamedShape(
         name=folder.name,
         source=source,
-        layers=config["num_hidden_layers"],
+        layers=layers,
+        windows=windows,
         q_heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
@@ -122,6 +141,20 @@ def _of_config(folder: Path, source: str, config: dict[str, Any]) -> NamedShape:
         dtype=dtype,
         parameters=weights_bytes // DTYPES[dtype].itemsize if weights_bytes and dtype in DTYPES else None,
     )
+
+
+def _kinds(config: dict[str, Any]) -> tuple[int, dict[str, int]]:
+    """The layers that see everything, and those with windows; refuses what cannot be counted from this file alone."""
+    if config.get("kv_lora_rank"):
+        raise ValueError("its latent attention is counted for presets alone, such as deepseek-v3")
+    kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+    sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    if others := sorted({*kinds} - {"full_attention", *sizes}):
+        raise ValueError(f"what layers of type {others} hold is counted for presets alone, such as qwen3-next-80b")
+    found = [config[sizes[kind]] for kind in kinds if kind in sizes]
+    if not found:
+        return len(kinds), {}
+    return len(kinds) - len(found), {"layers": len(found), "tokens": found[0]}
 
 
 def _of_header(file: Path) -> NamedShape:

@@ -11,6 +11,7 @@ from kvbench.evidence import shipped
 from kvbench.results.identity import hash_identity
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import journal_record, write_line
+from kvbench.sizing.shapes import presets
 
 
 def lines(path):
@@ -33,6 +34,42 @@ def test_a_method_a_model_a_length_and_a_batch(tmp_path, capsys):
     items = [int(count) for name, count in long.items() if name.endswith("_bytes") and name != "fp16_bytes"]
     assert sum(items) == 2 * int(long["resident_bytes"])  # the items and their sum
     assert float(long["ratio"]) == int(long["resident_bytes"]) / int(long["fp16_bytes"]) < float(short["ratio"])
+
+
+@pytest.mark.parametrize(
+    ("model", "column", "beside"),
+    [
+        (
+            "gpt-oss-20b",
+            "window_bytes",
+            12 * 128 * 8 * 64 * 4,
+        ),  # layers x window x KV heads x channels x 2 sides, 16 bits
+        ("qwen3-next-80b", "state_bytes", 36 * (8192 * 4 * 2 + 32 * 128 * 128 * 4)),  # a convolution's, and fp32 memory
+    ],
+)
+def test_layers_that_do_not_see_everything_are_billed_beside(model, column, beside, tmp_path, capsys):
+    """A model whose layers differ: windows and states are in every row and in FP16, and the full layers stand alone."""
+    out, tokens = tmp_path / "bytes.csv", 4096
+    assert main(["bytes", "method=full,int4", f"model={model}", f"length={tokens}", f"out={out}"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "% alone" in shown and "The method acts on the 12 layers that see everything, and" in shown
+    shape = presets()[model]
+    full, int4 = lines(out)
+    alone = tokens * shape.layers * shape.kv_heads * shape.head_dim * 4
+    for row in (full, int4):
+        assert int(row[column]) == beside and int(row["fp16_bytes"]) == alone + beside
+        items = [int(count) for name, count in row.items() if name.endswith("_bytes") and name != "fp16_bytes"]
+        assert sum(items) == 2 * int(row["resident_bytes"])
+    assert f"{100 * (int(int4['resident_bytes']) - beside) / alone:.1f}" in shown
+
+
+def test_a_latent_cache_is_counted_whole_and_compressed_by_nothing_yet(capsys):
+    """DeepSeek-V3 holds 576 numbers per token and layer; other methods are refused with the reason."""
+    assert main(["bytes", "model=deepseek-v3", "length=1000"]) == 0
+    assert "61 layers of one latent vector of 576 channels" in capsys.readouterr().out
+    assert presets()["deepseek-v3"].store_shape.fp16_bytes(1000) == 61 * 1000 * 576 * 2
+    assert main(["bytes", "model=deepseek-v3", "method=int4"]) != 0
+    assert "one latent vector of 576 channels" in capsys.readouterr().err
 
 
 def test_what_data_decide_has_two_rows_and_a_run_makes_them_one(tmp_path, capsys):

@@ -10,6 +10,7 @@ from functools import cache
 
 import pytest
 import torch
+import transformers
 from engine_helpers import answers, open_settings, random_tokens, request
 from omegaconf import OmegaConf
 from selection import in_turn, per_path
@@ -17,6 +18,7 @@ from selection import in_turn, per_path
 from kvbench.cache.layout import StoreOptions
 from kvbench.config import files
 from kvbench.config.methods import method_settings
+from kvbench.engine.hf import own_cache_bytes
 from kvbench.engine.supported import model_shape
 from kvbench.methods.diffkv import DiffKV
 from kvbench.methods.duo_attention import DuoAttention
@@ -204,6 +206,45 @@ def test_a_folder_is_a_shape_and_what_is_neither_is_named(tmp_path):
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 2}')
     with pytest.raises(ValueError, match="does not say how many layers and heads"):
         find_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "layers", "windows"),
+    [
+        ({"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 128}, 2, (2, 128)),
+        ({"layer_types": ["chunked_attention"] * 3 + ["full_attention"], "attention_chunk_size": 64}, 1, (3, 64)),
+        ({"layer_types": ["full_attention"] * 4, "sliding_window": 128}, 4, None),
+    ],
+)
+def test_layers_of_a_folder_are_counted_by_their_kinds(kinds, layers, windows, tmp_path):
+    """Windows of a config.json are what its layer types say; states and latent vectors are refused with the reason."""
+    config = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config | kinds))
+    shape = find_shape(tmp_path)
+    assert shape.layers == layers and shape.store_shape.num_layers == layers
+    held = {} if windows is None else {"window_bytes": windows[0] * min(100, windows[1]) * 2 * 16 * 4}
+    assert shape.beside_bytes(100) == held
+    for more, message in (({"kv_lora_rank": 8}, "latent"), ({"layer_types": ["mamba"] * 4}, r"type \['mamba'\]")):
+        (tmp_path / "config.json").write_text(json.dumps(config | more))
+        with pytest.raises(ValueError, match=message):
+            find_shape(tmp_path)
+
+
+def test_states_are_those_that_transformers_keeps():
+    """The bytes of a state are those that a layer of these sizes leaves in transformers' own cache."""
+    sizes = {"vocab_size": 8, "num_hidden_layers": 2, "intermediate_size": 16, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    for name, kind, fields in (
+        ("lfm2-1.2b", "lfm2", {"hidden_size": 2048, "layer_types": ["conv", "full_attention"]}),
+        ("qwen3-next-80b", "qwen3_next", {"hidden_size": 32, "layer_types": ["linear_attention", "full_attention"]}),
+    ):
+        config = transformers.AutoConfig.for_model(kind, **sizes | fields)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        cache = transformers.DynamicCache(config=config)
+        with torch.no_grad():
+            model(torch.arange(1, 8)[None], past_key_values=cache, use_cache=True)
+        cache.layers = cache.layers[:1]
+        assert own_cache_bytes(cache) == presets()[name].states["bytes"]
 
 
 def test_parameters_are_those_that_transformers_builds():
