@@ -27,9 +27,9 @@ def _one(word: str, width: int) -> str:
     else:
         if word in texts.commands():
             return texts.command_help(word, width)
-        if word in files.GROUPS or word.removesuffix("s") in files.GROUPS:
+        if {word, word.removesuffix("s")} & {*files.GROUPS, *files.SUITES}:
             return texts.list_text([word], width)
-        found = [group for group in (*files.GROUPS, "launcher") if word in files.options(group)]
+        found = [group for group in (*files.GROUPS, *files.SUITES, "launcher") if word in files.options(group)]
         names = word
         known = texts.commands() | {name: "" for group in files.GROUPS for name in files.options(group)}
     if not found:
@@ -49,6 +49,8 @@ def choice_help(group: str, name: str, width: int = 80) -> str:
     title, scope = f"{group}={name}", f"settings ({group}.KEY=VALUE)"
     if "@package _global_" in text:
         scope = "settings"
+    elif group in files.SUITES:
+        scope = "its lines, of which every task goes through every method"
     elif group == "launcher":
         title, scope = f"hydra/{title}", "settings ; the plugin has more"
     settings = texts.settings_text(text, width, ("defaults:",))

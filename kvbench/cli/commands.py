@@ -69,7 +69,7 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
         elif word.lstrip("+~").startswith("_"):
             raise ValueError(f"{word}: names that begin with an underscore are not settings of {name}")
         # Hydra takes the name of a group for the group, also where a command has a plain setting of that name.
-        elif key not in files.GROUPS or key not in listed or isinstance(listed[key], DictConfig):
+        elif key not in files.GROUPS | files.SUITES or key not in listed or isinstance(listed[key], DictConfig):
             continue
         plain[key] = value
         arguments = [other for other in arguments if other is not word]

@@ -120,7 +120,7 @@ class Jobs:
 
         try:
             method, origin = self._origin()
-            finished = run_experiment(cfg, method=method, parts=self._of_process()[0], origin=origin)
+            finished = run_experiment(cfg, method=method, parts=self.loaders, origin=origin)
             if finished.ended:  # else the last shard shows the whole run
                 folder, picture = finished.folder, _draw(finished)
                 table.show(finished.records, [folder / "run.json", folder / "samples.jsonl", picture])
@@ -148,7 +148,7 @@ class Jobs:
                 for job in jobs
             ]
             try:
-                for place, ended in run_together(asked, self._of_process()[0]):
+                for place, ended in run_together(asked, self.loaders):
                     with logged(sweep.log, f"[{jobs[place].number}] "):
                         self._write_down(jobs[place], sweep, records[place], ended)
                     held[place].close()
@@ -185,6 +185,11 @@ class Jobs:
             else:
                 is_told = isinstance(error, ValueError | OSError) and f"{error}"
                 record.message, record.code = is_told or what_happened(error), report(error)
+
+    @property
+    def loaders(self) -> "Loaders":
+        """The loaders of this command's jobs in this process."""
+        return self._of_process()[0]
 
     def _of_process(self) -> "tuple[Loaders, set[str]]":
         """The loaders and the notes that were said, which this command's jobs in one process share."""

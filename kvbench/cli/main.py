@@ -13,13 +13,22 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import kvbench
 from kvbench.cli import endings, texts, words
 from kvbench.config import files
 from kvbench.errors import nobody_leaves
 
-KEEPING = {"run": "sample", "calibrate": "sample", "bench": "cell"}  # what stays of a command that is stopped
+if TYPE_CHECKING:
+    from kvbench.cli.sweeping import Listed
+
+KEEPING = {
+    "run": "sample",
+    "suite": "sample",
+    "calibrate": "sample",
+    "bench": "cell",
+}  # what stays of a command that is stopped
 WIDEST = 100  # columns of help; longer lines are hard to read
 
 
@@ -101,6 +110,10 @@ def _command(arguments: list[str]) -> int:
         print(_help(command, rest, width))
         return 0
     words.check_flags(rest)
+    if command == "suite":
+        from kvbench.cli import suite
+
+        return suite.main(rest, run_command)
     if command in files.command_files():
         from kvbench.cli import commands
 
@@ -126,12 +139,11 @@ def _help(command: str, rest: list[str], width: int) -> str:
 def _keeps(arguments: list[str]) -> str:
     """What is kept of a command that goes on where it was when it is given again, or nothing; one that is not named is
     `run`."""
-    name = arguments[0] if arguments and arguments[0] in texts.commands() else "run"
-    return KEEPING.get(name, "")
+    return KEEPING.get(words.split_command(arguments)[0], "")
 
 
-def run_command(overrides: list[str]) -> int:
-    """Compose the configuration and run one experiment, or a sweep; the worst exit code."""
+def run_command(overrides: list[str], listed: "Listed | None" = None) -> int:
+    """Compose the configuration and run one experiment, or a sweep, whose jobs may be listed; the worst exit code."""
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -146,9 +158,11 @@ def run_command(overrides: list[str]) -> int:
     own = words.config_dir_flags(files.own_folders())
     flags, settings = words.parted(with_swept_groups(overrides))
     with _argv(["kvbench", *own, *flags, *settings]):  # Hydra takes no settings on both sides of a flag
-        with sweeping.begin(overrides) as jobs:
+        with sweeping.begin(overrides, listed) as jobs:
             try:
                 hydra.main(version_base="1.3", config_path=str(files.conf_folder()), config_name="config")(jobs.run)()
+                if listed and jobs.waiting:
+                    listed.announce(jobs)
                 jobs.carry_out()
             except (HydraException, OmegaConfBaseException) as error:
                 raise explain(error, overrides) from error

@@ -4,8 +4,9 @@ import json
 import shlex
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -124,10 +125,40 @@ def planned(arguments: Sequence[str]) -> tuple[str, list[list[str]]]:
         GlobalHydra.instance().clear()
 
 
+@dataclass(frozen=True)
+class Listed:
+    """A sweep whose jobs are listed, and are not the combinations of its words."""
+
+    command: list[str]
+    """What the user wrote behind `kvbench`, which goes on with it."""
+    jobs: list[list[str]]
+    """The words of each job."""
+    announce: "Callable[[Jobs], None]"
+    """Is told the jobs once they are composed, before the first begins, where they run in this process."""
+
+
+def combinations(words: Sequence[str]) -> list[list[str]]:
+    """The words of each job that a sweep's words mean, every combination of their values.
+
+    Raises:
+        ValueError: A word cannot be read.
+    """
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    from kvbench.config.compose import explain
+
+    try:
+        return BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(list(words)), None)[0]
+    except (HydraException, AssertionError) as error:
+        raise explain(error, words) from error
+
+
 @contextmanager
-def settings_where_they_exist() -> Iterator[list[str]]:
+def settings_where_they_exist(listed: Listed | None = None) -> Iterator[list[str]]:
     """Let Hydra's sweeper leave out of a job what its method does not have and another's has, as long as the block
-    lasts; gives sentences that say what, once the sweeper has run."""
+    lasts; gives sentences that say what, once the sweeper has run. Of a sweep with listed jobs, it gives those."""
     from hydra.core.plugins import Plugins
 
     Plugins.instance()  # makes the sweeper's class anew when it looks for plugins
@@ -138,7 +169,7 @@ def settings_where_they_exist() -> Iterator[list[str]]:
     plain, said = BasicSweeper.split_arguments, list[str]()
 
     def split(overrides: list[Any], size: int | None) -> list[list[list[str]]]:
-        jobs, said[:] = for_their_methods(plain(overrides, None)[0])
+        jobs, said[:] = (listed.jobs, []) if listed else for_their_methods(plain(overrides, None)[0])
         size = size or max(1, len(jobs))
         return [jobs[start : start + size] for start in range(0, len(jobs), size)]
 
@@ -161,7 +192,7 @@ def job_labels(jobs: Sequence[Sequence[str]]) -> list[str]:
 
 
 @contextmanager
-def begin(arguments: list[str]) -> Iterator[Jobs]:
+def begin(arguments: list[str], listed: Listed | None = None) -> Iterator[Jobs]:
     """Plan a sweep and make its folder; look before whether the data and the models of all jobs are there.
 
     What a launcher raises after jobs were begun is said and does not get out of here: the jobs have written down what
@@ -170,11 +201,11 @@ def begin(arguments: list[str]) -> Iterator[Jobs]:
     if not is_sweep(arguments):
         yield Jobs()
         return
-    with settings_where_they_exist() as said:
-        yield from _begin(arguments, said)
+    with settings_where_they_exist(listed) as said:
+        yield from _begin(arguments, said, listed.command if listed else arguments)
 
 
-def _begin(arguments: list[str], said: list[str]) -> Iterator[Jobs]:
+def _begin(arguments: list[str], said: list[str], command: list[str]) -> Iterator[Jobs]:
     from kvbench.config.compose import compose, with_swept_groups
 
     launcher, jobs = planned(words.parted(with_swept_groups(arguments))[1])
@@ -184,7 +215,7 @@ def _begin(arguments: list[str], said: list[str]) -> Iterator[Jobs]:
     results_dir = Path(compose(jobs[0]).results_dir) if jobs else hydra_folder(arguments).parent
     check_writable(results_dir, "results_dir")
     labels = job_labels(jobs)
-    sweep = Sweep.start(results_dir, shlex.join(["kvbench", *arguments]), launcher, labels)
+    sweep = Sweep.start(results_dir, shlex.join(["kvbench", *command]), launcher, labels)
     try:
         by_pattern = any(word.startswith("method=glob(") for word in arguments)
         waits = launcher == "basic" and bool(jobs)  # who launches elsewhere, or chooses on the way, waits for each

@@ -13,13 +13,13 @@ from kvbench.errors import did_you_mean
 # The commands that have no file in conf/command/: what each does, and how it is written.
 COMMANDS = {
     "run": "one experiment, or several with -m, and its full-cache reference; `run` may be left out before settings",
-    "list": "the methods, tasks, models, protocols, backends and experiments there are",
+    "list": "the methods, tasks, models, protocols, backends, experiments and suites there are",
     "lm_eval": "lm-eval's own command line with kvbench among its models",
     "help": "explains a command, a method, a task, a model, ...",
 }
 USAGES = {
     "run": "kvbench run [key=value ...]",
-    "list": "kvbench list [method | task | model | protocol | backend | experiment ...]",
+    "list": "kvbench list [method | task | model | protocol | backend | experiment | suite ...]",
     "lm_eval": "kvbench lm_eval --model kvbench --model_args method=snapkv,method.budget=0.5 --tasks arc_easy",
     "help": "kvbench help [a command, a method, a task, a model, ...]",
 }
@@ -42,6 +42,7 @@ EXAMPLES = (
     ("run", "diffkv beside the full cache, generated task, small model"),
     ("method=snapkv limit=8", "another method, 8 samples per subset"),
     ("-m method=snapkv,kivi,diffkv", "one run for each"),
+    ("suite=quick", "a protocol of several tasks and methods, and one page"),
     ("-m 'method=glob(*)' seed=0,1", "every method, two seeds"),
     ("task=longbench task.data_dir=DIR", "data from a folder of jsonl files"),
     ("model=hf model.path=FOLDER_OR_ID", "another model"),
@@ -87,17 +88,17 @@ def overview(width: int = 80) -> str:
 
 def list_text(wanted: list[str], width: int = 100) -> str:
     """Answer `kvbench list`."""
-    names = []
+    names, known = [], files.GROUPS | files.SUITES
     for word in wanted:
-        name = word if word in files.GROUPS else word.removesuffix("s")
-        if name not in files.GROUPS:
-            hint = did_you_mean(word, [f"{group}s" for group in files.GROUPS])
-            raise ValueError(f"{word} is none of the lists.{hint} There are: {', '.join(files.GROUPS)}.")
+        name = word if word in known else word.removesuffix("s")
+        if name not in known:
+            hint = did_you_mean(word, [f"{group}s" for group in known])
+            raise ValueError(f"{word} is none of the lists.{hint} There are: {', '.join(known)}.")
         names.append(name)
     lines = []
-    for group in names or files.GROUPS:
+    for group in names or known:
         found = tuple(files.options(group).items())
-        lines.append(f"{group}=  ({files.GROUPS[group]})")
+        lines.append(f"{group}=  ({known[group]})")
         lines += rows(found, width).splitlines() if found else ["  none yet"]
         lines.append("")
     return "\n".join(lines).rstrip()

@@ -48,9 +48,9 @@ HABITS = {
 
 
 def split_command(arguments: list[str]) -> tuple[str, list[str]]:
-    """Take the command off the front: it (`run` when none is given), and the other arguments."""
+    """Take the command off the front: it (`run` when none is given, `suite` where one is named), and the others."""
     if not arguments or "=" in arguments[0] or not arguments[0][:1].isalpha():
-        return "run", arguments
+        return ("suite" if any(word.startswith("suite=") for word in arguments) else "run"), arguments
     word, known = arguments[0], texts.commands()
     if word in known:
         return word, arguments[1:]

@@ -14,6 +14,7 @@ GROUPS = {
     "backend": "which kernels",
     "experiment": "several settings at once",
 }
+SUITES = {"suite": "a protocol of several tasks and methods"}  # beside the groups, of which a run takes one choice each
 # Settings that all methods have which rank a prompt's tokens, and some others, and that no YAML has to list (a test
 # compares them with the classes in kvbench/policy/, whose import takes seconds).
 BY_LAYER = ("tiers_by_layer", "protect_layers", "protect_tier")  # of methods with one precision

@@ -1,4 +1,4 @@
-"""`kvbench ranks`: do two measures put the runs in the same order, or do they contradict each other?"""
+"""`kvbench ranks`: do two measures, or two groups, put the runs in the same order, or do they contradict each other?"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from rich.text import Text
 from scipy.stats import rankdata
 
 from kvbench.config.files import FULL
+from kvbench.evidence.across import between
 from kvbench.evidence.budget_curves import OutOfRange, at_bytes, series_of
 from kvbench.evidence.frontier import Questions, question, together
 from kvbench.evidence.load import Group, load_groups, patterns, sentences
@@ -61,10 +62,16 @@ def _sign(what: Measure) -> int:
 
 
 def check(cfg: DictConfig) -> None:
-    """Check the settings; raises ValueError as `settings.check`, or where `metrics` are not two."""
+    """Check the settings; raises ValueError as `settings.check`, or where `metrics` are neither two nor one."""
     names = patterns(cfg.metrics) or []
-    if len(names) != 2 or len(set(names)) != 2:
-        raise ValueError(f"metrics={cfg.metrics} are not two measures; write metrics=[nll,score]")
+    if not 1 <= len(names) == len(set(names)) <= 2:
+        raise ValueError(
+            f"metrics={cfg.metrics} are not two measures; write metrics=[nll,score], or metrics=score to compare groups"
+        )
+    if len(names) == 1 and cfg.at_bytes is not None:
+        raise ValueError(
+            f"at_bytes={cfg.at_bytes} is for two measures; groups are compared by their runs: leave it out"
+        )
     check_settings(cfg)
 
 
@@ -186,10 +193,36 @@ def csv_of(found: Sequence[Ranking]) -> bytes:
     return records_csv(records)
 
 
+def _main_between(groups: Sequence[Group], metric: str, cfg: DictConfig) -> int:
+    """`kvbench ranks` of one measure: whether the groups rank the runs alike."""
+    found, console = between(groups, metric, cfg), terminal.console(120)
+    if not found:
+        raise ValueError(f"nothing to rank: no two of {len(groups)} groups share {FEWEST_RUNS} complete runs")
+    for one in found:
+        console.print(Text(one.words), soft_wrap=True)
+    terminal.print_notes([note for group in groups for note in group.notes], console)
+    console.print(
+        Text("\n[a, b]: 95 % percentile interval, the questions of each group resampled by themselves.", style="dim")
+    )
+    if cfg.out is not None:
+        rows = [
+            csv_row(
+                group=one.titles[0], other=one.titles[1], metric=metric, n=one.num_runs, correlation=one.found.value
+            )
+            | csv_row(**dict(zip(("low", "high"), one.found.interval or (None, None), strict=True)))
+            | csv_row(**dict(zip(("half", "other_half"), one.found.halves, strict=True)))
+            for one in found
+        ]
+        write_file(Path(str(cfg.out)), records_csv(rows))
+    return 0
+
+
 def main(cfg: DictConfig) -> int:
     """Carry out `kvbench ranks`."""
     check(cfg)
     groups = load_groups(cfg)
+    if len(names := patterns(cfg.metrics) or []) == 1:
+        return _main_between(groups, names[0], cfg)
     found, notes = rankings(groups, cfg)
     notes += [note for group in groups for note in group.notes]
     if not found:

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from rich.text import Text
 
 from kvbench.config.files import FULL
-from kvbench.evidence import frontier_figure, pareto
+from kvbench.evidence import across, frontier_figure, pareto
 from kvbench.evidence.argued import argued_table, mean_of
 from kvbench.evidence.compare import ComparedRun, compare_group, correct, count, difference, legend, worst
 from kvbench.evidence.dominance import BEST, DOMINATED, MEANING, NEAR, standing
@@ -100,9 +100,9 @@ def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], list[d
     ]
 
 
-def page(found: list[dict], means: list[dict], cfg: DictConfig) -> tuple[bytes, str]:
-    """Make the page from the parts of groups and means, with as many and as long answers as fit: HTML, and a sentence
-    on what was cut, or nothing. Raises ValueError where it is too large even without answers."""
+def page(found: list[dict], means: list[dict], cfg: DictConfig, summaries: Sequence[dict] = ()) -> tuple[bytes, str]:
+    """Make the page from the parts of groups, means and summaries, with as many and as long answers as fit: HTML, and a
+    sentence on what was cut, or nothing. Raises ValueError where it is too large even without answers."""
     limit, length = int(cfg.answers), int(cfg.answer_length)
     cuts: list[str] = []
     while True:
@@ -114,7 +114,7 @@ def page(found: list[dict], means: list[dict], cfg: DictConfig) -> tuple[bytes, 
         if length < cfg.answer_length:
             answers.append(f"Answers are cut to {length} characters.")
         cut = " ".join([*answers, *cuts])
-        made = _render(found, means, data, cut, cfg)
+        made = _render(found, means, summaries, data, cut, cfg)
         if len(made) <= MAX_BYTES:
             return made, cut
         pictured = [item for item in (*found, *means) if len(item["pictures"]) > 1]
@@ -134,7 +134,9 @@ def page(found: list[dict], means: list[dict], cfg: DictConfig) -> tuple[bytes, 
             )
 
 
-def _render(found: list[dict], means: list[dict], data: list[dict], cut: str, cfg: DictConfig) -> bytes:
+def _render(
+    found: list[dict], means: list[dict], summaries: Sequence[dict], data: list[dict], cut: str, cfg: DictConfig
+) -> bytes:
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
@@ -153,6 +155,7 @@ def _render(found: list[dict], means: list[dict], data: list[dict], cut: str, cf
         subtitle=f"{size} Only runs of one model, one set of questions and one version of the code are compared.",
         groups=groups,
         means=means,
+        summaries=summaries,
         data=Markup(text),
     )
     return made.encode(errors="replace")  # half a character, as JSON can hold it, has no bytes
@@ -392,7 +395,7 @@ def main(cfg: DictConfig) -> int:
     pareto.check(cfg)
     groups = together(load_groups(cfg), cfg)
     found, means = gather(groups, cfg)
-    made, cut = page(found, means, cfg)
+    made, cut = page(found, means, cfg, across.summaries(groups, [item["rows"] for item in found], cfg))
     if cfg.out is not None:
         write_file(out := Path(str(cfg.out)), made)
     else:

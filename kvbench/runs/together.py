@@ -69,6 +69,14 @@ def groups(cfgs: Iterable[Mapping[str, Any]]) -> list[list[int]]:
     return list(found.values())
 
 
+def needed_bytes(experiment: Experiment) -> tuple[int, int]:
+    """Bytes of the full cache of a run's longest sample, and of its prompt while it is replayed."""
+    shape = experiment.engine.shape
+    tokens = max(request.num_prompt_tokens + request.max_new_tokens for request in experiment.task.requests)
+    row = shape.fp16_bytes(tokens) * shape.dtype.itemsize // 2
+    return row, int(row * (1 + shape.num_q_heads / (2 * shape.num_kv_heads)))
+
+
 def run_together(asked: Sequence[Asked], parts: Loaders) -> Ends:
     """Runs of one group; gives each as soon as it has ended: one that fails ends alone.
 
@@ -218,15 +226,12 @@ class _Together:
         from kvbench.kernels import memory
         from kvbench.kernels.bench import machine
 
-        shape, requests = experiment.engine.shape, experiment.task.requests
-        free = memory.free_bytes(shape.device) or machine.available_bytes("cpu")
+        free = memory.free_bytes(experiment.engine.shape.device) or machine.available_bytes("cpu")
         if free is None:
             return
         self._room_bytes = free // 2
-        tokens = max(request.num_prompt_tokens + request.max_new_tokens for request in requests)
-        row = shape.fp16_bytes(tokens) * shape.dtype.itemsize // 2
-        prompt = row * (1 + shape.num_q_heads / (2 * shape.num_kv_heads))
-        rows, room = experiment.engine.most_requests, max(0, int(self._room_bytes - prompt))
+        row, prompt = needed_bytes(experiment)
+        rows, room = experiment.engine.most_requests, max(0, self._room_bytes - prompt)
         if not isinstance(experiment.engine.batch_size, int):  # rather fewer rows than fewer runs, which read again
             rows = self._rows = max(1, min(rows, room // (row * len(self._lanes))))
         self._at_once = max(1, room // (row * rows))

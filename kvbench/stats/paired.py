@@ -235,6 +235,25 @@ class Paired:
             found = wanted
         return found
 
+    def needed_equal(self, margin: float, level: float) -> int | None:
+        """Number of samples at which a run that does not differ is found within a margin with 80 % probability, by two
+        one-sided tests at this level, at the churn or the spread seen here; None where that is not known.
+
+        Source: Chow, Shao and Wang 2008, Sample Size Calculations in Clinical Research, section 3.2 (equivalence);
+            Tango 1998, Statistics in Medicine 17:891, for yes-or-no values, whose spread is another at the margin.
+        """
+        from scipy.stats import norm
+
+        if self.pairs is not None or self.few_differ:
+            spread = math.sqrt(self.churn)
+            at_margin = math.sqrt(yes_no.restricted_churn(self.churn, margin) - margin**2)
+        elif self.error is not None:
+            spread = at_margin = self.error[0] * math.sqrt(self.strata.count)
+        else:
+            return None
+        ratio = (norm.isf(level) * at_margin + norm.isf((1 - POWER) / 2) * spread) / margin
+        return max(FEWEST_SAMPLES, math.ceil(ratio**2))
+
     def estimate(self) -> Estimate:
         """Value, interval and number of samples."""
         ends, name = self.interval

@@ -1,9 +1,10 @@
 """Agreement of two measures on the order of several runs: Spearman's correlation of their means.
 
 The runs are the ones there are; only the questions are a sample. So questions are resampled inside their subsets, with
-all their answers under both measures.
+all their answers under both measures, where these are of the same questions.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,19 +43,25 @@ def spearman(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
         return np.asarray((first * second).sum(-1) / spread)
 
 
-def agreement(mine: Strata, theirs: Strata, *, resamples: int = RESAMPLES, seed: int = SEED) -> Agreement:
-    """Compare two measures of the same three runs or more on the same questions: values [n, runs] of each subset,
-    larger where better, whose rows are the same questions."""
+def agreement(
+    mine: Strata, theirs: Strata, *, resamples: int = RESAMPLES, seed: int = SEED, same_questions: bool = True
+) -> Agreement:
+    """Compare two measures of the same three runs or more: values [n, runs] of each subset, larger where better, whose
+    rows are the same questions; or two sets of questions, with `same_questions=False`, each resampled by itself."""
     num_runs = mine.values[0].shape[1]
     if num_runs < FEWEST_RUNS:
         raise ValueError(f"{num_runs} runs have no order worth a correlation; {FEWEST_RUNS} are needed")
     rng = np.random.default_rng(seed)
     value = float(spearman(_means(mine), _means(theirs)))
-    draws = [rng.multinomial(size, [1 / size] * size, resamples) / size for size in mine.sizes]
-    found = spearman(_resampled(mine, draws), _resampled(theirs, draws))
+
+    def drawn(sizes: Sequence[int]) -> list[np.ndarray]:
+        return [rng.multinomial(size, [1 / size] * size, resamples) / size for size in sizes]
+
+    draws = drawn(mine.sizes)
+    found = spearman(_resampled(mine, draws), _resampled(theirs, draws if same_questions else drawn(theirs.sizes)))
     known = found[~np.isnan(found)]
     interval = None
-    if min(mine.sizes) > 1 and len(known) >= (1 - MOST_UNDEFINED) * resamples and not np.isnan(value):
+    if min(*mine.sizes, *theirs.sizes) > 1 and len(known) >= (1 - MOST_UNDEFINED) * resamples and not np.isnan(value):
         low, high = np.quantile(known, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
         interval = float(low), float(high)
     return Agreement(

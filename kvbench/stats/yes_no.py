@@ -37,6 +37,13 @@ def within(lost: int, gained: int, count: int, margin: float) -> float:
     return float(np.sum(shares * binom.sf(least - 1, differ, better / (2 * better + margin))))
 
 
+def restricted_churn(churn: float, margin: float) -> float:
+    """The share of samples that differ which is likeliest if the true loss is the margin, where a share `churn` differs
+    and as many are gained as lost. `within` has the same estimate for counts."""
+    linear = churn - 2 * margin
+    return margin + (linear + math.sqrt(linear**2 + 4 * churn * margin * (1 - margin))) / 2
+
+
 def power(loss: float, churn: float, count: int, level: float) -> float:
     """Probability that McNemar's exact test shows a true loss, with the right sign: p values below the level show.
 

@@ -30,7 +30,7 @@ def test_no_line_is_wider_than_the_terminal(width):
 
     shown = {"overview": texts.overview(width), "help": texts.help_text(width), "list": texts.list_text([], width)}
     shown |= {name: texts.command_help(name, width) for name in texts.commands() if name != "run"}
-    for group in ("task", "model", "protocol", "backend", "experiment", "launcher"):
+    for group in ("task", "model", "protocol", "backend", "experiment", "launcher", "suite"):
         shown |= {f"{group}={name}": choice_help(group, name, width) for name in files.options(group)}
     for what, text in shown.items():
         for line in text.splitlines():

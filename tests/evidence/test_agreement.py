@@ -88,7 +88,8 @@ def test_the_command(tmp_path, capsys):
     rows = list(csv.DictReader((tmp_path / "x.csv").read_text().splitlines()))
     assert [row["run"] for row in rows] == list(NAMES) and {row["correlation"] for row in rows} == {"1.0"}
     for words, message in (
-        (["metrics=[nll]"], "metrics=['nll'] are not two measures; write metrics=[nll,score]"),
+        (["metrics=[nll,kl,top1]"], "metrics=['nll', 'kl', 'top1'] are not two measures; write metrics=[nll,score]"),
+        (["metrics=nll"], "nothing to rank: no two of 1 groups share 3 complete runs"),
         (["metrics=[nll,nll]"], "are not two measures"),
         (["at_bytes=0"], "at_bytes=0 is neither a percentage"),
         (["methods=[h2o,tova]"], "nothing to rank. toy with tiny: 2 runs with 80 questions in common have no order"),

@@ -1,0 +1,149 @@
+"""`kvbench suite`: a protocol of several tasks and methods as one sweep, and the page at its end."""
+
+import fnmatch
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from omegaconf import DictConfig
+
+from kvbench.cli import commands, sweeping
+from kvbench.config import files
+from kvbench.config.settings import as_dict, read_config, read_settings
+from kvbench.errors import check_name, unknown_name
+from kvbench.evidence.load import patterns
+from kvbench.rules import Form, check_settings
+
+Sweeping = Callable[[list[str], sweeping.Listed], int]
+GROUP = "suite"
+AGREED = "allow_code_execution"
+Lines = Annotated[
+    tuple[str, ...],
+    Form("a list of lines of words", lambda x: isinstance(x, tuple) and bool(x) and all(isinstance(y, str) for y in x)),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """A protocol. Its jobs are every line of `tasks` with every line of `methods`; a line's words mean what they mean
+    behind `kvbench -m`.
+
+    Args:
+        every: Words of every job.
+        tasks: Lines, in their order.
+        methods: Lines; the full cache goes first wherever it stands.
+    """
+
+    every: str
+    tasks: Lines
+    methods: Lines
+
+    def __post_init__(self) -> None:
+        check_settings(self, f"{GROUP}.")
+
+
+def find(name: object) -> Suite:
+    """The suite of a name."""
+    known = files.options(GROUP)
+    path = files.path_of(GROUP, check_name(GROUP, name, known))
+    return read_settings(Suite, as_dict(read_config(path)), f"{path.name}: ")
+
+
+def main(arguments: Sequence[str], sweep: Sweeping) -> int:
+    """Carry out `kvbench suite`; `sweep` runs words of a sweep with these jobs. Returns the exit code."""
+    listed = read_config(files.path_of("command", GROUP))
+    own, others = list[str](), list[str]()
+    for word in arguments:
+        key, sign, _ = word.partition("=")
+        (own if key in listed or not (sign or word.startswith("-")) else others).append(word)
+    cfg = commands.compose_command(GROUP, own)
+    what = check_name("what", cfg.what, ("run", "status", "plan"))
+    suite = find(cfg.suite)
+    cfg.results_dir = cfg.results_dir or f"results/{cfg.suite}"
+    if what == "status":
+        return commands.run("status", [f"results_dir={cfg.results_dir}", *others])
+    return plan(cfg, others) if what == "plan" else run(suite, cfg, others, list(arguments), sweep)
+
+
+def run(suite: Suite, cfg: DictConfig, others: Sequence[str], arguments: list[str], sweep: Sweeping) -> int:
+    """Run all jobs, and write the page."""
+    from kvbench.cli.suite_ahead import announce
+
+    root = f"results_dir={cfg.results_dir}"
+    listed = sweeping.Listed(command=[GROUP, *arguments], jobs=jobs(suite, cfg, others), announce=announce)
+    launcher = [word for word in others if word.startswith("hydra")]
+    code = sweep(["-m", root, *launcher], listed)
+    page = cfg.out or str(Path(cfg.results_dir) / f"{cfg.suite}.html")
+    commands.run("report", [root, f"title='{cfg.suite}: {files.options(GROUP)[cfg.suite]}'", f"out='{page}'"])
+    return code
+
+
+def jobs(suite: Suite, cfg: DictConfig, others: Sequence[str]) -> list[list[str]]:
+    """The words of each job; of a word that is there twice the last counts, so the user's own."""
+    every, mine = shlex.split(suite.every), [word for word in others if not word.startswith("hydra")]
+    found = []
+    for task in _tasks(suite, cfg):
+        for method in _methods(suite, cfg):
+            words = [*every, *task, *method, *mine, f"results_dir={cfg.results_dir}"]
+            found += sweeping.combinations(words)
+    return found
+
+
+def _choice(words: Sequence[str], group: str) -> str:
+    """The name that a line gives a group."""
+    for word in words:
+        if word.startswith(f"{group}="):
+            return word.partition("=")[2]
+    raise ValueError(f"a line of a suite says {group}=NAME, and this one does not: {shlex.join(words)}")
+
+
+def _tasks(suite: Suite, cfg: DictConfig) -> list[list[str]]:
+    """The lines of tasks that are wanted, with what the user says of data and of code for those that take it."""
+    lines = [shlex.split(line) for line in suite.tasks]
+    wanted = patterns(cfg.tasks)
+    names = [_choice(line, "task") for line in lines]
+    for one in wanted or ():
+        if not any(fnmatch.fnmatchcase(name, one) for name in names):
+            raise unknown_name("tasks", one, names)
+    found = []
+    for name, line in zip(names, lines, strict=True):
+        if wanted and not any(fnmatch.fnmatchcase(name, one) for one in wanted):
+            continue
+        takes = read_config(files.path_of("task", check_name("task", name, files.options("task"))))
+        if AGREED in takes and not cfg[AGREED]:
+            raise ValueError(
+                f"suite={cfg.suite} asks {name}, which runs code that the model wrote; add {AGREED}=true if you agree "
+                "that it runs on this machine, in the sandbox, or choose others with tasks="
+            )
+        line += [f"task.{AGREED}=true"] if AGREED in takes else []
+        line += [f"task.data_dir='{cfg.data_dir}'"] if "data_dir" in takes and cfg.data_dir else []
+        found.append(line)
+    return found
+
+
+def _methods(suite: Suite, cfg: DictConfig) -> list[list[str]]:
+    """The lines of methods that are wanted, each of one choice: the suite's, others by their name alone, and the user's
+    own."""
+    known = [words for line in suite.methods for words in sweeping.combinations(shlex.split(line))]
+    wanted = patterns(cfg.methods)
+    if wanted is None:
+        return known
+    found: list[list[str]] = []
+    for one in wanted:
+        if "=" in one:
+            found += sweeping.combinations(shlex.split(one))
+            continue
+        fits = [words for words in known if fnmatch.fnmatchcase(_choice(words, "method"), one)]
+        found += fits or [[f"method={check_name('methods', one, files.options('method'))}"]]
+    return [words for place, words in enumerate(found) if words not in found[:place]]
+
+
+def plan(cfg: DictConfig, others: Sequence[str]) -> int:
+    """Say how many samples a verdict takes."""
+    from kvbench.evidence import power
+
+    words = [f"{name}=[{','.join(found)}]" for name in ("tasks", "methods") if (found := patterns(cfg[name]))]
+    words += [f"results_dir={cfg.results_dir}", f"margin={cfg.margin}", *others]
+    return power.main(commands.compose_command("compare", words))

@@ -1,0 +1,55 @@
+"""What a suite says before it starts: samples, time, memory and disk."""
+
+from typing import TYPE_CHECKING
+
+from kvbench.show.progress import format_bytes, format_seconds, note
+
+if TYPE_CHECKING:
+    from kvbench.cli.jobs import Jobs
+    from kvbench.runs.ahead import Ahead
+
+
+def announce(jobs: "Jobs") -> None:
+    """Say what is ahead of the jobs that wait, task by task and in all."""
+    from kvbench.runs import together
+    from kvbench.runs.ahead import look_ahead
+
+    found = []
+    for numbers in together.groups([job.cfg for job in jobs.waiting]):
+        asked = [(jobs.waiting[number].cfg, jobs.waiting[number].method) for number in numbers]
+        if ahead := look_ahead(asked, jobs.loaders):
+            found.append(ahead)
+            note(line(ahead))
+    for text in total(found):
+        note(text)
+
+
+def line(ahead: "Ahead") -> str:
+    """One task."""
+    there = f", {ahead.there} of them there" if ahead.there else ""
+    return (
+        f"{ahead.task}: {ahead.samples} samples of about {ahead.prompt_tokens:.0f} tokens through {ahead.runs} runs, "
+        f"{ahead.answers} answers{there}; {_time(ahead.usual_s, ahead.most_s)}"
+    )
+
+
+def total(found: "list[Ahead]") -> list[str]:
+    """All tasks together."""
+    if not found:
+        return []
+    known = [ahead.usual_s for ahead in found if ahead.usual_s is not None]
+    others = [ahead.most_s for ahead in found if ahead.usual_s is None]
+    usual = sum(known + others) if known else None
+    memory, disk = max(ahead.memory_bytes for ahead in found), sum(ahead.disk_bytes for ahead in found)
+    time = _time(usual, sum(ahead.most_s for ahead in found))
+    return [
+        f"in all {sum(ahead.answers for ahead in found)} answers; {time}, by a few answers of the full cache here",
+        f"memory: {format_bytes(memory)} for the model and one run's longest sample, and up to half of what is free "
+        f"for runs that go together; disk: at most {format_bytes(disk)} of records",
+    ]
+
+
+def _time(usual_s: float | None, most_s: float) -> str:
+    if usual_s is None:
+        return f"at most {format_seconds(most_s)}"
+    return f"{format_seconds(usual_s)} if answers are as long as the right ones, at most {format_seconds(most_s)}"

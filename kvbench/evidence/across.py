@@ -1,0 +1,132 @@
+"""Methods across groups, such as the benchmarks of a suite: how each does on all of them, and whether two groups put
+them in the same order.
+
+A method is the same in two groups by its settings. Its place in a group is that of its mean paired difference to the
+full cache.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import fmean
+
+import numpy as np
+from omegaconf import DictConfig
+from scipy.stats import rankdata
+
+from kvbench.config.files import FULL
+from kvbench.evidence.compare import ComparedRun
+from kvbench.evidence.load import Group
+from kvbench.evidence.samples import Curve, by_subset, curve_of, measure, shared, strata_of
+from kvbench.results import summary
+from kvbench.results.measures import RESIDENT, TIME
+from kvbench.show.terminal import NO_INTERVAL, number
+from kvbench.stats.ranks import FEWEST_RUNS, Agreement, agreement
+from kvbench.stats.strata import Strata
+
+
+@dataclass(frozen=True, kw_only=True)
+class Between:
+    """Two groups that rank the same methods."""
+
+    titles: tuple[str, str]
+    num_runs: int
+    found: Agreement
+
+    @property
+    def words(self) -> str:
+        """One line."""
+        names = f"{self.titles[0]} and {self.titles[1]}"
+        if self.found.value is None:
+            return f"{names}: one of them has no order of {self.num_runs} runs"
+        ends = NO_INTERVAL if self.found.interval is None else "[{:+.2f}, {:+.2f}]".format(*self.found.interval)
+        halves = ", ".join("unknown" if half is None else f"{half:+.2f}" for half in self.found.halves)
+        return f"{names}: {self.found.value:+.2f} {ends} over {self.num_runs} runs; each with itself: {halves}"
+
+
+def between(groups: Sequence[Group], metric: str, cfg: DictConfig) -> list[Between]:
+    """Spearman's rank correlation of the methods that two groups share, for every two groups; questions are resampled
+    in each group by itself."""
+    curves: list[dict[str, Curve]] = []
+    for group in groups:
+        what = measure(metric, group)
+        runs = [run for run in group.runs if run.method != FULL and run.complete]
+        curves.append({run.method_key: curve for run in runs if (curve := curve_of(run, what)).values})
+    found = []
+    for (first, mine), (second, theirs) in combinations(zip(groups, curves, strict=True), 2):
+        keys = [key for key in mine if key in theirs]
+        one = _strata(first, metric, [mine[key] for key in keys])
+        other = _strata(second, metric, [theirs[key] for key in keys])
+        if len(keys) >= FEWEST_RUNS and one and other:
+            both = agreement(one, other, resamples=cfg.resamples, seed=cfg.seed, same_questions=False)
+            found.append(Between(titles=(first.title, second.title), num_runs=len(keys), found=both))
+    return found
+
+
+def _strata(group: Group, metric: str, curves: Sequence[Curve]) -> Strata | None:
+    """Values [questions, runs] of each subset, larger where better; None without a question that all runs have."""
+    members = list(by_subset(shared(curves)).values())
+    if not members:
+        return None
+    sign = 1 if measure(metric, group).higher_is_better else -1
+    columns = [strata_of(curve.values, members, curve.weighting) for curve in curves]
+    rows = zip(*(column.values for column in columns), strict=True)
+    return Strata(tuple(sign * np.stack(row, axis=1) for row in rows), columns[0].weights)
+
+
+def summaries(groups: Sequence[Group], rows: Sequence[Sequence[ComparedRun]], cfg: DictConfig) -> list[dict]:
+    """A table of methods by groups for each model that has several, as the page shows it: difference and verdict in
+    each, mean place, bytes and time; and the rank correlations of its groups."""
+    found = []
+    for model in dict.fromkeys(group.model for group in groups):
+        mine = [(group, list(own)) for group, own in zip(groups, rows, strict=True) if group.model == model and own]
+        if len(mine) > 1:
+            said = [one.words for one in between([group for group, _ in mine], str(cfg.metric), cfg)]
+            found.append({"title": f"All tasks with {model}", "agreements": said} | _table(mine))
+    return found
+
+
+def _table(mine: Sequence[tuple[Group, list[ComparedRun]]]) -> dict:
+    """Headings and rows of methods by groups, the best mean place first."""
+    by_key = [{row.run.method_key: row for row in own if row.run} for _, own in mine]
+    everywhere = [key for key in by_key[0] if all(key in own for own in by_key)]
+    places = dict.fromkeys(everywhere, 0.0)
+    for own in by_key:
+        signed = [own[key].value * (1 if own[key].what.higher_is_better else -1) for key in everywhere]
+        for key, place in zip(everywhere, rankdata(np.round([-value for value in signed], 12)), strict=True):
+            places[key] += float(place) / len(by_key)
+    shown = []
+    for key in sorted({key: None for own in by_key for key in own}, key=lambda key: places.get(key, np.inf)):
+        there = [own[key] for own in by_key if key in own]
+        cells = [_cell(own.get(key)) for own in by_key]
+        cells += [{"text": f"{places[key]:.1f}" if key in places else "-", "style": ""}]
+        cells += [{"text": text, "style": ""} for text in _costs(there)]
+        shown.append({"label": there[0].label, "cells": cells})
+    tasks = [group.task for group, _ in mine]
+    names = tasks if len(set(tasks)) == len(tasks) else [group.title for group, _ in mine]
+    return {
+        "headings": ["method", *names, "mean place", f"{RESIDENT.short} %", f"{TIME.unit} / token"],
+        "rows": shown,
+        "note": f"Difference to the full cache with its 95 % interval, coloured by the verdict. Places are among the "
+        f"{len(everywhere)} runs that every task has; bytes and times are means over tasks.",
+    }
+
+
+def _cell(row: ComparedRun | None) -> dict[str, str]:
+    if row is None:
+        return {"text": "-", "style": ""}
+    ends = "" if row.interval is None else " [{}, {}]".format(*(number(x, row.what.scale, True) for x in row.interval))
+    return {"text": f"{number(row.value, row.what.scale, True)}{ends}", "style": row.verdict.replace(" ", "-")}
+
+
+def _costs(rows: Sequence[ComparedRun]) -> tuple[str, str]:
+    """Resident bytes in percent of an FP16 full cache, and the time of a token: means over groups."""
+    runs = [row.run for row in rows if row.run]
+    ratios = [summary.ledger(list(run.samples.values())).get(f"{RESIDENT.name}_ratio") for run in runs]
+    known = [ratio for ratio in ratios if ratio is not None]
+    times = [summary.sums(run.samples.values(), TIME) for run in runs]
+    each = [seconds / tokens for seconds, tokens in times if seconds and tokens]
+    return (
+        f"{RESIDENT.scale * fmean(known):.1f}" if known else "-",
+        f"{TIME.scale * fmean(each):.3g}" if each else "-",
+    )

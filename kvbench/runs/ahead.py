@@ -1,0 +1,138 @@
+"""What is ahead of runs that go together: answers, seconds by a rate that is measured, bytes of memory and disk."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from kvbench.config.files import FULL
+from kvbench.engine.prompt_cache import PromptCache
+from kvbench.engine.requests import Outcome, Request
+from kvbench.results.record import RunRecord
+from kvbench.runs.config import RunConfig
+from kvbench.runs.experiment import Experiment, keys_of, prepare
+from kvbench.runs.parts import Loaders
+from kvbench.runs.together import needed_bytes
+
+TRIAL_TOKENS = 16  # of an answer that is timed
+TRIAL_ROWS = 4  # answers that are timed at once, at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """What is ahead of some runs of one task and model.
+
+    Args:
+        task: Its name.
+        runs: How many runs.
+        samples: Prompts of each run.
+        answers: Answers of all runs.
+        there: How many of them are there already.
+        prompt_tokens: Tokens of a prompt on average.
+        usual_s: Seconds that the rest takes if answers are as long as the right ones; None where these are not known.
+        most_s: If they are as long as they may be.
+        memory_bytes: The model, and one full cache and its prompt at the longest sample.
+        disk_bytes: Of the records of all answers that are not there, as long as they may be.
+    """
+
+    task: str
+    runs: int
+    samples: int
+    answers: int
+    there: int
+    prompt_tokens: float
+    usual_s: float | None
+    most_s: float
+    memory_bytes: int
+    disk_bytes: int
+
+
+def look_ahead(asked: Sequence[tuple[Mapping[str, Any], str]], parts: Loaders) -> Ahead | None:
+    """Prepare runs of one task, and time a few answers of the full cache to a prompt of usual length.
+
+    Args:
+        asked: Configuration and name of the method of each run. One that cannot be prepared is left out; it says why
+            itself when its turn comes.
+
+    Returns:
+        What is ahead; None where no run can be prepared.
+    """
+    found: list[Experiment] = []
+    for cfg, method in asked:
+        try:
+            found.append(prepare(RunConfig.read(cfg), method, parts))
+        except ValueError:
+            continue
+    if not found:
+        return None
+    first, requests = found[0], found[0].task.requests
+    there = [record.counts.done if (record := RunRecord.load(one.folder)) else 0 for one in found]
+    per_run = len(keys_of(requests))
+    open_runs = [per_run - min(count, per_run) for count in there]
+    read_s, step_s, record_bytes, token_bytes = _timed(prepare(first.config.of_full(), FULL, parts), parts)
+    # A prompt is read once for all runs that lack it, so as often as the run that lacks most.
+    reading_s = (
+        read_s * fmean(request.num_prompt_tokens for request in requests) * max(open_runs) * len(requests) / per_run
+    )
+    most = fmean(request.answer_tokens for request in requests)
+    gold = [min(len(request.gold), request.answer_tokens) for request in requests if request.gold]
+    row, prompt = needed_bytes(first)
+    return Ahead(
+        task=first.task.name,
+        runs=len(found),
+        samples=len(requests),
+        answers=per_run * len(found),
+        there=sum(there),
+        prompt_tokens=fmean(request.num_prompt_tokens for request in requests),
+        usual_s=reading_s + step_s * fmean(gold) * sum(open_runs) if gold else None,
+        most_s=reading_s + step_s * most * sum(open_runs),
+        memory_bytes=(first.model.weights_bytes or 0) + row + prompt,
+        disk_bytes=int((record_bytes + token_bytes * most) * sum(open_runs)),
+    )
+
+
+def _timed(full: Experiment, parts: Loaders) -> tuple[float, float, float, float]:
+    """Seconds to read a token of a prompt, and to decode one of an answer; bytes of a record, and of each of its tokens
+    beside them: of a few answers to the prompt of median length, which is read once."""
+    requests = sorted(full.task.requests, key=lambda request: request.num_prompt_tokens)
+    middle = requests[len(requests) // 2]
+    tokens = min(TRIAL_TOKENS, middle.answer_tokens)
+    told, at = list[Outcome](), list[float]()  # what was answered; when each prompt was begun, and each step ended
+    with parts.sharing(PromptCache(needed_bytes(full)[1], keeps_queries=True)):
+        engine = parts.make_engine(full.config, full.model, full.policy)
+        rows = min(TRIAL_ROWS, engine.most_requests, len(requests))
+        trials = [_trial(middle, f"{number}", tokens) for number in range(rows)]
+        running = engine.running(trials, on_outcome=told.append, on_step=lambda numbers: at.append(time.perf_counter()))
+        for _ in running:
+            at.append(time.perf_counter())
+    ok = [outcome for outcome in told if outcome.status == "ok"]
+    if not ok:
+        return 0.0, 0.0, 0.0, 0.0
+    steps = sum(outcome.timing["decode_tokens"] for outcome in ok)
+    written = len(json.dumps(asdict(ok[0]), default=str))
+    of_tokens = len(json.dumps([ok[0].text, ok[0].token_ids])) / max(1, len(ok[0].token_ids))
+    return (
+        (at[1] - at[0]) / middle.num_prompt_tokens,
+        sum(outcome.timing["decode_share_s"] for outcome in ok) / steps if steps else 0.0,
+        written - of_tokens * len(ok[0].token_ids),
+        of_tokens,
+    )
+
+
+def _trial(request: Request, name: str, tokens: int) -> Request:
+    """The same prompt, for one answer of so many tokens and no turn behind it."""
+    return replace(
+        request,
+        sample_id=name,
+        gold=request.gold[:tokens],
+        turns=(),
+        thoughts=None,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        stop=(),
+        stop_token_ids=(),
+        temperature=0.0,
+        num_samples=1,
+    )
