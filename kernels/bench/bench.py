@@ -20,7 +20,7 @@ from kvbench.kernels.bench.rounds import CLOCKS, Variant, choose_timer, measure_
 from kvbench.kernels.dispatch import get_backend
 
 SCHEMA = 1
-WHOLE_MODEL = ("decode", "throughput", "serve")  # benches of kvbench/bench; the others lie here
+WHOLE_MODEL = ("decode", "throughput", "serve", "capacity")  # benches of kvbench/bench; the others lie here
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 S = TypeVar("S", bound="Common")
 Progress = Callable[[int, int, str], object]  # rounds done, rounds in all, what is being measured
@@ -79,6 +79,11 @@ class Common:
                     raise ValueError(f"{item.name}={each} does not exist; choose among {', '.join(among)}")
         if self.clock == "cpu" and self.threads != [1]:
             raise ValueError(f"clock=cpu counts one thread, but threads={self.threads}; set threads=[1]")
+
+    @property
+    def rounds_told(self) -> int:
+        """Rounds of a cell in what is told of progress, with the one that warms up."""
+        return self.rounds + 1
 
     def working_set(self, device: str) -> int:
         """MB of buffers per variant on a device."""
@@ -168,7 +173,7 @@ class Bench:
         self.notes = machine.doubts(self.environment, settings.clock, self.backend)
         self.more: dict[str, Any] = {}
         self._progress, self._label = progress, ""
-        self._done, self._rounds = 0, settings.rounds + 1  # with the one that warms up
+        self._done, self._rounds = 0, settings.rounds_told
 
     @cached_property
     def bandwidth(self) -> machine.Bandwidth:
@@ -180,7 +185,8 @@ class Bench:
         if self._progress is not None:
             self._progress(self._done, len(self.cells) * self._rounds, ": ".join(filter(None, [self._label, text])))
 
-    def _on_round(self) -> None:
+    def advance(self) -> None:
+        """Says that a round is done."""
         self._done += 1
         self.stage()
 
@@ -222,7 +228,7 @@ class Bench:
             torch.set_num_threads(cell["threads"])
         self.stage()
         asked: dict[str, Any] = {"rounds": self.settings.rounds, "seed": self.settings.seed}
-        asked |= {"timer": self._timer, "on_round": self._on_round}
+        asked |= {"timer": self._timer, "on_round": self.advance}
         try:
             variants = self.settings.variants(self, cell)
         except Skipped as reason:

@@ -177,6 +177,7 @@ def measure_cell(
     baselines: Sequence[str],
     probe: Variant | None = None,
     capture: Callable[[Work], Work] | None = None,
+    twice: bool = True,
     **how: Any,
 ) -> dict:
     """Checks, times and summarises the variants of one cell.
@@ -188,6 +189,7 @@ def measure_cell(
         capture: Makes each variant's sweep one replay (`cuda_graph`), so that kernels are timed and not their launches;
             None times the calls. What cannot be captured is timed as it is: `graph` of its row is false, and `no_graph`
             says why.
+        twice: Time the first baseline twice in each round.
         how: Rounds, seed, timer, warmup and on_round, as `time_rounds` takes them.
 
     Returns:
@@ -195,11 +197,11 @@ def measure_cell(
         share of the probe's), `probe`, `refused`, `reuse_distance_bytes` (bytes that pass between uses of a
         buffer), and `twice`: the first baseline beside itself, timed a second time in each round. Its `name`, its ratio
         (median and quartiles), and `noise`, how far the quartiles are from 1: a ratio of two variants that is no
-        farther from 1 says nothing. `twice` is None where nothing was timed.
+        farther from 1 says nothing. `twice` is None where nothing was timed twice.
     """
     right, refused = refuse_wrong(variants)
     by_name = {variant.name: variant for variant in right}
-    first = [by_name[name] for name in [*baselines, *by_name] if name in by_name][:1]
+    first = [by_name[name] for name in [*baselines, *by_name] if name in by_name][: int(twice)]
     again = [replace(variant, name=f"{variant.name} (again)") for variant in first]
     for variant in [*right, *again]:
         if capture is None:
@@ -215,14 +217,14 @@ def measure_cell(
     rates = [probe.bytes_per_call / s for s in seconds[probe.name]] if probe else []
     known = [name for name in baselines if name in seconds]
     rows = {variant.name: _row(variant, seconds, rates, known) for variant in [*right, *probes]}
-    twice = None
+    noise = None
     for variant in first:
         ratio = ratios(seconds[variant.name], seconds[f"{variant.name} (again)"])
-        twice = {"name": variant.name, **ratio, "noise": max(abs(ratio["q1"] - 1.0), abs(ratio["q3"] - 1.0))}
+        noise = {"name": variant.name, **ratio, "noise": max(abs(ratio["q1"] - 1.0), abs(ratio["q3"] - 1.0))}
     return {
         "cell": cell,
         "variants": [rows[name] for name in by_name],
-        "twice": twice,
+        "twice": noise,
         "probe": rows[probe.name] | {"ratios": {}} if probe else None,
         "refused": refused,
         "reuse_distance_bytes": sum(v.bytes_per_call * v.num_buffers for v in [*right, *probes]),

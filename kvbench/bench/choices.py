@@ -66,14 +66,24 @@ def make_model(text: str, device: str) -> LoadedModel:
     return load_model(read_choice("model", text, f"device={device}"))
 
 
-def describe_model(model: LoadedModel) -> dict[str, str]:
+def describe_model(model: LoadedModel) -> dict[str, Any]:
     """The description of the model in a document."""
+    from kvbench.engine.supported import model_shape
+
+    shape = model_shape(model.model, model.places)
     return {
         "name": model.name,
         "fingerprint": model.fingerprint,
         "dtype": str(model.dtype),
         "linear": model.linear,
         "remark": model.remark,
+        "max_tokens": model.max_tokens,
+        "shape": {
+            "layers": shape.num_layers,
+            "q_heads": shape.num_q_heads,
+            "kv_heads": shape.num_kv_heads,
+            "head_dim": shape.head_dim,
+        },
     }
 
 

@@ -10,32 +10,64 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HEADINGS = (
-    *("arrivals", "method", "first token, s: 50 %", "95 %", "99 %", "per token, ms: 50 %", "95 %", "99 %"),
-    *("requests/s", "in time/s", "tokens/s", "batch", "gave way", "oom", "most pages"),
+    *(
+        "arrivals",
+        "method",
+        "first token, s: 50 / 95 / 99 %",
+        "per token, ms: 50 / 95 / 99 %",
+        "requests/s",
+        "in time/s",
+    ),
+    *("tokens/s", "batch", "gave way", "oom", "most pages"),
 )
+LIMIT: dict = {"color": "black", "linestyle": "--", "linewidth": 1.0}
+NEAR: dict = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "fontsize": 8}
+SAID = "Each method answered each load once. Time in which there was nothing to do counts, but was passed over."
+MEASURED = {"x measured: tokens/s": "tokens_per_s", "first token": "ttft_p50_s", "per token": "tpot_p50_s"}
 
 
 def table(cells: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
-    """Headings and lines: one for each method at each rate."""
+    """Headings and lines: one for each method at each rate; of a simulation, over what was measured where it was."""
+    rows = [(cell["cell"], row) for cell in cells for row in cell["variants"]]
+    beside = MEASURED if any(row.get("measured") for _, row in rows) else {}
     lines = []
-    for cell in cells:
-        when = cell["cell"]["arrivals"] + (f", {cell['cell']['rate']:g}/s" if "rate" in cell["cell"] else "")
-        for row in cell["variants"]:
-            ttft = [_figure(row[f"ttft_p{share}_s"], 1.0) for share in (50, 95, 99)]
-            tpot = [_figure(row[f"tpot_p{share}_s"], 1e3) for share in (50, 95, 99)]
-            rates = [f"{row[name]:.3g}" for name in ("requests_per_s", "goodput_per_s", "tokens_per_s")]
-            counts = [
-                f"{row['mean_batch']:.1f} of {row['most_requests']}",
-                f"{row['preemptions']:g}",
-                f"{row['oom']:g}",
-            ]
-            pages = format_bytes(max((held for _, held in row["pages"]), default=None))
-            lines.append([when, row["name"], *ttft, *tpot, *rates, *counts, pages])
-    return list(HEADINGS), lines
+    for cell, row in rows:
+        when = cell["arrivals"] + (f", {cell['rate']:g}/s" if "rate" in cell else "")
+        ttft, tpot = (
+            " / ".join(_figure(row[f"{name}_p{share}_s"], factor) for share in (50, 95, 99))
+            for name, factor in (("ttft", 1.0), ("tpot", 1e3))
+        )
+        rates = [f"{row[name]:.3g}" for name in ("requests_per_s", "goodput_per_s", "tokens_per_s")]
+        counts = [f"{_figure(row['mean_batch'], 1.0)} of {row['most_requests']}"]
+        counts += [_figure(row[name], 1.0) for name in ("preemptions", "oom")]
+        pages = format_bytes(max((held for _, held in row["pages"]), default=None))
+        found = [f"{row[key] / row['measured'][key]:.2f}" if row.get("measured") else "-" for key in beside.values()]
+        lines.append([when, row["name"], ttft, tpot, *rates, *counts, pages, *found])
+    return [*HEADINGS, *beside], lines
 
 
-def _figure(seconds: float | None, factor: float) -> str:
-    return "-" if seconds is None else f"{factor * seconds:.3g}"
+def remarks(document: dict) -> list[str]:
+    """What each method sustains: the most requests per second that it answers in time at any rate."""
+    most: dict[str, float] = {}
+    for row in (row for cell in document["cells"] for row in cell["variants"]):
+        most[row["name"]] = max(most.get(row["name"], 0.0), row["goodput_per_s"])
+    first = next(iter(most.values()), 0.0)
+    over = ((name, each, f" ({each / first:.2f} x)" if first else "") for name, each in most.items())
+    said = ", ".join(f"{name} {each:.3g}{times}" for name, each, times in over)
+    targets = (document["settings"][name] for name in ("ttft_s", "tpot_s"))
+    return ["In time: first token within {:g} s, {:g} s per further one. Most per second: ".format(*targets) + said]
+
+
+def _figure(value: float | None, factor: float) -> str:
+    return "-" if value is None else f"{factor * value:.3g}"
+
+
+def title(document: dict) -> str:
+    """What is shown, and of which machine."""
+    where = document["environment"]
+    if simulated := document.get("times_of"):
+        return f"serve, simulated with times of {simulated}"
+    return f"serve on {where['device_name']} (backend {where['backend']})"
 
 
 def figure(document: dict) -> "Figure":
@@ -43,39 +75,49 @@ def figure(document: dict) -> "Figure":
     come; and the pages that are held over time in the last cell. Of requests that all come at once, points."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
 
-    cells = [cell for cell in document["cells"] if cell["variants"]]
+    cells, settings = [cell for cell in document["cells"] if cell["variants"]], document["settings"]
     names = list(dict.fromkeys(row["name"] for cell in cells for row in cell["variants"]))
-    made = Figure(figsize=(13.0, 7.5), dpi=130, layout="constrained")
+    made = Figure(figsize=(10.0, 7.6), dpi=150, layout="constrained")
     FigureCanvasAgg(made)
+    first, further, goodput, pages = made.subplots(2, 2).flat
     panels = (
-        ("seconds to the first token, 95 %", "ttft_p95_s", document["settings"]["ttft_s"]),
-        ("seconds per further token, 95 %", "tpot_p95_s", document["settings"]["tpot_s"]),
-        ("requests per second answered within both targets", "goodput_per_s", None),
+        (first, "seconds to the first token, 95 % below", "ttft_p95_s", settings["ttft_s"]),
+        (further, "seconds per further token, 95 % below", "tpot_p95_s", settings["tpot_s"]),
+        (goodput, "requests per second answered in time", "goodput_per_s", None),
     )
-    *grid, last = made.subplots(2, 2).flat
-    for axes, (label, key, target) in zip(grid, panels, strict=True):
+    rates = [cell["cell"].get("rate", 0.0) for cell in cells]
+    for axes, label, key, target in panels:
         for index, name in enumerate(names):
-            rows = [(cell["cell"].get("rate", 0.0), row) for cell in cells for row in cell["variants"]]
+            rows = [(rate, row) for rate, cell in zip(rates, cells, strict=True) for row in cell["variants"]]
             found = [(rate, row[key]) for rate, row in rows if row["name"] == name and row[key] is not None]
             axes.plot([rate for rate, _ in found], [value for _, value in found], **_style(index), label=name)
         if target is not None:
-            axes.axhline(target, color="black", linestyle="--", linewidth=1.0)
             axes.set_yscale("log")
-        axes.set_xlabel("requests per second", fontsize=8)
-        axes.set_ylabel(label, fontsize=8)
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.axhline(target, **LIMIT)
+            axes.annotate("target", (1.0, target), xytext=(-2, 3), ha="right", **NEAR)
+        axes.set_xlabel("requests that come per second", fontsize=9)
+        axes.set_ylabel(label, fontsize=9)
+    goodput.set_ylim(bottom=0.0)
+    goodput.plot(span := [0.0, max(rates)], span, **LIMIT)
+    goodput.set_ylim(top=1.15 * max(row["goodput_per_s"] for cell in cells for row in cell["variants"]) or 1.0)
+    goodput.annotate("all that come", (0.02, 0.96), xycoords="axes fraction", fontsize=8, va="top")
     for row in cells[-1]["variants"]:
         seconds, held = zip(*row["pages"], strict=True) if row["pages"] else ((), ())
-        last.plot(seconds, [each / 1e6 for each in held], color=_style(names.index(row["name"]))["color"])
-    last.set_xlabel("seconds, in the last cell", fontsize=8)
-    last.set_ylabel("MB of pages", fontsize=8)
+        pages.plot(seconds, [each / 1e6 for each in held], color=_style(names.index(row["name"]))["color"])
+    pages.axhline(settings["kv_mb"], **LIMIT)
+    pages.annotate("memory", (1.0, settings["kv_mb"]), xytext=(-2, 3), ha="right", **NEAR)
+    when = f", {rates[-1]:g} requests per second" if rates[-1] else ""
+    pages.set_xlabel(f"seconds{when}", fontsize=9)
+    pages.set_ylabel("MB of pages in use", fontsize=9)
     for each in made.axes:
         each.grid(alpha=0.3)
         each.tick_params(labelsize=8)
-    handles, labels = made.axes[0].get_legend_handles_labels()
-    made.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
-    where = document["environment"]
-    made.suptitle(f"serve on {where['device_name']} (backend {where['backend']})", fontsize=11)
+    handles, labels = first.get_legend_handles_labels()
+    made.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    made.suptitle(title(document), fontsize=11)
     return made
 
 

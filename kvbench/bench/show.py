@@ -17,7 +17,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from kvbench.bench import serve_show
+from kvbench.bench import capacity_show, serve_show
 from kvbench.kernels.bench import bench
 from kvbench.kernels.bench.bench import label_of
 from kvbench.models.matrices import PLAIN
@@ -38,6 +38,7 @@ MEDIANS = (
     "Medians [quartiles] over rounds in which every variant ran once, in shuffled order; x = times as fast, formed "
 )
 MEDIANS += "within each round."
+SHOWN_APART: dict[str, Any] = {"serve": serve_show, "capacity": capacity_show}  # tables and pictures of their own
 BASELINE_STYLE: dict[str, Any] = {"color": "black", "linewidth": 1.0, "linestyle": "--"}
 ROW_IN, POINT_IN, PANEL_IN = 0.3, 0.11, 4.4  # inches of a row, of a point in it, and of a panel without the names
 RATE_ROUNDS = 8  # rounds that the time left is told from
@@ -205,8 +206,9 @@ def _tables(document: dict) -> list[Table | Text]:
         noise = max((cell["twice"]["noise"] for cell in document["cells"] if cell.get("twice")), default=None)
         said = [] if noise is None else [Text(MANAGER_NOISE.format(100 * noise), style="dim")]
         return [Text(what, style="bold"), _manager(document["cells"]), *said, Text()]
-    if what == "serve":
-        return [Text(what, style="bold"), _table(*serve_show.table(document["cells"])), Text()]
+    if (own := SHOWN_APART.get(what)) is not None:
+        said = [Text(remark) for remark in own.remarks(document)]
+        return [Text(own.title(document), style="bold"), _table(*own.table(document["cells"])), *said, Text()]
     parts: list[Table | Text] = []
     for cell in document["cells"]:
         title = f"{what}: {label_of(cell['cell'])}"
@@ -227,7 +229,7 @@ def render(document: dict) -> Group:
         f"{where['backend']}, OMP_WAIT_POLICY={where['omp_wait_policy'] or 'not set'}, load average "
         f"{_load(where['load_average'])} before and {_load(where['load_average_end'])} after"
     )
-    notes = [first, MEDIANS]
+    notes = [first, SHOWN_APART[document["what"]].SAID if document["what"] in SHOWN_APART else MEDIANS]
     if document["settings"].get("clock") == "cpu":
         notes.append("clock=cpu: times are CPU seconds of one thread, not seconds on the clock on the wall.")
     if document["what"] == "attention":
@@ -307,8 +309,8 @@ def draw(document: dict, path: Path) -> Path | None:
     cells = [cell for cell in document["cells"] if cell["variants"]]
     if not cells:
         return None
-    if document["what"] == "serve":
-        write_atomic(path, picture_bytes(serve_show.figure(document), "png"))
+    if (own := SHOWN_APART.get(document["what"])) is not None:
+        write_atomic(path, picture_bytes(own.figure(document), "png"))
         return path
     view = VIEWS[document["what"]]
     rows = [row for cell in cells for row in cell["variants"]]

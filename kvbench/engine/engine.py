@@ -13,6 +13,7 @@ from kvbench.engine.probe import plan_passes
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.reading import Reader
 from kvbench.engine.requests import Outcome, Request
+from kvbench.engine.runner import Runner
 from kvbench.engine.waiting import Waiting
 from kvbench.errors import nobody_leaves
 from kvbench.kernels.bench import machine
@@ -37,6 +38,7 @@ class Engine:
         prompts: Shared by engines that run the same prompts of one model under other settings; None reads every prompt.
         prefill_chunk: Tokens of a prompt that are read before the method compresses; None = all.
         capture: What captures decode steps; `auto` = a CUDA graph on a GPU, and nothing elsewhere; None = nothing.
+        make: Makes the runner; a simulation has one that runs no model.
     """
 
     def __init__(
@@ -54,10 +56,11 @@ class Engine:
         prompts: PromptCache | None = None,
         prefill_chunk: int | None = None,
         capture: Capture | Literal["auto"] | None = "auto",
+        make: Callable[..., Runner] = make_runner,
     ) -> None:
         if isinstance(batch_size, int) and batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be >= 1")
-        self.runner = make_runner(model, policy, options=store, backend=backend, prompts=prompts, chunk=prefill_chunk)
+        self.runner = make(model, policy, options=store, backend=backend, prompts=prompts, chunk=prefill_chunk)
         self.loaded, self.policy = model, policy
         self.batch_size, self.seed, self.fidelity_max_tokens = batch_size, seed, fidelity_max_tokens
         self.fidelity_per_token, self.group = fidelity_per_token, group

@@ -1,10 +1,39 @@
 """Requests that wait for their turn: in which order they come, and from when on."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 from kvbench.engine.requests import Request
+
+
+class Clock:
+    """Seconds since the first look, of which nobody waits for those until the next request comes: they are passed over.
+
+    Args:
+        tick: Seconds that work has taken so far, from any beginning; a simulation has its own.
+
+    Attributes:
+        idle_s: Seconds that were passed over.
+    """
+
+    def __init__(self, tick: Callable[[], float] = time.perf_counter) -> None:
+        self._tick, self.idle_s = tick, 0.0
+        self._begin: float | None = None
+
+    def busy_s(self) -> float:
+        """Seconds of work since the first look."""
+        if self._begin is None:
+            self._begin = self._tick()
+        return self._tick() - self._begin
+
+    def now_s(self) -> float:
+        """Seconds since the first look, those that were passed over included."""
+        return self.busy_s() + self.idle_s
+
+    def wait_until(self, at_s: float) -> None:
+        """Passes over the time until a moment, where it lies ahead; to a nanosecond behind it, whatever is rounded."""
+        self.idle_s = max(self.idle_s, at_s - self.busy_s() + 1e-9)
 
 
 class Waiting:
@@ -15,7 +44,8 @@ class Waiting:
         requests: In the order in which they are answered.
         group: Requests that are answered together before the next ones begin; None = each comes as soon as there is
             room.
-        arrivals_s: Seconds from the first look on, ascending, at which each request is there; None = all are.
+        arrivals_s: Seconds of the clock, ascending, at which each request is there; None = all are.
+        clock: Says how late it is.
 
     Attributes:
         cancelled: Requests that nobody waits for any longer.
@@ -23,12 +53,16 @@ class Waiting:
     """
 
     def __init__(
-        self, requests: Sequence[Request], *, group: int | None = None, arrivals_s: Sequence[float] | None = None
+        self,
+        requests: Sequence[Request],
+        *,
+        group: int | None = None,
+        arrivals_s: Sequence[float] | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        self.requests, self._group, self._arrivals_s = requests, group, arrivals_s
+        self.requests, self._group, self._arrivals_s, self.clock = requests, group, arrivals_s, clock or Clock()
         self._places = {request.sample_id: place for place, request in enumerate(requests)}
         self._left = list(range(len(requests)))
-        self._since: float | None = None
         self._now = 0  # the group whose requests may come
         self.cancelled: set[str] = set()
         self.read_s: dict[str, float] = {}
@@ -39,12 +73,6 @@ class Waiting:
     def place(self, sample_id: str) -> int:
         """The place of a request in the order."""
         return self._places[sample_id]
-
-    def elapsed_s(self) -> float:
-        """Seconds since the first look."""
-        if self._since is None:
-            self._since = time.perf_counter()
-        return time.perf_counter() - self._since
 
     def first(self, num_live: int) -> Request | None:
         """The next request, while `num_live` are being answered; None where it may not come yet."""
@@ -57,7 +85,7 @@ class Waiting:
             if num_live:
                 return None
             self._now = place // self._group
-        if self._arrivals_s is not None and self._arrivals_s[place] > self.elapsed_s():
+        if self._arrivals_s is not None and self._arrivals_s[place] > self.clock.now_s():
             return None
         return self.requests[place]
 
@@ -67,7 +95,7 @@ class Waiting:
 
     def note_read(self, request: Request) -> None:
         """Notes that a prompt has just been read."""
-        self.read_s.setdefault(request.sample_id, self.elapsed_s())
+        self.read_s.setdefault(request.sample_id, self.clock.now_s())
 
     def put_back(self, requests: Sequence[Request]) -> None:
         """Takes back requests that have to begin again."""
@@ -75,6 +103,6 @@ class Waiting:
             heappush(self._left, self._places[request.sample_id])
 
     def wait(self) -> None:
-        """Waits until the next request is there."""
+        """Passes over the time until the next request is there."""
         if self._left and self._arrivals_s is not None:
-            time.sleep(max(0.0, self._arrivals_s[self._left[0]] - self.elapsed_s()))
+            self.clock.wait_until(self._arrivals_s[self._left[0]])

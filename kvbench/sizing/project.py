@@ -114,7 +114,7 @@ def project_shares(
     Raises:
         ValueError: The method does not fit the model, or has another number of tiers.
     """
-    store = _store(policy, shape, prompt_tokens, new_tokens, options, is_even=True)
+    store = shadow_store(policy, shape, prompt_tokens, new_tokens, options, is_even=True)
     if len(shares) != len(policy.tiers) or policy.residual is not None:
         raise ValueError(f"{type(policy).__name__} has {len(policy.tiers)} tiers, not {len(shares)} shares")
     row, tokens, lists = store.open_row(), prompt_tokens + new_tokens, torch.arange(store.pages.lists_per_row)
@@ -138,34 +138,53 @@ def run(
     is_even: bool,
 ) -> Projection:
     """The ledger behind a prompt and the steps of an answer, where queries attend to all tokens alike, or to one."""
-    store = _store(policy, shape, prompt_tokens, new_tokens, options, is_even)
-    row, heads = store.open_row(), shape.num_kv_heads
-    nothing = torch.zeros(1, 1, 1, dtype=shape.dtype)
-    prompt = nothing.expand(heads, prompt_tokens, 1)
-    score = _prompt_scores(policy.score, prompt_tokens, is_even)
-    given = None if score is None else score.expand(heads * store.copies, -1)
-    if given is not None and (also := policy.score.statistic.also):
-        given = given.expand(1 + len(also), -1, -1)
-    if given is not None and policy.scope != "head" and hasattr(policy, "budget"):
-        # Heads that compete for a budget get unequal shares, and pages that are not full.
-        share = torch.linspace(0.5, 1.5, given.shape[-2])[:, None]  # of each list, whatever else is ranked beside
-        given = given * share * torch.rand(given.shape, generator=torch.Generator().manual_seed(0))
-    channels = torch.zeros(heads, shape.head_dim) if policy.score.orders_channels else None
-    for layer in range(shape.num_layers):
-        store.place_layer(row, layer, ScoredLayer(prompt, prompt, given, channels=channels))
-    rows, q, kv = torch.tensor([row]), nothing.expand(1, shape.num_q_heads, 1), nothing.expand(1, heads, 1)
+    store = shadow_store(policy, shape, prompt_tokens, new_tokens, options, is_even=is_even)
+    row = store.open_row()
+    place_prompt(store, row, prompt_tokens, is_even=is_even)
     for _ in range(new_tokens):
-        store.begin_step(rows)
-        if policy.score.track:
-            for layer in range(shape.num_layers):
-                store.attend(layer, q, kv, kv, 1.0)
-        store.end_step()
+        shadow_step(store, [row])
     return Projection(items=store.ledger.itemise(row), fp16_bytes=shape.fp16_bytes(prompt_tokens + new_tokens))
 
 
-def _store(
-    policy: Policy, shape: ModelShape, prompt_tokens: int, new_tokens: int, options: StoreOptions | None, is_even: bool
+def place_prompt(store: CompressedStore, row: int, num_tokens: int, *, is_even: bool) -> None:
+    """Puts a prompt that is not there into an empty row of a `shadow_store`."""
+    spec, shape, heads = store.policy.score, store.shape, store.shape.num_kv_heads
+    prompt = torch.zeros(1, 1, 1, dtype=shape.dtype).expand(heads, num_tokens, 1)
+    score = _prompt_scores(spec, num_tokens, is_even)
+    given = None if score is None else score.expand(heads * store.copies, -1)
+    if given is not None and (also := spec.statistic.also):
+        given = given.expand(1 + len(also), -1, -1)
+    if given is not None and store.policy.scope != "head" and hasattr(store.policy, "budget"):
+        # Heads that compete for a budget get unequal shares, and pages that are not full.
+        share = torch.linspace(0.5, 1.5, given.shape[-2])[:, None]  # of each list, whatever else is ranked beside
+        given = given * share * torch.rand(given.shape, generator=torch.Generator().manual_seed(0))
+    channels = torch.zeros(heads, shape.head_dim) if spec.orders_channels else None
+    for layer in range(shape.num_layers):
+        store.place_layer(row, layer, ScoredLayer(prompt, prompt, given, channels=channels))
+
+
+def shadow_step(store: CompressedStore, rows: Sequence[int]) -> None:
+    """Makes a decode step of rows of a `shadow_store`; raises PoolExhausted as a real one does."""
+    store.begin_step(rows)
+    if store.policy.score.track:
+        nothing = torch.zeros(1, 1, 1, dtype=store.shape.dtype)
+        q, kv = (nothing.expand(len(rows), heads, 1) for heads in (store.shape.num_q_heads, store.shape.num_kv_heads))
+        for layer in range(store.shape.num_layers):
+            store.attend(layer, q, kv, kv, 1.0)
+    store.end_step()
+
+
+def shadow_store(
+    policy: Policy,
+    shape: ModelShape,
+    prompt_tokens: int,
+    new_tokens: int,
+    options: StoreOptions | None = None,
+    *,
+    is_even: bool,
+    rows: int = 1,
 ) -> CompressedStore:
+    """A store for so many rows that holds no keys and values; queries attend to all tokens alike, or to one."""
     # Keys have one channel, which nobody looks at: it turns by no angle.
     angles = None if shape.inv_freq is None else torch.zeros(0)
     policy = copy(policy)
@@ -175,7 +194,7 @@ def _store(
     return CompressedStore(
         policy,
         replace(shape, inv_freq=angles),
-        rows=1,
+        rows=rows,
         max_prompt_tokens=prompt_tokens,
         max_new_tokens=new_tokens,
         options=replace(options or StoreOptions(), rotation="none"),

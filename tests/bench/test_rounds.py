@@ -88,6 +88,9 @@ def test_the_baseline_is_timed_twice_and_names_the_noise():
     assert still["twice"]["noise"] == 0.0
     alone = measure_cell({}, variants[:1], baselines=[], rounds=2, seed=0, timer=lambda work: work() or 1.0)
     assert alone["twice"]["name"] == "slow"
+    log.clear()
+    once = measure_cell({}, variants, baselines=["fast"], rounds=2, seed=0, timer=timer, twice=False)
+    assert once["twice"] is None and log.count("fast") == log.count("slow") == 3
 
 
 def test_every_table_says_its_noise():

@@ -9,7 +9,7 @@ from kvbench.bench import choices, serve, show
 from kvbench.kernels.bench import bench
 
 COMMON = {"model": "random preset=tiny num_layers=1 dtype=float32", "kernels": "torch", "device": "cpu", "threads": [1]}
-SMALL = {"kv_mb": 1, "requests": 6, "prompts": [20, 60], "answers": [4, 12], "max_batch": 4}
+SMALL = {"kv_mb": 1, "requests": 6, "prompts": [20, 60], "answers": [4, 12], "max_batch": 4, "peers": False}
 
 
 def test_a_load_is_served_by_every_method(tmp_path):
@@ -33,10 +33,26 @@ def test_a_load_is_served_by_every_method(tmp_path):
             assert 0 < row["tpot_p50_s"] <= row["tpot_p95_s"] <= row["tpot_p99_s"]
             assert 0 < row["goodput_per_s"] <= row["requests_per_s"] < row["tokens_per_s"]
             assert 0 < max(held for _, held in row["pages"]) <= 1e6
+            assert row["seconds"] == [row["median"]] and row["median"] > cell["cell"]["rate"] ** -1
     text = io.StringIO()
     Console(width=200, file=text).print(show.render(document))
     assert "poisson, 500/s" in text.getvalue() and "gave way" in text.getvalue()
     assert show.draw(document, tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_transformers_own_serves_the_same_load(tmp_path):
+    """Its continuous batching answers every request with as many tokens; its clock is the wall's alone."""
+    asked = COMMON | SMALL | {"methods": ["full"], "arrivals": "all", "peers": True}
+    (cell,) = (document := bench.run(serve.Settings(**asked)))["cells"]
+    full, own = cell["variants"]
+    assert own["name"] == "transformers" and own["oom"] == 0 and own["mean_batch"] is None
+    tokens = [row["tokens_per_s"] * row["median"] for row in (full, own)]
+    assert tokens == pytest.approx([sum(answer for *_, answer in serve.Settings(**asked).load(1.0))] * 2)
+    assert 0 < own["ttft_p50_s"] <= own["ttft_p99_s"] < own["median"] and own["tpot_p50_s"] > 0
+    assert show.draw(document, tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    (cell,) = bench.run(serve.Settings(**asked, clock="cpu"))["cells"]
+    assert [row["name"] for row in cell["variants"]] == ["full"]
+    assert "works in a thread of its own" in cell["refused"][0]["reason"]
 
 
 def test_loads_come_as_they_are_asked_for(tmp_path):
@@ -59,7 +75,7 @@ def test_loads_come_as_they_are_asked_for(tmp_path):
 
 def test_goodput_counts_those_within_both_targets():
     """Of three requests, one waits too long, and one gets its tokens too slowly."""
-    run = {"ttft_s": [1.0, 3.0, 1.0], "tpot_s": [0.1, 0.1, 0.4], "tokens": 60, "took_s": 6.0, "oom": 1}
+    run = {"ttft_s": [1.0, 3.0, 1.0], "tpot_s": [0.1, 0.1, 0.4], "tokens": 60, "took_s": 6.0, "oom": 1, "times": None}
     found = serve.figures([run | {"preemptions": 2, "rows": [1, 3], "pages": [(0.0, 5)]}], 2.0, 0.2)
     assert (found["goodput_per_s"], found["requests_per_s"], found["tokens_per_s"]) == (1 / 6, 0.5, 10.0)
     assert (found["ttft_p50_s"], found["mean_batch"], found["oom"], found["preemptions"]) == (1.0, 2.0, 1.0, 2.0)
@@ -73,6 +89,7 @@ def test_goodput_counts_those_within_both_targets():
         ({"prompts": [9, 3]}, r"prompts=\[9, 3\] must be the shortest and the longest"),
         ({"arrivals": "no/such.csv"}, "arrivals=no/such.csv is neither all, poisson nor burst, nor a file"),
         ({"methods": ["full", "full"]}, "must be one or more, each once"),
+        ({"times": ["a.json"], "chunk": 16}, "chunk=16: times are of whole prompts"),
     ],
 )
 def test_bad_settings_are_refused(changes, message):

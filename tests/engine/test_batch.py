@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from selection import method_of, per_path
 
 from kvbench.config.files import options
-from kvbench.engine.waiting import Waiting
+from kvbench.engine.waiting import Clock, Waiting
 from kvbench.methods.full import Full
 from kvbench.methods.snapkv import SnapKV
 from kvbench.models.load import load_model
@@ -196,11 +196,14 @@ def test_order_arrivals_and_groups():
     assert waiting.first(0).sample_id == "0" and len(waiting) == 4
     waiting.cancelled |= {"0", "2"}
     assert waiting.first(0).sample_id == "3" and len(waiting) == 2
-    later = Waiting(asked, arrivals_s=[0.0, 0.02, 0.02, 0.05, 1e9])
-    assert later.first(0).sample_id == "0" and later.take()
-    assert later.first(0) is None
-    later.wait()
+    worked = [7.0]
+    later = Waiting(asked, arrivals_s=[0.0, 0.3, 0.3, 0.5, 1e9], clock=Clock(lambda: worked[0]))
+    assert later.first(0).sample_id == "0" and later.take() and later.first(0) is None
+    worked[0] += 0.25
+    assert later.first(0) is None and later.clock.now_s() == 0.25
+    later.wait()  # nobody sleeps: the time until then is passed over
     assert [later.first(0) and later.take().sample_id for _ in range(3)] == ["1", "2", None]
+    assert later.clock.busy_s() == 0.25 and later.clock.now_s() == pytest.approx(0.3)
 
 
 class BatchMachine(RuleBasedStateMachine):
@@ -218,7 +221,7 @@ class BatchMachine(RuleBasedStateMachine):
         self.requests, self.want, most = _single(name)
         self.there, self.is_starved = there, False
         self.waiting = Waiting(self.requests, arrivals_s=range(len(self.requests)))
-        self.waiting.elapsed_s = lambda: self.there - 0.5
+        self.waiting.clock.now_s = lambda: self.there - 0.5
         self.got = {}
         given = {"batch_size": 4, "budget_bytes": int(most * room), "page_bytes": SMALL}
         self.manager = engine(self.loaded, _policy(name), **given)

@@ -1,0 +1,87 @@
+"""The table and the picture of `bench what=capacity`: the most sequences and the longest prompt over memory."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvbench.show.picture import COLOURS, MARKERS
+from kvbench.show.progress import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SAID = (
+    "Counted: by the store's own counting, without memory; - = attention decides what is kept. Tried: a real cache was "
+    "filled with real prompts until no page was left; + = as far as was tried. Nobody counts beyond a million tokens."
+)
+NEAR: dict = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "fontsize": 8}
+PANELS = (("sequences at once", "batch"), ("tokens of the longest prompt", "prompt"))
+
+
+def table(cells: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
+    """Headings and lines: one for each method and memory."""
+    headings = ["memory", "method", "a sequence"]
+    headings += [f"{what}, {how}" for what in ("sequences", "longest prompt") for how in ("counted", "tried")]
+    lines = []
+    for cell in cells:
+        for row in cell["variants"]:
+            found = [f"{cell['cell']['kv_mb']} MB", row["name"], format_bytes(row["sequence_bytes"])]
+            for _, key in PANELS:
+                tried, last = row[f"tried_{key}"], key == "prompt" and row[f"tried_{key}"] == row["longest"]
+                found += [_number(row[f"counted_{key}"]), _number(tried) + "+" * last]
+            lines.append(found)
+    return headings, lines
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def figure(document: dict) -> "Figure":
+    """Both over memory: lines are counted, points were tried."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    cells, settings = [cell for cell in document["cells"] if cell["variants"]], document["settings"]
+    names = list(dict.fromkeys(row["name"] for cell in cells for row in cell["variants"]))
+    made = Figure(figsize=(10.0, 4.6), dpi=150, layout="constrained")
+    FigureCanvasAgg(made)
+    for axes, (label, key) in zip(made.subplots(1, 2), PANELS, strict=True):
+        for index, name in enumerate(names):
+            found = [(cell["cell"]["kv_mb"], row) for cell in cells for row in cell["variants"] if row["name"] == name]
+            known = [(mb, row[f"counted_{key}"]) for mb, row in found if row[f"counted_{key}"]]
+            colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+            axes.plot([mb for mb, _ in known], [value for _, value in known], color=colour, linewidth=1.2)
+            tried = [(mb, row[f"tried_{key}"]) for mb, row in found if row[f"tried_{key}"]]
+            style = {"color": colour, "marker": marker, "markersize": 5, "linestyle": "none"}
+            axes.plot([mb for mb, _ in tried], [value for _, value in tried], **style)
+            axes.plot([], [], color=colour, marker=marker, markersize=5, linewidth=1.2, label=name)
+        if key == "prompt" and any(row["tried_prompt"] for cell in cells for row in cell["variants"]):
+            axes.axhline(settings["longest"], color="black", linestyle="--", linewidth=1.0)
+            axes.annotate("longest that was tried", (0.02, settings["longest"]), xytext=(0, 3), **NEAR)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xticks([cell["cell"]["kv_mb"] for cell in cells])
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+            axis.set_minor_formatter(NullFormatter())
+        axes.set_xlabel("MB of KV memory", fontsize=9)
+        axes.set_ylabel(label, fontsize=9)
+        axes.grid(alpha=0.3)
+        axes.tick_params(labelsize=8)
+    handles, labels = made.axes[0].get_legend_handles_labels()
+    made.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    made.suptitle(title(document), fontsize=11)
+    return made
+
+
+def remarks(_: dict) -> list[str]:
+    """Nothing behind the table."""
+    return []
+
+
+def title(document: dict) -> str:
+    """Of which model, and with how many tokens a sequence is counted."""
+    settings = document["settings"]
+    model = settings["shape"] or document["model"]["name"]
+    return f"{model}: sequences of {settings['context']:,} + {settings['new_tokens']:,} tokens, and the longest prompt"
