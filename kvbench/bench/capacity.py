@@ -35,7 +35,7 @@ class Settings(Methods):
     """A fixed amount of KV memory: the most sequences and the longest prompt that fit, by counting and by trying."""
 
     what = "capacity"
-    quick = {"kv_mb": [8, 16], "context": 128, "new_tokens": 8, "longest": 512}
+    quick = {"rounds": 1, "kv_mb": [8, 16], "context": 128, "new_tokens": 8, "longest": 512}
 
     kv_mb: list[int] = setting([32, 64, 128, 256], "MB (10^6 bytes) for all that a cache holds, each a cell.", 1)
     context: int = setting(1024, "Prompt tokens of the sequences that are counted.", 1)
