@@ -22,6 +22,7 @@ from kvbench.kernels.operands import (
 from kvbench.kernels.pool import PagePool
 from kvbench.kernels.reference.attention import DecodeOperations
 from kvbench.kernels.reference.prompts import PromptOperations
+from kvbench.kernels.reference.windows import WindowOperations
 from kvbench.kernels.table import PageTable
 
 
@@ -53,12 +54,12 @@ class FusedStep(ABC):
         """
 
 
-class Backend(DecodeOperations, PromptOperations):
+class Backend(DecodeOperations, PromptOperations, WindowOperations):
     """The operations on pages that the store calls, in plain torch on any device, made to be right.
 
     A faster backend overrides those that it has kernels for, and calls `super()` where they do not cover a case. All
-    leave the same bytes in a page. The operations are in `reference/pages`, `reference/attention` and
-    `reference/prompts`; those that plain torch has not are here.
+    leave the same bytes in a page. The operations are in `reference/pages`, `reference/attention`,
+    `reference/prompts` and `reference/windows`; those that plain torch has not are here.
 
     Legend: P pages in the pool, M slots of a call, T slots per page, S sequences, H KV heads, Hq query heads, D head
     dim, m pages per list, N prompt tokens. Everywhere, `pages` is the pool, uint8 [P, page_bytes], changed in place by

@@ -61,6 +61,24 @@ class Softmax:
 PLAIN = Softmax()
 
 
+@dataclass(frozen=True)
+class Window:
+    """How far a layer looks back: to the last `num_tokens` tokens, the query's own among them; or `in_chunks`, to the
+    beginning of the query's own chunk of so many."""
+
+    num_tokens: int
+    in_chunks: bool = False
+
+    def sees(self, query: Tensor, key: Tensor) -> Tensor:
+        """bool [..., n, M]: which keys queries see, by their positions, int64 [..., n] and [..., M]; a key at -1 is
+        none."""
+        query, key = query[..., :, None], key[..., None, :]
+        near = query - key < self.num_tokens
+        if self.in_chunks:
+            near = query // self.num_tokens == key // self.num_tokens
+        return near & (key <= query) & (key >= 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepScores:
     """What a decode step makes of its queries' attention.

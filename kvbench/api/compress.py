@@ -273,7 +273,7 @@ def compress(
     happens in it.
 
     Args:
-        model: A causal language model with full attention in every layer, under any attention implementation.
+        model: A causal language model with full attention in some of its layers, under any attention implementation.
         method: Name in conf/method, or a policy.
         backend: `auto` or the name of a backend.
         room_tokens: Most tokens that come behind a prompt, those of later turns included, >= 1; None = max_new_tokens,

@@ -9,6 +9,7 @@ from kvbench.config.compose import compose, words_of
 from kvbench.engine import hf
 from kvbench.engine.engine import Engine
 from kvbench.engine.requests import Outcome, Request
+from kvbench.engine.supported import num_full_layers
 from kvbench.models.load import LoadedModel, context_length
 from kvbench.policy import Policy, check_sizes
 from kvbench.runs import calibration
@@ -149,7 +150,7 @@ def begin(
     """
     policy, config = choose_policy(method, settings), model.config.get_text_config()
     max_tokens = context_length(model.config, None)
-    check_sizes(policy, max_tokens=max_tokens, num_layers=config.num_hidden_layers)
+    check_sizes(policy, max_tokens=max_tokens, num_layers=num_full_layers(config))
     loaded = LoadedModel(
         model=model,
         tokenizer=cast("PreTrainedTokenizerBase", tokenizer),

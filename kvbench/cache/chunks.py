@@ -71,7 +71,9 @@ class Chunks:
         softmax = self._holding.softmax_of(layer)
         begin, end = reading.seen, reading.seen + k.shape[1]
         past_k, past_v, live, pos = self._past(row, layer, reading)
-        if begin:
+        if (window := self._shape.window) is not None:
+            out = backend.window_attention(q, k, v, (past_k, past_v, pos), begin, window, scale, softmax)
+        elif begin:
             out = backend.chunk_attention(q, k, v, (past_k, past_v, live), scale, softmax)
         else:
             out = backend.prefill_attention(q, k, v, scale, softmax)

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvbench.cache.ranks import ALONE, Ranks
 from kvbench.cache.rotation import KINDS, Kind
 from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
-from kvbench.kernels.operands import PLAIN, Softmax
+from kvbench.kernels.operands import PLAIN, Softmax, Window
 from kvbench.policy import Policy, ReadSpec, Tier
 from kvbench.rules import MAX_BYTES, Choice, Number, Several, Whole, check_settings
 
@@ -53,7 +53,8 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A model as the store knows it: all its layers and heads, wherever they lie.
+    """A model as the store knows it: all its layers and heads, wherever they lie. Layers of another kind have a shape
+    of their own `beside`: the policy acts on these, which see everything, and numbers them from 0.
 
     Args:
         device: Where the cache lives; of a model in several places, its first one, where plans are made.
@@ -63,6 +64,10 @@ class ModelShape:
         places: Where the layers lie, in their order; empty = all on `device`.
         ranks: The processes among which the heads are divided.
         softmax: Caps and sinks of all layers, of the query heads that this process holds.
+        window: How far these layers look back; None = to everything.
+        beside: The shapes of layers of other kinds that hold keys and values.
+        numbers: The model's own numbers of these layers; empty = they are all of its layers.
+        state_bytes: Bytes of what the model's further layers hold of a sequence, whatever its length.
     """
 
     num_layers: int
@@ -76,10 +81,27 @@ class ModelShape:
     places: tuple[Place, ...] = ()
     ranks: Ranks = ALONE
     softmax: Softmax = PLAIN
+    window: Window | None = None
+    beside: "tuple[ModelShape, ...]" = ()
+    numbers: tuple[int, ...] = ()
+    state_bytes: int = 0
 
     @property
     def is_whole(self) -> bool:
         return len(self.places) < 2 and self.ranks.size == 1
+
+    @property
+    def is_uniform(self) -> bool:
+        """True if these are all layers of the model."""
+        return not self.numbers
+
+    @cached_property
+    def kinds(self) -> dict[int, tuple[int, int]]:
+        """Where the model's layers are found, by their own numbers: which of the shapes (0 for this one, then those
+        beside it), and which layer of that."""
+        shapes = (self, *self.beside)
+        each = [(kind, shape.numbers or range(shape.num_layers)) for kind, shape in enumerate(shapes)]
+        return {number: (kind, own) for kind, numbers in each for own, number in enumerate(numbers)}
 
     @cached_property
     def heads_here(self) -> tuple[int, int]:
@@ -108,8 +130,28 @@ class ModelShape:
             first += place.num_layers
         return found
 
+    def on_host(self) -> "ModelShape":
+        """The same in one place, in main memory; only the shape of `inv_freq` counts."""
+        return replace(
+            self,
+            device=torch.device("cpu"),
+            places=(),
+            ranks=ALONE,
+            inv_freq=None if self.inv_freq is None else torch.ones(self.inv_freq.shape),
+            softmax=Softmax(self.softmax.cap, None if self.softmax.sinks is None else self.softmax.sinks.cpu()),
+            beside=tuple(each.on_host() for each in self.beside),
+        )
+
     def fp16_bytes(self, num_tokens: int) -> int:
-        """Bytes of an uncompressed 16-bit cache of this many tokens: the denominator of every ratio."""
+        """Bytes of an uncompressed 16-bit cache of this many tokens, as the model itself would hold it, windows and
+        states included: the denominator of every ratio."""
+        own = self.own_fp16_bytes(num_tokens) + self.state_bytes
+        return own + sum(each.fp16_bytes(num_tokens) for each in self.beside)
+
+    def own_fp16_bytes(self, num_tokens: int) -> int:
+        """The same of these layers alone, without states."""
+        if self.window is not None:
+            num_tokens = min(num_tokens, self.window.num_tokens)
         return num_tokens * self.num_layers * self.num_kv_heads * self.head_dim * 4
 
 

@@ -58,14 +58,22 @@ class Ledger:
     """Counts the bytes of every row, wherever its layers and heads lie.
 
     What a row has in several places is summed over them. Counters of tokens, which every place repeats (16 or 24 bytes
-    a row), count once, so that no number depends on where a model lies.
+    a row), count once, so that no number depends on where a model lies. What layers of other kinds have is `beside`.
     """
 
-    def __init__(self, policy: Policy, holding: Paged | Split, shape: ModelShape) -> None:
-        self._parts, self._shape, self._ranks = holding.parts, shape, shape.ranks
+    def __init__(
+        self, policy: Policy, holding: Paged | Split, shape: ModelShape, beside: "Sequence[Ledger]" = ()
+    ) -> None:
+        self._parts, self._shape, self._ranks, self._beside = holding.parts, shape, shape.ranks, beside
         first = self._parts[0]
         self._counters, self._pages = first.counters, first.pages
-        self.budget = SolvedBudget(policy, self._pages, lambda: sum(self.fixed_row_bytes()), first.paged_slots)
+        self.budget: SolvedBudget = SolvedBudget(
+            policy,
+            self._pages,
+            lambda: sum(self.fixed_row_bytes()) + shape.state_bytes,
+            first.paged_slots,
+            [each.budget for each in beside],
+        )
         self._open: set[int] = set()
         self.meters = [RowMeter() for _ in range(self._pages.shape[0])]
 
@@ -96,8 +104,9 @@ class Ledger:
 
     def resident_bytes(self, rows: Tensor) -> Tensor:
         """Resident bytes of rows, int64 [S]: pages with their free-list entries, tables, counters, rings and
-        codebooks."""
-        return self._num_pages(rows) * self._page_bytes + sum(self.fixed_row_bytes())
+        codebooks; and windows and states."""
+        own = self._num_pages(rows) * self._page_bytes + sum(self.fixed_row_bytes(), self._shape.state_bytes)
+        return sum((each.resident_bytes(rows) for each in self._beside), own)
 
     def _num_pages(self, rows: Tensor) -> Tensor:
         """int64 [S]: pages of rows, on the first place's device."""
@@ -113,7 +122,8 @@ class Ledger:
         a row is billed what it would hold alone, so that its bytes do not depend on what is beside it."""
         shared = [part.pages.pool.others for part in self._parts]
         (num_pages,) = self._ranks.totals([sum(int(others.sum()) for others in shared if others is not None)])
-        return num_pages * self._page_bytes + max(0, len(self._open) - 1) * self.book_bytes
+        own = num_pages * self._page_bytes + max(0, len(self._open) - 1) * self.book_bytes
+        return own + sum(each.shared_bytes for each in self._beside)
 
     def row_bytes(self, row: int) -> int:
         return int(self.resident_bytes(torch.tensor([row], device=self._shape.device))[0])
@@ -126,7 +136,8 @@ class Ledger:
             scores, positions and bounds of pages; `slack_bytes` unused bytes of the row's pages; `residual_bytes`
             tokens in the rings; `residual_slack_bytes` empty ring entries; `table_bytes` page tables, counters and
             orders of key channels; `free_list_bytes` one free-list entry per page; `book_bytes` codebooks of the model
-            beside the pages; `resident_bytes` their sum.
+            beside the pages; `resident_bytes` their sum. Of a model that has layers of other kinds, `window_bytes` all
+            that layers with windows hold, and `state_bytes` the states.
         """
         total = dict.fromkeys(ITEMS, 0)
         formats = self._pages.formats
@@ -154,7 +165,10 @@ class Ledger:
         total["free_list_bytes"] = num_pages * pool.free_list.element_size()
         total["table_bytes"], rings, total["book_bytes"] = self.fixed_row_bytes()
         total["residual_slack_bytes"] = rings - total["residual_bytes"]
-        total["resident_bytes"] = sum(total[name] for name in ITEMS)
+        if not self._shape.is_uniform:
+            total["window_bytes"] = sum(each.row_bytes(row) for each in self._beside)
+            total["state_bytes"] = self._shape.state_bytes
+        total["resident_bytes"] = sum(total.values())
         return total
 
     # What was held over time.
@@ -243,10 +257,8 @@ class Ledger:
         def bind() -> Receiver:
             stepped = [(self.meters[row], self._counters.seen[row]) for row in rows.numbers]
 
-            def receive(num_pages: list[int]) -> None:
-                page_bytes, fixed = self._page_bytes, sum(self.fixed_row_bytes())
-                for (meter, tokens), count in zip(stepped, num_pages, strict=False):  # the rest pads
-                    resident = count * page_bytes + fixed
+            def receive(held: list[int]) -> None:
+                for (meter, tokens), resident in zip(stepped, held, strict=False):  # the rest pads
                     meter.peak_bytes = max(meter.peak_bytes, resident)
                     meter.sum_bytes += resident
                     meter.sum_ratio += resident / self._shape.fp16_bytes(tokens)
@@ -255,7 +267,7 @@ class Ledger:
             return receive
 
         counts = self._pages.counts
-        counts.post(self._num_pages(rows.tensor), bind)
+        counts.post(self.resident_bytes(rows.tensor), bind)
         found = [step.reads.totals() for step in steps if step.reads is not None]
         if found:  # whole numbers, whose sums are exact
             reads = torch.stack([each.to(found[0].device) for each in found]).sum(0)
@@ -292,6 +304,9 @@ class Ledger:
             "payload_ratio": items["payload_bytes"] / fp16,
             "page_bytes": self._pages.pool.page_bytes,
         }
+        if not self._shape.is_uniform:
+            own = resident - items["window_bytes"] - items["state_bytes"]
+            ledger |= {"full_layers_bytes": own, "full_layers_fp16_bytes": self._shape.own_fp16_bytes(seen)}
         if meter.one_shot_peak_bytes:
             ledger["one_shot_peak_bytes"] = max(meter.one_shot_peak_bytes, resident)
         found = [[int(count.sum()) for count in part.slots_per_tier(part.lists(row))] for part in self._parts]

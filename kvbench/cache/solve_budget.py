@@ -1,6 +1,6 @@
 """A budget in bytes, solved for the tokens that it buys by the ledger's own counting: policies need not count."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,7 +15,8 @@ class SolvedBudget:
     All of it counts: pages, also those that are not full, with their tracked fields; page tables and counters; rings.
     The row is sized for the longest answer that it was opened for, and misses the budget then by less than a page per
     list. Where lists share the budget unequally, the waste of their last pages is not known before the plan, so the
-    most that it can be is taken. `fixed_bytes` gives the bytes of a row that do not depend on its tokens.
+    most that it can be is taken. `fixed_bytes` gives the bytes of a row that do not depend on its tokens, and `beside`
+    count what layers of other kinds hold.
     """
 
     def __init__(
@@ -24,8 +25,10 @@ class SolvedBudget:
         pages: Pages,
         fixed_bytes: Callable[[], int],
         paged_slots: Callable[[int, int], tuple[int, int]],
+        beside: "Sequence[SolvedBudget]" = (),
     ) -> None:
         self._policy, self._pages, self._fixed, self._paged = policy, pages, fixed_bytes, paged_slots
+        self._beside = beside
         self.budget = policy.byte_budget
         rows = pages.shape[0] if self.budget is not None else 0
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=pages.table.num_slots.device)
@@ -50,10 +53,11 @@ class SolvedBudget:
         low = -(-self._policy.least_tokens(prompt_tokens) // step)
         high = max(low, -(-(prompt_tokens + new_tokens) // step))
         if (needed := self.bytes_of(low * step, prompt_tokens, new_tokens)) > budget:
+            beside = self._fixed() + self._windows(prompt_tokens, new_tokens)
             raise ValueError(
                 f"budget={budget}B is too small for {type(self._policy).__name__}: {self._pages.lists_of_model} lists "
                 f"of {low * step} tokens behind a prompt of {prompt_tokens}, {new_tokens} tokens that follow it, and "
-                f"{self._fixed()} B of tables and buffers may take {needed} B; give method.budget={needed}B or more"
+                f"{beside} B of tables and buffers may take {needed} B; give method.budget={needed}B or more"
             )
         while low < high:  # bytes never fall as tokens rise
             middle = (low + high + 1) // 2
@@ -79,4 +83,9 @@ class SolvedBudget:
                 lists * (bound + per_page - 1) // per_page,
                 lists * -(-self._paged(prompt_tokens, new_tokens)[1] // per_page),
             )
-        return num_pages * (pool.page_bytes + pool.free_list.element_size()) + self._fixed()
+        own = num_pages * (pool.page_bytes + pool.free_list.element_size()) + self._fixed()
+        return own + self._windows(prompt_tokens, new_tokens)
+
+    def _windows(self, prompt_tokens: int, new_tokens: int) -> int:
+        """Most bytes that layers of other kinds come to hold."""
+        return sum(each.bytes_of(prompt_tokens, prompt_tokens, new_tokens) for each in self._beside)

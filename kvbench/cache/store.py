@@ -24,10 +24,11 @@ from kvbench.cache.ledger import Ledger
 from kvbench.cache.places import make_places
 from kvbench.cache.prompts import Prompts, ScoredLayer
 from kvbench.cache.steps import Attend, PagedStep
+from kvbench.cache.windows import Windows
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.operands import Softmax
 from kvbench.kernels.pool import PagePool, PoolExhausted
-from kvbench.policy import AttentionCall, DecodeView, Policy, Replay
+from kvbench.policy import AttentionCall, DecodeView, Policy, Replay, Tier
 
 __all__ = ["CompressedStore", "PoolExhausted"]
 
@@ -40,6 +41,8 @@ class CompressedStore:
 
     Attributes:
         pages, counters: Those of the first place; counters are alike in all.
+        beside: The stores of layers of other kinds (`ModelShape.beside`), whose rows and steps follow this one's. Each
+            has layers of its own, which `kinds` finds.
         watcher: Sees what `prefill_layer` gets and scores, for a prompt cache.
     """
 
@@ -57,6 +60,22 @@ class CompressedStore:
     ) -> None:
         policy.check_model(shape.num_layers, shape.num_kv_heads)
         self.policy, self.shape, self.backend = policy, shape, backend
+        exact = next((tier for tier in policy.tiers if tier.native), Tier())
+        self.beside = tuple(
+            CompressedStore(
+                Windows(each.window, exact) if each.window else policy,
+                each,
+                rows=rows,
+                max_prompt_tokens=max_prompt_tokens,
+                max_new_tokens=max_new_tokens,
+                options=StoreOptions(),
+                backend=backend,
+                pool=pool,
+            )
+            for each in shape.beside
+        )
+        if options.budget_bytes is not None and self.beside:
+            options = self._less_windows(options, rows, max_prompt_tokens, max_new_tokens)
         self.holding = make_places(
             policy,
             shape,
@@ -68,7 +87,7 @@ class CompressedStore:
         )
         first = self.holding.parts[0]
         self.pages, self.counters, self.copies, self._scores = first.pages, first.counters, first.copies, first.scores
-        self.ledger = Ledger(policy, self.holding, shape)
+        self.ledger: Ledger = Ledger(policy, self.holding, shape, [each.ledger for each in self.beside])
         self.budget = self.ledger.budget
         for part in self.holding.parts:
             part.budget = self.budget
@@ -81,6 +100,17 @@ class CompressedStore:
         self._rows = Rows.of((), shape.device)  # of the last step: they change seldom
         self.watcher: PromptWatcher | None = None
 
+    def _less_windows(self, options: StoreOptions, rows: int, prompt_tokens: int, new_tokens: int) -> StoreOptions:
+        """The same options with what a limit on pages leaves beside the windows of so many rows."""
+        windows = rows * sum(each.budget.bytes_of(prompt_tokens, prompt_tokens, new_tokens) for each in self.beside)
+        assert options.budget_bytes is not None, "the caller looked"
+        if options.budget_bytes <= windows:
+            raise ValueError(
+                f"store.budget_bytes={options.budget_bytes} leaves nothing beside the windows of {rows} rows, which "
+                f"take {windows} B; raise it, or lower batch_size"
+            )
+        return replace(options, budget_bytes=options.budget_bytes - windows)
+
     def ask_again(self) -> None:
         """From now on asks the policy and its statistic a second time now and then, and refuses another answer."""
         self.holding.plans.second = SecondOpinion(self.policy)
@@ -89,16 +119,29 @@ class CompressedStore:
 
     @property
     def allocated_bytes(self) -> int:
-        return self.budget.tokens.nbytes + self.holding.allocated_bytes
+        own = self.budget.tokens.nbytes + self.holding.allocated_bytes
+        return own + sum(each.allocated_bytes for each in self.beside)
 
     @property
     def used_bytes(self) -> int:
-        return self.holding.used_bytes
+        return self.holding.used_bytes + sum(each.used_bytes for each in self.beside)
 
     @property
     def takes_chunks(self) -> bool:
         """True if a later prompt segment may come at once (`append_chunk`); otherwise it comes token by token."""
-        return self.holding.takes_chunks
+        return self.holding.takes_chunks and all(each.takes_chunks for each in self.beside)
+
+    @property
+    def layers(self) -> "list[tuple[CompressedStore, int]]":
+        """Of all layers that have keys and values, in the model's order, what `kind_of` gives."""
+        return [self.kind_of(layer) for layer in sorted(self.shape.kinds)]
+
+    def kind_of(self, layer: int) -> "tuple[CompressedStore, int]":
+        """The store that holds a layer of the model, and the layer's number there."""
+        if self.shape.is_uniform:
+            return self, layer
+        kind, own = self.shape.kinds[layer]
+        return (self, *self.beside)[kind], own
 
     def view(self, rows: Tensor) -> DecodeView:
         """The policy's view of rows (int64 [S])."""
@@ -106,15 +149,18 @@ class CompressedStore:
 
     # Rows.
 
-    def open_row(self, new_tokens: int | None = None, instruction_tokens: int = 0) -> int:
-        """Takes an empty row. Most `new_tokens` will be read behind the prompt, for which a budget in bytes is solved
-        (None = as many as the store was made for); its first `instruction_tokens` are its instruction, for methods that
-        ask."""
-        row = self._free_rows[0]
+    def open_row(self, new_tokens: int | None = None, instruction_tokens: int = 0, number: int | None = None) -> int:
+        """Takes an empty row, of any `number` unless one is given. Most `new_tokens` will be read behind the prompt,
+        for which a budget in bytes is solved (None = as many as the store was made for); its first `instruction_tokens`
+        are its instruction, for methods that ask."""
+        row = self._free_rows[0] if number is None else number
         self._prompts.new_tokens[row] = self._max_new_tokens if new_tokens is None else new_tokens
         self.ledger.open(row)
         self.holding.open_row(row, instruction_tokens)
-        return self._free_rows.pop(0)  # last, so that whatever fails above leaves the row free
+        for each in self.beside:
+            each.open_row(new_tokens, number=row)
+        self._free_rows.remove(row)  # last, so that whatever fails above leaves the row free
+        return row
 
     def close_row(self, row: int) -> None:
         """Returns all pages of a row and the row itself, and ends a step that is under way.
@@ -126,6 +172,9 @@ class CompressedStore:
         self._end()
         self.holding.close_row(row)
         self.ledger.close(row)
+        for each in self.beside:
+            if row not in each._free_rows:
+                each.close_row(row)
         self._free_rows.append(row)
 
     def fork_row(self, source: int, *, share: bool = True) -> int:
@@ -134,10 +183,11 @@ class CompressedStore:
         is open."""
         row = self.open_row()
         try:
-            self.holding.fork_row(source, row, share)
+            for each in (self, *self.beside):
+                each.holding.fork_row(source, row, share)
+                each.ledger.fork(source, row)
             if self.budget.budget is not None:
                 self.budget.tokens[row] = self.budget.tokens[source]
-            self.ledger.fork(source, row)
         except BaseException:
             self.close_row(row)
             raise
@@ -152,6 +202,8 @@ class CompressedStore:
         nothing: [Hq, N, D] in the same dtype; and fp32 [Hq, N] the log-sum-exp of every query's logits, where the
         policy's scores can use it."""
         softmax = self._softmax_of(layer)
+        if self.shape.window is not None:
+            return self.backend.window_attention(q, k, v, None, 0, self.shape.window, scale, softmax), None
         if self._scores.takes_lse:
             return self.backend.prefill_attention_with_lse(q, k, v, scale, softmax)
         return self.backend.prefill_attention(q, k, v, scale, softmax), None
@@ -162,7 +214,13 @@ class CompressedStore:
         """Exact attention of a layer's tokens, q [Hq, m, D], k and v [KV heads, m, D], behind an uncompressed prompt
         [KV heads, N, D] over it and themselves, causally; stores nothing. Returns [Hq, m, D], fp32 or the dtype of
         `q`."""
-        return self.backend.chunk_attention(q, k, v, (past_k, past_v, None), scale, self._softmax_of(layer))
+        softmax = self._softmax_of(layer)
+        if self.shape.window is not None:
+            position = torch.arange(past_k.shape[1], device=q.device).expand(len(past_k), -1)
+            last = [x[:, -self.shape.window.num_tokens :] for x in (past_k, past_v, position)]
+            history = last[0], last[1], last[2]
+            return self.backend.window_attention(q, k, v, history, past_k.shape[1], self.shape.window, scale, softmax)
+        return self.backend.chunk_attention(q, k, v, (past_k, past_v, None), scale, softmax)
 
     def _softmax_of(self, layer: int) -> Softmax:
         _, part = self.holding.part_of(layer)
@@ -220,7 +278,8 @@ class CompressedStore:
         """Says that the prompt of an empty row, of so many tokens, comes in chunks (`read_chunk`); refuses a budget in
         bytes that is too small for it."""
         assert self.shape.is_whole, "check_chunk_place refuses chunks of a prompt elsewhere"
-        self._chunks.open(row, prompt_tokens)
+        for each in (self, *self.beside):
+            each._chunks.open(row, prompt_tokens)
 
     def read_chunk(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attends from one layer of a prompt's next chunk, q [Hq, n, D], k and v [KV heads, n, D], post-RoPE, to what
@@ -266,6 +325,8 @@ class CompressedStore:
             rows = self._rows
         self._steps = self.holding.open(rows)
         self._doors = [step.door() for step in self._steps]
+        for each in self.beside:
+            each.begin_step(rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Writes the new token of one layer, attends over everything held, and adds to the scores: q [S, Hq, D], k and
@@ -284,6 +345,8 @@ class CompressedStore:
         self.holding.tell(self._steps[0].rows)
         self.holding.send()
         self._steps, self._doors = [], []
+        for each in self.beside:
+            each.end_step()
 
     def _end(self) -> None:
         self._steps, self._doors = [], []

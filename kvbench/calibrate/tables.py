@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvbench.cache.layout import StoreOptions
 from kvbench.engine.engine import Engine
+from kvbench.engine.supported import layer_kinds
 from kvbench.errors import check_whole
 from kvbench.kernels.codes import BOOK_TOP
 from kvbench.methods.kvquant import WIDTHS
@@ -89,8 +90,8 @@ def measure_gates(
     up to and with the position itself; the model gets its own attention back.
 
     Returns:
-        fp32 [layers, KV heads], in [0, 1]: the mean over the prompts, their answer positions and the query heads of a
-            group.
+        fp32 [layers, KV heads] of those that see everything, in [0, 1]: the mean over the prompts, their answer
+            positions and the query heads of a group.
 
     Source: the idea of telling retrieval heads by where they look; Wu et al. (2024) count copied tokens instead.
     """
@@ -99,7 +100,8 @@ def measure_gates(
     num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     before = config._attn_implementation
     model.set_attn_implementation("eager")
-    total = torch.zeros(config.num_hidden_layers, num_kv_heads)
+    layers = layer_kinds(config).full
+    total = torch.zeros(len(layers), num_kv_heads)
     try:
         for request in requests:
             prompt = request.prompt
@@ -108,8 +110,8 @@ def measure_gates(
             rows = torch.arange(len(prompt) - 1, tokens.shape[1], device=model.device)
             place = torch.arange(tokens.shape[1], device=model.device)
             far = (place >= sinks) & (place <= rows[:, None] - recent)
-            for layer, weights in enumerate(out.attentions):
-                share = (weights[0, :, rows].float() * far).sum(-1).mean(-1)  # [query heads]
+            for layer, number in enumerate(layers):
+                share = (out.attentions[number][0, :, rows].float() * far).sum(-1).mean(-1)  # [query heads]
                 total[layer] += share.view(num_kv_heads, -1).mean(1).cpu()
             advance()
     finally:

@@ -99,6 +99,11 @@ class CapturedSteps:
                 f"of {runner.shape.ranks.size} processes; give model.device one device and set "
                 "model.tensor_parallel=null, or decode with Runner.step"
             )
+        if capture is not None and not runner.shape.is_uniform:
+            raise ValueError(
+                f"a captured step is of layers of one kind, and {runner.loaded.name} has windows or states beside "
+                "them; decode with Runner.step"
+            )
         self._warm: set[tuple] = set()  # kinds whose kernels are compiled, and whose small tables are made
         self._captured: dict[tuple, _Captured] = {}
         self.replays = self.eager = 0
@@ -222,7 +227,7 @@ class DecodeLoop:
             capture = None
         self._runner, self._capture = runner, capture
         self.runs = capture is not None and runner.shape.is_whole and runner.backend.keeps_tables
-        self.runs = self.runs and not looks_at_length(runner.loaded.model)
+        self.runs = self.runs and runner.shape.is_uniform and not looks_at_length(runner.loaded.model)
         names = "replayed", "eager_in_runs", "one_at_a_time", "captures", "failed_captures"
         self.counts = dict.fromkeys(names, 0)
         self.alone: set[str] = set()

@@ -7,6 +7,7 @@ function finds it there. Nothing is patched.
 
 import functools
 import inspect
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,7 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from kvbench.cache.store import CompressedStore
 from kvbench.engine.calls import calls_noted, first_tokens
 from kvbench.engine.probe import Uncompressed
-from kvbench.engine.supported import REMEDY, binds, check_supported
+from kvbench.engine.supported import REMEDY, check_supported, is_known
 from kvbench.errors import UnsupportedModel
 from kvbench.policy import AttentionCall
 
@@ -40,19 +41,21 @@ class Session(ABC):
 
     Attributes:
         call: The call of the layer's attention that runs; None unless a statistic asks.
-        traces: Per layer, a tensor [batch, ...] that is finite where the layer's attention output was; looked at only
-            once logits are not finite.
+        states: By their numbers, the layers that hold neither keys nor values, as transformers knows them.
+        traces: Per layer of attention, a tensor [batch, ...] that is finite where its output was; looked at only once
+            logits are not finite.
         wants_calls: The calls of attention have to be handed on.
     """
 
     store: CompressedStore
     call: AttentionCall | None = field(default=None, init=False)
+    states: dict[int, Any] = field(default_factory=dict, init=False)
     traces: list[Tensor] = field(default_factory=list, init=False)
     wants_calls = False
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attention of one layer, q [B, Hq, n, D], k and v [B, H, n, D], post-RoPE; [B, Hq, n, D]."""
+        """Attention of one layer of the model, q [B, Hq, n, D], k and v [B, H, n, D], post-RoPE; [B, Hq, n, D]."""
 
     def trace(self, out: Tensor) -> Tensor:
         """A tensor that is finite where the output is; all of a prompt's would be too large."""
@@ -69,7 +72,8 @@ class Session(ABC):
     def first_bad_layer(self, index: int) -> int:
         """First layer whose attention output was not finite for a row of the batch; -1 when none."""
         flags = torch.stack([~torch.isfinite(trace[index]).all().cpu() for trace in self.traces]).nonzero()
-        return int(flags[0, 0]) if len(flags) else -1
+        numbers = (number for number in itertools.count() if number not in self.states)
+        return next(itertools.islice(numbers, int(flags[0, 0]), None)) if len(flags) else -1
 
 
 @dataclass
@@ -77,7 +81,8 @@ class Decode(Session):
     """One token for many rows."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return self.store.attend(layer, q[:, :, 0], k[:, :, 0], v[:, :, 0], scale)[:, :, None]
+        store, own = self.store.kind_of(layer)
+        return store.attend(own, q[:, :, 0], k[:, :, 0], v[:, :, 0], scale)[:, :, None]
 
     def trace(self, out: Tensor) -> Tensor:
         return out
@@ -99,7 +104,8 @@ class Dense(Session):
     replay_tokens: int = field(default=0, init=False)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        out, lse = self.store.prompt_attention(layer, q[0], k[0], v[0], scale)
+        store, own = self.store.kind_of(layer)
+        out, lse = store.prompt_attention(own, q[0], k[0], v[0], scale)
         self.keep(layer, q[0], k[0], v[0], scale, lse)
         return out[None]
 
@@ -120,10 +126,11 @@ class Prefill(Dense):
         own = q[:, :kept], k[:, :kept], v[:, :kept]
         call = None if self.call is None else first_tokens(self.call, kept)
         if self.uncompressed is not None:
-            self.uncompressed.hold(*own, scale, call)
+            self.uncompressed.hold(layer, *own, scale, call)
         else:
             lse = None if lse is None else lse[:, :kept]
-            self.store.prefill_layer(self.row, layer, *own, scale, call, lse=lse)
+            store, number = self.store.kind_of(layer)
+            store.prefill_layer(self.row, number, *own, scale, call, lse=lse)
 
 
 @dataclass
@@ -143,7 +150,8 @@ class PromptChunk(Session):
     row: int
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return self.store.read_chunk(self.row, layer, q[0], k[0], v[0], scale)[None]
+        store, own = self.store.kind_of(layer)
+        return store.read_chunk(self.row, own, q[0], k[0], v[0], scale)[None]
 
 
 @dataclass
@@ -153,7 +161,8 @@ class Segment(Session):
     row: int
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return self.store.append_chunk(self.row, layer, q[0], k[0], v[0], scale)[None]
+        store, own = self.store.kind_of(layer)
+        return store.append_chunk(self.row, own, q[0], k[0], v[0], scale)[None]
 
 
 class _Layer(CacheLayerMixin):
@@ -193,7 +202,8 @@ class SessionCache(Cache):
     """The cache of one forward pass over a store, as transformers is given it."""
 
     def __init__(self, session: Session, num_layers: int, past: int) -> None:
-        super().__init__(layers=[_Layer(session, index, past) for index in range(num_layers)])
+        own = session.states
+        super().__init__(layers=[own.get(index) or _Layer(session, index, past) for index in range(num_layers)])
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         if layer_idx >= len(self.layers):
@@ -224,30 +234,30 @@ def attention(
             "or give it back its own attention with model.set_attn_implementation('sdpa')"
         )
     asked = {name for name, value in kwargs.items() if value is not None} - HARMLESS
-    if "sliding_window" in asked and not binds(kwargs["sliding_window"], module.config):
+    session, scale = layer.session, scaling if scaling is not None else query.shape[-1] ** -0.5
+    shape = session.store.kind_of(layer.index)[0].shape
+    if "sliding_window" in asked and is_known(shape.window, kwargs["sliding_window"], module.config):
         asked.remove("sliding_window")
     if attention_mask is not None:  # `_no_mask` makes none, so the model made this one
         asked.add("a mask of its own")
     if getattr(module, "is_causal", True) is False:
         asked.add("later tokens (is_causal=False)")
-    knows_cap = (kwargs.get("softcap") or 0.0) == layer.session.store.shape.softmax.cap
+    knows_cap = (kwargs.get("softcap") or 0.0) == shape.softmax.cap
     knows_sinks = kwargs.get("s_aux") is getattr(module, "sinks", None)
-    for name, is_known in (("softcap", knows_cap), ("s_aux", knows_sinks)):  # as `softmax_of` found them
-        asked = asked - {name} if is_known else asked | {name}
-    session, scale = layer.session, scaling if scaling is not None else query.shape[-1] ** -0.5
-    if len(session.traces) != layer.index:
+    for name, is_known_one in (("softcap", knows_cap), ("s_aux", knows_sinks)):  # as `softmax_of` found them
+        asked = asked - {name} if is_known_one else asked | {name}
+    if len(session.traces) != layer.index - sum(number < layer.index for number in session.states):
         asked.add("another number of calls of attention than one per layer")
     if asked:
         raise UnsupportedModel(
             f"layer {layer.index} uses {', '.join(sorted(asked))}, which the compressed store does not reproduce; "
             f"{REMEDY}"
         )
-    store = session.store
     heads = query.shape[1], key.shape[1]
-    if heads != (wanted := store.shape.heads_here):
+    if heads != (wanted := shape.heads_here):
         raise UnsupportedModel(
             f"layer {layer.index} has {heads[0]} query heads on {heads[1]} KV heads, but the model's configuration "
-            f"says {wanted[0]} on {wanted[1]} for each of {store.shape.ranks.size} processes; let kvbench load the "
+            f"says {wanted[0]} on {wanted[1]} for each of {shape.ranks.size} processes; let kvbench load the "
             "model (model.tensor_parallel), or load it without tp_plan"
         )
     if not query.is_cuda:
@@ -367,9 +377,15 @@ def forward(
                 return_dict=True,
                 **{cache_name(type(model).forward): cache},
             )
-            return out.logits[:, -num_logits:].float().to(token_ids.device)  # of several devices, the first one
+            logits = out.logits[:, -num_logits:].float().to(token_ids.device)  # of several devices, the first one
     except _NotOurs:
         raise UnsupportedModel(
             "the model changes its keys between the cache and attention, which the compressed store does not "
             f"reproduce; {REMEDY}"
         ) from None
+    if len(session.traces) != (wanted := len(cache.layers) - len(session.states)):
+        raise UnsupportedModel(
+            f"the compressed store was asked for attention by {len(session.traces)} layers of {wanted}: the model does "
+            f"it in a way of its own; {REMEDY}"
+        )
+    return logits

@@ -1,5 +1,7 @@
 """The places of a model's weights: on one device, layer by layer on several, or cut over processes by heads."""
 
+from collections.abc import Sequence
+
 import torch
 from transformers import PreTrainedModel
 
@@ -32,6 +34,16 @@ def places_of(model: PreTrainedModel) -> tuple[Place, ...]:
             found[-1] = Place(device, last.num_layers + 1)
         else:
             found.append(Place(device, 1))
+    return tuple(found)
+
+
+def of_layers(places: Sequence[Place], numbers: Sequence[int]) -> tuple[Place, ...]:
+    """The places of some of the layers, by their numbers."""
+    found, first = [], 0
+    for place in places:
+        count = sum(first <= number < first + place.num_layers for number in numbers)
+        found += [Place(place.device, count)] if count else []
+        first += place.num_layers
     return tuple(found)
 
 

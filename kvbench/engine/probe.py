@@ -49,6 +49,8 @@ def plan_passes(
 
 @dataclass
 class _HeldLayer:
+    store: CompressedStore
+    number: int
     q: Tensor | None
     k: Tensor
     v: Tensor
@@ -68,29 +70,31 @@ class Uncompressed:
     token that the pass under way repeats, and the one after its last."""
 
     def __init__(self, store: CompressedStore) -> None:
-        self._store, self._layers, self.part = store, list[_HeldLayer](), (0, 0)
+        self._store, self._layers, self.part = store, dict[int, _HeldLayer](), (0, 0)
         spec = store.policy.score
         self._wants_queries = bool(spec.prefill_queries or spec.slot_queries)
 
-    def hold(self, q: Tensor, k: Tensor, v: Tensor, scale: float, call: AttentionCall | None) -> None:
-        """Takes the next layer: queries [Hq, N, D], keys and values [H, N, D], the model's call. Queries are kept
+    def hold(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, call: AttentionCall | None) -> None:
+        """Takes a layer of the model: queries [Hq, N, D], keys and values [H, N, D], the model's call. Queries are kept
         only where something will look at them, and billed where that is the method."""
         wanted = self._wants_queries or self._store.watcher is not None
-        self._layers.append(_HeldLayer(q if wanted else None, k, v, scale, call))
+        store, number = self._store.kind_of(layer)
+        self._layers[layer] = _HeldLayer(store, number, q if wanted else None, k, v, scale, call)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention of the tokens of a pass, q [Hq, m, D], over the prompt and themselves, in the same shape; notes
         their queries and keys."""
         held = self._layers[layer]
         held.replays.append(Replay(first=self.part[0], end=self.part[1], q=q, k=k))
-        return self._store.replay_attention(layer, q, k, v, held.k, held.v, scale)
+        return held.store.replay_attention(held.number, q, k, v, held.k, held.v, scale)
 
     def compress(self, row: int, num_tokens: int) -> int:
         """Hands the layers to the store, each with what the passes gave of it, and forgets them; `num_tokens` are those
         that the passes read. Returns the bytes that were held."""
-        held_bytes = sum(layer.num_bytes(self._wants_queries) for layer in self._layers)
+        held_bytes = sum(layer.num_bytes(self._wants_queries) for layer in self._layers.values())
         self._store.ledger.note_probe(row, held_bytes, num_tokens)
-        for index in range(len(self._layers)):
-            own = self._layers.pop(0)
-            self._store.prefill_layer(row, index, own.q, own.k, own.v, own.scale, own.call, tuple(own.replays))
+        for layer in list(self._layers):
+            own = self._layers.pop(layer)
+            given = own.q, own.k, own.v, own.scale, own.call
+            own.store.prefill_layer(row, own.number, *given, tuple(own.replays))
         return held_bytes

@@ -7,6 +7,7 @@ prompt in another way gets its own scores from them, again by the same code, and
 for all methods.
 """
 
+import copy
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -62,6 +63,7 @@ class _Entry:
     measured: Hashable  # how scores were computed; None without scores
     num_bytes: int
     probed: tuple[int, int]  # bytes that a probe's passes held and tokens that they read
+    states: dict[int, Any]  # behind the prompt, of layers that hold one
 
 
 class PromptCache:
@@ -96,13 +98,14 @@ class PromptCache:
         if entry is not None and measured in (None, entry.measured):
             if session.uncompressed is not None:
                 store.ledger.note_probe(session.row, *entry.probed)
-            for layer, held in enumerate(entry.layers):
-                store.place_layer(session.row, layer, held if measured else ScoredLayer(held.k, held.v))
+            for (own, number), held in zip(store.layers, entry.layers, strict=True):
+                own.place_layer(session.row, number, held if measured else ScoredLayer(held.k, held.v))
         elif entry is not None and entry.queries and not session.wants_calls and session.uncompressed is None:
-            for layer, (held, (q, scale)) in enumerate(zip(entry.layers, entry.queries, strict=True)):
-                store.prefill_layer(session.row, layer, q, held.k, held.v, scale)
+            for (own, number), held, (q, scale) in zip(store.layers, entry.layers, entry.queries, strict=True):
+                own.prefill_layer(session.row, number, q, held.k, held.v, scale)
         else:
             return self._run(session, key, measured, forward)
+        session.states.update(copy.deepcopy(entry.states))
         self.num_reused += 1
         return entry.logits
 
@@ -113,16 +116,18 @@ class PromptCache:
             return forward()
         self._drop(key)
         recording = Recording(self.limit_bytes - self.used_bytes, self.keeps_queries)
-        store.watcher = recording.add
+        stores = store, *store.beside
         try:
+            for each in stores:
+                each.watcher = recording.add
             logits = forward()
         finally:
-            store.watcher = None
-        size = recording.num_bytes + logits.nbytes
+            for each in stores:
+                each.watcher = None
+        size = recording.num_bytes + logits.nbytes + store.shape.state_bytes
         if not recording.overflow and self.used_bytes + size <= self.limit_bytes:
-            self._entries[key] = _Entry(
-                recording.layers, recording.queries, logits, measured, size, (session.held_bytes, session.replay_tokens)
-            )
+            probed, states = (session.held_bytes, session.replay_tokens), copy.deepcopy(session.states)
+            self._entries[key] = _Entry(recording.layers, recording.queries, logits, measured, size, probed, states)
             self._recent.append(key)
             self.used_bytes += size
         return logits

@@ -121,8 +121,9 @@ class Reader:
         if rest:
             row = self.contexts.open_row(request)
         elif sees_all:
-            row, read = self._read(request, ahead=forced.behind)
-            reference, logits = (read if forced.gold else None), read[0]
+            ahead = () if runner.states.row_bytes else forced.behind
+            row, read = self._read(request, ahead)
+            reference, logits = (read if forced.gold and len(ahead) == len(forced.behind) else None), read[0]
         else:
             new_tokens = self._needs.new_tokens(request)
             for found in runner.read_chunks(request.segments[0], new_tokens, request.instruction_tokens):
@@ -133,7 +134,7 @@ class Reader:
         sample.open_rows.append(row)
         for segment in rest:
             logits = runner.append(row, segment)
-        if forced.gold and not sees_all:
+        if forced.gold and reference is None:
             reference = self.reference(request, forced)
         runner.store.ledger.restart(row)  # averages are over the answer, not over a question fed token by token
         yield row, logits, reference

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from kvbench.cache.async_counts import to_device
 from kvbench.cache.layout import StoreOptions
-from kvbench.cache.ranks import ALONE
 from kvbench.cache.store import CompressedStore
 from kvbench.engine import hf
 from kvbench.engine.long_logits import PIECE, Logits, read_long
 from kvbench.engine.probe import Uncompressed, plan_passes
 from kvbench.engine.prompt_cache import PromptCache
-from kvbench.engine.supported import model_shape
+from kvbench.engine.states import States
+from kvbench.engine.supported import layer_kinds, model_shape
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.dispatch import get_backend
 from kvbench.models.load import LoadedModel
@@ -69,8 +69,9 @@ class Runner:
         check_chunk(policy, chunk)
         self.loaded, self.policy, self.options, self.chunk = model, policy, options or StoreOptions(), chunk
         self.prompts = prompts or PromptCache()
+        self.states = States(model.model, layer_kinds(model.model.config).without)
         self.focus()
-        self.shape = model_shape(model.model, model.places)
+        self.shape = replace(model_shape(model.model, model.places), state_bytes=self.states.row_bytes)
         check_chunk_place(chunk, len(self.shape.parts()), self.shape.ranks.size)
         self.device = self.shape.device
         self.backend: Backend = get_backend(backend, self.device)
@@ -79,19 +80,12 @@ class Runner:
         policy.check_model(self.shape.num_layers, self.shape.num_kv_heads)
         self._store: CompressedStore | None = None
         # What the store would refuse, it refuses here, of a cache of two tokens, and not behind hours of another run.
-        host, turns = torch.device("cpu"), self.shape.inv_freq
         CompressedStore(
             policy,
-            replace(
-                self.shape,
-                device=host,
-                places=(),
-                ranks=ALONE,
-                inv_freq=None if turns is None else torch.ones(turns.shape),  # whose values are not asked
-            ),
+            self.shape.on_host(),
             rows=1,
             options=replace(self.options, budget_bytes=None),
-            backend=get_backend("torch", host),
+            backend=get_backend("torch", torch.device("cpu")),
             max_prompt_tokens=1,
             max_new_tokens=1,
         )
@@ -110,6 +104,7 @@ class Runner:
     def reserve(self, *, rows: int, prompt_tokens: int, new_tokens: int) -> None:
         """Makes an empty cache for sequences held at once, the longest prompt, and most tokens added after a prompt."""
         self.open_rows, self._store = [], None  # the old cache goes before the new one comes
+        self.states.clear()
         self._store = CompressedStore(
             self.policy,
             self.shape,
@@ -150,8 +145,14 @@ class Runner:
         Raises:
             NotFinite: A logit is not finite; no row is open.
             PoolExhausted: No room; no row is open.
-            ValueError: Tokens ahead of a prompt that is read in chunks, which is nowhere uncompressed.
+            ValueError: Tokens ahead of a prompt that is read in chunks, which is nowhere uncompressed, or of a model
+                whose layers hold a state.
         """
+        if ahead and self.states.row_bytes:
+            raise ValueError(
+                f"{len(ahead)} tokens ahead cannot be read with a prompt where layers hold a state, which would be the "
+                "one behind them; take full_logits for them"
+            )
         if ahead and self.reads_in_chunks(prompt):
             raise ValueError(
                 f"{len(ahead)} tokens ahead cannot be read with a prompt of {len(prompt)} tokens in chunks of "
@@ -164,6 +165,7 @@ class Runner:
         row = self._opened(self.store.open_row(new_tokens, min(instruction_tokens, len(prompt))))
         held = Uncompressed(self.store) if self.policy.score.probe is not None else None
         session = hf.Prefill(self.store, row, len(prompt), held)
+        session.states = self.states.of([row])
         try:
             logits = self._read(session, [*prompt, *ahead], len(ahead) + 1, tuple(closing) if held else ())
             if self.chunk is not None:
@@ -196,6 +198,7 @@ class Runner:
                 if begin:
                     yield None
                 session = hf.PromptChunk(self.store, row)
+                session.states = self.states.of([row])
                 logits = self._forward(session, [list(prompt[begin:end])], [begin], num_logits=1)[0]
                 begin, end = end, end + self.chunk
         except BaseException:
@@ -206,13 +209,16 @@ class Runner:
     def full_logits(self, tokens: Sequence[int], num_logits: int) -> Logits:
         """Logits fp32 [num_logits, vocabulary] at the end of a text that is read with the full cache; keeps nothing,
         and raises NotFinite."""
-        return self._read(hf.Dense(self.store), list(tokens), num_logits)
+        session = hf.Dense(self.store)
+        session.states = self.states.anew()
+        return self._read(session, list(tokens), num_logits)
 
     def append(self, row: int, tokens: Sequence[int]) -> Tensor:
         """Reads more tokens into a row: at once where the policy only appends, else one by one like an answer. Returns
         logits fp32 [vocabulary] after the last of them; raises NotFinite."""
         if self.store.takes_chunks:
             session = hf.Segment(self.store, row)
+            session.states = self.states.of([row])
             seen = self.store.counters.seen[row]
             return self._forward(session, [list(tokens)], [seen], num_logits=1)[0, 0]
         for token in tokens:
@@ -231,6 +237,7 @@ class Runner:
         `rows` and the first layer whose attention output was not finite (-1: none was)."""
         self.store.begin_step(rows)
         session = hf.Decode(self.store)
+        session.states = self.states.of(rows)
         positions = [self.store.counters.seen[row] for row in rows]
         logits = self._forward(session, [[token] for token in tokens], positions, num_logits=1, check=False)[:, 0]
         self.store.end_step()
@@ -241,11 +248,14 @@ class Runner:
 
     def fork(self, row: int, *, share: bool = True) -> int:
         """Opens a row that holds what another one holds; `share` as in `CompressedStore.fork_row`."""
-        return self._opened(self.store.fork_row(row, share=share))
+        fork = self._opened(self.store.fork_row(row, share=share))
+        self.states.fork(row, fork)
+        return fork
 
     def close(self, row: int) -> None:
         """Forgets a row and returns its pages."""
         self.store.close_row(row)
+        self.states.close(row)
         self.open_rows.remove(row)
 
     def close_all(self) -> None:
@@ -300,7 +310,9 @@ class Runner:
         passes = plan_passes(probe, self.loaded.tokenizer, prompt, closing, self.loaded.max_tokens)
         for each in passes:
             held.part = each.first, each.end
-            self._forward(hf.Replay(self.store, held), [list(each.tokens)], [len(prompt)], num_logits=1)
+            replay = hf.Replay(self.store, held)
+            replay.states = self.states.copied(session.row)
+            self._forward(replay, [list(each.tokens)], [len(prompt)], num_logits=1)
         session.replay_tokens = sum(len(each.tokens) for each in passes)
         session.held_bytes = held.compress(session.row, session.replay_tokens)
         self.probe_s = time.perf_counter() - begin

@@ -1,6 +1,8 @@
 """Which models are taken, and what the store has to know of one."""
 
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,14 +13,18 @@ from kvbench.cache.layout import ModelShape, Place
 from kvbench.engine import placement
 from kvbench.engine.calls import OutputProjections, attention_modules
 from kvbench.errors import UnsupportedModel
-from kvbench.kernels.operands import Softmax
+from kvbench.kernels.operands import Softmax, Window
 from kvbench.models.matrices import PackedLinear
 
-REMEDY = "use a model with full attention in every layer (Llama, Mistral without window, Qwen2, Qwen3, ...)"
+REMEDY = "use a model with full attention in some layers and windows in the others (Llama, Qwen3, Gemma 3, ...)"
 # Rotary layouts in which channel i is paired with channel i + D_rot / 2, at frequencies that do not depend on the
 # length.
 PLAIN_ROPE_MODELS = {"llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "smollm3", "phi3"}
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+# Types of layers that look back so far and no further: the size's name in a configuration, and whether that is a
+# chunk's.
+WINDOWS = {"sliding_attention": ("sliding_window", False), "chunked_attention": ("attention_chunk_size", True)}
+WITHOUT = {"linear_attention", "conv", "moe", "mlp"}  # a state, or nothing at all
 
 
 def binds(window: int, config: Any) -> bool:
@@ -26,34 +32,76 @@ def binds(window: int, config: Any) -> bool:
     return window < (getattr(config.get_text_config(), "max_position_embeddings", None) or float("inf"))
 
 
+def is_known(window: Window | None, asked: int, config: Any) -> bool:
+    """True if the window that a layer asks for is the one that its store has, or never binds."""
+    return asked == window.num_tokens if window is not None else not binds(asked, config)
+
+
+@dataclass(frozen=True)
+class LayerKinds:
+    """The layers of a model by what they hold of a text: everything, what a window sees, or neither keys nor values."""
+
+    full: tuple[int, ...]
+    windows: dict[Window, tuple[int, ...]]
+    without: tuple[int, ...]
+
+
+def layer_kinds(config: Any) -> LayerKinds:
+    """The kinds of a model's layers by its configuration; refuses other kinds, and a model without full layers."""
+    config = config.get_text_config()
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        always = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        types = ["sliding_attention" if always else "full_attention"] * config.num_hidden_layers
+    if unknown := sorted({*types} - {"full_attention", *WINDOWS, *WITHOUT}):
+        raise UnsupportedModel(f"{config.model_type}: layers of type {unknown} are not supported; {REMEDY}")
+    full: list[int] = []
+    without: list[int] = []
+    windows: dict[Window, list[int]] = {}
+    for number, kind in enumerate(types):
+        name, in_chunks = WINDOWS.get(kind, ("", False))
+        size = getattr(config, name) if name else None
+        if kind in WITHOUT:
+            without.append(number)
+        elif size is not None and binds(size, config):
+            windows.setdefault(Window(size, in_chunks), []).append(number)
+        else:
+            full.append(number)
+    if not full and windows:
+        name = WINDOWS[next(kind for kind in types if kind in WINDOWS)][0]
+        raise UnsupportedModel(
+            f"{config.model_type}: {name}={getattr(config, name)} in every layer leaves none for a method to act on; "
+            f"{REMEDY}, or set {name}: null"
+        )
+    if not full:
+        raise UnsupportedModel(f"{config.model_type}: no layer has keys and values of the whole text; {REMEDY}")
+    return LayerKinds(tuple(full), {window: tuple(own) for window, own in windows.items()}, tuple(without))
+
+
+def num_full_layers(config: Any) -> int:
+    """Layers that a policy acts on."""
+    return len(layer_kinds(config).full)
+
+
 def check_supported(model: PreTrainedModel) -> None:
     """Refuses models whose attention the store does not reproduce (`UnsupportedModel`), with the reason and what works
     instead."""
     config = model.config.get_text_config()
     name = config.model_type
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None)
-    if window is not None and not binds(window, config):
-        window, kinds = None, kinds - {"sliding_attention"} | {"full_attention"}
-    if kinds != {"full_attention"}:
+    if layer_kinds(config).without and placement.ranks_of(model).size > 1:
         raise UnsupportedModel(
-            f"{name}: layers of type {sorted(kinds - {'full_attention'})} are not supported; {REMEDY}"
+            f"{name}: some of its layers hold a state, which is not divided over processes; spread the layers instead "
+            "(model.device=[cuda:0,cuda:1])"
         )
-    if window is not None and getattr(config, "use_sliding_window", True):
+    if rank := getattr(config, "kv_lora_rank", None):
         raise UnsupportedModel(
-            f"{name}: sliding_window={window} means that layers forget on their own; {REMEDY}, or set sliding_window: "
-            "null"
+            f"{name}: kv_lora_rank={rank} changes attention in a way the store does not reproduce; {REMEDY}"
         )
-    for key in ("kv_lora_rank", "attention_chunk_size"):
-        if getattr(config, key, None):
-            raise UnsupportedModel(
-                f"{name}: {key}={getattr(config, key)} changes attention in a way the store does not reproduce; "
-                f"{REMEDY}"
-            )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder model; {REMEDY}")
     placement.check(model, name)
-    if not getattr(model, "_supports_attention_backend", False):
+    asks = hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS")  # some do, and do not say so
+    if not (asks or getattr(model, "_supports_attention_backend", False)):
         raise UnsupportedModel(f"{name}: this transformers class does not go through AttentionInterface; {REMEDY}")
 
 
@@ -63,37 +111,54 @@ def model_shape(model: PreTrainedModel, places: Sequence[tuple[torch.device, int
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     parts = tuple(Place(*each) for each in places) or placement.places_of(model)
-    return ModelShape(
-        num_layers=config.num_hidden_layers,
-        num_q_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        dtype=model.dtype,
-        device=parts[0].device if parts else model.device,
+    kinds = layer_kinds(config)
+
+    def of_kind(numbers: tuple[int, ...], **more: Any) -> ModelShape:
+        lie = placement.of_layers(parts, numbers)
+        return ModelShape(
+            num_layers=len(numbers),
+            num_q_heads=heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            dtype=model.dtype,
+            device=lie[0].device if lie else model.device,
+            places=lie if len(lie) > 1 else (),
+            ranks=placement.ranks_of(model),
+            softmax=softmax_of(model, numbers),
+            numbers=numbers if len(numbers) < config.num_hidden_layers else (),
+            **more,
+        )
+
+    return of_kind(
+        kinds.full,
         inv_freq=_plain_inv_freq(model),
-        output_projections=_output_projections(model),
-        places=parts if len(parts) > 1 else (),
-        ranks=placement.ranks_of(model),
-        softmax=softmax_of(model),
+        output_projections=_output_projections(model, kinds.full),
+        beside=tuple(of_kind(numbers, window=window) for window, numbers in kinds.windows.items()),
     )
 
 
-def softmax_of(model: PreTrainedModel) -> Softmax:
-    """Caps and sinks of all layers: what a layer without sinks has of them is minus infinity."""
-    config, sinks = model.config.get_text_config(), None
-    for module in attention_modules(model):
-        if isinstance(own := getattr(module, "sinks", None), Tensor):
+def softmax_of(model: PreTrainedModel, layers: Sequence[int]) -> Softmax:
+    """Caps and sinks of these layers: what a layer without sinks has of them is minus infinity."""
+    sinks: Tensor | None = None
+    for number, module in _modules(model).items():
+        if number in layers and isinstance(own := getattr(module, "sinks", None), Tensor):
             own = getattr(own, "to_local", lambda own=own: own)().detach().float()  # of a DTensor this process's part
             if sinks is None:
-                sinks = own.new_full((config.num_hidden_layers, len(own)), float("-inf"))
-            sinks[int(getattr(module, "layer_idx"))] = own  # noqa: B009 - mypy takes it for a tensor
-    return Softmax(getattr(config, "attn_logit_softcapping", None) or 0.0, sinks)
+                sinks = own.new_full((len(layers), len(own)), float("-inf"))
+            sinks[layers.index(number)] = own
+    return Softmax(getattr(model.config.get_text_config(), "attn_logit_softcapping", None) or 0.0, sinks)
 
 
-def _output_projections(model: PreTrainedModel) -> OutputProjections | None:
-    """The weights behind attention, layer by layer; None where not every layer has one."""
-    outs = [module.o_proj for module in attention_modules(model)]
-    whole = len(outs) == model.config.get_text_config().num_hidden_layers
+def _modules(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
+    """The modules of attention by their layers' numbers."""
+    return {int(getattr(module, "layer_idx")): module for module in attention_modules(model)}  # noqa: B009 - for mypy
+
+
+def _output_projections(model: PreTrainedModel, layers: Sequence[int]) -> OutputProjections | None:
+    """The weights behind attention, of these layers; None where not every layer has one."""
+    modules = _modules(model)
+    outs = [modules[layer].o_proj for layer in layers if layer in modules]
+    whole = len(outs) == len(layers)
     known = all(isinstance(out, PackedLinear) or isinstance(getattr(out, "weight", None), Tensor) for out in outs)
     return OutputProjections(outs) if whole and known else None
 

@@ -171,9 +171,20 @@ PEAK = _of_full("peak", "bytes at the worst moment", "peak")
 BYTES = (RESIDENT, AVERAGE, PEAK)
 # Of prompts that were read in chunks.
 ONE_SHOT_PEAK = _of_full("one_shot_peak", "bytes at the worst moment, had prompts been read at once", "peak at once")
+# Of models that have layers of other kinds beside those on which a method acts.
+FULL_LAYERS = Measure(
+    name="full_layers",
+    title="bytes of the layers that see everything",
+    short="full layers",
+    numerator=("ledger", "full_layers_bytes"),
+    denominator=("ledger", "full_layers_fp16_bytes"),
+    in_run=("ledger", "full_layers_ratio"),
+    unit="% of their FP16 cache",
+    scale=100.0,
+)
 # Bytes of the ledger that are sums or something else than an item.
 NOT_ITEMS = {"resident_bytes", "average_bytes", "peak_bytes", "one_shot_peak_bytes", "staging_peak_bytes"}
-NOT_ITEMS |= {"fp16_bytes", "page_bytes", "total_bytes"}
+NOT_ITEMS |= {"fp16_bytes", "page_bytes", "total_bytes", "full_layers_bytes", "full_layers_fp16_bytes"}
 # Of what reading all that is kept takes; only methods that choose what to read have it.
 READ = Measure(
     name="read",

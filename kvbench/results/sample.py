@@ -135,8 +135,10 @@ class SampleRecord(TypedDict):
     most likely one), `num_tokens`. Absent when the task asked about none."""
     ledger: dict[str, float]
     """Bytes of this sample. When the answer ended: the items (`payload_bytes`, `quant_meta_bytes`, `track_bytes`,
-    `slack_bytes`, `residual_bytes`, `residual_slack_bytes`, `table_bytes`, `free_list_bytes`, `book_bytes`), their sum
-    `resident_bytes`, and `fp16_bytes`, an FP16 full cache of the same tokens. Over time: `average_bytes` (mean over
+    `slack_bytes`, `residual_bytes`, `residual_slack_bytes`, `table_bytes`, `free_list_bytes`, `book_bytes`; of a
+    model with layers of several kinds, `window_bytes` and `state_bytes`), their sum `resident_bytes`, and `fp16_bytes`,
+    what the model itself would hold of the same tokens in FP16. Of the layers on which a method acts, where there are
+    others: `full_layers_bytes`, and `full_layers_fp16_bytes`. Over time: `average_bytes` (mean over
     decode steps), `average_ratio` (mean of each step's share of its FP16 cache), `peak_bytes`, `staging_peak_bytes`
     (uncompressed prompt, and what a second pass gave, held while it was compressed), and where the prompt was read in
     chunks `one_shot_peak_bytes` (the peak, had it been read at once). Shares of the FP16 cache:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from kvbench.engine.requests import BINS
-from kvbench.results.measures import ONE_SHOT_PEAK, PEAK, PREFILL, RATE, RESIDENT, Measure, at
+from kvbench.results.measures import FULL_LAYERS, ONE_SHOT_PEAK, PEAK, PREFILL, RATE, RESIDENT, Measure, at
 from kvbench.results.record import Comparison, DriftBin, Metric, Timing
 from kvbench.results.sample import SampleRecord
 from kvbench.stats.intervals import Estimate, estimate
@@ -159,16 +159,17 @@ def means(dicts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def ledger(records: Sequence[SampleRecord]) -> dict[str, float]:
-    """Bytes per sample, with `resident_ratio`, `peak_ratio` and `one_shot_peak_ratio` to the FP16 full cache.
+    """Bytes per sample, with `resident_ratio`, `peak_ratio` and `one_shot_peak_ratio` to the FP16 full cache, and
+    `full_layers_ratio` of the layers that a method acts on to theirs.
 
     These are sums over sums, because a mean of ratios would favour short prompts; `average_ratio` compares every
     decode step with the FP16 cache of that step and is the mean over samples.
     """
     result = means(record["ledger"] for record in records if record["status"] == "ok")
-    fp16 = result.get("fp16_bytes", 0.0)
-    for measure in (RESIDENT, PEAK, ONE_SHOT_PEAK):
-        if fp16 and measure.key in result:
-            result[f"{measure.name}_ratio"] = result[measure.key] / fp16
+    for measure in (RESIDENT, PEAK, ONE_SHOT_PEAK, FULL_LAYERS):
+        whole = result.get(measure.denominator[-1], 0.0) if measure.denominator else 0.0
+        if whole and measure.key in result:
+            result[f"{measure.name}_ratio"] = result[measure.key] / whole
     return result
 
 

@@ -153,12 +153,11 @@ class Loaders:
         """The engine of a run, where the method fits the model, with the prompts that the others have read unless it is
         given some."""
         from kvbench.engine.engine import Engine
+        from kvbench.engine.supported import num_full_layers
         from kvbench.kernels.dispatch import get_backend
         from kvbench.policy import check_sizes
 
-        check_sizes(
-            policy, max_tokens=model.max_tokens, num_layers=model.model.config.get_text_config().num_hidden_layers
-        )
+        check_sizes(policy, max_tokens=model.max_tokens, num_layers=num_full_layers(model.model.config))
         size, group = config.batch_size, None
         if not (model.rows_are_alone and get_backend(config.backend.name, model.device).rows_are_alone):
             size = group = GROUP if size == "auto" else size

@@ -9,7 +9,7 @@ from kvbench.results.measures import RESIDENT, SCORE, item_title, ledger_items
 from kvbench.results.record import RunRecord
 from kvbench.results.writing import write_atomic
 from kvbench.show.labels import differ_in_length, label_runs
-from kvbench.show.picture import COLOURS, HATCHES, STYLES, item_place, method_style, name_points, picture_bytes
+from kvbench.show.picture import HATCHES, ITEM_COLOURS, STYLES, item_place, method_style, name_points, picture_bytes
 from kvbench.show.progress import format_bytes
 from kvbench.show.text import safe
 
@@ -86,7 +86,8 @@ def _bytes(axes: "Axes", records: Sequence[RunRecord]) -> None:
                 left += count * scale
                 continue
             place = item_place(name)
-            style: dict[str, Any] = {"facecolor": COLOURS[place], "hatch": HATCHES[place], "edgecolor": "white"}
+            style: dict[str, Any] = {"facecolor": ITEM_COLOURS[place], "edgecolor": "white"}
+            style["hatch"] = HATCHES[place % len(HATCHES)]
             shown[name] = style
             axes.barh(row, count * scale, left=left, height=0.5, linewidth=0.6, **style)
             left += count * scale

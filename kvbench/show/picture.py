@@ -62,12 +62,13 @@ def method_style(method: str) -> tuple[str, str]:
 # The items of the byte ledger, each with its own colour in every picture and on the report's page, there or not.
 ITEMS = (
     *("payload_bytes", "quant_meta_bytes", "track_bytes", "slack_bytes", "residual_bytes", "residual_slack_bytes"),
-    *("free_list_bytes", "table_bytes", "book_bytes"),
+    *("free_list_bytes", "table_bytes", "book_bytes", "window_bytes", "state_bytes"),
 )
+ITEM_COLOURS = (*COLOURS, PURPLE, BROWN, TEAL)
 
 
 def item_place(name: str) -> int:
-    """Place of the colour and hatch of `COLOURS` and `HATCHES` an item of the ledger, such as `slack_bytes`, has."""
+    """Place in `ITEM_COLOURS`, and modulo their number in `HATCHES`, of an item of the ledger, as `slack_bytes` is."""
     return ITEMS.index(name) if name in ITEMS else crc32(name.encode(errors="replace")) % len(COLOURS)
 
 

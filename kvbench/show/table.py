@@ -9,7 +9,19 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbench.config.files import FULL
-from kvbench.results.measures import BYTES, KL, NLL, ONE_SHOT_PEAK, PREFILL, RATE, READ, RESIDENT, SCORE, Measure
+from kvbench.results.measures import (
+    BYTES,
+    FULL_LAYERS,
+    KL,
+    NLL,
+    ONE_SHOT_PEAK,
+    PREFILL,
+    RATE,
+    READ,
+    RESIDENT,
+    SCORE,
+    Measure,
+)
 from kvbench.results.record import CHUNK_LABEL, RunRecord
 from kvbench.show import terminal
 from kvbench.show.across import NONE, across, along_answers, long_tables
@@ -298,6 +310,8 @@ def render(records: Sequence[RunRecord]) -> Group:
     )
     cost: list[tuple[str, Cell]] = [("tokens", _seen)] if differ_in_length(records) else []
     cost += [(what.short, partial(_bytes, what=what)) for what in BYTES]
+    if any(FULL_LAYERS.of_run(record) is not None for record in records):
+        cost.append((FULL_LAYERS.short, partial(_bytes, what=FULL_LAYERS)))
     if _chunked(records):
         cost.append((ONE_SHOT_PEAK.short, partial(_bytes, what=ONE_SHOT_PEAK)))
     if _reads_parts(records):

@@ -84,7 +84,7 @@ def test_a_window_that_never_binds_is_none(window, taken):
     if taken:
         assert logits_of(model, ids, 14).shape == (1, 3, 96)
         return
-    with pytest.raises(UnsupportedModel, match="phi3: sliding_window=511 means that layers forget on their own"):
+    with pytest.raises(UnsupportedModel, match="phi3: sliding_window=511 in every layer leaves none for a method"):
         logits_of(model, ids, 14)
 
 

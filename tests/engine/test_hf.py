@@ -10,7 +10,6 @@ from engine_helpers import answers, engine, own_greedy, random_tokens, request
 
 from kvbench.engine import hf
 from kvbench.engine.supported import model_shape
-from kvbench.kernels.operands import PLAIN
 from kvbench.methods.full import Full
 from kvbench.methods.streaming_llm import StreamingLLM
 
@@ -35,22 +34,16 @@ def small_model(kind, **fields):
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
-        ("mistral", {"sliding_window": 128}, r"mistral: sliding_window=128 means that layers forget on their own"),
+        ("mistral", {"sliding_window": 128}, r"mistral: sliding_window=128 in every layer leaves none for a method"),
         (
-            "qwen2",
-            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-            r"qwen2: layers of type \['sliding_attention'\] are not supported; use a model with full attention",
-        ),
-        ("gemma2", {"head_dim": 16, "sliding_window": 128}, r"gemma2: layers of type \['sliding_attention'\]"),
-        (
-            "gemma3_text",
-            {"head_dim": 16, "sliding_window": 128},
-            r"gemma3_text: layers of type \['sliding_attention'\]",
+            "qwen3",
+            {"layer_types": ["full_attention", "compressed_sparse_attention"]},
+            r"qwen3: layers of type \['compressed_sparse_attention'\] are not supported; use a model with full",
         ),
     ],
 )
 def test_models_whose_attention_differs_are_refused(kind, fields, message):
-    """Windows and mixed layer types are named, with what works instead; the model stays usable."""
+    """Layers of unknown types are named, with what works instead; the model stays usable."""
     model = small_model(kind, **fields)
     before = model.config._attn_implementation
     with pytest.raises(hf.UnsupportedModel, match=message):
@@ -64,7 +57,8 @@ def test_what_a_layer_asks_for_at_run_time_is_refused_too(kwarg):
     """A layer that hands the attention function a window, or a soft cap or sinks that its model was not known by, is
     refused by name."""
     key = torch.zeros(1, 1, 1, 8)
-    store = SimpleNamespace(shape=SimpleNamespace(softmax=PLAIN))
+    shape = model_shape(small_model("llama"))
+    store = SimpleNamespace(kind_of=lambda layer: (SimpleNamespace(shape=shape), layer))
     key._kvbench_layer = hf._Layer(hf.Decode(store), 0, 0)
     module = SimpleNamespace(config=small_model("llama").config)
     with pytest.raises(hf.UnsupportedModel, match=f"layer 0 uses {kwarg}"):
@@ -83,7 +77,8 @@ def test_a_model_that_was_cut_otherwise_is_refused():
     """Heads that are fewer than the configuration says, however they were cut, are named before anything is read."""
     shape = model_shape(small_model("llama"))
     key = torch.zeros(1, 1, 1, 16)
-    key._kvbench_layer = hf._Layer(hf.Decode(SimpleNamespace(shape=shape)), 0, 0)
+    store = SimpleNamespace(kind_of=lambda layer: (SimpleNamespace(shape=shape), layer))
+    key._kvbench_layer = hf._Layer(hf.Decode(store), 0, 0)
     with pytest.raises(hf.UnsupportedModel, match=r"layer 0 has 2 query heads on 1 KV heads, but .* says 4 on 2 for"):
         hf.attention(None, torch.zeros(1, 2, 1, 16), key, key, None)
 

@@ -38,6 +38,10 @@ class Counted:
         self.pages = [self.page(past) for _ in range(shape.num_layers if past else 0)]
         self.waiting = []
 
+    def kind_of(self, layer):
+        """Its layers are all alike."""
+        return self, layer
+
     def page(self, tokens: int) -> torch.Tensor:
         """Keys and values of one layer in 16 bits."""
         size = 2 * self.shape.num_kv_heads * self.shape.head_dim

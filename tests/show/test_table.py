@@ -297,3 +297,17 @@ def test_tables_of_tokens_and_of_free_answers() -> None:
     assert cells["4-grams said before, %"] == ["25.0 [20.0, 30.0]", "-"]
     assert cells["would have ended before, %"] == ["-", "-"]
     assert long_tables([RunRecord(method="full"), other]) == []
+
+
+def test_table_shows_the_layers_on_which_a_method_acts_where_there_are_others(tmp_path):
+    """Their bytes and their share stand beside the whole cache's, and nowhere else; a picture has a colour for each of
+    the items, however large."""
+    finished = run_of(make_cfg(tmp_path))
+    ledger = finished.record.ledger | {"full_layers_bytes": 4567.0, "full_layers_ratio": 0.4321}
+    ledger |= dict.fromkeys(("book_bytes", "window_bytes", "state_bytes"), ledger["fp16_bytes"])
+    mixed = dataclasses.replace(finished.record, hash="f" * 64, ledger=ledger)
+    alone, both = (" ".join(shown([finished.record, *more], 120).split()) for more in ([], [mixed]))
+    assert "full layers" not in alone
+    for part in ("full layers", "4.57 kB", "43.2 %"):
+        assert part in both, part
+    assert figure.draw([mixed], tmp_path / "picture.png").stat().st_size > 0

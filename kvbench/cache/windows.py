@@ -1,0 +1,68 @@
+"""What layers with a window keep: all that the next query can still see, as it is, and nothing else."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.paged import SCRATCH_SLOTS
+from kvbench.kernels.operands import Window
+from kvbench.policy import (
+    APPEND,
+    EVICT,
+    Compaction,
+    CompactPlan,
+    DecodePlan,
+    DecodeView,
+    Policy,
+    PrefillPlan,
+    PrefillView,
+    Tier,
+)
+
+
+@dataclass(frozen=True)
+class _ChunkBegins(Compaction):
+    """Due before a token that begins a chunk."""
+
+    def due(self, view: DecodeView) -> Tensor:
+        return (view.tokens_seen > 0) & (view.tokens_seen % self.every == 0)
+
+
+class Windows(Policy):
+    """Keeps the tokens in a window, without loss. A new token overwrites the oldest one; the first of a chunk, all."""
+
+    def __init__(self, window: Window, tier: Tier) -> None:
+        super().__init__()
+        self.window, self.tiers, self.acts_in_decode = window, (tier,), True
+        if window.in_chunks:
+            self.compaction = _ChunkBegins(window.num_tokens)
+
+    def max_slots(self, num_prompt_tokens: int, num_new_tokens: int) -> int:
+        return self.window.num_tokens + SCRATCH_SLOTS  # what a prompt in chunks moves goes through the latter
+
+    def most_tokens(self, budget: int, num_prompt_tokens: int, num_new_tokens: int) -> int:
+        return min(self.window.num_tokens, num_prompt_tokens + num_new_tokens)
+
+    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+        length, size = view.num_tokens, self.window.num_tokens
+        first = length - size
+        if self.window.in_chunks:  # a list keeps one token at least, which the first of the next chunk overwrites
+            first = length // size * size if length % size else length - 1
+        tier_of = view.filled(0)
+        tier_of[..., : max(0, first)] = EVICT
+        return PrefillPlan(tier_of=tier_of)
+
+    def plan_decode(self, view: DecodeView) -> DecodePlan:
+        seen, size = view.tokens_seen, self.window.num_tokens
+        if self.window.in_chunks:
+            slot = torch.where((seen > 0) & (seen % size == 0), 0, APPEND)
+        else:  # slots are a ring, which begins at the oldest token of a prompt
+            begin = view.prompt_tokens.clamp(min=size)
+            slot = torch.where(seen >= begin, (seen - begin) % size, APPEND)
+        return DecodePlan(slot=slot[:, None, None].expand(view.shape))
+
+    def plan_compact(self, view: DecodeView) -> CompactPlan:
+        keep = torch.zeros_like(view.slots(0).valid)
+        keep[..., 0] = True
+        return CompactPlan(keep=[keep])
