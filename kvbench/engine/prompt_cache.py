@@ -98,7 +98,7 @@ class PromptCache:
         if entry is not None and measured in (None, entry.measured):
             if session.uncompressed is not None:
                 store.ledger.note_probe(session.row, *entry.probed)
-            for (own, number), held in zip(store.layers, entry.layers, strict=True):
+            for (own, number), held in zip(store.layers, entry.layers, strict=False):  # none, where nothing was stored
                 own.place_layer(session.row, number, held if measured else ScoredLayer(held.k, held.v))
         elif entry is not None and entry.queries and not session.wants_calls and session.uncompressed is None:
             for (own, number), held, (q, scale) in zip(store.layers, entry.layers, entry.queries, strict=True):
