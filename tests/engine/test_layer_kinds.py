@@ -37,8 +37,6 @@ KINDS = {
     "qwen2": SLIDING | {"use_sliding_window": True, "max_window_layers": 0},
     "gemma3_text": SLIDING | {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "pad_token_id": 0},
     "cohere2": SLIDING | {"pad_token_id": 0},
-    "gemma2": SLIDING | {"pad_token_id": 0, "attn_logit_softcapping": 4.0, "query_pre_attn_scalar": 16},
-    "gpt_oss": SLIDING | {"num_local_experts": 2, "num_experts_per_tok": 1, "pad_token_id": 0},
     "llama4_text": {
         "attention_chunk_size": 24,
         "layer_types": ["chunked_attention", "full_attention"] * 2,

@@ -136,8 +136,9 @@ def test_sinks_that_are_not_the_module_s_are_refused(passed: bool):
 
 def refuse(softmax: Softmax, sinks: torch.Tensor | None, asked: dict, name: str) -> None:
     """Calls attention of a layer that asks for a softmax that the store does not know."""
+    held = SimpleNamespace(shape=SimpleNamespace(softmax=softmax, window=None))
     layer = SimpleNamespace(
-        session=SimpleNamespace(store=SimpleNamespace(shape=SimpleNamespace(softmax=softmax)), traces=[])
+        session=SimpleNamespace(store=SimpleNamespace(kind_of=lambda layer: (held, layer)), traces=[], states={})
     )
     layer.index, key = 0, torch.zeros(1, 2, 3, 8)
     setattr(key, hf.TAG, layer)
