@@ -40,6 +40,7 @@ from kvbench.show.progress import format_bytes, format_seconds, said_when_slow
 from kvbench.show.terminal import NO_INTERVAL, number
 from kvbench.show.text import LINE_LENGTH, safe
 from kvbench.sizing.cards import REACHED, Card, find_card
+from kvbench.sizing.engines import flags_of
 from kvbench.sizing.shapes import NamedShape, find_shape
 
 FAR = 2  # a context this many times as long as the longest measured prompt is another question
@@ -291,6 +292,7 @@ def summary(ranked: Sequence[Advice], asked: Asked) -> list[str]:
         *lines,
         f"Measured on {name}{by}, it fits and loses no more than the margin: {safe(best.label)} "
         f"({best.worst.num_samples} samples).",
+        *_flags(best, asked),
     ]
 
 
@@ -304,6 +306,7 @@ def settling(ranked: Sequence[Advice], asked: Asked, card: Card | None) -> list[
     lines = [f"The most promising is {safe(first.label)}. This run tells most, at {asked.context_tokens} tokens:"]
     words = ["task=ruler", f"task.lengths=[{asked.context_tokens}]", f"task.items={items}", *_model_words(asked.shape)]
     lines.append(_command(first, [*words, *(["model.device=cuda", "model.dtype=bfloat16"] if card else [])]))
+    lines += _flags(first, asked)
     if card is None:
         return [*lines, "How long that takes, gpu=NAME says of a card."]
     count = items * RULER_TASKS
@@ -359,6 +362,12 @@ def _model_words(shape: NamedShape) -> list[str]:
     if shape.name in files.options("model"):
         return [f"model={shape.name}"]
     return [f"model={'gguf' if shape.place.endswith('.gguf') else 'hf'}", f"model.path={shape.place}"]
+
+
+def _flags(item: Advice, asked: Asked) -> list[str]:
+    """The flags of each engine that ships the method."""
+    found = [] if item.policy is None else flags_of(item.policy, asked.shape.layers)
+    return ["In an engine:", *(f"  {line}" for line in found)] if found else []
 
 
 def _named(items: Sequence[Advice]) -> str:

@@ -3,6 +3,7 @@
 A command's YAML is its whole documentation: `kvbench <command> --help` prints it.
 """
 
+import re
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -60,7 +61,8 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
     places = [bare] if isinstance(bare, str) else list(bare)
     for word in list(arguments):
         key, has_value, value = word.partition("=")
-        if places and not word.startswith("-") and (not has_value or Path(word).exists()):
+        sentence = " " in word and key.partition(".")[0] not in {*listed, *files.GROUPS}  # a command of an engine
+        if places and not word.startswith("-") and (not has_value or sentence or Path(word).exists()):
             key, value = places.pop(0), word
         elif not has_value:
             raise ValueError(
@@ -68,6 +70,8 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
             )
         elif word.lstrip("+~").startswith("_"):
             raise ValueError(f"{word}: names that begin with an underscore are not settings of {name}")
+        elif key in listed and value[:1].isalpha() and re.search(" .*=|=.* ", value):
+            pass  # words of settings, which Hydra's grammar has no place for
         # Hydra takes the name of a group for the group, also where a command has a plain setting of that name.
         elif key not in files.GROUPS | files.SUITES or key not in listed or isinstance(listed[key], DictConfig):
             continue

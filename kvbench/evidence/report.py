@@ -26,6 +26,7 @@ from kvbench.show.picture import item_place
 from kvbench.show.progress import format_bytes
 from kvbench.show.terminal import number, p_text
 from kvbench.show.text import safe
+from kvbench.sizing.engines import flags_of
 from kvbench.sizing.shapes import HEADLINE, find_shape
 from kvbench.sizing.stored import policy_of, projected, tier_shares
 
@@ -355,6 +356,12 @@ def environment(group: Group) -> list[tuple[str, str]]:
     ]
 
 
+def _flags(run: StoredRun) -> list[str]:
+    """The flags that turn a run's method on in the engines that ship it."""
+    policy = policy_of(run.record.identity)
+    return [] if policy is None else [safe(line, SETTING_LENGTH) for line in flags_of(policy)]
+
+
 def settings_rows(group: Group) -> list[dict]:
     """Every run with its state, its method's settings and its folder."""
     rows = []
@@ -364,7 +371,13 @@ def settings_rows(group: Group) -> list[dict]:
         state = "complete" if run.complete else f"incomplete, {run.progress}"
         odd = [f"{count} {name}" for name in ("oom", "nan", "ungraded") if (count := getattr(run.record.counts, name))]
         rows.append(
-            {"label": run.label, "state": ", ".join([state, *odd]), "settings": words or "none", "folder": run.name}
+            {
+                "label": run.label,
+                "state": ", ".join([state, *odd]),
+                "settings": words or "none",
+                "flags": "; ".join(_flags(run)) or "-",
+                "folder": run.name,
+            }
         )
     return rows
 
