@@ -45,8 +45,8 @@ def read_command(command: str) -> Reading:
     except ValueError as error:
         raise ValueError(f"{command!r} is no command line: {error}") from None
     env = {}
-    while words and (found := re.fullmatch(r"([A-Z_][A-Z0-9_]*)=(.*)", words[0])):
-        env[found[1]] = found[2]
+    while words and (variable := re.fullmatch(r"([A-Z_][A-Z0-9_]*)=(.*)", words[0])):
+        env[variable[1]] = variable[2]
         del words[0]
     engine = next((name for name, known in engines().items() if _is_of(known["programs"], words)), None)
     if engine is None:

@@ -113,8 +113,8 @@ def test_layers_in_16_bits_are_flags_where_an_engine_has_one():
     """vLLM counts from the first layer; llama.cpp and SGLang have no such flag, other precisions have none."""
     policy = Uniform(tier="fp8", protect_layers=[0, -1])
     assert flags_of(policy, 32) == [
-        "vllm: vllm serve MODEL --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 0 31 (since April 2024 (PR 3290), with "
-        "scales of 1)"
+        "vllm: vllm serve MODEL --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 0 31 (since April 2024 (PR 3290), "
+        "with scales of 1)"
     ]
     turbo = Uniform(tier="turboquant_4bit", protect_layers=[0, 1, 30, -1])
     assert [line.partition(" (")[0] for line in flags_of(turbo, 32)] == [
