@@ -27,8 +27,8 @@ from kvbench.cache.counters import CountsBeforeStep
 from kvbench.engine import hf
 from kvbench.engine.requests import Request
 from kvbench.engine.rows import AnswerRow, ForcedRow, Row
-from kvbench.engine.runner import Runner
-from kvbench.engine.sampling import Drawing, Draws, draws_of
+from kvbench.engine.runner import Runner, finite_rows
+from kvbench.engine.sampling import Drawing, Draws, choose, draws_of
 from kvbench.engine.supported import looks_at_length
 from kvbench.kernels.memory import first_line, is_out_of_memory
 
@@ -144,7 +144,7 @@ class CapturedSteps:
             told, live = state.told, len(rows.numbers)
             return lambda values: told(values[:live], [bool(value) for value in values[size : size + live]])
 
-        store.pages.counts.post(torch.cat([chosen, torch.isfinite(logits).all(1).long()]), bind)
+        store.pages.counts.post(torch.cat([chosen, finite_rows(logits).long()]), bind)
         store.end_step()
 
     def advance(self, state: State) -> State:
@@ -261,8 +261,10 @@ class DecodeLoop:
         logits, bad = self._runner.try_step([row.row for row in rows], tokens)
         elapsed = time.perf_counter() - begin
         self.counts["one_at_a_time"] += 1
-        for index, row in enumerate(rows):
-            row.logits = logits[index]
+        answers = any(isinstance(row, AnswerRow) for row in rows)  # what is forced has nothing to choose
+        chosen = choose(logits, [row.drawing for row in rows]) if answers else [None] * len(rows)
+        for row, own, token in zip(rows, logits.unbind(), chosen, strict=True):
+            row.logits, row.choice = own, token
             row.note_step(elapsed, len(rows))
         return bad, len(tokens) / elapsed
 

@@ -9,14 +9,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from kvbench.engine.answer import Answer
 from kvbench.engine.fidelity import ChoiceMeter, FidelityMeter
 from kvbench.engine.requests import Outcome, Request, Turn
 from kvbench.engine.runner import Runner
-from kvbench.engine.sampling import Drawing, choose_token, random_numbers
+from kvbench.engine.sampling import Drawing, choose
 
 
 @dataclass(kw_only=True)
@@ -24,6 +23,7 @@ class Row(ABC):
     """A sequence in decoding: the runner's row, its request, and fp32 [vocabulary] logits for the next token.
 
     Args:
+        choice: The model's choice under the logits, where all rows of a step made theirs together.
         token: The token to feed next, once it is chosen.
         timing: Seconds, tokens and rows of its steps so far.
         ready: The token to feed where it is known without logits; None in it = the row is over.
@@ -33,6 +33,7 @@ class Row(ABC):
     row: int
     request: Request
     logits: Tensor
+    choice: int | None = None
     token: int | None = None
     ready: list[int | None] = field(default_factory=list)
     report: tuple[dict, dict] | None = None
@@ -73,7 +74,7 @@ class Row(ABC):
             return False
         turn, unread = left
         with runner.store.ledger.aside(self.row):  # averages are over the answers
-            self.logits = runner.append(self.row, [*unread, *turn.tokens])
+            self.logits, self.choice = runner.append(self.row, [*unread, *turn.tokens]), None
         self.timing["turns_s"] = self.timing.get("turns_s", 0.0) + time.perf_counter() - begin
         return True
 
@@ -110,18 +111,14 @@ class AnswerRow(Row):
             self.answer.add(due)
             return None if self.answer.finish else due
         banned = self.answer.banned
-        token = self._choose()
+        token = self._choose() if self.choice is None else self.choice
         if token in banned:  # noted, so that it is known how often answers would have ended here
             self.answer.wants_to_end()
             token = self._choose(banned)
         return self.take(token)
 
     def _choose(self, banned: Sequence[int] = ()) -> int:
-        number = None
-        if self.seed is not None:
-            seed, chosen = (torch.tensor([x], device=self.logits.device) for x in (self.seed, self.chosen))
-            number = random_numbers(seed, chosen, again=bool(banned))
-        return choose_token(self.logits, self.request, number, banned)
+        return choose(self.logits[None], [self.drawing], banned)[0]
 
     def take(self, token: int) -> int | None:
         """Takes the model's choice; the token to feed, or None when the row is over."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.async_counts import to_device
-from kvbench.engine.requests import Request
 
 _FRONT = 1024  # tokens that a nucleus mostly lies within
 _BITS = 40  # the likeliest token weighs 2 ** 40, the others less, and what rounds to 0 is never drawn
@@ -78,11 +77,13 @@ class Draws:
         if self.top_p is not None and others.top_p is not None:
             self.top_p.copy_(others.top_p)
 
-    def next(self, logits: Tensor) -> Tensor:
-        """Chooses tokens int64 [S] under logits fp32 [S, vocabulary]."""
-        numbers = random_numbers(self.seeds, self.chosen)
+    def next(self, logits: Tensor, again: bool = False, waits: bool = False) -> Tensor:
+        """Chooses tokens int64 [S] under logits fp32 [S, vocabulary]; `again` as in `random_numbers`, `waits` as in
+        `draw`."""
+        numbers = random_numbers(self.seeds, self.chosen, again)
         self.chosen += 1
-        return torch.where(self.temperature > 0, draw(logits, self.temperature, self.top_p, numbers), logits.argmax(-1))
+        drawn = draw(logits, self.temperature, self.top_p, numbers, waits)
+        return torch.where(self.temperature > 0, drawn, logits.argmax(-1))
 
 
 def draws_of(rows: Sequence[Drawing | None], device: torch.device) -> Draws | None:
@@ -96,18 +97,24 @@ def draws_of(rows: Sequence[Drawing | None], device: torch.device) -> Draws | No
     return Draws(seeds, chosen, temperature.float(), top_p if part else None)
 
 
-def draw(logits: Tensor, temperature: Tensor, top_p: Tensor | None, numbers: Tensor) -> Tensor:
-    """Tokens int64 [S] drawn under logits fp32 [S, vocabulary]; nothing is read back.
+def draw(logits: Tensor, temperature: Tensor, top_p: Tensor | None, numbers: Tensor, waits: bool = False) -> Tensor:
+    """Tokens int64 [S] drawn under logits fp32 [S, vocabulary].
 
     Args:
         temperature: fp32 [S], > 0; of rows where it is 0 some token comes out, too.
         top_p: fp64 [S] nucleus mass in (0, 1]; None = 1.
         numbers: fp64 [S] random numbers in [0, 1).
+        waits: The host may ask whether nuclei lie in few tokens, as they mostly do: to go through a whole vocabulary
+            takes a third of a small model's time. The tokens are the same.
     """
-    weights = _weigh(logits, temperature)
+    weights, tokens = _weigh(logits, temperature), None
     if top_p is not None:
-        weights = nucleus(weights, _needed(weights, top_p))
-    return _pick(weights, numbers)
+        need = _needed(weights, top_p)
+        if waits and (tokens := _front(weights, need)) is not None:
+            weights = weights.gather(-1, tokens)
+        weights = nucleus(weights, need)
+    found = _pick(weights, numbers)
+    return found if tokens is None else tokens.gather(-1, found[:, None])[:, 0]
 
 
 def _weigh(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -145,23 +152,22 @@ def _pick(weights: Tensor, numbers: Tensor) -> Tensor:
     return (mass[:, :-1] <= at).sum(-1)
 
 
-def choose_token(logits: Tensor, request: Request, number: Tensor | None, banned: Sequence[int] = ()) -> int:
-    """The next token under logits fp32 [vocabulary] by a request's temperature and top_p; `draw`'s of a random number
-    fp64 [1], without which decoding is greedy. `banned` tokens may not come yet."""
+def _front(weights: Tensor, need: Tensor) -> Tensor | None:
+    """Tokens int64 [S, n], ascending, among which the nucleus of every row lies; None where it is larger."""
+    largest, tokens = weights.topk(min(_FRONT, weights.shape[1]))
+    # Of equals, the first ones belong to a nucleus, and the front has any.
+    cut = (weights >= largest[:, -1:].clamp(min=1)).sum(-1, keepdim=True) > largest.shape[1]
+    if bool((cut | (largest.sum(-1, keepdim=True) < need)).any()):
+        return None
+    return tokens.sort(-1).values
+
+
+def choose(logits: Tensor, rows: Sequence[Drawing | None], banned: Sequence[int] = ()) -> list[int]:
+    """Chooses tokens under logits fp32 [S, vocabulary] for rows of which those with None take the likeliest, and waits
+    for them. Tokens that are `banned` in every row may not come yet: it is the rows' second choice."""
     if banned:
         logits = logits.clone()
-        logits[list(banned)] = float("-inf")
-    if number is None:
-        return int(logits.argmax())
-    device = logits.device
-    weights, tokens = _weigh(logits[None], torch.tensor([request.temperature], device=device)), None
-    if request.top_p < 1:
-        need = _needed(weights, torch.tensor([request.top_p], dtype=torch.float64, device=device))
-        # To go through a whole vocabulary takes a third of a small model's time; the mass lies in few tokens.
-        front = weights.topk(min(_FRONT, weights.shape[1])).values
-        if bool(front.sum() >= need):
-            tokens = (weights[0] >= front[0, -1]).nonzero()[:, 0]
-            weights = weights[:, tokens]
-        weights = nucleus(weights, need)
-    found = _pick(weights, number)
-    return int(found if tokens is None else tokens[found])
+        logits[:, list(banned)] = float("-inf")
+    draws = draws_of(rows, logits.device)
+    chosen = logits.argmax(-1) if draws is None else draws.next(logits, again=bool(banned), waits=True)
+    return [int(token) for token in chosen.tolist()]

@@ -7,7 +7,18 @@ import torch
 from engine_helpers import request
 
 from kvbench.engine.answer import Answer
-from kvbench.engine.sampling import answer_seed, choose_token, draw, draws_of, nucleus, random_numbers
+from kvbench.engine.runner import finite_rows
+from kvbench.engine.sampling import (
+    _front,
+    _needed,
+    _weigh,
+    answer_seed,
+    choose,
+    draw,
+    draws_of,
+    nucleus,
+    random_numbers,
+)
 
 LOGITS = torch.log(torch.tensor([0.05, 0.5, 0.15, 0.3]))
 
@@ -40,19 +51,20 @@ def shares(logits, temperature, top_p=1.0, num_draws=4000):
 
 
 def test_greedy_takes_the_largest_and_the_first_of_equals():
-    """Temperature 0 draws nothing."""
-    assert choose_token(LOGITS, request("x", (1,)), None) == 1
-    assert choose_token(torch.tensor([0.0, 2.0, 2.0]), request("x", (1,)), None) == 1
+    """Temperature 0 draws nothing; each row has its own."""
+    assert choose(torch.stack([LOGITS, torch.tensor([0.0, 2.0, 2.0, 1.0])]), [None, None]) == [1, 1]
 
 
 def test_banned_tokens_never_come():
     """Neither greedily nor by chance, and the logits handed in stay as they are."""
-    before, asked = LOGITS.clone(), request("x", (1,), temperature=1.0)
-    assert choose_token(LOGITS, request("x", (1,)), None, [1]) == 3
-    numbers = random_numbers(torch.arange(500), torch.tensor(7), again=True)
-    drawn = [choose_token(LOGITS, asked, number[None], [1, 3]) for number in numbers]
+    before = LOGITS.clone()
+    assert choose(LOGITS[None], [None], [1]) == [3]
+    drawn = choose(LOGITS.expand(500, -1), [(seed, 7, 1.0, 1.0) for seed in range(500)], [1, 3])
     assert drawn.count(0) + drawn.count(2) == 500
     assert drawn.count(0) == pytest.approx(125, abs=40)  # what is left keeps its shares: a quarter, sigma 9.7
+    # It is a choice of its own, by the number that follows the first one's.
+    number = random_numbers(torch.tensor([5]), torch.tensor([7]), again=True)
+    assert drawn[5] == (0 if number < 0.25 else 2)
     assert torch.equal(LOGITS, before)
 
 
@@ -109,19 +121,32 @@ def test_random_numbers_are_those_of_splitmix():
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 1.0])
 @pytest.mark.parametrize("spread", [0.0, 0.2, 4.0])
 def test_a_draw_depends_on_its_row_alone(top_p: float, spread: float):
-    """Rows together, as a captured step draws them, give what each gives alone where the host looks for the nucleus in
-    the front first: in it, beyond it, and among equals. Greedy rows beside them take the likeliest."""
+    """Rows together, as a captured step draws them, give what they give where the host looks for the nuclei in the
+    front first, together and alone: in it, beyond it, and among equals. Greedy rows beside them take the likeliest."""
     logits = spread * torch.randn(6, 3001, generator=torch.Generator().manual_seed(2)).mul(4).round().div(4)
     temperature = [0.7, 0.0, 1.5, 0.7, 1.0, 0.0]
-    rows = [(seed * 10**17, seed, t, top_p) if t else None for seed, t in enumerate(temperature)]
-    draws = draws_of(rows, torch.device("cpu"))
+    draws = None
     for step in range(3):
+        rows = [(seed * 10**17, seed + step, t, top_p) if t else None for seed, t in enumerate(temperature)]
+        draws = draws or draws_of(rows, torch.device("cpu"))
         found = draws.next(logits).tolist()
-        for index, (row, t) in enumerate(zip(rows, temperature, strict=True)):
-            asked, number = request("x", (1,), temperature=t, top_p=top_p), None
-            if row is not None:
-                number = random_numbers(torch.tensor([row[0]]), torch.tensor([row[1] + step]))
-            assert choose_token(logits[index], asked, number) == found[index]
+        assert choose(logits, rows) == found
+        assert [choose(own[None], [row])[0] for own, row in zip(logits, rows, strict=True)] == found
+
+
+@pytest.mark.parametrize("equal", [1000, 1024, 1025, 2000])
+def test_a_nucleus_is_looked_for_in_the_front_where_it_lies_there(equal: int):
+    """Of a thousand equals at the end of the front the first ones count; what has no weight is never drawn."""
+    logits = torch.full((1, 3001), -1000.0)
+    logits[0, torch.randperm(3001, generator=torch.Generator().manual_seed(4))[:equal]] = 0.0
+    weights = _weigh(logits, torch.ones(1))
+    need = _needed(weights, torch.tensor([0.9], dtype=torch.float64))
+    front = _front(weights, need)
+    assert (front is None) == (equal > 1024)
+    if front is not None:
+        assert (front.diff() > 0).all() and torch.equal(
+            front[weights.gather(-1, front) > 0], weights[0].nonzero()[:, 0]
+        )
 
 
 @pytest.mark.parametrize("top_p", [0.9, 1.0])
@@ -192,3 +217,12 @@ def test_stop_tokens_are_banned_until_the_answer_is_long_enough():
     assert answer.banned == [0, 5, 8]
     answer.add(2)
     assert answer.banned == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_with_one_number_that_is_not_finite_is_found(value: float):
+    """Wherever it lies; the largest finite numbers are finite."""
+    logits = torch.randn(4, 1001, generator=torch.Generator().manual_seed(5))
+    logits[0, 0] = logits[2, 500] = value
+    logits[1, 1], logits[3, 1] = torch.finfo(torch.float32).max, torch.finfo(torch.float32).min
+    assert finite_rows(logits).tolist() == [False, True, False, True]
