@@ -25,6 +25,8 @@ BENCHMARKS = {
     "ruler": "ruler.Ruler",
     "needle": "ruler.grid.Needle",
     "instructions": "instructions.TwoRules",
+    "tools": "transcripts.tools.Tools",
+    "similar": "transcripts.similar.Similar",
     "drift": "drift.Drift",
     "stream": "stream.Stream",
     "perplexity": "stream.perplexity.Perplexity",
