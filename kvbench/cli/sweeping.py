@@ -181,11 +181,17 @@ def settings_where_they_exist(listed: Listed | None = None) -> Iterator[list[str
 
 
 def job_labels(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """Name what sets each job apart, such as `snapkv budget=0.25`; its method in any case."""
+    """Name what sets each job apart, such as `snapkv budget=0.25`; its method in any case, and of words that always go
+    with one task the task alone."""
     common = Counter(word for job in jobs for word in set(job))
+    holders = {word: {number for number, job in enumerate(jobs) if word in job} for word in common}
     labels = []
     for number, job in enumerate(jobs, 1):
-        special = [word for word in job if word.startswith("method=") or common[word] < len(jobs)]
+        tasks = [word for word in job if word.startswith("task=")]
+        with_task = {word for task in tasks for word in job if word != task and holders[word] == holders[task]}
+        special = [
+            word for word in job if word.startswith("method=") or (common[word] < len(jobs) and word not in with_task)
+        ]
         shown = " ".join(word.removeprefix("method=").removeprefix("method.") for word in special)
         labels.append(shown or f"job {number}")
     return labels

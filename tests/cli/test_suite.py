@@ -92,6 +92,7 @@ def test_it_says_what_is_ahead_and_ends_in_a_page(small, capsys):
     assert "36 answers, 36 of them there; at most 0 s" in again and "already there" in again
     newest = sweeps(Path("results/small"))[-1].record()
     assert newest.command == "kvbench suite suite=small seed=4" and len(newest.jobs) == 8
+    assert newest.jobs[5] == "task=longbench snapkv ratio=0.5", "what always goes with a task is not said"
     assert main(["suite", "status", "suite=small"]) == 0
     assert "8 jobs: 8 done" in capsys.readouterr().out
 
