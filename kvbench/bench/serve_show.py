@@ -10,40 +10,41 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HEADINGS = (
-    *(
-        "arrivals",
-        "method",
-        "first token, s: 50 / 95 / 99 %",
-        "per token, ms: 50 / 95 / 99 %",
-        "requests/s",
-        "in time/s",
-    ),
-    *("tokens/s", "batch", "gave way", "oom", "most pages"),
+    *("arrivals", "method", "first token, s", "per token, ms", "requests/s", "in time/s", "tokens/s"),
+    *("batch", "gave way", "oom", "most pages"),
 )
 LIMIT: dict = {"color": "black", "linestyle": "--", "linewidth": 1.0}
 NEAR: dict = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "fontsize": 8}
-SAID = "Each method answered each load once. Time in which there was nothing to do counts, but was passed over."
-MEASURED = {"x measured: tokens/s": "tokens_per_s", "first token": "ttft_p50_s", "per token": "tpot_p50_s"}
+SAID = (
+    "Latencies: what 50/95/99 % of requests stay below. x measured: tokens/s, and the medians of both latencies. Each "
+    "method answered each load once. Time in which there was nothing to do counts, but was passed over."
+)
+MEASURED = ("tokens_per_s", "ttft_p50_s", "tpot_p50_s")
 
 
 def table(cells: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
     """Headings and lines: one for each method at each rate; of a simulation, over what was measured where it was."""
     rows = [(cell["cell"], row) for cell in cells for row in cell["variants"]]
-    beside = MEASURED if any(row.get("measured") for _, row in rows) else {}
+    beside = ["x measured"] if any(row.get("measured") for _, row in rows) else []
     lines = []
     for cell, row in rows:
         when = cell["arrivals"] + (f", {cell['rate']:g}/s" if "rate" in cell else "")
         ttft, tpot = (
-            " / ".join(_figure(row[f"{name}_p{share}_s"], factor) for share in (50, 95, 99))
+            "/".join(_figure(row[f"{name}_p{share}_s"], factor) for share in (50, 95, 99))
             for name, factor in (("ttft", 1.0), ("tpot", 1e3))
         )
         rates = [f"{row[name]:.3g}" for name in ("requests_per_s", "goodput_per_s", "tokens_per_s")]
         counts = [f"{_figure(row['mean_batch'], 1.0)} of {row['most_requests']}"]
         counts += [_figure(row[name], 1.0) for name in ("preemptions", "oom")]
         pages = format_bytes(max((held for _, held in row["pages"]), default=None))
-        found = [f"{row[key] / row['measured'][key]:.2f}" if row.get("measured") else "-" for key in beside.values()]
+        found = [_beside(row) for _ in beside]
         lines.append([when, row["name"], ttft, tpot, *rates, *counts, pages, *found])
     return [*HEADINGS, *beside], lines
+
+
+def _beside(row: dict) -> str:
+    """Tokens per second, and the median latencies, over what was measured."""
+    return "/".join(f"{row[key] / row['measured'][key]:.2f}" for key in MEASURED) if row.get("measured") else "-"
 
 
 def remarks(document: dict) -> list[str]:
@@ -75,7 +76,7 @@ def figure(document: dict) -> "Figure":
     come; and the pages that are held over time in the last cell. Of requests that all come at once, points."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     cells, settings = [cell for cell in document["cells"] if cell["variants"]], document["settings"]
     names = list(dict.fromkeys(row["name"] for cell in cells for row in cell["variants"]))
@@ -95,9 +96,12 @@ def figure(document: dict) -> "Figure":
             axes.plot([rate for rate, _ in found], [value for _, value in found], **_style(index), label=name)
         if target is not None:
             axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))  # numbers instead of powers
+            axes.yaxis.set_minor_formatter(NullFormatter())
             axes.axhline(target, **LIMIT)
-            axes.annotate("target", (1.0, target), xytext=(-2, 3), ha="right", **NEAR)
+            axes.annotate("target", (0.0, target), xytext=(4, 3), **NEAR)
+        axes.set_xlim(0.0, 1.05 * max(rates) or 1.0)
         axes.set_xlabel("requests that come per second", fontsize=9)
         axes.set_ylabel(label, fontsize=9)
     goodput.set_ylim(bottom=0.0)
