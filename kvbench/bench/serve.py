@@ -42,16 +42,16 @@ class Settings(Methods):
     methods: list[str] = setting(
         [FULL, "snapkv budget=0.25", "diffkv", "kivi bits=2"], "Choices of method=, as in decode."
     )
-    kv_mb: int = setting(256, "MB (10^6 bytes) for everything that a cache holds: pages, tables, buffers.", 1)
+    kv_mb: int = setting(96, "MB (10^6 bytes) for everything that a cache holds: pages, tables, buffers.", 1)
     arrivals: str = setting(POISSON, "all, poisson, burst, or a file of ARRIVAL_S,PROMPT_TOKENS,ANSWER_TOKENS.")
-    rates: list[float] = setting([0.5, 1.0, 2.0, 4.0, 8.0], "Requests per second, each a cell.")
-    requests: int = setting(24, "Requests of a cell; of a file its first ones.", 1)
+    rates: list[float] = setting([0.125, 0.25, 0.375, 0.5, 0.75], "Requests per second, each a cell.")
+    requests: int = setting(16, "Requests of a cell; of a file its first ones.", 1)
     burst: int = setting(8, "Requests that come together with arrivals=burst.", 1)
-    prompts: list[int] = setting([64, 256], "Shortest and longest prompt, in tokens.", 1)
-    answers: list[int] = setting([16, 48], "Shortest and longest answer, in tokens.", 2)
+    prompts: list[int] = setting([256, 768], "Shortest and longest prompt, in tokens.", 1)
+    answers: list[int] = setting([64, 160], "Shortest and longest answer, in tokens.", 2)
     max_batch: int = setting(32, "Requests at once at most.", 1)
     chunk: int = setting(0, "Tokens of a prompt that are read between two steps, for methods that can; 0 = all.", 0)
-    ttft_s: float = setting(10.0, "Latency target: seconds to the first token.")
+    ttft_s: float = setting(5.0, "Latency target: seconds to the first token.")
     tpot_s: float = setting(1.0, "Latency target: seconds per output token behind it.")
     peers: bool = setting(True, "Also transformers' own continuous batching.")
     times: list[str] = setting(
