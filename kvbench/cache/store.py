@@ -239,7 +239,24 @@ class CompressedStore:
         lse: Tensor | None = None,
     ) -> None:
         """Scores, plans and writes one layer of a prompt (for scope `model`, and with a probe, all layers once the last
-        one arrives).
+        one arrives); the arguments are those of `measure`."""
+        scored = self.measure(layer, q, k, v, scale, call, replays, lse)
+        if self.watcher is not None:
+            self.watcher(scored, q, scale)
+        self.place_layer(row, layer, scored)
+
+    def measure(
+        self,
+        layer: int,
+        q: Tensor | None,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        call: AttentionCall | None = None,
+        replays: tuple[Replay, ...] = (),
+        lse: Tensor | None = None,
+    ) -> ScoredLayer:
+        """Scores one layer of a prompt, and stores nothing.
 
         Args:
             q: [Hq, N, D] post-RoPE queries, or None where a probe is all that is looked at; k, v: [KV heads, N, D]
@@ -259,10 +276,7 @@ class CompressedStore:
         if q is not None:
             last = None if scores.queries is None else scores.queries.last(q, scale)
             channels = scores.of_channels(layer, q, k, v, scale)
-        scored = ScoredLayer(k, v, score, last, channels)
-        if self.watcher is not None:
-            self.watcher(scored, q, scale)
-        self.place_layer(row, layer, scored)
+        return ScoredLayer(k, v, score, last, channels)
 
     def place_layer(self, row: int, layer: int, scored: ScoredLayer) -> None:
         """Plans and writes one layer of a prompt whose scores are known, or follow from its keys and values."""

@@ -8,7 +8,7 @@ for all methods.
 """
 
 import copy
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,33 +26,61 @@ Queries = tuple[Tensor, float]  # queries, factor on the logits
 
 @dataclass
 class Recording:
-    """Copies of what the store is given of one prompt; one that needs more than `limit_bytes` is not held at all."""
+    """Copies of what the store is given of one prompt; one that needs more than `limit_bytes` is not held at all. Each
+    of `others` measures it too, by how it does."""
 
     limit_bytes: int
     keeps_queries: bool = False
+    others: dict[Hashable, CompressedStore] = field(default_factory=dict)
     layers: list[ScoredLayer] = field(default_factory=list)
+    measured: dict[Hashable, list[ScoredLayer]] = field(default_factory=dict)
+    """What others measured of the layers, whose keys and values these are."""
     queries: list[Queries] = field(default_factory=list)
     num_bytes: int = 0
     overflow: bool = False
 
     def add(self, scored: ScoredLayer, q: Tensor | None, scale: float) -> None:
         """Copies one layer, and its queries [Hq, N, D], as the store was given them."""
-        layer, q = vars(scored), q if self.keeps_queries else None
-        self.num_bytes += sum(x.nbytes for x in (*layer.values(), q) if x is not None)
+        kept = q if self.keeps_queries else None
+        self.num_bytes += sum(x.nbytes for x in (*vars(scored).values(), kept) if x is not None)
         self.overflow = self.overflow or self.num_bytes > self.limit_bytes
         try:
             if not self.overflow:
-                copies: dict[str, Any] = {name: None if x is None else x.clone() for name, x in layer.items()}
-                self.layers.append(ScoredLayer(**copies))
-                if q is not None:
-                    self.queries.append((q.clone(), scale))
+                own = _copied(scored)
+                for how in list(self.others) if q is not None else ():
+                    self._measure(how, own, q, scale)
+                self.layers.append(own)
+                if kept is not None:
+                    self.queries.append((kept.clone(), scale))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             self.overflow = True  # the prompt itself may still fit
         if self.overflow:
             self.layers.clear()
+            self.measured.clear()
             self.queries.clear()
+
+    def _measure(self, how: Hashable, own: ScoredLayer, q: Tensor | None, scale: float) -> None:
+        try:
+            store, layer = self.others[how].layers[len(self.layers)]
+            found = store.measure(layer, q, own.k, own.v, scale)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            del self.others[how]  # its own run meets the fault, and tells
+            self.measured.pop(how, None)
+            return
+        found = _copied(found, own.k, own.v)
+        self.num_bytes += sum(x.nbytes for x in (found.score, found.last, found.channels) if x is not None)
+        self.measured.setdefault(how, []).append(found)
+
+
+def _copied(scored: ScoredLayer, k: Tensor | None = None, v: Tensor | None = None) -> ScoredLayer:
+    """A copy, of keys and values unless there is one."""
+    k, v = scored.k.clone() if k is None else k, scored.v.clone() if v is None else v
+    score, last, channels = (None if x is None else x.clone() for x in (scored.score, scored.last, scored.channels))
+    return ScoredLayer(k, v, score, last, channels)
 
 
 @dataclass(frozen=True)
@@ -60,7 +88,7 @@ class _Entry:
     layers: list[ScoredLayer]
     queries: list[Queries]  # empty where they are not kept
     logits: Logits
-    measured: Hashable  # how scores were computed; None without scores
+    measured: dict[Hashable, list[ScoredLayer]]  # by how scores were computed
     num_bytes: int
     probed: tuple[int, int]  # bytes that a probe's passes held and tokens that they read
     states: dict[int, Any]  # behind the prompt, of layers that hold one
@@ -74,11 +102,13 @@ class PromptCache:
     three query heads per KV head takes 2.5 times the bytes then.
 
     Attributes:
+        others: Stores that are given the prompt next: what they measure of it is kept, and needs no queries.
         num_read, num_reused: Forward passes over prompts, and those that were saved.
     """
 
     def __init__(self, limit_bytes: int = 0, *, keeps_queries: bool = False) -> None:
         self.limit_bytes, self.keeps_queries = limit_bytes, keeps_queries
+        self.others: Sequence[CompressedStore] = ()
         self.used_bytes = self.num_read = self.num_reused = 0
         self._entries: dict[Hashable, _Entry] = {}
         self._recent: list[Hashable] = []
@@ -95,10 +125,11 @@ class PromptCache:
         if session.uncompressed is not None:
             measured = measured, probed_with
         entry = self._entries.get(key)
-        if entry is not None and measured in (None, entry.measured):
+        if entry is not None and (measured is None or measured in entry.measured):
             if session.uncompressed is not None:
                 store.ledger.note_probe(session.row, *entry.probed)
-            for (own, number), held in zip(store.layers, entry.layers, strict=False):  # none, where nothing was stored
+            found = entry.measured.get(measured, entry.layers)
+            for (own, number), held in zip(store.layers, found, strict=False):  # none, where nothing was stored
                 own.place_layer(session.row, number, held if measured else ScoredLayer(held.k, held.v))
         elif entry is not None and entry.queries and not session.wants_calls and session.uncompressed is None:
             for (own, number), held, (q, scale) in zip(store.layers, entry.layers, entry.queries, strict=True):
@@ -115,7 +146,11 @@ class PromptCache:
         if not self.limit_bytes:
             return forward()
         self._drop(key)
-        recording = Recording(self.limit_bytes - self.used_bytes, self.keeps_queries)
+        others: dict[Hashable, CompressedStore] = {}
+        for other in self.others:
+            if other.backend.name == store.backend.name and (how := from_queries(other)) not in (None, measured):
+                others[how] = other
+        recording = Recording(self.limit_bytes - self.used_bytes, self.keeps_queries, others)
         stores = store, *store.beside
         try:
             for each in stores:
@@ -127,7 +162,8 @@ class PromptCache:
         size = recording.num_bytes + logits.nbytes + store.shape.state_bytes
         if not recording.overflow and self.used_bytes + size <= self.limit_bytes:
             probed, states = (session.held_bytes, session.replay_tokens), copy.deepcopy(session.states)
-            self._entries[key] = _Entry(recording.layers, recording.queries, logits, measured, size, probed, states)
+            found = recording.measured | {measured: recording.layers}
+            self._entries[key] = _Entry(recording.layers, recording.queries, logits, found, size, probed, states)
             self._recent.append(key)
             self.used_bytes += size
         return logits
@@ -162,3 +198,10 @@ def how_measured(store: CompressedStore) -> tuple[ScoreSpec, str] | None:
     if spec.only_keys_and_values:
         return None
     return replace(spec, decode_update=False, decode_replace=False, track=()), store.policy.granularity
+
+
+def from_queries(store: CompressedStore) -> tuple[ScoreSpec, str] | None:
+    """The same where queries, keys and values are all that decides; else None."""
+    spec = store.policy.score
+    more = spec.probe is not None or not spec.statistic.needs.isdisjoint({"hidden_states", "attention_call"})
+    return None if more else how_measured(store)

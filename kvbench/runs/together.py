@@ -35,6 +35,8 @@ from kvbench.runs.sessions import Origin
 from kvbench.show.progress import Progress
 
 if TYPE_CHECKING:
+    from kvbench.cache.store import CompressedStore
+    from kvbench.engine.engine import Engine
     from kvbench.engine.prompt_cache import PromptCache
 
 Ends = Iterator[tuple[int, Run | Exception]]  # numbers of runs, and how they ended
@@ -89,7 +91,7 @@ def run_together(asked: Sequence[Asked], parts: Loaders) -> Ends:
     if len(asked) > 1:
         from kvbench.engine.prompt_cache import PromptCache
 
-        prompts = PromptCache(keeps_queries=True)
+        prompts = PromptCache()
         with parts.sharing(prompts):
             for number, ended in _Together(asked, parts, prompts).run():
                 if not isinstance(ended, RunLocked):
@@ -110,6 +112,7 @@ class _Lane:
         self.number, self.at = number, -math.inf
         self.ended: Run | Exception | None = None
         self._steps: Steps | None = steps
+        self._engine: Engine | None = wanted.experiment.engine
         requests = wanted.experiment.task.requests
         self._places = {request.sample_id: place for place, request in enumerate(requests)}
 
@@ -125,7 +128,12 @@ class _Lane:
             self.ended = end.value
         except Exception as error:
             self.ended = error
-        self._steps = None  # lets go of its cache
+        self._steps = self._engine = None  # lets go of its cache
+
+    @property
+    def stores(self) -> "list[CompressedStore]":
+        """Its cache, where it stands before a prompt."""
+        return [self._engine.store] if self._engine is not None and math.isfinite(self.at) else []
 
     def stop(self, error: BaseException) -> None:
         """End it as if the error had been raised where it stands."""
@@ -256,7 +264,9 @@ class _Together:
 
     def _turn(self, lanes: list[_Lane], turns: Sequence[_Lane]) -> Iterator[_Lane]:
         """Let some of the runs go on to their next prompt; gives those that have ended, and takes them out."""
-        for lane in list(turns):
+        turns = list(turns)
+        for place, lane in enumerate(turns):
+            self._prompts.others = [store for other in turns[place + 1 :] for store in other.stores]
             lane.go()
             if lane.ended is not None:
                 lanes.remove(lane)

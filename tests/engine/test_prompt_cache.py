@@ -1,5 +1,6 @@
 """Prompts that are read once and replayed for other settings: nothing but the time may differ."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -123,6 +124,28 @@ def test_kept_queries_serve_every_statistic(loaded, forwards):
     assert forwards == {"prefill": 3, "dense": 1}
     assert prompts.num_read == 4 and prompts.num_reused == 4 * len(settings) - 4
     for policy, reused in zip(settings, swept, strict=True):
+        assert reused == outcomes(loaded, policy), type(policy).__name__
+
+
+def test_what_others_measure_meanwhile_serves_them_without_queries(loaded, forwards):
+    """Stores that come next measure a prompt while it is read: the model runs over it once, no query is kept, and the
+    records are those of fresh runs. One whose measurement fails then reads the prompt itself."""
+    others = [*SWEEP, ExpectedAttention(budget=0.5, sinks=2, decode_every=3), ThinK(window=8), Critical(budget=0.5)]
+    prompts, fails = PromptCache(2**30), len(others) - 1
+    with ExitStack() as stack:
+        for policy in others:
+            runner = stack.enter_context(engine(loaded, policy)).runner
+            runner.reserve(rows=1, prompt_tokens=100, new_tokens=9)
+            prompts.others = [*prompts.others, runner.store]
+        prompts.others[fails].measure = lambda *given: 1 / 0
+        swept = [outcomes(loaded, Full(), prompts)]
+    prompts.others = ()
+    assert not any(entry.queries for entry in prompts._entries.values())
+    swept += [outcomes(loaded, policy, prompts) for policy in others[:fails]]
+    assert forwards == {"prefill": 3, "dense": 1}
+    swept.append(outcomes(loaded, others[fails], prompts))
+    assert forwards == {"prefill": 6, "dense": 1}
+    for policy, reused in zip([Full(), *others], swept, strict=True):
         assert reused == outcomes(loaded, policy), type(policy).__name__
 
 
