@@ -311,3 +311,10 @@ def test_a_model_of_windows_alone_leaves_a_method_nothing(small):
     model = small("mistral", sliding_window=24).model
     with pytest.raises(UnsupportedModel, match="mistral: sliding_window=24 in every layer leaves none .* null"):
         Runner(dataclasses.replace(small("qwen2"), model=model), Full())
+
+
+def test_states_that_are_no_layers_of_transformers_cache_are_refused(small):
+    """A model whose states want a cache of its own is named, before anything is read."""
+    fields = {"layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 2, "pad_token_id": 0}
+    with pytest.raises(UnsupportedModel, match="minimax: its layers with a state do not go by transformers' cache"):
+        Runner(small("minimax", **fields), Full())
