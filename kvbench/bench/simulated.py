@@ -19,6 +19,7 @@ from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.engine.engine import Engine
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.runner import Runner
+from kvbench.engine.states import States
 from kvbench.kernels.bench.rounds import CLOCKS
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
@@ -137,7 +138,7 @@ class _ShadowRunner(Runner):
         policy.check_model(shape.num_layers, shape.num_kv_heads)
         self._machine, self.loaded, self.policy, self.options, self.chunk = machine, model, policy, options, None
         self.shape, self.device, self.backend, self.prompts = shape, shape.device, Shadow(True), PromptCache()
-        self.open_rows, self.probe_s, self._store = [], 0.0, None
+        self.open_rows, self.probe_s, self._store, self.states = [], 0.0, None, States(model.model, ())
 
     def focus(self) -> None:
         """There is no model."""
