@@ -13,7 +13,7 @@ from kvbench.models.load import load_model
 from kvbench.models.random_weights import byte_tokenizer
 
 # Models whose attention is another one in a way that no setting tells, and one that is taken.
-TELLING = ("bert", "bloom", "diffllama", "doge", "hrm_text", "jetmoe", "llama", "phi3")
+TELLING = ("bert", "bloom", "diffllama", "doge", "gemma2", "gpt_oss", "hrm_text", "jetmoe", "llama", "minimax", "phi3")
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,8 @@ def test_a_decoder_agrees_or_is_refused(kind, document):
     """No type gives other logits than transformers does, none ends in an error of another kind, and docs/models.md says
     which is which."""
     found = try_family(kind)
-    # The full cache holds 16 bits; its rounding is some 1e-3 of the logits' spread, a mask that is left out 3e-2.
-    assert found.difference is None or found.difference < 5e-3
+    # Sums of fp32 in another order, through four layers; a mask that is left out is 3e-2 of the logits' spread.
+    assert found.difference is None or found.difference < 5e-4
     assert document[kind] == (found.layers, found.words), "run `make docs`"
 
 
