@@ -252,13 +252,17 @@ class Ledger:
 
     def step(self, steps: Sequence[PagedStep]) -> None:
         """Notes a decode step, which has a part for each place."""
-        rows = steps[0].rows
+        rows, kinds = steps[0].rows, (self, *self._beside)
 
         def bind() -> Receiver:
             stepped = [(self.meters[row], self._counters.seen[row]) for row in rows.numbers]
 
-            def receive(held: list[int]) -> None:
-                for (meter, tokens), resident in zip(stepped, held, strict=False):  # the rest pads
+            def receive(num_pages: list[int]) -> None:
+                width = len(num_pages) // len(kinds)  # rows that pad come last
+                fixed = sum(sum(kind.fixed_row_bytes(), kind._shape.state_bytes) for kind in kinds)
+                for index, (meter, tokens) in enumerate(stepped):
+                    own = num_pages[index::width]
+                    resident = fixed + sum(n * kind._page_bytes for n, kind in zip(own, kinds, strict=True))
                     meter.peak_bytes = max(meter.peak_bytes, resident)
                     meter.sum_bytes += resident
                     meter.sum_ratio += resident / self._shape.fp16_bytes(tokens)
@@ -267,7 +271,8 @@ class Ledger:
             return receive
 
         counts = self._pages.counts
-        counts.post(self.resident_bytes(rows.tensor), bind)
+        counted = [kind._num_pages(rows.tensor) for kind in kinds]
+        counts.post(counted[0] if len(counted) == 1 else torch.cat(counted), bind)
         found = [step.reads.totals() for step in steps if step.reads is not None]
         if found:  # whole numbers, whose sums are exact
             reads = torch.stack([each.to(found[0].device) for each in found]).sum(0)

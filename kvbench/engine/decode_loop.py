@@ -264,7 +264,7 @@ class DecodeLoop:
         answers = any(isinstance(row, AnswerRow) for row in rows)  # what is forced has nothing to choose
         chosen = choose(logits, [row.drawing for row in rows]) if answers else [None] * len(rows)
         for row, own, token in zip(rows, logits.unbind(), chosen, strict=True):
-            row.logits, row.choice = own, token
+            row.logits, row.picked = own, token
             row.note_step(elapsed, len(rows))
         return bad, len(tokens) / elapsed
 

@@ -23,7 +23,7 @@ class Row(ABC):
     """A sequence in decoding: the runner's row, its request, and fp32 [vocabulary] logits for the next token.
 
     Args:
-        choice: The model's choice under the logits, where all rows of a step made theirs together.
+        picked: The model's choice under the logits, where all rows of a step made theirs together.
         token: The token to feed next, once it is chosen.
         timing: Seconds, tokens and rows of its steps so far.
         ready: The token to feed where it is known without logits; None in it = the row is over.
@@ -33,7 +33,7 @@ class Row(ABC):
     row: int
     request: Request
     logits: Tensor
-    choice: int | None = None
+    picked: int | None = None
     token: int | None = None
     ready: list[int | None] = field(default_factory=list)
     report: tuple[dict, dict] | None = None
@@ -74,7 +74,7 @@ class Row(ABC):
             return False
         turn, unread = left
         with runner.store.ledger.aside(self.row):  # averages are over the answers
-            self.logits, self.choice = runner.append(self.row, [*unread, *turn.tokens]), None
+            self.logits, self.picked = runner.append(self.row, [*unread, *turn.tokens]), None
         self.timing["turns_s"] = self.timing.get("turns_s", 0.0) + time.perf_counter() - begin
         return True
 
@@ -111,7 +111,7 @@ class AnswerRow(Row):
             self.answer.add(due)
             return None if self.answer.finish else due
         banned = self.answer.banned
-        token = self._choose() if self.choice is None else self.choice
+        token = self._choose() if self.picked is None else self.picked
         if token in banned:  # noted, so that it is known how often answers would have ended here
             self.answer.wants_to_end()
             token = self._choose(banned)

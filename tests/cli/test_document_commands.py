@@ -9,11 +9,12 @@ import roundtrip
 from places import DATA, ROOT
 from test_docs import DOCUMENTS, commands_in
 
-from kvbench.cli import texts
+from kvbench.cli.words import split_command
 
 TINY = ("model=random", "model.preset=tiny")
 LENGTH = "task.length=900"  # of the tiny model's tokens, the fewest that the questions of every kind take
 ONE = (*TINY, "limit=1", "model.max_tokens=40000")
+SUITE = (*ONE, "protocol.max_new_tokens=3", "methods=[full,snapkv]")
 BENCH = (
     "quick=true",
     "rounds=1",
@@ -24,6 +25,7 @@ GRIDS = ("alpha_h=[0,1]", "alpha_l=[0,0.02]", "budget=[0.9,0.5]")
 SMALL = {
     "run": ONE,
     "rerun": (),
+    "suite": SUITE,
     "bench": BENCH,
     "calibrate": (
         *(*TINY, LENGTH, "calibrate.layers.points=2", "calibrate.margin.nll=9"),
@@ -77,7 +79,7 @@ def test_commands_of_a_document_run(name, tmp_path, monkeypatch):
         if module != "kvbench":
             subprocess.run([sys.executable, "-m", module, *words, "quick=true"], check=True, timeout=600)
             continue
-        command = words[0] if words and words[0] in texts.commands() else "run"
+        command, _ = split_command(words)
         if "--config-dir" in words or "lm_eval" in words:  # a folder of the reader's; lm-eval's own data
             continue
         code, said = roundtrip.give(*small(command, words, run))

@@ -244,7 +244,7 @@ def test_page_search_starts_at_one_group_of_the_largest_format():
         ({"k_code": "nf4"}, "'nf4' names no code; choose one of min_max"),
         ({"v_bits": 8, "v_code": "lloyd"}, "lloyd codes of 8 bits do not exist; choose 2 or 3 or 4 bits"),
         ({"k_code": "nvfp4", "k_channel_group": 16}, "k_channel_group=16 goes with min_max and symmetric keys only"),
-        ({"v_bits": 5}, "v_bits=5 is not one of"),
+        ({"v_bits": 5}, "min_max codes of 5 bits do not exist; choose 1 or 2 or 3 or 4 or 8 bits"),
         ({"k_bits": 32}, r"k_bits=32 does not match dtype=torch.float16, which has 16 bits"),
         ({"v_bits": 16, "dtype": torch.float32}, r"v_bits=16 does not match dtype=torch.float32"),
         ({"head_dim": 60, "k_bits": 1}, "head_dim=60 x k_bits=1 is not a whole number of bytes"),

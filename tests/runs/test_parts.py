@@ -18,7 +18,7 @@ from kvbench.runs.parts import GROUP, Loaders, make_policy
         ({"_target_": "kvbench.methods.nothing.X"}, "method._target_=kvbench.methods.nothing.X is no policy class"),
         ({"_target_": "kvbench.config.files.describe"}, "is no policy class"),
         ({"teir": "k8v8"}, "there is no setting method.teir. Did you mean method.tier?"),
-        ({"tier": "k5v3"}, "k_bits=5 must be 1, 2"),
+        ({"tier": "k5v3"}, "tier=k5v3 is not a tier: k_bits=5 are codes of q5_0 and q5_1 alone"),
     ],
 )
 def test_policy_errors(changes, message):

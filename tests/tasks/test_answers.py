@@ -271,9 +271,9 @@ def test_answer_statistics() -> None:
         record("b", 0, 0.0, finish="length", token_ids=[1] * 6) | {"scores": {"correct": 0.0, "parsed": 0.0}},
         record("c", 0, 0.0, status="nan"),
     ]
-    expected = {"num_answers": 2, "mean_tokens": 4, "cut_share": 0.5, "num_unparsed": 1}
+    expected = {"num_answers": 2, "mean_tokens": 4, "cut_share": 0.5, "loop_share": 0.0, "num_unparsed": 1}
     expected |= {"num_fallback": 0, "num_out_of_time": 0}
     flagged = [rows[0] | {"flags": ["fallback", "out_of_time"]}, *rows[1:]]
     assert answer_statistics(flagged) == expected | {"num_fallback": 1, "num_out_of_time": 1}
     assert answer_statistics(rows) == expected
-    assert answer_statistics([]) == {"num_answers": 0, "mean_tokens": None, "cut_share": None}
+    assert answer_statistics([]) == dict.fromkeys(("mean_tokens", "cut_share", "loop_share")) | {"num_answers": 0}
