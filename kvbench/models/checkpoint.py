@@ -57,13 +57,14 @@ def read_weights(
         more["device_map"] = _module_map(folder, how.devices)
     if how.quantisation is not None:
         more["quantization_config"] = quantised.config_of(how.quantisation)
-    reader = cast(Any, _auto_class(transformers.AutoConfig.from_pretrained(folder, gguf_file=gguf_file, **SAFELY)))
+    config = transformers.AutoConfig.from_pretrained(folder, gguf_file=gguf_file, **SAFELY)
+    reader = cast(Any, _auto_class(config))
     with _without_load_report():
         return reader.from_pretrained(
             folder,
             gguf_file=gguf_file,
             dtype=how.dtype,
-            attn_implementation="sdpa",
+            attn_implementation=own_attention(config),
             weights_only=True,
             ignore_mismatched_sizes=True,  # check_complete refuses them by name
             output_loading_info=True,
@@ -81,6 +82,16 @@ def _auto_class(config: "PretrainedConfig") -> Any:
         and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     )
     return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+
+
+def own_attention(config: "PretrainedConfig") -> str:
+    """The attention of transformers that a model is loaded with: `sdpa`, or `eager` where its class has no other. It is
+    always named, since a config.json may name another one, which may be code from the hub."""
+    import transformers
+
+    mappings = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    kind = next((mapping[type(config)] for mapping in mappings if type(config) in mapping), None)
+    return "sdpa" if getattr(kind, "_supports_sdpa", True) else "eager"
 
 
 def _module_map(folder: Path, devices: Devices) -> dict[str, torch.device]:

@@ -28,7 +28,8 @@ class LoadedModel:
     """A model that is ready to run, with what the rest of the harness needs to know about it.
 
     Args:
-        model: A causal language model of transformers, in eval mode, without gradients, with the `sdpa` attention.
+        model: A causal language model of transformers, in eval mode, without gradients, with the attention that
+            transformers chooses (`sdpa`, or `eager` where a class has no other).
         tokenizer: Its tokenizer; one token per byte for random weights.
         name: Short name for tables and result folders, free of path separators.
         fingerprint: 64 hex digits over the source of the weights, the configuration and the tokenizer; dtype and device

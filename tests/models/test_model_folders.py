@@ -39,6 +39,18 @@ def edit_weights(folder, edit):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def test_a_class_without_fused_attention_is_loaded_with_its_own(tmp_path):
+    """gpt-oss has sinks and refuses `sdpa`; what a config.json names is not looked at."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 257}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2, "num_experts_per_tok": 1}
+    config = transformers.GptOssConfig(**sizes, **heads)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    edit_config(tmp_path, attn_implementation="somebody/kernel", _attn_implementation="somebody/kernel")
+    found, complete = read_weights(tmp_path, How(torch.float32, Devices((torch.device("cpu"),))))
+    check_complete(complete, str(tmp_path))
+    assert found.config._attn_implementation == "eager"
+
+
 def test_a_gpu_gets_the_weights_without_a_stop_in_main_memory(folder, monkeypatch):
     """On a device of its own memory, transformers is asked to put every tensor there; the meta device stands for it,
     on which a weight that was read elsewhere could not end. In main memory nothing is asked for."""
