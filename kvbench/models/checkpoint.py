@@ -44,11 +44,10 @@ def read_weights(
         The model, on its devices or in main memory, and what `check_complete` takes. Until it was checked, tensors may
         be random.
     """
-    import transformers
 
     more: dict[str, Any] = {"device_map": None}
     if how.processes > 1:
-        config = transformers.AutoConfig.from_pretrained(folder, **SAFELY).get_text_config()
+        config = config_of(folder).get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         if reason := too_few_heads(folder.name, heads, how.processes):
             raise UnsupportedModel(reason)
@@ -57,14 +56,14 @@ def read_weights(
         more["device_map"] = _module_map(folder, how.devices)
     if how.quantisation is not None:
         more["quantization_config"] = quantised.config_of(how.quantisation)
-    config = transformers.AutoConfig.from_pretrained(folder, gguf_file=gguf_file, **SAFELY)
+    config = config_of(folder, gguf_file)
     reader = cast(Any, _auto_class(config))
     with _without_load_report():
         return reader.from_pretrained(
             folder,
+            config=config,
             gguf_file=gguf_file,
             dtype=how.dtype,
-            attn_implementation=own_attention(config),
             weights_only=True,
             ignore_mismatched_sizes=True,  # check_complete refuses them by name
             output_loading_info=True,
@@ -84,9 +83,18 @@ def _auto_class(config: "PretrainedConfig") -> Any:
     return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
 
 
+def config_of(folder: Path, gguf_file: str | None = None) -> "PretrainedConfig":
+    """Read a model's configuration. Its attention is transformers' own, whatever a config.json names: that can be code
+    from the hub, and transformers lets it win over an argument."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder, gguf_file=gguf_file, **SAFELY)
+    config._attn_implementation = own_attention(config)
+    return config
+
+
 def own_attention(config: "PretrainedConfig") -> str:
-    """The attention of transformers that a model is loaded with: `sdpa`, or `eager` where its class has no other. It is
-    always named, since a config.json may name another one, which may be code from the hub."""
+    """The attention of transformers that a model is loaded with: `sdpa`, or `eager` where its class has no other."""
     import transformers
 
     mappings = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -95,11 +103,10 @@ def own_attention(config: "PretrainedConfig") -> str:
 
 
 def _module_map(folder: Path, devices: Devices) -> dict[str, torch.device]:
-    import transformers
 
     if len(devices.all) == 1:
         return {"": devices.first}
-    config = transformers.AutoConfig.from_pretrained(folder, **SAFELY)
+    config = config_of(folder)
     with torch.device("meta"):
         outline = _auto_class(config).from_config(config)
     return devices.module_map(outline) or {"": devices.first}

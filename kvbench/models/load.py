@@ -12,7 +12,7 @@ import torch
 from kvbench.config.settings import as_dict
 from kvbench.errors import MissingWeightsError, UnsupportedModel, check_name, check_whole, unknown_name
 from kvbench.models import cache, conversions, embedded, fetched, files, gguf, matrices, quantised, random_weights
-from kvbench.models.checkpoint import SAFELY, How, check_complete, is_fault, read_weights
+from kvbench.models.checkpoint import SAFELY, How, check_complete, config_of, is_fault, read_weights
 from kvbench.models.devices import read_devices
 from kvbench.models.processes import read_processes, started, tell
 
@@ -232,7 +232,6 @@ _LOADERS: dict[str, tuple[_Loader, set[str]]] = {
 def load_outline(cfg: Mapping[str, Any]) -> LoadedModel:
     """As `load_model`, without weights, for what only makes prompts; no answer can be had from it, and the fingerprint
     is empty. The model of a GGUF file that cannot be converted is loaded whole."""
-    import transformers
 
     settings = as_dict(cfg)
     if settings.get("kind") == "random":
@@ -241,7 +240,7 @@ def load_outline(cfg: Mapping[str, Any]) -> LoadedModel:
         folder, read_tokenizer = found
         files.check_config(folder)
         with conversions.quiet_transformers():
-            config = transformers.AutoConfig.from_pretrained(folder, **SAFELY)
+            config = config_of(folder)
             tokenizer = read_tokenizer(folder)
     else:
         return load_model(cfg)

@@ -39,13 +39,19 @@ def edit_weights(folder, edit):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal"])
+def test_the_attention_that_a_folder_names_is_not_taken(folder, key):
+    """It may be code from the hub: what is taken is torch's."""
+    edit_config(folder, **{key: "somebody/kernel"})
+    assert load(folder).model.config._attn_implementation == "sdpa"
+
+
 def test_a_class_without_fused_attention_is_loaded_with_its_own(tmp_path):
-    """gpt-oss has sinks and refuses `sdpa`; what a config.json names is not looked at."""
+    """gpt-oss has sinks and refuses `sdpa`."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 257}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2, "num_experts_per_tok": 1}
     config = transformers.GptOssConfig(**sizes, **heads)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    edit_config(tmp_path, attn_implementation="somebody/kernel", _attn_implementation="somebody/kernel")
     found, complete = read_weights(tmp_path, How(torch.float32, Devices((torch.device("cpu"),))))
     check_complete(complete, str(tmp_path))
     assert found.config._attn_implementation == "eager"
