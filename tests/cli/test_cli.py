@@ -69,6 +69,13 @@ def test_sweep_sets_a_key_that_the_default_method_lacks(fakes, capsys):
     assert record.identity["method"]["budget"] == 9
 
 
+def test_a_sweep_takes_null_beside_groups(fakes, capsys):
+    """Hydra's choice() does not: `null` beside a swept group ended with words that nobody had typed."""
+    words = ["-m", "method=snapkv", "task=choice(longbench)", "task.data_dir=null", "reference=none"]
+    assert cli.main(words) == 0, capsys.readouterr().err
+    assert len(list((fakes / "results").rglob("run.json"))) == 1
+
+
 def test_sweep_goes_on_after_a_bad_job(fakes, capsys):
     """One setting out of range does not keep the others from running; the exit code tells."""
     assert cli.main(["-m", "method=snapkv", "method.ratio=0.5,1.5,0.25", "reference=none"]) == 2
