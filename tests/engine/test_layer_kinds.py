@@ -1,15 +1,19 @@
 """Models whose layers are not all alike: windows, chunks, and full layers on which the methods act."""
 
 import dataclasses
+import os
 from math import ceil
 
 import pytest
 import torch
 import transformers
 from engine_helpers import NATIVE_METHODS, answers, engine, own_greedy, own_steps, random_tokens, request
+from omegaconf import OmegaConf
+from places import CONF, ROOT
 
 import kvbench
 from kvbench.cache.layout import StoreOptions
+from kvbench.config.settings import read_config, read_settings
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.runner import Runner
 from kvbench.errors import UnsupportedModel
@@ -18,6 +22,8 @@ from kvbench.methods.h2o import H2O
 from kvbench.methods.kv_compress import KVCompress
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
+from kvbench.models.fetched import Source
+from kvbench.models.load import load_model
 
 SMALL = {
     "vocab_size": 320,
@@ -136,6 +142,24 @@ def test_lossless_settings_give_the_models_own_tokens(small, kind, rows, policy)
     assert difference(found, wanted) < TOLERANCE[policy.tier]
     if policy.tier == "native":
         assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+def test_gemma_3_goes_on_as_with_its_own_cache():
+    """A real model with windows of 512: 200 greedy tokens behind a prompt of 2,000, in 16 bits."""
+    settings = OmegaConf.to_container(read_config(CONF / "model" / "gemma-3-270m.yaml"))
+    settings |= {"kind": "gguf", "path": os.environ.get("KVBENCH_TEST_GEMMA"), "device": "cpu", "dtype": "float32"}
+    if not settings["path"] and not read_settings(Source, settings["fetch"], "").place.exists():
+        pytest.skip("gemma-3-270m is not in the cache (`python -m kvbench model=gemma-3-270m` fetches it)")
+    loaded = load_model({key: value for key, value in settings.items() if key != "defaults"})
+    text = "".join((ROOT / "docs" / name).read_text() for name in ("measures.md", "usage.md"))
+    prompt = loaded.tokenizer.encode(text)[:2000]
+    tokens = torch.tensor([[*prompt, *own_greedy(loaded, [prompt], 200)[0]]])
+    found, runner, (row,) = runner_logits(loaded, Full(), tokens, 2000)
+    assert found[0, :-1].argmax(-1).tolist() == tokens[0, 2000:].tolist()
+    ledger, _ = runner.report(row)
+    assert 0.5 < ledger["window_bytes"] / ledger["resident_bytes"] < 0.6  # 15 windows of 512, 3 times 2,200
 
 
 @pytest.mark.parametrize("name", sorted(NATIVE_METHODS))
