@@ -112,7 +112,7 @@ def try_family(kind: str) -> Verdict:
     """Reads a prompt and decodes behind it with the full cache, and without any."""
     model = tiny_model(kind)
     if isinstance(model, str):
-        return Verdict("", reason=f"not tried: {model}")
+        return Verdict("", reason=f"not tried: {model}".rstrip())
     ids = torch.randint(3, 90, (1, PROMPT + ANSWER), generator=torch.Generator().manual_seed(1))
     layers = layers_of(model)
     try:

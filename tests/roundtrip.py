@@ -103,6 +103,7 @@ NOTHING = (
     *("nothing to compare", "nothing to rank", "nothing can be shown", "nothing can be drawn", "no table can be made"),
     *("no finished sample", "fits against=full"),
     *("says what was measured of every token", "has depths and lengths", "takes runs of task=ruler alone"),
+    "tables and buffers may take",  # a budget in bytes that is too small for the length that `bytes` is asked about
 )
 
 

@@ -112,6 +112,8 @@ def drawing_of(group: Group, width: int | None = None) -> Drawing | None:
     # itself read in one pass, whichever is more.
     reference = group.reference
     band = dict.fromkeys(sorted({first for own in bins.values() for first in own}), NATS_TOLERANCE)
+    if not band:  # answers of one token, which the prompt predicts
+        return None
     for first, values in bins.get(reference.name, {}).items() if reference else ():
         high = values[KL].high
         band[first] = max(NATS_TOLERANCE, high if high is not None else values[KL].value or 0.0)

@@ -343,6 +343,13 @@ def plan(
             "reference=auto, or fidelity.max_tokens=0"
         )
     experiment = prepare(config, method, parts)
+    forces = config.fidelity.max_tokens != 0 and config.fidelity.on != OWN
+    if not forces and any(not (one.max_new_tokens or one.choices) for one in experiment.task.requests):
+        given = f"fidelity.on={OWN}" if config.fidelity.on == OWN else "fidelity.max_tokens=0"
+        raise ValueError(
+            f"task={experiment.task.name} asks for no answer, and {given} leaves nothing to force either; set "
+            "fidelity.on=gold fidelity.max_tokens=null"
+        )
     for what, rows in (("set aside", experiment.task.quarantined), ("counted again", experiment.task.copies)):
         for row in rows[:5]:
             say(f"{what}: {row['file']}:{row['line']}: {row['reason']}")

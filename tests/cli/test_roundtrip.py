@@ -16,6 +16,30 @@ def test_what_is_written_is_read(seed, tmp_path):
     assert not roundtrip.trip(seed, tmp_path).faults
 
 
+@pytest.mark.parametrize("given", ["fidelity.max_tokens=0", "fidelity.on=own"])
+def test_a_text_that_is_not_forced_is_refused_first(given, tmp_path):
+    """It was refused sample by sample, once the full cache had run."""
+    words = ("model=random", "model.preset=tiny", "task=stream", "task.tokens=3", "task.items=1")
+    code, said = roundtrip.give(*words, f"results_dir={tmp_path}", given)
+    assert code == 2 and f"task=stream asks for no answer, and {given} leaves nothing to force either" in said
+    assert not list(tmp_path.rglob("samples.jsonl"))
+
+
+def test_answers_of_one_token_have_no_curve(tmp_path):
+    """The prompt predicts it, so that nothing was measured along the answer."""
+    words = (
+        "model=random",
+        "model.preset=tiny",
+        "task=stream",
+        "task.tokens=3",
+        "task.items=1",
+        "fidelity.max_tokens=1",
+    )
+    assert roundtrip.give(*words, f"results_dir={tmp_path}")[0] == 0
+    code, said = roundtrip.give("drift", f"results_dir={tmp_path}")
+    assert code == 2 and any(text in said for text in roundtrip.NOTHING), said
+
+
 def test_a_record_that_nobody_reads_is_not_written(tmp_path):
     """`limit=first:2` was once written as text where readers took numbers alone; such a record stops its run."""
     record = RunRecord(task="t", model="m", method="full", identity={"task": {"limit": "first:2"}})

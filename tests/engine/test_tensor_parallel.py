@@ -62,5 +62,8 @@ def test_two_processes_answer_as_one(folder, tmp_path):
         for key, outcome in wanted[name].items():
             other = found[name][key]
             measured, expected = other.pop("fidelity") or {}, outcome.pop("fidelity") or {}
+            gone = {key for key, value in expected.items() if value is None}  # a tail of too few tokens
+            assert gone == {key for key, value in measured.items() if value is None}
+            measured, expected = ({key: x[key] for key in x if key not in gone} for x in (measured, expected))
             assert measured == pytest.approx(expected, rel=1e-3, abs=1e-5), name
             assert other == outcome, (name, key)

@@ -121,6 +121,7 @@ def test_a_projection_is_near_what_a_run_holds_where_data_decide(method, length)
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("method", sorted(name for name in METHODS if not open_settings(name)))
+@pytest.mark.timeout(1500)
 def test_a_projection_is_what_the_embedded_model_holds(method, embedded_model):
     """The same on SmolLM2-135M, whose 90 lists leave slack little room: to the byte at any length, and where data
     decide within 1 % once last pages, of which many lists can have equally full ones, are a small part."""
