@@ -10,6 +10,7 @@ import transformers
 from engine_helpers import NATIVE_METHODS, answers, engine, own_greedy, own_steps, random_tokens, request
 from omegaconf import OmegaConf
 from places import CONF, ROOT
+from selection import in_turn
 
 import kvbench
 from kvbench.cache.layout import StoreOptions
@@ -130,11 +131,10 @@ def difference(found, wanted):
     return float((found - wanted).abs().max() / wanted.std())
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
-@pytest.mark.parametrize(("rows", "policy"), [(1, Full(tier="fp16")), (3, Full(tier="native"))])
-def test_lossless_settings_give_the_models_own_tokens(small, kind, rows, policy):
+@pytest.mark.parametrize(("kind", "how"), in_turn(sorted(KINDS), [(3, "native"), (1, "fp16")]))
+def test_lossless_settings_give_the_models_own_tokens(small, kind, how):
     """Over 64 steps behind a prompt that no window holds, alone and three at a time."""
-    loaded = small(kind)
+    loaded, rows, policy = small(kind), how[0], Full(tier=how[1])
     prompts = prompts_of(rows)
     tokens = torch.tensor([[*a, *b] for a, b in zip(prompts, own_greedy(loaded, prompts, 64), strict=True)])
     wanted = own_steps(loaded, tokens, PROMPT)
