@@ -38,7 +38,7 @@ SMALL = {
 ABSENT = (
     *("could not be fetched", "is not installed", "No module named", "there is no GPU", "offline", "is no file"),
     *("no data", "pip install", "there is no file", "nothing is stored", "does not exist", "cannot be fetched"),
-    *("was calibrated on the model", "layers, but the model has 2", "is not a file"),
+    *("No value of", "was calibrated on the model", "layers, but the model has 2", "is not a file"),
 )
 
 
