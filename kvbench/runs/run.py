@@ -343,9 +343,9 @@ def plan(
             "reference=auto, or fidelity.max_tokens=0"
         )
     experiment = prepare(config, method, parts)
-    forces = config.fidelity.max_tokens != 0 and config.fidelity.on != OWN
-    if not forces and any(not (one.max_new_tokens or one.choices) for one in experiment.task.requests):
-        given = f"fidelity.on={OWN}" if config.fidelity.on == OWN else "fidelity.max_tokens=0"
+    asks_nothing = any(not (one.max_new_tokens or one.choices) for one in experiment.task.requests)
+    if asks_nothing and (config.forces_own or config.fidelity.max_tokens == 0):
+        given = f"fidelity.on={OWN}" if config.forces_own else "fidelity.max_tokens=0"
         raise ValueError(
             f"task={experiment.task.name} asks for no answer, and {given} leaves nothing to force either; set "
             "fidelity.on=gold fidelity.max_tokens=null"

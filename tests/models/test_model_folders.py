@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from kvbench.errors import MissingWeightsError
 from kvbench.models import files as model_files
-from kvbench.models.checkpoint import How, check_complete, read_weights
+from kvbench.models.checkpoint import How, check_complete, config_of, read_weights
 from kvbench.models.devices import Devices
 from kvbench.models.load import load_model
 
@@ -44,6 +44,14 @@ def test_the_attention_that_a_folder_names_is_not_taken(folder, key):
     """It may be code from the hub: what is taken is torch's."""
     edit_config(folder, **{key: "somebody/kernel"})
     assert load(folder).model.config._attn_implementation == "sdpa"
+
+
+def test_nor_is_that_of_a_part_of_a_model(tmp_path):
+    """A model that can also be shown pictures has a configuration for each of its parts."""
+    transformers.AutoConfig.for_model("qwen3_vl").save_pretrained(tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    edit_config(tmp_path, text_config=text | {"_attn_implementation": "somebody/kernel"})
+    assert config_of(tmp_path).text_config._attn_implementation == "sdpa"
 
 
 def test_a_class_without_fused_attention_is_loaded_with_its_own(tmp_path):
