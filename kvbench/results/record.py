@@ -277,6 +277,8 @@ class RunRecord:
         try:
             content = read_json(read_regular(path, MAX_BYTES))
         except FileNotFoundError:
+            if path.is_symlink():
+                raise ValueError(f"{path} is a link that leads nowhere; remove it") from None
             return None
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error.strerror}; use another results_dir") from error

@@ -128,7 +128,7 @@ class Sweep:
     def jobs(self) -> dict[int, JobRecord]:
         """The jobs that were begun, by number; a file that cannot be read counts as not begun."""
         found = {}
-        for path in sorted(self.folder.glob("*/job.json")):
+        for path in sorted(self.folder.glob("*/job[.]json")):
             try:
                 record = _load(path, JobRecord)
             except (ValueError, OSError):
@@ -166,7 +166,7 @@ class Sweep:
 
 def sweeps(results_dir: Path) -> list[Sweep]:
     """Every sweep of a results folder, the oldest first."""
-    return [Sweep(path.parent) for path in sorted((results_dir / FOLDER).glob("*/sweep.json"))]
+    return [Sweep(path.parent) for path in sorted((results_dir / FOLDER).glob("*/sweep[.]json"))]
 
 
 def _here() -> dict[str, Any]:

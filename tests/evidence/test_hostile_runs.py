@@ -62,6 +62,16 @@ def read_all(root, capsys, *, pictures=True):
     return shown
 
 
+@pytest.mark.parametrize("target", ["run.json", "gone/away"], ids=["loop", "nowhere"])
+def test_a_record_that_is_a_link_to_nothing_is_named(root, capsys, target):
+    """A link that leads in a circle or nowhere stands where a record should: the run is left out by its name."""
+    folder = store(root, "odd", SCORES)
+    (folder / "run.json").unlink()
+    (folder / "run.json").symlink_to(target)
+    name = folder.relative_to(root).as_posix()
+    assert f"{name} is left out: " in " ".join(read_all(root, capsys, pictures=False)["compare"].split())
+
+
 def test_every_field_of_a_record_may_be_damaged(root, capsys):
     """Whatever stands in the place of a field of `run.json`, the others are compared."""
     folder = store(root, "odd", SCORES, settings={"budget": 0.25})
