@@ -33,6 +33,7 @@ types: ## check the types
 
 docs: ## write the documents that are generated from the code
 	$(PYTHON) -m kvbench.cli.method_table > docs/methods.md
+	$(PYTHON) -m kvbench.cli.paper_table > docs/papers.md
 	PYTHONPATH=$(CURDIR) $(PYTHON) tests/decoders.py > docs/models.md
 
 site: ## build the documents as a site with search and the Python reference, into build/site

@@ -25,7 +25,7 @@ from kvbench.config.settings import read_config
 from kvbench.runs.parts import make_policy
 from kvbench.runs.verdict import complaint
 
-SUITE = read_config(listing.path_of("command", "suite"))
+WITH_RUNS = ("suite", "paper")  # commands whose words go to their runs, but for their own settings
 EXPERIMENTS = sorted(listing.options("experiment"))
 DOCUMENTS = [
     "README.md",
@@ -113,7 +113,7 @@ def test_what_a_document_names_exists(name):
     assert not missing, f"{name} names {missing}"
 
 
-@pytest.mark.parametrize("name", [name for name in DOCUMENTS if name != "docs/methods.md"])  # that one is generated
+@pytest.mark.parametrize("name", sorted({*DOCUMENTS} - {"docs/methods.md", "docs/papers.md"}))  # those are generated
 def test_documents_fit_a_terminal(name):
     """No line of prose is longer than 120 characters; tables and code blocks may be."""
     long = [number for number, line in lines_of(name, code=False) if len(line) > 120 and not line.startswith("|")]
@@ -132,8 +132,9 @@ def test_commands_of_a_document_compose(name):
         command, words = split_command(words)
         if command in ("list", "help", "lm_eval", "engine"):  # what they take is no setting
             continue
-        if command == "suite":
-            words = [word for word in words if word.partition("=")[0] in SUITE or "=" not in word]
+        if command in WITH_RUNS:
+            own = read_config(listing.path_of("command", command))
+            words = [word for word in words if word.partition("=")[0] in own or "=" not in word]
         # Of a sweep's values, the last: `full` comes first, and lacks the settings that go to those that have them.
         settings = [
             re.sub(r"=.*,", "=", word) if not re.search(r"[{[]", word) else word

@@ -120,7 +120,7 @@ def measure_gates(
 
 
 @dataclass(frozen=True)
-class _Looks(Statistic):
+class Looks(Statistic):
     """Sees every layer's tensors of a prompt as they were before the rotary embedding, and scores nothing."""
 
     found: dict[int, list[tuple[Tensor, ...]]] = field(default_factory=dict, compare=False)
@@ -136,7 +136,7 @@ class _Looks(Statistic):
 
 
 @dataclass(frozen=True)
-class _Queries(_Looks):
+class _Queries(Looks):
     """Sums of queries and of the lengths of their pairs of channels."""
 
     def look(self, seen: LayerTensors) -> tuple[Tensor, ...]:
@@ -146,7 +146,7 @@ class _Queries(_Looks):
 
 
 @dataclass(frozen=True)
-class _KeysAndValues(_Looks):
+class _KeysAndValues(Looks):
     """Keys and values behind the first `sinks` tokens."""
 
     sinks: int = 0
@@ -157,7 +157,7 @@ class _KeysAndValues(_Looks):
         return keys, seen.v[:, self.sinks :].float().cpu()
 
 
-def _look(loaded: "LoadedModel", score: ScoreSpec, prompts: list[list[int]], advance: Advance) -> None:
+def look_at(loaded: "LoadedModel", score: ScoreSpec, prompts: list[list[int]], advance: Advance) -> None:
     """Reads prompts under the full cache with a statistic that looks; the model gets its own attention back."""
     policy, before = Policy(), loaded.model.config.get_text_config()._attn_implementation
     policy.score = score
@@ -184,7 +184,7 @@ def measure_centres(loaded: "LoadedModel", requests: "Sequence[Request]", advanc
     Differs: all prompts of a task count, each token alike, where the original reads one long text.
     """
     looks, prompts = _Queries(), [list(request.prompt) for request in requests]
-    _look(loaded, ScoreSpec(statistic=looks, prefill_queries=ALL_QUERIES), prompts, advance)
+    look_at(loaded, ScoreSpec(statistic=looks, prefill_queries=ALL_QUERIES), prompts, advance)
     sums = [sum((own for (own,) in parts), torch.zeros(())) for _, parts in sorted(looks.found.items())]
     return torch.stack(sums) / sum(map(len, prompts))
 
@@ -210,7 +210,7 @@ def measure_books(
     looks, prompts = _KeysAndValues(sinks=sinks), [list(request.prompt) for request in requests]
     if max(map(len, prompts)) <= sinks:
         raise ValueError(f"books.sinks={sinks} leaves no token of any prompt; give less, or a longer task.length")
-    _look(loaded, ScoreSpec(statistic=looks), prompts, advance)
+    look_at(loaded, ScoreSpec(statistic=looks), prompts, advance)
     rows = []
     for layer in sorted(looks.found):
         keys, values = (torch.cat(parts, 1) for parts in zip(*looks.found.pop(layer), strict=True))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 KEEPING = {
     "run": "sample",
     "suite": "sample",
+    "paper": "sample",
     "calibrate": "sample",
     "bench": "cell",
 }  # what stays of a command that is stopped
@@ -114,6 +115,10 @@ def _command(arguments: list[str]) -> int:
         from kvbench.cli import suite
 
         return suite.main(rest, run_command)
+    if command == "paper":
+        from kvbench.cli import paper
+
+        return paper.main(rest, run_command)
     if command in files.command_files():
         from kvbench.cli import commands
 

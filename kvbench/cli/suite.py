@@ -82,16 +82,21 @@ def run(suite: Suite, cfg: DictConfig, others: Sequence[str], arguments: list[st
 
 def jobs(suite: Suite, cfg: DictConfig, others: Sequence[str]) -> list[list[str]]:
     """The words of each job; of a word that is there twice the last counts, so the user's own."""
+    return [words for _, words in by_method(suite, cfg, others)]
+
+
+def by_method(suite: Suite, cfg: DictConfig, others: Sequence[str]) -> list[tuple[list[str], list[str]]]:
+    """The words of each job, behind those of its line of methods."""
     every, mine = shlex.split(suite.every), [word for word in others if not word.startswith("hydra")]
     found = []
     for task in _tasks(suite, cfg):
         for method in _methods(suite, cfg):
             words = [*every, *task, *method, *mine, f"results_dir={cfg.results_dir}"]
-            found += sweeping.combinations(words)
+            found += [(method, job) for job in sweeping.combinations(words)]
     return found
 
 
-def _choice(words: Sequence[str], group: str) -> str:
+def choice(words: Sequence[str], group: str) -> str:
     """The name that a line gives a group."""
     for word in words:
         if word.startswith(f"{group}="):
@@ -103,7 +108,7 @@ def _tasks(suite: Suite, cfg: DictConfig) -> list[list[str]]:
     """The lines of tasks that are wanted, with what the user says of data and of code for those that take it."""
     lines = [shlex.split(line) for line in suite.tasks]
     wanted = patterns(cfg.tasks)
-    names = [_choice(line, "task") for line in lines]
+    names = [choice(line, "task") for line in lines]
     for one in wanted or ():
         if not any(fnmatch.fnmatchcase(name, one) for name in names):
             raise unknown_name("tasks", one, names)
@@ -114,7 +119,7 @@ def _tasks(suite: Suite, cfg: DictConfig) -> list[list[str]]:
         takes = read_config(files.path_of("task", check_name("task", name, files.options("task"))))
         if AGREED in takes and not cfg[AGREED]:
             raise ValueError(
-                f"suite={cfg.suite} asks {name}, which runs code that the model wrote; add {AGREED}=true if you agree "
+                f"the protocol asks {name}, which runs code that the model wrote; add {AGREED}=true if you agree "
                 "that it runs on this machine, in the sandbox, or choose others with tasks="
             )
         line += [f"task.{AGREED}=true"] if AGREED in takes else []
@@ -135,7 +140,7 @@ def _methods(suite: Suite, cfg: DictConfig) -> list[list[str]]:
         if "=" in one:
             found += sweeping.combinations(shlex.split(one))
             continue
-        fits = [words for words in known if fnmatch.fnmatchcase(_choice(words, "method"), one)]
+        fits = [words for words in known if fnmatch.fnmatchcase(choice(words, "method"), one)]
         found += fits or [[f"method={check_name('methods', one, files.options('method'))}"]]
     return [words for place, words in enumerate(found) if words not in found[:place]]
 

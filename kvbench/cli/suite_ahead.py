@@ -1,23 +1,31 @@
 """What a suite says before it starts: samples, time, memory and disk."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvbench.show.progress import format_bytes, format_seconds, note
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from kvbench.cli.jobs import Jobs
     from kvbench.runs.ahead import Ahead
+    from kvbench.runs.parts import Loaders
 
 
 def announce(jobs: "Jobs") -> None:
     """Say what is ahead of the jobs that wait, task by task and in all."""
+    say([(job.cfg, job.method) for job in jobs.waiting], jobs.loaders)
+
+
+def say(asked: "Sequence[tuple[DictConfig, str]]", loaders: "Loaders") -> None:
+    """Say what is ahead of some runs, each by its configuration and the name of its method."""
     from kvbench.runs import together
     from kvbench.runs.ahead import look_ahead
 
     found = []
-    for numbers in together.groups([job.cfg for job in jobs.waiting]):
-        asked = [(jobs.waiting[number].cfg, jobs.waiting[number].method) for number in numbers]
-        if ahead := look_ahead(asked, jobs.loaders):
+    for numbers in together.groups([cfg for cfg, _ in asked]):
+        if ahead := look_ahead([asked[number] for number in numbers], loaders):
             found.append(ahead)
             note(line(ahead))
     for text in total(found):

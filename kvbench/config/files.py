@@ -14,7 +14,8 @@ GROUPS = {
     "backend": "which kernels",
     "experiment": "several settings at once",
 }
-SUITES = {"suite": "a protocol of several tasks and methods"}  # beside the groups, of which a run takes one choice each
+# Beside the groups, of which a run takes one choice each.
+SUITES = {"suite": "a protocol of several tasks and methods", "paper": "a paper's tables and figures by number"}
 # Settings that all methods have which rank a prompt's tokens, and some others, and that no YAML has to list (a test
 # compares them with the classes in kvbench/policy/, whose import takes seconds).
 BY_LAYER = ("tiers_by_layer", "protect_layers", "protect_tier")  # of methods with one precision

@@ -26,6 +26,7 @@ SMALL = {
     "run": ONE,
     "rerun": (),
     "suite": SUITE,
+    "paper": ("plan=true",),
     "bench": BENCH,
     "calibrate": (
         *(*TINY, LENGTH, "calibrate.layers.points=2", "calibrate.margin.nll=9"),

@@ -1,0 +1,296 @@
+"""The pictures of `kvbench attention`: each is made from what was seen of some prompts, layer by layer, and has its
+numbers as records for a CSV and one sentence for the terminal."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvbench.show.csv_file import Cell, csv_row
+from kvbench.show.picture import BLUE, GREY, VERMILION
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+HEAVY = 0.2  # share of the tokens that count as heavy hitters
+MAPS = 4  # layers whose maps are drawn
+SHADES = "cividis"  # even in brightness
+LEAST = 1e-8  # of a score that is drawn on a scale of powers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """One layer of one prompt.
+
+    Args:
+        received: fp32 [query heads, tokens] mean attention from the queries that see the token.
+        windows: fp32 [windows, query heads, tokens / windows] sums over each part of the queries, of the first tokens.
+        critical: fp32 [query heads] share of the tokens that have most of a late query's attention.
+        keys, values: fp32 [KV heads, tokens, head dim].
+        variance: Over tokens, of the attention accumulated over all queries, as the mean over KV heads.
+        mapped: fp32 [tokens, tokens] attention of query by key, the mean over query heads; None unless asked for.
+    """
+
+    received: Tensor
+    windows: Tensor
+    critical: Tensor
+    keys: Tensor
+    values: Tensor
+    variance: float
+    mapped: Tensor | None
+
+
+Prompts = Sequence[Sequence[Seen]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """A picture before it is drawn: what draws its panels, its numbers, and a sentence."""
+
+    panels: Callable[["Sequence[Axes]"], None]
+    size: tuple[float, float]
+    """Inches."""
+    columns: int
+    records: list[dict[str, Cell]]
+    said: str
+
+    def draw(self, title: str) -> "Figure":
+        """The figure under a title."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=self.size, layout="constrained")
+        figure.suptitle(title, fontsize=7)
+        self.panels(list(figure.subplots(1, self.columns, squeeze=False)[0]))
+        return figure
+
+
+def _plain_powers(axes: "Axes") -> None:
+    """A scale of powers whose numbers are no formulas, which pictures do not read."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(numticks=8))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _orders(values: Tensor) -> float:
+    """Powers of ten between the 1st and the 99th percentile."""
+    low, high = np.quantile(values.clamp(min=LEAST).flatten().numpy(), (0.01, 0.99))
+    return float(np.log10(high / low))
+
+
+def spread(prompts: Prompts, share: float) -> Made:
+    """Scores and value norms over their ranks, and how many powers of ten they span in each layer."""
+    layers = list(zip(*prompts, strict=True))
+    kinds = {
+        "attention score": [torch.cat([one.received.flatten() for one in layer]) for layer in layers],
+        "value norm": [torch.cat([one.values.norm(dim=-1).flatten() for one in layer]) for layer in layers],
+    }
+    orders = {name: [_orders(values) for values in found] for name, found in kinds.items()}
+    records = [
+        csv_row(quantity=name, layer=layer, orders=orders[name][layer], median=float(values.median()))
+        for name, found in kinds.items()
+        for layer, values in enumerate(found)
+    ]
+
+    def panels(axes: "Sequence[Axes]") -> None:
+        ranks = np.linspace(0, 1, 200)
+        for (name, found), colour in zip(kinds.items(), (VERMILION, BLUE), strict=True):
+            curves = [np.quantile((v / v.median()).clamp(min=LEAST).numpy(), ranks) for v in found]
+            for place, curve in enumerate(curves):
+                axes[0].plot(ranks, curve, color=colour, lw=0.5, alpha=0.4, label="" if place else name)
+            axes[1].plot(orders[name], color=colour, marker="o", ms=2, lw=1, label=name)
+        _plain_powers(axes[0])
+        axes[0].set(xlabel="rank, as a share of the tokens", ylabel="relative to the layer's median")
+        axes[1].set(xlabel="layer", ylabel="powers of ten from 1 % to 99 %", ylim=(0, None))
+        axes[0].set_title("a line for each layer")
+        for one in axes:
+            one.legend(frameon=False)
+
+    score, norm = (fmean(orders[name]) for name in kinds)
+    said = f"scores span {score:.1f} powers of ten from 1 % to 99 % (mean over layers), value norms {norm:.1f}"
+    return Made(panels=panels, size=(6.4, 2.6), columns=2, records=records, said=said)
+
+
+def tokens(prompts: Prompts, share: float) -> Made:
+    """The score of every token of the first prompt, in every head."""
+    scores = torch.cat([one.received for one in prompts[0]])
+    heads = len(prompts[0][0].received)
+    records = [
+        csv_row(layer=layer, head=head, token=token, score=float(value))
+        for layer, one in enumerate(prompts[0])
+        for head, row in enumerate(one.received)
+        for token, value in enumerate(row)
+    ]
+
+    def panels(axes: "Sequence[Axes]") -> None:
+        image = axes[0].imshow(
+            scores.clamp(min=LEAST).log10(), cmap=SHADES, aspect="auto", interpolation="nearest", vmin=-6, vmax=0
+        )
+        axes[0].set(xlabel="token of the first prompt", ylabel=f"layer x query head ({heads} a layer)")
+        axes[0].figure.colorbar(image, ax=axes[0], label="log10 of the mean attention received")
+
+    top = float((scores > 1 / scores.shape[1]).float().mean())
+    said = f"{100 * top:.0f} % of a head's tokens receive more than 1 / tokens from those behind them"
+    return Made(panels=panels, size=(6.4, 4.2), columns=1, records=records, said=said)
+
+
+def critical(prompts: Prompts, share: float) -> Made:
+    """The share of tokens that have most of the attention: by layer and head, and by request."""
+    found = np.array([[one.critical.numpy() for one in layers] for layers in prompts])  # [prompts, layers, heads]
+    records = [
+        csv_row(prompt=prompt, layer=layer, head=head, share_of_tokens=float(found[prompt, layer, head]))
+        for prompt, layer, head in np.ndindex(*found.shape)
+    ]
+
+    def panels(axes: "Sequence[Axes]") -> None:
+        image = axes[0].imshow(100 * found.mean(0).T, cmap=SHADES, aspect="auto", interpolation="nearest", vmin=0)
+        axes[0].set(xlabel="layer", ylabel="query head", title="mean over requests")
+        axes[0].figure.colorbar(image, ax=axes[0], label=f"% of the tokens for {100 * share:g} % of attention")
+        axes[1].boxplot(100 * found.reshape(len(found), -1).T, sym="", whis=(5, 95), medianprops={"color": VERMILION})
+        axes[1].set(xlabel="request", ylabel="% of the tokens, heads of all layers", ylim=(0, None))
+        axes[1].set_title("median, quartiles, 5 % and 95 %")
+
+    low, high = 100 * np.quantile(found, (0.05, 0.95))
+    said = (
+        f"{100 * share:g} % of a late query's attention lies on {low:.1f} % to {high:.1f} % of the tokens (5 % and 95 % "
+        f"of {found.size} heads and requests), the median on {100 * np.median(found):.1f} %"
+    )
+    return Made(panels=panels, size=(6.4, 2.8), columns=2, records=records, said=said)
+
+
+def outliers(prompts: Prompts, share: float) -> Made:
+    """Mean magnitudes of channels: how far the largest is above the median one by layer, and all of the worst layer."""
+    sides = {"keys": "keys", "values": "values"}
+    means = {
+        name: torch.stack([
+            torch.stack([getattr(one, side).abs().mean(1) for one in layer]).mean(0)
+            for layer in zip(*prompts, strict=True)
+        ])
+        for name, side in sides.items()
+    }  # [layers, KV heads, channels]  # fmt: skip
+    ratios = {name: (found.amax(-1) / found.median(-1).values) for name, found in means.items()}
+    records = [
+        csv_row(side=name, layer=layer, head=head, largest_of_median=float(found[layer, head]))
+        for name, found in ratios.items()
+        for layer, head in np.ndindex(*found.shape)
+    ]
+    layer, head = divmod(int(ratios["keys"].argmax()), ratios["keys"].shape[1])
+
+    def panels(axes: "Sequence[Axes]") -> None:
+        for name, colour in zip(sides, (VERMILION, BLUE), strict=True):
+            axes[0].plot(ratios[name].amax(1), color=colour, marker="o", ms=2, lw=1, label=name)
+        _plain_powers(axes[0])
+        axes[0].set(xlabel="layer", ylabel="largest channel / median channel", title="worst head")
+        axes[0].legend(frameon=False)
+        for one, (name, side) in zip(axes[1:], sides.items(), strict=True):
+            image = one.imshow(
+                getattr(prompts[0][layer], side)[head].abs(), cmap=SHADES, aspect="auto", interpolation="nearest"
+            )
+            one.set(xlabel="channel", ylabel="token", title=f"|{name}|, layer {layer}, KV head {head}")
+            one.figure.colorbar(image, ax=one)
+
+    most = {name: float(found.max()) for name, found in ratios.items()}
+    said = f"the largest key channel is {most['keys']:.1f} times the median one, the largest of values {most['values']:.1f}"
+    return Made(panels=panels, size=(7.2, 2.8), columns=3, records=records, said=said)
+
+
+def persistence(prompts: Prompts, share: float) -> Made:
+    """How many of the heavy hitters of one part of the queries are heavy hitters of the parts behind it."""
+    shares = np.array([[_persisting(one.windows) for one in layers] for layers in prompts]).mean(0)  # [layers, parts]
+    records = [
+        csv_row(layer=layer, part=part + 3, share_still_heavy=float(shares[layer, part]))
+        for layer, part in np.ndindex(*shares.shape)
+    ]
+
+    def panels(axes: "Sequence[Axes]") -> None:
+        parts = range(3, 3 + shares.shape[1])
+        for line in shares:
+            axes[0].plot(parts, 100 * line, color=BLUE, lw=0.5, alpha=0.4)
+        axes[0].plot(parts, 100 * shares.mean(0), color=VERMILION, lw=1.5, label="mean over layers")
+        axes[0].axhline(100 * HEAVY, color=GREY, ls="--", label="chance")
+        axes[0].set(xlabel="eighth of the prompt's queries", ylabel="% still heavy", ylim=(0, 100))
+        axes[0].legend(frameon=False)
+        image = axes[1].imshow(100 * shares.T, cmap=SHADES, aspect="auto", interpolation="nearest", vmin=0, vmax=100)
+        axes[1].set(xlabel="layer", ylabel="eighth of the queries", yticks=range(shares.shape[1]), yticklabels=parts)
+        axes[1].figure.colorbar(image, ax=axes[1], label="% still heavy")
+
+    said = (
+        f"of the {100 * HEAVY:g} % heaviest of the first tokens by the second eighth of the queries, "
+        f"{100 * shares[:, -1].mean():.0f} % are so for the last eighth (chance {100 * HEAVY:g} %)"
+    )
+    return Made(panels=panels, size=(6.4, 2.6), columns=2, records=records, said=said)
+
+
+def _persisting(windows: Tensor) -> list[float]:
+    """Of sums [windows, heads, tokens], the share of the heavy tokens of the second window that are heavy in each one
+    behind it; the first window sees only some of the tokens."""
+    count = max(1, round(HEAVY * windows.shape[-1]))
+    heavy = torch.zeros_like(windows).scatter_(-1, windows.topk(count, -1).indices, 1.0)
+    return [float((heavy[1] * later).sum(-1).mean() / count) for later in heavy[2:]]
+
+
+def maps(prompts: Prompts, share: float) -> Made:
+    """Attention of query by key in some layers of the first prompt."""
+    layers = sorted({round(place) for place in np.linspace(0, len(prompts[0]) - 1, MAPS)})
+    found = {layer: whole for layer in layers if (whole := prompts[0][layer].mapped) is not None}
+    near = {layer: _near(whole) for layer, whole in found.items()}
+    records = [
+        csv_row(layer=layer, first_token=float(whole[:, 0].mean()), nearest_32=near[layer])
+        for layer, whole in found.items()
+    ]
+
+    def panels(axes: "Sequence[Axes]") -> None:
+        for one, (layer, whole) in zip(axes, found.items(), strict=True):
+            shown = whole.masked_fill(torch.ones_like(whole).triu(1) > 0, torch.nan).clamp(min=LEAST).log10()
+            image = one.imshow(shown, cmap=SHADES, interpolation="nearest", vmin=-6, vmax=0)
+            one.set(xlabel="key", title=f"layer {layer}")
+        axes[0].set_ylabel("query")
+        axes[0].figure.colorbar(image, ax=axes, label="log10 of attention, mean over heads", shrink=0.8)
+
+    said = "; ".join(
+        f"layer {layer}: {100 * float(whole[:, 0].mean()):.0f} % on the first token, {100 * near[layer]:.0f} % on the "
+        "nearest 32"
+        for layer, whole in found.items()
+    )
+    return Made(panels=panels, size=(7.6, 2.4), columns=len(found), records=records, said=said)
+
+
+def _near(whole: Tensor) -> float:
+    """Mean attention to the last 32 tokens, of the queries that have more before them."""
+    return float(whole.triu(-31)[32:].sum(1).mean()) if len(whole) > 32 else 1.0
+
+
+def variance(prompts: Prompts, share: float) -> Made:
+    """Variance of the accumulated attention by layer."""
+    found = np.array([[one.variance for one in layers] for layers in prompts])
+    records = [
+        csv_row(prompt=prompt, layer=layer, variance=float(found[prompt, layer]))
+        for prompt, layer in np.ndindex(*found.shape)
+    ]
+
+    def panels(axes: "Sequence[Axes]") -> None:
+        axes[0].bar(range(found.shape[1]), found.mean(0), color=BLUE, label="mean over prompts")
+        for line in found:
+            axes[0].plot(line, color=VERMILION, ls="", marker=".", ms=2)
+        _plain_powers(axes[0])
+        axes[0].set(xlabel="layer", ylabel="variance over tokens of accumulated attention")
+        axes[0].set_title("bars: mean over prompts; points: each prompt")
+
+    mean = found.mean(0)
+    said = (
+        f"the variance of accumulated attention is largest in layer {mean.argmax()} ({mean.max():.3g}) and smallest in "
+        f"layer {mean.argmin()} ({mean.min():.3g})"
+    )
+    return Made(panels=panels, size=(5.2, 2.6), columns=1, records=records, said=said)
+
+
+FIGURES: dict[str, Callable[[Prompts, float], Made]] = {
+    each.__name__: each for each in (spread, tokens, critical, outliers, persistence, maps, variance)
+}

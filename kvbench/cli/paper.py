@@ -1,0 +1,200 @@
+"""`kvbench paper`: the tables and figures of a paper by number, what runs them here, and the printed cells beside ours.
+
+The jobs of an entry are a suite's, in one sweep (`kvbench/cli/suite.py`); nothing here runs a model itself.
+"""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+from rich.text import Text
+
+from kvbench.cli import commands, suite, sweeping
+from kvbench.config import files
+from kvbench.config.settings import read_config
+from kvbench.errors import unknown_setting
+from kvbench.evidence import beside, papers
+from kvbench.evidence.papers import GROUP, KINDS, Entry, Paper
+from kvbench.results.sweep import sweeps
+from kvbench.results.writing import write_files
+from kvbench.show import terminal
+
+# Words of the user's that change no answer, or nothing that a paper states; every other one is another protocol.
+NEUTRAL = {"model", "model.path", "model.name", "model.device", "model.dtype", "model.linear", "model.tensor_parallel"}
+NEUTRAL |= {"batch_size", "backend", "results_dir", "shard", "resume", "prompt_cache_bytes", "tracker", "reference"}
+NEUTRAL |= {"fidelity.on", "fidelity.max_tokens", "fidelity.per_token", "task.data_dir", "seed"}
+
+
+def main(arguments: Sequence[str], sweep: suite.Sweeping) -> int:
+    """Carry out `kvbench paper`; `sweep` runs words of a sweep with these jobs. Returns the exit code."""
+    listed = read_config(files.path_of("command", GROUP))
+    own, others = list[str](), list[str]()
+    for word in arguments:
+        key, sign, value = word.partition("=")
+        if key == "task.data_dir":
+            own.append(f"data_dir={value}")
+        else:
+            (own if key in listed or not (sign or word.startswith("-")) else others).append(word)
+    cfg = commands.compose_command(GROUP, own)
+    if cfg.paper is None:
+        return _list_papers()
+    paper = papers.find(str(cfg.paper))
+    wanted = [(kind, cfg[kind]) for kind in KINDS if cfg[kind] is not None]
+    if not wanted:
+        return _list(paper)
+    if len(wanted) > 1:
+        raise ValueError(f"{', '.join(f'{kind}={number}' for kind, number in wanted)}: give one of them at a time")
+    entry = paper.find(*wanted[0])
+    cfg.results_dir = cfg.results_dir or f"results/paper/{paper.key}"
+    if entry.cannot or entry.open:
+        reason = entry.cannot or f"not built yet: {entry.open}"
+        terminal.console().print(Text(f"{paper.name}, {entry.at}: {entry.shows}\nno command: {reason}"))
+        return 2
+    if cfg.plan:
+        return plan(paper, entry, cfg, others)
+    return run(paper, entry, cfg, others, list(arguments), sweep)
+
+
+def run(
+    paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], arguments: list[str], sweep: suite.Sweeping
+) -> int:
+    """Run an entry's jobs, put the printed cells beside them, and carry out its further commands."""
+    codes = [0]
+    further = command_lines(entry, cfg, others)  # first: a wrong word should not be told behind hours of work
+    if entry.tasks:
+        from kvbench.cli.suite_ahead import announce
+
+        jobs = jobs_of(paper, entry, cfg, others)
+        listed = sweeping.Listed(command=[GROUP, *arguments], jobs=[words for _, words in jobs], announce=announce)
+        launcher = [word for word in others if word.startswith("hydra")]
+        codes.append(sweep(["-m", f"results_dir={cfg.results_dir}", *launcher], listed))
+    for name, words in further:
+        terminal.console().print(Text(f"\nkvbench {name} {shlex.join(words)}"), soft_wrap=True)
+        codes.append(commands.run(name, words))
+    if entry.tasks and entry.cells:
+        write(paper, entry, cfg, [row for row, _ in jobs], others)
+    return max(codes)
+
+
+def write(paper: Paper, entry: Entry, cfg: DictConfig, rows: Sequence[str], others: Sequence[str]) -> None:
+    """Join the jobs of the newest sweep, which stand for these rows, to the printed cells; print the table and write
+    it."""
+    root = Path(str(cfg.results_dir))
+    begun = sweeps(root)[-1].jobs()
+    folders = [begun[number].run if number in begun else "" for number in range(1, len(rows) + 1)]
+    ran = [beside.Ran(row, root / one if one else None) for row, one in zip(rows, folders, strict=True)]
+    changed = [word for word in others if word.partition("=")[0].lstrip("+~") not in NEUTRAL]
+    cells = beside.join(paper, entry, ran, [word for word in changed if not word.startswith("hydra")])
+    beside.show(paper, entry, cells)
+    page = beside.markdown(paper, entry, cells).encode()
+    contents = {root / f"{entry.slug}.md": page, root / f"{entry.slug}.csv": beside.csv_of(cells)}
+    terminal.print_paths(write_files(root, contents), terminal.console())
+
+
+def jobs_of(paper: Paper, entry: Entry, cfg: DictConfig, others: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """The printed row that each job stands for, and the words of the job; a method that the user adds has no row."""
+    rows = entry.rows(paper.printed_model(model_name(others)))
+    of_line = {tuple(sweeping.combinations(shlex.split(line))[0]): row for row, line in rows.items()}
+    asked = suite.Suite(every=entry.every, tasks=entry.tasks, methods=tuple(rows.values()))
+    return [(of_line.get(tuple(line), ""), job) for line, job in suite.by_method(asked, cfg, others)]
+
+
+def model_name(words: Sequence[str]) -> str:
+    """The name that a run's model will have: what stands behind the owner in a hub id, a folder's name, or a choice."""
+    given = {key: value for key, _, value in (word.partition("=") for word in words)}
+    return Path(given.get("model.path") or given.get("model", "")).name
+
+
+def command_lines(entry: Entry, cfg: DictConfig, others: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """The further commands of an entry, each its name and words, with the user's words that it has a setting for.
+
+    Raises:
+        ValueError: Nothing of the entry has a setting of the user's.
+    """
+    model = " ".join(word.removeprefix("model=").removeprefix("model.") for word in others if word[:5] == "model")
+    data = [f"task.data_dir='{cfg.data_dir}'"] if cfg.data_dir else []
+    found, taken = [], set[str]()
+    for line in entry.then:
+        name, *words = shlex.split(line.replace("{results}", str(cfg.results_dir)))
+        words = [word.replace("{model}", f"'{model or 'smollm2-135m'}'") for word in words]
+        listed = read_config(files.path_of("command", name))
+        is_run = "/config" in listed.get("defaults", [])
+        mine = [word for word in others if is_run or word.partition("=")[0].partition(".")[0] in listed]
+        mine = [word for word in mine if not word.startswith("hydra") and (is_run or word.partition("=")[0] != "model")]
+        taken |= set(mine)
+        found.append((name, [*words, *mine, *(data if is_run else [])]))
+    for word in others:
+        if not entry.tasks and word not in taken and not word.startswith(("model", "hydra")):
+            raise unknown_setting(word.partition("=")[0], read_config(files.path_of("command", GROUP)))
+    return found
+
+
+def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str]) -> int:
+    """Say what an entry would run: samples, time by a rate measured here, memory, disk; and its further commands."""
+    console = terminal.console()
+    console.print(Text(f"{paper.name}, {entry.at}: {entry.shows}"), soft_wrap=True)
+    if entry.tasks:
+        from kvbench.cli.suite_ahead import say
+        from kvbench.config.compose import compose
+        from kvbench.runs.parts import Loaders
+
+        jobs = jobs_of(paper, entry, cfg, others)
+        for row, words in jobs:
+            console.print(Text(f"{row or '(no printed row)'}: kvbench {shlex.join(words)}"), soft_wrap=True)
+        methods = [suite.choice(words, "method") for _, words in jobs]
+        say([(compose(words), name) for (_, words), name in zip(jobs, methods, strict=True)], Loaders())
+    for name, words in command_lines(entry, cfg, others):
+        console.print(Text(f"kvbench {name} {shlex.join(words)}"), soft_wrap=True)
+    if entry.took:
+        console.print(Text(f"it took {entry.took}"))
+    printed = entry.printed(paper)
+    named = {str(model): paper.models.get(str(model), "") for model in printed["model"].unique()}
+    for model, hub in named.items():
+        if hub:
+            console.print(Text(f"{model}: model=hf model.path={hub}"))
+    return 0
+
+
+def _list_papers() -> int:
+    console = terminal.console()
+    table = terminal.plain_table()
+    terminal.add_names(table, "paper", [paper.key for paper in papers.every()])
+    for heading in ("what it is", "entries", "printed cells"):
+        table.add_column(heading, justify="left" if heading == "what it is" else "right")
+    for paper in papers.every():
+        count = sum(len(entry.printed(paper)) for entry in paper.entries)
+        table.add_row(*map(Text, (paper.key, paper.about, f"{len(paper.entries)}", f"{count}")))
+    console.print(table)
+    return 0
+
+
+def _list(paper: Paper) -> int:
+    """Every entry with what runs it; the exit code."""
+    console = terminal.console(140)
+    table = terminal.plain_table(f"{paper.name}: {paper.about}")
+    terminal.add_names(table, "at", [entry.at for entry in paper.entries])
+    table.add_column("shows")
+    table.add_column("here")
+    table.add_column("printed", justify="right")
+    for entry in paper.entries:
+        table.add_row(*map(Text, (entry.at, entry.shows, here(entry), f"{len(entry.printed(paper))}")))
+    console.print(table)
+    if paper.note:
+        console.print(Text(paper.note, style="dim"))
+    console.print(Text(f"one of them: kvbench paper {paper.key} table=NUMBER (or figure=, claim=); plan=true says what "
+                       "would run", style="dim"))  # fmt: skip
+    return 0
+
+
+def here(entry: Entry) -> str:
+    """What makes an entry here, in a few words."""
+    if entry.cannot:
+        return f"cannot be: {entry.cannot}"
+    if entry.open:
+        return f"open: {entry.open}"
+    parts = []
+    if entry.tasks:
+        names = ", ".join(suite.choice(shlex.split(line), "task") for line in entry.tasks)
+        parts.append(f"{names} through {len(entry.rows())} rows")
+    return "; ".join([*parts, *(line.partition(" ")[0] for line in entry.then)])

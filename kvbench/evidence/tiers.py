@@ -1,0 +1,117 @@
+"""`kvbench tiers`: the shares of tokens that methods prune or hold in each precision, by task and model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+from rich.text import Text
+
+from kvbench.config.files import FULL
+from kvbench.evidence.load import Group, StoredRun, load_groups
+from kvbench.evidence.settings import KINDS, check, write_drawn
+from kvbench.show import terminal
+from kvbench.show.csv_file import csv_row, records_csv
+from kvbench.show.picture import BLUE, GREY, ORANGE, SKY, drawn
+from kvbench.show.terminal import number, span
+from kvbench.stats.intervals import Estimate, estimate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PRUNED = "pruned"
+COLOURS = (BLUE, SKY, ORANGE, "#F0E442")
+STYLE: dict[Any, Any] = {"font.size": 7}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """One run.
+
+    Args:
+        name: Task, model and run.
+        parts: Name of a precision -> its share of the tokens over all layers and KV heads, the mean over samples, each
+            subset alike; `pruned` last.
+    """
+
+    name: str
+    task: str
+    model: str
+    run: str
+    parts: dict[str, Estimate]
+
+
+def shares_of(group: Group, run: StoredRun) -> Shares | None:
+    """The shares of a run when its answers ended; None where no sample says them."""
+    held: dict[str, dict[str, list[float]]] = {}
+    for record in run.samples.values():
+        kept = record.get("kept") or {}
+        slots, seen = kept.get("slots_per_tier"), kept.get("tokens_seen", 0) * kept.get("lists", 0)
+        if record["status"] != "ok" or not slots or not seen:
+            continue
+        each = {f"tier {place}": count / seen for place, count in enumerate(slots, 1)}
+        for name, share in (each | {PRUNED: max(0.0, 1 - sum(slots) / seen)}).items():
+            held.setdefault(name, {}).setdefault(record["subset"], []).append(share)
+    if not held:
+        return None
+    parts = {name: estimate(found, bounds=(0, 1), weighting=run.record.weighting) for name, found in held.items()}
+    ordered = [name for name in parts if name != PRUNED] + [PRUNED]
+    return Shares(
+        name=f"{group.task}, {group.model}: {run.label}",
+        task=group.task,
+        model=group.model,
+        run=run.label,
+        parts={name: parts[name] for name in ordered},
+    )
+
+
+def figure(found: Sequence[Shares]) -> "Figure":
+    """A bar for each run, its precisions beside one another, what is pruned at the right."""
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(6.4, 0.9 + 0.24 * len(found)), dpi=200, layout="constrained")
+    axes, left = made.subplots(), [0.0] * len(found)
+    names = dict.fromkeys(name for shares in found for name in shares.parts if name != PRUNED)
+    for place, name in enumerate([*names, PRUNED]):
+        widths = [100 * (own.value or 0.0) if (own := shares.parts.get(name)) else 0.0 for shares in found]
+        colour = GREY if name == PRUNED else COLOURS[place % len(COLOURS)]
+        axes.barh(range(len(found)), widths, left=left, color=colour, label=name, edgecolor="white", lw=0.4)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.set(yticks=range(len(found)), yticklabels=[shares.name for shares in found], xlim=(0, 100))
+    axes.set_xlabel("% of the tokens over layers and KV heads, as an answer ends")
+    axes.invert_yaxis()
+    made.legend(loc="outside upper right", ncols=5, frameon=False)
+    return made
+
+
+def main(cfg: DictConfig) -> int:
+    """Carry out `kvbench tiers`."""
+    check(cfg, lists={"kinds": KINDS})
+    groups = load_groups(cfg)
+    found = [
+        shares for group in groups for run in group.runs if run.method != FULL and (shares := shares_of(group, run))
+    ]
+    if not found:
+        raise ValueError(f"no run under results_dir={cfg.results_dir} says what it holds; run a method beside full")
+    console = terminal.console(120)
+    names = list(dict.fromkeys(name for shares in found for name in shares.parts))
+    columns = [
+        (f"{name}, %", [_text(shares.parts.get(name)) for shares in found])
+        for name in [*(name for name in names if name != PRUNED), PRUNED]
+    ]
+    console.print(terminal.table_of(None, "run", [shares.name for shares in found], columns))
+    console.print(Text("tier 1 is the method's first precision. [a, b]: 95 % interval over samples.", style="dim"))
+    terminal.print_notes(dict.fromkeys(note for group in groups for note in group.notes), console)
+    records = [
+        csv_row(task=shares.task, model=shares.model, run=shares.run, part=name, share=own.value)
+        | csv_row(low=own.low, high=own.high, n=own.num_samples)
+        for shares in found
+        for name, own in shares.parts.items()
+    ]
+    pictures = [("tiers", f".{kind}", drawn(lambda: figure(found), kind, STYLE)) for kind in cfg.kinds or KINDS]
+    write_drawn(cfg, "tiers", records_csv(records), pictures, console)
+    return 0
+
+
+def _text(own: Estimate | None) -> str:
+    return "-" if own is None else f"{number(own.value, 100)} {span(own.ends, 100)}"

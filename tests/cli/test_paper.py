@@ -1,0 +1,173 @@
+"""`kvbench paper`: what it lists, which jobs an entry has, what it says before, and the table at its end."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from kvbench.cli import paper, paper_table
+from kvbench.cli.commands import compose_command
+from kvbench.cli.main import main
+from kvbench.config import files
+from kvbench.config.compose import compose
+from kvbench.config.methods import method_settings
+from kvbench.config.settings import read_config
+from kvbench.evidence import papers
+from kvbench.runs.parts import make_policy
+from kvbench.show import figure
+
+TOY = """# A toy's paper.
+name: DiffKV
+models: {Llama3-8B: meta-llama/Meta-Llama-3-8B-Instruct}
+entries:
+  - at: table 1
+    shows: what toys do
+    cells: [Table 1]
+    tasks: [task=longctx]
+    methods:
+      Full FP16: method=full
+      "SnapKV {50,25}%": method=snapkv method.ratio=0.{}
+      DiffKV K8V4: {Llama3-8B: method=kivi, Qwen2.5-7B: method=diffkv}
+    differs: [nothing is the same]
+  - at: figure 1
+    shows: gates
+    then: [published papers=diffkv limit=1]
+    took: 1 s
+  - at: figure 2
+    shows: a photograph
+    cannot: it shows a person
+"""
+
+
+@pytest.fixture
+def toy(fakes, monkeypatch):
+    """A paper on fakes, without pictures."""
+    (fakes.parent / "conf" / "paper").mkdir()
+    (fakes.parent / "conf" / "paper" / "toy.yaml").write_text(TOY)
+    monkeypatch.setattr(figure, "draw", lambda records, path: path)
+    forget()
+    yield fakes
+    forget()
+
+
+def forget():
+    """Read the files anew."""
+    papers.find.cache_clear()
+    papers._raw.cache_clear()
+
+
+def test_it_lists_papers_and_entries(toy, capsys):
+    """Every paper with its cells; every entry with what makes it, or why nothing does."""
+    assert main(["paper"]) == 0 and "A toy's paper." in capsys.readouterr().out
+    assert main(["paper", "toy"]) == 0
+    shown = capsys.readouterr().out
+    assert "longctx through 4 rows" in shown and "cannot be: it shows a person" in shown
+    assert main(["paper", "toy", "figure=2"]) == 2 and "no command: it shows a person" in capsys.readouterr().out
+
+
+@pytest.mark.long  # five runs
+def test_a_table_is_run_and_stands_beside_the_printed_one(toy, capsys):
+    """All rows in one sweep; no verdict but that the model is another; again, and nothing is computed."""
+    assert main(["paper", "toy", "table=1"]) == 0
+    said = capsys.readouterr()
+    assert "job 1 of 4: " in said.err and "through 4 runs" in said.err
+    page = Path("results/paper/toy/table_1.md").read_text()
+    assert "other model" not in page, "the task is none of the paper's"
+    assert "not run: " in page and "| Full FP16 | Llama3-8B, printed" in page
+    assert len(Path("results/paper/toy/table_1.csv").read_text().splitlines()) == 109
+    assert main(["paper", "toy", "table=1"]) == 0
+    assert "already there" in capsys.readouterr().err
+
+
+def test_what_would_run(toy, capsys):
+    """`plan=true` names each row's words, samples and time, and begins nothing; the further command of a figure."""
+    assert main(["paper", "toy", "table=1", "plan=true", "methods=snapkv", "limit=3"]) == 0
+    said = capsys.readouterr()
+    assert "SnapKV 50%: kvbench seed=0 task=longctx method=snapkv method.ratio=0.5 limit=3" in said.out
+    assert "Llama3-8B: model=hf model.path=meta-llama/Meta-Llama-3-8B-Instruct" in said.out
+    assert "samples of about" in said.err and "memory: " in said.err and "disk: at most" in said.err
+    assert not list(toy.rglob("sweep.json"))
+    assert main(["paper", "toy", "figure=1", "plan=true"]) == 0
+    assert "kvbench published papers=diffkv limit=1\nit took 1 s" in capsys.readouterr().out
+
+
+def test_a_figure_is_the_command_that_draws_it(toy, capsys):
+    """With the user's words that the command has a setting for."""
+    assert main(["paper", "toy", "figure=1", "limit=2"]) == 0
+    shown = capsys.readouterr().out
+    assert "kvbench published papers=diffkv limit=1 limit=2" in shown and "more rows" in shown
+
+
+def test_a_row_has_the_settings_of_the_model(toy):
+    """A model of the paper takes its own line; another one the first."""
+    cfg = compose_command("paper", ["paper=toy", "results_dir=r"])
+    found, entry = papers.find("toy"), papers.find("toy").find("table", 1)
+
+    def line(*words):
+        (job,) = [job for row, job in paper.jobs_of(found, entry, cfg, words) if row == "DiffKV K8V4"]
+        return next(word for word in job if word.startswith("method="))
+
+    assert line("model=smollm2-135m") == line() == "method=kivi"
+    assert line("model=hf", "model.path=a/Meta-Llama-3-8B-Instruct") == "method=kivi"
+    assert paper.model_name(["model=hf", "model.path=/x/Qwen2.5-7B"]) == "Qwen2.5-7B"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("paper tyo", "paper=tyo does not exist. Did you mean toy?"),
+        ("paper toy table=7", "table=7 does not exist"),
+        ("paper toy table=1 figure=1", "table=1, figure=1: give one of them at a time"),
+        ("paper toy figure=1 limt=2", "there is no setting limt"),
+        ("paper toy table=1 methods=kviv", "methods=kviv does not exist"),
+    ],
+)
+def test_what_it_refuses(toy, capsys, line, message):
+    """One sentence, and nothing is begun."""
+    assert main(line.split()) == 2
+    assert message in capsys.readouterr().err
+    assert not list(toy.rglob("sweep.json"))
+
+
+def test_every_line_of_a_shipped_paper_names_what_there_is():
+    """Methods with their settings, tasks with theirs, and commands."""
+    for each in papers.every():
+        for entry in each.entries:
+            lines = {line for model in ("", *each.models) for line in entry.rows(model).values()} | set(entry.tasks)
+            for line in lines:
+                first, *words = shlex.split(line)
+                group, _, name = first.partition("=")
+                has = method_settings(name) if group == "method" else read_config(files.path_of(group, name))
+                has = has.get("task", has) if group == "task" else has
+                keys = {word.partition("=")[0].removeprefix(f"{group}.") for word in words if word.startswith(group)}
+                assert keys <= set(has), line
+            assert {line.partition(" ")[0] for line in entry.then} <= set(files.command_files())
+
+
+@pytest.mark.exhaustive
+def test_the_papers_that_kvbench_ships():
+    """Every line of methods makes its method, every task is composed, and every further command."""
+    seen = set()
+    for each in papers.every():
+        for entry in each.entries:
+            lines = [line for model in ("", *each.models) for line in entry.rows(model).values()]
+            for words in [(*shlex.split(entry.every), *shlex.split(line)) for line in entry.tasks]:
+                if words not in seen:
+                    compose([*words, "model=random"])
+                seen.add(words)
+            for line in dict.fromkeys(lines):
+                settings = tuple(word.partition("=")[0] if "." in word else word for word in shlex.split(line))
+                if settings not in seen:
+                    make_policy(compose(shlex.split(line)).method)
+                seen.add(settings)
+            cfg = compose_command("paper", [f"paper={each.key}", "results_dir=r"])
+            for command in paper.command_lines(entry, cfg, ["model=hf", "model.path=a/b"]):
+                if repr(command) not in seen:
+                    compose_command(*command)
+                seen.add(repr(command))
+
+
+def test_the_document_is_the_files():
+    """docs/papers.md is what `make docs` writes today."""
+    text = (files.package_folder().parent / "docs" / "papers.md").read_text()
+    assert text == paper_table.render(), "run `make docs`"
