@@ -131,7 +131,12 @@ def tokens(prompts: Prompts, share: float) -> Made:
 
     def panels(axes: "Sequence[Axes]") -> None:
         image = axes[0].imshow(
-            scores.clamp(min=LEAST).log10(), cmap=SHADES, aspect="auto", interpolation="nearest", vmin=-6, vmax=0
+            scores.clamp(min=LEAST).log10().numpy(),
+            cmap=SHADES,
+            aspect="auto",
+            interpolation="nearest",
+            vmin=-6,
+            vmax=0,
         )
         axes[0].set(xlabel="token of the first prompt", ylabel=f"layer x query head ({heads} a layer)")
         axes[0].figure.colorbar(image, ax=axes[0], label="log10 of the mean attention received")
@@ -159,8 +164,8 @@ def critical(prompts: Prompts, share: float) -> Made:
 
     low, high = 100 * np.quantile(found, (0.05, 0.95))
     said = (
-        f"{100 * share:g} % of a late query's attention lies on {low:.1f} % to {high:.1f} % of the tokens (5 % and 95 % "
-        f"of {found.size} heads and requests), the median on {100 * np.median(found):.1f} %"
+        f"{100 * share:g} % of a late query's attention lies on {low:.1f} % to {high:.1f} % of the tokens "
+        f"(5 % and 95 % of {found.size} heads and requests), the median on {100 * np.median(found):.1f} %"
     )
     return Made(panels=panels, size=(6.4, 2.8), columns=2, records=records, said=said)
 
@@ -191,13 +196,16 @@ def outliers(prompts: Prompts, share: float) -> Made:
         axes[0].legend(frameon=False)
         for one, (name, side) in zip(axes[1:], sides.items(), strict=True):
             image = one.imshow(
-                getattr(prompts[0][layer], side)[head].abs(), cmap=SHADES, aspect="auto", interpolation="nearest"
+                getattr(prompts[0][layer], side)[head].abs().numpy(),
+                cmap=SHADES,
+                aspect="auto",
+                interpolation="nearest",
             )
             one.set(xlabel="channel", ylabel="token", title=f"|{name}|, layer {layer}, KV head {head}")
             one.figure.colorbar(image, ax=one)
 
     most = {name: float(found.max()) for name, found in ratios.items()}
-    said = f"the largest key channel is {most['keys']:.1f} times the median one, the largest of values {most['values']:.1f}"
+    said = f"the largest channel is {most['keys']:.1f} times the median one in keys, {most['values']:.1f} in values"
     return Made(panels=panels, size=(7.2, 2.8), columns=3, records=records, said=said)
 
 
@@ -248,7 +256,7 @@ def maps(prompts: Prompts, share: float) -> Made:
 
     def panels(axes: "Sequence[Axes]") -> None:
         for one, (layer, whole) in zip(axes, found.items(), strict=True):
-            shown = whole.masked_fill(torch.ones_like(whole).triu(1) > 0, torch.nan).clamp(min=LEAST).log10()
+            shown = whole.masked_fill(torch.ones_like(whole).triu(1) > 0, torch.nan).clamp(min=LEAST).log10().numpy()
             image = one.imshow(shown, cmap=SHADES, interpolation="nearest", vmin=-6, vmax=0)
             one.set(xlabel="key", title=f"layer {layer}")
         axes[0].set_ylabel("query")

@@ -23,8 +23,8 @@ from kvbench.show.text import LINE_LENGTH, MESSAGE_LENGTH, NAME_LENGTH, safe
 from kvbench.show.unfit import flag_notes, unfit
 
 CONDITIONS = ("batch_size", "backend")  # may differ inside a group: they change rounding, not the question
-# Below a folder of results. The last part is a pattern too: of a plain name, glob asks whether it exists, and a link that
-# leads nowhere would be passed over without a word.
+# Below a folder of results. The last part is a pattern too: of a plain name, glob asks whether it exists, and a link
+# that leads nowhere would be passed over without a word.
 RUNS = "*/*/*/*/run[.]json"
 
 
