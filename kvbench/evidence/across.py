@@ -19,7 +19,7 @@ from kvbench.evidence.compare import ComparedRun
 from kvbench.evidence.load import Group
 from kvbench.evidence.samples import Curve, by_subset, curve_of, measure, shared, strata_of
 from kvbench.results import summary
-from kvbench.results.measures import RESIDENT, TIME
+from kvbench.results.measures import RESIDENT, SHARE_MARK, TIME
 from kvbench.show.terminal import NO_INTERVAL, number
 from kvbench.stats.ranks import FEWEST_RUNS, Agreement, agreement
 from kvbench.stats.strata import Strata
@@ -81,7 +81,8 @@ def summaries(groups: Sequence[Group], rows: Sequence[Sequence[ComparedRun]], cf
     for model in dict.fromkeys(group.model for group in groups):
         mine = [(group, list(own)) for group, own in zip(groups, rows, strict=True) if group.model == model and own]
         if len(mine) > 1:
-            said = [one.words for one in between([group for group, _ in mine], str(cfg.metric), cfg)]
+            metric = str(cfg.metric).removesuffix(SHARE_MARK)  # a share of one number orders runs as the score does
+            said = [one.words for one in between([group for group, _ in mine], metric, cfg)]
             found.append({"title": f"All tasks with {model}", "agreements": said} | _table(mine))
     return found
 

@@ -10,14 +10,14 @@ from kvbench.results.measures import DP, KL, KL_MAX, LENGTH, LOOPS, TOP1, TOTAL,
 from kvbench.show.across import NONE, TOKENS, statistic
 from kvbench.show.csv_file import Cell, csv_row
 from kvbench.show.terminal import number, span
-from kvbench.stats.paired import Paired
+from kvbench.stats.shares import Difference
 
 LONGER = "answer longer\nby, tokens"
 # Of all forced tokens together, where a run says what was measured of each (`fidelity.per_token`).
 POOLED = ("kl_99", "kl_999", "perplexity", "log_ratio")
 
 
-def longer(mine: StoredRun | None, theirs: StoredRun | None, resamples: int, seed: int) -> Paired | None:
+def longer(mine: StoredRun | None, theirs: StoredRun | None, resamples: int, seed: int) -> Difference | None:
     """The difference in tokens of an answer, paired; None where the two have no answers to the same samples."""
     if mine is None or theirs is None:
         return None
@@ -35,14 +35,14 @@ def mean_of(run: StoredRun | None, what: Measure) -> float | None:
     return float(strata_of(values, by_subset(values).values(), run.record.weighting).mean())
 
 
-def longer_text(found: Paired | None) -> str:
+def longer_text(found: Difference | None) -> str:
     """The difference in tokens with its interval."""
     if found is None:
         return NONE
     return f"{number(found.value, LENGTH.scale, signed=True)} {span(found.interval[0], LENGTH.scale, signed=True)}"
 
 
-def columns(found: Sequence[tuple[StoredRun | None, Paired | None]]) -> dict[str, list[str]]:
+def columns(found: Sequence[tuple[StoredRun | None, Difference | None]]) -> dict[str, list[str]]:
     """Heading -> the cells of all runs: bytes where models stand together, and lengths where runs have answers."""
     totals = [number(mean_of(run, TOTAL), TOTAL.scale) for run, _ in found]
     first = {f"{TOTAL.short},\n{TOTAL.unit}": totals} if any(text != NONE for text in totals) else {}
@@ -52,7 +52,7 @@ def columns(found: Sequence[tuple[StoredRun | None, Paired | None]]) -> dict[str
     return first | {LONGER: [longer_text(paired) for _, paired in found], "loops\n%": loops}
 
 
-def csv_cells(run: StoredRun | None, found: Paired | None) -> dict[str, Cell]:
+def csv_cells(run: StoredRun | None, found: Difference | None) -> dict[str, Cell]:
     """The same, unrounded; bytes as such, loops as a share."""
     low, high = (found.interval[0] if found else None) or (None, None)
     total = mean_of(run, TOTAL)
@@ -66,7 +66,7 @@ def largest(run: StoredRun, what: Measure) -> float | None:
     return max(curve_of(run, what).values.values(), default=None)
 
 
-def argued_table(group: Group, found: Mapping[str, Paired | None]) -> dict[str, Any]:
+def argued_table(group: Group, found: Mapping[str, Difference | None]) -> dict[str, Any]:
     """The table of a report: the tail, the first choices, and the answers of every run; columns that no run has are
     left out.
 

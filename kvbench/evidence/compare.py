@@ -25,14 +25,16 @@ from kvbench.show import terminal
 from kvbench.show.csv_file import Cell, csv_row, records_csv
 from kvbench.show.terminal import NO_INTERVAL, number, p_text, span
 from kvbench.show.text import safe
-from kvbench.stats.paired import ALPHA, Paired, holm
+from kvbench.stats.paired import ALPHA, holm
+from kvbench.stats.shares import Difference
 from kvbench.stats.studentised import resamples_for
 
 EQUAL_LEVEL = ALPHA / 2  # one-sided: `equal` needs the whole 95 % interval inside the margin
 TOO_FEW, NO_VERDICT = "too few answers", "no verdict"
 ESTIMATORS = (
     "Newcombe's for yes or no, Clopper and Pearson's where fewer than 6 scores differ, else the studentised "
-    "bootstrap's; it reaches zero where the test does not exclude zero"
+    "bootstrap's; of shares Fieller's, or Donner and Zou's for yes or no; it reaches zero where the test does not "
+    "exclude zero"
 )
 WIDEST = 10_000  # columns, more than a table needs
 NAME_LENGTH = 16  # characters of a name that stay on one line
@@ -45,8 +47,8 @@ class ComparedRun:
 
     what: Measure
     pairs: Pairs
-    found: Paired
-    extremes: tuple[Paired | None, Paired | None] | None
+    found: Difference
+    extremes: tuple[Difference | None, Difference | None] | None
     """The same with every missing answer as bad, and as good, as it can be: `Pairs.extremes`."""
     margin: float
     """Largest difference that counts as none."""
@@ -54,7 +56,7 @@ class ComparedRun:
     """The difference that `p` refuses: none (0), or for nearness to the full cache one of at most the margin."""
     changes: list[Change]
     """Samples that got worse or better by more than noise."""
-    longer: Paired | None = None
+    longer: Difference | None = None
     """The same of the tokens of an answer; None without answers, and without verdicts."""
     num_family: int = 1
     """Rows that were corrected together."""
@@ -218,7 +220,11 @@ def compare_group(group: Group, cfg: DictConfig, *, has_verdicts: bool = True) -
         ValueError: The metric does not exist, or `against` fits several runs.
     """
     wanted = bytes_wanted(cfg.get("at_bytes"))
-    what = measure(str(cfg.metric), group)
+    what = measure(str(cfg.metric), group, shares=True)
+    if what.of is not None and str(cfg.against) != FULL:
+        raise ValueError(
+            f"metric={cfg.metric} is in % of the full cache's, and against={cfg.against} is another run; leave out one"
+        )
     tolerance, source = noise(group, what)
     why = group.unfit(what)
     notes = [why] if why else []
@@ -276,7 +282,7 @@ def correct(rows: Sequence[ComparedRun]) -> None:
         row.num_family = len(rows)
         least = row.found.resamples
         if resamples_for(len(rows), least) != resamples_for(row.found.num_tests, least):
-            row.found = replace(row.found, num_tests=len(rows))
+            row.found = row.found.among(len(rows))
     for row, p, equal in zip(rows, holm([r.p for r in rows]), holm([r.p_equal for r in rows]), strict=True):
         row.p_holm, row.p_equal_holm = p, equal
 
@@ -395,7 +401,7 @@ def record_of(group: Group, row: ComparedRun) -> dict[str, Cell]:
     mine = row.run.record.hash[:12] if row.run else None
     tests = ("null", "p", "p_holm", "margin", "p_equal", "p_equal_holm", "detectable", "needed", "verdict")
     return (
-        csv_row(group=group.title, run=row.label, hash=mine, against=row.pairs.theirs.label, metric=row.what.key)
+        csv_row(group=group.title, run=row.label, hash=mine, against=row.pairs.theirs.label, metric=row.what.csv_name)
         | csv_row(n=row.pairs.num_samples, of=row.pairs.total, difference=row.value, low=low, high=high)
         | csv_row(interval=kind, worst=row.worst, lost=row.num_lost, gained=row.num_gained)
         | argued.csv_cells(row.run, row.longer)

@@ -22,6 +22,7 @@ from kvbench.results.summary import values_by_sample
 from kvbench.stats import studentised
 from kvbench.stats.intervals import YES_NO, estimate
 from kvbench.stats.paired import Paired, difference
+from kvbench.stats.shares import share
 from kvbench.stats.strata import FEWEST_SAMPLES, Strata, has_spread, weighed
 from kvbench.stats.studentised import RESAMPLES, SEED
 
@@ -69,7 +70,8 @@ class Point:
     """The metric of each sample."""
     score_interval: Interval | None
     quality: float = 0.0
-    """The drawn value: the paired difference to the full cache, or the score without one."""
+    """The drawn value: the paired difference to the full cache, or the share of its score that a measure may be; the
+    score without one."""
     interval: Interval | None = None
     """95 % interval of the quality; None where nothing can be said, and for the full cache beside itself."""
     costs: dict[str, Cost]
@@ -129,14 +131,20 @@ class Panel:
         return difference(mine.scores, theirs.scores, bounded=self.what.bounded, resamples=many, seed=self.seed)
 
     def set_quality(self) -> None:
-        """Set what is drawn of each point: the difference to the reference with its interval, or the score."""
-        full = self.find(self.reference)
+        """Set what is drawn of each point: the difference to the reference, or the share of it, with its interval; or
+        the score."""
+        full, how = self.find(self.reference), {"resamples": self.resamples, "seed": self.seed}
         for point in self.points:
             if full is None:
                 point.quality, point.interval = point.score, point.score_interval
+            elif self.what.of is not None:
+                found = share(point.scores, full.scores, bounded=self.what.bounded, **how)
+                assert found is not None  # `build` refuses a full cache that scores nothing
+                ends = None if point is full else found.interval[0]
+                point.quality, point.interval = 1 + found.value, ends and (1 + ends[0], 1 + ends[1])
             elif point is not full:
-                found = self.difference(point, full)
-                point.quality, point.interval = found.value, found.interval[0]
+                both = self.difference(point, full)
+                point.quality, point.interval = both.value, both.interval[0]
 
 
 def score_interval(scores: Strata, what: Measure) -> Interval | None:
@@ -214,10 +222,10 @@ def _drawable(group: Group, what: Measure, incomplete: bool, notes: list[str]) -
     return curves
 
 
-def build(group: Group, cfg: DictConfig) -> Panel | None:
+def build(group: Group, cfg: DictConfig, what: Measure | None = None) -> Panel | None:
     """Make the points of a group, over the samples that every drawn run has; None when there is nothing to draw, and
-    the group's notes then say why. Raises ValueError where the metric does not exist."""
-    what, notes = measure(str(cfg.metric), group), list(group.notes)
+    the group's notes then say why. Raises ValueError where the metric does not exist; `what` stands for it."""
+    what, notes = what or measure(str(cfg.metric), group, shares=True), list(group.notes)
     curves = _drawable(group, what, cfg.incomplete, notes)
     runs = [run for run in group.runs if run.name in curves]
     common = shared(curves.values())
@@ -230,6 +238,9 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
     reference = group.reference if group.reference in runs and cfg.quality == "difference" else None
     if cfg.quality == "difference" and reference is None:
         notes.append(f"{group.title}: there is no complete run of the full cache, so scores are drawn, not differences")
+    if what.of is not None and (reference is None or not any(curves[reference.name].values[name] for name in common)):
+        notes.append(f"{group.title}: no score of the full cache, or 0, so that scores are drawn, not shares of it")
+        what, reference = what.of, None
     costs = {name: costs_of(axis, runs, samples) for name, axis in group.axes.items()}
     series = {run.name: (name, family(members)) for name, members in series_of(runs).items() for run in members}
     points = []

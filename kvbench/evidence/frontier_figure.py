@@ -106,6 +106,8 @@ class Drawing:
         self.shapes = dict(zip(families, METHOD_MARKERS, strict=False))
         """Family -> its marker in the first panel."""
         self.quality = f"{panel.what.title}, {panel.what.unit}"
+        self.is_difference = panel.reference is not None and panel.what.of is None
+        """Drawn are differences to the full cache, not scores or shares."""
         self.reference = panel.find(panel.reference)
         self.full = next((point for point in self.points if point.method == FULL), None)
         colours = {method: method_style(method)[0] for method in self.methods()}
@@ -169,13 +171,13 @@ class Drawing:
         return min(xs) / wide, max(xs) * wide, min(ends) - room, max(ends) + room
 
 
-def _frame(axes: "Axes", drawing: Drawing) -> None:
-    """Limits, ticks, the full cache's line, its noise band, the FP8 lines and the best estimates."""
+def frame(axes: "Axes", drawing: Drawing, most_ticks: int = 6) -> None:
+    """Draw limits, ticks, the full cache's line, its noise band, the FP8 lines and the best estimates."""
     left, right, bottom, top = drawing.limits()
     axes.set_xscale("log")
     axes.set_xlim(left, right)
     axes.set_ylim(*((bottom, top) if drawing.panel.what.higher_is_better else (top, bottom)))
-    marks = ticks(left, right)
+    marks = ticks(left, right, most_ticks)
     axes.set_xticks(marks, [f"{mark:g}" for mark in marks])
     axes.minorticks_off()
     axes.grid(axis="y", color="#E6E6E6", linewidth=0.5)
@@ -223,8 +225,8 @@ def _point(axes: "Axes", drawing: Drawing, point: Point, colour: str, marker: st
     )
 
 
-def _lines(axes: "Axes", drawing: Drawing, lines: Sequence[Line], size: float = 4.2) -> list[End]:
-    """Lines with their points, and crosses for what papers printed; gives the names at the lines' ends."""
+def draw_lines(axes: "Axes", drawing: Drawing, lines: Sequence[Line], size: float = 4.2) -> list[End]:
+    """Draw lines with their points, and crosses for what papers printed; gives the names at the lines' ends."""
     for line in lines:
         colour, marker = method_style(line.method)
         xs, ys = zip(*map(drawing.at, line.points), strict=True)
@@ -247,7 +249,7 @@ def _names(axes: "Axes", drawing: Drawing, ends: Sequence[End], height_in: float
 def _overview(axes: "Axes", drawing: Drawing, height_in: float) -> None:
     """Everything in grey, and the best estimates by name; a few points in colour, and all by name."""
     if drawing.fits_one_panel:
-        ends = _lines(axes, drawing, lines_of(drawing.methods()))
+        ends = draw_lines(axes, drawing, lines_of(drawing.methods()))
         _names(axes, drawing, [*ends, *([(FULL, drawing.full, "black")] if drawing.full else [])], height_in)
         axes.set_title("all runs", fontsize=SIZE + 1, loc="left")
         return
@@ -274,7 +276,7 @@ def _family(axes: "Axes", drawing: Drawing, title: str, methods: Methods, height
     for other in drawing.points:
         if other.method not in methods and other.method != FULL:
             axes.plot(*drawing.at(other), ".", color="#D9D9D9", markersize=4, zorder=1)
-    _names(axes, drawing, _lines(axes, drawing, lines_of(methods)), height_in)
+    _names(axes, drawing, draw_lines(axes, drawing, lines_of(methods)), height_in)
     axes.set_title(title, fontsize=SIZE + 1, loc="left")
 
 
@@ -318,7 +320,7 @@ def panels_figure(drawing: Drawing) -> "Figure":
     """All runs in one panel, then a panel for each kind of method; a few runs in one panel as wide as the picture."""
     from matplotlib.figure import Figure
 
-    full, parts, words = drawing.reference, drawing.parts(), panels_words(drawing)
+    parts, words = drawing.parts(), panels_words(drawing)
     count = 1 + len(parts)
     columns = min(2, count)
     rows, foot = math.ceil(count / columns), 0.1 + FOOT_LINE_IN * len(words)
@@ -336,7 +338,7 @@ def panels_figure(drawing: Drawing) -> "Figure":
     for axes in places[count:]:
         axes.set_visible(False)
     for index, axes in enumerate(places[:count]):
-        _frame(axes, drawing)
+        frame(axes, drawing)
         if index:
             _family(axes, drawing, *parts[index - 1], height)
         else:
@@ -344,7 +346,8 @@ def panels_figure(drawing: Drawing) -> "Figure":
         if index >= count - columns:
             axes.set_xlabel(f"{drawing.axis.title}, {drawing.axis.unit}")
         if index % columns == 0:
-            axes.set_ylabel(f"difference to the full cache\n({drawing.quality})" if full else drawing.quality)
+            label = f"difference to the full cache\n({drawing.quality})" if drawing.is_difference else drawing.quality
+            axes.set_ylabel(label)
     made.suptitle(drawing.panel.title, fontsize=SIZE + 2, x=0.01, y=1 - 0.06 / height, ha="left", va="top", wrap=True)
     made.text(0.01, 0.04 / height, "\n".join(words), fontsize=SIZE - 0.5, color=INK, va="bottom", linespacing=1.35)
     return made
@@ -368,11 +371,11 @@ def one_figure(drawing: Drawing) -> "Figure":
     made = Figure(figsize=(width, height))
     across = (ONE_WIDTH_IN - ONE_LEFT_IN - ONE_NAMES_IN) / width
     axes = made.add_axes((ONE_LEFT_IN / width, (ONE_BOTTOM_IN + foot) / height, across, tall / height))
-    _frame(axes, drawing)
-    ends = _lines(axes, drawing, lines, 3.6)
+    frame(axes, drawing)
+    ends = draw_lines(axes, drawing, lines, 3.6)
     _names(axes, drawing, [*ends, *([(FULL, drawing.full, "black")] if drawing.full else [])], height)
     axes.set_xlabel(f"{drawing.axis.title}, {drawing.axis.unit}", x=0.6)
-    axes.set_ylabel(f"{drawing.quality},\ndifference to the full cache" if drawing.reference else drawing.quality)
+    axes.set_ylabel(f"{drawing.quality},\ndifference to the full cache" if drawing.is_difference else drawing.quality)
     made.text(0.02, 0.03 / height, "\n".join(words), fontsize=SIZE - 1, color=INK, va="bottom", linespacing=1.3)
     return made
 

@@ -1,12 +1,12 @@
 """`kvbench pareto`: quality against bytes or time, with intervals, as pictures, a table and a CSV."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
-from kvbench.evidence import frontier_figure, published
+from kvbench.evidence import frontier_figure, multiples, published
 from kvbench.evidence.compare import ESTIMATORS
 from kvbench.evidence.dominance import MEANING, standing
 from kvbench.evidence.frontier import NO_EVIDENCE, Panel, Point, averages, build
@@ -27,7 +27,9 @@ QUALITIES = ("difference", "score")
 
 def check(cfg: DictConfig) -> None:
     """Check the settings of the picture; raises ValueError as `settings.check`."""
-    layouts = {"layout": frontier_figure.LAYOUTS} if "layout" in cfg else {}
+    layouts: dict[str, Collection[str]] = {"layout": frontier_figure.LAYOUTS} if "layout" in cfg else {}
+    if cfg.get("by") is not None:
+        layouts["by"] = multiples.BY
     check_settings(cfg, lists={"axes": COSTS, "kinds": KINDS}, choices=layouts | {"quality": QUALITIES})
 
 
@@ -53,7 +55,8 @@ def axes_of(panel: Panel, cfg: DictConfig) -> list[str]:
 def add_published(group: Group, panel: Panel) -> None:
     """Put what papers printed for the group's task and methods into its panel, and say so."""
     methods = sorted({point.method for point in panel.points})
-    panel.published = published.points(group.task, methods) if panel.reference and panel.what.part == SCORE.part else []
+    is_whole = panel.what.part == SCORE.part and panel.what.of is None and not panel.what.subsets
+    panel.published = published.points(group.task, methods) if panel.reference and is_whole else []
     if panel.published:
         papers = ", ".join(sorted({point.paper for point in panel.published}))
         panel.notes.append(f"crosses: printed in the papers ({papers}) for other models; not measured here")
@@ -71,7 +74,7 @@ def render(panel: Panel, axis: str, console: Console) -> None:
         ends = three_digits(mine.interval, cost.scale) if mine.interval else terminal.NO_INTERVAL
         return f"{mine.value * cost.scale:.3g}" + ("" if axis in NO_EVIDENCE else f" {ends}")
 
-    quality = "difference" if panel.reference else panel.what.title
+    quality = "share" if panel.what.of else "difference" if panel.reference else panel.what.title
     columns = [
         (cost.unit, [held(point) for point in shown]),
         (panel.what.title, [number(point.score, panel.what.scale) for point in shown]),
@@ -86,7 +89,7 @@ def render(panel: Panel, axis: str, console: Console) -> None:
 
 def quality_text(panel: Panel, point: Point) -> str:
     """The drawn value of a point, with its interval, in shown units."""
-    signed, scale = panel.reference is not None, panel.what.scale
+    signed, scale = panel.reference is not None and panel.what.of is None, panel.what.scale
     text = number(point.quality, scale, signed=signed)
     if point.interval is None and point.key == panel.reference:
         return text
@@ -104,7 +107,7 @@ def csv_of(panels: Sequence[Panel]) -> bytes:
             low, high = point.interval or (None, None)
             record: dict[str, Cell] = (
                 csv_row(group=panel.title, run=point.label, method=point.method, family=point.family)
-                | csv_row(metric=panel.what.key, n=panel.num_samples, score=point.score)
+                | csv_row(metric=panel.what.csv_name, n=panel.num_samples, score=point.score)
                 | csv_row(quality=point.quality, quality_low=low, quality_high=high)
             )
             for name in axes:
@@ -120,9 +123,17 @@ def csv_of(panels: Sequence[Panel]) -> bytes:
 def main(cfg: DictConfig) -> int:
     """Carry out `kvbench pareto`."""
     check(cfg)
-    panels = panels_of(together(load_groups(cfg), cfg), cfg)
+    groups = together(load_groups(cfg), cfg)
+    panels = panels_of(groups, cfg)
     console = terminal.console(120)
     pictures: list[tuple[str, str, bytes]] = []
+    small = {group.title: multiples.panels_of(group, cfg) for group in groups} if cfg.by is not None else {}
+    for title, parts in small.items():
+        for axis in axes_of(parts[0], cfg) if parts else ():
+            for kind in patterns(cfg.kinds) or DRAWN:
+                picture = multiples.render(title, parts, axis, kind)
+                if picture is not None:
+                    pictures.append((title, f"_{axis}_by_{cfg.by}.{kind}", picture))
     for panel in panels:
         for axis in axes_of(panel, cfg):
             console.print()
@@ -134,5 +145,6 @@ def main(cfg: DictConfig) -> int:
                     pictures.append((panel.title, f"_{axis}{layout}.{kind}", picture))
     words = [f"[a, b]: 95 % interval, {ESTIMATORS}", *(f"{name}: {text}" for name, text in MEANING.items())]
     console.print(Text("\n" + ". ".join(words) + ".", style="dim"))
-    write_drawn(cfg, "pareto", csv_of(panels), pictures, console)
+    parts = [panel for found in small.values() for panel in found]
+    write_drawn(cfg, "pareto", csv_of([*panels, *parts]), pictures, console)
     return 0

@@ -2,22 +2,24 @@
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
 from kvbench.errors import unknown_name
-from kvbench.evidence.load import patterns
+from kvbench.evidence.audit import Finding, audit
+from kvbench.evidence.dead_settings import dead_settings
+from kvbench.evidence.load import load_groups, patterns
 from kvbench.results.writing import write_file
 from kvbench.show import terminal
-from kvbench.show.csv_file import csv_bytes
+from kvbench.show.csv_file import Cell, csv_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -55,6 +57,15 @@ def task_name(name: str) -> str:
     return TASKS.get(plain(name), plain(name))
 
 
+def places_of(locator: str) -> list[str]:
+    """The places that a locator names: `Sec 7.3 / Figure 15a` is two, and `Figure 11 + 13` too."""
+    found: list[str] = []
+    for part in re.split(r" [/+] ", locator):
+        kind = found[-1].split()[0] if found and part[0].isdigit() else ""
+        found.append(f"{kind} {part}".strip())
+    return found
+
+
 SPELLINGS = {"papers": plain, "models": plain, "methods": method_name, "tasks": task_name}
 
 
@@ -64,7 +75,8 @@ def rows() -> "pd.DataFrame":
 
     A `locator` is a table, a section or the abstract, a `variant` the setting as the paper names it. `memory_pct` is in
     % of the uncompressed cache, NaN where the paper gives none; its kind is `nominal`, or `unstated`, where the paper
-    does not say whether metadata counts. `conditions` are the paper's words on the setting.
+    does not say whether metadata counts. `conditions` are the paper's words on the setting. `printed` is the value with
+    all its printed digits.
     """
     import pandas as pd
 
@@ -72,28 +84,46 @@ def rows() -> "pd.DataFrame":
     paths = (io.BytesIO((files("kvbench.evidence") / name).read_bytes()) for name in names)
     found, texts = (pd.read_csv(path, dtype=str, keep_default_na=False) for path in paths)
     numbers = {name: pd.to_numeric(found[name], errors="coerce") for name in ("value", "memory_pct")}
-    return found.assign(**numbers, conditions=found["conditions"].map(texts.set_index("conditions")["text"]))
+    words = found["conditions"].map(texts.set_index("conditions")["text"])
+    return found.assign(**numbers, conditions=words, printed=found["value"])
 
 
-def select(**wanted: Sequence[str] | None) -> "pd.DataFrame":
-    """The numbers of some papers, models, methods and tasks; raises ValueError where no row has a name.
+def select(places: Sequence[str] | None = None, **wanted: Sequence[str] | None) -> "pd.DataFrame":
+    """The numbers of some papers, models, methods, tasks and places; raises ValueError where no row has a name.
 
-    For each of `SPELLINGS`, names in any case and punctuation are wanted; a star matches anything; None means all.
+    For each of `SPELLINGS`, and for tables, figures and sections, names in any case and punctuation are wanted; a star
+    matches anything; None means all. `figure 15` is both of 15a and 15b.
     """
     result = rows()
     for what, names in wanted.items():
-        if names is None:
-            continue
-        column, spelling = what.removesuffix("s"), SPELLINGS[what]
-        known, fits = rows()[column].unique(), set()
-        for name in names:
-            test = re.compile(".*".join(spelling(part) for part in name.split("*")) + "$")
-            found = {other for other in known if test.match(spelling(other))}
-            if not found:
-                raise unknown_name(what, name, known)
-            fits |= found
-        result = result[result[column].isin(fits)]
+        if names is not None:
+            column, spelling = what.removesuffix("s"), SPELLINGS[what]
+            result = result[result[column].isin(_fitting(what, names, rows()[column].unique(), spelling))]
+    if places is not None:
+        known = {locator: places_of(locator) for locator in rows()["locator"].unique()}
+        each = list(dict.fromkeys(place for there in known.values() for place in there))
+        fits = _fitting("places", places, each, _place, end="[a-z]?$")
+        result = result[result["locator"].map(lambda locator: not fits.isdisjoint(known[locator]))]
     return result
+
+
+def _place(name: str) -> str:
+    """A table, a figure or a section in one spelling; the point in the number of a section counts."""
+    return re.sub(r"^(sec)tion|^(fig)ure|^(tab)le", r"\1\2\3", re.sub(r"[^a-z0-9.]", "", name.lower()))
+
+
+def _fitting(
+    what: str, names: Sequence[str], known: Sequence[str], spelling: Callable[[str], str], end: str = "$"
+) -> set[str]:
+    """The known names that fit some of the wanted ones."""
+    fits: set[str] = set()
+    for name in names:
+        test = re.compile(".*".join(re.escape(spelling(part)) for part in name.split("*")) + end)
+        found = {other for other in known if test.match(spelling(other))}
+        if not found:
+            raise unknown_name(what, name, known)
+        fits |= found
+    return fits
 
 
 def points(task: str, methods: Sequence[str]) -> list[PublishedPoint]:
@@ -162,7 +192,8 @@ def _show(found: "pd.DataFrame", limit: int, console: Console) -> None:
         for row in rows_of:
             memory = f"{row.memory_pct:g} ({row.memory_kind})" if row.memory_pct == row.memory_pct else "-"
             cells = (row.method, row.variant, row.task, row.metric)
-            table.add_row(*map(Text, cells), f"{row.value:g} {row.unit}", memory)
+            unit = "" if row.unit == "1" else f" {row.unit}"  # what has no dimension is printed alone
+            table.add_row(*map(Text, cells), f"{row.value:g}{unit}", memory)
         console.print(table)
         console.print()
     if len(found) > limit:
@@ -170,15 +201,53 @@ def _show(found: "pd.DataFrame", limit: int, console: Console) -> None:
     console.print(Text(NOTE, style="dim"))
 
 
+def _show_audit(findings: Sequence[Finding], console: Console) -> None:
+    """Print findings by kind, each with its arithmetic."""
+    for kind, members in groupby(findings, lambda finding: finding.kind):
+        console.print(Text(f"{kind}:", style="bold"))
+        for finding in members:
+            console.print(Text(f"  {finding.where}: {finding.words}", overflow="fold"))
+            console.print(Text(f"      {finding.arithmetic}", overflow="fold", style="dim"))
+        console.print()
+    told = "Recomputed from the printed digits, rounding allowed for; what the papers meant is not known here."
+    console.print(Text(f"{len(findings)} findings. {told}", style="dim"))
+
+
+def _dead(results_dir: object) -> list[Finding]:
+    """The dead settings of the runs below a folder; none without one."""
+    if results_dir is None:
+        return []
+    settings: dict[Any, Any] = {"results_dir": results_dir, "code": "newest"}
+    settings |= dict.fromkeys(("tasks", "models", "methods", "where"))
+    return list(dead_settings(load_groups(DictConfig(settings))))
+
+
+def _write(out: object, names: Sequence[str], cells: Iterable[Sequence[Cell]]) -> None:
+    if out is not None:
+        write_file(Path(str(out)), csv_bytes(names, cells))
+
+
 def main(cfg: DictConfig) -> int:
     """Carry out `kvbench published`."""
-    wanted = {name: patterns(cfg[name]) for name in SPELLINGS}
+    if not isinstance(cfg.audit, bool):
+        raise ValueError(f"audit={cfg.audit} is neither true nor false")
+    if cfg.results_dir is not None and not cfg.audit:
+        raise ValueError(f"results_dir={cfg.results_dir} is read with audit=true alone; `kvbench report` shows runs")
+    wanted = {name: patterns(cfg[name]) for name in (*SPELLINGS, "places")}
     found = select(**wanted)
     if found.empty:
-        chosen = ", ".join(f"{name}={value}" for name, value in wanted.items() if value)
-        raise ValueError(f"no printed number has all of {chosen}; leave one out")
-    _show(found, len(found) if cfg.limit is None else int(cfg.limit), terminal.console(150))
-    if cfg.out is not None:
-        cells = found.astype(object).where(found.notna(), None)
-        write_file(Path(str(cfg.out)), csv_bytes(list(cells), cells.to_numpy().tolist()))
+        asked = ", ".join(f"{name}={value}" for name, value in wanted.items() if value)
+        raise ValueError(f"no printed number has all of {asked}; leave one out")
+    console = terminal.console(150)
+    if cfg.audit:
+        # All rows are audited, since an average of some of its cells is none.
+        chosen = set(found.index)
+        findings = [one for one in audit(rows()) if chosen.intersection(one.rows)] + _dead(cfg.results_dir)
+        _show_audit(findings, console)
+        names = ("kind", "where", "words", "arithmetic")
+        _write(cfg.out, names, [[getattr(one, name) for name in names] for one in findings])
+        return 0
+    _show(found, len(found) if cfg.limit is None else int(cfg.limit), console)
+    cells = found.astype(object).where(found.notna(), None)
+    _write(cfg.out, list(cells), cells.to_numpy().tolist())
     return 0

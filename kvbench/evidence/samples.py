@@ -8,9 +8,21 @@ from typing import Any
 
 from kvbench.errors import unknown_name
 from kvbench.evidence.load import Group, StoredRun
-from kvbench.results.measures import ANSWERS, FIDELITY, SCORE, Measure, score
+from kvbench.results.measures import (
+    ANSWERS,
+    BENCHMARKS,
+    CATEGORIES,
+    FIDELITY,
+    SCORE,
+    SHARE_MARK,
+    Measure,
+    of_category,
+    of_full,
+    score,
+)
 from kvbench.results.sample import SampleRecord, answers_of
-from kvbench.stats.paired import Paired, paired
+from kvbench.stats.paired import paired
+from kvbench.stats.shares import Difference, share_of_pairs
 from kvbench.stats.strata import Strata, Weighting, weighed
 
 SampleName = tuple[str, str]  # subset, sample id
@@ -76,9 +88,33 @@ def curve_of(run: StoredRun, what: Measure) -> Curve:
     )
 
 
-def measure(name: str, group: Group) -> Measure:
-    """Find a metric: `score` for the task's primary one, a teacher-forced one, `tokens` and `loops` of the answers, or
-    any name of the task's scores; raises ValueError where runs of the group have other scores only."""
+def measure(name: str, group: Group, *, shares: bool = False) -> Measure:
+    """Find a metric: `score` for the task's primary one, a teacher-forced one, `tokens` and `loops` of the answers, any
+    name of the task's scores, or a category of its subsets.
+
+    Args:
+        shares: Whether the command can show a score in % of the full cache's, of which `%` stands behind the name.
+
+    Raises:
+        ValueError: Runs of the group have other scores only, or the name is of another kind of task or measure.
+    """
+    base = name.removesuffix(SHARE_MARK)
+    if base != name and (not shares or base in FIDELITY | ANSWERS):
+        raise ValueError(
+            f"metric={name}: in % of the full cache's are scores and categories, in compare, pareto and report; take "
+            f"metric={base}"
+        )
+    if base in CATEGORIES and group.task not in BENCHMARKS:
+        raise ValueError(
+            f"metric={name} is a category of {', '.join(BENCHMARKS)}, and {group.title} has none; give "
+            f"tasks={next(iter(BENCHMARKS))}, or metric=score"
+        )
+    found = _measure(SCORE.name if base in CATEGORIES else base, group)
+    found = of_category(found, group.task, base) if base in CATEGORIES else found
+    return of_full(found) if base != name else found
+
+
+def _measure(name: str, group: Group) -> Measure:
     if known := (FIDELITY | ANSWERS).get(name):
         if known.is_fidelity and group.largest:
             raise ValueError(
@@ -93,7 +129,8 @@ def measure(name: str, group: Group) -> Measure:
         there = {metric for record in records for metric in record.metrics}
         if not there:  # of runs that have only begun, whose samples then lack it: a word on them, not the end of others
             return score(name)
-        raise unknown_name("metric", name, {SCORE.name, *FIDELITY, *ANSWERS, *there})
+        categories = CATEGORIES if group.task in BENCHMARKS else ()
+        raise unknown_name("metric", name, {SCORE.name, *FIDELITY, *ANSWERS, *there, *categories})
     return score(chosen, found.higher_is_better)
 
 
@@ -139,12 +176,12 @@ class Pairs:
         """At most a tenth of the samples is missing, and the full cache's answers are a ground."""
         return not self.unfit and self.num_samples >= ENOUGH * self.total
 
-    def paired(self, what: Measure, resamples: int, seed: int) -> Paired:
+    def paired(self, what: Measure, resamples: int, seed: int) -> Difference:
         """The differences with their statistics."""
         groups = {n: [(self.mine.values[s], self.theirs.values[s]) for s in m] for n, m in self.samples.items()}
         return _paired(groups, self.mine.weighting, what, resamples, seed)
 
-    def extremes(self, what: Measure, resamples: int, seed: int) -> tuple[Paired | None, Paired | None] | None:
+    def extremes(self, what: Measure, resamples: int, seed: int) -> tuple[Difference | None, Difference | None] | None:
         """The differences if every missing answer of this run were the worst and every one of the other's the best, and
         the other way round, in the direction of the values; None where no sample is missing, and for each of the two
         where a missing value could be anything."""
@@ -152,7 +189,7 @@ class Pairs:
         if self.num_samples == self.total == len(everything):
             return None
         unknown = _unknown_range(what)
-        found: list[Paired | None] = []
+        found: list[Difference | None] = []
         for end in (0, 1):
             groups = {
                 name: [(self.mine.ranges.get(s, unknown)[end], self.theirs.ranges.get(s, unknown)[1 - end]) for s in m]
@@ -163,20 +200,26 @@ class Pairs:
         return found[0], found[1]
 
 
-def _paired(groups: dict[str, list[Range]], weighting: Weighting, what: Measure, resamples: int, seed: int) -> Paired:
-    found = paired(groups, weighting, bounded=what.bounded, resamples=resamples, seed=seed)
-    assert found is not None  # there is a pair: `pair` refuses others
+def _paired(
+    groups: dict[str, list[Range]], weighting: Weighting, what: Measure, resamples: int, seed: int
+) -> Difference:
+    make = paired if what.of is None else share_of_pairs
+    found = make(groups, weighting, bounded=what.bounded, resamples=resamples, seed=seed)
+    assert found is not None  # there is a pair, and a whole of which it is a share: `pair` refuses others
     return found
 
 
 def pair(mine: Curve, theirs: Curve, what: Measure) -> Pairs:
-    """Put the run that is judged beside another one, on the samples both have; raises NoCommonSample without any."""
+    """Put the run that is judged beside another one, on the samples both have; raises NoCommonSample without any, and
+    where the measure is a share of a mean that is 0."""
     both = shared([mine, theirs])
     if not both:
         raise NoCommonSample(
             f"{mine.label} and {theirs.label} have no sample with {what.title} in common ({mine.progress} and "
             f"{theirs.progress} are there); a paired comparison needs the same samples in both"
         )
+    if what.of is not None and not any(theirs.values[name] for name in both):
+        raise NoCommonSample(f"{mine.label}: {what.title} of {theirs.label} is 0, of which nothing is a share")
     total = max(mine.total, theirs.total, len(set(mine.ranges) | set(theirs.ranges)))
     return Pairs(samples=by_subset(both), mine=mine, theirs=theirs, total=total)
 

@@ -192,7 +192,7 @@ def csv_of(tables: Sequence[PaperTable]) -> bytes:
             records.append(
                 csv_row(group=table.title, run=row.label, method=row.method)
                 | csv_row(resident_ratio=row.held(RESIDENT), column="average" if key == AVERAGE else key)
-                | csv_row(heading=heading, metric=table.what.key, value=cell.value if cell else None)
+                | csv_row(heading=heading, metric=table.what.csv_name, value=cell.value if cell else None)
                 | csv_row(low=low, high=high, n=cell.num_samples if cell else 0)
                 | csv_row(best=int(cell.is_best) if cell else None)
                 | (csv_row(total_bytes=row.held(TOTAL)) if any(one.held is TOTAL for one in tables) else {})

@@ -14,24 +14,12 @@ from kvbench.config.files import FULL
 from kvbench.evidence.frontier import Interval, score_interval
 from kvbench.evidence.load import Group, StoredRun, sentences
 from kvbench.evidence.samples import ENOUGH, SampleName, curve_of, measure, strata_of
-from kvbench.results.measures import Measure
+from kvbench.results.measures import BENCHMARKS, Measure, plain_subset
 from kvbench.results.sample import SampleRecord
 from kvbench.results.summary import sums
 from kvbench.stats.paired import ALPHA, difference, holm
 from kvbench.stats.strata import Strata
 
-# LongBench's English subsets. The order and the categories are those of its own table 1; the short names are those of
-# the tables in SnapKV's and PyramidKV's papers.
-# Source: Bai et al. 2023, LongBench, arXiv 2308.14508, table 1.
-LONGBENCH = {
-    "Single-document QA": {"narrativeqa": "NrtvQA", "qasper": "Qasper", "multifieldqa_en": "MF-en"},
-    "Multi-document QA": {"hotpotqa": "HotpotQA", "2wikimqa": "2WikiMQA", "musique": "Musique"},
-    "Summarization": {"gov_report": "GovReport", "qmsum": "QMSum", "multi_news": "MultiNews"},
-    "Few-shot learning": {"trec": "TREC", "triviaqa": "TriviaQA", "samsum": "SAMSum"},
-    "Synthetic": {"passage_count": "PCount", "passage_retrieval_en": "PRe"},
-    "Code": {"lcc": "LCC", "repobench-p": "RB-P"},
-}
-BENCHMARKS = {"longbench": LONGBENCH}
 AVERAGE = "\0average"  # no subset is called so
 Sample = tuple[str, str, int]  # subset, sample id, group
 
@@ -282,14 +270,14 @@ def _fill(
 
 def category_of(task: str, subset: str) -> str:
     """The category that the benchmark's paper puts a subset in; the subset itself where there is none."""
-    return next((name for name, part in BENCHMARKS.get(task, {}).items() if _plain(subset) in part), subset)
+    return next((name for name, part in BENCHMARKS.get(task, {}).items() if plain_subset(subset) in part), subset)
 
 
 def _subsets_of(task: str, there: list[str]) -> list[str]:
     """The columns of a task: all subsets of a benchmark that is known, in its own order, else those that some run
     has."""
     known = [name for part in BENCHMARKS.get(task, {}).values() for name in part]
-    if there and {_plain(name) for name in there} <= set(known):
+    if there and {plain_subset(name) for name in there} <= set(known):
         extended = all(name.endswith("_e") for name in there)
         # LongBench-E has no narrativeqa, musique and qmsum, and its columns are not LongBench's.
         return known if not extended else [f"{name}_e" for name in known if f"{name}_e" in there]
@@ -299,10 +287,6 @@ def _subsets_of(task: str, there: list[str]) -> list[str]:
 def _title_of(task: str, subset: str) -> str:
     """The short name that papers give a subset, or its own."""
     known = {name: title for part in BENCHMARKS.get(task, {}).values() for name, title in part.items()}
-    if _plain(subset) not in known:
+    if plain_subset(subset) not in known:
         return subset
-    return known[_plain(subset)] + ("-E" if subset.endswith("_e") else "")
-
-
-def _plain(subset: str) -> str:
-    return subset.removesuffix("_e")
+    return known[plain_subset(subset)] + ("-E" if subset.endswith("_e") else "")

@@ -2,8 +2,8 @@
 better. Tables, pictures, comparisons and calibrations all take these from here.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvbench.results.record import RunRecord
@@ -17,6 +17,30 @@ NATS_MARGIN = 0.05
 # 0.0024 nats per token (diffkv's; the full cache's by 0.00005).
 NATS_TOLERANCE = 0.0025
 NATS, POINTS, PERCENT_OF_FULL = "nats per token", "points", "% of an FP16 full cache"
+OF_ITS_SCORE = "% of the full cache's"
+SHARE_MARK = "%"  # at the end of a measure's name: in % of the full cache's
+
+# LongBench's English subsets. The order and the categories are those of its own table 1; the short names are those of
+# the tables in SnapKV's and PyramidKV's papers.
+# Source: Bai et al. 2023, LongBench, arXiv 2308.14508, table 1.
+LONGBENCH = {
+    "Single-document QA": {"narrativeqa": "NrtvQA", "qasper": "Qasper", "multifieldqa_en": "MF-en"},
+    "Multi-document QA": {"hotpotqa": "HotpotQA", "2wikimqa": "2WikiMQA", "musique": "Musique"},
+    "Summarization": {"gov_report": "GovReport", "qmsum": "QMSum", "multi_news": "MultiNews"},
+    "Few-shot learning": {"trec": "TREC", "triviaqa": "TriviaQA", "samsum": "SAMSum"},
+    "Synthetic": {"passage_count": "PCount", "passage_retrieval_en": "PRe"},
+    "Code": {"lcc": "LCC", "repobench-p": "RB-P"},
+}
+BENCHMARKS = {"longbench": LONGBENCH}
+# Name of a measure -> the category whose score it is.
+CATEGORIES = {
+    "single_doc_qa": "Single-document QA",
+    "multi_doc_qa": "Multi-document QA",
+    "summarization": "Summarization",
+    "few_shot": "Few-shot learning",
+    "synthetic": "Synthetic",
+    "code": "Code",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +76,25 @@ class Measure:
     is_fidelity: bool = False
     """Nearness to the full cache. Beside the full cache itself everything is farther away, so only a difference beyond
     the margin says anything."""
+    subsets: frozenset[str] = frozenset()
+    """The subsets that it is of, as LongBench has them without the ending of LongBench-E; empty for all."""
+    of: "Measure | None" = None
+    """The score that it shows in % of the full cache's: a mean over a mean of the same samples. None for what is a
+    number by itself."""
 
     @property
     def key(self) -> str:
-        """Name of the value in the record, which is what CSV files name."""
+        """Name of the value in the record."""
         return self.numerator[-1]
+
+    @property
+    def csv_name(self) -> str:
+        """What CSV files call it: the name in the record, and where it is of a part or a share, its own behind it."""
+        return f"{self.key}:{self.name}" if self.subsets or self.of else self.key
+
+    def is_of(self, record: SampleRecord) -> bool:
+        """Whether a sample is of its subsets."""
+        return not self.subsets or plain_subset(record["subset"]) in self.subsets
 
     @property
     def part(self) -> str:
@@ -67,8 +105,10 @@ class Measure:
         """The value of a sample, or its numerator; None where the number was not finite.
 
         Raises:
-            KeyError, TypeError: The record does not have it.
+            KeyError, TypeError: The record does not have it, or is of another subset.
         """
+        if not self.is_of(record):
+            raise KeyError(record["subset"])
         return at(record, self.numerator)
 
     def below(self, record: SampleRecord) -> float | None:
@@ -106,6 +146,29 @@ def score(name: str = "score", higher_is_better: bool = True) -> Measure:
 
 
 SCORE = score()  # unit and scale of every score
+
+
+def plain_subset(name: str) -> str:
+    """LongBench's name of a subset, of LongBench-E too."""
+    return name.removesuffix("_e")
+
+
+def of_subsets(what: Measure, name: str, title: str, subsets: Iterable[str]) -> Measure:
+    """A measure over some subsets, under a name and a title of their own."""
+    words = f"{what.title} of {title}"
+    only = frozenset(map(plain_subset, subsets))
+    return replace(what, name=name, title=words, short=title, subsets=only, in_run=None)
+
+
+def of_category(what: Measure, task: str, name: str) -> Measure:
+    """A score over the subsets of one of `CATEGORIES`; raises KeyError where the task has none."""
+    title = CATEGORIES[name]
+    return of_subsets(what, name, title, BENCHMARKS[task][title])
+
+
+def of_full(what: Measure) -> Measure:
+    """A score in % of the full cache's, over the same samples."""
+    return replace(what, name=f"{what.name}{SHARE_MARK}", unit=OF_ITS_SCORE, of=what, in_run=None)
 
 
 def _fidelity(name: str, title: str, short: str, key: str, **more: Any) -> Measure:

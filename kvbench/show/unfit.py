@@ -27,7 +27,7 @@ def unfit(records: Iterable[SampleRecord], what: Measure) -> str:
     worst = 0.0 if what.higher_is_better else 1.0
     values, cut, unparsed, chances = [], 0, 0, []
     limit = None
-    for record in records:
+    for record in filter(what.is_of, records):
         value = record["scores"].get(what.key) if record["status"] == "ok" else None
         if value is None:
             continue

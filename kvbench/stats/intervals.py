@@ -57,16 +57,41 @@ def newcombe(both: int, first_only: int, second_only: int, neither: int, z: floa
     n = both + first_only + second_only + neither
     p1, p2 = (both + first_only) / n, (both + second_only) / n
     (l1, u1), (l2, u2) = wilson(both + first_only, n, z), wilson(both + second_only, n, z)
-    product: float = both * neither - first_only * second_only
-    scale = math.sqrt((both + first_only) * (second_only + neither) * (both + second_only) * (first_only + neither))
-    if product > 0:
-        product = max(product - n / 2, 0)
-    phi = product / scale if scale else 0.0
+    phi = _phi(both, first_only, second_only, neither)
 
     def width(a: float, b: float) -> float:
         return math.sqrt(max(0.0, a * a - 2 * phi * a * b + b * b))
 
     return p1 - p2 - width(p1 - l1, u2 - p2), p1 - p2 + width(u1 - p1, p2 - l2)
+
+
+def _phi(both: int, first_only: int, second_only: int, neither: int) -> float:
+    """Correlation of two answers of yes or no, less a continuity correction where it is positive."""
+    product: float = both * neither - first_only * second_only
+    scale = math.sqrt((both + first_only) * (second_only + neither) * (both + second_only) * (first_only + neither))
+    if product > 0:
+        product = max(product - (both + first_only + second_only + neither) / 2, 0)
+    return product / scale if scale else 0.0
+
+
+def correlation(groups: Sequence[Sequence[tuple[float, float]]], weights: Strata) -> float:
+    """Correlation of two weighted rates over the same samples, with Newcombe's correction in each subset.
+
+    Args:
+        groups: Both answers, yes or no, to each sample of a subset.
+        weights: The same subsets with their weights.
+    """
+    shares = list(weights.weights)
+    if weights.weighs_samples_alike:
+        groups, shares = [[pair for group in groups for pair in group]], [1.0]
+    sums = [0.0, 0.0, 0.0]  # covariance and both variances of the weighted rates
+    for group, weight in zip(groups, shares, strict=True):
+        counts = [sum(pair == kind for pair in group) for kind in ((1, 1), (1, 0), (0, 1), (0, 0))]
+        rates = [(counts[0] + counts[place]) / len(group) for place in (1, 2)]
+        first, second = (rate * (1 - rate) * weight**2 / len(group) for rate in rates)
+        parts = (_phi(*counts) * math.sqrt(first * second), first, second)
+        sums = [known + part for known, part in zip(sums, parts, strict=True)]
+    return sums[0] / math.sqrt(sums[1] * sums[2]) if sums[1] and sums[2] else 0.0
 
 
 def estimate(
@@ -88,7 +113,7 @@ def estimate(
         return Estimate(num_nonfinite=num_nonfinite)
     result = Estimate(value=float(found.mean()), num_samples=found.count, num_nonfinite=num_nonfinite)
     if all(item in YES_NO for item in found.flat):
-        result.low, result.high = _rate(found)
+        result.low, result.high = rate_interval(found)
         result.interval = WILSON
         return result
     ends = _graded(found)
@@ -118,7 +143,7 @@ def _graded(found: Strata) -> tuple[float, float] | None:
     return value - below, value + above
 
 
-def _rate(found: Strata) -> tuple[float, float]:
+def rate_interval(found: Strata) -> tuple[float, float]:
     """Wilson's interval of a weighted mean of rates."""
     if found.weighs_samples_alike:
         return wilson(float(found.flat.sum()), found.count)

@@ -14,7 +14,7 @@ One estimator answers one question everywhere, in run tables, `compare`, `pareto
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -67,6 +67,10 @@ class Paired:
     def error(self) -> tuple[float, float] | None:
         """Standard error and degrees of freedom; None where nothing can be said of spread."""
         return standard_error(self.strata) if self.strata.count >= FEWEST_SAMPLES else None
+
+    def among(self, num_tests: int) -> "Paired":
+        """The same, as one of so many tests."""
+        return replace(self, num_tests=num_tests)
 
     def _t(self, resamples: int) -> np.ndarray:
         """The t statistics of so many resamples, in order."""

@@ -101,11 +101,17 @@ def interval(strata: Strata, *, resamples: int = RESAMPLES, seed: int = SEED) ->
     return ends(np.sort(t_statistics(strata, resamples, seed)), float(strata.mean()), error[0])
 
 
-def ends(t: np.ndarray, middle: float, error: float) -> tuple[float, float] | None:
-    """The interval that t statistics in order give; None where an end is not finite."""
+def quantiles(t: np.ndarray) -> tuple[float, float]:
+    """The t statistics, of some in order, beyond which 2.5 % lie below and above."""
     # The last resample, from the outside, whose p value is too large.
     place = max(1, math.ceil((1 - LEVEL) / 2 * (len(t) + 1) - 1e-9) - 1)
-    low, high = middle - float(t[-place]) * error, middle - float(t[place - 1]) * error
+    return float(t[place - 1]), float(t[-place])
+
+
+def ends(t: np.ndarray, middle: float, error: float) -> tuple[float, float] | None:
+    """The interval that t statistics in order give; None where an end is not finite."""
+    below, above = quantiles(t)
+    low, high = middle - above * error, middle - below * error
     return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
 

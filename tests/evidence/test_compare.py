@@ -353,6 +353,45 @@ def test_out_of_memory_and_repeated_answers(tmp_path):
     assert (row.pairs.num_samples, row.pairs.total) == (10, 12)
 
 
+def test_categories_and_shares_of_the_full_cache(tmp_path, capsys):
+    """A category is its subsets alone; a share is the ratio of the two means, with the p value of the difference."""
+    full = yes_no(0.7, {"trec": 30, "lcc": 24, "repobench-p": 24}, seed=3)
+    mine = flips(full, 9, 1)
+    store(tmp_path, "full", full, task="longbench", ratio=1.0)
+    store(tmp_path, "snapkv", mine, task="longbench", ratio=0.25)
+    mean = {name: (np.mean(mine[name]), np.mean(full[name])) for name in full}
+    for words, names in (("code", ("lcc", "repobench-p")), ("few_shot", ("trec",)), ("score", tuple(full))):
+        (ours, theirs), num = np.mean([mean[name] for name in names], axis=0), sum(len(full[name]) for name in names)
+        _, (row,), _ = compared(tmp_path, f"metric={words}")
+        _, (share,), _ = compared(tmp_path, f"metric={words}%")
+        assert row.pairs.num_samples == row.pairs.total == share.pairs.total == num
+        assert row.value == pytest.approx(ours - theirs) and share.value == pytest.approx(ours / theirs - 1)
+        assert share.p == row.p and share.interval[0] <= share.value <= share.interval[1]
+        assert share.verdict == row.verdict or share.margin * theirs != row.margin
+    out = tmp_path / "table.csv"
+    assert main(["compare", f"results_dir={tmp_path}", "metric=code%", "resamples=200", f"out={out}"]) == 0
+    assert "difference, % of the full cache's" in " ".join(capsys.readouterr().out.split())
+    assert next(csv.DictReader(out.open()))["metric"] == "exact:code%"
+    for command, words, message in (
+        ("compare", ["metric=code%", "against=snapkv"], "against=snapkv is another run; leave out one"),
+        ("compare", ["metric=nll%"], "take metric=nll"),
+        ("table", ["metric=score%"], "in compare, pareto and report; take metric=score"),
+    ):
+        assert main([command, f"results_dir={tmp_path}", *words]) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+    store(tmp_path / "toy", "full", full)
+    assert main(["compare", f"results_dir={tmp_path / 'toy'}", "metric=code"]) == 2
+    assert "is a category of longbench, and toy with tiny has none" in " ".join(capsys.readouterr().err.split())
+
+
+def test_nothing_is_a_share_of_nothing(tmp_path):
+    """Where the full cache scores 0 there is no share, and the note says so."""
+    store(tmp_path, "full", {"a": [0] * 9})
+    store(tmp_path, "some", {"a": [0, 1] * 4 + [0]})
+    _, rows, notes = compared(tmp_path, "metric=score%")
+    assert not rows and any("is 0, of which nothing is a share" in note for note in notes)
+
+
 def test_settings_are_plain(tmp_path):
     """The command can also be called from Python with its composed settings."""
     store(tmp_path, "full", SCORES)

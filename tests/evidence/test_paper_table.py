@@ -10,8 +10,8 @@ from stored import flips, store, yes_no
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
 from kvbench.evidence.load import load_groups
-from kvbench.evidence.table_content import AVERAGE, LONGBENCH, tables_of
-from kvbench.results.measures import RESIDENT
+from kvbench.evidence.table_content import AVERAGE, tables_of
+from kvbench.results.measures import CATEGORIES, LONGBENCH, RESIDENT
 from kvbench.tasks.longbench import ENGLISH, LONGBENCH_E
 
 SIZES = {"trec": 40, "qasper": 40, "lcc": 20}
@@ -115,6 +115,7 @@ def test_longbench_has_its_sixteen_columns(bench):
     """In the order and under the names of the papers, no subset left out or made up; one that was not run is a dash and
     not in the average."""
     assert tuple(name for part in LONGBENCH.values() for name in part) == ENGLISH
+    assert list(CATEGORIES.values()) == list(LONGBENCH)
     assert {name.removesuffix("_e") for name in LONGBENCH_E} <= set(ENGLISH)
     table = table_of(bench)
     assert tuple(table.columns) == (*ENGLISH, AVERAGE) and table.columns[AVERAGE] == "Avg (3 of 16)"

@@ -13,7 +13,7 @@ from stored import flips, store, yes_no
 
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
-from kvbench.evidence import frontier_figure
+from kvbench.evidence import frontier_figure, multiples
 from kvbench.evidence.dominance import best_so_far, standing
 from kvbench.evidence.frontier import averages
 from kvbench.evidence.frontier_figure import STYLE, Drawing, lines_of, short_label, ticks
@@ -163,6 +163,45 @@ def test_without_the_full_cache_scores_are_drawn(tmp_path):
     panel = panel_of(tmp_path)
     assert panel.reference is None and panel.points[0].quality == pytest.approx(panel.points[0].score) != 0
     assert "no complete run of the full cache" in "\n".join(panel.notes)
+
+
+def test_shares_are_drawn_below_the_full_caches(sweep):
+    """Of `score%` the full cache is 100 %, a run its ratio to it, and the axis says so; the order is as ever."""
+    panel, whole = panel_of(sweep, "metric=score%"), panel_of(sweep)
+    full = panel.find(panel.reference)
+    assert full.quality == 1 and full.interval is None
+    for point in panel.points:
+        assert point.quality == pytest.approx(point.score / full.score)
+        assert point is full or point.interval[0] <= point.quality <= point.interval[1]
+    assert places_of(panel)["good budget=0.2"] == places_of(whole)["good budget=0.2"]
+    labels = [axes.get_ylabel() for axes in figure_of(panel).axes if axes.get_ylabel()]
+    assert labels == ["exact, % of the full cache's"]
+    store(sweep / "alone", "good", SCORES, settings={"budget": 0.4})
+    alone = panel_of(sweep / "alone", "metric=score%")
+    assert alone.what.of is None and any("not shares of it" in note for note in alone.notes)
+
+
+def test_small_multiples(tmp_path, capsys):
+    """One small picture for each subset or category that is there, in the benchmark's order; the CSV has them."""
+    scores = yes_no(0.7, {"lcc": 20, "trec": 20, "repobench-p": 20}, seed=3)
+    store(tmp_path, "full", scores, task="longbench", ratio=1.0, tiers=(100,), bits=16)
+    store(tmp_path, "snapkv", flips(scores, 4, 0), task="longbench", ratio=0.25, settings={"budget": 0.25})
+    for by, titles in (("subset", ["TREC", "LCC", "RB-P"]), ("category", ["Few-shot learning", "Code"])):
+        cfg = settings(tmp_path, "metric=score%", f"by={by}")
+        (group,) = load_groups(cfg)
+        panels = multiples.panels_of(group, cfg)
+        assert [panel.what.short for panel in panels] == titles
+        made = multiples.figure("x", panels, "resident")
+        shown = [axes.get_title(loc="left").split(",")[0] for axes in made.axes if axes.get_visible()]
+        assert shown == titles and [text.get_text() for text in made.legends[0].get_texts()] == ["snapkv"]
+    out = tmp_path / "out"
+    words = [f"results_dir={tmp_path}", "metric=score%", "by=subset", "resamples=200", "kinds=[png]", f"out={out}"]
+    assert main(["pareto", *words]) == 0
+    assert (out / "longbench_tiny_resident_by_subset.png").read_bytes().startswith(b"\x89PNG")
+    metrics = {row["metric"] for row in csv.DictReader((out / "pareto.csv").open())}
+    assert metrics == {"exact:exact%", "exact:trec%", "exact:lcc%", "exact:repobench-p%"}
+    assert main(["pareto", *words, "metric=code"]) == 2
+    assert "metric=code is one category already; take metric=score%" in " ".join(capsys.readouterr().err.split())
 
 
 def test_average_over_tasks(sweep):

@@ -46,3 +46,23 @@ def test_command_shows_and_writes(tmp_path, capsys):
     assert "1569 more rows" in capsys.readouterr().out
     assert main(["published", "methods=minikv", "tasks=gsm8k"]) == 2
     assert "no printed number has all of methods=['minikv'], tasks=['gsm8k']" in capsys.readouterr().err
+
+
+def test_places_are_found_by_number():
+    """A table, a figure or a section in any spelling; a number without a letter is all its parts; one locator may name
+    several; what is not there is answered."""
+    assert published.places_of("Sec 7.3 / Figure 15a") == ["Sec 7.3", "Figure 15a"]
+    assert published.places_of("Figure 11 + 13") == ["Figure 11", "Figure 13"]
+    assert published.places_of("Sec 4.4 + 5.2") == ["Sec 4.4", "Sec 5.2"]
+    found = published.select(papers=["diffkv"], places=["figure 15"])
+    assert set(found["locator"]) == {"Sec 7.3 / Figure 15a", "Sec 7.3 / Figure 15b"}
+    assert len(published.select(papers=["diffkv"], places=["Figure9"])) == 3
+    assert set(published.select(places=["table 2"])["locator"]) == {"Table 2"}
+    assert set(published.select(papers=["minikv"], places=["section 5.2"])["locator"]) == {
+        "Sec 4.4 + 5.2",
+        "Abstract + Sec 5.2",
+        "Sec 5.2",
+    }
+    assert published.select(places=["figure*"])["locator"].str.contains("Figure").all()
+    with pytest.raises(ValueError, match="places=figure 99 does not exist"):
+        published.select(places=["figure 99"])
