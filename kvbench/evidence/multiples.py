@@ -87,7 +87,7 @@ def figure(title: str, panels: Sequence[Panel], axis: str) -> "Figure":
             "markersize": 3.5,
             "linewidth": 0.9,
         }
-        handles.append(Line2D([], [], label=method, markersize=3.5, linewidth=0.9, **look))
+        handles.append(Line2D([], [], label=method, **look))
     where: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.01, 0.3 / height), "ncols": 7, "frameon": False}
     made.legend(handles=handles, fontsize=SIZE - 0.5, handlelength=1.6, columnspacing=1.1, **where)
     first = panels[0]

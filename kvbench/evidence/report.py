@@ -17,6 +17,7 @@ from kvbench.evidence.compare import ComparedRun, compare_group, correct, count,
 from kvbench.evidence.dominance import BEST, DOMINATED, MEANING, NEAR, standing
 from kvbench.evidence.frontier import Panel, averages, build
 from kvbench.evidence.load import Group, StoredRun, load_groups
+from kvbench.evidence.report_papers import beside
 from kvbench.evidence.together import together
 from kvbench.results import summary
 from kvbench.results.measures import AVERAGE, PEAK, RESIDENT, SCORE, TIME, Measure, item_title, ledger_items
@@ -82,6 +83,7 @@ def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], list[d
                 "tiers": tier_bars(group),
                 "ledger": byte_bars(group),
                 "argued": argued_table(group, {row.run.name: row.longer for row in rows if row.run}),
+                "papers": beside(group),
                 "settings": settings_rows(group),
                 "environment": environment(group),
                 "num_changes": sum(len(row.changes) for row in rows),
