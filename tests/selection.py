@@ -9,11 +9,11 @@ from functools import cache
 
 import pytest
 from engine_helpers import open_settings
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from places import CONF
 
 from kvbench.policy import Policy
+from kvbench.runs.parts import policy_class
 
 FULL = False  # tests/conftest.py: exhaustive tests run too, so that tests that choose how much they do choose all
 
@@ -43,7 +43,8 @@ def path_of(policy: Policy) -> tuple:
 @cache
 def method_of(name: str) -> Policy:
     """A method at the settings of its file; what the file leaves open fits a tiny model."""
-    return instantiate(OmegaConf.load(CONF / "method" / f"{name}.yaml"), **open_settings(name))
+    given = OmegaConf.to_container(OmegaConf.load(CONF / "method" / f"{name}.yaml"))
+    return policy_class(given.pop("_target_"))(**given | open_settings(name))
 
 
 def per_path(listed: list[str], policy_of: Callable[[str], Policy] = method_of) -> list:

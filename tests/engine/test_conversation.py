@@ -4,6 +4,7 @@ from unittest.mock import patch
 
 import pytest
 from engine_helpers import NATIVE_METHODS, answers, comparable, engine, own_greedy, own_logits, random_tokens, request
+from selection import few
 from test_shared_context import POLICIES
 
 from kvbench.engine.requests import Turn
@@ -87,7 +88,7 @@ def test_every_method_appends_the_turns_to_its_cache(loaded, name):
     )
 
 
-@pytest.mark.parametrize("name", list(NATIVE_METHODS))
+@pytest.mark.parametrize("name", few(NATIVE_METHODS, "snapkv", "diffkv", "streaming_llm"))
 def test_in_batches_and_sampled(loaded, name):
     """Conversations of several lengths beside plain questions, and three sampled ones of one prompt, as each alone."""
     asked = [conversation("a"), request("b", random_tokens(30), max_new_tokens=20), conversation("c", seed=3)]

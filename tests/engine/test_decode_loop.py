@@ -129,7 +129,7 @@ def test_a_rotary_embedding_that_asks_for_the_length_makes_single_steps(tiny_mod
         model.model.model.rotary_emb.rope_type = "default"
 
 
-@pytest.mark.parametrize("method", few(METHODS, METHODS[0], METHODS[2], METHODS[7]))
+@pytest.mark.parametrize("method", few(METHODS, METHODS[2], METHODS[7]))
 def test_a_run_gives_what_single_steps_give(smallest, method: str):
     """Tokens, bytes now and over time, kept slots and fidelity. One answer ends with a stop token while the step behind
     it is under way; one is drawn, and forced to a gold answer beside it."""

@@ -16,7 +16,7 @@ def test_every_method_answers_alike_on_both_backends(name: str, tiny_model):
         load()
     except BuildError as error:
         pytest.skip(str(error))
-    requests = [request("a", random_tokens(170)), request("b", random_tokens(23), max_new_tokens=12)]
+    requests = [request("a", random_tokens(170), max_new_tokens=11), request("b", random_tokens(23), max_new_tokens=6)]
     want, got = (
         answers(tiny_model(), method_of(name), requests, batch_size=2, backend=backend) for backend in ("torch", "cpu")
     )

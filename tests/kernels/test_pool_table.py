@@ -163,7 +163,7 @@ class TableMachine(RuleBasedStateMachine):
             assert all(len(self.owned[n, 0]) + len(self.owned[n, 1]) <= self.max_pages for n in range(12))
 
 
-@pytest.mark.parametrize(("examples", "often"), [(25, 5), pytest.param(100, 100, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("examples", "often"), [(15, 2), pytest.param(100, 100, marks=pytest.mark.exhaustive)])
 def test_random_histories_agree_with_the_model(examples, often):
     """A hundred operations an example, with exhaustion, full tables, growth and wrap-around among them."""
     for name in ("operations", "exhausted", "refused", "wrapped"):

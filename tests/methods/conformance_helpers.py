@@ -15,7 +15,6 @@ from functools import cache
 
 import torch
 from engine_helpers import open_settings
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from places import CONF
 
@@ -41,8 +40,12 @@ def lines_of(name: str, word: str) -> list[str]:
 
 def parsed(settings: str) -> dict:
     """`key=value ...` as settings."""
-    found = OmegaConf.to_container(OmegaConf.from_dotlist(settings.split()))
-    return {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
+    return plain(OmegaConf.from_dotlist(settings.split()))
+
+
+def plain(settings) -> dict:
+    """A config as a dict."""
+    return {str(key): value for key, value in OmegaConf.to_container(settings).items()}
 
 
 def settings_of(case: str):
@@ -64,7 +67,8 @@ def _settings_of(case: str):
 @cache
 def policy_of(case: str, heads: str = "gqa3", **changes) -> Policy:
     """The method at the settings of a case, with some changed; what the file leaves open fits a tiny model."""
-    return instantiate(settings_of(case), **(open_settings(case.split()[0], 4 if heads == "mha" else 2) | changes))
+    given = plain(settings_of(case)) | open_settings(case.split()[0], 4 if heads == "mha" else 2) | changes
+    return policy_class(given.pop("_target_"))(**given)
 
 
 def fields_of(case: str) -> set[str]:

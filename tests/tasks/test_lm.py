@@ -6,6 +6,7 @@ import pytest
 import torch
 from lmeval_demo import TINY, lm_of, outcomes_of
 from longbench_rows import row, write
+from selection import in_turn
 
 from kvbench.lm import KvbenchLM
 from kvbench.tasks.lmeval import TASKS_FOLDER
@@ -93,8 +94,7 @@ def test_loglikelihood_against_a_plain_forward(lm: KvbenchLM) -> None:
 TEXTS = ["", "a", "The cat sat on the mat. " * 3, "One two three four five six. " * 12]
 
 
-@pytest.mark.parametrize("prompt_tokens", [1, 20])
-@pytest.mark.parametrize("method", ["full", "snapkv"])
+@pytest.mark.parametrize(("method", "prompt_tokens"), in_turn(["full", "snapkv"], [1, 20]))
 def test_whole_texts_against_lm_evals_own_model(method: str, prompt_tokens: int) -> None:
     """Sums over texts of less than a window, of one and of several are those of lm-eval's model of transformers; so are
     those of a method that keeps everything, whatever is read as a prompt."""

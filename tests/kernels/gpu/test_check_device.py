@@ -55,13 +55,13 @@ def test_every_format_is_written_read_and_moved_as_by_the_reference(name: str):
     assert wrong(CHECKS["pages"](one_format(name))) == []
 
 
-@pytest.mark.parametrize("name", few([*FORMATS][4:], "nvfp4", "kivi 4 bits, group 24"))
+@pytest.mark.parametrize("name", few([*FORMATS][4:], "kivi 4 bits, group 24"))
 def test_every_format_is_attended_to_as_by_the_reference(name: str):
     """Output, log-sum-exp and scores, returned and added."""
     assert wrong(CHECKS["attention"](one_format(name))) == []
 
 
-@pytest.mark.parametrize("part", few(range(14), 3, 8, 9, 11))
+@pytest.mark.parametrize("part", few(range(14), 3, 8))
 def test_the_quick_checks_of_a_device_pass(part: int):
     """All operations, of three tiers, rings, prompts, chunks, bounds and many lists, share by share."""
     plan = Plan(DEVICE, Gpu(), QUICK, SHORT, (part, 14))
