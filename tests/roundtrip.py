@@ -198,8 +198,8 @@ def readers(results: Path, run: Path) -> Iterator[tuple[str, ...]]:
         yield "export", root, f"format={form}", f"to={results.with_name(form)}"
 
 
-def trip(seed: int, folder: Path) -> Outcome:
-    """One case from its settings to the last reader."""
+def trip(seed: int, folder: Path, *, first: int = 0, step: int = 1) -> Outcome:
+    """One case from its settings to the last reader, by every so many readers from the first one named."""
     results = folder / "results"
     found = Outcome(case(seed, folder))
     command = [*found.words, f"results_dir={results}"]
@@ -218,7 +218,7 @@ def trip(seed: int, folder: Path) -> Outcome:
     again, said = give(*command)
     if again != code or ("already there" not in said and "resume=false" not in found.words):
         found.faults.append(f"given again, exit {again} after {code}: {said[-400:]}")
-    for words in readers(results, own[0]):
+    for words in [*readers(results, own[0])][first::step]:
         if words[0] == "report" and seed % 4 != 1:  # as long as all others together, and in no case of the default run
             continue
         code, said = give(*words)

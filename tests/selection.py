@@ -47,9 +47,12 @@ def method_of(name: str) -> Policy:
     return policy_class(given.pop("_target_"))(**given | open_settings(name))
 
 
-def per_path(listed: list[str], policy_of: Callable[[str], Policy] = method_of) -> list:
-    """Methods as parameters; those whose path an earlier one walks are exhaustive."""
+def per_path(listed: list[str], policy_of: Callable[[str], Policy] = method_of, part: int | None = None) -> list:
+    """Methods as parameters; those whose path an earlier one walks are exhaustive. Two tests that share the paths of a
+    list among them have a `part` each, 0 and 1: every other path."""
     firsts = _firsts(listed, policy_of)
+    if part is not None:
+        firsts = set(sorted(firsts)[part::2])
     return [pytest.param(name, id=name, marks=() if name in firsts else pytest.mark.exhaustive) for name in listed]
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 from engine_helpers import answers, request
+from selection import in_turn
 
 import kvbench
 from kvbench.api.generate import choose_policy
@@ -18,8 +19,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("method", "batch"), in_turn([*METHODS], [3, 1]))
 def test_it_gives_the_engines_tokens(tiny_model, method, batch):
     """Texts become prompts as the tokenizer makes them, and the answers are those of an engine over these prompts."""
     loaded, settings = tiny_model(), METHODS[method]

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from selection import in_turn
 from store_helpers import make_store, read_random, step_random
 
 from kvbench.kernels.pool import PoolExhausted
@@ -95,8 +96,7 @@ def alone():
     return get
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "backend"), in_turn([*CASES], ["torch", "cpu"]))
 def test_each_list_is_as_in_a_cache_of_its_format(alone, case, backend):
     """Outputs of prompts, questions, forks and steps are those of caches that have one format in all layers, head by
     head, and so are the bytes of what is held."""

@@ -68,7 +68,7 @@ def test_a_byte_budget_is_met_at_five_budgets(tiny_model, name, parts):
     assert most > 120
 
 
-@pytest.mark.parametrize("name", BUDGETED)
+@pytest.mark.parametrize("name", per_path(BUDGETED, policy_of))
 def test_a_missed_budget_fails_the_run(tiny_model, name):
     """A method that keeps everything that may go, or far too little of a prompt, does not pass its own check."""
     loaded, asked = tiny_model("llama", "gqa3", HEAD_DIM), [request("0", random_tokens(400), max_new_tokens=1)]
@@ -131,7 +131,7 @@ def test_any_eviction_method_stores_what_it_keeps_in_any_token_tier(tiny_model, 
     assert coded.ledger["track_bytes"] == slots * 4 * len(policy_of(name).score.track)
 
 
-@pytest.mark.parametrize("name", having("granularity"))
+@pytest.mark.parametrize("name", per_path(having("granularity"), policy_of))
 def test_query_head_copies_are_billed_in_full(tiny_model, name):
     """With granularity=q_head every query head keeps its own set: three times the lists, tokens and payload of kv_head,
     and the ratio to the uncompressed cache of the KV heads says so. A byte budget buys a third of the tokens."""

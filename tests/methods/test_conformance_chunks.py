@@ -4,6 +4,7 @@ import pytest
 import torch
 from conformance_helpers import cases, lossless_of, policy_of, protected
 from engine_helpers import engine, random_tokens
+from selection import per_path
 from store_helpers import held_positions
 
 from kvbench.cache.ledger import ITEMS
@@ -110,7 +111,7 @@ def test_a_method_reads_in_chunks(loaded, case):
         assert pages.pool.num_used == 0
 
 
-@pytest.mark.parametrize("case", [case for case in WORKS if lossless_of(case) and " " not in case])
+@pytest.mark.parametrize("case", per_path([case for case in WORKS if lossless_of(case) and " " not in case], policy_of))
 def test_where_nothing_is_lost_chunks_change_nothing(loaded, case):
     """Chunked or at once, the logits are those of the model itself where a method's settings lose nothing."""
     policy = policy_of(case, **lossless_of(case))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from selection import in_turn
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
@@ -114,13 +115,13 @@ def softmax_attention(q, k, v, history, scale: float) -> torch.Tensor:
 WEIGHTS = {torch.float32: CLOSE, torch.float16: 2**-10, torch.bfloat16: CLOSE if INTERPRETED else 2**-7}
 
 
-@pytest.mark.parametrize("dtype", list(WEIGHTS), ids=str)
 @pytest.mark.parametrize(
-    ("group", "chunk", "past", "head_dim"), [(1, 1, 0, 64), (3, 33, 70, 80), (2, 70, 1, 32), (4, 5, 32, 128)], ids=str
+    ("shape", "dtype"), in_turn([(1, 1, 0, 64), (3, 33, 70, 80), (2, 70, 1, 32), (4, 5, 32, 128)], [*WEIGHTS])
 )
-def test_a_chunk_attends_to_what_is_held_and_to_itself(group, chunk, past, head_dim, dtype):
+def test_a_chunk_attends_to_what_is_held_and_to_itself(shape, dtype):
     """Over live entries alone, of which a list may have none, by tensors that are not contiguous; what is not live may
     be anything. Without `live` all of the history is."""
+    group, chunk, past, head_dim = shape
     make = torch.Generator().manual_seed(chunk)
     q, k, v = (torch.randn(h, chunk, 2 * head_dim, generator=make).to(dtype) for h in (2 * group, 2, 2))
     q, k, v = (x[..., :head_dim] for x in (q, k, v))

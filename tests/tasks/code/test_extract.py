@@ -4,6 +4,7 @@ import ast
 import time
 
 import pytest
+from selection import FULL
 from tasks.code.answer_styles import cases
 
 from kvbench.tasks.code.extract import build_program, defines, needs, parse, without
@@ -146,13 +147,15 @@ FRAGMENTS += ["```python\nf = 1\n```\n", "Here is f, it's (a\n", "f = f\n", "lam
 
 @pytest.mark.parametrize("fragment", FRAGMENTS)
 def test_time_grows_with_the_length(fragment):
-    """Repeated fragments of 10 and 100 thousand characters: ten times the text takes about ten times as long."""
+    """Repeated fragments of 4 and 40 thousand characters (exhaustive: 10 and 100): ten times the text takes about ten
+    times as long."""
+    length, seconds_more = (10_000, 0.1) if FULL else (4_000, 0.04)
 
-    def seconds(length: int) -> float:
-        answer = (fragment * length)[:length]
+    def seconds(count: int) -> float:
+        answer = (fragment * count)[:count]
         start = time.process_time()
         build_program(PROMPT, "f", answer)
         return time.process_time() - start
 
-    short, long = seconds(10_000), seconds(100_000)
-    assert long < 20 * max(short, 0.1) and long < 5
+    short, long = seconds(length), seconds(10 * length)
+    assert long < 20 * max(short, seconds_more) and long < 5
