@@ -1,9 +1,12 @@
 """Results folders of made-up runs, in the real format, for the tests of what reads them."""
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
+from omegaconf import DictConfig
 
+from kvbench.cli.commands import compose_command
 from kvbench.results import summary
 from kvbench.results.identity import hash_identity, run_folder
 from kvbench.results.provenance import Git, Machine, Versions
@@ -13,6 +16,19 @@ from kvbench.results.summary import metrics
 
 VERSIONS = Versions(python="3.11.7", kvbench="0.1.0", torch="2.13.0", transformers="5.23.0", lm_eval="0.4.13")
 MACHINE = Machine(device="cpu (X)", host="Linux x86_64", num_cpus=2, num_threads=2, omp_wait_policy="PASSIVE")
+
+
+def command_settings(command: str, root, *words: str) -> DictConfig:
+    """The settings of a command over a results folder. Composing takes longer than most of what reads them, so that
+    those of the same words are composed once."""
+    made = _composed(command, words).copy()
+    made.results_dir = str(root)
+    return made
+
+
+@cache
+def _composed(command: str, words: tuple[str, ...]) -> DictConfig:
+    return compose_command(command, [*words])
 
 
 class Info:

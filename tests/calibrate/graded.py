@@ -1,7 +1,9 @@
 """A method whose loss and bytes follow from its two thresholds, for the tests of calibration."""
 
 import hashlib
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -114,7 +116,7 @@ def _fields(cfg) -> dict:
 
 def make_cfg(folder: Path, **changes) -> OmegaConf:
     """The settings of the command, as the command line composes them, with the graded method."""
-    plain = OmegaConf.to_container(compose([], name="command/calibrate"))
+    plain = deepcopy(_composed())
     plain |= {"_choices_": {"method": "graded"}, "results_dir": str(folder), "task": {"name": "graded"}}
     plain["method"] = {"_target_": "graded.Graded", "alpha_h": 1.0, "alpha_l": 0.02, "window": 64, "calibration": None}
     del plain["_target_"]
@@ -124,6 +126,11 @@ def make_cfg(folder: Path, **changes) -> OmegaConf:
     for key, value in changes.items():
         OmegaConf.update(cfg, key.replace("__", "."), value, merge=False, force_add=True)
     return cfg
+
+
+@cache
+def _composed() -> dict:
+    return OmegaConf.to_container(compose([], name="command/calibrate"))
 
 
 def gentle(alpha_h, alpha_l):

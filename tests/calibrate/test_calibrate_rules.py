@@ -244,7 +244,7 @@ def test_nothing_lost_is_no_luck():
     assert false_confirmations(noise, DEFAULT, num_points=3, num_tuning=4, num_held_out=4) == 0.0
 
 
-def test_looks_are_counted(tmp_path, capsys):
+def test_looks_are_counted(tmp_path, capsys, undrawn):
     """A second calibration with another margin on the same held-out samples is the second look, and says so; the same
     one again is no further look."""
     bench = Bench(gentle, smaller)

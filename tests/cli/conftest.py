@@ -18,8 +18,15 @@ def work(tmp_path) -> Path:
 
 
 @pytest.fixture
-def fakes(work, monkeypatch) -> Path:
+def pictures() -> None:
+    """The pictures of runs and sweeps are drawn: half a second each, which tests of other things do without."""
+
+
+@pytest.fixture
+def fakes(work, monkeypatch, request) -> Path:
     """The same as the current folder of this process, whose commands run on fakes."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr("kvbench.show.figure.draw", lambda records, path: path)
     monkeypatch.setattr(files, "conf_folder", lambda: work.parent / "conf")
     monkeypatch.setattr("kvbench.runs.parts.Loaders", make_parts)
     monkeypatch.setattr("kvbench.runs.run.Loaders", make_parts)

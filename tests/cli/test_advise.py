@@ -4,6 +4,7 @@ command that would find out."""
 import json
 import re
 import shlex
+import shutil
 
 import pytest
 from places import ROOT
@@ -59,8 +60,15 @@ def counted_once():
 
 
 @pytest.fixture
-def results(tmp_path):
+def results(tmp_path, stored_once):
+    """A copy of these runs that a test may change."""
+    return shutil.copytree(stored_once, tmp_path, dirs_exist_ok=True)
+
+
+@pytest.fixture(scope="module")
+def stored_once(tmp_path_factory):
     """Runs of which one is as good as the full cache, one is worse, one was measured elsewhere, one has few samples."""
+    tmp_path = tmp_path_factory.mktemp("results")
     scores = yes_no(0.7, {"a": 120, "b": 120})
     run(tmp_path, "full", scores)
     run(tmp_path, "snapkv", flips(scores, 1, 1), budget=0.25)

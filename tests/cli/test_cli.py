@@ -22,7 +22,7 @@ def runs(folder: Path) -> dict[str, RunRecord]:
     return {f"{record.method} {record.seed}": record for record in found}
 
 
-def test_plain_run(fakes, capsys):
+def test_plain_run(pictures, fakes, capsys):
     """`run` takes the defaults beside the full cache, prints the table, draws the picture and litters nothing."""
     assert cli.main(["run"]) == 0
     assert sorted(runs(fakes)) == ["diffkv 0", "full 0"]
@@ -44,7 +44,7 @@ def test_run_command_with_settings(fakes, capsys):
     assert sorted(runs(fakes)) == ["kivi 7", "snapkv 0"]
 
 
-def test_sweep(fakes, capsys):
+def test_sweep(pictures, fakes, capsys):
     """-m with comma lists runs every combination once, shares references, and ends with one table and one picture."""
     assert cli.main(["-m", "method=snapkv,kivi,diffkv", "seed=0,1"]) == 0
     names = [f"{method} {seed}" for method in ("diffkv", "full", "kivi", "snapkv") for seed in (0, 1)]

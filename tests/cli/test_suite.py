@@ -14,7 +14,6 @@ from kvbench.config.compose import compose
 from kvbench.evidence import frontier_figure
 from kvbench.results.sweep import sweeps
 from kvbench.runs.parts import make_policy
-from kvbench.show import figure
 
 SMALL = """# Two tasks, four runs each.
 every: seed=3 limit=9
@@ -35,7 +34,6 @@ def small(fakes, monkeypatch):
     (fakes.parent / "conf" / "suite").mkdir()
     (fakes.parent / "conf" / "suite" / "small.yaml").write_text(SMALL)
     monkeypatch.setattr(frontier_figure, "render", lambda *given: b"")
-    monkeypatch.setattr(figure, "draw", lambda records, path: path)
     return fakes
 
 

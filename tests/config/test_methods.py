@@ -6,6 +6,7 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 from places import CONF
+from selection import few
 
 from kvbench.config import files, methods
 from kvbench.config.compose import compose
@@ -34,7 +35,11 @@ class Mine(Scored):
 IMPORTED = READ.replace("LEAST = 3", "LEAST = len('abc')") + "    names: list = field(default_factory=lambda: [1, 2])\n"
 
 
-@pytest.mark.parametrize("name", sorted(files.options("method")))
+NAMES = sorted(files.options("method"))
+CLASSES = {OmegaConf.load(CONF / "method" / f"{name}.yaml")._target_: name for name in reversed(NAMES)}
+
+
+@pytest.mark.parametrize("name", few(NAMES, *CLASSES.values()))
 def test_defaults_are_those_of_the_class(name):
     """Every value that the file leaves out, and every setting but those that all methods share."""
     listed, found = OmegaConf.load(CONF / "method" / f"{name}.yaml"), methods.method_settings(name)

@@ -7,8 +7,9 @@ from kvbench.models.load import load_model
 
 @pytest.fixture
 def loaded(tiny_model):
-    """The tiny Llama of two layers with three query heads per KV head, in fp32."""
-    return tiny_model("llama", "gqa3", 64)
+    """The tiny Llama of two layers with three query heads per KV head, in fp32; narrow, since the width is most of a
+    test's time."""
+    return tiny_model("llama", "gqa3", 64, narrow=True)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,12 @@ from engine_helpers import NATIVE_METHODS, answers, engine, own_logits, random_t
 NATIVE = NATIVE_METHODS["full"]
 
 
+@pytest.fixture
+def loaded(tiny_model):
+    """The tiny Llama in its full width: in the narrow one a last bit of a score decides about a token's precision."""
+    return tiny_model("llama", "gqa3", 64)
+
+
 @pytest.mark.parametrize("segments", [1, 2])
 def test_every_token_has_its_numbers(loaded, segments):
     """They are those of the means and of transformers itself; without the setting there are none."""

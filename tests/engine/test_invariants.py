@@ -17,6 +17,7 @@ from engine_helpers import (
     request,
 )
 from places import ROOT
+from selection import FULL
 
 from kvbench.methods.full import Full
 from kvbench.methods.streaming_llm import StreamingLLM
@@ -30,7 +31,7 @@ MODELS = [
     ("qwen2", "gqa7", 64),
     ("qwen2", "mha", 128),
 ]
-LENGTHS = [1, 7, 37, 64, 65, 130, 200, 90]
+LENGTHS = [1, 7, 37, 64, 65, 130, 200, 90] if FULL else [1, 37, 65, 130, 90]
 
 # Settings at which every method drops or moves tokens on prompts of these lengths, in the model's own dtype.
 EXACT = NATIVE_METHODS | {"streaming_llm_absolute": StreamingLLM(budget=0.5, position_mode="absolute", tier="native")}
@@ -41,8 +42,9 @@ def test_full_native_equals_transformers(tiny_model, model_type, heads, head_dim
     """The uncompressed store gives generate()'s greedy tokens, and its logits within 1e-4 (fp32)."""
     loaded = tiny_model(model_type, heads, head_dim)
     prompts = [random_tokens(n, seed=1) for n in (1, 33, 150)]
-    own = [own_greedy(loaded, [prompt], 24)[0] for prompt in prompts]
-    outcomes = answers(loaded, Full(tier="native"), [request(str(i), p) for i, p in enumerate(prompts)])
+    own = [own_greedy(loaded, [prompt], 12)[0] for prompt in prompts]
+    asked = [request(str(i), prompt, max_new_tokens=12) for i, prompt in enumerate(prompts)]
+    outcomes = answers(loaded, Full(tier="native"), asked)
     assert [outcomes[str(i), 0].token_ids for i in range(len(prompts))] == own
     forced = forced_logits(loaded, Full(tier="native"), prompts, own)
     for prompt, tokens, logits in zip(prompts, own, forced, strict=True):
@@ -82,8 +84,9 @@ def test_full_native_in_bf16_is_as_exact_as_transformers(tiny_model, model_type,
 
 @pytest.mark.parametrize("name", EXACT)
 def test_ragged_batches_equal_single_rows(tiny_model, name):
-    """Eight prompts of different lengths give, in groups of 8 and 3, the tokens and bytes that each gives alone."""
-    loaded = tiny_model("llama", "gqa3", 64)
+    """Five prompts (exhaustive: eight) of different lengths give, in groups of 8 and 3, the tokens and bytes that
+    each gives alone."""
+    loaded = tiny_model("llama", "gqa3", 64, narrow=True)
     requests = [
         request(str(i), random_tokens(n, seed=6), max_new_tokens=10 + 3 * i, gold=random_tokens(5) if i % 2 else ())
         for i, n in enumerate(LENGTHS)
@@ -100,9 +103,9 @@ def test_ragged_batches_equal_single_rows(tiny_model, name):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("num_rows", "num_steps"), [(2, 16), pytest.param(16, 126, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("num_rows", "num_steps"), [(2, 8), pytest.param(16, 126, marks=pytest.mark.exhaustive)])
 def test_embedded_model_through_the_store_step_by_step(embedded_model, num_rows, num_steps):
-    """On SmolLM2-135M (fp32), tokens fed one by one give the exact logits, as transformers does: 34 in
+    """On SmolLM2-135M (fp32), tokens fed one by one give the exact logits, as transformers does: 18 in
     2 rows, and 2,032 in 16 rows (`make test-exact`).
 
     The text is the one that longctx fills its prompts with. Exact are the logits of the same weights in float64: on

@@ -133,10 +133,10 @@ def difference(found, wanted):
 
 @pytest.mark.parametrize(("kind", "how"), in_turn(sorted(KINDS), [(3, "native"), (1, "fp16")]))
 def test_lossless_settings_give_the_models_own_tokens(small, kind, how):
-    """Over 64 steps behind a prompt that no window holds, alone and three at a time."""
+    """Over 40 steps behind a prompt that no window holds, alone and three at a time."""
     loaded, rows, policy = small(kind), how[0], Full(tier=how[1])
     prompts = prompts_of(rows)
-    tokens = torch.tensor([[*a, *b] for a, b in zip(prompts, own_greedy(loaded, prompts, 64), strict=True)])
+    tokens = torch.tensor([[*a, *b] for a, b in zip(prompts, own_greedy(loaded, prompts, 40), strict=True)])
     wanted = own_steps(loaded, tokens, PROMPT)
     found, _, _ = runner_logits(loaded, policy, tokens, PROMPT)
     assert difference(found, wanted) < TOLERANCE[policy.tier]

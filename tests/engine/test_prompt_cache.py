@@ -105,8 +105,8 @@ def test_reused_prompts_give_the_same_records(loaded, forwards, fresh):
 def test_a_prompt_serves_no_model_that_computes_otherwise(loaded, tiny_model, forwards):
     """The same weights in another dtype or in another order of sums, and other weights: their prompts are read."""
     prompts, policy, requests = PromptCache(2**30), Full(), prompts_of_two_kinds()[2:]
-    half = replace(tiny_model("llama", "gqa3", 64, "bfloat16"), fingerprint=loaded.fingerprint)
-    alike, other = replace(loaded, linear="packed"), tiny_model("llama", "gqa3", 64, seed=1)
+    half = replace(tiny_model("llama", "gqa3", 64, "bfloat16", narrow=True), fingerprint=loaded.fingerprint)
+    alike, other = replace(loaded, linear="packed"), tiny_model("llama", "gqa3", 64, seed=1, narrow=True)
     for number, model in enumerate((loaded, half, alike, other), start=1):
         assert outcomes(model, policy, prompts, requests) == outcomes(model, policy, None, requests)
         assert prompts.num_read == number and prompts.num_reused == 0

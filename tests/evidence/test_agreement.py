@@ -5,9 +5,8 @@ import re
 
 import numpy as np
 import pytest
-from stored import store
+from stored import command_settings, store
 
-from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.ranks import rankings
@@ -32,7 +31,7 @@ def study(root, nll_of, score_of, **changes):
 
 def found_in(root, *words):
     """The orders and the notes of a results folder."""
-    cfg = compose_command("ranks", [f"results_dir={root}", "resamples=500", *words])
+    cfg = command_settings("ranks", root, "resamples=500", *words)
     return rankings(load_groups(cfg), cfg)
 
 

@@ -8,9 +8,8 @@ import re
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
-from stored import flips, store, yes_no
+from stored import command_settings, flips, store, yes_no
 
-from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
 from kvbench.evidence import compare, samples
 from kvbench.evidence.load import load_groups
@@ -24,7 +23,7 @@ SCORES = {"a": [1, 0, 1, 1, 0, 1], "b": [1, 1, 0, 1, 1, 1]}
 
 def settings(root, *words):
     """The settings of `kvbench compare`."""
-    return compose_command("compare", [f"results_dir={root}", "resamples=200", *words])
+    return command_settings("compare", root, "resamples=200", *words)
 
 
 def compared(root, *words):
@@ -173,10 +172,11 @@ def test_the_selector_of_a_note_means_one_version(tmp_path):
 
 
 @pytest.mark.parametrize("odd", ["failed", "begun", "memory"])
-def test_a_run_without_scores_hides_no_other(tmp_path, capsys, odd):
+def test_a_run_without_scores_hides_no_other(tmp_path, capsys, monkeypatch, odd):
     """The newest version of the code is that of the newest run with scores; another is named by each command."""
     store(tmp_path, "full", SCORES)
     store(tmp_path, "half", SCORES)
+    monkeypatch.setattr("kvbench.evidence.frontier_figure.render", lambda *given: b"")
     for task in ("toy", "other"):  # of the other task there is nothing else
         new = {"task": task, "harness": "0" * 64, "started": "2026-02-02T00:00:00+00:00"}
         if odd == "memory":

@@ -5,9 +5,8 @@ import io
 import re
 
 import pytest
-from stored import flips, store, yes_no
+from stored import command_settings, flips, store, yes_no
 
-from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.table_content import AVERAGE, tables_of
@@ -20,7 +19,7 @@ SCORES = yes_no(0.7, SIZES, seed=3)
 
 def settings(root, *words):
     """The settings of `kvbench table`."""
-    return compose_command("table", [f"results_dir={root}", "resamples=300", *words])
+    return command_settings("table", root, "resamples=300", *words)
 
 
 def table_of(root, *words):

@@ -9,9 +9,8 @@ import pytest
 from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
-from stored import flips, store, yes_no
+from stored import command_settings, flips, store, yes_no
 
-from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
 from kvbench.evidence import frontier_figure, multiples
 from kvbench.evidence.dominance import best_so_far, standing
@@ -27,7 +26,7 @@ SCORES = yes_no(0.8, {"a": 40, "b": 40}, seed=1)
 
 def settings(root, *words):
     """The settings of `kvbench pareto`."""
-    return compose_command("pareto", [f"results_dir={root}", "resamples=300", *words])
+    return command_settings("pareto", root, "resamples=300", *words)
 
 
 def panel_of(root, *words):

@@ -4,9 +4,8 @@ import csv
 import io
 
 import pytest
-from stored import flips, store, yes_no
+from stored import command_settings, flips, store, yes_no
 
-from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
 from kvbench.evidence import compare, pareto, report
 from kvbench.evidence.dominance import standing
@@ -43,7 +42,7 @@ def joined(root, command="compare", *words):
     words = [word for word in words if not word.startswith("together")] + [
         next((word for word in words if word.startswith("together")), "together={}")
     ]
-    cfg = compose_command(command, [f"results_dir={root}", "resamples=200", *words])
+    cfg = command_settings(command, root, "resamples=200", *words)
     (group,) = together(load_groups(cfg), cfg)
     return cfg, group
 

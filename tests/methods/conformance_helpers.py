@@ -67,8 +67,14 @@ def _settings_of(case: str):
 @cache
 def policy_of(case: str, heads: str = "gqa3", **changes) -> Policy:
     """The method at the settings of a case, with some changed; what the file leaves open fits a tiny model."""
-    given = plain(settings_of(case)) | open_settings(case.split()[0], 4 if heads == "mha" else 2) | changes
+    given = plain(_settings_of(case)) | open_settings(case.split()[0], 4 if heads == "mha" else 2) | changes
     return policy_class(given.pop("_target_"))(**given)
+
+
+@cache
+def class_of(name: str) -> type[Policy]:
+    """The class of a method."""
+    return policy_class(_settings_of(name)["_target_"])
 
 
 def fields_of(case: str) -> set[str]:
@@ -84,7 +90,7 @@ def _fields_of(name: str) -> set[str]:
 
 def listed_of(name: str) -> set[str]:
     """Those that its YAML lists."""
-    return {str(key) for key in settings_of(name)} - {"_target_"}
+    return {str(key) for key in _settings_of(name)} - {"_target_"}
 
 
 def own_fields_of(name: str) -> set[str]:
@@ -113,7 +119,7 @@ def distinct() -> tuple[str, ...]:
     """The methods without those that are another one under a second name."""
     seen: dict[str, str] = {}
     for name in METHODS:
-        seen.setdefault(OmegaConf.to_yaml(settings_of(name), sort_keys=True), name)
+        seen.setdefault(OmegaConf.to_yaml(_settings_of(name), sort_keys=True), name)
     return tuple(seen.values())
 
 
