@@ -3,7 +3,10 @@
 import inspect
 from collections.abc import Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
+from functools import lru_cache
+from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -36,10 +39,6 @@ def scorer(press: str, settings: tuple[str, ...]) -> Any:
             f"method.press={press} is no scorer of kvpress; those installed are {', '.join(sorted(found))}"
         )
     kind: Any = found[press]
-    if kind.post_init_from_model is not package.BasePress.post_init_from_model:
-        raise ValueError(
-            f"method.press={press} prepares itself from a whole model, which no statistic sees; run kvpress"
-        )
     if kind.compress is not package.ScorerPress.compress:
         raise ValueError(
             f"method.press={press} does not keep its best scores but chooses otherwise; run kvpress itself"
@@ -49,6 +48,32 @@ def scorer(press: str, settings: tuple[str, ...]) -> Any:
     if unknown := sorted(set(given) - known):
         raise ValueError(f"method.settings has {', '.join(unknown)}, and {press} {', '.join(sorted(known)) or 'none'}")
     return kind(**{name: value_of(text) for name, text in given.items()})
+
+
+@lru_cache(maxsize=2)
+def prepared(press: str, settings: tuple[str, ...], model: str, dtype: torch.dtype) -> Any:
+    """The same, prepared for a model of which it sees the name and the type alone: KVzapPress and QFilterPress fetch
+    what was trained for a model of that name. It is fetched once.
+
+    Raises:
+        ValueError: It looks at more of the model, or has nothing for a model of that name.
+    """
+    made = scorer(press, settings)
+    seen = SimpleNamespace(config=SimpleNamespace(name_or_path=model), dtype=dtype)
+    try:
+        made.post_init_from_model(seen)
+    except AttributeError as error:
+        raise ValueError(
+            f"method.press={press} prepares itself from more of a model than its name, which no statistic sees "
+            f"({error}); run kvpress itself"
+        ) from error
+    except Exception as error:  # the hub's, or the press's own
+        said = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(
+            f"method.press={press} has nothing to load for a model called {model}: {said}; take a model that it was "
+            "trained for, under the name that the hub has for it"
+        ) from error
+    return made
 
 
 def value_of(text: str) -> bool | int | float | str:
@@ -99,7 +124,11 @@ class PressScore(Statistic):
         return score
 
     def _score(self, seen: LayerTensors, ratio: float) -> Tensor:
-        call, made = seen.attention_call, scorer(self.press, self.settings)
+        call = seen.attention_call
+        name = str(getattr(getattr(call.module, "config", None), "name_or_path", ""))
+        made = copy(
+            prepared(self.press, self.settings, name, call.hidden_states.dtype)
+        )  # no layer sees what another left
         made.compression_ratio = ratio
         named = {"position_embeddings": call.position_embeddings, "hidden_states": call.hidden_states[None]}
         try:
@@ -124,8 +153,9 @@ class KVPress(Ranked):
 
     Source: NVIDIA/kvpress scorer_press.py; the scorer is the installed package's own.
     Differs: `floor(ratio x tokens)` tokens stay as here for all methods; equal scores keep the earlier token; what goes
-        is freed. Scorers that look at attention weights, prepare themselves from the model or choose otherwise than by
-        their scores are refused.
+        is freed. A scorer that prepares itself from the model sees the model's name alone: KVzapPress and QFilterPress
+        fetch what was trained for that name, once, and neither their bytes nor their revision are in a run. Scorers
+        that look at attention weights, at more of the model, or choose otherwise than by their scores are refused.
     """
 
     press: str = "KeyDiffPress"

@@ -33,7 +33,7 @@ KNOWS = {
     "results": {"stats", "config", "errors", "rules", "engine", "__init__"},
     "show": {"results", "stats", "config", "errors"},
     "sizing": {"results", "cache", "models", "policy", "kernels", "config", "errors", "rules"},
-    "evidence": {"results", "stats", "show", "sizing", "config", "errors"},
+    "evidence": {"results", "stats", "show", "sizing", "config", "errors", "rules"},
 }
 # The libraries, beside Python's own, of the rooms that must stay light.
 LIBRARIES = {

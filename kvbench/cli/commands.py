@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -14,7 +15,9 @@ from kvbench.config import files
 from kvbench.config.settings import read_config
 from kvbench.errors import unknown_setting
 
-BARE = "_bare_"  # in a command's file: the setting, or the settings in order, that words without a key set
+# In a command's file: the setting, or the settings in order, that words without a key set; one with * at its end takes
+# all that are left.
+BARE = "_bare_"
 EACH = "_each_"  # the group of which the command takes several choices; its function finds all of them here, by name
 
 
@@ -45,7 +48,7 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
     """
     from kvbench.config.compose import choices, compose
 
-    listed, plain = _own(name), {}
+    listed, plain = _own(name), dict[str, Any]()
     each = listed.get(EACH)
     for group in files.GROUPS if "defaults" in listed else ():
         if len(found := choices(arguments, group)) < 2 or group in listed:
@@ -63,6 +66,11 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
         key, has_value, value = word.partition("=")
         sentence = " " in word and key.partition(".")[0] not in {*listed, *files.GROUPS}  # a command of an engine
         if places and not word.startswith("-") and (not has_value or sentence or Path(word).exists()):
+            if places[0].endswith("*"):
+                key = places[0].removesuffix("*")
+                plain[key] = [*plain.get(key, []), word]
+                arguments = [other for other in arguments if other is not word]
+                continue
             key, value = places.pop(0), word
         elif not has_value:
             raise ValueError(

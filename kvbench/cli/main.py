@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ KEEPING = {
     "run": "sample",
     "suite": "sample",
     "paper": "sample",
+    "submit": "sample",
     "calibrate": "sample",
     "bench": "cell",
 }  # what stays of a command that is stopped
@@ -91,9 +93,7 @@ def _carry_out(arguments: list[str]) -> int:
         return 0
     own, arguments = words.take_config_dir(arguments)
     words.refuse_stored_config(own, arguments)
-    # Modules of the user's own methods lie beside their YAMLs; at the end they hide nobody else's.
-    sys.path += [folder for folder in map(os.path.realpath, own) if folder not in sys.path]
-    with files.with_own_folders(own):
+    with words.own_choices(own):
         code = _command(arguments)
         sys.stdout.flush()  # here, where a reader that has gone can be told from a fault
     return code
@@ -111,14 +111,9 @@ def _command(arguments: list[str]) -> int:
         print(_help(command, rest, width))
         return 0
     words.check_flags(rest)
-    if command == "suite":
-        from kvbench.cli import suite
-
-        return suite.main(rest, run_command)
-    if command == "paper":
-        from kvbench.cli import paper
-
-        return paper.main(rest, run_command)
+    if command in ("suite", "submit", "paper"):
+        found: int = import_module(f"kvbench.cli.{command}").main(rest, run_command)
+        return found
     if command in files.command_files():
         from kvbench.cli import commands
 

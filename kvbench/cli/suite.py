@@ -53,26 +53,31 @@ def find(name: object) -> Suite:
 
 def main(arguments: Sequence[str], sweep: Sweeping) -> int:
     """Carry out `kvbench suite`; `sweep` runs words of a sweep with these jobs. Returns the exit code."""
-    listed = read_config(files.path_of("command", GROUP))
-    own, others = list[str](), list[str]()
-    for word in arguments:
-        key, sign, _ = word.partition("=")
-        (own if key in listed or not (sign or word.startswith("-")) else others).append(word)
-    cfg = commands.compose_command(GROUP, own)
+    cfg, others = own_words(GROUP, arguments)
     what = check_name("what", cfg.what, ("run", "status", "plan"))
     suite = find(cfg.suite)
     cfg.results_dir = cfg.results_dir or f"results/{cfg.suite}"
     if what == "status":
         return commands.run("status", [f"results_dir={cfg.results_dir}", *others])
-    return plan(cfg, others) if what == "plan" else run(suite, cfg, others, list(arguments), sweep)
+    return plan(cfg, others) if what == "plan" else run(suite, cfg, others, [GROUP, *arguments], sweep)
 
 
-def run(suite: Suite, cfg: DictConfig, others: Sequence[str], arguments: list[str], sweep: Sweeping) -> int:
-    """Run all jobs, and write the page."""
+def own_words(command: str, arguments: Sequence[str]) -> tuple[DictConfig, list[str]]:
+    """The settings of a command that runs a suite, and the words that go to every run."""
+    listed = read_config(files.path_of("command", command))
+    own, others = list[str](), list[str]()
+    for word in arguments:
+        key, sign, _ = word.partition("=")
+        (own if key in listed or not (sign or word.startswith("-")) else others).append(word)
+    return commands.compose_command(command, own), others
+
+
+def run(suite: Suite, cfg: DictConfig, others: Sequence[str], command: list[str], sweep: Sweeping) -> int:
+    """Run all jobs, and write the page; `command` is what the user gave, which goes on with it."""
     from kvbench.cli.suite_ahead import announce
 
     root = f"results_dir={cfg.results_dir}"
-    listed = sweeping.Listed(command=[GROUP, *arguments], jobs=jobs(suite, cfg, others), announce=announce)
+    listed = sweeping.Listed(command=command, jobs=jobs(suite, cfg, others), announce=announce)
     launcher = [word for word in others if word.startswith("hydra")]
     code = sweep(["-m", root, *launcher], listed)
     page = cfg.out or str(Path(cfg.results_dir) / f"{cfg.suite}.html")

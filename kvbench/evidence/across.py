@@ -99,28 +99,30 @@ def _table(mine: Sequence[tuple[Group, list[ComparedRun]]]) -> dict:
     shown = []
     for key in sorted({key: None for own in by_key for key in own}, key=lambda key: places.get(key, np.inf)):
         there = [own[key] for own in by_key if key in own]
-        cells = [_cell(own.get(key)) for own in by_key]
+        cells = [cell_of(own.get(key)) for own in by_key]
         cells += [{"text": f"{places[key]:.1f}" if key in places else "-", "style": ""}]
-        cells += [{"text": text, "style": ""} for text in _costs(there)]
+        cells += [{"text": text, "style": ""} for text in costs_of(there)]
         shown.append({"label": there[0].label, "cells": cells})
     tasks = [group.task for group, _ in mine]
     names = tasks if len(set(tasks)) == len(tasks) else [group.title for group, _ in mine]
     return {
         "headings": ["method", *names, "mean place", f"{RESIDENT.short} %", f"{TIME.unit} / token"],
         "rows": shown,
+        "apart": False,
         "note": f"Difference to the full cache with its 95 % interval, coloured by the verdict. Places are among the "
         f"{len(everywhere)} runs that every task has; bytes and times are means over tasks.",
     }
 
 
-def _cell(row: ComparedRun | None) -> dict[str, str]:
+def cell_of(row: ComparedRun | None) -> dict[str, str]:
+    """The difference to the full cache with its interval, in the colour of its verdict."""
     if row is None:
         return {"text": "-", "style": ""}
     ends = "" if row.interval is None else " [{}, {}]".format(*(number(x, row.what.scale, True) for x in row.interval))
     return {"text": f"{number(row.value, row.what.scale, True)}{ends}", "style": row.verdict.replace(" ", "-")}
 
 
-def _costs(rows: Sequence[ComparedRun]) -> tuple[str, str]:
+def costs_of(rows: Sequence[ComparedRun]) -> tuple[str, str]:
     """Resident bytes in percent of an FP16 full cache, and the time of a token: means over groups."""
     runs = [row.run for row in rows if row.run]
     ratios = [summary.ledger(list(run.samples.values())).get(f"{RESIDENT.name}_ratio") for run in runs]

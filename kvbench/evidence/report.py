@@ -4,7 +4,6 @@ import base64
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -140,7 +139,6 @@ def page(found: list[dict], means: list[dict], cfg: DictConfig, summaries: Seque
 def _render(
     found: list[dict], means: list[dict], summaries: Sequence[dict], data: list[dict], cut: str, cfg: DictConfig
 ) -> bytes:
-    from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
     # Answers may hold HTML. The template escapes what it shows; the script's data has no character that could end it,
@@ -148,12 +146,11 @@ def _render(
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True)
     for char in "<>&":
         text = text.replace(char, f"\\u{ord(char):04x}")
-    template = (files("kvbench.evidence") / "report.html.jinja").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     groups = [item | {"changes_note": f"{item['changes_note']} {cut}".strip()} for item in found]
     num_runs = sum(len(item["settings"]) for item in found)
     size = f"{num_runs} runs in {len(found)} group{'s' if len(found) > 1 else ''}."
-    made = environment.from_string(template).render(
+    return fill(
+        "report.html.jinja",
         title=str(cfg.title),
         subtitle=f"{size} Only runs of one model, one set of questions and one version of the code are compared.",
         groups=groups,
@@ -161,6 +158,15 @@ def _render(
         summaries=summaries,
         data=Markup(text),
     )
+
+
+def fill(template: str, **values: object) -> bytes:
+    """A page made of a template of this folder, which escapes what it shows."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("kvbench.evidence", "")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, loader=loader)
+    made = environment.get_template(template).render(**values)
     return made.encode(errors="replace")  # half a character, as JSON can hold it, has no bytes
 
 

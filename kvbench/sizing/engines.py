@@ -169,12 +169,6 @@ def _read_format(found: Reading, known: Mapping[str, Any], given: Mapping[str, l
         if _value(given, flags["unturned"], "0") not in ("0", ""):
             found.words.append("store.rotation=off")
         return
-    if any(name in given for name in flags.get("int8", ())):
-        found.words.append("method=int8")
-        found.notes.append(
-            "its levels lie half a step beside those of method=int8, which has the smallest number as one"
-        )
-        return
     name = _value(given, flags["types"], "auto")
     tier = _type(found, known, name, flags["types"][0])
     if not tier:

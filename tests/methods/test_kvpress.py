@@ -2,6 +2,7 @@
 
 import sys
 
+import kvpress
 import pytest
 import torch
 from engine_helpers import answers, engine, random_tokens, request
@@ -54,6 +55,23 @@ def test_a_scorer_is_told_its_ratio(tiny_model):
         answers(loaded, KVPress(press="RatioPress", budget="200KiB"), [request("0", random_tokens(60))])
 
 
+def test_a_scorer_may_load_what_was_trained_for_a_name(tiny_model, monkeypatch):
+    """It sees the model's name and type alone, loads once, and ranks keys by what it loaded."""
+    loaded = tiny_model("llama", "gqa3", 64)
+    monkeypatch.setattr(loaded.model.config, "name_or_path", "org/Tiny-1B")
+    policy, seen = watching(KVPress, press="NamedPress", budget=0.5)
+    outcome = answers(loaded, policy, [request("0", random_tokens(40), max_new_tokens=2)])["0", 0]
+    assert outcome.status == "ok" and kvpress.NamedPress.loaded == ["Tiny-1B"]
+    plain, others = watching(KVPress, press="KeyDiffPress", budget=0.5)  # the first channel of the same keys
+    answers(loaded, plain, [request("0", random_tokens(40), max_new_tokens=2)])
+    assert seen[0].score.shape == others[0].score.shape and not torch.equal(seen[0].score, others[0].score)
+    call, layer = {}, loaded.model.model.layers[0].self_attn
+    monkeypatch.setattr(kvpress.NamedPress, "score", lambda made, *given: call.setdefault("keys", given[2])[..., 0])
+    answers(loaded, policy, [request("0", random_tokens(40), max_new_tokens=2)])
+    want = -(torch.arange(64.0) * call["keys"].float()).sum(-1)
+    assert layer.config is loaded.model.config and torch.allclose(seen[0].score[0], want[0], rtol=1e-3, atol=1e-2)
+
+
 def test_lots_are_drawn_the_same_every_time(tiny_model):
     """Whatever was drawn before, and what is drawn after goes on as if nothing had been."""
     loaded, scores, after = tiny_model("llama", "gqa3", 64), [], []
@@ -74,7 +92,8 @@ def test_lots_are_drawn_the_same_every_time(tiny_model):
         ({"press": "NoPress"}, "NoPress is no scorer of kvpress; those installed are ChoosingPress, DrawingPress"),
         ({"press": "BasePress"}, "is no scorer of kvpress"),
         ({"press": "ScorerPress"}, "is no scorer of kvpress"),
-        ({"press": "PreparedPress"}, "prepares itself from a whole model"),
+        ({"press": "PreparedPress"}, "prepares itself from more of a model than its name"),
+        ({"press": "NamedPress"}, "has nothing to load for a model called : no such repository; take a model that"),
         ({"press": "ChoosingPress"}, "does not keep its best scores"),
         ({"settings": ["typo=3"]}, "method.settings has typo, and KeyDiffPress none"),
         ({"settings": ["compression_ratio=0.5"]}, "has compression_ratio"),

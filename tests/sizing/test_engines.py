@@ -40,7 +40,6 @@ READ = {
     "python3 -m sglang.launch_server --model-path nvidia/DeepSeek-R1-0528-NVFP4 --kv-cache-dtype fp4_e2m1": (
         "engine_format tier=fp4_mx_block16 model=hf"
     ),
-    "python3 -m sglang.launch_server --model-path Qwen/Qwen3-32B --page-size 1 --int8-kv-cache": ("int8 model=hf"),
     "python -m sglang.launch_server --model-path meta-llama/Meta-Llama-3-8B-Instruct --port 30000": "full model=hf",
 }
 REFUSED = {
@@ -50,6 +49,9 @@ REFUSED = {
     ),
     "python3 -m sglang.launch_server --model-path m --kv-cache-dtype fp8_e4m3 --quantization-param-path scales.json": (
         "--quantization-param-path of sglang has no counterpart .* scales of fp8"
+    ),
+    "python3 -m sglang.launch_server --model-path Qwen/Qwen3-32B --page-size 1 --int8-kv-cache": (
+        "--int8-kv-cache of sglang has no counterpart .* not merged"
     ),
     "llama-server -m model.gguf --context-shift": "--context-shift of llama.cpp has no counterpart",
     "vllm serve m --kv-cache-dtype fp8_ds_mla": "--kv-cache-dtype fp8_ds_mla of vllm has no counterpart .*; there are",
