@@ -28,6 +28,7 @@ FILES = {
     "math": ("algebra", MATH),
     "aime24": ("test", AIME),
     "aime25": ("aime25", AIME),
+    "aime26": ("test", AIME | {"answer": 42}),
     "humaneval_plus": ("humanevalplus", CODE),
     "mbpp_plus": ("MbppPlus", CODE),
 }

@@ -20,7 +20,7 @@ class DataFile:
     Args:
         task: Name of the task, for messages.
         stems: Names without `.jsonl`, best first; a fetch writes the first.
-        rows: Rows of the whole benchmark.
+        rows: Rows of the whole benchmark; 0 where they are not counted.
         check: What a row must be.
         key: The setting of the task that chooses this file among others, by its first stem; empty for none.
         list_file: What a file of the authors is called that is one JSON list, for `task.data_dir`; empty for none.

@@ -146,6 +146,8 @@ def test_choices_are_scored(load, model, query_aware: bool, chat: str) -> None:
         ("f1", "", ["door"], 0.0),
         ("rouge_l", "a b c", ["a x c"], 2 / 3),
         ("code", "\n# note\nreturn x", ["return x"], 1.0),
+        ("absent", "I may not say it", ["7431", "seven"], 1.0),
+        ("absent", "Well,  SEVEN  four", ["7431", "seven four"], 0.0),
         ("regex", "it costs 12.50 EUR", [r"\b12[.,]50\b"], 1.0),
         ("regex", "twelve", [r"^\d+$", "l{2}"], 0.0),
     ],
@@ -157,7 +159,7 @@ def test_metrics(load, metric: str, text: str, answers: list, score: float) -> N
     assert task.score(request, text)["score"] == pytest.approx(score, abs=1e-6)
     assert task.score(request, f"<think>{text}")["score"] == 0.0
     assert task.score(request, f"<think>hm</think>{text}")["score"] == pytest.approx(score, abs=1e-6)
-    assert bool(request.gold) == (metric != "regex")
+    assert bool(request.gold) == (metric not in ("regex", "absent"))
 
 
 def test_fingerprint_and_subsets(load) -> None:

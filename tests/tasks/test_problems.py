@@ -307,6 +307,12 @@ def test_code_is_graded_in_the_cage(model, tmp_path: Path) -> None:
 def test_lmeval_knows_the_tasks() -> None:
     """Every YAML is found with its metadata, so that `KvbenchLM` keeps our rules."""
     names = [f"kvbench_gsm8k_{form}" for form in ("cot8", "fewshot5", "zeroshot")]
-    names += ["kvbench_math500", "kvbench_aime24", "kvbench_aime25", *(f"kvbench_math_{name}" for name in SUBJECTS)]
+    names += [
+        "kvbench_math500",
+        "kvbench_aime24",
+        "kvbench_aime25",
+        "kvbench_aime26",
+        *(f"kvbench_math_{name}" for name in SUBJECTS),
+    ]
     names += [f"kvbench_{name}_{form}" for name in CODE_TASKS for form in ("complete", "chat")]
     assert all(isinstance(metadata_of(name)["chat_template"], bool) for name in names)

@@ -1,4 +1,4 @@
-"""`task=aime24` and `task=aime25`: competition problems with answers from 0 to 999, asked for a boxed answer."""
+"""`task=aime24`, `aime25` and `aime26`: competition problems with answers from 0 to 999, asked for a boxed answer."""
 
 import re
 from collections.abc import Mapping
@@ -19,8 +19,13 @@ HUB = {
         ("Maxwell-Jia/AIME_2024", "aime_2024_problems.parquet"),
     ),
     "aime25": (("math-ai/aime25", "test.jsonl"),),
+    "aime26": (("MathArena/aime_2026", "data/train-00000-of-00001.parquet"),),
 }
-PREPARED = {"aime24": ("aime_2024", "default", "train"), "aime25": ("aime25", "default", "test")}
+PREPARED = {
+    "aime24": ("aime_2024", "default", "train"),
+    "aime25": ("aime25", "default", "test"),
+    "aime26": ("aime_2026", "default", "train"),
+}
 MAX_ANSWER_CHARS = 200
 _MODULUS = re.compile(r"\\p?mod\s*\{?\s*\d+\s*\}?|\(\s*\\?(?:p|b)?mod(?:ulo)?\s*\d+\s*\)")
 _WORDS = re.compile(r"\\(?:text(?:bf|rm|it)?|mathbf|mathrm|mbox)\s*\{[^{}\d]*\}(?:\s*\^\s*\{?\d\}?)?")

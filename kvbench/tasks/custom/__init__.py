@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from kvbench.rules import Choice, Several, Text, Whole
 from kvbench.tasks.chat import render_chat, system_messages
 from kvbench.tasks.choices import ChoiceSet, choice_request
-from kvbench.tasks.custom.dataset import CHOICE, REGEX, read_file
+from kvbench.tasks.custom.dataset import ABSENT, CHOICE, REGEX, read_file
 from kvbench.tasks.longbench.metrics import code_similarity, normalize_answer, qa_f1, rouge
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
@@ -44,6 +44,10 @@ SCORES: dict[str, tuple[Callable[[str, str], float], str]] = {
     "contains_all": (contains, "share of the right answers that stand in the text"),
     "f1": (qa_f1, "F1 of words with the nearest right answer, as in SQuAD and LongBench"),
     "rouge_l": (rouge, "ROUGE-L F with the nearest right answer, as in LongBench"),
+    ABSENT: (
+        lambda text, answer: 1.0 - contains(text, answer),
+        "none of the texts stands in the answer, as of a secret",
+    ),
     "code": (code_similarity, "edit similarity of the first line of code, as in LongBench; nothing is run"),
     REGEX: (
         lambda text, answer: float(re.search(answer, text) is not None),
@@ -55,8 +59,11 @@ METRICS = (*SCORES, CHOICE)
 
 
 def grade(metric: str, text: str, answers: Sequence[str]) -> float:
-    """Score what the model wrote, without its thoughts: the best over the answers, for `contains_all` the mean."""
+    """Score what the model wrote, without its thoughts: the best over the answers, for `contains_all` the mean,
+    for `absent` the worst."""
     values = [SCORES[metric][0](text.strip(), answer) for answer in answers]
+    if metric == ABSENT:
+        return min(values)
     return sum(values) / len(values) if metric == "contains_all" else max(values)
 
 
@@ -116,10 +123,10 @@ class Custom(Task):
 
 
 class _Asker:
-    """Makes the requests of rows; answers that are patterns are not forced, for no model would write them."""
+    """Makes the requests of rows; answers that are patterns, or may not be given, are not forced."""
 
     def __init__(self, ask: Ask, task: Custom) -> None:
-        self.model, self.protocol, self.forces = ask.model, ask.protocol, task.metric != REGEX
+        self.model, self.protocol, self.forces = ask.model, ask.protocol, task.metric not in (REGEX, ABSENT)
         self.separator, self.prefix = task.separator, task.answer_prefix
         stop = (task.stop,) if isinstance(task.stop, str) else tuple(task.stop or ())
         rules = PromptRules(max_new_tokens=task.max_new_tokens, stop=stop, chat_template=True)

@@ -11,7 +11,7 @@ from kvbench.tasks.rows import Rows, Source, file_lines, kind_of, read_rows
 ROLES = ("system", "user", "assistant")
 # No model reads that much; a line this long is a broken file.
 MAX_LINE_BYTES = 10_000_000
-CHOICE, REGEX = "choice", "regex"
+ABSENT, CHOICE, REGEX = "absent", "choice", "regex"
 
 
 def read_file(file: str, metric: str, needs_context: bool) -> Rows:
