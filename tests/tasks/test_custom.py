@@ -157,7 +157,7 @@ def test_metrics(load, metric: str, text: str, answers: list, score: float) -> N
     task = load(GOOD | {"answers": answers}, metric=metric)
     request = task.requests[0]
     assert task.score(request, text)["score"] == pytest.approx(score, abs=1e-6)
-    assert task.score(request, f"<think>{text}")["score"] == 0.0
+    assert task.score(request, f"<think>{text}")["score"] == float(metric == "absent")  # nothing was said
     assert task.score(request, f"<think>hm</think>{text}")["score"] == pytest.approx(score, abs=1e-6)
     assert bool(request.gold) == (metric not in ("regex", "absent"))
 
