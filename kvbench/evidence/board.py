@@ -256,6 +256,12 @@ def folders_table(entries: Sequence[Entry]) -> dict:
     }
 
 
+def _shown(faults: Sequence[str]) -> list[str]:
+    """The first faults of a folder, which may hold any text."""
+    first = [safe(fault, MESSAGE_LENGTH) for fault in faults[:MOST_FAULTS]]
+    return first + [f"and {len(faults) - MOST_FAULTS} more"] * (len(faults) > MOST_FAULTS)
+
+
 def main(cfg: DictConfig) -> int:
     """Carry out `kvbench board`."""
     check_settings(cfg)
@@ -263,19 +269,11 @@ def main(cfg: DictConfig) -> int:
     cfg = OmegaConf.create({**OmegaConf.to_container(cfg), **wanted})  # type: ignore[dict-item]
     entries = read(folders_of(patterns(cfg.folders) or ()), cfg)
     family = sum(len(rows) for entry in entries for rows in entry.rows)
-    faulty = [
-        {"name": entry.name, "faults": [safe(fault, MESSAGE_LENGTH) for fault in entry.faults[:MOST_FAULTS]]}
-        for entry in entries
-        if entry.faults
-    ]
-    for item, entry in zip(faulty, [entry for entry in entries if entry.faults], strict=True):
-        if len(entry.faults) > MOST_FAULTS:
-            item["faults"].append(f"and {len(entry.faults) - MOST_FAULTS} more")  # type: ignore[attr-defined]
     made = fill(
         "board.html.jinja",
         title=str(cfg.title),
         entries=entries,
-        faulty=faulty,
+        faulty=[{"name": entry.name, "faults": _shown(entry.faults)} for entry in entries if entry.faults],
         boards=boards([entry for entry in entries if not entry.faults]),
         folders=folders_table(entries),
         legend=legend(family)[:1] + legend(family)[2:4],
@@ -285,6 +283,6 @@ def main(cfg: DictConfig) -> int:
     for entry in entries:
         what = f"{len(entry.faults)} things do not fit" if entry.faults else f"fits, {len(entry.runs)} runs"
         console.print(Text(f"{entry.name}: {what}"), soft_wrap=True)
-        terminal.print_notes([safe(fault, MESSAGE_LENGTH) for fault in entry.faults[:MOST_FAULTS]], console)
+        terminal.print_notes(_shown(entry.faults), console)
     console.print(Text(f"{out} ({format_bytes(len(made))})", overflow="fold"), soft_wrap=True)
     return 0

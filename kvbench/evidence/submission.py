@@ -196,7 +196,7 @@ def _method_faults(root: Path, record: RunRecord, own: Submission) -> list[str]:
             return [f"{NAME} names files of {name} that are not below {CODE}/"]
         try:
             digest = hash_files(code)
-        except (OSError, SyntaxError, ValueError) as error:
+        except (OSError, SyntaxError, ValueError, RecursionError) as error:
             return [f"the code of {name} cannot be read: {error}"]
         if digest != record.identity.get("code", {}).get("method"):
             return [f"the files in {CODE}/ are not the code of {name} that ran"]
