@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvbench.kernels.codes import Fit, Rounding
 from kvbench.kernels.format import PageFormat
+from kvbench.kernels.gpu.interpreter import patch_once
 
 ELEMENT = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 LOWEST = tl.constexpr(-1.0e30)  # stands for minus infinity, whose difference from itself would be NaN
@@ -172,6 +173,8 @@ def code_values(codes, BITS: tl.constexpr, dtype: tl.constexpr):
 
 # The interpreter holds bf16 as bare bits and multiplies those: there, bf16 products run in fp32.
 INTERPRETED = not isinstance(code_values, triton.JITFunction)
+if INTERPRETED:
+    patch_once()
 
 
 @triton.jit

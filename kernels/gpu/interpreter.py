@@ -1,0 +1,58 @@
+"""Triton's interpreter, which runs the kernels where there is no GPU, without most of what it spends its time on.
+
+It puts numpy's versions in the place of triton.language's functions whenever a device function is called, `tl.sum` and
+`tl.zeros` among them, and looks through all of triton.language for it. Within a launch they are in place already.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import triton.language as tl
+
+Change = tuple[object, str, object]  # the object, the attribute, and its value in the interpreter
+
+
+def patch_once() -> None:
+    """Has the interpreter put its functions in place once per launch, from a list that it makes once. A version of
+    Triton whose interpreter is built otherwise (before 3.9) stays as it is."""
+    from triton.runtime import interpreter  # which a machine with a GPU has no use for
+
+    scope_type = getattr(interpreter, "_LangPatchScope", None)
+    if scope_type is None or getattr(interpreter._patch_lang, "once", False):
+        return
+    patch = interpreter._patch_lang
+    lists: dict[tuple, list[Change]] = {}  # what a function's modules take, beside what is in place
+    of_function: dict[Callable, tuple[object, ...]] = {}
+    in_place: list[tuple[object, ...]] = []
+    launch: list[Any] = []
+
+    class Scope(scope_type):  # type: ignore[valid-type,misc]
+        """What a launch puts in place, and the device functions that it calls."""
+
+        def restore(self) -> None:
+            super().restore()
+            in_place.clear()
+            launch.clear()
+
+    def patch_new(fn: Callable) -> Any:
+        if fn not in of_function:
+            seen = {id(value) for value in fn.__globals__.values()}
+            of_function[fn] = tuple(module for module in (tl, tl.core) if id(module) in seen)
+        modules = of_function[fn]
+        if modules in in_place:
+            return scope_type()
+        if not launch:
+            launch.append(Scope())
+        changes = lists.get(key := (*in_place, modules))
+        if changes is None:
+            found = patch(fn)._changes
+            launch[0]._changes += found
+            lists[key] = [(changed, name, vars(changed)[name]) for changed, name, _ in found]
+        else:
+            for change in changes:
+                launch[0].set_attr(*change)
+        in_place.append(modules)
+        return launch[0]
+
+    patch_new.once = True  # type: ignore[attr-defined]
+    interpreter._patch_lang = patch_new
