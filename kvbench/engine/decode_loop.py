@@ -254,6 +254,8 @@ class DecodeLoop:
         were not finite it gives the index and the first bad layer; and tokens per second. Raises Spoiled where that was
         in a run: the rows can only be closed, and read again."""
         if self.runs and self.alone.isdisjoint(row.request.sample_id for row in rows):
+            # Of a single step, which has been waited for: is a bulk eviction due?
+            self._runner.store.pages.counts.collect()
             most = min(MOST_STEPS, *(row.steps_alone() for row in rows))
             if most > 1 and self._is_free([row.row for row in rows]):
                 return {}, self._run(rows, tokens, most)
@@ -278,7 +280,6 @@ class DecodeLoop:
         (graphs, before), numbers = self._loop(), [row.row for row in rows]
         counts, device = self._runner.store.pages.counts, self._runner.device
         replays, eager, captures = graphs.replays, graphs.eager, graphs.captures
-        counts.collect()
         told = _Run(rows, most, device)
         state = graphs.begin(numbers, tokens, told.choose, [row.drawing for row in rows])
         # Whether a bulk eviction is due has to be known before the next step.
