@@ -37,9 +37,9 @@ def open_settings(method: str, kv_heads: int = 2, layers: int = 2) -> dict:
     if method == "kvquant":
         return {"books": kvquant_books(kv_heads, layers=layers)}
     if method == "headkv":
-        return {"table": [each * (kv_heads // 2) for each in shares]}
+        return {"table": [(each * kv_heads)[:kv_heads] for each in shares]}
     if method == "duo_attention":
-        return {"table": [each * (kv_heads // 2) for each in shares], "sinks": 4, "recent": 20}
+        return {"table": [(each * kv_heads)[:kv_heads] for each in shares], "sinks": 4, "recent": 20}
     return {}
 
 

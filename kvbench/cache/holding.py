@@ -111,7 +111,8 @@ class Holding:
     ) -> None:
         self.policy, self.shape, self.pages, self.counters = policy, shape, pages, counters
         self.rotations, self.first_layer = rotations, first_layer
-        self.rope, self.scores = Rope(policy, shape), Scores(policy, shape, pages, rotations, first_layer)
+        self.rope = Rope(policy, shape, pages.on_device)
+        self.scores = Scores(policy, shape, pages, rotations, first_layer)
         self.plans = CheckedPlans(policy, pages)
         self.due = EvictionDue(policy, self.plans, pages.counts, pages.on_device)
         self.channels = Channels(pages.shape[0], shape) if policy.score.orders_channels else None

@@ -16,9 +16,12 @@ class Rope:
     their index in the cache (`cache_relative`) or to their true position (`pre_rope`; nothing may be evicted, so that
     slot i holds token i, behind the tokens of all later tiers). Refuses a model whose keys cannot be rotated, and a
     policy that would move slots away from their tokens.
+
+    Args:
+        on_device: Page tables lie where nothing is read back, so that nobody asks what tensors hold.
     """
 
-    def __init__(self, policy: Policy, shape: ModelShape) -> None:
+    def __init__(self, policy: Policy, shape: ModelShape, on_device: bool = False) -> None:
         self.mode, self._policy = policy.position_mode, policy
         name = type(policy).__name__
         if self.mode != "absolute" and shape.inv_freq is None:
@@ -31,6 +34,7 @@ class Rope:
             raise ValueError(f"{name}: position_mode='pre_rope' needs tiers in which every token stays in its slot")
         self._in_order = policy.by_layer is None  # else each list has one tier
         self._known: dict[int, InOrder] = {}
+        self._looks = not on_device and shape.device.type == "cpu"
         # Without rotation nobody reads it.
         self._inv_freq = torch.zeros(0) if shape.inv_freq is None else shape.inv_freq.to(torch.float32)
 
@@ -54,9 +58,10 @@ class Rope:
             tier.rotation = self._cache_angles(view, tier.num_k[:, 0], tier)
 
     def _in_a_row(self, index: int, first: Tensor) -> InOrder:
-        """A tier's positions: the same object as long as they are the same, so that a backend makes its tables once."""
+        """A tier's positions; where their numbers are looked at, the same object as long as they are the same, so that
+        a backend makes its tables once."""
         known = self._known.get(index)
-        if known is None or first.device.type != "cpu" or not torch.equal(known.first, first):
+        if known is None or not self._looks or not torch.equal(known.first, first):
             known = self._known[index] = InOrder(first, self._inv_freq)
         return known
 

@@ -21,7 +21,7 @@ SHAPE = ModelShape(
 )
 
 
-def rope_of(mode: str) -> Rope:
+def rope_of(mode: str, **where) -> Rope:
     """The rotation of a method whose slots lie in the order of their age."""
 
     class Aged(Policy):
@@ -32,7 +32,7 @@ def rope_of(mode: str) -> Rope:
         def cache_positions(self, view, num_slots):
             return torch.arange(num_slots).expand(len(view.tokens_seen), -1)
 
-    return Rope(Aged(), SHAPE)
+    return Rope(Aged(), SHAPE, **where)
 
 
 def tier_of(held: list) -> SimpleNamespace:
@@ -82,6 +82,18 @@ def test_a_later_tier_holds_the_earlier_tokens_of_a_single_head():
     for tier, first in zip(tiers, (3, 0), strict=True):
         assert tier.rotation.first.tolist() == [first]
         assert torch.equal(tier.rotation.angles(8), ((torch.arange(8.0) + first)[:, None] * INV_FREQ)[None])
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_positions_are_compared_in_main_memory_alone(on_device):
+    """Steps of one position share an object there; on a device its numbers would have to be read back."""
+    rope, found = rope_of("pre_rope", on_device=on_device), []
+    for held in (3, 3, 4):
+        tiers = [tier_of([[5]]), tier_of([[held]])]
+        rope.attach(tiers, None)
+        found.append(tiers[0].rotation)
+    assert (found[1] is found[0], found[2] is found[1]) == (not on_device, False)
+    assert [turn.first.tolist() for turn in found] == [[3], [3], [4]]
 
 
 @pytest.mark.parametrize("rule", [{"acts_in_decode": True}, {"compaction": Compaction(8)}])

@@ -1,4 +1,6 @@
-"""The model of most tests of the engine."""
+"""The models of most tests of the engine, and whole runs on interpreted kernels."""
+
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +12,16 @@ def loaded(tiny_model):
     """The tiny Llama of two layers with three query heads per KV head, in fp32; narrow, since the width is most of a
     test's time."""
     return tiny_model("llama", "gqa3", 64, narrow=True)
+
+
+@pytest.fixture(scope="module")
+def without_overflow_checks():
+    """Triton's interpreter without a check of every sum and product of integers, a fifth of its time: for whole runs,
+    whose kernels have tests of their own."""
+    builder = pytest.importorskip("triton.runtime.interpreter").interpreter_builder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+        yield
 
 
 @pytest.fixture(scope="module")

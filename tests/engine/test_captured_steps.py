@@ -23,12 +23,14 @@ from kvbench.engine.decode_loop import CapturedSteps, State
 from kvbench.engine.runner import Runner
 from kvbench.engine.sampling import Draws
 from kvbench.errors import NotForModel
-from kvbench.kernels import checks
 from kvbench.kernels.gpu import parts
 from kvbench.kernels.gpu.compile import launch_signature
 from kvbench.kernels.gpu.emulator import record
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of what empty slots hold
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy warns of what empty slots hold
+    pytest.mark.usefixtures("without_overflow_checks"),
+]
 NO_KERNEL = {"kvquant": {"paged_decode", "write_keys", "write_values"}}
 BULK = ("kv_compress continual=true budget=96", "random_trace", "scissorhands", "snapkv decode_every=4")
 PROMPT, ALONE = 21, Case((((1,), 3),))
@@ -76,10 +78,9 @@ METHODS = (
 
 
 @pytest.mark.parametrize(("method", "steps"), METHODS)
-def test_replayed_steps_are_eager_ones(smallest, method: str, steps: int, monkeypatch: pytest.MonkeyPatch):
+def test_replayed_steps_are_eager_ones(smallest, method: str, steps: int):
     """Tokens, and bytes over time and at the end, are those of eager steps of the reference; the first step runs, the
     second is captured, the others are replayed."""
-    monkeypatch.setattr(checks, "within", lambda *_: None)  # looks at what indices hold, in main memory alone
     eager, held, none = decoded(smallest, method, steps, None, "torch")
     tokens, found, replays = decoded(smallest, method, steps, record, "triton")
     assert (len(eager), none, replays) == (steps, 0, steps - 2)
@@ -90,10 +91,9 @@ SPLIT = ["diffkv window=8", "full", "h2o budget=12", "kivi residual_tokens=8 gro
 
 
 @pytest.mark.parametrize(("method", "prompt"), in_turn(SPLIT, (PROMPT, 1)))
-def test_a_capture_compiles_nothing(smallest, method: str, prompt: int, monkeypatch: pytest.MonkeyPatch):
+def test_a_capture_compiles_nothing(smallest, method: str, prompt: int):
     """Every kernel that a captured step launches, at widths that any list may have, has been launched with the same
     types and constants by the step before it: compiling would take seconds, and older drivers refuse it."""
-    monkeypatch.setattr(checks, "within", lambda *_: None)
     launched: dict[bool, set[str]] = {True: set(), False: set()}
     captures: list[bool] = [False]
 
@@ -114,9 +114,8 @@ def test_a_capture_compiles_nothing(smallest, method: str, prompt: int, monkeypa
     assert launched[True] <= launched[False], sorted(launched[True] - launched[False])
 
 
-def test_one_capture_serves_all_rows_of_a_batch_size(smallest, monkeypatch: pytest.MonkeyPatch):
+def test_one_capture_serves_all_rows_of_a_batch_size(smallest):
     """A second loop replays what the first one captured, for another row; steps that share pages run as they are."""
-    monkeypatch.setattr(checks, "within", lambda *_: None)
     found = []
     for capture, backend in ((None, "torch"), (record, "triton")):
         runner, rows, first = reading(smallest, "full", [9, 30], 16, backend)
@@ -147,10 +146,9 @@ PADDED = (
 
 
 @pytest.mark.parametrize("method", few(PADDED, PADDED[1]))
-def test_one_capture_serves_fewer_rows(smallest, method: str, monkeypatch: pytest.MonkeyPatch):
+def test_one_capture_serves_fewer_rows(smallest, method: str):
     """Rows end and others join: what pads them takes no page, counts nothing and changes nothing, and no step is
     captured twice. Tokens and bytes are those of the reference, row by row."""
-    monkeypatch.setattr(checks, "within", lambda *_: None)
     found = []
     for capture, backend in ((None, "torch"), (record, "triton")):
         runner, rows, first = reading(smallest, method, [3, 12, 5, 7], 6, backend, rows=4)

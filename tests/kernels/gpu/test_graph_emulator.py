@@ -7,7 +7,6 @@ pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbe
 
 from triton_helpers import DEVICE
 
-from kvbench.kernels import checks
 from kvbench.kernels.device_checks import decode_step
 from kvbench.kernels.device_inputs import Plan
 from kvbench.kernels.gpu.backend import Gpu
@@ -21,10 +20,9 @@ STEPS = 6
 
 
 @pytest.mark.exhaustive
-def test_a_replayed_decode_step_is_an_eager_one(monkeypatch: pytest.MonkeyPatch):
+def test_a_replayed_decode_step_is_an_eager_one():
     """Reserving, looking up, writing, attending and adding scores of one layer: outputs after every step, slots and
     page bytes at the end, as `check_device` captures it on a GPU."""
-    monkeypatch.setattr(checks, "within", lambda *_: None)  # looks at what indices hold, in main memory alone
     found = []
     for captured in (False, True):
         step, held, out = decode_step(Plan(DEVICE, Gpu()))
@@ -65,6 +63,21 @@ def test_a_number_of_the_host_is_frozen():
 def test_a_step_that_reads_back_is_refused(step):
     """Masks, numbers and sizes that depend on content."""
     with pytest.raises(NotCapturable, match="reads back to the host"):
+        record(lambda: step(torch.ones(3)))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: torch.tensor([1, 2]),
+        lambda x: torch.tensor(3.0),
+        lambda x: x.new_tensor([1]),
+        lambda x: torch.as_tensor([1]),
+    ],
+)
+def test_a_step_that_copies_from_the_host_is_refused(step):
+    """A GPU would fetch them from memory that is not pinned, which no capture takes."""
+    with pytest.raises(NotCapturable, match="numbers of the host become a tensor"):
         record(lambda: step(torch.ones(3)))
 
 
