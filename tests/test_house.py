@@ -66,6 +66,7 @@ def room(name):
     return parts[1] if len(parts) > 1 else "__init__"
 
 
+@cache
 def names_imported(source, module):
     """Full dotted names that a source imports anywhere, TYPE_CHECKING and functions included, and what it takes of
     transformers by attribute."""
@@ -159,6 +160,12 @@ def test_imports_point_down():
     """No import goes to a higher floor, or from a room to one that it does not know."""
     wrong = [line for name, found in graph().items() for other in found if (line := against(name, other))]
     assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_no_two_files_of_tests_have_one_name():
+    """pytest takes files of one name for one module, and stops before the first test."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
 
 
 def test_no_import_circles():

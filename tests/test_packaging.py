@@ -1,6 +1,5 @@
 """The package as it says of itself: its libraries, versions, entry points, and the files that sites and tools read."""
 
-import ast
 import importlib.metadata
 import re
 import sys
@@ -10,7 +9,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from places import ROOT
-from test_house import modules
+from test_house import modules, names_imported
 from test_imports import printed
 
 import kvbench
@@ -28,11 +27,9 @@ def imported():
     """Library that is neither Python's nor kvbench's -> the modules that import it anywhere."""
     found = {}
     for module, path in modules().items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) else []
-            for top in {name.split(".")[0] for name in names} - {"kvbench", *sys.stdlib_module_names}:
-                found.setdefault(top, []).append(module)
+        names = names_imported(path.read_text(), module)
+        for top in {name.split(".")[0] for name in names} - {"kvbench", *sys.stdlib_module_names}:
+            found.setdefault(top, []).append(module)
     return found
 
 

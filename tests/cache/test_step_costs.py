@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from selection import few
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
@@ -136,9 +137,10 @@ def real_steps(words: str) -> list[Cost]:
     return found[WARM:]
 
 
-@pytest.mark.parametrize(
-    "words", ["h2o budget=12", "kivi residual_tokens=8 group=8", "kv_compress budget=16 block=8 continual=true"]
-)
+REAL = ["h2o budget=12", "kivi residual_tokens=8 group=8", "kv_compress budget=16 block=8 continual=true"]
+
+
+@pytest.mark.parametrize("words", few(REAL, *REAL[:2]))
 def test_the_host_waits_for_nothing_in_a_real_step(words: str):
     """With data, one step after the other: no number is read, no size depends on content, and no tensor is made of the
     host's numbers."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from golden_helpers import attend_as, read_prompt
+from selection import in_turn
 from store_helpers import (
     causal_probabilities,
     filled,
@@ -106,8 +107,7 @@ def answered(name: str, prompt: int, steps: int, head_dim: int, **changes):
     return store, row, store.holding.slots_per_tier(store.pages.lists_of(torch.tensor([row])))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("pair", RAW_BYTES)
+@pytest.mark.parametrize(("pair", "head_dim"), in_turn([*RAW_BYTES], [128, 64]))
 def test_bit_pairs_store_the_bytes_of_their_formula(pair, head_dim):
     """All tokens of prompt and answer at the pair's bits: codes, a scale and a zero per side, score and position."""
     store, row, _ = answered(f"diffkv_ablation_{pair}", 150, 10, head_dim)

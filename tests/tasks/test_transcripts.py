@@ -6,6 +6,7 @@ import re
 
 import pytest
 from loaded import loader, text_of
+from selection import in_turn
 
 from kvbench.tasks.transcripts import NAMES
 from kvbench.tasks.transcripts.similar import NUMBERS, graded_line
@@ -20,8 +21,7 @@ def test_names_are_no_two_the_same() -> None:
     assert len(set(NAMES)) == len(NAMES) >= 1000
 
 
-@pytest.mark.parametrize("name", LOAD)
-@pytest.mark.parametrize("query_aware", [True, False])
+@pytest.mark.parametrize(("name", "query_aware"), in_turn([*LOAD], [True, False]))
 def test_prompts(model, name, query_aware) -> None:
     """As long as asked, within a request; the last request is the question; the right answer scores 1."""
     load, length = LOAD[name], {"tools": 4000, "similar": 2048}[name]

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from selection import in_turn
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
@@ -83,10 +84,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("tier", [0, 1])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_the_smallest_slot_of_every_list_is_the_one_that_loops_find(filled, case: dict, tier: int):
+@pytest.mark.parametrize(("name", "tier"), in_turn([*CASES], [0, 1]))
+def test_the_smallest_slot_of_every_list_is_the_one_that_loops_find(filled, name: str, tier: int):
     """Both ends of the tables, empty lists, ties, every condition; the mean over heads too."""
+    case = CASES[name]
     formats, table, fields = filled
     how = {"over_layer": False, "floor": None, "before": None, "exact": None, "first": 0} | case
     want = slow_extreme(fields, tier, **how)
