@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from kvbench.evidence.audit import Finding
 from kvbench.evidence.load import Group, StoredRun
 from kvbench.results.identity import differences
+from kvbench.show.text import LINE_LENGTH, MESSAGE_LENGTH, safe
 
 # Of a sample, all that a setting of a method can change; times differ anyway.
 PARTS = ("status", "text", "answer", "finish", "turns", "scores", "fidelity", "drift", "ledger", "kept")
@@ -43,8 +44,8 @@ def dead_settings(groups: Sequence[Group]) -> Iterator[Finding]:
             yield Finding(
                 kind=KIND,
                 where=group.title,
-                words=f"{first.method}: {words} changes nothing in any sample",
-                arithmetic=text,
+                words=f"{first.method}: {safe(words, LINE_LENGTH)} changes nothing in any sample",
+                arithmetic=safe(text, MESSAGE_LENGTH),
                 rows=(),
             )
 

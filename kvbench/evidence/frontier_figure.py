@@ -309,10 +309,10 @@ def panels_words(drawing: Drawing) -> list[str]:
     if panel.published and drawing.axis.name == RESIDENT.name:
         papers = ", ".join(sorted({point.paper for point in panel.published}))
         lines.append(f"Crosses: printed by {papers} for other models, memory as stated there; NOT measured here.")
-    lines.append(
-        f"Whiskers: 95 % intervals over the {panel.num_samples} questions that all runs share (Newcombe's for yes or "
-        "no, else the studentised bootstrap's)."
-    )
+    kinds = "Newcombe's for yes or no, else the studentised bootstrap's"
+    if panel.what.of is not None:
+        kinds = "Donner and Zou's for yes or no, else Fieller's"
+    lines.append(f"Whiskers: 95 % intervals over the {panel.num_samples} questions that all runs share ({kinds}).")
     return [piece for line in lines for piece in textwrap.wrap(line, FOOT_LENGTH)]
 
 

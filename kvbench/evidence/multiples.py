@@ -96,6 +96,8 @@ def figure(title: str, panels: Sequence[Panel], axis: str) -> "Figure":
     words += f"across: {first.axes[axis].title}, {first.axes[axis].unit}. Black: the full cache. "
     words += f"Whiskers: 95 % intervals.\nHollow: a cheaper run is better (p < {ALPHA:.2g}, Holm in each picture). "
     words += "Ringed, wide grey: the best estimates, by no test."
+    if any(Drawing(panel, axis).lacks_intervals for panel in panels):
+        words += " Half-filled: NO interval."
     made.text(0.01, 0.04 / height, words, fontsize=SIZE - 0.5, va="bottom", linespacing=1.3)
     made.suptitle(title, fontsize=SIZE + 2, x=0.01, y=1 - 0.06 / height, ha="left", va="top")
     return made

@@ -12,6 +12,7 @@ from kvbench.evidence.published import method_name, plain, task_name
 from kvbench.results import summary
 from kvbench.results.measures import RESIDENT, SCORE, plain_subset
 from kvbench.show.terminal import NO_INTERVAL, number
+from kvbench.show.text import safe
 from kvbench.stats.intervals import Estimate
 
 OTHER_MODEL, OTHER_PROTOCOL = "other model", "other protocol"
@@ -102,7 +103,7 @@ def differences(stated: Mapping[str, str], known: Mapping[str, Any], is_setting:
         elif own is None:
             unknown.append(f"{name}={value}")
         elif not _same(value, own):
-            told.append(f"{name}: {value} there, {own} here")
+            told.append(f"{name}: {value} there, {safe(own)} here")
             other = True
     if is_setting is None:
         told.insert(0, "the setting is not compared")
@@ -113,7 +114,7 @@ def differences(stated: Mapping[str, str], known: Mapping[str, Any], is_setting:
 def _same(value: str, own: Any) -> bool:
     try:
         return float(value) == float(own)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return plain(value) == plain(str(own))
 
 

@@ -360,7 +360,7 @@ def test_categories_and_shares_of_the_full_cache(tmp_path, capsys):
     store(tmp_path, "full", full, task="longbench", ratio=1.0)
     store(tmp_path, "snapkv", mine, task="longbench", ratio=0.25)
     mean = {name: (np.mean(mine[name]), np.mean(full[name])) for name in full}
-    for words, names in (("code", ("lcc", "repobench-p")), ("few_shot", ("trec",)), ("score", tuple(full))):
+    for words, names in (("code", ("lcc", "repobench-p")), ("score", tuple(full))):
         (ours, theirs), num = np.mean([mean[name] for name in names], axis=0), sum(len(full[name]) for name in names)
         _, (row,), _ = compared(tmp_path, f"metric={words}")
         _, (share,), _ = compared(tmp_path, f"metric={words}%")

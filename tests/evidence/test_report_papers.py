@@ -88,3 +88,6 @@ def test_a_match_needs_every_stated_condition():
     assert differences(stated, {"bits": 2, "group": 32}, None)[1] == NOT_COMPARED
     told, match = differences({"group": "unstated"}, {"group": 32}, True)
     assert told == ["group: not stated there"] and match == AS_STATED
+    for odd in ("\x1b[2J" + "x" * 999, 10**400):  # of a folder that may be anybody's
+        (told,), match = differences({"group": "32"}, {"group": odd}, True)
+        assert told.isprintable() and len(told) < 200 and match == OTHER_PROTOCOL
