@@ -59,6 +59,7 @@ class SlotFormat:
         dtype: Element type of 16- and 32-bit sides.
         track: Tracked fields, a subset of ("score", "pos").
         k_channels: Channels that are stored of a key, the first ones; the others read as 0. Of elements only; 0 = all.
+        keys_only: The keys are the values, too, and nothing else is stored (latent attention).
     """
 
     head_dim: int
@@ -78,6 +79,7 @@ class SlotFormat:
     dtype: torch.dtype = torch.float16
     track: tuple[str, ...] = ()
     k_channels: int = 0
+    keys_only: bool = False
 
     def __post_init__(self) -> None:
         for side, bits in (("k_bits", self.k_bits), ("v_bits", self.v_bits)):
@@ -131,8 +133,8 @@ class SlotFormat:
 
     @cached_property
     def values(self) -> Code | None:
-        """How values are coded; None = elements of `dtype`."""
-        return self._code(self.v_code, self.v_bits, self.v_table)
+        """How values are coded; None = elements of `dtype`, or none are stored."""
+        return None if self.keys_only else self._code(self.v_code, self.v_bits, self.v_table)
 
     @property
     def key_channels(self) -> int:
@@ -167,7 +169,7 @@ class SlotFormat:
     @property
     def v_code_bytes(self) -> int:
         """Value bytes of one slot without metadata."""
-        return self.head_dim * self.v_bits // 8
+        return 0 if self.keys_only else self.head_dim * self.v_bits // 8
 
     @property
     def k_meta_bytes(self) -> float:

@@ -41,19 +41,43 @@ MIXED = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
 }
+EVERY_OTHER = ["sliding_attention", "full_attention"]
+SHARING = {"num_hidden_layers": 6, "layer_types": EVERY_OTHER * 3, "num_kv_shared_layers": 2}
+SHARING |= {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 16}
+GEMMA_4 = SHARING | {"head_dim": 16, "num_key_value_heads": 2, "global_head_dim": 32, "num_global_key_value_heads": 1}
+SSM = {"mamba_d_ssm": 128, "mamba_d_head": 16, "mamba_n_heads": 8, "mamba_d_state": 8, "mamba_chunk_size": 16}
+ZAMBA = {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 8, "mamba_headdim": 16}
+ZAMBA |= dict.fromkeys("num_attention_heads num_key_value_heads".split(), 4) | {"n_mamba_heads": 8, "kv_channels": 16}
+ZAMBA |= dict.fromkeys("hidden_size intermediate_size".split(), 64) | {"attention_head_dim": 32}
+# What is said when a configuration is made, and stays.
+MADE = {
+    "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "falcon_h1": SSM,
+    "gemma3n_text": SHARING | {"intermediate_size": 96, "activation_sparsity_pattern": [0.0] * 6},
+    "gemma4_text": GEMMA_4 | {"attention_k_eq_v": True},
+    "gemma4_unified": {"text_config": GEMMA_4},
+    "gemma4_unified_text": GEMMA_4,
+    "gpt_bigcode": {"num_key_value_heads": 1},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
+    "zamba2": ZAMBA,
+}
 MOST_WEIGHTS = 30_000_000
 
 
 def shrink(config, layers: int = LAYERS):
     """Sets what there is of the tiny sizes; of layers of several kinds, each stays."""
+    given = MADE.get(config.model_type, {})
     for name, value in WHOLE.items():
+        if name in given:
+            continue
         if getattr(config, name, None) is not None or (name == "head_dim" and hasattr(config, name)):
             with contextlib.suppress(Exception):  # a field that follows from others
                 setattr(config, name, value)
     if getattr(config, "kv_lora_rank", None) and hasattr(config, "head_dim"):
         config.head_dim = WHOLE["qk_rope_head_dim"]  # there the rotary part's
     for name in BY_LAYER:
-        if isinstance(listed := getattr(config, name, None), list) and len(listed) > layers:
+        if name not in given and isinstance(listed := getattr(config, name, None), list) and len(listed) > layers:
             kinds = list(dict.fromkeys(listed))
             setattr(config, name, listed[:layers] if {*listed[:layers]} == {*kinds} else (layers * kinds)[:layers])
     return config
@@ -62,7 +86,7 @@ def shrink(config, layers: int = LAYERS):
 def tiny_model(kind: str, **fields):
     """A random model of a type; a string that says why where the tiny sizes make none, or a large one."""
     try:
-        config = transformers.AutoConfig.for_model(kind)
+        config = transformers.AutoConfig.for_model(kind, **MADE.get(kind, {}))
         text = shrink(config.get_text_config())
         for name, value in (MIXED.get(kind, {}) | fields).items():
             setattr(text, name, value)

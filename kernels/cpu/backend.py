@@ -146,7 +146,7 @@ class Cpu(Backend):
 
         Source: kvbench's own; folding the scales into the products as in KIVI's and DiffKV's kernels.
         """
-        covered = q.device.type == "cpu" and q.shape[-1] <= load().max_channels
+        covered = q.device.type == "cpu" and all(_has_code(tier.fmt) for tier in tiers)
         if not covered or (ring is not None and (tiers[0].rotation is not None or ring.k.dtype not in ELEMENT_KINDS)):
             return super().paged_decode(q, pages, tiers, ring, scale, power=power, group=group, softmax=softmax)
         checks.decode(q, pages, tiers, ring, power, group, softmax)
@@ -292,7 +292,11 @@ class CompiledStep(FusedStep):
 
 def _covers(pages: Tensor, fmt: PageFormat) -> bool:
     """Whether the C++ code covers these pages; a copy of them would take the bytes and be thrown away."""
-    return pages.device.type == "cpu" and pages.is_contiguous() and fmt.slot.head_dim <= load().max_channels
+    return pages.device.type == "cpu" and pages.is_contiguous() and _has_code(fmt)
+
+
+def _has_code(fmt: PageFormat) -> bool:
+    return fmt.slot.head_dim <= load().max_channels and not fmt.slot.keys_only
 
 
 def _head(pages: Tensor, fmt: PageFormat) -> tuple[int, int, int, int]:

@@ -77,7 +77,9 @@ class Gpu(Backend):
         )
 
     def _covers(self, *formats: PageFormat) -> bool:
-        """Whether all codes of the formats have kernels."""
+        """Whether all codes of the formats have kernels, and values of their own."""
+        if any(fmt.slot.keys_only for fmt in formats):
+            return False
         sides = [code for fmt in formats for code in (fmt.slot.keys, fmt.slot.values)]
         return all(code is None or code in self.codes for code in sides)
 

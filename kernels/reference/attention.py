@@ -62,7 +62,7 @@ class DecodeOperations(PageOperations):
                 dense = keys.transpose(2, 3).flatten(-2)  # [S, H, D, m * T]
                 part = torch.matmul(q, rotate(dense, angles.transpose(1, 2)[:, None], dim=2))
             logits.append(softmax.capped(part * scale).masked_fill(slot >= tier.num_k[:, :, None, None], float("-inf")))
-            vals = vals.view(num_seq, num_heads, width, head_dim)
+            vals = vals.reshape(num_seq, num_heads, width, head_dim)
             values.append(vals.masked_fill((slot >= tier.num_v[..., None])[..., None], 0.0))
             widths.append(width)
         if ring is not None:

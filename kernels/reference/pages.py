@@ -119,6 +119,8 @@ class PageOperations(Operations):
         """Encodes values [M, D] and writes them to their slots; arguments as in `write_keys`, any slots."""
         checks.write(pages, fmt, page, slot, v, keys=False)
         checks.within(fmt, len(pages), page, slot)
+        if fmt.slot.keys_only:
+            return
         side = _encode(v, fmt.slot.values, fmt.slot.v_groups, fmt.slot.v_apart, fmt)
         region(pages, fmt, "v_codes")[page, slot] = side.codes
         _write_metadata(pages, fmt, "v", page, slot, side)
@@ -186,6 +188,8 @@ class PageOperations(Operations):
             return keys[row, :, slot], values[row, slot]
         k_meta, v_meta = (_metadata(pages, fmt, side, page, slot) for side in "kv")
         keys = _decode_keys(fmt, region(pages, fmt, "k_codes")[page, :, slot][..., None], k_meta)
+        if fmt.slot.keys_only:
+            return keys[..., 0], keys[..., 0]
         values = _decode_values(fmt, region(pages, fmt, "v_codes")[page, slot][:, None], v_meta)
         return keys[..., 0], values[:, 0]
 
@@ -315,4 +319,6 @@ def read_pages(pages: Tensor, fmt: PageFormat, ids: Tensor) -> tuple[Tensor, Ten
     """Dequantises whole pages, int64 [X] page ids: keys fp32 [X, D, T] (transposed, as they lie in the page) and values
     fp32 [X, T, D]. Slots never written hold anything, also NaN."""
     keys = _decode_keys(fmt, region(pages, fmt, "k_codes")[ids], _metadata(pages, fmt, "k", ids))
+    if fmt.slot.keys_only:
+        return keys, keys.transpose(1, 2)
     return keys, _decode_values(fmt, region(pages, fmt, "v_codes")[ids], _metadata(pages, fmt, "v", ids))

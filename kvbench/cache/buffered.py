@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -33,23 +34,26 @@ class ResidualBuffer:
         dtype: torch.dtype,
         group_tokens: int,
         device: torch.device,
+        keys_only: bool = False,
     ) -> None:
-        self.spec, self.group_tokens = spec, group_tokens
+        self.spec = spec = replace(spec, v_flush="all") if keys_only else spec  # one ring cannot leave in two ways
+        self.group_tokens, self._sides = group_tokens, 1 if keys_only else 2
         # The oldest value leaves when R + 1 are held, and the newest is written before it does: one entry more.
         v_length = spec.num_tokens + (spec.v_flush == "oldest")
         self.k = torch.zeros(*lists_shape, spec.num_tokens, head_dim, dtype=dtype, device=device)
-        self.v = torch.zeros(*lists_shape, v_length, head_dim, dtype=dtype, device=device)
+        self.v = self.k if keys_only else torch.zeros(*lists_shape, v_length, head_dim, dtype=dtype, device=device)
         counters = torch.zeros(3, math.prod(lists_shape), dtype=torch.int32, device=device)
         self.num_k, self.num_v, self.num_tokens = counters.unbind(0)
 
     @property
     def allocated_bytes(self) -> int:
-        return sum(t.nbytes for t in (self.k, self.v, self.num_k, self.num_v, self.num_tokens))
+        rings = (self.k, self.v)[: self._sides]
+        return sum(t.nbytes for t in (*rings, self.num_k, self.num_v, self.num_tokens))
 
     @property
     def list_bytes(self) -> int:
         """Bytes of one list's rings, without counters."""
-        return (self.k[0, 0, 0].numel() + self.v[0, 0, 0].numel()) * self.k.element_size()
+        return sum(ring[0, 0, 0].nbytes for ring in (self.k, self.v)[: self._sides])
 
     @property
     def most_leaving(self) -> tuple[int, int]:
@@ -134,7 +138,7 @@ class Buffered(Paged):
         # fp16 (bf16 for bf16 models), or the model's own dtype where a tier is native
         widest = max((fmt.slot.dtype for fmt in pages.formats), key=lambda dtype: dtype.itemsize)
         group = max(fmt.slot.group_tokens for fmt in pages.formats)
-        self.ring = ResidualBuffer(residual, pages.shape, shape.head_dim, widest, group, shape.device)
+        self.ring = ResidualBuffer(residual, pages.shape, shape.head_dim, widest, group, shape.device, shape.keys_only)
 
     @property
     def takes_chunks(self) -> bool:
@@ -174,7 +178,8 @@ class Buffered(Paged):
     def ring_bytes(self, lists: Tensor) -> int:
         keys, values = int(self.ring.num_k[lists].sum()), int(self.ring.num_v[lists].sum())
         tokens = int(self.ring.num_tokens[lists].sum())
-        return ((tokens - keys) + (tokens - values)) * self.shape.head_dim * self.ring.k.element_size()
+        waiting = (tokens - keys) + (0 if self.shape.keys_only else tokens - values)
+        return waiting * self.shape.head_dim * self.ring.k.element_size()
 
     def layer(self, rows: Tensor, layer: int, width: list[int] | None = None) -> tuple[list[TierPages], Ring | None]:
         (tier,), _ = super().layer(rows, layer, width)
@@ -317,6 +322,11 @@ class BufferedStep(PagedStep):
         if not self.flush_first:
             self._flush(layer, ring)
         return out
+
+    def _held(self, layer: int) -> tuple[list[TierPages], Ring | None]:
+        (tier,), ring = super()._held(layer)
+        tier.num_k, tier.num_v = (count[:, layer] for count in self._after)
+        return [tier], ring
 
     def end(self) -> None:
         super().end()

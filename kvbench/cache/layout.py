@@ -1,7 +1,7 @@
 """From a policy's tiers and a model's shape to page formats."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Literal
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.ranks import ALONE, Ranks
-from kvbench.cache.rotation import KINDS, Kind
+from kvbench.cache.rotation import KINDS, Kind, check_rotation
 from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
 from kvbench.kernels.operands import PLAIN, Softmax, Window
 from kvbench.policy import Policy, ReadSpec, Tier
@@ -68,6 +68,9 @@ class ModelShape:
         beside: The shapes of layers of other kinds that hold keys and values.
         numbers: The model's own numbers of these layers; empty = they are all of its layers.
         state_bytes: Bytes of what the model's further layers hold of a sequence, whatever its length.
+        keys_only: The keys are the values, too, and are held once (latent attention).
+        shared: The model's layers that attend over the keys and values of another one, and which one that is, by the
+            model's own numbers.
     """
 
     num_layers: int
@@ -85,6 +88,8 @@ class ModelShape:
     beside: "tuple[ModelShape, ...]" = ()
     numbers: tuple[int, ...] = ()
     state_bytes: int = 0
+    keys_only: bool = False
+    shared: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
@@ -92,8 +97,8 @@ class ModelShape:
 
     @property
     def is_uniform(self) -> bool:
-        """True if these are all layers of the model."""
-        return not self.numbers
+        """True if these are all layers of the model, and hold nothing else."""
+        return not self.numbers and not self.state_bytes
 
     @cached_property
     def kinds(self) -> dict[int, tuple[int, int]]:
@@ -102,6 +107,11 @@ class ModelShape:
         shapes = (self, *self.beside)
         each = [(kind, shape.numbers or range(shape.num_layers)) for kind, shape in enumerate(shapes)]
         return {number: (kind, own) for kind, numbers in each for own, number in enumerate(numbers)}
+
+    @cached_property
+    def attending(self) -> tuple[int, ...]:
+        """The model's own numbers of all layers with attention, in their order."""
+        return tuple(sorted({*self.kinds, *self.shared}))
 
     @cached_property
     def heads_here(self) -> tuple[int, int]:
@@ -152,7 +162,7 @@ class ModelShape:
         """The same of these layers alone, without states."""
         if self.window is not None:
             num_tokens = min(num_tokens, self.window.num_tokens)
-        return num_tokens * self.num_layers * self.num_kv_heads * self.head_dim * 4
+        return num_tokens * self.num_layers * self.num_kv_heads * self.head_dim * (2 if self.keys_only else 4)
 
 
 def compile_tier(tier: Tier, shape: ModelShape, track: tuple[str, ...]) -> SlotFormat:
@@ -162,7 +172,15 @@ def compile_tier(tier: Tier, shape: ModelShape, track: tuple[str, ...]) -> SlotF
     dtype = shape.dtype if tier.native else torch.bfloat16 if shape.dtype == torch.bfloat16 else torch.float16
     if tier.native:
         bits = dtype.itemsize * 8
-        return SlotFormat(head_dim=shape.head_dim, k_bits=bits, v_bits=bits, dtype=dtype, track=track, k_channels=few)
+        return SlotFormat(
+            head_dim=shape.head_dim,
+            k_bits=bits,
+            v_bits=bits,
+            dtype=dtype,
+            track=track,
+            k_channels=few,
+            keys_only=shape.keys_only,
+        )
     channel = tier.k_axis == "channel"
     return SlotFormat(
         head_dim=shape.head_dim,
@@ -176,10 +194,11 @@ def compile_tier(tier: Tier, shape: ModelShape, track: tuple[str, ...]) -> SlotF
         k_code=tier.k_code,
         v_code=tier.v_code,
         k_apart=tier.k_apart,
-        v_apart=tier.v_apart,
+        v_apart=0 if shape.keys_only else tier.v_apart,
         dtype=dtype,
         track=track,
         k_channels=few,
+        keys_only=shape.keys_only,
     )
 
 
@@ -199,6 +218,8 @@ def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) ->
     if policy.by_layer is not None:
         _check_layers(policy, shape)
     _check_channels(policy, options)
+    if shape.keys_only:
+        _check_keys_only(policy, options)
     wanted = {*policy.score.track, *options.track}
     track = tuple(name for name in ("score", "pos") if name in wanted)
     slots = [compile_tier(tier, shape, track) for tier in tiers]
@@ -267,6 +288,21 @@ def _check_channels(policy: Policy, options: StoreOptions) -> None:
         raise ValueError(
             f"store.rotation={options.rotation} mixes the key channels that {name} tells apart; set store.rotation=none"
         )
+
+
+def _check_keys_only(policy: Policy, options: StoreOptions) -> None:
+    """Refuses what treats a vector in one way as a key and in another as a value, where it is both."""
+    name = type(policy).__name__
+    asks = "of a model with latent attention keys and values are the same vectors, held once"
+    if check_rotation(options.rotation, policy):
+        raise ValueError(
+            f"store.rotation={options.rotation} or the format of {name} turns keys; {asks}, and are not turned; choose "
+            "another format, or set store.rotation=off"
+        )
+    if policy.score.orders_channels or policy.codebooks is not None:
+        raise ValueError(f"{name} has channels or tables of codes for keys alone; {asks}; choose another method")
+    if "attention_call" in policy.score.statistic.needs:
+        raise ValueError(f"{name} makes a layer's queries again by itself; {asks}; choose another method")
 
 
 def _readable_format(policy: Policy, reading: ReadSpec, slots: list[SlotFormat], options: StoreOptions) -> PageFormat:

@@ -12,7 +12,7 @@ from kvbench.cache.holding import Holding, Orders
 from kvbench.cache.pages import Pages, TierMap
 from kvbench.kernels.backend import FusedStep
 from kvbench.kernels.format import PageFormat
-from kvbench.kernels.operands import PageChoice, ScoreUpdate, StepScores, TierPages, TierTable
+from kvbench.kernels.operands import PageChoice, Ring, ScoreUpdate, StepScores, TierPages, TierTable
 from kvbench.policy import DecodePlan, DecodeView, ReadSpec
 
 MOST_GIVEN_BYTES = 2**27  # of scores that wait for the other layers'
@@ -201,6 +201,24 @@ class PagedStep:
         )
         scores.add_step(self.tokens_seen, self.view.prompt_tokens, tiers, reduced)
         return out
+
+    def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Attention of other queries [S, Hq, D] over a layer that has its token, of the keys and values that `door` was
+        given; [S, Hq, D]."""
+        holding, pages = self.holding, self.pages
+        q, _, _ = holding.to_pages(layer, q, k, v, self.orders)
+        tiers, ring = self._held(layer)
+        if self.reads is not None:
+            tiers = [self.reads.choose(pages, layer, q, tiers[0])]
+        holding.rope.attach(tiers, self.view)
+        out, _, _ = pages.backend.paged_decode(
+            q, pages.pool.pages, tiers, ring, scale, softmax=holding.softmax_of(layer)
+        )
+        return holding.rotations.values.back(out)
+
+    def _held(self, layer: int) -> tuple[list[TierPages], Ring | None]:
+        """What a layer holds once it has its token."""
+        return self.holding.layer(self.rows.tensor, layer, self.width[layer])
 
     # Whole layers in one call.
 

@@ -129,7 +129,8 @@ class CompressedStore:
     @property
     def takes_chunks(self) -> bool:
         """True if a later prompt segment may come at once (`append_chunk`); otherwise it comes token by token."""
-        return self.holding.takes_chunks and all(each.takes_chunks for each in self.beside)
+        # Once a layer has written a chunk, others that share its keys could not tell it from what came before.
+        return self.holding.takes_chunks and not self.shape.shared and all(each.takes_chunks for each in self.beside)
 
     @property
     def layers(self) -> "list[tuple[CompressedStore, int]]":
@@ -137,10 +138,10 @@ class CompressedStore:
         return [self.kind_of(layer) for layer in sorted(self.shape.kinds)]
 
     def kind_of(self, layer: int) -> "tuple[CompressedStore, int]":
-        """The store that holds a layer of the model, and the layer's number there."""
+        """The store that holds a layer of the model, or the layer whose keys it shares; and that one's number there."""
         if self.shape.is_uniform:
             return self, layer
-        kind, own = self.shape.kinds[layer]
+        kind, own = self.shape.kinds[self.shape.shared.get(layer, layer)]
         return (self, *self.beside)[kind], own
 
     def view(self, rows: Tensor) -> DecodeView:
@@ -349,6 +350,12 @@ class CompressedStore:
         index, part = self.holding.part_of(layer)
         return self._doors[index](layer - part.first_layer, q, k, v, scale)
 
+    def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Attends over a layer that has its new token, for another layer of the model that shares its keys; arguments
+        and result as of `attend`. Writes nothing, and adds nothing to scores."""
+        index, part = self.holding.part_of(layer)
+        return self._steps[index].attend_again(layer - part.first_layer, q, k, v, scale)
+
     def end_step(self) -> None:
         """Counts the new token and the bytes held."""
         assert self._steps, "begin_step comes first"
@@ -375,7 +382,8 @@ class CompressedStore:
 
     def next_step_is_plain(self, numbers: Sequence[int]) -> bool:
         """True if the next step of rows shares no pages and evicts nothing in bulk."""
-        return self.pages.on_device and self.pages.pool.others is None and not self.holding.due.may_be(numbers)
+        plain = self.pages.on_device and self.pages.pool.others is None and not self.shape.shared
+        return plain and not self.holding.due.may_be(numbers)
 
     def has_pages_for(self, rows: int) -> bool:
         """True if a page for every list of so many rows is free for sure, several where a ring may leave at once."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvbench.cache.async_counts import Receiver, ReplayLog, Rows, to_device
 from kvbench.cache.counters import CountsBeforeStep
-from kvbench.engine import hf
+from kvbench.engine import hf, sessions
 from kvbench.engine.requests import Request
 from kvbench.engine.rows import AnswerRow, ForcedRow, Row
 from kvbench.engine.runner import Runner, finite_rows
@@ -134,7 +134,7 @@ class CapturedSteps:
         store.begin_step(rows)
         positions = store.counters.tokens_seen[rows.looked_at.tensor][:, None]
         past = max(store.counters.seen[row] for row in rows.numbers)
-        session = hf.Decode(store)
+        session = sessions.Decode(store)
         logits = hf.forward(self._runner.loaded.model, session, state.tokens[:, None], positions, past, 1)[:, 0]
         chosen = logits.argmax(-1) if state.draws is None else state.draws.next(logits)
         state.tokens.copy_(chosen)

@@ -2,16 +2,14 @@
 
 The adapter registers an attention function and a mask function under the name `kvbench`, and a Cache whose layers hand
 the new keys on without concatenating anything. `update()` hangs its layer object on the key tensor; the attention
-function finds it there. Nothing is patched.
+function finds it there. Nothing is patched but the objects of latent attention (`engine/latent.py`).
 """
 
 import functools
 import inspect
-import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,148 +19,17 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Quant
 from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import AttentionMaskInterface
 
-from kvbench.cache.store import CompressedStore
-from kvbench.engine.calls import calls_noted, first_tokens
-from kvbench.engine.probe import Uncompressed
+from kvbench.engine import latent
+from kvbench.engine.calls import attention_modules, calls_noted
+from kvbench.engine.sessions import Session
 from kvbench.engine.supported import REMEDY, check_supported, is_known
 from kvbench.errors import UnsupportedModel
-from kvbench.policy import AttentionCall
 
 NAME = "kvbench"
 TAG = "_kvbench_layer"  # the attribute of a key tensor that says which layer of which session it belongs to
 CACHE_NAMES = ("cache", "past_key_values")  # what calls name the cache: since transformers 5.24, and before
 # What models hand to every attention function and what changes nothing in this one.
 HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
-
-
-@dataclass
-class Session(ABC):
-    """The work of the attention function in one forward pass over a store.
-
-    Attributes:
-        call: The call of the layer's attention that runs; None unless a statistic asks.
-        states: By their numbers, the layers that hold neither keys nor values, as transformers knows them.
-        traces: Per layer of attention, a tensor [batch, ...] that is finite where its output was; looked at only once
-            logits are not finite.
-        wants_calls: The calls of attention have to be handed on.
-    """
-
-    store: CompressedStore
-    call: AttentionCall | None = field(default=None, init=False)
-    states: dict[int, Any] = field(default_factory=dict, init=False)
-    traces: list[Tensor] = field(default_factory=list, init=False)
-    wants_calls = False
-
-    @abstractmethod
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attention of one layer of the model, q [B, Hq, n, D], k and v [B, H, n, D], post-RoPE; [B, Hq, n, D]."""
-
-    def trace(self, out: Tensor) -> Tensor:
-        """A tensor that is finite where the output is; all of a prompt's would be too large."""
-        return out.flatten(1).abs().amax(1)
-
-    def without_grad(self) -> AbstractContextManager:
-        """The mode that the pass runs in. A prompt makes tensors that stay and are written to later: pages of a pool
-        that grows, copies for a prompt cache."""
-        return torch.no_grad()
-
-    def note(self, call: AttentionCall | None) -> None:
-        self.call = call
-
-    def first_bad_layer(self, index: int) -> int:
-        """First layer whose attention output was not finite for a row of the batch; -1 when none."""
-        flags = torch.stack([~torch.isfinite(trace[index]).all().cpu() for trace in self.traces]).nonzero()
-        numbers = (number for number in itertools.count() if number not in self.states)
-        return next(itertools.islice(numbers, int(flags[0, 0]), None)) if len(flags) else -1
-
-
-@dataclass
-class Decode(Session):
-    """One token for many rows."""
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        store, own = self.store.kind_of(layer)
-        return store.attend(own, q[:, :, 0], k[:, :, 0], v[:, :, 0], scale)[:, :, None]
-
-    def trace(self, out: Tensor) -> Tensor:
-        return out
-
-    def without_grad(self) -> AbstractContextManager:
-        return torch.inference_mode()  # a step is mostly the overhead of small operations, of which it takes less
-
-
-@dataclass
-class Dense(Session):
-    """A prompt, or a text that is read with the full cache, of which nothing is stored: no more than
-    `num_prompt_tokens`, in `row`. Later tokens only attend, and see the uncompressed prompt. `uncompressed` holds it
-    for the method's probe; `held_bytes` and `replay_tokens` are what that one's passes held and read."""
-
-    row: int = -1
-    num_prompt_tokens: int = 0
-    uncompressed: Uncompressed | None = None
-    held_bytes: int = field(default=0, init=False)
-    replay_tokens: int = field(default=0, init=False)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        store, own = self.store.kind_of(layer)
-        out, lse = store.prompt_attention(own, q[0], k[0], v[0], scale)
-        self.keep(layer, q[0], k[0], v[0], scale, lse)
-        return out[None]
-
-    def keep(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, lse: Tensor | None) -> None:
-        """Stores what is to be stored of a layer; q [Hq, n, D], k and v [H, n, D], lse fp32 [Hq, n]."""
-
-
-@dataclass
-class Prefill(Dense):
-    """A prompt for an empty row."""
-
-    @property
-    def wants_calls(self) -> bool:  # type: ignore[override]
-        return not self.store.policy.score.statistic.needs.isdisjoint({"hidden_states", "attention_call"})
-
-    def keep(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, lse: Tensor | None) -> None:
-        kept = self.num_prompt_tokens
-        own = q[:, :kept], k[:, :kept], v[:, :kept]
-        call = None if self.call is None else first_tokens(self.call, kept)
-        if self.uncompressed is not None:
-            self.uncompressed.hold(layer, *own, scale, call)
-        else:
-            lse = None if lse is None else lse[:, :kept]
-            store, number = self.store.kind_of(layer)
-            store.prefill_layer(self.row, number, *own, scale, call, lse=lse)
-
-
-@dataclass
-class Replay(Session):
-    """A probe's pass behind an uncompressed prompt; nothing is stored."""
-
-    uncompressed: Uncompressed
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return self.uncompressed.attend(layer, q[0], k[0], v[0], scale)[None]
-
-
-@dataclass
-class PromptChunk(Session):
-    """The next chunk of a row's prompt."""
-
-    row: int
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        store, own = self.store.kind_of(layer)
-        return store.read_chunk(self.row, own, q[0], k[0], v[0], scale)[None]
-
-
-@dataclass
-class Segment(Session):
-    """Tokens behind all that a row holds."""
-
-    row: int
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        store, own = self.store.kind_of(layer)
-        return store.append_chunk(self.row, own, q[0], k[0], v[0], scale)[None]
 
 
 class _Layer(CacheLayerMixin):
@@ -194,6 +61,9 @@ class _Layer(CacheLayerMixin):
         return -1
 
 
+HANDS_ON = ("update", "get_mask_sizes", "get_seq_length", "get_max_length", "get_max_cache_shape")
+
+
 class _NotOurs(RuntimeError):
     """Attention was called with keys that no layer of a `SessionCache` handed on."""
 
@@ -202,8 +72,23 @@ class SessionCache(Cache):
     """The cache of one forward pass over a store, as transformers is given it."""
 
     def __init__(self, session: Session, num_layers: int, past: int) -> None:
-        own = session.states
-        super().__init__(layers=[own.get(index) or _Layer(session, index, past) for index in range(num_layers)])
+        layers = [_Layer(session, index, past) for index in range(num_layers)]
+        self._both = [
+            (held, layers[index]) for index, held in session.states.items() if index in session.store.shape.kinds
+        ]
+        super().__init__(layers=[session.states.get(index) or own for index, own in enumerate(layers)])
+
+    @contextmanager
+    def in_both(self) -> Iterator[None]:
+        """Lets layers with a state beside keys and values hand these on."""
+        for held, own in self._both:
+            vars(held).update({name: getattr(own, name) for name in HANDS_ON})
+        try:
+            yield
+        finally:
+            for held, _ in self._both:
+                for name in HANDS_ON:
+                    del vars(held)[name]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         if layer_idx >= len(self.layers):
@@ -235,7 +120,10 @@ def attention(
         )
     asked = {name for name, value in kwargs.items() if value is not None} - HARMLESS
     session, scale = layer.session, scaling if scaling is not None else query.shape[-1] ** -0.5
-    shape = session.store.kind_of(layer.index)[0].shape
+    number, shape = layer.index, session.store.kind_of(layer.index)[0].shape
+    attend = session.attend
+    if session.store.shape.shared.get(own := getattr(module, "layer_idx", number)) == number:
+        number, attend = own, session.attend_again
     if "sliding_window" in asked and is_known(shape.window, kwargs["sliding_window"], module.config):
         asked.remove("sliding_window")
     if attention_mask is not None:  # `_no_mask` makes none, so the model made this one
@@ -246,30 +134,27 @@ def attention(
     knows_sinks = kwargs.get("s_aux") is getattr(module, "sinks", None)
     for name, is_known_one in (("softcap", knows_cap), ("s_aux", knows_sinks)):  # as `softmax_of` found them
         asked = asked - {name} if is_known_one else asked | {name}
-    if len(session.traces) != layer.index - sum(number < layer.index for number in session.states):
+    if session.store.shape.attending.index(number) != len(session.traces):
         asked.add("another number of calls of attention than one per layer")
     if asked:
         raise UnsupportedModel(
-            f"layer {layer.index} uses {', '.join(sorted(asked))}, which the compressed store does not reproduce; "
-            f"{REMEDY}"
+            f"layer {number} uses {', '.join(sorted(asked))}, which the compressed store does not reproduce; {REMEDY}"
         )
     heads = query.shape[1], key.shape[1]
     if heads != (wanted := shape.heads_here):
         raise UnsupportedModel(
-            f"layer {layer.index} has {heads[0]} query heads on {heads[1]} KV heads, but the model's configuration "
+            f"layer {number} has {heads[0]} query heads on {heads[1]} KV heads, but the model's configuration "
             f"says {wanted[0]} on {wanted[1]} for each of {shape.ranks.size} processes; let kvbench load the "
             "model (model.tensor_parallel), or load it without tp_plan"
         )
-    if not query.is_cuda:
-        return _attend(session, layer.index, query, key, value, scale), None
-    with torch.cuda.device(query.device):  # where kernels are launched; a model may lie on several
-        return _attend(session, layer.index, query, key, value, scale), None
-
-
-def _attend(session: Session, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    out = session.attend(layer, query, key, value, scale)
-    session.traces.append(session.trace(out))
-    return out.transpose(1, 2).to(query.dtype).contiguous()
+    # Where kernels are launched; a model may lie on several.
+    with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
+        if shape.keys_only:
+            out = latent.attend(module, partial(attend, layer.index), query, key, scale)
+        else:
+            out = attend(layer.index, query, key, value, scale)
+        session.traces.append(session.trace(out))
+        return out.transpose(1, 2).to(query.dtype).contiguous(), None
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
@@ -288,6 +173,9 @@ def detach(model: PreTrainedModel) -> None:
 def attach(model: PreTrainedModel) -> None:
     """Routes the model's attention through kvbench; refuses what `check_supported` does."""
     check_supported(model)
+    for module in attention_modules(model):
+        if latent.is_latent(module):
+            setattr(module, latent.EXPAND, partial(latent.joined, module, TAG))
     model.set_attn_implementation(NAME)
 
 
@@ -368,7 +256,8 @@ def forward(
     tokens as far as transformers wants to know. Returns the last logits, fp32 [B, num_logits, vocabulary]."""
     cache = SessionCache(session, model.config.get_text_config().num_hidden_layers, past)
     try:
-        with session.without_grad(), calls_noted(model, session.note) if session.wants_calls else nullcontext():
+        calls = calls_noted(model, session.note) if session.wants_calls else nullcontext()
+        with session.without_grad(), calls, cache.in_both():
             out = model(
                 input_ids=token_ids,
                 position_ids=positions,
@@ -383,7 +272,7 @@ def forward(
             "the model changes its keys between the cache and attention, which the compressed store does not "
             f"reproduce; {REMEDY}"
         ) from None
-    if len(session.traces) != (wanted := len(cache.layers) - len(session.states)):
+    if len(session.traces) != (wanted := len(session.store.shape.attending)):
         raise UnsupportedModel(
             f"the compressed store was asked for attention by {len(session.traces)} layers of {wanted}: the model does "
             f"it in a way of its own; {REMEDY}"

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from kvbench.cache.store import CompressedStore
@@ -87,6 +88,13 @@ class Uncompressed:
         held = self._layers[layer]
         held.replays.append(Replay(first=self.part[0], end=self.part[1], q=q, k=k))
         return held.store.replay_attention(held.number, q, k, v, held.k, held.v, scale)
+
+    def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Attention of the last tokens of a pass, q [Hq, n, D], in a layer that shares the keys of a held one, k and v
+        [H, m, D] of the whole pass; notes nothing."""
+        held, own = self._layers[layer], q.shape[1]
+        past_k, past_v = (torch.cat([old, new[:, :-own]], 1) for old, new in ((held.k, k), (held.v, v)))
+        return held.store.replay_attention(held.number, q, k[:, -own:], v[:, -own:], past_k, past_v, scale)
 
     def compress(self, row: int, num_tokens: int) -> int:
         """Hands the layers to the store, each with what the passes gave of it, and forgets them; `num_tokens` are those

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kvbench.cache.prompts import ScoredLayer
 from kvbench.cache.store import CompressedStore
-from kvbench.engine.hf import Dense, Prefill
 from kvbench.engine.long_logits import Logits
+from kvbench.engine.sessions import Dense, Prefill
 from kvbench.kernels.memory import is_out_of_memory
 from kvbench.policy import ScoreSpec
 

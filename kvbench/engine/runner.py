@@ -17,8 +17,10 @@ from kvbench.engine import hf
 from kvbench.engine.long_logits import PIECE, Logits, read_long
 from kvbench.engine.probe import Uncompressed, plan_passes
 from kvbench.engine.prompt_cache import PromptCache
+from kvbench.engine.sessions import Decode, Dense, Prefill, PromptChunk, Replay, Segment, Session
 from kvbench.engine.states import States
 from kvbench.engine.supported import layer_kinds, model_shape
+from kvbench.errors import UnsupportedModel
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.dispatch import get_backend
 from kvbench.models.load import LoadedModel
@@ -75,10 +77,15 @@ class Runner:
         check_chunk(policy, chunk)
         self.loaded, self.policy, self.options, self.chunk = model, policy, options or StoreOptions(), chunk
         self.prompts = prompts or PromptCache()
-        self.states = States(model.model, layer_kinds(model.model.config).without)
+        self.states = States(model.model, layer_kinds(model.model.config).states)
         self.focus()
         self.shape = replace(model_shape(model.model, model.places), state_bytes=self.states.row_bytes)
         check_chunk_place(chunk, len(self.shape.parts()), self.shape.ranks.size)
+        if chunk is not None and self.shape.shared:
+            raise UnsupportedModel(
+                f"prefill.chunk={chunk}: {model.model.config.model_type} has layers that share the keys of others, "
+                "which are compressed by the time that a chunk comes to these; set prefill.chunk=null"
+            )
         self.device = self.shape.device
         self.backend: Backend = get_backend(backend, self.device)
         self.open_rows: list[int] = []
@@ -170,7 +177,7 @@ class Runner:
             return found
         row = self._opened(self.store.open_row(new_tokens, min(instruction_tokens, len(prompt))))
         held = Uncompressed(self.store) if self.policy.score.probe is not None else None
-        session = hf.Prefill(self.store, row, len(prompt), held)
+        session = Prefill(self.store, row, len(prompt), held)
         session.states = self.states.of([row])
         try:
             logits = self._read(session, [*prompt, *ahead], len(ahead) + 1, tuple(closing) if held else ())
@@ -203,7 +210,7 @@ class Runner:
             while begin < len(prompt):
                 if begin:
                     yield None
-                session = hf.PromptChunk(self.store, row)
+                session = PromptChunk(self.store, row)
                 session.states = self.states.of([row])
                 logits = self._forward(session, [list(prompt[begin:end])], [begin], num_logits=1)[0]
                 begin, end = end, end + self.chunk
@@ -215,7 +222,7 @@ class Runner:
     def full_logits(self, tokens: Sequence[int], num_logits: int) -> Logits:
         """Logits fp32 [num_logits, vocabulary] at the end of a text that is read with the full cache; keeps nothing,
         and raises NotFinite."""
-        session = hf.Dense(self.store)
+        session = Dense(self.store)
         session.states = self.states.anew()
         return self._read(session, list(tokens), num_logits)
 
@@ -223,7 +230,7 @@ class Runner:
         """Reads more tokens into a row: at once where the policy only appends, else one by one like an answer. Returns
         logits fp32 [vocabulary] after the last of them; raises NotFinite."""
         if self.store.takes_chunks:
-            session = hf.Segment(self.store, row)
+            session = Segment(self.store, row)
             session.states = self.states.of([row])
             seen = self.store.counters.seen[row]
             return self._forward(session, [list(tokens)], [seen], num_logits=1)[0, 0]
@@ -242,7 +249,7 @@ class Runner:
         """Makes a `step` in which rows whose logits are not finite do not stop the others: also gives their index in
         `rows` and the first layer whose attention output was not finite (-1: none was)."""
         self.store.begin_step(rows)
-        session = hf.Decode(self.store)
+        session = Decode(self.store)
         session.states = self.states.of(rows)
         positions = [self.store.counters.seen[row] for row in rows]
         logits = self._forward(session, [[token] for token in tokens], positions, num_logits=1, check=False)[:, 0]
@@ -292,12 +299,13 @@ class Runner:
         self.open_rows.append(row)
         return row
 
-    def _read(self, session: hf.Dense, tokens: list[int], num_logits: int, closing: tuple[int, ...] = ()) -> Logits:
+    def _read(self, session: Dense, tokens: list[int], num_logits: int, closing: tuple[int, ...] = ()) -> Logits:
         """Reads a prompt, or takes it from the prompt cache; logits fp32 [num_logits, vocabulary]."""
         self.probe_s = 0.0
 
         def forward() -> Logits:
-            if num_logits <= PIECE or self.shape.ranks.size > 1:  # later, other processes would not make theirs
+            # Later, other processes would not make theirs; layers that share keys may read the last tokens alone.
+            if num_logits <= PIECE or self.shape.ranks.size > 1 or self.shape.shared:
                 found: Logits = self._forward(session, [tokens], [0], num_logits)[0]
             else:
                 found = read_long(self.loaded.model, num_logits, lambda: self._forward(session, [tokens], [0], 1))
@@ -309,14 +317,14 @@ class Runner:
 
         return self.prompts.read(session, (self.loaded.decides, num_logits, *tokens), forward, closing)
 
-    def _probe(self, session: hf.Dense, prompt: list[int], closing: tuple[int, ...]) -> None:
+    def _probe(self, session: Dense, prompt: list[int], closing: tuple[int, ...]) -> None:
         """Makes the passes that the policy's probe asks for, and then compresses the prompt."""
         probe, held, begin = self.policy.score.probe, session.uncompressed, time.perf_counter()
         assert probe is not None and held is not None
         passes = plan_passes(probe, self.loaded.tokenizer, prompt, closing, self.loaded.max_tokens)
         for each in passes:
             held.part = each.first, each.end
-            replay = hf.Replay(self.store, held)
+            replay = Replay(self.store, held)
             replay.states = self.states.copied(session.row)
             self._forward(replay, [list(each.tokens)], [len(prompt)], num_logits=1)
         session.replay_tokens = sum(len(each.tokens) for each in passes)
@@ -324,7 +332,7 @@ class Runner:
         self.probe_s = time.perf_counter() - begin
 
     def _forward(
-        self, session: hf.Session, tokens: list[list[int]], first: list[int], num_logits: int, check: bool = True
+        self, session: Session, tokens: list[list[int]], first: list[int], num_logits: int, check: bool = True
     ) -> Tensor:
         """Runs the model; `first` is each row's first position. Raises NotFinite when `check`."""
         ids = to_device(tokens, self.device)

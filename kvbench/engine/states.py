@@ -1,4 +1,4 @@
-"""The states of layers that hold no keys and values: of every row, in transformers' own layer objects."""
+"""The states of layers, in place of keys and values or beside them: of every row, in transformers' own objects."""
 
 import copy
 from collections.abc import Sequence

@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.layout import ModelShape, Place
-from kvbench.engine import placement
+from kvbench.engine import latent, placement
 from kvbench.engine.calls import OutputProjections, attention_modules
 from kvbench.errors import UnsupportedModel
 from kvbench.kernels.operands import Softmax, Window
@@ -23,8 +25,13 @@ PLAIN_ROPE_MODELS = {"llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 # Types of layers that look back so far and no further: the size's name in a configuration, and whether that is a
 # chunk's.
-WINDOWS = {"sliding_attention": ("sliding_window", False), "chunked_attention": ("attention_chunk_size", True)}
-WITHOUT = {"linear_attention", "conv", "moe", "mlp"}  # a state, or nothing at all
+WINDOWS = {
+    "sliding_attention": ("sliding_window", False),
+    "hybrid_sliding": ("sliding_window", False),
+    "chunked_attention": ("attention_chunk_size", True),
+}
+STATES = {"linear_attention", "conv", "moe", "mlp"}  # a state, or nothing at all, in place of keys and values
+BOTH = {"hybrid", "hybrid_sliding"}
 
 
 def binds(window: int, config: Any) -> bool:
@@ -39,11 +46,13 @@ def is_known(window: Window | None, asked: int, config: Any) -> bool:
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """The layers of a model by what they hold of a text: everything, what a window sees, or neither keys nor values."""
+    """The layers of a model by what they hold of a text: everything, what a window sees, a state or nothing (`beside`:
+    that may lie beside keys and values, too); or nothing, because they look at what another layer holds."""
 
     full: tuple[int, ...]
     windows: dict[Window, tuple[int, ...]]
-    without: tuple[int, ...]
+    states: tuple[int, ...]
+    shared: dict[int, int]  # a layer -> the one whose keys and values it attends over
 
 
 def layer_kinds(config: Any) -> LayerKinds:
@@ -53,17 +62,24 @@ def layer_kinds(config: Any) -> LayerKinds:
     if types is None:
         always = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
         types = ["sliding_attention" if always else "full_attention"] * config.num_hidden_layers
-    if unknown := sorted({*types} - {"full_attention", *WINDOWS, *WITHOUT}):
+    if unknown := sorted({*types} - {"full_attention", *WINDOWS, *STATES, *BOTH}):
         raise UnsupportedModel(f"{config.model_type}: layers of type {unknown} are not supported; {REMEDY}")
     full: list[int] = []
-    without: list[int] = []
+    states: list[int] = []
     windows: dict[Window, list[int]] = {}
+    modes = getattr(config, "kv_sharing_modes", None) or [None] * len(types)
+    last = {kind: number for number, (kind, mode) in enumerate(zip(types, modes, strict=True)) if mode == "store"}
+    shared = {number: last[types[number]] for number, mode in enumerate(modes) if mode == "reuse"}
     for number, kind in enumerate(types):
+        if number in shared:
+            continue
         name, in_chunks = WINDOWS.get(kind, ("", False))
         size = getattr(config, name) if name else None
-        if kind in WITHOUT:
-            without.append(number)
-        elif size is not None and binds(size, config):
+        if kind in STATES or kind in BOTH:
+            states.append(number)
+        if kind in STATES:
+            continue
+        if size is not None and binds(size, config):
             windows.setdefault(Window(size, in_chunks), []).append(number)
         else:
             full.append(number)
@@ -75,7 +91,7 @@ def layer_kinds(config: Any) -> LayerKinds:
         )
     if not full:
         raise UnsupportedModel(f"{config.model_type}: no layer has keys and values of the whole text; {REMEDY}")
-    return LayerKinds(tuple(full), {window: tuple(own) for window, own in windows.items()}, tuple(without))
+    return LayerKinds(tuple(full), {window: tuple(own) for window, own in windows.items()}, tuple(states), shared)
 
 
 def num_full_layers(config: Any) -> int:
@@ -88,18 +104,24 @@ def check_supported(model: PreTrainedModel) -> None:
     instead."""
     config = model.config.get_text_config()
     name = config.model_type
-    if layer_kinds(config).without and placement.ranks_of(model).size > 1:
+    if layer_kinds(config).states and placement.ranks_of(model).size > 1:
         raise UnsupportedModel(
             f"{name}: some of its layers hold a state, which is not divided over processes; spread the layers instead "
             "(model.device=[cuda:0,cuda:1])"
         )
-    if rank := getattr(config, "kv_lora_rank", None):
+    kinds, rank = layer_kinds(config), getattr(config, "kv_lora_rank", None)
+    if rank and not all(latent.is_latent(module) for number, module in _modules(model).items() if number in kinds.full):
         raise UnsupportedModel(
             f"{name}: kv_lora_rank={rank} changes attention in a way the store does not reproduce; {REMEDY}"
         )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder model; {REMEDY}")
     placement.check(model, name)
+    if (rank or kinds.shared) and (placement.ranks_of(model).size > 1 or len(placement.places_of(model)) > 1):
+        raise UnsupportedModel(
+            f"{name}: its layers {'have latent attention' if rank else 'share keys'}, and lie on several devices or in "
+            "several processes, which the store does not reproduce; name one device (model.device=cuda:0)"
+        )
     asks = hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS")  # some do, and do not say so
     if not (asks or getattr(model, "_supports_attention_backend", False)):
         raise UnsupportedModel(f"{name}: this transformers class does not go through AttentionInterface; {REMEDY}")
@@ -109,17 +131,18 @@ def model_shape(model: PreTrainedModel, places: Sequence[tuple[torch.device, int
     """Heads, dims, dtype and rotary frequencies of a supported model; `places` are devices and how many layers each has
     of the cache, where that was said, else as the weights lie."""
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
     parts = tuple(Place(*each) for each in places) or placement.places_of(model)
     kinds = layer_kinds(config)
 
     def of_kind(numbers: tuple[int, ...], **more: Any) -> ModelShape:
         lie = placement.of_layers(parts, numbers)
+        num_q_heads, num_kv_heads, head_dim = heads_of(config, numbers[0])
         return ModelShape(
             num_layers=len(numbers),
-            num_q_heads=heads,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            keys_only=bool(getattr(config, "kv_lora_rank", None)),
             dtype=model.dtype,
             device=lie[0].device if lie else model.device,
             places=lie if len(lie) > 1 else (),
@@ -129,12 +152,35 @@ def model_shape(model: PreTrainedModel, places: Sequence[tuple[torch.device, int
             **more,
         )
 
+    if len(heads := {heads_of(config, number) for number in kinds.full}) > 1:
+        raise UnsupportedModel(
+            f"{config.model_type}: its layers of full attention differ in query heads, KV heads or head dim "
+            f"{sorted(heads)}, and a method acts on layers that are alike; {REMEDY}"
+        )
+    latents = getattr(config, "kv_lora_rank", None)
     return of_kind(
         kinds.full,
         inv_freq=_plain_inv_freq(model),
-        output_projections=_output_projections(model, kinds.full),
-        beside=tuple(of_kind(numbers, window=window) for window, numbers in kinds.windows.items()),
+        output_projections=None if latents else _output_projections(model, kinds.full),
+        beside=tuple(
+            of_kind(tuple(own), window=window)
+            for window, numbers in kinds.windows.items()
+            for _, own in groupby(sorted(numbers, key=partial(heads_of, config)), partial(heads_of, config))
+        ),
+        shared=kinds.shared,
     )
+
+
+def heads_of(config: Any, layer: int) -> tuple[int, int, int]:
+    """Query heads, KV heads and head dim of a layer, as the cache has them: of latent attention one head, as wide as a
+    latent vector and a rotary key."""
+    own = config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
+    by_layer = getattr(config, "num_attention_heads_per_layer", None)  # Laguna
+    heads = by_layer[layer] if by_layer else own.num_attention_heads
+    if rank := getattr(config, "kv_lora_rank", None):
+        return heads, 1, rank + config.qk_rope_head_dim
+    head_dim = getattr(own, "head_dim", None) or own.hidden_size // heads
+    return heads, getattr(own, "num_key_value_heads", None) or heads, head_dim
 
 
 def softmax_of(model: PreTrainedModel, layers: Sequence[int]) -> Softmax:

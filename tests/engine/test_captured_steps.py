@@ -18,7 +18,7 @@ from kvbench.bench import choices
 from kvbench.bench.check_methods import Case, changes
 from kvbench.cache.async_counts import Padding, ReplayLog, Rows
 from kvbench.config.files import options
-from kvbench.engine import hf
+from kvbench.engine import hf, sessions
 from kvbench.engine.decode_loop import CapturedSteps, State
 from kvbench.engine.runner import Runner
 from kvbench.engine.sampling import Draws
@@ -237,7 +237,7 @@ def own_kernels(num_layers: int) -> tuple[int, int]:
     model.model.to("meta")
     runner = Runner(model, choices.make_method("full"), backend="triton")
     runner.reserve(rows=1, prompt_tokens=8, new_tokens=8)
-    session, ids = hf.Decode(runner.store), torch.empty(1, 1, dtype=torch.int64, device="meta")
+    session, ids = sessions.Decode(runner.store), torch.empty(1, 1, dtype=torch.int64, device="meta")
     with metered(runs=False) as cost:
         hf.forward(model.model, session, ids, ids, 8, 1)
     return cost.kernels.total() - cost.kernels["_unsafe_view"], cost.kernels["mm"]
@@ -245,8 +245,8 @@ def own_kernels(num_layers: int) -> tuple[int, int]:
 
 def test_the_models_own_kernels_are_as_many_as_the_documentation_says(monkeypatch: pytest.MonkeyPatch):
     """Of a layer, without its attention, whose launches are counted by method."""
-    monkeypatch.setattr(hf.Decode, "attend", lambda session, layer, q, k, v, scale: q)
-    monkeypatch.setattr(hf.Decode, "without_grad", lambda session: torch.no_grad())  # else casts are seen as views
+    monkeypatch.setattr(sessions.Decode, "attend", lambda session, layer, q, k, v, scale: q)
+    monkeypatch.setattr(sessions.Decode, "without_grad", lambda session: torch.no_grad())  # else casts seem views
     two, three = own_kernels(2), own_kernels(3)
     layer, products = (b - a for a, b in zip(two, three, strict=True))
     said = f"{layer} kernels of its own beside attention: {products} matrix products"

@@ -11,7 +11,7 @@ from engine_helpers import answers, comparable, random_tokens, request
 from selection import few
 
 from kvbench.bench import choices
-from kvbench.engine import hf
+from kvbench.engine import hf, sessions
 from kvbench.engine.decode_loop import DecodeLoop
 from kvbench.engine.runner import Runner
 from kvbench.kernels.gpu import parts
@@ -72,7 +72,7 @@ def test_logits_that_are_not_finite_end_a_run(smallest, monkeypatch: pytest.Monk
 
     def spoilt(model, session, *arguments):
         logits = plain(model, session, *arguments)
-        if not isinstance(session, hf.Decode):
+        if not isinstance(session, sessions.Decode):
             return logits
         steps.append(session)
         return logits * float("nan") if len(steps) > 1 else logits

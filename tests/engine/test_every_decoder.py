@@ -1,12 +1,19 @@
 """Every causal decoder that transformers has, tiny and with random weights: kvbench gives its logits, or refuses it."""
 
+from contextlib import contextmanager
+from itertools import product
+
 import pytest
+import selection
 import torch
 import transformers
-from decoders import KINDS, logits_of, rows, shrink, tiny_model, try_family
+from decoders import KINDS, PROMPT, logits_of, rows, shrink, tiny_model, try_family
 from places import ROOT
 from selection import few
 
+from kvbench.api.generate import begin
+from kvbench.engine import hf
+from kvbench.engine.runner import Runner
 from kvbench.errors import UnsupportedModel
 from kvbench.models import matrices
 from kvbench.models.load import load_model
@@ -14,6 +21,9 @@ from kvbench.models.random_weights import byte_tokenizer
 
 # Models whose attention is another one in a way that no setting tells, and one that is taken.
 TELLING = ("bert", "bloom", "diffllama", "doge", "gemma2", "gpt_oss", "hrm_text", "jetmoe", "llama", "minimax", "phi3")
+
+
+RUN = [family for family, _, words in rows((ROOT / "docs" / "models.md").read_text()) if words == "runs"]
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +48,75 @@ def test_a_decoder_agrees_or_is_refused(kind, document):
     # Sums of fp32 in another order, through four layers; a mask that is left out is 3e-2 of the logits' spread.
     assert found.difference is None or found.difference < 5e-4
     assert document[kind] == (found.layers, found.words), "run `make docs`"
+
+
+def greedy(model, ids: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor, object]:
+    """What transformers' own cache gives: the prompts with that many tokens behind, the logits that chose them, and the
+    cache."""
+    cache, found, new = hf.own_cache(model, "dynamic"), [], ids
+    named = {hf.cache_name(type(model).forward): cache, "use_cache": True}
+    with torch.no_grad():
+        for _ in range(steps + 1):
+            positions = torch.arange(ids.shape[1] - new.shape[1], ids.shape[1]).expand(len(ids), -1)  # Bamba needs them
+            found.append(model(new, position_ids=positions, **named).logits[:, -1].float())
+            new = found[-1].argmax(-1, keepdim=True)
+            ids = torch.cat([ids, new], 1)
+    return ids[:, :-1], torch.stack(found, 1), cache
+
+
+@contextmanager
+def run(model, ids: torch.Tensor, method: str, **settings):
+    """Gives a runner that has read prompts, and the other tokens one by one; its rows; and logits of each step."""
+    with hf.attached(model):
+        runner = Runner(*begin(model, None, method, settings))
+        runner.reserve(rows=len(ids), prompt_tokens=PROMPT, new_tokens=ids.shape[1] - PROMPT)
+        read = [runner.read(row[:PROMPT]) for row in ids.tolist()]
+        rows, logits = [row for row, _ in read], [torch.stack([found[-1] for _, found in read])]
+        logits += [runner.step(rows, ids[:, at].tolist()).clone() for at in range(PROMPT, ids.shape[1])]
+        yield runner, rows, torch.stack(logits, 1)
+
+
+@pytest.mark.parametrize(("kind", "rows"), few(product(RUN, (1, 3)), ("gemma4_text", 3)))
+def test_a_family_goes_on_as_with_its_own_cache(kind, rows):
+    """64 greedy tokens behind prompts that no window holds, alone and three at a time; and an FP16 cache is as large as
+    transformers' own would be in 16 bits, of the layers that see everything."""
+    model = tiny_model(kind)
+    generator = torch.Generator().manual_seed(2)
+    steps = 64 if selection.FULL else 16
+    ids, wanted, cache = greedy(model, torch.randint(3, 90, (rows, PROMPT), generator=generator), steps)
+    with run(model, ids, "full", tier="native") as (runner, numbers, found):
+        # As above: sums of fp32 in another order; a state of 84 tokens adds them up.
+        assert float((found - wanted).abs().max() / wanted.std()) < 2e-3
+        assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+        shape = runner.shape
+        own = [cache.layers[number] for number in shape.numbers or range(shape.num_layers)]
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in own) // (wanted.element_size() // 2)
+        ledgers = [runner.report(row)[0] for row in numbers]
+        assert sum(ledger.get("full_layers_fp16_bytes", ledger["fp16_bytes"]) for ledger in ledgers) == held
+
+
+SETTINGS = {
+    "snapkv": {"budget": 0.5, "window": 4},
+    "kivi": {"bits": 4, "group": 8, "residual_tokens": 16},
+    "diffkv": {"alpha_h": 1.0, "alpha_l": 0.3, "window": 4},
+    "kv_compress": {"budget": 0.5},
+    "h2o": {"budget": 12},
+}
+TRIED = (("deepseek_v3", "kivi"), ("falcon_h1", "h2o"))
+
+
+@pytest.mark.parametrize(("kind", "method"), few(product(RUN, SETTINGS), *TRIED))
+def test_bytes_of_a_family_are_those_of_a_walk(kind, method):
+    """Whatever is dropped or quantised, the rows' ledgers sum to what lies on pages, in rings, tables and states."""
+    ids = torch.randint(3, 90, (2, PROMPT + 24), generator=torch.Generator().manual_seed(3))
+    with run(tiny_model(kind), ids, method, **SETTINGS[method]) as (runner, rows, found):
+        assert bool(torch.isfinite(found).all())
+        held = sum(runner.report(row)[0]["resident_bytes"] for row in rows)
+        pools = [each.pages.pool for each in (runner.store, *runner.store.beside)]
+        free = sum(pool.num_free * (pool.page_bytes + pool.free_list.element_size()) for pool in pools)
+        layers = [vars(layer) for row in rows for layer in runner.states.of([row]).values()]
+        states = [x for layer in layers for part in ("conv_states", "recurrent_states") for x in layer[part].values()]
+        assert held == runner.store.allocated_bytes - free + sum(x.nbytes for x in states if x is not None)
 
 
 @pytest.mark.parametrize("kind", few(KINDS, "llama", "gemma"))

@@ -8,7 +8,7 @@ import torch
 import transformers
 from engine_helpers import answers, engine, own_greedy, random_tokens, request
 
-from kvbench.engine import hf
+from kvbench.engine import hf, sessions
 from kvbench.engine.supported import model_shape
 from kvbench.methods.full import Full
 from kvbench.methods.streaming_llm import StreamingLLM
@@ -58,8 +58,8 @@ def test_what_a_layer_asks_for_at_run_time_is_refused_too(kwarg):
     refused by name."""
     key = torch.zeros(1, 1, 1, 8)
     shape = model_shape(small_model("llama"))
-    store = SimpleNamespace(kind_of=lambda layer: (SimpleNamespace(shape=shape), layer))
-    key._kvbench_layer = hf._Layer(hf.Decode(store), 0, 0)
+    store = SimpleNamespace(kind_of=lambda layer: (SimpleNamespace(shape=shape), layer), shape=shape)
+    key._kvbench_layer = hf._Layer(sessions.Decode(store), 0, 0)
     module = SimpleNamespace(config=small_model("llama").config)
     with pytest.raises(hf.UnsupportedModel, match=f"layer 0 uses {kwarg}"):
         hf.attention(module, key, key, key, None, **{kwarg: 1})
@@ -77,8 +77,8 @@ def test_a_model_that_was_cut_otherwise_is_refused():
     """Heads that are fewer than the configuration says, however they were cut, are named before anything is read."""
     shape = model_shape(small_model("llama"))
     key = torch.zeros(1, 1, 1, 16)
-    store = SimpleNamespace(kind_of=lambda layer: (SimpleNamespace(shape=shape), layer))
-    key._kvbench_layer = hf._Layer(hf.Decode(store), 0, 0)
+    store = SimpleNamespace(kind_of=lambda layer: (SimpleNamespace(shape=shape), layer), shape=shape)
+    key._kvbench_layer = hf._Layer(sessions.Decode(store), 0, 0)
     with pytest.raises(hf.UnsupportedModel, match=r"layer 0 has 2 query heads on 1 KV heads, but .* says 4 on 2 for"):
         hf.attention(None, torch.zeros(1, 2, 1, 16), key, key, None)
 

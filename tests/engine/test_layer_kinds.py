@@ -2,15 +2,17 @@
 
 import dataclasses
 import os
+from itertools import product
 from math import ceil
 
 import pytest
 import torch
 import transformers
+from decoders import GEMMA_4, SSM
 from engine_helpers import NATIVE_METHODS, answers, engine, own_greedy, own_steps, random_tokens, request
 from omegaconf import OmegaConf
 from places import CONF, ROOT
-from selection import in_turn
+from selection import few, in_turn
 
 import kvbench
 from kvbench.cache.layout import StoreOptions
@@ -21,8 +23,10 @@ from kvbench.errors import UnsupportedModel
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kv_compress import KVCompress
+from kvbench.methods.kvzip import KVzip
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
+from kvbench.methods.think import ThinK
 from kvbench.models.fetched import Source
 from kvbench.models.load import load_model
 
@@ -78,6 +82,17 @@ KINDS = {
         "num_local_experts": 0,
         "shared_intermediate_size": 64,
         "position_embedding_type": "rope",
+        "pad_token_id": 0,
+    },
+    "gemma4_text": GEMMA_4 | {"sliding_window": 24, "attention_k_eq_v": True},
+    "falcon_h1": SSM | {"pad_token_id": 0},
+    "deepseek_v3": {
+        **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim"), 16),
+        **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim"), 8),
+        **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"), 1),
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
         "pad_token_id": 0,
     },
 }
@@ -219,7 +234,11 @@ def test_windows_are_billed_as_a_walk_over_their_pages_counts(small, policy, kin
 
 
 @pytest.mark.parametrize(
-    ("kind", "chunk"), [("gemma3_text", 16), ("gemma3_text", 40), ("llama4_text", 40), ("qwen3_next", 40), ("lfm2", 16)]
+    ("kind", "chunk"),
+    few(
+        [*product(sorted({*KINDS} - {"gemma4_text"}), (16, 40))],
+        *(("gemma3_text", 16), ("gemma3_text", 40), ("llama4_text", 40), ("qwen3_next", 40), ("deepseek_v3", 16)),
+    ),
 )
 def test_prompts_in_chunks_see_the_same_windows_and_states(small, kind, chunk):
     """Chunks shorter and longer than the window, over what earlier ones left in pages."""
@@ -232,7 +251,7 @@ def test_prompts_in_chunks_see_the_same_windows_and_states(small, kind, chunk):
         assert int(slots.max()) <= WINDOW
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama4_text", "qwen3_next", "lfm2"])
+@pytest.mark.parametrize("kind", few(sorted(KINDS), "gemma4_text", "qwen2", "llama4_text", "qwen3_next", "lfm2"))
 def test_forks_questions_and_choices_are_the_models_own(small, kind):
     """A question behind a compressed context, several answers of one prompt, and likelihoods of choices are those of
     the model's own cache, whoever shares pages."""
@@ -247,6 +266,31 @@ def test_forks_questions_and_choices_are_the_models_own(small, kind):
     nll = torch.log_softmax(own_steps(loaded, tokens, 59)[0, :-1], -1)
     own = sum(float(nll[place, token]) for place, token in enumerate(asked.choices[0]))
     assert found["a", 0].choices[0]["loglikelihood"] == pytest.approx(own, abs=1e-3)
+
+
+def test_layers_that_share_keys_see_second_passes_and_no_chunks(small):
+    """A probe reads behind the whole prompt, of which such layers see everything; and chunks are refused by name."""
+    loaded, prompt = small("gemma4_text"), prompts_of(1)[0]
+    tokens = torch.tensor([[*prompt, 5, 6, 7]])
+    found, runner, (row,) = runner_logits(loaded, KVzip(budget=1.0, tier="native", part=30), tokens, PROMPT)
+    assert difference(found, own_steps(loaded, tokens, PROMPT)) < TOLERANCE["native"]
+    assert runner.report(row)[0]["peak_bytes"] > runner.report(row)[0]["resident_bytes"]
+    with pytest.raises(UnsupportedModel, match="prefill.chunk=16: gemma4_text has layers that share the keys"):
+        runner_logits(loaded, Full(), tokens, PROMPT, 16)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (Full(tier="turboquant_4bit"), "turns keys; of a model with latent attention keys and values are the same"),
+        (ThinK(), "has channels or tables of codes for keys alone"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_latent_attention_cannot_hold_is_refused(small, policy, message):
+    """Formats and methods that treat keys and values in different ways, before anything is read."""
+    with pytest.raises(ValueError, match=message):
+        Runner(small("deepseek_v3"), policy)
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "granitemoehybrid"])

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from kvbench.bench.chunks import LiveBytes
-from kvbench.engine import hf
+from kvbench.engine import hf, sessions
 from kvbench.engine.supported import model_shape
 from kvbench.kernels.backend import REFERENCE
 from kvbench.kernels.reference.prompts import attention_with_lse
@@ -81,13 +81,13 @@ def llama():
     return model
 
 
-def peak(model, store: Counted, tokens: int, mode: type[hf.Session]) -> int:
+def peak(model, store: Counted, tokens: int, mode: type[sessions.Session]) -> int:
     """Bytes at the worst moment of reading so many tokens, weights and pages included."""
     weights = sum(weight.nbytes for weight in model.parameters())
     before = sum(page.nbytes for page in store.pages)
     ids = torch.empty(1, tokens, dtype=torch.int64, device="meta")
     with LiveBytes() as live:
-        session = hf.PromptChunk(store, 0) if mode is hf.PromptChunk else hf.Prefill(store, 0, tokens)
+        session = sessions.PromptChunk(store, 0) if mode is sessions.PromptChunk else sessions.Prefill(store, 0, tokens)
         hf.forward(model, session, ids, ids, TOKENS - tokens, 1)
     return weights + before + live.peak_bytes
 
@@ -97,9 +97,9 @@ def test_a_prompt_of_128k_tokens_fits_into_80_gb(llama):
     shape = model_shape(llama)
     assert 16.0e9 < sum(weight.nbytes for weight in llama.parameters()) < 16.1e9
     full, quarter, together = (
-        peak(llama, Counted(shape, *settings), TOKENS, hf.Prefill) for settings in ((1.0,), (0.25,), (0.25, True))
+        peak(llama, Counted(shape, *settings), TOKENS, sessions.Prefill) for settings in ((1.0,), (0.25,), (0.25, True))
     )
-    chunked = peak(llama, Counted(shape, 0.25, past=TOKENS // 4), 512, hf.PromptChunk)
+    chunked = peak(llama, Counted(shape, 0.25, past=TOKENS // 4), 512, sessions.PromptChunk)
     cache = shape.fp16_bytes(TOKENS)
     assert cache == 2**34
     assert 16e9 + cache < full < GPU_BYTES

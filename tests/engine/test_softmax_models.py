@@ -136,10 +136,9 @@ def test_sinks_that_are_not_the_module_s_are_refused(passed: bool):
 
 def refuse(softmax: Softmax, sinks: torch.Tensor | None, asked: dict, name: str) -> None:
     """Calls attention of a layer that asks for a softmax that the store does not know."""
-    held = SimpleNamespace(shape=SimpleNamespace(softmax=softmax, window=None))
-    layer = SimpleNamespace(
-        session=SimpleNamespace(store=SimpleNamespace(kind_of=lambda layer: (held, layer)), traces=[], states={})
-    )
+    shape = SimpleNamespace(softmax=softmax, window=None, shared={}, attending=(0,))
+    held = SimpleNamespace(shape=shape, kind_of=lambda layer: (held, layer))
+    layer = SimpleNamespace(session=SimpleNamespace(store=held, traces=[], attend=None))
     layer.index, key = 0, torch.zeros(1, 2, 3, 8)
     setattr(key, hf.TAG, layer)
     with pytest.raises(UnsupportedModel, match=f"layer 0 uses {name}, which"):

@@ -12,7 +12,7 @@ from test_run_real import compose, samples
 from kvbench.cli.endings import Stopped
 from kvbench.config import files
 from kvbench.config.methods import method_settings
-from kvbench.engine import hf
+from kvbench.engine import hf, sessions
 from kvbench.results.journal import run_lock
 from kvbench.results.record import RunRecord
 from kvbench.runs.config import RunConfig
@@ -85,7 +85,7 @@ def test_each_prompt_is_read_once_and_the_records_are_those_of_single_runs(
     forward, sharing = hf.forward, Loaders.sharing
 
     def counted(model, session, *arguments):
-        if isinstance(session, hf.Prefill):
+        if isinstance(session, sessions.Prefill):
             read.append(session.num_prompt_tokens)
             held.append(shared[0].used_bytes)
         return forward(model, session, *arguments)
