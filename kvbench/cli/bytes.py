@@ -96,11 +96,6 @@ def _stored(folder: Path) -> Asked:
 def _of_method(asked: Asked, shape: NamedShape, lengths: Sequence[int], answer: int) -> tuple[list[Row], list[str]]:
     """The rows of a method, and what must be known to read them."""
     name, rows, notes = asked.name, list[Row](), list[str]()
-    if shape.latent and name != FULL:
-        raise ValueError(
-            f"{shape.name} keeps one latent vector of {shape.latent} channels per token and layer, which kvbench's "
-            f"pages do not hold yet, so that method={name} cannot be counted; method={FULL} says what the model holds"
-        )
     for length in lengths:
         least, most = project(asked.policy, shape.store_shape, length - answer, answer, shares=asked.shares)
         if is_one_number(least, most):
@@ -152,7 +147,7 @@ def _known_elsewhere(asked: Asked, shape: NamedShape, length: int, answer: int) 
 def _table(rows: Sequence[Row], shape: NamedShape, batch: int) -> Table:
     title = f"Bytes on {shape.name}: {shape.layers} layers, {shape.kv_heads} KV heads of {shape.head_dim} channels"
     if shape.latent:
-        title = f"Bytes on {shape.name}: {shape.layers} layers of one latent vector of {shape.latent} channels"
+        title = f"Bytes on {shape.name}: {shape.layers} layers of one latent vector of {shape.head_dim} channels"
     beside = {name: items for name, items in BESIDE.items() if getattr(shape, name)}
     parts, extra = PARTS | beside, ["% alone"] if beside else []
     table = terminal.plain_table(title)

@@ -43,8 +43,8 @@ class NamedShape:
     """Layers beside these that keep their last tokens, and how many."""
     states: Mapping[str, int] = field(default_factory=dict)
     """Layers beside these that hold a state, and its bytes."""
-    latent: int | None = None
-    """Channels of the one vector per token and layer that stands for keys and values; None where there is none."""
+    latent: bool = False
+    """One vector per token and layer is key and value of all heads, and held once."""
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -85,7 +85,8 @@ class NamedShape:
             head_dim=self.head_dim,
             dtype=DTYPES[self.dtype],
             device=torch.device("cpu"),
-            inv_freq=torch.zeros(self.head_dim // 2),
+            inv_freq=None if self.latent else torch.zeros(self.head_dim // 2),
+            keys_only=self.latent,
         )
 
 
@@ -126,7 +127,8 @@ def find_shape(model: object) -> NamedShape:
 
 
 def _of_config(folder: Path, source: str, config: dict[str, Any]) -> NamedShape:
-    heads, (layers, windows) = config["num_attention_heads"], _kinds(config)
+    heads, (layers, windows), latent = config["num_attention_heads"], _kinds(config), config.get("kv_lora_rank")
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     weights_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return NamedShape(
@@ -135,8 +137,9 @@ def _of_config(folder: Path, source: str, config: dict[str, Any]) -> NamedShape:
         layers=layers,
         windows=windows,
         q_heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        kv_heads=1 if latent else config.get("num_key_value_heads") or heads,
+        head_dim=latent + config["qk_rope_head_dim"] if latent else head_dim,
+        latent=bool(latent),
         context=config.get("max_position_embeddings"),
         dtype=dtype,
         parameters=weights_bytes // DTYPES[dtype].itemsize if weights_bytes and dtype in DTYPES else None,
@@ -145,8 +148,6 @@ def _of_config(folder: Path, source: str, config: dict[str, Any]) -> NamedShape:
 
 def _kinds(config: dict[str, Any]) -> tuple[int, dict[str, int]]:
     """The layers that see everything, and those with windows; refuses what cannot be counted from this file alone."""
-    if config.get("kv_lora_rank"):
-        raise ValueError("its latent attention is counted for presets alone, such as deepseek-v3")
     kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
     sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     if others := sorted({*kinds} - {"full_attention", *sizes}):

@@ -63,13 +63,14 @@ def test_layers_that_do_not_see_everything_are_billed_beside(model, column, besi
     assert f"{100 * (int(int4['resident_bytes']) - beside) / alone:.1f}" in shown
 
 
-def test_a_latent_cache_is_counted_whole_and_compressed_by_nothing_yet(capsys):
-    """DeepSeek-V3 holds 576 numbers per token and layer; other methods are refused with the reason."""
-    assert main(["bytes", "model=deepseek-v3", "length=1000"]) == 0
+def test_a_latent_cache_is_counted_once(tmp_path, capsys):
+    """DeepSeek-V3 holds 576 numbers per token and layer, and a quantiser half a byte for each of them."""
+    out = tmp_path / "bytes.csv"
+    assert main(["bytes", "model=deepseek-v3", "method=int4", "length=1000", "answer=4", f"out={out}"]) == 0
     assert "61 layers of one latent vector of 576 channels" in capsys.readouterr().out
-    assert presets()["deepseek-v3"].store_shape.fp16_bytes(1000) == 61 * 1000 * 576 * 2
-    assert main(["bytes", "model=deepseek-v3", "method=int4"]) != 0
-    assert "one latent vector of 576 channels" in capsys.readouterr().err
+    int4 = lines(out)[-1]
+    assert int(int4["fp16_bytes"]) == 61 * 1000 * 576 * 2
+    assert int(int4["payload_bytes"]) == 61 * 1000 * 576 // 2
 
 
 def test_what_data_decide_has_two_rows_and_a_run_makes_them_one(tmp_path, capsys):

@@ -218,17 +218,19 @@ def test_a_folder_is_a_shape_and_what_is_neither_is_named(tmp_path):
     ],
 )
 def test_layers_of_a_folder_are_counted_by_their_kinds(kinds, layers, windows, tmp_path):
-    """Windows of a config.json are what its layer types say; states and latent vectors are refused with the reason."""
+    """Windows of a config.json are what its layer types say, and a latent vector is held once; states are refused with
+    the reason."""
     config = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     (tmp_path / "config.json").write_text(json.dumps(config | kinds))
     shape = find_shape(tmp_path)
     assert shape.layers == layers and shape.store_shape.num_layers == layers
     held = {} if windows is None else {"window_bytes": windows[0] * min(100, windows[1]) * 2 * 16 * 4}
     assert shape.beside_bytes(100) == held
-    for more, message in (({"kv_lora_rank": 8}, "latent"), ({"layer_types": ["mamba"] * 4}, r"type \['mamba'\]")):
-        (tmp_path / "config.json").write_text(json.dumps(config | more))
-        with pytest.raises(ValueError, match=message):
-            find_shape(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"kv_lora_rank": 8, "qk_rope_head_dim": 4}))
+    assert find_shape(tmp_path).store_shape.fp16_bytes(10) == 4 * 10 * (8 + 4) * 2
+    (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": ["mamba"] * 4}))
+    with pytest.raises(ValueError, match=r"type \['mamba'\]"):
+        find_shape(tmp_path)
 
 
 def test_states_are_those_that_transformers_keeps():
