@@ -227,7 +227,8 @@ class DecodeLoop:
             capture = None
         self._runner, self._capture = runner, capture
         self.runs = capture is not None and runner.shape.is_whole and runner.backend.keeps_tables
-        self.runs = self.runs and runner.shape.is_uniform and not looks_at_length(runner.loaded.model)
+        self.runs = self.runs and runner.shape.is_uniform and not runner.shape.keys_only  # which plain torch reads
+        self.runs = self.runs and not looks_at_length(runner.loaded.model)
         names = "replayed", "eager_in_runs", "one_at_a_time", "captures", "failed_captures"
         self.counts = dict.fromkeys(names, 0)
         self.alone: set[str] = set()

@@ -84,7 +84,7 @@ KINDS = {
         "position_embedding_type": "rope",
         "pad_token_id": 0,
     },
-    "gemma4_text": GEMMA_4 | {"sliding_window": 24, "attention_k_eq_v": True},
+    "gemma4_text": GEMMA_4 | {"sliding_window": 24, "attention_k_eq_v": True, "vocab_size_per_layer_input": 320},
     "falcon_h1": SSM | {"pad_token_id": 0},
     "deepseek_v3": {
         **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim"), 16),
