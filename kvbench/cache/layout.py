@@ -89,7 +89,7 @@ class ModelShape:
     numbers: tuple[int, ...] = ()
     state_bytes: int = 0
     keys_only: bool = False
-    shared: Mapping[int, int] = field(default_factory=dict)
+    shared: Mapping[int, int] = field(default_factory=dict, hash=False)
 
     @property
     def is_whole(self) -> bool:
