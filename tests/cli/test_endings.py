@@ -135,6 +135,7 @@ def test_ignored_signal_stays_ignored(tmp_path, fakes, signal_at):
     assert records(tmp_path)["diffkv"].status == "complete"
 
 
+@pytest.mark.exhaustive
 def test_second_signal_ends_at_once(tmp_path, start):
     """A second signal ends a command that is busy with ending, here on Python's way out, without words of Python's."""
     child = start("reference=none", hang=True)
@@ -148,6 +149,7 @@ def test_second_signal_ends_at_once(tmp_path, start):
 
 
 @pytest.mark.skipif(not shutil.which("setsid"), reason="needs util-linux's setsid")
+@pytest.mark.exhaustive
 def test_closed_terminal(tmp_path, start):
     """When the terminal goes, the bar that stood on it cannot be taken away, and the run still says what ended it."""
     terminal, inner = pty.openpty()

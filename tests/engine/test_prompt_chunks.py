@@ -117,8 +117,8 @@ def test_tables_on_a_device_give_the_same(loaded):
     for backend in ("torch", "triton"):
         with engine(loaded, H2O(budget=20, tier="native"), prefill_chunk=24, backend=backend) as running:
             runner = running.runner
-            runner.reserve(rows=1, prompt_tokens=56, new_tokens=4)
-            row, logits = runner.read(random_tokens(56))
+            runner.reserve(rows=1, prompt_tokens=32, new_tokens=4)
+            row, logits = runner.read(random_tokens(32))
             found.append((logits, runner.step([row], [5]), runner.store.ledger.report(row)))
             if backend == "triton":
                 assert runner.backend.fallbacks == set()

@@ -71,6 +71,7 @@ def test_an_output_too_large_to_send_is_compared_by_its_digest(answer, expected)
 
 
 @needs_cage
+@pytest.mark.exhaustive  # seconds of filling memory
 def test_a_reference_may_take_more_memory_than_the_limit_and_so_may_its_answers():
     """EvalPlus gives 4 GiB to all; here those rows have it that need it."""
     body = "def choices(size):\n    return len(bytearray(size))\n"
