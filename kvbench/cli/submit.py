@@ -1,6 +1,7 @@
 """`kvbench submit`: a suite with an author's own methods, and the folder that a board takes."""
 
 import fnmatch
+import json
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -121,11 +122,12 @@ def _refuse_files(job: Sequence[str]) -> None:
 def _hand_over(folder: Path, results: Path, out: Path, suite_name: str, own: dict[str, Path]) -> int:
     """Copy what a board takes, with the hash of each file, and check it as a board does."""
     contents, modules = dict[str, bytes](), dict[str, dict[str, str]]()
+    place = json.dumps(str(folder.resolve()))[1:-1].encode()  # in the commands of run.json, and nobody else's business
     jobs = sweeps(results)[-1].jobs().values()  # other runs may lie there, of an earlier state of the method
     runs = sorted({name for job in jobs for name in (job.run, job.reference) if name})
     for kept in (results / run / name for run in runs for name in submission.KEPT):
         if kept.is_file():
-            contents[kept.relative_to(results).as_posix()] = kept.read_bytes()
+            contents[kept.relative_to(results).as_posix()] = kept.read_bytes().replace(place, submission.CODE.encode())
     ran = [name for name in own if any(Path(run).parent.name == name for run in runs)]
     for name in ran:
         contents[f"{submission.CODE}/method/{name}.yaml"] = own[name].read_bytes()

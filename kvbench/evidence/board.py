@@ -124,7 +124,12 @@ def read(roots: Sequence[Path], cfg: DictConfig) -> list[Entry]:
 
 
 def _check_together(entries: Sequence[Entry]) -> None:
-    """Name the folders that answered other samples than the others did to the same question."""
+    """Name the folders that are there twice, and those that answered other samples than the others did to the same
+    question."""
+    first: dict[str, Entry] = {}
+    for entry in entries:
+        if entry.checked.digest and first.setdefault(entry.checked.digest, entry) is not entry:
+            entry.faults.append(f"is a copy of {first[entry.checked.digest].name}")
     good = [entry for entry in entries if not entry.faults]
     for question in {question: None for entry in good for question in entry.checked.asked}:
         asked = [(entry, frozenset(entry.checked.asked.get(question, {}).items())) for entry in good]
@@ -182,7 +187,8 @@ def _board(members: Sequence[tuple[Entry, list[int]]]) -> dict:
     labels = label_runs([each.run.record for row in found if (each := row.runs[0]).run])
     for row, label in zip(found, labels, strict=True):
         place = "-" if any(each.pairs.unfit for each in row.runs) else str(1 + beaten[id(row)])
-        whose = ", ".join(row.folders) if row.own else f"kvbench's own, in {len(row.folders)} folders"
+        several = f", in {len(row.folders)} folders" if len(row.folders) > 1 else ""
+        whose = ", ".join(row.folders) if row.own else f"kvbench's own{several}"
         cells = [{"text": place, "style": ""}, {"text": whose, "style": "left wrap"}]
         cells += [across.cell_of(each) for each in row.runs]
         chance = _chance(row)

@@ -208,14 +208,14 @@ def _wrong_numbers(record: RunRecord, samples: Mapping[Key, SampleRecord]) -> li
     records = list(samples.values())
     made = summary.metrics(records, record.metrics, record.primary, record.weighting)
     wrong = [
-        f"the score {name}"
+        f"the metric {name}"
         for name, metric in record.metrics.items()
         if metric.num_samples != made[name].num_samples or not _same(metric.value, made[name].value)
     ]
     held = summary.ledger(records)
     if held.keys() != record.ledger.keys() or not all(_same(held[key], record.ledger[key]) for key in held):
         wrong.append("the ledger")
-    wrong += [] if record.metrics else ["the lack of any score"]
+    wrong += [] if record.metrics else ["the lack of any metric"]
     return wrong
 
 

@@ -55,6 +55,8 @@ def test_a_folder_that_a_board_takes(mine, capsys):
     assert budgets == [("full", None), ("newest", 0.25), ("newest", 0.5), ("random", 0.25), ("random", 0.5)]
     names = {path.name for path in out.rglob("*") if path.is_file()}
     assert names == {"run.json", "config.yaml", "samples.jsonl", "submission.json", "own_late.py", "newest.yaml"}
+    commands = [word for run in runs for session in run["sessions"] for word in session["command"]]
+    assert "code" in commands and not any(str(mine.parent) in word for word in commands)
     assert main(words) == 2 and "is there and not empty" in capsys.readouterr().err
     assert main(["board", "submissions", "out=board.html", "resamples=200"]) == 0
     assert "mine: fits, 5 runs" in capsys.readouterr().out

@@ -153,7 +153,7 @@ TAMPERED = {
     take_out: "samples.jsonl has 39 of the 40 answers of its run",
     take_out_and_count: "toy .* has 39 answers and full has 40",
     swap_run: "run.json is of another run, which belongs into toy/tiny/random/",
-    edit_metric: "the score exact of run.json is not what its samples give",
+    edit_metric: "the metric exact of run.json is not what its samples give",
     rename: "run.json calls its method toy, and its identity has another class than toy.Toy",
     edit_code: "the files in code/ are not the code of toy that ran",
     no_random: "toy with tiny: no run of random is beside",
@@ -233,6 +233,11 @@ def test_a_board_of_three_folders(tmp_path, capsys):
     }
     assert rows["random budget=0.25"][1] == "kvbench&#39;s own, in 2 folders" and rows["toy share=0.4"][1] == "careful"
     assert rows["toy share=0.3"][-2] == "-37.5 at 25.0"
+    shutil.copytree(inbox / "careful", inbox / "zcopy")
+    assert main([*command[:2], f"out={tmp_path / 'copy.html'}", "resamples=200"]) == 0
+    assert "zcopy: 1 things do not fit\n! is a copy of careful" in capsys.readouterr().out
+    shutil.rmtree(inbox / "zcopy")
+    assert main(command) == 0
     assert "Folders: 3." in page and "rank nowhere: 1." in page
     said = capsys.readouterr().out
     assert "bad<b>: 5 things do not fit" in said and "careful: fits, 4 runs" in said
