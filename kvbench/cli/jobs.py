@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -270,12 +270,13 @@ def show_sweep(sweep: Sweep) -> int:
     return max((code or 0 for code in codes), default=0)
 
 
-def check_files(jobs: Sequence[Sequence[str]]) -> None:
-    """Refuse a sweep one of whose tasks or models has no files, before any job begins."""
+def check_files(jobs: Sequence[Sequence[str]]) -> Path | None:
+    """Refuse a sweep one of whose tasks or models has no files, before any job begins; gives the results folder of the
+    first job, if there is one."""
     from kvbench.config.compose import compose
     from kvbench.runs import parts
 
-    loaders = parts.Loaders()
+    loaders, composed = parts.Loaders(), cache(lambda *job: compose([*job]))
     tasks, models = dict[frozenset[str], Sequence[str]](), dict[frozenset[str], Sequence[str]]()
     for job in jobs:
         rest = (word for word in job if not word.startswith(("method", "hydra", "model", "batch_size")))
@@ -283,9 +284,10 @@ def check_files(jobs: Sequence[Sequence[str]]) -> None:
         own = (word for word in job if word.lstrip("+").startswith(("model", "experiment")))
         models.setdefault(frozenset(own), job)
     for job in tasks.values():
-        loaders.check_task(compose(list(job)))
+        loaders.check_task(composed(*job))
     for job in models.values():
-        loaders.check_model(compose(list(job)).model)
+        loaders.check_model(composed(*job).model)
+    return Path(composed(*jobs[0]).results_dir) if jobs else None
 
 
 def _code(finished: "Run") -> int:

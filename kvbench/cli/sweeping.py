@@ -212,13 +212,12 @@ def begin(arguments: list[str], listed: Listed | None = None) -> Iterator[Jobs]:
 
 
 def _begin(arguments: list[str], said: list[str], command: list[str]) -> Iterator[Jobs]:
-    from kvbench.config.compose import compose, with_swept_groups
+    from kvbench.config.compose import with_swept_groups
 
     launcher, jobs = planned(words.parted(with_swept_groups(arguments))[1])
     for sentence in said:
         note(sentence)
-    check_files(jobs)
-    results_dir = Path(compose(jobs[0]).results_dir) if jobs else hydra_folder(arguments).parent
+    results_dir = check_files(jobs) or hydra_folder(arguments).parent
     check_writable(results_dir, "results_dir")
     labels = job_labels(jobs)
     sweep = Sweep.start(results_dir, shlex.join(["kvbench", *command]), launcher, labels)
