@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
 from engine_helpers import answers, comparable, open_settings, random_tokens, request
-from selection import few
 
 from kvbench.bench import choices
 from kvbench.bench.check_methods import Case, changes
@@ -81,10 +80,19 @@ LONG = asked(14, 6, 2)
 SHORT = asked(8, 4, 1)  # a run whose capture fails makes the steps behind it one by one
 
 
-def run(model, policy, requests: list, **settings) -> tuple[dict, dict]:
+def run(models, method: str, requests: list, **settings) -> tuple[dict, dict]:
     """What every answer says of itself, and how the steps were made."""
+    layers = 2 if open_settings(method) else 1  # tables say how layers differ
     counts: dict[str, int] = {}
-    found = answers(model, policy, requests, counts=counts, fidelity_max_tokens=0, **settings)
+    try:
+        policy = policy_of(method, layers)
+        found = answers(models[layers], policy, requests, counts=counts, fidelity_max_tokens=0, **settings)
+    except NotForModel as error:
+        pytest.skip(str(error))
+    assert {outcome.status for outcome in found.values()} == {"ok"}
+    if requests is LONG:
+        assert [len(found[key].token_ids) for key in sorted(found)] == [6, 6, 14]
+        acts(policy, found["greedy", 0].kept)
     return {key: comparable(outcome) for key, outcome in found.items()}, counts
 
 
@@ -97,28 +105,27 @@ def acts(policy, kept: dict) -> None:
         assert first > prompt
 
 
-# The default run has a method whose bulk evictions interrupt its runs; other files have the steps of others.
-@pytest.mark.parametrize("method", few(options("method"), "random_trace"))
-def test_graphs_off_on_and_failing_give_the_same(models, method: str):
-    """Tokens, greedy and drawn, bytes now and over time, and kept slots, of single steps in plain torch, of captured
-    steps, and of a run whose first capture fails: that run reads its rows again, and says so."""
-    layers = 2 if open_settings(method) else 1  # tables say how layers differ
-    model = models[layers]
-    try:
-        policy = policy_of(method, layers)
-        want, _ = run(model, policy, LONG, backend="torch", capture=None)
-    except NotForModel as error:
-        pytest.skip(str(error))
-    assert {outcome["status"] for outcome in want.values()} == {"ok"}
-    assert [len(want[key]["token_ids"]) for key in sorted(want)] == [6, 6, 14]
-    acts(policy, want["greedy", 0]["kept"])
-    got, counts = run(model, policy, LONG, backend="triton", capture=record)
+SINGLE = {"backend": "torch", "capture": None}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", options("method"))
+def test_captured_steps_give_what_single_steps_give(models, method: str):
+    """Tokens, greedy and drawn, bytes now and over time, and kept slots are those of plain torch; most steps behind an
+    eviction come from graphs as those before it do."""
+    want, _ = run(models, method, LONG, **SINGLE)
+    got, counts = run(models, method, LONG, backend="triton", capture=record)
     assert got == want
     assert counts["failed_captures"] == 0 < counts["captures"] < counts["replayed"], counts
 
-    want, _ = run(model, policy, SHORT, backend="torch", capture=None)
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", options("method"))
+def test_a_capture_that_fails_gives_what_single_steps_give(models, method: str):
+    """The rows are read again, and a warning and the counts say so; the same answers as of a run without graphs."""
+    want, _ = run(models, method, SHORT, **SINGLE)
     with pytest.warns(UserWarning, match=r"captured \(RuntimeError: operation not permitted when stream"):
         fails = FailsAt(zlib.crc32(method.encode()) % OPERATIONS)
-        got, counts = run(model, policy, SHORT, backend="triton", capture=fails)
+        got, counts = run(models, method, SHORT, backend="triton", capture=fails)
     assert got == want
     assert (counts["failed_captures"], counts["replayed"]) == (1, 0) < (1, counts["one_at_a_time"]), counts

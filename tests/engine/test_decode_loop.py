@@ -151,3 +151,12 @@ def test_a_run_gives_what_single_steps_give(smallest, method: str):
     assert got["second", 0]["status"] == "ok"
     assert counts["replayed"] > 0 or "continual" in method  # whose evictions are due too often here
     assert (counts["captures"] > 0) == (counts["replayed"] > 0)
+
+
+def test_steps_behind_a_bulk_eviction_are_replayed(smallest):
+    """Of four steps one evicts and is made alone; whether the next one does is known before it is made."""
+    asked = [request("only", random_tokens(9), max_new_tokens=10, min_new_tokens=1)]
+    want, got, counts = both(smallest, "random_trace decode_every=4 budget=4 window=2", asked, fidelity_max_tokens=0)
+    agree(got, want)
+    assert got["only", 0]["kept"]["slots_per_tier"] < [9 + 9 - 3]
+    assert (counts["replayed"], counts["eager_in_runs"], counts["one_at_a_time"]) == (5, 2, 2)
