@@ -95,7 +95,7 @@ test-bytes: setup ## compare projected bytes with those that SmolLM2-135M really
 
 test-launchers: setup ## sweeps and shards under joblib, Slurm's local stand-in and Ray: same samples, kills, exit codes (minutes)
 	$(PYTHON) -m pip install -q '.[cluster]'
-	$(PYTHON) -m pytest -q -m "" tests/cli/test_launchers.py
+	$(PYTHON) -m pytest -q -m "" tests/cli/test_launchers.py tests/cli/test_suite_shared.py
 
 test-gpu: setup ## every method in every case on interpreted Triton kernels, or on a GPU where there is one (half an hour without)
 	$(PYTHON) -m pytest -q -m "" tests/bench/test_check_methods.py tests/kernels/gpu

@@ -9,8 +9,8 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -41,6 +41,16 @@ _shared: "dict[str, tuple[Loaders, set[str]]]" = {}
 
 def _process() -> tuple[str, int]:
     return socket.gethostname(), os.getpid()
+
+
+@contextmanager
+def at_home(place: Path, own: Sequence[Path]) -> Iterator[None]:
+    """Let a worker find files and the user's own configuration as the process that started it does: workers may be
+    started anywhere."""
+    os.chdir(place)
+    sys.path += [str(folder) for folder in own if str(folder) not in sys.path]
+    with files.with_own_folders(own):
+        yield
 
 
 @dataclass(frozen=True)
@@ -98,9 +108,7 @@ class Jobs:
         with ExitStack() as stack:
             if _process() != self.home:
                 stack.enter_context(endings.stoppable())
-                os.chdir(self.place)  # launchers may start workers anywhere
-                sys.path += [str(folder) for folder in self.own if str(folder) not in sys.path]
-                stack.enter_context(files.with_own_folders(self.own))
+                stack.enter_context(at_home(self.place, self.own))
                 if str(cfg.model.get("device", "")) in ("auto", "cuda"):
                     gpus.claim()
             self._carry_out([job])

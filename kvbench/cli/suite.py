@@ -5,16 +5,19 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from omegaconf import DictConfig
 
-from kvbench.cli import commands, sweeping
+from kvbench.cli import commands, endings, sweeping
 from kvbench.config import files
 from kvbench.config.settings import as_dict, read_config, read_settings
 from kvbench.errors import check_name, unknown_name
 from kvbench.evidence.load import patterns
 from kvbench.rules import Form, check_settings
+
+if TYPE_CHECKING:
+    from kvbench.cli.jobs import Jobs
 
 Sweeping = Callable[[list[str], sweeping.Listed], int]
 GROUP = "suite"
@@ -59,7 +62,24 @@ def main(arguments: Sequence[str], sweep: Sweeping) -> int:
     cfg.results_dir = cfg.results_dir or f"results/{cfg.suite}"
     if what == "status":
         return commands.run("status", [f"results_dir={cfg.results_dir}", *others])
-    return plan(cfg, others) if what == "plan" else run(suite, cfg, others, [GROUP, *arguments], sweep)
+    if what == "plan":
+        return plan(cfg, others)
+    command, shared = [GROUP, *arguments], [name for name in ("manifest", "selection", "ray") if cfg[name]]
+    if not shared:
+        return run(suite, cfg, others, command, sweep)
+    if len(shared) > 1 or any(word.startswith("hydra") for word in others):
+        raise ValueError(
+            f"{shared[0]}= is one way to share the work, and {', '.join(shared[1:]) or 'a launcher'} another; give one"
+        )
+    from kvbench.cli import suite_shared
+
+    work = jobs(suite, cfg, others)
+    if not cfg.ray:
+        return suite_shared.write_manifest(cfg, work) if cfg.manifest else suite_shared.take(cfg, work)
+    from kvbench.cli import suite_ray
+
+    check = suite_ray.carry_out(cfg, work, command)
+    return endings.EXIT_FAILED if check is None else run(suite, cfg, others, command, sweep, check)
 
 
 def own_words(command: str, arguments: Sequence[str]) -> tuple[DictConfig, list[str]]:
@@ -72,9 +92,18 @@ def own_words(command: str, arguments: Sequence[str]) -> tuple[DictConfig, list[
     return commands.compose_command(command, own), others
 
 
-def run(suite: Suite, cfg: DictConfig, others: Sequence[str], command: list[str], sweep: Sweeping) -> int:
-    """Run all jobs, and write the page; `command` is what the user gave, which goes on with it."""
-    from kvbench.cli.suite_ahead import announce
+def run(
+    suite: Suite,
+    cfg: DictConfig,
+    others: Sequence[str],
+    command: list[str],
+    sweep: Sweeping,
+    announce: "Callable[[Jobs], None] | None" = None,
+) -> int:
+    """Run all jobs, and write the page; `command` is what the user gave, which goes on with it. `announce` is told the
+    jobs before; it says what is ahead, where none is given."""
+    if announce is None:
+        from kvbench.cli.suite_ahead import announce
 
     root = f"results_dir={cfg.results_dir}"
     listed = sweeping.Listed(command=command, jobs=jobs(suite, cfg, others), announce=announce)

@@ -67,6 +67,16 @@ def _shard_state(place: Path | None) -> tuple[str, str]:
     return "running" if held else state, f"{more}{why}"
 
 
+def show_workers(results_dir: Path, console: Console) -> None:
+    """Print how many answers each worker has finished of runs that are not complete."""
+    found = shards.of_workers(results_dir)
+    if found:
+        rule = "the command without selection= and ray= joins them, and does what is left"
+        console.print(Text(f"\n{found.total()} answers of workers; {rule}", style="bold"))
+    for name, number in sorted(found.items()):
+        console.print(Text(f"  {number:>8} {safe(name)}"))
+
+
 def counted(found: "Counter[str] | Counter[State]") -> str:
     """Counts as `9 done, 1 running`."""
     return ", ".join(f"{number} {state}" for state, number in found.items() if number) or "none"
@@ -114,6 +124,7 @@ def main(cfg: DictConfig) -> int:
     console.print(Text(f"{cfg.results_dir}: {sum(states.values())} runs: {counted(states)}"))
     for folder, record in split.items():
         show_shards(folder, record, console)
+    show_workers(root, console)
     for sweep in found:
         try:
             show_sweep(sweep, most, console)

@@ -123,6 +123,8 @@ class Session:
     command: list[str] = field(default_factory=list)
     """The words after `python -m kvbench` that began it, those of one job of a sweep; empty when called from Python. A
     full-cache run that another run needed has that run's."""
+    worker: str = ""
+    """Name of the worker, where it had items of a manifest; else empty."""
     versions: Versions | None = None
     """Installed libraries."""
     git: Git = field(default_factory=Git)

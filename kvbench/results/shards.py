@@ -4,25 +4,36 @@ results/<task>/<model>/<method>/<hash>/.shards/<i>-of-<n>/
     .lock           held while a process works on the shard; it stays, as every lock does
     samples.jsonl   what was finished, until the run's own journal has it
     run.json        the shard's sessions and counts (`RunRecord`), until the run is complete
+results/<task>/<model>/<method>/<hash>/.shards/<name>.<8 hex digits>/
+    samples.jsonl, run.json   the same of a worker that was given items of a manifest (`runs/worker.py`), without a lock
 
 Which shard a sample was in is no part of what the run is. Whoever holds the run's lock takes over what the shards
 finished that nobody works on: a sample is on the disk in the run's journal before it goes from the shard's. A process
 that was killed thus loses nothing, whether its command is given again or not.
+
+No two workers have one name, so each file has one writer. Nobody can tell whether a worker lives: its files are read
+and never changed, and they go when the run is complete.
 """
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from kvbench.results.journal import Journal, RunLocked, is_held, run_lock
+from kvbench.results.lines import journal_lines
 from kvbench.results.record import RunRecord
+from kvbench.results.sample import Key, SampleRecord, key_of
+from kvbench.results.writing import write_error
+from kvbench.rules.files import open_regular
 
 FOLDER = ".shards"  # in the folder of a run
 SAMPLES = "samples.jsonl"
+WORKER = re.compile(r".+\.[0-9a-f]{8}")  # the name of a worker
 Item = TypeVar("Item")
 
 
@@ -69,6 +80,39 @@ def found_in(run: Path) -> dict[Shard, Path]:
     return dict(sorted(result.items()))
 
 
+def workers_in(run: Path) -> list[Path]:
+    """The folders of workers that had items of a run."""
+    return sorted(place for place in (run / FOLDER).glob("*") if WORKER.fullmatch(place.name))
+
+
+def of_workers(results_dir: Path) -> Counter[str]:
+    """Count what each worker has finished of runs that are not complete."""
+    found: Counter[str] = Counter()
+    for run in results_dir.glob("*/*/*/*"):
+        for place in workers_in(run):
+            with suppress(OSError), open_regular(place / SAMPLES) as file:
+                found[place.name] += sum(1 for _ in file)
+    return found
+
+
+def finished(run: Path, digest: str, keys: Container[Key]) -> dict[Key, SampleRecord]:
+    """Read which answers of a run anybody has finished, whoever may be writing meanwhile.
+
+    Args:
+        digest: Hash of the run, which seals the lines.
+        keys: The answers that count.
+
+    Raises:
+        OSError: A journal is no regular file, or cannot be read.
+    """
+    found: dict[Key, SampleRecord] = {}
+    for path in (run / SAMPLES, *sorted((run / FOLDER).glob(f"*/{SAMPLES}"))):
+        for line in journal_lines(path, digest):
+            if line.record is not None and key_of(line.record) in keys:
+                found.setdefault(key_of(line.record), line.record)
+    return found
+
+
 def at_work(run: Path) -> list[Shard]:
     """The shards of a run that processes work on."""
     return [shard for shard, place in found_in(run).items() if is_held(place)]
@@ -98,6 +142,24 @@ def take_over(run: Path, journal: Journal, record: RunRecord, say: Callable[[str
     for place in found_in(run).values():
         with suppress(RunLocked), run_lock(place):
             take(place, journal, record, say)
+    for place in workers_in(run):
+        _take_of_worker(place, journal, record)
+
+
+def _take_of_worker(place: Path, journal: Journal, record: RunRecord) -> None:
+    """Add to a run what a worker, which may live, has finished so far."""
+    own = RunRecord.load(place)
+    if own is None or own.hash != journal.run:
+        return
+    others = [session for session in record.sessions if session.worker != place.name]
+    record.sessions = sorted([*others, *own.sessions], key=lambda session: session.started)
+    record.note_backend(own.backend_fallbacks, own.graphs)
+    try:
+        for line in journal_lines(place / SAMPLES, journal.run):
+            if line.record is not None and (journal.keys is None or key_of(line.record) in journal.keys):
+                journal.append(line.record)
+    except OSError as error:
+        raise write_error(place / SAMPLES, error) from error
 
 
 def take(place: Path, journal: Journal, record: RunRecord, say: Callable[[str], None]) -> None:
@@ -120,6 +182,10 @@ def take(place: Path, journal: Journal, record: RunRecord, say: Callable[[str], 
 
 def clear(run: Path) -> None:
     """Forget what the shards of a run finished. The caller holds the run's lock, and no shard is at work."""
-    for place in found_in(run).values():
+    workers = workers_in(run)
+    for place in [*found_in(run).values(), *workers]:
         for name in (SAMPLES, "run.json"):
             (place / name).unlink(missing_ok=True)
+    for place in workers:
+        with suppress(OSError):  # a file of a writer that was killed
+            place.rmdir()

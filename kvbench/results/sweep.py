@@ -111,12 +111,17 @@ class Sweep:
         return _load(self.folder / "sweep.json", SweepRecord)
 
     @contextmanager
-    def job(self, number: int) -> Iterator[JobRecord]:
+    def job(self, number: int, host: str = "", process: int = 0) -> Iterator[JobRecord]:
         """Hold a job's folder while it works; what the block writes into the record is saved at its end, however it
-        ends."""
+        ends.
+
+        Args:
+            host, process: Where it works; here, where nothing is said.
+        """
         folder = self.folder / f"{number:04d}"
         with run_lock(folder):
-            record = JobRecord(number=number, started=now(), **_here())
+            place = {"host": host, "process": process} if process else _here()
+            record = JobRecord(number=number, started=now(), **place)
             write_record(folder / "job.json", record)
             start = datetime.now()
             try:

@@ -10,9 +10,9 @@ from typing import Any
 from kvbench.config.files import FULL
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.requests import Outcome, Request
+from kvbench.results import shards
 from kvbench.results.record import RunRecord
-from kvbench.runs.config import RunConfig
-from kvbench.runs.experiment import Experiment, keys_of, prepare
+from kvbench.runs.experiment import Experiment, keys_of, prepare, prepared
 from kvbench.runs.parts import Loaders
 from kvbench.runs.together import needed_bytes
 
@@ -59,16 +59,11 @@ def look_ahead(asked: Sequence[tuple[Mapping[str, Any], str]], parts: Loaders) -
     Returns:
         What is ahead; None where no run can be prepared.
     """
-    found: list[Experiment] = []
-    for cfg, method in asked:
-        try:
-            found.append(prepare(RunConfig.read(cfg), method, parts))
-        except ValueError:
-            continue
+    found = prepared(asked, parts)
     if not found:
         return None
     first, requests = found[0], found[0].task.requests
-    there = [record.counts.done if (record := RunRecord.load(one.folder)) else 0 for one in found]
+    there = [_there(one) for one in found]
     per_run = len(keys_of(requests))
     open_runs = [per_run - min(count, per_run) for count in there]
     read_s, step_s, record_bytes, token_bytes = _timed(prepare(first.config.of_full(), FULL, parts), parts)
@@ -91,6 +86,14 @@ def look_ahead(asked: Sequence[tuple[Mapping[str, Any], str]], parts: Loaders) -
         memory_bytes=(first.model.weights_bytes or 0) + row + prompt,
         disk_bytes=int((record_bytes + token_bytes * most) * sum(open_runs)),
     )
+
+
+def _there(one: Experiment) -> int:
+    """Answers of a run that are there, those included that workers have finished."""
+    record = RunRecord.load(one.folder)
+    if record is not None and record.status == "complete":
+        return record.counts.done
+    return len(shards.finished(one.folder, one.hash, frozenset(one.keys)))
 
 
 def _timed(full: Experiment, parts: Loaders) -> tuple[float, float, float, float]:

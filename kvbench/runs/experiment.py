@@ -98,6 +98,19 @@ def prepare(config: RunConfig, method: str, parts: Loaders, task: "TaskSet | Non
     )
 
 
+def prepared(
+    asked: Iterable[tuple[Mapping[str, Any], str]], parts: Loaders, say: Callable[[str], None] = lambda text: None
+) -> list[Experiment]:
+    """Prepare runs, each of a configuration and a method's name; `say` is told which cannot be, and why."""
+    found = []
+    for cfg, method in asked:
+        try:
+            found.append(prepare(RunConfig.read(cfg), method, parts))
+        except ValueError as error:
+            say(f"left out: {method}: {error}")
+    return found
+
+
 def load_task(
     config: RunConfig, model: "LoadedModel", parts: Loaders, limit: int | str | None, task: "TaskSet | None" = None
 ) -> "TaskSet":

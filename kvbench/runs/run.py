@@ -24,6 +24,7 @@ from kvbench.runs.answers import Shown, compute_missing, finish
 from kvbench.runs.config import AUTO, OWN, RunConfig
 from kvbench.runs.experiment import Experiment, keys_of, prepare
 from kvbench.runs.parts import Loaders
+from kvbench.runs.portions import compute_portion
 from kvbench.runs.sessions import Origin, describe, other_machine, says_what_ended_it, session_of
 from kvbench.show.progress import Progress, note
 
@@ -175,20 +176,7 @@ def compute_shard(experiment: Experiment, shard: Shard, *, say: Callable[[str], 
             _write_config(experiment)
             describe(experiment, record, origin)
             _leave_open(experiment, record, journal)
-        own = RunRecord.load(place) or RunRecord()
-        describe(experiment, own, origin)
-        own.counts = Counts(total=len(keys), done=len(done.intersection(keys)))
-        with ExitStack() as stack:
-            mine = Journal(place / shards.SAMPLES, run=experiment.hash, keys=frozenset(keys), warn=say)
-            stack.enter_context(closing(mine))
-            stack.enter_context(says_what_ended_it(own, place))
-            with session_of(own, place, origin) as session:
-                try:
-                    finish(compute_missing(experiment, mine, session, requests=requests, done=done))
-                finally:
-                    own.note_backend(experiment.engine.backend.fallbacks, experiment.engine.graphs)
-            own.status = "complete"
-            own.save(place)
+        finish(compute_portion(experiment, place, requests, done=done, say=say, origin=origin))
 
 
 def _leave_open(experiment: Experiment, record: RunRecord, journal: Journal) -> None:
@@ -250,6 +238,12 @@ def execute(
                     yield from compute_missing(experiment, journal, session, shown=shown)
                 finally:
                     _count(experiment, record, journal)
+        elif not record.hash:  # workers have done it all
+            _write_config(experiment)
+            describe(experiment, record, origin)
+            for last in record.sessions[-1:]:
+                record.versions, record.git, record.machine = last.versions, last.git, last.machine
+                record.started, record.ended = record.sessions[0].started, max(one.ended for one in record.sessions)
         elif record.status == "complete":
             say(f"already there: {folder} (resume=false runs it again)")
         journal.finish(experiment.keys)

@@ -21,12 +21,14 @@ class Origin:
     """The words after `python -m kvbench`."""
     experiment: str = ""
     """Name of the preset in conf/experiment/."""
+    worker: str = ""
+    """Name of the worker that has items of a manifest."""
 
 
 @contextmanager
 def session_of(record: RunRecord, folder: Path, origin: Origin) -> Iterator[Session]:
     """Add a stretch of work to `run.json`, which names its end whatever happens inside."""
-    session = Session(started=now(), command=list(origin.command))
+    session = Session(started=now(), command=list(origin.command), worker=origin.worker)
     session.versions, session.git, session.machine = record.versions, record.git, record.machine
     record.started = record.started or session.started
     record.sessions.append(session)

@@ -19,6 +19,7 @@ from kvbench.results.journal import RunLocked
 from kvbench.runs.config import RunConfig
 from kvbench.runs.experiment import Experiment, prepare
 from kvbench.runs.parts import Loaders
+from kvbench.runs.portions import Share
 from kvbench.runs.run import (
     Run,
     Steps,
@@ -79,22 +80,25 @@ def needed_bytes(experiment: Experiment) -> tuple[int, int]:
     return row, int(row * (1 + shape.num_q_heads / (2 * shape.num_kv_heads)))
 
 
-def run_together(asked: Sequence[Asked], parts: Loaders) -> Ends:
+def run_together(asked: Sequence[Asked], parts: Loaders, share: Share | None = None) -> Ends:
     """Runs of one group; gives each as soon as it has ended: one that fails ends alone.
 
     A run that another process has, or that is asked for twice, comes by itself in the end.
+
+    Args:
+        share: What a worker takes of them; of a group that cannot go together, of one run after the other.
 
     Raises:
         KeyboardInterrupt: A signal stopped them; everything finished is on disk.
     """
     alone = dict(enumerate(asked))
-    if len(asked) > 1:
+    if len(asked) > 1 or share:
         from kvbench.engine.prompt_cache import PromptCache
 
         prompts = PromptCache()
         with parts.sharing(prompts):
-            for number, ended in _Together(asked, parts, prompts).run():
-                if not isinstance(ended, RunLocked):
+            for number, ended in _Together(asked, parts, prompts, share).run():
+                if share or not isinstance(ended, RunLocked):
                     del alone[number]
                     yield number, ended
     for number, job in alone.items():
@@ -153,8 +157,10 @@ class _Lane:
 class _Together:
     """One call of `run_together`, for more runs than one."""
 
-    def __init__(self, asked: Sequence[Asked], parts: Loaders, prompts: "PromptCache") -> None:
-        self._asked, self._parts, self._prompts = asked, parts, prompts
+    def __init__(
+        self, asked: Sequence[Asked], parts: Loaders, prompts: "PromptCache", share: Share | None = None
+    ) -> None:
+        self._asked, self._parts, self._prompts, self._share = asked, parts, prompts, share
         self._lanes: dict[Path, _Lane] = {}  # by the folder of the run, in the order of their turns
         self._at_once, self._room_bytes = len(asked), sys.maxsize
         self._rows: int | None = None  # requests of a run at once, where no answer depends on it
@@ -174,7 +180,9 @@ class _Together:
                 self._add(each, number)
             except Exception as error:
                 yield number, error
-        if wanted:
+        if len(self._asked) == 1:
+            self._at_once = 1
+        elif wanted:
             self._look_at_memory(next(iter(wanted.values())).experiment)
         wanted.clear()
         while self._lanes:
@@ -202,15 +210,20 @@ class _Together:
         if full is not None:
             against = _comparable(full, wanted.say)
             if wanted.forces_full:
-                experiment = experiment.forcing(answers_to_force(config, (yield from full.wait())))
+                ended = yield from full.wait()
+                experiment = experiment.forcing(ended.samples if self._share else answers_to_force(config, ended))
         done = yield from self._execute(wanted, experiment, resume=config.resume, reference=against)
-        return conclude(wanted, done)
+        return done if self._share else conclude(wanted, done)
 
     def _execute(
         self, wanted: Wanted, experiment: Experiment, *, resume: bool, reference: Waits | None = None
     ) -> Steps:
         if self._rows is not None:
             experiment.engine.batch_size = self._rows
+        if self._share is not None:
+            computing = self._share.compute(experiment, say=wanted.say, origin=wanted.origin, shown=self._show)
+            record, found = yield from computing
+            return Run(record=record, samples=list(found.values()), folder=experiment.folder)
         return (
             yield from execute(
                 experiment,

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
-from fake_command import write_conf
+from fake_command import SMALL, write_conf
 from fake_parts import make_parts
 
 from kvbench.config import files
+from kvbench.evidence import frontier_figure
 
 
 @pytest.fixture
@@ -32,3 +33,12 @@ def fakes(work, monkeypatch, request) -> Path:
     monkeypatch.setattr("kvbench.runs.run.Loaders", make_parts)
     monkeypatch.chdir(work)
     return work
+
+
+@pytest.fixture
+def small(fakes, monkeypatch):
+    """A suite on fakes, without pictures."""
+    (fakes.parent / "conf" / "suite").mkdir()
+    (fakes.parent / "conf" / "suite" / "small.yaml").write_text(SMALL)
+    monkeypatch.setattr(frontier_figure, "render", lambda *given: b"")
+    return fakes

@@ -26,6 +26,18 @@ FILES = {
     "experiment/paper.yaml": "# @package _global_\n# A paper's.\ndefaults:\n  - override /method: kivi\nseed: 7\n",
 }
 
+SMALL = """# Two tasks, four runs each.
+every: seed=3 limit=9
+tasks:
+  - task=longctx
+  - task=longbench
+    limit=6 protocol.temperature=0.5
+methods:
+  - method=full
+  - method=snapkv method.ratio=0.5,0.25
+  - method=kivi
+"""
+
 
 def write_conf(conf: Path) -> None:
     """The shipped config.yaml with small methods, tasks and models beside it."""

@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from fake_command import SMALL
 
 from kvbench.cli import suite
 from kvbench.cli.commands import compose_command
@@ -11,30 +12,8 @@ from kvbench.cli.main import main
 from kvbench.cli.words import split_command
 from kvbench.config import files
 from kvbench.config.compose import compose
-from kvbench.evidence import frontier_figure
 from kvbench.results.sweep import sweeps
 from kvbench.runs.parts import make_policy
-
-SMALL = """# Two tasks, four runs each.
-every: seed=3 limit=9
-tasks:
-  - task=longctx
-  - task=longbench
-    limit=6 protocol.temperature=0.5
-methods:
-  - method=full
-  - method=snapkv method.ratio=0.5,0.25
-  - method=kivi
-"""
-
-
-@pytest.fixture
-def small(fakes, monkeypatch):
-    """A suite on fakes, without pictures."""
-    (fakes.parent / "conf" / "suite").mkdir()
-    (fakes.parent / "conf" / "suite" / "small.yaml").write_text(SMALL)
-    monkeypatch.setattr(frontier_figure, "render", lambda *given: b"")
-    return fakes
 
 
 def jobs_of(*words, others=()):

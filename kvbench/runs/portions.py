@@ -1,0 +1,104 @@
+"""A portion of a run's answers in a journal of its own, which one process writes."""
+
+from collections.abc import Callable, Container, Generator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvbench.config import durable
+from kvbench.results import shards
+from kvbench.results.journal import Journal
+from kvbench.results.record import Counts, RunRecord, Session
+from kvbench.results.sample import Key, SampleRecord
+from kvbench.runs.answers import Shown, compute_missing
+from kvbench.runs.experiment import Experiment, keys_of
+from kvbench.runs.sessions import Origin, describe, says_what_ended_it, session_of
+from kvbench.show.progress import Progress
+
+if TYPE_CHECKING:
+    from kvbench.engine.requests import Request
+
+Found = dict[Key, SampleRecord]
+
+
+@dataclass(kw_only=True)
+class Share:
+    """The prompts of some runs that a worker takes.
+
+    Args:
+        places: Their places among the prompts of the run: whole groups.
+        there: What anybody had finished of each run when the worker first came to it, by the run's folder.
+    """
+
+    places: Sequence[int]
+    there: dict[Path, Found] = field(default_factory=dict)
+    answers: int = 0
+    """Answers that were computed."""
+
+    def compute(
+        self, experiment: Experiment, *, say: Callable[[str], None], origin: Origin, shown: Shown
+    ) -> "Generator[Request, None, tuple[RunRecord, Found]]":
+        """Finish this share of a run, in the worker's own journal of it; gives its record, and what there is now."""
+        folder, requests = experiment.folder, [experiment.task.requests[place] for place in self.places]
+        if folder not in self.there:
+            self.there[folder] = shards.finished(folder, experiment.hash, frozenset(experiment.keys))
+        there, place = self.there[folder], folder / shards.FOLDER / origin.worker
+        left = sum(key not in there for key in keys_of(requests))
+        if not left:
+            return RunRecord(status="complete"), there
+        computing = compute_portion(experiment, place, requests, done=there, say=say, origin=origin, shown=shown)
+        record, found = yield from computing
+        self.answers += left
+        return record, found | there
+
+
+def compute_portion(
+    experiment: Experiment,
+    place: Path,
+    requests: "Sequence[Request]",
+    *,
+    done: Container[Key],
+    say: Callable[[str], None],
+    origin: Origin,
+    shown: Shown = Progress,
+) -> "Generator[Request, None, tuple[RunRecord, Found]]":
+    """Finish what is left of some requests of a run; gives each request before its prompt is read.
+
+    Args:
+        place: Folder of the portion, which nobody else writes to.
+        requests: Whole groups of the run.
+        done: Answers that another journal has.
+
+    Returns:
+        The record of the portion, and all that its journal holds.
+    """
+    keys = keys_of(requests)
+    durable.make_folder(place)
+    own = RunRecord.load(place) or RunRecord()
+    describe(experiment, own, origin)
+    own.counts = Counts(total=len(keys), done=sum(key in done for key in keys))
+    with ExitStack() as stack:
+        journal = Journal(place / shards.SAMPLES, run=experiment.hash, keys=frozenset(experiment.keys), warn=say)
+        stack.enter_context(closing(journal))
+        stack.enter_context(says_what_ended_it(own, place))
+        with session_of(own, place, origin) as session:
+            try:
+                yield from compute_missing(experiment, journal, session, requests=requests, done=done, shown=shown)
+            finally:
+                own.note_backend(experiment.engine.backend.fallbacks, experiment.engine.graphs)
+        if origin.worker:
+            own.sessions = [_as_one(own.sessions)]
+        own.status = "complete"
+        own.save(place)
+        return own, journal.records
+
+
+def _as_one(sessions: Sequence[Session]) -> Session:
+    """One stretch of work in place of several of the same process, which a worker has for every item."""
+    return replace(
+        sessions[-1],
+        started=sessions[0].started,
+        wall_s=sum(session.wall_s for session in sessions),
+        num_done=sum(session.num_done for session in sessions),
+    )
