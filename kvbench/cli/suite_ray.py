@@ -6,6 +6,7 @@ a new worker comes in the dead one's place. What Ray does is behind `Crew`.
 
 import os
 import shlex
+import signal
 import socket
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -203,12 +204,14 @@ def on_ray(size: int, jobs: Sequence[Sequence[str]]) -> "Iterator[Crew]":
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody asked to send anything anywhere
-    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    stopping = signal.getsignal(signal.SIGTERM)  # Ray puts its own in place, which would leave in the middle of a file
     try:
         ray.init("auto", **quiet)
     except ConnectionError:
         cores = max(size, len(os.sched_getaffinity(0)))
         ray.init(num_cpus=cores, include_dashboard=False, object_store_memory=OBJECTS_BYTES, **quiet)
+    signal.signal(signal.SIGTERM, stopping)
     try:
         has = ray.cluster_resources()
         gpus, cpus = int(has.get("GPU", 0)), int(has.get("CPU", 0))
