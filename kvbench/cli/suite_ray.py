@@ -210,7 +210,10 @@ def on_ray(size: int, jobs: Sequence[Sequence[str]]) -> "Iterator[Crew]":
         ray.init("auto", **quiet)
     except ConnectionError:
         cores = max(size, len(os.sched_getaffinity(0)))
-        ray.init(num_cpus=cores, include_dashboard=False, object_store_memory=OBJECTS_BYTES, **quiet)
+        try:
+            ray.init(num_cpus=cores, include_dashboard=False, object_store_memory=OBJECTS_BYTES, **quiet)
+        except Exception as error:  # of any class, where this machine is too busy
+            raise ValueError(f"ray={size}: Ray does not start here: {error}; start it yourself, `ray start`") from error
     signal.signal(signal.SIGTERM, stopping)
     try:
         has = ray.cluster_resources()

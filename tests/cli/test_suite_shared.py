@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import multiprocessing.connection
 import os
 import random
 import re
@@ -12,17 +13,22 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from fake_parts import FakeEngine, make_parts
 from no_locks import refusing
 from places import ROOT
 
 from kvbench.cli import commands, suite_ray
 from kvbench.cli.endings import Stopped
 from kvbench.cli.main import main
-from kvbench.cli.suite_ray import Report, share_out
+from kvbench.cli.suite_ray import Hand, Report, check_same, share_out
+from kvbench.config import files
+from kvbench.config.compose import compose
 from kvbench.results.record import RunRecord
 from kvbench.results.sweep import Sweep, sweeps
 from kvbench.runs.worker import Item
@@ -192,6 +198,102 @@ def test_an_item_that_kills_every_worker_is_given_up(tmp_path, capsys):
         share(tmp_path / "two", Workers({}, early=99))
 
 
+class Forked:
+    """A crew of processes, each with a `Hand`, as an actor has one. The first, and the one in its place, are killed at
+    their third answer."""
+
+    def __init__(self, size, jobs):
+        self.jobs, self.size, self.members, self.hired = jobs, size, {}, 0
+
+    def hire(self):
+        """A worker that is asked whether it is ready."""
+        self.hired += 1
+        mine, theirs = multiprocessing.Pipe()
+        killed = self.hired in (1, self.size + 1)
+        child = multiprocessing.get_context("fork").Process(target=self.serve, args=(theirs, mine, killed), daemon=True)
+        child.start()
+        theirs.close()
+        self.members[child.pid] = mine, child
+        mine.send(("ready",))
+        return child.pid
+
+    def serve(self, calls, other, killed):
+        """Does what it is told."""
+        other.close()
+        real, left = FakeEngine.answer, [3 if killed else -1]
+
+        def answer(*given):
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*given)
+
+        FakeEngine.answer = answer
+        hand = Hand(self.jobs, Path.cwd(), files.own_folders())
+        while True:
+            name, *given = calls.recv()
+            calls.send(getattr(hand, name)(*given))
+
+    def items(self, member, prompts):
+        """All items, behind the report that it is ready."""
+        calls = self.members[member][0]
+        calls.send(("items", prompts))
+        self.told = [(member, calls.recv())]
+        return calls.recv()
+
+    def give(self, member, item, log):
+        """Tells a worker."""
+        self.members[member][0].send(("work", item, log))
+
+    def next(self, timeout_s):
+        """The first that has something to say, or is dead."""
+        if self.told:
+            return self.told.pop()
+        for member, (calls, _) in list(self.members.items()):
+            if calls in multiprocessing.connection.wait([one for one, _ in self.members.values()], timeout_s):
+                try:
+                    return member, calls.recv()
+                except (EOFError, ConnectionResetError):
+                    del self.members[member]
+                    return member, None
+        return None
+
+
+def test_workers_that_are_killed_leave_what_one_process_leaves(quick, capsys, monkeypatch):
+    """`ray=3` with processes in the place of actors: one is killed in the middle of an item, and so is the one in its
+    place. Others do their items, and the files are those of one process."""
+    words = ["suite=small", "batch_size=2", "tasks=longctx", "methods=[full,kivi]"]
+    assert main([*words, "results_dir=whole"]) == 0
+    crews = []
+
+    @contextmanager
+    def forked(size, jobs):
+        crews.append(Forked(size, jobs))
+        yield crews[0]
+        for _, child in crews[0].members.values():
+            child.kill()
+            child.join()
+
+    monkeypatch.setattr(suite_ray, "find_spec", lambda name: name)
+    monkeypatch.setattr(suite_ray, "on_ray", forked)
+    capsys.readouterr()
+    assert main([*words, "results_dir=shared", "ray=3", "item_prompts=1"]) == 0
+    said = capsys.readouterr().err
+    assert said.count("it goes to another") == 2 and "5/5 items" in said and crews[0].hired == 5
+    assert "18 answers, " not in said, "nothing is timed before the join"
+    assert left(Path("shared")) == left(Path("whole"))
+    items, joined = sweeps(Path("shared"))
+    assert set(items.states().values()) == set(joined.states().values()) == {"done"}
+    assert sum(job.num_done for job in items.jobs().values()) == 18
+    logs = [path.read_text() for path in items.folder.glob("ray.*.log")]
+    assert len(logs) >= 2 and all("/fake/" in log for log in logs)
+    job = SimpleNamespace(cfg=compose(["task=longctx", "method=kivi"]), method="kivi")
+    with pytest.raises(
+        ValueError, match="this machine would make other runs of fake than the workers on Ray did: it has"
+    ):
+        check_same([Item(1, "fake", "00000000", 0, 8)], SimpleNamespace(waiting=[job], loaders=make_parts()))
+
+
 PAIR = """# Two tasks of a random model.
 every: model=random model.preset=tiny seed=1 batch_size=2 protocol.max_new_tokens=8
 tasks:
@@ -231,7 +333,7 @@ def pair(tmp_path_factory):
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 def test_xargs_over_a_manifest_without_locks(pair):
-    """Two processes at once, four selections, no file of the folder can be locked: the journals of one process. Each
+    """Two processes at once, three selections, no file of the folder can be locked: the journals of one process. Each
     process loads the model once."""
     folder, _, run, environment = pair
     run("results_dir=shared", "manifest=items", "item_prompts=1")
@@ -247,7 +349,7 @@ def test_xargs_over_a_manifest_without_locks(pair):
     assert ended.stderr.count("loading model") == 3 and ended.stderr.count("4 items, ") == 3
     assert not list((folder / "shared").rglob(".lock"))
     said = run("results_dir=shared")
-    assert " of them there; at most 0 s" in said
+    assert said.count("24 answers, 24 of them there; 0 s") == 2
     assert left(folder / "shared") == left(folder / "whole")
 
 
