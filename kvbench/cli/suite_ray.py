@@ -150,7 +150,6 @@ def share_out(crew: Crew, items: "Sequence[Item]", sweep: Sweep, size: int) -> b
             member, report = found
             number, record, job = held.pop(member, (0, JobRecord(), ExitStack()))
             if report is None:
-                crew.hire()
                 early += not number
                 if early > MOST_TRIES * size:
                     raise ValueError(
@@ -171,6 +170,8 @@ def share_out(crew: Crew, items: "Sequence[Item]", sweep: Sweep, size: int) -> b
                     record.code = endings.EXIT_FAILED if report.message else 0
                     progress.advance()
             job.close()
+            if report is None:
+                crew.hire()
     for number in failed:
         note(f"error: {items[number - 1]} killed {MOST_TRIES} workers; give the command without ray= to see it fail")
     return not failed

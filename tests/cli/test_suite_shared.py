@@ -259,9 +259,10 @@ class Forked:
         return None
 
 
+@pytest.mark.long
 def test_workers_that_are_killed_leave_what_one_process_leaves(quick, capsys, monkeypatch):
-    """`ray=3` with processes in the place of actors: one is killed in the middle of an item, and so is the one in its
-    place. Others do their items, and the files are those of one process."""
+    """`ray=1` with a process in the place of an actor: it is killed in the middle of an item, and so is the one in its
+    place. The third does all items, and the files are those of one process."""
     words = ["suite=small", "batch_size=2", "tasks=longctx", "methods=[full,kivi]"]
     assert main([*words, "results_dir=whole"]) == 0
     crews = []
@@ -277,16 +278,16 @@ def test_workers_that_are_killed_leave_what_one_process_leaves(quick, capsys, mo
     monkeypatch.setattr(suite_ray, "find_spec", lambda name: name)
     monkeypatch.setattr(suite_ray, "on_ray", forked)
     capsys.readouterr()
-    assert main([*words, "results_dir=shared", "ray=3", "item_prompts=1"]) == 0
+    assert main([*words, "results_dir=shared", "ray=1", "item_prompts=1"]) == 0
     said = capsys.readouterr().err
-    assert said.count("it goes to another") == 2 and "5/5 items" in said and crews[0].hired == 5
+    assert said.count("it goes to another") == 2 and "5/5 items" in said and crews[0].hired == 3
     assert "18 answers, " not in said, "nothing is timed before the join"
     assert left(Path("shared")) == left(Path("whole"))
     items, joined = sweeps(Path("shared"))
     assert set(items.states().values()) == set(joined.states().values()) == {"done"}
-    assert sum(job.num_done for job in items.jobs().values()) == 18
-    logs = [path.read_text() for path in items.folder.glob("ray.*.log")]
-    assert len(logs) >= 2 and all("/fake/" in log for log in logs)
+    assert sum(job.num_done for job in items.jobs().values()) == 16, (
+        "the first had written two; the second gave them anew"
+    )
     job = SimpleNamespace(cfg=compose(["task=longctx", "method=kivi"]), method="kivi")
     with pytest.raises(
         ValueError, match="this machine would make other runs of fake than the workers on Ray did: it has"
