@@ -356,9 +356,9 @@ def test_xargs_over_a_manifest_without_locks(pair):
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
-def test_three_workers_on_ray_one_killed_twice(pair):
-    """A local Ray: a worker and the one in its place are killed in the middle of an item. The journals are those of one
-    process, `status` tells how the items stand, and each worker has loaded the model once."""
+def test_three_workers_on_ray_of_which_two_are_killed(pair):
+    """A local Ray: two workers that have items are killed. The journals are those of one process, the sweep tells how the
+    items stand, and each worker has loaded the model once."""
     if find_spec("ray") is None:
         pytest.skip("needs ray")
     folder, start, _, _ = pair
@@ -387,5 +387,5 @@ def test_three_workers_on_ray_one_killed_twice(pair):
         for line in path.open()
         if "loading model" in line
     )
-    assert 3 <= len(loads) <= 5 and set(loads.values()) == {1}
+    assert 3 <= len(loads) <= 5 and set(loads.values()) == {1}  # who was killed may have loaded none
     shutil.rmtree(place, ignore_errors=True)
