@@ -357,8 +357,8 @@ def test_xargs_over_a_manifest_without_locks(pair):
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 def test_three_workers_on_ray_of_which_two_are_killed(pair):
-    """A local Ray: two workers that have items are killed. The journals are those of one process, the sweep tells how the
-    items stand, and each worker has loaded the model once."""
+    """A local Ray: two workers that have items are killed. The journals are those of one process, the sweep tells how
+    the items stand, and each worker has loaded the model once."""
     if find_spec("ray") is None:
         pytest.skip("needs ray")
     folder, start, _, _ = pair
