@@ -102,9 +102,9 @@ def run(
 ) -> int:
     """Run all jobs, and write the page; `command` is what the user gave, which goes on with it. `announce` is told the
     jobs before; it says what is ahead, where none is given."""
-    if announce is None:
-        from kvbench.cli.suite_ahead import announce
+    from kvbench.cli import suite_ahead
 
+    announce = announce or suite_ahead.announce
     root = f"results_dir={cfg.results_dir}"
     listed = sweeping.Listed(command=command, jobs=jobs(suite, cfg, others), announce=announce)
     launcher = [word for word in others if word.startswith("hydra")]

@@ -233,7 +233,8 @@ class _OnRay:
     def __init__(self, jobs: Sequence[Sequence[str]], resources: dict[str, int]) -> None:
         import ray
 
-        self._make = ray.remote(max_restarts=0, **resources)(Hand).remote
+        actor: Any = ray.remote(Hand)
+        self._make = actor.options(max_restarts=0, **resources).remote
         self._given = jobs, Path.cwd(), files.own_folders()
         self._asked: dict[Any, Member] = {}  # by what Ray will give
 
