@@ -3,7 +3,9 @@
 The jobs of an entry are a suite's, in one sweep (`kvbench/cli/suite.py`); nothing here runs a model itself.
 """
 
+import os
 import shlex
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from kvbench.config.settings import read_config
 from kvbench.errors import unknown_setting
 from kvbench.evidence import beside, papers
 from kvbench.evidence.papers import GROUP, KINDS, Entry, Paper
-from kvbench.results.sweep import sweeps
+from kvbench.results.sweep import Sweep, sweeps
 from kvbench.results.writing import write_files
 from kvbench.show import terminal
 
@@ -78,10 +80,10 @@ def run(
 
 
 def write(paper: Paper, entry: Entry, cfg: DictConfig, rows: Sequence[str], others: Sequence[str]) -> None:
-    """Join the jobs of the newest sweep, which stand for these rows, to the printed cells; print the table and write
-    it."""
+    """Join the jobs of this process's last sweep, which stand for these rows, to the printed cells; print the table and
+    write it."""
     root = Path(str(cfg.results_dir))
-    begun = sweeps(root)[-1].jobs()
+    begun = own_sweep(root).jobs()
     folders = [begun[number].run if number in begun else "" for number in range(1, len(rows) + 1)]
     ran = [beside.Ran(row, root / one if one else None) for row, one in zip(rows, folders, strict=True)]
     changed = [word for word in others if word.partition("=")[0].lstrip("+~") not in NEUTRAL]
@@ -90,6 +92,12 @@ def write(paper: Paper, entry: Entry, cfg: DictConfig, rows: Sequence[str], othe
     page = beside.markdown(paper, entry, cells).encode()
     contents = {root / f"{entry.slug}.md": page, root / f"{entry.slug}.csv": beside.csv_of(cells)}
     terminal.print_paths(write_files(root, contents), terminal.console())
+
+
+def own_sweep(root: Path) -> Sweep:
+    """The last sweep that this process started below a folder; others may have started some meanwhile."""
+    here = (socket.gethostname(), os.getpid())
+    return [one for one in sweeps(root) if ((record := one.record()).host, record.process) == here][-1]
 
 
 def jobs_of(paper: Paper, entry: Entry, cfg: DictConfig, others: Sequence[str]) -> list[tuple[str, list[str]]]:

@@ -1,5 +1,6 @@
 """`kvbench paper`: what it lists, which jobs an entry has, what it says before, and the table at its end."""
 
+import os
 import shlex
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from kvbench.config.compose import compose
 from kvbench.config.methods import method_settings
 from kvbench.config.settings import read_config
 from kvbench.evidence import papers
+from kvbench.results.sweep import Sweep, sweeps
 from kvbench.runs.parts import make_policy
 from kvbench.show import figure
 
@@ -75,6 +77,16 @@ def test_a_table_is_run_and_stands_beside_the_printed_one(toy, capsys):
     assert "other model" not in page, "the task is none of the paper's"
     assert "not run: " in page and "| Full FP16 | Llama3-8B, printed" in page
     assert len(Path("results/paper/toy/table_1.csv").read_text().splitlines()) == 109
+
+
+def test_only_this_processs_sweep_is_joined(tmp_path):
+    """One that somebody else started later in the same folder is not taken for it."""
+    mine = Sweep.start(tmp_path, "kvbench paper toy table=1", "basic", ["full"])
+    later = tmp_path / ".multirun" / "9999-01-01_00-00-00-1" / "sweep.json"
+    later.parent.mkdir()
+    later.write_text((mine.folder / "sweep.json").read_text().replace(f'"process": {os.getpid()}', '"process": 1'))
+    assert sweeps(tmp_path)[-1].folder == later.parent
+    assert paper.own_sweep(tmp_path).folder == mine.folder
 
 
 def test_what_would_run(toy, capsys):
