@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from kvbench.evidence.load import StoredRun
 from kvbench.evidence.papers import Entry, Paper
-from kvbench.evidence.published import plain, task_name
+from kvbench.evidence.report_papers import estimate_of
 from kvbench.evidence.samples import by_subset, curve_of
 from kvbench.results.lines import read_samples
 from kvbench.results.measures import score
-from kvbench.results.record import Metric, RunRecord
+from kvbench.results.record import RunRecord
 from kvbench.show import terminal
 from kvbench.show.csv_file import csv_row, records_csv
 from kvbench.show.terminal import number, span
@@ -37,7 +37,6 @@ SHARES = {"share_of_FP16_accuracy", "share_of_full_cache_score"}
 BOUNDS = {"gt": 1, "ge": 1, "lt": -1, "up_to": -1}
 FULL = "Full"  # the printed method of an uncompressed cache
 LATER = {"LeanKV": "DiffKV"}  # a method's name in an earlier paper of the same authors -> in the later one
-AVERAGE = "longbench"  # what a printed mean over all subsets is called, as `task_name` spells it
 
 
 class Ran(NamedTuple):
@@ -104,7 +103,10 @@ def _cell(
 ) -> Cell:
     if why := entry.cannot or entry.reason(line["method"], row):
         return Cell(printed=line, row=row, verdict=CANNOT, note=why)
-    found = next(((run, own) for run in runs.get(row, ()) if (own := _estimate(run, line["task"])) is not None), None)
+    stated = _conditions(line)
+    found = next(
+        ((run, own) for run in runs.get(row, ()) if (own := estimate_of(run, line["task"], stated)) is not None), None
+    )
     if found is None or line["unit"] not in ("points", "%") or (line["unit"] == "%" and line["metric"] not in SHARES):
         return Cell(printed=line, row=row)
     run, own = found
@@ -131,30 +133,14 @@ def _cell(
     if changed:
         return Cell(**known, verdict=OTHER_PROTOCOL, note=" ".join(changed))
     if line["metric"] in SHARES:
-        return Cell(**known, verdict=_of_bound(excess, str(line["conditions"])))
+        return Cell(**known, verdict=_of_bound(excess, stated.get("bound", "")))
     inside = own.ends is not None and own.ends[0] <= line["value"] / 100 <= own.ends[1]
     return Cell(**known, verdict=REPRODUCED if inside else DIFFERENT if own.ends else OPEN)
 
 
-def _primary(record: RunRecord) -> tuple[str, Metric] | None:
-    return next(((name, metric) for name, metric in record.metrics.items() if metric.primary), None)
-
-
-def _estimate(run: StoredRun, task: str) -> Estimate | None:
-    """A run's score of a printed task: of all of it, of a subset, or of the mean over LongBench's subsets."""
-    primary = _primary(run.record)
-    if primary is None:
-        return None
-    wanted, metric = task_name(task), primary[1]
-    if wanted == task_name(run.record.task):
-        return metric
-    for name, subset in metric.subsets.items():
-        if plain(name) == wanted or plain(name.removesuffix("_e")) == wanted:
-            return subset
-    if wanted.startswith(AVERAGE) and run.record.task == AVERAGE:
-        count = wanted.removeprefix(f"{AVERAGE}avg").removeprefix(f"{AVERAGE}eavg")
-        return metric if not count.isdigit() or len(metric.subsets) == int(count) else None
-    return None
+def _conditions(line: Mapping[str, Any]) -> dict[str, str]:
+    """What the paper states of a cell."""
+    return dict(part.partition("=")[::2] for part in str(line["conditions"]).split(";") if "=" in part)
 
 
 def _share(run: StoredRun, full: StoredRun, share: float) -> tuple[Estimate, Estimate] | None:
@@ -162,11 +148,10 @@ def _share(run: StoredRun, full: StoredRun, share: float) -> tuple[Estimate, Est
     the full cache's, sample by sample, whose interval says on which side of the share it is."""
     curves = []
     for one in (run, full):
-        primary = _primary(one.record)
-        if primary is None:
+        if not one.record.primary:
             return None
         one.samples = read_samples(Path(one.name) / "samples.jsonl", one.record.hash, sealed=one.record.sealed)[0]
-        curves.append(curve_of(one, score(primary[0])).values)
+        curves.append(curve_of(one, score(one.record.primary)).values)
     mine, theirs = curves
     groups = by_subset(set(mine) & set(theirs))
     below = [theirs[name] for names in groups.values() for name in names]
@@ -180,10 +165,9 @@ def _share(run: StoredRun, full: StoredRun, share: float) -> tuple[Estimate, Est
     return Estimate(value=value, num_samples=len(below)), above
 
 
-def _of_bound(excess: Estimate, conditions: str) -> str:
+def _of_bound(excess: Estimate, bound: str) -> str:
     """The verdict on a printed bound."""
-    words = dict(part.partition("=")[::2] for part in conditions.split(";"))
-    side = BOUNDS.get(words.get("bound", ""))
+    side = BOUNDS.get(bound)
     if side is None or excess.ends is None:
         return OPEN
     low, high = sorted(side * end for end in excess.ends)
@@ -216,7 +200,7 @@ def grid(cells: Sequence[Cell]) -> list[list[str]]:
         rows.setdefault((str(cell.printed["model"]), cell.row), {})[str(cell.printed["task"])] = cell
     found, shown = [["row", "model", *tasks]], set[tuple[str, str]]()
     for (model, row), own in rows.items():
-        printed = [f"{own[task].printed['value']:g}{_unit(own[task])}" if task in own else "-" for task in tasks]
+        printed = [f"{own[task].printed['printed']}{_unit(own[task])}" if task in own else "-" for task in tasks]
         found.append([row, f"{model}, printed", *printed])
         there = {task: cell for task, cell in own.items() if cell.ours is not None}
         ours = next(iter(there.values()), None)

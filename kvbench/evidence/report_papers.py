@@ -54,10 +54,10 @@ def _rows(group: Group, run: StoredRun) -> Iterator[dict[str, Any]]:
     for row in mine.merge(full, on=keys, how="left", suffixes=("", "_full")).itertuples():
         stated = dict(part.partition("=")[::2] for part in row.conditions.split(";") if "=" in part)
         known = _settings(run)
-        ours = _estimate(run, row.task, stated)
+        ours = estimate_of(run, row.task, stated)
         if ours is None or ours.value is None or fits(row.variant, known) is False:
             continue
-        beside_full = _estimate(group.reference, row.task, stated) if group.reference else None
+        beside_full = estimate_of(group.reference, row.task, stated) if group.reference else None
         is_model = run.record.model and published.of_model(run.record.model)["model"].eq(row.model).any()
         told, match = differences(stated, known, fits(row.variant, known))
         held = summary.ledger(list(run.samples.values())).get(f"{RESIDENT.name}_ratio")
@@ -124,7 +124,7 @@ def _settings(run: StoredRun) -> dict[str, Any]:
     return {key: value for key, value in task.items() if not isinstance(value, dict)} | run.settings
 
 
-def _estimate(run: StoredRun, task: str, stated: Mapping[str, str]) -> Estimate | None:
+def estimate_of(run: StoredRun, task: str, stated: Mapping[str, str]) -> Estimate | None:
     """A run's score of a printed task: of all of it, of a subset, or of the mean over so many subsets."""
     metric = run.record.metrics.get(run.record.primary or "")
     if metric is None:
