@@ -129,7 +129,7 @@ def command_lines(entry: Entry, cfg: DictConfig, others: Sequence[str]) -> list[
         listed = read_config(files.path_of("command", name))
         is_run = "/config" in listed.get("defaults", [])
         mine = [word for word in others if is_run or word.partition("=")[0].partition(".")[0] in listed]
-        mine = [word for word in mine if not word.startswith("hydra") and (is_run or word.partition("=")[0] != "model")]
+        mine = [word for word in mine if not word.startswith("hydra") and (is_run or not word.startswith("model"))]
         taken |= set(mine)
         found.append((name, [*words, *mine, *(data if is_run else [])]))
     for word in others:
