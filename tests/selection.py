@@ -65,6 +65,15 @@ def in_turn(ones: Sequence, others: Sequence) -> list:
     ]
 
 
+def those_of(names: Iterable[str], listed: list) -> list:
+    """Parameters as they are, but those whose first value is not among the names are exhaustive."""
+    taken = set(names)
+    return [
+        each if each.values[0] in taken else pytest.param(*each.values, id=each.id, marks=pytest.mark.exhaustive)
+        for each in listed
+    ]
+
+
 def by_path(listed: list[str], policy_of: Callable[[str], Policy], more: dict, less: dict) -> list:
     """Pairs of method and variant as parameters: the one that asks for more for the first method of each path, and the
     other one for the others; the other pairs are exhaustive. Both are `{name: value}`."""

@@ -29,7 +29,7 @@ from conformance_helpers import (
     watched,
 )
 from engine_helpers import answers, comparable, forced_logits, random_tokens, request
-from selection import FULL, by_path, few, in_turn, per_path
+from selection import FULL, by_path, few, in_turn, per_path, those_of
 
 from kvbench.cache import ledger
 from kvbench.cache.buffered import Buffered
@@ -122,7 +122,8 @@ def full_logits(tiny_model):
     return build
 
 
-@pytest.mark.parametrize(("name", "heads"), in_turn(cases(), SHAPES))
+# Settings of `# also:` lines are exhaustive here and below; the long answers of the default run take every one.
+@pytest.mark.parametrize(("name", "heads"), those_of(distinct(), in_turn(cases(), SHAPES)))
 def test_lossless_settings_equal_full(full_logits, name, heads):
     """With its lossless settings a method gives the full cache's logits (1e-4 in fp32) after 1 and 90 tokens and along
     9 more, with 1, 3 or 7 query heads per KV head."""
@@ -195,7 +196,7 @@ def test_the_context_can_come_before_the_question(loaded, name):
 # What stays ----
 
 
-@pytest.mark.parametrize(("name", "heads"), in_turn(cases(), SHAPES))
+@pytest.mark.parametrize(("name", "heads"), those_of(distinct(), in_turn(cases(), SHAPES)))
 def test_protected_tokens_are_never_evicted(tiny_model, name, heads):
     """At every step, sinks, window and the newest token are there, and no position is held twice or made up."""
     loaded, policy, plans, steps = tiny_model("llama", heads, 64), policy_of(name, heads), [], [0]

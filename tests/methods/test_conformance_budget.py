@@ -3,9 +3,9 @@
 import re
 
 import pytest
-from conformance_helpers import having, idle, keeping, keeps_prompts, policy_of
+from conformance_helpers import distinct, having, idle, keeping, keeps_prompts, policy_of
 from engine_helpers import answers, random_tokens, request
-from selection import FULL, by_path, in_turn, per_path
+from selection import FULL, by_path, in_turn, per_path, those_of
 
 from kvbench.cache import ledger
 from kvbench.policy import Budget, Tier
@@ -19,7 +19,7 @@ TIERS = ("k8v4", "k4v2", "k2v4", "int8", "fp8", "native", "nvfp4")
 HEAD_DIM, LAYERS = 64, 2
 
 
-@pytest.mark.parametrize(("name", "budget"), in_turn(BUDGETED, BUDGETS))
+@pytest.mark.parametrize(("name", "budget"), those_of(distinct(), in_turn(BUDGETED, BUDGETS)))
 def test_the_budget_is_met_at_four_budgets(tiny_model, name, budget):
     """Ratio or tokens: after the prompt and ten steps on, the mean list holds what was asked, within a page."""
     loaded = tiny_model("llama", "gqa3", HEAD_DIM)
@@ -113,7 +113,7 @@ def test_the_list_of_eviction_methods_is_long():
     assert named <= set(having("budget", "tier"))
 
 
-@pytest.mark.parametrize(("name", "tier"), in_turn(having("budget", "tier"), TIERS))
+@pytest.mark.parametrize(("name", "tier"), those_of(distinct(), in_turn(having("budget", "tier"), TIERS)))
 def test_any_eviction_method_stores_what_it_keeps_in_any_token_tier(tiny_model, name, tier):
     """The same tokens are kept as at 16 bits, and their bytes are those of the tier's closed formula."""
     loaded = tiny_model("llama", "gqa3", HEAD_DIM)
