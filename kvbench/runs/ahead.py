@@ -71,8 +71,9 @@ def look_ahead(asked: Sequence[tuple[Mapping[str, Any], str]], parts: Loaders) -
     reading_s = (
         read_s * fmean(request.num_prompt_tokens for request in requests) * max(open_runs) * len(requests) / per_run
     )
-    most = fmean(request.answer_tokens for request in requests)
-    gold = [min(len(request.gold), request.answer_tokens) for request in requests if request.gold]
+    lengths = [request.answer_tokens or len(request.gold) for request in requests]  # of a text, what is forced
+    most = fmean(lengths)
+    gold = [min(len(one.gold), length) for one, length in zip(requests, lengths, strict=True) if one.gold]
     row, prompt = needed_bytes(first)
     return Ahead(
         task=first.task.name,
@@ -101,7 +102,7 @@ def _timed(full: Experiment, parts: Loaders) -> tuple[float, float, float, float
     beside them: of a few answers to the prompt of median length, which is read once."""
     requests = sorted(full.task.requests, key=lambda request: request.num_prompt_tokens)
     middle = requests[len(requests) // 2]
-    tokens = min(TRIAL_TOKENS, middle.answer_tokens)
+    tokens = min(TRIAL_TOKENS, middle.answer_tokens or TRIAL_TOKENS)  # a task of forced texts asks for no answer
     told, at = list[Outcome](), list[float]()  # what was answered; when each prompt was begun, and each step ended
     with parts.sharing(PromptCache(needed_bytes(full)[1], keeps_queries=True)):
         engine = parts.make_engine(full.config, full.model, full.policy)

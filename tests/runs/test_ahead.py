@@ -3,6 +3,7 @@
 import pytest
 from test_run_real import QUIET, compose
 
+from kvbench.config.compose import compose as compose_words
 from kvbench.runs.ahead import look_ahead
 from kvbench.runs.parts import Loaders
 from kvbench.runs.run import run_experiment
@@ -32,6 +33,14 @@ def test_what_is_ahead_of_two_runs_of_which_one_is_done(tmp_path):
     snapkv.method.budget = -1
     assert look_ahead([(full, "full"), (snapkv, "snapkv")], parts).runs == 1
     assert look_ahead([(snapkv, "snapkv")], parts) is None
+
+
+def test_a_task_that_only_forces_a_text_has_a_time_too(tmp_path):
+    """It asks for no answer, and its tokens are read one by one all the same."""
+    words = ["task=stream", "task.prompt_tokens=30", "task.tokens=50", "task.items=3", "method=full", "model=random"]
+    cfg = compose_words([*words, "model.preset=tiny", "backend=torch", f"results_dir={tmp_path}"])
+    ahead = look_ahead([(cfg, "full")], Loaders())
+    assert ahead.samples == 3 and 0 < ahead.usual_s < 600
 
 
 def full_bytes(parts, tokens):
