@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvbench.cache.layout import StoreOptions
 from kvbench.engine.engine import Engine
-from kvbench.engine.supported import layer_kinds
+from kvbench.engine.supported import heads_of, layer_kinds
 from kvbench.errors import check_whole
 from kvbench.kernels.codes import BOOK_TOP
 from kvbench.methods.kvquant import WIDTHS
@@ -97,10 +97,10 @@ def measure_gates(
     """
     model = loaded.model
     config = model.config.get_text_config()
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     before = config._attn_implementation
     model.set_attn_implementation("eager")
     layers = layer_kinds(config).full
+    _, num_kv_heads, _ = heads_of(config, layers[0])
     total = torch.zeros(len(layers), num_kv_heads)
     try:
         for request in requests:
