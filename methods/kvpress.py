@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Sequence
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvbench.policy import Budget, LayerTensors, Need, NotForModel, Ranked, ScoreSpec, Several, Statistic, Text
+from kvbench.policy.presses import rotary_beside, value_of
 
 # kvpress asks for an older transformers than kvbench; its scorers run with kvbench's.
 INSTALL = "pip install --no-deps kvpress && pip install peft 'fire<0.7' 'cachetools<6' accelerate datasets pandas"
@@ -76,31 +76,6 @@ def prepared(press: str, settings: tuple[str, ...], model: str, dtype: torch.dty
     return made
 
 
-def value_of(text: str) -> bool | int | float | str:
-    """What a setting says, as Python has it."""
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
-
-
-@contextmanager
-def rotary_beside(module: torch.nn.Module, rotary: torch.nn.Module | None) -> Any:
-    """Lets an attention module have the model's rotary embedding for a while, where kvpress looks for it."""
-    missing = rotary is not None and not hasattr(module, "rotary_emb")
-    if missing:
-        module.rotary_emb = rotary  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if missing:
-            del module.rotary_emb
-
-
 @dataclass(frozen=True)
 class PressScore(Statistic):
     """The numbers that a scorer of kvpress gives a layer; what it draws at random, it draws the same every time."""
@@ -126,9 +101,8 @@ class PressScore(Statistic):
     def _score(self, seen: LayerTensors, ratio: float) -> Tensor:
         call = seen.attention_call
         name = str(getattr(getattr(call.module, "config", None), "name_or_path", ""))
-        made = copy(
-            prepared(self.press, self.settings, name, call.hidden_states.dtype)
-        )  # no layer sees what another left
+        # A copy: no layer sees what another left.
+        made = copy(prepared(self.press, self.settings, name, call.hidden_states.dtype))
         made.compression_ratio = ratio
         named = {"position_embeddings": call.position_embeddings, "hidden_states": call.hidden_states[None]}
         try:
