@@ -15,7 +15,8 @@ from kvbench.config.files import FULL
 from kvbench.config.methods import method_settings
 from kvbench.config.settings import as_dict
 from kvbench.evidence import shipped
-from kvbench.evidence.compare import ComparedRun, compare_group
+from kvbench.evidence.compare import compare_group
+from kvbench.evidence.compared import ComparedRun
 from kvbench.evidence.load import Group, StoredRun, patterns
 from kvbench.policy import Policy
 from kvbench.results.measures import FIDELITY, SCORE

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from scipy.stats import rankdata
 
 from kvbench.config.files import FULL
-from kvbench.evidence.compare import ComparedRun
+from kvbench.evidence.compared import ComparedRun
 from kvbench.evidence.load import Group
 from kvbench.evidence.samples import Curve, by_subset, curve_of, measure, shared, strata_of
 from kvbench.results import summary

@@ -11,7 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from rich.text import Text
 
 from kvbench.evidence import across
-from kvbench.evidence.compare import ComparedRun, compare_group, correct, count, legend
+from kvbench.evidence.compare import compare_group, correct, legend
+from kvbench.evidence.compared import ComparedRun, count
 from kvbench.evidence.load import Group, StoredRun, load_groups, patterns
 from kvbench.evidence.report import environment, fill
 from kvbench.evidence.settings import check as check_settings

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from omegaconf import DictConfig
 from rich.text import Text
 
-from kvbench.evidence.compare import EQUAL_LEVEL, ComparedRun, compare_group, correct, difference
+from kvbench.evidence.compare import compare_group, correct
+from kvbench.evidence.compared import EQUAL_LEVEL, ComparedRun, difference
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.settings import check
 from kvbench.show import terminal

@@ -3,7 +3,7 @@
 import base64
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -12,28 +12,28 @@ from rich.text import Text
 from kvbench.config.files import FULL
 from kvbench.evidence import across, frontier_figure, pareto
 from kvbench.evidence.argued import argued_table, mean_of
-from kvbench.evidence.compare import ComparedRun, compare_group, correct, count, difference, legend, worst
+from kvbench.evidence.compare import compare_group, correct, legend
+from kvbench.evidence.compared import ComparedRun, count, difference, worst
 from kvbench.evidence.dominance import BEST, DOMINATED, MEANING, NEAR, standing
 from kvbench.evidence.frontier import Panel, averages, build
 from kvbench.evidence.load import Group, StoredRun, load_groups
+from kvbench.evidence.report_bars import byte_bars, bytes_of, tier_bars
 from kvbench.evidence.report_papers import beside
 from kvbench.evidence.together import together
 from kvbench.results import summary
-from kvbench.results.measures import AVERAGE, PEAK, RESIDENT, SCORE, TIME, Measure, item_title, ledger_items
+from kvbench.results.measures import AVERAGE, PEAK, RESIDENT, SCORE, TIME, Measure
 from kvbench.results.writing import write_file, write_files
 from kvbench.show import terminal
-from kvbench.show.picture import item_place
 from kvbench.show.progress import format_bytes
 from kvbench.show.terminal import number, p_text
 from kvbench.show.text import safe
 from kvbench.sizing.engines import flags_of
 from kvbench.sizing.shapes import HEADLINE, find_shape
-from kvbench.sizing.stored import policy_of, projected, tier_shares
+from kvbench.sizing.stored import policy_of, projected
 
 MAX_BYTES = 2_000_000
 SHORTEST = 160  # characters of an answer below which it tells little
 FEWEST = 5  # answers of a run
-NUM_STYLES = 8
 LAST_TOKENS = 16  # of a projection's tokens, those that an answer added
 SETTING_LENGTH = 10_000  # characters of a setting; a table of numbers is a long one
 
@@ -170,11 +170,6 @@ def fill(template: str, **values: object) -> bytes:
     return made.encode(errors="replace")  # half a character, as JSON can hold it, has no bytes
 
 
-def bytes_of(run: StoredRun) -> dict[str, float]:
-    """The byte ledger over the finished samples, as `run.json` has it for a complete run."""
-    return summary.ledger(list(run.samples.values()))
-
-
 def methods_table(group: Group, rows: Sequence[ComparedRun], panel: Panel | None, num_family: int) -> dict:
     """The table of methods: quality, difference to the full cache, bytes and time of every run; Holm's correction is
     over `num_family` rows, and the panel has the standing of the runs."""
@@ -234,73 +229,11 @@ def _time(run: StoredRun) -> str:
     return f"{TIME.scale * seconds / tokens:.3g}" if tokens and seconds else "-"
 
 
-def tier_names(run: StoredRun, count: int) -> list[str]:
-    """Name the tiers of a run, of which a residual buffer is the last, as its method's own code does; `tier 0`, ...
-    when the code no longer fits the number of tiers in the records."""
-    policy = policy_of(run.record.identity)
-    names = [] if policy is None else [tier.name for tier in policy.tiers] + ["16-bit buffer"] * bool(policy.residual)
-    return names if len(names) == count else [f"tier {index}" for index in range(count)]
-
-
-def shares_by_name(run: StoredRun) -> dict[str, float]:
-    """Share of all tokens, over layers and KV heads, in each tier at the end; the rest up to 1 was evicted."""
-    found = tier_shares(run.samples.values())
-    shares: dict[str, float] = {}
-    for name, share in zip(tier_names(run, len(found)), found, strict=True):
-        shares[name] = shares.get(name, 0.0) + share
-    return shares
-
-
 def _at_length(run: StoredRun) -> str:
     """Resident bytes on the model and at the length of the headline, in percent of its FP16 full cache."""
     name, length = HEADLINE
     found = projected(run.record.identity, run.samples.values(), find_shape(name), length - LAST_TOKENS, LAST_TOKENS)
     return "-" if found is None else f"{RESIDENT.scale * found.ratio:.1f}"
-
-
-def tier_bars(group: Group) -> dict:
-    """Tokens per tier of every run, as the bars of DiffKV's figure 12."""
-    found = {run.label: shares for run in group.runs if (shares := shares_by_name(run))}
-    names = dict.fromkeys(name for shares in found.values() for name in shares)
-    styles = {name: f"c{index % NUM_STYLES}" for index, name in enumerate(names)} | {"evicted": "evicted"}
-    rows = []
-    for label, shares in found.items():
-        rows.append(_bar(label, {**shares, "evicted": max(0.0, 1.0 - sum(shares.values()))}, 1.0, 1.0, styles))
-    caption = "Share of all tokens, over layers and KV heads, in each precision at the end of the answer."
-    return {"caption": caption, "heading": "tokens", "rows": rows, "key": list(styles.items())}
-
-
-def byte_bars(group: Group) -> dict:
-    """The resident bytes of every run, item by item."""
-    ledgers = {run.label: ledger for run in group.runs if (ledger := bytes_of(run)).get("fp16_bytes")}
-    items = {
-        label: {k: v / ledger["fp16_bytes"] for k, v in ledger_items(ledger).items() if v}
-        for label, ledger in ledgers.items()
-    }
-    there = dict.fromkeys(name for mine in items.values() for name in mine)
-    styles = {item_title(name): f"c{item_place(name)}" for name in there}  # the colours of result.png
-    widest = max((sum(mine.values()) for mine in items.values()), default=1.0)
-    rows = []
-    for label, mine in items.items():
-        whole = sum(mine.values())
-        rows.append(_bar(label, {item_title(k): v for k, v in mine.items()}, widest, whole, styles))
-        held = format_bytes(whole * ledgers[label]["fp16_bytes"])
-        rows[-1]["text"] = f"{_percent(whole)}, {held}: {rows[-1]['text']}"
-    caption = (
-        "Resident bytes per sample at the end, item by item, as shares of an FP16 full cache of the same tokens; the "
-        "items sum to what the allocator holds."
-    )
-    return {"caption": caption, "heading": "bytes", "rows": rows, "key": list(styles.items())}
-
-
-def _bar(label: str, parts: Mapping[str, float], widest: float, whole: float, styles: Mapping[str, str]) -> dict:
-    """A bar whose parts are as wide as their share of `widest`, and in words their shares of `whole`."""
-    shown = [{"style": styles[k], "width": f"{100 * v / widest:.3f}", "text": k} for k, v in parts.items()]
-    return {"label": label, "parts": shown, "text": ", ".join(f"{k} {_percent(v / whole)}" for k, v in parts.items())}
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}\u00a0%"  # a line does not break before the sign
 
 
 def changed_answers(rows: Sequence[ComparedRun], limit: int, length: int) -> dict:

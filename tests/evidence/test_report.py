@@ -12,7 +12,7 @@ from stored import flips, store, yes_no
 
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
-from kvbench.evidence import frontier_figure, report
+from kvbench.evidence import frontier_figure, report, report_bars
 from kvbench.evidence.load import load_groups
 from kvbench.policy import Policy
 
@@ -185,7 +185,7 @@ def test_a_bar_of_bytes_is_as_long_as_its_percentage(tmp_path):
     (group,) = load_groups(compose_command("report", [f"results_dir={tmp_path}"]))
     for record in group.runs[0].samples.values():
         record["ledger"] = {key: 2 * count for key, count in record["ledger"].items()}
-    rows = report.byte_bars(group)["rows"]
+    rows = report_bars.byte_bars(group)["rows"]
     lengths = [sum(float(part["width"]) for part in row["parts"]) for row in rows]
     assert lengths == pytest.approx([100 * 0.5 / 0.6, 100], abs=0.01)
     assert [row["text"].split(":")[0] for row in rows] == ["50.0\u00a0%, 103 kB", "60.0\u00a0%, 61.7 kB"]
@@ -198,13 +198,13 @@ def test_tiers_have_their_methods_names(tmp_path):
     (group,) = load_groups(compose_command("report", [f"results_dir={tmp_path}"]))
     (run,) = group.runs
     settings = run.record.identity["method"]
-    assert report.tier_names(run, 2) == ["tier 0", "tier 1"]  # `tier` is no setting of Kivi
+    assert report_bars.tier_names(run, 2) == ["tier 0", "tier 1"]  # `tier` is no setting of Kivi
     del settings["tier"]
-    names = report.tier_names(run, 2)
+    names = report_bars.tier_names(run, 2)
     assert names[1] == "16-bit buffer" and "2" in names[0]
-    assert report.shares_by_name(run) == pytest.approx({names[0]: 0.6, names[1]: 0.4})
+    assert report_bars.shares_by_name(run) == pytest.approx({names[0]: 0.6, names[1]: 0.4})
     assert 19.0 < float(report._at_length(run)) < 19.4  # the audit's own count of Llama-3-8B at 32k is 19.1
     settings.clear()
     settings["_target_"] = f"{Planted.__module__}.Planted"
-    assert report.tier_names(run, 2) == ["tier 0", "tier 1"] and not Planted.made
+    assert report_bars.tier_names(run, 2) == ["tier 0", "tier 1"] and not Planted.made
     assert report._at_length(run) == "-"

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from kvbench.evidence.compare import EQUAL_LEVEL, ComparedRun, correct
+from kvbench.evidence.compare import correct
+from kvbench.evidence.compared import EQUAL_LEVEL, ComparedRun
 from kvbench.evidence.dominance import DOMINATED, standing
 from kvbench.evidence.frontier import Cost, Panel, Point
 from kvbench.results.measures import score

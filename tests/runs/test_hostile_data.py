@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from test_calibration import content
 
 from kvbench.config.compose import compose
-from kvbench.evidence import report
+from kvbench.evidence import report_bars
 from kvbench.runs import experiment
 from kvbench.runs.config import RunConfig
 from kvbench.runs.parts import make_policy, policy_class
@@ -168,4 +168,4 @@ def test_a_stored_run_names_no_class_to_load(mark):
     """The report names tiers by the method's code only for methods of kvbench, and with plain settings."""
     for settings in ({"_target_": "os.system", "command": f"touch {mark}"}, {"_target_": TARGET, "high": {"a": mark}}):
         run = SimpleNamespace(record=SimpleNamespace(identity={"method": settings}))
-        assert report.tier_names(run, 2) == ["tier 0", "tier 1"]
+        assert report_bars.tier_names(run, 2) == ["tier 0", "tier 1"]
