@@ -17,7 +17,7 @@ import kvbench
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DECLARED = {Requirement(text).name.lower().replace("_", "-") for text in PROJECT["project"]["dependencies"]}
 # Imported only where the machine has them, and declared in extras.
-OPTIONAL = {"triton": "gpu", "optuna": "search", "mlflow": "tracking", "wandb": "tracking"}
+OPTIONAL = {"triton": "gpu", "optuna": "search", "mlflow": "tracking", "wandb": "tracking", "ray": "ray"}
 # What a bridge leads to; no extra can name it, since its requirements exclude kvbench's transformers.
 BRIDGED = {"kvpress": "methods/kvpress.py"}
 PYTHONS = ["3.11", "3.12", "3.13"]
