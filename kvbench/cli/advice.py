@@ -1,6 +1,5 @@
 """What is known of every method, for `kvbench advise`: losses, bytes, throughput, and whose evidence they are."""
 
-import fnmatch
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -17,7 +16,7 @@ from kvbench.config.settings import as_dict
 from kvbench.evidence import shipped
 from kvbench.evidence.compare import compare_group
 from kvbench.evidence.compared import ComparedRun
-from kvbench.evidence.load import Group, StoredRun, patterns
+from kvbench.evidence.load import Group, StoredRun, lets_through, patterns
 from kvbench.policy import Policy
 from kvbench.results.measures import FIDELITY, SCORE
 from kvbench.sizing.outline import outline
@@ -278,8 +277,8 @@ def _of_study(cfg: DictConfig, asked: Asked) -> Iterator[tuple[str, Quality]]:
 
 
 def _wanted(wanted: object, name: str) -> bool:
-    """True where a filter lets a name through."""
-    return any(fnmatch.fnmatchcase(name, one) for one in patterns(wanted) or ["*"])
+    """True where a filter lets a name through; an empty one does."""
+    return lets_through(patterns(wanted) or None, name)
 
 
 @cache

@@ -1,6 +1,5 @@
 """`kvbench submit`: a suite with an author's own methods, and the folder that a board takes."""
 
-import fnmatch
 import json
 import shlex
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from kvbench.config import files
 from kvbench.config.settings import as_dict, read_config
 from kvbench.errors import unknown_name
 from kvbench.evidence import submission
-from kvbench.evidence.load import patterns
+from kvbench.evidence.load import lets_through, patterns
 from kvbench.results.sweep import sweeps
 from kvbench.results.writing import write_files
 from kvbench.show.progress import note
@@ -65,9 +64,9 @@ def _beside(protocol: Suite, cfg: DictConfig) -> list[str]:
     if missing := [name for name in always if name not in known]:
         raise ValueError(f"suite={cfg.suite} has no method={missing[0]}, which a board needs beside every other")
     for one in wanted or ():
-        if not any(fnmatch.fnmatchcase(name, one) for name in known):
+        if not any(lets_through([one], name) for name in known):
             raise unknown_name("beside", one, known)
-    fits = [one for one in known if one in always or wanted is None or any(fnmatch.fnmatchcase(one, w) for w in wanted)]
+    fits = [one for one in known if one in always or lets_through(wanted, one)]
     return [
         shlex.join([f"method={','.join(name for name in own if name in fits)}", *_without_method(line)])
         for own, line in zip(names, protocol.methods, strict=True)
@@ -90,14 +89,14 @@ def _mine(protocol: Suite, own: dict[str, Path], cfg: DictConfig) -> list[str]:
             raise unknown_name("methods", name, own)
     names = [one for one in wanted or ("*",) if "=" not in one]
     for one in names:
-        if not any(fnmatch.fnmatchcase(name, one) for name in own):
+        if not any(lets_through([one], name) for name in own):
             raise unknown_name("methods", one, own)
     chance = [
         line for line in protocol.methods if submission.RANDOM in suite.choice(shlex.split(line), "method").split(",")
     ]
     found = list(given)
     for name in own:
-        if any(fnmatch.fnmatchcase(name, one) for one in names):
+        if lets_through(names, name):
             has_budget = "budget" in method_settings(name)
             budgets = [shlex.join([f"method={name}", *_without_method(line)]) for line in chance]
             found += budgets if has_budget else [f"method={name}"]

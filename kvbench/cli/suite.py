@@ -1,6 +1,5 @@
 """`kvbench suite`: a protocol of several tasks and methods as one sweep, and the page at its end."""
 
-import fnmatch
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from kvbench.cli import commands, endings, sweeping
 from kvbench.config import files
 from kvbench.config.settings import as_dict, read_config, read_settings
 from kvbench.errors import check_name, unknown_name
-from kvbench.evidence.load import patterns
+from kvbench.evidence.load import lets_through, patterns
 from kvbench.rules import Form, check_settings
 
 if TYPE_CHECKING:
@@ -144,11 +143,11 @@ def _tasks(suite: Suite, cfg: DictConfig) -> list[list[str]]:
     wanted = patterns(cfg.tasks)
     names = [choice(line, "task") for line in lines]
     for one in wanted or ():
-        if not any(fnmatch.fnmatchcase(name, one) for name in names):
+        if not any(lets_through([one], name) for name in names):
             raise unknown_name("tasks", one, names)
     found = []
     for name, line in zip(names, lines, strict=True):
-        if wanted and not any(fnmatch.fnmatchcase(name, one) for one in wanted):
+        if not lets_through(wanted or None, name):
             continue
         takes = read_config(files.path_of("task", check_name("task", name, files.options("task"))))
         if AGREED in takes and not cfg[AGREED]:
@@ -174,7 +173,7 @@ def _methods(suite: Suite, cfg: DictConfig) -> list[list[str]]:
         if "=" in one:
             found += sweeping.combinations(shlex.split(one))
             continue
-        fits = [words for words in known if fnmatch.fnmatchcase(choice(words, "method"), one)]
+        fits = [words for words in known if lets_through([one], choice(words, "method"))]
         found += fits or [[f"method={check_name('methods', one, files.options('method'))}"]]
     return [words for place, words in enumerate(found) if words not in found[:place]]
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from kvbench.evidence.load import StoredRun
 from kvbench.evidence.papers import Entry, Paper
-from kvbench.evidence.report_papers import estimate_of
+from kvbench.evidence.published import PRINTED_FULL, conditions
+from kvbench.evidence.report_papers import OTHER_MODEL, OTHER_PROTOCOL, estimate_of
 from kvbench.evidence.samples import by_subset, curve_of
 from kvbench.results.lines import read_samples
 from kvbench.results.measures import score
@@ -20,7 +21,6 @@ from kvbench.show.terminal import number, span
 from kvbench.stats.intervals import Estimate, estimate
 
 REPRODUCED, DIFFERENT, OPEN = "reproduced", "not reproduced", "cannot tell"
-OTHER_MODEL, OTHER_PROTOCOL = "other model", "other protocol"
 NOT_RUN, CANNOT = "not run", "cannot be"
 MEANING = {
     REPRODUCED: "the printed value lies in our 95 % interval, same model by its name, same protocol as far as stated",
@@ -35,7 +35,6 @@ MEANING = {
 # above (1) or below (-1).
 SHARES = {"share_of_FP16_accuracy", "share_of_full_cache_score"}
 BOUNDS = {"gt": 1, "ge": 1, "lt": -1, "up_to": -1}
-FULL = "Full"  # the printed method of an uncompressed cache
 LATER = {"LeanKV": "DiffKV"}  # a method's name in an earlier paper of the same authors -> in the later one
 
 
@@ -103,7 +102,7 @@ def _cell(
 ) -> Cell:
     if why := entry.cannot or entry.reason(line["method"], row):
         return Cell(printed=line, row=row, verdict=CANNOT, note=why)
-    stated = _conditions(line)
+    stated = conditions(line["conditions"])
     found = next(
         ((run, own) for run in runs.get(row, ()) if (own := estimate_of(run, line["task"], stated)) is not None), None
     )
@@ -115,7 +114,7 @@ def _cell(
             (
                 one
                 for name in runs
-                if name.split()[0] == FULL
+                if name.split()[0] == PRINTED_FULL
                 for one in runs[name]
                 if one.record.task == run.record.task
             ),
@@ -138,11 +137,6 @@ def _cell(
     return Cell(**known, verdict=REPRODUCED if inside else DIFFERENT if own.ends else OPEN)
 
 
-def _conditions(line: Mapping[str, Any]) -> dict[str, str]:
-    """What the paper states of a cell."""
-    return dict(part.partition("=")[::2] for part in str(line["conditions"]).split(";") if "=" in part)
-
-
 def _share(run: StoredRun, full: StoredRun, share: float) -> tuple[Estimate, Estimate] | None:
     """A run's score as a share of the full cache's, without an interval; and the mean of its score less that share of
     the full cache's, sample by sample, whose interval says on which side of the share it is."""
@@ -150,7 +144,8 @@ def _share(run: StoredRun, full: StoredRun, share: float) -> tuple[Estimate, Est
     for one in (run, full):
         if not one.record.primary:
             return None
-        one.samples = read_samples(Path(one.name) / "samples.jsonl", one.record.hash, sealed=one.record.sealed)[0]
+        if not one.samples:  # once for all cells of a run
+            one.samples = read_samples(Path(one.name) / "samples.jsonl", one.record.hash, sealed=one.record.sealed)[0]
         curves.append(curve_of(one, score(one.record.primary)).values)
     mine, theirs = curves
     groups = by_subset(set(mine) & set(theirs))

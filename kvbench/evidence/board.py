@@ -4,6 +4,7 @@ folder in which anything does not fit is named, and ranks nowhere."""
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 
@@ -65,12 +66,12 @@ class Row:
     folders: list[str]
     """All that have it."""
 
-    @property
+    @cached_property
     def mean(self) -> float:
         """The mean over tasks of the difference to the full cache, as a share; larger is better."""
         return fmean(row.value * (1 if row.what.higher_is_better else -1) for row in self.runs)
 
-    @property
+    @cached_property
     def held(self) -> float | None:
         """Resident bytes as a share of an FP16 full cache, the mean over tasks; None where a run says nothing of it."""
         found = [summary.ledger(list(row.run.samples.values())) for row in self.runs if row.run]

@@ -153,6 +153,11 @@ def patterns(value: object) -> list[str] | None:
     return [str(item) for item in value] if isinstance(value, ListConfig | list | tuple) else [str(value)]
 
 
+def lets_through(wanted: Sequence[str] | None, name: str) -> bool:
+    """True where one of some patterns is that of a name; None lets all through."""
+    return wanted is None or any(fnmatch.fnmatchcase(name, one) for one in wanted)
+
+
 def fits_settings(settings: Mapping[str, object], where: Mapping[str, object]) -> bool:
     """True when a run has the settings, or one of several allowed values of each."""
     for key, value in where.items():
@@ -178,7 +183,7 @@ def find_runs(
     for path in sorted(root.glob(RUNS)):
         name = path.parent.relative_to(root).as_posix()
         wanted = zip(name.split("/"), filters, strict=False)
-        if not all(own is None or any(fnmatch.fnmatchcase(part, one) for one in own) for part, own in wanted):
+        if not all(lets_through(own, part) for part, own in wanted):
             continue
         try:
             record = RunRecord.load(path.parent)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # Names of the papers that are not ours with other punctuation.
 METHODS = {"kvc": "kvcompress", "duoattn": "duoattention"}
 TASKS = {"longbenchavg16": "longbench", "math": "math", "mathtest": "math"}
+PRINTED_FULL = "Full"  # the printed method of an uncompressed cache
 NOTE = "As printed in the papers, never corrected and not measured here; memory is nominal or unstated."
 
 
@@ -126,15 +127,30 @@ def _fitting(
     return fits
 
 
+def conditions(stated: object) -> dict[str, str]:
+    """What a paper states of a cell, by the name of the condition."""
+    return dict(part.partition("=")[::2] for part in str(stated).split(";") if "=" in part)
+
+
+def beside_full(found: "pd.DataFrame", table: list[str], column: str) -> "pd.DataFrame":
+    """Rows of methods with the uncompressed cache's number of the same table, as `COLUMN_full`.
+
+    Args:
+        table: The columns that say which table, and which place in it.
+    """
+    is_full = found["method"] == PRINTED_FULL
+    full = found[is_full].drop_duplicates(table, keep="last")[[*table, column]]
+    return found[~is_full].merge(full, on=table, how="left", suffixes=("", "_full"))
+
+
 def points(task: str, methods: Sequence[str]) -> list[PublishedPoint]:
     """Printed scores of a task and methods, by our names, that can stand in a picture: a known memory share, and an
     uncompressed cache beside them."""
     found = rows()
     found = found[(found["task"].map(task_name) == task_name(task)) & (found["unit"] == "points")]
-    table = ["paper", "locator", "model", "metric"]
-    full = found[found["method"] == "Full"].drop_duplicates(table, keep="last")[[*table, "value"]]
+    found = beside_full(found, ["paper", "locator", "model", "metric"], "value").dropna(subset=["value_full"])
     found = found[found["method"].map(method_name).isin({method_name(name) for name in methods})]
-    found = found[(found["method"] != "Full") & (found["memory_pct"] > 0)].merge(full, on=table, suffixes=("", "_full"))
+    found = found[found["memory_pct"] > 0].copy()
     found["difference"] = (found["value"] - found["value_full"]) / 100
     return list(map(PublishedPoint._make, found[list(PublishedPoint._fields)].values.tolist()))
 
@@ -170,9 +186,8 @@ def losses(model: str) -> list[PrintedLoss]:
     """The settings that papers print for a model, under our name, with their memory and an uncompressed cache."""
     found = of_model(model)
     found = found[found["unit"] == "points"]
-    table = ["paper", "locator", "model", "task", "metric"]
-    full = found[found["method"] == "Full"].drop_duplicates(table, keep="last")[[*table, "value"]]
-    found = found[(found["method"] != "Full") & (found["memory_pct"] > 0)].merge(full, on=table, suffixes=("", "_full"))
+    found = beside_full(found, ["paper", "locator", "model", "task", "metric"], "value").dropna(subset=["value_full"])
+    found = found[found["memory_pct"] > 0].copy()
     found["lost"] = (found["value_full"] - found["value"]) / 100
     each = found.groupby(["paper", "locator", "model", "method", "variant"], sort=False)
     most = each.agg(memory_pct=("memory_pct", "max"), lost=("lost", "max"), num_tasks=("task", "nunique")).reset_index()

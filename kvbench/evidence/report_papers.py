@@ -18,7 +18,6 @@ from kvbench.stats.intervals import Estimate
 OTHER_MODEL, OTHER_PROTOCOL = "other model", "other protocol"
 NOT_COMPARED, AS_STATED = "protocol not compared", "same as far as stated"
 MOST_ROWS = 80
-PRINTED_FULL = "Full"  # the printed method of an uncompressed cache
 # A paper's word for a condition -> ours.
 SETTINGS = {"alpha_h": "alpha_h", "alpha_l": "alpha_l", "bits": "bits", "group": "group", "residual": "residual_tokens"}
 SETTINGS |= {"pooling": "pool_kernel", "block": "block", "pyramid_depth": "depth", "window": "window"}
@@ -48,19 +47,18 @@ def beside(group: Group) -> dict[str, Any]:
 def _rows(group: Group, run: StoredRun) -> Iterator[dict[str, Any]]:
     found = published.rows()
     found = found[(found["unit"] == "points") & found["locator"].str.startswith("Table")]
-    keys = ["paper", "locator", "model", "task", "metric"]
-    full = found[found["method"] == PRINTED_FULL].drop_duplicates(keys, keep="last")[[*keys, "printed"]]
-    mine = found[(found["method"] != PRINTED_FULL) & (found["method"].map(method_name) == method_name(run.method))]
-    for row in mine.merge(full, on=keys, how="left", suffixes=("", "_full")).itertuples():
-        stated = dict(part.partition("=")[::2] for part in row.conditions.split(";") if "=" in part)
-        known = _settings(run)
+    found = published.beside_full(found, ["paper", "locator", "model", "task", "metric"], "printed")
+    mine = found[found["method"].map(method_name) == method_name(run.method)]
+    models = set(published.of_model(run.record.model)["model"]) if run.record.model else set()
+    known, held = _settings(run), summary.ledger(list(run.samples.values())).get(f"{RESIDENT.name}_ratio")
+    for row in mine.itertuples():
+        stated = published.conditions(row.conditions)
         ours = estimate_of(run, row.task, stated)
         if ours is None or ours.value is None or fits(row.variant, known) is False:
             continue
         beside_full = estimate_of(group.reference, row.task, stated) if group.reference else None
-        is_model = run.record.model and published.of_model(run.record.model)["model"].eq(row.model).any()
+        is_model = row.model in models
         told, match = differences(stated, known, fits(row.variant, known))
-        held = summary.ledger(list(run.samples.values())).get(f"{RESIDENT.name}_ratio")
         ends = NO_INTERVAL if ours.ends is None else f"[{', '.join(number(end, SCORE.scale) for end in ours.ends)}]"
         theirs = row.printed if row.printed_full != row.printed_full else f"{row.printed} (full {row.printed_full})"
         text = f"{number(ours.value, SCORE.scale)} {ends}"
