@@ -14,6 +14,7 @@ from kvbench.show import terminal
 from kvbench.show.csv_file import csv_row, records_csv
 from kvbench.show.picture import BLUE, GREY, ORANGE, SKY, drawn
 from kvbench.show.terminal import number, span
+from kvbench.sizing.stored import tier_shares
 from kvbench.stats.intervals import Estimate, estimate
 
 if TYPE_CHECKING:
@@ -45,16 +46,15 @@ def shares_of(group: Group, run: StoredRun) -> Shares | None:
     """The shares of a run when its answers ended; None where no sample says them."""
     held: dict[str, dict[str, list[float]]] = {}
     for record in run.samples.values():
-        kept = record.get("kept") or {}
-        slots, seen = kept.get("slots_per_tier"), kept.get("tokens_seen", 0) * kept.get("lists", 0)
-        if record["status"] != "ok" or not slots or not seen:
+        found = tier_shares([record])
+        if not found:
             continue
-        each = {f"tier {place}": count / seen for place, count in enumerate(slots, 1)}
-        for name, share in (each | {PRUNED: max(0.0, 1 - sum(slots) / seen)}).items():
+        each = {f"tier {place}": share for place, share in enumerate(found, 1)}
+        for name, share in (each | {PRUNED: max(0.0, 1 - sum(found))}).items():
             held.setdefault(name, {}).setdefault(record["subset"], []).append(share)
     if not held:
         return None
-    parts = {name: estimate(found, bounds=(0, 1), weighting=run.record.weighting) for name, found in held.items()}
+    parts = {name: estimate(each, bounds=(0, 1), weighting=run.record.weighting) for name, each in held.items()}
     ordered = [name for name in parts if name != PRUNED] + [PRUNED]
     return Shares(
         name=f"{group.task}, {group.model}: {run.label}",
