@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 from places import ROOT
+from test_packaging import BRIDGED, OPTIONAL
 
 from kvbench.config import code
 from kvbench.results import provenance
@@ -44,15 +45,9 @@ def test_versions_are_those_of_the_distributions():
 
 
 def test_every_import_of_a_task_or_the_harness_is_installed_or_optional():
-    """Every library of the code has a version, but for the GPU's where there is none, and trackers that nobody asked
-    for."""
+    """Every library of the code has a version, but for those that no installation needs."""
     files = [path for folder in ("kvbench", "kernels", "methods") for path in (ROOT / folder).rglob("*.py")]
-    assert {name for name, version in code.libraries(files).items() if not version} <= {
-        "triton",
-        "mlflow",
-        "wandb",
-        "kvpress",
-    }
+    assert {name for name, version in code.libraries(files).items() if not version} <= {*OPTIONAL, *BRIDGED}
     harness = code.versions(code.imports(provenance.code_files("cpu").values()))
     assert set(harness) == {"gguf", "pyyaml", "tokenizers", "torch", "transformers"}
 
