@@ -1,6 +1,5 @@
 """The engine over the samples of a run that are not there yet: every answer is graded and goes to a journal."""
 
-import time
 from collections.abc import Callable, Container, Generator, Sequence
 from contextlib import AbstractContextManager, closing
 from functools import partial
@@ -60,9 +59,9 @@ def record_answers(
     with_timing: bool = True,
     own: bool = False,
     pace: Pace | None = None,
-) -> Generator[Request]:
+) -> Generator[Request, bool | None]:
     """Run an engine on some requests of a task and write down every answer that is not in the journal yet; gives each
-    request before its prompt is read.
+    request before its prompt is read. Who sends True has what was graded meanwhile written, and gets it once more.
 
     Args:
         done: Answers that another journal has; they are computed only where their batch needs them.
@@ -100,7 +99,8 @@ def record_answers(
             for request in steps:
                 pace.pause()
                 progress.show()
-                yield request
+                while (yield request):
+                    graders.hand_out()
                 pace.read(request.num_prompt_tokens, request.num_samples)
 
 
@@ -112,9 +112,9 @@ def compute_missing(
     requests: Sequence[Request] | None = None,
     done: Container[Key] = (),
     shown: Shown = Progress,
-) -> Generator[Request]:
-    """Run the engine over what is in no journal yet, and give each request before its prompt is read; `requests` are
-    whole groups of the run, all by default. What passes while it waits there is none of the session's time."""
+) -> Generator[Request, bool | None]:
+    """Run the engine over what is in no journal yet, as `record_answers` does; `requests` are whole groups of the run,
+    all by default. What passes while it waits for its turn is none of the session's time."""
     task, before = experiment.task, len(journal.records)
     requests = task.requests if requests is None else requests
     own = experiment.config.forces_own and experiment.method == FULL
@@ -129,13 +129,8 @@ def compute_missing(
     )
     with shown(f"{experiment.method} on {task.name}", len(keys), len(there)) as progress:
         progress.follow(pace)
-        answered = record_answers(experiment.engine, task, todo, journal, progress, done=done, own=own, pace=pace)
         try:
-            for request in answered:
-                begin = time.perf_counter()
-                try:
-                    yield request
-                finally:
-                    session.wall_s -= time.perf_counter() - begin
+            yield from record_answers(experiment.engine, task, todo, journal, progress, done=done, own=own, pace=pace)
         finally:
+            session.wall_s -= pace.paused_s
             session.num_done = len(journal.records) - before

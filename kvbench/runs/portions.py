@@ -38,7 +38,7 @@ class Share:
 
     def compute(
         self, experiment: Experiment, *, say: Callable[[str], None], origin: Origin, shown: Shown
-    ) -> "Generator[Request, None, tuple[RunRecord, Found]]":
+    ) -> "Generator[Request, bool | None, tuple[RunRecord, Found]]":
         """Finish this share of a run, in the worker's own journal of it; gives its record, and what there is now."""
         folder, requests = experiment.folder, [experiment.task.requests[place] for place in self.places]
         if folder not in self.there:
@@ -62,7 +62,7 @@ def compute_portion(
     say: Callable[[str], None],
     origin: Origin,
     shown: Shown = Progress,
-) -> "Generator[Request, None, tuple[RunRecord, Found]]":
+) -> "Generator[Request, bool | None, tuple[RunRecord, Found]]":
     """Finish what is left of some requests of a run; gives each request before its prompt is read.
 
     Args:

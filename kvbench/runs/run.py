@@ -83,8 +83,9 @@ class Run:
         return self.record.status in ("complete", "failed")
 
 
-# Steps of work on a run: each gives the request whose prompt is read next, or None where it waits for another run.
-Steps = Generator["Request | None", None, Run]
+# Steps of work on a run: each gives the request whose prompt is read next, or None where it waits for another run. Who
+# sends True has its graded answers written in place of a step.
+Steps = Generator["Request | None", bool | None, Run]
 Waits = Generator[None, None, Run | None]
 
 

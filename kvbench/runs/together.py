@@ -122,10 +122,18 @@ class _Lane:
 
     def go(self) -> None:
         """Read the next prompt, and go on to the one after it."""
+        self._go_on(None)
+
+    def write(self) -> None:
+        """Write the answers that were graded while others had their turn."""
+        if self.stores:
+            self._go_on(True)
+
+    def _go_on(self, only_write: bool | None) -> None:
         assert self._steps is not None, "it has not ended"
         try:
             with nobody_leaves():
-                request = next(self._steps)
+                request = self._steps.send(only_write)
             self.at = math.inf if request is None else self._places[request.sample_id]
             return
         except StopIteration as end:
@@ -279,11 +287,14 @@ class _Together:
         """Let some of the runs go on to their next prompt; gives those that have ended, and takes them out."""
         turns = list(turns)
         for place, lane in enumerate(turns):
+            for other in lanes:
+                other.write()  # or they would wait for a whole round
             self._prompts.others = [store for other in turns[place + 1 :] for store in other.stores]
-            lane.go()
-            if lane.ended is not None:
-                lanes.remove(lane)
-                yield lane
+            if lane.ended is None:
+                lane.go()
+            for ended in [other for other in lanes if other.ended is not None]:
+                lanes.remove(ended)
+                yield ended
 
 
 def _comparable(full: _Lane, say: Callable[[str], None]) -> Waits:

@@ -33,11 +33,14 @@ class Pace:
     _begun: deque[float] = field(default_factory=deque, init=False)  # for each answer under way, the steps before it
     _ended_steps: float = field(default=0.0, init=False)  # of the answers that have ended, together
     _since: float | None = field(default=None, init=False)
+    _paused: float | None = field(default=None, init=False)
+    _paused_s: float = field(default=0.0, init=False)
     _reading: int = field(default=0, init=False)  # tokens
 
     def read(self, tokens: int, answers: int) -> None:
         """A prompt is read from now on, for so many answers."""
         self._since, self._reading = time.monotonic(), tokens
+        self._paused_s, self._paused = self.paused_s, None
         self._begun += [self._steps] * answers
         self.num_read += 1
 
@@ -56,7 +59,7 @@ class Pace:
     def pause(self) -> None:
         """Others have their turn from now on."""
         self.decode_s += self._lap()
-        self._since = None
+        self._since, self._paused = None, time.monotonic()
 
     def _lap(self) -> float:
         """Seconds since the last event, unless they belong to a prompt, which they are added to."""
@@ -66,6 +69,11 @@ class Pace:
             return passed
         self.read_s, self.read_tokens, self._reading = self.read_s + passed, self.read_tokens + self._reading, 0
         return 0.0
+
+    @property
+    def paused_s(self) -> float:
+        """Seconds in which others had their turn."""
+        return self._paused_s + (0.0 if self._paused is None else time.monotonic() - self._paused)
 
     @property
     def token_s(self) -> float | None:

@@ -2,6 +2,8 @@
 
 import json
 import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -128,6 +130,24 @@ def test_fakes_leave_what_single_runs_leave(tmp_path):
     for job in ratios(tmp_path / "single", order[:3], reference="auto"):
         run_experiment(job.cfg, method=job.method, parts=make_parts(), say=told.append)
     assert content(tmp_path / "together") == content(tmp_path / "single")
+
+
+def test_what_was_graded_is_written_while_others_have_their_turn(tmp_path, monkeypatch):
+    """An answer of the first run, graded in the turn of the second, is on disk before the third has its own."""
+    jobs, graded, lines, own = ratios(tmp_path, [None, 0.5, 0.25]), threading.Event(), [], FakeEngine.answer
+    parts = make_parts(task={"grading_workers": 1, "scorer": lambda asked, text: graded.set() or 1.0})
+    first = prepare(RunConfig.read(jobs[0].cfg), "full", parts).folder / "samples.jsonl"
+
+    def answer(self, request, *more):
+        if self.policy.ratio == 0.5 and graded.wait(10):
+            time.sleep(0.2)  # the grader has returned, and its thread takes what it gave
+        if self.policy.ratio == 0.25:
+            lines.append(len(first.read_text().splitlines()))
+        return own(self, request, *more)
+
+    monkeypatch.setattr(FakeEngine, "answer", answer)
+    assert len(dict(run_together(jobs, parts))) == 3
+    assert lines[0] == 1 and len(lines) == 10
 
 
 def test_runs_that_are_done_to_different_extents_go_on(tmp_path):
