@@ -3,11 +3,13 @@ docs/findings.md are those of the committed files, and these those of the sample
 
 import csv
 import importlib.util
+import sys
 from collections import Counter
 from functools import cache
 
 import pytest
 from places import ROOT
+from stored import store, yes_no
 
 from kvbench.cache.rotation import KINDS
 from kvbench.cli.commands import compose_command
@@ -28,7 +30,8 @@ RUN = "snapkv budget=0.25 tier=fp16"
 
 @cache
 def script(name):
-    """A script of results/example, as a module."""
+    """A script of results/example, as a module; one imports another."""
+    sys.path[:0] = [str(EXAMPLE)] if str(EXAMPLE) not in sys.path else []
     spec = importlib.util.spec_from_file_location(name, EXAMPLE / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -111,8 +114,8 @@ def test_a_study_goes_on_past_what_cannot_be_run(tmp_path, monkeypatch, capsys):
 
 def test_the_tables_are_those_of_the_files():
     """`make findings` would leave the document as it is."""
-    text = (ROOT / "docs" / "findings.md").read_text()
-    assert script("findings").put(text) == text
+    text, made = (ROOT / "docs" / "findings.md").read_text(), dict(script("findings").tables())
+    assert len(made) >= 4 and script("findings").put(text, made.items()) == text
 
 
 @pytest.mark.parametrize("metric", ["nll", "partial"])
@@ -147,6 +150,22 @@ def test_every_sample_is_there():
         assert not damaged and len(samples) == run.counts.total
         questions |= {(record["subset"], record["sample_id"], *record["gold"]) for record in samples.values()}
     assert len(questions) == 200 and {subset for subset, *_ in questions} == {"multikey", "kv", "recall", "passkey"}
+
+
+def test_packing_leaves_out_what_is_not_ours(tmp_path):
+    """A packed run compares as it did, and its lines are sealed; answers, ends of prompts and paths are gone, and a run
+    that did not end is left out."""
+    scores, gold = yes_no(0.5, {"a": 40}), ["the right answer"]
+    for method, status in (("full", "complete"), ("int4", "complete"), ("fp8", "stopped")):
+        folder = store(tmp_path / "runs", method, scores, status=status, gold=gold)
+        (folder / "config.yaml").write_text("model: {path: /work/m.gguf}\nresults_dir: /tmp/x\nseed: 0\n")
+    script("benchmarks").pack(tmp_path / "runs", tmp_path / "packed")
+    (group,) = load_groups(compose_command("compare", [f"results_dir={tmp_path / 'packed'}"]))
+    assert [run.method for run in group.runs] == ["full", "int4"]
+    for run in group.runs:
+        assert len(run.samples) == 40 and {sample["scores"]["exact"] for sample in run.samples.values()} == {0.0, 1.0}
+        assert not any("gold" in sample or sample["prompt"]["tail"] for sample in run.samples.values())
+        assert (tmp_path / "packed" / run.name / "config.yaml").read_text() == "model:\n  path: null\nseed: 0\n"
 
 
 def test_the_example_is_small():

@@ -2,17 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
 from omegaconf import DictConfig
 
 from kvbench.bench.choices import make_method
-from kvbench.config import files
 from kvbench.config.files import FULL
-from kvbench.config.methods import method_settings
-from kvbench.config.settings import as_dict
 from kvbench.evidence import shipped
 from kvbench.evidence.compare import compare_group
 from kvbench.evidence.compared import ComparedRun
@@ -22,7 +19,7 @@ from kvbench.results.measures import FIDELITY, SCORE
 from kvbench.sizing.outline import outline
 from kvbench.sizing.project import Projection
 from kvbench.sizing.shapes import NamedShape
-from kvbench.sizing.stored import policy_of, tier_shares
+from kvbench.sizing.stored import changed_settings, policy_of, tier_shares, usual_settings
 
 ADVISED, ELSEWHERE, OPEN, UNMEASURED = "advised", "other model", "cannot tell", "not measured"
 LOSES, UNSIZED, TOO_LARGE = "loses more", "bytes unknown", "too large"
@@ -38,7 +35,7 @@ MEANING = {  # the best first
 HERE, STUDY, BYTES = "yours", "study", "bytes"
 WHOSE = {  # the evidence of a row, the best first
     HERE: "your runs, under results_dir",
-    STUDY: f"the repository's study ({shipped.NAME})",
+    STUDY: f"the repository's studies ({shipped.PLACE})",
     BYTES: "counted, and nothing measured",
 }
 # What is listed where nothing was measured by anybody.
@@ -92,6 +89,8 @@ class Quality:
     scale: float
     """Factor of a loss that is shown."""
     unit: str
+    study: str = ""
+    """The folder of the repository's study that measured it; empty for others."""
 
 
 def _quality(row: ComparedRun, margin: float, **where: Any) -> Quality:
@@ -140,7 +139,7 @@ class Advice:
         try:
             found = outline(*asked, shares)
             if found is None and not shares:
-                found = outline(*asked, shipped.shares_in_study(self.method, self.policy)[0])
+                found = outline(*asked, shipped.shares_in_study(self.method, self.policy, self.asked.shape.name)[0])
         except ValueError:  # a table of heads, a window or a group that is for another shape
             return None
         return found
@@ -227,6 +226,7 @@ def gather(
             if row := quality.get(run.name):
                 longest = max((record["num_prompt_tokens"] for record in run.samples.values()), default=0)
                 where = {"task": group.task, "model": group.model, "own": group.model == asked.shape.name}
+                where["study"] = str(cfg.results_dir) if is_study else ""
                 found[key].quality.append(
                     _quality(row, asked.margin, whose=STUDY if is_study else HERE, longest_tokens=longest, **where)
                 )
@@ -245,13 +245,13 @@ def _add(found: dict[str, Advice], label: str, asked: Asked, speeds: Mapping[str
     policy = make_method(label)
     key, method = repr(policy), label.split()[0]
     if key not in found:
-        settings = {name: getattr(policy, name, value) for name, value in _usual(method).items()}
+        settings = {name: getattr(policy, name, value) for name, value in usual_settings(method).items()}
         found[key] = _entry(method, settings, policy, asked, speeds.get(key, []), label)
     return found[key]
 
 
 def _of_study(cfg: DictConfig, asked: Asked) -> Iterator[tuple[str, Quality]]:
-    """The losses of the repository's study that the filters let through, by the words of their methods."""
+    """The losses of the repository's studies that the filters let through, by the words of their methods."""
     what = FIDELITY.get(str(cfg.metric), SCORE)
     for row in shipped.losses(str(cfg.metric)):
         named = {"models": row.model, "tasks": row.task, "methods": row.method}
@@ -269,9 +269,10 @@ def _of_study(cfg: DictConfig, asked: Asked) -> Iterator[tuple[str, Quality]]:
             most=most,
             num_samples=row.samples,
             needed=None,
-            longest_tokens=shipped.LONGEST_TOKENS,
+            longest_tokens=row.longest_tokens,
             scale=what.scale,
             unit=what.unit,
+            study=row.study,
         )
         yield row.label, found
 
@@ -281,21 +282,9 @@ def _wanted(wanted: object, name: str) -> bool:
     return lets_through(patterns(wanted) or None, name)
 
 
-@cache
-def _usual(method: str) -> dict[str, Any]:
-    """The settings of a method's configuration; none of a method that is not here."""
-    return as_dict(method_settings(method)) if method in files.options("method") else {}
-
-
 def _entry(
     method: str, stored: Mapping[str, Any], policy: Policy | None, asked: Asked, speeds: list[Speed], label: str
 ) -> Advice:
-    usual = _usual(method)
     return Advice(
-        asked=asked,
-        label=label,
-        method=method,
-        settings={name: value for name, value in stored.items() if name in usual and value != usual[name]},
-        policy=policy,
-        speeds=speeds,
+        asked=asked, label=label, method=method, settings=changed_settings(method, stored), policy=policy, speeds=speeds
     )

@@ -16,7 +16,6 @@ from kvbench.cli.advice import (
     ELSEWHERE,
     MEANING,
     OPEN,
-    STUDY,
     TOO_LARGE,
     UNMEASURED,
     WHOSE,
@@ -25,11 +24,12 @@ from kvbench.cli.advice import (
     Speed,
     gather,
 )
+from kvbench.cli.advice_of_others import carried, show_printed, studies
 from kvbench.config import files
 from kvbench.config.files import FULL
 from kvbench.config.settings import as_dict
 from kvbench.errors import check_whole
-from kvbench.evidence import published, shipped
+from kvbench.evidence import shipped
 from kvbench.evidence.load import RUNS, Group, load_groups
 from kvbench.evidence.settings import check_margin
 from kvbench.policy import MAX_TOKENS
@@ -45,7 +45,6 @@ from kvbench.sizing.shapes import NamedShape, find_shape
 
 FAR = 2  # a context this many times as long as the longest measured prompt is another question
 NAMED = 3  # methods that a command names
-PRINTED = 8  # rows of what papers print
 BENCHES = ("throughput", "decode")  # what of `kvbench bench` measures tokens per second of a whole model
 RULER_TASKS, SAMPLES = 11, 200  # of the run that would settle it; as many samples as the repository's study has
 
@@ -67,13 +66,14 @@ def main(cfg: DictConfig) -> int:
         ranked = sorted(found, key=lambda item: item.rank)
         for item in ranked[:most]:
             _ = item.bytes_of  # of what loses more, only those that are shown
-    if cfg.study and shipped.study_folder() is None:
+    if cfg.study and not shipped.study_folders():
         missing.append(shipped.ABSENT)
     if asked.shape.context and asked.context_tokens > asked.shape.context:
         name, made = asked.shape.name, asked.shape.context
         missing.append(f"{name} was made for {made} tokens; context={asked.context_tokens} is more.")
-    show(ranked, asked, [*missing, *notes, *said], room, card, has_speeds=bool(speeds), most=most)
-    show_printed(asked, str(cfg.metric))
+    metric, has_speeds = str(cfg.metric), bool(speeds)
+    show(ranked, asked, [*missing, *notes, *said], room, card, has_speeds=has_speeds, most=most, metric=metric)
+    show_printed(asked, metric)
     return 0
 
 
@@ -180,6 +180,7 @@ def show(
     *,
     has_speeds: bool,
     most: int | None,
+    metric: str,
 ) -> None:
     """Print the table, at most `most` rows of it, and what must be known to read it."""
     console = terminal.console(80)
@@ -210,7 +211,8 @@ def show(
         console.print(Text(f"Room for caches: {format_bytes(max(0, memory))} ({room}); activations need some of it."))
         if memory < 0:
             console.print(Text("The weights alone do not fit; weights=BYTES says what quantised ones take."))
-    for line in (*summary(ranked, asked), *settling(ranked, asked, card), *unknown(ranked, asked, has_speeds)):
+    known = [*summary(ranked, asked), *studies(ranked), *carried(ranked, asked, metric)]
+    for line in (*known, *settling(ranked, asked, card), *unknown(ranked, asked, has_speeds)):
         console.print(Text(line), soft_wrap=line.startswith(" "))  # a command is copied
     for note in notes:
         console.print(Text(f"! {note}"), soft_wrap=True)
@@ -227,42 +229,6 @@ def show(
             style="dim",
         )
     )
-
-
-def show_printed(asked: Asked, metric: str) -> None:
-    """Print what papers printed for the model that is asked about, as far as it fits and loses little enough."""
-    found = [] if metric != "score" else published.losses(asked.shape.name)
-    if not found:
-        return
-    fp16 = asked.batch * asked.shape.store_shape.fp16_bytes(asked.context_tokens)
-    limit = math.inf if asked.memory_bytes is None else asked.memory_bytes
-    fits = [one for one in found if one.memory_pct / 100 * fp16 <= limit and one.lost <= asked.margin]
-    best = {one.method: one for one in sorted(fits, key=lambda one: (-one.num_tasks, one.memory_pct), reverse=True)}
-    console = terminal.console(80)
-    console.print()
-    if best:
-        table = terminal.plain_table(f"Printed by papers for {safe(found[0].model)}, within memory and margin")
-        for heading in ("method", "variant", "place"):
-            table.add_column(heading, overflow="fold")
-        for heading in ("caches", "%", "most lost", "tasks"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for one in list(best.values())[::-1][:PRINTED]:
-            size = format_bytes(one.memory_pct / 100 * fp16)
-            place = f"{one.paper}, {one.locator}"
-            table.add_row(
-                one.method,
-                one.variant,
-                place,
-                size,
-                f"{one.memory_pct:g}",
-                f"{100 * one.lost:+.1f}",
-                str(one.num_tasks),
-            )
-        console.print(table)
-    else:
-        console.print(Text(f"Of {len(found)} settings that papers print for {safe(found[0].model)}, none fits."))
-    words = f"kvbench published 'models=[{found[0].model}]'"
-    console.print(Text(f"{published.NOTE} No interval is printed. All of them: {words}", style="dim"))
 
 
 def loss_text(item: Advice) -> str:
@@ -287,7 +253,7 @@ def summary(ranked: Sequence[Advice], asked: Asked) -> list[str]:
     name = asked.shape.name
     if best is None or best.worst is None:
         return [*lines, f"Nothing that fits is shown to lose no more than the margin on {name}, so none is advised."]
-    by = " by the repository's study" if best.whose == STUDY else ""
+    by = f" by the repository's study ({best.worst.task} in {best.worst.study})" if best.worst.study else ""
     return [
         *lines,
         f"Measured on {name}{by}, it fits and loses no more than the margin: {safe(best.label)} "

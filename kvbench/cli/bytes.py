@@ -126,12 +126,12 @@ def _whole(found: Projection, shape: NamedShape, length: int) -> Projection:
 def _known_elsewhere(asked: Asked, shape: NamedShape, length: int, answer: int) -> tuple[list[Row], list[str]]:
     """Rows that others' numbers make of a method whose memory the text decides, and whose numbers they are."""
     name, rows, notes = asked.name, list[Row](), list[str]()
-    shares, model = shipped.shares_in_study(name, asked.policy)
+    shares, model = shipped.shares_in_study(name, asked.policy, shape.name)
     if shares:
         (found, _) = project(asked.policy, shape.store_shape, length - answer, answer, shares=shares)
         rows.append((f"{name}, study", length, found))
         notes.append(f"study: at the shares that the repository's study measured of {name} on {model}, another text.")
-    elif shipped.study_folder() is None:
+    elif not shipped.study_folders():
         notes.append(shipped.ABSENT)
     printed = published.shares(name, shape.name)
     if len(printed):

@@ -5,7 +5,7 @@ A method is the same in two groups by its settings. Its place in a group is that
 full cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean
@@ -16,7 +16,7 @@ from scipy.stats import rankdata
 
 from kvbench.config.files import FULL
 from kvbench.evidence.compared import ComparedRun
-from kvbench.evidence.load import Group
+from kvbench.evidence.load import Group, StoredRun
 from kvbench.evidence.samples import Curve, by_subset, curve_of, measure, shared, strata_of
 from kvbench.results import summary
 from kvbench.results.measures import RESIDENT, SHARE_MARK, TIME
@@ -44,19 +44,25 @@ class Between:
         return f"{names}: {self.found.value:+.2f} {ends} over {self.num_runs} runs; each with itself: {halves}"
 
 
-def between(groups: Sequence[Group], metric: str, cfg: DictConfig) -> list[Between]:
+def between(
+    groups: Sequence[Group], metric: str, cfg: DictConfig, key: Callable[[StoredRun], str] = lambda run: run.method_key
+) -> list[Between]:
     """Spearman's rank correlation of the methods that two groups share, for every two groups; questions are resampled
-    in each group by itself."""
+    in each group by itself.
+
+    Args:
+        key: What is the same of a method in two groups.
+    """
     curves: list[dict[str, Curve]] = []
     for group in groups:
         what = measure(metric, group)
         runs = [run for run in group.runs if run.method != FULL and run.complete]
-        curves.append({run.method_key: curve for run in runs if (curve := curve_of(run, what)).values})
+        curves.append({key(run): curve for run in runs if (curve := curve_of(run, what)).values})
     found = []
     for (first, mine), (second, theirs) in combinations(zip(groups, curves, strict=True), 2):
-        keys = [key for key in mine if key in theirs]
-        one = _strata(first, metric, [mine[key] for key in keys])
-        other = _strata(second, metric, [theirs[key] for key in keys])
+        keys = [name for name in mine if name in theirs]
+        one = _strata(first, metric, [mine[name] for name in keys])
+        other = _strata(second, metric, [theirs[name] for name in keys])
         if len(keys) >= FEWEST_RUNS and one and other:
             both = agreement(one, other, resamples=cfg.resamples, seed=cfg.seed, same_questions=False)
             found.append(Between(titles=(first.title, second.title), num_runs=len(keys), found=both))

@@ -1,4 +1,4 @@
-"""The study that comes with the repository: others made its runs, and they are marked so wherever they count."""
+"""The studies that come with the repository: others made their runs, and they are marked so wherever they count."""
 
 import csv
 import os
@@ -12,69 +12,114 @@ from kvbench.evidence.load import find_runs
 from kvbench.results.lines import read_samples
 from kvbench.sizing.stored import policy_of, tier_shares
 
-NAME = "results/example/study"
-ABSENT = f"The study of the repository ({NAME}) is not installed with the package; a clone has it."
+PLACE = "results/example"
+STUDY, BENCHMARKS = f"{PLACE}/study", f"{PLACE}/benchmarks"  # generated questions; real benchmarks
+ABSENT = f"The studies of the repository ({PLACE}) are not installed with the package; a clone has them."
 
-LONGEST_TOKENS = 1024  # of its prompts
+LONGEST_TOKENS = 1024  # of the first study's prompts
 POOLED = "mean over"  # both lengths, in its table
 
 
-def study_folder() -> Path | None:
-    """The folder of its runs; None in an installed package, which has none."""
-    folder = package_folder().parent / NAME
-    return folder if folder.is_dir() else None
+def study_folders() -> list[Path]:
+    """The folders of their runs; none in an installed package."""
+    return [folder for name in (STUDY, BENCHMARKS) if (folder := package_folder().parent / name).is_dir()]
 
 
 def is_study(folder: object) -> bool:
-    """True for the folder of its runs, however it is written."""
-    root = study_folder()
-    return root is not None and os.path.realpath(str(folder)) == os.path.realpath(root)
+    """True for the folder of a study's runs, however it is written."""
+    return os.path.realpath(str(folder)) in map(os.path.realpath, study_folders())
 
 
-def shares_in_study(method: str, policy: object) -> tuple[list[float], str]:
-    """The shares of tiers that the study measured of a method's policy, over all its runs, and the model; none where it
-    has no such run."""
-    root = study_folder()
-    found = find_runs(root, {}, (None, None, [method])) if root else ()
-    same = [(folder, record) for folder, record in found if repr(policy_of(record.identity)) == repr(policy)]
+def shares_in_study(method: str, policy: object, model: str = "") -> tuple[list[float], str]:
+    """The shares of tiers that the studies measured of a method's policy, over all its runs on one model, and that
+    model: the wanted one where it was measured; none where no study has such a run."""
+    filters = (None, None, [method])
+    found = [one for root in study_folders() for one in find_runs(root, {}, filters)]
+    same = [one for one in found if repr(policy_of(one[1].identity)) == repr(policy)]
+    names = [record.model for _, record in same]
+    chosen = model if model in names else next(iter(names), "")
     samples = (
-        read_samples(folder / "samples.jsonl", record.hash, sealed=record.sealed)[0].values() for folder, record in same
+        read_samples(folder / "samples.jsonl", record.hash, sealed=record.sealed)[0].values()
+        for folder, record in same
+        if record.model == chosen
     )
-    return tier_shares(chain.from_iterable(samples)), same[0][1].model if same else ""
+    return tier_shares(chain.from_iterable(samples)), chosen
 
 
 class StudyLoss(NamedTuple):
-    """A paired difference to the full cache that the study found, over both of its lengths."""
+    """A paired difference to the full cache that a study found."""
 
+    study: str
+    """Its folder."""
     label: str
     """Method and settings, such as `kivi bits=2`."""
     method: str
     task: str
     model: str
     samples: int
+    longest_tokens: int
+    """Of its prompts."""
     difference: float
     """In the metric's unit, of 1 where it is a score."""
     low: float
     high: float
 
 
+def _rows(name: str) -> list[dict[str, str]]:
+    """The rows of a table beside the studies; none where there is none."""
+    path = package_folder().parent / PLACE / name
+    if not study_folders() or not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 @cache
 def losses(metric: str) -> list[StudyLoss]:
-    """What the study found of a metric, as its own table has it; empty where it is not there, or has no such metric."""
-    root = study_folder()
-    if root is None:
-        return []
-    with (root.parent / "measures.csv").open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["group"].startswith(POOLED) and row["metric"] == metric]
+    """What the studies found of a metric, as their own tables have it: of the generated questions over both of their
+    lengths, of the benchmarks task by task. Empty where they are not there, or have no such metric."""
+    pooled = [row for row in _rows("measures.csv") if row["group"].startswith(POOLED)]
+    both = [{"study": STUDY, "task": "longctx", "model": row["group"].rpartition(" ")[2], **row} for row in pooled]
+    both += [{"study": BENCHMARKS, **row} for row in _rows("benchmarks.csv")]
     return [
         StudyLoss(
+            study=row["study"],
             label=row["run"],
             method=row["method"],
-            task="longctx",
-            model=row["group"].rpartition(" ")[2],
+            task=row["task"],
+            model=row["model"],
             samples=int(row["n"]),
+            longest_tokens=int(row.get("longest_tokens", LONGEST_TOKENS)),
             **{name: float(row[name]) for name in ("difference", "low", "high")},
         )
-        for row in rows
-        if row["low"]
+        for row in both
+        if row["low"] and row["metric"] == metric
+    ]
+
+
+class Order(NamedTuple):
+    """How far two models that were measured put the same methods in the same order."""
+
+    runs: str
+    """Which: all that both have, or those at one budget."""
+    num_methods: int
+    places: tuple[str, str]
+    """Task and model of each."""
+    correlation: float
+    """Spearman's."""
+    low: float
+    high: float
+
+
+def orders(metric: str) -> list[Order]:
+    """The rank correlations of methods between models, by a metric; empty where the studies are not there."""
+    return [
+        Order(
+            runs=row["runs"],
+            num_methods=int(row["count"]),
+            places=(f"{row['task']} with {row['model']}", f"{row['other_task']} with {row['other_model']}"),
+            **{name: float(row[name]) for name in ("correlation", "low", "high")},
+        )
+        for row in _rows("across.csv")
+        if row["metric"] == metric and row["model"] != row["other_model"] and row["low"]
     ]

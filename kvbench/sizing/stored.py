@@ -2,8 +2,12 @@
 
 import importlib
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
+from kvbench.config import files
+from kvbench.config.methods import method_settings
+from kvbench.config.settings import as_dict
 from kvbench.policy import Policy
 from kvbench.results.sample import SampleRecord
 from kvbench.rules import TABLE_OR_PATH, declared
@@ -32,6 +36,19 @@ def policy_of(identity: Mapping[str, Any]) -> Policy | None:
         return None if any(isinstance(settings.get(key), str) for key in tables) else kind(**settings)
     except Exception:  # of settings that are not ours a method may make anything
         return None
+
+
+@cache
+def usual_settings(method: str) -> dict[str, Any]:
+    """The settings of a method's configuration; none of a method that is not here."""
+    return as_dict(method_settings(method)) if method in files.options("method") else {}
+
+
+def changed_settings(method: str, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a stored method that are not those of its configuration today; what it had and today's code has
+    no more is left out, so that runs of two versions of the code find each other."""
+    usual = usual_settings(method)
+    return {name: value for name, value in stored.items() if name in usual and value != usual[name]}
 
 
 def tier_shares(records: Iterable[SampleRecord]) -> list[float]:

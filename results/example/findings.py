@@ -1,4 +1,5 @@
-"""Makes the tables and pictures of docs/findings.md from the samples of its study: `make findings`.
+"""Makes the tables and pictures of docs/findings.md from the samples of the study of a small model: `make findings`.
+benchmarks.py beside it makes those of the study on real benchmarks.
 
     python results/example/findings.py [PART ...]
 
@@ -57,11 +58,17 @@ def write(path: Path, table: pd.DataFrame) -> None:
     table.to_csv(path, index=False)
 
 
-def run(*words: str) -> None:
-    """One command of kvbench over the study; its words are shown as a shell would take them."""
-    print("python -m kvbench", *words, f"results_dir={STUDY.relative_to(HERE.parent.parent)}", flush=True)
-    if code := kvbench([*words, f"results_dir={STUDY}"]):
+def run(*words: str, study: Path = STUDY) -> None:
+    """One command of kvbench over a study; its words are shown as a shell would take them."""
+    print("python -m kvbench", *words, f"results_dir={study.relative_to(HERE.parent.parent)}", flush=True)
+    if code := kvbench([*words, f"results_dir={study}"]):
         sys.exit(code)
+
+
+def picture(path: Path, to: Path) -> None:
+    """A picture in few colours, which takes a third of the bytes."""
+    with Image.open(path) as drawn:
+        drawn.convert("RGB").quantize(128, Image.Quantize.MAXCOVERAGE).save(to, optimize=True)
 
 
 def frontier(folder: Path) -> None:
@@ -69,9 +76,7 @@ def frontier(folder: Path) -> None:
     run("pareto", "metric=nll", "axes=[resident]", "kinds=[png]", f"out={folder}")
     table = read(folder / "pareto.csv")
     write(HERE / "pareto.csv", table[table.group.str.contains(MAIN)])
-    (picture,) = folder.glob("mean*_resident.png")
-    with Image.open(picture) as drawn:  # few colours take a third of the bytes
-        drawn.convert("RGB").quantize(128, Image.Quantize.MAXCOVERAGE).save(HERE / "pareto.png", optimize=True)
+    picture(next(folder.glob("mean*_resident.png")), HERE / "pareto.png")
 
 
 def measures(folder: Path) -> None:
@@ -295,9 +300,9 @@ def verdict(row: Row) -> str:
     return f" {row['verdict']}" if row["verdict"] in ("better", "worse", "equal") else ""
 
 
-def put(text: str) -> str:
-    """The document with its tables renewed."""
-    for name, table in tables():
+def put(text: str, made: Iterable[tuple[str, str]]) -> str:
+    """The document with some tables renewed."""
+    for name, table in made:
         start, end = f"<!-- table: {name} -->\n", "<!-- end -->"
         head, found, rest = text.partition(start)
         if not found:
@@ -310,4 +315,4 @@ if __name__ == "__main__":
     for part in sys.argv[1:] or PARTS:
         with tempfile.TemporaryDirectory() as name:
             PARTS[part](Path(name))
-    DOCUMENT.write_text(put(DOCUMENT.read_text()))
+    DOCUMENT.write_text(put(DOCUMENT.read_text(), tables()))

@@ -188,9 +188,45 @@ def test_nothing_is_advised_from_a_broken_reference(results, monkeypatch, capsys
     assert "! most answers of full were cut" in said
 
 
+def test_what_nobody_measured_has_the_order_of_others_and_not_their_losses(tmp_path, monkeypatch, capsys):
+    """Two studies, one made here: how far two models agree is said with its interval, and how far a method's losses lie
+    apart; a model of a study has its own row alone, and the study is named with its n."""
+    mine = {"task": "code", "model": "qwen2.5-coder-0.5b", "run": "int4", "method": "int4", "metric": "score"}
+    mine |= {"n": "120", "difference": "-0.02", "low": "-0.05", "high": "0.01", "longest_tokens": "300"}
+    order = {"runs": "all", "count": "12", "metric": "score", "task": "longctx", "model": MODEL, "other_task": "code"}
+    order |= {"other_model": mine["model"], "correlation": "0.62", "low": "0.31", "high": "0.84"}
+    others = [order | {"model": mine["model"], "task": "code"}, order | {"metric": "nll"}]
+    made = {"measures.csv": shipped._rows("measures.csv"), "benchmarks.csv": [mine], "across.csv": [order, *others]}
+    monkeypatch.setattr(shipped, "_rows", made.get)
+    shipped.losses.cache_clear()
+    said = {}
+    for model in ("llama3-8b", mine["model"], MODEL):
+        words = ["context=1k", "margin=0.05", "methods=int4", f"results_dir={tmp_path}"]
+        assert main(["advise", f"model={model}", *words]) == 0
+        said[model] = " ".join(capsys.readouterr().out.split())
+    shipped.losses.cache_clear()
+    other, own, small = said.values()
+    assert "Nothing was measured on llama3-8b. What may carry over is which method loses less" in other
+    agree = (
+        "longctx with smollm2-135m and code with qwen2.5-coder-0.5b: rank correlation +0.62 [+0.31, +0.84], 12 methods"
+    )
+    assert agree in other and other.count("rank correlation") == 1
+    assert (
+        "How much it loses does not: int4 loses +2.0 on code with qwen2.5-coder-0.5b, and +12.6 on longctx with "
+        "smollm2-135m (points)." in other
+    )
+    assert "1 from results/example/study (longctx with smollm2-135m, n=200)" in other
+    assert (
+        "Measured on qwen2.5-coder-0.5b by the repository's study (code in results/example/benchmarks), it fits and "
+        "loses no more than the margin: int4 (120 samples)." in own
+    )
+    assert "1 from results/example/benchmarks (code with qwen2.5-coder-0.5b, n=120)" in own
+    assert "+12.6 [+7.3, +18.3]" in small and "Nothing was measured" not in own + small
+
+
 def test_a_package_without_the_study_counts_bytes(tmp_path, monkeypatch, capsys):
     """Where nothing was measured by anybody, methods stand with their bytes, and it is said where the study is."""
-    monkeypatch.setattr(shipped, "study_folder", lambda: None)
+    monkeypatch.setattr(shipped, "study_folders", list)
     shipped.losses.cache_clear()
     assert main([*WORDS[:-1], f"results_dir={tmp_path}"]) == 0
     said = " ".join(capsys.readouterr().out.split())
