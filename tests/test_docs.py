@@ -1,4 +1,4 @@
-"""The documents: those that are generated, what the others name, and the published protocols."""
+"""The documents: those that are generated, what the others name, and the methods of the papers' rows."""
 
 import ast
 import csv
@@ -10,7 +10,6 @@ from functools import cache
 import pytest
 from engine_helpers import answers, random_tokens, request
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from places import ROOT
 from selection import FULL
 
@@ -23,11 +22,11 @@ from kvbench.config import files as listing
 from kvbench.config.compose import compose
 from kvbench.config.methods import method_settings
 from kvbench.config.settings import read_config
+from kvbench.evidence import papers
 from kvbench.runs.parts import make_policy
 from kvbench.runs.verdict import complaint
 
 WITH_RUNS = ("suite", "paper")  # commands whose words go to their runs, but for their own settings
-EXPERIMENTS = sorted(listing.options("experiment"))
 DOCUMENTS = [
     "README.md",
     "CONTRIBUTING.md",
@@ -192,81 +191,24 @@ def test_the_site_has_every_page():
     assert sorted(pages) == sorted({*DOCUMENTS, "CHANGELOG.md"})
 
 
-# The published protocols, by table or figure of their paper.
-PUBLISHED = {
-    "DiffKV Table 1": [f"diffkv_{model}" for model in ("llama3_8b", "llama3_70b", "qwen2.5_7b", "qwen2.5_32b")],
-    "DiffKV Table 2": [f"diffkv_table2_{model}" for model in ("llama3.1_8b", "qwen2.5_7b")],
-    "DiffKV Table 3": ["diffkv_qwq_32b", "diffkv_r1_distill_qwen_14b", "diffkv_r1_distill_llama_8b"],
-    "DiffKV Figure 8": [f"diffkv_ablation_{pair}" for pair in ("k8v4", "k4v2", "k8v2", "k4v1", "k4v8", "k2v4")],
-    "DiffKV Figure 9": ["diffkv_ablation_prune_only"],
-    "DiffKV ablation": ["diffkv_ablation_quantise_only"],
-    "KV-Compress Tables 1-2": ["kv_compress_w8_l2"],
-    "KV-Compress Table 1": [f"kv_compress_table1_{baseline}" for baseline in ("h2o", "snapkv", "pyramidkv")],
-    "KV-Compress Table 2": [f"kv_compress_{form}" for form in ("w32_l1", "w32_l2", "full_l2")],
-    "KV-Compress section 5.5": [
-        f"kv_compress_{form}_r{r}" for form in ("continual", "full_continual") for r in (8, 64)
-    ],
-    "MiniKV Table 1": ["minikv_table1", *(f"minikv_table1_{row}" for row in ("uniform", "kivi", "h2o", "snapkv"))],
-    "MiniKV section 4.2": [f"minikv_allocation_{form}" for form in ("uniform", "pyramid", "var_prop", "var_inv")],
-    "KIVI README": ["kivi_2bit", "kivi_4bit"],
-}
-
-
-def test_every_published_table_has_its_protocols():
-    """One file per row of the tables listed here, or per column where columns differ in more than a budget."""
-    assert {name for names in PUBLISHED.values() for name in names} <= set(EXPERIMENTS)
-
-
-def columns(name) -> list[tuple[str, ...]]:
-    """The overrides that give each column of a protocol, as its file says; none for a protocol of one column."""
-    text = (ROOT / "conf" / "experiment" / f"{name}.yaml").read_text()
-    said = re.search(r"^# -m method\.budget=([\d,]+) gives all of its columns\.", text, re.MULTILINE)
-    return [(f"method.budget={budget}",) for budget in said[1].split(",")] if said else [()]
-
-
-@pytest.mark.parametrize("table", ["KV-Compress Tables 1-2", "KV-Compress Table 1", "KV-Compress Table 2"])
-def test_columns_that_are_budgets_are_swept(table):
-    """Every row of these tables has the four budgets as columns; the file is the first of them."""
-    for name in PUBLISHED[table]:
-        assert columns(name) == [(f"method.budget={budget}",) for budget in (128, 256, 512, 1024)]
-        assert composed(name, *columns(name)[0]) == composed(name)
-
-
-@cache
-def composed(name, *changes):
-    """The configuration of a protocol, with another model than the paper's."""
-    return compose([f"experiment={name}", "model=random", *changes])
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_published_protocol_composes(name):
-    """A protocol names its source, sets what it says, and works with any model."""
-    path = ROOT / "conf" / "experiment" / f"{name}.yaml"
-    assert "# source: " in path.read_text() and path.read_text().startswith("# @package _global_\n# ")
-    config, wanted = composed(name), OmegaConf.load(path)
-    for group in ("method", "task", "protocol"):
-        for key, value in wanted.get(group, {}).items():
-            assert config[group][key] == value
-    assert config.model.kind == "random"
-    make_policy(config.method)
-
-
 def test_every_published_method_runs(tiny_model):
-    """Each protocol's method, in each of its columns, answers prompts of any length on a model it was never meant for,
-    and finds its own work done."""
-    loaded, seen = tiny_model("llama", "gqa3", 64, narrow=True), []
+    """Each method of a paper's row, once for the same settings with other values, answers prompts of any length on a
+    model it was never meant for, and finds its own work done."""
+    loaded, seen = tiny_model("llama", "gqa3", 64, narrow=True), set()
     lengths = (1, 2, 9, 160) if FULL else (1, 160)
     asked = [request(str(n), random_tokens(n), max_new_tokens=3) for n in lengths]
-    cases = [(name, column) for name in EXPERIMENTS for column in columns(name)]
-    for name, column in cases:
-        config = composed(name, *column).method
-        if config not in seen:
-            seen.append(config)
-            policy = make_policy(config)
-            for (length, _), outcome in answers(loaded, policy, asked).items():
-                assert outcome.status == "ok", (name, column, length, outcome.message)
-                assert complaint(policy, vars(outcome)) is None, (name, column, length)
-    assert len(seen) > 30
+    entries = [entry for paper in papers.every() for entry in paper.entries if entry.tasks]
+    for line in dict.fromkeys(line for entry in entries for line in entry.rows().values()):
+        words = shlex.split(line)
+        kind = tuple(word if FULL or "." not in word else word.partition("=")[0] for word in words)
+        if kind in seen:
+            continue
+        seen.add(kind)
+        policy = make_policy(compose(words).method)
+        for (length, _), outcome in answers(loaded, policy, asked).items():
+            assert outcome.status == "ok", (line, length, outcome.message)
+            assert complaint(policy, vars(outcome)) is None, (line, length)
+    assert len(seen) > 20
 
 
 def python_in(name):

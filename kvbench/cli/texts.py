@@ -13,7 +13,7 @@ from kvbench.errors import did_you_mean
 # The commands that have no file in conf/command/: what each does, and how it is written.
 COMMANDS = {
     "run": "one experiment, or several with -m, and its full-cache reference; `run` may be left out before settings",
-    "list": "the methods, tasks, models, protocols, backends, experiments and suites there are",
+    "list": "the methods, tasks, models, protocols, backends, suites and papers there are",
     "lm_eval": "lm-eval's own command line with kvbench among its models",
     "help": "explains a command, a method, a task, a model, ...",
 }

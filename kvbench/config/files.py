@@ -12,7 +12,7 @@ GROUPS = {
     "model": "which model",
     "protocol": "how it is asked",
     "backend": "which kernels",
-    "experiment": "several settings at once",
+    "experiment": "several settings at once, in files of your own",
 }
 # Beside the groups, of which a run takes one choice each.
 SUITES = {"suite": "a protocol of several tasks and methods", "paper": "a paper's tables and figures by number"}

@@ -196,8 +196,7 @@ class RunRecord:
     prompt_only: bool = False
     """The method keeps whatever follows the prompt whole."""
     experiment: str = ""
-    """Name of the preset that set several settings at once (`experiment=`): its file in conf/experiment/; empty without
-    one."""
+    """Name of the file of the user's own that set several settings at once (`experiment=`); empty without one."""
     hash: str = ""
     """SHA-256 over `identity`; its first digits name the folder."""
     sealed: bool = False

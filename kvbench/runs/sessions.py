@@ -20,7 +20,7 @@ class Origin:
     command: Sequence[str] = ()
     """The words after `python -m kvbench`."""
     experiment: str = ""
-    """Name of the preset in conf/experiment/."""
+    """Name of the file that `experiment=` named."""
     worker: str = ""
     """Name of the worker that has items of a manifest."""
 

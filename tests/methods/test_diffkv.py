@@ -94,11 +94,12 @@ def test_chain_of_thought_groups_follow_the_bits():
 RAW_BYTES = {"k8v4": 208, "k4v2": 112, "k8v2": 176, "k4v1": 96, "k4v8": 208, "k2v4": 112}
 
 
-def answered(name: str, prompt: int, steps: int, head_dim: int, **changes):
-    """A store of two layers and KV heads under a protocol after a random prompt and some steps; its row, and the slots
-    per tier and list."""
-    changed = [f"method.{key}={value}" for key, value in changes.items()]
-    policy = make_policy(compose([f"experiment={name}", *changed]).method)
+def answered(prompt: int, steps: int, head_dim: int, **settings):
+    """A store of two layers and KV heads after a random prompt and some steps; its row, and the slots per tier and
+    list."""
+    policy = make_policy(
+        compose(["method=diffkv", *(f"method.{key}={value}" for key, value in settings.items())]).method
+    )
     layers = [random_layer(layer, 2, 3, prompt + steps, head_dim) for layer in range(2)]
     layers = [(3 * q, k, v) for q, k, v in layers]
     store, row = filled(policy, layers, prompt, head_dim**-0.5)
@@ -110,7 +111,7 @@ def answered(name: str, prompt: int, steps: int, head_dim: int, **changes):
 @pytest.mark.parametrize(("pair", "head_dim"), in_turn([*RAW_BYTES], [128, 64]))
 def test_bit_pairs_store_the_bytes_of_their_formula(pair, head_dim):
     """All tokens of prompt and answer at the pair's bits: codes, a scale and a zero per side, score and position."""
-    store, row, _ = answered(f"diffkv_ablation_{pair}", 150, 10, head_dim)
+    store, row, _ = answered(150, 10, head_dim, alpha_h=0.0, alpha_l=0.0, high=pair, low=pair)
     k_bits, v_bits = int(pair[1]), int(pair[3])
     items, slots = store.ledger.itemise(row), 160 * 4
     assert items["payload_bytes"] == slots * head_dim * (k_bits + v_bits) // 8
@@ -125,12 +126,12 @@ def test_bit_pairs_store_the_bytes_of_their_formula(pair, head_dim):
 
 def test_quantisation_alone_prunes_nothing():
     """With alpha_l = 0 every token of prompt and answer is in one of the two tiers."""
-    _, _, counts = answered("diffkv_ablation_quantise_only", 200, 60, 64)
+    _, _, counts = answered(200, 60, 64, alpha_h=1.0, alpha_l=0.0)
     assert (counts[0] + counts[1]).tolist() == [260] * 4 and all(0 < low < 260 for low in counts[1].tolist())
 
 
 def test_pruning_alone_keeps_16_bits():
     """With equal thresholds the low tier stays empty, tokens are pruned, and what is left costs 16 bits."""
-    store, row, counts = answered("diffkv_ablation_prune_only", 200, 60, 64, alpha_h=0.8, alpha_l=0.8)
+    store, row, counts = answered(200, 60, 64, alpha_h=0.8, alpha_l=0.8, high="fp16", low="fp16")
     assert counts[1].tolist() == [0] * 4 and all(64 <= high < 255 for high in counts[0].tolist())
     assert store.ledger.itemise(row)["payload_bytes"] == int(counts[0].sum()) * 64 * 4
