@@ -20,7 +20,7 @@ from kvbench.kernels.bench.rounds import CLOCKS, Variant, choose_timer, measure_
 from kvbench.kernels.dispatch import get_backend
 
 SCHEMA = 1
-WHOLE_MODEL = ("decode", "throughput", "serve", "capacity")  # benches of kvbench/bench; the others lie here
+WHOLE_MODEL = ("decode", "parts", "throughput", "serve", "capacity")  # benches of kvbench/bench; the others lie here
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 S = TypeVar("S", bound="Common")
 Progress = Callable[[int, int, str], object]  # rounds done, rounds in all, what is being measured

@@ -160,10 +160,14 @@ class Settings(WholeModel):
         machine.tell_limits(found)
 
 
+def matrices_of(model: LoadedModel) -> list[Any]:
+    """All linear layers, however their matrices lie."""
+    return [layer for layer in model.model.modules() if hasattr(layer, "out_features")]
+
+
 def matrix_numbers(model: LoadedModel) -> int:
     """Numbers that every token is multiplied with: those of all linear layers."""
-    layers: list[Any] = [layer for layer in model.model.modules() if hasattr(layer, "out_features")]
-    return sum(layer.in_features * layer.out_features for layer in layers)
+    return sum(layer.in_features * layer.out_features for layer in matrices_of(model))
 
 
 def make_models(settings: Settings, device: str, notes: list[str]) -> dict[str, LoadedModel]:

@@ -17,7 +17,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from kvbench.bench import capacity_show, serve_show
+from kvbench.bench import capacity_show, parts_show, serve_show
 from kvbench.kernels.bench import bench
 from kvbench.kernels.bench.bench import label_of
 from kvbench.models.matrices import PLAIN
@@ -38,7 +38,11 @@ MEDIANS = (
     "Medians [quartiles] over rounds in which every variant ran once, in shuffled order; x = times as fast, formed "
 )
 MEDIANS += "within each round."
-SHOWN_APART: dict[str, Any] = {"serve": serve_show, "capacity": capacity_show}  # tables and pictures of their own
+SHOWN_APART: dict[str, Any] = {
+    "parts": parts_show,
+    "serve": serve_show,
+    "capacity": capacity_show,
+}  # tables and pictures of their own
 BASELINE_STYLE: dict[str, Any] = {"color": "black", "linewidth": 1.0, "linestyle": "--"}
 ROW_IN, POINT_IN, PANEL_IN = 0.3, 0.11, 4.4  # inches of a row, of a point in it, and of a panel without the names
 RATE_ROUNDS = 8  # rounds that the time left is told from

@@ -101,10 +101,7 @@ def main(cfg: DictConfig) -> int:
     with Progress(f"attention of {model.name} on {task.name}", len(prompts), 0) as progress:
         found = measure(model, prompts, spec, progress.advance)
     tokens = sorted(map(len, prompts))
-    title = (
-        f"{model.name} on {task.name}, n = {len(prompts)} prompts of {tokens[0]} to {tokens[-1]} tokens; "
-        "measured here, on no model of a paper's"
-    )
+    title = f"{model.name} on {task.name}, n = {len(prompts)} prompts of {tokens[0]} to {tokens[-1]} tokens"
     root, console = Path(str(own.out)), terminal.console(120)
     contents: dict[Path, bytes] = {}
     for name in wanted:

@@ -3,11 +3,14 @@
 The jobs of an entry are a suite's, in one sweep (`kvbench/cli/suite.py`); nothing here runs a model itself.
 """
 
+import csv
 import os
 import shlex
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 from rich.text import Text
@@ -16,12 +19,15 @@ from kvbench.cli import commands, suite, sweeping
 from kvbench.config import files
 from kvbench.config.settings import read_config
 from kvbench.errors import unknown_setting
-from kvbench.evidence import beside, papers
+from kvbench.evidence import beside, beside_bench, papers
 from kvbench.evidence.papers import GROUP, KINDS, Entry, Paper
+from kvbench.evidence.report_papers import OTHER_MODEL
 from kvbench.results.sweep import Sweep, sweeps
 from kvbench.results.writing import write_files
 from kvbench.show import terminal
+from kvbench.show.picture import headed
 
+BYTES, DEFAULT_MODEL = "bytes", "smollm2-135m"
 # Words of the user's that change no answer, or nothing that a paper states; every other one is another protocol.
 NEUTRAL = {"model", "model.path", "model.name", "model.device", "model.dtype", "model.linear", "model.tensor_parallel"}
 NEUTRAL |= {"batch_size", "backend", "results_dir", "shard", "resume", "prompt_cache_bytes", "tracker", "reference"}
@@ -49,9 +55,8 @@ def main(arguments: Sequence[str], sweep: suite.Sweeping) -> int:
         raise ValueError(f"{', '.join(f'{kind}={number}' for kind, number in wanted)}: give one of them at a time")
     entry = paper.find(*wanted[0])
     cfg.results_dir = cfg.results_dir or f"results/paper/{paper.key}"
-    if entry.cannot or entry.open:
-        reason = entry.cannot or f"not built yet: {entry.open}"
-        terminal.console().print(Text(f"{paper.name}, {entry.at}: {entry.shows}\nno command: {reason}"))
+    if entry.cannot:
+        terminal.console().print(Text(f"{paper.name}, {entry.at}: {entry.shows}\nno command: {entry.cannot}"))
         return 2
     if cfg.plan:
         return plan(paper, entry, cfg, others)
@@ -62,36 +67,77 @@ def run(
     paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], arguments: list[str], sweep: suite.Sweeping
 ) -> int:
     """Run an entry's jobs, put the printed cells beside them, and carry out its further commands."""
-    codes = [0]
+    codes, began, heading = [0], time.time(), heading_of(paper, entry, others)
     further = command_lines(entry, cfg, others)  # first: a wrong word should not be told behind hours of work
-    if entry.tasks:
-        from kvbench.cli.suite_ahead import announce
+    rows: list[str] = []
+    with headed(heading):
+        if entry.tasks:
+            from kvbench.cli.suite_ahead import announce
 
-        jobs = jobs_of(paper, entry, cfg, others)
-        listed = sweeping.Listed(command=[GROUP, *arguments], jobs=[words for _, words in jobs], announce=announce)
-        launcher = [word for word in others if word.startswith("hydra")]
-        codes.append(sweep(["-m", f"results_dir={cfg.results_dir}", *launcher], listed))
-    for name, words in further:
-        terminal.console().print(Text(f"\nkvbench {name} {shlex.join(words)}"), soft_wrap=True)
-        codes.append(commands.run(name, words))
+            jobs = jobs_of(paper, entry, cfg, others)
+            rows = [row for row, _ in jobs]
+            listed = sweeping.Listed(command=[GROUP, *arguments], jobs=[words for _, words in jobs], announce=announce)
+            launcher = [word for word in others if word.startswith("hydra")]
+            codes.append(sweep(["-m", f"results_dir={cfg.results_dir}", *launcher], listed))
+        for name, words in further:
+            terminal.console().print(Text(f"\nkvbench {name} {shlex.join(words)}"), soft_wrap=True)
+            codes.append(commands.run(name, words))
+    terminal.console().print(Text(heading), soft_wrap=True)
     if entry.tasks and entry.cells:
-        write(paper, entry, cfg, [row for row, _ in jobs], others)
+        write(paper, entry, cfg, cells_of_runs(paper, entry, cfg, rows, others))
+    elif entry.cells:
+        found = [*_documents(further, began)]
+        write(paper, entry, cfg, beside_bench.join(paper, entry, found))
     return max(codes)
 
 
-def write(paper: Paper, entry: Entry, cfg: DictConfig, rows: Sequence[str], others: Sequence[str]) -> None:
-    """Join the jobs of this process's last sweep, which stand for these rows, to the printed cells; print the table and
-    write it."""
+def heading_of(paper: Paper, entry: Entry, words: Sequence[str]) -> str:
+    """What stands above the pictures of an entry: whose they are not."""
+    lines = [*entry.tasks, *(line for line in entry.then if "{model}" in line or not line.startswith(("bench", BYTES)))]
+    about = f"{paper.name}, {entry.at}, measured here"
+    if not lines:
+        return f"{about}: other machine than the paper's, no model"
+    name, printed = model_name(words) or DEFAULT_MODEL, entry.printed(paper)["model"].unique()
+    if paper.printed_model(name):
+        return f"{about} with {name}, the paper's {paper.printed_model(name)}"
+    theirs = ", ".join(model for model in (printed if len(printed) else paper.models) if model in paper.models)
+    return f"{about}: {OTHER_MODEL}, {name} (the paper {f'has {theirs}' if theirs else 'names none'})"
+
+
+def cells_of_runs(
+    paper: Paper, entry: Entry, cfg: DictConfig, rows: Sequence[str], others: Sequence[str]
+) -> list[beside.Cell]:
+    """Join the jobs of this process's last sweep, which stand for these rows, to the printed cells."""
     root = Path(str(cfg.results_dir))
     begun = own_sweep(root).jobs()
     folders = [begun[number].run if number in begun else "" for number in range(1, len(rows) + 1)]
     ran = [beside.Ran(row, root / one if one else None) for row, one in zip(rows, folders, strict=True)]
     changed = [word for word in others if word.partition("=")[0].lstrip("+~") not in NEUTRAL]
-    cells = beside.join(paper, entry, ran, [word for word in changed if not word.startswith("hydra")])
+    return beside.join(paper, entry, ran, [word for word in changed if not word.startswith("hydra")])
+
+
+def write(paper: Paper, entry: Entry, cfg: DictConfig, cells: Sequence[beside.Cell]) -> None:
+    """Print the table of an entry, and write it."""
     beside.show(paper, entry, cells)
+    root = Path(str(cfg.results_dir))
     page = beside.markdown(paper, entry, cells).encode()
     contents = {root / f"{entry.slug}.md": page, root / f"{entry.slug}.csv": beside.csv_of(cells)}
     terminal.print_paths(write_files(root, contents), terminal.console())
+
+
+def _documents(further: Sequence[tuple[str, list[str]]], began: float) -> Iterator[dict[str, Any]]:
+    """What benches and tables of bytes wrote since a time."""
+    from kvbench.bench.command import read_document
+
+    for name, words in further:
+        given = dict(word.partition("=")[::2] for word in words)
+        if name == "bench":
+            for path in sorted((Path(given["out"]) / given["what"]).glob("*/bench.json")):
+                if path.stat().st_mtime >= began:
+                    yield read_document(path)
+        elif name == BYTES and Path(given.get("out", "")).is_file():
+            with Path(given["out"]).open(newline="", encoding="utf-8") as file:
+                yield {"what": BYTES, "rows": list(csv.DictReader(file))}
 
 
 def own_sweep(root: Path) -> Sweep:
@@ -123,9 +169,13 @@ def command_lines(entry: Entry, cfg: DictConfig, others: Sequence[str]) -> list[
     model = " ".join(word.removeprefix("model=").removeprefix("model.") for word in others if word[:5] == "model")
     data = [f"task.data_dir='{cfg.data_dir}'"] if cfg.data_dir else []
     found, taken = [], set[str]()
+    methods = ",".join(f"'{line}'" for line in dict.fromkeys(entry.rows().values()))
     for line in entry.then:
         name, *words = shlex.split(line.replace("{results}", str(cfg.results_dir)))
-        words = [word.replace("{model}", f"'{model or 'smollm2-135m'}'") for word in words]
+        words = [
+            word.replace("{model}", f"'{model or DEFAULT_MODEL}'").replace("{methods}", f"[{methods}]")
+            for word in words
+        ]
         listed = read_config(files.path_of("command", name))
         is_run = "/config" in listed.get("defaults", [])
         mine = [word for word in others if is_run or word.partition("=")[0].partition(".")[0] in listed]
@@ -199,8 +249,6 @@ def here(entry: Entry) -> str:
     """What makes an entry here, in a few words."""
     if entry.cannot:
         return f"cannot be: {entry.cannot}"
-    if entry.open:
-        return f"open: {entry.open}"
     parts = []
     if entry.tasks:
         names = ", ".join(suite.choice(shlex.split(line), "task") for line in entry.tasks)

@@ -30,10 +30,13 @@ cell (`table_1.csv`). Each printed cell has a verdict:
   far as the paper states it. With few samples an interval is wide: read it, too.
 - *not reproduced*: it lies outside; the difference stands beside it, and below the table what is known to differ.
 - *cannot tell*: the paper prints a bound ("more than 65 %"), and our interval has it inside.
-- *other model*, *other protocol*: never a match. A `limit=` is another protocol.
-- *not run*: no complete run answers it. Numbers of speed and memory are of the authors' machines: no cell of them is
-  joined, and the command's own table stands for itself.
+- *other model*, *other machine*, *other protocol*: never a match. A `limit=` is another protocol. Cells of speed and
+  memory stand beside what the entry's bench measured, with quartiles over its rounds, and are always one of the three:
+  the authors' machines and baselines are not at hand. Bytes that are counted can be *reproduced*: digit for digit.
+- *not run*: no complete run answers it.
 - *cannot be*: with the reason.
+
+Every picture that a command draws says above it whose it is, and *other model* where the model is not the paper's.
 
 SnapKV, PyramidKV, Ada-KV, KIVI and H2O have no tables of their own in published.csv. Their cells are those that the
 papers below print: KV-Compress's tables 1 and 2, MiniKV's table 1, DiffKV's tables 1 to 3.
@@ -64,7 +67,7 @@ def _row(paper: Paper, entry: Entry) -> list[str]:
     kind, _, number = entry.at.partition(" ")
     found = len(entry.printed(paper))
     command = f"`kvbench paper {paper.key} {kind}={number}`: {here(entry)}"
-    if entry.cannot or entry.open:
+    if entry.cannot:
         command = here(entry)
     cells = (entry.at, entry.shows, command, f"{found or '-'}", entry.took or "-")
     return [cell.replace("|", "\\|") for cell in cells]
@@ -91,6 +94,7 @@ def _lines(entry: Entry) -> str:
         each = {"": given} if isinstance(given, str) else given
         lines += [f"{name}{f' on {model}' if model else ''}: {line}" for model, line in each.items()]
     lines += [f"then: kvbench {shlex.join(shlex.split(line))}" for line in entry.then]
+    lines += [f"{metric}: {said}" for metric, said in entry.measured.items()]
     return "\n".join(lines)
 
 

@@ -18,16 +18,18 @@ from kvbench.results.record import RunRecord
 from kvbench.show import terminal
 from kvbench.show.csv_file import csv_row, records_csv
 from kvbench.show.terminal import number, span
-from kvbench.stats.intervals import Estimate, estimate
+from kvbench.stats.intervals import Estimate
+from kvbench.stats.shares import share_of_pairs
 
 REPRODUCED, DIFFERENT, OPEN = "reproduced", "not reproduced", "cannot tell"
-NOT_RUN, CANNOT = "not run", "cannot be"
+OTHER_MACHINE, NOT_RUN, CANNOT = "other machine", "not run", "cannot be"
 MEANING = {
     REPRODUCED: "the printed value lies in our 95 % interval, same model by its name, same protocol as far as stated",
     DIFFERENT: "it lies outside; the difference is ours minus theirs",
     OPEN: "the paper prints a bound, and our interval has it inside",
     OTHER_MODEL: "measured on a model that the paper has not; never a match",
-    OTHER_PROTOCOL: "settings were changed (a limit is one); never a match",
+    OTHER_MACHINE: "speed or memory, measured on another machine than the paper's; never a match",
+    OTHER_PROTOCOL: "settings were changed (a limit is one), or a speed has another baseline; never a match",
     NOT_RUN: "no complete run answers it",
     CANNOT: "it cannot be run here; the reason stands beside it",
 }
@@ -55,7 +57,9 @@ class Cell:
     model: str = ""
     """Our model; empty without a run."""
     ours: Estimate | None = None
-    """In the unit of the record."""
+    """In the unit of the record; of a bench, median and quartiles over rounds."""
+    scale: float = 100.0
+    """Of ours, to the printed unit."""
     verdict: str = NOT_RUN
     note: str = ""
 
@@ -64,7 +68,7 @@ class Cell:
         """Ours minus theirs, in the printed unit; None where there is nothing to compare."""
         if self.ours is None or self.ours.value is None:
             return None
-        return 100 * self.ours.value - float(self.printed["value"])
+        return self.scale * self.ours.value - float(self.printed["value"])
 
 
 def join(paper: Paper, entry: Entry, ran: Sequence[Ran], changed: Sequence[str]) -> list[Cell]:
@@ -82,12 +86,12 @@ def join(paper: Paper, entry: Entry, ran: Sequence[Ran], changed: Sequence[str])
             runs.setdefault(row, []).append(run)
     cells = []
     for _, line in entry.printed(paper).iterrows():
-        row = _row(line["method"], line["variant"])
+        row = row_of(line["method"], line["variant"])
         cells.append(_cell(paper, entry, dict(line), row, runs, changed))
     return cells
 
 
-def _row(method: str, variant: str) -> str:
+def row_of(method: str, variant: str) -> str:
     """The name of a printed row."""
     return f"{LATER.get(method, method)} {variant}".strip()
 
@@ -100,7 +104,7 @@ def _cell(
     runs: Mapping[str, list[StoredRun]],
     changed: Sequence[str],
 ) -> Cell:
-    if why := entry.cannot or entry.reason(line["method"], row):
+    if why := entry.cannot or entry.reason(line["metric"], line["method"], row):
         return Cell(printed=line, row=row, verdict=CANNOT, note=why)
     stated = conditions(line["conditions"])
     found = next(
@@ -120,10 +124,10 @@ def _cell(
             ),
             None,
         )
-        share = None if full is None else _share(run, full, float(line["value"]) / 100)
+        share = None if full is None else _share(run, full)
         if share is None:
             return Cell(printed=line, row=row, model=run.record.model)
-        own, excess = share
+        own = share
     known: dict[str, Any] = {"printed": line, "row": row, "model": run.record.model, "ours": own}
     if not run.complete:
         return Cell(**known, verdict=NOT_RUN, note=f"{run.progress}; the same command goes on")
@@ -131,15 +135,11 @@ def _cell(
         return Cell(**known, verdict=OTHER_MODEL)
     if changed:
         return Cell(**known, verdict=OTHER_PROTOCOL, note=" ".join(changed))
-    if line["metric"] in SHARES:
-        return Cell(**known, verdict=_of_bound(excess, stated.get("bound", "")))
-    inside = own.ends is not None and own.ends[0] <= line["value"] / 100 <= own.ends[1]
-    return Cell(**known, verdict=REPRODUCED if inside else DIFFERENT if own.ends else OPEN)
+    return Cell(**known, verdict=_verdict(own, line["value"] / 100, stated.get("bound", "")))
 
 
-def _share(run: StoredRun, full: StoredRun, share: float) -> tuple[Estimate, Estimate] | None:
-    """A run's score as a share of the full cache's, without an interval; and the mean of its score less that share of
-    the full cache's, sample by sample, whose interval says on which side of the share it is."""
+def _share(run: StoredRun, full: StoredRun) -> Estimate | None:
+    """A run's score as a share of the full cache's on the same samples; None where there is none."""
     curves = []
     for one in (run, full):
         if not one.record.primary:
@@ -149,23 +149,23 @@ def _share(run: StoredRun, full: StoredRun, share: float) -> tuple[Estimate, Est
         curves.append(curve_of(one, score(one.record.primary)).values)
     mine, theirs = curves
     groups = by_subset(set(mine) & set(theirs))
-    below = [theirs[name] for names in groups.values() for name in names]
-    if not below or not sum(below):
+    pairs = {subset: [(mine[name], theirs[name]) for name in names] for subset, names in groups.items()}
+    found = share_of_pairs(pairs, run.record.weighting)
+    if found is None:
         return None
-    above = estimate(
-        {subset: [mine[name] - share * theirs[name] for name in names] for subset, names in groups.items()},
-        weighting=run.record.weighting,
-    )
-    value = sum(mine[name] for names in groups.values() for name in names) / sum(below)
-    return Estimate(value=value, num_samples=len(below)), above
+    ends, kind = found.interval
+    low, high = (None, None) if ends is None else (1 + ends[0], 1 + ends[1])
+    count = sum(map(len, pairs.values()))
+    return Estimate(value=1 + found.value, num_samples=count, low=low, high=high, interval=kind)
 
 
-def _of_bound(excess: Estimate, bound: str) -> str:
-    """The verdict on a printed bound."""
-    side = BOUNDS.get(bound)
-    if side is None or excess.ends is None:
+def _verdict(ours: Estimate, printed: float, bound: str) -> str:
+    """The verdict on a printed value or bound, in the unit of ours."""
+    if ours.ends is None:
         return OPEN
-    low, high = sorted(side * end for end in excess.ends)
+    if (side := BOUNDS.get(bound)) is None:
+        return REPRODUCED if ours.ends[0] <= printed <= ours.ends[1] else DIFFERENT
+    low, high = sorted(side * (end - printed) for end in ours.ends)
     return REPRODUCED if low >= 0 else DIFFERENT if high < 0 else OPEN
 
 
@@ -174,13 +174,13 @@ def csv_of(cells: Sequence[Cell]) -> bytes:
     records = []
     for cell in cells:
         line = {name: cell.printed[name] for name in ("paper", "locator", "model", "method", "variant", "task")}
-        low, high = (cell.ours.ends if cell.ours else None) or (None, None)
-        ours = None if cell.ours is None or cell.ours.value is None else 100 * cell.ours.value
+        numbers = (cell.ours.value, cell.ours.low, cell.ours.high) if cell.ours else (None, None, None)
+        ours, low, high = (None if one is None else cell.scale * one for one in numbers)
         records.append(
             line
             | csv_row(metric=cell.printed["metric"], printed=float(cell.printed["value"]), unit=cell.printed["unit"])
-            | csv_row(our_model=cell.model or None, ours=ours, low=None if low is None else 100 * low)
-            | csv_row(high=None if high is None else 100 * high, n=cell.ours.num_samples if cell.ours else None)
+            | csv_row(our_model=cell.model or None, ours=ours, low=low, high=high)
+            | csv_row(n=cell.ours.num_samples if cell.ours else None)
             | csv_row(difference=cell.difference, verdict=cell.verdict, note=cell.note or None)
         )
     return records_csv(records)
@@ -189,6 +189,8 @@ def csv_of(cells: Sequence[Cell]) -> bytes:
 def grid(cells: Sequence[Cell]) -> list[list[str]]:
     """The paper's table: a row for each printed model and row, its columns the tasks; below the printed row ours, where
     there is one. The first line is the heading."""
+    if any(cell.printed["unit"] != "points" and cell.printed["metric"] not in SHARES for cell in cells):
+        return _listed(cells)
     tasks = list(dict.fromkeys(str(cell.printed["task"]) for cell in cells))
     rows: dict[tuple[str, str], dict[str, Cell]] = {}
     for cell in cells:
@@ -209,6 +211,18 @@ def grid(cells: Sequence[Cell]) -> list[list[str]]:
     return found
 
 
+def _listed(cells: Sequence[Cell]) -> list[list[str]]:
+    """A line for each speed or size, which no columns of tasks hold."""
+    found = [["row", "model", "of", "printed", "here"]]
+    for cell in cells:
+        words = (cell.printed[name] for name in ("task", "metric"))
+        bound = conditions(cell.printed["conditions"]).get("bound", "").replace("_", " ")
+        printed = f"{cell.printed['printed']}{_unit(cell)}{f' ({bound})' if bound else ''}"
+        here = cell.verdict if cell.ours is None else f"{_ours(cell)} ({cell.model})"
+        found.append([cell.row, str(cell.printed["model"]), ": ".join(words).replace("_", " "), printed, here])
+    return found
+
+
 def _unit(cell: Cell) -> str:
     return "" if cell.printed["unit"] == "points" else f" {cell.printed['unit']}"
 
@@ -216,9 +230,9 @@ def _unit(cell: Cell) -> str:
 def _ours(cell: Cell | None) -> str:
     if cell is None or cell.ours is None:
         return NOT_RUN
-    interval = f" {span(cell.ours.ends, 100)}" if cell.ours.ends else ""
+    interval = f" {span(cell.ours.ends, cell.scale)}" if cell.ours.ends else ""
     less = f" by {cell.difference:+.1f}" if cell.verdict == DIFFERENT and cell.difference is not None else ""
-    return f"{number(cell.ours.value, 100)}{interval} {cell.verdict}{less}"
+    return f"{number(cell.ours.value, cell.scale)}{interval} {cell.verdict}{less}"
 
 
 def markdown(paper: Paper, entry: Entry, cells: Sequence[Cell]) -> str:

@@ -31,14 +31,15 @@ class Entry:
         every, tasks: Words of every job, and lines of tasks, as a suite has them.
         methods: Name of a printed row -> line of words; or printed model -> line, of which another model takes the
             first. The name is the printed method and variant; `C={128,256}` in it is a row for each value, which
-            stands for `{}` in the line.
-        then: Lines of commands that run behind the jobs. `{results}` is the folder of results, and `{model}` the model
-            as `bench` names it.
+            stands for `{}` in the line. Without tasks, the line is the method as `bench` or `bytes` names it.
+        then: Lines of commands that run behind the jobs. `{results}` is the folder of results, `{model}` the model
+            as `bench` names it, and `{methods}` the list of the methods' lines.
+        measured: Printed metric -> what a further command says of it: `WHAT FIELD`, such as `throughput batch`, or
+            `throughput ratio full` (see `beside_bench`).
         differs: What of the paper's protocol is not known, or is another here.
-        without: Printed row, or method -> why it has no line.
+        without: Printed row, method or metric -> why nothing here answers it.
         took: How long the commands took, on which machine.
         cannot: Why there is no command and cannot be one.
-        open: What is missing for one.
     """
 
     at: str
@@ -48,11 +49,11 @@ class Entry:
     tasks: tuple[str, ...] = ()
     methods: Mapping[str, Any] = field(default_factory=dict)
     then: tuple[str, ...] = ()
+    measured: Mapping[str, str] = field(default_factory=dict)
     differs: tuple[str, ...] = ()
     without: Mapping[str, str] = field(default_factory=dict)
     took: str = ""
     cannot: str = ""
-    open: str = ""
 
     def rows(self, model: str = "") -> dict[str, str]:
         """Printed row -> its line of words on a printed model, or on any other."""
@@ -64,9 +65,9 @@ class Entry:
                 found[SWEPT.sub(value, name)] = line.replace("{}", value)
         return found
 
-    def reason(self, method: str, row: str) -> str:
-        """Why a printed row has no line; empty where nothing is said."""
-        return self.without.get(row) or self.without.get(method, "")
+    def reason(self, *names: str) -> str:
+        """Why nothing answers a cell of this metric, method and row; empty where nothing is said."""
+        return next((self.without[name] for name in names if name in self.without), "")
 
     def printed(self, paper: "Paper") -> "pd.DataFrame":
         """Its cells in published.csv."""
@@ -157,8 +158,8 @@ def _entry(key: str, given: Mapping[str, Any]) -> Entry:
     made = Entry(**settings)
     if made.at.partition(" ")[0] not in KINDS:
         raise ValueError(f"{prefix}at must begin with one of {', '.join(KINDS)}")
-    if sum(map(bool, (made.tasks or made.then, made.cannot, made.open))) != 1:
-        raise ValueError(f"{prefix}an entry has tasks or then, or `cannot`, or `open`, and one of these alone")
-    if bool(made.tasks) != bool(made.methods):
-        raise ValueError(f"{prefix}tasks and methods go together")
+    if bool(made.tasks or made.then) == bool(made.cannot):
+        raise ValueError(f"{prefix}an entry has tasks or then, or `cannot`, and one of these alone")
+    if made.tasks and not made.methods:
+        raise ValueError(f"{prefix}tasks need methods")
     return made

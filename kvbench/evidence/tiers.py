@@ -12,7 +12,7 @@ from kvbench.evidence.load import Group, StoredRun, load_groups
 from kvbench.evidence.settings import KINDS, check, write_drawn
 from kvbench.show import terminal
 from kvbench.show.csv_file import csv_row, records_csv
-from kvbench.show.picture import BLUE, GREY, ORANGE, SKY, drawn
+from kvbench.show.picture import drawn, share_bars
 from kvbench.show.terminal import number, span
 from kvbench.sizing.stored import tier_shares
 from kvbench.stats.intervals import Estimate, estimate
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PRUNED = "pruned"
-COLOURS = (BLUE, SKY, ORANGE, "#F0E442")
 STYLE: dict[Any, Any] = {"font.size": 7}
 
 
@@ -67,21 +66,8 @@ def shares_of(group: Group, run: StoredRun) -> Shares | None:
 
 def figure(found: Sequence[Shares]) -> "Figure":
     """A bar for each run, its precisions beside one another, what is pruned at the right."""
-    from matplotlib.figure import Figure
-
-    made = Figure(figsize=(6.4, 0.9 + 0.24 * len(found)), dpi=200, layout="constrained")
-    axes, left = made.subplots(), [0.0] * len(found)
-    names = dict.fromkeys(name for shares in found for name in shares.parts if name != PRUNED)
-    for place, name in enumerate([*names, PRUNED]):
-        widths = [100 * (own.value or 0.0) if (own := shares.parts.get(name)) else 0.0 for shares in found]
-        colour = GREY if name == PRUNED else COLOURS[place % len(COLOURS)]
-        axes.barh(range(len(found)), widths, left=left, color=colour, label=name, edgecolor="white", lw=0.4)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    axes.set(yticks=range(len(found)), yticklabels=[shares.name for shares in found], xlim=(0, 100))
-    axes.set_xlabel("% of the tokens over layers and KV heads, as an answer ends")
-    axes.invert_yaxis()
-    made.legend(loc="outside upper right", ncols=5, frameon=False)
-    return made
+    rows = [(shares.name, {name: own.value or 0.0 for name, own in shares.parts.items()}) for shares in found]
+    return share_bars(rows, PRUNED, "% of the tokens over layers and KV heads, as an answer ends")
 
 
 def main(cfg: DictConfig) -> int:

@@ -5,7 +5,9 @@ blindness. Markers, lines and hatches say the same in black and white. Every tex
 """
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -15,6 +17,7 @@ from kvbench.show.text import visible
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
 
 BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 SKY, VERMILION, BLACK, GREY = "#56B4E9", "#D55E00", "#000000", "#999999"
@@ -79,6 +82,18 @@ METADATA["pdf"] = {"CreationDate": None, "Creator": None, "Producer": None}
 PLAIN: dict[Any, Any] = {"font.family": "DejaVu Sans", "svg.hashsalt": "kvbench", "svg.fonttype": "path"}
 
 LINE_HEIGHT = 1.3  # of a name beside a panel, in sizes of its text
+_heading = ""  # of this process's pictures: what `headed` was given
+
+
+@contextmanager
+def headed(text: str) -> Iterator[None]:
+    """Write a text above every picture that is drawn meanwhile."""
+    global _heading
+    before, _heading = _heading, text
+    try:
+        yield
+    finally:
+        _heading = before
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
@@ -128,6 +143,30 @@ def name_points(
         )
 
 
+def share_bars(rows: "Sequence[tuple[str, Mapping[str, float]]]", last: str, what: str) -> "Figure":
+    """A bar for each row, its shares beside one another.
+
+    Args:
+        rows: Of each row its name, and name of a part -> its share of the row, in [0, 1].
+        last: The part that stands in grey at the right.
+        what: What the shares are of, in words.
+    """
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(6.4, 0.9 + 0.24 * len(rows)), dpi=200, layout="constrained")
+    axes, left = made.subplots(), [0.0] * len(rows)
+    names = [*dict.fromkeys(name for _, parts in rows for name in parts if name != last), last]
+    for place, name in enumerate(names):
+        widths = [100 * parts.get(name, 0.0) for _, parts in rows]
+        colour = GREY if name == last else COLOURS[place % len(COLOURS)]
+        axes.barh(range(len(rows)), widths, left=left, color=colour, label=name, edgecolor="white", lw=0.4)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.set(yticks=range(len(rows)), yticklabels=[name for name, _ in rows], xlim=(0, 100), xlabel=what)
+    axes.invert_yaxis()
+    made.legend(loc="outside lower center", ncols=7, frameon=False, columnspacing=1, handlelength=1)
+    return made
+
+
 def drawn(make: "Callable[[], Figure]", kind: str, style: Mapping[Any, Any], **options: Any) -> bytes:
     """Draw a figure in a style of matplotlib, to which font and file format of all pictures are added.
 
@@ -150,6 +189,8 @@ def picture_bytes(figure: "Figure", kind: str, **options: Any) -> bytes:
     import matplotlib as mpl
     from matplotlib.text import Text
 
+    if _heading:
+        options = {"bbox_inches": _with_heading(figure)} | options
     for text in figure.findobj(Text):
         assert isinstance(text, Text)
         text.set_parse_math(False)
@@ -161,3 +202,13 @@ def picture_bytes(figure: "Figure", kind: str, **options: Any) -> bytes:
     with mpl.rc_context({"text.parse_math": False}):  # of the texts that are made while it is drawn
         figure.savefig(buffer, format=kind, **{"metadata": METADATA[kind]} | options)
     return buffer.getvalue()
+
+
+def _with_heading(figure: "Figure", size: float = 7) -> "Bbox":
+    """Put the heading above what a figure shows, in points of a size; the figure with it, in inches."""
+    from matplotlib.transforms import Bbox
+
+    width, height = figure.get_size_inches()
+    lines = textwrap.wrap(_heading, max(20, int(width * 72 / (0.56 * size))))
+    figure.text(0.01, 1, "\n".join(lines), fontsize=size, va="bottom", ha="left", style="italic", in_layout=False)
+    return Bbox.from_bounds(0, 0, width, height + (LINE_HEIGHT * len(lines) + 0.6) * size / 72)

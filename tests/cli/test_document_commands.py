@@ -18,7 +18,7 @@ SUITE = (*ONE, "protocol.max_new_tokens=3", "methods=[full,snapkv]")
 BENCH = (
     "quick=true",
     "rounds=1",
-    *(f"{what}.model='random preset=tiny'" for what in ("decode", "throughput", "serve")),
+    *(f"{what}.model='random preset=tiny'" for what in ("decode", "parts", "throughput", "serve")),
 )
 SAMPLES = ("tuning_samples=2", "held_out_samples=2", "resamples=100")
 GRIDS = ("alpha_h=[0,1]", "alpha_l=[0,0.02]", "budget=[0.9,0.5]")

@@ -1,11 +1,13 @@
 """`kvbench paper`: what it lists, which jobs an entry has, what it says before, and the table at its end."""
 
+import json
 import os
 import shlex
 from pathlib import Path
 
 import pytest
 
+from kvbench.bench.choices import read_choice
 from kvbench.cli import paper, paper_table
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
@@ -108,6 +110,44 @@ def test_a_figure_is_the_command_that_draws_it(toy, capsys):
     assert "kvbench published papers=diffkv limit=1 limit=2" in shown and "more rows" in shown
 
 
+@pytest.mark.parametrize(
+    ("at", "words", "heading"),
+    [
+        (
+            "figure 8",
+            [],
+            "DiffKV, figure 8, measured here: other model, smollm2-135m (the paper has Llama3-8B, Llama3-70B",
+        ),
+        ("figure 2", ["model=mini"], "DiffKV, figure 2, measured here: other model, mini (the paper has Llama3-8B, "),
+        ("figure 15b", [], "DiffKV, figure 15b, measured here: other model, smollm2-135m (the paper names none)"),
+        ("figure 13", [], "DiffKV, figure 13, measured here: other machine than the paper's, no model"),
+        (
+            "table 1",
+            ["model=hf", "model.path=meta-llama/Meta-Llama-3-8B-Instruct"],
+            "DiffKV, table 1, measured here with Meta-Llama-3-8B-Instruct, the paper's Llama3-8B",
+        ),
+    ],
+)
+def test_pictures_say_whose_they_are(at, words, heading):
+    """Of another model than the paper's, of one of its models, and of no model."""
+    found = papers.find("diffkv")
+    assert paper.heading_of(found, found.find(*at.split()), words).startswith(heading)
+
+
+def test_only_what_its_commands_have_just_written_is_joined(tmp_path):
+    """A bench of before is left out; a table of bytes is read."""
+    old, new = (tmp_path / "bench" / "decode" / name / "bench.json" for name in ("1", "2"))
+    for path in (old, new):
+        document = {"schema": 1, "what": "decode", "started": path.parent.name, "cells": [], "notes": []}
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(document | {"elapsed_s": 1, "settings": {}, "environment": {}}))
+    os.utime(old, (1, 1))
+    (tmp_path / "a.csv").write_text("method,resident_bytes\nfull,7\n")
+    words = ["what=decode", f"out={tmp_path}/bench"], ["method=full", f"out={tmp_path}/a.csv"], ["model=tiny"]
+    found = [*paper._documents(list(zip(("bench", "bytes", "bytes"), words, strict=True)), began=2)]
+    assert [one.get("started") or one["rows"] for one in found] == ["2", [{"method": "full", "resident_bytes": "7"}]]
+
+
 def test_a_row_has_the_settings_of_the_model(toy):
     """A model of the paper takes its own line; another one the first."""
     cfg = compose_command("paper", ["paper=toy", "results_dir=r"])
@@ -144,7 +184,9 @@ def test_every_line_of_a_shipped_paper_names_what_there_is():
     for each in papers.every():
         for entry in each.entries:
             lines = {line for model in ("", *each.models) for line in entry.rows(model).values()} | set(entry.tasks)
-            for line in lines:
+            if not entry.tasks and any("{methods}" in line for line in entry.then):
+                assert all(read_choice("method", line) for line in lines)
+            for line in lines if entry.tasks else ():
                 first, *words = shlex.split(line)
                 group, _, name = first.partition("=")
                 has = method_settings(name) if group == "method" else read_config(files.path_of(group, name))
@@ -160,7 +202,7 @@ def test_the_papers_that_kvbench_ships():
     seen = set()
     for each in papers.every():
         for entry in each.entries:
-            lines = [line for model in ("", *each.models) for line in entry.rows(model).values()]
+            lines = [line for model in ("", *each.models) for line in entry.rows(model).values() if entry.tasks]
             for words in [(*shlex.split(entry.every), *shlex.split(line)) for line in entry.tasks]:
                 if words not in seen:
                     compose([*words, "model=random"])

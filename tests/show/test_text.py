@@ -9,13 +9,14 @@ import xml.dom.minidom
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 from places import ROOT
 from rich.text import Text
 
 from kvbench.results.record import Metric, RunRecord
 from kvbench.show import figure, table, terminal
 from kvbench.show.csv_file import csv_bytes
-from kvbench.show.picture import picture_bytes
+from kvbench.show.picture import headed, picture_bytes
 from kvbench.show.progress import LiveBar, Progress, note
 from kvbench.show.text import safe, visible
 
@@ -94,6 +95,21 @@ def test_a_picture_draws_names_as_they_are(kind, name):
         xml.dom.minidom.parseString(content)
     else:
         assert content.startswith(b"\x89PNG")
+
+
+def test_a_heading_stands_above_what_a_picture_shows():
+    """The picture grows by its lines, and what was there stays as it was, dot by dot."""
+
+    def drawn_with(text):
+        made = Figure(figsize=(3, 2), dpi=100, layout="constrained")
+        FigureCanvasAgg(made)
+        made.subplots().plot([1, 2])
+        with headed(text):
+            return imread(io.BytesIO(picture_bytes(made, "png")))
+
+    plain, one, several = (drawn_with(text) for text in ("", "other model", "other model, " * 20))
+    assert plain.shape[0] < one.shape[0] < several.shape[0] and plain.shape[1] == one.shape[1]
+    assert (one[-plain.shape[0] :] == plain).all() and (one[: -plain.shape[0]] < 1).any()
 
 
 def test_the_table_and_picture_of_a_run_survive_every_name(tmp_path, capsys):
