@@ -21,6 +21,7 @@ from findings import DOCUMENT, HERE, Row, markdown, picture, put, read, run, wri
 from findings import STUDY as SMALL
 
 from kvbench.cli.commands import compose_command
+from kvbench.evidence import published
 from kvbench.evidence.across import between
 from kvbench.evidence.argued import mean_of
 from kvbench.evidence.load import Group, StoredRun, find_runs, load_groups
@@ -37,6 +38,7 @@ STUDY = HERE / "benchmarks"
 METRICS = ("score", "nll", "kl", "top1")
 OWN = ("index", "task_id", "level", "subject")  # of a sample's facts; the others may be the benchmark's text
 THERE = {"length": 512}  # of the small study's questions those that are the nearest to the benchmarks'
+LITTLE = 0.05  # of the score: a loss that whole intervals of some runs exclude at these numbers of problems
 NAMED = ("budget", "bits")  # settings that stand beside a method even where they are its configuration's
 SETS = {"all settings of both": {}, "eviction to 25 % of the tokens": {"budget": 0.25}}
 # Printed scores: share, problems, where.
@@ -185,7 +187,7 @@ LONGER, CORRELATION = ("longer", "longer_low", "longer_high"), ("correlation", "
 def tables() -> Iterator[tuple[str, str]]:
     """Name and text of every table of the chapter."""
     every = sorted(rows_of("benchmarks"), key=lambda row: (row["task"], row["model"]))
-    made, printed = [], []
+    made, printed, answers, beside = [], [], [], []
     for (task, model), group in groupby(every, key=lambda row: (row["task"], row["model"])):
         by_run: dict[str, dict[str, Row]] = {}
         for row in group:
@@ -195,6 +197,9 @@ def tables() -> Iterator[tuple[str, str]]:
         headings += "|KL to full, nats [95 %]|answer longer by, tokens [95 %]|loops, %"
         yield f"{task} with {model}", markdown(headings.split("|"), map(_line, runs))
         full = by_run["full"]["score"]
+        scores = [own["score"] for own in runs]
+        answers.append([f"{task} with {model} (n={full['n']})", *_answer(scores)])
+        beside += sorted(_beside_papers(task, scores), key=lambda cells: cells[3])
         commits = ", ".join(sorted({own["score"]["commit"][:8] for own in runs}))
         made.append([task, model, str(len(runs)), full["n"], commits, full["machine"], full["date"]])
         if (task, model) in PRINTED:
@@ -203,12 +208,44 @@ def tables() -> Iterator[tuple[str, str]]:
             cells = [task, model, f"{100 * share:.1f} ({problems} problems)", f"{shown(full, VALUE)} ({full['n']})"]
             printed.append([*cells, "yes" if inside else "no"])
     if made:
+        headings = f"benchmark|less than {100 * LITTLE:g} points lost|open|worse"
+        yield "answer", markdown(headings.split("|"), answers)
         yield "runs", markdown("task|model|runs|n|commit|machine|date".split("|"), made)
         headings = "task|model|printed, %|full cache here, % [95 %]|printed lies in the interval"
         yield "printed", markdown(headings.split("|"), printed)
+        headings = "task|printed in|model there|method|memory there, %|score - full's, printed|run here|bytes, %"
+        yield "papers", markdown([*headings.split("|"), "score - full's [95 %]"], beside)
     headings = "methods|between|how many|by score|by gold NLL|by KL|each score with itself"
     if rows_of("across"):
         yield "across", markdown(headings.split("|"), _orders())
+
+
+def _answer(scores: list[Row]) -> list[str]:
+    """Runs by what is shown of them, those of the fewest bytes first, each with its bytes and its difference."""
+    found: dict[bool | None, list[str]] = {True: [], None: [], False: []}
+    for row in scores:
+        if row["low"]:
+            kind = True if float(row["low"]) > -LITTLE else False if row["verdict"] == "worse" else None
+            loss = f"{100 * float(row['difference']):+.1f}"
+            found[kind].append(f"`{row['run']}` ({100 * float(row['resident']):.0f} %: {loss})")
+    return [", ".join(own) for own in found.values()]
+
+
+def _beside_papers(task: str, scores: list[Row]) -> Iterator[list[str]]:
+    """What papers print of the same methods on the task, beside the run here whose bytes are the nearest."""
+    mine: dict[str, list[Row]] = {}
+    for row in scores:
+        if row["low"]:
+            mine.setdefault(published.method_name(row["method"]), []).append(row)
+    once = {point[1:]: point for point in reversed(published.points(task, [row["method"] for row in scores]))}
+    for point in reversed(once.values()):  # LeanKV prints DiffKV's rows again, and comes behind it
+        of_method = mine.get(published.method_name(point.method), ())
+        far = {abs(100 * float(row["resident"]) - point.memory_pct): row for row in of_method}
+        if far:
+            row = far[min(far)]
+            there = [task, point.paper, point.model, f"{point.method} {point.variant}".strip(), f"{point.memory_pct:g}"]
+            here = [row["run"], f"{100 * float(row['resident']):.1f}", shown(row, DIFFERENCE, form="+.1f")]
+            yield [*there, f"{100 * point.difference:+.1f}", *here]
 
 
 def _line(own: dict[str, Row]) -> list[str]:
@@ -239,7 +276,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["pack"]:
         pack(Path(sys.argv[2]))
         sys.exit()
-    for part in sys.argv[1:] or PARTS:
+    for part in sys.argv[1:] or (PARTS if STUDY.is_dir() else ()):
         with tempfile.TemporaryDirectory() as name:
             PARTS[part](Path(name))
     DOCUMENT.write_text(put(DOCUMENT.read_text(), tables()))
