@@ -1,15 +1,19 @@
 """Codes as engines write them: llama.cpp's against the gguf package, the others against formulas from their sources."""
 
+from pydoc_data.topics import topics
+
 import numpy as np
 import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize as gguf_decode
 from gguf.quants import quantize as gguf_encode
+from scipy import linalg
 
 from kvbench.kernels.codes import Code, code_of
 from kvbench.kernels.format import SlotFormat
 from kvbench.kernels.reference.quant import decode, encode
+from kvbench.models.load import LoadedModel
 from kvbench.policy.tiers import GGML, GGML_BLOCK
 
 F32 = np.float32
@@ -50,8 +54,18 @@ def encoded(x: torch.Tensor, code: Code) -> tuple[np.ndarray, np.ndarray, np.nda
     return codes.numpy().astype(int), scale.numpy()[:, 0], None if zero is None else zero.numpy()[:, 0]
 
 
-def assert_equal_to_gguf(x: torch.Tensor, name: str) -> None:
-    """Codes, scales and zeros, and the numbers that come back, bit for bit."""
+def assert_equal_to_llama_cpp(x: torch.Tensor, name: str) -> None:
+    """Codes, scales and zeros, and the numbers that come back, bit for bit as the gguf package has them. It has no
+    quantiser of iq4_nl, whose scales are sums in fp64, which all backends agree on: now and then they round to another
+    fp16 number than those of fp32."""
+    if name == "iq4_nl":
+        want, right = nl_codes(x.numpy())
+        codes, scale, _ = encoded(x, code_of(name, 4))
+        live = right != 0
+        assert np.array_equal(codes[live], want[live]) and live.mean() > 0.9 and np.array_equal(scale == 0, ~live)
+        apart = np.abs(scale.view(np.int16).astype(int) - right.view(np.int16).astype(int))
+        assert apart.max() <= 1 and (apart > 0).mean() < 0.01
+        return
     code, kind = code_of(name, GGML[name]), GGMLQuantizationType[name.upper()]
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         raw = gguf_encode(x.numpy(), kind)
@@ -62,20 +76,51 @@ def assert_equal_to_gguf(x: torch.Tensor, name: str) -> None:
     assert np.array_equal(back, gguf_decode(raw, kind))
 
 
-@pytest.mark.parametrize("name", [name for name in GGML if name != "iq4_nl"])
-def test_codes_are_those_of_the_gguf_package(name: str):
+@pytest.mark.parametrize("name", GGML)
+def test_codes_are_llama_cpp_s(name: str):
     """Some thousand blocks of all sizes."""
-    assert_equal_to_gguf(blocks(3000), name)
+    assert_equal_to_llama_cpp(blocks(3000), name)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [name for name in GGML if name != "iq4_nl"])
-def test_a_million_codes_are_those_of_the_gguf_package(name: str):
+@pytest.mark.parametrize("name", GGML)
+def test_a_million_codes_are_llama_cpp_s(name: str):
     """A million vectors, of normal numbers and of others with heavy tails."""
     for seed in range(10):
         make = torch.Generator().manual_seed(seed)
         x = torch.randn(100_000, GGML_BLOCK, generator=make)
-        assert_equal_to_gguf(x if seed % 2 else x * x * x, name)
+        assert_equal_to_llama_cpp(x if seed % 2 else x * x * x, name)
+
+
+@pytest.fixture(scope="module")
+def real_blocks(embedded_model: LoadedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the embedded model over the documentation that ships with Python, a million blocks each."""
+    loaded = embedded_model
+    ids = loaded.tokenizer.encode("\n".join(topics.values()), add_special_tokens=False)
+    sides: tuple[list, list] = ([], [])
+    for first in range(0, 5600, 700):  # 180 blocks of a side to a token
+        with torch.no_grad():
+            held = loaded.model(
+                torch.tensor([ids[first : first + 700]]), use_cache=True, logits_to_keep=1
+            ).past_key_values
+        for layer in held.layers:
+            for side, x in zip(sides, (layer.keys, layer.values), strict=True):
+                side.append(x.float().reshape(-1, GGML_BLOCK))
+    keys, values = (torch.cat(side) for side in sides)
+    return keys, values
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("name", GGML)
+def test_a_million_codes_of_real_keys_and_values_are_llama_cpp_s(name: str, turned: bool, real_blocks):
+    """As a model makes them, and turned by a Hadamard matrix over the 64 channels of a head, as llama.cpp does."""
+    for x in real_blocks:
+        assert len(x) >= 1_000_000
+        if turned:
+            x = (x.view(-1, 64) @ (torch.from_numpy(linalg.hadamard(64)) / 8).float()).view(-1, GGML_BLOCK)
+        for part in x.split(100_000):
+            assert_equal_to_llama_cpp(part, name)
 
 
 @pytest.mark.parametrize("name", GGML)
@@ -87,37 +132,24 @@ def test_bytes_are_those_of_ggml_s_tables(name: str):
 
 
 def nl_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales as `quantize_row_iq4_nl_ref` of ggml-quants.c makes them, one after the other in fp32."""
-    codes, scales = np.zeros(x.shape, int), np.zeros(len(x), np.float16)
-    for block, row in enumerate(x):
-        largest = row[np.abs(row).argmax()]
-        if abs(largest) < 1e-15:
-            continue
-        by = F32(1) / (largest / F32(NL[0]))
-        dots = squares = F32(0)
-        for i, number in enumerate(row):
-            scaled = by * number
-            above = int(np.searchsorted(NL, scaled, "right"))
-            best = min(max(above, 1), 15)
-            index = best - 1 if scaled - F32(NL[best - 1]) < F32(NL[best]) - scaled else best
-            codes[block, i] = 0 if scaled <= NL[0] else 15 if scaled >= NL[-1] else index
-            level, weight = F32(NL[codes[block, i]]), number * number
-            dots, squares = dots + weight * level * number, squares + weight * level * level
-        scales[block] = np.float16(dots / squares)
-    return codes, scales
+    """Codes and scales as `quantize_row_iq4_nl_ref` of ggml-quants.c makes them, its sums one number after the other in
+    fp32."""
+    largest = np.take_along_axis(x, np.abs(x).argmax(1)[:, None], 1)
+    live = np.abs(largest) >= 1e-15
+    scaled = F32(1) / np.where(live, largest / F32(NL[0]), F32(1)) * x
+    above, levels = np.searchsorted(NL, scaled, "right").clip(1, 15), NL.astype(F32)
+    codes = np.where(scaled - levels[above - 1] < levels[above] - scaled, above - 1, above)
+    codes = np.where(scaled <= NL[0], 0, np.where(scaled >= NL[-1], 15, codes))
+    dots, squares = np.zeros(len(x), F32), np.zeros(len(x), F32)
+    for number, level in zip(x.T, levels[codes].T, strict=True):
+        weight = number * number
+        dots, squares = dots + weight * level * number, squares + weight * level * level
+    return codes, np.where(live[:, 0], dots / np.where(live[:, 0], squares, 1), 0).astype(np.float16)
 
 
-def test_iq4_nl_codes_are_llama_cpp_s_and_scales_within_a_rounding():
-    """The gguf package has no such quantiser. Sums in fp64, which all backends agree on, round to another fp16 scale
-    than fp32's now and then."""
-    x, code = blocks(600), code_of("iq4_nl", 4)
-    want_codes, want = nl_codes(x.numpy())
-    codes, scales, _ = encoded(x, code)
-    live = want != 0
-    assert np.array_equal(codes[live], want_codes[live]) and live.mean() > 0.9 and np.array_equal(scales == 0, ~live)
-    apart = np.abs(scales.view(np.int16).astype(int) - want.view(np.int16).astype(int))
-    assert apart.max() <= 1 and (apart > 0).mean() < 0.01
-    assert NL.tolist() == [level - code.centre for level in code.levels]
+def test_the_levels_of_iq4_nl_are_ggml_s():
+    """kvalues_iq4nl of ggml-common.h."""
+    assert NL.tolist() == [level - code_of("iq4_nl", 4).centre for level in code_of("iq4_nl", 4).levels]
 
 
 def test_whole_zero_points_are_vllm_s():
