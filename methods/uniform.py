@@ -1,9 +1,11 @@
 """Uniform quantisation: every token in one precision, nothing evicted."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from kvbench.policy import ByLayer, Tier, TierText, Whole
+from kvbench.policy import TABLE_OR_PATH, ByLayer, HeadScales, NotForModel, Tier, TierText, Whole, read_table
 
 
 @dataclass(kw_only=True)
@@ -19,13 +21,16 @@ class Uniform(ByLayer):
             keys first, such as `q8_0-q4_0` or `f16-q8_0`; also `mxfp4`.
         symmetric: Codes centred on zero, without zero points (integer tiers).
         splits: Equal groups that a vector is cut into, each with its own scale (integer tiers).
+        scales: Of `fp8`: the scales of a calibration, which never change: the path of a file that `kvbench scales`
+            wrote, or a list of lists. One line per layer: the keys' scale and the values', or one for each KV head of
+            keys and then of values. null = scales of 1.
 
     Source: Atom/QServe style KV quantisation as DiffKV section 2.2 describes it; DiffKV's INT4 baseline (K4V4,
-        thresholds 0). fp8: vLLM kv_cache_dtype=fp8 (e4m3, scale 1). fp8_per_token_head, int8_per_token_head,
-        turboquant_* (there with _nc, the norm correction): vLLM config/cache.py and quantization/turboquant/config.py;
-        lloyd: TurboQuant (Zandieh et al. 2025), its first stage on both sides. nvfp4: vLLM PR 40177. mxfp4: OCP MX 1.0.
-        int4_per_token_head: vLLM PR 40835. fp4_mx_block16: SGLang 0.5.23, kvfp4_tensor.py. q8_0 .. iq4_nl: llama.cpp,
-        ggml-quants.c; rotated since PR 21038.
+        thresholds 0). fp8: vLLM kv_cache_dtype=fp8 (e4m3, scale 1); scales: its k_scale and v_scale, of a tensor or (PR
+        30141) a head. fp8_per_token_head, int8_per_token_head, turboquant_* (there with _nc, the norm correction): vLLM
+        config/cache.py and quantization/turboquant/config.py; lloyd: TurboQuant (Zandieh et al. 2025), its first stage
+        on both sides. nvfp4: vLLM PR 40177. mxfp4: OCP MX 1.0. int4_per_token_head: vLLM PR 40835. fp4_mx_block16:
+        SGLang 0.5.23, kvfp4_tensor.py. q8_0 .. iq4_nl: llama.cpp, ggml-quants.c; rotated since PR 21038.
     Differs: weights and activations stay as they are, and keys are not smoothed: only the cache is measured. Scales per
         token and head are fp16, where vLLM has fp32; NVFP4 has no scale per tensor (1, as vLLM without a calibrated
         checkpoint); turboquant_* compress every layer, where vLLM leaves the first and last two as they are
@@ -37,6 +42,7 @@ class Uniform(ByLayer):
     tier: TierText = "int8"
     symmetric: bool = False
     splits: Annotated[int, Whole(1, 1024)] = 1
+    scales: Annotated[str | Sequence[Sequence[float]] | None, TABLE_OR_PATH] = None
 
     def declare(self) -> None:
         named = Tier.parse(self.tier)
@@ -55,5 +61,39 @@ class Uniform(ByLayer):
             )
         if not (named.native or named.fp8 or named.has_form):
             named = replace(named, k_splits=self.splits, v_splits=self.splits, symmetric=self.symmetric)
+        if self.scales is not None:
+            if named != Tier.parse("fp8"):
+                raise ValueError(
+                    f"scales of a calibration are for tier=fp8, and tier={self.tier} has its own; leave scales out"
+                )
+            self.scales = read_table(self.scales, "scales")  # the numbers themselves, whatever the path
+            self.codebooks = _read_scales(self.scales)
         self.tiers = (named,)
         self.spread()
+
+    def check_model(self, num_layers: int, num_kv_heads: int) -> None:
+        super().check_model(num_layers, num_kv_heads)
+        if self.scales is not None:
+            layers, numbers = len(self.scales), len(self.scales[0])
+            if layers != num_layers or numbers not in (2, 2 * num_kv_heads):
+                raise NotForModel(
+                    f"method.scales has {layers} layers x {numbers} numbers, but the model has {num_layers} layers, "
+                    f"which take 2 numbers each, or {2 * num_kv_heads} for {num_kv_heads} KV heads; measure them with "
+                    "`kvbench scales`"
+                )
+
+
+def _read_scales(rows: Sequence[Sequence[float]]) -> HeadScales:
+    """The scales of lines that have those of keys and then those of values.
+
+    Raises:
+        ValueError: The lines are none.
+    """
+    half, odd = divmod(len(rows[0]), 2)
+    if odd or not all(0 < number < math.inf for row in rows for number in row):
+        raise ValueError(
+            "method.scales: a line has scales above 0 of a layer's keys and then as many of its values; `kvbench "
+            "scales` writes such a file"
+        )
+    keys, values = (tuple(tuple(row[part]) for row in rows) for part in (slice(half), slice(half, None)))
+    return HeadScales(keys=keys, values=values)

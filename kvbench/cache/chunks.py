@@ -106,7 +106,7 @@ class Chunks:
             return nothing, nothing, none.bool(), none
         tiers, ring = holding.layer(torch.tensor([row], device=device), layer)
         holding.rope.attach(tiers, None)
-        (keys,), (values,), (live,) = pages.backend.gather_dense(pages.pool.pages, tiers, ring)
+        (keys,), (values,), (live,) = pages.gather(layer, tiers, ring)
         if ring is not None:  # nothing was dropped: entry i is token i
             pos = torch.arange(keys.shape[1], device=device).expand(heads, -1)
         else:

@@ -1,4 +1,5 @@
-"""Codebooks beside the pages: the tables of each layer's codes, and the scales of its key channels."""
+"""What a calibration found, beside the pages: the tables of each layer's codes and the scales of its key channels, or
+the scales of its heads."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from kvbench.cache.layout import ModelShape
 from kvbench.errors import NotForModel
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.operands import Channels, TierPages
-from kvbench.policy import CodeBooks
+from kvbench.policy import CodeBooks, HeadScales
 
 
 class Codebooks:
@@ -74,12 +75,94 @@ class Codebooks:
         scale, zero = (x[layer, head].float() for x in (self._scale, self._zero))
         return torch.where(scale == 0, 0.0, (k.float() - zero) / torch.where(scale == 0, 1.0, scale))
 
+    def values(self, layer: int, head: Tensor, v: Tensor) -> Tensor:
+        """Values [M, D] of heads int64 [M] as a page takes them."""
+        return v
+
+    def queries(self, layer: int, q: Tensor) -> Tensor:
+        """Queries [S, Hq, D] as keys in pages are multiplied with."""
+        return q
+
+    def outputs(self, layer: int, out: Tensor) -> Tensor:
+        """The output [S, Hq, D] of attention over what pages hold, of the values that this stands for."""
+        return out
+
+    def read(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values [S, H, n, D] that those of pages stand for."""
+        return k, v
+
     def attach(self, tiers: Sequence[TierPages], layer: int) -> None:
         """Gives the tiers of a layer its tables, and the scales of its channels."""
         for tier, fmt in zip(tiers, self._formats[layer], strict=True):
             tier.fmt = fmt
             if _is_coded(fmt):
                 tier.channels = Channels(self._scale[layer].float(), self._zero[layer].float())
+
+
+class Scales(Codebooks):
+    """Scales of a layer's keys and values, one for all of its heads or one for each, that never change.
+
+    A page holds floats of 8 bits of keys and values that are divided by them. Queries are multiplied by the keys' scale
+    and attention's output by the values', so that kernels know of neither. Other formats have scales of 1.
+
+    Source: vLLM's `k_scale` and `v_scale` (layers/quantization/kv_cache.py), per tensor or, since PR 30141, per head.
+    """
+
+    def __init__(
+        self,
+        found: HeadScales,
+        formats: Sequence[PageFormat],
+        shape: ModelShape,
+        first_layer: int,
+        first_head: int,
+        tiers: Sequence[Sequence[int]] | None,
+    ) -> None:
+        """`tiers`: of each list here, by layer, where they differ; the other arguments as for `Codebooks`."""
+        layers, heads = slice(first_layer, first_layer + shape.num_layers), shape.num_kv_heads
+        self._of_heads = len(found.keys[0]) > 1
+
+        def own(rows: Sequence[Sequence[float]]) -> Tensor:
+            given = torch.tensor([list(row) for row in rows[layers]])
+            return given[:, first_head : first_head + heads] if self._of_heads else given.expand(-1, heads)
+
+        coded = torch.tensor([[formats[0].slot.fp8] * heads] * shape.num_layers)
+        if tiers is not None:
+            coded = torch.tensor([[formats[tier].slot.fp8 for tier in row] for row in tiers])
+        self._keys, self._values = (
+            torch.where(coded, own(rows), 1.0).to(shape.device) for rows in (found.keys, found.values)
+        )  # fp32 [L, H]
+        self._formats = [list(formats)] * shape.num_layers
+
+    @property
+    def table_bytes(self) -> int:
+        return 0 if self._of_heads else 2 * 4 * len(self._keys)
+
+    @property
+    def channel_bytes(self) -> int:
+        return self._keys.nbytes + self._values.nbytes if self._of_heads else 0
+
+    def levels(self, tier: int, layer: int, head: Tensor, k: Tensor) -> Tensor:
+        return k.float() / self._keys[layer, head, None]
+
+    def values(self, layer: int, head: Tensor, v: Tensor) -> Tensor:
+        return v.float() / self._values[layer, head, None]
+
+    def queries(self, layer: int, q: Tensor) -> Tensor:
+        return _times(self._keys[layer], q)
+
+    def outputs(self, layer: int, out: Tensor) -> Tensor:
+        return _times(self._values[layer], out)
+
+    def read(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return k * self._keys[layer, :, None, None], v * self._values[layer, :, None, None]
+
+    def attach(self, tiers: Sequence[TierPages], layer: int) -> None:
+        """Gives the tiers nothing: kernels know no such scales."""
+
+
+def _times(scale: Tensor, x: Tensor) -> Tensor:
+    """x [S, Hq, D] times the scales [H] of the query heads' groups, in its own dtype."""
+    return (x.float() * scale.repeat_interleave(x.shape[1] // len(scale))[:, None]).to(x.dtype)
 
 
 def _is_coded(fmt: PageFormat) -> bool:

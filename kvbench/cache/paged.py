@@ -183,7 +183,7 @@ class Paged(Holding, Places):
         pages, chunk = self.pages, k.shape[1]
         tiers, _ = self.layer(torch.tensor([row], device=k.device), layer)
         self.rope.attach(tiers, None)
-        keys, values, live = pages.backend.gather_dense(pages.pool.pages, tiers, None)
+        keys, values, live = pages.gather(layer, tiers, None)
         held = keys[0], values[0], live[0]
         out = pages.backend.chunk_attention(q, k, v, held, scale, self.softmax_of(layer))
         offset = torch.arange(chunk, device=k.device)
@@ -191,7 +191,8 @@ class Paged(Holding, Places):
         stripped = self.rope.strip(k, position)
         for tier, heads in pages.tiers_of_layer(layer):
             lists = self.lists_of_layer(row, layer)
-            lists, own_k, own_v = (x if heads is None else x[heads] for x in (lists, stripped, v))
+            head = torch.arange(len(lists), device=k.device)
+            lists, own_k, own_v, head = (x if heads is None else x[heads] for x in (lists, stripped, v, head))
             first = pages.table.reserve(lists, tier, torch.full_like(lists, chunk))
             each, ordinal = lists.repeat_interleave(chunk), (first[:, None] + offset).flatten()
             pages.table.own([(tier, each, ordinal)])
@@ -202,7 +203,7 @@ class Paged(Holding, Places):
                 own_v.flatten(0, 1),
                 score=self.scores.of_token(k, v).flatten() if self.scores.writes_tokens else 0.0,
                 pos=position.repeat(len(lists)),
-                of=(layer, torch.arange(len(lists), device=k.device).repeat_interleave(chunk)),
+                of=(layer, head.repeat_interleave(chunk)),
             )
         return out
 

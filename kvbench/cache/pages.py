@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from kvbench.cache.codebooks import Codebooks
 from kvbench.kernels import memory
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.format import PageFormat
-from kvbench.kernels.operands import KeyRotation, SlotSearch, TierPages, TierTable
+from kvbench.kernels.operands import KeyRotation, Ring, SlotSearch, TierPages, TierTable
 from kvbench.kernels.pool import PagePool
 from kvbench.kernels.table import PageTable
 
@@ -78,7 +79,7 @@ class Pages:
             can need, at most `memory_share` of what is free: growing would hold the old pool beside the new one, and
             move the pages under a captured graph.
         tier_map: Where tier 0 of a plan stands for one tier here and another there; None = each is what it is.
-        codebooks: Tables of codes, and scales of key channels, where a calibration found some.
+        codebooks: Tables of codes, and scales of key channels or of heads, where a calibration found some.
         lists_by_tier: Lists of a row of the whole model that have each of the tiers that tier 0 of a plan stands for;
             None = those of this place.
     """
@@ -320,6 +321,7 @@ class Pages:
             assert of is not None, "tables of codes belong to a layer"
             fmt = self.codebooks.format(tier, of[0])
             k = None if k is None else self.codebooks.levels(tier, *of, k)
+            v = None if v is None else self.codebooks.values(*of, v)
         if k is not None:
             self.backend.write_keys(pages, fmt, page, slot, k)
             if fmt.bounds:
@@ -328,6 +330,20 @@ class Pages:
             self.backend.write_values(pages, fmt, page, slot, v)
         if pos is not None and fmt.slot.track:
             self.backend.write_tracked(pages, fmt, page, slot, score, pos)
+
+    def attend(
+        self, layer: int, q: Tensor, tiers: list[TierPages], ring: Ring | None, scale: float, **more: Any
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """What `Backend.paged_decode` says of a layer, whatever lies beside the pages; `more` is handed on to it."""
+        books = self.codebooks
+        q = q if books is None else books.queries(layer, q)
+        out, lse, scores = self.backend.paged_decode(q, self.pool.pages, tiers, ring, scale, **more)
+        return out if books is None else books.outputs(layer, out), lse, scores
+
+    def gather(self, layer: int, tiers: list[TierPages], ring: Ring | None) -> tuple[Tensor, Tensor, Tensor]:
+        """What `Backend.gather_dense` says of a layer, likewise."""
+        k, v, live = self.backend.gather_dense(self.pool.pages, tiers, ring)
+        return (k, v, live) if self.codebooks is None else (*self.codebooks.read(layer, k, v), live)
 
     def read(self, tier: int, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         """Slots int64 [M] as keys and values fp32 [M, D]."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvbench.cache.async_counts import Rows
 from kvbench.cache.buffered import Buffered
 from kvbench.cache.checks import CheckedPlans
-from kvbench.cache.codebooks import Codebooks
+from kvbench.cache.codebooks import Codebooks, Scales
 from kvbench.cache.counters import Counters
 from kvbench.cache.holding import EvictionDue
 from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats
@@ -31,7 +31,7 @@ from kvbench.cache.steps import PagedStep
 from kvbench.cache.view import By, PagesView, SlotsView
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.pool import PagePool
-from kvbench.policy import Budget, DecodePlan, Extreme, Policy, SlotArrays
+from kvbench.policy import Budget, DecodePlan, Extreme, HeadScales, Policy, SlotArrays
 
 
 def make_places(
@@ -60,12 +60,16 @@ def make_places(
         if options.budget_bytes is not None:  # each place has its layers' share, and each process its heads'
             budget = options.budget_bytes * own.num_layers // (shape.num_layers * shape.ranks.size)
         formats = compile_formats(policy, shape, replace(options, budget_bytes=budget))
-        tier_map = codebooks = None
+        tier_map = None
+        codebooks: Codebooks | None = None
         if table is not None:
             here = slice(first_head * copies, first_head * copies + heads)
             layers = table[first_layer : first_layer + own.num_layers]
             tier_map = TierMap(tuple(tuple(row[here]) for row in layers), own.device)
-        if policy.codebooks is not None:
+        if isinstance(policy.codebooks, HeadScales):
+            tiers = None if tier_map is None else tier_map.table
+            codebooks = Scales(policy.codebooks, formats, own, first_layer, first_head, tiers)
+        elif policy.codebooks is not None:
             codebooks = Codebooks(policy.codebooks, formats, own, first_layer, first_head)
         pages = Pages(
             formats,

@@ -185,7 +185,8 @@ class PagedStep:
             page, slot, keys, values = (x.flatten(0, 1) if heads is None else x[:, heads].flatten(0, 1) for x in chosen)
             of = None
             if pages.codebooks is not None:
-                of = layer, torch.arange(k.shape[1], device=k.device).repeat(len(k))
+                own = torch.arange(k.shape[1], device=k.device) if heads is None else heads
+                of = layer, own.repeat(len(k))
             pages.put(tier, page, slot, keys, values, distinct=True, of=of)
             if scores.writes_tokens:
                 pos = self.tokens_seen.repeat_interleave(len(page) // len(self.rows))
@@ -196,9 +197,7 @@ class PagedStep:
         self.holding.rope.attach(tiers, self.view)
         group = spec.group_reduce if spec.decode_update else None
         softmax = self.holding.softmax_of(layer)
-        out, _, reduced = pages.backend.paged_decode(
-            q, pages.pool.pages, tiers, None, scale, power=spec.power, group=group, softmax=softmax
-        )
+        out, _, reduced = pages.attend(layer, q, tiers, None, scale, power=spec.power, group=group, softmax=softmax)
         scores.add_step(self.tokens_seen, self.view.prompt_tokens, tiers, reduced)
         return out
 
@@ -211,9 +210,7 @@ class PagedStep:
         if self.reads is not None:
             tiers = [self.reads.choose(pages, layer, q, tiers[0])]
         holding.rope.attach(tiers, self.view)
-        out, _, _ = pages.backend.paged_decode(
-            q, pages.pool.pages, tiers, ring, scale, softmax=holding.softmax_of(layer)
-        )
+        out, _, _ = pages.attend(layer, q, tiers, ring, scale, softmax=holding.softmax_of(layer))
         return holding.rotations.values.back(out)
 
     def _held(self, layer: int) -> tuple[list[TierPages], Ring | None]:

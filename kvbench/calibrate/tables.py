@@ -1,6 +1,6 @@
-"""The commands `gates`, `centres` and `books` run a model over prompts to make the table of numbers that a method needs
-of it: which heads look far back (`duo_attention`), where each head's queries gather (`triattention`), and with which
-levels and scales keys and values are coded (`kvquant`)."""
+"""The commands `gates`, `centres`, `books` and `scales` run a model over prompts to make the table of numbers that a
+method needs of it: which heads look far back (`duo_attention`), where each head's queries gather (`triattention`), with
+which levels and scales keys and values are coded (`kvquant`), and what `fp8` divides them by."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ from torch import Tensor
 from kvbench.cache.layout import StoreOptions
 from kvbench.engine.engine import Engine
 from kvbench.engine.supported import heads_of, layer_kinds
-from kvbench.errors import check_whole
-from kvbench.kernels.codes import BOOK_TOP
+from kvbench.errors import check_name, check_whole
+from kvbench.kernels.codes import BOOK_TOP, E4M3_LARGEST
 from kvbench.methods.kvquant import WIDTHS
 from kvbench.policy import ALL_QUERIES, LayerTensors, Need, Policy, ScoreSpec, Statistic
 from kvbench.results.writing import write_file
@@ -55,6 +55,16 @@ def books(cfg: DictConfig) -> int:
     Number(0, 0.5).check("books.outside", own.outside)
     measure = partial(measure_books, outside=own.outside, sinks=own.sinks)
     return _command(cfg, "books", measure, "numbers", "kvquant method.books", form=".6g")
+
+
+def scales(cfg: DictConfig) -> int:
+    """Measures the scales of fp8 and writes them; see conf/command/scales.yaml."""
+    own = cfg.scales
+    check_name("scales.per", own.per, ("tensor", "head"))
+    check_name("scales.tokens", own.tokens, ("task", "random"))
+    seed = int(cfg.seed) if own.tokens == "random" else None
+    measure = partial(measure_scales, by_head=own.per == "head", seed=seed)
+    return _command(cfg, "scales", measure, "numbers", "fp8 method.scales", form=".9g")
 
 
 def _command(
@@ -157,6 +167,17 @@ class _KeysAndValues(Looks):
         return keys, seen.v[:, self.sinks :].float().cpu()
 
 
+@dataclass(frozen=True)
+class _Largest(Looks):
+    """The largest key and value of each KV head, keys as they are stored."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    by_queries: ClassVar[bool] = False
+
+    def look(self, seen: LayerTensors) -> tuple[Tensor, ...]:
+        return (torch.stack([x.float().abs().amax((1, 2)) for x in (seen.k, seen.v)]).cpu(),)
+
+
 def look_at(loaded: "LoadedModel", score: ScoreSpec, prompts: list[list[int]], advance: Advance) -> None:
     """Reads prompts under the full cache with a statistic that looks; the model gets its own attention back."""
     policy, before = Policy(), loaded.model.config.get_text_config()._attn_implementation
@@ -216,6 +237,41 @@ def measure_books(
         keys, values = (torch.cat(parts, 1) for parts in zip(*looks.found.pop(layer), strict=True))
         rows.append(_books_of_layer(keys, values, outside))
     return torch.stack(rows)
+
+
+@torch.no_grad()
+def measure_scales(
+    loaded: "LoadedModel",
+    requests: "Sequence[Request]",
+    by_head: bool,
+    seed: int | None = None,
+    advance: Advance = lambda: None,
+) -> Tensor:
+    """What each layer's keys and values are divided by to become e4m3 floats; the model gets its own attention back.
+
+    Args:
+        requests: Prompts.
+        by_head: One number for each KV head; otherwise one for all of them.
+        seed: Random tokens take the prompts' places, and this says which; None = the prompts themselves.
+
+    Returns:
+        fp32 [layers, 2 or 2 x KV heads], those of keys first: the largest number over 448, the largest float; of random
+            tokens over 200 for keys and 100 for values, which leaves room.
+
+    Source: compressed-tensors' `calculate_qparams` (symmetric), with which llm-compressor calibrates; vLLM's
+        `calc_kv_scales` with `--calculate-kv-scales` (PR 11906) of random tokens, there for whole tensors only.
+    Differs: the largest of all prompts counts, where llm-compressor's usual observer averages those of its batches.
+    """
+    looks, prompts, room = _Largest(), [list(request.prompt) for request in requests], (E4M3_LARGEST, E4M3_LARGEST)
+    if seed is not None:
+        room, make = (200.0, 100.0), torch.Generator().manual_seed(seed)
+        most = loaded.model.config.get_text_config().vocab_size
+        prompts = [torch.randint(most, (len(prompt),), generator=make).tolist() for prompt in prompts]
+    look_at(loaded, ScoreSpec(statistic=looks), prompts, advance)
+    largest = torch.stack([torch.stack([x for (x,) in parts]).amax(0) for _, parts in sorted(looks.found.items())])
+    if not by_head:
+        largest = largest.amax(-1, keepdim=True)
+    return (largest / torch.tensor(room)[:, None]).clamp(min=torch.finfo(torch.float32).eps).flatten(1)
 
 
 def _books_of_layer(keys: Tensor, values: Tensor, outside: float) -> Tensor:

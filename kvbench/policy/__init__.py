@@ -20,7 +20,17 @@ from kvbench.policy.base import Policy
 from kvbench.policy.bounds import Bounds, Extent, quantised, within
 from kvbench.policy.budget import Budget
 from kvbench.policy.by_layer import ByLayer
-from kvbench.policy.declare import ALL_QUERIES, CodeBooks, Compaction, Probe, ReadSpec, Residual, ScoreSpec, TierTable
+from kvbench.policy.declare import (
+    ALL_QUERIES,
+    CodeBooks,
+    Compaction,
+    HeadScales,
+    Probe,
+    ReadSpec,
+    Residual,
+    ScoreSpec,
+    TierTable,
+)
 from kvbench.policy.eviction import Protect, shrink_to_share
 from kvbench.policy.plans import APPEND, EVICT, CompactPlan, DecodePlan, Extreme, PrefillPlan, SlotArrays
 from kvbench.policy.ranked import Ranked, Scored, Steps

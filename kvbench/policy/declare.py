@@ -221,6 +221,19 @@ class CodeBooks:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadScales:
+    """What keys and values are divided by before they become floats of 8 bits, and multiplied by as they are read.
+
+    Args:
+        keys: Per layer, one number for all of its keys, or one for each KV head; those of other formats do not count.
+        values: Likewise, as many.
+    """
+
+    keys: tuple[tuple[float, ...], ...]
+    values: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class TierTable:
     """Which of a method's tiers its tier 0 stands for, layer by layer.
 

@@ -12,10 +12,12 @@ from typing import Any
 
 from kvbench.config.files import FULL, package_folder
 from kvbench.config.settings import as_dict, read_config
-from kvbench.policy import ByLayer, Policy, Tier
+from kvbench.policy import ByLayer, HeadScales, Policy, Tier
 
 METHOD = "engine_format"  # the method of any format
 FULL_TIER = "f16"
+SCALED = "fp8"  # the tier that takes scales of a calibration
+SCALES = "scales.tsv"  # which `kvbench scales` writes
 
 
 @dataclass
@@ -75,6 +77,8 @@ def flags_of(policy: Policy, num_layers: int | None = None) -> list[str]:
     kept = _kept_layers(policy, num_layers)
     if kept is None:
         return []
+    if isinstance(policy.codebooks, HeadScales):
+        return [_scaled_line(engine, policy.codebooks, kept) for engine in engines() if "scaled" in engines()[engine]]
     return [line for engine in engines() for line in _lines(engine, policy.tiers[0], kept, num_layers)]
 
 
@@ -101,6 +105,13 @@ def _lines(engine: str, tier: Tier, kept: Sequence[int], num_layers: int | None)
             said += f"; it leaves layers {', '.join(map(str, leaves))} in 16 bits: method.protect_layers={leaves}"
         lines.append(f"{engine}: {' '.join(words)} ({said})")
     return lines
+
+
+def _scaled_line(engine: str, scales: HeadScales, kept: Sequence[int]) -> str:
+    """The flags of fp8 with scales of a calibration."""
+    known = engines()[engine]
+    skip = " ".join([known["flags"]["skip"][0], *map(str, kept)]) + " " if kept else ""
+    return f"{engine}: {known['example']} {skip}{known['scaled']['head' if len(scales.keys[0]) > 1 else 'tensor']}"
 
 
 def _since(known: Mapping[str, Any], name: str) -> str:
@@ -175,6 +186,12 @@ def _read_format(found: Reading, known: Mapping[str, Any], given: Mapping[str, l
         found.words.append(f"method={FULL}")
         return
     found.words += [f"method={METHOD}", f"method.tier={tier}"]
+    if tier == SCALED and _value(given, flags.get("scales", ()), "off") != "off":
+        found.words.append(f"method.scales={SCALES}")
+        found.notes.append(
+            f"{found.engine} finds scales of its own from random tokens; find yours first: kvbench scales "
+            f"scales.tokens=random scales.out={SCALES}, with the words of the model"
+        )
     if leaves := known["formats"][name].get("leaves"):
         found.words.append(f"method.protect_layers=[{','.join(map(str, leaves))}]")
         found.notes.append(f"{found.engine} leaves layers {', '.join(map(str, leaves))} in 16 bits with {name}")

@@ -1,6 +1,7 @@
-"""The tables of duo_attention, triattention and kvquant, from a model's own attention, queries, keys and values."""
+"""The tables of duo_attention, triattention, kvquant and fp8, from a model's own queries, keys and values."""
 
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,11 +10,12 @@ from engine_helpers import random_tokens, request
 from omegaconf import OmegaConf
 
 from kvbench.calibrate import tables
-from kvbench.calibrate.tables import measure_books, measure_centres, measure_gates
+from kvbench.calibrate.tables import measure_books, measure_centres, measure_gates, measure_scales
 from kvbench.engine.requests import Request
 from kvbench.methods.duo_attention import DuoAttention
 from kvbench.methods.kvquant import KVQuant
 from kvbench.methods.triattention import TriAttention
+from kvbench.methods.uniform import Uniform
 from kvbench.policy import read_table
 
 
@@ -137,6 +139,26 @@ def test_scales_are_the_ranges_of_projected_keys(tiny_model, outside, sinks):
         assert (zero - low).abs().max() < 1e-5 and (scale - (high - low) / 255).abs().max() < 1e-6
 
 
+def test_scales_are_the_largest_projected_values(tiny_model):
+    """Over 448, by head and of all; keys after the rotation, which keeps no channel but the length of each pair; random
+    tokens, over 200 and 100, are others, but the same ones for the same seed."""
+    loaded = tiny_model("llama", "gqa3", 64)
+    asked = [request("0", random_tokens(21)), request("1", random_tokens(30))]
+    seen, found = projected(loaded, "v_proj", asked, lambda loaded, asked: measure_scales(loaded, asked, True))
+    projections, tensor = projected(loaded, "k_proj", asked, lambda loaded, asked: measure_scales(loaded, asked, False))
+    for layer, parts in enumerate(seen):
+        largest = torch.cat(parts).unflatten(-1, (2, 64)).abs().amax((0, 2))
+        assert torch.allclose(found[layer, 2:], largest / 448, rtol=1e-6)
+        assert torch.equal(tensor[layer], torch.stack([found[layer, :2].max(), found[layer, 2:].max()]))
+        pairs = torch.cat(projections[layer]).unflatten(-1, (2, 2, 32))
+        bound = torch.hypot(pairs[:, :, 0], pairs[:, :, 1]).amax((0, 2)) / 448
+        assert (found[layer, :2] <= bound * (1 + 1e-5)).all() and (found[layer, :2] >= bound / 2**0.5 * 0.9).all()
+    seen, other = projected(loaded, "v_proj", asked, lambda loaded, asked: measure_scales(loaded, asked, False, seed=3))
+    assert torch.allclose(other[0, 1], torch.cat(seen[0]).abs().max() / 100, rtol=1e-6)
+    assert [len(part) for part in seen[0]] == [21, 30] and other[0, 0] > 1.5 * tensor[0, 0]
+    assert torch.equal(measure_scales(loaded, asked, False, seed=3), other)
+
+
 COMMANDS = {
     "gates": (
         {"prompts": 2, "sinks": 2, "recent": 5},
@@ -153,6 +175,14 @@ COMMANDS = {
         "centres",
         TriAttention,
         [("prompts", 0, "centres.prompts=0 must be a whole number of at least 1")],
+    ),
+    "scales": (
+        {"prompts": 2, "per": "head", "tokens": "task"},
+        lambda loaded, asked: measure_scales(loaded, asked, True),
+        {"atol": 0, "rtol": 1e-7},
+        "scales",
+        partial(Uniform, tier="fp8"),
+        [("per", "layer", "scales.per=layer does not exist"), ("tokens", "all", "scales.tokens=all does not exist")],
     ),
     "books": (
         {"prompts": 2, "outside": 0.0, "sinks": 1},

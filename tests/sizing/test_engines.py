@@ -60,6 +60,14 @@ REFUSED = {
 }
 
 
+SCALED = {
+    "vllm serve Qwen/Qwen3-4B --kv-cache-dtype fp8 --calculate-kv-scales": True,
+    "vllm serve Qwen/Qwen3-4B --kv-cache-dtype fp8_e4m3 --calculate_kv_scales --kv-cache-dtype-skip-layers 0": True,
+    "vllm serve Qwen/Qwen3-4B --calculate-kv-scales": False,  # of 16 bits
+    "vllm serve Qwen/Qwen3-4B --kv-cache-dtype fp8_per_token_head --calculate-kv-scales": False,  # has its own
+}
+
+
 def policy_of(words: list[str]):
     """The method that words of a run make."""
     given = dict(word.split("=", 1) for word in words)
@@ -85,6 +93,23 @@ def test_what_has_no_counterpart_is_named(command: str, message: str):
     """The part that is missing, and a remedy where there is one."""
     with pytest.raises(ValueError, match=message):
         read_command(command)
+
+
+@pytest.mark.parametrize(("command", "scaled"), SCALED.items(), ids=str)
+def test_scales_that_vllm_finds_itself_are_a_file_here(command: str, scaled: bool):
+    """With the command that finds them; of other formats the flag says nothing, there and here."""
+    found = read_command(command)
+    assert ("method.scales=scales.tsv" in found.words) == scaled
+    assert any("kvbench scales scales.tokens=random" in note for note in found.notes) == scaled
+
+
+def test_scales_of_a_calibration_have_flags_of_their_own():
+    """Plain fp8 has scales of 1, which these are not."""
+    (tensor,) = flags_of(Uniform(tier="fp8", scales=[[0.1, 0.2]] * 4, protect_layers=[-1]), 4)
+    assert "--kv-cache-dtype-skip-layers 3 --kv-cache-dtype fp8 (scales of the checkpoint" in tensor
+    assert "strategy=tensor" in tensor and "--calculate-kv-scales" in tensor
+    (head,) = flags_of(Uniform(tier="fp8", scales=[[0.1, 0.2, 0.3, 0.4]] * 4))
+    assert head.startswith("vllm: ") and "strategy=attn_head" in head
 
 
 def test_five_commands_of_each_engine_are_here():
