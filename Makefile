@@ -4,7 +4,7 @@ PYTHON ?= python
 # A test run starts a hundred processes. Where this is set, each of them compiles torch, transformers and kvbench again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup model suite exhaustive format style types docs site findings composition formats test roundtrip hostile test-code test-degenerate test-exact test-killed test-arm test-bytes test-launchers test-gpu gpu fuzz mutants simulate smoke clean
+.PHONY: help setup model suite exhaustive format style types docs site findings composition formats shipped test roundtrip hostile test-code test-degenerate test-exact test-killed test-arm test-bytes test-launchers test-gpu gpu fuzz mutants simulate smoke clean
 
 help: ## show the targets; `make` alone does too
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
@@ -52,6 +52,9 @@ composition: ## which score with which allocation at equal bytes, every combinat
 
 formats: ## what each storage format loses at which bytes, as it is and rotated, into FOLDER (an hour)
 	PYTHONPATH=$(CURDIR) $(PYTHON) results/example/formats.py $(FOLDER)
+
+shipped: ## what the formats of llama.cpp, vLLM and SGLang lose on running text, into FOLDER (25 minutes)
+	PYTHONPATH=$(CURDIR) $(PYTHON) results/example/shipped.py $(FOLDER)
 
 test: setup model ## install, fetch the embedded model, run the default tests in one process more than there are cores, at most 4 (each takes up to 3 GB)
 	@$(MAKE) --no-print-directory suite

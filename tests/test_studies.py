@@ -21,6 +21,7 @@ from kvbench.results.lines import read_samples
 from kvbench.results.record import RunRecord
 from kvbench.rules import declared
 from kvbench.runs.parts import make_policy, policy_class
+from kvbench.sizing.engines import engines
 
 EXAMPLE = ROOT / "results" / "example"
 STUDY = EXAMPLE / "study"
@@ -42,6 +43,7 @@ def script(name):
     ("name", "word", "message"),
     [
         ("formats", "item=3", "there is no setting item; there are items, length"),
+        ("shipped", "item=3", "there is no setting item; there are chunks"),
         ("composition", "item=3", "there is no setting item; there are items"),
         ("composition", "scores=[snap]", "scores has no snap; there are snapkv"),
         ("composition", "allocations=[table]", "allocations has no table; there are uniform"),
@@ -78,6 +80,22 @@ def test_the_table_of_formats_has_a_row_for_every_run(tmp_path):
     resident = {name: float(row["resident"]) for name, row in rows.items()}
     assert resident["full"] > 2 * resident[four] > 2 * resident[two]
     assert float(rows["full"]["quality"]) == 0.0
+
+
+def test_every_format_that_engines_ship_has_a_row(tmp_path):
+    """On random weights: the full cache first and whole, and a command of llama.cpp as its own table of bytes says;
+    every format of `kvbench engine` but other words for one is asked for."""
+    study = script("shipped")
+    asked = study.settings_of("model=tiny chunks=2 tokens=16 rows=2 only=2".split())
+    full, first = study.study(tmp_path, asked)
+    assert (full["engine"], full["bytes_per_token"]) == ("", full["bytes_full"]) and full["kl_max"] < 1e-4
+    assert first["flags"] == "-ctk q8_0 -ctv q8_0" and first["bytes_per_token"] / first["bytes_full"] == 34 / 64
+    assert first["n"] == full["n"] > 0 and 0 < first["kl_mean"] <= first["kl_max"]
+    study.table(tmp_path, [full, first])
+    assert (tmp_path / "shipped.csv").read_text().startswith("engine,flags,bytes_per_token,bytes_full,n,perplexity,")
+    found = {(method, settings.get("method.tier")) for _, _, method, settings in study.runs(tmp_path)}
+    shipped = [entry for engine in engines().values() for entry in engine["formats"].values()]
+    assert {("engine_format", entry["tier"]) for entry in shipped if not entry.get("alias")} <= found
 
 
 def test_every_score_meets_every_allocation_at_the_same_bytes():
