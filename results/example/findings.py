@@ -229,8 +229,21 @@ def tables() -> Iterator[tuple[str, str]]:
         )
     headings = "format|bytes, %|gold NLL|NLL - full's [95 %]|rotated: gold NLL|NLL - full's [95 %]".split("|")
     yield "formats", markdown(headings, _formats())
+    if (HERE / "shipped.csv").exists():
+        yield "shipped", markdown(["flags", "bytes a token", *SHIPPED.values()], _shipped())
 
 
+# Statistics of all tokens, and what the table calls them.
+SHIPPED = {
+    "perplexity": "perplexity",
+    "kl_mean": "KL mean, nats",
+    "kl_99": "99 %",
+    "kl_999": "99.9 %",
+    "kl_max": "max",
+    "dp_rms": "RMS dp, %",
+    "same_first_choice": "same first choice, %",
+}
+IN_PERCENT = ("dp_rms", "same_first_choice")
 KINDS = ("kv", "multikey", "passkey", "recall")
 NAMES = {"nll": "NLL", "partial": "partial", "score": "score"}
 
@@ -292,6 +305,22 @@ def _formats() -> Iterator[list[str]]:
             beside = row is not None and name != "full"
             line.append(number(row["score"], "nll") if row else "")
             line.append(between(row, "quality", "nll", "quality_low", "quality_high") if beside else "")
+        yield line
+
+
+def _shipped() -> Iterator[list[str]]:
+    """A line for each format that engines ship, by engine; distances are to a cache of the model's own type."""
+    for row in rows_of("shipped"):
+        share = f"{100 * float(row['bytes_per_token']) / float(row['bytes_full']):.1f} %"
+        line = [f"`{row['engine']} {row['flags']}`" if row["engine"] else "16 bits"]
+        line.append(f"{float(row['bytes_per_token']):,.0f} ({share})")
+        for name in SHIPPED:
+            factor, form = (100, ".1f") if name in IN_PERCENT else (1, ".2f" if name == "perplexity" else ".2g")
+            value, *ends = (row[name + end] for end in ("", "_low", "_high"))
+            text = f"{factor * float(value):{form}}" if value else ""
+            if text and all(ends):
+                text += f" [{', '.join(f'{factor * float(end):{form}}' for end in ends)}]"
+            line.append(text)
         yield line
 
 
