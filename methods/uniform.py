@@ -67,7 +67,7 @@ class Uniform(ByLayer):
                     f"scales of a calibration are for tier=fp8, and tier={self.tier} has its own; leave scales out"
                 )
             self.scales = read_table(self.scales, "scales")  # the numbers themselves, whatever the path
-            self.codebooks = _read_scales(self.scales)
+            self.head_scales = _read_scales(self.scales)
         self.tiers = (named,)
         self.spread()
 

@@ -299,7 +299,7 @@ def _check_keys_only(policy: Policy, options: StoreOptions) -> None:
             f"store.rotation={options.rotation} or the format of {name} turns keys; {asks}, and are not turned; choose "
             "another format, or set store.rotation=off"
         )
-    if policy.score.orders_channels or policy.codebooks is not None:
+    if policy.score.orders_channels or policy.codebooks is not None or policy.head_scales is not None:
         raise ValueError(f"{name} has channels or tables of codes for keys alone; {asks}; choose another method")
     if "attention_call" in policy.score.statistic.needs:
         raise ValueError(f"{name} makes a layer's queries again by itself; {asks}; choose another method")

@@ -31,7 +31,7 @@ from kvbench.cache.steps import PagedStep
 from kvbench.cache.view import By, PagesView, SlotsView
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.pool import PagePool
-from kvbench.policy import Budget, DecodePlan, Extreme, HeadScales, Policy, SlotArrays
+from kvbench.policy import Budget, DecodePlan, Extreme, Policy, SlotArrays
 
 
 def make_places(
@@ -66,9 +66,9 @@ def make_places(
             here = slice(first_head * copies, first_head * copies + heads)
             layers = table[first_layer : first_layer + own.num_layers]
             tier_map = TierMap(tuple(tuple(row[here]) for row in layers), own.device)
-        if isinstance(policy.codebooks, HeadScales):
+        if policy.head_scales is not None:
             tiers = None if tier_map is None else tier_map.table
-            codebooks = Scales(policy.codebooks, formats, own, first_layer, first_head, tiers)
+            codebooks = Scales(policy.head_scales, formats, own, first_layer, first_head, tiers)
         elif policy.codebooks is not None:
             codebooks = Codebooks(policy.codebooks, formats, own, first_layer, first_head)
         pages = Pages(

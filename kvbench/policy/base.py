@@ -37,8 +37,8 @@ class Policy:
         tiers: One to four precision formats; tier 0 takes new tokens.
         by_layer: Which of `tiers` tier 0 stands for in each layer and head (`ByLayer` makes it); plans then know no
             other tier than 0. None = each tier is what it is everywhere.
-        codebooks: The tables of tiers whose codes are calibrated, or the scales of their heads, which lie beside the
-            pages; None = there are no such.
+        codebooks: The tables of tiers whose codes are calibrated, which lie beside the pages; None = there are no such.
+        head_scales: Likewise the scales of tiers of floats of 8 bits.
         score: The attention statistics that the method needs; none by default.
         limit: The budget, of which the cache says how many tokens it allows; None = the method has none.
         reading: Which pages decode steps read; None = all of them.
@@ -62,7 +62,8 @@ class Policy:
 
     tiers: tuple[Tier, ...] = _declared((Tier(),))
     by_layer: TierTable | None = _declared(None)
-    codebooks: CodeBooks | HeadScales | None = _declared(None)
+    codebooks: CodeBooks | None = _declared(None)
+    head_scales: HeadScales | None = _declared(None)
     score: ScoreSpec = _declared(ScoreSpec())
     limit: Budget | None = _declared(None)
     reading: ReadSpec | None = _declared(None)

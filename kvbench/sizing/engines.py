@@ -77,8 +77,8 @@ def flags_of(policy: Policy, num_layers: int | None = None) -> list[str]:
     kept = _kept_layers(policy, num_layers)
     if kept is None:
         return []
-    if isinstance(policy.codebooks, HeadScales):
-        return [_scaled_line(engine, policy.codebooks, kept) for engine in engines() if "scaled" in engines()[engine]]
+    if policy.head_scales is not None:
+        return [_scaled_line(engine, policy.head_scales, kept) for engine in engines() if "scaled" in engines()[engine]]
     return [line for engine in engines() for line in _lines(engine, policy.tiers[0], kept, num_layers)]
 
 
