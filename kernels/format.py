@@ -93,8 +93,9 @@ class SlotFormat:
                 raise ValueError(f"head_dim={self.head_dim} x {side}={bits} is not a whole number of bytes")
         if not 0 <= self.k_channels <= self.head_dim:
             raise ValueError(f"k_channels={self.k_channels} must be 0 (all) to head_dim={self.head_dim}")
-        if self.k_channels and self.k_bits < 16:
-            raise ValueError(f"k_channels={self.k_channels} goes with keys of 16 bits, not with k_bits={self.k_bits}")
+        if self.k_channels and (self.k_bits < 16 or self.keys_only):
+            but = "keys that are values, too" if self.keys_only else f"k_bits={self.k_bits}"
+            raise ValueError(f"k_channels={self.k_channels} goes with keys of 16 bits, not with {but}")
         for name, groups in (("k_groups", self.k_groups), ("v_groups", self.v_groups)):
             if groups < 1 or self.head_dim % groups:
                 raise ValueError(

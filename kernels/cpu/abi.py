@@ -40,6 +40,7 @@ ELEMENT_KINDS = {torch.float16: 4, torch.bfloat16: 5, torch.float32: 6}
 _CODE_KINDS: dict[str | int, int] = {1: 0, 2: 1, 4: 2, 5: 11, 8: 3}
 _FLOAT_KINDS: dict[str | int, int] = {"e4m3": 7, "e4m3_scaled": 7, "e5m2": 12}
 _BOOK_KINDS: dict[str | int, int] = {2: 8, 3: 9, 4: 10}
+_KEYS = 13  # of values that are the keys
 _SCALES: dict[Scale, int] = {"none": 0, "fp16": 1, "e4m3": 2, "e8m0": 3}
 _FITS: dict[tuple[Fit, Rounding], int] = {
     ("largest", "even"): 1,
@@ -228,12 +229,15 @@ def format_struct(fmt: PageFormat) -> ctypes.Structure:
     regions = ("codes", "scale", "zero", "apart", "where")
     offsets = {name: fmt.regions[name][0] for name in (f"{side}_{each}" for side in "kv" for each in regions)}
     tracked = {name: fmt.regions[name][0] if name in slot.track else -1 for name in ("score", "pos")}
+    values = _code_struct(fmt, slot.values, slot.v_groups, slot.v_apart)
+    if slot.keys_only:
+        values = CodeStruct(kind=_KEYS, groups=1)
     return TierStruct(
         slots_per_page=fmt.tokens_per_page,
         k_channel_group=slot.k_channel_group if slot.channel_keys else 0,
         k_channels=slot.k_channels,
         k=_code_struct(fmt, slot.keys, slot.k_groups, slot.k_apart),
-        v=_code_struct(fmt, slot.values, slot.v_groups, slot.v_apart),
+        v=values,
         **offsets,
         **tracked,
     )

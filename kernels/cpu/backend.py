@@ -147,6 +147,7 @@ class Cpu(Backend):
         Source: kvbench's own; folding the scales into the products as in KIVI's and DiffKV's kernels.
         """
         covered = q.device.type == "cpu" and all(_has_code(tier.fmt) for tier in tiers)
+        covered = covered and not any(tier.fmt.slot.keys_only and tier.channels for tier in tiers)
         if not covered or (ring is not None and (tiers[0].rotation is not None or ring.k.dtype not in ELEMENT_KINDS)):
             return super().paged_decode(q, pages, tiers, ring, scale, power=power, group=group, softmax=softmax)
         checks.decode(q, pages, tiers, ring, power, group, softmax)
@@ -296,7 +297,7 @@ def _covers(pages: Tensor, fmt: PageFormat) -> bool:
 
 
 def _has_code(fmt: PageFormat) -> bool:
-    return fmt.slot.head_dim <= load().max_channels and not fmt.slot.keys_only
+    return fmt.slot.head_dim <= load().max_channels
 
 
 def _head(pages: Tensor, fmt: PageFormat) -> tuple[int, int, int, int]:

@@ -257,6 +257,7 @@ def test_page_search_starts_at_one_group_of_the_largest_format():
         ({"v_apart": 2}, "v_apart=2 goes with codes of calibrated tables in one group"),
         ({"v_code": "book", "v_apart": 64}, "v_apart=64 goes with .* of which there are 64; set it to 0"),
         ({"k_channels": 8}, "k_channels=8 goes with keys of 16 bits, not with k_bits=4"),
+        ({"k_channels": 8, "k_bits": 16, "keys_only": True}, "k_channels=8 .*, not with keys that are values, too"),
         ({"k_channel_group": 12}, "k_channel_group=12 must be a multiple of 8 tokens"),
     ],
 )

@@ -19,7 +19,7 @@ static Ahead keys_ahead(const Tier& tier, const TierPlan& p, const uint8_t* page
 }
 
 static Ahead values_ahead(const Tier& tier, const TierPlan& p, long D, const uint8_t* page) {
-  if (!page) return {};
+  if (!page || tier.v.kind == kKeys) return keys_ahead(tier, p, page);
   const uint8_t* codes = page + tier.v_codes;
   return {codes, codes + p.slots * units_of(tier.v.kind, D / planes_of(tier.v.kind)) * unit_bytes_of(tier.v.kind)};
 }

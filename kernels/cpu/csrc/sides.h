@@ -13,10 +13,11 @@ namespace kvb {
 
 // Codes that are whole numbers themselves; elements; codes that stand for whole numbers in a table. Of 3 bits, the lower two lie as codes of
 // 2 bits do, in W = D / 4 bytes, and the third as codes of 1 bit, in the D / 8 bytes behind those (`upper`). Kinds from kNumKinds on are unpacked
-// to others before any loop sees them (unpack.h): codes of 5 bits, whose lower four lie as codes of 4 bits do, and e5m2 floats.
-enum Kind { kCode1, kCode2, kCode4, kCode8, kF16, kBF16, kF32, kFp8, kBook2, kBook3, kBook4, kNumKinds, kCode5 = kNumKinds, kE5m2 };
+// to others before any loop sees them (unpack.h): codes of 5 bits, whose lower four lie as codes of 4 bits do, e5m2 floats, and values that are a
+// page's keys (kKeys), of which no byte is stored.
+enum Kind { kCode1, kCode2, kCode4, kCode8, kF16, kBF16, kF32, kFp8, kBook2, kBook3, kBook4, kNumKinds, kCode5 = kNumKinds, kE5m2, kKeys };
 
-constexpr int kMaxChannels = 512;
+constexpr int kMaxChannels = 576;  // a latent vector of 512 and a rotary key of 64
 // Stride between the planes of a query: no multiple of 4 KiB, so that the planes do not compete for the same cache sets.
 constexpr int kQueryStride = kMaxChannels + 16;
 constexpr int kMaxGroup = 4;
@@ -32,7 +33,7 @@ constexpr int lower_bits(int kind) { return bits_of(kind) == 3 || bits_of(kind) 
 constexpr int planes_of(int kind) { return is_code(kind) ? 8 / lower_bits(kind) : 1; }
 // Bytes (or elements) of one slot, from those that its planes lie in.
 constexpr long units_of(int kind, long width) { return width + (lower_bits(kind) < bits_of(kind) ? width / lower_bits(kind) : 0); }
-constexpr int unit_bytes_of(int kind) { return kind == kF32 ? 4 : kind == kF16 || kind == kBF16 ? 2 : 1; }
+constexpr int unit_bytes_of(int kind) { return kind == kF32 ? 4 : kind == kF16 || kind == kBF16 ? 2 : kind == kKeys ? 0 : 1; }
 
 constexpr long kNextPages = 2;  // a page may be done before a byte asked for at its begin has come
 

@@ -157,10 +157,9 @@ static bool turned_page(const Call& call, const Tier& tier, const TierPlan& p, c
   return true;
 }
 
-// The same where they do not: keys become floats first.
-static void dense_page(const Call& call, const Tier& tier, const uint8_t* page, long n, long T, long head, const PageTurn& turn, const float* q,
-                       Scratch& s, float* out, long stride) {
-  const long G = call.group_size, D = call.head_dim, half = turn.cos ? call.rotated / 2 : 0, groups = tier.k.groups, channels = D / groups;
+// The first n slots of a page's keys [D][T] as floats with their scales, without what is kept apart.
+static float* dense_keys(const Call& call, const Tier& tier, const uint8_t* page, long n, long T, long head, Scratch& s) {
+  const long D = call.head_dim, groups = tier.k.groups, channels = D / groups;
   s.dense.resize(D * T + kLanes);
   float* keys = s.dense.data();
   plain_keys(tier, page + tier.k_codes, T, D, n, keys);
@@ -179,6 +178,26 @@ static void dense_page(const Call& call, const Tier& tier, const uint8_t* page, 
           scale_and_add(keys + d * T + t, std::min(group, n - t), by[t / group * D + d], zero[t / group * D + d]);
     }
   }
+  return keys;
+}
+
+// The first n keys of a page as values [n][D].
+static void keys_as_values(const Call& call, const Tier& tier, const uint8_t* page, long n, long T, Scratch& s, float* out) {
+  constexpr long kRun = 16;  // channels whose rows stay in the first cache while all slots are passed over
+  const long D = call.head_dim;
+  const float* keys = dense_keys(call, tier, page, n, T, 0, s);
+  for (long first = 0; first < D; first += kRun)
+    for (long t = 0; t < n; t++)
+      for (long d = first; d < std::min(first + kRun, D); d++) out[t * D + d] = keys[d * T + t];
+  for (long t = 0; t < n && tier.k.apart; t++)
+    for_apart(tier.k, page + tier.k_apart, page + tier.k_where, T, t, D, [&](long d, float rest) { out[t * D + d] += rest; });
+}
+
+// The same as turned_page does where that does not: keys become floats first.
+static void dense_page(const Call& call, const Tier& tier, const uint8_t* page, long n, long T, long head, const PageTurn& turn, const float* q,
+                       Scratch& s, float* out, long stride) {
+  const long G = call.group_size, D = call.head_dim, half = turn.cos ? call.rotated / 2 : 0;
+  float* const keys = dense_keys(call, tier, page, n, T, head, s);
   for (long d = 0; d < half; d++) rotate_pair(keys + d * T, keys + (d + half) * T, turn.cos + d * T, turn.sin + d * T, n);
   all_dots(kF32, tier.k.levels, (const uint8_t*)keys, T, D, 0, n, q, G, 0, D, out, stride);
 }

@@ -185,7 +185,9 @@ static int cheap_values(int kind, long) { return kind; }
 
 // What a kind of element is unpacked to, or itself where it is not: keys of T slots, of which all are; values of D channels.
 static int unpacked_keys(int kind, long T, long D) { return kind == kCode5 ? kCode8 : kind == kE5m2 ? kF16 : cheap_keys(kind, T, D); }
-static int unpacked_values(int kind, long D) { return kind == kCode5 ? kCode8 : kind == kE5m2 ? kF16 : cheap_values(kind, D); }
+static int unpacked_values(int kind, long D) {
+  return kind == kCode5 ? kCode8 : kind == kE5m2 ? kF16 : kind == kKeys ? kF32 : cheap_values(kind, D);
+}
 
 static void unpack_keys(int kind, const uint8_t* table, const uint8_t* codes, long T, long D, uint8_t* out, Ahead& ahead) {
   if (kind < kNumKinds) return unpack_key_tables(kind, table, codes, T, D, out, ahead);

@@ -128,7 +128,8 @@ static void page_values(const Call& call, const Tier& tier, const TierPlan& plan
   }
   if (kind != tier.v.kind) {
     s.values.resize((D * T + kLanes) * unit_bytes_of(kind));
-    unpack_values(tier.v.kind, tier.v.table, codes, n, D, s.values.data(), ahead);
+    if (tier.v.kind == kKeys) keys_as_values(call, tier, page, n, T, s, (float*)s.values.data());
+    else unpack_values(tier.v.kind, tier.v.table, codes, n, D, s.values.data(), ahead);
     codes = s.values.data();
   }
   if (scaled(tier.v)) ahead.rest();

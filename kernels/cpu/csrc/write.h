@@ -335,6 +335,7 @@ static void write_key(const Tier& tier, uint8_t* page, long slot, const float* x
 }
 
 static void write_value(const Tier& tier, uint8_t* page, long slot, const float* x, long D, Encoder& e) {
+  if (tier.v.kind == kKeys) return;
   e.encode(tier.v, tier.k_channel_group > 0, x, D);
   const long row = units_of(tier.v.kind, D / planes_of(tier.v.kind)) * unit_bytes_of(tier.v.kind);
   std::memcpy(page + tier.v_codes + slot * row, e.bytes, row);
@@ -363,6 +364,7 @@ static void write_key_group(const Tier& tier, uint8_t* page, long slot, const fl
 
 // One side of one slot as floats, with the two roundings of the reference (multiply, then add).
 static void read_side(const Tier& tier, const uint8_t* page, long slot, bool key, long D, float* out) {
+  key = key || tier.v.kind == kKeys;
   const Code& code = key ? tier.k : tier.v;
   const int kind = code.kind, unit = unit_bytes_of(kind);
   const long held = key ? key_channels(tier, D) : D, T = tier.slots_per_page, width = held / planes_of(kind), units = units_of(kind, width);

@@ -56,6 +56,7 @@ def random_slot(dice: random.Random, head_dim: int, track: tuple[str, ...], *, p
                 dtype=dtype,
                 track=track,
                 k_channels=dice.randint(1, head_dim) if thin else 0,
+                keys_only=dice.random() < 0.15,
             )
         except ValueError:
             continue

@@ -139,6 +139,38 @@ def test_residual_rings_equal_the_reference(num_k: int, num_v: int, dtype: torch
     assert_equal(random_queries(2, 6, 64), cache.pages, [tier], Ring(rows, v, ring.num_tokens), group="sum")
 
 
+LATENT = [
+    ("16,16", 40, {}),
+    ("16,16", 288, {}),
+    ("32,32", 24, {"kind": "fp32"}),
+    ("8,8", 512, {}),
+    ("4,4", 576, {"k_groups": 4}),
+    ("4,4", 96, {"k_channel_group": 16}),
+    ("3,3", 40, {}),
+    ("5,5", 64, {"k_code": "q5_1", "k_groups": 2}),
+    ("8,8", 72, {"k_code": "e4m3_scaled"}),
+    ("4,4", 64, {"k_code": "book", "k_table": tuple(range(0, 256, 17)), "k_apart": 3}),
+]
+
+
+@pytest.mark.parametrize("isa", few(["portable", "auto"], "auto"))
+@pytest.mark.parametrize(("bits", "head_dim", "how"), LATENT)
+def test_keys_that_are_values_equal_the_reference(bits, head_dim, how, isa, monkeypatch):
+    """One list of keys, read twice, over ragged pages and two tiers or a ring: elements and codes of every kind, as
+    wide as DeepSeek-V3's latent vectors; one to seventeen query heads."""
+    monkeypatch.setenv("KVBENCH_CPU_ISA", isa)
+    fmt = tier_format(bits, head_dim, **how, keys_only=True)
+    full, total = fmt.tokens_per_page, fmt.slot.group_tokens * 4
+    cache = Cache([fmt, fmt], [[[full + 3], [2]], [[0], [2100 if head_dim < 50 else 70]]], head_dim)
+    for heads, rule in ((1, "sum"), (5, "max"), (17, None)):
+        assert_equal(random_queries(2, heads, head_dim), cache.pages, cache.tiers, None, group=rule)
+    ring = torch.randn(2, 1, 20, head_dim, generator=torch.Generator().manual_seed(1)).half()
+    held = torch.tensor([[min(full, total)], [0]])
+    tier = TierPages(fmt, cache.tiers[0].ids, held, held)
+    in_all = held + torch.tensor([[20], [7]])
+    assert_equal(random_queries(2, 6, head_dim), cache.pages, [tier], Ring(ring, ring, in_all))
+
+
 @pytest.mark.parametrize("isa", few(["portable", "auto"], "auto"))
 @pytest.mark.parametrize("half", [32, 20])
 @pytest.mark.parametrize(

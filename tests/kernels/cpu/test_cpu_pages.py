@@ -39,6 +39,9 @@ FORMATS = {
     "q8-nl": {"k_bits": 8, "v_bits": 4, "k_code": "q8_0", "v_code": "iq4_nl", "v_groups": 2, "track": ("pos",)},
     "nl-e5m2": {"k_bits": 4, "v_bits": 8, "k_code": "iq4_nl", "v_code": "e5m2", "k_groups": 2},
     "e5m2-int4": {"k_bits": 8, "v_bits": 4, "k_code": "e5m2", "v_code": "zero_point"},
+    "latent": {"k_bits": 16, "v_bits": 16, "keys_only": True, "track": ("pos",)},
+    "latent4": {"k_bits": 4, "v_bits": 4, "k_groups": 2, "keys_only": True},
+    "latent-channel": {"k_bits": 2, "v_bits": 2, "k_channel_group": 16, "keys_only": True},
     "fp4-searched": {"k_bits": 4, "v_bits": 4, "k_code": "nvfp4_4over6", "v_code": "mxfp4_up", "k_groups": 2},
 }
 
