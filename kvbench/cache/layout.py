@@ -28,6 +28,7 @@ class StoreOptions:
         track: Further per-slot fields (`score`, `pos`) to keep and bill, for inspection.
         rotation: Which `Rotation` keys and values take before they are stored: `none` but the one of their format,
             `hadamard`, or `off`: not even that.
+        windows: The precision of layers with windows: `exact`, or that of the `method`.
     """
 
     page_bytes: Annotated[int | Literal["auto"], Whole(16, 2**24, unit="bytes", multiple_of=16, also=("auto",))] = (
@@ -37,6 +38,7 @@ class StoreOptions:
     memory_share: Annotated[float, Number(0, 1, above=True)] = 0.9
     track: Annotated[tuple[str, ...], Several(Choice(("score", "pos")), least=0, ordered=False)] = ()
     rotation: Annotated[Kind, Choice(KINDS)] = "none"
+    windows: Annotated[Literal["exact", "method"], Choice(("exact", "method"))] = "exact"
 
     def __post_init__(self) -> None:
         check_settings(self, "store.")

@@ -24,11 +24,11 @@ from kvbench.cache.ledger import Ledger
 from kvbench.cache.places import make_places
 from kvbench.cache.prompts import Prompts, ScoredLayer
 from kvbench.cache.steps import Attend, PagedStep
-from kvbench.cache.windows import Windows
+from kvbench.cache.windows import Windows, tier_beside
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.operands import Softmax
 from kvbench.kernels.pool import PagePool, PoolExhausted
-from kvbench.policy import AttentionCall, DecodeView, Policy, Replay, Tier
+from kvbench.policy import AttentionCall, DecodeView, Policy, Replay
 
 __all__ = ["CompressedStore", "PoolExhausted"]
 
@@ -60,15 +60,15 @@ class CompressedStore:
     ) -> None:
         policy.check_model(shape.num_layers, shape.num_kv_heads)
         self.policy, self.shape, self.backend = policy, shape, backend
-        exact = next((tier for tier in policy.tiers if tier.native), Tier())
+        turned = options.rotation if options.windows == "method" else "none"
         self.beside = tuple(
             CompressedStore(
-                Windows(each.window, exact) if each.window else policy,
+                Windows(each.window, tier_beside(policy, options.windows)) if each.window else policy,
                 each,
                 rows=rows,
                 max_prompt_tokens=max_prompt_tokens,
                 max_new_tokens=max_new_tokens,
-                options=StoreOptions(),
+                options=StoreOptions(rotation=turned),
                 backend=backend,
                 pool=pool,
             )

@@ -1,4 +1,4 @@
-"""What layers with a window keep: all that the next query can still see, as it is, and nothing else."""
+"""What layers with a window keep: all that the next query can still see, and nothing else."""
 
 from dataclasses import dataclass
 
@@ -21,6 +21,28 @@ from kvbench.policy import (
 )
 
 
+def tier_beside(policy: Policy, how: str) -> Tier:
+    """The precision of windows beside a method: `exact`, which is 16 bits, or the model's own dtype where the method
+    keeps that; or that of the `method`, which is refused where a slot cannot have it by itself."""
+    (first, *others), reason = policy.tiers, ""
+    if how == "exact":
+        return next((tier for tier in policy.tiers if tier.native), Tier())
+    if others or policy.by_layer is not None:
+        reason = "has several precisions"
+    elif policy.residual is not None:
+        reason = "quantises tokens once they leave a residual buffer"
+    elif policy.codebooks is not None:
+        reason = "has tables of codes for the layers that it acts on"
+    elif first.k_kept < 1:
+        reason = "leaves out channels of keys by the prompt's queries"
+    if reason:
+        raise ValueError(
+            f"store.windows={how}: {type(policy).__name__} {reason}, and in a window each new token takes the place of "
+            "another one; set store.windows=exact"
+        )
+    return first
+
+
 @dataclass(frozen=True)
 class _ChunkBegins(Compaction):
     """Due before a token that begins a chunk."""
@@ -30,7 +52,7 @@ class _ChunkBegins(Compaction):
 
 
 class Windows(Policy):
-    """Keeps the tokens in a window, without loss. A new token overwrites the oldest one; the first of a chunk, all."""
+    """Keeps the tokens in a window, in one tier. A new token overwrites the oldest one; the first of a chunk, all."""
 
     def __init__(self, window: Window, tier: Tier) -> None:
         super().__init__()

@@ -129,13 +129,15 @@ class RunConfig:
         """The same experiment with the full cache.
 
         The byte budget is lifted: the reference says what the full cache answers, and a budget made for a compressed
-        one would only make it fail. Nothing is rotated, so that one reference serves runs with and without. Prompts are
-        read as in the experiment: in chunks, the full cache is the same but for the rounding of its pages.
+        one would only make it fail. Nothing is rotated, and windows are exact, so that one reference serves runs with
+        and without. Prompts are read as in the experiment: in chunks, the full cache is the same but for the rounding
+        of its pages.
         """
         from kvbench.config.methods import method_settings  # needs the library of settings; a bench has no run
 
         method = as_dict(method_settings(FULL))
-        return replace(self, method=method, store=replace(self.store, budget_bytes=None, rotation="none"))
+        store = replace(self.store, budget_bytes=None, rotation="none", windows="exact")
+        return replace(self, method=method, store=store)
 
     def settings(self) -> dict[str, Any]:
         """The settings as config.yaml has them. Which shard a process worked on is no part of the run."""
