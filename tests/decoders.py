@@ -15,6 +15,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import kvbench
+from kvbench.engine.supported import layer_kinds
 from kvbench.errors import UnsupportedModel
 
 KINDS = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -59,6 +60,7 @@ MADE = {
     "gemma4_unified": {"text_config": GEMMA_4},
     "gemma4_unified_text": GEMMA_4,
     "gpt_bigcode": {"num_key_value_heads": 1},
+    "mimo_v2_flash": {"v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
     "zamba2": ZAMBA,
 }
@@ -136,16 +138,32 @@ def try_family(kind: str) -> Verdict:
     """Reads a prompt and decodes behind it with the full cache, and without any."""
     model = tiny_model(kind)
     if isinstance(model, str):
-        return Verdict("", reason=f"not tried: {model}".rstrip())
+        return Verdict("", reason=refused_unseen(kind) or f"not tried: {model}".rstrip())
     ids = torch.randint(3, 90, (1, PROMPT + ANSWER), generator=torch.Generator().manual_seed(1))
     layers = layers_of(model)
     try:
         found = logits_of(model, ids, PROMPT)
     except UnsupportedModel as error:
-        return Verdict(layers, reason=f"refused: {str(error).partition('; use a model with')[0]}")
+        return Verdict(layers, reason=in_words(error))
     with torch.no_grad():
         wanted = model(ids, use_cache=False).logits[:, PROMPT - 1 :].float()
     return Verdict(layers, difference=float((found - wanted).abs().max() / wanted.std()))
+
+
+def in_words(error: UnsupportedModel) -> str:
+    """A refusal without its remedy."""
+    return f"refused: {str(error).partition('; use a model with')[0]}"
+
+
+def refused_unseen(kind: str) -> str:
+    """What kvbench says to a configuration of which no tiny model can be made; empty where that is nothing."""
+    try:
+        layer_kinds(transformers.AutoConfig.for_model(kind, **MADE.get(kind, {})))
+    except UnsupportedModel as error:
+        return in_words(error)
+    except Exception:  # it makes no sense to kvbench either
+        return ""
+    return ""
 
 
 def layers_of(model) -> str:

@@ -86,7 +86,7 @@ def generate(
     The model gets its own attention back, whatever happens.
 
     Args:
-        model: A causal language model of transformers, with full attention in every layer.
+        model: A causal language model of transformers, with full attention in some of its layers.
         tokenizer: Its tokenizer.
         text: One text or several. A chat comes as `tokenizer.apply_chat_template(..., tokenize=False)` makes it, with
             `add_special_tokens=False`.

@@ -143,14 +143,15 @@ class ModelShape:
         return found
 
     def on_host(self) -> "ModelShape":
-        """The same in one place, in main memory; only the shape of `inv_freq` counts."""
+        """The same in one place, in main memory, with other numbers in its tensors."""
+        sinks = self.softmax.sinks
         return replace(
             self,
             device=torch.device("cpu"),
             places=(),
             ranks=ALONE,
             inv_freq=None if self.inv_freq is None else torch.ones(self.inv_freq.shape),
-            softmax=Softmax(self.softmax.cap, None if self.softmax.sinks is None else self.softmax.sinks.cpu()),
+            softmax=Softmax(self.softmax.cap, None if sinks is None else torch.zeros(sinks.shape)),
             beside=tuple(each.on_host() for each in self.beside),
         )
 

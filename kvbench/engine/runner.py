@@ -19,12 +19,11 @@ from kvbench.engine.probe import Uncompressed, plan_passes
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.sessions import Decode, Dense, Prefill, PromptChunk, Replay, Segment, Session
 from kvbench.engine.states import States
-from kvbench.engine.supported import layer_kinds, model_shape
-from kvbench.errors import UnsupportedModel
+from kvbench.engine.supported import check_fit, layer_kinds
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.dispatch import get_backend
 from kvbench.models.load import LoadedModel
-from kvbench.policy import Policy, check_chunk, check_chunk_place
+from kvbench.policy import Policy
 
 
 class NotFinite(ArithmeticError):
@@ -74,34 +73,17 @@ class Runner:
         prompts: PromptCache | None = None,
         chunk: int | None = None,
     ) -> None:
-        check_chunk(policy, chunk)
         self.loaded, self.policy, self.options, self.chunk = model, policy, options or StoreOptions(), chunk
         self.prompts = prompts or PromptCache()
+        shape = check_fit(model, policy, self.options, chunk)
         self.states = States(model.model, layer_kinds(model.model.config).states)
         self.focus()
-        self.shape = replace(model_shape(model.model, model.places), state_bytes=self.states.row_bytes)
-        check_chunk_place(chunk, len(self.shape.parts()), self.shape.ranks.size)
-        if chunk is not None and self.shape.shared:
-            raise UnsupportedModel(
-                f"prefill.chunk={chunk}: {model.model.config.model_type} has layers that share the keys of others, "
-                "which are compressed by the time that a chunk comes to these; set prefill.chunk=null"
-            )
+        self.shape = replace(shape, state_bytes=self.states.row_bytes)
         self.device = self.shape.device
         self.backend: Backend = get_backend(backend, self.device)
         self.open_rows: list[int] = []
         self.probe_s = 0.0
-        policy.check_model(self.shape.num_layers, self.shape.num_kv_heads)
         self._store: CompressedStore | None = None
-        # What the store would refuse, it refuses here, of a cache of two tokens, and not behind hours of another run.
-        CompressedStore(
-            policy,
-            self.shape.on_host(),
-            rows=1,
-            options=replace(self.options, budget_bytes=None),
-            backend=get_backend("torch", torch.device("cpu")),
-            max_prompt_tokens=1,
-            max_new_tokens=1,
-        )
 
     @property
     def store(self) -> CompressedStore:

@@ -9,8 +9,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.engine import hf
-from kvbench.engine.supported import REMEDY
-from kvbench.errors import UnsupportedModel
 
 Layers = dict[int, Any]  # the model's number of a layer -> the object that its module reads and writes
 _PARTS = ("conv_states", "recurrent_states")  # of an object: number of a state -> [B, ...], None before the first token
@@ -43,13 +41,7 @@ class States:
         with torch.no_grad():
             token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
             forward = type(model).forward  # where `kvbench.compress` has put another one on the object
-            try:
-                forward(model, token, logits_to_keep=1, use_cache=True, **{hf.cache_name(forward): cache})
-            except (ValueError, TypeError, AttributeError) as error:  # such as MiniMax, which wants a cache of its own
-                raise UnsupportedModel(
-                    f"{model.config.model_type}: its layers with a state do not go by transformers' cache "
-                    f"({' '.join(str(error).split())}); {REMEDY}"
-                ) from error
+            forward(model, token, logits_to_keep=1, use_cache=True, **{hf.cache_name(forward): cache})
         return sum(x.nbytes for number in self._made for x in _tensors(cache.layers[number]))
 
     def anew(self) -> Layers:

@@ -2,21 +2,26 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.layout import ModelShape, Place
+from kvbench.cache.layout import ModelShape, Place, StoreOptions
+from kvbench.cache.store import CompressedStore
 from kvbench.engine import latent, placement
 from kvbench.engine.calls import OutputProjections, attention_modules
 from kvbench.errors import UnsupportedModel
+from kvbench.kernels.dispatch import get_backend
 from kvbench.kernels.operands import Softmax, Window
+from kvbench.models.load import LoadedModel
 from kvbench.models.matrices import PackedLinear
+from kvbench.policy import Policy, check_chunk, check_chunk_place
 
 REMEDY = "use a model with full attention in some layers and windows in the others (Llama, Qwen3, Gemma 3, ...)"
 # Rotary layouts in which channel i is paired with channel i + D_rot / 2, at frequencies that do not depend on the
@@ -99,32 +104,83 @@ def num_full_layers(config: Any) -> int:
     return len(layer_kinds(config).full)
 
 
-def check_supported(model: PreTrainedModel) -> None:
+def check_supported(model: PreTrainedModel, places: int = 1, processes: int = 1) -> None:
     """Refuses models whose attention the store does not reproduce (`UnsupportedModel`), with the reason and what works
-    instead."""
-    config = model.config.get_text_config()
-    name = config.model_type
-    if layer_kinds(config).states and placement.ranks_of(model).size > 1:
+    instead. Of an outline, whose weights lie nowhere yet, say how many devices and processes will share them."""
+    config, module = model.config.get_text_config(), sys.modules[type(model).__module__]
+    name, kinds, rank = config.model_type, layer_kinds(config), getattr(config, "kv_lora_rank", None)
+    processes = max(processes, placement.ranks_of(model).size)
+    if kinds.states and processes > 1:
         raise UnsupportedModel(
             f"{name}: some of its layers hold a state, which is not divided over processes; spread the layers instead "
             "(model.device=[cuda:0,cuda:1])"
         )
-    kinds, rank = layer_kinds(config), getattr(config, "kv_lora_rank", None)
+    if kinds.states and (caches := _own_caches(module)):
+        raise UnsupportedModel(f"{name}: its layers with a state want a cache of their own ({caches}); {REMEDY}")
     if rank and not all(latent.is_latent(module) for number, module in _modules(model).items() if number in kinds.full):
         raise UnsupportedModel(
             f"{name}: kv_lora_rank={rank} changes attention in a way the store does not reproduce; {REMEDY}"
         )
+    if not rank and (values := getattr(config, "v_head_dim", None)) not in (None, own := heads_of(config, 0)[2]):
+        raise UnsupportedModel(
+            f"{name}: its values have {values} channels (v_head_dim) and its keys {own}, and a page holds both in one "
+            f"width; {REMEDY}"
+        )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder model; {REMEDY}")
     placement.check(model, name)
-    if (rank or kinds.shared) and (placement.ranks_of(model).size > 1 or len(placement.places_of(model)) > 1):
+    if (rank or kinds.shared) and (processes > 1 or max(places, len(placement.places_of(model))) > 1):
         raise UnsupportedModel(
             f"{name}: its layers {'have latent attention' if rank else 'share keys'}, and lie on several devices or in "
             "several processes, which the store does not reproduce; name one device (model.device=cuda:0)"
         )
-    asks = hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS")  # some do, and do not say so
+    asks = hasattr(module, "ALL_ATTENTION_FUNCTIONS")  # some do, and do not say so
     if not (asks or getattr(model, "_supports_attention_backend", False)):
         raise UnsupportedModel(f"{name}: this transformers class does not go through AttentionInterface; {REMEDY}")
+
+
+def _own_caches(module: ModuleType) -> str:
+    """The classes of caches that the module of a model defines; empty where it takes transformers' common ones."""
+    own = [name for name, found in vars(module).items() if getattr(found, "__module__", "") == module.__name__]
+    return ", ".join(name for name in own if name.endswith("Cache"))
+
+
+def check_fit(model: LoadedModel, policy: Policy, options: StoreOptions, chunk: int | None) -> ModelShape:
+    """Refuses a method, or settings, that a model's layers cannot do with: with an outline, before there are weights.
+
+    Args:
+        model: A loaded model, or an outline.
+        policy: The method.
+        options: The layout of its memory.
+        chunk: Tokens of a prompt that are read at once; None = all.
+
+    Returns:
+        The model's shape, without the bytes of states.
+
+    Raises:
+        UnsupportedModel: Its attention cannot be held in the store.
+        ValueError: The policy or the options do not fit it.
+    """
+    check_chunk(policy, chunk)
+    check_supported(model.model, len(model.places), model.tensor_parallel)
+    shape = model_shape(model.model, model.places)
+    check_chunk_place(chunk, len(shape.places), max(shape.ranks.size, model.tensor_parallel))
+    if chunk is not None and shape.shared:
+        raise UnsupportedModel(
+            f"prefill.chunk={chunk}: {model.model.config.model_type} has layers that share the keys of others, which "
+            "are compressed by the time that a chunk comes to these; set prefill.chunk=null"
+        )
+    policy.check_model(shape.num_layers, shape.num_kv_heads)
+    CompressedStore(  # what a store would refuse, one of two tokens does
+        policy,
+        shape.on_host(),
+        rows=1,
+        options=replace(options, budget_bytes=None),
+        backend=get_backend("torch", torch.device("cpu")),
+        max_prompt_tokens=1,
+        max_new_tokens=1,
+    )
+    return shape
 
 
 def model_shape(model: PreTrainedModel, places: Sequence[tuple[torch.device, int]] = ()) -> ModelShape:

@@ -106,10 +106,16 @@ def _module_map(folder: Path, devices: Devices) -> dict[str, torch.device]:
 
     if len(devices.all) == 1:
         return {"": devices.first}
-    config = config_of(folder)
+    return devices.module_map(outline_of(config_of(folder))) or {"": devices.first}
+
+
+def outline_of(config: "PretrainedConfig", dtype: torch.dtype | None = None) -> "PreTrainedModel":
+    """Builds a model of a configuration on the meta device, without weights."""
     with torch.device("meta"):
-        outline = _auto_class(config).from_config(config)
-    return devices.module_map(outline) or {"": devices.first}
+        found: PreTrainedModel = _auto_class(config).from_config(
+            config, dtype=dtype, attn_implementation=own_attention(config)
+        )
+    return found
 
 
 def check_complete(found: Mapping[str, Collection], what: str) -> None:

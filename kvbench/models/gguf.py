@@ -20,7 +20,7 @@ from kvbench.models.gguf_header import read_header
 
 if TYPE_CHECKING:
     from gguf import ReaderField
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def check_gguf(path: Path) -> None:
@@ -67,9 +67,7 @@ def ensure_converted(path: Path, dtype: torch.dtype) -> tuple[Path, str] | None:
     """Makes sure that a file that passed `check_gguf` is in the cache as a folder whose weights have the dtype, since
     de-quantising takes seconds and more: the folder, and the model's fingerprint. None where it cannot be kept; why is
     said on stderr."""
-    state, digest = file_state(path), file_digest(path)
-    kind = str(dtype).removeprefix("torch.")
-    folder = conversions.models_folder() / f"gguf-{digest[:12]}-{kind}"
+    state, digest, (folder, by) = file_state(path), file_digest(path), _conversion_of(path, dtype)
     needed_bytes = read_header(path).parameters * dtype.itemsize * 11 // 10
 
     def make(scratch: Path, converted: Path) -> dict[str, str]:
@@ -83,9 +81,6 @@ def ensure_converted(path: Path, dtype: torch.dtype) -> tuple[Path, str] | None:
             raise ValueError(f"{path} was changed while it was loaded; try again when nothing writes there")
         return {"fingerprint": fingerprint(digest, tokenizer)}
 
-    own = {Path(str(module.__file__)).name: Path(str(module.__file__)) for module in (checkpoint, conversions)}
-    libraries = code.versions(["gguf", "tokenizers", "torch", "transformers"])
-    by = combine_fingerprints([code.hash_files(own | {"gguf.py": Path(__file__)}), str(libraries)])
     try:
         known = conversions.ensure(folder, path.stem, needed_bytes, make, by)
     except (OSError, conversions.NoRoom) as error:
@@ -95,6 +90,25 @@ def ensure_converted(path: Path, dtype: torch.dtype) -> tuple[Path, str] | None:
     said = f"kvbench: {path.stem}: every load de-quantises it anew: {known['why_not']}"
     fetched.console().print(said, soft_wrap=True)
     return None
+
+
+def _conversion_of(path: Path, dtype: torch.dtype) -> tuple[Path, str]:
+    """The folder of a file's conversion, and what converts."""
+    own = {Path(str(module.__file__)).name: Path(str(module.__file__)) for module in (checkpoint, conversions)}
+    libraries = code.versions(["gguf", "tokenizers", "torch", "transformers"])
+    by = combine_fingerprints([code.hash_files(own | {"gguf.py": Path(__file__)}), str(libraries)])
+    kind = str(dtype).removeprefix("torch.")
+    return conversions.models_folder() / f"gguf-{file_digest(path)[:12]}-{kind}", by
+
+
+def config_of(path: Path, dtype: torch.dtype) -> "PretrainedConfig":
+    """Reads the configuration of a file that passed `check_gguf`: its conversion's, where there is one, since the
+    header takes seconds."""
+    folder, by = _conversion_of(path, dtype)
+    if not conversions.find_damage(folder, by):
+        return checkpoint.config_of(folder)
+    with _parsed_once(), conversions.quiet_transformers(), redirect_stderr(io.StringIO()):
+        return checkpoint.config_of(path.parent, path.name)
 
 
 @contextmanager

@@ -2,9 +2,8 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from kvbench.config.settings import as_dict
 from kvbench.errors import MissingWeightsError, UnsupportedModel, check_name, check_whole, unknown_name
 from kvbench.models import cache, conversions, embedded, fetched, files, gguf, matrices, quantised, random_weights
-from kvbench.models.checkpoint import SAFELY, How, check_complete, config_of, is_fault, read_weights
+from kvbench.models.checkpoint import SAFELY, How, check_complete, config_of, is_fault, outline_of, read_weights
 from kvbench.models.devices import read_devices
 from kvbench.models.processes import read_processes, started, tell
 
@@ -230,29 +229,49 @@ _LOADERS: dict[str, tuple[_Loader, set[str]]] = {
 
 
 def load_outline(cfg: Mapping[str, Any]) -> LoadedModel:
-    """As `load_model`, without weights, for what only makes prompts; no answer can be had from it, and the fingerprint
-    is empty. The model of a GGUF file that cannot be converted is loaded whole."""
-
+    """An `outline` with its tokenizer, for what only makes prompts; no answer can be had from it. The model of a GGUF
+    file that cannot be converted is loaded whole."""
     settings = as_dict(cfg)
     if settings.get("kind") == "random":
-        config, tokenizer = _random_outline(settings)
+        _, tokenizer = _random_outline(settings)
     elif found := _folder_of(settings):
         folder, read_tokenizer = found
-        files.check_config(folder)
-        with conversions.quiet_transformers():
-            config = config_of(folder)
-            tokenizer = read_tokenizer(folder)
+        tokenizer = read_tokenizer(folder)
     else:
         return load_model(cfg)
+    bare = outline(settings | {"device": "cpu"})  # whatever the machine has that ran it
+    return replace(bare, tokenizer=tokenizer, chat_template=bool(tokenizer.chat_template))
+
+
+def outline(cfg: Mapping[str, Any]) -> LoadedModel:
+    """Builds a model on the meta device, without weights and tokenizer, for what can be asked of it before it is
+    loaded; a GGUF file is not converted. Raises as `load_model` does."""
+    settings = as_dict(cfg)
+    devices = read_devices(settings.get("device", "auto"))
+    dtype = _dtype(settings.get("dtype", "auto"), devices.first)
+    with conversions.quiet_transformers():
+        if settings.get("kind") == "random":
+            config, _ = _random_outline(settings)
+        elif settings.get("kind") == "gguf" or (settings.get("kind") == "hf" and _is_gguf(settings)):
+            gguf.check_gguf(file := _gguf_path(settings))
+            config = gguf.config_of(file, dtype)
+        elif found := _folder_of(settings):
+            files.check_config(found[0])
+            config = config_of(found[0])
+        else:
+            raise ValueError(f"model.kind={settings.get('kind')} is not known")
+        model = outline_of(config, dtype)
     return LoadedModel(
-        model=cast("PreTrainedModel", SimpleNamespace(config=config, generation_config=config)),
-        tokenizer=tokenizer,
-        name=str(settings.get("name") or settings.get("path") or settings.get("preset") or settings.get("kind")),
+        model=model,
+        tokenizer=cast("PreTrainedTokenizerBase", None),
+        name=str(settings.get("name") or settings.get("path") or settings.get("preset") or settings["kind"]),
         fingerprint="",
         max_tokens=context_length(config, settings.get("max_tokens")),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        chat_template=bool(tokenizer.chat_template),
+        dtype=dtype,
+        device=torch.device("meta"),
+        chat_template=False,
+        places=devices.places(config.get_text_config().num_hidden_layers),
+        tensor_parallel=check_whole("model.tensor_parallel", settings.get("tensor_parallel") or 1, 1),
     )
 
 

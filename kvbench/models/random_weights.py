@@ -10,7 +10,7 @@ import yaml
 from kvbench.config.files import package_folder
 from kvbench.errors import check_name, check_whole, unknown_name
 from kvbench.kernels.bench.machine import available_bytes
-from kvbench.models.checkpoint import own_attention
+from kvbench.models.checkpoint import outline_of, own_attention
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -93,14 +93,12 @@ def random_model(
     do not fit into the free memory."""
     import transformers
 
-    build, how = transformers.AutoModelForCausalLM.from_config, {"attn_implementation": own_attention(config)}
-    with torch.device("meta"):
-        outline = build(config, dtype=dtype, **how)
-    _check_memory(outline, config, device)
+    _check_memory(outline_of(config, dtype), config, device)
     cuda_devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda_devices), torch.device(device):
         torch.manual_seed(seed)
-        return build(config, dtype=dtype, **how)
+        build = transformers.AutoModelForCausalLM.from_config
+        return build(config, dtype=dtype, attn_implementation=own_attention(config))
 
 
 def byte_tokenizer(vocab_size: int) -> "PreTrainedTokenizerFast":

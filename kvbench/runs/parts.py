@@ -14,6 +14,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from kvbench.config.settings import as_dict, read_settings
+from kvbench.errors import UnsupportedModel
 from kvbench.rules import shown
 from kvbench.runs import calibration
 from kvbench.show.progress import note, steps_shown
@@ -84,6 +85,14 @@ def _compile_kernels() -> None:
         note(f"compiled the CPU kernels, once: {took_s:.0f} s")
 
 
+def _begin(group: Mapping[str, Any]) -> str:
+    """Say which model comes, since the imports alone take seconds, and begin to compile on another core."""
+    name = str(group.get("path") or group.get("name") or group.get("preset") or group.get("kind"))
+    note(f"loading model {name}")
+    Thread(target=_compile_kernels, daemon=True).start()
+    return name
+
+
 class Loaders:
     """Loads what runs are made of, and keeps the last model, the last task and the prompts that were read: a method and
     its reference, and all jobs of a sweep, share them."""
@@ -109,29 +118,68 @@ class Loaders:
         check_task(config.task, limit=config.limit, seed=config.seed, protocol=config.protocol)
 
     def check_model(self, group: Mapping[str, Any]) -> None:
-        """Refuse a model whose files are not there, before a job begins.
+        """Refuse a model whose files are not there, or that the store cannot hold, before a job begins.
 
         Raises:
             MissingWeightsError: Says where was looked.
+            UnsupportedModel: Its attention cannot be held in the store.
             ValueError: The files are no model.
         """
         if group.get("kind") in ("hf", "gguf"):  # others have none, and the import takes seconds
             from kvbench.models.load import check_model
 
             check_model(group)
+            self._check_supported(group)
+
+    def check_fit(self, config: "RunConfig", policy: "Policy") -> None:
+        """Refuse a method, or settings, that the model's layers cannot do with, before the model is loaded.
+
+        Raises:
+            UnsupportedModel: Its attention cannot be held in the store.
+            ValueError: The method or the settings do not fit it.
+        """
+        self._kept("begun", as_dict(config.model), lambda: _begin(config.model))
+        from kvbench.engine.supported import check_fit
+        from kvbench.policy import check_sizes
+
+        if (outline := self._outline(config.model)) is not None:
+            shape = check_fit(outline, policy, config.store, config.prefill.chunk)
+            check_sizes(policy, max_tokens=outline.max_tokens, num_layers=shape.num_layers)
 
     def load_model(self, group: Mapping[str, Any]) -> "LoadedModel":
         """The model of a model group."""
 
         def load() -> "LoadedModel":
-            name = group.get("path") or group.get("name") or group.get("preset") or group.get("kind")
-            note(f"loading model {name}")  # the imports alone take seconds
-            Thread(target=_compile_kernels, daemon=True).start()  # on another core, meanwhile
+            self._kept("begun", as_dict(group), lambda: _begin(group))
             from kvbench.models.load import load_model
 
+            self._check_supported(group)
             return load_model(group)
 
         return self._kept("model", as_dict(group), load)
+
+    def _outline(self, group: Mapping[str, Any]) -> "LoadedModel | None":
+        """A model without weights; None where none can be made, for which loading it has better words."""
+
+        def load() -> "LoadedModel | None":
+            from kvbench.models.checkpoint import is_fault
+            from kvbench.models.load import outline
+
+            try:
+                return outline(group)
+            except BaseException as error:
+                if isinstance(error, UnsupportedModel) or not is_fault(error):
+                    raise
+                return None
+
+        found: LoadedModel | None = self._kept("outline", as_dict(group), load)
+        return found
+
+    def _check_supported(self, group: Mapping[str, Any]) -> None:
+        from kvbench.engine.supported import check_supported
+
+        if (outline := self._outline(group)) is not None:
+            check_supported(outline.model, len(outline.places), outline.tensor_parallel)
 
     def load_task(
         self, group: Mapping[str, Any], model: "LoadedModel", *, limit: int | str | None, seed: int, protocol: Mapping

@@ -14,8 +14,6 @@ from omegaconf import OmegaConf
 from places import CONF, ROOT
 from selection import few, in_turn
 
-import kvbench
-from kvbench.cache.layout import StoreOptions
 from kvbench.config.settings import read_config, read_settings
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.runner import Runner
@@ -127,10 +125,10 @@ def prompts_of(rows: int) -> list[tuple[int, ...]]:
     return [random_tokens(PROMPT, seed) for seed in range(rows)]
 
 
-def runner_logits(loaded, policy, tokens, num_prompt, chunk=None):
+def runner_logits(loaded, policy, tokens, num_prompt, chunk=None, **how):
     """Logits [rows, steps + 1, vocabulary] of kvbench's cache, and the bytes of each row."""
     try:
-        runner = Runner(loaded, policy, options=StoreOptions(), chunk=chunk)
+        runner = Runner(loaded, policy, chunk=chunk, **how)
         runner.reserve(rows=len(tokens), prompt_tokens=num_prompt, new_tokens=tokens.shape[1] - num_prompt + 1)
         read = [runner.read(row[:num_prompt]) for row in tokens.tolist()]
         rows, found = [row for row, _ in read], [torch.stack([logits[-1] for _, logits in read])]
@@ -362,27 +360,8 @@ def test_a_budget_in_bytes_is_of_the_whole_cache(small):
         small_pool.runner.reserve(rows=2, prompt_tokens=120, new_tokens=8)
 
 
-def test_a_model_generates_under_compress(small):
-    """`generate` gives the model's own tokens, in a padded batch, and the bytes say what windows hold."""
-    loaded = small("gemma3_text")
-    ids = torch.tensor(prompts_of(2))
-    want = own_greedy(loaded, ids.tolist(), 10)
-    with torch.no_grad(), kvbench.compress(loaded.model, "full", tier="native") as cache:
-        out = loaded.model.generate(ids, max_new_tokens=10, min_new_tokens=10, do_sample=False, pad_token_id=0)
-        held = cache.bytes()
-    assert out[:, PROMPT:].tolist() == want
-    assert 0 < held["window_bytes"] < held["resident_bytes"]
-
-
 def test_a_model_of_windows_alone_leaves_a_method_nothing(small):
     """It is refused by name, with what would help."""
     model = small("mistral", sliding_window=24).model
     with pytest.raises(UnsupportedModel, match="mistral: sliding_window=24 in every layer leaves none .* null"):
         Runner(dataclasses.replace(small("qwen2"), model=model), Full())
-
-
-def test_states_that_are_no_layers_of_transformers_cache_are_refused(small):
-    """A model whose states want a cache of its own is named, before anything is read."""
-    fields = {"layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 2, "pad_token_id": 0}
-    with pytest.raises(UnsupportedModel, match="minimax: its layers with a state do not go by transformers' cache"):
-        Runner(small("minimax", **fields), Full())
