@@ -37,6 +37,8 @@ MEANING = {
 # above (1) or below (-1).
 SHARES = {"share_of_FP16_accuracy", "share_of_full_cache_score"}
 BOUNDS = {"gt": 1, "ge": 1, "lt": -1, "up_to": -1}
+NO_SHARE = "a share of the full cache's score takes a run of it that scored above 0 on the same samples"
+ACROSS = 4  # tasks beside one another on a terminal
 LATER = {"LeanKV": "DiffKV"}  # a method's name in an earlier paper of the same authors -> in the later one
 
 
@@ -126,7 +128,7 @@ def _cell(
         )
         share = None if full is None else _share(run, full)
         if share is None:
-            return Cell(printed=line, row=row, model=run.record.model)
+            return Cell(printed=line, row=row, note=NO_SHARE)
         own = share
     known: dict[str, Any] = {"printed": line, "row": row, "model": run.record.model, "ours": own}
     if not run.complete:
@@ -260,7 +262,9 @@ def show(paper: Paper, entry: Entry, cells: Sequence[Cell]) -> None:
     """Print the table and the notes."""
     console = terminal.console(160)
     (_, *headings), *rest = grid(cells)
-    columns = [(heading, [line[place] for line in rest]) for place, heading in enumerate(headings, 1)]
-    title = f"{paper.name}, {entry.at}: {entry.shows}"
-    console.print(terminal.table_of(title, "row", [line[0] for line in rest], columns))
+    model, *columns = [(heading, [line[place] for line in rest]) for place, heading in enumerate(headings, 1)]
+    for first in range(0, len(columns), ACROSS):
+        title = None if first else f"{paper.name}, {entry.at}: {entry.shows}"
+        shown = [model, *columns[first : first + ACROSS]]
+        console.print(terminal.table_of(title, "row", [line[0] for line in rest], shown))
     terminal.print_notes(notes(entry, cells), console)

@@ -168,6 +168,15 @@ def test_a_printed_bound_is_judged_by_pairs(tmp_path, rate, verdict):
     assert low < cell.ours.value < high and cell.ours.value == pytest.approx(sum(mine[""]) / sum(right[""]))
 
 
+def test_there_is_no_share_of_nothing(tmp_path):
+    """A full cache that was right nowhere: the cell says what it takes."""
+    paper, model = papers.find("diffkv"), "Meta-Llama-3-8B-Instruct"
+    folders = [store(tmp_path, name, {"": [0] * 5}, task="gsm8k", model=model) for name in ("full", "diffkv")]
+    ran = list(map(Ran, ("Full FP16", "DiffKV K4V2"), folders))
+    (cell, *_) = beside.join(paper, paper.find("figure", 8), ran, [])
+    assert cell.verdict == "not run" and cell.note == beside.NO_SHARE
+
+
 def test_the_tables_that_are_written(tmp_path):
     """A printed row has ours below it, once for a model that is none of the paper's; the CSV has every cell."""
     found = list(cells(tmp_path, model="tiny").values())
