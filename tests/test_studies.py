@@ -176,7 +176,7 @@ def test_packing_leaves_out_what_is_not_ours(tmp_path):
     scores, gold = yes_no(0.5, {"a": 40}), ["the right answer"]
     for method, status in (("full", "complete"), ("int4", "complete"), ("fp8", "stopped")):
         folder = store(tmp_path / "runs", method, scores, status=status, gold=gold)
-        (folder / "config.yaml").write_text("model: {path: /work/m.gguf}\nresults_dir: /tmp/x\nseed: 0\n")
+        (folder / "config.yaml").write_text(f"model: {{path: {tmp_path}}}\nresults_dir: {tmp_path}\nseed: 0\n")
     script("benchmarks").pack(tmp_path / "runs", tmp_path / "packed")
     (group,) = load_groups(compose_command("compare", [f"results_dir={tmp_path / 'packed'}"]))
     assert [run.method for run in group.runs] == ["full", "int4"]

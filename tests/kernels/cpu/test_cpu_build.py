@@ -236,7 +236,8 @@ def test_a_compiler_that_does_not_end_is_ended(
     assert not list(cache.iterdir())
     state = Path(f"/proc/{pid.read_text().strip()}/stat")
     if Path("/proc/self/stat").exists():
-        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+        while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
+            assert time.monotonic() - start_s < 30  # killed, but not yet told where the machine is busy
 
 
 def test_a_compiler_that_cannot_be_started_is_named(
