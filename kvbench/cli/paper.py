@@ -96,7 +96,8 @@ def heading_of(paper: Paper, entry: Entry, words: Sequence[str]) -> str:
     lines = [*entry.tasks, *(line for line in entry.then if "{model}" in line or not line.startswith(("bench", BYTES)))]
     about = f"{paper.name}, {entry.at}, measured here"
     if not lines:
-        return f"{about}: other machine than the paper's, no model"
+        is_counted = all(line.startswith(BYTES) for line in entry.then)
+        return f"{about}: {'counted, nothing was run' if is_counted else f'{beside.OTHER_MACHINE}, no model'}"
     name, printed = model_name(words) or DEFAULT_MODEL, entry.printed(paper)["model"].unique()
     if paper.printed_model(name):
         return f"{about} with {name}, the paper's {paper.printed_model(name)}"

@@ -233,7 +233,8 @@ def _ours(cell: Cell | None) -> str:
     if cell is None or cell.ours is None:
         return NOT_RUN
     interval = f" {span(cell.ours.ends, cell.scale)}" if cell.ours.ends else ""
-    less = f" by {cell.difference:+.1f}" if cell.verdict == DIFFERENT and cell.difference is not None else ""
+    digits = ".1f" if cell.scale == 100 else ".2g"
+    less = f" by {cell.difference:+{digits}}" if cell.verdict == DIFFERENT and cell.difference is not None else ""
     return f"{number(cell.ours.value, cell.scale)}{interval} {cell.verdict}{less}"
 
 

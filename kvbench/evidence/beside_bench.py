@@ -15,6 +15,7 @@ from kvbench.evidence.report_papers import OTHER_MODEL, OTHER_PROTOCOL
 from kvbench.stats.intervals import Estimate
 
 UNITS = {"%": 100.0, "% longer": 100.0, "K tokens": 1e-3, "GB": 1e-9, "MB": 1e-6}
+COUNTED = "bytes are counted and have no interval: reproduced are those that round to the printed digits"
 PLACES = {"Lc": "context", "seq": "context", "batch": "batch"}  # a paper's word for a condition -> that of a cell
 PHASES = {"prompt phase": "prompt"}  # any other task is of decode steps
 BYTES, BY_PARTS = "bytes", ", by parts"  # the second stands behind the name of a row whose calls were timed
@@ -118,4 +119,4 @@ def _counted(line: dict[str, Any], row: str, scale: float, key: str, own: float 
     is_same = math.isclose(round(scale * value, digits), float(line["value"]), abs_tol=1e-9)
     ours = Estimate(value=value, num_samples=1)
     verdict = REPRODUCED if is_same else DIFFERENT
-    return Cell(printed=line, row=row, model=line["model"], ours=ours, scale=scale, verdict=verdict, note="counted")
+    return Cell(printed=line, row=row, model=line["model"], ours=ours, scale=scale, verdict=verdict, note=COUNTED)
