@@ -3,6 +3,7 @@ docs/findings.md are those of the committed files, and these those of the sample
 
 import csv
 import importlib.util
+import re
 import sys
 from collections import Counter
 from functools import cache
@@ -15,6 +16,7 @@ from kvbench.cache.rotation import KINDS
 from kvbench.cli.commands import compose_command
 from kvbench.config.compose import compose
 from kvbench.config.settings import as_dict
+from kvbench.evidence.compare import compare_group
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.pareto import panels_of
 from kvbench.results.lines import read_samples
@@ -25,7 +27,8 @@ from kvbench.sizing.engines import engines
 
 EXAMPLE = ROOT / "results" / "example"
 STUDY = EXAMPLE / "study"
-MOST_BYTES = 5_000_000
+BENCHMARKS = EXAMPLE / "benchmarks"
+MOST_BYTES = 8_000_000
 RUN = "snapkv budget=0.25 tier=fp16"
 
 
@@ -130,9 +133,10 @@ def test_a_study_goes_on_past_what_cannot_be_run(tmp_path, monkeypatch, capsys):
     assert "not run: too small" in capsys.readouterr().out
 
 
-def test_the_tables_are_those_of_the_files():
+@pytest.mark.parametrize("name", ["findings", "benchmarks"])
+def test_the_tables_are_those_of_the_files(name):
     """`make findings` would leave the document as it is."""
-    text, made = (ROOT / "docs" / "findings.md").read_text(), dict(script("findings").tables())
+    text, made = (ROOT / "docs" / "findings.md").read_text(), dict(script(name).tables())
     assert len(made) >= 4 and script("findings").put(text, made.items()) == text
 
 
@@ -168,6 +172,47 @@ def test_every_sample_is_there():
         assert not damaged and len(samples) == run.counts.total
         questions |= {(record["subset"], record["sample_id"], *record["gold"]) for record in samples.values()}
     assert len(questions) == 200 and {subset for subset, *_ in questions} == {"multikey", "kv", "recall", "passkey"}
+
+
+def test_the_benchmarks_are_those_of_the_samples():
+    """Score, difference, interval, corrected p, bytes and lengths of a method, computed again from the packed samples;
+    every run is complete, and each task has the same problems in all of its runs."""
+    with (EXAMPLE / "benchmarks.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["metric"] == "score"]
+    asked = {}
+    for path in BENCHMARKS.glob("*/*/*/*/run.json"):
+        run = RunRecord.load(path.parent)
+        assert run.status == "complete" and run.counts.done == run.counts.total, path
+        asked.setdefault((run.task, run.model), []).append(run.counts.total)
+    assert {key: len(counts) for key, counts in asked.items()} == Counter((r["task"], r["model"]) for r in rows)
+    assert all(len(set(counts)) == 1 for counts in asked.values())
+    cfg = compose_command("compare", [f"results_dir={BENCHMARKS}", "methods=kivi"])
+    for group in load_groups(cfg):
+        mine = {row["run"]: row for row in rows if (row["task"], row["model"]) == (group.task, group.model)}
+        found, _ = compare_group(group, cfg)
+        assert found
+        for row in found:
+            stored = mine[script("benchmarks").words(row.run)]
+            assert [float(stored[key]) for key in ("difference", "low", "high")] == pytest.approx(
+                [row.value, *row.interval], abs=1e-9
+            )
+            assert (int(stored["lost"]), int(stored["gained"])) == (row.num_lost, row.num_gained)
+            assert float(stored["p_holm"]) >= row.p - 1e-12 and int(stored["n"]) == row.pairs.num_samples
+            assert float(stored["longer"]) == pytest.approx(row.longer.value)
+
+
+def test_nothing_of_the_benchmarks_is_stored():
+    """No right answer, no end of a prompt, no fact of a problem but its number, and no path of a machine."""
+    for path in BENCHMARKS.glob("*/*/*/*/run.json"):
+        settings = path.read_text() + path.with_name("config.yaml").read_text()
+        assert not re.search(r"[=:] ?['\"]*/[a-z]+/", settings), path
+    for path in BENCHMARKS.glob("*/*/full/*/run.json"):
+        run = RunRecord.load(path.parent)
+        samples, damaged = read_samples(path.with_name("samples.jsonl"), run.hash, sealed=True)
+        assert samples and not damaged
+        for sample in samples.values():
+            assert "gold" not in sample and sample["prompt"]["tail"] == "" and len(sample["prompt"]["sha256"]) == 64
+            assert set(sample["meta"]) <= set(script("benchmarks").OWN)
 
 
 def test_packing_leaves_out_what_is_not_ours(tmp_path):
