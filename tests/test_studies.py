@@ -212,6 +212,7 @@ def test_nothing_of_the_benchmarks_is_stored():
         assert samples and not damaged
         for sample in samples.values():
             assert "gold" not in sample and sample["prompt"]["tail"] == "" and len(sample["prompt"]["sha256"]) == 64
+            assert sample["text"] == ""
             assert set(sample["meta"]) <= set(script("benchmarks").OWN)
 
 
@@ -227,7 +228,9 @@ def test_packing_leaves_out_what_is_not_ours(tmp_path):
     assert [run.method for run in group.runs] == ["full", "int4"]
     for run in group.runs:
         assert len(run.samples) == 40 and {sample["scores"]["exact"] for sample in run.samples.values()} == {0.0, 1.0}
-        assert not any("gold" in sample or sample["prompt"]["tail"] for sample in run.samples.values())
+        told = [(sample.get("gold"), sample["prompt"]["tail"], sample["text"]) for sample in run.samples.values()]
+        assert set(told) == {(None, "", "")}
+        assert {sample["answer"]["tokens"] for sample in run.samples.values()} != {0.0}
         assert (tmp_path / "packed" / run.name / "config.yaml").read_text() == "model:\n  path: null\nseed: 0\n"
 
 

@@ -3,7 +3,8 @@
     python results/example/benchmarks.py pack FOLDER   # the complete runs below FOLDER, into results/example/benchmarks
     python results/example/benchmarks.py [PART ...]    # `make findings` does this
 
-What is the benchmarks' own does not come along: right answers, ends of prompts, and paths of the machine that ran them.
+What is the benchmarks' own does not come along: right answers, ends of prompts, and answers, which repeat the problem;
+nor do paths of the machine that ran them.
 """
 
 import json
@@ -68,10 +69,13 @@ def pack(source: Path, to: Path = STUDY) -> None:
 
 
 def _own(record: Any) -> Any:
-    """A sample without what is the benchmark's."""
+    """A sample without what is the benchmark's. Answers repeat the problem, so of each stays which tokens are equal:
+    enough for its length and for loops."""
     kept = {name: value for name, value in record.items() if name != "gold"}
     facts = {name: value for name, value in record["meta"].items() if name in OWN}
-    return kept | {"prompt": record["prompt"] | {"tail": ""}, "meta": facts}
+    first: dict[int, int] = {}
+    tokens = [first.setdefault(token, len(first)) for token in record["token_ids"]]
+    return kept | {"prompt": record["prompt"] | {"tail": ""}, "meta": facts, "text": "", "token_ids": tokens}
 
 
 def _is_path(value: object) -> bool:
