@@ -186,7 +186,7 @@ def test_the_benchmarks_are_those_of_the_samples():
         asked.setdefault((run.task, run.model), []).append(run.counts.total)
     assert {key: len(counts) for key, counts in asked.items()} == Counter((r["task"], r["model"]) for r in rows)
     assert all(len(set(counts)) == 1 for counts in asked.values())
-    cfg = compose_command("compare", [f"results_dir={BENCHMARKS}", "methods=kivi"])
+    cfg = compose_command("compare", [f"results_dir={BENCHMARKS}", "methods=diffkv"])
     for group in load_groups(cfg):
         mine = {row["run"]: row for row in rows if (row["task"], row["model"]) == (group.task, group.model)}
         found, _ = compare_group(group, cfg)
