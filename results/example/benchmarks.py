@@ -160,7 +160,10 @@ def across(_: Path) -> None:
                 halves = dict(zip(("half", "other_half"), one.found.halves, strict=True))
                 row = {"runs": title, "count": one.num_runs, "metric": metric, **places, "other_model": second.model}
                 found.append(row | values | halves)
-    write(HERE / "across.csv", pd.DataFrame(found))
+    if found:
+        write(HERE / "across.csv", pd.DataFrame(found))
+    else:  # too few methods in common, and an empty table cannot be read
+        (HERE / "across.csv").unlink(missing_ok=True)
 
 
 def _where(settings: dict[str, object]) -> str:
