@@ -10,6 +10,7 @@ goes on, and only what does not fit alone is lost.
 from collections.abc import Callable, Generator
 
 from kvbench.engine.decode_loop import DecodeLoop, Spoiled
+from kvbench.engine.joined import Step
 from kvbench.engine.needs import Forced
 from kvbench.engine.reading import Reader
 from kvbench.engine.requests import Outcome, Request
@@ -61,8 +62,9 @@ class Batch:
         self._careful: dict[str, int] = {}  # after memory ran out: requests until whose end so many run at once
         self.most, self.reason, self.preemptions = 1, "", 0
 
-    def answer(self) -> Generator[Request]:
-        """Answers all requests; gives each before its prompt is read. Whatever is raised, no row stays open."""
+    def answer(self) -> Generator[Request | Step]:
+        """Answers all requests; gives each before its prompt is read, and steps that are shared (`DecodeLoop`) before
+        they are made. Whatever is raised, no row stays open."""
         while self.reason and (request := self._waiting.first(0)) is not None:
             self._waiting.take()
             self.fail(request, "oom", self.reason, None)
@@ -71,7 +73,7 @@ class Batch:
                 self._waiting.wait()
         self._reader.contexts.close()  # it is still open where the last questions could not be answered
 
-    def advance(self) -> Generator[Request, None, bool]:
+    def advance(self) -> Generator[Request | Step, None, bool]:
         """Lets requests join, reads on in a prompt, and makes a step, or a run of them; False once nobody is left."""
         try:
             self._leave_cancelled()
@@ -80,7 +82,7 @@ class Batch:
                 yield from self._read_on()
                 joined = self._choose() and self._may_join() is not None
             if self._live:
-                self._step()
+                yield from self._step()
             return bool(self._samples or self._reading or len(self._waiting))
         except BaseException as error:
             was_spoiled, reason = isinstance(error, Spoiled), first_line(error)
@@ -262,14 +264,14 @@ class Batch:
                     ended = True
         return ended
 
-    def _step(self) -> None:
+    def _step(self) -> Generator[Step]:
         """Makes a step of all rows, or several; where there is no page for it, the sample that comes last gives way."""
         states, tokens = [state for state, _ in self._live], []
         for state in states:
             assert state.token is not None, "it was chosen"
             tokens.append(state.token)
         try:
-            bad, rate = self._loop.make(states, tokens)
+            bad, rate = yield from self._loop.making(states, tokens)
         except BrokenRule as error:
             names = ", ".join(dict.fromkeys(sample.request.sample_id for _, sample in self._live))
             raise BrokenRule(f"{error} (samples {names})") from error

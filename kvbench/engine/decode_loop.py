@@ -15,7 +15,7 @@ is due, pages that rows share, and a pool that may be too full.
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +25,7 @@ from torch import Tensor
 from kvbench.cache.async_counts import Receiver, ReplayLog, Rows, to_device
 from kvbench.cache.counters import CountsBeforeStep
 from kvbench.engine import hf, sessions
+from kvbench.engine.joined import Step
 from kvbench.engine.requests import Request
 from kvbench.engine.rows import AnswerRow, ForcedRow, Row
 from kvbench.engine.runner import Runner, finite_rows
@@ -220,6 +221,7 @@ class DecodeLoop:
         counts: Steps that replayed a graph, that ran eagerly within a run, and that were made one at a time; captures,
             and those that failed, after which none is tried.
         alone: Requests whose steps are made one at a time, come what may.
+        shared: Whoever goes through `making` is given single steps before they are made, and may make them with others.
     """
 
     def __init__(self, runner: Runner, capture: Capture | Literal["auto"] | None = "auto") -> None:
@@ -232,6 +234,7 @@ class DecodeLoop:
         names = "replayed", "eager_in_runs", "one_at_a_time", "captures", "failed_captures"
         self.counts = dict.fromkeys(names, 0)
         self.alone: set[str] = set()
+        self.shared = False
         self._graphs: CapturedSteps | None = None
         self._before: CountsBeforeStep | None = None
 
@@ -250,7 +253,7 @@ class DecodeLoop:
         """A row that holds what another one does; in pages of its own where runs are made, which cannot copy them."""
         return self._runner.fork(row, share=not self.runs or bool(request.turns))
 
-    def make(self, rows: Sequence[Row], tokens: Sequence[int]) -> tuple[dict[int, int], float]:
+    def making(self, rows: Sequence[Row], tokens: Sequence[int]) -> Generator[Step, None, tuple[dict[int, int], float]]:
         """Makes one step of rows, fed these tokens, or several, and notes their times in the rows. Of rows whose logits
         were not finite it gives the index and the first bad layer; and tokens per second. Raises Spoiled where that was
         in a run: the rows can only be closed, and read again."""
@@ -260,9 +263,12 @@ class DecodeLoop:
             most = min(MOST_STEPS, *(row.steps_alone() for row in rows))
             if most > 1 and self._is_free([row.row for row in rows]):
                 return {}, self._run(rows, tokens, most)
+        step = Step(self._runner, [row.row for row in rows], tokens)
+        if self.shared:
+            yield step
         begin = time.perf_counter()
-        logits, bad = self._runner.try_step([row.row for row in rows], tokens)
-        elapsed = time.perf_counter() - begin
+        logits, bad = step.finish()
+        elapsed = step.taken_s + time.perf_counter() - begin
         self.counts["one_at_a_time"] += 1
         answers = any(isinstance(row, AnswerRow) for row in rows)  # what is forced has nothing to choose
         chosen = choose(logits, [row.drawing for row in rows]) if answers else [None] * len(rows)

@@ -8,6 +8,7 @@ from kvbench.cache.store import CompressedStore
 from kvbench.engine.batch import Batch
 from kvbench.engine.decode_loop import Capture, DecodeLoop
 from kvbench.engine.following import make_runner
+from kvbench.engine.joined import Step, can_join
 from kvbench.engine.needs import Needs
 from kvbench.engine.probe import plan_passes
 from kvbench.engine.prompt_cache import PromptCache
@@ -39,6 +40,10 @@ class Engine:
         prefill_chunk: Tokens of a prompt that are read before the method compresses; None = all.
         capture: What captures decode steps; `auto` = a CUDA graph on a GPU, and nothing elsewhere; None = nothing.
         make: Makes the runner; a simulation has one that runs no model.
+
+    Attributes:
+        gives_steps: Whoever goes through `running` is given decode steps too, before they are made, where no answer
+            depends on its neighbours.
     """
 
     def __init__(
@@ -66,7 +71,7 @@ class Engine:
         self.fidelity_per_token, self.group = fidelity_per_token, group
         self.backend, self.shape = self.runner.backend, self.runner.shape
         self.end_ids = tuple(model.eos_token_ids)
-        self.steps = DecodeLoop(self.runner, capture)
+        self.steps, self.gives_steps = DecodeLoop(self.runner, capture), False
 
     @property
     def store(self) -> CompressedStore:
@@ -121,9 +126,10 @@ class Engine:
         on_step: Callable[[dict], None] | None = None,
         sizing: Sequence[Request] | None = None,
         own: bool = False,
-    ) -> Generator[Request]:
+    ) -> Generator[Request | Step]:
         """Does what `run` does, and stops before each prompt that it reads, which it gives: several engines that share
-        their prompts then take turns."""
+        their prompts then take turns. With `gives_steps` it gives each decode step too, which may be made with those
+        of others."""
         waiting = Waiting(requests, group=self.group)
         batch = self.open_batch(waiting, on_outcome=on_outcome, on_step=on_step, sizing=sizing, own=own)
         yield from batch.answer()
@@ -146,6 +152,7 @@ class Engine:
         forces = self.fidelity_max_tokens != 0
         needs = Needs(self.loaded, self.fidelity_max_tokens, own and forces)
         self._check(everything, needs)
+        self.steps.shared = self.gives_steps and self.group is None and can_join(self.runner)
         reader = Reader(self.runner, self.steps, needs, requests, self.end_ids, self.seed)
         batch = Batch(
             self.runner,

@@ -18,6 +18,7 @@ from kvbench.show.progress import Progress
 
 if TYPE_CHECKING:
     from kvbench.engine.engine import Engine
+    from kvbench.engine.joined import Step
     from kvbench.tasks.taskset import TaskSet
 
 Result = TypeVar("Result")
@@ -59,9 +60,9 @@ def record_answers(
     with_timing: bool = True,
     own: bool = False,
     pace: Pace | None = None,
-) -> Generator[Request, bool | None]:
-    """Run an engine on some requests of a task and write down every answer that is not in the journal yet; gives each
-    request before its prompt is read. Who sends True has what was graded meanwhile written, and gets it once more.
+) -> "Generator[Request | Step, bool | None]":
+    """Run an engine on some requests of a task and write down every answer that is not in the journal yet; gives what
+    `Engine.running` does. Who sends True to a request has what was graded meanwhile written, and gets it once more.
 
     Args:
         done: Answers that another journal has; they are computed only where their batch needs them.
@@ -96,12 +97,16 @@ def record_answers(
 
         steps = engine.running(requests, on_outcome=on_outcome, on_step=on_step, sizing=task.requests, own=own)
         with closing(steps):  # closes its rows where others end this run
-            for request in steps:
+            for due in steps:
                 pace.pause()
+                if not isinstance(due, Request):
+                    yield due
+                    pace.go_on(due.taken_s)
+                    continue
                 progress.show()
-                while (yield request):
+                while (yield due):
                     graders.hand_out()
-                pace.read(request.num_prompt_tokens, request.num_samples)
+                pace.read(due.num_prompt_tokens, due.num_samples)
 
 
 def compute_missing(
@@ -112,7 +117,7 @@ def compute_missing(
     requests: Sequence[Request] | None = None,
     done: Container[Key] = (),
     shown: Shown = Progress,
-) -> Generator[Request, bool | None]:
+) -> "Generator[Request | Step, bool | None]":
     """Run the engine over what is in no journal yet, as `record_answers` does; `requests` are whole groups of the run,
     all by default. What passes while it waits for its turn is none of the session's time."""
     task, before = experiment.task, len(journal.records)

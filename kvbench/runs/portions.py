@@ -17,6 +17,7 @@ from kvbench.runs.sessions import Origin, describe, says_what_ended_it, session_
 from kvbench.show.progress import Progress
 
 if TYPE_CHECKING:
+    from kvbench.engine.joined import Step
     from kvbench.engine.requests import Request
 
 Found = dict[Key, SampleRecord]
@@ -38,7 +39,7 @@ class Share:
 
     def compute(
         self, experiment: Experiment, *, say: Callable[[str], None], origin: Origin, shown: Shown
-    ) -> "Generator[Request, bool | None, tuple[RunRecord, Found]]":
+    ) -> "Generator[Request | Step, bool | None, tuple[RunRecord, Found]]":
         """Finish this share of a run, in the worker's own journal of it; gives its record, and what there is now."""
         folder, requests = experiment.folder, [experiment.task.requests[place] for place in self.places]
         if folder not in self.there:
@@ -62,7 +63,7 @@ def compute_portion(
     say: Callable[[str], None],
     origin: Origin,
     shown: Shown = Progress,
-) -> "Generator[Request, bool | None, tuple[RunRecord, Found]]":
+) -> "Generator[Request | Step, bool | None, tuple[RunRecord, Found]]":
     """Finish what is left of some requests of a run; gives each request before its prompt is read.
 
     Args:

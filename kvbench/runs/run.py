@@ -29,6 +29,7 @@ from kvbench.runs.sessions import Origin, describe, other_machine, says_what_end
 from kvbench.show.progress import Progress, note
 
 if TYPE_CHECKING:
+    from kvbench.engine.joined import Step
     from kvbench.engine.requests import Request
 
 MAX_LISTED = 100  # rows of broken data that run.json names; all are counted
@@ -83,9 +84,9 @@ class Run:
         return self.record.status in ("complete", "failed")
 
 
-# Steps of work on a run: each gives the request whose prompt is read next, or None where it waits for another run. Who
-# sends True has its graded answers written in place of a step.
-Steps = Generator["Request | None", bool | None, Run]
+# Steps of work on a run: each gives the request whose prompt is read next, a decode step that is due, or None where it
+# waits for another run. Who sends True, but behind a decode step, has its graded answers written in place of a step.
+Steps = Generator["Request | Step | None", bool | None, Run]
 Waits = Generator[None, None, Run | None]
 
 

@@ -2,7 +2,9 @@
 
 The runs take turns, prompt by prompt: the first that comes to a prompt reads it, the others' stores are given what the
 model computed (`engine/prompt_cache.py`), and then it is dropped. The full cache, which others are compared with, goes
-first. What a run computes, and in which order, is what it does by itself; so are its records, to the bit.
+first. Where no answer depends on its neighbours, steps of few rows are made in one pass of the model, those of several
+runs together (`engine/joined.py`). What a run computes, and in which order, is what it does by itself; so are its
+records, to the bit.
 """
 
 import math
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.config.files import FULL
+from kvbench.engine.requests import Request
 from kvbench.errors import nobody_leaves
 from kvbench.results.journal import RunLocked
 from kvbench.runs.config import RunConfig
@@ -38,6 +41,7 @@ from kvbench.show.progress import Progress
 if TYPE_CHECKING:
     from kvbench.cache.store import CompressedStore
     from kvbench.engine.engine import Engine
+    from kvbench.engine.joined import Step
     from kvbench.engine.prompt_cache import PromptCache
 
 Ends = Iterator[tuple[int, Run | Exception]]  # numbers of runs, and how they ended
@@ -110,10 +114,12 @@ def run_together(asked: Sequence[Asked], parts: Loaders, share: Share | None = N
 
 class _Lane:
     """A run that takes turns with others. `at` is the place of the prompt that it reads next, infinite while it waits
-    for another run; `ended` is what became of it; `number` that of the job that asked, None of a reference."""
+    for another run; `step` the decode step that is due before; `ended` is what became of it; `number` that of the job
+    that asked, None of a reference."""
 
     def __init__(self, wanted: Wanted, steps: Steps, number: int | None) -> None:
         self.number, self.at = number, -math.inf
+        self.step: Step | None = None
         self.ended: Run | Exception | None = None
         self._steps: Steps | None = steps
         self._engine: Engine | None = wanted.experiment.engine
@@ -121,7 +127,7 @@ class _Lane:
         self._places = {request.sample_id: place for place, request in enumerate(requests)}
 
     def go(self) -> None:
-        """Read the next prompt, and go on to the one after it."""
+        """Read the next prompt, or take a step, and go on to what is due next."""
         self._go_on(None)
 
     def write(self) -> None:
@@ -131,10 +137,14 @@ class _Lane:
 
     def _go_on(self, only_write: bool | None) -> None:
         assert self._steps is not None, "it has not ended"
+        self.step = None
         try:
             with nobody_leaves():
-                request = self._steps.send(only_write)
-            self.at = math.inf if request is None else self._places[request.sample_id]
+                due = self._steps.send(only_write)
+            if isinstance(due, Request | None):
+                self.at = math.inf if due is None else self._places[due.sample_id]
+            else:
+                self.step = due
             return
         except StopIteration as end:
             self.ended = end.value
@@ -145,7 +155,8 @@ class _Lane:
     @property
     def stores(self) -> "list[CompressedStore]":
         """Its cache, where it stands before a prompt."""
-        return [self._engine.store] if self._engine is not None and math.isfinite(self.at) else []
+        waits = self.step is None and math.isfinite(self.at)
+        return [self._engine.store] if self._engine is not None and waits else []
 
     def stop(self, error: BaseException) -> None:
         """End it as if the error had been raised where it stands."""
@@ -228,6 +239,7 @@ class _Together:
     ) -> Steps:
         if self._rows is not None:
             experiment.engine.batch_size = self._rows
+        experiment.engine.gives_steps = self._at_once > 1
         if self._share is not None:
             computing = self._share.compute(experiment, say=wanted.say, origin=wanted.origin, shown=self._show)
             record, found = yield from computing
@@ -278,10 +290,22 @@ class _Together:
                     self._prompts.limit_bytes = self._room_bytes if len(turns) > 1 else 0
                     yield from self._turn(lanes, turns)
                     self._prompts.forget()
+                    yield from self._decode(lanes)
         except BaseException as error:
             for lane in lanes:
                 lane.stop(error)
             raise
+
+    def _decode(self, lanes: list[_Lane]) -> Iterator[_Lane]:
+        """Make the steps that are due, until none is; gives the runs that have ended."""
+        from kvbench.engine.engine import AUTO_ROWS
+        from kvbench.engine.joined import join
+
+        while steps := [lane.step for lane in lanes if lane.step is not None]:
+            join(steps, AUTO_ROWS)
+            for lane in [lane for lane in lanes if lane.step is not None]:
+                lane.go()
+            yield from self._ended(lanes)
 
     def _turn(self, lanes: list[_Lane], turns: Sequence[_Lane]) -> Iterator[_Lane]:
         """Let some of the runs go on to their next prompt; gives those that have ended, and takes them out."""
@@ -292,9 +316,13 @@ class _Together:
             self._prompts.others = [store for other in turns[place + 1 :] for store in other.stores]
             if lane.ended is None:
                 lane.go()
-            for ended in [other for other in lanes if other.ended is not None]:
-                lanes.remove(ended)
-                yield ended
+            yield from self._ended(lanes)
+
+    def _ended(self, lanes: list[_Lane]) -> Iterator[_Lane]:
+        """Take out the runs that have ended."""
+        for ended in [lane for lane in lanes if lane.ended is not None]:
+            lanes.remove(ended)
+            yield ended
 
 
 def _comparable(full: _Lane, say: Callable[[str], None]) -> Waits:

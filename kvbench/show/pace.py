@@ -61,6 +61,11 @@ class Pace:
         self.decode_s += self._lap()
         self._since, self._paused = None, time.monotonic()
 
+    def go_on(self, taken_s: float) -> None:
+        """Its turn again; of what others did meanwhile, so many seconds were its own."""
+        self._paused_s, self._paused = self.paused_s - taken_s, None
+        self._since = time.monotonic() - taken_s
+
     def _lap(self) -> float:
         """Seconds since the last event, unless they belong to a prompt, which they are added to."""
         now = time.monotonic()

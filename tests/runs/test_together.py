@@ -14,7 +14,7 @@ from test_run_real import compose, samples
 from kvbench.cli.endings import Stopped
 from kvbench.config import files
 from kvbench.config.methods import method_settings
-from kvbench.engine import hf, sessions
+from kvbench.engine import hf, joined, sessions
 from kvbench.results.journal import run_lock
 from kvbench.results.record import RunRecord
 from kvbench.runs.config import RunConfig
@@ -59,6 +59,7 @@ def content(results: Path) -> dict[str, object]:
     ("model", "items", "methods"),
     [
         ("tiny", 1, ["snapkv", "diffkv"]),
+        ("tiny, rows alone", 1, ["snapkv", "diffkv"]),
         pytest.param("smollm2", 2, ["snapkv", "full", *SEVERAL, "diffkv"], marks=pytest.mark.exhaustive),
         pytest.param("tiny", 2, ["snapkv", "full", *SEVERAL, "diffkv"], marks=pytest.mark.exhaustive),
     ],
@@ -67,13 +68,15 @@ def test_each_prompt_is_read_once_and_the_records_are_those_of_single_runs(
     tmp_path, monkeypatch, model, items, methods
 ):
     """Several methods, the last with another budget and store, beside the full cache: a prompt is read when nothing is
-    held, once, and every file is what a single run leaves, to the bit."""
+    held, once; where rows are alone, one pass makes steps of several; every file is what a single run leaves, to the
+    bit."""
 
     def cfgs(results):
         made = []
         for method in methods:
             cfg = compose(method, results)
-            if model != "tiny":
+            cfg.backend.name = "torch" if model == "tiny" else "auto"
+            if model == "smollm2":
                 cfg.model = OmegaConf.load(files.conf_folder() / "model" / "smollm2-135m.yaml")
             changes = {"reference": "auto", "task.items": items, "task.length": 300, "task.kinds": ["kv", "recall"]}
             for key, value in changes.items():
@@ -83,13 +86,14 @@ def test_each_prompt_is_read_once_and_the_records_are_those_of_single_runs(
             OmegaConf.update(made[-1], key, value)
         return made
 
-    read, held, shared = [], [], []
+    read, held, shared, joint = [], [], [], []
     forward, sharing = hf.forward, Loaders.sharing
 
     def counted(model, session, *arguments):
         if isinstance(session, sessions.Prefill):
             read.append(session.num_prompt_tokens)
             held.append(shared[0].used_bytes)
+        joint.append(isinstance(session, joined._Pass))
         return forward(model, session, *arguments)
 
     def noted(self, prompts):
@@ -106,6 +110,7 @@ def test_each_prompt_is_read_once_and_the_records_are_those_of_single_runs(
     assert sorted(ended) == list(range(len(methods)))
     assert all(run.record.status == "complete" for run in ended.values())
     assert len(read) == len(ended[0].samples) and not any(held)
+    assert any(joint) == (model != "tiny" and parts.load_model(jobs[0].cfg["model"]).rows_are_alone)
     for cfg, method in zip(cfgs(tmp_path / "single"), methods, strict=True):
         run_experiment(cfg, method=method, parts=parts, say=lambda text: None)
     assert content(tmp_path / "together") == content(tmp_path / "single")
