@@ -26,8 +26,8 @@ from kvbench.cli.advice import (
 )
 from kvbench.cli.advice_of_others import carried, show_printed, studies
 from kvbench.config import files
-from kvbench.config.files import FULL
-from kvbench.config.settings import as_dict
+from kvbench.config.files import AGREED, FULL
+from kvbench.config.settings import as_dict, read_config
 from kvbench.errors import check_whole
 from kvbench.evidence import shipped
 from kvbench.evidence.load import RUNS, Group, load_groups
@@ -292,7 +292,7 @@ def unknown(ranked: Sequence[Advice], asked: Asked, has_speeds: bool) -> list[st
     if elsewhere := [item for item in methods if item.says in (ELSEWHERE, UNMEASURED)]:
         task = next((item.worst.task for item in elsewhere if item.worst), "longctx")
         lines.append(f"Not measured on {name}, so not advised: {_named(elsewhere)}. To find out:")
-        lines += [_command(item, [f"task={task}", *model]) for item in elsewhere[:NAMED]]
+        lines += [_command(item, [*_task_words(task), *model]) for item in elsewhere[:NAMED]]
     # First the one that fewest more samples would settle.
     undecided = [(item.worst, item) for item in methods if item.says == OPEN and item.worst]
     if undecided:
@@ -302,7 +302,7 @@ def unknown(ranked: Sequence[Advice], asked: Asked, has_speeds: bool) -> list[st
         more = f"about {needed} samples would tell (there are {there})" if needed else "more samples"
         lines.append(f"Too few samples to tell: {_named([item for _, item in undecided])}; {more}. To find out:")
         on = [f"model={worst.model}"] if worst.own and worst.model in files.options("model") else model
-        lines.append(_command(first, [f"task={worst.task}", *on, "limit=null"]))
+        lines.append(_command(first, [*_task_words(worst.task), *on, "limit=null"]))
     longest = max((quality.longest_tokens for item in methods for quality in item.quality), default=0)
     if longest and asked.context_tokens > FAR * longest:
         lines.append(
@@ -328,6 +328,12 @@ def _model_words(shape: NamedShape) -> list[str]:
     if shape.name in files.options("model"):
         return [f"model={shape.name}"]
     return [f"model={'gguf' if shape.place.endswith('.gguf') else 'hf'}", f"model.path={shape.place}"]
+
+
+def _task_words(task: str) -> list[str]:
+    """The words of a run that choose a task, with the consent that it asks for where it runs the model's code."""
+    takes = read_config(files.path_of("task", task)) if task in files.options("task") else {}
+    return [f"task={task}", *([f"task.{AGREED}=true"] if AGREED in takes else [])]
 
 
 def _flags(item: Advice, asked: Asked) -> list[str]:

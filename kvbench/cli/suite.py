@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from kvbench.cli import commands, endings, sweeping
 from kvbench.config import files
+from kvbench.config.files import AGREED
 from kvbench.config.settings import as_dict, read_config, read_settings
 from kvbench.errors import check_name, unknown_name
 from kvbench.evidence.load import lets_through, patterns
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 Sweeping = Callable[[list[str], sweeping.Listed], int]
 GROUP = "suite"
-AGREED = "allow_code_execution"
 Lines = Annotated[
     tuple[str, ...],
     Form("a list of lines of words", lambda x: isinstance(x, tuple) and bool(x) and all(isinstance(y, str) for y in x)),

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 FULL = "full"  # conf/method/full.yaml: the one method the harness knows by name, the reference of every other
+AGREED = "allow_code_execution"  # the setting of tasks that run code of the model, by which the user agrees to it
 GROUPS = {
     "method": "how the cache is compressed",
     "task": "what the model is asked",

@@ -10,7 +10,7 @@ import pytest
 from places import ROOT
 from stored import flips, store, yes_no
 
-from kvbench.cli.advise import read_tokens
+from kvbench.cli.advise import _task_words, read_tokens
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
 from kvbench.config.compose import compose
@@ -285,3 +285,9 @@ def test_wrong_settings_are_named(results, capsys, word, message):
 def test_tokens():
     """k is 1024, as the field writes contexts."""
     assert [read_tokens(value) for value in (8, "128", "32k", "128K")] == [8, 128, 32768, 131072]
+
+
+def test_a_task_that_runs_code_is_named_with_the_consent_that_it_asks_for():
+    """A command that is printed can be given as it stands; a task that kvbench no longer has is named alone."""
+    assert _task_words("humaneval_plus") == ["task=humaneval_plus", "task.allow_code_execution=true"]
+    assert _task_words("longctx") == ["task=longctx"] and _task_words("gone") == ["task=gone"]
