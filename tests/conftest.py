@@ -19,6 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
+from zlib import crc32
 
 import pytest
 import selection
@@ -116,9 +117,21 @@ def pytest_configure(config: pytest.Config) -> None:
     selection.FULL = "not exhaustive" not in config.option.markexpr
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `long` begin first, so that in the end no process is alone with one while others have nothing; with
+@pytest.hookimpl(tryfirst=True)  # before pytest looks for what is `exhaustive`
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test marked `every(n)`, one case in n stays in the default run; which, follows from the cases' names. Who
+    names tests with -k gets all of them.
+
+    Tests marked `long` begin first, so that in the end no process is alone with one while others have nothing; with
     them those that share the process of tests/runs/conftest.py, so that hardly any other has to start it."""
+    listed: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("every") and not item.get_closest_marker("exhaustive"):
+            listed.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in listed.values() if not config.option.keyword else ():
+        cases.sort(key=lambda case: crc32(case.nodeid.encode()))
+        for case in cases[-(-len(cases) // cases[0].get_closest_marker("every").args[0]) :]:
+            case.add_marker(pytest.mark.exhaustive)
     items.sort(key=lambda item: item.get_closest_marker("long") is None and "server" not in item.fixturenames)
 
 

@@ -44,6 +44,7 @@ def test_the_matrix_is_orthogonal_and_spreads(dim):
     assert torch.equal(hadamard(dim), matrix), "every run has the same signs"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "backend"), in_turn([*POLICIES], ("torch", "auto")))
 def test_without_rounding_nothing_changes(tiny_model, name, backend):
     """The same answers from the same tokens, for prompts, segments and steps, and the same bytes."""

@@ -90,6 +90,7 @@ def bare_step(method: str, layers: int) -> Cost:
     return cost
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("method", [*options("method"), EVICTS])
 def test_a_step_launches_what_the_documentation_says(method: str):
     """Torch kernels and Triton launches, for each layer and beside the layers; at most 5 and, of 32 layers, 160, or

@@ -130,6 +130,7 @@ PAIRS = [(spec, tier) for spec in VARIANTS for tier in (CHANNEL, TOKEN)]
 HALF = [(spec, (CHANNEL, TOKEN)[at.bit_count() % 2]) for at, spec in enumerate(VARIANTS)]  # no choice goes with a tier
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("spec", "tier"), few(PAIRS, *HALF))
 def test_decoding_behind_a_residual_equals_the_oracle(spec: Residual, tier: Tier):
     """Two rows of unlike prompts, some tokens evicted: counts and attention of every step equal the oracle's."""

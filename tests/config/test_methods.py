@@ -39,6 +39,7 @@ NAMES = sorted(files.options("method"))
 CLASSES = {OmegaConf.load(CONF / "method" / f"{name}.yaml")._target_: name for name in reversed(NAMES)}
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", few(NAMES, *CLASSES.values()))
 def test_defaults_are_those_of_the_class(name):
     """Every value that the file leaves out, and every setting but those that all methods share."""

@@ -210,6 +210,7 @@ def step_without_data(smallest, method: str, due: bool = False, eager: bool = Fa
     return SimpleNamespace(launches=launches, tiers=len(store.pages.formats), fallbacks=runner.backend.fallbacks)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("method", options("method"))
 def test_a_whole_step_asks_the_host_for_nothing(bare, method: str):
     """Plan, room, demotions, the model, the choice and the counts, of every method. What has no kernel is named; plain

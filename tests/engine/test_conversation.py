@@ -73,6 +73,7 @@ def by_hand(loaded, policy, asked) -> tuple[list[list[int]], dict, dict]:
         return found, held | means, kept
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", list(POLICIES))
 def test_every_method_appends_the_turns_to_its_cache(loaded, name):
     """Tokens, bytes and what was kept are those of the same steps by hand; averages are over the answers alone."""

@@ -144,6 +144,7 @@ def difference(found, wanted):
     return float((found - wanted).abs().max() / wanted.std())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("kind", "how"), in_turn(sorted(KINDS), [(3, "native"), (1, "fp16")]))
 def test_lossless_settings_give_the_models_own_tokens(small, kind, how):
     """Over 40 steps behind a prompt that no window holds, alone and three at a time."""

@@ -63,6 +63,7 @@ def some_requests(dice: random.Random) -> list:
     return [*found, request("parts", random_tokens(lengths[5]), random_tokens(4), max_new_tokens=4)]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", per_path(options("method"), part=1))
 def test_an_answer_is_the_same_bits_in_any_company(name, streamed, small_work):
     """Tokens, bytes and every number that is measured: random parts of the requests in random orders and batches, by

@@ -54,6 +54,7 @@ def same(one, two):
     assert all(outcome.status == "ok" and outcome.ledger["resident_bytes"] > 0 for outcome in two.values())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", METHODS)
 def test_two_places_answer_as_one(tiny_model, name):
     """Tokens, ledgers, peaks, what was kept and fidelity are those of one store, over one layer and two; and over two

@@ -123,6 +123,7 @@ def full_logits(tiny_model):
 
 
 # Settings of `# also:` lines are exhaustive here and below; the long answers of the default run take every one.
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "heads"), those_of(distinct(), in_turn(cases(), SHAPES)))
 def test_lossless_settings_equal_full(full_logits, name, heads):
     """With its lossless settings a method gives the full cache's logits (1e-4 in fp32) after 1 and 90 tokens and along
@@ -151,6 +152,7 @@ def check_lossless(name, heads, changes, loaded, prompts, forced, want) -> None:
         assert sum(kept["slots_per_tier"]) == (len(prompt) + 9) * kept["lists"]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", few(cases(), *distinct()))
 def test_runs_repeat_themselves(loaded, name):
     """The same seed gives the same tokens and the same bytes."""
@@ -196,6 +198,7 @@ def test_the_context_can_come_before_the_question(loaded, name):
 # What stays ----
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "heads"), those_of(distinct(), in_turn(cases(), SHAPES)))
 def test_protected_tokens_are_never_evicted(tiny_model, name, heads):
     """At every step, sinks, window and the newest token are there, and no position is held twice or made up."""
@@ -274,6 +277,7 @@ def check_ledger(store, rows) -> None:
     assert held == [item["resident_bytes"] for item in items]
 
 
+@pytest.mark.every(3)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("name", "prompts"), ANSWERS)
 def test_long_answers_to_short_and_long_prompts(tiny_model, name, prompts):

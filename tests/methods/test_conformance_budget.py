@@ -19,6 +19,7 @@ TIERS = ("k8v4", "k4v2", "k2v4", "int8", "fp8", "native", "nvfp4")
 HEAD_DIM, LAYERS = 64, 2
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "budget"), those_of(distinct(), in_turn(BUDGETED, BUDGETS)))
 def test_the_budget_is_met_at_four_budgets(tiny_model, name, budget):
     """Ratio or tokens: after the prompt and ten steps on, the mean list holds what was asked, within a page."""
@@ -41,6 +42,7 @@ def smallest(loaded, policy, asked) -> int:
     return int(re.search(r"give method.budget=(\d+)B", str(refused.value)).group(1))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "parts"), by_path(BUDGETED, policy_of, FIVE, MOST))
 def test_a_byte_budget_is_met_at_five_budgets(tiny_model, name, parts):
     """From the smallest that is possible to most of the full cache: at its fullest a sequence holds no more bytes than
@@ -94,6 +96,7 @@ def growing() -> list:
     return [pytest.param(*path.values, changes[path.values[0]], id=path.id, marks=path.marks) for path in paths]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "changes"), growing())
 def test_a_cache_that_only_grows_fails_the_run(tiny_model, name, changes):
     """A method that should evict while decoding passes its own check after 56 steps, but not when it only appends."""
@@ -113,6 +116,7 @@ def test_the_list_of_eviction_methods_is_long():
     assert named <= set(having("budget", "tier"))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "tier"), those_of(distinct(), in_turn(having("budget", "tier"), TIERS)))
 def test_any_eviction_method_stores_what_it_keeps_in_any_token_tier(tiny_model, name, tier):
     """The same tokens are kept as at 16 bits, and their bytes are those of the tier's closed formula."""

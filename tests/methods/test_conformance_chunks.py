@@ -71,6 +71,7 @@ def test_who_cannot_says_so_in_one_sentence(case):
         check_chunk(policy_of(case), CHUNK)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("case", WORKS)
 def test_a_method_reads_in_chunks(loaded, case):
     """The budget is met, promised tokens stay, and after every chunk the items sum to the pages in use."""

@@ -81,6 +81,7 @@ def pairs() -> list:
     return found
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "setting"), pairs())
 def test_a_composed_method_keeps_its_budget(tiny_model, name, setting):
     """The mean list keeps what the budget says, to the token; every list keeps something; the method finds its work

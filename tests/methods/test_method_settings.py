@@ -32,6 +32,7 @@ def declarations() -> list:
     return found
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "setting"), declarations())
 def test_a_wrong_value_is_refused_by_name(name, setting):
     """Wrong types, NaN, and what lies below or above the range: one ValueError that names the setting, from a

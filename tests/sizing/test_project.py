@@ -81,6 +81,7 @@ def check(method, model, lengths):
             assert found.items == measured, length
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("method", per_path(sorted(set(METHODS) - BY_DATA)))
 def test_a_projection_is_what_a_run_holds(method):
     """At two lengths (exhaustive: three), prompt and answer, every item of the projected ledger is the measured one."""
@@ -113,6 +114,7 @@ def test_rotated_channels_are_projected():
     assert project(method_of("turboquant_3bit"), shape, 300, 2)[1].resident_bytes < plain.resident_bytes
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("method", "length"), in_turn(sorted(BY_DATA), (1300, 1700, 2100)))
 def test_a_projection_is_near_what_a_run_holds_where_data_decide(method, length):
     """At one of three lengths the projected bytes are within 1 % of the measured ones; only slack is not certain."""

@@ -108,6 +108,7 @@ ELEMENTS = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("form", "head_dim"), in_turn(ELEMENTS, (8, 80, 64, 128)))
 def test_elements_and_mixed_sides_equal_the_reference(form: tuple, head_dim: int):
     """16- and 32-bit sides, e4m3, and one coded side beside one of elements; also pages shorter than a register."""

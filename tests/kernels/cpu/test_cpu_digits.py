@@ -55,6 +55,7 @@ def random_tokens(make: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(NUM_TOKENS, HEAD_DIM, generator=make), torch.randn(NUM_TOKENS, HEAD_DIM, generator=make)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("isa", few(ISAS, *ISAS[-1:]))
 @pytest.mark.parametrize("case", [outlier_query, peaked, uneven_values, tiny], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", FORMATS)

@@ -49,6 +49,7 @@ WRITTEN = (
 )
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", few(FORMATS, *WRITTEN))
 def test_every_format_is_written_read_and_moved_as_by_the_reference(name: str):
     """The same bytes, and no others; what has page -1 is passed over."""

@@ -76,6 +76,7 @@ EVIDENCE = {
 }
 
 
+@pytest.mark.every(2)
 @needs_cage
 @pytest.mark.parametrize(
     "program",
