@@ -22,20 +22,33 @@ KVB_INLINE void load_key_quads(const uint8_t* row, long T, Ints* out) {
 }
 
 template <int kKind, int G, int kTiles, int kPlane>
-KVB_INLINE void add_key_planes(const Ints* packed, const Ints* upper, Ints table, const int8_t* q, long W, int w, Ints (&sum)[kTiles][G][kDigits]) {
-  Ints codes[kTiles];
+KVB_INLINE void add_key_planes(const Ints* packed, const Ints* upper, Ints table, const int8_t* q, long W, int w, int planes,
+                               Ints (&sum)[kTiles][G][kDigits]) {
+  if (planes >> kPlane & 1) {
+    Ints codes[kTiles];
 #pragma GCC unroll 8
-  for (int u = 0; u < kTiles; u++) codes[u] = code_bytes<kKind, kPlane>(packed[u], upper[u], table);
+    for (int u = 0; u < kTiles; u++) codes[u] = code_bytes<kKind, kPlane>(packed[u], upper[u], table);
 #pragma GCC unroll 8
-  for (int g = 0; g < G; g++)
+    for (int g = 0; g < G; g++)
 #pragma GCC unroll 8
-    for (int j = 0; j < kDigits; j++) {
-      const Ints digits = broadcast_quad(q + (g * kDigits + j) * kQueryBytes + kPlane * W + w);
+      for (int j = 0; j < kDigits; j++) {
+        const Ints digits = broadcast_quad(q + (g * kDigits + j) * kQueryBytes + kPlane * W + w);
 #pragma GCC unroll 8
-      for (int u = 0; u < kTiles; u++) sum[u][g][j] = _mm512_dpbusd_epi32(sum[u][g][j], codes[u], digits);
-    }
-  if constexpr (kPlane + 1 < planes_of(kKind)) add_key_planes<kKind, G, kTiles, kPlane + 1>(packed, upper, table, q, W, w, sum);
+        for (int u = 0; u < kTiles; u++) sum[u][g][j] = _mm512_dpbusd_epi32(sum[u][g][j], codes[u], digits);
+      }
+  }
+  if constexpr (kPlane + 1 < planes_of(kKind)) add_key_planes<kKind, G, kTiles, kPlane + 1>(packed, upper, table, q, W, w, planes, sum);
 }
+
+// Where the highest bits of rows w to w + 3 lie: in as many rows behind the planes, shifted. A run of rows is a multiple of four long.
+template <int kKind> struct UpperRows {
+  long W, each, row, shift;
+  UpperRows(long W, long w) : W(W), each(has_upper(kKind) ? W / lower_bits(kKind) : W), row(w % each), shift(w / each) {}
+  __attribute__((always_inline)) const uint8_t* in(const uint8_t* codes, long T) const { return codes + (W + row) * T; }
+  __attribute__((always_inline)) void next() {
+    if ((row += 4) == each) row = 0, shift++;
+  }
+};
 
 // The logits of a register of slots, `at` slots from where `to` and `out` begin.
 template <int G>
@@ -66,20 +79,20 @@ KVB_INLINE void digit_tile(const uint8_t* codes, long T, long W, const int8_t* q
       for (int j = 0; j < kDigits; j++) sum[u][g][j] = _mm512_setzero_si512();
   const uint8_t* row = codes + first * T;
   const Ints table = load_table(to.table);
+  UpperRows<kKind> above(W, first);
 #pragma GCC unroll 4
   for (int w = first; w < last; w += 4, row += 4 * T) {
     Ints packed[kTiles], upper[kTiles] = {};
     if constexpr (kTiles == 2) load_key_quads(row, T, packed);
     else packed[0] = quads(load_rows(row, T, mask));
-    if constexpr (kKind == kBook3) {
-      const bool second = w >= W / 2;
-      const uint8_t* above = codes + (W + w - (second ? W / 2 : 0)) * T;
-      if constexpr (kTiles == 2) load_key_quads(above, T, upper);
-      else upper[0] = quads(load_rows(above, T, mask));
+    if constexpr (has_upper(kKind)) {
+      if constexpr (kTiles == 2) load_key_quads(above.in(codes, T), T, upper);
+      else upper[0] = quads(load_rows(above.in(codes, T), T, mask));
 #pragma GCC unroll 2
-      for (int u = 0; u < kTiles; u++) upper[u] = shift_one(upper[u], second);
+      for (int u = 0; u < kTiles; u++) upper[u] = shift_right(upper[u], above.shift);
+      above.next();
     }
-    add_key_planes<kKind, G, kTiles, 0>(packed, upper, table, q, W, w, sum);
+    add_key_planes<kKind, G, kTiles, 0>(packed, upper, table, q, W, w, to.planes, sum);
   }
 #pragma GCC unroll 8
   for (int u = 0; u < kTiles; u++) store_logits<G>(sum[u], back, to, u * kLanes, kTiles == 2 ? 0xffff : mask, out, out_stride);
@@ -102,6 +115,7 @@ KVB_INLINE void narrow_tile(const uint8_t* codes, long T, long W, const int8_t* 
 #pragma GCC unroll 8
     for (int j = 0; j < kDigits; j++) sum[g][j] = _mm256_setzero_si256();
   const uint8_t* row = codes + first * T;
+  UpperRows<kKind> above(W, first);
 #pragma GCC unroll 2
   for (int w = first; w < last; w += 4, row += 4 * T) {
     auto load = [&](const uint8_t* from) __attribute__((always_inline)) {
@@ -111,9 +125,9 @@ KVB_INLINE void narrow_tile(const uint8_t* codes, long T, long W, const int8_t* 
     };
     const Ints packed = load(row);
     Ints upper = packed;
-    if constexpr (kKind == kBook3) {
-      const bool second = w >= W / 2;
-      upper = shift_one(load(codes + (W + w - (second ? W / 2 : 0)) * T), second);
+    if constexpr (has_upper(kKind)) {
+      upper = shift_right(load(above.in(codes, T)), above.shift);
+      above.next();
     }
     const Ints planes[8] = {narrow_plane<kKind, 0>(packed, upper, table), narrow_plane<kKind, 1>(packed, upper, table),
                             narrow_plane<kKind, 2>(packed, upper, table), narrow_plane<kKind, 3>(packed, upper, table),
@@ -121,6 +135,7 @@ KVB_INLINE void narrow_tile(const uint8_t* codes, long T, long W, const int8_t* 
                             narrow_plane<kKind, 6>(packed, upper, table), narrow_plane<kKind, 7>(packed, upper, table)};
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) {
+      if (!(to.planes >> p & 1)) continue;
       const __m256i bytes = _mm512_castsi512_si256(planes[p]);
 #pragma GCC unroll 8
       for (int g = 0; g < G; g++)

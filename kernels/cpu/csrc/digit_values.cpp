@@ -4,10 +4,33 @@
 #if KVB_DIGITS
 namespace kvb {
 
-// Without what a shift brought into the lanes of a mask, in each of the four rows.
-KVB_INLINE Ints upper_lanes(Ints x, __mmask16 mask) {
-  return _mm512_maskz_mov_epi8(~(0x0001000100010001ull * mask), x);
-}
+// Where the highest bits of the codes in bytes [w, w + 16) of a row lie: of byte w in byte w % each behind the planes, shifted by w / each.
+template <int kKind> struct UpperBytes {
+  long W, each, start, direct;  // the first of them; how many lanes there are from there on, before the others begin anew
+  Ints order, shifts;
+  UpperBytes(long W, long w) : W(W), each(W / lower_bits(kKind)), start(each > kLanes ? w % each : 0), direct(std::min<long>(each - start, kLanes)) {
+    alignas(64) uint8_t from[64];
+    alignas(64) int32_t by[kLanes];
+    long place = w % each, shift = w / each;
+    for (int i = 0; i < kLanes; i++) {
+      by[i] = int32_t(shift);
+      for (int row = 0; row < 4; row++) from[4 * i + row] = uint8_t(kLanes * row + (each > kLanes ? i : place));
+      if (++place == each) place = 0, shift++;
+    }
+    order = _mm512_load_si512(from);
+    shifts = _mm512_load_si512(by);
+  }
+  // The quads of four rows, S apart.
+  __attribute__((always_inline)) Ints quads_of(const uint8_t* row, long S) const {
+    const __mmask16 mask = first_lanes(direct);
+    Ints x = load_rows(row + W + start, S, mask);
+    if (each > kLanes && direct < kLanes) x = _mm512_or_si512(x, load_rows(row + W - direct, S, __mmask16(~mask)));
+    return _mm512_srlv_epi32(_mm512_permutexvar_epi8(order, x), shifts);
+  }
+};
+struct NoUpperBytes {
+  NoUpperBytes(long, long) {}
+};
 
 template <int kKind, int G, int kFirst, int kLast, bool kGrouped>
 KVB_INLINE void digit_values(const DigitValues& v, long w, long padded, float* sum) {
@@ -25,17 +48,11 @@ KVB_INLINE void digit_values(const DigitValues& v, long w, long padded, float* s
   long at = 0;
   const uint8_t* row;
   const Ints table = load_table(v.table);
-  const long behind = v.W / 2, direct = std::min<long>(std::max<long>(behind - w, 0), kLanes);  // lanes whose third bits are not shifted
+  const std::conditional_t<has_upper(kKind), UpperBytes<kKind>, NoUpperBytes> above(v.W, w);
   auto quad = [&](long at) __attribute__((always_inline)) {
     const Ints packed = quads(v.S == kLanes ? _mm512_loadu_si512(row) : load_rows(row, v.S, 0xffff));
     Ints upper = packed;
-    if constexpr (kKind == kBook3) {
-      const uint8_t* above = row + v.W;  // of this register's first byte
-      const __mmask16 mask = first_lanes(direct);
-      upper = direct == kLanes ? load_rows(above, v.S, 0xffff) : shift_one(load_rows(above - behind, v.S, __mmask16(~mask)), true);
-      if (direct > 0 && direct < kLanes) upper = _mm512_or_si512(upper_lanes(upper, mask), load_rows(above, v.S, mask));
-      upper = quads(upper);
-    }
+    if constexpr (has_upper(kKind)) upper = above.quads_of(row - w, v.S);
     row += 4 * v.S;
     auto add_plane = [&](int p, Ints bytes) __attribute__((always_inline)) {
 #pragma GCC unroll 8

@@ -7,12 +7,6 @@
 
 #include "plan.h"
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && !defined(KVB_GENERIC)
-#define KVB_DIGITS 1
-#else
-#define KVB_DIGITS 0
-#endif
-
 namespace kvb {
 
 constexpr bool kHasDigits = KVB_DIGITS;
@@ -69,21 +63,22 @@ KVB_INLINE Vec from_digits(const Ints* sum, Vec back) {
   return mul(x, back);
 }
 
-// The levels of one plane of codes, as bytes. Of 3 bits, `upper` holds the third one where `packed` has the first.
+// The levels of one plane of codes, as bytes. Of 3 and 5 bits, `upper` holds the highest one where `packed` has the first.
 template <int kKind, int kPlane> KVB_INLINE Ints code_bytes(Ints packed, Ints upper, Ints table) {
-  constexpr int kBits = kKind == kBook3 ? 2 : bits_of(kKind), kShift = kPlane * kBits;
+  constexpr int kBits = lower_bits(kKind), kShift = kPlane * kBits;
   if (kShift) packed = _mm512_srli_epi16(packed, kShift);
   if (kBits < 8) packed = _mm512_and_si512(packed, _mm512_set1_epi8((1 << kBits) - 1));
-  if constexpr (kKind == kBook3) {
-    upper = kPlane == 0 ? _mm512_slli_epi16(upper, 2) : _mm512_srli_epi16(upper, kPlane > 1 ? 2 * kPlane - 2 : 0);
-    packed = _mm512_or_si512(packed, _mm512_and_si512(upper, _mm512_set1_epi8(4)));
+  if constexpr (has_upper(kKind)) {
+    if constexpr (kShift < kBits) upper = _mm512_slli_epi16(upper, kBits - kShift);
+    if constexpr (kShift > kBits) upper = _mm512_srli_epi16(upper, kShift - kBits);
+    packed = _mm512_or_si512(packed, _mm512_and_si512(upper, _mm512_set1_epi8(1 << kBits)));
   }
-  if constexpr (kKind >= kBook2) packed = _mm512_shuffle_epi8(table, packed);
+  if constexpr (in_table(kKind)) packed = _mm512_shuffle_epi8(table, packed);
   return packed;
 }
 
 KVB_INLINE Ints load_table(const uint8_t* table) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)); }
-KVB_INLINE Ints shift_one(Ints x, bool by) { return by ? _mm512_srli_epi16(x, 1) : x; }
+KVB_INLINE Ints shift_right(Ints x, long by) { return _mm512_srl_epi16(x, _mm_cvtsi64_si128(by)); }
 
 KVB_INLINE Ints broadcast_quad(const int8_t* p) {
   int32_t x;
@@ -108,7 +103,8 @@ struct ToLogits {
   const uint8_t* table;      // [16] levels of codes
   const float* sum;          // [G]
   float scale, half;
-  bool add;  // to what is there
+  int planes;  // bit p: some channel of plane p counts
+  bool add;    // to what is there
 };
 
 // Digits of G queries as arrange_queries (logits.h) leaves them: out [G][digit][kQueryBytes], channel by channel; `sum` carries a NaN on.
@@ -135,10 +131,10 @@ static void query_digits(const float* q, long G, int num_planes, long width, con
 
 #define KVB_CODES(NAME, ...)                                                                                     \
   {NAME<kCode1, __VA_ARGS__>, NAME<kCode2, __VA_ARGS__>, NAME<kCode4, __VA_ARGS__>, NAME<kCode8, __VA_ARGS__>,     \
-   NAME<kBook2, __VA_ARGS__>, NAME<kBook3, __VA_ARGS__>, NAME<kBook4, __VA_ARGS__>}
+   NAME<kBook2, __VA_ARGS__>, NAME<kBook3, __VA_ARGS__>, NAME<kBook4, __VA_ARGS__>, NAME<kCode5, __VA_ARGS__>}
 
-constexpr int kNumCodes = 7;
-constexpr int index_of(int kind) { return kind <= kCode8 ? kind : kind - kBook2 + kCode8 + 1; }  // in the tables below
+constexpr int kNumCodes = 8;
+constexpr int index_of(int kind) { return kind <= kCode8 ? kind : kind == kCode5 ? kNumCodes - 1 : kind - kBook2 + kCode8 + 1; }  // in the tables below
 
 // Logits of G queries with slots [begin, end) of a page's K region, from bytes [first, last) of each slot; arguments as for key_dots.
 typedef void (*DigitLogits)(const uint8_t*, long, long, long, long, const int8_t*, const float*, ToLogits, int, int, float*, long, Ahead&);

@@ -33,7 +33,7 @@ static void arrange_queries(const float* q, long G, long D, int num_planes, long
 
 // Whether the products with a page's keys, bytes [first, last) of each slot, are made of digits.
 static bool keys_by_digits(int kind, long width, long first, long last) {
-  return kHasDigits && is_code(kind) && first % 4 == 0 && last % 4 == 0 && (kind != kBook3 || width % 8 == 0);
+  return kHasDigits && is_code(kind) && first % 4 == 0 && last % 4 == 0 && (!has_upper(kind) || width % (4 * lower_bits(kind)) == 0);
 }
 
 // Dots of slots [begin, end) of one page's K region with all G queries, four at a time.
@@ -255,8 +255,9 @@ static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, c
       const bool wide = tier.k.scale != kF16Scale;
       const uint8_t *by16 = wide ? nullptr : page + tier.k_scale + r * T * 2, *zero16 = tier.k.zero ? page + tier.k_zero + r * T * 2 : nullptr;
       if (wide) widen_scales(tier.k, page + tier.k_scale + r * T, n, s.k_meta.data());
+      const int planes = (2 << ((r + 1) * channels - 1) / W) - (1 << r * channels / W);  // others have no channel of the group
       all_digit_logits(kind, codes, T, p.k_width, 0, n, &s.q_digits[r * G * kDigits * kQueryBytes], &s.q_back[r * G],
-                       {by16, zero16, wide ? s.k_meta.data() : nullptr, tier.k.table, &s.q_sum[r * G], call.scale, half, r > 0}, G, first, last, out, stride, ahead);
+                       {by16, zero16, wide ? s.k_meta.data() : nullptr, tier.k.table, &s.q_sum[r * G], call.scale, half, planes, r > 0}, G, first, last, out, stride, ahead);
       continue;
     }
 #endif

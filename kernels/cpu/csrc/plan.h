@@ -145,6 +145,12 @@ static bool is_direct(const Tier& tier, long D, long width) {
   return direct;
 }
 
+// Whether codes of 5 bits are multiplied as they lie (digits.h): whole registers and quads, of which none spans two groups of channels.
+static bool keys_of_5_bits(const Tier& tier, long D) {
+  return KVB_DIGITS && tier.k.kind == kCode5 && !tier.k_channel_group && D % 32 == 0 && D / tier.k.groups % 4 == 0;
+}
+static bool values_of_5_bits(const Tier& tier, long D) { return KVB_DIGITS && tier.v.kind == kCode5 && D % 32 == 0 && is_direct(tier, D, D / 2); }
+
 // A plan is kept from call to call: its memory is not asked for again.
 static void make_plan(const Call& call, Plan& plan) {
   plan.tiers.clear();
@@ -164,10 +170,10 @@ static void make_plan(const Call& call, Plan& plan) {
     plan.chunks_per_list += p.num_chunks;
     p.score_begin = plan.score_slots;
     plan.score_slots += p.num_chunks * p.chunk_slots;
-    p.k_kind = unpacked_keys(tier.k.kind, p.slots, plan.D);
+    p.k_kind = keys_of_5_bits(tier, plan.D) ? kCode5 : unpacked_keys(tier.k.kind, p.slots, plan.D);
     p.k_unit = unpacked_unit(tier.k.kind, p.k_kind);
     p.k_width = key_channels(tier, plan.D) / planes_of(p.k_kind);
-    p.v_kind = unpacked_values(tier.v.kind, plan.D);
+    p.v_kind = values_of_5_bits(tier, plan.D) ? kCode5 : unpacked_values(tier.v.kind, plan.D);
     if (tier.v.kind < kNumKinds && !is_direct(tier, plan.D, plan.D / planes_of(p.v_kind))) p.v_kind = tier.v.kind;
     p.v_unit = unpacked_unit(tier.v.kind, p.v_kind);
     p.v_width = plan.D / planes_of(p.v_kind);

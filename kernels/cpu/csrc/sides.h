@@ -13,8 +13,8 @@ namespace kvb {
 
 // Codes that are whole numbers themselves; elements; codes that stand for whole numbers in a table. Of 3 bits, the lower two lie as codes of
 // 2 bits do, in W = D / 4 bytes, and the third as codes of 1 bit, in the D / 8 bytes behind those (`upper`). Kinds from kNumKinds on are unpacked
-// to others before any loop sees them (unpack.h): codes of 5 bits, whose lower four lie as codes of 4 bits do, e5m2 floats, and values that are a
-// page's keys (kKeys), of which no byte is stored.
+// to others (unpack.h) before any loop sees them, but those of digits.h: codes of 5 bits, whose lower four lie as codes of 4 bits do, e5m2 floats,
+// and values that are a page's keys (kKeys), of which no byte is stored.
 enum Kind { kCode1, kCode2, kCode4, kCode8, kF16, kBF16, kF32, kFp8, kBook2, kBook3, kBook4, kNumKinds, kCode5 = kNumKinds, kE5m2, kKeys };
 
 constexpr int kMaxChannels = 576;  // a latent vector of 512 and a rotary key of 64
@@ -30,9 +30,10 @@ constexpr int bits_of(int kind) {
 }
 // Of 3 and 5 bits, those that lie in planes together, without the highest.
 constexpr int lower_bits(int kind) { return bits_of(kind) == 3 || bits_of(kind) == 5 ? bits_of(kind) - 1 : bits_of(kind); }
+constexpr bool has_upper(int kind) { return lower_bits(kind) < bits_of(kind); }
 constexpr int planes_of(int kind) { return is_code(kind) ? 8 / lower_bits(kind) : 1; }
 // Bytes (or elements) of one slot, from those that its planes lie in.
-constexpr long units_of(int kind, long width) { return width + (lower_bits(kind) < bits_of(kind) ? width / lower_bits(kind) : 0); }
+constexpr long units_of(int kind, long width) { return width + (has_upper(kind) ? width / lower_bits(kind) : 0); }
 constexpr int unit_bytes_of(int kind) { return kind == kF32 ? 4 : kind == kF16 || kind == kBF16 ? 2 : kind == kKeys ? 0 : 1; }
 
 constexpr long kNextPages = 2;  // a page may be done before a byte asked for at its begin has come

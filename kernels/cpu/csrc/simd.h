@@ -29,6 +29,12 @@
 #define KVB_GENERIC 1
 #endif
 
+#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && !defined(KVB_GENERIC)
+#define KVB_DIGITS 1  // the CPU multiplies bytes four at a time: digits.h
+#else
+#define KVB_DIGITS 0
+#endif
+
 namespace kvb {
 
 // fp16 and bf16 of single numbers, by their bits: no compiler or CPU support is assumed.

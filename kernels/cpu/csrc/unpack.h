@@ -166,6 +166,32 @@ static __attribute__((noinline)) void unpack_value_tables(int kind, const uint8_
   }
 }
 
+// n values of codes of 5 bits, 32 codes at a time. False where a run of highest bits does not divide a register, nor the other way round.
+static bool unpack_fives(const uint8_t* codes, long n, long D, uint8_t* out) {
+  const long W = D / 2, each = D / 8, S = W + each;
+  if (each != 8 && each != 16 && each % 32) return false;
+  for (long w = 0; w < W; w += 32) {
+    alignas(32) uint8_t bit[32];
+    for (long i = 0; i < 32; i++) bit[i] = uint8_t(1 << (w + i) / each);
+    const Ints low = load_32(bit), high = _mm256_slli_epi16(low, 4), fifth = bytes_of(16), lower = bytes_of(15);
+    const uint8_t* row = codes;
+    uint8_t* to = out + w;
+    for (long t = 0; t < n; t++, row += S, to += D) {
+      const Ints packed = load_32(row + w);
+      int64_t eight;
+      std::memcpy(&eight, row + W, 8);
+      const Ints upper = each == 8 ? _mm256_set1_epi64x(eight) : each == 16 ? both_halves(row + W) : load_32(row + W + w % each);
+      auto with_fifth = [&](Ints four, Ints which) __attribute__((always_inline)) {
+        const Ints set = _mm256_cmpeq_epi8(_mm256_and_si256(upper, which), which);
+        return _mm256_or_si256(_mm256_and_si256(four, lower), _mm256_and_si256(set, fifth));
+      };
+      store_32(to, with_fifth(packed, low));
+      store_32(to + W, with_fifth(_mm256_srli_epi16(packed, 4), high));
+    }
+  }
+  return true;
+}
+
 static int cheap_keys(int kind, long T, long D) {
   const bool any = D * T >= 256;
   return any && (kind == kBook3 || kind == kBook4) ? kCode8 : any && kind == kFp8 ? kF16 : kind;
@@ -178,6 +204,7 @@ static int cheap_values(int kind, long D) {
 
 static void unpack_key_tables(int, const uint8_t*, const uint8_t*, long, long, uint8_t*, Ahead&) {}
 static void unpack_value_tables(int, const uint8_t*, const uint8_t*, long, long, uint8_t*, Ahead&) {}
+static bool unpack_fives(const uint8_t*, long, long, uint8_t*) { return false; }
 static int cheap_keys(int kind, long, long) { return kind; }
 static int cheap_values(int kind, long) { return kind; }
 
@@ -196,8 +223,8 @@ static void unpack_keys(int kind, const uint8_t* table, const uint8_t* codes, lo
 }
 static void unpack_values(int kind, const uint8_t* table, const uint8_t* codes, long n, long D, uint8_t* out, Ahead& ahead) {
   if (kind < kNumKinds) return unpack_value_tables(kind, table, codes, n, D, out, ahead);
-  if (kind == kCode5) unpack_code5(codes, n, D, 1, out);
-  else unpack_e5m2(codes, n * D, out);
+  if (kind == kE5m2) unpack_e5m2(codes, n * D, out);
+  else if (!unpack_fives(codes, n, D, out)) unpack_code5(codes, n, D, 1, out);
 }
 
 // What numbers are smaller than those they stand for.

@@ -134,7 +134,7 @@ static void page_values(const Call& call, const Tier& tier, const TierPlan& plan
   }
   if (scaled(tier.v)) ahead.rest();
   else ahead.some(ahead.lines() / 2);  // as page_logits does it
-  if (plan.v_direct) {
+  if (plan.v_direct && kind < kNumKinds) {
     for (long g = 0; g < G; g += kMaxGroup) {
       const long count = std::min<long>(kMaxGroup, G - g);
       Weights part = weights;
@@ -144,7 +144,7 @@ static void page_values(const Call& call, const Tier& tier, const TierPlan& plan
     ahead.rest();
     return;
   }
-  for (long t = 0; t < n; t++)  // groups narrower than a register: rare, and worth no code of its own
+  for (long t = 0; t < n; t++)  // groups narrower than a register, or scales of codes of 5 bits that are not finite: rare, and worth no code of its own
     for (long d = 0; d < D; d++) {
       float code = scalar_element(kind, codes + t * units_of(kind, plan.v_width), plan.v_width, d);
       if (in_table(kind)) code = tier.v.levels[int(code)];
@@ -157,7 +157,7 @@ constexpr long kValueSlots = 512;  // slots whose codes stay in the first cache 
 
 // Whether values are weighted by digits: whole registers, none of which spans two groups of channels, and codes with scales.
 static bool values_by_digits(const Tier& tier, const TierPlan& p) {
-  return kHasDigits && scaled(tier.v) && is_code(tier.v.kind) && tier.v.kind < kNumKinds && p.v_direct && p.v_width % kLanes == 0;
+  return kHasDigits && scaled(tier.v) && is_code(tier.v.kind) && p.v_kind == tier.v.kind && p.v_direct && p.v_width % kLanes == 0;
 }
 
 #if KVB_DIGITS

@@ -122,6 +122,29 @@ def test_elements_and_mixed_sides_equal_the_reference(form: tuple, head_dim: int
         assert_equal(random_queries(3, 2 * group_size, head_dim), cache.pages, cache.tiers, None, group="max")
 
 
+@pytest.mark.parametrize("isa", few(ISAS, *ISAS[-1:]))
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+def test_highest_bits_that_lie_apart_equal_the_reference(head_dim: int, isa: str, monkeypatch: pytest.MonkeyPatch):
+    """Codes of 5 and 3 bits, whose highest bits lie in runs shorter and longer than a register, and across its end;
+    several groups in a plane, one in several, and a scale that is not finite."""
+    monkeypatch.setenv("KVBENCH_CPU_ISA", isa)
+    groups = {"k_groups": head_dim // 32, "v_groups": head_dim // 32}
+    for bits, extra in (
+        ("5,5", {"k_code": "q5_1", "v_code": "q5_0", **groups}),
+        ("5,5", {"k_code": "q5_0", "v_code": "q5_1"}),
+        ("3,3", groups),
+    ):
+        fmt = tier_format(bits, head_dim, **extra)
+        cache = Cache([fmt], [ragged(fmt)], head_dim)
+        for group_size in (3, 5):
+            assert_equal(random_queries(3, 2 * group_size, head_dim), cache.pages, cache.tiers, None, group="max")
+        region(cache.pages, fmt, "v_scale")[cache.tiers[0].ids[0, 0, 0], 0, 0] = float("nan")
+        out, _, _ = Cpu().paged_decode(random_queries(3, 2, head_dim), cache.pages, cache.tiers, None, 0.125)
+        want, _, _ = REFERENCE.paged_decode(random_queries(3, 2, head_dim), cache.pages, cache.tiers, None, 0.125)
+        assert torch.equal(out.isnan(), want.isnan()) and out[0, 0].isnan().any() and out[1:].isfinite().all()
+        torch.testing.assert_close(out, want, rtol=0, atol=1e-5, equal_nan=True)
+
+
 @pytest.mark.parametrize(("num_k", "num_v"), [(0, 0), (64, 32), (32, 61), (64, 64)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_residual_rings_equal_the_reference(num_k: int, num_v: int, dtype: torch.dtype):
