@@ -21,10 +21,10 @@ KVB_INLINE void load_key_quads(const uint8_t* row, long T, Ints* out) {
   out[1] = _mm512_permutex2var_epi8(a, high, b);
 }
 
-template <int kKind, int G, int kTiles, int kPlane>
-KVB_INLINE void add_key_planes(const Ints* packed, const Ints* upper, Ints table, const int8_t* q, long W, int w, int planes,
-                               Ints (&sum)[kTiles][G][kDigits]) {
-  if (planes >> kPlane & 1) {
+// kPlanes: bit p: plane p counts, as ToLogits has it.
+template <int kKind, int kPlanes, int G, int kTiles, int kPlane>
+KVB_INLINE void add_key_planes(const Ints* packed, const Ints* upper, Ints table, const int8_t* q, long W, int w, Ints (&sum)[kTiles][G][kDigits]) {
+  if constexpr (kPlanes >> kPlane & 1) {
     Ints codes[kTiles];
 #pragma GCC unroll 8
     for (int u = 0; u < kTiles; u++) codes[u] = code_bytes<kKind, kPlane>(packed[u], upper[u], table);
@@ -37,7 +37,7 @@ KVB_INLINE void add_key_planes(const Ints* packed, const Ints* upper, Ints table
         for (int u = 0; u < kTiles; u++) sum[u][g][j] = _mm512_dpbusd_epi32(sum[u][g][j], codes[u], digits);
       }
   }
-  if constexpr (kPlane + 1 < planes_of(kKind)) add_key_planes<kKind, G, kTiles, kPlane + 1>(packed, upper, table, q, W, w, planes, sum);
+  if constexpr (kPlane + 1 < planes_of(kKind)) add_key_planes<kKind, kPlanes, G, kTiles, kPlane + 1>(packed, upper, table, q, W, w, sum);
 }
 
 // Where the highest bits of rows w to w + 3 lie: in as many rows behind the planes, shifted. A run of rows is a multiple of four long.
@@ -67,7 +67,7 @@ KVB_INLINE void store_logits(const Ints (&sum)[G][kDigits], const float* back, c
   }
 }
 
-template <int kKind, int G, int kTiles>
+template <int kKind, int kPlanes, int G, int kTiles>
 KVB_INLINE void digit_tile(const uint8_t* codes, long T, long W, const int8_t* q, const float* back, ToLogits to, int first, int last,
                            __mmask16 mask, float* out, long out_stride) {
   Ints sum[kTiles][G][kDigits];
@@ -92,7 +92,7 @@ KVB_INLINE void digit_tile(const uint8_t* codes, long T, long W, const int8_t* q
       for (int u = 0; u < kTiles; u++) upper[u] = shift_right(upper[u], above.shift);
       above.next();
     }
-    add_key_planes<kKind, G, kTiles, 0>(packed, upper, table, q, W, w, to.planes, sum);
+    add_key_planes<kKind, kPlanes, G, kTiles, 0>(packed, upper, table, q, W, w, sum);
   }
 #pragma GCC unroll 8
   for (int u = 0; u < kTiles; u++) store_logits<G>(sum[u], back, to, u * kLanes, kTiles == 2 ? 0xffff : mask, out, out_stride);
@@ -104,7 +104,7 @@ template <int kKind, int kPlane> KVB_INLINE Ints narrow_plane(Ints packed, Ints 
 }
 
 // As digit_tile for at most eight slots, in registers of half the width, which take half the time.
-template <int kKind, int G>
+template <int kKind, int kPlanes, int G>
 KVB_INLINE void narrow_tile(const uint8_t* codes, long T, long W, const int8_t* q, const float* back, ToLogits to, int first, int last,
                             __mmask16 mask, float* out, long out_stride) {
   constexpr int P = planes_of(kKind);
@@ -135,7 +135,7 @@ KVB_INLINE void narrow_tile(const uint8_t* codes, long T, long W, const int8_t* 
                             narrow_plane<kKind, 6>(packed, upper, table), narrow_plane<kKind, 7>(packed, upper, table)};
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) {
-      if (!(to.planes >> p & 1)) continue;
+      if (!(kPlanes >> p & 1)) continue;
       const __m256i bytes = _mm512_castsi512_si256(planes[p]);
 #pragma GCC unroll 8
       for (int g = 0; g < G; g++)
@@ -154,10 +154,9 @@ KVB_INLINE void narrow_tile(const uint8_t* codes, long T, long W, const int8_t* 
   store_logits<G>(wide, back, to, 0, mask, out, out_stride);
 }
 
-// See DigitLogits.
-template <int kKind, int G>
-void digit_logits(const uint8_t* codes, long T, long W, long begin, long end, const int8_t* q, const float* back, ToLogits to, int first,
-                  int last, float* out, long out_stride, Ahead& ahead) {
+template <int kKind, int kPlanes, int G>
+static void logits_of_planes(const uint8_t* codes, long T, long W, long begin, long end, const int8_t* q, const float* back, ToLogits to, int first,
+                             int last, float* out, long out_stride, Ahead& ahead) {
   const long each = (ahead.lines() * 2 * kLanes + end - begin - 1) / (end - begin);
   for (long slot = begin, next; slot < end; slot = next) {
     const long left = end - slot;
@@ -168,10 +167,20 @@ void digit_logits(const uint8_t* codes, long T, long W, long begin, long end, co
     if (to.zero) here.zero += 2 * slot;
     float* at = out + slot - begin;
     ahead.some(each);
-    if (left >= 2 * kLanes) digit_tile<kKind, G, 2>(codes + slot, T, W, q, back, here, first, last, 0xffff, at, out_stride);
-    else if (left > kLanes / 2) digit_tile<kKind, G, 1>(codes + slot, T, W, q, back, here, first, last, first_lanes(left), at, out_stride);
-    else narrow_tile<kKind, G>(codes + slot, T, W, q, back, here, first, last, first_lanes(left), at, out_stride);
+    if (left >= 2 * kLanes) digit_tile<kKind, kPlanes, G, 2>(codes + slot, T, W, q, back, here, first, last, 0xffff, at, out_stride);
+    else if (left > kLanes / 2) digit_tile<kKind, kPlanes, G, 1>(codes + slot, T, W, q, back, here, first, last, first_lanes(left), at, out_stride);
+    else narrow_tile<kKind, kPlanes, G>(codes + slot, T, W, q, back, here, first, last, first_lanes(left), at, out_stride);
   }
+}
+
+// See DigitLogits. Planes that do not count are left out where there are two; asked in the loops, it would cost all others a quarter.
+template <int kKind, int G>
+void digit_logits(const uint8_t* codes, long T, long W, long begin, long end, const int8_t* q, const float* back, ToLogits to, int first,
+                  int last, float* out, long out_stride, Ahead& ahead) {
+  constexpr int kAll = (1 << planes_of(kKind)) - 1;
+  auto chosen = logits_of_planes<kKind, kAll, G>;
+  if constexpr (kAll == 3) chosen = to.planes == 1 ? logits_of_planes<kKind, 1, G> : to.planes == 2 ? logits_of_planes<kKind, 2, G> : chosen;
+  chosen(codes, T, W, begin, end, q, back, to, first, last, out, out_stride, ahead);
 }
 
 const DigitLogits kDigitLogits[kMaxGroup][kNumCodes] = {KVB_CODES(digit_logits, 1), KVB_CODES(digit_logits, 2),
