@@ -4,9 +4,11 @@ import ast
 import builtins
 import re
 import textwrap
+import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n]*$", re.MULTILINE)
@@ -18,6 +20,9 @@ _MAX_CHARS = 1 << 20
 # How much is parsed to find code, per character of the answer and at least; it keeps the search linear.
 _PARSED_PER_CHAR, _MIN_PARSED = 4, 200_000
 _FILE = "<answer>"
+# Up to Python 3.11.7 and 3.12.1 one count of nested nodes serves all threads (python/cpython#106905): a thread that
+# parses meanwhile makes it wrong, and that is a SystemError of the other.
+_PARSER, _TRIES = threading.Lock(), 5
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Code that asks for names by text may need any of them.
 _DYNAMIC = frozenset(("eval", "exec", "globals", "locals", "vars", "__import__"))
@@ -165,11 +170,8 @@ def _indented(body: str) -> str:
 
 def parse(text: str) -> tuple[ast.Module | None, int]:
     """Parse a text: gives its tree and 0, or None and the line, from 1, at which it ceases to be a program."""
-    # What a compiler warns of in an answer is nobody's business here, and must not become an error.
-    warnings.filterwarnings("ignore", module=re.escape(_FILE))
     try:
-        # A null byte or half a surrogate pair is as wrong as another control character, and not an error of its own.
-        tree = ast.parse(text.replace("\0", "\1").encode("utf-8", "replace").decode(), _FILE)
+        tree = _tree(text)
     except SyntaxError as error:
         return None, error.lineno or 1
     except (ValueError, RecursionError, MemoryError, OverflowError):
@@ -178,11 +180,24 @@ def parse(text: str) -> tuple[ast.Module | None, int]:
     return (None, min(lines)) if lines else (tree, 0)
 
 
+def _tree(text: str) -> ast.Module:
+    """What `ast.parse` gives or raises. Graders take turns; others who parse code in this process do not, and what they
+    disturbed is parsed again."""
+    # What a compiler warns of in an answer is nobody's business here, and must not become an error.
+    warnings.filterwarnings("ignore", module=re.escape(_FILE))
+    # A null byte or half a surrogate pair is as wrong as another control character, and not an error of its own.
+    text = text.replace("\0", "\1").encode("utf-8", "replace").decode()
+    for _ in range(_TRIES):
+        with _PARSER, suppress(SystemError):
+            return ast.parse(text, _FILE)
+    with _PARSER:  # the answer is not graded where it fails here too, which is not a wrong answer
+        return ast.parse(text, _FILE)
+
+
 def may_begin_code(line: str) -> bool:
     """Tell whether a program could begin with this line; most lines of prose could not."""
-    warnings.filterwarnings("ignore", module=re.escape(_FILE))
     try:
-        ast.parse(line.replace("\0", "\1").encode("utf-8", "replace").decode(), _FILE)
+        _tree(line)
     except IndentationError:
         return True  # a header whose block comes below
     except SyntaxError as error:

@@ -1,7 +1,9 @@
 """The program of an answer: right answers in every style are found, and what is no code costs little time."""
 
 import ast
+import gc
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from selection import FULL
@@ -159,3 +161,24 @@ def test_time_grows_with_the_length(fragment):
 
     short, long = seconds(length), seconds(10 * length)
     assert long < 20 * max(short, seconds_more) and long < 5
+
+
+def test_graders_may_parse_at_once():
+    """Threads that leave off within each other's parsing, as garbage collection makes them, all get their trees: until
+    Python 3.11.8 one of two got a SystemError, and its answer was not graded."""
+    nested = f"x = {'(' * 40}1{')' * 40}\n" + "".join(
+        f"def f{i}(a):\n    return [a, (a, [{{a: a}}])]\n" for i in range(50)
+    )
+
+    def leave_off(*_):
+        time.sleep(1e-5)
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(leave_off)
+    gc.set_threshold(50)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert all(tree is not None for tree, _ in threads.map(parse, [nested] * 20))
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(leave_off)
