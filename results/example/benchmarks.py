@@ -41,7 +41,7 @@ OWN = ("index", "task_id", "level", "subject")  # of a sample's facts; the other
 THERE = {"length": 512}  # of the small study's questions those that are the nearest to the benchmarks'
 LITTLE = 0.05  # of the score: a loss that whole intervals of some runs exclude at these numbers of problems
 NAMED = ("budget", "bits")  # settings that stand beside a method even where they are its configuration's
-SETS = {"all settings of both": {}, "eviction to 25 % of the tokens": {"budget": 0.25}}
+SETS = {"all settings of both": {}, "eviction to 50 % of the tokens": {"budget": 0.5}}
 # Printed scores: share, problems, where.
 PRINTED = {("humaneval_plus", "qwen2.5-coder-0.5b"): (0.573, 164)}
 
