@@ -198,7 +198,6 @@ def test_the_context_can_come_before_the_question(loaded, name):
 # What stays ----
 
 
-@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "heads"), those_of(distinct(), in_turn(cases(), SHAPES)))
 def test_protected_tokens_are_never_evicted(tiny_model, name, heads):
     """At every step, sinks, window and the newest token are there, and no position is held twice or made up."""
