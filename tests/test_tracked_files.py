@@ -45,10 +45,11 @@ def test_stored_runs_under_git_hold_no_benchmark():
 
 
 def test_no_tracked_file_names_a_machine():
-    """No file under git names a folder of somebody's machine; the cage's own programs apart."""
+    """No file or link under git names a folder of somebody's machine; the cage's own programs apart."""
     files = [path for path in tracked() if path.is_file()]
     found = {path: machine_paths(path.read_text(encoding="utf-8", errors="ignore")) for path in files}
     assert len(found) > 300 and not {path: lines for path, lines in found.items() if lines}
+    assert not [path for path in tracked() if path.is_symlink() and path.readlink().is_absolute()]
 
 
 @pytest.mark.parametrize("top", TOPS)

@@ -6,7 +6,7 @@ cache's own. That changes no answer where the products of the model do not depen
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -95,7 +95,7 @@ def join(steps: Sequence[Step], most: int) -> None:
             _make(group)
 
 
-def _groups(steps: Sequence[Step], most: int) -> Iterator[list[Step]]:
+def _groups(steps: Sequence[Step], most: int) -> list[list[Step]]:
     """Puts each step, beginning with the largest, into the first group that has room for it."""
     groups: list[list[Step]] = []
     for step in sorted(steps, key=lambda one: -len(one.rows)):
@@ -104,7 +104,7 @@ def _groups(steps: Sequence[Step], most: int) -> Iterator[list[Step]]:
             group.append(step)
         else:
             groups.append([step])
-    yield from groups
+    return groups
 
 
 def _make(steps: Sequence[Step]) -> None:

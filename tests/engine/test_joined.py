@@ -6,21 +6,14 @@ from contextlib import ExitStack
 import pytest
 from engine_helpers import answers, comparable, engine, random_tokens, request
 from selection import method_of
-from test_request_alone import streamed  # noqa: F401
+from test_request_alone import ABSENT, streamed  # noqa: F401
 
 from kvbench.cache.store import CompressedStore
 from kvbench.engine import hf, joined, sessions
 from kvbench.engine.joined import Step, join
 from kvbench.engine.requests import Request
-from kvbench.kernels.cpu.abi import load
-from kvbench.kernels.cpu.build import BuildError
 from kvbench.kernels.pool import PoolExhausted
 
-try:
-    load()
-    ABSENT = ""
-except BuildError as error:
-    ABSENT = str(error)
 pytestmark = pytest.mark.skipif(bool(ABSENT), reason=ABSENT)
 
 NAMES = ("full", "snapkv", "h2o", "kivi", "diffkv", "quest")
