@@ -153,6 +153,8 @@ class Library(ctypes.CDLL):
         self.kvb_path.restype = ctypes.c_char_p
         self.kvb_set_work_per_thread.argtypes = [ctypes.c_double]
         self.kvb_set_work_per_thread.restype = None
+        self.kvb_spoil_scratch.argtypes = [i]
+        self.kvb_spoil_scratch.restype = None
         self.kvb_paged_decode.argtypes = [p]
         self.kvb_step.argtypes = [p, i, p, p, p, p, ctypes.c_float]
         self.kvb_add_scores.argtypes = [*pages, n, i]

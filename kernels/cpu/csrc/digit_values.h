@@ -20,24 +20,24 @@ template <bool kExp>
 static void weigh(float* x, long n, float top, const float* by, const float* zero, float* sum, float* zeros, int8_t* digits) {
   const Vec shift = splat(top);
   Vec total = load(sum), weighted = load(zeros);
-  auto add_up = [&](Vec e, long t) __attribute__((always_inline)) {
+  auto add_up = [&](Vec e, Vec by, Vec zero, long t) __attribute__((always_inline)) {
     if (kExp) total = add(total, e);
-    weighted = fma(e, load(zero + t), weighted);
-    store_weight_digits(digits + 4 * t, mul(e, load(by + t)));
+    weighted = fma(e, zero, weighted);
+    store_weight_digits(digits + 4 * t, mul(e, by));
   };
   long t = 0;
 #pragma GCC unroll 2
   for (; t + kLanes <= n; t += kLanes) {
     const Vec e = kExp ? exp_of(sub(load(x + t), shift)) : load(x + t);
     if (kExp) store(x + t, e);
-    add_up(e, t);
+    add_up(e, load(by + t), load(zero + t), t);
   }
-  if (t < n) {
+  if (t < n) {  // behind n lies what an earlier call left: no weight of zero makes a number of it
     const __mmask16 lanes = first_lanes(n - t);
     Vec e = _mm512_maskz_loadu_ps(lanes, x + t);
     if (kExp) e = _mm512_maskz_mov_ps(lanes, exp_of(sub(e, shift)));
     if (kExp) _mm512_mask_storeu_ps(x + t, lanes, e);
-    add_up(e, t);
+    add_up(e, _mm512_maskz_loadu_ps(lanes, by + t), _mm512_maskz_loadu_ps(lanes, zero + t), t);
   }
   store(sum, total);
   store(zeros, weighted);

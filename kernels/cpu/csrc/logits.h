@@ -10,6 +10,14 @@ struct Scratch {
   std::vector<int8_t> q_digits, w_digits;
   std::vector<uint8_t> keys, values;
   std::vector<const uint8_t*> pages;
+
+  // All that a call may find here of an earlier one becomes no number.
+  void spoil() {
+    for (auto* each : {&q, &scaled_q, &q_sum, &q_back, &dots, &logit, &weight, &w_back, &k_meta, &v_meta, &sum, &lanes, &v_largest, &loose, &z_sum, &z_lanes, &row, &factor, &dense})
+      each->assign(each->capacity(), NAN);
+    for (auto* each : {&q_digits, &w_digits}) each->assign(each->capacity(), -1);
+    for (auto* each : {&keys, &values}) each->assign(each->capacity(), 0xff);
+  }
 };
 
 // Queries as the key loops want them: [G][P][kQueryStride], channels outside [first, last) zero; and the sums over those channels.

@@ -29,6 +29,7 @@ template <class F> static int for_all(long n, int num_threads, F f) {
 
 // Slots x query heads x channels that are worth a thread: where threads sleep between calls, waking one takes about as long as a half of them.
 static double work_per_thread = 1e6;
+static bool spoil_scratch = false;  // before each call
 
 static int threads_for(const Call& call) {
   double slots = 0;
@@ -58,6 +59,7 @@ template <class Before, class After> static int attend(const Call& call, Before 
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
     static thread_local Scratch scratch;
+    if (spoil_scratch) scratch.spoil();
     auto guarded = [&](auto f) {
       try {
         if (!f()) status = kNoPage;
@@ -97,6 +99,9 @@ const char* kvb_path() { return KVB_PATH; }
 
 // For tests, which would need long lists to reach a second thread otherwise.
 void kvb_set_work_per_thread(double work) { kvb::work_per_thread = work; }
+
+// For tests: no result may depend on what an earlier call left in memory that is kept.
+void kvb_spoil_scratch(int whether) { kvb::spoil_scratch = whether; }
 
 int kvb_max_channels() { return kvb::kMaxChannels; }
 

@@ -99,6 +99,7 @@ def run(cases: int, seed: int, first: int = 0, note: Callable[[int], None] = lam
     """
     tally, library, threads = Tally(), cpu_abi.load(), torch.get_num_threads()
     library.kvb_set_work_per_thread(1.0)
+    library.kvb_spoil_scratch(1)
     try:
         for number in range(first, first + cases):
             note(number)
@@ -107,6 +108,7 @@ def run(cases: int, seed: int, first: int = 0, note: Callable[[int], None] = lam
     finally:
         torch.set_num_threads(threads)
         library.kvb_set_work_per_thread(1e6)
+        library.kvb_spoil_scratch(0)
     return tally
 
 

@@ -94,3 +94,17 @@ def test_a_broken_scale_never_gives_a_number(bits: str, where: str, bad: float):
     out, _, _ = Cpu().paged_decode(torch.ones(1, 6, 64), cache.pages, cache.tiers, None, 0.125)
     assert not out[0, :3].isfinite().all(-1).any()
     assert out[0, 3:].isfinite().all()
+
+
+def test_what_an_earlier_call_left_behind_the_last_page_is_not_read():
+    """Pages of 56 slots: the last one ends half a register before the registers of the list's weights do. A call
+    with zero points that are no number leaves them there, and the next one must not weigh them, with zero either."""
+    fmt = PageFormat(SlotFormat(head_dim=64, k_bits=4, v_bits=4, track=("score", "pos")), PAGE_BYTES)
+    assert fmt.tokens_per_page == 56
+    spoiled, cache = Cache([fmt], [[[2000]]], 64), Cache([fmt], [[[305]]], 64)
+    region(spoiled.pages, fmt, "v_zero")[:] = float("nan")
+    q = torch.ones(1, 3, 64)
+    want, _, _ = REFERENCE.paged_decode(q, cache.pages, cache.tiers, None, 0.125)
+    Cpu().paged_decode(q, spoiled.pages, spoiled.tiers, None, 0.125)
+    out, _, _ = Cpu().paged_decode(q, cache.pages, cache.tiers, None, 0.125)
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-5)  # sums of 305 fp32 products in another order

@@ -48,14 +48,17 @@ FORMATS = {
 
 @pytest.fixture(params=few(ISAS, *ISAS[-1:]))
 def isa(request, monkeypatch):
-    """Every build that this CPU runs, one after the other, with three threads for the smallest call."""
+    """Every build that this CPU runs, one after the other, with three threads for the smallest call, and no number
+    where an earlier call left one."""
     monkeypatch.setenv(cpu_abi.ISA_VARIABLE, request.param)
     threads, library = torch.get_num_threads(), cpu_abi.load()
     library.kvb_set_work_per_thread(1.0)
+    library.kvb_spoil_scratch(1)
     torch.set_num_threads(3)
     yield request.param
     torch.set_num_threads(threads)
     library.kvb_set_work_per_thread(1e6)
+    library.kvb_spoil_scratch(0)
 
 
 def page_format(name: str, head_dim: int) -> PageFormat:
