@@ -2,7 +2,6 @@
 
 import gc
 import os
-import time
 
 # Read once, at the first import of torch or triton. Passive waiting keeps two test processes on two cores from starving
 # each other; without a GPU the Triton kernels run in the interpreter; nothing in a test may ask the hub.
@@ -19,8 +18,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
+from time import monotonic, process_time  # tests put others in their places
 from zlib import crc32
 
+import composed_once
 import pytest
 import selection
 import torch
@@ -61,13 +63,24 @@ def pytest_sessionstart() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Notes what a test takes: time on the wall says nothing where others use the machine."""
-    begun, wall = sum(os.times()[:4]), time.monotonic()  # of this process, and of its children that have ended
+    begun, wall = processor_s(), monotonic()
     try:
         return (yield)
     finally:
         limit = LONG_LIMIT_S if item.get_closest_marker("long") else LIMIT_S
         limit = float("inf") if item.get_closest_marker("exhaustive") else limit
-        item.user_properties.append(("taken", (sum(os.times()[:4]) - begun, time.monotonic() - wall, limit)))
+        item.user_properties.append(("taken", (processor_s() - begun, monotonic() - wall, limit)))
+
+
+def processor_s() -> float:
+    """Processor time of this process and of its children: of those that have ended, and of those that live, such as
+    tests/runs/conftest.py's, with what theirs took."""
+    spent, ticks = sum(os.times()[:4]), os.sysconf("SC_CLK_TCK")
+    with suppress(OSError):  # only Linux has such a list
+        for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            spent += sum(map(int, fields[11:15])) / ticks
+    return spent
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -82,11 +95,11 @@ def slowness() -> float:
     """How many times as long a processor of this machine takes as the one that the limits are set for, at least 1."""
 
     def work() -> float:
-        begun, x = time.process_time(), torch.ones(48, 48)
+        begun, x = process_time(), torch.ones(48, 48)
         for _ in range(4000):
             x = torch.softmax(x @ x, -1)
         sum(number * number for number in range(400_000))
-        return time.process_time() - begun
+        return process_time() - begun
 
     return max(1.0, min(work() for _ in range(5)) / WORK_S)
 
@@ -113,8 +126,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tells tests whether exhaustive ones run too."""
+    """Tells tests whether exhaustive ones run too; if not, spares the time of composing settings again."""
     selection.FULL = "not exhaustive" not in config.option.markexpr
+    if not selection.FULL:
+        composed_once.install()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks for what is `exhaustive`

@@ -142,6 +142,7 @@ def behind(said, *turns):
     return torch.cat([said.sequences, torch.tensor(turns)], 1)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_later_turns_go_on_in_the_cache(tiny_model, method):
     """A conversation turn by turn, in whose cache nothing is read again, gives the answers and the bytes of one that

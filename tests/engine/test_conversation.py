@@ -4,7 +4,7 @@ from unittest.mock import patch
 
 import pytest
 from engine_helpers import NATIVE_METHODS, answers, comparable, engine, own_greedy, own_logits, random_tokens, request
-from selection import few
+from selection import few, in_turn
 from test_shared_context import POLICIES
 
 from kvbench.engine.requests import Turn
@@ -89,6 +89,7 @@ def test_every_method_appends_the_turns_to_its_cache(loaded, name):
     )
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", few(NATIVE_METHODS, "snapkv", "diffkv", "streaming_llm"))
 def test_in_batches_and_sampled(loaded, name):
     """Conversations of several lengths beside plain questions, and three sampled ones of one prompt, as each alone."""
@@ -116,8 +117,7 @@ def test_an_answer_that_ends_leaves_no_end_behind(loaded, monkeypatch):
     assert outcome.token_ids == [*own_greedy(loaded, [history], 12)[0], end][: len(outcome.token_ids)]
 
 
-@pytest.mark.parametrize("segments", [1, 2])
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(("segments", "own"), in_turn((1, 2), (False, True)))
 def test_all_answers_are_forced(loaded, segments, own):
     """Gold answers, or the full cache's own, one behind the other: NLL and KL are those of a pass over it all."""
     asked = conversation()

@@ -81,6 +81,7 @@ def test_min_new_tokens_keeps_the_end_token_away(loaded):
     assert first not in got["held", 0].token_ids
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("policy", METHODS, ids=METHOD_NAMES)
 def test_samples_of_one_prompt_are_independent_rows(loaded, policy):
     """Three answers share one prefill, and each is what a run of it alone gives, in tokens and in bytes."""
@@ -97,6 +98,7 @@ def test_samples_of_one_prompt_are_independent_rows(loaded, policy):
     assert {o.ledger["resident_bytes"] > 0 for o in together.values()} == {True}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("policy", METHODS, ids=METHOD_NAMES)
 def test_a_forked_row_goes_on_like_its_source(loaded, policy):
     """After a fork in mid-answer, source and copy fed the same token give the same logits, and part when fed others."""
@@ -124,6 +126,7 @@ def test_a_forked_row_goes_on_like_its_source(loaded, policy):
 # Numbers that are not finite ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("policy", METHODS, ids=METHOD_NAMES)
 @pytest.mark.parametrize(
     ("name", "at", "layer"), [("k_proj", 1, 1), ("v_proj", 1, 1), ("q_proj", 0, 0), ("o_proj", 1, 2), ("o_proj", 2, -1)]
@@ -142,6 +145,7 @@ def test_nan_names_the_first_bad_attention(tiny_model, policy, name, at, layer):
     assert outcome.token_ids == [] and outcome.ledger == {}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "batch_size"), in_turn(METHOD_NAMES, (1, 2, 3)))
 def test_nan_in_one_prompt_leaves_the_others_alone(loaded, name, batch_size):
     """A prompt with a token whose embedding is NaN fails; its neighbours, on recycled pages too, answer as before."""
@@ -165,6 +169,7 @@ def test_nan_in_one_prompt_leaves_the_others_alone(loaded, name, batch_size):
         assert got[key].fidelity == pytest.approx(outcome.fidelity, abs=1e-4)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("policy", METHODS, ids=METHOD_NAMES)
 def test_nan_while_decoding_ends_that_sample_only(loaded, policy):
     """A row that generates a token whose embedding is NaN ends as nan; the other rows of the batch go on as before."""

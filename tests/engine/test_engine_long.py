@@ -49,6 +49,7 @@ def test_where_an_answer_wanted_to_end(loaded, temperature, monkeypatch):
     assert kept.token_ids[:place] == free.token_ids and end not in kept.token_ids
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("method", ["full", "streaming_llm", "kivi", "diffkv"])
 def test_a_text_that_is_forced_without_an_answer(loaded, method):
     """Its numbers are those beside an answer; its bytes are those at the end of the text, and no row is made for an

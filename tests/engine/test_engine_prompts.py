@@ -46,6 +46,7 @@ def slots_after_prompt(loaded, policy, asked) -> list[list[list[int]]]:
 # Segments ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "cuts"), in_turn([*LOSSLESS], [(60, 61), (1, 30), (40, 41, 90)]))
 def test_lossless_segments_equal_one_segment(loaded, name, cuts):
     """Context first and question later, in two to four segments, is the same prompt when nothing is lost."""
@@ -76,6 +77,7 @@ def test_no_question_token_influences_what_snapkv_keeps(loaded, question_tokens)
     assert [pos[:60] for pos in aware] != kept[0]  # in one segment the question does choose
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", METHODS)
 def test_later_segments_are_fed_like_answers(loaded, name):
     """A question that is read at once, or token by token where methods act in decode, gives what an answer forced to it
@@ -89,6 +91,7 @@ def test_later_segments_are_fed_like_answers(loaded, name):
         assert outcome.kept["slots_per_tier"] == [40 * 4]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", METHODS)
 def test_averages_are_over_the_answer_not_the_question(loaded, name):
     """A question fed step by step leaves no trace in the average bytes, which are those of the answer's steps."""
@@ -102,6 +105,7 @@ def test_averages_are_over_the_answer_not_the_question(loaded, name):
 # Gold continuations ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "segments"), in_turn([*METHODS], (1, 2)))
 def test_gold_influences_nothing_but_the_fidelity(loaded, name, segments):
     """With, without and with another gold continuation: the same slots, tokens and bytes; its NLL under the full cache
@@ -127,6 +131,7 @@ def test_gold_influences_nothing_but_the_fidelity(loaded, name, segments):
     assert all(kept == slots[0] for kept in slots)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", METHODS)
 def test_fidelity_equals_a_plain_computation(loaded, name):
     """NLL, KL, agreement and matches of a forced continuation, computed from the two sets of logits by hand, all over

@@ -37,6 +37,7 @@ LENGTHS = [1, 7, 37, 64, 65, 130, 200, 90] if FULL else [1, 37, 65, 130, 90]
 EXACT = NATIVE_METHODS | {"streaming_llm_absolute": StreamingLLM(budget=0.5, position_mode="absolute", tier="native")}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("model_type", "heads", "head_dim"), MODELS)
 def test_full_native_equals_transformers(tiny_model, model_type, heads, head_dim):
     """The uncompressed store gives generate()'s greedy tokens, and its logits within 1e-4 (fp32)."""
@@ -82,6 +83,7 @@ def test_full_native_in_bf16_is_as_exact_as_transformers(tiny_model, model_type,
     assert 0 < our_error < 1.2 * own_error
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", EXACT)
 def test_ragged_batches_equal_single_rows(tiny_model, name):
     """Five prompts (exhaustive: eight) of different lengths give, in groups of 8 and 3, the tokens and bytes that

@@ -65,6 +65,7 @@ def never_loaded(monkeypatch):
     kvbench.release()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", few(sorted(KINDS), *USED))
 def test_generate_and_a_further_turn_are_the_models_own(kind, folder_of):
     """`model.generate` under `kvbench.compress`: a batch that is padded at its left, and what is said behind it, which
@@ -89,6 +90,7 @@ def test_generate_and_a_further_turn_are_the_models_own(kind, folder_of):
     assert sum(items) == held["resident_bytes"] > 0
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", few(sorted(KINDS), SLIDING, STATES, SHARED))
 def test_lm_eval_scores_as_the_model_does(kind, folder_of):
     """Likelihoods behind a prompt that two requests share, and of a whole text, are those of a plain pass."""
@@ -112,6 +114,7 @@ def test_lm_eval_scores_as_the_model_does(kind, folder_of):
     assert lm.loglikelihood_rolling(whole) == pytest.approx([likelihood([0, *ids], len(ids))], abs=2e-3)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", few(sorted(KINDS), CHUNKED, BOTH, SHARED, LATENT))
 def test_contexts_in_chunks_are_shared_or_refused(kind, small):  # noqa: F811
     """Two questions behind one context that is read in chunks and compressed once; each is answered as by itself. Where

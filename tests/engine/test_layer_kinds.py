@@ -144,7 +144,7 @@ def difference(found, wanted):
     return float((found - wanted).abs().max() / wanted.std())
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("kind", "how"), in_turn(sorted(KINDS), [(3, "native"), (1, "fp16")]))
 def test_lossless_settings_give_the_models_own_tokens(small, kind, how):
     """Over 40 steps behind a prompt that no window holds, alone and three at a time."""
@@ -250,6 +250,7 @@ def test_prompts_in_chunks_see_the_same_windows_and_states(small, kind, chunk):
         assert int(slots.max()) <= WINDOW
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", few(sorted(KINDS), "gemma4_text", "qwen2", "llama4_text", "qwen3_next", "lfm2"))
 def test_forks_questions_and_choices_are_the_models_own(small, kind):
     """A question behind a compressed context, several answers of one prompt, and likelihoods of choices are those of

@@ -118,24 +118,28 @@ def archive(**members: bytes) -> bytes:
     return stream.getvalue()
 
 
+@pytest.fixture(scope="module")
+def benchmarks() -> dict[tuple[str, str], bytes]:
+    """Gives AIME as jsonl and Parquet, GSM8K as Parquet, and two subsets of LongBench in its archive."""
+    subset = archive(trec=lines(*[row(all_classes=["Food"], answers=["Food"])] * 200), qasper=lines(*[row()] * 199))
+    return {
+        ("math-ai/aime25", "test.jsonl"): lines(*[AIME] * 30),
+        ("HuggingFaceH4/aime_2024", "data/train-00000-of-00001.parquet"): parquet(*[AIME] * 30),
+        ("openai/gsm8k", "main/test-00000-of-00001.parquet"): parquet(*[GSM8K] * 1319),
+        ("openai/gsm8k", "main/train-00000-of-00001.parquet"): parquet(*[GSM8K] * 7473),
+        ("THUDM/LongBench", "data.zip"): subset,
+        ("zai-org/LongBench", "lcc/test-00000-of-00001.parquet"): parquet(*[row(all_classes=None)] * 500),
+        ("cais/mmlu", "README.md"): b"# x\n",
+        ("cais/mmlu", "abstract_algebra/test-00000-of-00001.parquet"): parquet({"question": "x"}),
+    }
+
+
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """Gives a hub with AIME as jsonl and Parquet, GSM8K as Parquet, and two subsets of LongBench in its archive."""
+def hub(tmp_path, monkeypatch, benchmarks):
+    """Gives a hub with the benchmarks, to which a test may add."""
     from huggingface_hub import constants
 
-    subset = archive(trec=lines(*[row(all_classes=["Food"], answers=["Food"])] * 200), qasper=lines(*[row()] * 199))
-    made = Hub(
-        {
-            ("math-ai/aime25", "test.jsonl"): lines(*[AIME] * 30),
-            ("HuggingFaceH4/aime_2024", "data/train-00000-of-00001.parquet"): parquet(*[AIME] * 30),
-            ("openai/gsm8k", "main/test-00000-of-00001.parquet"): parquet(*[GSM8K] * 1319),
-            ("openai/gsm8k", "main/train-00000-of-00001.parquet"): parquet(*[GSM8K] * 7473),
-            ("THUDM/LongBench", "data.zip"): subset,
-            ("zai-org/LongBench", "lcc/test-00000-of-00001.parquet"): parquet(*[row(all_classes=None)] * 500),
-            ("cais/mmlu", "README.md"): b"# x\n",
-            ("cais/mmlu", "abstract_algebra/test-00000-of-00001.parquet"): parquet({"question": "x"}),
-        }
-    )
+    made = Hub(dict(benchmarks))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", made.address)
     template = made.address + "/{repo_id}/resolve/{revision}/{filename}"

@@ -1,6 +1,7 @@
 """Answers as a broken cache writes them: graders read them in time that grows with their length, and none raises.
 
-KVBENCH_DEGENERATE=1 takes 10,000 answers and texts of a million characters; otherwise a few hundred, of 20,000.
+KVBENCH_DEGENERATE=1 takes 10,000 answers and texts of a million characters. Otherwise texts have 20,000, and the
+exhaustive run takes a hundred answers for each grader, the default run 40.
 """
 
 import os
@@ -8,6 +9,7 @@ import random
 import time
 
 import pytest
+from selection import FULL
 
 from kvbench.tasks import aime, gsm8k, longctx
 from kvbench.tasks import mathematics as maths
@@ -16,7 +18,7 @@ from kvbench.tasks.longbench import metrics as longbench
 
 LONG = os.environ.get("KVBENCH_DEGENERATE") == "1"
 SIZES = (1_000, 30_000, 1_000_000) if LONG else (20_000,)
-NUM_ANSWERS = 10_000 if LONG else 100
+NUM_ANSWERS = 10_000 if LONG else 100 if FULL else 40
 FRAGMENTS = [*"\n \t\xa07-.$*:#`{}\\([^"]
 FRAGMENTS += "1,|1{,}|{,}000|\u2212 |$$|\\$|**|\\boxed{|\\boxed |\\boxed|\\boxed{}|\\{|\\(|\\[|\\)|####".split("|")
 FRAGMENTS += "#### |answer|answer is |The answer is|final answer:|about|Answer:\n|1 + |1+1=|x = |/2|\\frac{".split("|")

@@ -26,6 +26,7 @@ needs_compiler = pytest.mark.skipif(
     not any(shutil.which(name) for name in build.COMPILERS), reason="no C++ compiler is on PATH"
 )
 TINY = ("tiny.cpp",)
+SOURCE = 'extern "C" int answer() { return 42; }\n'
 
 
 def fake_compiler(folder: Path, body: str) -> Path:
@@ -49,8 +50,20 @@ def small_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a C++ file that compiles at once."""
     folder = tmp_path / "source"
     folder.mkdir()
-    (folder / "tiny.cpp").write_text('extern "C" int answer() { return 42; }\n')
+    (folder / "tiny.cpp").write_text(SOURCE)
     return folder
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder that holds the small library."""
+    folder = tmp_path_factory.mktemp("built")
+    (folder / "tiny.cpp").write_text(SOURCE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVBENCH_CACHE", str(folder / "cache"))
+        patch.delenv("CXX", raising=False)
+        build_library("tiny", TINY, folder)
+    return folder / "cache"
 
 
 @pytest.fixture
@@ -100,9 +113,14 @@ def test_a_build_is_cached_until_its_source_changes(small_source: Path, monkeypa
 
 @needs_compiler
 @pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "gone", "no record", "bad record", "list"])
-def test_a_damaged_build_is_never_loaded(small_source: Path, monkeypatch: pytest.MonkeyPatch, damage: str):
+def test_a_damaged_build_is_never_loaded(
+    small_source: Path, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+):
     """A library or a record that is not as it was written leads to one more build, and to the right answer."""
+    shutil.copytree(built, tmp_path / "cache")
+    compiled = counting(monkeypatch)
     path = build_library("tiny", TINY, small_source)
+    assert not compiled, "the copy is as good as a build"
     record = path.with_name(path.name.rpartition("-")[0] + ".json")
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -116,7 +134,6 @@ def test_a_damaged_build_is_never_loaded(small_source: Path, monkeypatch: pytest
         "list": lambda: record.write_text("[1]"),
     }
     damages[damage]()
-    compiled = counting(monkeypatch)
     assert load_tiny(small_source, monkeypatch) == 42
     assert len(compiled) == 1
     assert build_library("tiny", TINY, small_source) == path and len(compiled) == 1

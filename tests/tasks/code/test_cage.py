@@ -74,14 +74,17 @@ EVIDENCE = {
     "forging-import_grader": "No module named 'kvbench'",
     "forging-climb_frames": "a wrong output",
 }
+# These two use up 8 s each. By default `test_status_of_small_answers` has a loop, and `test_cage_users` a program that
+# no signal ends.
+SLOW = ("resources-loop", "resources-no_alarm")
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @needs_cage
 @pytest.mark.parametrize(
     "program",
     [
-        pytest.param(text, id=name, marks=() if name in EVIDENCE else EXHAUSTIVE)
+        pytest.param(text, id=name, marks=() if name in EVIDENCE and name not in SLOW else EXHAUSTIVE)
         for name, text in hostile_programs().items()
     ],
 )

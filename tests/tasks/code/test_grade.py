@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from cage_target import needs_cage
+from selection import few
 
 from kvbench.tasks.code.cage import run as cage
 from kvbench.tasks.code.cage.wire import decode, encode
@@ -68,7 +69,11 @@ def test_changed_arguments_and_state_between_calls():
 
 @needs_cage
 @pytest.mark.parametrize(
-    ("root", "passes"), [("1.0", True), ("2.0", True), ("2.00001", True), ("2.1", False), ("None", False)]
+    ("root", "passes"),
+    few(
+        [("1.0", True), ("2.0", True), ("2.00001", True), ("2.1", False), ("None", False)],
+        *[("2.00001", True), ("2.1", False), ("None", False)],
+    ),
 )
 def test_any_root_is_right(root, passes):
     """HumanEval/32 takes every root within its tolerance, not only the reference's."""

@@ -41,6 +41,7 @@ def small_values(monkeypatch):
     monkeypatch.setattr(reference, "_VALUE_BYTES", 1 << 16)
 
 
+EXHAUSTIVE = pytest.mark.exhaustive  # where a case of the default run differs in what is wrong alone
 RIGHT = "def choices(letters, n):\n    if n == 0:\n        return [()]\n"
 RIGHT += "    return [(one, *rest) for one in letters for rest in choices(letters, n - 1)]\n"
 
@@ -50,11 +51,19 @@ RIGHT += "    return [(one, *rest) for one in letters for rest in choices(letter
     ("answer", "expected"),
     [
         (RIGHT, PASS),
-        (ROW["canonical_solution"], PASS),
-        (RIGHT + "old = choices\ndef choices(letters, n): return old(letters, n) + [()] * (n > 5)", "fail"),
+        pytest.param(ROW["canonical_solution"], PASS, marks=EXHAUSTIVE),
+        pytest.param(
+            RIGHT + "old = choices\ndef choices(letters, n): return old(letters, n) + [()] * (n > 5)",
+            "fail",
+            marks=EXHAUSTIVE,
+        ),
         (RIGHT + "old = choices\ndef choices(letters, n): return old(letters, n)[::1 if n < 5 else -1]", "fail"),
         (RIGHT + "old = choices\ndef choices(letters, n): return list(map(list, old(letters, n)))", "fail"),
-        (RIGHT + "old = choices\ndef choices(letters, n): return old(letters, n) if n < 5 else '0' * 64", "fail"),
+        pytest.param(
+            RIGHT + "old = choices\ndef choices(letters, n): return old(letters, n) if n < 5 else '0' * 64",
+            "fail",
+            marks=EXHAUSTIVE,
+        ),
         (
             RIGHT + "old = choices\ndef choices(letters, n): return old(letters, n) if n < 5 else ['0' * 64, False]",
             "fail",
@@ -88,9 +97,10 @@ def test_a_reference_may_take_more_memory_than_the_limit_and_so_may_its_answers(
         ({"canonical_solution": "def other(): pass\n"}, "does not define choices"),
         ({"canonical_solution": "def choices(letters, n):\n    return object()\n"}, "unsupported type object"),
         ({"atol": 1e-6}, "too large to be compared with a tolerance"),
-        (
+        pytest.param(
             {"canonical_solution": "def choices(letters, n):\n    return [0.5] * 3**n\n", "plus_input": [["ab", 10]]},
             "too large to be compared with a tolerance",
+            marks=EXHAUSTIVE,
         ),
     ],
 )
