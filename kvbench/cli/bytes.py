@@ -1,13 +1,14 @@
 """The command `bytes`: what a method would hold on a model that is not here."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig
 from rich.table import Table
 from rich.text import Text
 
+from kvbench.cache.layout import StoreOptions
 from kvbench.config.files import FULL
 from kvbench.evidence import published, shipped
 from kvbench.policy import MAX_TOKENS, Policy
@@ -16,6 +17,7 @@ from kvbench.results.measures import RESIDENT
 from kvbench.results.record import RunRecord
 from kvbench.results.writing import write_file
 from kvbench.rules import Whole
+from kvbench.runs.config import store_options
 from kvbench.runs.parts import make_policy
 from kvbench.show import terminal
 from kvbench.show.csv_file import Cell, csv_bytes
@@ -44,6 +46,7 @@ class Asked:
     policy: Policy
     shares: Sequence[float] = ()
     """Those of the stored run that was named."""
+    store: StoreOptions = field(default_factory=StoreOptions)
 
 
 def main(cfg: DictConfig) -> int:
@@ -57,7 +60,8 @@ def main(cfg: DictConfig) -> int:
     if cfg.run:
         asked = [_stored(Path(cfg.run))]
     else:
-        asked = [Asked(name=name, policy=make_policy(method)) for name, method in cfg._each_.items()]
+        store = store_options(cfg.store)
+        asked = [Asked(name=name, policy=make_policy(method), store=store) for name, method in cfg._each_.items()]
     rows: list[Row] = []
     notes: list[str] = []
     with said_when_slow(f"counting the bytes of {', '.join(one.name for one in asked)}"):
@@ -65,7 +69,6 @@ def main(cfg: DictConfig) -> int:
             found, said = _of_method(one, shape, lengths, cfg.answer)
             rows += found
             notes += said
-    rows = [(name, length, _whole(found, shape, length)) for name, length, found in rows]
     console = terminal.console(100)
     console.print(_table(rows, shape, cfg.batch))
     for line in (*_notes(rows, shape, cfg.answer), *notes):
@@ -90,14 +93,16 @@ def _stored(folder: Path) -> Asked:
     samples, damaged = read_samples(folder / "samples.jsonl", record.hash, sealed=record.sealed)
     if damaged:
         note(f"{damaged} damaged lines of {folder}/samples.jsonl do not count")
-    return Asked(name=record.method, policy=policy, shares=tier_shares(samples.values()))
+    store = replace(store_options(record.identity.get("store") or {}), budget_bytes=None)
+    return Asked(name=record.method, policy=policy, shares=tier_shares(samples.values()), store=store)
 
 
 def _of_method(asked: Asked, shape: NamedShape, lengths: Sequence[int], answer: int) -> tuple[list[Row], list[str]]:
     """The rows of a method, and what must be known to read them."""
     name, rows, notes = asked.name, list[Row](), list[str]()
     for length in lengths:
-        least, most = project(asked.policy, shape.store_shape, length - answer, answer, shares=asked.shares)
+        sizes = shape.store_shape, length - answer, answer, asked.store
+        least, most = project(asked.policy, *sizes, shares=asked.shares)
         if is_one_number(least, most):
             rows.append((f"{name}, as measured" if most.measured else name, length, most))
             if most.measured:
@@ -116,19 +121,12 @@ def _of_method(asked: Asked, shape: NamedShape, lengths: Sequence[int], answer: 
     return rows, notes
 
 
-def _whole(found: Projection, shape: NamedShape, length: int) -> Projection:
-    """A projection of the layers that see everything, with what the others hold."""
-    beside = shape.beside_bytes(length)
-    items = found.items | beside | {"resident_bytes": found.resident_bytes + sum(beside.values())}
-    return replace(found, items=items, fp16_bytes=found.fp16_bytes + sum(beside.values()))
-
-
 def _known_elsewhere(asked: Asked, shape: NamedShape, length: int, answer: int) -> tuple[list[Row], list[str]]:
     """Rows that others' numbers make of a method whose memory the text decides, and whose numbers they are."""
     name, rows, notes = asked.name, list[Row](), list[str]()
     shares, model = shipped.shares_in_study(name, asked.policy, shape.name)
     if shares:
-        (found, _) = project(asked.policy, shape.store_shape, length - answer, answer, shares=shares)
+        (found, _) = project(asked.policy, shape.store_shape, length - answer, answer, asked.store, shares)
         rows.append((f"{name}, study", length, found))
         notes.append(f"study: at the shares that the repository's study measured of {name} on {model}, another text.")
     elif not shipped.study_folders():
@@ -170,8 +168,10 @@ def _table(rows: Sequence[Row], shape: NamedShape, batch: int) -> Table:
 
 def _alone(found: Projection, shape: NamedShape, length: int) -> str:
     """Share of the layers that see everything, of their own FP16 cache."""
-    beside = sum(shape.beside_bytes(length).values())
-    return f"{RESIDENT.scale * (found.resident_bytes - beside) / (found.fp16_bytes - beside):.1f}"
+    if "window_bytes" not in found.items:
+        return "-"
+    beside = found.items["window_bytes"] + found.items["state_bytes"]
+    return f"{RESIDENT.scale * (found.resident_bytes - beside) / shape.store_shape.own_fp16_bytes(length):.1f}"
 
 
 def _part(found: Projection, items: Sequence[str]) -> str:
@@ -188,13 +188,14 @@ def _notes(rows: Sequence[Row], shape: NamedShape, answer: int) -> list[str]:
     ]
     others = []
     if shape.windows:
-        others.append(f"{shape.windows['layers']} more keep their last {shape.windows['tokens']} tokens")
+        kept = "tokens of the last chunk of" if shape.windows.get("in_chunks") else "last"
+        others.append(f"{shape.windows['layers']} more keep their {kept} {shape.windows['tokens']} tokens")
     if shape.states:
         others.append(f"{shape.states['layers']} more hold a state of {format_bytes(shape.states['bytes'])}")
     if others:
         notes.append(
-            f"The method acts on the {shape.layers} layers that see everything, and {', '.join(others)}, in FP16 and "
-            "in the bytes of every row; '% alone' is of the former without them."
+            f"The method acts on the {shape.layers} layers that see everything, and {', '.join(others)}, which count "
+            "in FP16 and in every row; '% alone' is of the former without them."
         )
     if shape.context and (longest := max(length for _, length, _ in rows)) > shape.context:
         notes.append(f"{shape.name} was made for {shape.context} tokens; {longest} are more.")

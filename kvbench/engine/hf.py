@@ -19,10 +19,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Quant
 from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import AttentionMaskInterface
 
+from kvbench.cache.store import CompressedStore
 from kvbench.engine import latent
 from kvbench.engine.calls import attention_modules, calls_noted
 from kvbench.engine.sessions import Session
-from kvbench.engine.supported import REMEDY, check_supported, is_known
+from kvbench.engine.supported import REMEDY, check_supported, is_known, layer_kinds
 from kvbench.errors import UnsupportedModel
 
 NAME = "kvbench"
@@ -278,3 +279,27 @@ def forward(
             f"it in a way of its own; {REMEDY}"
         )
     return logits
+
+
+class _Outlined(Session):
+    """A pass of a model without weights, which attends to nothing."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return torch.empty_like(q)
+
+    attend_again = attend
+
+
+def check_pass(model: PreTrainedModel, store: CompressedStore) -> None:
+    """Refuses an outline of a model, on the meta device, that asks of attention what the store does not reproduce
+    (`attention`). What torch cannot do without numbers ends the pass; then the first one with weights refuses."""
+    session, held = _Outlined(store), own_cache(model, "dynamic").layers
+    session.states = {number: held[number] for number in layer_kinds(model.config).states}
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    try:
+        with attached(model):
+            forward(model, session, tokens, tokens, past=0, num_logits=1)
+    except UnsupportedModel:
+        raise
+    except Exception:  # of the model's code, of which anything may fail here
+        return

@@ -121,7 +121,8 @@ def check_supported(model: PreTrainedModel, places: int = 1, processes: int = 1)
         raise UnsupportedModel(
             f"{name}: kv_lora_rank={rank} changes attention in a way the store does not reproduce; {REMEDY}"
         )
-    if not rank and (values := getattr(config, "v_head_dim", None)) not in (None, own := heads_of(config, 0)[2]):
+    values = None if rank else getattr(config, "v_head_dim", None)
+    if values and values != (own := heads_of(config, 0)[2]):
         raise UnsupportedModel(
             f"{name}: its values have {values} channels (v_head_dim) and its keys {own}, and a page holds both in one "
             f"width; {REMEDY}"
@@ -171,7 +172,13 @@ def check_fit(model: LoadedModel, policy: Policy, options: StoreOptions, chunk: 
             "are compressed by the time that a chunk comes to these; set prefill.chunk=null"
         )
     policy.check_model(shape.num_layers, shape.num_kv_heads)
-    CompressedStore(  # what a store would refuse, one of two tokens does
+    small_store(policy, shape, options)  # it refuses what a large one would
+    return shape
+
+
+def small_store(policy: Policy, shape: ModelShape, options: StoreOptions) -> CompressedStore:
+    """A store for one row of two tokens, in main memory, whatever device the model is on."""
+    return CompressedStore(
         policy,
         shape.on_host(),
         rows=1,
@@ -180,7 +187,6 @@ def check_fit(model: LoadedModel, policy: Policy, options: StoreOptions, chunk: 
         max_prompt_tokens=1,
         max_new_tokens=1,
     )
-    return shape
 
 
 def model_shape(model: PreTrainedModel, places: Sequence[tuple[torch.device, int]] = ()) -> ModelShape:

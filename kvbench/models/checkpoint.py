@@ -115,6 +115,7 @@ def outline_of(config: "PretrainedConfig", dtype: torch.dtype | None = None) -> 
         found: PreTrainedModel = _auto_class(config).from_config(
             config, dtype=dtype, attn_implementation=own_attention(config)
         )
+    torch.nn.Module.to(found, "meta")  # some draw numbers in a way that no context of a device reaches
     return found
 
 

@@ -139,12 +139,14 @@ class Loaders:
             ValueError: The method or the settings do not fit it.
         """
         self._kept("begun", as_dict(config.model), lambda: _begin(config.model))
-        from kvbench.engine.supported import check_fit
+        from kvbench.engine.hf import check_pass
+        from kvbench.engine.supported import check_fit, small_store
         from kvbench.policy import check_sizes
 
         if (outline := self._outline(config.model)) is not None:
             shape = check_fit(outline, policy, config.store, config.prefill.chunk)
             check_sizes(policy, max_tokens=outline.max_tokens, num_layers=shape.num_layers)
+            check_pass(outline.model, small_store(policy, shape, config.store))
 
     def load_model(self, group: Mapping[str, Any]) -> "LoadedModel":
         """The model of a model group."""

@@ -81,6 +81,7 @@ def _text_decides(policy: Policy, shape: ModelShape, prompt_tokens: int, steps: 
         is_one = is_one_number(least, most)
         if not is_one and prompt_tokens > EXACT_TOKENS:
             return True  # thresholds of a long prompt hardly come to one number again, and to see it takes long
-        if is_one and not keeps_all(policy, least):  # it has begun to decide, and alike: so it does at any length
+        own = shape.own_fp16_bytes(tokens + new)
+        if is_one and not keeps_all(policy, least, own):  # it has begun to decide, and alike: so it does at any length
             return False
     return not is_one

@@ -29,7 +29,7 @@ GLANCE_TOKENS = 1024  # a prompt long enough to tell whether it decides
 @dataclass(frozen=True, kw_only=True)
 class Projection:
     """The ledger of one sequence that is not there: its items and their sum as `Ledger.itemise` gives them, and the
-    bytes of an FP16 full cache of the same tokens."""
+    bytes of an FP16 full cache of the same tokens, windows and states included."""
 
     items: dict[str, int]
     fp16_bytes: int
@@ -68,7 +68,8 @@ def project(
     least, most = _both(policy, shape, min(prompt_tokens, GLANCE_TOKENS), 0, options)
     measures = policy.score.measures_prompts or policy.score.decode_update
     is_one = is_one_number(least, most)
-    if is_one and not (measures and prompt_tokens > GLANCE_TOKENS and keeps_all(policy, least)):
+    own = shape.own_fp16_bytes(min(prompt_tokens, GLANCE_TOKENS))
+    if is_one and not (measures and prompt_tokens > GLANCE_TOKENS and keeps_all(policy, least, own)):
         # Then it is one at any length, and half the work shows which. A method that keeps all of a short prompt may be
         # one whose windows are longer, and decides later.
         only = run(*asked, is_even=True)
@@ -87,10 +88,11 @@ def _both(*asked: Any) -> tuple[Projection, Projection]:
     return (peaked, even) if peaked.resident_bytes < even.resident_bytes else (even, peaked)
 
 
-def keeps_all(policy: Policy, found: Projection) -> bool:
-    """True where as much is held as of all tokens; a method that holds less has begun to decide."""
+def keeps_all(policy: Policy, found: Projection, fp16_bytes: int) -> bool:
+    """True where as much is held as of all tokens, whose keys and values take `fp16_bytes` in the layers on which the
+    method acts; a method that holds less has begun to decide."""
     bits = min(tier.k_bits + tier.v_bits for tier in policy.tiers)  # of a key's and a value's number
-    return 32 * found.items["payload_bytes"] >= bits * found.fp16_bytes
+    return 32 * found.items["payload_bytes"] >= bits * fp16_bytes
 
 
 def is_one_number(least: Projection, most: Projection) -> bool:
@@ -125,6 +127,8 @@ def project_shares(
         each = share * tokens * len(lists) / max(1, len(own))
         count = (each + (spread if tier % 2 else -spread)).round().long()
         store.pages.table.reserve(own, tier, count.clamp(min=0) if share else torch.zeros_like(own))
+    for windows in store.beside:
+        place_prompt(windows, row, tokens, is_even=True)
     return Projection(items=store.ledger.itemise(row), fp16_bytes=shape.fp16_bytes(tokens), measured=True)
 
 
@@ -161,6 +165,8 @@ def place_prompt(store: CompressedStore, row: int, num_tokens: int, *, is_even: 
     channels = torch.zeros(heads, shape.head_dim) if spec.orders_channels else None
     for layer in range(shape.num_layers):
         store.place_layer(row, layer, ScoredLayer(prompt, prompt, given, channels=channels))
+    for each in store.beside:
+        place_prompt(each, row, num_tokens, is_even=is_even)
 
 
 def shadow_step(store: CompressedStore, rows: Sequence[int]) -> None:

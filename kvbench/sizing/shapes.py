@@ -3,7 +3,7 @@ header of a GGUF file."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from kvbench.cache.layout import ModelShape
 from kvbench.config.files import package_folder
 from kvbench.config.settings import as_dict, read_config
 from kvbench.errors import unknown_name
+from kvbench.kernels.operands import Window
 from kvbench.models.gguf_header import read_header
 from kvbench.policy.budget import read_size
 from kvbench.rules import Whole
@@ -40,7 +41,7 @@ class NamedShape:
     parameters: int | None = None
     """Number of its weights; None when unknown."""
     windows: Mapping[str, int] = field(default_factory=dict)
-    """Layers beside these that keep their last tokens, and how many."""
+    """`layers` beside these that keep their last `tokens`, or those of their last chunk of so many (`in_chunks`: 1)."""
     states: Mapping[str, int] = field(default_factory=dict)
     """Layers beside these that hold a state, and its bytes."""
     latent: bool = False
@@ -64,21 +65,10 @@ class NamedShape:
         """Bytes of its weights in their dtype; None when unknown."""
         return None if self.parameters is None else self.parameters * DTYPES[self.dtype].itemsize
 
-    def beside_bytes(self, num_tokens: int) -> dict[str, int]:
-        """What its other layers hold of so many tokens, in 16 bits and whatever the method, as items of a ledger; empty
-        where all layers see everything."""
-        found: dict[str, int] = {}
-        if self.windows:
-            held = min(num_tokens, self.windows["tokens"])
-            found["window_bytes"] = self.windows["layers"] * held * self.kv_heads * self.head_dim * 4
-        if self.states:
-            found["state_bytes"] = self.states["layers"] * self.states["bytes"]
-        return found
-
     @property
     def store_shape(self) -> ModelShape:
-        """Its layers that see everything, as the store takes them; their keys can be rotated."""
-        return ModelShape(
+        """Its layers as the store takes them; only keys of those that see everything can be rotated."""
+        shape = ModelShape(
             num_layers=self.layers,
             num_q_heads=self.q_heads,
             num_kv_heads=self.kv_heads,
@@ -88,6 +78,16 @@ class NamedShape:
             inv_freq=None if self.latent else torch.zeros(self.head_dim // 2),
             keys_only=self.latent,
         )
+        if not self.windows and not self.states:
+            return shape
+        beside: tuple[ModelShape, ...] = ()
+        if self.windows:
+            last = self.layers + self.windows["layers"]
+            window = Window(self.windows["tokens"], bool(self.windows.get("in_chunks")))
+            numbers = tuple(range(self.layers, last))
+            beside = (replace(shape, num_layers=len(numbers), numbers=numbers, window=window, inv_freq=None),)
+        state_bytes = self.states["layers"] * self.states["bytes"] if self.states else 0
+        return replace(shape, numbers=tuple(range(self.layers)), beside=beside, state_bytes=state_bytes)
 
 
 def size_of_weights(key: str, value: object) -> float:
@@ -155,7 +155,8 @@ def _kinds(config: dict[str, Any]) -> tuple[int, dict[str, int]]:
     found = [config[sizes[kind]] for kind in kinds if kind in sizes]
     if not found:
         return len(kinds), {}
-    return len(kinds) - len(found), {"layers": len(found), "tokens": found[0]}
+    in_chunks = int("chunked_attention" in kinds)
+    return len(kinds) - len(found), {"layers": len(found), "tokens": found[0], "in_chunks": in_chunks}
 
 
 def _of_header(file: Path) -> NamedShape:

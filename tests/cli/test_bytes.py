@@ -37,30 +37,33 @@ def test_a_method_a_model_a_length_and_a_batch(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("model", "column", "beside"),
+    ("model", "windows", "states"),
     [
-        (
-            "gpt-oss-20b",
-            "window_bytes",
-            12 * 128 * 8 * 64 * 4,
-        ),  # layers x window x KV heads x channels x 2 sides, 16 bits
-        ("qwen3-next-80b", "state_bytes", 36 * (8192 * 4 * 2 + 32 * 128 * 128 * 4)),  # a convolution's, and fp32 memory
+        ("gpt-oss-20b", 12 * 128 * 8 * 64 * 4, 0),  # layers x window x KV heads x channels x 2 sides, 16 bits
+        ("qwen3-next-80b", 0, 36 * (8192 * 4 * 2 + 32 * 128 * 128 * 4)),  # a convolution's, and fp32 memory
     ],
 )
-def test_layers_that_do_not_see_everything_are_billed_beside(model, column, beside, tmp_path, capsys):
-    """A model whose layers differ: windows and states are in every row and in FP16, and the full layers stand alone."""
+def test_layers_that_do_not_see_everything_are_billed_beside(model, windows, states, tmp_path, capsys):
+    """A model whose layers differ: windows and states are in every row and in FP16, and the full layers stand alone.
+    Windows have pages of their own: those of 4 bits take a quarter, and their scales."""
     out, tokens = tmp_path / "bytes.csv", 4096
-    assert main(["bytes", "method=full,int4", f"model={model}", f"length={tokens}", f"out={out}"]) == 0
+    words = ["bytes", f"model={model}", f"length={tokens}", f"out={out}"]
+    assert main([*words, "method=full,int4"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "% alone" in shown and "The method acts on the 12 layers that see everything, and" in shown
-    shape = presets()[model]
-    full, int4 = lines(out)
+    shape, (full, int4) = presets()[model], lines(out)
     alone = tokens * shape.layers * shape.kv_heads * shape.head_dim * 4
     for row in (full, int4):
-        assert int(row[column]) == beside and int(row["fp16_bytes"]) == alone + beside
+        assert int(row["fp16_bytes"]) == alone + windows + states and int(row["state_bytes"]) == states
+        assert windows <= int(row["window_bytes"]) <= 1.1 * windows
         items = [int(count) for name, count in row.items() if name.endswith("_bytes") and name != "fp16_bytes"]
         assert sum(items) == 2 * int(row["resident_bytes"])
-    assert f"{100 * (int(int4['resident_bytes']) - beside) / alone:.1f}" in shown
+    own = int(int4["resident_bytes"]) - int(int4["window_bytes"]) - states
+    assert f"{100 * own / alone:.1f}" in shown
+    assert main([*words, "method=int4", "store.windows=method"]) == 0
+    (coded,) = lines(out)
+    assert windows / 4 <= int(coded["window_bytes"]) <= 0.35 * windows
+    assert int(coded["resident_bytes"]) == own + int(coded["window_bytes"]) + states
 
 
 def test_a_latent_cache_is_counted_once(tmp_path, capsys):

@@ -157,6 +157,8 @@ REFUSED = [
     ("mistral", {}, SWA, "mistral: sliding_window=24 in every layer leaves none for a method to act on"),
     ("minimax", {}, {"layer_types": ["linear_attention", "full_attention"]}, r"a cache of their own \(MiniMaxCache\)"),
     ("mimo_v2_flash", {}, {"v_head_dim": 8}, "mimo_v2_flash: its values have 8 channels .* and its keys 64"),
+    ("diffllama", {}, {}, "layer 0 uses another number of calls of attention than one per layer"),
+    ("doge", {}, {}, "layer 0 uses a mask of its own"),
     ("llama", {}, {"method": "streaming_llm", "budget": 9999}, "method.budget=9999 is beyond the model, whose context"),
 ]
 

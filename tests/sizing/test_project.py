@@ -11,15 +11,19 @@ from functools import cache
 import pytest
 import torch
 import transformers
+from decoders import tiny_model
 from engine_helpers import answers, open_settings, random_tokens, request
 from omegaconf import OmegaConf
 from selection import FULL, in_turn, per_path
 
+from kvbench.api.generate import begin
 from kvbench.cache.layout import StoreOptions
 from kvbench.config import files
 from kvbench.config.methods import method_settings
-from kvbench.engine.hf import own_cache_bytes
+from kvbench.engine.hf import attached, own_cache_bytes
+from kvbench.engine.runner import Runner
 from kvbench.engine.supported import model_shape
+from kvbench.kernels.operands import Window
 from kvbench.methods.diffkv import DiffKV
 from kvbench.methods.duo_attention import DuoAttention
 from kvbench.methods.full import Full
@@ -112,6 +116,23 @@ def test_rotated_channels_are_projected():
     plain, turned = (project(int4, shape, 300, 2, StoreOptions(rotation=kind))[1] for kind in ("none", "hadamard"))
     assert plain == turned
     assert project(method_of("turboquant_3bit"), shape, 300, 2)[1].resident_bytes < plain.resident_bytes
+
+
+@pytest.mark.parametrize(("kind", "windows"), [("gemma3_text", "exact"), ("llama4_text", "method")])
+def test_windows_are_projected_as_they_are_held(kind, windows):
+    """Windows in 16 bits, and chunks in a quantiser's format: every item is what a runner's row holds."""
+    model, options = tiny_model(kind), StoreOptions(windows=windows)
+    loaded, policy = begin(model, None, method_of("int4"), {})
+    with attached(model):
+        runner = Runner(loaded, policy, options=options)
+        runner.reserve(rows=1, prompt_tokens=37, new_tokens=4)
+        row, _ = runner.read(random_tokens(37, vocabulary=96))
+        for token in (3, 4, 5, 6):
+            runner.step([row], [token])
+        held = runner.report(row)[0]
+    _, found = project(policy, model_shape(model), 37, 4, options)
+    assert found.items == {item: held[item] for item in found.items} and found.items["window_bytes"] > 0
+    assert found.fp16_bytes == held["fp16_bytes"]
 
 
 @pytest.mark.every(2)
@@ -214,8 +235,12 @@ def test_a_folder_is_a_shape_and_what_is_neither_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("kinds", "layers", "windows"),
     [
-        ({"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 128}, 2, (2, 128)),
-        ({"layer_types": ["chunked_attention"] * 3 + ["full_attention"], "attention_chunk_size": 64}, 1, (3, 64)),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 128}, 2, (2, Window(128))),
+        (
+            {"layer_types": ["chunked_attention"] * 3 + ["full_attention"], "attention_chunk_size": 64},
+            1,
+            (3, Window(64, in_chunks=True)),
+        ),
         ({"layer_types": ["full_attention"] * 4, "sliding_window": 128}, 4, None),
     ],
 )
@@ -226,8 +251,8 @@ def test_layers_of_a_folder_are_counted_by_their_kinds(kinds, layers, windows, t
     (tmp_path / "config.json").write_text(json.dumps(config | kinds))
     shape = find_shape(tmp_path)
     assert shape.layers == layers and shape.store_shape.num_layers == layers
-    held = {} if windows is None else {"window_bytes": windows[0] * min(100, windows[1]) * 2 * 16 * 4}
-    assert shape.beside_bytes(100) == held
+    found = [(each.num_layers, each.window) for each in shape.store_shape.beside]
+    assert found == ([] if windows is None else [windows])
     (tmp_path / "config.json").write_text(json.dumps(config | {"kv_lora_rank": 8, "qk_rope_head_dim": 4}))
     assert find_shape(tmp_path).store_shape.fp16_bytes(10) == 4 * 10 * (8 + 4) * 2
     (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": ["mamba"] * 4}))
