@@ -130,6 +130,7 @@ def pytest_configure(config: pytest.Config) -> None:
     selection.FULL = "not exhaustive" not in config.option.markexpr
     if not selection.FULL:
         composed_once.install()
+        os.fsync = lambda descriptor: None  # no power is cut here, and others wait for the disk
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks for what is `exhaustive`

@@ -122,7 +122,9 @@ def test_documents_fit_a_terminal(name):
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_commands_of_a_document_compose(name):
-    """Every command in a document's code blocks is one, and its settings exist."""
+    """Every command in a document's code blocks is one, and its settings exist. Those that choose alike are composed at
+    once, with the settings of all."""
+    alike = {}
     for module, *words in commands_in(name):
         assert importlib.util.find_spec(module), module
         if module != "kvbench":
@@ -142,7 +144,12 @@ def test_commands_of_a_document_compose(name):
             if not word.startswith(("-", "hydra"))  # launchers belong to packages that need not be installed
         ]
         assert all(word.partition("=")[2] in PLUGINS for word in words if word.startswith("hydra/launcher="))
-        composes(command, *(word for word in settings if command != "run" or "=" in word))
+        settings = [word for word in settings if command != "run" or "=" in word]
+        chosen = [word for word in settings if "." not in word.partition("=")[0]]
+        single = {word.partition("=")[0]: word for word in settings if word not in chosen}
+        alike.setdefault((command, *chosen), {}).update(single)
+    for (command, *chosen), single in alike.items():
+        composes(command, *chosen, *single.values())
 
 
 @cache
@@ -195,7 +202,7 @@ def test_every_published_method_runs(tiny_model):
     """Each method of a paper's row, once for the same settings with other values, answers prompts of any length on a
     model it was never meant for, and finds its own work done."""
     loaded, seen = tiny_model("llama", "gqa3", 64, narrow=True), set()
-    lengths = (1, 2, 9, 160) if FULL else (1, 160)
+    lengths = (1, 2, 9, 160) if FULL else (160,)  # tests/methods/test_conformance.py takes every method to short ones
     asked = [request(str(n), random_tokens(n), max_new_tokens=3) for n in lengths]
     entries = [entry for paper in papers.every() for entry in paper.entries if entry.tasks]
     for line in dict.fromkeys(line for entry in entries for line in entry.rows().values()):

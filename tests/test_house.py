@@ -41,7 +41,7 @@ LIBRARIES = {
     "policy": {"torch"},
     "methods": {"torch"},
     "cache": {"torch"},
-    "stats": {"numpy", "scipy", "statsmodels"},
+    "stats": {"numpy", "scipy"},
 }
 # A bridge may import what it bridges to, and nobody else may.
 BRIDGES = {"kvbench.methods.kvpress": {"kvpress"}}

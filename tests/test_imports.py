@@ -211,7 +211,7 @@ assert not absent & {name.partition(".")[0] for name in sys.modules}
 """
 # What kvbench depends on beyond what a machine that was made for torch and transformers has.
 BEYOND_TORCH = {
-    "hydra", "hydra_core", "omegaconf", "antlr4", "lm_eval", "datasets", "pandas", "gguf", "accelerate", "statsmodels",
+    "hydra", "hydra_core", "omegaconf", "antlr4", "lm_eval", "datasets", "pandas", "gguf", "accelerate",
     "matplotlib", "rich", "math_verify", "rapidfuzz", "scipy", "pytest",
 }  # fmt: skip
 BENCHES = ("attention", "prefill", "manager")

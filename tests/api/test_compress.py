@@ -22,6 +22,7 @@ def padded(loaded, texts):
     return loaded.tokenizer(texts, return_tensors="pt", padding=True)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("method", "count"), in_turn([*METHODS], [3, 1]))
 def test_it_gives_the_tokens_of_generate(tiny_model, method, count):
     """Greedy answers are those of `kvbench.generate`, and so are the bytes, with a batch padded at the left too."""

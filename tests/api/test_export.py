@@ -144,6 +144,7 @@ def test_kvpress_folders(tmp_path):
     assert {float(row["compression_ratio"]) for row in rows} == {0.875}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", ["lm_eval", "parquet", "leaderboard"])
 @pytest.mark.parametrize("text", ["x/../../../../victim", "/victim", "..", "a\\b"])
 def test_what_a_stored_run_says_never_leaves_the_folder(tmp_path, kind, text):

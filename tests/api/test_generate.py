@@ -19,6 +19,7 @@ METHODS = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("method", "batch"), in_turn([*METHODS], [3, 1]))
 def test_it_gives_the_engines_tokens(tiny_model, method, batch):
     """Texts become prompts as the tokenizer makes them, and the answers are those of an engine over these prompts."""
@@ -91,6 +92,7 @@ def test_a_bad_setting_is_named(tiny_model, settings, words):
         kvbench.generate(loaded.model, loaded.tokenizer, "x", **settings)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "value",
     ["plain", "", "a b,c", "it's", "back\\slash", "ends\\", "a\\'b", "0.25", "null", "[1,2]", "k=v", 3, 0.1, 1e-7]

@@ -142,6 +142,7 @@ def test_quick_leaves_what_the_user_sets():
     assert settings.lengths == [128, 256] and settings.rounds == 7 and settings.batches == [1]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", command.MODULES)
 def test_quick_and_defaults_fit_the_modules(name):
     """The YAML's defaults are the module's own, and every quick value is a setting that passes its check."""

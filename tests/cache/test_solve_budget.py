@@ -54,6 +54,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", POLICIES)
 def test_bytes_stay_within_the_budget_and_use_it(name):
     """Along answers of 0 and 50 tokens (exhaustive: 7 too): never more than asked, and less than a page per list fewer;

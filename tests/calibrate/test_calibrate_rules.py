@@ -214,6 +214,7 @@ def rate(shape, proof):
     return false_confirmations(shape, rule, num_points=16, num_tuning=32, num_held_out=48, trials=300)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["normal", "skewed", "few carry all"])
 def test_the_default_proof_confirms_seldom_what_it_should_not(name):
     """By the interval it is below 10 % for every shape of loss; by the mean it is several times as often."""

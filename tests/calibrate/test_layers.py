@@ -72,6 +72,7 @@ def start(folder, bench, **changes):
     return command.main(cfg, parts)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("around", ["gentle", "harsh"])
 def test_the_cheapest_table_within_the_margin_is_found_and_proven(tmp_path, capsys, around):
     """Each layer alone at each precision, then the way by least loss per byte: all to int8 first, then layer 1 to int4;

@@ -100,6 +100,7 @@ def signal_at(monkeypatch):
     return arrange
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_every_ending_is_one(tmp_path, fakes, signal_at, capsys, name):
     """The three signals stop a run alike: status, message, one line that says how to go on, and 128 + the signal."""

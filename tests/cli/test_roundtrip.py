@@ -9,7 +9,7 @@ from kvbench.results.record import RunRecord
 CASES = 300  # of which the default run takes ten
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.long  # a run, and commands that read it
 @pytest.mark.parametrize("seed", few(range(CASES), *range(0, CASES, CASES // 10)))
 def test_what_is_written_is_read(seed, tmp_path, monkeypatch):

@@ -96,7 +96,7 @@ def layout(policy) -> dict:
     return {"page_bytes": PAGE_BYTES if policy.residual is None else 2 * PAGE_BYTES}
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("name", per_path(METHODS, part=0))
 def test_a_pool_that_is_too_small_costs_nothing_but_time(by_row, name):
     """Tokens, bytes, what was kept and what was forced are those of single runs, bit by bit, with room for two or three

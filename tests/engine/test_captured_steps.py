@@ -90,6 +90,7 @@ def test_replayed_steps_are_eager_ones(smallest, method: str, steps: int):
 SPLIT = ["diffkv window=8", "full", "h2o budget=12", "kivi residual_tokens=8 group=8"]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("method", "prompt"), in_turn(SPLIT, (PROMPT, 1)))
 def test_a_capture_compiles_nothing(smallest, method: str, prompt: int):
     """Every kernel that a captured step launches, at widths that any list may have, has been launched with the same
@@ -210,7 +211,7 @@ def step_without_data(smallest, method: str, due: bool = False, eager: bool = Fa
     return SimpleNamespace(launches=launches, tiers=len(store.pages.formats), fallbacks=runner.backend.fallbacks)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("method", options("method"))
 def test_a_whole_step_asks_the_host_for_nothing(bare, method: str):
     """Plan, room, demotions, the model, the choice and the counts, of every method. What has no kernel is named; plain

@@ -187,6 +187,7 @@ def test_a_window_that_never_binds_is_none(window, taken):
         logits_of(model, ids, 14)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("kind", "rope"), [("qwen3_vl", [4, 2, 2]), ("mistral3", None), ("glm4v", [4, 2, 2]), ("llava", None)]
 )

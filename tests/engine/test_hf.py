@@ -99,6 +99,7 @@ def test_model_answers_as_before_once_it_is_given_back(tiny_model):
     assert own_greedy(loaded, [prompt], 12) == before
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [

@@ -42,7 +42,7 @@ TAKEN = [(name, 1) for name in ("h2o", "kivi", "kv_compress", "quest")]
 TAKEN += [(name, 3) for name in ("full", "snapkv", "diffkv", "streaming_llm")]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "batch_size"), few(CASES, *TAKEN))
 def test_answers_are_those_of_separate_runs(loaded, name, batch_size):
     """Tokens, bytes and what was kept, with questions of one context in one batch and over several; one by one,

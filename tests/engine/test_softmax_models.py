@@ -99,6 +99,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("method", "backend"), few(product(SETTINGS, BACKENDS[1:]), *product(SETTINGS, ["cpu"])))
 def test_methods_agree_whatever_computes_them(model, own, method: str, backend: str):
     """Rings, tiers, windows and chosen pages: compiled kernels give what plain torch gives."""

@@ -48,6 +48,7 @@ def test_groups_hold_only_what_may_be_compared(tmp_path):
     assert any("length=99" in title for title in groups) and any("seed=5" in title for title in groups)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("width", "parts"), [(60, 3), (80, 3), (120, 2), (160, 1)])
 def test_what_is_too_wide_for_a_terminal_is_several_tables(tmp_path, width, parts):
     """Nothing is cut and no line is longer: each run's difference and verdict come first, then what they stand on, then
@@ -171,6 +172,7 @@ def test_the_selector_of_a_note_means_one_version(tmp_path):
     assert [run.label for run in group.runs] == ["m3"]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("odd", ["failed", "begun", "memory"])
 def test_a_run_without_scores_hides_no_other(tmp_path, capsys, monkeypatch, odd):
     """The newest version of the code is that of the newest run with scores; another is named by each command."""

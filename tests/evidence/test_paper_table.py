@@ -215,6 +215,7 @@ def test_names_cannot_break_a_table(tmp_path, capsys):
             assert r"a|b\_c\&d\%\$\#\{\}\textbackslash{}\textasciitilde{}\textasciicircum{}" in out
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("words", [[], ["by=method"], ["intervals=true"], ["by=category"]])
 def test_the_terminal_is_never_overrun(bench, words, capsys, monkeypatch):
     """At 80 columns the table goes on below; every heading is still there."""

@@ -9,6 +9,7 @@ from kvbench.kernels.cpu.abi import load
 from kvbench.kernels.cpu.build import BuildError
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", per_path(options("method")))
 def test_every_method_answers_alike_on_both_backends(name: str, tiny_model):
     """Greedy tokens, bytes and kept tokens of a short and a long prompt; the tiny model's logits are far apart."""

@@ -23,7 +23,7 @@ def test_three_shards_are_the_whole_run(tmp_path):
     """The real engine in three shards, one of them stopped inside a batch and given again, leaves what one process
     leaves: hash, file but for timing, and numbers, also of the full cache that it is compared with. Where batches are
     no part of a run, the shards have another batch size."""
-    changes = {"task.items": 3, "task.length": 1000, "reference": "auto", "backend.name": "auto"}
+    changes = {"task.items": 3, "reference": "auto", "backend.name": "auto"}
     parts = Loaders()
 
     def settings(name, **more):

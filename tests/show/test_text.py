@@ -77,6 +77,7 @@ def test_progress_and_notes_are_plain(capsys, name):
     assert is_plain(stream.getvalue())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", ["png", "svg"])
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_picture_draws_names_as_they_are(kind, name):

@@ -9,6 +9,7 @@ import scipy.stats
 import statsmodels.api as sm
 from scipy.special import xlogy
 from statsmodels.stats.contingency_tables import mcnemar
+from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.power import TTestPower
 
 from kvbench.stats import paired as stats
@@ -274,6 +275,8 @@ def test_holm_by_hand():
     unknown one still counts."""
     assert stats.holm([0.04, 0.001, 0.03]) == pytest.approx([0.06, 0.003, 0.06])
     assert stats.holm([0.01, None]) == [0.02, None] and stats.holm([]) == []
+    many = np.random.default_rng(0).choice([0.001, 0.004, 0.02, 0.2, 0.9], 40).tolist()
+    assert stats.holm(many) == pytest.approx(multipletests(many, method="holm")[1])
 
 
 def test_a_large_family_can_still_be_significant():

@@ -149,6 +149,7 @@ def hub(tmp_path, monkeypatch, benchmarks):
     made.server.shutdown()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("task", ["aime24", "aime25", "gsm8k"])
 def test_fetch_once_then_check(hub, tmp_path, capsys, task) -> None:
     """A benchmark comes as JSON lines with a note of its hashes; a second fetch asks the hub for nothing."""

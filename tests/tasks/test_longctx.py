@@ -17,6 +17,7 @@ def docs(tokenizer, kind: str, num_items: int = 4, length: int = 700, seed: int 
     return [generate.make_doc(kind, place, tokenizer=tokenizer, length=length, seed=seed) for place in range(num_items)]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [600, 777, 2500])
 def test_prompts_are_as_long_as_asked(tokenizer, kind: str, length: int) -> None:

@@ -40,6 +40,7 @@ def settings_of(name, folder) -> dict:
 TASKS = ("custom", "longbench", "gsm8k", "math500", "aime24", "longctx", "ruler", "needle", "instructions")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("chat", ["auto", "never"])
 @pytest.mark.parametrize("name", TASKS)
 def test_it_stands_before_every_prompt(model, tmp_path, name, chat):

@@ -55,6 +55,7 @@ def ragged(fmt: PageFormat) -> list[list[int]]:
     return [[1, full], [2 * full + 3, full - 1], [5, 4300 if FULL else 2100]]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("variant", "head_dim"),
     few([(v, d) for v in VARIANTS for d in (64, 80, 128)], *zip(VARIANTS, (64, 80, 128) * 2, strict=True)),
@@ -122,6 +123,7 @@ def test_elements_and_mixed_sides_equal_the_reference(form: tuple, head_dim: int
         assert_equal(random_queries(3, 2 * group_size, head_dim), cache.pages, cache.tiers, None, group="max")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("isa", few(ISAS, *ISAS[-1:]))
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
 def test_highest_bits_that_lie_apart_equal_the_reference(head_dim: int, isa: str, monkeypatch: pytest.MonkeyPatch):

@@ -62,6 +62,7 @@ def test_every_format_is_attended_to_as_by_the_reference(name: str):
     assert wrong(CHECKS["attention"](one_format(name))) == []
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("part", few(range(14), 3, 8))
 def test_the_quick_checks_of_a_device_pass(part: int):
     """All operations, of three tiers, rings, prompts, chunks, bounds and many lists, share by share."""

@@ -70,6 +70,7 @@ class Twins:
             assert torch.equal(mine[held], self.table.page_ids(every, tier, width)[held])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("tokens", [(8,), (8, 16), (16, 8, 24)])
 def test_random_histories_keep_the_reference_s_state(tokens: tuple, monkeypatch: pytest.MonkeyPatch):
     """Takes and returns on random lists, past the end of the free list, with refusals that change nothing."""

@@ -27,6 +27,7 @@ def prompt(q_heads: int, heads: int, length: int, head_dim: int, dtype: torch.dt
     return tuple(x.transpose(0, 1).to(DEVICE) for x in tensors)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("queries", "skip_near", "power"), [(-1, 0, 1), (-1, 70, 2), (8, 0, 2), (80, 7, 1), (500, 1, 1)]
 )
@@ -115,6 +116,7 @@ def softmax_attention(q, k, v, history, scale: float) -> torch.Tensor:
 WEIGHTS = {torch.float32: CLOSE, torch.float16: 2**-10, torch.bfloat16: CLOSE if INTERPRETED else 2**-7}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("shape", "dtype"), in_turn([(1, 1, 0, 64), (3, 33, 70, 80), (2, 70, 1, 32), (4, 5, 32, 128)], [*WEIGHTS])
 )
