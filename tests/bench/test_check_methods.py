@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 SLOW = {"kvquant": {"paged_decode", "write_keys", "write_values"}, "cake": {"column_scores"}}  # a mean of columns
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("method", "case"), WANTED)
 def test_a_method_answers_as_the_reference_does(method: str, case: str):
     """Equal tokens, bytes and kept slots on interpreted or compiled kernels and in plain torch; what plain torch did in

@@ -96,6 +96,7 @@ class Twins:
         return [act(store) for store in self.stores]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("method", few(METHODS, *(METHODS[i] for i in (1, 3, 6, 14))))
 def test_rows_hold_the_same_whoever_keeps_the_tables(method: str):
     """Prompts, steps, a fork that shares pages until they are written to, rows that end and come again."""

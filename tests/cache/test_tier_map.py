@@ -96,6 +96,7 @@ def alone():
     return get
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("case", "backend"), in_turn([*CASES], ["torch", "cpu"]))
 def test_each_list_is_as_in_a_cache_of_its_format(alone, case, backend):
     """Outputs of prompts, questions, forks and steps are those of caches that have one format in all layers, head by

@@ -43,7 +43,7 @@ def watched(loaded, policy, requests, **settings):
     return got, live
 
 
-TAKEN = ("prompts, diffkv", "answers, kivi", "answers, streaming_llm")
+TAKEN = ("prompts, diffkv", "answers, kivi")
 
 
 @pytest.mark.parametrize("case", few(CASES, *TAKEN, "chunks", "questions", "turns"))

@@ -132,9 +132,9 @@ def test_embedded_model_through_the_store_step_by_step(embedded_model, num_rows,
     assert torch.equal(ours.argmax(-1), own.argmax(-1))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive  # the default run compares the logits of single steps, above
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("num_tokens", "distinct"), [(8, 10), pytest.param(50, 40, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("num_tokens", "distinct"), [(8, 10), (50, 40)])
 def test_embedded_model_generates_the_tokens_of_transformers(embedded_model, num_tokens, distinct):
     """On SmolLM2-135M, greedy tokens, four prompts in one batch, equal those of generate() with its own cache."""
     text = embedded_model.tokenizer((ROOT / "LICENSE").read_text()).input_ids

@@ -185,6 +185,7 @@ def test_a_ragged_batch_equals_single_rows(tiny_model, name):
         assert kept["slots_per_tier"] == pytest.approx(own[0][1]["slots_per_tier"], rel=0.01, abs=4)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", per_path(cases(), policy_of))
 def test_the_context_can_come_before_the_question(loaded, name):
     """A prompt in two segments is answered, and every token of it is seen once."""
