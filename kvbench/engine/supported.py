@@ -273,7 +273,9 @@ def _output_projections(model: PreTrainedModel, layers: Sequence[int]) -> Output
 
 def looks_at_length(model: PreTrainedModel) -> bool:
     """True where some rotary embedding asks in every forward pass how long the text is."""
-    return any(getattr(module, "rope_type", None) in LENGTH_DEPENDENT_ROPE for module in model.modules())
+    found = [getattr(module, "rope_type", None) for module in model.modules()]
+    each = [kind for one in found for kind in (one.values() if isinstance(one, dict) else (one,))]  # by kinds of layers
+    return not LENGTH_DEPENDENT_ROPE.isdisjoint(each)
 
 
 def _plain_inv_freq(model: PreTrainedModel) -> Tensor | None:
