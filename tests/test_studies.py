@@ -101,6 +101,15 @@ def test_every_format_that_engines_ship_has_a_row(tmp_path):
     assert {("engine_format", entry["tier"]) for entry in shipped if not entry.get("alias")} <= found
 
 
+def test_what_an_engine_should_switch_on_stands_first_and_is_measured():
+    """The first ten lines of the findings name flags of llama.cpp and of vLLM, which have a row, and lose little."""
+    first = " ".join((ROOT / "docs" / "findings.md").read_text().splitlines()[:10])
+    rows = {row["flags"]: row for row in csv.DictReader((ROOT / "results/example/shipped.csv").open())}
+    named = re.findall(r"`(-[^`]+)`", first)
+    assert {rows[flags]["engine"] for flags in named} == {"llama-server", "vllm serve"}
+    assert all(float(rows[flags]["kl_mean"]) < 0.01 for flags in named)
+
+
 def test_every_score_meets_every_allocation_at_the_same_bytes():
     """At three budgets, which are half, a quarter and an eighth of the full cache of prompt and answer, `random` beside
     them; and every method takes its settings."""

@@ -9,10 +9,11 @@ nor do paths of the machine that ran them.
 
 import json
 import lzma
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,10 @@ LITTLE = 0.05  # of the score: a loss that whole intervals of some runs exclude 
 NAMED = ("budget", "bits")  # settings that stand beside a method even where they are its configuration's
 SETS = {"all settings of both": {}, "eviction to 50 % of the tokens": {"budget": 0.5}}
 # Printed scores: share, problems, where.
-PRINTED = {("humaneval_plus", "qwen2.5-coder-0.5b"): (0.573, 164)}
+PRINTED = {
+    ("humaneval_plus", "qwen2.5-coder-0.5b"): (0.573, 164),
+    ("humaneval_plus", "qwen2.5-coder-1.5b"): (0.665, 164),
+}
 
 
 def pack(source: Path, to: Path = STUDY) -> None:
@@ -98,10 +102,12 @@ def words(one: StoredRun) -> str:
 def runs(folder: Path) -> None:
     """Every run by every measure, as its record and `compare` have it."""
     found = []
-    for metric in METRICS:
-        run("compare", f"metric={metric}", "regressions=0", f"out={folder / 'compare.csv'}", study=STUDY)
+    models = sorted({path.name for path in STUDY.glob("*/*")})
+    for model, metric in product(models, METRICS):  # each model is a study of its own, and so a family of Holm's
+        asked = [f"metric={metric}", f"models={model}"]
+        run("compare", *asked, "regressions=0", f"out={folder / 'compare.csv'}", study=STUDY)
         beside = {row["hash"]: row for row in read(folder / "compare.csv").to_dict("records")}
-        for group in load_groups(compose_command("compare", [f"results_dir={STUDY}", f"metric={metric}"])):
+        for group in load_groups(compose_command("compare", [f"results_dir={STUDY}", *asked])):
             found += [_cells(group, one, metric, beside.get(one.record.hash[:12], {})) for one in group.runs]
     write(HERE / "benchmarks.csv", pd.DataFrame(found))
 
@@ -206,7 +212,7 @@ def tables() -> Iterator[tuple[str, str]]:
         full = by_run["full"]["score"]
         scores = [own["score"] for own in runs]
         answers.append([f"{task} with {model} (n={full['n']})", *_answer(scores)])
-        beside += sorted(_beside_papers(task, scores), key=lambda cells: cells[3])
+        beside += sorted(_beside_papers(task, model, scores), key=lambda cells: cells[3])
         commits = ", ".join(sorted({own["score"]["commit"][:8] for own in runs}))
         made.append([task, model, str(len(runs)), full["n"], commits, full["machine"], full["date"]])
         if (task, model) in PRINTED:
@@ -220,7 +226,7 @@ def tables() -> Iterator[tuple[str, str]]:
         yield "runs", markdown("task|model|runs|n|commit|machine|date".split("|"), made)
         headings = "task|model|printed, %|full cache here, % [95 %]|printed lies in the interval"
         yield "printed", markdown(headings.split("|"), printed)
-        headings = "task|printed in|model there|method|memory there, %|score - full's, printed|run here|bytes, %"
+        headings = "task|printed in|model there|method|memory there, %|score - full's, printed|model here|run here|bytes, %"
         yield "papers", markdown([*headings.split("|"), "score - full's [95 %]"], beside)
     headings = "methods|between|how many|by score|by gold NLL|by KL|each score with itself"
     if rows_of("across"):
@@ -238,7 +244,7 @@ def _answer(scores: list[Row]) -> list[str]:
     return [", ".join(own) for own in found.values()]
 
 
-def _beside_papers(task: str, scores: list[Row]) -> Iterator[list[str]]:
+def _beside_papers(task: str, model: str, scores: list[Row]) -> Iterator[list[str]]:
     """What papers print of the same methods on the task, beside the run here whose bytes are the nearest."""
     mine: dict[str, list[Row]] = {}
     for row in scores:
@@ -250,8 +256,11 @@ def _beside_papers(task: str, scores: list[Row]) -> Iterator[list[str]]:
         far = {abs(100 * float(row["resident"]) - point.memory_pct): row for row in of_method}
         if far:
             row = far[min(far)]
+            bits = re.search(r"bits=(\d)", row["run"])
+            if bits and f"{bits[1]}bit" not in point.variant:
+                continue  # of other bits than the printed row
             there = [task, point.paper, point.model, f"{point.method} {point.variant}".strip(), f"{point.memory_pct:g}"]
-            here = [row["run"], f"{100 * float(row['resident']):.1f}", shown(row, DIFFERENCE, form="+.1f")]
+            here = [model, row["run"], f"{100 * float(row['resident']):.1f}", shown(row, DIFFERENCE, form="+.1f")]
             yield [*there, f"{100 * point.difference:+.1f}", *here]
 
 
