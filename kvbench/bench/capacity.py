@@ -161,20 +161,22 @@ class Memory:
         return self._counted[prompt_tokens]
 
     def _counted_prompt(self) -> int | None:
-        """The longest prompt, on the line through two lengths that come nearer; None where attention decides."""
-        before, at = self._settings.context, 4 * self._settings.context
+        """The longest prompt, on lines through lengths that come nearer; None where attention decides."""
+        at = 4 * self._settings.context
         for _ in range(TRIES):
+            before = max(1, at // 4)  # far below: bytes come in pages, and two near lengths may hold as many
             first, second = self._counted_bytes(before), self._counted_bytes(at)
             if first is None or second is None:
                 return None
-            per_token = max(1e-9, (second - first) / (at - before))
+            per_token = max(1e-9, (second - first) / max(1, at - before))
             found = max(1, at + int((self._num_bytes - second) / per_token))
             if found >= LONGEST:
                 return LONGEST
             if abs(found - at) <= found // PRECISION:
-                return found
-            before, at = at, found
-        return at
+                break
+            at = found
+        # Bytes come in pages, around whose edge the lines go to and fro.
+        return largest(lambda tokens: (self._counted_bytes(tokens) or 0) <= self._num_bytes, at, LONGEST, PRECISION)
 
     def _takes_batch(self, rows: int) -> bool:
         return self._takes(rows, self._settings.context)

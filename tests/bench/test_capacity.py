@@ -50,6 +50,16 @@ def test_a_model_that_is_not_here_is_counted(tmp_path):
     assert show.draw(document, tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("num_bytes", [10**6, 8 * 10**6, 77 * 10**6])
+def test_a_page_is_no_end_of_growth(num_bytes, monkeypatch):
+    """Two lengths in one page hold as many bytes, which says nothing of what longer prompts take."""
+    memory = object.__new__(capacity.Memory)
+    memory._settings, memory._num_bytes = capacity.Settings(**COMMON, **SMALL), num_bytes
+    monkeypatch.setattr(memory, "_counted_bytes", lambda tokens: 700_000 + -(-tokens // 64) * 750_000)
+    exact = (num_bytes - 700_000) // 750_000 * 64
+    assert exact - exact // capacity.PRECISION <= memory._counted_prompt() <= exact
+
+
 @pytest.mark.parametrize("limit", [0, 1, 7, 100, 1000])
 @pytest.mark.parametrize("guess", [0, 1, 90, 5000])
 def test_the_largest_is_found_from_any_guess(limit, guess):
