@@ -35,6 +35,7 @@ BASELINES = (OWN, *(OWN + mark for mark in MARKS.values()), STATIC, FULL)
 REFERENCE_TOLERANCE = {torch.float32: 5e-3}
 FULL_TOLERANCE = {torch.float32: 2e-2}
 LOW_PRECISION_TOLERANCE = 5e-2
+LENGTHS = "Prompt tokens, each in cells of their own; 0 = context."
 HAS_PACKAGE = {"quanto": is_optimum_quanto_available, "hqq": is_hqq_available}
 
 
@@ -66,6 +67,10 @@ class WholeModel(Methods):
 
     context: int = setting(4096, "Prompt tokens.", 1)
     steps: int = setting(4, "Decode steps in each timing.", 1)
+
+    def contexts(self) -> list[int]:
+        """The prompts' lengths of a bench that has `lengths`."""
+        return list(dict.fromkeys(length or self.context for length in getattr(self, "lengths", [0])))
 
     def decoder(self, model: LoadedModel, method: str, **more: Any) -> StoreDecoder:
         """A decoder by the settings; see `StoreDecoder`."""
@@ -100,6 +105,7 @@ class Settings(WholeModel):
     what = "decode"
     quick = {"context": 1024, "batches": [1], "rounds": 3, "steps": 2, "prefill_rounds": 1, "peak": False}
 
+    lengths: list[int] = setting([0], LENGTHS, 0)
     batches: list[int] = setting([1, 4], "Sequences.", 1)
     prefill_rounds: int = setting(3, "Rounds of whole prompts; 0 = none.", 0)
     quantised: bool = setting(True, "transformers' quantised caches where their packages are there.")
@@ -123,9 +129,9 @@ class Settings(WholeModel):
             )
 
     def cells(self, threads: list[int]) -> list[dict]:
-        base = {"context": self.context, "threads": threads[-1]}
-        prompt = [{"phase": "prompt", "batch": 1, **base}] if self.prefill_rounds else []
-        decode = [{"phase": "decode", "batch": batch, **base} for batch in self.batches]
+        each = [{"context": length, "threads": threads[-1]} for length in self.contexts()]
+        prompt = [{"phase": "prompt", "batch": 1, **base} for base in each] if self.prefill_rounds else []
+        decode = [{"phase": "decode", "batch": batch, **base} for batch in self.batches for base in each]
         return [
             cell | alone
             for cell in [*prompt, *decode]
@@ -133,7 +139,8 @@ class Settings(WholeModel):
         ]
 
     def prepare(self, bench: Bench) -> None:
-        self._peaks = measure_peaks(self, bench) if self.peak else {}
+        each = self.contexts() if self.peak else []
+        self._peaks = {length: measure_peaks(replace(self, context=length), bench) for length in each}
         self._models = make_models(self, bench.device, bench.notes)
         bench.more["model"] = choices.describe_model(self._models[""])
 
@@ -147,13 +154,13 @@ class Settings(WholeModel):
 
     def variants(self, bench: Bench, cell: dict) -> list[Variant]:
         bench.stage("reading prompts")
-        asked = replace(self, methods=[cell["method"]]) if self.apart else self
+        asked = replace(self, context=cell["context"], methods=[cell["method"]] if self.apart else self.methods)
         if cell["phase"] == "decode":
             found = [v for mark, own in self._models.items() for v in decode_variants(asked, own, cell["batch"], mark)]
             return [*found, machine.product(bench.device, self._models[""].dtype)]
         found = prompt_variants(asked, self._models)
         for variant in found:
-            variant.extra["peak_bytes"] = self._peaks.get(variant.name)
+            variant.extra["peak_bytes"] = self._peaks.get(cell["context"], {}).get(variant.name)
         return found
 
     def finish(self, found: dict) -> None:

@@ -291,13 +291,13 @@ VIEWS = {
     "manager": View(("operation", "threads"), lambda row, _: scaled(row, 1e3), "ms", is_log=True),
     "products": View(("dtype", "threads"), _rate_or_seconds, "tokens/s through the matrices", is_log=True),
     "decode": View(
-        ("phase", "batch", "context", "threads"),
+        ("phase", "batch", "threads"),
         _rate_or_seconds,
-        "tokens/s, and what the cache holds; for prompts, seconds",
+        "tokens/s, and what the cache holds",
         note=lambda row: format_bytes(row["cache_bytes"]) if "cache_bytes" in row else "",
     ),
     "throughput": View(
-        ("kv_mb", "context", "new_tokens", "threads"),
+        ("kv_mb", "new_tokens", "threads"),
         _rate_or_seconds,
         "tokens/s, all sequences together",
         note=lambda row: f"{row['batch']} sequences",
@@ -338,7 +338,8 @@ def draw(document: dict, path: Path) -> Path | None:
     for axes, (title, panel) in zip(grid.flat, panels.items(), strict=False):
         axes.set_title(title, fontsize=9, loc="left")
         _panel(axes, view, panel, names, series, base)
-        axes.set_xlabel(view.label.format(base), fontsize=8)
+        is_seconds = view.value is _rate_or_seconds and not panel[0][1]["variants"][0].get("tokens_per_call")
+        axes.set_xlabel("seconds" if is_seconds else view.label.format(base), fontsize=8)
     if series != [""]:
         _legend(figure, 5)
     where = document["environment"]

@@ -1,11 +1,11 @@
 """A fixed amount of KV memory: how many sequences of each method fit, and how many tokens per second they make."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvbench.bench import choices
-from kvbench.bench.decode import BASELINES, GRAPH, OWN, WholeModel
+from kvbench.bench.decode import BASELINES, GRAPH, LENGTHS, OWN, WholeModel
 from kvbench.bench.decoders import REFERENCE_ROWS, WARM_STEPS, Decoder, Graphed, OwnDecoder, capture_on
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.kernels.bench.bench import Bench, main, setting
@@ -25,6 +25,7 @@ class Settings(WholeModel):
 
     kv_mb: int = setting(256, "MB (10^6 bytes) for everything that a cache holds: pages, tables, buffers.", 1)
     context: int = setting(1024, "Prompt tokens.", 1)
+    lengths: list[int] = setting([0], LENGTHS, 0)
     new_tokens: int = setting(96, "Tokens that every sequence must have room for.", 1)
     max_batch: int = setting(256, "Sequences at most.", 1)
 
@@ -44,18 +45,21 @@ class Settings(WholeModel):
             )
 
     def cells(self, threads: list[int]) -> list[dict]:
-        names = ("kv_mb", "context", "new_tokens")
-        return [{name: getattr(self, name) for name in names} | {"threads": threads[-1]}]
+        more = {"new_tokens": self.new_tokens, "threads": threads[-1]}
+        return [{"kv_mb": self.kv_mb, "context": length, **more} for length in self.contexts()]
+
+    def prepare(self, bench: Bench) -> None:
+        self._model = choices.make_model(self.model, bench.device)
+        bench.more["model"] = choices.describe_model(self._model)
+        bench.notes += filter(None, [self._model.remark])
 
     def variants(self, bench: Bench, cell: dict) -> list[Variant]:
-        model = choices.make_model(self.model, bench.device)
-        bench.more["model"] = choices.describe_model(model)
-        bench.notes += filter(None, [model.remark])
-        text = choices.sample_tokens(model, DISTINCT_PROMPTS, self.context + self.new_tokens)
+        at = replace(self, context=cell["context"])
+        text = choices.sample_tokens(self._model, DISTINCT_PROMPTS, at.context + self.new_tokens)
         found: list[Variant] = []
         for name in (OWN, *self.methods):
             bench.stage(f"filling {self.kv_mb} MB for {name}")
-            asked = (self, model, text, bench.notes)
+            asked = (at, self._model, text, bench.notes)
             found += own_variants(*asked) if name == OWN else store_variants(name, *asked)
         return found
 
@@ -72,9 +76,11 @@ def fitting(settings: Settings, sequence_bytes: int, name: str, notes: list[str]
     """Sequences that fit; 0 with a note when not even one does."""
     batch = int(settings.kv_mb * 1e6 // sequence_bytes)
     if not batch:
-        notes.append(f"{name}: one sequence holds {sequence_bytes / 1e6:.1f} MB and does not fit; raise kv_mb")
+        told = f"{name}: one sequence behind {settings.context} tokens holds {sequence_bytes / 1e6:.1f} MB"
+        notes.append(f"{told} and does not fit; raise kv_mb")
     if batch > settings.max_batch:
-        notes.append(f"{name}: {batch} sequences would fit; max_batch={settings.max_batch} were run")
+        told = f"{name}: {batch} sequences behind {settings.context} tokens would fit"
+        notes.append(f"{told}; max_batch={settings.max_batch} were run")
     return min(batch, settings.max_batch)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvbench.calibrate.attention_figures import FIGURES, Seen
 from kvbench.calibrate.tables import Looks, look_at
+from kvbench.engine.supported import model_shape
 from kvbench.errors import check_whole, unknown_name
 from kvbench.policy import ALL_QUERIES, LayerTensors, Need, ScoreSpec
 from kvbench.results.writing import write_files
@@ -35,11 +36,11 @@ class Attention(Looks):
 
     Args:
         share: Of a query's attention that its critical tokens have together, in (0, 1).
-        mapped: Keep the whole map too, the mean over heads: 4 bytes x tokens^2 for each layer.
+        mapped: Layers of which the whole map is kept too, the mean over heads: 4 bytes x tokens^2 for each.
     """
 
     share: float = 0.95
-    mapped: bool = False
+    mapped: frozenset[int] = frozenset()
     found: dict[int, list[Any]] = field(default_factory=dict, compare=False)
     needs: ClassVar[frozenset[Need]] = frozenset()
 
@@ -54,7 +55,7 @@ class Attention(Looks):
             windows.index_add_(0, places * WINDOWS // tokens, found.transpose(0, 1))
             late = places[last[places]]
             needed += (critical_tokens(found[:, last[places]], self.share) / (late + 1)).sum(1)
-            rows += [found.mean(0)] if self.mapped else []
+            rows += [found.mean(0)] if seen.layer in self.mapped else []
         return Seen(
             received=windows.sum(0) / torch.arange(tokens, 0, -1),
             windows=windows[..., : tokens // WINDOWS],
@@ -89,6 +90,7 @@ def main(cfg: DictConfig) -> int:
         if name not in FIGURES:
             raise unknown_name("attention.what", name, ["all", *FIGURES])
     count = check_whole("attention.prompts", own.prompts, 1)
+    check_whole("attention.maps", own.maps, 1)
     Number(0, 1, above=True).check("attention.share", own.share)
     parts = Loaders()
     parts.check_task(cfg)
@@ -97,7 +99,9 @@ def main(cfg: DictConfig) -> int:
     prompts = [request.prompt for request in task.requests if len(request.prompt) >= 2 * WINDOWS]
     if not prompts:
         raise ValueError(f"task={task.name} has no prompt of {2 * WINDOWS} tokens; task=longctx has")
-    spec = Attention(share=own.share, mapped="maps" in wanted)
+    last = model_shape(model.model).num_layers - 1
+    mapped = {round(place) for place in torch.linspace(0, last, own.maps).tolist()} if "maps" in wanted else ()
+    spec = Attention(share=own.share, mapped=frozenset(mapped))
     with Progress(f"attention of {model.name} on {task.name}", len(prompts), 0) as progress:
         found = measure(model, prompts, spec, progress.advance)
     tokens = sorted(map(len, prompts))

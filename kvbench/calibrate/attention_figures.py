@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HEAVY = 0.2  # share of the tokens that count as heavy hitters
-MAPS = 4  # layers whose maps are drawn
+MAPS = 4  # maps beside one another
 SHADES = "cividis"  # even in brightness
 LEAST = 1e-8  # of a score that is drawn on a scale of powers
 
@@ -58,6 +58,7 @@ class Made:
     columns: int
     records: list[dict[str, Cell]]
     said: str
+    rows: int = 1
 
     def draw(self, title: str) -> "Figure":
         """The figure under a title."""
@@ -65,7 +66,7 @@ class Made:
 
         figure = Figure(figsize=self.size, layout="constrained")
         figure.suptitle(title, fontsize=7)
-        self.panels(list(figure.subplots(1, self.columns, squeeze=False)[0]))
+        self.panels(list(figure.subplots(self.rows, self.columns, squeeze=False).flat))
         return figure
 
 
@@ -246,8 +247,8 @@ def _persisting(windows: Tensor) -> list[float]:
 
 def maps(prompts: Prompts, share: float) -> Made:
     """Attention of query by key in some layers of the first prompt."""
-    layers = sorted({round(place) for place in np.linspace(0, len(prompts[0]) - 1, MAPS)})
-    found = {layer: whole for layer in layers if (whole := prompts[0][layer].mapped) is not None}
+    found = {layer: one.mapped for layer, one in enumerate(prompts[0]) if one.mapped is not None}
+    columns, rows = min(MAPS, len(found)), -(-len(found) // MAPS)
     near = {layer: _near(whole) for layer, whole in found.items()}
     records = [
         csv_row(layer=layer, first_token=float(whole[:, 0].mean()), nearest_32=near[layer])
@@ -255,11 +256,16 @@ def maps(prompts: Prompts, share: float) -> Made:
     ]
 
     def panels(axes: "Sequence[Axes]") -> None:
-        for one, (layer, whole) in zip(axes, found.items(), strict=True):
+        for one in axes[len(found) :]:
+            one.set_visible(False)
+        for place, (one, (layer, whole)) in enumerate(zip(axes, found.items(), strict=False)):
             shown = whole.masked_fill(torch.ones_like(whole).triu(1) > 0, torch.nan).clamp(min=LEAST).log10().numpy()
             image = one.imshow(shown, cmap=SHADES, interpolation="nearest", vmin=-6, vmax=0)
-            one.set(xlabel="key", title=f"layer {layer}")
-        axes[0].set_ylabel("query")
+            one.set(title=f"layer {layer}")
+            if place >= len(found) - columns:
+                one.set_xlabel("key")
+            if place % columns == 0:
+                one.set_ylabel("query")
         axes[0].figure.colorbar(image, ax=axes, label="log10 of attention, mean over heads", shrink=0.8)
 
     said = "; ".join(
@@ -267,7 +273,7 @@ def maps(prompts: Prompts, share: float) -> Made:
         "nearest 32"
         for layer, whole in found.items()
     )
-    return Made(panels=panels, size=(7.6, 2.4), columns=len(found), records=records, said=said)
+    return Made(panels=panels, size=(7.6, 0.5 + 1.9 * rows), columns=columns, rows=rows, records=records, said=said)
 
 
 def _near(whole: Tensor) -> float:

@@ -101,7 +101,8 @@ def heading_of(paper: Paper, entry: Entry, words: Sequence[str]) -> str:
     name, printed = model_name(words) or DEFAULT_MODEL, entry.printed(paper)["model"].unique()
     if paper.printed_model(name):
         return f"{about} with {name}, the paper's {paper.printed_model(name)}"
-    theirs = ", ".join(model for model in (printed if len(printed) else paper.models) if model in paper.models)
+    shown = printed if len(printed) and "all" not in printed else paper.models
+    theirs = ", ".join(model for model in shown if model in paper.models)
     return f"{about}: {OTHER_MODEL}, {name} (the paper {f'has {theirs}' if theirs else 'names none'})"
 
 
@@ -192,6 +193,8 @@ def command_lines(entry: Entry, cfg: DictConfig, others: Sequence[str]) -> list[
 def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str]) -> int:
     """Say what an entry would run: samples, time by a rate measured here, memory, disk; and its further commands."""
     console = terminal.console()
+    launcher = [word for word in others if word.startswith("hydra")]
+    sweeping.check_launcher(["-m", *launcher])
     console.print(Text(f"{paper.name}, {entry.at}: {entry.shows}"), soft_wrap=True)
     if entry.tasks:
         from kvbench.cli.suite_ahead import say
@@ -203,8 +206,10 @@ def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str]) -> int:
             console.print(Text(f"{row or '(no printed row)'}: kvbench {shlex.join(words)}"), soft_wrap=True)
         methods = [suite.choice(words, "method") for _, words in jobs]
         say([(compose(words), name) for (_, words), name in zip(jobs, methods, strict=True)], Loaders())
+        each = f", each a job of {shlex.join(launcher)}" if launcher else ""
+        console.print(Text(f"{len(jobs)} runs{each}; the same command without plan=true starts them"), soft_wrap=True)
     for name, words in command_lines(entry, cfg, others):
-        console.print(Text(f"kvbench {name} {shlex.join(words)}"), soft_wrap=True)
+        console.print(Text(f"kvbench {name} {shlex.join(words)}{_size(name, words)}"), soft_wrap=True)
     if entry.took:
         console.print(Text(f"it took {entry.took}"))
     printed = entry.printed(paper)
@@ -213,6 +218,26 @@ def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str]) -> int:
         if hub:
             console.print(Text(f"{model}: model=hf model.path={hub}"))
     return 0
+
+
+def _size(name: str, words: list[str]) -> str:
+    """How much a bench or a calibration measures, in words behind its command."""
+    if name not in ("bench", "calibrate"):
+        return ""
+    cfg = commands.compose_command(name, words)
+    if name == "bench":
+        from kvbench.bench.command import settings_of
+        from kvbench.kernels.bench.bench import Bench
+
+        cells = Bench(settings := settings_of(cfg, cfg.what)).cells
+        return f"\n{len(cells)} cells, {settings.rounds} timed rounds each"
+    from kvbench.calibrate.plan import read_plan
+    from kvbench.runs.parts import make_policy
+
+    asked = read_plan(cfg.calibrate, str(cfg._choices_.method), make_policy(cfg.method))
+    count = sum(len(stage.values) for stage in asked.stages)
+    first, others = cfg.calibrate.tuning_samples, cfg.calibrate.held_out_samples
+    return f"\nat most {count} settings through {first} samples of each subset, and three through {others} others"
 
 
 def _list_papers() -> int:

@@ -335,7 +335,11 @@ def _gigabytes(found: "pd.DataFrame", row: Any, whole: Any) -> Made | None:
     share, steps = 100 * row.value / whole.value, (half(row.printed), half(whole.printed))
     low = 100 * (row.value - steps[0]) / (whole.value + steps[1])
     high = 100 * (row.value + steps[0]) / (whole.value - steps[1])
-    if row.memory_pct != row.memory_pct or low - EXACT <= row.memory_pct <= high + EXACT:
+    said = [row.memory_pct]
+    parts = re.match(r"(\d+) prompt \+ (\d+) generated", row.task)
+    if parts is not None and _condition(row, "memory_basis").startswith("prompt"):  # of the prompt's tokens alone
+        said.append(row.memory_pct * int(parts[1]) / (int(parts[1]) + int(parts[2])))
+    if row.memory_pct != row.memory_pct or any(low - EXACT <= share <= high + EXACT for share in said):
         return None
     text = f"{row.printed} / {whole.printed} {row.unit} = {share:.1f} % (rounding allows {low:.1f} to {high:.1f})"
     return f"{_who(row)} is said to hold {row.memory_pct:g} %, and its bytes are another share ({row.task})", text, ()

@@ -219,7 +219,30 @@ def test_one_sequence_that_does_not_fit_is_said(model):
     settings = throughput.Settings(**COMMON, kv_mb=1, new_tokens=8, max_batch=2)
     assert throughput.fitting(settings, 2_000_000, "full", notes) == 0
     assert throughput.fitting(settings, 100_000, "kivi", notes) == 2
-    assert "full: one sequence holds 2.0 MB" in notes[0] and "max_batch=2" in notes[1]
+    assert "full: one sequence behind 96 tokens holds 2.0 MB" in notes[0] and "max_batch=2" in notes[1]
+
+
+def test_lengths_are_cells_of_one_bench(tmp_path):
+    """Each prompt length has its own cells, whose caches hold so many tokens; 0 stands for `context`; the picture has
+    them side by side."""
+    more = {"methods": ["full"], "lengths": [0, 32]}
+    decoding = decode.Settings(**COMMON, **more, batches=[1], prefill_rounds=1, peak=False, quantised=False)
+    filling = throughput.Settings(**COMMON, **more, kv_mb=1, new_tokens=6)
+    assert [(cell["phase"], cell["context"]) for cell in decoding.cells([1])] == [
+        *(("prompt", 96), ("prompt", 32)),
+        *(("decode", 96), ("decode", 32)),
+    ]
+    documents = [bench.run(settings) for settings in (decoding, filling)]
+    rows = [
+        {r["name"]: r for r in c["variants"]}
+        for d in documents
+        for c in d["cells"]
+        if c["cell"].get("phase") != "prompt"
+    ]
+    assert rows[0]["transformers"]["cache_bytes"] == 3 * rows[1]["transformers"]["cache_bytes"]
+    assert rows[3]["full"]["batch"] > rows[2]["full"]["batch"]
+    for document in documents:
+        assert show.draw(document, tmp_path / "bench.png").stat().st_size > 0
 
 
 @pytest.mark.parametrize(

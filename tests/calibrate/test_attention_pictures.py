@@ -13,7 +13,7 @@ from kvbench.calibrate.attention_figures import FIGURES, _persisting
 def looked(tiny_model):
     """A tiny model, two prompts of odd lengths, what was seen of them, and the model's own attention."""
     loaded, prompts = tiny_model(), [random_tokens(37), random_tokens(50, seed=1)]
-    found = measure(loaded, prompts, Attention(share=0.9, mapped=True))
+    found = measure(loaded, prompts, Attention(share=0.9, mapped=frozenset({0, 1})))
     model = loaded.model
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -59,9 +59,9 @@ def fewest(row, share):
 def test_blocks_of_queries_change_nothing(tiny_model, monkeypatch):
     """A block may be a single query."""
     loaded, prompts = tiny_model(), [random_tokens(33)]
-    (whole,) = measure(loaded, prompts, Attention(mapped=True))
+    (whole,) = measure(loaded, prompts, Attention(mapped=frozenset({0, 1})))
     monkeypatch.setattr(attention, "MOST_NUMBERS", 1)
-    (single,) = measure(loaded, prompts, Attention(mapped=True))
+    (single,) = measure(loaded, prompts, Attention(mapped=frozenset({0, 1})))
     for one, other in zip(whole, single, strict=True):
         for name in ("received", "windows", "critical", "mapped"):
             torch.testing.assert_close(getattr(one, name), getattr(other, name), atol=1e-6, rtol=1e-5)

@@ -98,9 +98,21 @@ def test_what_would_run(toy, capsys):
     assert "SnapKV 50%: kvbench seed=0 task=longctx method=snapkv method.ratio=0.5 limit=3" in said.out
     assert "Llama3-8B: model=hf model.path=meta-llama/Meta-Llama-3-8B-Instruct" in said.out
     assert "samples of about" in said.err and "memory: " in said.err and "disk: at most" in said.err
+    assert "2 runs; the same command without plan=true starts them" in said.out
     assert not list(toy.rglob("sweep.json"))
+    assert main(["paper", "toy", "table=1", "plan=true", "hydra/launcher=submitti"]) == 2
+    assert "hydra/launcher=submitti does not exist. Did you mean submitit_" in capsys.readouterr().err
     assert main(["paper", "toy", "figure=1", "plan=true"]) == 0
     assert "kvbench published papers=diffkv limit=1\nit took 1 s" in capsys.readouterr().out
+
+
+def test_how_much_a_bench_and_a_calibration_measure():
+    """Cells and rounds of a bench, as the user's words have them; the settings of a grid."""
+    words = ["what=throughput", "throughput.lengths=[64,128]", "throughput.methods=[full]", "rounds=5"]
+    assert paper._size("bench", words) == "\n2 cells, 5 timed rounds each"
+    words = ["method=diffkv", "task=math", "calibrate.grid.alpha_h=[0,1]", "calibrate.grid.alpha_l=[0,0.1,1]"]
+    assert paper._size("calibrate", words).startswith("\nat most 5 settings through 8 samples of each subset")
+    assert paper._size("attention", []) == ""
 
 
 def test_a_figure_is_the_command_that_draws_it(toy, capsys):
