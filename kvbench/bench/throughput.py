@@ -5,14 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvbench.bench import choices
-from kvbench.bench.decode import BASELINES, GRAPH, LENGTHS, OWN, WholeModel
+from kvbench.bench.decode import BASELINES, GRAPH, LENGTHS, OWN, PROMPT_BYTES, WholeModel
 from kvbench.bench.decoders import REFERENCE_ROWS, WARM_STEPS, Decoder, Graphed, OwnDecoder, capture_on
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.kernels.bench.bench import Bench, main, setting
 from kvbench.kernels.bench.rounds import Variant, ratios
 from kvbench.models.load import LoadedModel
 
-PROMPT_BYTES = 2 << 30  # of prompts that are kept from a method's trial to its batch
 DISTINCT_PROMPTS = 4  # read one by one; further sequences are copies of their pages
 
 
@@ -57,10 +56,11 @@ class Settings(WholeModel):
         at = replace(self, context=cell["context"])
         text = choices.sample_tokens(self._model, DISTINCT_PROMPTS, at.context + self.new_tokens)
         found: list[Variant] = []
+        prompts = PromptCache(PROMPT_BYTES, keeps_queries=True)  # those of a trial are its batch's and other methods'
         for name in (OWN, *self.methods):
             bench.stage(f"filling {self.kv_mb} MB for {name}")
             asked = (at, self._model, text, bench.notes)
-            found += own_variants(*asked) if name == OWN else store_variants(name, *asked)
+            found += own_variants(*asked) if name == OWN else store_variants(name, *asked, prompts)
         return found
 
     def finish(self, found: dict) -> None:
@@ -94,11 +94,10 @@ def own_variants(settings: Settings, model: LoadedModel, text: list[list[int]], 
 
 
 def store_variants(
-    method: str, settings: Settings, model: LoadedModel, text: list[list[int]], notes: list[str]
+    method: str, settings: Settings, model: LoadedModel, text: list[list[int]], notes: list[str], prompts: PromptCache
 ) -> list[Variant]:
     """A method with as many sequences as fit at their final length, which is measured by answering once; on a GPU the
     same sequences once more, with their steps replayed from a graph."""
-    prompts = PromptCache(PROMPT_BYTES)  # the trial's prompts are those of the batch
     asked: dict[str, Any] = {"new_tokens": settings.new_tokens, "prompts": prompts}
     trial = settings.decoder(model, method, rows=len(text), **asked)
     trial.prefill([tokens[: settings.context] for tokens in text])

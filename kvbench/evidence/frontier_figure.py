@@ -12,7 +12,17 @@ from kvbench.evidence.dominance import BEST, DOMINATED, NEAR, TOO_FEW, best_so_f
 from kvbench.evidence.frontier import Interval, Panel, Point
 from kvbench.evidence.published import method_name
 from kvbench.results.measures import RESIDENT
-from kvbench.show.picture import LINE_HEIGHT, METHOD_MARKERS, SKY, STYLES, drawn, method_style, name_points
+from kvbench.show.picture import (
+    LINE_HEIGHT,
+    METHOD_MARKERS,
+    NAMES_LEFT,
+    SKY,
+    STYLES,
+    drawn,
+    method_style,
+    name_points,
+    width_in,
+)
 from kvbench.show.terminal import three_digits
 from kvbench.stats.paired import ALPHA
 
@@ -41,9 +51,9 @@ STEPS = (
 )
 FEW = 12  # points whose names fit beside one panel
 SHAPES = {"o": "circle", "s": "square", "^": "triangle", "D": "diamond"}
-# Of panels, in inches: two columns of a paper; axis words, panel, names, and what parts two columns.
+# Of panels, in inches: two columns of a paper; axis words, panel, names, what parts two columns, edge.
 WIDTH_IN = 7.2
-LEFT_IN, PANEL_IN, NAMES_IN, BETWEEN_IN = 0.7, 1.95, 1.08, 0.4
+LEFT_IN, PANEL_IN, NAMES_IN, BETWEEN_IN, RIGHT_IN = 0.7, 1.95, 1.08, 0.4, 0.04
 FOOT_LINE_IN, FOOT_LENGTH = 0.125, 128  # height and characters of a line under the picture
 # Of the picture for a paper's column: its width, which is more where names are longer than `ONE_NAMES_IN`; axis words,
 # names, and what is between them and the panel; above and below the panel; its least height; characters of a line.
@@ -59,7 +69,11 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     for steps in STEPS:
         found = [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
         if len(found) <= most:
-            return found
+            break
+    if len(found) < 2:  # a narrow axis
+        from matplotlib.ticker import MaxNLocator
+
+        found = [value for value in MaxNLocator(most, steps=[1, 2, 5, 10]).tick_values(low, high) if low <= value <= high]
     return found[:: math.ceil(len(found) / most)]
 
 
@@ -325,12 +339,17 @@ def panels_figure(drawing: Drawing) -> "Figure":
     columns = min(2, count)
     rows, foot = math.ceil(count / columns), 0.1 + FOOT_LINE_IN * len(words)
     height = 0.95 + foot + 2.35 * rows
-    made = Figure(figsize=(WIDTH_IN, height))
+    best = [short_label(p.label) for p in drawing.points if drawing.standing.get(p.key) in (BEST, NEAR)]
+    shown = [line.name for line in lines_of(drawing.methods())] + ([] if drawing.fits_one_panel else best)
+    beside = (NAMES_LEFT - 1) * (PANEL_IN if columns > 1 else 2 * PANEL_IN + NAMES_IN + BETWEEN_IN)
+    names = max([NAMES_IN, *(width_in(name, SIZE) + beside + RIGHT_IN for name in shown)])
+    width = WIDTH_IN + columns * (names - NAMES_IN)  # wider where a name would lie beyond the edge
+    made = Figure(figsize=(width, height))
     places = made.subplots(rows, columns, squeeze=False).ravel()
     made.subplots_adjust(
-        left=LEFT_IN / WIDTH_IN,
-        right=(LEFT_IN + 2 * PANEL_IN + NAMES_IN + BETWEEN_IN) / WIDTH_IN,
-        wspace=(NAMES_IN + BETWEEN_IN) / PANEL_IN,
+        left=LEFT_IN / width,
+        right=1 - (names + RIGHT_IN) / width,
+        wspace=(names + BETWEEN_IN) / PANEL_IN,
         hspace=0.36,
         top=1 - 0.5 / height,
         bottom=(0.48 + foot) / height,
@@ -356,18 +375,15 @@ def panels_figure(drawing: Drawing) -> "Figure":
 def one_figure(drawing: Drawing) -> "Figure":
     """One panel as wide as a paper's column, names outside of it, and no more words than it needs."""
     from matplotlib.figure import Figure
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import TextPath
-
-    def width_in(name: str) -> float:
-        return TextPath((0, 0), name.replace("$", r"\$"), prop=FontProperties(size=SIZE)).get_extents().width / 72
 
     lines, words = lines_of(drawing.methods()), _one_words(drawing)
     # As high as the names need, so that none covers another.
     tall = max(LEAST_HEIGHT_IN, (len(lines) + 1) * LINE_HEIGHT * SIZE / 72)
     foot = 0.06 + LINE_HEIGHT * (SIZE - 1) / 72 * len(words)
     height = ONE_TOP_IN + tall + ONE_BOTTOM_IN + foot
-    width = ONE_WIDTH_IN - ONE_NAMES_IN + max([ONE_NAMES_IN, *(width_in(line.name) + BESIDE_IN for line in lines)])
+    width = (
+        ONE_WIDTH_IN - ONE_NAMES_IN + max([ONE_NAMES_IN, *(width_in(line.name, SIZE) + BESIDE_IN for line in lines)])
+    )
     made = Figure(figsize=(width, height))
     across = (ONE_WIDTH_IN - ONE_LEFT_IN - ONE_NAMES_IN) / width
     axes = made.add_axes((ONE_LEFT_IN / width, (ONE_BOTTOM_IN + foot) / height, across, tall / height))

@@ -82,6 +82,7 @@ METADATA["pdf"] = {"CreationDate": None, "Creator": None, "Producer": None}
 PLAIN: dict[Any, Any] = {"font.family": "DejaVu Sans", "svg.hashsalt": "kvbench", "svg.fonttype": "path"}
 
 LINE_HEIGHT = 1.3  # of a name beside a panel, in sizes of its text
+NAMES_LEFT = 1.035  # where names beside a panel begin, in widths of the panel
 _heading = ""  # of this process's pictures: what `headed` was given
 
 
@@ -132,7 +133,7 @@ def name_points(
         axes.annotate(
             text,
             point,
-            xytext=(1.035, height),
+            xytext=(NAMES_LEFT, height),
             textcoords="axes fraction",
             va="center",
             ha="left",
@@ -141,6 +142,14 @@ def name_points(
             annotation_clip=False,
             arrowprops=tie | {"color": colour, "relpos": (0, 0.5)},
         )
+
+
+def width_in(name: str, size: float) -> float:
+    """The width of a name in points of a size, in inches."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    return TextPath((0, 0), name.replace("$", r"\$"), prop=FontProperties(size=size)).get_extents().width / 72
 
 
 def share_bars(rows: "Sequence[tuple[str, Mapping[str, float]]]", last: str, what: str) -> "Figure":

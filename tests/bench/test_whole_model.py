@@ -9,6 +9,7 @@ from rich.console import Console
 from kvbench.bench import choices, chunks, decode, show, throughput
 from kvbench.bench.decoders import OwnDecoder, StaticDecoder, StoreDecoder, peak_bytes
 from kvbench.engine import hf
+from kvbench.engine.prompt_cache import PromptCache
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.bench import bench, machine
 from kvbench.models import matrices
@@ -200,6 +201,27 @@ def test_timed_prompts_are_read_every_time(model):
     for _ in range(3):
         full.call(0)
     assert decoder.runner.prompts.num_read == 3 and decoder.runner.prompts.num_reused == 0
+
+
+def test_a_prompt_is_read_once_for_all_methods(model, monkeypatch):
+    """Where its reading is not timed: each further method takes what was kept, and its cache is its own."""
+    caches = []
+
+    class Kept(PromptCache):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            caches.append(self)
+
+    for module in (decode, throughput):
+        monkeypatch.setattr(module, "PromptCache", Kept)
+    methods = ["full", "snapkv budget=0.5 window=8", "h2o budget=0.25"]
+    found = decode.decode_variants(decode.Settings(**COMMON, methods=methods, quantised=False), model, 2)
+    assert (caches[0].num_read, caches[0].num_reused) == (2, 4) and len({v.extra["cache_bytes"] for v in found}) == 4
+    settings = throughput.Settings(**COMMON, methods=methods, kv_mb=1, new_tokens=6)
+    text, prompts = choices.sample_tokens(model, 2, 96 + 6), Kept(1 << 30, keeps_queries=True)
+    found = [v for name in methods for v in throughput.store_variants(name, settings, model, text, [], prompts)]
+    batches = [variant.extra["batch"] for variant in found]
+    assert prompts.num_read == 2 and batches == sorted(batches)
 
 
 def test_rates_count_the_batch():

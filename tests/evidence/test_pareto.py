@@ -300,6 +300,7 @@ def test_names_of_the_best_estimates_are_short():
 
 def test_ticks_and_the_staircase():
     """Ticks are round and few; the staircase takes each cost's best, cheapest first, and drops ties of higher cost."""
+    assert ticks(97, 106) == [98, 100, 102, 104, 106]
     assert ticks(9, 110) == [10, 20, 30, 50, 70, 100] and len(ticks(18, 36)) <= 6 and len(ticks(1e-3, 1e6)) <= 6
     assert best_so_far([1, 2, 2, 3, 4], [5, 6, 7, 7, 9], True) == [0, 2, 4]
     assert best_so_far([1, 2, 3], [5, 4, 6], False) == [0, 1]
@@ -324,6 +325,18 @@ def test_lines_join_runs_that_differ_in_numbers_only(tmp_path):
     lines = lines_of(Drawing(panel_of(tmp_path), "resident").methods())
     held = {line.name: [round(point.costs["resident"].value, 9) for point in line.points] for line in lines}
     assert held == {"kivi": [0.5], "snapkv fp16": [0.5, 0.7], "snapkv k8v4": [0.6]}
+
+
+@pytest.mark.parametrize("kinds", [1, 7], ids=["one panel", "several"])
+def test_no_name_is_cut_off_at_the_edge(tmp_path, kinds):
+    """A long name makes the picture wider, in both kinds of panels."""
+    for place in range(2 * kinds):
+        words = {"variant": f"window_of_the_last_queries_{place}", "budget": 0.5}
+        store(tmp_path, "kv_compress", SCORES, settings=words, ratio=0.3 + place / 100)
+    for layout in frontier_figure.LAYOUTS:
+        made = figure_of(panel_of(tmp_path), layout)
+        assert len(made.axes) > 1 or kinds == 1 or layout == "one"
+        assert max(box.x1 for axes in made.axes for box in boxes_of(axes)) <= made.bbox.x1
 
 
 def test_a_method_has_one_colour_in_every_picture(sweep):
