@@ -73,7 +73,8 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     if len(found) < 2:  # a narrow axis
         from matplotlib.ticker import MaxNLocator
 
-        found = [value for value in MaxNLocator(most, steps=[1, 2, 5, 10]).tick_values(low, high) if low <= value <= high]
+        values = MaxNLocator(most, steps=[1, 2, 5, 10]).tick_values(low, high)
+        found = [value for value in values if low <= value <= high]
     return found[:: math.ceil(len(found) / most)]
 
 
