@@ -226,8 +226,8 @@ def tables() -> Iterator[tuple[str, str]]:
         yield "runs", markdown("task|model|runs|n|commit|machine|date".split("|"), made)
         headings = "task|model|printed, %|full cache here, % [95 %]|printed lies in the interval"
         yield "printed", markdown(headings.split("|"), printed)
-        headings = "task|printed in|model there|method|memory there, %|score - full's, printed|model here|run here|bytes, %"
-        yield "papers", markdown([*headings.split("|"), "score - full's [95 %]"], beside)
+        headings = "task|printed in|model there|method|memory there, %|score - full's, printed|model here|run here"
+        yield "papers", markdown([*headings.split("|"), "bytes, %", "score - full's [95 %]"], beside)
     headings = "methods|between|how many|by score|by gold NLL|by KL|each score with itself"
     if rows_of("across"):
         yield "across", markdown(headings.split("|"), _orders())
