@@ -253,15 +253,19 @@ def _beside_papers(task: str, model: str, scores: list[Row]) -> Iterator[list[st
     once = {point[1:]: point for point in reversed(published.points(task, [row["method"] for row in scores]))}
     for point in reversed(once.values()):  # LeanKV prints DiffKV's rows again, and comes behind it
         of_method = mine.get(published.method_name(point.method), ())
-        far = {abs(100 * float(row["resident"]) - point.memory_pct): row for row in of_method}
+        of_bits = [row for row in of_method if _bits(row["run"]) in point.variant]
+        far = {abs(100 * float(row["resident"]) - point.memory_pct): row for row in of_bits}
         if far:
             row = far[min(far)]
-            bits = re.search(r"bits=(\d)", row["run"])
-            if bits and f"{bits[1]}bit" not in point.variant:
-                continue  # of other bits than the printed row
             there = [task, point.paper, point.model, f"{point.method} {point.variant}".strip(), f"{point.memory_pct:g}"]
             here = [model, row["run"], f"{100 * float(row['resident']):.1f}", shown(row, DIFFERENCE, form="+.1f")]
             yield [*there, f"{100 * point.difference:+.1f}", *here]
+
+
+def _bits(run: str) -> str:
+    """How a printed row names the bits of a run that has them as a setting; empty of another run."""
+    found = re.search(r"bits=(\d)", run)
+    return f"{found[1]}bit" if found else ""
 
 
 def _line(own: dict[str, Row]) -> list[str]:
