@@ -5,6 +5,7 @@ tests of commands took. The exhaustive run has Hydra compose all.
 """
 
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -16,6 +17,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 MOST = 200  # configurations that are kept, of some 100 KB each
+PLACE = re.compile(r"(results_dir|out)=(/[\w/.-]+)")  # of a command, and another one for each test
 
 
 @lru_cache(maxsize=2000)
@@ -44,7 +46,11 @@ def once(plain: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
         folders = [source.path for source in sources if source.scheme() == "file"]
         if len(folders) != 1 or any("hydra.searchpath" in word for word in overrides):  # a user's own, with modules
             return plain(self, config_name, overrides, run_mode, *more, **named)
-        asked = (config_name, *overrides, run_mode, *more, *sorted(named.items()), JobRuntime.instance().get("name"))
+        of_command = str(config_name).startswith("command/")
+        places = [PLACE.fullmatch(word) if of_command else None for word in overrides]
+        given = dict(place.groups() for place in places if place)
+        words = [place[1] if place else word for place, word in zip(places, overrides, strict=True)]
+        asked = (config_name, *words, run_mode, *more, *sorted(named.items()), JobRuntime.instance().get("name"))
         key = (*asked, *sorted(_files(folders[0])))
         if key not in made:
             made[key] = plain(self, config_name, overrides, run_mode, *more, **named)
@@ -52,6 +58,7 @@ def once(plain: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
         if len(made) > MOST:
             made.popitem(last=False)
         found = deepcopy(made[key])
+        found.update(given)
         found.hydra.runtime.cwd = os.getcwd()
         for told, source in zip(found.hydra.runtime.config_sources, sources, strict=True):
             told.path = source.path
