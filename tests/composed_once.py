@@ -46,8 +46,9 @@ def once(plain: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
         folders = [source.path for source in sources if source.scheme() == "file"]
         if len(folders) != 1 or any("hydra.searchpath" in word for word in overrides):  # a user's own, with modules
             return plain(self, config_name, overrides, run_mode, *more, **named)
-        of_command = str(config_name).startswith("command/")
-        places = [PLACE.fullmatch(word) if of_command else None for word in overrides]
+        once_each = len({word.partition("=")[0] for word in overrides}) == len(overrides)  # else the last one holds
+        spared = once_each and str(config_name).startswith("command/")
+        places = [PLACE.fullmatch(word) if spared else None for word in overrides]
         given = dict(place.groups() for place in places if place)
         words = [place[1] if place else word for place, word in zip(places, overrides, strict=True)]
         asked = (config_name, *words, run_mode, *more, *sorted(named.items()), JobRuntime.instance().get("name"))

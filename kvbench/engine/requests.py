@@ -127,6 +127,11 @@ class Request:
         return self.answer_tokens * (len(self.turns) + 1) + sum(len(turn.tokens) for turn in self.turns)
 
     @property
+    def most_steps(self) -> int:
+        """Decode steps of its longest row at most: of the answers, or of a forced text."""
+        return max(self.conversation_tokens, len(self.gold), *map(len, self.choices))
+
+    @property
     def truncated(self) -> bool:
         """True when the task's truncation rule cut this prompt."""
         return self.num_prompt_tokens_untruncated > self.num_prompt_tokens

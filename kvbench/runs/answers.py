@@ -70,7 +70,7 @@ def record_answers(
         own: Force each request's own answer in place of its gold answer.
         pace: Is told what is read and decoded.
     """
-    pace = pace or Pace(prompts=0, prompt_tokens=0, answers=0, most_tokens=0.0)
+    pace = pace or Pace(prompts=0, prompt_tokens=0, answers=0, most_steps=0.0)
     by_id = {request.sample_id: request for request in requests}
 
     def write(request: Request, graded: tuple[Outcome, dict[str, float]]) -> None:
@@ -130,7 +130,7 @@ def compute_missing(
         prompts=len(todo),
         prompt_tokens=sum(request.num_prompt_tokens for request in todo),
         answers=len(keys_of(todo)),
-        most_tokens=fmean(request.max_new_tokens for request in todo) if todo else 0.0,
+        most_steps=fmean(request.most_steps for request in todo) if todo else 0.0,
     )
     with shown(f"{experiment.method} on {task.name}", len(keys), len(there)) as progress:
         progress.follow(pace)

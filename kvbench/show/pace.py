@@ -17,13 +17,13 @@ class Pace:
         prompts: Prompts that have to be read.
         prompt_tokens: Tokens of all of them.
         answers: Answers that have to be given.
-        most_tokens: Tokens of an answer at most.
+        most_steps: Decode steps of an answer at most; where only a text is forced, the text's.
     """
 
     prompts: int
     prompt_tokens: int
     answers: int
-    most_tokens: float
+    most_steps: float
     num_read: int = field(default=0, init=False)
     num_ended: int = field(default=0, init=False)  # answers
     read_tokens: int = field(default=0, init=False)
@@ -88,7 +88,7 @@ class Pace:
     @property
     def answered(self) -> float:
         """Answers given, and of those under way the share of the steps that the others took, or that one may take."""
-        usual = max(1.0, self._ended_steps / self.num_ended if self.num_ended else self.most_tokens)
+        usual = max(1.0, self._ended_steps / self.num_ended if self.num_ended else self.most_steps)
         return self.num_ended + sum(min(1.0, (self._steps - begin) / usual) for begin in self._begun)
 
     @property

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from threading import Thread
@@ -26,6 +27,7 @@ from kvbench.runs.answers import unfinished_groups
 from kvbench.runs.config import RunConfig
 from kvbench.runs.experiment import prepare
 from kvbench.runs.run import run_experiment
+from kvbench.show.pace import Pace
 
 QUIET = {"say": lambda text: None}
 
@@ -36,6 +38,16 @@ def samples(folder: Path) -> list[dict]:
     assert all(row.pop("timing") or row["status"] != "ok" for row in rows)
     assert all(row.pop("seal") for row in rows)
     return rows
+
+
+@pytest.mark.parametrize(("more", "steps"), [({}, 32), ({"max_new_tokens": 0, "gold": (1,) * 300}, 300)])
+def test_time_left_is_told_from_the_longest_row_of_a_request(tmp_path, monkeypatch, more, steps):
+    """Where only a text is forced, its tokens are the steps, not the answers' limit."""
+    told = []
+    monkeypatch.setattr("kvbench.runs.answers.Pace", lambda **fields: told.append(fields) or Pace(**fields))
+    task = FakeTask([replace(each, **more) for each in make_requests(10)])
+    run_fake(tmp_path, altered(make_parts(), load_task=lambda *args, **named: task))
+    assert [fields["most_steps"] for fields in told] == [steps]
 
 
 def test_one_run_leaves_everything(tmp_path):

@@ -23,7 +23,7 @@ def run(clock, steps, read_s=READ_S, others_s=0.0):
     """A run of groups whose answers take so many steps; gives its pace and the seconds that are really left, after each
     prompt and each step. Loading before it and other runs' turns before each prompt pass on the clock alone."""
     clock[0] += 500.0
-    pace = Pace(prompts=ROWS * GROUPS, prompt_tokens=ROWS * GROUPS * TOKENS, answers=ROWS * GROUPS, most_tokens=steps)
+    pace = Pace(prompts=ROWS * GROUPS, prompt_tokens=ROWS * GROUPS * TOKENS, answers=ROWS * GROUPS, most_steps=steps)
     left = GROUPS * (ROWS * TOKENS * read_s + steps * STEP_S)
     for _ in range(GROUPS):
         for _ in range(ROWS):
