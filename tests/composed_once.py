@@ -1,23 +1,35 @@
-"""Configurations that Hydra composed before, as copies.
+"""Configurations that Hydra composed before, and files that OmegaConf read before, as copies.
 
-Each takes it a tenth of a second, and the jobs of a sweep are composed several times, which was two thirds of what the
-tests of commands took. The exhaustive run has Hydra compose all.
+Composing takes a tenth of a second, and a command and each job of a sweep do it several times, which was two thirds of
+what the tests of commands took. What is kept is what files and the choices of groups make; Hydra applies all other
+settings of a command to a copy. The exhaustive run has Hydra compose all.
 """
 
 import os
-import re
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from copy import deepcopy
+from copy import copy
+from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
+from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.core.utils import JobRuntime
-from hydra.types import RunMode
-from omegaconf import DictConfig
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
+from hydra._internal.defaults_list import DefaultsList, Overrides, ResultDefault
+from hydra.core.override_parser.types import Override
+from hydra.plugins.config_source import ConfigSource
+from omegaconf import DictConfig, OmegaConf
 
-MOST = 200  # configurations that are kept, of some 100 KB each
-PLACE = re.compile(r"(results_dir|out)=(/[\w/.-]+)")  # of a command, and another one for each test
+MOST = 200  # configurations that are kept, of some 20 KB each
+
+
+class Kept(list):
+    """A defaults list, and the bytes of what it makes once that is known."""
+
+    made = b""
 
 
 @lru_cache(maxsize=2000)
@@ -32,42 +44,84 @@ def _files(folder: str) -> Iterator[tuple[str, str]]:
         for name in names:
             if name.endswith(".yaml"):
                 found = os.stat(path := os.path.join(top, name))
-                yield os.path.relpath(path, folder), _content(path, found.st_mtime_ns, found.st_size)
+                yield path.removeprefix(folder), _content(path, found.st_mtime_ns, found.st_size)
 
 
-def once(plain: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
-    """Hydra's function, which gives a copy where the words and the files are those of a call before."""
-    made: OrderedDict[tuple, DictConfig] = OrderedDict()
+def listed_once(plain: Callable[..., DefaultsList]) -> Callable[..., DefaultsList]:
+    """Hydra's function that lists which files a configuration is made of; one that it made of the same choices and
+    files before is given again."""
+    lists: OrderedDict[tuple, DefaultsList] = OrderedDict()
 
-    def load_configuration(
-        self: ConfigLoaderImpl, config_name: str | None, overrides: list[str], run_mode: RunMode, *more, **named
-    ) -> DictConfig:
-        sources = self.repository.get_sources()
+    def create_defaults_list(
+        repo: Any, config_name: str | None, overrides_list: list[Override], prepend_hydra: bool, skip_missing: bool
+    ) -> DefaultsList:
+        def anew(skip_missing: bool) -> DefaultsList:
+            return plain(repo, config_name, overrides_list, prepend_hydra, skip_missing)
+
+        sources: list[ConfigSource] = repo.get_sources()
         folders = [source.path for source in sources if source.scheme() == "file"]
-        if len(folders) != 1 or any("hydra.searchpath" in word for word in overrides):  # a user's own, with modules
-            return plain(self, config_name, overrides, run_mode, *more, **named)
-        once_each = len({word.partition("=")[0] for word in overrides}) == len(overrides)  # else the last one holds
-        spared = once_each and str(config_name).startswith("command/")
-        places = [PLACE.fullmatch(word) if spared else None for word in overrides]
-        given = dict(place.groups() for place in places if place)
-        words = [place[1] if place else word for place, word in zip(places, overrides, strict=True)]
-        asked = (config_name, *words, run_mode, *more, *sorted(named.items()), JobRuntime.instance().get("name"))
-        key = (*asked, *sorted(_files(folders[0])))
-        if key not in made:
-            made[key] = plain(self, config_name, overrides, run_mode, *more, **named)
-        made.move_to_end(key)
-        if len(made) > MOST:
-            made.popitem(last=False)
-        found = deepcopy(made[key])
-        found.update(given)
-        found.hydra.runtime.cwd = os.getcwd()
-        for told, source in zip(found.hydra.runtime.config_sources, sources, strict=True):
-            told.path = source.path
-        return found
+        if len(folders) != 1:  # a user's own, with modules
+            return anew(skip_missing)
+        settings = Overrides(repo, overrides_list).config_overrides
+        choices = (word.input_line for word in overrides_list if all(word is not each for each in settings))
+        key = (config_name, prepend_hydra, *choices, *sorted(_files(folders[0])))
+        if key not in lists:
+            try:
+                found = anew(skip_missing=False)
+            except Exception:  # a choice is missing, which may be allowed, or something is wrong
+                return anew(skip_missing)
+            lists[key] = replace(found, defaults=Kept(found.defaults))
+        lists.move_to_end(key)
+        if len(lists) > MOST:
+            lists.popitem(last=False)
+        return replace(lists[key], config_overrides=settings)
 
-    return load_configuration
+    return create_defaults_list
+
+
+def merged_once(plain: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
+    """Hydra's function that merges the files of a list."""
+
+    def _compose_config_from_defaults_list(
+        self: ConfigLoaderImpl, defaults: list[ResultDefault], repo: Any
+    ) -> DictConfig:
+        if not isinstance(defaults, Kept):
+            return plain(self, defaults, repo)
+        if not defaults.made:
+            defaults.made = pickle.dumps(plain(self, defaults, repo))
+        return pickle.loads(defaults.made)
+
+    return _compose_config_from_defaults_list
+
+
+def read_once(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """OmegaConf's reader of YAML, which reads the same text once."""
+    read: dict[str, bytes] = {}
+
+    def load(file: Any) -> Any:
+        try:
+            text = Path(file).read_bytes().decode() if isinstance(file, str | Path) else file.read()
+        except (OSError, UnicodeDecodeError):
+            return plain(file)
+        if text not in read:
+            if not isinstance(file, str | Path):
+                file.seek(0)
+            read[text] = pickle.dumps(plain(file))
+        return pickle.loads(read[text])
+
+    return load
+
+
+def begin_repository(self: CachingConfigRepository, delegate: ConfigRepository) -> None:
+    """What Hydra's own does, without a copy of every schema in the process: a repository replaces its list of sources,
+    and changes none of them."""
+    self.delegate, self.cache = copy(delegate), {}
 
 
 def install() -> None:
     """Has Hydra compose nothing twice."""
-    ConfigLoaderImpl.load_configuration = once(ConfigLoaderImpl.load_configuration)
+    CachingConfigRepository.__init__ = begin_repository
+    config_loader_impl.create_defaults_list = listed_once(config_loader_impl.create_defaults_list)
+    merged = merged_once(ConfigLoaderImpl._compose_config_from_defaults_list)
+    ConfigLoaderImpl._compose_config_from_defaults_list = merged
+    OmegaConf.load = staticmethod(read_once(OmegaConf.load))
