@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvbench.cache.async_counts import to_device
 
-_FRONT = 1024  # tokens that a nucleus mostly lies within
+_FRONTS = 1024, 8192  # tokens that a nucleus mostly lies within, and that nearly each one does
 _BITS = 40  # the likeliest token weighs 2 ** 40, the others less, and what rounds to 0 is never drawn
 
 Drawing = tuple[int, int, float, float]  # of a row: seed, tokens chosen before, temperature, top_p
@@ -107,20 +107,17 @@ def draw(logits: Tensor, temperature: Tensor, top_p: Tensor | None, numbers: Ten
         waits: The host may ask whether nuclei lie in few tokens, as they mostly do: to go through a whole vocabulary
             takes a third of a small model's time. The tokens are the same.
     """
-    weights, tokens = _weigh(logits, temperature), None
-    if top_p is not None:
-        need = _needed(weights, top_p)
-        if waits and (tokens := _front(weights, need)) is not None:
-            weights = weights.gather(-1, tokens)
-        weights = nucleus(weights, need)
-    found = _pick(weights, numbers)
-    return found if tokens is None else tokens.gather(-1, found[:, None])[:, 0]
+    weights = _weigh(logits, temperature)
+    if top_p is None:
+        return _pick(weights, numbers)
+    need = _needed(weights, top_p)
+    return _pick_in_fronts(weights, need, numbers) if waits else _pick(nucleus(weights, need), numbers)
 
 
 def _weigh(logits: Tensor, temperature: Tensor) -> Tensor:
     """Probabilities int64 [S, vocabulary], as shares of the largest."""
-    far = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
-    return far.exp().mul(2.0**_BITS).long().clamp(min=0)  # of logits that are not finite, anything
+    far = (logits - logits.amax(-1, keepdim=True)).div_(temperature[:, None])
+    return far.exp_().mul_(2.0**_BITS).long().clamp_(min=0)  # of logits that are not finite, anything
 
 
 def _needed(weights: Tensor, top_p: Tensor) -> Tensor:
@@ -137,6 +134,11 @@ def nucleus(weights: Tensor, need: Tensor) -> Tensor:
         higher = least + 2**bit
         enough = torch.where(weights >= higher, weights, 0).sum(-1, keepdim=True) >= need
         least = torch.where(enough, higher, least)
+    return _kept(weights, need, least)
+
+
+def _kept(weights: Tensor, need: Tensor, least: Tensor) -> Tensor:
+    """Weights that make `need` together and do not lie below `least`, the largest number for which that is enough."""
     above, equal = weights > least, weights == least
     left = need - torch.where(above, weights, 0).sum(-1, keepdim=True)
     most = -(-left // least.clamp(min=1))
@@ -152,14 +154,23 @@ def _pick(weights: Tensor, numbers: Tensor) -> Tensor:
     return (mass[:, :-1] <= at).sum(-1)
 
 
-def _front(weights: Tensor, need: Tensor) -> Tensor | None:
-    """Tokens int64 [S, n], ascending, among which the nucleus of every row lies; None where it is larger."""
-    largest, tokens = weights.topk(min(_FRONT, weights.shape[1]))
-    # Of equals, the first ones belong to a nucleus, and the front has any.
-    cut = (weights >= largest[:, -1:].clamp(min=1)).sum(-1, keepdim=True) > largest.shape[1]
-    if bool((cut | (largest.sum(-1, keepdim=True) < need)).any()):
-        return None
-    return tokens.sort(-1).values
+def _pick_in_fronts(weights: Tensor, need: Tensor, numbers: Tensor) -> Tensor:
+    """What `_pick` finds in the nuclei: in each row's largest weights, and in more of them where it does not lie there."""
+    vocabulary, device = weights.shape[1], weights.device
+    found, rows = torch.zeros(len(weights), dtype=torch.int64, device=device), torch.arange(len(weights), device=device)
+    for size in (*_FRONTS, vocabulary):
+        largest, tokens = weights.topk(min(size, vocabulary))
+        mass = largest.cumsum(-1)
+        least = largest.gather(-1, (mass < need).sum(-1, keepdim=True).clamp(max=largest.shape[1] - 1))
+        # Of equals the first ones belong to a nucleus, and a front has any: it ends with less, or has all there are.
+        inside = ((mass[:, -1:] >= need) & (largest[:, -1:] < least))[:, 0] | (size >= vocabulary)
+        tokens, order = tokens[inside].sort(-1)
+        kept = _kept(largest[inside].gather(-1, order), need[inside], least[inside])
+        found[rows[inside]] = tokens.gather(-1, _pick(kept, numbers[inside])[:, None])[:, 0]
+        weights, need, numbers, rows = weights[~inside], need[~inside], numbers[~inside], rows[~inside]
+        if not len(rows):
+            break
+    return found
 
 
 def choose(logits: Tensor, rows: Sequence[Drawing | None], banned: Sequence[int] = ()) -> list[int]:

@@ -9,8 +9,8 @@ from engine_helpers import request
 from kvbench.engine.answer import Answer
 from kvbench.engine.runner import finite_rows
 from kvbench.engine.sampling import (
-    _front,
     _needed,
+    _pick,
     _weigh,
     answer_seed,
     choose,
@@ -123,7 +123,7 @@ def test_random_numbers_are_those_of_splitmix():
 def test_a_draw_depends_on_its_row_alone(top_p: float, spread: float):
     """Rows together, as a captured step draws them, give what they give where the host looks for the nuclei in the
     front first, together and alone: in it, beyond it, and among equals. Greedy rows beside them take the likeliest."""
-    logits = spread * torch.randn(6, 3001, generator=torch.Generator().manual_seed(2)).mul(4).round().div(4)
+    logits = spread * torch.randn(6, 9001, generator=torch.Generator().manual_seed(2)).mul(4).round().div(4)
     temperature = [0.7, 0.0, 1.5, 0.7, 1.0, 0.0]
     draws = None
     for step in range(3):
@@ -134,19 +134,19 @@ def test_a_draw_depends_on_its_row_alone(top_p: float, spread: float):
         assert [choose(own[None], [row])[0] for own, row in zip(logits, rows, strict=True)] == found
 
 
-@pytest.mark.parametrize("equal", [1000, 1024, 1025, 2000])
-def test_a_nucleus_is_looked_for_in_the_front_where_it_lies_there(equal: int):
-    """Of a thousand equals at the end of the front the first ones count; what has no weight is never drawn."""
-    logits = torch.full((1, 3001), -1000.0)
-    logits[0, torch.randperm(3001, generator=torch.Generator().manual_seed(4))[:equal]] = 0.0
-    weights = _weigh(logits, torch.ones(1))
-    need = _needed(weights, torch.tensor([0.9], dtype=torch.float64))
-    front = _front(weights, need)
-    assert (front is None) == (equal > 1024)
-    if front is not None:
-        assert (front.diff() > 0).all() and torch.equal(
-            front[weights.gather(-1, front) > 0], weights[0].nonzero()[:, 0]
-        )
+@pytest.mark.parametrize("equal", [1, 1000, 1024, 1025, 8192, 8193, 9001])
+def test_a_nucleus_is_looked_for_in_more_tokens_where_it_is_larger(equal: int):
+    """Of equals at the end of a front the first ones count, in each row for itself; what has no weight is never drawn."""
+    make = torch.Generator().manual_seed(4)
+    logits = torch.full((3, 9001), -1000.0)
+    for row, many in enumerate((equal, 5, equal)):
+        logits[row, torch.randperm(9001, generator=make)[:many]] = 0.0
+    weights, top_p = _weigh(logits, torch.ones(3)), torch.tensor([0.9, 0.5, 1.0], dtype=torch.float64)
+    for at in (0.0, 0.3, 1 - 2**-53):
+        numbers = torch.full((3,), at, dtype=torch.float64)
+        found = draw(logits, torch.ones(3), top_p, numbers, waits=True)
+        assert torch.equal(found, _pick(nucleus(weights, _needed(weights, top_p)), numbers))
+        assert (weights.gather(-1, found[:, None]) > 0).all()
 
 
 @pytest.mark.parametrize("top_p", [0.9, 1.0])
