@@ -155,7 +155,7 @@ def _pick(weights: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _pick_in_fronts(weights: Tensor, need: Tensor, numbers: Tensor) -> Tensor:
-    """What `_pick` finds in the nuclei: in each row's largest weights, and in more of them where it does not lie there."""
+    """What `_pick` finds in nuclei: in each row's largest weights, or in more where they lie beyond."""
     vocabulary, device = weights.shape[1], weights.device
     found, rows = torch.zeros(len(weights), dtype=torch.int64, device=device), torch.arange(len(weights), device=device)
     for size in (*_FRONTS, vocabulary):

@@ -8,17 +8,7 @@ from engine_helpers import request
 
 from kvbench.engine.answer import Answer
 from kvbench.engine.runner import finite_rows
-from kvbench.engine.sampling import (
-    _needed,
-    _pick,
-    _weigh,
-    answer_seed,
-    choose,
-    draw,
-    draws_of,
-    nucleus,
-    random_numbers,
-)
+from kvbench.engine.sampling import _needed, _pick, _weigh, answer_seed, choose, draw, draws_of, nucleus, random_numbers
 
 LOGITS = torch.log(torch.tensor([0.05, 0.5, 0.15, 0.3]))
 
@@ -136,7 +126,7 @@ def test_a_draw_depends_on_its_row_alone(top_p: float, spread: float):
 
 @pytest.mark.parametrize("equal", [1, 1000, 1024, 1025, 8192, 8193, 9001])
 def test_a_nucleus_is_looked_for_in_more_tokens_where_it_is_larger(equal: int):
-    """Of equals at the end of a front the first ones count, in each row for itself; what has no weight is never drawn."""
+    """Of equals at the end of a front the first count, in each row for itself; what has no weight is never drawn."""
     make = torch.Generator().manual_seed(4)
     logits = torch.full((3, 9001), -1000.0)
     for row, many in enumerate((equal, 5, equal)):
