@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvbench.show.picture import COLOURS, MARKERS
+from kvbench.show.picture import COLOURS, MARKERS, legend_below
 from kvbench.show.progress import format_bytes
 
 if TYPE_CHECKING:
@@ -13,7 +13,8 @@ SAID = (
     "Counted: by the store's own counting, without memory; - = attention decides what is kept. Tried: a real cache was "
     "filled with real prompts until no page was left; + = as far as was tried. Nobody counts beyond a million tokens."
 )
-NEAR: dict = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "fontsize": 8}
+SIZE = 9  # of the text, in points
+LONGEST = "longest that was tried"
 PANELS = (("sequences at once", "batch"), ("tokens of the longest prompt", "prompt"))
 
 
@@ -37,7 +38,7 @@ def _number(value: int | None) -> str:
 
 
 def figure(document: dict) -> "Figure":
-    """Both over memory: lines are counted, points were tried."""
+    """Both over memory: lines are counted, points were tried. Where methods coincide, each leaves a ring."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullFormatter
@@ -50,28 +51,27 @@ def figure(document: dict) -> "Figure":
         for index, name in enumerate(names):
             found = [(cell["cell"]["kv_mb"], row) for cell in cells for row in cell["variants"] if row["name"] == name]
             known = [(mb, row[f"counted_{key}"]) for mb, row in found if row[f"counted_{key}"]]
-            colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
-            axes.plot([mb for mb, _ in known], [value for _, value in known], color=colour, linewidth=1.2)
+            colour, behind = COLOURS[index % len(COLOURS)], len(names) - 1 - index
+            style = {"color": colour, "marker": MARKERS[index % len(MARKERS)], "linewidth": 1.2}
+            style |= {"markersize": 4 + 1.3 * behind, "markeredgecolor": "white", "markeredgewidth": 0.4}
+            axes.plot([mb for mb, _ in known], [value for _, value in known], **style | {"marker": ""})
             tried = [(mb, row[f"tried_{key}"]) for mb, row in found if row[f"tried_{key}"]]
-            style = {"color": colour, "marker": marker, "markersize": 5, "linestyle": "none"}
-            axes.plot([mb for mb, _ in tried], [value for _, value in tried], **style)
-            axes.plot([], [], color=colour, marker=marker, markersize=5, linewidth=1.2, label=name)
+            axes.plot([mb for mb, _ in tried], [value for _, value in tried], **style | {"linestyle": "none"})
+            axes.plot([], [], **style, label=name)
         if key == "prompt" and any(row["tried_prompt"] for cell in cells for row in cell["variants"]):
-            axes.axhline(settings["longest"], color="black", linestyle="--", linewidth=1.0)
-            axes.annotate("longest that was tried", (0.02, settings["longest"]), xytext=(0, 3), **NEAR)
+            axes.axhline(settings["longest"], color="black", linestyle="--", linewidth=1.0, label=LONGEST)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         axes.set_xticks([cell["cell"]["kv_mb"] for cell in cells])
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
             axis.set_minor_formatter(NullFormatter())
-        axes.set_xlabel("MB of KV memory", fontsize=9)
-        axes.set_ylabel(label, fontsize=9)
+        axes.set_xlabel("MB of KV memory", fontsize=SIZE)
+        axes.set_ylabel(label, fontsize=SIZE)
         axes.grid(alpha=0.3)
         axes.tick_params(labelsize=8)
-    handles, labels = made.axes[0].get_legend_handles_labels()
-    made.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
-    made.suptitle(title(document), fontsize=11)
+    legend_below(made, SIZE)
+    made.suptitle(f"{title(document)}\nlines are counted, points were tried", fontsize=11)
     return made
 
 

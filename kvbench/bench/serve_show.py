@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvbench.show.picture import COLOURS, MARKERS
+from kvbench.show.picture import COLOURS, MARKERS, legend_below
 from kvbench.show.progress import format_bytes
 
 if TYPE_CHECKING:
@@ -119,8 +119,7 @@ def figure(document: dict) -> "Figure":
     for each in made.axes:
         each.grid(alpha=0.3)
         each.tick_params(labelsize=8)
-    handles, labels = first.get_legend_handles_labels()
-    made.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    legend_below(made, 9)
     made.suptitle(title(document), fontsize=11)
     return made
 

@@ -23,13 +23,11 @@ from kvbench.kernels.bench.bench import label_of
 from kvbench.models.matrices import PLAIN
 from kvbench.results.writing import write_atomic
 from kvbench.show import terminal
-from kvbench.show.picture import COLOURS, MARKERS, picture_bytes
+from kvbench.show.picture import COLOURS, MARKERS, legend_below, picture_bytes
 from kvbench.show.progress import PLAIN_EVERY_S, LiveBar, format_bytes, format_seconds, note
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 WIDTH = 132
 NONE = "-"
@@ -341,9 +339,10 @@ def draw(document: dict, path: Path) -> Path | None:
         is_seconds = view.value is _rate_or_seconds and not panel[0][1]["variants"][0].get("tokens_per_call")
         axes.set_xlabel("seconds" if is_seconds else view.label.format(base), fontsize=8)
     if series != [""]:
-        _legend(figure, 5)
+        legend_below(figure, 8)
     where = document["environment"]
-    figure.suptitle(f"{document['what']} on {where['device_name']} (backend {where['backend']})", fontsize=11)
+    model = f" of {document['model']['name']}\n" if "model" in document else " "
+    figure.suptitle(f"{document['what']}{model}on {where['device_name']} (backend {where['backend']})", fontsize=11)
     write_atomic(path, picture_bytes(figure, "png"))
     return path
 
@@ -385,20 +384,3 @@ def _style(index: int) -> dict[str, Any]:
     """Colour and marker of a series; together they tell more apart than there are colours."""
     colour, again = index % len(COLOURS), index // len(COLOURS)
     return {"color": COLOURS[colour], "marker": MARKERS[(colour + 3 * again) % len(MARKERS)]}
-
-
-# Inches that a legend's entry takes: for its marker with the space around it, and for each letter, which is a wide one.
-_MARKER_IN, _LETTER_IN = 0.55, 0.068
-
-
-def _legend(figure: "Figure", columns: int) -> None:
-    """One legend of all panels below the picture, in so many columns at most as its labels have room for; each label
-    once."""
-    handles: dict[str, Artist] = {}
-    for panel in figure.axes:
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    widest_in = _MARKER_IN + _LETTER_IN * max(map(len, handles), default=0)
-    columns = max(1, min(columns, int(figure.get_figwidth() / widest_in)))
-    where: dict[str, Any] = {"loc": "outside lower center", "ncols": columns, "frameon": False, "fontsize": 8}
-    figure.legend(list(handles.values()), list(handles), **where)

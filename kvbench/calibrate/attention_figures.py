@@ -203,7 +203,7 @@ def outliers(prompts: Prompts, share: float) -> Made:
                 interpolation="nearest",
             )
             one.set(xlabel="channel", ylabel="token", title=f"|{name}|, layer {layer}, KV head {head}")
-            one.figure.colorbar(image, ax=one)
+            one.figure.colorbar(image, ax=one, label="absolute value")
 
     most = {name: float(found.max()) for name, found in ratios.items()}
     said = f"the largest channel is {most['keys']:.1f} times the median one in keys, {most['values']:.1f} in values"

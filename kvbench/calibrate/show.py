@@ -179,7 +179,8 @@ def draw(result: Result) -> list[Path]:
         ratios = [point.bytes_ratio for point in item.points]
         _series(bottom, item, ratios, memory.scale, MEMORY, "s")
         _verdict(bottom, item, judged[1], memory.scale, num)
-        bottom.set_ylim(0, 1.12 * max(memory.scale * (found.high or found.value or 0) for found in ratios))
+        most = max(memory.scale * (found.high or found.value or 0) for found in ratios)
+        bottom.set_ylim(0, max(bottom.get_ylim()[1], 1.12 * most))  # all stages share it
         labels = [value_text(value).strip("()").replace(", ", "\n") for value in item.stage.values]
         bottom.set_xticks(range(len(item.points)), labels)
         bottom.set_xlim(-0.6, len(item.points) - 0.4)
@@ -207,10 +208,12 @@ def _loss_scale(axes: "Axes", margin: float) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     axes.set_yscale("symlog", linthresh=2 * margin)
-    steps = [digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5)]
+    low, high = axes.get_ylim()
+    digits = (1,) if max(high, -low) > 40 * margin else (1, 2, 5)  # beyond, three to a decade crowd each other
+    steps = [digit * 10.0**power for power in range(-6, 7) for digit in digits]
     # Above the linear part every step; inside it only what is not crowded.
-    ticks = [0.0, margin, *(step for step in steps if step > 1.5 * margin)]
-    axes.yaxis.set_major_locator(FixedLocator([-margin, *ticks]))
+    ticks = [margin, *(step for step in steps if step > 1.5 * margin)]
+    axes.yaxis.set_major_locator(FixedLocator([0.0, *ticks, *(-tick for tick in ticks)]))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 

@@ -8,6 +8,7 @@ import os
 import shlex
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from kvbench.results.writing import write_files
 from kvbench.show import terminal
 from kvbench.show.picture import headed
 
+CLUSTER = "hydra/launcher=submitit_slurm hydra.launcher.partition=NAME hydra.launcher.timeout_min=MINUTES"
 BYTES, DEFAULT_MODEL = "bytes", "smollm2-135m"
 # Words of the user's that change no answer, or nothing that a paper states; every other one is another protocol.
 NEUTRAL = {"model", "model.path", "model.name", "model.device", "model.dtype", "model.linear", "model.tensor_parallel"}
@@ -59,7 +61,7 @@ def main(arguments: Sequence[str], sweep: suite.Sweeping) -> int:
         terminal.console().print(Text(f"{paper.name}, {entry.at}: {entry.shows}\nno command: {entry.cannot}"))
         return 2
     if cfg.plan:
-        return plan(paper, entry, cfg, others)
+        return plan(paper, entry, cfg, others, list(arguments))
     return run(paper, entry, cfg, others, list(arguments), sweep)
 
 
@@ -190,54 +192,87 @@ def command_lines(entry: Entry, cfg: DictConfig, others: Sequence[str]) -> list[
     return found
 
 
-def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str]) -> int:
-    """Say what an entry would run: samples, time by a rate measured here, memory, disk; and its further commands."""
+def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], arguments: list[str]) -> int:
+    """Say what an entry would run: samples, time by a rate measured here, memory, disk; its further commands; and the
+    words that start it, here and on a cluster."""
     console = terminal.console()
     launcher = [word for word in others if word.startswith("hydra")]
     sweeping.check_launcher(["-m", *launcher])
     console.print(Text(f"{paper.name}, {entry.at}: {entry.shows}"), soft_wrap=True)
+    further = command_lines(entry, cfg, others)
+    start = shlex.join(["python", "-m", "kvbench", GROUP, *(word for word in arguments if word != "plan=true")])
+    lines = list[str]()
     if entry.tasks:
-        from kvbench.cli.suite_ahead import say
         from kvbench.config.compose import compose
-        from kvbench.runs.parts import Loaders
 
         jobs = jobs_of(paper, entry, cfg, others)
         for row, words in jobs:
             console.print(Text(f"{row or '(no printed row)'}: kvbench {shlex.join(words)}"), soft_wrap=True)
         methods = [suite.choice(words, "method") for _, words in jobs]
-        say([(compose(words), name) for (_, words), name in zip(jobs, methods, strict=True)], Loaders())
+        lines += _ahead([(compose(words), name) for (_, words), name in zip(jobs, methods, strict=True)])
         each = f", each a job of {shlex.join(launcher)}" if launcher else ""
-        console.print(Text(f"{len(jobs)} runs{each}; the same command without plan=true starts them"), soft_wrap=True)
-    for name, words in command_lines(entry, cfg, others):
-        console.print(Text(f"kvbench {name} {shlex.join(words)}{_size(name, words)}"), soft_wrap=True)
+        lines.append(f"{len(jobs)} runs{each}; to start them: {start}")
+        if not launcher:
+            lines.append(f"on a Slurm cluster, each run a job: {start} {CLUSTER}")
+    for name, words in further:
+        lines.append(f"{'then ' if entry.tasks else ''}kvbench {name} {shlex.join(words)}{_size(name, words)}")
+        if name == "calibrate":
+            lines += _ahead(_calibrated(words))
+    if not entry.tasks:
+        lines.append(f"to start it: {start}")
     if entry.took:
-        console.print(Text(f"it took {entry.took}"))
+        lines.append(f"a small run of it took {entry.took}")
     printed = entry.printed(paper)
     named = {str(model): paper.models.get(str(model), "") for model in printed["model"].unique()}
-    for model, hub in named.items():
-        if hub:
-            console.print(Text(f"{model}: model=hf model.path={hub}"))
+    if any(named.values()):
+        lines.append("models of the printed cells; any other is never a match:")
+    lines += [f"{model}: model=hf model.path={hub}" for model, hub in named.items() if hub]
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
     return 0
+
+
+def _ahead(asked: Sequence[tuple[DictConfig, str]]) -> list[str]:
+    """Say what is ahead of runs; gives why there is nothing to say of some, each reason once."""
+    from kvbench.cli.suite_ahead import say
+    from kvbench.runs.parts import Loaders
+
+    reasons = Counter(text.split(": ", 2)[-1] for text in say(asked, Loaders()))
+    return [f"! nothing is known of {count} of {len(asked)} runs: {reason}" for reason, count in reasons.items()]
+
+
+def _calibrated(words: Sequence[str]) -> list[tuple[DictConfig, str]]:
+    """The runs of a calibration's grid, as far as what is ahead of them goes."""
+    from kvbench.config.compose import compose
+
+    count, tuning = _grid(words)
+    mine = [word for word in words if not word.startswith(("calibrate.", "what="))]
+    return [(compose([*mine, f"limit={tuning}"]), suite.choice(mine, "method"))] * count
+
+
+def _grid(words: Sequence[str]) -> tuple[int, int]:
+    """How many settings a calibration tries, and through how many samples of each subset."""
+    from kvbench.calibrate.plan import read_plan
+    from kvbench.runs.parts import make_policy
+
+    cfg = commands.compose_command("calibrate", words)
+    asked = read_plan(cfg.calibrate, str(cfg._choices_.method), make_policy(cfg.method))
+    return sum(len(stage.values) for stage in asked.stages), asked.tuning_samples
 
 
 def _size(name: str, words: list[str]) -> str:
     """How much a bench or a calibration measures, in words behind its command."""
-    if name not in ("bench", "calibrate"):
-        return ""
-    cfg = commands.compose_command(name, words)
     if name == "bench":
         from kvbench.bench.command import settings_of
         from kvbench.kernels.bench.bench import Bench
 
+        cfg = commands.compose_command(name, words)
         cells = Bench(settings := settings_of(cfg, cfg.what)).cells
-        return f"\n{len(cells)} cells, {settings.rounds} timed rounds each"
-    from kvbench.calibrate.plan import read_plan
-    from kvbench.runs.parts import make_policy
-
-    asked = read_plan(cfg.calibrate, str(cfg._choices_.method), make_policy(cfg.method))
-    count = sum(len(stage.values) for stage in asked.stages)
-    first, others = cfg.calibrate.tuning_samples, cfg.calibrate.held_out_samples
-    return f"\nat most {count} settings through {first} samples of each subset, and three through {others} others"
+        return f"\n{len(cells)} cells, {settings.rounds} timed rounds each; quick=true takes small values"
+    if name == "calibrate":
+        count, tuning = _grid(words)
+        return f"\nat most {count} settings through {tuning} samples of each subset, and three through held-out ones"
+    return ""
 
 
 def _list_papers() -> int:

@@ -18,18 +18,20 @@ def announce(jobs: "Jobs") -> None:
     say([(job.cfg, job.method) for job in jobs.waiting], jobs.loaders)
 
 
-def say(asked: "Sequence[tuple[DictConfig, str]]", loaders: "Loaders") -> None:
-    """Say what is ahead of some runs, each by its configuration and the name of its method."""
+def say(asked: "Sequence[tuple[DictConfig, str]]", loaders: "Loaders") -> list[str]:
+    """Say what is ahead of some runs, each by its configuration and the name of its method; gives which were left out,
+    and why."""
     from kvbench.runs import together
     from kvbench.runs.ahead import look_ahead
 
-    found = []
+    found, left_out = [], list[str]()
     for numbers in together.groups([cfg for cfg, _ in asked]):
-        if ahead := look_ahead([asked[number] for number in numbers], loaders):
+        if ahead := look_ahead([asked[number] for number in numbers], loaders, left_out.append):
             found.append(ahead)
             note(line(ahead))
     for text in total(found):
         note(text)
+    return left_out
 
 
 def line(ahead: "Ahead") -> str:
@@ -51,7 +53,8 @@ def total(found: "list[Ahead]") -> list[str]:
     memory, disk = max(ahead.memory_bytes for ahead in found), sum(ahead.disk_bytes for ahead in found)
     time = _time(usual, sum(ahead.most_s for ahead in found))
     return [
-        f"in all {sum(ahead.answers for ahead in found)} answers; {time}, by a few answers of the full cache here",
+        f"in all {sum(ahead.answers for ahead in found)} answers; {time}, by a few answers of the full cache, timed "
+        f"here on {', '.join(dict.fromkeys(ahead.device for ahead in found))}",
         f"memory: {format_bytes(memory)} for the model and one run's longest sample, and up to half of what is free "
         f"for runs that go together; disk: at most {format_bytes(disk)} of records",
     ]

@@ -19,7 +19,7 @@ from kvbench.results.measures import NATS_TOLERANCE
 from kvbench.results.sample import SampleRecord
 from kvbench.show import terminal
 from kvbench.show.csv_file import csv_row, records_csv
-from kvbench.show.picture import GREY, STYLES, drawn, method_style
+from kvbench.show.picture import GREY, STYLES, drawn, legend_below, method_style
 from kvbench.stats.intervals import Estimate, estimate
 
 if TYPE_CHECKING:
@@ -221,8 +221,7 @@ def figure(drawing: Drawing) -> "Figure":
         axes.grid(color="#EEEEEE", linewidth=0.6)
     axes.set_xlabel(drawing.axis)
     axes.set_xlim(left=min(drawing.band))
-    handles, labels = axes.get_legend_handles_labels()
-    made.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), fontsize=7, frameon=False)
+    legend_below(made, 7)
     return made
 
 

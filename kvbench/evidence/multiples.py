@@ -72,7 +72,9 @@ def figure(title: str, panels: Sequence[Panel], axis: str) -> "Figure":
         frontier_figure.frame(axes, drawing, most_ticks=4)
         lines = [replace(line, style=styles[line.method]) for line in lines_of(drawing.methods())]
         frontier_figure.draw_lines(axes, drawing, lines, 3.0)
-        axes.set_title(f"{panel.what.short}, n = {panel.num_samples}", fontsize=SIZE, loc="left", pad=3)
+        # Where the full cache scores nothing there is no share of it.
+        unit = "" if panel.what.unit == panels[0].what.unit else f", {panel.what.unit}"
+        axes.set_title(f"{panel.what.short}, n = {panel.num_samples}{unit}", fontsize=SIZE, loc="left", pad=3)
         if place % columns == 0:
             axes.set_ylabel(panel.what.unit)
     for axes in places[len(panels) :]:

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from kvbench.config.files import FULL
 from kvbench.evidence.load import Group, StoredRun, load_groups
+from kvbench.evidence.report_bars import tier_names
 from kvbench.evidence.settings import KINDS, check, write_drawn
 from kvbench.show import terminal
 from kvbench.show.csv_file import csv_row, records_csv
@@ -48,8 +49,10 @@ def shares_of(group: Group, run: StoredRun) -> Shares | None:
         found = tier_shares([record])
         if not found:
             continue
-        each = {f"tier {place}": share for place, share in enumerate(found, 1)}
-        for name, share in (each | {PRUNED: max(0.0, 1 - sum(found))}).items():
+        each = {PRUNED: max(0.0, 1 - sum(found))}
+        for name, share in zip(tier_names(run, len(found)), found, strict=True):
+            each[name] = each.get(name, 0.0) + share
+        for name, share in each.items():
             held.setdefault(name, {}).setdefault(record["subset"], []).append(share)
     if not held:
         return None
@@ -86,7 +89,7 @@ def main(cfg: DictConfig) -> int:
         for name in [*(name for name in names if name != PRUNED), PRUNED]
     ]
     console.print(terminal.table_of(None, "run", [shares.name for shares in found], columns))
-    console.print(Text("tier 1 is the method's first precision. [a, b]: 95 % interval over samples.", style="dim"))
+    console.print(Text("[a, b]: 95 % interval over samples.", style="dim"))
     terminal.print_notes(dict.fromkeys(note for group in groups for note in group.notes), console)
     records = [
         csv_row(task=shares.task, model=shares.model, run=shares.run, part=name, share=own.value)

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -11,6 +11,7 @@ from kvbench.config.files import FULL
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.requests import Outcome, Request
 from kvbench.results import shards
+from kvbench.results.provenance import machine
 from kvbench.results.record import RunRecord
 from kvbench.runs.experiment import Experiment, keys_of, prepare, prepared
 from kvbench.runs.parts import Loaders
@@ -35,6 +36,7 @@ class Ahead:
         most_s: If they are as long as they may be.
         memory_bytes: The model, and one full cache and its prompt at the longest sample.
         disk_bytes: Of the records of all answers that are not there, as long as they may be.
+        device: Where the answers were timed, in words.
     """
 
     task: str
@@ -47,19 +49,23 @@ class Ahead:
     most_s: float
     memory_bytes: int
     disk_bytes: int
+    device: str
 
 
-def look_ahead(asked: Sequence[tuple[Mapping[str, Any], str]], parts: Loaders) -> Ahead | None:
+def look_ahead(
+    asked: Sequence[tuple[Mapping[str, Any], str]], parts: Loaders, say: Callable[[str], None] = lambda text: None
+) -> Ahead | None:
     """Prepare runs of one task, and time a few answers of the full cache to a prompt of usual length.
 
     Args:
         asked: Configuration and name of the method of each run. One that cannot be prepared is left out; it says why
             itself when its turn comes.
+        say: Is told of each that is left out, and why, for those who begin none.
 
     Returns:
         What is ahead; None where no run can be prepared.
     """
-    found = prepared(asked, parts)
+    found = prepared(asked, parts, say)
     if not found:
         return None
     first, requests = found[0], found[0].task.requests
@@ -86,6 +92,7 @@ def look_ahead(asked: Sequence[tuple[Mapping[str, Any], str]], parts: Loaders) -
         most_s=reading_s + step_s * most * sum(open_runs),
         memory_bytes=(first.model.weights_bytes or 0) + row + prompt,
         disk_bytes=int((record_bytes + token_bytes * most) * sum(open_runs)),
+        device=machine(first.model.device).device,
     )
 
 

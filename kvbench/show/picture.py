@@ -152,6 +152,18 @@ def width_in(name: str, size: float) -> float:
     return TextPath((0, 0), name.replace("$", r"\$"), prop=FontProperties(size=size)).get_extents().width / 72
 
 
+def legend_below(figure: "Figure", size: float) -> None:
+    """Put one legend of all panels below a picture, in points of a size: each name once, in as many columns as fit."""
+    found: dict[str, Any] = {}
+    for panel in figure.axes:
+        for handle, name in zip(*panel.get_legend_handles_labels(), strict=True):
+            found.setdefault(name, handle)
+    line_in = 4.5 * size / 72  # a line before a name, and the room around both
+    columns = int(figure.get_figwidth() / (line_in + max((width_in(name, size) for name in found), default=0.0)))
+    where: dict[str, Any] = {"loc": "outside lower center", "ncols": max(1, columns)}
+    figure.legend(list(found.values()), list(found), frameon=False, fontsize=size, **where)
+
+
 def share_bars(rows: "Sequence[tuple[str, Mapping[str, float]]]", last: str, what: str) -> "Figure":
     """A bar for each row, its shares beside one another.
 
@@ -218,6 +230,6 @@ def _with_heading(figure: "Figure", size: float = 7) -> "Bbox":
     from matplotlib.transforms import Bbox
 
     width, height = figure.get_size_inches()
-    lines = textwrap.wrap(_heading, max(20, int(width * 72 / (0.56 * size))))
+    lines = textwrap.wrap(_heading, max(20, int(width * 72 / (0.56 * size))), break_on_hyphens=False)
     figure.text(0.01, 1, "\n".join(lines), fontsize=size, va="bottom", ha="left", style="italic", in_layout=False)
     return Bbox.from_bounds(0, 0, width, height + (LINE_HEIGHT * len(lines) + 0.6) * size / 72)

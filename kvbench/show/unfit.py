@@ -33,10 +33,11 @@ def unfit(records: Iterable[SampleRecord], what: Measure) -> str:
             continue
         values.append(value)
         limit = limit or record["protocol"].get("max_new_tokens")
-        cut += value == worst and record["finish"] == "length"  # one that was cut and is right took no harm
+        choices = len(record.get("choices", ()))
+        # One that was cut and is right took no harm, and a letter that is chosen by its likelihood is never cut.
+        cut += value == worst and record["finish"] == "length" and not choices
         unparsed += value == worst and record["scores"].get("parsed") == 0
-        count = len(record.get("choices", ()))
-        chances.append(1 / count if count > 1 else 0.0)
+        chances.append(1 / choices if choices > 1 else 0.0)
     if not values:
         return ""
     mean, chance = sum(values) / len(values), sum(chances) / len(values)

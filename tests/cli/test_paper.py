@@ -98,18 +98,24 @@ def test_what_would_run(toy, capsys):
     assert "SnapKV 50%: kvbench seed=0 task=longctx method=snapkv method.ratio=0.5 limit=3" in said.out
     assert "Llama3-8B: model=hf model.path=meta-llama/Meta-Llama-3-8B-Instruct" in said.out
     assert "samples of about" in said.err and "memory: " in said.err and "disk: at most" in said.err
-    assert "2 runs; the same command without plan=true starts them" in said.out
+    assert "2 runs; to start them: python -m kvbench paper toy table=1 methods=snapkv limit=3\n" in said.out
+    assert "limit=3 hydra/launcher=submitit_slurm hydra.launcher.partition=NAME" in said.out
     assert not list(toy.rglob("sweep.json"))
     assert main(["paper", "toy", "table=1", "plan=true", "hydra/launcher=submitti"]) == 2
     assert "hydra/launcher=submitti does not exist. Did you mean submitit_" in capsys.readouterr().err
     assert main(["paper", "toy", "figure=1", "plan=true"]) == 0
-    assert "kvbench published papers=diffkv limit=1\nit took 1 s" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "kvbench published papers=diffkv limit=1\nto start it: python -m kvbench paper toy figure=1\n" in said
+    assert said.endswith("a small run of it took 1 s\n")
+    assert main(["paper", "toy", "table=1", "plan=true", "limit=-1"]) == 0
+    said = capsys.readouterr()
+    assert "! nothing is known of 4 of 4 runs: limit=-1 " in said.out and "samples of about" not in said.err
 
 
 def test_how_much_a_bench_and_a_calibration_measure():
     """Cells and rounds of a bench, as the user's words have them; the settings of a grid."""
     words = ["what=throughput", "throughput.lengths=[64,128]", "throughput.methods=[full]", "rounds=5"]
-    assert paper._size("bench", words) == "\n2 cells, 5 timed rounds each"
+    assert paper._size("bench", words) == "\n2 cells, 5 timed rounds each; quick=true takes small values"
     words = ["method=diffkv", "task=math", "calibrate.grid.alpha_h=[0,1]", "calibrate.grid.alpha_l=[0,0.1,1]"]
     assert paper._size("calibrate", words).startswith("\nat most 5 settings through 8 samples of each subset")
     assert paper._size("attention", []) == ""
@@ -208,27 +214,33 @@ def test_every_line_of_a_shipped_paper_names_what_there_is():
             assert {line.partition(" ")[0] for line in entry.then} <= set(files.command_files())
 
 
+COMPOSED = set()  # what some papers share
+
+
 @pytest.mark.exhaustive
-def test_the_papers_that_kvbench_ships():
+@pytest.mark.parametrize("name", files.options("paper"))
+def test_the_papers_that_kvbench_ships(name):
     """Every line of methods makes its method, every task is composed, and every further command."""
-    seen = set()
-    for each in papers.every():
-        for entry in each.entries:
-            lines = [line for model in ("", *each.models) for line in entry.rows(model).values() if entry.tasks]
-            for words in [(*shlex.split(entry.every), *shlex.split(line)) for line in entry.tasks]:
-                if words not in seen:
-                    compose([*words, "model=random"])
-                seen.add(words)
-            for line in dict.fromkeys(lines):
-                settings = tuple(word.partition("=")[0] if "." in word else word for word in shlex.split(line))
-                if settings not in seen:
-                    make_policy(compose(shlex.split(line)).method)
-                seen.add(settings)
-            cfg = compose_command("paper", [f"paper={each.key}", "results_dir=r"])
-            for command in paper.command_lines(entry, cfg, ["model=hf", "model.path=a/b"]):
-                if repr(command) not in seen:
-                    compose_command(*command)
-                seen.add(repr(command))
+
+    def is_new(*key):
+        found = key not in COMPOSED
+        COMPOSED.add(key)
+        return found
+
+    each = papers.find(name)
+    for entry in each.entries:
+        lines = [line for model in ("", *each.models) for line in entry.rows(model).values() if entry.tasks]
+        for line in entry.tasks:
+            words = (*shlex.split(entry.every), *shlex.split(line))
+            if is_new(*words):
+                compose([*words, "model=random"])
+        for line in dict.fromkeys(lines):
+            if is_new(*(word.partition("=")[0] if "." in word else word for word in shlex.split(line))):
+                make_policy(compose(shlex.split(line)).method)
+        cfg = compose_command("paper", [f"paper={name}", "results_dir=r"])
+        for command, words in paper.command_lines(entry, cfg, ["model=hf", "model.path=a/b"]):
+            if is_new(command, *(word for word in words if not word.startswith(("out=", "attention.out=")))):
+                compose_command(command, words)
 
 
 def test_the_document_is_the_files():

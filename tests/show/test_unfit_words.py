@@ -14,6 +14,9 @@ from kvbench.show.unfit import flag_notes, unfit
 EXACT = score("exact")
 
 
+FOUR = {"choices": [{"loglikelihood": 0.0}] * 4}
+
+
 def records(values, **more):
     """A record for each score."""
     return [sample(number, "a", value, **more) for number, value in enumerate(values)]
@@ -29,11 +32,11 @@ def records(values, **more):
         ),
         ([0] * 5 + [1] * 3, {"finish": "length"}, "5 of 8 answers were cut by the length limit and"),
         ([0] * 8, {}, "exact is 0.0 % over 8 answers, and 0 % is the worst there is"),
-        ([0, 0, 1, 0], {"choices": [{"loglikelihood": 0.0}] * 4}, "exact is 25.0 % over 4 answers, and 25 % is chance"),
+        ([0, 0, 1, 0], FOUR | {"finish": "length"}, "exact is 25.0 % over 4 answers, and 25 % is chance"),
         ([1] * 8, {"finish": "length"}, ""),
         ([0] * 4 + [1] * 4, {"finish": "length"}, ""),
         ([0] * 7 + [1], {}, ""),
-        ([0, 1, 1, 0], {"choices": [{"loglikelihood": 0.0}] * 4}, ""),
+        ([0, 1, 1, 0], FOUR, ""),
         ([0] * 8, {"status": "oom"}, ""),
     ],
 )
