@@ -67,13 +67,14 @@ def figure(title: str, panels: Sequence[Panel], axis: str) -> "Figure":
     inner = {"left": 0.09, "right": 0.985, "top": 1 - TOP_IN / height, "bottom": FOOT_IN / height}
     made.subplots_adjust(**inner, wspace=0.3, hspace=0.45)
     styles = _styles(panels, axis)
+    first = next((panel for panel in panels if panel.what.of), panels[0])
     for place, (axes, panel) in enumerate(zip(places, panels, strict=False)):
         drawing = Drawing(panel, axis)
         frontier_figure.frame(axes, drawing, most_ticks=4)
         lines = [replace(line, style=styles[line.method]) for line in lines_of(drawing.methods())]
         frontier_figure.draw_lines(axes, drawing, lines, 3.0)
         # Where the full cache scores nothing there is no share of it.
-        unit = "" if panel.what.unit == panels[0].what.unit else f", {panel.what.unit}"
+        unit = "" if panel.what.unit == first.what.unit else f", {panel.what.unit}"
         axes.set_title(f"{panel.what.short}, n = {panel.num_samples}{unit}", fontsize=SIZE, loc="left", pad=3)
         if place % columns == 0:
             axes.set_ylabel(panel.what.unit)
@@ -92,7 +93,6 @@ def figure(title: str, panels: Sequence[Panel], axis: str) -> "Figure":
         handles.append(Line2D([], [], label=method, **look))
     where: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.01, 0.3 / height), "ncols": 7, "frameon": False}
     made.legend(handles=handles, fontsize=SIZE - 0.5, handlelength=1.6, columnspacing=1.1, **where)
-    first = panels[0]
     beside = "difference to the full cache, " if Drawing(first, axis).is_difference else ""
     words = f"Up: {first.what.title.partition(' of ')[0]}, {beside}{first.what.unit}; "
     words += f"across: {first.axes[axis].title}, {first.axes[axis].unit}. Black: the full cache. "
