@@ -241,7 +241,7 @@ def _ahead(asked: Sequence[tuple[DictConfig, str]]) -> list[str]:
     return [f"! nothing is known of {count} of {len(asked)} runs: {reason}" for reason, count in reasons.items()]
 
 
-def _calibrated(words: Sequence[str]) -> list[tuple[DictConfig, str]]:
+def _calibrated(words: list[str]) -> list[tuple[DictConfig, str]]:
     """The runs of a calibration's grid, as far as what is ahead of them goes."""
     from kvbench.config.compose import compose
 
@@ -250,7 +250,7 @@ def _calibrated(words: Sequence[str]) -> list[tuple[DictConfig, str]]:
     return [(compose([*mine, f"limit={tuning}"]), suite.choice(mine, "method"))] * count
 
 
-def _grid(words: Sequence[str]) -> tuple[int, int]:
+def _grid(words: list[str]) -> tuple[int, int]:
     """How many settings a calibration tries, and through how many samples of each subset."""
     from kvbench.calibrate.plan import read_plan
     from kvbench.runs.parts import make_policy
