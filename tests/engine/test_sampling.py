@@ -8,7 +8,18 @@ from engine_helpers import request
 
 from kvbench.engine.answer import Answer
 from kvbench.engine.runner import finite_rows
-from kvbench.engine.sampling import _needed, _pick, _weigh, answer_seed, choose, draw, draws_of, nucleus, random_numbers
+from kvbench.engine.sampling import (
+    _needed,
+    _pick,
+    _weigh,
+    answer_seed,
+    choose,
+    draw,
+    draws_of,
+    likeliest,
+    nucleus,
+    random_numbers,
+)
 
 LOGITS = torch.log(torch.tensor([0.05, 0.5, 0.15, 0.3]))
 
@@ -43,6 +54,15 @@ def shares(logits, temperature, top_p=1.0, num_draws=4000):
 def test_greedy_takes_the_largest_and_the_first_of_equals():
     """Temperature 0 draws nothing; each row has its own."""
     assert choose(torch.stack([LOGITS, torch.tensor([0.0, 2.0, 2.0, 1.0])]), [None, None]) == [1, 1]
+
+
+@pytest.mark.parametrize("vocabulary", [1, 33, 96, 512, 1000, 1024])
+def test_the_likeliest_is_found_part_by_part(vocabulary: int):
+    """It is torch's argmax: the first of equals within a part and across parts, and what is not a number."""
+    logits = torch.randn(40, vocabulary, generator=torch.Generator().manual_seed(5)).mul(2).round()
+    logits[3, vocabulary // 2], logits[4] = float("nan"), float("-inf")
+    assert torch.equal(likeliest(logits), logits.argmax(-1))
+    assert torch.equal(likeliest(logits[::2]), logits[::2].argmax(-1))
 
 
 def test_banned_tokens_never_come():
