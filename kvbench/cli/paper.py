@@ -171,11 +171,10 @@ def command_lines(entry: Entry, cfg: DictConfig, others: Sequence[str]) -> list[
         ValueError: Nothing of the entry has a setting of the user's.
     """
     model = " ".join(word.removeprefix("model=").removeprefix("model.") for word in others if word[:5] == "model")
-    data = [f"task.data_dir='{cfg.data_dir}'"] if cfg.data_dir else []
-    found, taken = [], set[str]()
+    data, found, taken = suite.data_words(cfg), [], set[str]()
     methods = ",".join(f"'{line}'" for line in dict.fromkeys(entry.rows().values()))
     for line in entry.then:
-        name, *words = shlex.split(line.replace("{results}", str(cfg.results_dir)))
+        name, *words = shlex.split(line.replace("{results}", str(cfg.results_dir)).replace("{at}", entry.slug))
         words = [
             word.replace("{model}", f"'{model or DEFAULT_MODEL}'").replace("{methods}", f"[{methods}]")
             for word in words

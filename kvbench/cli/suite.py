@@ -1,5 +1,6 @@
 """`kvbench suite`: a protocol of several tasks and methods as one sweep, and the page at its end."""
 
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 Sweeping = Callable[[list[str], sweeping.Listed], int]
 GROUP = "suite"
+PLAIN_PATH = re.compile(r"[\w./~-]+", re.ASCII)
 Lines = Annotated[
     tuple[str, ...],
     Form("a list of lines of words", lambda x: isinstance(x, tuple) and bool(x) and all(isinstance(y, str) for y in x)),
@@ -137,6 +139,12 @@ def choice(words: Sequence[str], group: str) -> str:
     raise ValueError(f"a line of a suite says {group}=NAME, and this one does not: {shlex.join(words)}")
 
 
+def data_words(cfg: DictConfig) -> list[str]:
+    """The word of a run for the folder of data that the command was given, in quotes where a path needs them."""
+    folder = str(cfg.data_dir or "")
+    return [f"task.data_dir={folder if PLAIN_PATH.fullmatch(folder) else repr(folder)}"] if folder else []
+
+
 def _tasks(suite: Suite, cfg: DictConfig) -> list[list[str]]:
     """The lines of tasks that are wanted, with what the user says of data and of code for those that take it."""
     lines = [shlex.split(line) for line in suite.tasks]
@@ -156,7 +164,7 @@ def _tasks(suite: Suite, cfg: DictConfig) -> list[list[str]]:
                 "that it runs on this machine, in the sandbox, or choose others with tasks="
             )
         line += [f"task.{AGREED}=true"] if AGREED in takes else []
-        line += [f"task.data_dir='{cfg.data_dir}'"] if "data_dir" in takes and cfg.data_dir else []
+        line += data_words(cfg) if "data_dir" in takes else []
         found.append(line)
     return found
 

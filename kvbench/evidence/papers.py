@@ -32,8 +32,9 @@ class Entry:
         methods: Name of a printed row -> line of words; or printed model -> line, of which another model takes the
             first. The name is the printed method and variant; `C={128,256}` in it is a row for each value, which
             stands for `{}` in the line. Without tasks, the line is the method as `bench` or `bytes` names it.
-        then: Lines of commands that run behind the jobs. `{results}` is the folder of results, `{model}` the model
-            as `bench` names it, and `{methods}` the list of the methods' lines.
+        then: Lines of commands that run behind the jobs. `{results}` is the folder of results, `{at}` the entry as
+            names of files have it, `{model}` the model as `bench` names it, and `{methods}` the list of the methods'
+            lines.
         measured: Printed metric -> what a further command says of it: `WHAT FIELD`, such as `throughput batch`, or
             `throughput ratio full` (see `beside_bench`).
         differs: What of the paper's protocol is not known, or is another here.
