@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,11 @@ def _content(path: str, *state: int) -> str:
         return file.read()
 
 
-def _files(folder: str) -> Iterator[tuple[str, str]]:
-    """Every file of settings below a folder, and what is in it."""
+def _files(folder: str, kinds: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Every file of these kinds below a folder, and what is in it."""
     for top, _, names in os.walk(folder):
         for name in names:
-            if name.endswith(".yaml"):
+            if name.endswith(kinds):
                 found = os.stat(path := os.path.join(top, name))
                 yield path.removeprefix(folder), _content(path, found.st_mtime_ns, found.st_size)
 
@@ -60,11 +61,10 @@ def listed_once(plain: Callable[..., DefaultsList]) -> Callable[..., DefaultsLis
 
         sources: list[ConfigSource] = repo.get_sources()
         folders = [source.path for source in sources if source.scheme() == "file"]
-        if len(folders) != 1:  # a user's own, with modules
-            return anew(skip_missing)
         settings = Overrides(repo, overrides_list).config_overrides
         choices = (word.input_line for word in overrides_list if all(word is not each for each in settings))
-        key = (config_name, prepend_hydra, *choices, *sorted(_files(folders[0])))
+        read = [sorted(_files(folder, (".yaml", ".py")[: 1 + (len(folders) > 1)])) for folder in folders]
+        key = (config_name, prepend_hydra, *choices, *chain(*read))
         if key not in lists:
             try:
                 found = anew(skip_missing=False)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import selection
 from places import ROOT, TESTS
 
 
@@ -26,7 +27,7 @@ def server(tmp_path_factory):
         subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True)
         environment["LD_PRELOAD"] = str(shim)
     with subprocess.Popen(
-        [sys.executable, str(TESTS / "runs" / "killed_sweep.py")],
+        [sys.executable, str(TESTS / "runs" / "killed_sweep.py"), *["once"] * (not selection.FULL)],
         env=environment,
         text=True,
         stdin=subprocess.PIPE,

@@ -1,7 +1,8 @@
 """Run as a program: jobs in children that have the libraries already, killed or disturbed at a given moment.
 
 Reads lines of JSON and answers each with one. It is a process of its own because a process whose torch has started
-threads cannot be forked. With faults.c loaded into it (LD_PRELOAD), a moment may be a system call.
+threads cannot be forked. With faults.c loaded into it (LD_PRELOAD), a moment may be a system call. With `once` behind
+its name, Hydra composes nothing twice, as in the default run of the tests.
 
     job      sweep: a kvbench command, `words`; fake: a slow run on fakes, or its `shard`; build: a small kernel;
              convert: the embedded model from the file `gguf`; hostile: cases of hostile input, by their `seeds`
@@ -24,6 +25,7 @@ import traceback
 from pathlib import Path
 from typing import IO
 
+import composed_once
 import fake_parts
 
 KINDS = ("", "kill", "torn", "eio", "enospc", "short")
@@ -150,13 +152,17 @@ def warm() -> None:
     import kvbench.show.table
     import kvbench.tasks.longctx  # noqa: F401
     from kvbench.config.code import imports
+    from kvbench.config.compose import compose
     from kvbench.results.provenance import code_files, harness_hash
 
     harness_hash("torch")
     imports(code_files("torch").values())
+    compose([])
 
 
 if __name__ == "__main__":
+    if "once" in sys.argv[1:]:
+        composed_once.install()
     warm()
     print("ready", flush=True)
     for line in sys.stdin:
