@@ -150,7 +150,7 @@ def test_another_kernels_package_wins_over_the_root_folder(tmp_path):
     """With the root as the working folder, an installed distribution called kernels is what `import kernels` finds."""
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("__version__ = 'theirs'\n")
-    script = "import sys, kernels, kvbench.kernels.pool; assert sys.path[0] == ''; print(kernels.__version__)"
+    script = "import sys, kernels, kvbench.kernels.codes; assert sys.path[0] == ''; print(kernels.__version__)"
     assert printed(script, PYTHONPATH=str(tmp_path)) == "theirs\n"
 
 

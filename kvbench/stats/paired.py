@@ -181,14 +181,18 @@ class Paired:
         largest = 12.0
         return 0.0 if end(largest) > 0 else float(2 * norm.sf(brentq(end, 0.0, largest)))
 
-    def _newcombe(self, z: float = Z_95) -> tuple[float, float]:
+    @cached_property
+    def _counts(self) -> list[list[int]]:
+        """Of each group of pairs, how many both get right, this one alone, the other alone, and neither."""
         groups = self.pairs or ()
         if self.strata.weighs_samples_alike:
             groups = [[pair for group in groups for pair in group]]
         kinds = ((1, 1), (1, 0), (0, 1), (0, 0))
-        counts = [[sum(pair == kind for pair in group) for kind in kinds] for group in groups]
-        ends = [newcombe(both, mine, theirs, neither, z) for both, mine, theirs, neither in counts]
-        if len(groups) == 1:
+        return [[sum(pair == kind for pair in group) for kind in kinds] for group in groups]
+
+    def _newcombe(self, z: float = Z_95) -> tuple[float, float]:
+        ends = [newcombe(both, mine, theirs, neither, z) for both, mine, theirs, neither in self._counts]
+        if len(ends) == 1:
             return ends[0]
         parts = [(float(v.mean()), *end) for v, end in zip(self.strata.values, ends, strict=True)]
         below, above = mover(parts, self.strata.weights)

@@ -8,7 +8,7 @@ import pytest
 from test_own_folder import MODULE
 
 from kvbench.cli.main import main
-from kvbench.evidence import submission
+from kvbench.evidence import frontier_figure, submission
 
 SUITE = """# One task, three methods.
 every: model=random model.preset=tiny seed=3 reference=none fidelity.max_tokens=0
@@ -43,8 +43,10 @@ def mine(tmp_path, monkeypatch):
 
 
 @pytest.mark.long  # six runs of a small model, and a page
-def test_a_folder_that_a_board_takes(mine, capsys):
+def test_a_folder_that_a_board_takes(mine, capsys, monkeypatch):
     """The method at the budgets of `random`, with full and random beside; records, hashes and code; and it fits."""
+    monkeypatch.setattr("kvbench.show.figure.draw", lambda records, path: path)  # no picture is handed in
+    monkeypatch.setattr(frontier_figure, "render", lambda *given: b"")
     words = ["submit", "mine", "suite=small", "beside=full", "methods=newest"]
     assert main(words) == 0
     out = mine.parent / "submissions" / "mine"

@@ -6,11 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import scipy.stats
-import statsmodels.api as sm
 from scipy.special import xlogy
-from statsmodels.stats.contingency_tables import mcnemar
-from statsmodels.stats.multitest import multipletests
-from statsmodels.stats.power import TTestPower
 
 from kvbench.stats import paired as stats
 from kvbench.stats import yes_no
@@ -42,6 +38,8 @@ def groups():
 @pytest.mark.parametrize(("lost", "gained"), [(0, 0), (1, 0), (5, 1), (3, 3), (17, 4), (0, 6), (150, 201)])
 def test_one_subset_of_yes_or_no_is_mcnemars_test(lost, gained):
     """The sign-flip test is then statsmodels' exact test, and scipy's of a fair coin over the samples that differ."""
+    from statsmodels.stats.contingency_tables import mcnemar  # a second to import, as all of statsmodels
+
     found = stats.paired({"a": answers(lost, gained, lost + gained + 16)})
     expected = scipy.stats.binomtest(lost, lost + gained).pvalue if lost + gained else 1.0
     assert found.p == pytest.approx(expected, abs=1e-12) and found.test == "mcnemar"
@@ -184,6 +182,8 @@ def test_samples_for_equal_have_the_power(lost, margin, level):
 
 def test_would_show_of_graded_values():
     """The power of the t test at the spread that was seen: statsmodels' for one test, and less for twelve."""
+    from statsmodels.stats.power import TTestPower
+
     values = np.random.default_rng(4).normal(0.0, 0.2, 40)
     found = graded(values)
     for level in (0.05, 0.05 / 12):
@@ -255,9 +255,11 @@ def test_few_samples_have_no_interval():
 
 def test_standard_error_is_the_contrast_of_subset_means(groups):
     """With several subsets it is the error of the contrast of a model with one mean per subset and HC2 errors."""
+    from statsmodels.api import OLS
+
     values = np.concatenate(groups)
     which = np.repeat(np.arange(3), list(map(len, groups)))
-    fitted = sm.OLS(values, (which[:, None] == np.arange(3)).astype(float)).fit(cov_type="HC2")
+    fitted = OLS(values, (which[:, None] == np.arange(3)).astype(float)).fit(cov_type="HC2")
     for weighting in ("subset", "sample"):
         strata = weighed(groups, weighting)
         contrast = fitted.t_test(np.array([strata.weights]))
@@ -273,6 +275,8 @@ def test_standard_error_is_the_contrast_of_subset_means(groups):
 def test_holm_by_hand():
     """The smallest p value is multiplied by their number, the next by one less, and none falls below one before it; an
     unknown one still counts."""
+    from statsmodels.stats.multitest import multipletests
+
     assert stats.holm([0.04, 0.001, 0.03]) == pytest.approx([0.06, 0.003, 0.06])
     assert stats.holm([0.01, None]) == [0.02, None] and stats.holm([]) == []
     many = np.random.default_rng(0).choice([0.001, 0.004, 0.02, 0.2, 0.9], 40).tolist()
