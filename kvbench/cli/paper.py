@@ -29,6 +29,7 @@ from kvbench.show import terminal
 from kvbench.show.picture import headed
 
 CLUSTER = "hydra/launcher=submitit_slurm hydra.launcher.partition=NAME hydra.launcher.timeout_min=MINUTES"
+IN_A_JOB = "on a Slurm cluster put it into a job:"
 BYTES, DEFAULT_MODEL = "bytes", "smollm2-135m"
 # Words of the user's that change no answer, or nothing that a paper states; every other one is another protocol.
 NEUTRAL = {"model", "model.path", "model.name", "model.device", "model.dtype", "model.linear", "model.tensor_parallel"}
@@ -168,7 +169,7 @@ def command_lines(entry: Entry, cfg: DictConfig, others: Sequence[str]) -> list[
     """The further commands of an entry, each its name and words, with the user's words that it has a setting for.
 
     Raises:
-        ValueError: Nothing of the entry has a setting of the user's.
+        ValueError: Nothing of the entry has a setting of the user's, or it has no jobs for a launcher.
     """
     model = " ".join(word.removeprefix("model=").removeprefix("model.") for word in others if word[:5] == "model")
     data, found, taken = suite.data_words(cfg), [], set[str]()
@@ -185,8 +186,12 @@ def command_lines(entry: Entry, cfg: DictConfig, others: Sequence[str]) -> list[
         mine = [word for word in mine if not word.startswith("hydra") and (is_run or not word.startswith("model"))]
         taken |= set(mine)
         found.append((name, [*words, *mine, *(data if is_run else [])]))
-    for word in others:
-        if not entry.tasks and word not in taken and not word.startswith(("model", "hydra")):
+    for word in () if entry.tasks else others:
+        if word.startswith("hydra"):
+            raise ValueError(
+                f"{word}: {entry.at} is one command and no sweep; {IN_A_JOB} srun --gres=gpu:1, this line without it"
+            )
+        if word not in taken and not word.startswith("model"):
             raise unknown_setting(word.partition("=")[0], read_config(files.path_of("command", GROUP)))
     return found
 
@@ -218,7 +223,7 @@ def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], argumen
         if name == "calibrate":
             lines += _ahead(_calibrated(words))
     if not entry.tasks:
-        lines.append(f"to start it: {start}")
+        lines += [f"to start it: {start}", f"{IN_A_JOB} srun --gres=gpu:1 {start}"]
     if entry.took:
         lines.append(f"a small run of it took {entry.took}")
     printed = entry.printed(paper)
@@ -267,7 +272,10 @@ def _size(name: str, words: list[str]) -> str:
 
         cfg = commands.compose_command(name, words)
         cells = Bench(settings := settings_of(cfg, cfg.what)).cells
-        return f"\n{len(cells)} cells, {settings.rounds} timed rounds each; quick=true takes small values"
+        return (
+            f"\n{len(cells)} cell{'s' * (len(cells) != 1)}, {settings.rounds} timed rounds each; quick=true takes small"
+            " values. No rate is measured ahead of a bench: after its first round it says how long the rest takes"
+        )
     if name == "calibrate":
         count, tuning = _grid(words)
         return f"\nat most {count} settings through {tuning} samples of each subset, and three through held-out ones"

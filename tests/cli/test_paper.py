@@ -106,6 +106,7 @@ def test_what_would_run(toy, capsys):
     assert main(["paper", "toy", "figure=1", "plan=true"]) == 0
     said = capsys.readouterr().out
     assert "kvbench published papers=diffkv limit=1\nto start it: python -m kvbench paper toy figure=1\n" in said
+    assert "put it into a job: srun --gres=gpu:1 python -m kvbench paper toy figure=1\n" in said
     assert said.endswith("a small run of it took 1 s\n")
     assert main(["paper", "toy", "table=1", "plan=true", "limit=-1"]) == 0
     said = capsys.readouterr()
@@ -115,7 +116,7 @@ def test_what_would_run(toy, capsys):
 def test_how_much_a_bench_and_a_calibration_measure():
     """Cells and rounds of a bench, as the user's words have them; the settings of a grid."""
     words = ["what=throughput", "throughput.lengths=[64,128]", "throughput.methods=[full]", "rounds=5"]
-    assert paper._size("bench", words) == "\n2 cells, 5 timed rounds each; quick=true takes small values"
+    assert paper._size("bench", words).startswith("\n2 cells, 5 timed rounds each; quick=true takes small")
     words = ["method=diffkv", "task=math", "calibrate.grid.alpha_h=[0,1]", "calibrate.grid.alpha_l=[0,0.1,1]"]
     assert paper._size("calibrate", words).startswith("\nat most 5 settings through 8 samples of each subset")
     assert paper._size("attention", []) == ""
@@ -187,6 +188,7 @@ def test_a_row_has_the_settings_of_the_model(toy):
         ("paper toy table=7", "table=7 does not exist"),
         ("paper toy table=1 figure=1", "table=1, figure=1: give one of them at a time"),
         ("paper toy figure=1 limt=2", "there is no setting limt"),
+        ("paper toy figure=1 hydra/launcher=joblib", "figure 1 is one command and no sweep; on a Slurm cluster put it"),
         ("paper toy table=1 methods=kviv", "methods=kviv does not exist"),
     ],
 )
