@@ -155,10 +155,11 @@ class Jobs:
                 Asked(cfg=job.cfg, method=job.method, say=partial(self._say_once, job), origin=job.origin)
                 for job in jobs
             ]
+            told: list[tuple[Exception, int]] = []  # with exit codes
             try:
                 for place, ended in run_together(asked, self.loaders):
                     with logged(sweep.log, f"[{jobs[place].number}] "):
-                        self._write_down(jobs[place], sweep, records[place], ended)
+                        self._write_down(jobs[place], sweep, records[place], ended, told)
                     held[place].close()
             except KeyboardInterrupt as stop:
                 for record in records:
@@ -169,8 +170,10 @@ class Jobs:
     def _name(self, job: "_Job") -> str:
         return f"job {job.number}" + (f" of {len(self.labels)}" if self.labels else "")
 
-    def _write_down(self, job: "_Job", sweep: Sweep, record: JobRecord, ended: "Run | Exception") -> None:
-        """Say how a job ended, and put it into its record."""
+    def _write_down(
+        self, job: "_Job", sweep: Sweep, record: JobRecord, ended: "Run | Exception", told: list[tuple[Exception, int]]
+    ) -> None:
+        """Say how a job ended, and put it into its record; an error that has been told is not told again."""
         try:
             if isinstance(ended, Exception):
                 raise ended
@@ -191,8 +194,13 @@ class Jobs:
                 record.message, record.code = f"left out: {error}", 0
                 note(f"{self._name(job)}: {record.message}")
             else:
-                is_told = isinstance(error, ValueError | OSError) and f"{error}"
-                record.message, record.code = is_told or what_happened(error), report(error)
+                code = next((code for other, code in told if other is error), None)
+                if code is None:
+                    told.append((error, code := report(error)))
+                else:
+                    note(f"{self._name(job)}: failed with the full cache's run, which it is compared with")
+                own_words = isinstance(error, ValueError | OSError) and f"{error}"
+                record.message, record.code = own_words or what_happened(error), code
 
     @property
     def loaders(self) -> "Loaders":

@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_parts import FakePolicy, altered, make_parts
+from fake_parts import FakeEngine, FakePolicy, altered, make_parts
 from places import ROOT, TESTS
 
 from kvbench.cli.main import main
 from kvbench.config import files
 from kvbench.results.record import RunRecord
 from kvbench.results.sweep import sweeps
+from kvbench.results.writing import JournalError
 from kvbench.runs.parts import Loaders
 
 
@@ -251,6 +252,23 @@ def test_what_a_method_raises_ends_its_job_alone(fakes, monkeypatch, capsys, err
             "kivi": ("failed", said),
             "snapkv": ("complete", ""),
         }
+
+
+def test_what_ends_the_reference_is_told_once(fakes, monkeypatch, capsys):
+    """Runs that wait for the full cache's run end with its error: one message, and the end names all jobs."""
+    real = FakeEngine.answer
+
+    def answer(self, request, repeat, neighbours):
+        if self.policy.ratio == 1:
+            raise JournalError("cannot write it: the disk is full")
+        return real(self, request, repeat, neighbours)
+
+    monkeypatch.setattr(FakeEngine, "answer", answer)
+    assert main(["-m", "method=full,snapkv,kivi", "limit=2"]) == 1
+    err = capsys.readouterr().err
+    assert err.count("error: ") == 1 and "error: cannot write it: the disk is full\n" in err
+    assert err.count("failed with the full cache's run, which it is compared with\n") == 2
+    assert "jobs 1 (full), 2 (snapkv), 3 (kivi) failed: cannot write it: the disk is full" in err
 
 
 def test_no_command_is_left_without_a_word(fakes, monkeypatch, capsys):
