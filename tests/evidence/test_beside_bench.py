@@ -73,7 +73,7 @@ def test_shares_of_a_step_add_up_round_by_round():
 
 def test_the_longest_prompt_and_how_far_it_is_above_anothers():
     """In the printed units, K tokens and %."""
-    rows = [row("minikv", tried_prompt=4400), row("kivi bits=2 group=16", tried_prompt=4000)]
+    rows = [row("minikv", counted_prompt=4400), row("kivi bits=2 group=16", counted_prompt=4000)]
     found = cells("minikv", "figure 11", document("capacity", b1=rows))
     assert found["MiniKV 25%+25%", "max_prompt_length", 44].difference == pytest.approx(4.4 - 44)
     assert found["MiniKV 25%+25%", "max_prompt_vs_KIVI", 10].difference == pytest.approx(0)
