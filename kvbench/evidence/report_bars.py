@@ -1,6 +1,6 @@
 """Bars of a report: where a run's tokens are, and what its bytes are."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvbench.evidence.load import Group, StoredRun
 from kvbench.results import summary
@@ -28,8 +28,13 @@ def tier_names(run: StoredRun, count: int) -> list[str]:
 def shares_by_name(run: StoredRun) -> dict[str, float]:
     """Share of all tokens, over layers and KV heads, in each tier at the end; the rest up to 1 was evicted."""
     found = tier_shares(run.samples.values())
+    return named(tier_names(run, len(found)), found)
+
+
+def named(names: Sequence[str], found: Sequence[float]) -> dict[str, float]:
+    """Shares of tiers by their names; those of tiers with one name together."""
     shares: dict[str, float] = {}
-    for name, share in zip(tier_names(run, len(found)), found, strict=True):
+    for name, share in zip(names, found, strict=True):
         shares[name] = shares.get(name, 0.0) + share
     return shares
 

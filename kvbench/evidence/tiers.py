@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
@@ -9,7 +10,7 @@ from rich.text import Text
 
 from kvbench.config.files import FULL
 from kvbench.evidence.load import Group, StoredRun, load_groups
-from kvbench.evidence.report_bars import tier_names
+from kvbench.evidence.report_bars import named, tier_names
 from kvbench.evidence.settings import KINDS, check, write_drawn
 from kvbench.show import terminal
 from kvbench.show.csv_file import csv_row, records_csv
@@ -45,13 +46,12 @@ class Shares:
 def shares_of(group: Group, run: StoredRun) -> Shares | None:
     """The shares of a run when its answers ended; None where no sample says them."""
     held: dict[str, dict[str, list[float]]] = {}
+    names = cache(partial(tier_names, run))  # which makes the method again
     for record in run.samples.values():
         found = tier_shares([record])
         if not found:
             continue
-        each = {PRUNED: max(0.0, 1 - sum(found))}
-        for name, share in zip(tier_names(run, len(found)), found, strict=True):
-            each[name] = each.get(name, 0.0) + share
+        each = named(names(len(found)), found) | {PRUNED: max(0.0, 1 - sum(found))}
         for name, share in each.items():
             held.setdefault(name, {}).setdefault(record["subset"], []).append(share)
     if not held:
