@@ -203,9 +203,10 @@ def copied(folder: Path) -> Path:
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
     for name in listed.stdout.decode().split("\0"):
-        if name and not name.startswith("results/") and (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
+        if not name or name.startswith("results/") or not (ROOT / name).exists():
+            continue
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name, follow_symlinks=False)  # roots are linked into the package
     for path in files():
         (folder / path).write_text(plain(path), encoding="utf-8")
     return folder

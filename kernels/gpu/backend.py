@@ -284,10 +284,10 @@ class Gpu(Backend):
 
     def _read_pages(self, pages: Tensor, fmt: PageFormat, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Whole pages, int64 [n], as keys fp32 [n, D, T] and values [n, T, D], slot by slot."""
-        size = fmt.tokens_per_page
+        size, dim = fmt.tokens_per_page, fmt.slot.head_dim
         slot = torch.arange(size, device=ids.device).expand(len(ids), size)
         k, v = self.read_slots(pages, fmt, ids[:, None].expand_as(slot).flatten(), slot.flatten())
-        return k.view(len(ids), size, -1).transpose(1, 2), v.view(len(ids), size, -1)
+        return k.view(len(ids), size, dim).transpose(1, 2), v.view(len(ids), size, dim)
 
     def chunk_attention(
         self,

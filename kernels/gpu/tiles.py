@@ -184,10 +184,12 @@ def _plane_values(
         weight, factor, constant = _scaled_weights(p, scale, zero, OP)
         return tl.dot(weight, level_values(codes, SIDE, EXACT), input_precision="ieee") * factor + constant[:, None]
     elif SIDE.W == SIDE.WP and SIDE.W % SIZE == 0 and (SIZE & (SIZE - 1)) == 0:  # one load per group, not per channel
-        r = plane * (SIDE.W // SIZE) + tl.arange(0, SIDE.W // SIZE)
+        SCALES: tl.constexpr = SIDE.W // SIZE
+        WP: tl.constexpr = SIDE.WP
+        r = plane * SCALES + tl.arange(0, SCALES)
         scale, zero = metadata(base, r[None, :] * T + t[:, None], live[:, None], SIDE)
-        grouped = tl.reshape(level_values(codes, SIDE, tl.float32), [BT, SIDE.W // SIZE, SIZE])
-        v = tl.reshape(grouped * scale[:, :, None] + zero[:, :, None], [BT, SIDE.WP])
+        grouped = tl.reshape(level_values(codes, SIDE, tl.float32), [BT, SCALES, SIZE])
+        v = tl.reshape(grouped * scale[:, :, None] + zero[:, :, None], [BT, WP])
         return tl.dot(p.to(OP), v.to(OP), input_precision="ieee")
     else:
         w = tl.arange(0, SIDE.WP)
@@ -297,8 +299,9 @@ def sum_channels(planes, SIDE: tl.constexpr):
 @triton.jit
 def zero_planes(SIDE: tl.constexpr, GP: tl.constexpr):
     """A tile of zeros per plane."""
-    planes = (tl.zeros([GP, SIDE.WP], tl.float32),)
     P: tl.constexpr = SIDE.P
+    WP: tl.constexpr = SIDE.WP  # triton 3.6 takes no attribute in a shape
+    planes = (tl.zeros([GP, WP], tl.float32),)
     for _ in tl.static_range(1, P):
-        planes = planes + (tl.zeros([GP, SIDE.WP], tl.float32),)
+        planes = planes + (tl.zeros([GP, WP], tl.float32),)
     return planes

@@ -111,6 +111,7 @@ class Pages:
         if limit is None and (free := memory.free_bytes(device)) is not None:
             limit = max(1, min(most, int(memory_share * free) // size))
         self.on_device = backend.keeps_tables  # and the host knows only what it was told
+        self.at_full_width = False  # steps read tables as wide as they are, as those that are captured do
         self.counts = AsyncCounts(self.on_device or device.type != "cpu")
         self.host = HostCounts()
         nobody = torch.zeros(0, dtype=torch.int64, device=device)
@@ -205,7 +206,7 @@ class Pages:
 
     def width(self, numbers: Sequence[int], tier: int) -> int | None:
         """Pages of a tier that no list of rows has more of, as far as the host knows; None where it has to ask."""
-        if self.counts.log is not None:  # a captured step is run again for lists of any length
+        if self.at_full_width or self.counts.log is not None:  # a captured step runs again for lists of any length
             return self.table.max_pages
         slots = self.host.longest(numbers, tier) if self.on_device else None
         if slots is None:

@@ -162,10 +162,16 @@ class CapturedSteps:
         captures = held is None and kind in self._warm and self._store.has_pages_for(len(state.rows))
         if self._capture is not None and is_plain and captures:
             self._captured[kind] = self._run_captured(state, self._capture)
-        else:
+            return state
+        pages = self._store.pages
+        # What is compiled for a width must be compiled before the capture, which allows no loading of code.
+        pages.at_full_width = self._capture is not None and is_plain and kind not in self._warm
+        try:
             self.step(state)
-            if is_plain:
-                self._warm.add(kind)
+        finally:
+            pages.at_full_width = False
+        if is_plain:
+            self._warm.add(kind)
         return state
 
     def _run_captured(self, state: State, capture: Capture) -> _Captured:

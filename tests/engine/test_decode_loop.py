@@ -1,6 +1,6 @@
 """Runs of decode steps that the host learns of one step late: whole engine runs are those of one step at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from torch.utils._python_dispatch import _disable_current_modes
@@ -11,6 +11,7 @@ from engine_helpers import answers, comparable, random_tokens, request
 from selection import few
 
 from kvbench.bench import choices
+from kvbench.cache.pages import Pages
 from kvbench.engine import hf, sessions
 from kvbench.engine.decode_loop import DecodeLoop
 from kvbench.engine.runner import Runner
@@ -151,6 +152,24 @@ def test_a_run_gives_what_single_steps_give(smallest, method: str):
     assert got["second", 0]["status"] == "ok"
     assert counts["replayed"] > 0 or "continual" in method  # whose evictions are due too often here
     assert (counts["captures"] > 0) == (counts["replayed"] > 0)
+
+
+def test_a_step_is_warmed_up_at_the_width_that_is_captured(smallest, monkeypatch: pytest.MonkeyPatch):
+    """What a kernel is compiled for may hang on how many pages its lists have: on an H100, a capture that met a kernel
+    of Quest for the first time was ended by the loading of its code."""
+    own, asked = Pages.width, {True: set(), False: set()}
+
+    def width(pages: Pages, numbers: Sequence[int], tier: int) -> int | None:
+        found = own(pages, numbers, tier)
+        asked[pages.counts.log is not None].add(found)
+        return found
+
+    monkeypatch.setattr(Pages, "width", width)
+    policy, counts = choices.make_method("quest min_pages=1 read_budget=16 dense_layers=0"), {}
+    wanted = [request("a", random_tokens(20, seed=1), max_new_tokens=70, min_new_tokens=0)]
+    answers(smallest, policy, wanted, backend="triton", capture=record, counts=counts)
+    assert counts["captures"] == 1
+    assert asked[True] <= asked[False]
 
 
 def test_steps_behind_a_bulk_eviction_are_replayed(smallest):
