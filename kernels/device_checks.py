@@ -22,6 +22,7 @@ from kvbench.kernels.device_inputs import (
     no_synchronisation,
 )
 from kvbench.kernels.format import PageFormat
+from kvbench.kernels.graphs import capturing
 from kvbench.kernels.operands import ColumnSums, HeadScores, Ring, TierPages
 from kvbench.kernels.pool import PagePool
 from kvbench.kernels.reference.pages import region
@@ -316,7 +317,7 @@ def check_graph(plan: Plan) -> Iterator[Finding]:
                 step()  # compiles, and makes the tables that only a first call makes
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with capturing(graph):
                 step()
             step = graph.replay
         for _ in range(3 if captured else 4):

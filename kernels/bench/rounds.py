@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from kvbench.kernels.graphs import capturing
+
 Work = Callable[[], object]
 Timer = Callable[[Work], float]
 # The thread's clock is blind to other processes' turns on the core, but not to their use of caches and memory.
@@ -79,7 +81,7 @@ def cuda_graph(work: Work) -> Work:
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         work()
     return graph.replay
 

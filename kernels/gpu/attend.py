@@ -21,6 +21,7 @@ from kvbench.kernels.gpu.tiles import (
     query_planes,
     ring_logits,
     rotated_logits,
+    scaled_query,
     sum_channels,
     zero_planes,
 )
@@ -71,7 +72,10 @@ def _attend_tier(
     if RK > 0:
         total = tl.load(ring_tokens + flat).to(tl.int32)
     g = tl.arange(0, GP)
-    query = query_planes(q, pid * G * D, G, GP, D, K)
+    query, by = query_planes(q, pid * G * D, G, GP, D, K), scale2
+    if OP == tl.bfloat16 and K.BITS < 16 and TURN == 0:  # noqa: SIM300
+        query, power = scaled_query(query, OP, K)
+        by = (scale2 * power)[:, None]
     q_sum = sum_channels(query, K)
     top = tl.full([GP], LOWEST, tl.float32)
     norm = tl.zeros([GP], tl.float32)
@@ -103,7 +107,7 @@ def _attend_tier(
                 dots = ring_logits(query, ring_k, at, token, in_ring, GP, BT, OP, RK, D, K)
                 logit = tl.where(live_k[None, :], logit, dots)
                 live = live_k | in_ring
-        logit = logit * scale2
+        logit = logit * by
         if CAP > 0:
             logit = capped(logit, CAP)
         logit = tl.where(live[None, :], logit, LOWEST)

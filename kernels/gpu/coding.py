@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kvbench.kernels.codes import Code, code_of
-from kvbench.kernels.gpu.parts import CODES, FITS, code_values, e4m3_bytes, e4m3_values, round_even
+from kvbench.kernels.gpu.parts import CODES, FITS, code_values, e4m3_bytes, e4m3_values, float8_values, round_even
 
 MIN_MAX, SYMMETRIC, LLOYD, NVFP4 = (tl.constexpr(CODES[name]) for name in ("min_max", "symmetric", "lloyd", "nvfp4"))
 IQ4_NL = tl.constexpr(CODES["iq4_nl"])
@@ -106,6 +106,53 @@ def level_values(codes, SIDE: tl.constexpr, dtype: tl.constexpr):
         return tl.where(codes >= half, -size, size)
     else:
         return code_values(codes, SIDE.BITS, dtype)
+
+
+@triton.constexpr_function
+def _unpacked(bits, plane):
+    """Instructions that make fp16 of four codes of a plane, which lie in the bytes of a word: each is set into the
+    mantissa of 1024, as far to the left as it lies in its byte, and one multiplication and addition makes it itself."""
+    shift = bits * plane
+    part = "" if bits == 8 else f"and.b32 t, t, {((2**bits - 1) << shift) * 0x01010101};"
+    factor, below = (f"0x{half << 16 | half:08x}" for half in ((15 - shift) << 10, (25 - shift) << 10 | 0x8000))
+    return (
+        f"{{ .reg .b32 t, h, f, b; mov.b32 h, 0x64646464; mov.b32 f, {factor}; mov.b32 b, {below}; mov.b32 t, $2; "
+        f"{part} prmt.b32 $0, t, h, 0x4140; prmt.b32 $1, t, h, 0x4342; "
+        "fma.rn.f16x2 $0, $0, f, b; fma.rn.f16x2 $1, $1, f, b; }"
+    )
+
+
+_E5M2_HALVES = tl.constexpr("{ .reg .b32 z; mov.b32 z, 0; prmt.b32 $0, $2, z, 0x1404; prmt.b32 $1, $2, z, 0x3424; }")
+_E4M3_HALVES = tl.constexpr(
+    "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }"
+)
+
+
+@triton.jit
+def _halves(raw, asm: tl.constexpr):
+    """fp16 of bytes, four at a time. Said to have effects, or the compiler sends bytes through shared memory one by
+    one to have them in the order of a matrix product, rather than fp16 by whole rows."""
+    return tl.inline_asm_elementwise(asm, "=r,=r,r", [raw], dtype=tl.float16, is_pure=False, pack=4)
+
+
+@triton.jit
+def plane_levels(raw, plane: tl.constexpr, SIDE: tl.constexpr, dtype: tl.constexpr):
+    """What the codes of a plane stand for before scale and zero, without rounding."""
+    if SIDE.PTX > 0 and dtype == tl.float16 and SIDE.CODE < LLOYD and SIDE.BITS != 3 and SIDE.BITS != 5:
+        return _halves(raw, _unpacked(SIDE.BITS, plane))
+    else:
+        return level_values(plane_codes(raw, plane, SIDE), SIDE, dtype)
+
+
+@triton.jit
+def float8_levels(raw, SIDE: tl.constexpr, dtype: tl.constexpr):
+    """What bytes that are floats stand for before their scale; all of them are exact in fp16."""
+    if SIDE.PTX > 0 and dtype == tl.float16 and SIDE.CODE < 0:
+        return _halves(raw, _E5M2_HALVES)
+    elif SIDE.PTX >= 89 and dtype == tl.float16:
+        return _halves(raw, _E4M3_HALVES)
+    else:
+        return float8_values(raw, SIDE.CODE).to(dtype)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from kvbench.kernels.gpu.backend import Gpu
 from kvbench.kernels.gpu.bounds import choose
 from kvbench.kernels.gpu.decode import Lists, ListTier
 from kvbench.kernels.gpu.pages import copy_pages
-from kvbench.kernels.gpu.parts import Kernel, recording
+from kvbench.kernels.gpu.parts import Kernel, compiled_for, recording
 from kvbench.kernels.gpu.table import AT_ONCE
 from kvbench.kernels.operands import KeyRotation, PageChoice, ScoreUpdate, SlotSearch, StepRing, StepScores, TierPages
 
@@ -103,7 +103,8 @@ def compile_launches(run: Callable[[], object], target: str) -> Iterator[Compile
             f"{kernel.__name__} {launch_signature(kernel, arguments, constants)}", (kernel, arguments, constants)
         )
 
-    with recording(note):
+    arch = TARGETS[target].arch
+    with recording(note), compiled_for(arch if isinstance(arch, int) else 0):
         run()
     for kernel, arguments, constants in launches.values():
         if not isinstance(kernel, triton.JITFunction):

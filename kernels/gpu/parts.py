@@ -114,6 +114,7 @@ class SideLayout:
         CODE: What codes stand for, a number of `CODES`.
         FIT: How they are made, a number of `FITS`, or 0.
         ELEM: Element type.
+        PTX: What NVIDIA's own instructions can be used for, as `ptx_level`.
     """
 
     BITS: int
@@ -129,11 +130,42 @@ class SideLayout:
     CODE: int
     FIT: int
     ELEM: tl.dtype
+    PTX: int
+
+
+_compiled_for: list[int] = []
+
+
+class compiled_for:
+    """While open, kernels are made for this level of NVIDIA's instructions, whatever the machine has."""
+
+    def __init__(self, level: int) -> None:
+        self.level = level
+
+    def __enter__(self) -> None:
+        _compiled_for.append(self.level)
+
+    def __exit__(self, *_: object) -> None:
+        _compiled_for.pop()
+
+
+def ptx_level() -> int:
+    """The compute capability, times ten, whose instructions kernels may name; 0 on AMD and in the interpreter."""
+    if _compiled_for:
+        return _compiled_for[-1]
+    if INTERPRETED or torch.version.hip is not None or not torch.cuda.is_available():
+        return 0
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def side_layout(fmt: PageFormat, side: str, least: int = MIN_DOT) -> SideLayout:
+    """One side, `k` or `v`, of a page; `least`: the least WP."""
+    return _side_layout(fmt, side, least, ptx_level())
 
 
 @cache
-def side_layout(fmt: PageFormat, side: str, least: int = MIN_DOT) -> SideLayout:
-    """One side, `k` or `v`, of a page; `least`: the least WP."""
+def _side_layout(fmt: PageFormat, side: str, least: int, ptx: int) -> SideLayout:
     slot = fmt.slot
     code, bits, groups = (
         (slot.keys, slot.k_bits, slot.k_groups) if side == "k" else (slot.values, slot.v_bits, slot.v_groups)
@@ -154,6 +186,7 @@ def side_layout(fmt: PageFormat, side: str, least: int = MIN_DOT) -> SideLayout:
         CODE=0 if code is None else CODES[code.name],
         FIT=0 if code is None else FITS.get((code.fit, code.rounding), 0),
         ELEM=ELEMENT[slot.dtype],
+        PTX=ptx,
     )
 
 

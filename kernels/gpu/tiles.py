@@ -7,7 +7,16 @@ that the tensor cores take; putting planes side by side first sends every code t
 import triton
 import triton.language as tl
 
-from kvbench.kernels.gpu.coding import level_values, load_codes, metadata, plane_codes, scales
+from kvbench.kernels.gpu.coding import (
+    NVFP4,
+    float8_levels,
+    level_values,
+    load_codes,
+    metadata,
+    plane_codes,
+    plane_levels,
+    scales,
+)
 from kvbench.kernels.gpu.parts import float8_values
 
 
@@ -24,11 +33,27 @@ def query_planes(q, start, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, S
 
 
 @triton.jit
+def scaled_query(planes, OP: tl.constexpr, SIDE: tl.constexpr):
+    """Queries whose products are with codes, as fp16: over a power of two, [GP], which keeps bf16 in its range."""
+    P: tl.constexpr = SIDE.P
+    top = tl.max(tl.abs(planes[0].to(tl.float32)), 1)
+    for plane in tl.static_range(1, P):
+        top = tl.maximum(top, tl.max(tl.abs(planes[plane].to(tl.float32)), 1))
+    power = (top.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    power = tl.where((power > 0) & (power < float("inf")), power, 1.0)
+    scaled = ((planes[0].to(tl.float32) / power[:, None]).to(tl.float16),)
+    for plane in tl.static_range(1, P):
+        scaled = scaled + ((planes[plane].to(tl.float32) / power[:, None]).to(tl.float16),)
+    return scaled, power
+
+
+@triton.jit
 def key_logits(
     q, q_sum, base, start, held, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
     SIDE: tl.constexpr,
 ):  # fmt: skip
-    """q . k for BT slots of a page from `start` on, fp32 [GP, BT], the scales folded in after the product.
+    """q . k for BT slots of a page from `start` on, fp32 [GP, BT], the scales of single slots folded in after the
+    product.
 
     Reads whole runs of slots that begin before `held`, because a mask that may change from slot to slot makes every
     load a single byte; the logits of slots from `held` on are anything.
@@ -38,48 +63,43 @@ def key_logits(
     RUN: tl.constexpr = 16 if T % 16 == 0 else 8
     live = ((t // RUN) * RUN < held) & (t < T)
     rows = (w < SIDE.W)[:, None] & live[None, :]
+    EXACT: tl.constexpr = tl.float32 if OP == tl.float32 else tl.float16  # noqa: SIM300 - in which codes are exact
     if SIDE.BITS >= 16:
         k = tl.load(
             (base + SIDE.OFF).to(tl.pointer_type(SIDE.ELEM)) + w[:, None] * T + t[None, :], mask=rows, other=0.0
         )
         return tl.dot(q[0].to(OP), k.to(OP), input_precision="ieee")
     elif SIDE.BITS == 0:
-        k = float8_values(tl.load(base + SIDE.OFF + w[:, None] * T + t[None, :], mask=rows, other=0), SIDE.CODE)
+        k = float8_levels(tl.load(base + SIDE.OFF + w[:, None] * T + t[None, :], mask=rows, other=0), SIDE, EXACT)
         if SIDE.CODE > 0 and SIDE.GROUPS > 1:
-            k = k * scales(base, (w // (D // SIDE.GROUPS))[:, None] * T + t[None, :], rows, SIDE)
-        dots = tl.dot(q[0].to(OP), k.to(OP), input_precision="ieee")
+            k = k * scales(base, (w // (D // SIDE.GROUPS))[:, None] * T + t[None, :], rows, SIDE).to(EXACT)
+        dots = tl.dot(q[0].to(EXACT), k, input_precision="ieee")
         if SIDE.CODE > 0 and SIDE.GROUPS == 1:
             dots = dots * scales(base, t, live, SIDE)[None, :]
         return dots
     else:
         raw = load_codes(base + SIDE.OFF + w[:, None] * T + t[None, :], T, rows, SIDE)
         width = tl.where(start < held, SIDE.W, 0)  # nothing of a group of tokens that was never written
-        dots = tl.zeros([q_sum.shape[0], BT], tl.float32)
-        constant = tl.zeros_like(q_sum)
+        KIND: tl.constexpr = EXACT if SIDE.CODE < NVFP4 else tl.float32  # a power of two may be no fp16
         P: tl.constexpr = SIDE.P
+        dots = tl.zeros([q_sum.shape[0], BT], tl.float32)
         for plane in tl.static_range(P):
-            codes = plane_codes(raw, plane, SIDE)
             channel = plane * SIDE.W + w
-            if (
-                SIDE.CHANNEL > 0 and SIDE.CHANNEL % BT == 0
-            ):  # the block lies within one group of tokens: scale the query instead
-                index = (start // SIDE.CHANNEL) * D + channel
-                scale, zero = metadata(base, index, w < width, SIDE)
-                wide = q[plane].to(tl.float32)
-                constant += tl.sum(wide * zero[None, :], 1)
-                left, right = (wide * scale[None, :]).to(OP), level_values(codes, SIDE, OP)
-            elif SIDE.CHANNEL > 0 or SIDE.GROUPS > 1:
-                if SIDE.CHANNEL > 0:
-                    index = (t // SIDE.CHANNEL)[None, :] * D + channel[:, None]
+            if SIDE.CHANNEL > 0 or SIDE.GROUPS > 1:
+                if SIDE.CHANNEL > 0 and SIDE.CHANNEL % BT == 0:  # the block lies within one group of tokens
+                    scale, zero = metadata(base, (start // SIDE.CHANNEL) * D + channel, w < width, SIDE)
+                    scale, zero = scale[:, None], zero[:, None]
+                elif SIDE.CHANNEL > 0:
+                    scale, zero = metadata(base, (t // SIDE.CHANNEL)[None, :] * D + channel[:, None], rows, SIDE)
                 else:
                     index = (channel // (D // SIDE.GROUPS))[:, None] * T + t[None, :]
-                scale, zero = metadata(base, index, rows, SIDE)
-                left, right = q[plane].to(OP), (level_values(codes, SIDE, tl.float32) * scale + zero).to(OP)
+                    scale, zero = metadata(base, index, rows, SIDE)
+                k = (plane_levels(raw, plane, SIDE, KIND) * scale.to(KIND) + zero.to(KIND)).to(EXACT)
             else:
-                left, right = q[plane].to(OP), level_values(codes, SIDE, OP)
-            dots += tl.dot(left, right, input_precision="ieee")
+                k = plane_levels(raw, plane, SIDE, EXACT)
+            dots = tl.dot(q[plane].to(EXACT), k, dots, input_precision="ieee")
         if SIDE.CHANNEL > 0 or SIDE.GROUPS > 1:
-            return dots + constant[:, None]
+            return dots
         else:
             scale, zero = metadata(base, t, live, SIDE)
             return dots * scale[None, :] + q_sum[:, None] * zero[None, :]
@@ -157,46 +177,32 @@ def rotated_logits(
 
 
 @triton.jit
-def _scaled_weights(p, scale, zero, OP: tl.constexpr):
-    """Weights for codes, the factor that goes back on their sums, and the sum of the zeros.
-
-    In 16 bits codes are exact in fp16; the scales, as shares of the block's largest, keep the weights in its range.
-    """
-    constant = tl.sum(p * zero[None, :], 1)
-    if OP == tl.float32:  # noqa: SIM300
-        return p * scale[None, :], 1.0, constant
-    else:
-        top = tl.maximum(tl.max(tl.abs(scale), 0), 1e-30)
-        return (p * (scale / top)[None, :]).to(tl.float16), top, constant
-
-
-@triton.jit
 def _plane_values(
-    p, raw, base, t, live, plane: tl.constexpr, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
+    raw, base, t, live, plane: tl.constexpr, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
     SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sum of p[g, t] * v[t] over BT slots for the channels of one plane of value codes, fp32 [GP, WP]."""
-    codes = plane_codes(raw, plane, SIDE)
+    """The values of BT slots in the channels of one plane of codes, [BT, WP] in the type of the products' operands.
+
+    Where that is fp16, codes are exact in it and scales are stored in it: a value is rounded once.
+    """
     SIZE: tl.constexpr = D // SIDE.GROUPS  # channels per scale
-    EXACT: tl.constexpr = tl.float32 if OP == tl.float32 else tl.float16  # noqa: SIM300
+    KIND: tl.constexpr = OP if SIDE.CODE < NVFP4 else tl.float32  # a scale that is a power of two may exceed fp16
+    WP: tl.constexpr = SIDE.WP
+    codes = plane_levels(raw, plane, SIDE, KIND)
     if SIZE % SIDE.W == 0:  # one scale per slot serves the whole plane
         scale, zero = metadata(base, (plane * SIDE.W // SIZE) * T + t, live, SIDE)
-        weight, factor, constant = _scaled_weights(p, scale, zero, OP)
-        return tl.dot(weight, level_values(codes, SIDE, EXACT), input_precision="ieee") * factor + constant[:, None]
+        return (codes * scale.to(KIND)[:, None] + zero.to(KIND)[:, None]).to(OP)
     elif SIDE.W == SIDE.WP and SIDE.W % SIZE == 0 and (SIZE & (SIZE - 1)) == 0:  # one load per group, not per channel
         SCALES: tl.constexpr = SIDE.W // SIZE
-        WP: tl.constexpr = SIDE.WP
         r = plane * SCALES + tl.arange(0, SCALES)
         scale, zero = metadata(base, r[None, :] * T + t[:, None], live[:, None], SIDE)
-        grouped = tl.reshape(level_values(codes, SIDE, tl.float32), [BT, SCALES, SIZE])
-        v = tl.reshape(grouped * scale[:, :, None] + zero[:, :, None], [BT, WP])
-        return tl.dot(p.to(OP), v.to(OP), input_precision="ieee")
+        grouped = tl.reshape(codes, [BT, SCALES, SIZE])
+        return tl.reshape(grouped * scale.to(KIND)[:, :, None] + zero.to(KIND)[:, :, None], [BT, WP]).to(OP)
     else:
-        w = tl.arange(0, SIDE.WP)
+        w = tl.arange(0, WP)
         index = ((plane * SIDE.W + w) // SIZE)[None, :] * T + t[:, None]
         scale, zero = metadata(base, index, live[:, None] & (w < SIDE.W)[None, :], SIDE)
-        v = level_values(codes, SIDE, tl.float32) * scale + zero
-        return tl.dot(p.to(OP), v.to(OP), input_precision="ieee")
+        return (codes * scale.to(KIND) + zero.to(KIND)).to(OP)
 
 
 @triton.jit
@@ -213,37 +219,22 @@ def add_values(
         v = tl.load(
             (base + SIDE.OFF).to(tl.pointer_type(SIDE.ELEM)) + t[:, None] * SIDE.W + w[None, :], mask=cells, other=0.0
         )
-        return (acc[0] * shrink[:, None] + tl.dot(p.to(OP), v.to(OP), input_precision="ieee"),)
+        return (tl.dot(p.to(OP), v.to(OP), acc[0] * shrink[:, None], input_precision="ieee"),)
     elif SIDE.BITS == 0:
-        raw = tl.load(base + SIDE.OFF + t[:, None] * SIDE.W + w[None, :], mask=cells, other=0)
-        v = float8_values(raw, SIDE.CODE)
+        v = float8_levels(tl.load(base + SIDE.OFF + t[:, None] * SIDE.W + w[None, :], mask=cells, other=0), SIDE, EXACT)
         if SIDE.CODE > 0 and SIDE.GROUPS == 1:
-            scale = scales(base, t, live, SIDE)
-            weight, factor, constant = _scaled_weights(p, scale, scale * 0.0, OP)
-            sums = tl.dot(weight, v.to(EXACT), input_precision="ieee") * factor
-            return (acc[0] * shrink[:, None] + sums,)
-        else:
-            if SIDE.CODE > 0:
-                v = v * scales(base, (w // (D // SIDE.GROUPS))[None, :] * T + t[:, None], cells, SIDE)
-            return (acc[0] * shrink[:, None] + tl.dot(p.to(OP), v.to(OP), input_precision="ieee"),)
-    elif SIDE.GROUPS == 1 and SIDE.P > 1:  # the same weights for all planes
-        raw = load_codes(base + SIDE.OFF + t[:, None] * SIDE.ROW + w[None, :], 1, cells, SIDE)
-        scale, zero = metadata(base, t, live, SIDE)
-        weight, factor, constant = _scaled_weights(p, scale, zero, OP)
-        sums = tl.dot(weight, level_values(plane_codes(raw, 0, SIDE), SIDE, EXACT), input_precision="ieee")
-        out = (acc[0] * shrink[:, None] + sums * factor + constant[:, None],)
-        for plane in tl.static_range(1, P):
-            codes = plane_codes(raw, plane, SIDE)
-            sums = tl.dot(weight, level_values(codes, SIDE, EXACT), input_precision="ieee")
-            out = out + (acc[plane] * shrink[:, None] + sums * factor + constant[:, None],)
-        return out
+            v = v * scales(base, t, live, SIDE).to(EXACT)[:, None]
+        elif SIDE.CODE > 0:
+            v = v * scales(base, (w // (D // SIDE.GROUPS))[None, :] * T + t[:, None], cells, SIDE).to(EXACT)
+        return (tl.dot(p.to(EXACT), v, acc[0] * shrink[:, None], input_precision="ieee"),)
     else:
         raw = load_codes(base + SIDE.OFF + t[:, None] * SIDE.ROW + w[None, :], 1, cells, SIDE)
-        sums = _plane_values(p, raw, base, t, live, 0, D, T, BT, OP, SIDE)
-        out = (acc[0] * shrink[:, None] + sums,)
+        weight = p.to(EXACT)
+        v = _plane_values(raw, base, t, live, 0, D, T, BT, EXACT, SIDE)
+        out = (tl.dot(weight, v, acc[0] * shrink[:, None], input_precision="ieee"),)
         for plane in tl.static_range(1, P):
-            sums = _plane_values(p, raw, base, t, live, plane, D, T, BT, OP, SIDE)
-            out = out + (acc[plane] * shrink[:, None] + sums,)
+            v = _plane_values(raw, base, t, live, plane, D, T, BT, EXACT, SIDE)
+            out = out + (tl.dot(weight, v, acc[plane] * shrink[:, None], input_precision="ieee"),)
         return out
 
 

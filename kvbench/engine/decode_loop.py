@@ -31,6 +31,7 @@ from kvbench.engine.rows import AnswerRow, ForcedRow, Row
 from kvbench.engine.runner import Runner, finite_rows
 from kvbench.engine.sampling import Drawing, Draws, choose, draws_of
 from kvbench.engine.supported import looks_at_length
+from kvbench.kernels.graphs import capturing
 from kvbench.kernels.memory import first_line, is_out_of_memory
 
 MOST_STEPS = 64  # of a run: in between, progress is shown and what graders found is written
@@ -46,7 +47,7 @@ def cuda_graphs() -> Capture:
     def capture(step: Callable[[], None]) -> Callable[[], None]:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
-            with torch.cuda.graph(graph, pool=pool):
+            with capturing(graph, pool=pool):
                 step()
         except BaseException:
             torch.cuda.set_stream(stream)  # where the capture's end fails too, torch leaves its own stream in place
