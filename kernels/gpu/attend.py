@@ -50,20 +50,73 @@ def table_page(table, which, entries, index, live, REVERSED: tl.constexpr):
 
 
 @triton.jit
+def _attend_block(
+    top, norm, acc, index, start, q, query, q_sum, by, base, angles, frequencies, seen, weights, tops, ring_k, ring_v,
+    held_k, held_v, total, pid, row, columns, heads, rk_row, rk_head, rv_row, rv_head, angle_row, G: tl.constexpr,
+    GP: tl.constexpr, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, SIZE: tl.constexpr, OP: tl.constexpr,
+    SCORES: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, TURN: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr,
+    REST: tl.constexpr, CAP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """The slots of a page from `start` on, of which a tile has SIZE: the maximum, the sum and the output so far."""
+    g, t = tl.arange(0, GP), start + tl.arange(0, SIZE)
+    token = index * T + t
+    inside = t < T
+    live_k = inside & (token < held_k)
+    if TURN > 0:
+        angle = key_angles(angles, frequencies, seen, pid // heads, held_k, token, live_k, angle_row, HALF, HP, TURN)
+        logit = rotated_logits(q, pid * G * D, angle, base, t, live_k, G, GP, D, T, HALF, HP, REST, K)
+    else:
+        logit = key_logits(query, q_sum, base, start, held_k - index * T, D, T, SIZE, OP, K)
+    live = live_k
+    if RK > 0:  # noqa: SIM102 - known when the kernel is compiled, unlike what follows
+        if (index + 1) * T > held_k:
+            in_ring = inside & (token >= held_k) & (token < total) & (token >= total - RK)
+            at = row * rk_row + pid % heads * rk_head
+            dots = ring_logits(query, ring_k, at, token, in_ring, GP, SIZE, OP, RK, D, K)
+            logit = tl.where(live_k[:, None], logit, dots)
+            live = live_k | in_ring
+    logit = logit * by
+    if CAP > 0:
+        logit = capped(logit, CAP)
+    logit = tl.where(live[:, None], logit, LOWEST)
+    new_top = tl.maximum(top, tl.max(logit, 0))
+    p = tl.where(live[:, None], tl.exp2(logit - new_top[None, :]), 0.0)
+    shrink = tl.exp2(top - new_top)
+    norm = norm * shrink + tl.sum(p, 0)
+    live_v = inside & (token < held_v) & (token < total)
+    acc = add_values(acc, shrink, tl.where(live_v[:, None], p, 0.0), base, t, live_v, D, T, SIZE, OP, V)
+    if RV > 0:  # noqa: SIM102
+        if (index + 1) * T > held_v:
+            in_ring = inside & (token >= held_v) & (token < total) & (token >= total - RV)
+            at = row * rv_row + pid % heads * rv_head
+            acc = add_ring_values(acc, p, ring_v, at, token, in_ring, OP, RV, D, V)
+    if SCORES:
+        at = (pid * G + g) * (columns * T)
+        here = live_k[:, None] & (g < G)[None, :]
+        tl.store(weights + at[None, :] + token[:, None], p.to(weights.dtype.element_ty), mask=here)
+        if index < columns:
+            BLOCKS: tl.constexpr = (T + BT - 1) // BT
+            block = index * BLOCKS + start // BT
+            tl.store(tops + (pid * G + g) * (columns * BLOCKS) + block, new_top, mask=g < G)
+    return new_top, norm, acc
+
+
+@triton.jit
 def _attend_tier(
     q, pages, table, num_k, num_v, angles, frequencies, seen, weights, tops, ring_tokens, ring_k, ring_v, part_top,
     part_sum, part_out, pid, row, which, flat, part, parts, place, num_parts, scale2, page_bytes, columns, entries,
     heads, rk_row, rk_head, rv_row, rv_head, angle_row, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
-    T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, SCORES: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr,
-    HELD: tl.constexpr, REVERSED: tl.constexpr, TURN: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr,
-    REST: tl.constexpr, CAP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    T: tl.constexpr, BT: tl.constexpr, LAST: tl.constexpr, OP: tl.constexpr, SCORES: tl.constexpr, RK: tl.constexpr,
+    RV: tl.constexpr, HELD: tl.constexpr, REVERSED: tl.constexpr, TURN: tl.constexpr, HALF: tl.constexpr,
+    HP: tl.constexpr, REST: tl.constexpr, CAP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """One part of one list in one tier (and its residual buffer): maximum, sum, unnormalised output, exponentials.
 
     HELD: counts are those of the table; else they are the step's own. The pages that a list really has are shared out
-    evenly among its parts.
+    evenly among its parts. A page is read in blocks of BT slots, the last one in a tile of LAST.
     """
     BLOCKS: tl.constexpr = (T + BT - 1) // BT  # blocks of slots per page
+    ALIKE: tl.constexpr = BLOCKS if LAST == BT else 1  # of which one turn of the loop reads one, else a whole page
     counted = flat
     if HELD:
         counted = which
@@ -74,8 +127,8 @@ def _attend_tier(
     g = tl.arange(0, GP)
     query, by = query_planes(q, pid * G * D, G, GP, D, K), scale2
     if OP == tl.bfloat16 and K.BITS < 16 and TURN == 0:  # noqa: SIM300
-        query, power = scaled_query(query, OP, K)
-        by = (scale2 * power)[:, None]
+        query, power = scaled_query(query, K)
+        by = (scale2 * power)[None, :]
     q_sum = sum_channels(query, K)
     top = tl.full([GP], LOWEST, tl.float32)
     norm = tl.zeros([GP], tl.float32)
@@ -84,51 +137,21 @@ def _attend_tier(
     share = (num_pages + parts - 1) // parts
     first = tl.minimum(part * share, num_pages)
     last = tl.minimum(first + share, num_pages)
-    for block in range(first * BLOCKS, last * BLOCKS):
-        index = block // BLOCKS
-        start = (block % BLOCKS) * BT
-        t = start + tl.arange(0, BT)
-        token = index * T + t
-        inside = t < T
-        live_k = inside & (token < held_k)
+    for turn in range(first * ALIKE, last * ALIKE):
+        index = turn // ALIKE
         base = pages + table_page(table, which, entries, index, index < columns, REVERSED) * page_bytes
-        if TURN > 0:
-            angle = key_angles(
-                angles, frequencies, seen, pid // heads, held_k, token, live_k, angle_row, HALF, HP, TURN
-            )
-            logit = rotated_logits(q, pid * G * D, angle, base, t, live_k, G, GP, D, T, HALF, HP, REST, K)
-        else:
-            logit = key_logits(query, q_sum, base, start, held_k - index * T, D, T, BT, OP, K)
-        live = live_k
-        if RK > 0:  # noqa: SIM102 - known when the kernel is compiled, unlike what follows
-            if (index + 1) * T > held_k:
-                in_ring = inside & (token >= held_k) & (token < total) & (token >= total - RK)
-                at = row * rk_row + pid % heads * rk_head
-                dots = ring_logits(query, ring_k, at, token, in_ring, GP, BT, OP, RK, D, K)
-                logit = tl.where(live_k[None, :], logit, dots)
-                live = live_k | in_ring
-        logit = logit * by
-        if CAP > 0:
-            logit = capped(logit, CAP)
-        logit = tl.where(live[None, :], logit, LOWEST)
-        new_top = tl.maximum(top, tl.max(logit, 1))
-        p = tl.where(live[None, :], tl.exp2(logit - new_top[:, None]), 0.0)
-        shrink = tl.exp2(top - new_top)
-        norm = norm * shrink + tl.sum(p, 1)
-        live_v = inside & (token < held_v) & (token < total)
-        acc = add_values(acc, shrink, tl.where(live_v[None, :], p, 0.0), base, t, live_v, D, T, BT, OP, V)
-        if RV > 0:  # noqa: SIM102
-            if (index + 1) * T > held_v:
-                in_ring = inside & (token >= held_v) & (token < total) & (token >= total - RV)
-                at = row * rv_row + pid % heads * rv_head
-                acc = add_ring_values(acc, p, ring_v, at, token, in_ring, OP, RV, D, V)
-        top = new_top
-        if SCORES:
-            at = (pid * G + g) * (columns * T)
-            here = (g < G)[:, None] & live_k[None, :]
-            tl.store(weights + at[:, None] + token[None, :], p.to(weights.dtype.element_ty), mask=here)
-            if index < columns:
-                tl.store(tops + (pid * G + g) * (columns * BLOCKS) + block, top, mask=g < G)
+        EARLIER: tl.constexpr = BLOCKS - 1 if LAST != BT else 0
+        for block in tl.static_range(EARLIER):
+            top, norm, acc = _attend_block(
+                top, norm, acc, index, block * BT, q, query, q_sum, by, base, angles, frequencies, seen, weights, tops,
+                ring_k, ring_v, held_k, held_v, total, pid, row, columns, heads, rk_row, rk_head, rv_row, rv_head,
+                angle_row, G, GP, D, T, BT, BT, OP, SCORES, RK, RV, TURN, HALF, HP, REST, CAP, K, V,
+            )  # fmt: skip
+        top, norm, acc = _attend_block(
+            top, norm, acc, index, (turn % ALIKE + EARLIER) * BT, q, query, q_sum, by, base, angles, frequencies, seen,
+            weights, tops, ring_k, ring_v, held_k, held_v, total, pid, row, columns, heads, rk_row, rk_head, rv_row,
+            rv_head, angle_row, G, GP, D, T, BT, LAST, OP, SCORES, RK, RV, TURN, HALF, HP, REST, CAP, K, V,
+        )  # fmt: skip
     at = (pid * num_parts + place) * G + g
     tl.store(part_top + at, top, mask=g < G)
     tl.store(part_sum + at, norm, mask=g < G)
@@ -136,8 +159,8 @@ def _attend_tier(
     if first < last:
         P: tl.constexpr = V.P
         for plane in tl.static_range(P):
-            where = part_out + at[:, None] * D + (plane * V.W + w)[None, :]
-            tl.store(where, acc[plane], mask=(g < G)[:, None] & (w < V.W)[None, :])
+            where = part_out + at[None, :] * D + (plane * V.W + w)[:, None]
+            tl.store(where, acc[plane], mask=(w < V.W)[:, None] & (g < G)[None, :])
 
 
 @triton.jit(do_not_specialize=[*_COUNTS, "first_part"])
@@ -148,9 +171,10 @@ def _attend(
     b_weights, b_tops, b_parts, b_columns, b_entries, b_angle_row, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
     OP: tl.constexpr, SCORES: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, NAMED: tl.constexpr,
     TABLED: tl.constexpr, HELD: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, REST: tl.constexpr,
-    CAP: tl.constexpr, TWO: tl.constexpr, A_T: tl.constexpr, A_BT: tl.constexpr, A_REVERSED: tl.constexpr,
-    A_TURN: tl.constexpr, AK: tl.constexpr, AV: tl.constexpr, B_T: tl.constexpr, B_BT: tl.constexpr,
-    B_REVERSED: tl.constexpr, B_TURN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    CAP: tl.constexpr, TWO: tl.constexpr, A_T: tl.constexpr, A_BT: tl.constexpr, A_LAST: tl.constexpr,
+    A_REVERSED: tl.constexpr, A_TURN: tl.constexpr, AK: tl.constexpr, AV: tl.constexpr, B_T: tl.constexpr,
+    B_BT: tl.constexpr, B_LAST: tl.constexpr, B_REVERSED: tl.constexpr, B_TURN: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr,
 ):  # fmt: skip
     """One part of one list of a layer: the first `a_parts` are of one tier, the others of a second one (TWO)."""
     pid, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -164,15 +188,15 @@ def _attend(
             q, pages, a_table, a_num_k, a_num_v, a_angles, frequencies, seen, a_weights, a_tops, ring_tokens, ring_k,
             ring_v, part_top, part_sum, part_out, pid, row, which, flat, part, a_parts, first_part + part, num_parts,
             scale2, page_bytes, a_columns, a_entries, heads, rk_row, rk_head, rv_row, rv_head, a_angle_row, G,
-            GP, D, A_T, A_BT, OP, SCORES, RK, RV, HELD, A_REVERSED, A_TURN, HALF, HP, REST, CAP, AK, AV,
+            GP, D, A_T, A_BT, A_LAST, OP, SCORES, RK, RV, HELD, A_REVERSED, A_TURN, HALF, HP, REST, CAP, AK, AV,
         )  # fmt: skip
     elif TWO:
         _attend_tier(
             q, pages, b_table, b_num_k, b_num_v, b_angles, frequencies, seen, b_weights, b_tops, ring_tokens, ring_k,
             ring_v, part_top, part_sum, part_out, pid, row, which, flat, part - a_parts, b_parts, first_part + part,
             num_parts, scale2, page_bytes, b_columns, b_entries, heads, rk_row, rk_head, rv_row, rv_head,
-            b_angle_row, G, GP, D, B_T, B_BT, OP, SCORES, 0, 0, HELD, B_REVERSED, B_TURN, HALF, HP, REST, CAP, BK,
-            BV,
+            b_angle_row, G, GP, D, B_T, B_BT, B_LAST, OP, SCORES, 0, 0, HELD, B_REVERSED, B_TURN, HALF, HP, REST, CAP,
+            BK, BV,
         )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ its parts and makes the scores. How the work is cut depends on shapes alone, and
 how much its list holds: nothing is read back to the host, and a call can be captured in a CUDA graph.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,7 +17,17 @@ from torch import Tensor
 
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.attend import _attend, _finish
-from kvbench.kernels.gpu.parts import ELEMENT, INTERPRETED, LOG2_E, MIN_DOT, launch, power_of_two, side_layout
+from kvbench.kernels.gpu.parts import (
+    ELEMENT,
+    INTERPRETED,
+    LOG2_E,
+    MIN_COLUMNS,
+    MIN_DOT,
+    launch,
+    power_of_two,
+    ptx_level,
+    side_layout,
+)
 from kvbench.kernels.operands import (
     NO_SCORES,
     PLAIN,
@@ -30,8 +41,10 @@ from kvbench.kernels.operands import (
 )
 
 _REDUCE: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2}
-# Programs on a multiprocessor: a few that attend, and as many small ones that make scores as there is room for.
+# Programs on a multiprocessor: so many that attend where it is not known how many fit, and small ones that make scores.
 _ATTENDING, _SCORING = 4, 16
+_MOST_WAVES = 8  # parts of a list that are tried where all lists together need more than one wave of programs
+_STAGES = 3  # of loads under way: more hold shared memory that other programs need
 
 
 @triton.jit(do_not_specialize=["num_columns"])
@@ -58,8 +71,8 @@ def _num_processors(device: torch.device) -> int:
 def _block_slots(fmt: PageFormat, wide: bool) -> int:
     """Slots that one step of the inner loop reads, a power of two; `wide`: products are of fp32 tiles.
 
-    A step is taken to cost as much as 32 slots beside its own; where that is wrong on a GPU, it costs time only. More
-    slots than are tried here do not fit into a thread's registers: compiled for sm_90, they spill.
+    On an H100, one warp that reads 64 slots of codes of 4 bits at a time was faster than more warps, or fewer slots.
+    More do not fit into a thread's registers: compiled for sm_90, they spill.
     """
     slot, slots = fmt.slot, fmt.tokens_per_page
     most = 16 if wide else 32 if slot.head_dim <= 64 and (slot.k_coded or slot.v_coded) else 64
@@ -68,7 +81,8 @@ def _block_slots(fmt: PageFormat, wide: bool) -> int:
     group = slot.k_channel_group if slot.channel_keys else 0
     if group >= MIN_DOT and group & (group - 1) == 0:
         return min(group, most)  # within one group of tokens, one scale per channel serves the block
-    return min((size for size in (16, 32, 64) if size <= most), key=lambda size: -(-slots // size) * (size + 32))
+    # What is left of a page is read in a tile of its own.
+    return max(size for size in (16, 32, 64) if size <= max(16, min(most, slots)))
 
 
 def _operand(q: Tensor, tiers: list["ListTier"], ring: Ring | None) -> tl.dtype:
@@ -80,10 +94,37 @@ def _operand(q: Tensor, tiers: list["ListTier"], ring: Ring | None) -> tl.dtype:
     return ELEMENT[q.dtype] if exact else tl.float32
 
 
-def _num_parts(lists: int, most: int, device: torch.device, each: int) -> int:
-    """Parts that each list of so many pages or blocks at most is cut into, so that `each` programs run on every
-    multiprocessor."""
-    return min(most, max(1, each * _num_processors(device) // max(1, lists)))
+def _num_parts(lists: int, most: int, at_once: int) -> int:
+    """Parts that each list of so many pages or blocks at most is cut into, where so many programs run at once: those
+    of one wave, or as many as end soonest. A wave that is hardly begun takes as long as a full one."""
+    lists = max(1, lists)
+    tried = range(1, min(most, max(at_once // lists, _MOST_WAVES)) + 1)
+    return min(tried, key=lambda parts: (-(-lists * parts // at_once) / parts, parts), default=1)
+
+
+_resident: dict[tuple, int] = {}  # programs of a compiled kernel that one multiprocessor holds
+
+
+def programs_per_processor(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> int:
+    """How many programs of a kernel fit on a multiprocessor, by the registers and the shared memory that it takes when
+    it is compiled.
+
+    Source: Triton's tutorial 2 (fused softmax), which asks a compiled kernel for both.
+    """
+    kinds = tuple(x.dtype if isinstance(x, Tensor) else type(x) for x in arguments)
+    key = (kernel.__name__, tuple(constants.items()), kinds)
+    if key not in _resident:
+        built = kernel.warmup(*arguments, grid=(1,), **constants)
+        built._init_handles()
+        device = torch.cuda.get_device_properties(arguments[0].device)
+        warps, quarters, granule = constants["num_warps"], 4, 256
+        # Registers lie in quarters, of which each holds whole warps.
+        in_quarter = device.regs_per_multiprocessor // quarters // (-(-32 * built.n_regs // granule) * granule)
+        shared = built.metadata.shared + 1024  # which the system takes of each
+        by_shared = device.shared_memory_per_multiprocessor // shared
+        by_threads = device.max_threads_per_multi_processor // (device.warp_size * warps)
+        _resident[key] = max(1, min(quarters * in_quarter // warps, by_shared, by_threads, 32))
+    return _resident[key]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,17 +253,15 @@ class Attention:
         half = max(tier.half for tier in tiers)
         wide = half > 0 or operand == tl.float32
         spans = [tier.columns + -(-max(lengths) // tier.fmt.tokens_per_page) for tier in tiers]
-        self._parts = [_num_parts(count, span, q.device, _ATTENDING) for span in spans]
         self._block_slots = [_block_slots(tier.fmt, wide) for tier in tiers]
         made: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
-        top, total, self._lse = (torch.empty(count, n, group_size, **made) for n in (*2 * [sum(self._parts)], 1))
-        self._partial = [top, total, torch.empty(*top.shape, head_dim, **made)]
-        self._absent = top  # where a kernel does not look at a tensor
+        self._lse = torch.empty(count, 1, group_size, **made)
+        self._absent = absent = self._lse  # where a kernel does not look at a tensor
         self._tiers, self._out, self._lists = tiers, out, lists
-        self._sinks = top if softmax.sinks is None else softmax.sinks
+        self._sinks = absent if softmax.sinks is None else softmax.sinks
         # Exponentials are at most 1: fp16 holds them as well as the products behind them.
         kind = torch.float32 if operand == tl.float32 else torch.float16
-        self._kept = [(top, top)] * len(tiers)
+        self._kept = [(absent, absent)] * len(tiers)
         if how.group:
             self._kept = [
                 (torch.empty(count * group_size, tier.columns * tier.fmt.tokens_per_page, dtype=kind, device=q.device),
@@ -231,17 +270,18 @@ class Attention:
             ]  # fmt: skip
         returned = tiers if how.group and how.update is None else []
         self._returned = [(num_seq, lists.heads, tier.columns * tier.fmt.tokens_per_page) for tier in returned]
-        step = (pages, *(top if x is None else x for x in (lists.rows, seen)))
+        step = (pages, *(absent if x is None else x for x in (lists.rows, seen)))
         shared: dict[str, Any] = {
             "G": group_size, "D": head_dim, "SCORES": bool(how.group), "TABLED": lists.in_table,
             "HELD": lists.counts_in_table,
         }  # fmt: skip
         reading = shared | {
-            "GP": power_of_two(group_size, MIN_DOT), "OP": operand, "RK": lengths[0], "RV": lengths[1],
-            "NAMED": lists.rows is not None, "HALF": half, "HP": power_of_two(half, MIN_DOT),
+            "GP": power_of_two(group_size, MIN_COLUMNS if ptx_level() else MIN_DOT), "OP": operand,
+            "RK": lengths[0], "RV": lengths[1], "NAMED": lists.rows is not None, "HALF": half,
+            "HP": power_of_two(half, MIN_DOT),
             "REST": power_of_two(head_dim - 2 * half, MIN_DOT) if half and head_dim > 2 * half else 0,
             "CAP": softmax.cap * LOG2_E,
-            "num_warps": 8 if wide else 4,
+            "num_warps": 8 if wide else 1 if ptx_level() else 4, "num_stages": _STAGES,
         }  # fmt: skip
         merging = shared | {
             "GP": power_of_two(group_size), "DP": power_of_two(head_dim), "BP": 16, "POWER": how.power,
@@ -249,8 +289,21 @@ class Attention:
             "OUT": ELEMENT[out], "SINKS": softmax.sinks is not None,
         }  # fmt: skip
         pairs = [(begin, min(begin + 1, len(tiers) - 1)) for begin in range(0, len(tiers), 2)]
+        self._cut([1] * len(tiers), count, group_size, head_dim)
+        at_once = _num_processors(q.device) * _ATTENDING
+        if q.device.type == "cuda" and not INTERPRETED:
+            first, buffers = self._reads(pairs[0], count, step, reading), _ring_arguments(ring, absent)
+            given = [q, buffers[2], *buffers[:2], *buffers[3], LOG2_E, lists.offset, *first.given]
+            at_once = _num_processors(q.device) * programs_per_processor(_attend, given, first.constants)
+        self._cut([_num_parts(count, span, at_once) for span in spans], count, group_size, head_dim)
         self._reading = [self._reads(pair, count, step, reading) for pair in pairs]
         self._merging = [self._merges(pair, count, step, merging, how) for pair in (pairs if how.group else pairs[:1])]
+
+    def _cut(self, parts: list[int], count: int, group_size: int, head_dim: int) -> None:
+        """Cuts the lists of each tier into so many parts, whose results lie between the launches."""
+        self._parts, made = parts, {"device": self._lse.device, "dtype": torch.float32}
+        shape = (count, sum(parts), group_size)
+        self._partial = [torch.empty(shape, **made), torch.empty(shape, **made), torch.empty(*shape, head_dim, **made)]
 
     @property
     def _blocks(self) -> list[int]:
@@ -272,7 +325,9 @@ class Attention:
             angles = self._absent if angles is None else angles
             given += [tier.table, tier.num_k, tier.num_v, angles, *self._kept[index], self._parts[index]]
             given += [tier.columns, tier.entries, angles.stride(0)]
-            constants |= tier.in_kernels(prefix) | {f"{prefix}_BT": self._block_slots[index]}
+            size = self._block_slots[index]
+            rest = power_of_two((tier.fmt.tokens_per_page - 1) % size + 1, MIN_DOT)
+            constants |= tier.in_kernels(prefix) | {f"{prefix}_BT": size, f"{prefix}_LAST": rest}
         return _Launch((count, sum(self._parts[first : second + 1])), given, constants)
 
     def _merges(
@@ -285,7 +340,8 @@ class Attention:
         given += [self._lists.heads, self._lists.per_row]
         merged = constants["G"] if first == 0 else 0
         constants = constants | {"TWO": first != second, "MERGED": merged}
-        tasks = [_num_parts(count, blocks, pages.device, _SCORING) if how.group else 0 for blocks in self._blocks]
+        scoring = _SCORING * _num_processors(pages.device)
+        tasks = [min(blocks, max(1, scoring // max(1, count))) if how.group else 0 for blocks in self._blocks]
         for index, prefix in zip(pair, "AB", strict=True):
             tier = self._tiers[index]
             given += [*self._kept[index], tier.num_k, tier.table, tasks[index], tier.columns, tier.entries]

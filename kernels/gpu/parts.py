@@ -38,6 +38,7 @@ FITS: dict[tuple[Fit, Rounding], int] = {
 LOG2_E = 1.4426950408889634  # exponentials are of base 2: logits carry this factor
 MOST_ALONG = 65_535  # programs along a grid's second and third axis; the first one takes 2^31
 MIN_DOT = 16  # the smallest side of a matrix product on tensor cores
+MIN_COLUMNS = 8  # of NVIDIA's
 
 
 class Kernel(Protocol):

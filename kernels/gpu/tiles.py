@@ -1,7 +1,8 @@
 """GPU backend: the tiles of decode attention, as functions that kernels call on the device.
 
-Codes of a plane are dequantised by operations on single elements alone, so that the compiler can load them in the form
-that the tensor cores take; putting planes side by side first sends every code through shared memory.
+Keys and values are the left sides of the products, and the queries of a group the right one, of which tensor cores
+take eight at a time: a tile has no more columns than that for most models. Codes of a plane are dequantised by
+operations on single elements alone; putting planes side by side first sends every code through shared memory.
 """
 
 import triton
@@ -22,28 +23,28 @@ from kvbench.kernels.gpu.parts import float8_values
 
 @triton.jit
 def query_planes(q, start, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr):
-    """The queries of one list, a tile [GP, WP] per plane of key codes: channels plane * W + w."""
+    """The queries of one list, a tile [WP, GP] per plane of key codes: channels plane * W + w."""
     g, w = tl.arange(0, GP), tl.arange(0, SIDE.WP)
-    asked = (g < G)[:, None] & (w < SIDE.W)[None, :]
-    planes = (tl.load(q + start + g[:, None] * D + w[None, :], mask=asked, other=0.0),)
+    asked = (w < SIDE.W)[:, None] & (g < G)[None, :]
+    planes = (tl.load(q + start + g[None, :] * D + w[:, None], mask=asked, other=0.0),)
     P: tl.constexpr = SIDE.P
     for plane in tl.static_range(1, P):
-        planes = planes + (tl.load(q + start + g[:, None] * D + (plane * SIDE.W + w)[None, :], mask=asked, other=0.0),)
+        planes = planes + (tl.load(q + start + g[None, :] * D + (plane * SIDE.W + w)[:, None], mask=asked, other=0.0),)
     return planes
 
 
 @triton.jit
-def scaled_query(planes, OP: tl.constexpr, SIDE: tl.constexpr):
+def scaled_query(planes, SIDE: tl.constexpr):
     """Queries whose products are with codes, as fp16: over a power of two, [GP], which keeps bf16 in its range."""
     P: tl.constexpr = SIDE.P
-    top = tl.max(tl.abs(planes[0].to(tl.float32)), 1)
+    top = tl.max(tl.abs(planes[0].to(tl.float32)), 0)
     for plane in tl.static_range(1, P):
-        top = tl.maximum(top, tl.max(tl.abs(planes[plane].to(tl.float32)), 1))
+        top = tl.maximum(top, tl.max(tl.abs(planes[plane].to(tl.float32)), 0))
     power = (top.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     power = tl.where((power > 0) & (power < float("inf")), power, 1.0)
-    scaled = ((planes[0].to(tl.float32) / power[:, None]).to(tl.float16),)
+    scaled = ((planes[0].to(tl.float32) / power[None, :]).to(tl.float16),)
     for plane in tl.static_range(1, P):
-        scaled = scaled + ((planes[plane].to(tl.float32) / power[:, None]).to(tl.float16),)
+        scaled = scaled + ((planes[plane].to(tl.float32) / power[None, :]).to(tl.float16),)
     return scaled, power
 
 
@@ -52,7 +53,7 @@ def key_logits(
     q, q_sum, base, start, held, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
     SIDE: tl.constexpr,
 ):  # fmt: skip
-    """q . k for BT slots of a page from `start` on, fp32 [GP, BT], the scales of single slots folded in after the
+    """k . q for BT slots of a page from `start` on, fp32 [BT, GP], the scales of single slots folded in after the
     product.
 
     Reads whole runs of slots that begin before `held`, because a mask that may change from slot to slot makes every
@@ -62,68 +63,68 @@ def key_logits(
     w = tl.arange(0, SIDE.WP)
     RUN: tl.constexpr = 16 if T % 16 == 0 else 8
     live = ((t // RUN) * RUN < held) & (t < T)
-    rows = (w < SIDE.W)[:, None] & live[None, :]
+    cells = live[:, None] & (w < SIDE.W)[None, :]
     EXACT: tl.constexpr = tl.float32 if OP == tl.float32 else tl.float16  # noqa: SIM300 - in which codes are exact
     if SIDE.BITS >= 16:
         k = tl.load(
-            (base + SIDE.OFF).to(tl.pointer_type(SIDE.ELEM)) + w[:, None] * T + t[None, :], mask=rows, other=0.0
+            (base + SIDE.OFF).to(tl.pointer_type(SIDE.ELEM)) + w[None, :] * T + t[:, None], mask=cells, other=0.0
         )
-        return tl.dot(q[0].to(OP), k.to(OP), input_precision="ieee")
+        return tl.dot(k.to(OP), q[0].to(OP), input_precision="ieee")
     elif SIDE.BITS == 0:
-        k = float8_levels(tl.load(base + SIDE.OFF + w[:, None] * T + t[None, :], mask=rows, other=0), SIDE, EXACT)
+        k = float8_levels(tl.load(base + SIDE.OFF + w[None, :] * T + t[:, None], mask=cells, other=0), SIDE, EXACT)
         if SIDE.CODE > 0 and SIDE.GROUPS > 1:
-            k = k * scales(base, (w // (D // SIDE.GROUPS))[:, None] * T + t[None, :], rows, SIDE).to(EXACT)
-        dots = tl.dot(q[0].to(EXACT), k, input_precision="ieee")
+            k = k * scales(base, (w // (D // SIDE.GROUPS))[None, :] * T + t[:, None], cells, SIDE).to(EXACT)
+        dots = tl.dot(k, q[0].to(EXACT), input_precision="ieee")
         if SIDE.CODE > 0 and SIDE.GROUPS == 1:
-            dots = dots * scales(base, t, live, SIDE)[None, :]
+            dots = dots * scales(base, t, live, SIDE)[:, None]
         return dots
     else:
-        raw = load_codes(base + SIDE.OFF + w[:, None] * T + t[None, :], T, rows, SIDE)
+        raw = load_codes(base + SIDE.OFF + w[None, :] * T + t[:, None], T, cells, SIDE)
         width = tl.where(start < held, SIDE.W, 0)  # nothing of a group of tokens that was never written
         KIND: tl.constexpr = EXACT if SIDE.CODE < NVFP4 else tl.float32  # a power of two may be no fp16
         P: tl.constexpr = SIDE.P
-        dots = tl.zeros([q_sum.shape[0], BT], tl.float32)
+        dots = tl.zeros([BT, q_sum.shape[0]], tl.float32)
         for plane in tl.static_range(P):
             channel = plane * SIDE.W + w
             if SIDE.CHANNEL > 0 or SIDE.GROUPS > 1:
                 if SIDE.CHANNEL > 0 and SIDE.CHANNEL % BT == 0:  # the block lies within one group of tokens
                     scale, zero = metadata(base, (start // SIDE.CHANNEL) * D + channel, w < width, SIDE)
-                    scale, zero = scale[:, None], zero[:, None]
+                    scale, zero = scale[None, :], zero[None, :]
                 elif SIDE.CHANNEL > 0:
-                    scale, zero = metadata(base, (t // SIDE.CHANNEL)[None, :] * D + channel[:, None], rows, SIDE)
+                    scale, zero = metadata(base, (t // SIDE.CHANNEL)[:, None] * D + channel[None, :], cells, SIDE)
                 else:
-                    index = (channel // (D // SIDE.GROUPS))[:, None] * T + t[None, :]
-                    scale, zero = metadata(base, index, rows, SIDE)
+                    index = (channel // (D // SIDE.GROUPS))[None, :] * T + t[:, None]
+                    scale, zero = metadata(base, index, cells, SIDE)
                 k = (plane_levels(raw, plane, SIDE, KIND) * scale.to(KIND) + zero.to(KIND)).to(EXACT)
             else:
                 k = plane_levels(raw, plane, SIDE, EXACT)
-            dots = tl.dot(q[plane].to(EXACT), k, dots, input_precision="ieee")
+            dots = tl.dot(k, q[plane].to(EXACT), dots, input_precision="ieee")
         if SIDE.CHANNEL > 0 or SIDE.GROUPS > 1:
             return dots
         else:
             scale, zero = metadata(base, t, live, SIDE)
-            return dots * scale[None, :] + q_sum[:, None] * zero[None, :]
+            return dots * scale[:, None] + q_sum[None, :] * zero[:, None]
 
 
 @triton.jit
 def _keys(base, channel, wanted, t, live, D: tl.constexpr, T: tl.constexpr, SIDE: tl.constexpr):
-    """Keys fp32 [channels, slots], whichever planes the channels lie in; 0 where not wanted or not live."""
-    cells = wanted[:, None] & live[None, :]
+    """Keys fp32 [slots, channels], whichever planes the channels lie in; 0 where not wanted or not live."""
+    cells = live[:, None] & wanted[None, :]
     if SIDE.BITS >= 16:
-        place = (base + SIDE.OFF).to(tl.pointer_type(SIDE.ELEM)) + channel[:, None] * T + t[None, :]
+        place = (base + SIDE.OFF).to(tl.pointer_type(SIDE.ELEM)) + channel[None, :] * T + t[:, None]
         return tl.load(place, mask=cells, other=0.0).to(tl.float32)
     elif SIDE.BITS == 0:
-        k = float8_values(tl.load(base + SIDE.OFF + channel[:, None] * T + t[None, :], mask=cells, other=0), SIDE.CODE)
+        k = float8_values(tl.load(base + SIDE.OFF + channel[None, :] * T + t[:, None], mask=cells, other=0), SIDE.CODE)
         if SIDE.CODE > 0:
-            k = k * scales(base, (channel // (D // SIDE.GROUPS))[:, None] * T + t[None, :], cells, SIDE)
+            k = k * scales(base, (channel // (D // SIDE.GROUPS))[None, :] * T + t[:, None], cells, SIDE)
         return k
     else:
-        raw = load_codes(base + SIDE.OFF + (channel % SIDE.W)[:, None] * T + t[None, :], T, cells, SIDE)
-        codes = plane_codes(raw.to(tl.int64 if SIDE.BITS == 5 else tl.int32), (channel // SIDE.W)[:, None], SIDE)
+        raw = load_codes(base + SIDE.OFF + (channel % SIDE.W)[None, :] * T + t[:, None], T, cells, SIDE)
+        codes = plane_codes(raw.to(tl.int64 if SIDE.BITS == 5 else tl.int32), (channel // SIDE.W)[None, :], SIDE)
         if SIDE.CHANNEL > 0:
-            index = (t // SIDE.CHANNEL)[None, :] * D + channel[:, None]
+            index = (t // SIDE.CHANNEL)[:, None] * D + channel[None, :]
         else:
-            index = (channel // (D // SIDE.GROUPS))[:, None] * T + t[None, :]
+            index = (channel // (D // SIDE.GROUPS))[None, :] * T + t[:, None]
         scale, zero = metadata(base, index, cells, SIDE)
         return level_values(codes, SIDE, tl.float32) * scale + zero
 
@@ -133,19 +134,19 @@ def key_angles(
     angles, frequencies, seen, seq, held, token, live, angle_row, HALF: tl.constexpr, HP: tl.constexpr,
     TURN: tl.constexpr,
 ):  # fmt: skip
-    """The angles of the given slots' keys, fp32 [HP, BT]: as they are given (TURN = 1), by their ages, seen from the
+    """The angles of the given slots' keys, fp32 [BT, HP]: as they are given (TURN = 1), by their ages, seen from the
     newest of the list's `held` tokens (2), or by their own numbers (3)."""
     h = tl.arange(0, HP)
     turned = h < HALF
     if TURN == 1:
-        place = angles + seq * angle_row + token[None, :] * HALF + h[:, None]
-        return tl.load(place, mask=turned[:, None] & live[None, :], other=0.0)
+        place = angles + seq * angle_row + token[:, None] * HALF + h[None, :]
+        return tl.load(place, mask=live[:, None] & turned[None, :], other=0.0)
     else:
         position = token.to(tl.int64)
         if TURN == 2:
             age = tl.load(angles + seq * angle_row + token, mask=live, other=0)
             position = age + tl.load(seen + seq) - (held - 1)
-        return position.to(tl.float32)[None, :] * tl.load(frequencies + h, mask=turned, other=0.0)[:, None]
+        return position.to(tl.float32)[:, None] * tl.load(frequencies + h, mask=turned, other=0.0)[None, :]
 
 
 @triton.jit
@@ -153,26 +154,26 @@ def rotated_logits(
     q, at, angle, base, t, live, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
     HALF: tl.constexpr, HP: tl.constexpr, REST: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """q . R(angle) k for the live slots of a page, fp32 [GP, BT]; channel i turns with channel i + HALF.
+    """R(angle) k . q for the live slots of a page, fp32 [BT, GP]; channel i turns with channel i + HALF.
 
     Keys are dequantised before the product, since a rotation mixes channels whose scales differ. All in fp32: rotated
     values are no codes, and what a 16-bit operand would cut off is what tells positions apart.
     """
     g, h = tl.arange(0, GP), tl.arange(0, HP)
-    turned, asked = h < HALF, (g < G)[:, None] & (h < HALF)[None, :]
+    turned, asked = h < HALF, (h < HALF)[:, None] & (g < G)[None, :]
     cos, sin = tl.cos(angle), tl.sin(angle)
     first = _keys(base, h, turned, t, live, D, T, SIDE)
     second = _keys(base, HALF + h, turned, t, live, D, T, SIDE)
-    left = tl.load(q + at + g[:, None] * D + h[None, :], mask=asked, other=0.0).to(tl.float32)
-    right = tl.load(q + at + g[:, None] * D + (HALF + h)[None, :], mask=asked, other=0.0).to(tl.float32)
-    dots = tl.dot(left, first * cos - second * sin, input_precision="ieee")
-    dots += tl.dot(right, second * cos + first * sin, input_precision="ieee")
+    upper = tl.load(q + at + g[None, :] * D + h[:, None], mask=asked, other=0.0).to(tl.float32)
+    lower = tl.load(q + at + g[None, :] * D + (HALF + h)[:, None], mask=asked, other=0.0).to(tl.float32)
+    dots = tl.dot(first * cos - second * sin, upper, input_precision="ieee")
+    dots = tl.dot(second * cos + first * sin, lower, dots, input_precision="ieee")
     if REST > 0:  # channels without a position
         r = 2 * HALF + tl.arange(0, REST)
         rest = _keys(base, r, r < D, t, live, D, T, SIDE)
-        asked = (g < G)[:, None] & (r < D)[None, :]
-        still = tl.load(q + at + g[:, None] * D + r[None, :], mask=asked, other=0.0).to(tl.float32)
-        dots += tl.dot(still, rest, input_precision="ieee")
+        asked = (r < D)[:, None] & (g < G)[None, :]
+        still = tl.load(q + at + g[None, :] * D + r[:, None], mask=asked, other=0.0).to(tl.float32)
+        dots = tl.dot(rest, still, dots, input_precision="ieee")
     return dots
 
 
@@ -181,7 +182,7 @@ def _plane_values(
     raw, base, t, live, plane: tl.constexpr, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
     SIDE: tl.constexpr,
 ):  # fmt: skip
-    """The values of BT slots in the channels of one plane of codes, [BT, WP] in the type of the products' operands.
+    """The values of BT slots in the channels of one plane of codes, [WP, BT] in the type of the products' operands.
 
     Where that is fp16, codes are exact in it and scales are stored in it: a value is rounded once.
     """
@@ -191,17 +192,17 @@ def _plane_values(
     codes = plane_levels(raw, plane, SIDE, KIND)
     if SIZE % SIDE.W == 0:  # one scale per slot serves the whole plane
         scale, zero = metadata(base, (plane * SIDE.W // SIZE) * T + t, live, SIDE)
-        return (codes * scale.to(KIND)[:, None] + zero.to(KIND)[:, None]).to(OP)
+        return (codes * scale.to(KIND)[None, :] + zero.to(KIND)[None, :]).to(OP)
     elif SIDE.W == SIDE.WP and SIDE.W % SIZE == 0 and (SIZE & (SIZE - 1)) == 0:  # one load per group, not per channel
         SCALES: tl.constexpr = SIDE.W // SIZE
         r = plane * SCALES + tl.arange(0, SCALES)
-        scale, zero = metadata(base, r[None, :] * T + t[:, None], live[:, None], SIDE)
-        grouped = tl.reshape(codes, [BT, SCALES, SIZE])
-        return tl.reshape(grouped * scale.to(KIND)[:, :, None] + zero.to(KIND)[:, :, None], [BT, WP]).to(OP)
+        scale, zero = metadata(base, r[:, None] * T + t[None, :], live[None, :], SIDE)
+        grouped = tl.reshape(codes, [SCALES, SIZE, BT])
+        return tl.reshape(grouped * scale.to(KIND)[:, None, :] + zero.to(KIND)[:, None, :], [WP, BT]).to(OP)
     else:
         w = tl.arange(0, WP)
-        index = ((plane * SIDE.W + w) // SIZE)[None, :] * T + t[:, None]
-        scale, zero = metadata(base, index, live[:, None] & (w < SIDE.W)[None, :], SIDE)
+        index = ((plane * SIDE.W + w) // SIZE)[:, None] * T + t[None, :]
+        scale, zero = metadata(base, index, (w < SIDE.W)[:, None] & live[None, :], SIDE)
         return (codes * scale.to(KIND) + zero.to(KIND)).to(OP)
 
 
@@ -210,31 +211,31 @@ def add_values(
     acc, shrink, p, base, t, live, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
     SIDE: tl.constexpr,
 ):  # fmt: skip
-    """The sums so far, shrunk, with p[g, t] * v[t] of BT slots of a page added: a tile fp32 [GP, WP] per plane."""
+    """The sums so far, shrunk, with v[t] * p[t, g] of BT slots of a page added: a tile fp32 [WP, GP] per plane."""
     w = tl.arange(0, SIDE.WP)
-    cells = live[:, None] & (w < SIDE.W)[None, :]
+    cells = (w < SIDE.W)[:, None] & live[None, :]
     P: tl.constexpr = SIDE.P
     EXACT: tl.constexpr = tl.float32 if OP == tl.float32 else tl.float16  # noqa: SIM300
     if SIDE.BITS >= 16:
         v = tl.load(
-            (base + SIDE.OFF).to(tl.pointer_type(SIDE.ELEM)) + t[:, None] * SIDE.W + w[None, :], mask=cells, other=0.0
+            (base + SIDE.OFF).to(tl.pointer_type(SIDE.ELEM)) + t[None, :] * SIDE.W + w[:, None], mask=cells, other=0.0
         )
-        return (tl.dot(p.to(OP), v.to(OP), acc[0] * shrink[:, None], input_precision="ieee"),)
+        return (tl.dot(v.to(OP), p.to(OP), acc[0] * shrink[None, :], input_precision="ieee"),)
     elif SIDE.BITS == 0:
-        v = float8_levels(tl.load(base + SIDE.OFF + t[:, None] * SIDE.W + w[None, :], mask=cells, other=0), SIDE, EXACT)
+        v = float8_levels(tl.load(base + SIDE.OFF + t[None, :] * SIDE.W + w[:, None], mask=cells, other=0), SIDE, EXACT)
         if SIDE.CODE > 0 and SIDE.GROUPS == 1:
-            v = v * scales(base, t, live, SIDE).to(EXACT)[:, None]
+            v = v * scales(base, t, live, SIDE).to(EXACT)[None, :]
         elif SIDE.CODE > 0:
-            v = v * scales(base, (w // (D // SIDE.GROUPS))[None, :] * T + t[:, None], cells, SIDE).to(EXACT)
-        return (tl.dot(p.to(EXACT), v, acc[0] * shrink[:, None], input_precision="ieee"),)
+            v = v * scales(base, (w // (D // SIDE.GROUPS))[:, None] * T + t[None, :], cells, SIDE).to(EXACT)
+        return (tl.dot(v, p.to(EXACT), acc[0] * shrink[None, :], input_precision="ieee"),)
     else:
-        raw = load_codes(base + SIDE.OFF + t[:, None] * SIDE.ROW + w[None, :], 1, cells, SIDE)
+        raw = load_codes(base + SIDE.OFF + t[None, :] * SIDE.ROW + w[:, None], 1, cells, SIDE)
         weight = p.to(EXACT)
         v = _plane_values(raw, base, t, live, 0, D, T, BT, EXACT, SIDE)
-        out = (tl.dot(weight, v, acc[0] * shrink[:, None], input_precision="ieee"),)
+        out = (tl.dot(v, weight, acc[0] * shrink[None, :], input_precision="ieee"),)
         for plane in tl.static_range(1, P):
             v = _plane_values(raw, base, t, live, plane, D, T, BT, EXACT, SIDE)
-            out = out + (tl.dot(weight, v, acc[plane] * shrink[:, None], input_precision="ieee"),)
+            out = out + (tl.dot(v, weight, acc[plane] * shrink[None, :], input_precision="ieee"),)
         return out
 
 
@@ -253,12 +254,12 @@ def ring_logits(
     q, ring, start, token, live, GP: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, LENGTH: tl.constexpr,
     D: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """q . k for tokens in a residual buffer, fp32 [GP, BT]."""
-    dots = tl.zeros([GP, BT], tl.float32)
+    """k . q for tokens in a residual buffer, fp32 [BT, GP]."""
+    dots = tl.zeros([BT, GP], tl.float32)
     P: tl.constexpr = SIDE.P
     for plane in tl.static_range(P):
         key = _ring_tile(ring, start, token, live, plane, LENGTH, D, SIDE)
-        dots += tl.dot(q[plane].to(OP), tl.trans(key).to(OP), input_precision="ieee")
+        dots = tl.dot(key.to(OP), q[plane].to(OP), dots, input_precision="ieee")
     return dots
 
 
@@ -267,23 +268,23 @@ def add_ring_values(
     acc, p, ring, start, token, live, OP: tl.constexpr, LENGTH: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """The sums so far with the values of tokens in a residual buffer added."""
-    weight = tl.where(live[None, :], p, 0.0).to(OP)
-    value = _ring_tile(ring, start, token, live, 0, LENGTH, D, SIDE).to(OP)
-    out = (acc[0] + tl.dot(weight, value, input_precision="ieee"),)
+    weight = tl.where(live[:, None], p, 0.0).to(OP)
+    value = tl.trans(_ring_tile(ring, start, token, live, 0, LENGTH, D, SIDE)).to(OP)
+    out = (tl.dot(value, weight, acc[0], input_precision="ieee"),)
     P: tl.constexpr = SIDE.P
     for plane in tl.static_range(1, P):
-        value = _ring_tile(ring, start, token, live, plane, LENGTH, D, SIDE).to(OP)
-        out = out + (acc[plane] + tl.dot(weight, value, input_precision="ieee"),)
+        value = tl.trans(_ring_tile(ring, start, token, live, plane, LENGTH, D, SIDE)).to(OP)
+        out = out + (tl.dot(value, weight, acc[plane], input_precision="ieee"),)
     return out
 
 
 @triton.jit
 def sum_channels(planes, SIDE: tl.constexpr):
     """Sum over the channels of all planes, fp32 [GP]."""
-    total = tl.sum(planes[0].to(tl.float32), 1)
+    total = tl.sum(planes[0].to(tl.float32), 0)
     P: tl.constexpr = SIDE.P
     for plane in tl.static_range(1, P):
-        total += tl.sum(planes[plane].to(tl.float32), 1)
+        total += tl.sum(planes[plane].to(tl.float32), 0)
     return total
 
 
@@ -292,7 +293,7 @@ def zero_planes(SIDE: tl.constexpr, GP: tl.constexpr):
     """A tile of zeros per plane."""
     P: tl.constexpr = SIDE.P
     WP: tl.constexpr = SIDE.WP  # triton 3.6 takes no attribute in a shape
-    planes = (tl.zeros([GP, WP], tl.float32),)
+    planes = (tl.zeros([WP, GP], tl.float32),)
     for _ in tl.static_range(1, P):
-        planes = planes + (tl.zeros([GP, WP], tl.float32),)
+        planes = planes + (tl.zeros([WP, GP], tl.float32),)
     return planes

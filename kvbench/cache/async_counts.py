@@ -20,6 +20,11 @@ def to_device(
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
+def one_row(row: int, device: torch.device) -> Tensor:
+    """A row's number on a device, int64 [1], without a wait for what it is doing."""
+    return torch.full((1,), row, dtype=torch.int64, device=device)
+
+
 @dataclass(frozen=True, eq=False)
 class Padding:
     """What tells rows from those that pad them, on their device.

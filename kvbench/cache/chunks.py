@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kvbench.cache.async_counts import one_row
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.ledger import Ledger
 from kvbench.cache.paged import Paged, padded, track
@@ -104,7 +105,7 @@ class Chunks:
             nothing = torch.zeros(heads, 0, self._shape.head_dim, device=device)
             none = torch.zeros(heads, 0, dtype=torch.int64, device=device)
             return nothing, nothing, none.bool(), none
-        tiers, ring = holding.layer(torch.tensor([row], device=device), layer)
+        tiers, ring = holding.layer(one_row(row, device), layer)
         holding.rope.attach(tiers, None)
         (keys,), (values,), (live,) = pages.gather(layer, tiers, ring)
         if ring is not None:  # nothing was dropped: entry i is token i

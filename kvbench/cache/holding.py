@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvbench.cache.async_counts import AsyncCounts, Rows
+from kvbench.cache.async_counts import AsyncCounts, Rows, one_row
 from kvbench.cache.checks import CheckedPlans
 from kvbench.cache.counters import Counters
 from kvbench.cache.layout import ModelShape
@@ -213,10 +213,10 @@ class Holding:
 
     def lists(self, row: int) -> Tensor:
         """List numbers int64 [M] of one row."""
-        return self.pages.lists_of(torch.tensor([row], device=self.shape.device))
+        return self.pages.lists_of(one_row(row, self.shape.device))
 
     def lists_of_layer(self, row: int, layer: int) -> Tensor:
-        return self.pages.layer_lists(torch.tensor([row], device=self.shape.device), layer).flatten()
+        return self.pages.layer_lists(one_row(row, self.shape.device), layer).flatten()
 
     def clear(self, lists: Tensor) -> None:
         self.pages.clear(lists)

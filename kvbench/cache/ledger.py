@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kvbench.cache.async_counts import Receiver
+from kvbench.cache.async_counts import Receiver, one_row
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.paged import Paged
 from kvbench.cache.places import Split
@@ -126,7 +126,7 @@ class Ledger:
         return own + sum(each.shared_bytes for each in self._beside)
 
     def row_bytes(self, row: int) -> int:
-        return int(self.resident_bytes(torch.tensor([row], device=self._shape.device))[0])
+        return int(self.resident_bytes(one_row(row, self._shape.device))[0])
 
     def itemise(self, row: int) -> dict[str, int]:
         """The ledger of one row; the items sum to `resident_bytes`.
@@ -183,6 +183,7 @@ class Ledger:
 
     def fork(self, source: int, row: int) -> None:
         """Begins a row that was copied: it has the peaks of its source, and no steps of its own yet."""
+        self._settle()
         meter = self.meters[source]
         self.meters[row] = RowMeter(
             meter.peak_bytes,
@@ -193,10 +194,18 @@ class Ledger:
 
     def hold(self, row: int, staging_bytes: int = 0) -> None:
         """Notes what a row holds while so many bytes of an uncompressed prompt lie beside it in this process."""
-        meter = self.meters[row]
-        staging_bytes *= self._ranks.size
+        meter, staging_bytes = self.meters[row], staging_bytes * self._ranks.size
         meter.staging_peak_bytes = max(meter.staging_peak_bytes, staging_bytes)
-        meter.peak_bytes = max(meter.peak_bytes, staging_bytes + self.row_bytes(row))
+
+        def receive(resident: list[int]) -> None:
+            meter.peak_bytes = max(meter.peak_bytes, staging_bytes + resident[0])
+
+        self._pages.counts.post(self.resident_bytes(one_row(row, self._shape.device)), lambda: receive)
+
+    def _settle(self) -> None:
+        """Waits for what was noted on a device."""
+        self._pages.counts.send()
+        self._pages.counts.collect()
 
     def note_probe(self, row: int, held_bytes: int, num_tokens: int) -> None:
         """Notes what was held after the further passes over a prompt, and how many tokens they read."""
@@ -228,6 +237,7 @@ class Ledger:
 
     def note_whole(self, row: int) -> None:
         """Notes that a prompt of a run that reads in chunks was short enough to be read at once."""
+        self._settle()
         self.meters[row].one_shot_peak_bytes = self.meters[row].peak_bytes
 
     def restart(self, row: int) -> None:
@@ -293,7 +303,7 @@ class Ledger:
     def report(self, row: int) -> tuple[dict, dict]:
         """The ledger and the kept-token summary of a finished row, as they go into the journal: `ledger` and `kept` of
         `kvbench.results.sample.SampleRecord`."""
-        self._pages.counts.collect()
+        self._settle()
         items, meter = self.itemise(row), self.meters[row]
         seen = self._counters.seen[row]
         fp16 = self._shape.fp16_bytes(seen)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.cache.async_counts import Rows
+from kvbench.cache.async_counts import Rows, one_row
 from kvbench.cache.checks import CheckedPlans
 from kvbench.cache.holding import EvictionDue, Holding
 from kvbench.cache.pages import Pages
@@ -157,7 +157,8 @@ class Paged(Holding, Places):
 
     def _write_tier(self, prompt: PromptLayer, tier: int, kept: Kept) -> None:
         head, token = kept.head, kept.token
-        self.pages.table.reserve(prompt.lists, tier, kept.count)
+        most = -(-prompt.k.shape[1] // self.pages.formats[tier].tokens_per_page) * len(kept.count)
+        self.pages.table.reserve(prompt.lists, tier, kept.count, at_most=most)
         page, slot = self.pages.table.lookup(prompt.lists[head], tier, kept.ordinal)
         score = 0.0 if prompt.score is None else prompt.score[head, token]
         k, v, of = prompt.paged_k[head, token], prompt.v[head, token], (prompt.layer, head)
@@ -181,7 +182,7 @@ class Paged(Holding, Places):
     def append(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Appends a segment to tier 0 and attends over pages and segment; see `CompressedStore.append_chunk`."""
         pages, chunk = self.pages, k.shape[1]
-        tiers, _ = self.layer(torch.tensor([row], device=k.device), layer)
+        tiers, _ = self.layer(one_row(row, k.device), layer)
         self.rope.attach(tiers, None)
         keys, values, live = pages.gather(layer, tiers, None)
         held = keys[0], values[0], live[0]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.again import SecondOpinion
-from kvbench.cache.async_counts import ReplayLog, Rows
+from kvbench.cache.async_counts import ReplayLog, Rows, one_row
 from kvbench.cache.chunks import Chunks
 from kvbench.cache.counters import CountsBeforeStep
 from kvbench.cache.layout import ModelShape, StoreOptions
@@ -311,7 +311,7 @@ class CompressedStore:
         part.pages.counts.collect()
         self.holding.forget(row)
         own = layer - part.first_layer
-        orders = None if part.channels is None else part.channels.of(torch.tensor([row], device=k.device))
+        orders = None if part.channels is None else part.channels.of(one_row(row, k.device))
         q, k, v = part.to_pages(own, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), orders)
         out = part.append(row, own, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), scale)
         if layer + 1 == self.shape.num_layers:
