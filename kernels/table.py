@@ -161,7 +161,8 @@ class PageTable:
                 for tier, lists, slot in slots
                 if self._table(tier) is table
             ]
-            where = torch.cat(entries).unique() if entries else torch.empty(0, dtype=torch.int64)
+            nothing = torch.empty(0, dtype=torch.int64, device=table.device)
+            where = torch.cat(entries).unique() if entries else nothing
             old = table.view(-1)[where].long()
             is_shared = self.pool.others[old] > 0
             found.append((table.view(-1), where[is_shared], old[is_shared]))

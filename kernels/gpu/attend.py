@@ -91,9 +91,9 @@ def _attend_block(
             at = row * rv_row + pid % heads * rv_head
             acc = add_ring_values(acc, p, ring_v, at, token, in_ring, OP, RV, D, V)
     if SCORES:
-        at = (pid * G + g) * (columns * T)
+        at = (pid * (columns * T) + token) * G  # slot after slot: what is stored together lies together
         here = live_k[:, None] & (g < G)[None, :]
-        tl.store(weights + at[None, :] + token[:, None], p.to(weights.dtype.element_ty), mask=here)
+        tl.store(weights + at[:, None] + g[None, :], p.to(weights.dtype.element_ty), mask=here)
         if index < columns:
             BLOCKS: tl.constexpr = (T + BT - 1) // BT
             block = index * BLOCKS + start // BT
@@ -281,17 +281,18 @@ def _reduce_part(
             token = index * T + t
             live = (t < T) & (token < held)
             was_read = index * T + (block % BLOCKS) * BT < held
-            here = (g < G)[:, None] & live[None, :]
-            p = tl.load(weights + row[:, None] * (columns * T) + token[None, :], mask=here, other=0.0).to(tl.float32)
+            here = live[:, None] & (g < G)[None, :]
+            at = (pid * (columns * T) + token) * G
+            p = tl.load(weights + at[:, None] + g[None, :], mask=here, other=0.0).to(tl.float32)
             heads_read = tl.where(was_read, G, 0)
             block_top = tl.load(tops + row * (columns * BLOCKS) + block, mask=g < heads_read, other=LOWEST)
-            p = p * (tl.exp2(block_top - top) / total)[:, None]
+            p = p * (tl.exp2(block_top - top) / total)[None, :]
             if POWER == 2:
                 p = p * p
             if RULE == 2:
-                score = tl.max(p, 0)
+                score = tl.max(p, 1)
             else:
-                score = tl.sum(p, 0)
+                score = tl.sum(p, 1)
                 if RULE == 1:
                     score = score / G
             if TRACK < 0:

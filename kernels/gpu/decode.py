@@ -44,6 +44,7 @@ _REDUCE: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2}
 # Programs on a multiprocessor: so many that attend where it is not known how many fit, and small ones that make scores.
 _ATTENDING, _SCORING = 4, 16
 _MOST_WAVES = 8  # parts of a list that are tried where all lists together need more than one wave of programs
+_MOST_PARTS, _LEAST_SLOTS = 64, 64  # of a list, and of each of its parts: what merges them is a program for each head
 _STAGES = 3  # of loads under way: more hold shared memory that other programs need
 
 
@@ -252,7 +253,8 @@ class Attention:
         lengths = (ring.k.shape[-2], ring.v.shape[-2]) if ring is not None else (0, 0)
         half = max(tier.half for tier in tiers)
         wide = half > 0 or operand == tl.float32
-        spans = [tier.columns + -(-max(lengths) // tier.fmt.tokens_per_page) for tier in tiers]
+        slots = [tier.columns * tier.fmt.tokens_per_page + max(lengths) for tier in tiers]
+        spans = [min(_MOST_PARTS, -(-count // _LEAST_SLOTS)) for count in slots]
         self._block_slots = [_block_slots(tier.fmt, wide) for tier in tiers]
         made: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
         self._lse = torch.empty(count, 1, group_size, **made)

@@ -50,6 +50,15 @@ class Kept:
         ordinal = torch.arange(len(head), device=chosen.device) - (count.cumsum(0) - count)[head]
         return Kept(head, token, ordinal, count)
 
+    @staticmethod
+    def on_device(chosen: Tensor) -> "Kept":
+        """The same without a wait for the device: all tokens, of which those that are not kept have place -1, which
+        every kernel passes over."""
+        heads, length = chosen.shape
+        each = torch.arange(heads * length, device=chosen.device)
+        ordinal = torch.where(chosen, chosen.cumsum(1) - 1, -1)
+        return Kept(each // length, each % length, ordinal.flatten(), chosen.sum(1))
+
 
 class Places:
     """The places that hold the layers of a model, in their order: a `Paged` is the only one, a `Split` stands for
@@ -153,7 +162,10 @@ class Paged(Holding, Places):
                 chosen = tier_of == planned
                 if heads is not None:
                     chosen = torch.zeros_like(chosen).index_copy_(0, heads, chosen[heads])
-                self._write_tier(prompt, tier, Kept.of(chosen))
+                # Slots that share scales lie side by side, and codebooks count what they take: neither passes over any.
+                waits = self.pages.formats[tier].slot.channel_keys or self.pages.codebooks is not None
+                waits = waits or not self.pages.on_device
+                self._write_tier(prompt, tier, Kept.of(chosen) if waits else Kept.on_device(chosen))
 
     def _write_tier(self, prompt: PromptLayer, tier: int, kept: Kept) -> None:
         head, token = kept.head, kept.token
