@@ -97,7 +97,7 @@ class Shares:
         """
         base, room, here = mean - reserve, score.shape[-1] - reserve, score.device
         if self.allocation == "uniform":
-            return torch.tensor(mean, device=here)
+            return torch.full((), mean, device=here)
         if self.table is not None:
             weights = torch.tensor(self.table, dtype=torch.float64)
             weights = weights.repeat_interleave(view.num_kv_heads // weights.shape[1], 1)
