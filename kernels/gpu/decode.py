@@ -103,12 +103,13 @@ def _num_parts(lists: int, most: int, at_once: int) -> int:
     return min(tried, key=lambda parts: (-(-lists * parts // at_once) / parts, parts), default=1)
 
 
+_REGISTERS = 65_536  # of a multiprocessor, on every NVIDIA GPU that triton compiles for
 _resident: dict[tuple, int] = {}  # programs of a compiled kernel that one multiprocessor holds
 
 
 def programs_per_processor(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> int:
-    """How many programs of a kernel fit on a multiprocessor, by the registers and the shared memory that it takes when
-    it is compiled.
+    """How many programs of a kernel fit on a multiprocessor of NVIDIA's, by the registers and the shared memory that it
+    takes when it is compiled.
 
     Source: Triton's tutorial 2 (fused softmax), which asks a compiled kernel for both.
     """
@@ -120,7 +121,7 @@ def programs_per_processor(kernel: Any, arguments: Sequence[Any], constants: dic
         device = torch.cuda.get_device_properties(arguments[0].device)
         warps, quarters, granule = constants["num_warps"], 4, 256
         # Registers lie in quarters, of which each holds whole warps.
-        in_quarter = device.regs_per_multiprocessor // quarters // (-(-32 * built.n_regs // granule) * granule)
+        in_quarter = _REGISTERS // quarters // (-(-32 * built.n_regs // granule) * granule)
         shared = built.metadata.shared + 1024  # which the system takes of each
         by_shared = device.shared_memory_per_multiprocessor // shared
         by_threads = device.max_threads_per_multi_processor // (device.warp_size * warps)
@@ -293,7 +294,7 @@ class Attention:
         pairs = [(begin, min(begin + 1, len(tiers) - 1)) for begin in range(0, len(tiers), 2)]
         self._cut([1] * len(tiers), count, group_size, head_dim)
         at_once = _num_processors(q.device) * _ATTENDING
-        if q.device.type == "cuda" and not INTERPRETED:
+        if q.device.type == "cuda" and ptx_level():
             first, buffers = self._reads(pairs[0], count, step, reading), _ring_arguments(ring, absent)
             given = [q, buffers[2], *buffers[:2], *buffers[3], LOG2_E, lists.offset, *first.given]
             at_once = _num_processors(q.device) * programs_per_processor(_attend, given, first.constants)
@@ -303,7 +304,8 @@ class Attention:
 
     def _cut(self, parts: list[int], count: int, group_size: int, head_dim: int) -> None:
         """Cuts the lists of each tier into so many parts, whose results lie between the launches."""
-        self._parts, made = parts, {"device": self._lse.device, "dtype": torch.float32}
+        self._parts = parts
+        made: dict[str, Any] = {"device": self._lse.device, "dtype": torch.float32}
         shape = (count, sum(parts), group_size)
         self._partial = [torch.empty(shape, **made), torch.empty(shape, **made), torch.empty(*shape, head_dim, **made)]
 

@@ -124,6 +124,7 @@ STAGES = (
         "kvbench.kernels.bench.manager lists=[8192,32768,262144] out={out}",
         f"kvbench.kernels.bench.manager {DRY} lists=[4] start_tokens=8 tokens_per_page=4 out={{out}}",
     ),
+    Stage("attention-32k", 180, f"{GRAPHED} shapes=[32x8x128] lengths=[32768] batches=[1,8,32]", DRY_ATTENTION),
     Stage("attention-64", 240, f"{GRAPHED} shapes=[9x3x64,32x8x64] lengths=[4096,16384] batches=[1,32]", DRY_ATTENTION),
 )
 
