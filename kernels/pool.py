@@ -7,7 +7,9 @@ the holders are counted only while there is a page with more than one.
 import torch
 from torch import Tensor
 
-from kvbench.kernels.memory import empty
+from kvbench.kernels.memory import empty, is_out_of_memory
+
+AHEAD = 8  # times the pages that a growing pool needs, for which it asks the operating system at once
 
 
 class PoolExhausted(MemoryError):
@@ -37,7 +39,7 @@ class PagePool:
     ) -> None:
         self.page_bytes = page_bytes
         self.growable = growable
-        self.pages = self._make_pages(num_pages, device)
+        self.pages = self._room = self._make_pages(num_pages, device)
         self.free_list = torch.arange(num_pages, dtype=torch.int32, device=device)
         self.start = 0  # next free page to hand out
         self.end = num_pages  # where the next returned page goes
@@ -164,17 +166,31 @@ class PagePool:
         old = self.num_pages
         extra = max(shortfall, old // 2, 64)
         free = torch.cat([self.free_ids(), torch.arange(old, old + extra, device=self.pages.device)])
-        pages = self._make_pages(old + extra, self.pages.device)
-        self._copy_pages(pages)
-        free_list = torch.zeros(old + extra, dtype=torch.int32, device=pages.device)
+        room = self._room
+        if len(room) < old + extra:
+            room = self._make_room(old + extra)
+            self._copy_pages(room)
+        free_list = torch.zeros(old + extra, dtype=torch.int32, device=room.device)
         free_list[: free.numel()] = free.to(torch.int32)
         others = self.others
         if others is not None:
             others = torch.cat([others, others.new_zeros(extra)])
         # Only now, when nothing can fail any more: pages and free list never disagree.
-        self.pages, self.free_list, self.others = pages, free_list, others
+        self._room, self.pages = room, room[: old + extra]
+        self.free_list, self.others = free_list, others
         self.num_free += extra
         self.start, self.end = 0, self.num_free
+
+    def _make_room(self, num_pages: int) -> Tensor:
+        """Memory for so many pages, and where there is any for more, which it takes no part of before it is written to:
+        the pool goes on growing there without a copy."""
+        for ahead in (AHEAD, 1):
+            try:
+                return self._make_pages(ahead * num_pages, self.pages.device)
+            except Exception as problem:
+                if ahead == 1 or not is_out_of_memory(problem):
+                    raise
+        raise AssertionError("the last try returns or raises")
 
     def _make_pages(self, num_pages: int, device: torch.device | str) -> Tensor:
         """Memory for pages, uint8 [num_pages, page_bytes]."""

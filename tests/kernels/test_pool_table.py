@@ -263,3 +263,34 @@ def test_a_million_operations_keep_every_page_accounted_for():
         assert free.numel() == free.unique().numel() == pool.num_free
         assert (owner[free] == -1).all() and int((owner == -1).sum()) == pool.num_free
     assert refused > 100 and pool.end > 100 * pages
+
+
+def test_a_pool_grows_where_it_is():
+    """Memory behind it is asked for at once and taken as it is written to: what pages hold is copied seldom."""
+    pool, places = PagePool(4096, 64), set()
+    for number in range(40):
+        pool.pages[pool.allocate(torch.tensor([50]))[0]] = number + 1
+        places.add(pool.pages.data_ptr())
+    assert pool.num_used == 2000 <= pool.num_pages == pool.allocated_bytes // (4096 + 4)
+    assert len(places) <= 3
+    assert pool.pages[:2000, 7].view(40, 50).eq(torch.arange(1, 41)[:, None]).all()
+
+
+def test_a_pool_that_gets_no_memory_ahead_takes_what_it_needs(monkeypatch: pytest.MonkeyPatch):
+    """As under a limit of addresses."""
+    own, asked = PagePool._make_pages, []
+
+    def make(pool: PagePool, num_pages: int, device: torch.device) -> torch.Tensor:
+        asked.append(num_pages)
+        if num_pages > 200:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return own(pool, num_pages, device)
+
+    monkeypatch.setattr(PagePool, "_make_pages", make)
+    pool = PagePool(16, 64)
+    pool.allocate(torch.tensor([100]))
+    assert asked == [64, 8 * 128, 128]
+    assert pool.num_pages == 128
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        pool.allocate(torch.tensor([110]))
+    assert (pool.num_pages, pool.num_used) == (128, 100)

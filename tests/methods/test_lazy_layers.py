@@ -87,6 +87,12 @@ def test_what_was_kept_is_checked(slots, last, message):
     assert found is None if message is None else message in found
 
 
+def test_of_a_prompt_that_a_lazy_layer_would_hold_none_is_lazy():
+    """Its lists hold all of the answer."""
+    kept = {"prompt_tokens": 7, "tokens_seen": 12, "lists": 4, "prompt_slots": 28, "prompt_slots_min": 7}
+    assert complaint(SimLayerKV(sinks=2, recent=5), {"kept": kept | {"slots_per_tier": [4 * 12]}}) is None
+
+
 @pytest.mark.parametrize(("threshold", "window"), [(0.8, 6), (1.3, 6), (0.9, 1), (1.0, 50)])
 def test_dms_decides_when_a_token_leaves_the_window(threshold, window):
     """Prompt and answer as one loop over tokens: the largest head's attention from the window's queries, per query,

@@ -28,6 +28,13 @@ def test_three_tokens_keep_at_least_two():
     assert kept_of(plan) == [1, 2]
 
 
+def test_uniform_layers_have_alike_many():
+    """However their scores vary."""
+    score = torch.rand(3, 1, 400) * torch.tensor([3.0, 2.0, 1.0])[:, None, None]
+    policy = MiniKV(allocation="uniform", heavy=0.2, recent=0.1)
+    assert policy.heavy_counts(prefill_view(score, 400, layers=range(3))) == [80, 80, 80]
+
+
 @pytest.mark.parametrize(("allocation", "order"), [("var_prop", [0, 1, 2]), ("var_inv", [2, 1, 0])])
 def test_variance_allocations(allocation, order):
     """Layers are ranked by the variance of their accumulated attention, and the mean heavy share is the one asked
