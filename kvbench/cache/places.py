@@ -148,12 +148,8 @@ class Split(Places):
             part.pages.table.own_all(part.pages.lists_of(own.tensor))
         views = [part.view(own, measured=True) for part, own in zip(self.parts, due, strict=True)]
         plan = self.plans.compact(self._joined(views))
-        for part, own, view in zip(self.parts, due, views, strict=True):
-            keep = [self._share(part, each) for each in plan.keep]
-            for tier, each in enumerate(keep):
-                if each is not None:  # a place's own lists may be shorter than the longest of all
-                    keep[tier] = each[..., : view.num_columns(tier)]
-            part.evict(own, replace(plan, keep=keep))
+        for part, own in zip(self.parts, due, strict=True):
+            part.evict(own, replace(plan, keep=[self._share(part, each) for each in plan.keep]))
 
     def _share(self, part: Paged, x: Tensor | None) -> Tensor | None:
         """A part's share of a tensor [S, L, H, ...] of the whole model, on its device; None of None."""

@@ -21,6 +21,7 @@ METHODS = {
     "snapkv": SnapKV(budget=0.5, window=8, decode_every=4),
     "snapkv, bytes": SnapKV(budget="60KiB", window=8, decode_every=4),
     "snapkv, global": SnapKV(budget=0.5, window=8, allocation="global"),
+    "snapkv, global, again": SnapKV(budget=0.5, window=8, allocation="global", decode_every=2),
     "kivi": Kivi(group=8, residual_tokens=16),
     "diffkv": DiffKV(alpha_h=2.0, alpha_l=0.5, window=16),
     "kv_compress": KVCompress(budget=32, block=8, continual=True),
