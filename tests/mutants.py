@@ -47,12 +47,9 @@ TESTS = (
     "tests/policy",
     "tests/cache",
     "tests/methods",
-    "tests/engine/test_against_masks.py",
-    "tests/engine/test_invariants.py",
-    "tests/engine/test_prompt_cache.py",
-    "tests/engine/test_split_layers.py",
-    "tests/engine/test_decode_loop.py",
-    "tests/engine/test_prompt_chunks.py",
+    "tests/engine",
+    "tests/models",
+    "tests/runs/test_experiment.py",
 )
 EQUIVALENT = ROOT / "tests" / "mutants_equivalent.yaml"
 # No time limits, and the same drawn cases for every mutant.

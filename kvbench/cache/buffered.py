@@ -132,7 +132,7 @@ class Buffered(Paged):
         counters: Counters,
         rotations: Rotations,
         residual: Residual,
-        first_layer: int = 0,
+        first_layer: int,
     ) -> None:
         super().__init__(policy, shape, pages, counters, rotations, first_layer)
         # fp16 (bf16 for bf16 models), or the model's own dtype where a tier is native

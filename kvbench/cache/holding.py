@@ -107,7 +107,7 @@ class Holding:
         pages: Pages,
         counters: Counters,
         rotations: Rotations,
-        first_layer: int = 0,
+        first_layer: int,
     ) -> None:
         self.policy, self.shape, self.pages, self.counters = policy, shape, pages, counters
         self.rotations, self.first_layer = rotations, first_layer

@@ -70,7 +70,7 @@ class Scores:
     what a statistic looks at."""
 
     def __init__(
-        self, policy: Policy, shape: ModelShape, pages: Pages, rotations: Rotations, first_layer: int = 0
+        self, policy: Policy, shape: ModelShape, pages: Pages, rotations: Rotations, first_layer: int
     ) -> None:
         self.spec, self._pages, self._rotations, self._first_layer = policy.score, pages, rotations, first_layer
         self._measurer = Measurer(policy.score, shape, pages.backend, first_layer)

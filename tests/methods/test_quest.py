@@ -66,6 +66,15 @@ def test_bounds_choose_the_page_that_the_query_points_to():
         assert (out[0, 0] > 0).nonzero()[:, 0].tolist() == [best, 3]
 
 
+def test_of_two_pages_one_may_be_read():
+    """The newest, with the token that the step has written."""
+    policy = Quest(read_budget=8, page_tokens=8, min_pages=1, dense_layers=0, tier="native")
+    store, rows, tensors = filled(policy, [9], 20)
+    (out,) = step(store, rows, tensors, [9])
+    q, k, v = tensors[0]
+    torch.testing.assert_close(out, plain_attention(q[:, 9], k[:, 8:10], v[:, 8:10], 0.25))
+
+
 @pytest.mark.parametrize("size", [8, 16])
 @pytest.mark.parametrize("group", [3, 1, 7])
 def test_steps_equal_attention_over_the_chosen_tokens(size, group):
