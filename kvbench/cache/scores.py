@@ -69,9 +69,7 @@ class Scores:
     """The statistics of one method over pages. Refuses declarations that do not go together, and a model that lacks
     what a statistic looks at."""
 
-    def __init__(
-        self, policy: Policy, shape: ModelShape, pages: Pages, rotations: Rotations, first_layer: int
-    ) -> None:
+    def __init__(self, policy: Policy, shape: ModelShape, pages: Pages, rotations: Rotations, first_layer: int) -> None:
         self.spec, self._pages, self._rotations, self._first_layer = policy.score, pages, rotations, first_layer
         self._measurer = Measurer(policy.score, shape, pages.backend, first_layer)
         self.second: SecondOpinion[Statistic] | None = None
