@@ -16,6 +16,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import time
 from collections.abc import Callable
@@ -199,6 +200,16 @@ def run_stage(stage: Stage, folder: Path, limit_s: float, dry: bool) -> int:
                     os.killpg(process.pid, signal.SIGKILL)
 
 
+def _without_places(log: Path) -> str:
+    """What a stage printed, with files named from the repository's root and the libraries' folder on: where these lie
+    on a machine is nobody's business."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    for place in (os.getcwd(), *map(sysconfig.get_path, ("purelib", "platlib", "stdlib"))):
+        text = text.replace(f"{place}{os.sep}", "")
+    log.write_text(text, encoding="utf-8")
+    return text
+
+
 def go_on(
     folder: Path,
     seconds: float,
@@ -224,9 +235,9 @@ def go_on(
         took_s, tries = round(time.monotonic() - began, 1), before.get("tries", 0) + (not was_cut)
         state[stage.name] = {"rc": rc, "seconds": took_s, "tries": tries, "commit": _commit()}
         write(state, folder / "state.json")
-        keep()
-        last = (folder / f"{stage.name}.txt").read_text(encoding="utf-8").strip().splitlines()[-1:]
+        last = _without_places(folder / f"{stage.name}.txt").strip().splitlines()[-1:]
         print(f"{stage.name:20} status {rc:3} {took_s:7.1f} s  {''.join(last)[:120]}", flush=True)
+        keep()
         if was_cut:
             break
     return left_over(stages, state)

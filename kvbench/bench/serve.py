@@ -24,6 +24,8 @@ from kvbench.engine.requests import Outcome, Request
 from kvbench.engine.waiting import Clock, Waiting
 from kvbench.kernels.bench.bench import Bench, main, setting
 from kvbench.kernels.bench.rounds import Variant, failed_variant, spread
+from kvbench.policy import Policy
+from kvbench.sizing.project import run
 
 ALL, POISSON, BURST = "all", "poisson", "burst"
 SHARES = (50, 95, 99)  # percentiles of the latencies of requests
@@ -237,17 +239,23 @@ class Serving:
             "prefill_chunk": chunk,
         }
         self._is_whole, make = chunk is None, partial(machine.engine, policy, **given)
-        self.most_requests, budget_bytes = self._shares(settings, make, options)
+        self.most_requests, budget_bytes = self._shares(settings, make, policy, options)
         options = replace(options, budget_bytes=budget_bytes)
         self._make = partial(make, store=options, batch_size=self.most_requests)
 
-    def _shares(self, settings: Settings, make: Callable[..., Engine], options: StoreOptions) -> tuple[int, int]:
-        """Requests at once, of which tables and buffers take at most half of the memory, and bytes for pages."""
+    def _shares(
+        self, settings: Settings, make: Callable[..., Engine], policy: Policy, options: StoreOptions
+    ) -> tuple[int, int]:
+        """Requests at once, and bytes for their pages: as many as the memory holds with all of an average request, or,
+        where that is more, with tables and buffers in half of it, since few requests are at their end at once."""
         engine = make(store=options, batch_size=1)
         engine.open_batch(Waiting(self._requests), on_outcome=print)
         held = int(settings.kv_mb * 1e6)
         row = max(1, self._machine.row_bytes(engine))
-        most = max(1, min(settings.max_batch, held // 2 // row))
+        prompt, answer = (-(-sum(each) // len(self._load)) for each in list(zip(*self._load, strict=True))[1:])
+        shape = self._machine.shape_of(engine)
+        whole = max(run(policy, shape, prompt, answer, options, is_even=even).resident_bytes for even in (False, True))
+        most = max(1, min(settings.max_batch, max(held // 2 // row, held // whole)))
         return most, max(engine.store.pages.pool.page_bytes, held - most * row)
 
     def open(self) -> None:

@@ -59,6 +59,10 @@ class Here:
         """Bytes of a row that are in no page."""
         return sum(engine.store.ledger.fixed_row_bytes())
 
+    def shape_of(self, engine: Engine) -> ModelShape:
+        """The shape of the model."""
+        return engine.store.shape
+
 
 class Simulated:
     """A machine that is not here, with one method's times.
@@ -90,6 +94,10 @@ class Simulated:
     def row_bytes(self, engine: Engine) -> int:
         """Bytes of a row that are in no page."""
         return sum(engine.store.ledger.fixed_row_bytes()) * self._whole.num_layers // self._shape.num_layers
+
+    def shape_of(self, _: Engine) -> ModelShape:
+        """The shape of the model, of which the store may have fewer layers."""
+        return self._whole
 
     def engine(self, policy: Policy, *, store: StoreOptions, batch_size: int, seed: int, **_: Any) -> Engine:
         """An engine of a method that answers in no time."""

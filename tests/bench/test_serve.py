@@ -1,11 +1,13 @@
 """Serving a load of requests on a tiny random model: who comes when, what is counted, and what is shown."""
 
 import io
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from kvbench.bench import choices, serve, show
+from kvbench.bench.simulated import Here
 from kvbench.kernels.bench import bench
 
 COMMON = {"model": "random preset=tiny num_layers=1 dtype=float32", "kernels": "torch", "device": "cpu", "threads": [1]}
@@ -105,3 +107,24 @@ def test_a_line_that_is_no_request_is_named(tmp_path, line):
     trace.write_text(f"1,2,3\n{line}\n")
     with pytest.raises(ValueError, match=rf"trace.csv:2: '{line}' is no ARRIVAL_S"):
         serve.Settings(**COMMON, arrivals=str(trace)).check()
+
+
+def test_buffers_may_take_more_than_half_where_all_of_a_request_fits():
+    """KIVI's buffers are most of what a short request holds: as many requests go on at once as the memory has room
+    for, and not as many as fill half of it with buffers."""
+    settings = serve.Settings(**COMMON, **(SMALL | {"max_batch": 12}), methods=["kivi bits=2 residual_tokens=32"])
+    load = [(0.0, 40, 8)] * 12
+    told = SimpleNamespace(notes=[], stage=lambda _: None, advance=lambda: None)
+    model, most = choices.make_model(settings.model, "cpu"), {}
+    for kv_mb in (0.12, 0.2):
+        settings.kv_mb = kv_mb
+        serving = serve.Serving(settings, told, settings.methods[0], load, [[5] * 40] * 12, Here(model, "cpu"))
+        serving.open()
+        row = sum(serving._engine.store.ledger.fixed_row_bytes())
+        serving.answer(0)
+        (found,) = serving.runs
+        held = max(held for _, held in found["pages"])
+        most[kv_mb] = serving.most_requests
+        assert (found["oom"], found["preemptions"]) == (0, 0) and held > 0
+        assert serving.most_requests * row > kv_mb * 1e6 / 2
+    assert most[0.2] > most[0.12] > 1

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from kvbench.bench import serve, show
-from kvbench.bench.simulated import Simulated
+from kvbench.bench.simulated import Here, Simulated
 from kvbench.bench.times import Measured, Times, read_times, summary
 from kvbench.engine.engine import Engine
 from kvbench.engine.supported import model_shape
@@ -63,8 +63,7 @@ class Timed:
     def tick(self) -> float:
         return self.spent_s
 
-    def row_bytes(self, engine) -> int:
-        return sum(engine.store.ledger.fixed_row_bytes())
+    row_bytes, shape_of = Here.row_bytes, Here.shape_of
 
     def engine(self, *given, **named) -> Engine:
         engine = Engine(self._model, *given, **named)

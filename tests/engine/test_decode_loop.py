@@ -166,7 +166,7 @@ def test_a_step_is_warmed_up_at_the_width_that_is_captured(smallest, monkeypatch
 
     monkeypatch.setattr(Pages, "width", width)
     policy, counts = choices.make_method("quest min_pages=1 read_budget=16 dense_layers=0"), {}
-    wanted = [request("a", random_tokens(20, seed=1), max_new_tokens=70, min_new_tokens=0)]
+    wanted = [request("a", random_tokens(20, seed=1), max_new_tokens=12, min_new_tokens=0)]
     answers(smallest, policy, wanted, backend="triton", capture=record, counts=counts)
     assert counts["captures"] == 1
     assert asked[True] <= asked[False]
