@@ -32,6 +32,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """A backend by its class; in Triton's interpreter, lists are cut into parts of a page or two."""
     if request.param is Gpu:
         monkeypatch.setattr(decode, "_num_processors", lambda device: 2)
+        monkeypatch.setattr(decode, "_LEAST_SLOTS", 1)
     try:
         return request.param()
     except BuildError as error:

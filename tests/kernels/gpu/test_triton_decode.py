@@ -98,8 +98,9 @@ def test_small_scales_survive_half_precision():
 
 
 def test_the_number_of_parts_does_not_change_the_result(monkeypatch: pytest.MonkeyPatch):
-    """One part, one page per part and anything between agree to the rounding of their merge, and so do the shares of
-    the blocks whose scores are returned, or added to what pages track."""
+    """One part, one page per part, more parts than pages and anything between agree to the rounding of their merge,
+    and so do the shares of the blocks whose scores are returned, or added to what pages track."""
+    monkeypatch.setattr(decode, "_LEAST_SLOTS", 1)
     fmt = tier_format("8,4", 64, track=("score",))
     cache = Cache([fmt], [[[90, 3]]], 64)
     q = random_queries(1, 6, 64)

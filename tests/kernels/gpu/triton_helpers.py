@@ -28,6 +28,7 @@ def many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cuts lists into parts of a page or two, as a device of many processors does; the interpreter has one."""
     if DEVICE.type == "cpu":
         monkeypatch.setattr(decode, "_num_processors", lambda device: 4)
+        monkeypatch.setattr(decode, "_LEAST_SLOTS", 1)  # or the short lists of tests would have one part
 
 
 def random_queries(num_seq: int, num_heads: int, head_dim: int, seed: int = 3) -> torch.Tensor:
