@@ -36,8 +36,13 @@ class NotFinite(ArithmeticError):
 
 
 def finite_rows(logits: Tensor) -> Tensor:
-    """bool [S]: which rows of logits [S, vocabulary] are finite, by their extremes. To look at each number takes a
-    tenth of a small model's step with many rows."""
+    """bool [S]: which rows of logits [S, vocabulary] are finite, by their extremes; on a CPU first by their sums, which
+    take half as long: a finite one is of finite numbers. To look at each number takes a tenth of a small
+    model's step with many rows."""
+    if logits.device.type == "cpu":
+        found = torch.isfinite(logits.sum(1))
+        if bool(found.all()):
+            return found
     return torch.isfinite(logits.amin(1)) & torch.isfinite(logits.amax(1))
 
 
