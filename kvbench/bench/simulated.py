@@ -128,7 +128,8 @@ class Simulated:
         else:
             if ends:
                 return held / counted
-            prompt = GLANCE_TOKENS
+        # So many that some are in pages, whatever waits in a residual buffer.
+        prompt = GLANCE_TOKENS + (policy.residual.num_tokens if policy.residual is not None else 0)
         whole, shallow = (run(policy, shape, prompt, 0, None, is_even=True) for shape in (self._whole, few))
         return (whole.resident_bytes - _in_no_page(whole)) / (shallow.resident_bytes - _in_no_page(shallow))
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from kvbench.bench import serve, show
+from kvbench.bench import choices, serve, show
 from kvbench.bench.simulated import Here, Simulated
 from kvbench.bench.times import Measured, Times, read_times, summary
 from kvbench.engine.engine import Engine
@@ -198,3 +198,12 @@ def test_a_document_of_decode_has_times_too(tmp_path):
         read_times(paths)
     with pytest.raises(ValueError, match="method in serve.times"):
         found.times("kivi")
+
+
+def test_requests_that_fill_no_page_are_simulated(model):
+    """All of them wait in a residual buffer, which had said that a page stands for none."""
+    method = "kivi bits=2 residual_tokens=2048"
+    machine = Simulated(measured(model, [method]), method)
+    policy, options = choices.make_cache(method)
+    assert machine.engine(policy, store=options, batch_size=1, seed=0) is not None
+    assert machine.share == 1.0
