@@ -136,8 +136,8 @@ def _spilled(asm: Mapping[str, Any]) -> int | None:
 
 
 # What a thread may keep in memory: the reduction of a large angle before its cosine takes a table of 28 bytes there;
-# one warp that attends over two tiers of codes keeps 64, and on sm_80 quest's choice of pages 72.
-SPILLS_AT_MOST = {target: 0 if target.startswith("gfx") else 64 for target in TARGETS} | {"sm_80": 72}
+# one warp that attends over two tiers of codes keeps 64 (80 on sm_120), and on sm_80 quest's choice of pages 72.
+SPILLS_AT_MOST = {target: 0 if target.startswith("gfx") else 64 for target in TARGETS} | {"sm_80": 72, "sm_120": 80}
 
 # The device checks of these, at the head dim of Llama 3 8B, and what has no check of its own.
 _FORMATS = ("k16v16", "k8v4", "k4v2", "k8v8", "e4m3 scaled", "turboquant 3 bits", "nvfp4", "kivi 2 bits")
