@@ -126,7 +126,7 @@ def _make(steps: Sequence[Step]) -> None:
     whole = _Pass(runner.store, parts)
     try:
         logits = hf.forward(runner.loaded.model, whole, ids, positions, max(first), 1)[:, 0]
-        finite = finite_rows(logits)
+        finite = finite_rows(logits, waits=True)
         are_finite = bool(finite.all())
     except Exception as error:
         for step, _, _ in parts:

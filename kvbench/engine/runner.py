@@ -35,11 +35,11 @@ class NotFinite(ArithmeticError):
         self.layer = layer
 
 
-def finite_rows(logits: Tensor) -> Tensor:
-    """bool [S]: which rows of logits [S, vocabulary] are finite, by their extremes; on a CPU first by their sums, which
-    take half as long: a finite one is of finite numbers. To look at each number takes a tenth of a small
-    model's step with many rows."""
-    if logits.device.type == "cpu":
+def finite_rows(logits: Tensor, *, waits: bool = False) -> Tensor:
+    """bool [S]: which rows of logits [S, vocabulary] are finite, by their extremes. To look at each number takes a
+    tenth of a small model's step with many rows. Who may wait for the answer gets it from the sums first on a CPU,
+    which take half as long: a finite one is of finite numbers."""
+    if waits and logits.device.type == "cpu":
         found = torch.isfinite(logits.sum(1))
         if bool(found.all()):
             return found
@@ -241,7 +241,7 @@ class Runner:
         positions = [self.store.counters.seen[row] for row in rows]
         logits = self._forward(session, [[token] for token in tokens], positions, num_logits=1, check=False)[:, 0]
         self.store.end_step()
-        finite = finite_rows(logits)
+        finite = finite_rows(logits, waits=True)
         if bool(finite.all()):
             return logits, {}
         return logits, {i: session.first_bad_layer(i) for i in (~finite).nonzero()[:, 0].tolist()}
