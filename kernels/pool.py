@@ -184,13 +184,12 @@ class PagePool:
     def _make_room(self, num_pages: int) -> Tensor:
         """Memory for so many pages, and where there is any for more, which it takes no part of before it is written to:
         the pool goes on growing there without a copy."""
-        for ahead in (AHEAD, 1):
-            try:
-                return self._make_pages(ahead * num_pages, self.pages.device)
-            except Exception as problem:
-                if ahead == 1 or not is_out_of_memory(problem):
-                    raise
-        raise AssertionError("the last try returns or raises")
+        try:
+            return self._make_pages(AHEAD * num_pages, self.pages.device)
+        except Exception as problem:
+            if not is_out_of_memory(problem):
+                raise
+        return self._make_pages(num_pages, self.pages.device)
 
     def _make_pages(self, num_pages: int, device: torch.device | str) -> Tensor:
         """Memory for pages, uint8 [num_pages, page_bytes]."""

@@ -5,10 +5,11 @@ format is a kernel of its own. Tiles have power-of-two sides: where a slot has W
 power of two above. A byte holds one channel of each plane: byte w has channel plane * W + w at bit plane * BITS.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import triton
@@ -19,6 +20,7 @@ from kvbench.kernels.codes import Fit, Rounding
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.interpreter import patch_once
 
+Item = TypeVar("Item")
 ELEMENT = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 LOWEST = tl.constexpr(-1.0e30)  # stands for minus infinity, whose difference from itself would be NaN
 # What codes stand for: integers with a zero point, and without; tables, from `lloyd` on; scales of a byte, from `nvfp4`
@@ -55,6 +57,7 @@ Receiver = Callable[[Kernel, tuple[int, ...], tuple[object, ...], dict[str, obje
 
 # What takes launches in place of a GPU: `compile` and the test of host synchronisation set it.
 _recorder: list[Receiver] = []
+_compiled_for: list[int] = []  # what `ptx_level` says in place of the machine
 
 
 def launch(kernel: Kernel, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
@@ -81,17 +84,23 @@ def launch(kernel: Kernel, grid: tuple[int, ...], *arguments: object, **constant
         kernel[grid](*arguments, **constants)
 
 
-class recording:
+@contextmanager
+def _while_open(stack: list[Item], item: Item) -> Iterator[None]:
+    stack.append(item)
+    try:
+        yield
+    finally:
+        stack.pop()
+
+
+def recording(receive: Receiver) -> AbstractContextManager[None]:
     """While open, launches go to `receive(kernel, grid, arguments, constants)` and nothing is computed."""
+    return _while_open(_recorder, receive)
 
-    def __init__(self, receive: Receiver) -> None:
-        self.receive = receive
 
-    def __enter__(self) -> None:
-        _recorder.append(self.receive)
-
-    def __exit__(self, *_: object) -> None:
-        _recorder.pop()
+def compiled_for(level: int) -> AbstractContextManager[None]:
+    """While open, kernels are made for this level of NVIDIA's instructions, whatever the machine has."""
+    return _while_open(_compiled_for, level)
 
 
 def power_of_two(n: int, least: int = 1) -> int:
@@ -132,22 +141,6 @@ class SideLayout:
     FIT: int
     ELEM: tl.dtype
     PTX: int
-
-
-_compiled_for: list[int] = []
-
-
-class compiled_for:
-    """While open, kernels are made for this level of NVIDIA's instructions, whatever the machine has."""
-
-    def __init__(self, level: int) -> None:
-        self.level = level
-
-    def __enter__(self) -> None:
-        _compiled_for.append(self.level)
-
-    def __exit__(self, *_: object) -> None:
-        _compiled_for.pop()
 
 
 def ptx_level() -> int:

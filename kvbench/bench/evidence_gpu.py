@@ -147,7 +147,7 @@ def describe(device: str) -> dict:
 
 
 def _commit() -> str:
-    """What was measured: as git says it, or, where a copy came without its history, who made the copy."""
+    """What is measured: what KVBENCH_COMMIT says, for a copy that came without its history, else what git says."""
     if given := os.environ.get("KVBENCH_COMMIT"):
         return given
     try:

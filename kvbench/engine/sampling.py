@@ -105,7 +105,7 @@ def likeliest(logits: Tensor) -> Tensor:
         return logits.argmax(-1)
     parts = logits.view(len(logits), -1, size)
     part = parts.amax(-1).argmax(-1)
-    return part * size + parts[torch.arange(len(parts), device=parts.device), part].argmax(-1)
+    return part * size + parts[torch.arange(len(parts)), part].argmax(-1)
 
 
 def draw(logits: Tensor, temperature: Tensor, top_p: Tensor | None, numbers: Tensor, waits: bool = False) -> Tensor:
