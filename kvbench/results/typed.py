@@ -5,23 +5,24 @@ import functools
 import json
 import types
 import typing
+from collections.abc import Callable
 from typing import Any
 
 LARGEST = 2.0**64  # a number of a record; seeds may be as large, and sums and squares of such numbers stay finite
 DEEPEST = 50  # nested lists and objects; what kvbench writes has less than 10
 MAX_BYTES = 1 << 28  # of a file of JSON; the longest, of a method with a model's own tables, has a tenth
-_hints = functools.cache(typing.get_type_hints)
-
-
-@functools.cache
-def _form(kind: Any) -> tuple[Any, tuple, bool]:
-    """What a hint is made of, its arguments, and whether it has fields; asked once per hint, not per value."""
-    has_fields = typing.is_typeddict(kind) or dataclasses.is_dataclass(kind)
-    return typing.get_origin(kind), typing.get_args(kind), has_fields
+Reader = Callable[[Any], Any]
 
 
 class Misfit(ValueError):
     """A value is not what its place is declared to hold."""
+
+
+class _Found(Exception):
+    """A misfit while its place is still being put together, from the inside out."""
+
+    def __init__(self, what: str, place: str = "") -> None:
+        self.what, self.place = what, place
 
 
 def read_json(content: bytes) -> Any:
@@ -48,80 +49,148 @@ def parse(value: Any, kind: Any, where: str = "", *, null_numbers: bool = False)
     Raises:
         Misfit: Names the place and what is wrong with it.
     """
-    if type(value) is kind and (kind in (str, bool) or (kind in (int, float) and -LARGEST <= value <= LARGEST)):
-        return value  # nearly all of a journal
-    origin, arguments, has_fields = _form(kind)
+    try:
+        return _reader(kind, null_numbers)(value)
+    except _Found as found:
+        place = f"{where}{found.place}" if where else found.place.removeprefix(".")
+        whole = "the file" if dataclasses.is_dataclass(kind) else "the line"
+        raise Misfit(f"{place or whole} {found.what}") from None
+
+
+@functools.cache
+def _reader(kind: Any, null_numbers: bool) -> Reader:
+    """What checks a value against a hint, made once per hint: a journal has a hundred values in each of its lines."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
-        _check_depth(value, where)
-        return value
-    if origin in (typing.Required, typing.NotRequired):
-        return parse(value, arguments[0], where, null_numbers=null_numbers)
+        return _any
     if origin in (typing.Union, types.UnionType):
-        return _any_of(value, arguments, where, null_numbers)
+        return _union(arguments, null_numbers)
     if origin is typing.Literal:
-        if value not in arguments:
-            raise Misfit(f"{where} is none of {', '.join(map(str, arguments))}")
-        return value
-    if has_fields:
-        return _of_fields(value, kind, where)
+        return functools.partial(_literal, arguments)
+    if typing.is_typeddict(kind) or dataclasses.is_dataclass(kind):
+        return _fields(kind)
     plain = origin or kind
-    if isinstance(value, int | float) and not -LARGEST <= value <= LARGEST:  # NaN neither
-        raise Misfit(f"{where} is too large")
-    if kind is float:
-        is_number = isinstance(value, int | float) and (null_numbers or type(value) is not bool)
-        fits = is_number or (value is None and null_numbers)
-    else:
-        fits = isinstance(value, plain) and (plain is bool or type(value) is not bool)
-    if not fits:
-        raise Misfit(f"{where} is no {plain.__name__}")
+    check, of = _plain(plain, null_numbers), arguments[-1] if arguments else Any
     if plain is dict:
-        inner = arguments[1] if arguments else Any
-        return {key: parse(item, inner, f"{where}.{key}", null_numbers=null_numbers) for key, item in value.items()}
+        return _dict(check, _reader(of, null_numbers))
     if plain is list:
-        inner = arguments[0] if arguments else Any
-        if inner in (int, str) and all(type(item) is inner for item in value):  # thousands of token ids
-            return value
-        return [parse(item, inner, f"{where}[{place}]", null_numbers=null_numbers) for place, item in enumerate(value)]
-    return value
+        return _list(check, of, _reader(of, null_numbers))
+    return check
 
 
-def _any_of(value: Any, kinds: tuple, where: str, null_numbers: bool) -> Any:
-    if value is None and type(None) in kinds:
-        return None
-    error = Misfit(f"{where} is empty")
-    for kind in kinds:
-        if kind is not type(None):
-            try:
-                return parse(value, kind, where, null_numbers=null_numbers)
-            except Misfit as found:
-                error = found
-    raise error
-
-
-def _of_fields(value: Any, kind: Any, where: str) -> Any:
-    """A TypedDict, which may have more keys and stays as it is, or a dataclass, which is made."""
-    hints, prefix, is_made = _hints(kind), f"{where}." if where else "", dataclasses.is_dataclass(kind)
-    if not isinstance(value, dict):
-        raise Misfit(f"{where or ('the file' if is_made else 'the line')} is no dict")
-    if not is_made:
-        needed = kind.__required_keys__
-    else:
-        unset = dataclasses.MISSING
-        needed = {i.name for i in dataclasses.fields(kind) if i.default is unset and i.default_factory is unset}
-        for key in value.keys() - hints.keys():
-            raise Misfit(f"{prefix}{key} is new")
-    for key in sorted(needed - value.keys()):
-        raise Misfit(f"{prefix}{key} is missing")
-    found = {k: parse(v, hints.get(k, Any), f"{prefix}{k}", null_numbers=not is_made) for k, v in value.items()}
-    return kind(**found) if is_made else value
-
-
-def _check_depth(value: Any, where: str) -> None:
+def _any(value: Any) -> Any:
     """Refuse what is nested so deeply that printing or comparing it might fail."""
     level: list[Any] = [[value]]
     for _ in range(DEEPEST + 1):
         inside = (x for item in level for x in (item.values() if isinstance(item, dict) else item))
         level = [item for item in inside if isinstance(item, dict | list)]
         if not level:
-            return
-    raise Misfit(f"{where} is nested too deeply")
+            return value
+    raise _Found("is nested too deeply")
+
+
+def _literal(allowed: tuple, value: Any) -> Any:
+    if value not in allowed:
+        raise _Found(f"is none of {', '.join(map(str, allowed))}")
+    return value
+
+
+def _union(kinds: tuple, null_numbers: bool) -> Reader:
+    readers = [_reader(kind, null_numbers) for kind in kinds if kind is not type(None)]
+    has_none = type(None) in kinds
+
+    def read(value: Any) -> Any:
+        if value is None and has_none:
+            return None
+        found = _Found("is empty")
+        for reader in readers:
+            try:
+                return reader(value)
+            except _Found as error:
+                found = error
+        raise found
+
+    return read
+
+
+def _plain(kind: Any, null_numbers: bool) -> Reader:
+    """For a class of JSON; a truth value is no number."""
+    takes_any_number, takes_bool = kind is float, kind is bool or (kind is float and null_numbers)
+    is_number = kind in (int, float)
+
+    def read(value: Any) -> Any:
+        if type(value) is kind and (not is_number or -LARGEST <= value <= LARGEST):
+            return value  # nearly all of a journal
+        if isinstance(value, int | float) and not -LARGEST <= value <= LARGEST:  # NaN neither
+            raise _Found("is too large")
+        if isinstance(value, bool):
+            fits = takes_bool
+        elif value is None and takes_any_number:
+            fits = null_numbers
+        else:
+            fits = isinstance(value, int | float if takes_any_number else kind)
+        if not fits:
+            raise _Found(f"is no {kind.__name__}")
+        return value
+
+    return read
+
+
+def _dict(check: Reader, inner: Reader) -> Reader:
+    def read(value: Any) -> Any:
+        found = {}
+        for key, item in check(value).items():
+            try:
+                found[key] = inner(item)
+            except _Found as error:
+                error.place = f".{key}{error.place}"
+                raise
+        return found
+
+    return read
+
+
+def _list(check: Reader, kind: Any, inner: Reader) -> Reader:
+    def read(value: Any) -> Any:
+        if kind in (int, str) and all(type(item) is kind for item in check(value)):  # thousands of token ids
+            return value
+        found = []
+        for place, item in enumerate(check(value)):
+            try:
+                found.append(inner(item))
+            except _Found as error:
+                error.place = f"[{place}]{error.place}"
+                raise
+        return found
+
+    return read
+
+
+def _fields(kind: Any) -> Reader:
+    """For a TypedDict, which may have more keys and stays as it is, or a dataclass, which is made."""
+    is_made = dataclasses.is_dataclass(kind)
+    readers = {name: _reader(hint, not is_made) for name, hint in typing.get_type_hints(kind).items()}
+    if is_made:
+        unset = dataclasses.MISSING
+        needed = {i.name for i in dataclasses.fields(kind) if i.default is unset and i.default_factory is unset}
+    else:
+        needed = set(kind.__required_keys__)
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise _Found("is no dict")
+        if is_made:
+            for key in value.keys() - readers.keys():
+                raise _Found("is new", f".{key}")
+        if missing := needed - value.keys():
+            raise _Found("is missing", f".{min(missing)}")
+        found = {}
+        for key, item in value.items():
+            try:
+                found[key] = readers.get(key, _any)(item)
+            except _Found as error:
+                error.place = f".{key}{error.place}"
+                raise
+        return kind(**found) if is_made else value
+
+    return read
