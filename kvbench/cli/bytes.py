@@ -8,7 +8,7 @@ from omegaconf import DictConfig, ListConfig
 from rich.table import Table
 from rich.text import Text
 
-from kvbench.cache.layout import StoreOptions
+from kvbench.cache.layout import StoreOptions, compile_formats
 from kvbench.config.files import FULL
 from kvbench.evidence import published, shipped
 from kvbench.policy import MAX_TOKENS, Policy
@@ -58,7 +58,7 @@ def main(cfg: DictConfig) -> int:
     Whole(1, 2**20, unit="sequences").check("batch", cfg.batch)
     shape = find_shape(cfg.model)
     if cfg.run:
-        asked = [_stored(Path(cfg.run))]
+        asked = [_stored(Path(cfg.run), shape)]
     else:
         store = store_options(cfg.store)
         asked = [Asked(name=name, policy=make_policy(method), store=store) for name, method in cfg._each_.items()]
@@ -79,8 +79,8 @@ def main(cfg: DictConfig) -> int:
     return 0
 
 
-def _stored(folder: Path) -> Asked:
-    """The method of a stored run, and the shares that it measured."""
+def _stored(folder: Path, shape: NamedShape) -> Asked:
+    """The method of a stored run, and the shares that it measured; in its pages, where they hold slots of the shape."""
     record = RunRecord.load(folder)
     if record is None:
         raise ValueError(f"run={folder} holds no run.json; give the folder of a run")
@@ -94,6 +94,11 @@ def _stored(folder: Path) -> Asked:
     if damaged:
         note(f"{damaged} damaged lines of {folder}/samples.jsonl do not count")
     store = replace(store_options(record.identity.get("store") or {}), budget_bytes=None)
+    try:
+        compile_formats(policy, shape.store_shape, store)
+    except ValueError as error:  # of the run's pages, or of what `project` refuses too
+        note(f"with pages of store.page_bytes=auto, for that of the run does not fit: {error}")
+        store = replace(store, page_bytes="auto")
     return Asked(name=record.method, policy=policy, shares=tier_shares(samples.values()), store=store)
 
 

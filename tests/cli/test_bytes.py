@@ -95,6 +95,18 @@ def test_what_data_decide_has_two_rows_and_a_run_makes_them_one(tmp_path, capsys
     assert int(least["resident_bytes"]) < int(row["resident_bytes"]) < int(most["resident_bytes"])
 
 
+def test_pages_of_a_small_model_are_made_larger_for_a_large_one(tmp_path, capsys):
+    """Pages that a run was given may hold no group of a larger model's slots: `auto` takes their place, and says so."""
+    store = {"page_bytes": 2048, "budget_bytes": 2**20}
+    record = RunRecord(method="full", identity={"method": {"_target_": "kvbench.methods.full.Full"}, "store": store})
+    record.hash = hash_identity(record.identity)
+    record.save(tmp_path)
+    (tmp_path / "samples.jsonl").write_bytes(b"")
+    for model, said in (("smollm2-135m", ""), ("llama3-8b", "store.page_bytes=auto")):
+        assert main(["bytes", f"run={tmp_path}", "length=64", "answer=8", f"model={model}"]) == 0
+        assert said in capsys.readouterr().err
+
+
 def test_the_table_is_written_where_a_link_leads(tmp_path, capsys):
     """As other commands write what the user named: into the folder that a link names, and through no loop of links."""
     (tmp_path / "link").symlink_to("new/table.csv")

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from selection import few
 
 from kvbench.config import files as listing
+from kvbench.config.methods import method_settings
 from kvbench.runs.parts import Loaders
 from kvbench.runs.run import run_experiment
 
@@ -22,7 +23,8 @@ def compose(method: str, results_dir: Path) -> OmegaConf:
     conf = listing.conf_folder()
     cfg = OmegaConf.load(conf / "config.yaml")
     del cfg["defaults"], cfg["hydra"]
-    for group, name in {"method": method, "task": "longctx", "model": "random", "protocol": "default"}.items():
+    cfg.method = method_settings(method)
+    for group, name in {"task": "longctx", "model": "random", "protocol": "default"}.items():
         cfg[group] = OmegaConf.load(conf / group / f"{name}.yaml")
     cfg.backend = {"name": "torch"}
     changes = {"model.preset": "tiny", "task.length": 600, "task.items": 2, "task.kinds": ["kv", "passkey", "recall"]}

@@ -78,7 +78,7 @@ def test_each_prompt_is_read_once_and_the_records_are_those_of_single_runs(
             cfg.backend.name = "torch" if model == "tiny" else "auto"
             if model == "smollm2":
                 cfg.model = OmegaConf.load(files.conf_folder() / "model" / "smollm2-135m.yaml")
-            changes = {"reference": "auto", "task.items": items, "task.length": 300, "task.kinds": ["kv", "recall"]}
+            changes = {"reference": "auto", "task.items": items, "task.length": 400, "task.kinds": ["kv", "recall"]}
             for key, value in changes.items():
                 OmegaConf.update(cfg, key, value)
             made.append(cfg)
