@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 import pytest
-from engine_helpers import open_settings
 from omegaconf import OmegaConf
+from open_settings import open_settings
 from places import CONF
 
 from kvbench.policy import Policy

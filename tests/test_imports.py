@@ -92,6 +92,7 @@ ISOLATED = ("-I", "-S")
 LIBRARIES = f"import sys; sys.path.append({sysconfig.get_path('purelib')!r})\n"
 
 
+@pytest.mark.exhaustive  # every default run imports from the root of a clone
 def test_clone_imports_from_its_root():
     """In a clone, with its root as the working folder, root folders are kvbench's subpackages."""
     # Not isolated: the working folder is what makes a clone importable. It comes before any installed copy.

@@ -10,7 +10,6 @@ import yaml
 from packaging.requirements import Requirement
 from places import ROOT
 from test_house import modules, names_imported
-from test_imports import printed
 
 import kvbench
 
@@ -127,16 +126,12 @@ def test_issue_forms_are_forms(path):
     assert len(set(names)) == len(names) and any(field.get("validations", {}).get("required") for field in fields)
 
 
-def test_lm_eval_takes_the_entry_point(tmp_path):
+def test_lm_eval_takes_the_entry_point():
     """The entry point names kvbench's model, and lm-eval's registry resolves it under the name that it is asked for."""
+    from lm_eval.api.registry import get_model, model_registry
+
     (value,) = PROJECT["project"]["entry-points"]["lm_eval.models"].values()
-    script = (
-        "import importlib.metadata as md, lm_eval.models\n"
-        "from lm_eval.api.registry import get_model, model_registry\n"
-        f"point = md.EntryPoint(name='kvbench', value={value!r}, group='lm_eval.models')\n"
-        "assert 'kvbench' not in model_registry\n"
-        "found = point.load()\n"
-        "model_registry.register(point.name, target=found)\n"
-        "print(get_model('kvbench') is found, found.__module__, found.__name__)\n"
-    )
-    assert printed(script).split() == ["True", "kvbench.lm", "KvbenchLM"]
+    point = importlib.metadata.EntryPoint(name="kvbench", value=value, group="lm_eval.models")
+    found = point.load()
+    model_registry.register(point.name, target=found)
+    assert get_model("kvbench") is found and (found.__module__, found.__name__) == ("kvbench.lm", "KvbenchLM")

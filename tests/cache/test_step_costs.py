@@ -8,8 +8,8 @@ from selection import few
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
-from engine_helpers import open_settings
 from no_data import NothingOnTheHost, as_if_read, without_data
+from open_settings import open_settings
 from places import ROOT
 from step_meter import Cost, metered, run
 

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine_helpers import answers, comparable, open_settings, random_tokens, request
+from engine_helpers import answers, comparable, random_tokens, request
+from open_settings import open_settings
 
 from kvbench.engine.following import follow
 from kvbench.errors import NotForModel

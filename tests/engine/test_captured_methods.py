@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
-from engine_helpers import answers, comparable, open_settings, random_tokens, request
+from engine_helpers import answers, comparable, random_tokens, request
+from open_settings import open_settings
 
 from kvbench.bench import choices
 from kvbench.bench.check_methods import Case, changes

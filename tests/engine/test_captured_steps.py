@@ -8,8 +8,9 @@ from selection import in_turn
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
-from engine_helpers import open_settings, random_tokens
+from engine_helpers import random_tokens
 from no_data import NothingOnTheHost, as_if_read, without_data
+from open_settings import open_settings
 from places import ROOT
 from selection import few
 from step_meter import metered

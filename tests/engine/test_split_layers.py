@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_helpers import answers, comparable, kvquant_books, random_tokens, request
+from engine_helpers import answers, comparable, random_tokens, request
+from open_settings import kvquant_books
 
 from kvbench.methods.diffkv import DiffKV
 from kvbench.methods.full import Full

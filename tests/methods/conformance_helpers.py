@@ -14,8 +14,8 @@ import re
 from functools import cache
 
 import torch
-from engine_helpers import open_settings
 from omegaconf import OmegaConf
+from open_settings import open_settings
 from places import CONF
 
 from kvbench.config.methods import method_settings

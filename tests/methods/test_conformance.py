@@ -199,6 +199,7 @@ def test_the_context_can_come_before_the_question(loaded, name):
 # What stays ----
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "heads"), those_of(distinct(), in_turn(cases(), SHAPES)))
 def test_protected_tokens_are_never_evicted(tiny_model, name, heads):
     """At every step, sinks, window and the newest token are there, and no position is held twice or made up."""
@@ -277,7 +278,7 @@ def check_ledger(store, rows) -> None:
     assert held == [item["resident_bytes"] for item in items]
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("name", "prompts"), ANSWERS)
 def test_long_answers_to_short_and_long_prompts(tiny_model, name, prompts):

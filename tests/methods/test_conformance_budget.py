@@ -42,7 +42,7 @@ def smallest(loaded, policy, asked) -> int:
     return int(re.search(r"give method.budget=(\d+)B", str(refused.value)).group(1))
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("name", "parts"), by_path(BUDGETED, policy_of, FIVE, MOST))
 def test_a_byte_budget_is_met_at_five_budgets(tiny_model, name, parts):
     """From the smallest that is possible to most of the full cache: at its fullest a sequence holds no more bytes than

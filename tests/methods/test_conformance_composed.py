@@ -3,8 +3,9 @@
 import pytest
 import torch
 from conformance_helpers import distinct, fields_of, keeps_prompts, policy_of
-from engine_helpers import answers, open_settings, random_tokens, request
+from engine_helpers import answers, random_tokens, request
 from hydra.errors import InstantiationException
+from open_settings import open_settings
 
 from kvbench.cache import ledger
 from kvbench.config.files import SHARED

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import store_helpers
 import torch
-from engine_helpers import kvquant_books
+from open_settings import kvquant_books
 from store_helpers import make_store, plain_attention, step_at
 
 from kvbench.cache.layout import StoreOptions

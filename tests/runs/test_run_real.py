@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_helpers import open_settings
 from fake_parts import altered
 from omegaconf import OmegaConf
+from open_settings import open_settings
 from selection import few
 
 from kvbench.config import files as listing

@@ -12,8 +12,9 @@ import pytest
 import torch
 import transformers
 from decoders import tiny_model
-from engine_helpers import answers, open_settings, random_tokens, request
+from engine_helpers import answers, random_tokens, request
 from omegaconf import OmegaConf
+from open_settings import open_settings
 from selection import FULL, in_turn, per_path
 
 from kvbench.api.generate import begin

@@ -102,7 +102,7 @@ def test_the_number_of_parts_does_not_change_the_result(monkeypatch: pytest.Monk
     and so do the shares of the blocks whose scores are returned, or added to what pages track."""
     monkeypatch.setattr(decode, "_LEAST_SLOTS", 1)
     fmt = tier_format("8,4", 64, track=("score",))
-    cache = Cache([fmt], [[[90, 3]]], 64)
+    cache = Cache([fmt], [[[50, 3]]], 64)
     q = random_queries(1, 6, 64)
     _, _, (known,) = REFERENCE.paged_decode(q, cache.pages, cache.tiers, None, 0.125, group="max")
     want = cache.pages.clone()
