@@ -66,11 +66,7 @@ def libraries(files: Iterable[Path]) -> dict[str, str]:
     found = versions(imports(files))
     todo = [name for name in found if name not in FRAMEWORKS]
     while todo:
-        try:
-            required = importlib.metadata.requires(todo.pop()) or []
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        for line in required:
+        for line in _required(todo.pop()):
             wanted, _, condition = line.partition(";")
             name = re.match(r"[\w.-]+", wanted)
             if name is None or "extra" in condition or name[0].replace("-", "_") in HANDS_ON:
@@ -140,6 +136,7 @@ def _names_in(content: bytes, package: str) -> tuple[str, ...]:
     return tuple(names)
 
 
+@cache  # each run of a sweep asks for forty, and a process keeps the libraries that it has loaded
 def _installed(name: str) -> tuple[str, str]:
     """The distribution that a top-level name comes from, spelt as package indexes do, and its version."""
     try:  # most are called like what is imported from them; the list of all takes a quarter of a second and more
@@ -149,6 +146,15 @@ def _installed(name: str) -> tuple[str, str]:
             return name, ""
         found = importlib.metadata.distribution(_owners()[name])
     return re.sub(r"[-_.]+", "-", found.name).lower(), found.version
+
+
+@cache
+def _required(distribution: str) -> tuple[str, ...]:
+    """What a distribution requires, in its own lines; nothing where it is not installed."""
+    try:
+        return tuple(importlib.metadata.requires(distribution) or ())
+    except importlib.metadata.PackageNotFoundError:
+        return ()
 
 
 @cache
