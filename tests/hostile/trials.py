@@ -143,7 +143,8 @@ def manners(words: str, code: str, text: str, guest: bool) -> Iterator[str]:
 
 
 def changed(lines: list[str], usual: list[str]) -> list[str]:
-    """Lines that are other than usual, where no line says why."""
+    """Lines that are other than usual, where no line says why; one of slow work (`said_when_slow`) says nothing."""
+    lines, usual = ([line for line in one if not line.endswith(" ...")] for one in (lines, usual))
     fresh, lost = ([line for line in one if line not in other] for one, other in ((lines, usual), (usual, lines)))
     words, before = (
         sorted(re.sub(r"[\d.]+ tokens/s|\d{4}-\d\d-\d\dT[-:+\d]+|,", " ", " ".join(one)).split())
