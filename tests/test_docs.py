@@ -245,8 +245,8 @@ def test_the_lines_of_the_page_on_python_run(embedded_model, monkeypatch, tmp_pa
     for block in python_in("docs/python.md"):
         exec(compile(block, "docs/python.md", "exec"), names)
         printed.append(capsys.readouterr().out)
-    assert len(printed) == 6 and all(printed) and not list(tmp_path.iterdir())
-    assert "Paris" in printed[0] and "vs full" in printed[3]
+    assert len(printed) == 7 and all(printed) and not list(tmp_path.iterdir())
+    assert "Paris" in printed[0] and "And the sea?" in printed[3] and "vs full" in printed[4]
     assert names["result"].record.status == "complete" and len(names["several"]) == 4
     assert len(names["runs"]) == 5 and len(names["answers"]) == 5
     kvbench.release()

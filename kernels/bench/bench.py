@@ -283,6 +283,18 @@ def check_document(document: dict) -> None:
                 raise ValueError(f"{row['name']} at {label_of(cell['cell'])}: the quartiles are out of order")
 
 
+def read_document(path: Path) -> dict:
+    """A result from its file; ValueError where it is not there, no JSON, or not of this schema."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"load={path} cannot be read ({error}); give the bench.json of a result") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"load={path} is not a document of kvbench bench")
+    check_document(document)
+    return document
+
+
 def is_complete(document: dict) -> bool:
     """True when no variant was refused."""
     return not any(cell["refused"] for cell in document["cells"])

@@ -1,7 +1,6 @@
 """The `bench` command: settings in, measurements out, as JSON, table and picture."""
 
 import dataclasses
-import json
 import time
 from contextlib import suppress
 from importlib import import_module
@@ -13,7 +12,7 @@ from kvbench.bench import show
 from kvbench.config.files import conf_folder
 from kvbench.config.settings import as_dict, read_config
 from kvbench.errors import unknown_name
-from kvbench.kernels.bench.bench import WHOLE_MODEL, Common, check_document, is_complete, run, write
+from kvbench.kernels.bench.bench import WHOLE_MODEL, Common, is_complete, read_document, run, write
 from kvbench.results import provenance
 
 # what -> module with Settings. Those in kernels/ need torch alone.
@@ -92,15 +91,3 @@ def result_folder(out: Path, name: str) -> Path:
         folder = out / name / f"{stamp}-{number}"
     folder.mkdir(parents=True)
     return folder
-
-
-def read_document(path: Path) -> dict:
-    """A result from its file; ValueError where it is not there, no JSON, or not of this schema."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"load={path} cannot be read ({error}); give the bench.json of a result") from error
-    if not isinstance(document, dict):
-        raise ValueError(f"load={path} is not a document of kvbench bench")
-    check_document(document)
-    return document

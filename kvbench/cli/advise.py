@@ -145,7 +145,7 @@ def read_tokens(value: object) -> int:
 def read_speeds(folder: Path) -> tuple[dict[str, list[Speed]], list[str]]:
     """Read the measured throughput of every method, by the text of its policy, and say which files cannot be read."""
     from kvbench.bench.choices import make_method
-    from kvbench.bench.command import read_document
+    from kvbench.kernels.bench.bench import read_document
 
     found: dict[str, list[Speed]] = {}
     notes = []

@@ -132,7 +132,7 @@ def write(paper: Paper, entry: Entry, cfg: DictConfig, cells: Sequence[beside.Ce
 
 def _documents(further: Sequence[tuple[str, list[str]]], began: float) -> Iterator[dict[str, Any]]:
     """What benches and tables of bytes wrote since a time."""
-    from kvbench.bench.command import read_document
+    from kvbench.kernels.bench.bench import read_document
 
     for name, words in further:
         given = dict(word.partition("=")[::2] for word in words)

@@ -28,7 +28,7 @@ def measured(tmp_path, monkeypatch, capsys):
 def test_bench_writes_numbers_table_and_picture(measured):
     """bench.json checks and says where it comes from, bench.txt is what was printed, bench.png is a picture."""
     folder, printed = measured
-    document = command.read_document(folder / "bench.json")
+    document = bench.read_document(folder / "bench.json")
     assert document["what"] == "attention" and set(document["provenance"]) == {"commit", "dirty", "harness"}
     assert document["settings"]["lengths"] == [96] and document["environment"]["load_average"] is not None
     table = (folder / "bench.txt").read_text()
@@ -46,7 +46,7 @@ def test_a_result_can_be_shown_again(measured, capsys):
     assert main(["bench", f"load={folder / 'bench.json'}"]) == 0
     assert "K4V2 + scores" in capsys.readouterr().out
     assert "CPU seconds of one thread" not in (folder / "bench.txt").read_text()
-    document = command.read_document(folder / "bench.json")
+    document = bench.read_document(folder / "bench.json")
     document["settings"]["clock"] = "cpu"
     (folder / "other.json").write_text(json.dumps(document))
     assert main(["bench", f"load={folder / 'other.json'}"]) == 0
@@ -85,11 +85,11 @@ def test_a_bench_that_was_stopped_goes_on(tmp_path, monkeypatch, capsys):
     assert "length 96" in told.out and "length 32" in told.out and "length 64" not in told.out, told.out
     assert "every finished cell is kept. To go on: " in told.err
     (path,) = (tmp_path / "out" / "attention").glob("*/bench.json")
-    assert (command.read_document(path)["left"], measured) == (1, [96, 32, None])
+    assert (bench.read_document(path)["left"], measured) == (1, [96, 32, None])
     assert main(["bench", f"load={path}"]) == 0
-    before = command.read_document(path)["cells"]
+    before = bench.read_document(path)["cells"]
     assert main(words) == 0
-    document = command.read_document(path)
+    document = bench.read_document(path)
     assert measured[3:] == [64] and document["left"] == 0 and document["cells"][:2] == before
     assert main(words) == 0
     assert measured[4:] == [96, 32, 64] and len(list((tmp_path / "out" / "attention").iterdir())) == 2
