@@ -18,6 +18,8 @@ SUITE = (*ONE, "protocol.max_new_tokens=3", "methods=[full,snapkv]")
 BENCH = (
     "quick=true",
     "rounds=1",
+    "serve.requests=2",
+    "serve.answers=[4,6]",
     *(f"{what}.model='random preset=tiny'" for what in ("decode", "parts", "throughput", "serve")),
 )
 SAMPLES = ("tuning_samples=2", "held_out_samples=2", "resamples=100")
@@ -47,6 +49,7 @@ ABSENT = (
         "is not a file",
         "is not a folder",
         "is no folder",
+        "No such file",
     ),
 )
 
