@@ -150,7 +150,7 @@ FRAGMENTS += ["```python\nf = 1\n```\n", "Here is f, it's (a\n", "f = f\n", "lam
 @pytest.mark.parametrize("fragment", FRAGMENTS)
 def test_time_grows_with_the_length(fragment):
     """Repeated fragments of 4 and 40 thousand characters (exhaustive: 10 and 100): ten times the text takes about ten
-    times as long."""
+    times as long; what the process does beside it, such as looking for garbage, is not there three times."""
     length, seconds_more = (10_000, 0.1) if FULL else (4_000, 0.04)
 
     def seconds(count: int) -> float:
@@ -159,8 +159,8 @@ def test_time_grows_with_the_length(fragment):
         build_program(PROMPT, "f", answer)
         return time.process_time() - start
 
-    short, long = seconds(length), seconds(10 * length)
-    assert long < 20 * max(short, seconds_more) and long < 5
+    limit = min(5, 20 * max(seconds(length), seconds_more))
+    assert any(seconds(10 * length) < limit for _ in range(3))
 
 
 def test_graders_may_parse_at_once():
