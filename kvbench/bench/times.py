@@ -41,6 +41,8 @@ class Times:
 
     def fit(self) -> "Times":
         """Makes the look-ups; raises ValueError where nothing was measured."""
+        from scipy.optimize import nnls  # a simulation asks for it; a machine that only measures may lack it
+
         if not self.steps or not self.prompts:
             raise ValueError("it has no times of prompts and steps; a load that was read in chunks has none")
         rows, tokens, seconds, count = np.array(self.steps, dtype=float).T
@@ -61,8 +63,6 @@ class Times:
         length, seconds, count = np.array(self.prompts, dtype=float).T
         terms = np.stack([np.ones_like(length), length, length**2], 1)
         scale = np.sqrt(count) / seconds  # all lengths count alike, by their relative error
-        from scipy.optimize import nnls  # a simulation asks for it; a machine that only measures may lack it
-
         self._prompts = nnls(terms * scale[:, None], seconds * scale)[0]
         return self
 

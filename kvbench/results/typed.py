@@ -72,7 +72,8 @@ def _reader(kind: Any, null_numbers: bool) -> Reader:
     plain = origin or kind
     check, of = _plain(plain, null_numbers), arguments[-1] if arguments else Any
     if plain is dict:
-        return _dict(check, _reader(of, null_numbers))
+        inner = _reader(of, null_numbers)
+        return lambda value: _items(check(value), {}, inner)
     if plain is list:
         return _list(check, of, _reader(of, null_numbers))
     return check
@@ -136,18 +137,16 @@ def _plain(kind: Any, null_numbers: bool) -> Reader:
     return read
 
 
-def _dict(check: Reader, inner: Reader) -> Reader:
-    def read(value: Any) -> Any:
-        found = {}
-        for key, item in check(value).items():
-            try:
-                found[key] = inner(item)
-            except _Found as error:
-                error.place = f".{key}{error.place}"
-                raise
-        return found
-
-    return read
+def _items(value: dict, readers: dict[str, Reader], other: Reader) -> dict:
+    """What is under each key, by its reader or the other one."""
+    found = {}
+    for key, item in value.items():
+        try:
+            found[key] = readers.get(key, other)(item)
+        except _Found as error:
+            error.place = f".{key}{error.place}"
+            raise
+    return found
 
 
 def _list(check: Reader, kind: Any, inner: Reader) -> Reader:
@@ -184,13 +183,7 @@ def _fields(kind: Any) -> Reader:
                 raise _Found("is new", f".{key}")
         if missing := needed - value.keys():
             raise _Found("is missing", f".{min(missing)}")
-        found = {}
-        for key, item in value.items():
-            try:
-                found[key] = readers.get(key, _any)(item)
-            except _Found as error:
-                error.place = f".{key}{error.place}"
-                raise
+        found = _items(value, readers, _any)
         return kind(**found) if is_made else value
 
     return read

@@ -42,15 +42,8 @@ NO_ANSWER = "No value of"  # of a search whose margin no value keeps to
 ABSENT = (
     *("could not be fetched", "is not installed", "No module named", "there is no GPU", "offline", "is no file"),
     *("no data", "pip install", "there is no file", "nothing is stored", "does not exist", "cannot be fetched"),
-    *(
-        NO_ANSWER,
-        "was calibrated on the model",
-        "layers, but the model has 2",
-        "is not a file",
-        "is not a folder",
-        "is no folder",
-        "No such file",
-    ),
+    *(NO_ANSWER, "was calibrated on the model", "layers, but the model has 2", "is not a file", "is not a folder"),
+    *("is no folder", "has no categories", "No such file"),
 )
 
 

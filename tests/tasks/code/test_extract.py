@@ -150,7 +150,7 @@ FRAGMENTS += ["```python\nf = 1\n```\n", "Here is f, it's (a\n", "f = f\n", "lam
 @pytest.mark.parametrize("fragment", FRAGMENTS)
 def test_time_grows_with_the_length(fragment):
     """Repeated fragments of 4 and 40 thousand characters (exhaustive: 10 and 100): ten times the text takes about ten
-    times as long; what the process does beside it, such as looking for garbage, is not there three times."""
+    times as long, in the quickest of up to three tries."""
     length, seconds_more = (10_000, 0.1) if FULL else (4_000, 0.04)
 
     def seconds(count: int) -> float:
