@@ -13,6 +13,7 @@ from kvbench.engine.requests import Outcome, Request, Turn
 from kvbench.results.journal import Journal
 from kvbench.results.lines import read_lines, read_samples
 from kvbench.results.sample import SampleRecord, journal_record, key_of, write_line
+from kvbench.results.typed import Misfit, parse
 
 RUN = "5" * 64
 REQUEST = Request(sample_id="a/0", subset="a", segments=((1, 2, 3),), num_prompt_tokens_untruncated=5)
@@ -164,3 +165,26 @@ def test_a_broken_pack_is_no_journal(tmp_path, monkeypatch):
     packed.write_bytes(b"{}\n")
     with pytest.raises(OSError, match=r"samples.jsonl.xz cannot be unpacked .*; remove it"):
         read_samples(path, RUN)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("ledger", "resident_bytes"), "1", "ledger.resident_bytes is no float"),
+        (("kept", "slots_per_tier", 1), "x", r"kept.slots_per_tier\[1\] is no float"),
+        (("repeat",), True, "repeat is no int"),
+        (("status",), "fine", "status is none of ok, nan, oom, ungraded"),
+        (("scores", "exact"), 2.0**65, "scores.exact is too large"),
+    ],
+)
+def test_what_does_not_fit_is_named_by_its_place(place, value, message):
+    """Keys and numbers of lists, from the outside in."""
+    record = json.loads(write_line(journal_record(REQUEST, OUTCOME, {"exact": 1.0}, {}), RUN))
+    record["kept"] = {"slots_per_tier": [1.0, 2.0]}
+    *way, last = place
+    within = record
+    for key in way:
+        within = within[key]
+    within[last] = value
+    with pytest.raises(Misfit, match=f"^{message}"):
+        parse(record, SampleRecord)
