@@ -2,7 +2,7 @@
 
 Reads lines of JSON and answers each with one. It is a process of its own because a process whose torch has started
 threads cannot be forked. With faults.c loaded into it (LD_PRELOAD), a moment may be a system call. With `once` behind
-its name, Hydra composes nothing twice, as in the default run of the tests.
+its name, Hydra composes nothing twice and only a sweep's picture is drawn, as in the default run of the tests.
 
     job      sweep: a kvbench command, `words`; fake: a slow run on fakes, or its `shard`; build: a small kernel;
              convert: the embedded model from the file `gguf`; hostile: cases of hostile input, by their `seeds`
@@ -151,18 +151,38 @@ def warm() -> None:
     import kvbench.show.figure
     import kvbench.show.table
     import kvbench.tasks.longctx  # noqa: F401
-    from kvbench.config.code import imports
+    from kvbench.config.code import imports, versions
     from kvbench.config.compose import compose
-    from kvbench.results.provenance import code_files, harness_hash
+    from kvbench.methods.full import Full
+    from kvbench.methods.snapkv import SnapKV
+    from kvbench.results.provenance import code_files, harness_hash, method_files
 
     harness_hash("torch")
-    imports(code_files("torch").values())
-    compose([])
+    versions(imports([*code_files("torch").values(), *method_files(Full).values(), *method_files(SnapKV).values()]))
+    for method in ("full", "snapkv"):
+        compose([f"method={method}", "model=random", "model.preset=tiny", "backend=torch"])
+
+
+def draw_sweeps_alone() -> None:
+    """Writes the pictures of runs, of which each sweep has several, without drawing them."""
+    from kvbench.results.writing import write_atomic
+    from kvbench.show import figure
+
+    drawn = figure.draw
+
+    def draw(records, path):
+        if path.name != "result.png":
+            return drawn(records, path)
+        write_atomic(path, " ".join(record.hash for record in records).encode())
+        return path
+
+    figure.draw = draw
 
 
 if __name__ == "__main__":
     if "once" in sys.argv[1:]:
         composed_once.install()
+        draw_sweeps_alone()
     warm()
     print("ready", flush=True)
     for line in sys.stdin:

@@ -67,9 +67,9 @@ def shared() -> Loaders:
     return Loaders()
 
 
-# Resuming asks no method anything: one of these has a second tier, the other one dice of its own; rings are in
-# test_run_shards.py.
-@pytest.mark.parametrize("method", few(listing.options("method"), "diffkv", "random"))
+# Resuming asks no method anything: this one has a second tier; rings are in test_run_shards.py, and a method's own dice
+# in test_request_alone.py.
+@pytest.mark.parametrize("method", few(listing.options("method"), "diffkv"))
 def test_interrupted_run_equals_a_whole_one(tmp_path, shared, method):
     """Stopped twice inside a batch and resumed, every method leaves the tokens and bytes of an unbroken run."""
     whole = run_experiment(compose(method, tmp_path / "whole"), method=method, parts=shared, **QUIET)

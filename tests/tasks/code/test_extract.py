@@ -147,6 +147,7 @@ FRAGMENTS += ["x\n", "@f\n", "{[(", "if f:\n", "f(", "-", "1,", "    return 1\n"
 FRAGMENTS += ["```python\nf = 1\n```\n", "Here is f, it's (a\n", "f = f\n", "lambda f:", "\x00", "f'{"]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("fragment", FRAGMENTS)
 def test_time_grows_with_the_length(fragment):
     """Repeated fragments of 4 and 40 thousand characters (exhaustive: 10 and 100): ten times the text takes about ten
