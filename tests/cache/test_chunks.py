@@ -7,6 +7,8 @@ import torch
 from store_helpers import held_positions, held_scores, make_store
 
 from kvbench.cache.store import CompressedStore
+from kvbench.cache.tensors import ChunkTensors, Measurer, PromptTensors
+from kvbench.kernels.dispatch import get_backend
 from kvbench.methods.diffkv import DiffKV
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kivi import Kivi
@@ -15,7 +17,7 @@ from kvbench.methods.kvquant_style import KVQuantStyle
 from kvbench.methods.random_control import RandomControl
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
-from kvbench.policy import Policy, Scored, Statistic, check_chunk
+from kvbench.policy import ALL_QUERIES, Policy, Scored, ScoreSpec, Statistic, check_chunk
 
 HEADS, GROUP, DIM, SCALE = 2, 2, 8, 0.5
 SIZES = (5, 16, 16, 16)
@@ -108,6 +110,23 @@ def test_an_observation_window_is_that_of_the_newest_chunk():
     for head, positions in enumerate(held):  # bytes moved with their tokens
         assert torch.equal(keys[head, : len(positions)], k[head, positions])
         assert torch.equal(values[head, : len(positions)], v[head, positions])
+
+
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("skip_near", [0, 3])
+@pytest.mark.parametrize(("queries", "reduce"), [(ALL_QUERIES, "sum"), (40, "sum"), (40, "mean"), (40, "max")])
+def test_a_chunk_that_is_the_whole_prompt_is_measured_as_one(queries, reduce, skip_near, power):
+    """More queries than are looked at together; each key gets what reading the prompt at once gives it."""
+    q, k, v = prompt(3)
+    spec = ScoreSpec(prefill_queries=queries, query_reduce=reduce, skip_near=skip_near, power=power)
+    shape = store_of(SnapKV(budget=20, window=8)).shape
+    measurer = Measurer(spec, shape, get_backend("torch", torch.device("cpu")))
+    whole = PromptTensors(measurer, 0, q=q, k=k, v=v, scale=SCALE)
+    pos = torch.arange(LENGTH).expand(HEADS, -1)
+    chunk = ChunkTensors(measurer, 0, q=q, before=None, k=k, v=v, pos=pos, tokens_seen=LENGTH, scale=SCALE)
+    torch.testing.assert_close(chunk.attention(), whole.attention(), atol=1e-6, rtol=1e-5)
+    if power == 1 and reduce == "sum":
+        torch.testing.assert_close(chunk.low_counts(), whole.low_counts(), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("budget", [0.25, 17])
