@@ -36,7 +36,6 @@ MOST_TRIES = 3  # workers that may die of one item, and that may die before they
 WAIT_S = 2.0  # between two looks at the progress
 OBJECTS_BYTES = 2**27  # of Ray's store of objects, which holds nothing but words here
 Member = Any  # what a crew names a worker by
-Check = Callable[["Jobs"], None]
 
 
 @dataclass(frozen=True, kw_only=True)

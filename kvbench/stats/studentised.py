@@ -9,8 +9,8 @@ Differs: subsets of fewer than eight samples lend each other their residuals, be
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterator
-from functools import lru_cache
 
 import numpy as np
 
@@ -20,7 +20,7 @@ LEVEL = 0.95
 RESAMPLES, SEED = 9999, 0  # of every table, picture and run.json: one number has one interval
 MOST_RESAMPLES = 99_999
 BLOCK = 500  # resamples at a time: all at once, 10,000 of 3,000 samples would be a quarter of a gigabyte
-KEPT_BYTES = 1 << 28  # of counts that are remembered
+KEPT_BYTES = 1 << 28  # of counts that are remembered, the last ones used
 SMALL = 8  # samples of a subset below which its spread is not known well enough to resample it by itself
 
 
@@ -41,8 +41,21 @@ def _pools(sizes: tuple[int, ...]) -> list[list[int]]:
     return [small if size < SMALL else [index] for index, size in enumerate(sizes)]
 
 
-@lru_cache(maxsize=64)
+_kept: OrderedDict[tuple[int, int, int, int], np.ndarray] = OrderedDict()
+
+
 def _counts(size: int, pool: int, resamples: int, seed: int) -> np.ndarray:
+    """Gives `_drawn` of the same arguments, which is remembered: a table has many rows of the same samples."""
+    key = size, pool, resamples, seed
+    if key not in _kept:
+        _kept[key] = _drawn(*key)
+    _kept.move_to_end(key)
+    while len(_kept) > 1 and sum(found.nbytes for found in _kept.values()) > KEPT_BYTES:
+        _kept.popitem(last=False)
+    return _kept[key]
+
+
+def _drawn(size: int, pool: int, resamples: int, seed: int) -> np.ndarray:
     """Counts how often each of `pool` residuals is drawn when `size` are, uint16 [resamples, pool]."""
     rng = np.random.default_rng(seed)
     found = np.empty((resamples, pool), dtype=np.uint16)

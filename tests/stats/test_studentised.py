@@ -68,3 +68,16 @@ def test_skewed_losses_are_covered_better_than_by_t():
     columns = weighed([np.zeros(24)]).map(lambda _: rng.lognormal(0, 1, (24, 1500)))
     above, below = studentised.p_values(columns, null=truth, resamples=399)
     assert np.mean(2 * np.minimum(above, below) < 0.05) < 0.1
+
+
+def test_draws_that_are_remembered_have_a_bound_in_bytes(monkeypatch):
+    """The last ones used stay, however many there are; a larger one than all are allowed is used all the same."""
+    monkeypatch.setattr(studentised, "_kept", type(studentised._kept)())
+    monkeypatch.setattr(studentised, "KEPT_BYTES", 3 * 600 * 10 * 2)
+    first = [studentised._counts(10, 10, 600, seed) for seed in range(3)]
+    assert studentised._counts(10, 10, 600, 0) is first[0]
+    studentised._counts(10, 10, 600, 3)
+    assert [key[-1] for key in studentised._kept] == [2, 0, 3]
+    assert np.array_equal(studentised._counts(10, 10, 600, 1), first[1])
+    large = studentised._counts(100, 100, 600, 0)
+    assert [*studentised._kept.values()] == [large] and (large.sum(1) == 100).all()
