@@ -162,6 +162,12 @@ def test_imports_point_down():
     assert not wrong, "\n".join(sorted(wrong))
 
 
+def test_a_file_is_read_in_one_go():
+    """No source file has more than 420 lines, in Python or in C++."""
+    paths = [*modules().values(), *(ROOT / "kernels").rglob("*.h"), *(ROOT / "kernels").rglob("*.cpp")]
+    assert not [path.name for path in paths if path.read_text().count("\n") > 420]
+
+
 def test_no_two_files_of_tests_have_one_name():
     """pytest takes files of one name for one module, and stops before the first test."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]

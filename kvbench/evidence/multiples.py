@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from kvbench.evidence import frontier_figure
+from kvbench.evidence.drawing import SIZE, STYLE, Drawing, draw_lines, frame, lines_of
 from kvbench.evidence.frontier import Panel, build
-from kvbench.evidence.frontier_figure import SIZE, STYLE, Drawing, lines_of
 from kvbench.evidence.load import Group
 from kvbench.evidence.samples import measure
 from kvbench.results.measures import BENCHMARKS, CATEGORIES, SHARE_MARK, Measure, of_full, of_subsets, plain_subset
@@ -70,9 +69,9 @@ def figure(title: str, panels: Sequence[Panel], axis: str) -> "Figure":
     first = next((panel for panel in panels if panel.what.of), panels[0])
     for place, (axes, panel) in enumerate(zip(places, panels, strict=False)):
         drawing = Drawing(panel, axis)
-        frontier_figure.frame(axes, drawing, most_ticks=4)
+        frame(axes, drawing, most_ticks=4)
         lines = [replace(line, style=styles[line.method]) for line in lines_of(drawing.methods())]
-        frontier_figure.draw_lines(axes, drawing, lines, 3.0)
+        draw_lines(axes, drawing, lines, 3.0)
         # Where the full cache scores nothing there is no share of it.
         unit = "" if panel.what.unit == first.what.unit else f", {panel.what.unit}"
         axes.set_title(f"{panel.what.short}, n = {panel.num_samples}{unit}", fontsize=SIZE, loc="left", pad=3)

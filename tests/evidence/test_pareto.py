@@ -15,8 +15,8 @@ from stored import command_settings, flips, store, yes_no
 from kvbench.cli.main import main
 from kvbench.evidence import frontier_figure, multiples
 from kvbench.evidence.dominance import best_so_far, standing
+from kvbench.evidence.drawing import STYLE, Drawing, lines_of, short_label, ticks
 from kvbench.evidence.frontier import averages
-from kvbench.evidence.frontier_figure import STYLE, Drawing, lines_of, short_label, ticks
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.pareto import panels_of, render
 from kvbench.show import terminal

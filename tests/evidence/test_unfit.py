@@ -8,7 +8,8 @@ from kvbench.cli.main import main
 from kvbench.evidence import frontier_figure
 from kvbench.evidence.compare import compare_group
 from kvbench.evidence.dominance import standing
-from kvbench.evidence.frontier_figure import Drawing, panels_words
+from kvbench.evidence.drawing import Drawing
+from kvbench.evidence.frontier_figure import panels_words
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.pareto import panels_of
 from kvbench.evidence.ranks import rankings
