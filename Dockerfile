@@ -18,7 +18,6 @@ RUN pip install --no-cache-dir /src && rm -rf /src
 RUN useradd --create-home kvbench && install --directory --owner=kvbench /app
 USER kvbench
 WORKDIR /app
-ENV OMP_WAIT_POLICY=PASSIVE
 # The model is fetched now, so that a container needs no network.
 RUN python -c "from kvbench.models.embedded import ensure_embedded; ensure_embedded()"
 ENTRYPOINT ["python", "-m", "kvbench"]

@@ -95,6 +95,7 @@ def describe(device: str, backend: Backend) -> dict:
         "libraries": found,
         "backend": backend.name,
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", ""),
+        "gomp_spincount": os.environ.get("GOMP_SPINCOUNT", ""),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
         "load_average": load_average(),
     }
@@ -110,10 +111,11 @@ def doubts(environment: dict, clock: str, backend: Backend) -> list[str]:
             f"Loaded machine: load average {load:.1f} on {cpus} cores at the start; absolute times are upper bounds, "
             f"and ratios carry more spread than on a quiet machine{remedy}."
         )
-    if environment["device"] == "cpu" and environment["omp_wait_policy"].upper() == "PASSIVE":
+    sleeps = environment["omp_wait_policy"].upper() == "PASSIVE" and not environment["gomp_spincount"]
+    if environment["device"] == "cpu" and sleeps:
         notes.append(
             "OMP_WAIT_POLICY=PASSIVE: threads sleep between parallel regions, which costs up to 2.5x in tiny steps on "
-            "an idle machine; set OMP_WAIT_POLICY=ACTIVE there."
+            "an idle machine; let them wait a little there (GOMP_SPINCOUNT=1000)."
         )
     if backend.name == "triton" and environment["device"] == "cpu":
         notes.append("Backend triton without a GPU is interpreted: its speed is no claim for anything.")

@@ -226,9 +226,10 @@ def _tables(document: dict) -> list[Table | Text]:
 def render(document: dict) -> Group:
     """The tables of a document, and what a reader must know to read them right."""
     where = document["environment"]
+    turns = f", GOMP_SPINCOUNT={where['gomp_spincount']}" if where.get("gomp_spincount") else ""
     first = (
         f"{where['device_name']} ({where['device']}), {where['num_cpus']} cores, torch {where['torch']}, backend "
-        f"{where['backend']}, OMP_WAIT_POLICY={where['omp_wait_policy'] or 'not set'}, load average "
+        f"{where['backend']}, OMP_WAIT_POLICY={where['omp_wait_policy'] or 'not set'}{turns}, load average "
         f"{_load(where['load_average'])} before and {_load(where['load_average_end'])} after"
     )
     notes = [first, SHOWN_APART[document["what"]].SAID if document["what"] in SHOWN_APART else MEDIANS]

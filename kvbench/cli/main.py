@@ -5,6 +5,7 @@ that names what exists; a traceback means a fault of kvbench, or of the method t
 heavy is imported before a run starts.
 """
 
+import gc
 import os
 import shlex
 import shutil
@@ -32,6 +33,7 @@ KEEPING = {
     "calibrate": "sample",
     "bench": "cell",
 }  # what stays of a command that is stopped
+IMPORTING = 50_000  # objects between collections of garbage; imports make many, and none is garbage (see `load_model`)
 WIDEST = 100  # columns of help; longer lines are hard to read
 
 
@@ -41,8 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0 done, 1 the run failed, 2 the command cannot be carried out, 128 + n stopped by signal n.
     """
-    # Two processes that share cores otherwise spin for each other's threads; it must be set before torch is loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Two processes that share cores otherwise spin for each other's threads; it must be set before torch is loaded. The
+    # few turns that libgomp itself waits where threads share cores bridge most gaps between the operations of a step.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    gc.set_threshold(IMPORTING)
     if os.environ.get("HYDRA_FULL_ERROR"):
         os.environ.setdefault("KVBENCH_DEBUG", "1")
     arguments = list(sys.argv[1:] if argv is None else argv)

@@ -1,5 +1,6 @@
 """Loads the model of an experiment: embedded default, hub id, folder, GGUF file, or random weights of a known shape."""
 
+import gc
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from kvbench.models.processes import read_processes, started, tell
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+GARBAGE = 700  # objects between collections, as CPython has it: from here on a cycle may hold tensors
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _COMMON_KEYS = {"kind", "name", "dtype", "device", "max_tokens", "linear", "quantisation", "tensor_parallel"}
 
@@ -96,6 +98,7 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
         ValueError: A key or value is unknown, out of range, or does not fit the machine.
         MissingWeightsError: Files are not there; the message says where was looked and how to get them.
     """
+    gc.set_threshold(GARBAGE)
     settings = as_dict(cfg)
     kind = check_name("model.kind", settings.get("kind"), _LOADERS)
     loader, keys = _LOADERS[kind]

@@ -73,8 +73,8 @@ class Machine:
     num_threads: int | None
     """Threads of torch inside one operation; None when torch was not loaded."""
     omp_wait_policy: str
-    """Value of OMP_WAIT_POLICY; empty when not set. ACTIVE threads that share cores make small operations many times
-    slower."""
+    """Value of OMP_WAIT_POLICY, with GOMP_SPINCOUNT where that is set; empty when not set. ACTIVE threads that share
+    cores make small operations many times slower."""
     torch_isa: str = ""
     """Instruction set that torch chose for its own operations on this CPU; empty when torch was not loaded."""
     modes: dict[str, str] | None = None
@@ -148,10 +148,16 @@ def machine(device: object, *others: object, processes: int = 1) -> Machine:
         host=f"{platform.system()} {platform.machine()}",
         num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         num_threads=torch.get_num_threads() if torch is not None else None,
-        omp_wait_policy=os.environ.get("OMP_WAIT_POLICY", ""),
+        omp_wait_policy=wait_policy(),
         torch_isa=torch.backends.cpu.get_cpu_capability() if torch is not None else "",
         modes=modes(),
     )
+
+
+def wait_policy() -> str:
+    """How threads wait for one another: OMP_WAIT_POLICY, and GOMP_SPINCOUNT where that is set."""
+    turns = os.environ.get("GOMP_SPINCOUNT")
+    return os.environ.get("OMP_WAIT_POLICY", "") + (f" GOMP_SPINCOUNT={turns}" if turns else "")
 
 
 def modes() -> dict[str, str]:

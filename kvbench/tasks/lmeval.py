@@ -1,9 +1,11 @@
 """The joint with lm-eval: where its tasks lie, and our own task YAMLs loaded through it."""
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,11 +39,26 @@ def load_lmeval_tasks(folder: Path, names: Sequence[str], metadata: Mapping[str,
         MissingDataError: data is missing; names every part that is.
         ValueError: whatever else the data function raises.
     """
+    _import_requests()
     from lm_eval.tasks import TaskManager
 
     with quiet():
         manager = TaskManager(include_defaults=False, include_path=str(folder), metadata=dict(metadata))
         return read_each(names, lambda name: manager.load([name])["tasks"][name])
+
+
+@cache
+def _import_requests() -> None:
+    """Import what lm-eval imports anyway, without chardet: requests takes it where it is there, and its tables take a
+    second to load; charset_normalizer, which requests requires, does the same for nothing."""
+    known = sys.modules.get("chardet")
+    sys.modules["chardet"] = None  # type: ignore[assignment]  # Python's own word for "cannot be imported"
+    try:
+        import_module("requests")
+    finally:
+        del sys.modules["chardet"]
+        if known is not None:
+            sys.modules["chardet"] = known
 
 
 def scorer_of(scored: Mapping[str, tuple["Task", dict]]) -> Callable[[str, str], Mapping[str, float]]:

@@ -269,7 +269,7 @@ def test_a_loaded_machine_is_called_so():
     """The warning counts cores and names the remedy; a quiet machine with kernels of its own gets none."""
     from kvbench.kernels.bench.machine import doubts
 
-    where = {"load_average": 3.0, "num_cpus": 2, "device": "cpu", "omp_wait_policy": ""}
+    where = {"load_average": 3.0, "num_cpus": 2, "device": "cpu", "omp_wait_policy": "", "gomp_spincount": ""}
 
     class Compiled(Backend):
         name, is_reference = "compiled", False
@@ -277,7 +277,9 @@ def test_a_loaded_machine_is_called_so():
     (note,) = doubts(where, "wall", Compiled())
     assert "load average 3.0 on 2 cores" in note and "clock=cpu" in note
     assert doubts(where | {"load_average": 0.4}, "wall", Compiled()) == []
-    assert len(doubts(where | {"omp_wait_policy": "passive"}, "wall", Backend())) == 3
+    sleeping = where | {"omp_wait_policy": "passive"}
+    assert len(doubts(sleeping, "wall", Backend())) == 3
+    assert len(doubts(sleeping | {"gomp_spincount": "1000"}, "wall", Backend())) == 2
 
 
 def test_score_passes_are_timed_beside_attention():

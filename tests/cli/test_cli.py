@@ -1,5 +1,6 @@
 """The command line: commands, help, sweeps, and what a user reads when something is wrong."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from places import ROOT
 
 from kvbench.cli import main as cli
 from kvbench.config import files as listing
+from kvbench.models.load import load_model
 from kvbench.results.record import RunRecord
 
 
@@ -224,3 +226,36 @@ def test_light_commands_import_nothing_heavy(argument):
     started = time.monotonic()
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, timeout=60)
     assert time.monotonic() - started < 10  # well under one second on an idle machine
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, ("PASSIVE", "1000")),
+        ({"GOMP_SPINCOUNT": "0"}, ("PASSIVE", "0")),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, ("ACTIVE", None)),
+    ],
+)
+def test_how_threads_wait(monkeypatch, capsys, given, wanted):
+    """Threads sleep after a few turns, unless the user says how they wait."""
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    for name in names:
+        monkeypatch.setenv(name, "")  # for the fixture to put back what was there
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["--version"]) == 0
+    assert tuple(os.environ.get(name) for name in names) == wanted
+
+
+def test_garbage_is_looked_for_when_a_model_is_loaded(monkeypatch):
+    """A command begins with few collections, and loading a model sets the usual number again."""
+    before = gc.get_threshold()
+    try:
+        cli.main(["--version"])
+        assert gc.get_threshold()[0] == 50_000
+        with pytest.raises(ValueError, match="model.kind"):
+            load_model({"kind": "none"})
+        assert gc.get_threshold()[0] == 700
+    finally:
+        gc.set_threshold(*before)

@@ -1,6 +1,8 @@
 """GSM8K, MATH, AIME, HumanEval+ and MBPP+ as tasks: prompts, reference answers, errors, consent."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -316,3 +318,10 @@ def test_lmeval_knows_the_tasks() -> None:
     ]
     names += [f"kvbench_{name}_{form}" for name in CODE_TASKS for form in ("complete", "chat")]
     assert all(isinstance(metadata_of(name)["chat_template"], bool) for name in names)
+
+
+def test_requests_is_imported_without_chardet() -> None:
+    """Its tables take a second to load and serve for nothing here; whoever wants it afterwards can have it."""
+    code = "import sys; from kvbench.tasks.lmeval import _import_requests; _import_requests(); "
+    code += "sys.exit('chardet' in sys.modules or 'requests' not in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
