@@ -30,6 +30,11 @@ def main(arguments: Sequence[str], sweep: Sweeping) -> int:
     if not cfg.folder:
         raise ValueError("submit needs the folder of your methods, with method/NAME.yaml: kvbench submit FOLDER")
     folder = Path(str(cfg.folder)).expanduser()
+    if not folder.is_dir():
+        raise ValueError(
+            f"submit {cfg.folder}: there is no such folder; make it, with your method as method/NAME.yaml and the module "
+            "that it names (docs/submit.md)"
+        )
     with own_choices([*files.own_folders(), folder]):
         name = folder.resolve().name
         own, out = _own(folder), Path(str(cfg.out or f"submissions/{name}"))
