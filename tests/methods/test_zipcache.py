@@ -5,6 +5,7 @@ import torch
 from store_helpers import causal_probabilities, filled, held_positions, make_store, random_layer, step_one
 
 from kvbench.methods.zipcache import ZipCache
+from kvbench.policy import Extent
 
 HEADS, GROUP, LENGTH, DIM = 2, 2, 30, 8
 FLAT = {"tier": "native", "high": "native", "low": "native"}  # exact, so that attention can be followed by hand
@@ -85,3 +86,10 @@ def test_tokens_go_where_they_belong_when_they_leave_the_window(window, salient)
     counts = [[sum(p >= LENGTH for p in own[tier]) for tier in (1, 2)] for own in tiers]
     whole = (steps - window) // window  # lots that have left altogether: each has its share
     assert all(high >= whole * (window - lower) and low >= whole * lower for high, low in counts)
+
+
+@pytest.mark.parametrize(("new", "waits"), [(0, 0), (5, 5), (8, 8), (30, 8)])
+def test_new_tokens_wait_in_the_window_alone(new, waits):
+    """A verdict counts them in the first tier: all that are new, and no more than a window of them."""
+    bounds = ZipCache(window=8).bounds(Extent(prompt_tokens=20, tokens_seen=20 + new, lists=2, prompt_slots=40))
+    assert (bounds.tiers, bounds.in_tiers) == ((0,), (waits, waits))
