@@ -2,13 +2,15 @@
 
 import math
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.policy import largest_remainder, num_blocks, pyramid_budgets, rank_descending, share_with_cap
+from kvbench.methods.snapkv import SnapKV
+from kvbench.policy import ScoreSpec, largest_remainder, num_blocks, pyramid_budgets, rank_descending, share_with_cap
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=5, max_size=5), min_size=1, max_size=3))
@@ -103,3 +105,12 @@ def test_pyramids_by_hand(base, room, tokens, layers, rules, wanted):
 def test_blocks_of_slots(held, blocks):
     """The last block may be part-filled."""
     assert num_blocks(held, 8) == blocks and num_blocks(torch.tensor([held]), 8).tolist() == [blocks]
+
+
+def test_a_slot_s_sums_are_divided_by_the_queries_since_its_token():
+    """Of a prompt those count that the statistic looks at, here its last two; of an answer all since the token."""
+    policy = SnapKV(window=2)
+    policy.score = ScoreSpec(prefill_queries=2, decode_update=True, track=("score", "pos"))
+    slots = SimpleNamespace(score=torch.full((1, 1, 1, 4), 12.0), pos=torch.tensor([[[[0, 8, 9, 11]]]]))
+    view = SimpleNamespace(prompt_tokens=torch.tensor([10]), tokens_seen=torch.tensor([12]))
+    assert policy._per_query_held(view, slots).flatten().tolist() == [3.0, 3.0, 4.0, 12.0]
