@@ -111,7 +111,7 @@ def doubts(environment: dict, clock: str, backend: Backend) -> list[str]:
             f"Loaded machine: load average {load:.1f} on {cpus} cores at the start; absolute times are upper bounds, "
             f"and ratios carry more spread than on a quiet machine{remedy}."
         )
-    sleeps = environment["omp_wait_policy"].upper() == "PASSIVE" and not environment["gomp_spincount"]
+    sleeps = environment["omp_wait_policy"].upper() == "PASSIVE" and environment["gomp_spincount"] in ("", "0")
     if environment["device"] == "cpu" and sleeps:
         notes.append(
             "OMP_WAIT_POLICY=PASSIVE: threads sleep between parallel regions, which costs up to 2.5x in tiny steps on "

@@ -5,7 +5,6 @@ that names what exists; a traceback means a fault of kvbench, or of the method t
 heavy is imported before a run starts.
 """
 
-import gc
 import os
 import shlex
 import shutil
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import kvbench
 from kvbench.cli import endings, texts, words
-from kvbench.config import files
+from kvbench.config import files, garbage
 from kvbench.errors import nobody_leaves
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ KEEPING = {
     "calibrate": "sample",
     "bench": "cell",
 }  # what stays of a command that is stopped
-IMPORTING = 50_000  # objects between collections of garbage; imports make many, and none is garbage (see `load_model`)
 WIDEST = 100  # columns of help; longer lines are hard to read
 
 
@@ -48,14 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    gc.set_threshold(IMPORTING)
     if os.environ.get("HYDRA_FULL_ERROR"):
         os.environ.setdefault("KVBENCH_DEBUG", "1")
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not leads():
         return 0
     try:
-        with endings.stoppable():
+        with endings.stoppable(), garbage.seldom():
             return _carry_out(arguments)
     except KeyboardInterrupt as stop:
         part = _keeps(arguments)

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str], sweep: Sweeping) -> int:
     folder = Path(str(cfg.folder)).expanduser()
     if not folder.is_dir():
         raise ValueError(
-            f"submit {cfg.folder}: there is no such folder; make it, with your method as method/NAME.yaml and the "
+            f"submit {cfg.folder}: this is no folder; make one, with your method as method/NAME.yaml and the "
             "module that it names (docs/submit.md)"
         )
     with own_choices([*files.own_folders(), folder]):

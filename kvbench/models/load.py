@@ -1,6 +1,5 @@
 """Loads the model of an experiment: embedded default, hub id, folder, GGUF file, or random weights of a known shape."""
 
-import gc
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from kvbench.config import garbage
 from kvbench.config.settings import as_dict
 from kvbench.errors import MissingWeightsError, UnsupportedModel, check_name, check_whole, unknown_name
 from kvbench.models import cache, conversions, embedded, fetched, files, gguf, matrices, quantised, random_weights
@@ -19,7 +19,6 @@ from kvbench.models.processes import read_processes, started, tell
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-GARBAGE = 700  # objects between collections, as CPython has it: from here on a cycle may hold tensors
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _COMMON_KEYS = {"kind", "name", "dtype", "device", "max_tokens", "linear", "quantisation", "tensor_parallel"}
 
@@ -98,7 +97,7 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
         ValueError: A key or value is unknown, out of range, or does not fit the machine.
         MissingWeightsError: Files are not there; the message says where was looked and how to get them.
     """
-    gc.set_threshold(GARBAGE)
+    garbage.usual()
     settings = as_dict(cfg)
     kind = check_name("model.kind", settings.get("kind"), _LOADERS)
     loader, keys = _LOADERS[kind]

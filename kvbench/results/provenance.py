@@ -157,7 +157,7 @@ def machine(device: object, *others: object, processes: int = 1) -> Machine:
 def wait_policy() -> str:
     """How threads wait for one another: OMP_WAIT_POLICY, and GOMP_SPINCOUNT where that is set."""
     turns = os.environ.get("GOMP_SPINCOUNT")
-    return os.environ.get("OMP_WAIT_POLICY", "") + (f" GOMP_SPINCOUNT={turns}" if turns else "")
+    return " ".join(filter(None, [os.environ.get("OMP_WAIT_POLICY"), turns and f"GOMP_SPINCOUNT={turns}"]))
 
 
 def modes() -> dict[str, str]:

@@ -279,6 +279,7 @@ def test_a_loaded_machine_is_called_so():
     assert doubts(where | {"load_average": 0.4}, "wall", Compiled()) == []
     sleeping = where | {"omp_wait_policy": "passive"}
     assert len(doubts(sleeping, "wall", Backend())) == 3
+    assert len(doubts(sleeping | {"gomp_spincount": "0"}, "wall", Backend())) == 3
     assert len(doubts(sleeping | {"gomp_spincount": "1000"}, "wall", Backend())) == 2
 
 

@@ -15,6 +15,7 @@ from places import ROOT
 from kvbench.cli import main as cli
 from kvbench.config import files as listing
 from kvbench.models.load import load_model
+from kvbench.results.provenance import wait_policy
 from kvbench.results.record import RunRecord
 
 
@@ -245,17 +246,27 @@ def test_how_threads_wait(monkeypatch, capsys, given, wanted):
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     assert cli.main(["--version"]) == 0
+    assert wait_policy() == " ".join([wanted[0], *(f"GOMP_SPINCOUNT={turns}" for turns in wanted[1:] if turns)])
     assert tuple(os.environ.get(name) for name in names) == wanted
 
 
-def test_garbage_is_looked_for_when_a_model_is_loaded(monkeypatch):
-    """A command begins with few collections, and loading a model sets the usual number again."""
-    before = gc.get_threshold()
+def test_garbage_is_looked_for_as_before_when_a_model_is_loaded(monkeypatch):
+    """A command collects seldom until it loads a model; the caller's numbers are in force then, and at the end."""
+    before, seen = gc.get_threshold(), []
+
+    def carry_out(words: list[str]) -> int:
+        seen.append(gc.get_threshold()[0])
+        if words:
+            with pytest.raises(ValueError, match="model.kind"):
+                load_model({"kind": "none"})
+            seen.append(gc.get_threshold())
+        return 0
+
+    monkeypatch.setattr(cli, "_carry_out", carry_out)
+    gc.set_threshold(123, 4, 5)
     try:
-        cli.main(["--version"])
-        assert gc.get_threshold()[0] == 50_000
-        with pytest.raises(ValueError, match="model.kind"):
-            load_model({"kind": "none"})
-        assert gc.get_threshold()[0] == 700
+        assert cli.main([]) == 0 and gc.get_threshold() == (123, 4, 5)
+        assert cli.main(["run"]) == 0 and gc.get_threshold() == (123, 4, 5)
     finally:
         gc.set_threshold(*before)
+    assert seen == [50_000, 50_000, (123, 4, 5)]

@@ -43,7 +43,7 @@ ABSENT = (
     *("could not be fetched", "is not installed", "No module named", "there is no GPU", "offline", "is no file"),
     *("no data", "pip install", "there is no file", "nothing is stored", "does not exist", "cannot be fetched"),
     *(NO_ANSWER, "was calibrated on the model", "layers, but the model has 2", "is not a file", "is not a folder"),
-    *("is no folder", "is no such folder", "has no categories", "No such file"),
+    *("is no folder", "has no categories", "No such file"),
 )
 
 

@@ -71,7 +71,7 @@ def test_a_folder_that_a_board_takes(mine, capsys, monkeypatch):
     ("words", "message"),
     [
         ("", "submit needs the folder of your methods"),
-        ("mien", "submit mien: there is no such folder; make it, with your method"),
+        ("mien", "submit mien: this is no folder; make one, with your method"),
         ("mine methods=tyo suite=small", "methods=tyo does not exist. Did you mean toy?"),
         ("mine beside=knrm suite=small", "beside=knrm does not exist. Did you mean knorm?"),
         ("mine 'methods=[\"method=knorm method.budget=0.5\"]' suite=small", "methods=knorm does not exist"),

@@ -1,0 +1,28 @@
+"""How often Python looks for garbage: seldom while libraries are imported, which make many objects that all stay."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SELDOM = 50_000  # objects that are made between two collections
+_before: tuple[int, int, int] | None = None  # the caller's own numbers, while they are not in force
+
+
+@contextmanager
+def seldom() -> Iterator[None]:
+    """Collect seldom, until `usual` or the end; then as before."""
+    global _before
+    _before = _before or gc.get_threshold()
+    gc.set_threshold(SELDOM)
+    try:
+        yield
+    finally:
+        usual()
+
+
+def usual() -> None:
+    """Collect as often as before `seldom`, and outside of it change nothing: from here on a cycle may hold tensors."""
+    global _before
+    if _before is not None:
+        gc.set_threshold(*_before)
+        _before = None
