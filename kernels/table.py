@@ -87,12 +87,12 @@ class PageTable:
         pages_after = -(-(before + count) // self.tokens_per_page[tier])
         self._check_room(lists, tier, pages_after)
         need = pages_after - pages_before
-        ids, offsets = self.pool.allocate(need)
+        ids, _ = self.pool.allocate(need)
         try:
             if ids.numel():
-                owner = torch.repeat_interleave(torch.arange(len(lists), device=lists.device), need)
-                index = torch.arange(ids.numel(), device=lists.device) - offsets[owner] + pages_before[owner]
-                self._table(tier).view(-1)[self._entry(lists, owner, tier, index)] = ids.to(torch.int32)
+                owner, index = _spread(need)
+                entry = self._entry(lists, owner, tier, pages_before[owner] + index)
+                self._table(tier).view(-1)[entry] = ids.to(torch.int32)
             self.num_slots[tier, lists] = (before + count).to(torch.int32)
         except BaseException:  # pages that no table names would be lost for good
             self.pool.undo_allocate(ids.numel())
@@ -107,10 +107,9 @@ class PageTable:
         size = self.tokens_per_page[tier]
         pages_before, pages_after = -(-before // size), -(-count // size)
         surplus = pages_before - pages_after
-        owner = torch.repeat_interleave(torch.arange(len(lists), device=lists.device), surplus)
-        offsets = surplus.cumsum(0) - surplus
-        index = torch.arange(owner.numel(), device=lists.device) - offsets[owner] + pages_after[owner]
-        self.pool.release(self._table(tier).view(-1)[self._entry(lists, owner, tier, index)])
+        owner, index = _spread(surplus)
+        entry = self._entry(lists, owner, tier, pages_after[owner] + index)
+        self.pool.release(self._table(tier).view(-1)[entry])
         try:
             self.num_slots[tier, lists] = count.to(torch.int32)
         except BaseException:  # a page that a table names must not be free
@@ -186,7 +185,7 @@ class PageTable:
             return
         slots = []
         for tier, size in enumerate(self.tokens_per_page):
-            owner, index = self._each_page(lists, tier)
+            owner, index = _spread(self.num_pages(tier)[lists])
             slots.append((tier, lists[owner], index * size))
         self.own(slots)
 
@@ -328,15 +327,9 @@ class PageTable:
         """The page ids of lists (int64 [M]), tier by tier."""
         found = []
         for tier in range(self.num_tiers):
-            owner, index = self._each_page(lists, tier)
+            owner, index = _spread(self.num_pages(tier)[lists])
             found.append(self._table(tier)[lists[owner], self._column(tier, index)].long())
         return torch.cat(found)
-
-    def _each_page(self, lists: Tensor, tier: int) -> tuple[Tensor, Tensor]:
-        """Every page of lists (int64 [M]): the list's index in `lists`, and the page's number in the list."""
-        pages = self.num_pages(tier)[lists]
-        owner = torch.repeat_interleave(torch.arange(len(lists), device=lists.device), pages)
-        return owner, torch.arange(owner.numel(), device=lists.device) - (pages.cumsum(0) - pages)[owner]
 
     def _table(self, tier: int) -> Tensor:
         return self.further if tier >= 2 else self.entries
@@ -358,3 +351,12 @@ class PageTable:
                 f"a list needs {int(used.max())} page-table entries but max_pages={self.max_pages}; "
                 "the sequence is longer than the store was sized for"
             )
+
+
+def _spread(count: Tensor) -> tuple[Tensor, Tensor]:
+    """For `count[m]` (int64 [M]) places of every list m, list by list: whose each one is, and its number among them."""
+    end = count.cumsum(0)
+    place = torch.arange(int(count.sum()), device=count.device)
+    # Not repeat_interleave, which wakes other threads on a CPU, for two numbers too.
+    owner = torch.searchsorted(end, place, right=True)
+    return owner, place - (end - count)[owner]

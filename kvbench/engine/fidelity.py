@@ -9,12 +9,18 @@ from torch import Tensor
 
 from kvbench.engine.long_logits import Logits
 from kvbench.engine.requests import BINS
+from kvbench.engine.sampling import likeliest
 from kvbench.stats.tails import KL_TAILS, quantile
 
 
 def _sum(x: Tensor) -> Tensor:
     """The sum of [n] in an order that does not depend on the number of threads, as that of one long row does."""
     return torch.nn.functional.pad(x, (0, -len(x) % 1024)).view(-1, 1024).sum(1).sum()
+
+
+def _best(logp: Tensor) -> Tensor:
+    """The place of the largest of [vocabulary]."""
+    return likeliest(logp[None])[0]
 
 
 @dataclass
@@ -36,7 +42,7 @@ class ChoiceMeter:
         """The numbers that `take` takes of one token, fp32 on the device of its logits fp32 [vocabulary]; waits for
         nothing."""
         token, logp = self.gold[index], torch.log_softmax(logits, -1)
-        return torch.stack([logp[token], (logp.argmax() == token).float()])
+        return torch.stack([logp[token], (_best(logp) == token).float()])
 
     def take(self, measured: list[float]) -> None:
         """Takes what was measured on the next token."""
@@ -71,9 +77,9 @@ class FidelityMeter(ChoiceMeter):
     def measure(self, index: int, logits: Tensor) -> Tensor:
         # One row at a time: of a long text, all rows at once would be gigabytes for a second time.
         logp, ref = torch.log_softmax(logits, -1), torch.log_softmax(self.reference[index], -1)
-        best, token = logp.argmax(), self.gold[index]
+        best, token = _best(logp), self.gold[index]
         kl = _sum(ref.exp() * (ref - logp)).clamp(min=0.0)
-        return torch.stack([logp[token], ref[token], kl, (best == ref.argmax()).float(), (best == token).float()])
+        return torch.stack([logp[token], ref[token], kl, (best == _best(ref)).float(), (best == token).float()])
 
     def take(self, measured: list[float]) -> None:
         logp, ref, kl, agrees, is_best = measured

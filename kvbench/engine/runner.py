@@ -325,6 +325,6 @@ class Runner:
         ids = to_device(tokens, self.device)
         positions = to_device(first, self.device)[:, None] + torch.arange(ids.shape[1], device=self.device)
         logits = hf.forward(self.loaded.model, session, ids, positions, max(first), num_logits)
-        if check and not bool(torch.isfinite(logits).all()):
+        if check and not bool(finite_rows(logits.flatten(0, 1), waits=True).all()):
             raise NotFinite(session.first_bad_layer(0))
         return logits

@@ -14,6 +14,7 @@ from places import ROOT
 
 from kvbench.cli import main as cli
 from kvbench.config import files as listing
+from kvbench.config.garbage import SELDOM
 from kvbench.models.load import load_model
 from kvbench.results.provenance import wait_policy
 from kvbench.results.record import RunRecord
@@ -251,8 +252,9 @@ def test_how_threads_wait(monkeypatch, capsys, given, wanted):
 
 
 def test_garbage_is_looked_for_as_before_when_a_model_is_loaded(monkeypatch):
-    """A command collects seldom until it loads a model; the caller's numbers are in force then, and at the end."""
-    before, seen = gc.get_threshold(), []
+    """A command collects seldom until it loads a model; the caller's numbers are in force then, and at the end. What
+    there was before the model is left alone until then."""
+    before, seen, frozen = gc.get_threshold(), [], []
 
     def carry_out(words: list[str]) -> int:
         seen.append(gc.get_threshold()[0])
@@ -260,13 +262,22 @@ def test_garbage_is_looked_for_as_before_when_a_model_is_loaded(monkeypatch):
             with pytest.raises(ValueError, match="model.kind"):
                 load_model({"kind": "none"})
             seen.append(gc.get_threshold())
+            frozen.append(gc.get_freeze_count())
         return 0
 
     monkeypatch.setattr(cli, "_carry_out", carry_out)
     gc.set_threshold(123, 4, 5)
+    kept = gc.get_freeze_count()
+    assert kept  # by conftest.py: a caller's own are left as they are
+    assert cli.main(["run"]) == 0 and gc.get_freeze_count() == kept
+    seen.clear()
+    frozen.clear()
+    gc.unfreeze()
     try:
         assert cli.main([]) == 0 and gc.get_threshold() == (123, 4, 5)
         assert cli.main(["run"]) == 0 and gc.get_threshold() == (123, 4, 5)
+        assert frozen[0] > 100_000 and not gc.get_freeze_count()
     finally:
         gc.set_threshold(*before)
-    assert seen == [50_000, 50_000, (123, 4, 5)]
+        gc.freeze()
+    assert seen == [SELDOM, SELDOM, (123, 4, 5)] and SELDOM > 1_500_000

@@ -21,6 +21,9 @@ def test_fields_and_elements(tmp_path):
     shape = find_shape(path)
     assert (shape.layers, shape.q_heads, shape.kv_heads, shape.head_dim) == (30, 9, 3, 64)
     assert shape.weights_bytes == 2 * header.parameters
+    assert read_header(path) is header  # the file is as it was
+    path.write_bytes(gguf_header(**{"llama.block_count": 31}) + bytes(1))
+    assert read_header(path).of_model("block_count") == 31
 
 
 @pytest.mark.parametrize(
