@@ -1,4 +1,7 @@
-"""CPU backend: products of rows with a matrix, which is read as it lies, once for all rows of a decode step."""
+"""CPU backend: products of rows with a matrix, which is read as it lies, once for all rows of a decode step; and what
+stands between them in a decoder's layer."""
+
+import ctypes
 
 import torch
 from torch import Tensor
@@ -6,8 +9,11 @@ from torch import Tensor
 from kvbench.kernels.cpu.abi import ELEMENT_KINDS, check, chosen_isa, load
 
 DTYPES = tuple(ELEMENT_KINDS)
+Matrix = tuple[Tensor, Tensor | None]  # and its bias
 # Work that is worth a thread, where threads sleep between calls: bytes of a matrix, and half of its products.
 WORK_PER_THREAD = 1_000_000
+# Elements of a norm likewise.
+NORM_PER_THREAD = 65_536
 
 
 class RowProducts:
@@ -26,7 +32,8 @@ class RowProducts:
 
     def __init__(self) -> None:
         self.isa = chosen_isa()
-        self._call = load().kvb_products
+        library = load()
+        self._call, self._gated, self._norm = library.kvb_products, library.kvb_gated, library.kvb_norm
 
     def __reduce__(self) -> tuple[type["RowProducts"], tuple[()]]:
         return RowProducts, ()  # a copy, or another process, loads the library anew
@@ -45,16 +52,11 @@ class RowProducts:
         Raises:
             MemoryError: No room for some rows of x in another order.
         """
+        _look(x, weight, bias)
         size_out, size_in = weight.shape
-        *rows, width = x.shape
-        assert width == size_in and x.dtype == weight.dtype, "x has a matrix's columns and its dtype"
-        assert weight.is_contiguous() and weight.is_cpu and x.is_cpu, "a plain matrix on the CPU"
-        assert bias is None or (bias.dtype == x.dtype and bias.shape == (size_out,) and bias.is_cpu), "a bias likewise"
-        assert bias is None or bias.is_contiguous(), "a bias likewise"
         x = x.contiguous()
-        y = x.new_empty(*rows, size_out)
+        y = x.new_empty(*x.shape[:-1], size_out)
         num_rows = y.numel() // size_out
-        work = weight.nbytes + num_rows * weight.numel() // 2
         status = self._call(
             ELEMENT_KINDS[x.dtype],
             x.data_ptr(),
@@ -64,8 +66,80 @@ class RowProducts:
             num_rows,
             size_in,
             size_out,
-            min(torch.get_num_threads(), 1 + work // WORK_PER_THREAD),
+            _threads(weight, num_rows),
         )
         if status:
             check(status)
         return y
+
+    def gated(self, x: Tensor, gate: Matrix, up: Matrix, down: Matrix) -> Tensor:
+        """A feed-forward layer, down(silu(gate(x)) * up(x)); between the products there is one rounding, not two.
+
+        Args:
+            x: [..., in], any number of rows.
+            gate: weight [mid, in] and bias, each as above.
+            up: Likewise.
+            down: weight [out, mid] and bias likewise.
+
+        Returns:
+            [..., out] in the same dtype.
+
+        Raises:
+            MemoryError: No room for what lies between the products.
+        """
+        _look(x, *gate)
+        _look(x, *up)
+        (mid, size_in), size_out = gate[0].shape, down[0].shape[0]
+        assert up[0].shape == gate[0].shape and down[0].shape[1] == mid, "matrices of one layer"
+        x = x.contiguous()
+        y = x.new_empty(*x.shape[:-1], size_out)
+        _look(y.new_empty(mid), *down)
+        num_rows = y.numel() // size_out
+        status = self._gated(
+            ELEMENT_KINDS[x.dtype],
+            x.data_ptr(),
+            (ctypes.c_void_p * 3)(*(weight.data_ptr() for weight, _ in (gate, up, down))),
+            (ctypes.c_void_p * 3)(*(None if bias is None else bias.data_ptr() for _, bias in (gate, up, down))),
+            y.data_ptr(),
+            num_rows,
+            size_in,
+            mid,
+            size_out,
+            _threads(gate[0], num_rows),
+        )
+        if status:
+            check(status)
+        return y
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The root-mean-square norm weight * x / sqrt(mean(x^2) + eps) of rows, with one rounding, not two.
+
+        Args:
+            x: [..., width], any number of rows.
+            weight: [width], contiguous, of the same dtype; on the CPU as x.
+            eps: What keeps a row of zeros one.
+
+        Returns:
+            [..., width] in the same dtype.
+        """
+        assert weight.shape == x.shape[-1:] and weight.dtype == x.dtype, "x has a weight's columns and its dtype"
+        assert weight.is_contiguous() and weight.is_cpu and x.is_cpu, "a plain weight on the CPU"
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        size, width = x.numel(), len(weight)
+        threads = min(torch.get_num_threads(), 1 + size // NORM_PER_THREAD)
+        pointers = x.data_ptr(), weight.data_ptr(), y.data_ptr()
+        self._norm(ELEMENT_KINDS[x.dtype], *pointers, size // width, width, eps, threads)
+        return y
+
+
+def _look(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    assert weight.is_contiguous() and weight.ndim == 2 and weight.is_cpu and x.is_cpu, "a plain matrix on the CPU"
+    assert x.shape[-1] == weight.shape[1] and x.dtype == weight.dtype, "x has a matrix's columns and its dtype"
+    assert bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1] and bias.is_cpu), "a bias likewise"
+    assert bias is None or bias.is_contiguous(), "a bias likewise"
+
+
+def _threads(weight: Tensor, num_rows: int) -> int:
+    work = weight.nbytes + num_rows * weight.numel() // 2
+    return min(torch.get_num_threads(), 1 + work // WORK_PER_THREAD)

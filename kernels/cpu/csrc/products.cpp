@@ -1,4 +1,5 @@
-// Products of rows with a matrix as it lies: y = x w' + bias, w [out, in]. kernels/cpu/products.py calls it.
+// Products of rows with a matrix as it lies: y = x w' + bias, w [out, in]; and what stands between them in a layer of a
+// decoder. kernels/cpu/products.py calls it.
 //
 // Every number is summed along `in` in one order, which `in` and the elements decide alone: kLanes sums side by side, a step at a time from the
 // first to the last, and these by `sums_of`. Tiles, blocks and threads divide rows and outputs, and what interrupts a sum keeps it as it is. So a
@@ -45,6 +46,8 @@ struct F32 {
   KVB_INLINE Vec mul_add(Vec w, Vec x, Vec sum) { return fma(w, x, sum); }
   static float number(const uint8_t* p) { return scalar_of_bits(*(const uint32_t*)p); }
   KVB_INLINE void put(const float* x, long n, uint8_t* to) { std::memcpy(to, x, 4 * n); }
+  KVB_INLINE Vec lanes(const uint8_t* p) { return load((const float*)p); }
+  KVB_INLINE void put_lanes(Vec x, uint8_t* to) { store((float*)to, x); }
 };
 struct F16 {
   static constexpr long kBytes = 2, kStep = kLanes, kParts = 1;
@@ -59,6 +62,8 @@ struct F16 {
     for (int i = 0; i < 4; i++) halves[i] = to_f16(x[i]);
     std::memcpy(to, halves, 2 * n);
   }
+  KVB_INLINE Vec lanes(const uint8_t* p) { return load_f16(p); }
+  KVB_INLINE void put_lanes(Vec x, uint8_t* to) { store_f16(to, x); }
 };
 struct BF16 {
   static constexpr long kBytes = 2, kStep = 2 * kLanes;
@@ -76,15 +81,21 @@ struct BF16 {
   KVB_INLINE Vec mul_add(Vec w, Vec x, Vec sum) { return fma(w, x, sum); }
 #endif
   static float number(const uint8_t* p) { return scalar_bf16(*(const uint16_t*)p); }
-  KVB_INLINE void put(const float* x, long n, uint8_t* to) {
-    typedef uint32_t Four __attribute__((vector_size(16)));
-    Four bits;
-    std::memcpy(&bits, x, 16);
-    const Four is_nan = (bits & 0x7fffffffu) > 0x7f800000u, rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;  // as `to_bf16`
-    typedef uint16_t Halves __attribute__((vector_size(8)));
+  // n numbers of a vector, as `to_bf16` rounds them.
+  template <class Bits, class Halves> KVB_INLINE void put_of(const void* x, long n, uint8_t* to) {
+    Bits bits;
+    std::memcpy(&bits, x, sizeof bits);
+    const Bits is_nan = (bits & 0x7fffffffu) > 0x7f800000u, rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
     const Halves halves = __builtin_convertvector((is_nan & 0x7fc0u) | (~is_nan & rounded), Halves);
     std::memcpy(to, &halves, 2 * n);
   }
+  typedef uint32_t Bits4 __attribute__((vector_size(16)));
+  typedef uint16_t Halves4 __attribute__((vector_size(8)));
+  typedef uint32_t BitsAll __attribute__((vector_size(4 * kLanes)));
+  typedef uint16_t HalvesAll __attribute__((vector_size(2 * kLanes)));
+  KVB_INLINE void put(const float* x, long n, uint8_t* to) { put_of<Bits4, Halves4>(x, n, to); }
+  KVB_INLINE Vec lanes(const uint8_t* p) { return load_bf16(p); }
+  KVB_INLINE void put_lanes(Vec x, uint8_t* to) { put_of<BitsAll, HalvesAll>(&x, kLanes, to); }
 };
 
 // Sums of a tile that lie in registers, beside a step of x and one of w; and rows of a tile at most, with 4 outputs.
@@ -250,11 +261,92 @@ template <class E> static int products(const Products& p) {
   return kDone;
 }
 
+// Calls `of(where, n)` for all elements of a row in turn: kLanes of them, and the rest, which `of` puts into whole lanes.
+template <class E, class Of> static void each_lanes(long size, Of of) {
+  for (long i = 0; i < size; i += kLanes) of(i * E::kBytes, std::min<long>(kLanes, size - i));
+}
+// n elements, with zeros behind them, and back.
+template <class E> KVB_INLINE Vec some(const uint8_t* p, long n) {
+  if (n == kLanes) return E::lanes(p);
+  uint8_t whole[4 * kLanes] = {};
+  std::memcpy(whole, p, n * E::kBytes);
+  return E::lanes(whole);
+}
+template <class E> KVB_INLINE void put_some(Vec x, long n, uint8_t* to) {
+  if (n == kLanes) return E::put_lanes(x, to);
+  uint8_t whole[4 * kLanes];
+  E::put_lanes(x, whole);
+  std::memcpy(to, whole, n * E::kBytes);
+}
+
+// y = w x / sqrt(mean of x^2 + eps), row by row.
+template <class E> static void norm(const uint8_t* x, const uint8_t* w, uint8_t* y, long rows, long width, float eps, int num_threads) {
+#pragma omp parallel for num_threads(num_threads) schedule(static) if (num_threads > 1)
+  for (long row = 0; row < rows; row++) {
+    const uint8_t* from = x + row * width * E::kBytes;
+    uint8_t* to = y + row * width * E::kBytes;
+    Vec squares = splat(0.0f);
+    each_lanes<E>(width, [&](long at, long n) {
+      const Vec one = some<E>(from + at, n);
+      squares = fma(one, one, squares);
+    });
+    const Vec scale = splat(1.0f / std::sqrt(sum_of(squares) / width + eps));
+    each_lanes<E>(width, [&](long at, long n) { put_some<E>(mul(mul(some<E>(from + at, n), scale), some<E>(w + at, n)), n, to + at); });
+  }
+}
+
+// A feed-forward layer: down(silu(gate(x)) * up(x)). Matrices and biases of gate, up and down, biases or null.
+struct Gated {
+  const uint8_t *x, *const *matrices, *const *biases;
+  uint8_t* y;
+  int64_t rows, in, mid, out;
+  int32_t num_threads;
+};
+
+template <class E> static int gated(const Gated& p) {
+  static thread_local std::vector<uint8_t> room;
+  constexpr long kPiece = 4096;  // elements that a thread takes at a time
+  const long most = kBlocks * kTiles * kMostRows<E>, parts = (p.rows + most - 1) / most;
+  for (long part = 0; part < parts; part++) {
+    const long first = part * p.rows / parts, rows = (part + 1) * p.rows / parts - first, size = rows * p.mid;
+    try {
+      room.resize(std::max<size_t>(room.size(), 2 * size * E::kBytes));
+    } catch (const std::bad_alloc&) {
+      return kNoMemory;
+    }
+    uint8_t *gate = room.data(), *up = gate + size * E::kBytes;
+    const uint8_t* x = p.x + first * p.in * E::kBytes;
+    int status = products<E>({x, p.matrices[0], p.biases[0], gate, rows, p.in, p.mid, p.num_threads});
+    if (!status) status = products<E>({x, p.matrices[1], p.biases[1], up, rows, p.in, p.mid, p.num_threads});
+    if (status) return status;
+#pragma omp parallel for num_threads(p.num_threads) schedule(static) if (p.num_threads > 1 && size > kPiece)
+    for (long begin = 0; begin < size; begin += kPiece)
+      each_lanes<E>(std::min(kPiece, size - begin), [&](long at, long n) {
+        uint8_t* to = gate + begin * E::kBytes + at;
+        const Vec zero = splat(0.0f), g = some<E>(to, n), e = exp_of(min_of(g, sub(zero, g)));
+        const Vec silu = div(fma(min_of(g, zero), e, max_of(g, zero)), add(splat(1.0f), e));
+        put_some<E>(mul(silu, some<E>(up + begin * E::kBytes + at, n)), n, to);
+      });
+    uint8_t* y = p.y + first * p.out * E::kBytes;
+    status = products<E>({gate, p.matrices[2], p.biases[2], y, rows, p.mid, p.out, p.num_threads});
+    if (status) return status;
+  }
+  return kDone;
+}
+
 }  // namespace kvb
 
-// kind: of the elements of x, w, bias and y. Returns a Status (plan.h).
+// kind: of the elements of x, w, bias and y. Return a Status (plan.h).
 extern "C" int kvb_products(int kind, const uint8_t* x, const uint8_t* w, const uint8_t* bias, uint8_t* y, long rows, long in, long out,
                             int num_threads) {
   const kvb::Products p{x, w, bias, y, rows, in, out, num_threads};
   return kind == kvb::kF16 ? kvb::products<kvb::F16>(p) : kind == kvb::kBF16 ? kvb::products<kvb::BF16>(p) : kvb::products<kvb::F32>(p);
+}
+extern "C" int kvb_gated(int kind, const uint8_t* x, const uint8_t* const* matrices, const uint8_t* const* biases, uint8_t* y, long rows,
+                         long in, long mid, long out, int num_threads) {
+  const kvb::Gated p{x, matrices, biases, y, rows, in, mid, out, num_threads};
+  return kind == kvb::kF16 ? kvb::gated<kvb::F16>(p) : kind == kvb::kBF16 ? kvb::gated<kvb::BF16>(p) : kvb::gated<kvb::F32>(p);
+}
+extern "C" void kvb_norm(int kind, const uint8_t* x, const uint8_t* w, uint8_t* y, long rows, long width, float eps, int num_threads) {
+  (kind == kvb::kF16 ? kvb::norm<kvb::F16> : kind == kvb::kBF16 ? kvb::norm<kvb::BF16> : kvb::norm<kvb::F32>)(x, w, y, rows, width, eps, num_threads);
 }

@@ -21,7 +21,7 @@ import torch
 from fuzz_attention import Columns, Decode, Step
 from fuzz_calls import Call, Wrong
 from fuzz_pages import AddScores, Move, Read, Search, Write
-from fuzz_products import Products
+from fuzz_products import Layers, Products
 
 from kvbench.kernels.cpu import abi as cpu_abi
 from kvbench.kernels.cpu import build
@@ -36,6 +36,7 @@ CALLS: dict[str, type[Call]] = {
     "step": Step,
     "columns": Columns,
     "products": Products,
+    "layers": Layers,
 }
 
 SCRATCH = Path(__file__).parents[3] / "build" / "fuzz"
