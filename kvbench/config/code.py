@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -37,12 +37,25 @@ def meaning(path: Path) -> bytes:
 @lru_cache(maxsize=1024)
 def _meaning_of_python(content: bytes) -> bytes:
     tree = ast.parse(content)
-    for node in ast.walk(tree):
+    for node in _statements(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
             node, clean=False
         ):
             node.body = node.body[1:] or [ast.Pass()]
     return ast.dump(tree).encode()
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """A module and its statements at any depth, a tenth of its nodes. Who is given one may change its body."""
+    todo: list[ast.AST] = [tree]
+    while todo:
+        yield (node := todo.pop())
+        todo += _within(node)
+
+
+def _within(node: ast.AST) -> list[ast.AST]:
+    """What stands in a statement: statements, handlers and cases."""
+    return [each for part in ("body", "handlers", "orelse", "finalbody", "cases") for each in getattr(node, part, ())]
 
 
 def hash_files(files: dict[str, Path]) -> str:
@@ -132,7 +145,7 @@ def _names_in(content: bytes, package: str) -> tuple[str, ...]:
         elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             todo += node.orelse
         else:
-            todo += ast.iter_child_nodes(node)
+            todo += _within(node)
     return tuple(names)
 
 

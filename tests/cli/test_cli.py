@@ -251,6 +251,15 @@ def test_how_threads_wait(monkeypatch, capsys, given, wanted):
     assert tuple(os.environ.get(name) for name in names) == wanted
 
 
+def test_a_process_ends_without_a_look_for_garbage():
+    """What is there when a command ends is left to the system."""
+    code = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count())); "
+    code += "from kvbench.cli.main import main; main(['--version']); print(gc.get_freeze_count())"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    before, after = map(int, ended.stdout.split()[-2:])
+    assert before == 0 and after > 10_000
+
+
 def test_garbage_is_looked_for_as_before_when_a_model_is_loaded(monkeypatch):
     """A command collects seldom until it loads a model; the caller's numbers are in force then, and at the end. What
     there was before the model is left alone until then."""
