@@ -1,6 +1,5 @@
 """How often Python looks for garbage: seldom while libraries are imported, which make many objects that all stay."""
 
-import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +10,8 @@ _before: tuple[int, int, int] | None = None  # the caller's own numbers, while t
 
 @contextmanager
 def seldom() -> Iterator[None]:
-    """Collect seldom, until `usual` or the end; then as before. When the process ends, Python takes its modules apart,
-    and does not look through all that there is once more, for one to two seconds."""
+    """Collect seldom, until `usual` or the end; then as before."""
     global _before
-    atexit.unregister(gc.freeze)
-    atexit.register(gc.freeze)
     _before = _before or gc.get_threshold()
     gc.set_threshold(SELDOM)
     freezes = not gc.get_freeze_count()
