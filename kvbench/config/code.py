@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -155,9 +155,9 @@ def _installed(name: str) -> tuple[str, str]:
     try:  # most are called like what is imported from them; the list of all takes a quarter of a second and more
         found = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
-        if name not in _owners():
+        if (owner := _owner(name)) is None:
             return name, ""
-        found = importlib.metadata.distribution(_owners()[name])
+        found = importlib.metadata.distribution(owner)
     return re.sub(r"[-_.]+", "-", found.name).lower(), found.version
 
 
@@ -170,7 +170,18 @@ def _required(distribution: str) -> tuple[str, ...]:
         return ()
 
 
+def _owner(name: str) -> str | None:
+    """The distribution that a top-level name comes from, of several the first."""
+    said = [each.name for each in importlib.metadata.distributions() if name in _told(each)]
+    return min(said or _owners().get(name, []), default=None)
+
+
+def _told(distribution: importlib.metadata.Distribution) -> list[str]:
+    """The top-level names that a distribution tells in a file of its own, as not all do."""
+    return (distribution.read_text("top_level.txt") or "").split()
+
+
 @cache
-def _owners() -> dict[str, str]:
-    """Top-level name -> distribution, of everything that is installed."""
-    return {name: sorted(found)[0] for name, found in importlib.metadata.packages_distributions().items()}
+def _owners() -> Mapping[str, list[str]]:
+    """Top-level name -> distributions, of everything that is installed, by the lists of their files."""
+    return importlib.metadata.packages_distributions()
