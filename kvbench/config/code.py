@@ -172,13 +172,9 @@ def _required(distribution: str) -> tuple[str, ...]:
 
 def _owner(name: str) -> str | None:
     """The distribution that a top-level name comes from, of several the first."""
-    said = [each.name for each in importlib.metadata.distributions() if name in _told(each)]
-    return min(said or _owners().get(name, []), default=None)
-
-
-def _told(distribution: importlib.metadata.Distribution) -> list[str]:
-    """The top-level names that a distribution tells in a file of its own, as not all do."""
-    return (distribution.read_text("top_level.txt") or "").split()
+    found = importlib.metadata.distributions()
+    said = [each.name for each in found if name in (each.read_text("top_level.txt") or "").split()]
+    return min(said or _owners().get(name, []), default=None)  # not all of them say so in a file
 
 
 @cache

@@ -334,19 +334,24 @@ template <class E> static int gated(const Gated& p) {
   return kDone;
 }
 
+// Calls `of` with the elements of a kind.
+template <class Of> static auto by_kind(int kind, Of of) {
+  return kind == kF16 ? of(F16()) : kind == kBF16 ? of(BF16()) : of(F32());
+}
+
 }  // namespace kvb
 
 // kind: of the elements of x, w, bias and y. Return a Status (plan.h).
 extern "C" int kvb_products(int kind, const uint8_t* x, const uint8_t* w, const uint8_t* bias, uint8_t* y, long rows, long in, long out,
                             int num_threads) {
   const kvb::Products p{x, w, bias, y, rows, in, out, num_threads};
-  return kind == kvb::kF16 ? kvb::products<kvb::F16>(p) : kind == kvb::kBF16 ? kvb::products<kvb::BF16>(p) : kvb::products<kvb::F32>(p);
+  return kvb::by_kind(kind, [&](auto element) { return kvb::products<decltype(element)>(p); });
 }
 extern "C" int kvb_gated(int kind, const uint8_t* x, const uint8_t* const* matrices, const uint8_t* const* biases, uint8_t* y, long rows,
                          long in, long mid, long out, int num_threads) {
   const kvb::Gated p{x, matrices, biases, y, rows, in, mid, out, num_threads};
-  return kind == kvb::kF16 ? kvb::gated<kvb::F16>(p) : kind == kvb::kBF16 ? kvb::gated<kvb::BF16>(p) : kvb::gated<kvb::F32>(p);
+  return kvb::by_kind(kind, [&](auto element) { return kvb::gated<decltype(element)>(p); });
 }
 extern "C" void kvb_norm(int kind, const uint8_t* x, const uint8_t* w, uint8_t* y, long rows, long width, float eps, int num_threads) {
-  (kind == kvb::kF16 ? kvb::norm<kvb::F16> : kind == kvb::kBF16 ? kvb::norm<kvb::BF16> : kvb::norm<kvb::F32>)(x, w, y, rows, width, eps, num_threads);
+  kvb::by_kind(kind, [&](auto element) { kvb::norm<decltype(element)>(x, w, y, rows, width, eps, num_threads); });
 }

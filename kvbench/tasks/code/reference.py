@@ -70,16 +70,10 @@ def reference(task: str, row: CodeRow, limits: Limits) -> list[Group]:
         UnusableRow: The row lacks a field, or its reference solution does not run.
         CageRefused: No isolation on this machine.
     """
-    absent = [name for name in _FIELDS if name not in row]
-    if absent:
-        raise UnusableRow(
-            f"Row {row.get('task_id', '?')} has no {', '.join(absent)}. Use the release file of EvalPlus"
-            " (HumanEvalPlus.jsonl or MbppPlus.jsonl); the files in the original format lack the inputs."
-        )
+    key = _key(task, row, limits)
     inputs = [row["base_input"], row["plus_input"]]
     if task == "mbpp_plus":
         inputs = [restore_inputs(row["task_id"], calls) for calls in inputs]
-    key = _key(task, row, limits)
     found = _known(key)
     if found is None:
         try:
@@ -103,11 +97,10 @@ def unusable(task: str, rows: Iterable[tuple[int, CodeRow]]) -> dict[int, str]:
     """
 
     def why(item: tuple[int, CodeRow]) -> tuple[int, str] | None:
-        row = item[1]
-        if all(name in row for name in _FIELDS) and _ran(_key(task, row, Limits())):
-            return None
+        row, limits = item[1], Limits()
         try:
-            reference(task, row, Limits())
+            if not _ran(_key(task, row, limits)):
+                reference(task, row, limits)
         except ValueError as error:
             if isinstance(error, cage.CageRefused):
                 raise
@@ -199,7 +192,14 @@ def _code() -> str:
 
 
 def _key(task: str, row: CodeRow, limits: Limits) -> str:
+    """The name under which a row's result is kept; refuses a row that lacks a field."""
     fields: Mapping[str, object] = row
+    absent = [name for name in _FIELDS if name not in row]
+    if absent:
+        raise UnusableRow(
+            f"Row {row.get('task_id', '?')} has no {', '.join(absent)}. Use the release file of EvalPlus"
+            " (HumanEvalPlus.jsonl or MbppPlus.jsonl); the files in the original format lack the inputs."
+        )
     what = [_code(), task, limits.memory_bytes, *(fields[name] for name in _FIELDS)]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 

@@ -154,13 +154,11 @@ def test_results_are_kept_in_memory_and_on_the_disk(monkeypatch):
         with pytest.raises(UnusableRow, match="IndexError"):
             reference.reference("mbpp_plus", bad, cage.Limits())
         assert runs == []
-    for known in (0, 1):  # what is told of many rows is told without reading what came out
-        monkeypatch.setattr(reference, "_memory", {})
-        with monkeypatch.context() as patch:
-            patch.setattr(reference, "decode", lambda *_, **__: runs.append("read") or {})
-            assert reference.unusable("mbpp_plus", [(3, good)]) == {} and runs == []
-        assert list(reference.unusable("mbpp_plus", [(3, good), (4, bad), (5, {})][: known + 2])) == [4, 5][: known + 1]
-        assert runs == []
+    monkeypatch.setattr(reference, "_memory", {})
+    with monkeypatch.context() as patch:  # what is told of many rows is told without reading what came out
+        patch.setattr(reference, "decode", lambda *_, **__: runs.append("read") or {})
+        assert reference.unusable("mbpp_plus", [(3, good)]) == {} and runs == []
+    assert list(reference.unusable("mbpp_plus", [(3, good), (4, bad), (5, {})])) == [4, 5] and runs == []
     (path,) = (path for path in reference.cache_root().rglob("*") if path.name == _key_of(good))
     path.write_bytes(path.read_bytes()[:-3])
     monkeypatch.setattr(reference, "_memory", {})
