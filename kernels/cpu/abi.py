@@ -163,8 +163,8 @@ class Library(ctypes.CDLL):
         self.kvb_move.argtypes = [*pages, n, p, p, p, p, n, i]
         self.kvb_search.argtypes = [*pages, p, n]
         self.kvb_column_sums.argtypes = [p]
-        self.kvb_products.argtypes = [i, p, p, p, p, n, n, n, i]
-        self.kvb_gated.argtypes = [i, p, p, p, p, n, n, n, n, i]
+        self.kvb_products.argtypes = [i, p, n, n, p, n, i]
+        self.kvb_gated.argtypes = [i, p, n, n, p, i]
         self.kvb_norm.argtypes = [i, p, p, p, n, n, ctypes.c_float, i]
         self.kvb_norm.restype = None
 

@@ -1,7 +1,8 @@
-"""CPU backend: products of rows with a matrix, which is read as it lies, once for all rows of a decode step; and what
+"""CPU backend: products of rows with matrices, which are read as they lie, once for all rows of a decode step; and what
 stands between them in a decoder's layer."""
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,8 +11,9 @@ from kvbench.kernels.cpu.abi import ELEMENT_KINDS, check, chosen_isa, load
 
 DTYPES = tuple(ELEMENT_KINDS)
 Matrix = tuple[Tensor, Tensor | None]  # and its bias
-# Work that is worth a thread, where threads sleep between calls: bytes of a matrix, and half of its products.
-WORK_PER_THREAD = 1_000_000
+# Work that takes as long as to wake a thread, which sleeps between calls: bytes that are read, and a quarter of them
+# for each row that they are multiplied by.
+WORK_PER_THREAD = 2_500_000
 # Elements of a norm likewise.
 NORM_PER_THREAD = 65_536
 
@@ -52,25 +54,32 @@ class RowProducts:
         Raises:
             MemoryError: No room for some rows of x in another order.
         """
-        _look(x, weight, bias)
-        size_out, size_in = weight.shape
+        return self.of(x, [(weight, bias)])[0]
+
+    def of(self, x: Tensor, matrices: Sequence[Matrix]) -> list[Tensor]:
+        """The products with several matrices, in one call.
+
+        Args:
+            x: [..., in], any number of rows.
+            matrices: Of each the weight [out, in] and its bias, as above.
+
+        Returns:
+            [..., out] of each, the same bits as of a call of its own.
+
+        Raises:
+            MemoryError: See `__call__`.
+        """
+        for matrix in matrices:
+            _look(x, *matrix)
         x = x.contiguous()
-        y = x.new_empty(*x.shape[:-1], size_out)
-        num_rows = y.numel() // size_out
-        status = self._call(
-            ELEMENT_KINDS[x.dtype],
-            x.data_ptr(),
-            weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            y.data_ptr(),
-            num_rows,
-            size_in,
-            size_out,
-            _threads(weight, num_rows),
-        )
+        found = [x.new_empty(*x.shape[:-1], len(weight)) for weight, _ in matrices]
+        num_rows, size_in = _shape(x)
+        threads = _threads(matrices, num_rows)
+        kind = ELEMENT_KINDS[x.dtype]
+        status = self._call(kind, x.data_ptr(), num_rows, size_in, _table(matrices, found), len(matrices), threads)
         if status:
             check(status)
-        return y
+        return found
 
     def gated(self, x: Tensor, gate: Matrix, up: Matrix, down: Matrix) -> Tensor:
         """A feed-forward layer, down(silu(gate(x)) * up(x)); between the products there is one rounding, not two.
@@ -89,23 +98,16 @@ class RowProducts:
         """
         _look(x, *gate)
         _look(x, *up)
-        (mid, size_in), size_out = gate[0].shape, down[0].shape[0]
+        mid = gate[0].shape[0]
         assert up[0].shape == gate[0].shape and down[0].shape[1] == mid, "matrices of one layer"
         x = x.contiguous()
-        y = x.new_empty(*x.shape[:-1], size_out)
+        y = x.new_empty(*x.shape[:-1], len(down[0]))
         _look(y.new_empty(mid), *down)
-        num_rows = y.numel() // size_out
+        num_rows, size_in = _shape(x)
+        matrices = gate, up, down
+        threads = _threads(matrices, num_rows)
         status = self._gated(
-            ELEMENT_KINDS[x.dtype],
-            x.data_ptr(),
-            (ctypes.c_void_p * 3)(*(weight.data_ptr() for weight, _ in (gate, up, down))),
-            (ctypes.c_void_p * 3)(*(None if bias is None else bias.data_ptr() for _, bias in (gate, up, down))),
-            y.data_ptr(),
-            num_rows,
-            size_in,
-            mid,
-            size_out,
-            _threads(gate[0], num_rows),
+            ELEMENT_KINDS[x.dtype], x.data_ptr(), num_rows, size_in, _table(matrices, (y, y, y)), threads
         )
         if status:
             check(status)
@@ -140,6 +142,20 @@ def _look(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     assert bias is None or bias.is_contiguous(), "a bias likewise"
 
 
-def _threads(weight: Tensor, num_rows: int) -> int:
-    work = weight.nbytes + num_rows * weight.numel() // 2
+def _shape(x: Tensor) -> tuple[int, int]:
+    """Rows and columns."""
+    return x.shape[:-1].numel(), x.shape[-1]
+
+
+def _table(matrices: Sequence[Matrix], outputs: Sequence[Tensor]) -> "ctypes.Array[ctypes.c_int64]":
+    """`Matrix` of csrc/products.cpp for each of them."""
+    rows = [
+        (weight.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr(), len(weight))
+        for (weight, bias), y in zip(matrices, outputs, strict=True)
+    ]
+    return (ctypes.c_int64 * (4 * len(rows)))(*(field for row in rows for field in row))
+
+
+def _threads(matrices: Sequence[Matrix], num_rows: int) -> int:
+    work = sum(weight.nbytes for weight, _ in matrices) * (4 + num_rows) // 4
     return min(torch.get_num_threads(), 1 + work // WORK_PER_THREAD)

@@ -3,8 +3,8 @@
 A decode step reads every matrix for a few rows of numbers, and torch's products of a few rows read a plain one at a
 fraction of the core's bandwidth. `packed` has oneDNN put each matrix once, when it is loaded, into the order that a CPU
 reads fastest. `streamed` reads the plain one once for all rows, by a kernel of kvbench's own, whose answer to a row
-does not depend on the others; norms and feed-forward layers are one call each. docs/performance.md says what each
-gains.
+does not depend on the others; norms, feed-forward layers and the three products of attention are one call each.
+docs/performance.md says what each gains.
 """
 
 import ctypes
@@ -162,10 +162,57 @@ class StreamedLinear(torch.nn.Linear):
     share it. A row's result is the same bits whatever other rows there are."""
 
     products: RowProducts
+    joint: "Joint | None" = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
-        return self.products(x, self.weight, self.bias) if _is_ours(x) else super().forward(x)
+        if not _is_ours(x):
+            return super().forward(x)
+        return self.joint.product(self, x) if self.joint else self.products(x, self.weight, self.bias)
+
+
+JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class Joint:
+    """Linear layers of a module that are given the same rows one after the other. The first one's call multiplies by
+    all of their matrices, since to wake the other threads takes as long as a small matrix does; the others find their
+    results there. Each is the same bits as alone.
+
+    Args:
+        layers: In the order in which they are called.
+    """
+
+    def __init__(self, layers: list[StreamedLinear]) -> None:
+        self.layers = layers
+        self._x: Tensor | None = None
+        self._left: dict[int, Tensor] = {}
+
+    def product(self, layer: StreamedLinear, x: Tensor) -> Tensor:
+        """The rows x times a layer's matrix."""
+        if layer is not self.layers[0]:
+            if x is self._x and (found := self._left.pop(self.layers.index(layer), None)) is not None:
+                self._x = x if self._left else None
+                return found
+        elif self._left:  # this model gives them other rows
+            self._x, self._left = None, {}
+            for each in self.layers:
+                each.joint = None
+        else:
+            first, *others = layer.products.of(x, [(each.weight, each.bias) for each in self.layers])
+            self._x, self._left = x, dict(enumerate(others, 1))
+            return first
+        return layer.products(x, layer.weight, layer.bias)
+
+
+def _join(module: torch.nn.Module) -> None:
+    """Has the layers of a module that are known to be given the same rows multiply them in one call."""
+    for names in JOINT:
+        layers = [layer for name in names if isinstance(layer := module._modules.get(name), StreamedLinear)]
+        if len(layers) == len(names) and len({(layer.in_features, layer.weight.dtype) for layer in layers}) == 1:
+            joint = Joint(layers)
+            for layer in layers:
+                layer.joint = joint
 
 
 def _is_ours(x: Tensor) -> bool:
@@ -275,6 +322,7 @@ def stream(model: torch.nn.Module) -> int:
             if child is not None and type(child) in kinds:
                 parent._modules[name] = Even(child)
     for module in model.modules():
+        _join(module)
         _quicken(module, products)
     return len(found)
 

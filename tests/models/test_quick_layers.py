@@ -10,6 +10,7 @@ from test_matrices import CPU, TINY, needs_kernels, some
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.activations import ACT2FN
 
+from kvbench.kernels.cpu.products import RowProducts
 from kvbench.models import matrices
 from kvbench.models.load import load_model
 
@@ -137,6 +138,70 @@ def test_torch_runs_what_the_kernels_do_not():
     assert watch.get_total_flops() == 3 * 2 * 5 * 32 * 48
 
 
+class Heads(torch.nn.Module):
+    """Three layers that take the same rows, or two others, one after the other; as attention has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (torch.nn.Linear(32, out, bias=out == 8) for out in (64, 8, 24))
+        self.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """What each layer makes of x, or what the last two make of other rows."""
+        y = x if other is None else other
+        return self.q_proj(x), self.k_proj(y), self.v_proj(y)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[int]:
+    """Matrices of every call of the kernel."""
+    found: list[int] = []
+    usual = RowProducts.of
+
+    def of(self, x, matrices):
+        found.append(len(matrices))
+        return usual(self, x, matrices)
+
+    monkeypatch.setattr(RowProducts, "of", of)
+    return found
+
+
+def test_layers_that_take_the_same_rows_are_multiplied_in_one_call(calls):
+    """With the same bits as alone, and nothing is held between one pass and the next."""
+    heads = Heads()
+    assert matrices.stream(torch.nn.Sequential(heads)) == 3
+    for rows in (1, 5, 1):
+        x = some(rows, 32, dtype=torch.float32)
+        for found, layer in zip(heads(x), heads.children(), strict=True):
+            assert torch.equal(found, RowProducts()(x, layer.weight, layer.bias))
+        assert calls == [3, 1, 1, 1]
+        calls.clear()
+        assert heads.q_proj.joint._x is None and not heads.q_proj.joint._left
+
+
+def test_layers_that_take_other_rows_are_multiplied_alone(calls):
+    """As those of attention to another text; what was multiplied in vain is not used, and not done again."""
+    heads = Heads()
+    matrices.stream(torch.nn.Sequential(heads))
+    x, other = some(5, 32, dtype=torch.float32), some(7, 32, dtype=torch.float32)
+    taken = zip((x, other, other), heads.children(), strict=True)
+    expected = [RowProducts()(y, layer.weight, layer.bias) for y, layer in taken]
+    for one_each in ([3, 1, 1], [1, 1, 1], [1, 1, 1]):
+        calls.clear()
+        assert all(map(torch.equal, heads(x, other), expected))
+        assert calls == one_each
+    calls.clear()
+    assert torch.equal(heads(x)[1], RowProducts()(x, heads.k_proj.weight, heads.k_proj.bias))
+
+
+def test_layers_of_other_widths_are_not_joined():
+    """A module that only names its layers so."""
+    heads = Heads()
+    heads.v_proj = torch.nn.Linear(16, 8, bias=False).requires_grad_(False)
+    matrices.stream(torch.nn.Sequential(heads))
+    assert all(layer.joint is None for layer in heads.children())
+
+
 def test_a_copy_has_weights_of_its_own():
     """What is changed in a deep copy shows in its answers, and in them alone."""
     layers = torch.nn.Sequential(SomeRMSNorm(32), Feed())
@@ -146,6 +211,11 @@ def test_a_copy_has_weights_of_its_own():
     assert torch.equal(other(x), before)
     other[0].weight.zero_()
     assert not other(x).any() and torch.equal(layers(x), before)
+    heads = Heads()
+    matrices.stream(torch.nn.Sequential(heads))
+    twin, before = copy.deepcopy(heads), heads(x)
+    twin.k_proj.weight.zero_()
+    assert not twin.k_proj.bias.sub(twin(x)[1]).any() and torch.equal(heads(x)[1], before[1])
 
 
 def test_every_layer_of_a_model_is_quick():

@@ -1,4 +1,4 @@
-// Products of rows with a matrix as it lies: y = x w' + bias, w [out, in]; and what stands between them in a layer of a
+// Products of rows with matrices as they lie: y = x w' + bias, w [out, in]; and what stands between them in a layer of a
 // decoder. kernels/cpu/products.py calls it.
 //
 // Every number is summed along `in` in one order, which `in` and the elements decide alone: kLanes sums side by side, a step at a time from the
@@ -12,10 +12,17 @@
 
 namespace kvb {
 
+struct Matrix {
+  const uint8_t *w, *bias;  // [out][in], [out] or null
+  uint8_t* y;               // [rows][out]
+  int64_t out;
+};
+// Of the same rows with one matrix or several.
 struct Products {
-  const uint8_t *x, *w, *bias;  // [rows][in], [out][in], [out] or null
-  uint8_t* y;                   // [rows][out]
-  int64_t rows, in, out;
+  const uint8_t* x;  // [rows][in]
+  int64_t rows, in;
+  const Matrix* matrices;
+  int64_t count;
   int32_t num_threads;
 };
 
@@ -129,10 +136,11 @@ template <class E> struct Tiles {
   }
 };
 
-// What several tiles and a block of outputs have in common: steps [begin, end), sums that wait for the next ones, and the tile of a group that
-// asks for a part of the next outputs of w, and how many of them there are (0: they are near already).
+// What several tiles and a block of a matrix's outputs have in common: steps [begin, end), sums that wait for the next ones, and the tile of a
+// group that asks for a part of the next outputs of w, and how many of them there are (0: they are near already).
 template <class E> struct Block {
   const Tiles<E>& tiles;
+  const Matrix& matrix;
   long o, b, begin, end, share, shares;  // the block's first output, and its first row
   float* sums;
 };
@@ -142,7 +150,8 @@ template <class E, int kR, int kB> static void tile(const Block<E>& t, long o, l
   constexpr long kStepBytes = E::kStep * E::kBytes, kVector = E::kParts * kLanes;
   const Products& p = t.tiles.p;
   const long w_row = p.in * E::kBytes;
-  const uint8_t* w = p.w + o * w_row;
+  const Matrix& matrix = t.matrix;
+  const uint8_t* w = matrix.w + o * w_row;
   const float* x = t.tiles.x + b * t.tiles.floats_per_row();
   float* kept = t.sums + ((b - t.b) * kOutputs + o - t.o) * kLanes;
   Vec sum[kB][kR];
@@ -197,9 +206,9 @@ template <class E, int kR, int kB> static void tile(const Block<E>& t, long o, l
       for (int j = 0; j < 4; j++) four[j] = j < kHere ? sum[c][r + j] : splat(0.0f);
       float found[4];
       sums_of(four, found);
-      if (p.bias)
-        for (int j = 0; j < kHere; j++) found[j] += E::number(p.bias + (o + r + j) * E::kBytes);
-      E::put(found, kHere, p.y + ((t.tiles.first + b + c) * p.out + o + r) * E::kBytes);
+      if (matrix.bias)
+        for (int j = 0; j < kHere; j++) found[j] += E::number(matrix.bias + (o + r + j) * E::kBytes);
+      E::put(found, kHere, matrix.y + ((t.tiles.first + b + c) * matrix.out + o + r) * E::kBytes);
     }
 }
 
@@ -220,13 +229,13 @@ template <class E, int kR> static void outputs(Block<E>& t, long o, long first, 
 }
 
 // `count` outputs from o on of all tiles. w comes from memory for the first group of them, and from a cache for the others.
-template <class E> static void block(const Tiles<E>& tiles, long o, long count) {
+template <class E> static void block(const Tiles<E>& tiles, const Matrix& matrix, long o, long count) {
   alignas(4 * kLine) static thread_local float sums[kTiles * 6 * kOutputs * kLanes];
   for (long first = 0; first < tiles.count; first += kTiles) {
     const long end = std::min(first + kTiles, tiles.count);
     const bool few = tiles.begin(1) <= kMostRows<E> / 2;  // whose sums leave registers for more outputs
     for (long step = 0; step < tiles.steps; step += kSteps) {
-      Block<E> t{tiles, o, tiles.begin(first), step, std::min(step + kSteps, tiles.steps), 0, first ? 0 : end, sums};
+      Block<E> t{tiles, matrix, o, tiles.begin(first), step, std::min(step + kSteps, tiles.steps), 0, first ? 0 : end, sums};
       long done = 0;
       for (; few && done + 8 <= count; done += 8) outputs<E, 8>(t, o + done, first, end);
       for (; done + 4 <= count; done += 4) outputs<E, 4>(t, o + done, first, end);
@@ -238,8 +247,12 @@ template <class E> static void block(const Tiles<E>& tiles, long o, long count) 
 template <class E> static int products(const Products& p) {
   static thread_local std::vector<float> room;
   const long most = kBlocks * kTiles * kMostRows<E>, parts = (p.rows + most - 1) / most;
+  long outputs = 0, blocks = 0;
+  for (long i = 0; i < p.count; i++) outputs += p.matrices[i].out;
   // Fewer outputs at a time where every thread would not get some otherwise.
-  const long size = std::clamp((p.out / p.num_threads + 7) / 8 * 8, 8L, kOutputs), blocks = (p.out + size - 1) / size;
+  const long size = std::clamp((outputs / p.num_threads + 7) / 8 * 8, 8L, kOutputs);
+  const auto blocks_of = [size](const Matrix& matrix) { return (matrix.out + size - 1) / size; };
+  for (long i = 0; i < p.count; i++) blocks += blocks_of(p.matrices[i]);
   for (long part = 0; part < parts; part++) {
     const long first = part * p.rows / parts;
     Tiles<E> tiles(p, first, (part + 1) * p.rows / parts - first);
@@ -255,7 +268,12 @@ template <class E> static int products(const Products& p) {
 #pragma omp for schedule(static)
       for (long i = 0; i < tiles.count; i++) tiles.keep(i, to);
 #pragma omp for schedule(dynamic)
-      for (long i = 0; i < blocks; i++) block<E>(tiles, i * size, std::min(size, p.out - i * size));
+      for (long i = 0; i < blocks; i++) {
+        const Matrix* matrix = p.matrices;
+        long begin = i;
+        for (; begin >= blocks_of(*matrix); matrix++) begin -= blocks_of(*matrix);
+        block<E>(tiles, *matrix, begin * size, std::min(size, matrix->out - begin * size));
+      }
     }
   }
   return kDone;
@@ -295,11 +313,12 @@ template <class E> static void norm(const uint8_t* x, const uint8_t* w, uint8_t*
   }
 }
 
-// A feed-forward layer: down(silu(gate(x)) * up(x)). Matrices and biases of gate, up and down, biases or null.
+// A feed-forward layer: down(silu(gate(x)) * up(x)). gate and up have `mid` outputs, down has the layer's; the y of down is the layer's, and the
+// others' are not read.
 struct Gated {
-  const uint8_t *x, *const *matrices, *const *biases;
-  uint8_t* y;
-  int64_t rows, in, mid, out;
+  const uint8_t* x;  // [rows][in]
+  int64_t rows, in;
+  const Matrix *gate, *up, *down;
   int32_t num_threads;
 };
 
@@ -308,7 +327,7 @@ template <class E> static int gated(const Gated& p) {
   constexpr long kPiece = 4096;  // elements that a thread takes at a time
   const long most = kBlocks * kTiles * kMostRows<E>, parts = (p.rows + most - 1) / most;
   for (long part = 0; part < parts; part++) {
-    const long first = part * p.rows / parts, rows = (part + 1) * p.rows / parts - first, size = rows * p.mid;
+    const long first = part * p.rows / parts, rows = (part + 1) * p.rows / parts - first, mid = p.gate->out, size = rows * mid;
     try {
       room.resize(std::max<size_t>(room.size(), 2 * size * E::kBytes));
     } catch (const std::bad_alloc&) {
@@ -316,9 +335,8 @@ template <class E> static int gated(const Gated& p) {
     }
     uint8_t *gate = room.data(), *up = gate + size * E::kBytes;
     const uint8_t* x = p.x + first * p.in * E::kBytes;
-    int status = products<E>({x, p.matrices[0], p.biases[0], gate, rows, p.in, p.mid, p.num_threads});
-    if (!status) status = products<E>({x, p.matrices[1], p.biases[1], up, rows, p.in, p.mid, p.num_threads});
-    if (status) return status;
+    const Matrix both[2] = {{p.gate->w, p.gate->bias, gate, mid}, {p.up->w, p.up->bias, up, mid}};
+    if (const int status = products<E>({x, rows, p.in, both, 2, p.num_threads})) return status;
 #pragma omp parallel for num_threads(p.num_threads) schedule(static) if (p.num_threads > 1 && size > kPiece)
     for (long begin = 0; begin < size; begin += kPiece)
       each_lanes<E>(std::min(kPiece, size - begin), [&](long at, long n) {
@@ -327,9 +345,9 @@ template <class E> static int gated(const Gated& p) {
         const Vec silu = div(fma(min_of(g, zero), e, max_of(g, zero)), add(splat(1.0f), e));
         put_some<E>(mul(silu, some<E>(up + begin * E::kBytes + at, n)), n, to);
       });
-    uint8_t* y = p.y + first * p.out * E::kBytes;
-    status = products<E>({gate, p.matrices[2], p.biases[2], y, rows, p.mid, p.out, p.num_threads});
-    if (status) return status;
+    Matrix down = *p.down;
+    down.y += first * down.out * E::kBytes;
+    if (const int status = products<E>({gate, rows, mid, &down, 1, p.num_threads})) return status;
   }
   return kDone;
 }
@@ -341,15 +359,14 @@ template <class Of> static auto by_kind(int kind, Of of) {
 
 }  // namespace kvb
 
-// kind: of the elements of x, w, bias and y. Return a Status (plan.h).
-extern "C" int kvb_products(int kind, const uint8_t* x, const uint8_t* w, const uint8_t* bias, uint8_t* y, long rows, long in, long out,
-                            int num_threads) {
-  const kvb::Products p{x, w, bias, y, rows, in, out, num_threads};
+// kind: of the elements of x and of the matrices. Return a Status (plan.h).
+extern "C" int kvb_products(int kind, const uint8_t* x, long rows, long in, const kvb::Matrix* matrices, long count, int num_threads) {
+  const kvb::Products p{x, rows, in, matrices, count, num_threads};
   return kvb::by_kind(kind, [&](auto element) { return kvb::products<decltype(element)>(p); });
 }
-extern "C" int kvb_gated(int kind, const uint8_t* x, const uint8_t* const* matrices, const uint8_t* const* biases, uint8_t* y, long rows,
-                         long in, long mid, long out, int num_threads) {
-  const kvb::Gated p{x, matrices, biases, y, rows, in, mid, out, num_threads};
+// matrices: gate, up and down.
+extern "C" int kvb_gated(int kind, const uint8_t* x, long rows, long in, const kvb::Matrix* matrices, int num_threads) {
+  const kvb::Gated p{x, rows, in, matrices, matrices + 1, matrices + 2, num_threads};
   return kvb::by_kind(kind, [&](auto element) { return kvb::gated<decltype(element)>(p); });
 }
 extern "C" void kvb_norm(int kind, const uint8_t* x, const uint8_t* w, uint8_t* y, long rows, long width, float eps, int num_threads) {

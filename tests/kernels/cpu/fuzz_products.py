@@ -19,9 +19,12 @@ class Products(Call):
         dtype = self.dice.choice(DTYPES)
         self.args = {"x": self.randn(rows, into).to(dtype), "weight": self.randn(out, into).to(dtype)}
         self.args["bias"] = self.randn(out).to(dtype) if self.dice.random() < 0.5 else None
+        self.other = self.randn(self.dice.randint(1, 40), into).to(dtype)
 
     def run(self) -> Tensor:
-        return RowProducts()(**self.args)
+        x, matrix = self.args["x"], (self.args["weight"], self.args["bias"])
+        _, found = RowProducts().of(x, [(self.other, None), matrix])
+        return found
 
     def judge(self) -> str:
         x, weight = self.args["x"].double(), self.args["weight"].double()

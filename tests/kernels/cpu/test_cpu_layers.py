@@ -5,7 +5,7 @@ import pytest
 import torch
 from test_cpu import pytestmark  # noqa: F401
 from test_cpu_pages import isa  # noqa: F401
-from test_cpu_products import ROUNDING, numbers, products  # noqa: F401
+from test_cpu_products import ROUNDING, numbers, products, small_work  # noqa: F401
 from torch import Tensor
 
 from kvbench.kernels.cpu.products import DTYPES
@@ -65,7 +65,7 @@ def test_a_norm_is_exact_but_for_one_rounding(width, dtype, products):  # noqa: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_is_the_same_bits_in_any_company(dtype, products):  # noqa: F811
+def test_a_row_is_the_same_bits_in_any_company(dtype, products, small_work):  # noqa: F811
     """Alone and among so many that they are worked on in parts, with one thread and with three, and laid apart."""
     gate, up, down = (numbers(*shape, dtype=dtype) for shape in ((1030, 70), (1030, 70), (9, 1030)))
     weight, x = numbers(300, dtype=dtype), numbers(500, 300, dtype=dtype)

@@ -9,10 +9,13 @@ import torch
 from test_cpu import pytestmark  # noqa: F401
 from test_cpu_pages import isa  # noqa: F401
 
+from kvbench.kernels.cpu import products as cpu_products
 from kvbench.kernels.cpu.products import DTYPES, RowProducts
 
 # Outputs around the 4, 8 and 64 that are made at a time, inputs around the 4 to 32 numbers of a step and its 64 steps.
 SHAPES = [(1, 1), (7, 15), (8, 16), (9, 33), (17, 64), (24, 100), (67, 576), (5, 2100)]
+# Of matrices that are multiplied in one call: some are parts of what a thread takes at a time, some are several of it.
+OUTPUTS = (1, 130, 8, 67, 64, 5)
 # Of a number to the nearest, relative.
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 1.01 * 2.0**-8, torch.float16: 1.01 * 2.0**-11}
 
@@ -51,8 +54,14 @@ def test_products_are_exact_but_for_the_order_of_sums(out, into, dtype, products
             assert bool(((found.double() - exact).abs() <= allowed).all())
 
 
+@pytest.fixture
+def small_work(monkeypatch):
+    """Every call is worth threads, small ones too."""
+    monkeypatch.setattr(cpu_products, "WORK_PER_THREAD", 1)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_is_the_same_bits_in_any_company(dtype, products):
+def test_a_row_is_the_same_bits_in_any_company(dtype, products, small_work):
     """Alone, among others at any place, with one thread and with three, and out of a tensor that is not contiguous; of
     so many that they are worked on in parts, too."""
     weight, x = numbers(70, 2100, dtype=dtype), numbers(300, 2100, dtype=dtype)
@@ -69,6 +78,26 @@ def test_a_row_is_the_same_bits_in_any_company(dtype, products):
     finally:
         torch.set_num_threads(before)
     assert torch.equal(products(x[:40:2], weight), alone[::2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("into", [15, 64, 2100])
+def test_several_matrices_in_one_call_are_the_same_bits_as_alone(into, dtype, products, small_work):
+    """Whatever outputs each has, with biases and without, with one thread and with three; and so are no matrices."""
+    matrices = [(numbers(out, into, dtype=dtype), numbers(out, dtype=dtype) if out % 2 else None) for out in OUTPUTS]
+    before = torch.get_num_threads()
+    try:
+        for rows in ((1,), (2, 3), (41,), (300,), (0,)):
+            x = numbers(*rows, into, dtype=dtype)
+            for threads in (1, 3):
+                torch.set_num_threads(threads)
+                found = products.of(x, matrices)
+                assert len(found) == len(matrices)
+                for y, (weight, bias) in zip(found, matrices, strict=True):
+                    assert torch.equal(y, products(x, weight, bias))
+            assert products.of(x, []) == []
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -96,6 +125,8 @@ def test_numbers_that_no_kernel_reads_are_refused(products):
         products(x, weight.T.contiguous().T)
     with pytest.raises(AssertionError):
         products(x, weight, torch.zeros(5))
+    with pytest.raises(AssertionError, match="a matrix's columns"):
+        products.of(x, [(weight, None), (weight[:, :5].contiguous(), None)])
 
 
 def test_copies_load_the_library_anew(products):
