@@ -186,12 +186,12 @@ class Joint:
     def __init__(self, layers: list[StreamedLinear]) -> None:
         self.layers = layers
         self._x: Tensor | None = None
-        self._left: dict[int, Tensor] = {}
+        self._left: dict[StreamedLinear, Tensor] = {}
 
     def product(self, layer: StreamedLinear, x: Tensor) -> Tensor:
         """The rows x times a layer's matrix."""
         if layer is not self.layers[0]:
-            if x is self._x and (found := self._left.pop(self.layers.index(layer), None)) is not None:
+            if x is self._x and (found := self._left.pop(layer, None)) is not None:
                 self._x = x if self._left else None
                 return found
         elif self._left:  # this model gives them other rows
@@ -200,7 +200,7 @@ class Joint:
                 each.joint = None
         else:
             first, *others = layer.products.of(x, [(each.weight, each.bias) for each in self.layers])
-            self._x, self._left = x, dict(enumerate(others, 1))
+            self._x, self._left = x, dict(zip(self.layers[1:], others, strict=True))
             return first
         return layer.products(x, layer.weight, layer.bias)
 

@@ -313,21 +313,14 @@ template <class E> static void norm(const uint8_t* x, const uint8_t* w, uint8_t*
   }
 }
 
-// A feed-forward layer: down(silu(gate(x)) * up(x)). gate and up have `mid` outputs, down has the layer's; the y of down is the layer's, and the
-// others' are not read.
-struct Gated {
-  const uint8_t* x;  // [rows][in]
-  int64_t rows, in;
-  const Matrix *gate, *up, *down;
-  int32_t num_threads;
-};
+// A feed-forward layer, down(silu(gate(x)) * up(x)), as products with gate, up and down; the y of the first two is not used.
 
-template <class E> static int gated(const Gated& p) {
+template <class E> static int gated(const Products& p) {
   static thread_local std::vector<uint8_t> room;
   constexpr long kPiece = 4096;  // elements that a thread takes at a time
   const long most = kBlocks * kTiles * kMostRows<E>, parts = (p.rows + most - 1) / most;
   for (long part = 0; part < parts; part++) {
-    const long first = part * p.rows / parts, rows = (part + 1) * p.rows / parts - first, mid = p.gate->out, size = rows * mid;
+    const long first = part * p.rows / parts, rows = (part + 1) * p.rows / parts - first, mid = p.matrices[0].out, size = rows * mid;
     try {
       room.resize(std::max<size_t>(room.size(), 2 * size * E::kBytes));
     } catch (const std::bad_alloc&) {
@@ -335,7 +328,8 @@ template <class E> static int gated(const Gated& p) {
     }
     uint8_t *gate = room.data(), *up = gate + size * E::kBytes;
     const uint8_t* x = p.x + first * p.in * E::kBytes;
-    const Matrix both[2] = {{p.gate->w, p.gate->bias, gate, mid}, {p.up->w, p.up->bias, up, mid}};
+    Matrix both[2] = {p.matrices[0], p.matrices[1]}, down = p.matrices[2];
+    both[0].y = gate, both[1].y = up, down.y += first * down.out * E::kBytes;
     if (const int status = products<E>({x, rows, p.in, both, 2, p.num_threads})) return status;
 #pragma omp parallel for num_threads(p.num_threads) schedule(static) if (p.num_threads > 1 && size > kPiece)
     for (long begin = 0; begin < size; begin += kPiece)
@@ -345,8 +339,6 @@ template <class E> static int gated(const Gated& p) {
         const Vec silu = div(fma(min_of(g, zero), e, max_of(g, zero)), add(splat(1.0f), e));
         put_some<E>(mul(silu, some<E>(up + begin * E::kBytes + at, n)), n, to);
       });
-    Matrix down = *p.down;
-    down.y += first * down.out * E::kBytes;
     if (const int status = products<E>({gate, rows, mid, &down, 1, p.num_threads})) return status;
   }
   return kDone;
@@ -366,7 +358,7 @@ extern "C" int kvb_products(int kind, const uint8_t* x, long rows, long in, cons
 }
 // matrices: gate, up and down.
 extern "C" int kvb_gated(int kind, const uint8_t* x, long rows, long in, const kvb::Matrix* matrices, int num_threads) {
-  const kvb::Gated p{x, rows, in, matrices, matrices + 1, matrices + 2, num_threads};
+  const kvb::Products p{x, rows, in, matrices, 3, num_threads};
   return kvb::by_kind(kind, [&](auto element) { return kvb::gated<decltype(element)>(p); });
 }
 extern "C" void kvb_norm(int kind, const uint8_t* x, const uint8_t* w, uint8_t* y, long rows, long width, float eps, int num_threads) {
