@@ -87,7 +87,7 @@ class Sweep:
     @classmethod
     def start(cls, results_dir: Path, command: str, launcher: str, jobs: Sequence[str]) -> "Sweep":
         """Make the folder of a new sweep."""
-        folder = results_dir / FOLDER / f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{os.getpid()}"
+        folder = results_dir / FOLDER / f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}-{os.getpid()}"
         for old in (results_dir / FOLDER).glob("*"):  # sweeps that were killed; this one has another folder
             for place in (old, *old.glob("*")):
                 remove_litter(place)

@@ -26,6 +26,13 @@ def test_states_of_jobs(tmp_path):
     assert sweep.record().jobs == ["a", "b", "c", "d", "e"]
 
 
+def test_sweeps_of_one_second_have_folders_of_their_own(tmp_path):
+    """One process may start several: the items of a suite, then its runs."""
+    begun = [Sweep.start(tmp_path, f"kvbench {number}", "basic", ["full"]) for number in range(20)]
+    assert len({sweep.folder for sweep in begun}) == 20
+    assert [sweep.record().command for sweep in begun] == [f"kvbench {number}" for number in range(20)]
+
+
 def test_time_left(tmp_path):
     """The seconds in which jobs computed answers are the measure, without loading and the reference; those that were at
     work together share the time."""
