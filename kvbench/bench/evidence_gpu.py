@@ -41,6 +41,7 @@ MODEL = "random preset=llama3-8b dtype=bfloat16"
 GRAPHED = "kvbench.kernels.bench.attention out={out} rounds=7 dense=[bf16] scores=[none,return]"
 DECODE = "kvbench.bench.decode out={out} peak=false quantised=false apart=true"
 PREFILL, THROUGHPUT = "kvbench.kernels.bench.prefill out={out}", "kvbench.bench.throughput out={out}"
+SERVE = "kvbench.bench.serve out={out} rounds=1 peers=false"
 DRY = "device=cpu kernels=triton rounds=1 threads=[1]"
 DRY_WHOLE = f"{DRY} model='random preset=tiny num_layers=1 dtype=float32' steps=1 context=16"
 DRY_ATTENTION = f"kvbench.kernels.bench.attention {DRY} shapes=[2x1x16] lengths=[16] batches=[1] dense=[fp32]"
@@ -99,6 +100,14 @@ STAGES = (
         240,
         f"{THROUGHPUT} model='{MODEL}' kv_mb=6000 context=4096 new_tokens=128 max_batch=128 rounds=5",
         f"{THROUGHPUT} {DRY_WHOLE} kv_mb=1 new_tokens=12 max_batch=2",
+    ),
+    Stage(
+        "serve",
+        400,
+        f"{SERVE} model='{MODEL}' kv_mb=4000 prompts=[1024,3072] answers=[256,768] requests=48 rates=[2,4,8] "
+        "max_batch=64 ttft_s=2 tpot_s=0.05",
+        f"{SERVE} device=cpu kernels=triton threads=[1] model='random preset=tiny num_layers=1 dtype=float32' kv_mb=1 "
+        "prompts=[8,16] answers=[2,4] requests=2 rates=[50]",
     ),
     Stage(
         "decode-4k-32",

@@ -220,13 +220,7 @@ class Serving:
         policy, options = choices.make_cache(method)
         self._load, self._bench, self._method, self._machine, self.runs = load, bench, method, machine, list[dict]()
         self._requests = [
-            Request(
-                sample_id=str(number),
-                subset="serve",
-                segments=(tuple(text[:prompt]),),
-                max_new_tokens=answer,
-                min_new_tokens=answer,
-            )
+            Request(sample_id=str(number), subset="serve", segments=(tuple(text[:prompt]),), max_new_tokens=answer)
             for number, ((_, prompt, answer), text) in enumerate(zip(load, texts, strict=True))
         ]
         chunk = settings.chunk if settings.chunk and policy.in_chunks else None
@@ -272,7 +266,9 @@ class Serving:
         self._ends: list[tuple[int, int, int]] = []
         self._pages: list[tuple[float, float]] = []
         self._busy_s = 0.0
+        self._engine.end_ids = ()  # an answer has the length that the load says
         self._batch = self._engine.open_batch(self._waiting, on_outcome=self._keep, on_step=self._note_step)
+        self._engine.steps.warm_up(self._batch.most)
 
     def answer(self, _: int) -> None:
         """Answers all requests, each no sooner than it comes."""
@@ -313,8 +309,9 @@ class Serving:
         self._prompts.append((request.num_prompt_tokens, self._lap()))
 
     def _note_step(self, step: dict) -> None:
-        store, rows = self._engine.store, self._engine.runner.open_rows
-        self._steps.append((step["live_rows"], sum(store.counters.seen[row] for row in rows), self._lap()))
+        store, made, rows = self._engine.store, step["steps"], self._engine.runner.open_rows
+        tokens = sum(store.counters.seen[row] for row in rows) - len(rows) * (made - 1) // 2  # in the middle of a run
+        self._steps += [(step["live_rows"], tokens, self._lap() / made)] * made
         self._pages.append((self._clock.now_s(), step["cache_bytes"] * self._machine.share))
 
 

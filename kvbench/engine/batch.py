@@ -59,6 +59,7 @@ class Batch:
         self._live: list[Live] = []
         self._is_full = False  # nobody joins before somebody has ended
         self._page_rate = 0.0  # most pages per token of a prompt so far
+        loop.awaited = self._is_awaited
         self._careful: dict[str, int] = {}  # after memory ran out: requests until whose end so many run at once
         self.most, self.reason, self.preemptions = 1, "", 0
 
@@ -109,6 +110,11 @@ class Batch:
             self._is_full = True
             return None
         return request
+
+    def _is_awaited(self) -> bool:
+        """True if a prompt is being read, or somebody has come, or left, since rows began a run of steps."""
+        left = not self._waiting.cancelled.isdisjoint(self._samples)
+        return left or self._reading is not None or self._may_join() is not None
 
     def _has_room(self, request: Request) -> bool:
         """True if the pages that are free seem enough for a prompt and for a step of all rows."""
@@ -271,7 +277,7 @@ class Batch:
             assert state.token is not None, "it was chosen"
             tokens.append(state.token)
         try:
-            bad, rate = yield from self._loop.making(states, tokens)
+            bad, rate, steps = yield from self._loop.making(states, tokens)
         except BrokenRule as error:
             names = ", ".join(dict.fromkeys(sample.request.sample_id for _, sample in self._live))
             raise BrokenRule(f"{error} (samples {names})") from error
@@ -287,7 +293,7 @@ class Batch:
             self._end(self._samples[name], "nan", str(NotFinite(layer)), layer)
         if self._on_step:
             told = {"decode_tokens_per_s": rate, "cache_bytes": self._runner.store.used_bytes}
-            self._on_step(told | {"live_rows": len(tokens)})
+            self._on_step(told | {"live_rows": len(tokens), "steps": steps})
 
     def _force_own(self, state: Row, sample: Sample) -> ForcedRow | None:
         """The row in which an answer that has just ended is forced, where that is wanted."""

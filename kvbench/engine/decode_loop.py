@@ -7,10 +7,10 @@ of a step is done again at every replay (`CompressedStore.note_replay`). Steps t
 where rows share pages, where a bulk eviction is due, and where too few pages are free for the worst case.
 
 In a run the device feeds itself: a step's tokens, chosen or forced, are the next one's input where they are, and the
-host learns of them while the next step is under way. A row that ended is therefore in one
-step too many, of which nothing counts: neither tokens nor bytes nor what is measured. Made one step at a time are those
-in which the host has a say: a token that may not come yet, thoughts with a budget, conversations, a bulk eviction that
-is due, pages that rows share, and a pool that may be too full.
+host learns of them while the next step is under way. A row that ended is therefore in one step too many, of which
+nothing counts: neither tokens nor bytes nor what is measured. Made one step at a time are those in which the host has a
+say: a token that may not come yet, thoughts with a budget, conversations, a bulk eviction that is due, pages that rows
+share, and a pool that may be too full.
 """
 
 import time
@@ -34,6 +34,7 @@ from kvbench.engine.supported import looks_at_length
 from kvbench.kernels.graphs import capturing
 from kvbench.kernels.memory import first_line, is_out_of_memory
 
+Made = tuple[dict[int, int], float, int]  # first bad layers by row, tokens per second, steps
 MOST_STEPS = 64  # of a run: in between, progress is shown and what graders found is written
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]  # runs a step once, and returns what runs it again
@@ -79,8 +80,7 @@ class State:
 
 @dataclass(frozen=True)
 class _Captured:
-    """A captured step of one kind: what it reads and writes, what runs it again, the numbers that it tells the
-    host, and the pages that it takes at most for each of its rows."""
+    """A captured step of one kind: its state, what runs it again, what it tells the host, and most pages per row."""
 
     state: State
     replay: Callable[[], None]
@@ -229,6 +229,7 @@ class DecodeLoop:
             and those that failed, after which none is tried.
         alone: Requests whose steps are made one at a time, come what may.
         shared: Whoever goes through `making` is given single steps before they are made, and may make them with others.
+        awaited: Says whether somebody waits for a run to end: asked behind each of its steps.
     """
 
     def __init__(self, runner: Runner, capture: Capture | Literal["auto"] | None = "auto") -> None:
@@ -242,6 +243,7 @@ class DecodeLoop:
         self.counts = dict.fromkeys(names, 0)
         self.alone: set[str] = set()
         self.shared = False
+        self.awaited: Callable[[], bool] = lambda: False
         self._graphs: CapturedSteps | None = None
         self._before: CountsBeforeStep | None = None
 
@@ -260,16 +262,41 @@ class DecodeLoop:
         """A row that holds what another one does; in pages of its own where runs are made, which cannot copy them."""
         return self._runner.fork(row, share=not self.runs or bool(request.turns))
 
-    def making(self, rows: Sequence[Row], tokens: Sequence[int]) -> Generator[Step, None, tuple[dict[int, int], float]]:
-        """Makes one step of rows, fed these tokens, or several, and notes their times in the rows. Of rows whose logits
-        were not finite it gives the index and the first bad layer; and tokens per second. Raises Spoiled where that was
-        in a run: the rows can only be closed, and read again."""
+    def warm_up(self, most: int) -> None:
+        """Captures steps of 1, 2, 4, ..., `most` rows of an empty cache: before requests come, as servers do."""
+        if not self.runs or self._capture is None:
+            return
+        (graphs, _), counts = self._loop(), self._runner.store.pages.counts
+        first, _ = self._runner.read([0])
+        rows = [first, *(self._runner.fork(first, share=False) for _ in range(most - 1))]
+        try:
+            for size in [*(1 << power for power in range((most - 1).bit_length())), most]:
+                state = graphs.begin(rows[:size], [0] * size, lambda *_: None)
+                for _ in range(2):  # the first one compiles
+                    state = graphs.advance(state)
+                    counts.send()
+                    counts.collect()
+        except NotCaptured:
+            self._give_up()
+        finally:
+            self._runner.close_all()
+        self.counts["captures"] += graphs.captures
+
+    def _give_up(self) -> None:
+        """Captures nothing from here on."""
+        self._capture = None
+        self.counts["failed_captures"] += 1
+        self.forget()
+
+    def making(self, rows: Sequence[Row], tokens: Sequence[int]) -> Generator[Step, None, Made]:
+        """Makes one step of rows, fed these tokens, or several, and notes their times in the rows. Raises Spoiled where
+        logits were not finite in a run: the rows can only be closed, and read again."""
         if self.runs and self.alone.isdisjoint(row.request.sample_id for row in rows):
             # Of a single step, which has been waited for: is a bulk eviction due?
             self._runner.store.pages.counts.collect()
             most = min(MOST_STEPS, *(row.steps_alone() for row in rows))
             if most > 1 and self._is_free([row.row for row in rows]):
-                return {}, self._run(rows, tokens, most)
+                return {}, *self._run(rows, tokens, most)
         step = Step(self._runner, [row.row for row in rows], tokens)
         if self.shared:
             yield step
@@ -282,15 +309,15 @@ class DecodeLoop:
         for row, own, token in zip(rows, logits.unbind(), chosen, strict=True):
             row.logits, row.picked = own, token
             row.note_step(elapsed, len(rows))
-        return bad, len(tokens) / elapsed
+        return bad, len(tokens) / elapsed, 1
 
     def _is_free(self, numbers: list[int]) -> bool:
         """True if the next step of rows needs nothing of the host, and has pages for sure."""
         store = self._runner.store
         return store.next_step_is_plain(numbers) and store.has_pages_for(len(numbers))
 
-    def _run(self, rows: Sequence[Row], tokens: Sequence[int], most: int) -> float:
-        """Makes up to so many steps, until a row has ended, and at most one more; returns tokens per second."""
+    def _run(self, rows: Sequence[Row], tokens: Sequence[int], most: int) -> tuple[float, int]:
+        """Makes up to `most` steps, until a row has ended or somebody waits; tokens per second, and how many it made."""
         (graphs, before), numbers = self._loop(), [row.row for row in rows]
         counts, device = self._runner.store.pages.counts, self._runner.device
         replays, eager, captures = graphs.replays, graphs.eager, graphs.captures
@@ -299,14 +326,12 @@ class DecodeLoop:
         # Whether a bulk eviction is due has to be known before the next step.
         ahead = 0 if self._runner.policy.compaction else 1
         made, begin = 0, time.perf_counter()
-        while made < most and not told.over and (not made or self._is_free(numbers)):
+        while made < most and not told.over and (not made or (self._is_free(numbers) and not self.awaited())):
             before.note()
             try:
                 state = graphs.advance(state)
             except NotCaptured:
-                self._capture = None
-                self.counts["failed_captures"] += 1
-                self.forget()
+                self._give_up()
                 raise
             sent = told.force(state, made, counts.post)
             counts.send()
@@ -324,7 +349,7 @@ class DecodeLoop:
         self.counts["replayed"] += graphs.replays - replays
         self.counts["eager_in_runs"] += graphs.eager - eager
         self.counts["captures"] += graphs.captures - captures
-        return told.num_tokens / (time.perf_counter() - begin)
+        return told.num_tokens / (time.perf_counter() - begin), made
 
 
 class _Run:

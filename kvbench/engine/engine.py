@@ -109,7 +109,7 @@ class Engine:
         Args:
             on_outcome: Called once per (sample, repeat), as soon as the sample is finished.
             on_step: Called after every decode step or run of steps (`engine.decode_loop`) with `decode_tokens_per_s`,
-                `cache_bytes`, `live_rows`.
+                `cache_bytes`, `live_rows`, and how many `steps` it was.
             sizing: Requests that the page tables are sized for, when `requests` is only a part of a run: a resumed run
                 must count the same bytes as an uninterrupted one.
             own: Force the first answer that each request gets here, in place of its gold answer; for the full cache,

@@ -157,9 +157,9 @@ def cells_of(stage) -> list[tuple]:
     return [(stage.name, settings, cell) for cell in settings.cells([0])] if settings else []
 
 
-# The checks of kernels and methods take some megabytes in each of their processes, and the manager's tables, which ask
-# the host for more than numbers, some hundred.
-CELLS = [cell for stage in STAGES if stage.name != "manager" for cell in cells_of(stage)]
+# The checks of kernels and methods take some megabytes in each of their processes, the manager's tables, which ask the
+# host for more than numbers, some hundred, and what is served is given its bytes.
+CELLS = [cell for stage in STAGES if stage.name not in ("manager", "serve") for cell in cells_of(stage)]
 NAMES = [f"{stage} {' '.join(map(str, cell.values()))}" for stage, _, cell in CELLS]
 SOON = ("attention-64 9x3x64 4096 1 0", "prefill 32x8x128 8192 0", "decode-4k prompt 1 4096 0 full")
 

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
-from engine_helpers import answers, comparable, random_tokens, request
+from engine_helpers import answers, comparable, engine, random_tokens, request
 from selection import few
 
 from kvbench.bench import choices
@@ -15,6 +15,7 @@ from kvbench.cache.pages import Pages
 from kvbench.engine import hf, sessions
 from kvbench.engine.decode_loop import DecodeLoop
 from kvbench.engine.runner import Runner
+from kvbench.engine.waiting import Clock, Waiting
 from kvbench.kernels.gpu import parts
 from kvbench.kernels.gpu.emulator import record
 
@@ -179,3 +180,49 @@ def test_steps_behind_a_bulk_eviction_are_replayed(smallest):
     agree(got, want)
     assert got["only", 0]["kept"]["slots_per_tier"] < [9 + 9 - 3]
     assert (counts["replayed"], counts["eager_in_runs"], counts["one_at_a_time"]) == (5, 2, 2)
+
+
+@pytest.mark.parametrize("method", ["full", "kivi residual_tokens=8 group=8"])
+def test_steps_that_were_captured_beforehand_are_all_replayed(smallest, method: str):
+    """For every number of rows, and answers are as ever; the pages that it took are free again."""
+    asked = [request(str(n), random_tokens(9 + n, n), max_new_tokens=4 + 2 * n, min_new_tokens=0) for n in range(3)]
+    policy, settings = choices.make_method(method), {"batch_size": 3, "fidelity_max_tokens": 0}
+    want = answers(smallest, policy, asked, backend="torch", capture=None, **settings)
+    found = []
+    with engine(smallest, policy, backend="triton", capture=record, **settings) as running:
+        batch = running.open_batch(Waiting(asked), on_outcome=found.append)
+        running.steps.warm_up(batch.most)
+        assert running.steps.counts["captures"] == 3 and running.store.pages.pool.num_used == 0
+        list(batch.answer())
+        assert running.steps.counts["eager_in_runs"] == 0 < running.steps.counts["replayed"]
+        assert running.steps.counts["captures"] == 3
+    assert {outcome.sample_id: outcome.token_ids for outcome in found} == {
+        sample_id: outcome.token_ids for (sample_id, _), outcome in want.items()
+    }
+
+
+def test_a_run_ends_for_who_comes_in_it(smallest):
+    """A request that comes while others are decoded joins behind the next step, and each step is told once."""
+    lengths = {"early": 20, "late": 4}
+    asked = [request(name, random_tokens(9), max_new_tokens=most, min_new_tokens=0) for name, most in lengths.items()]
+    now, told = [0.0], []
+    clock = Clock(lambda: now[0])
+
+    def on_step(step: dict) -> None:
+        told.append((step["live_rows"], step["steps"]))
+
+    policy = choices.make_method("full")
+    with engine(smallest, policy, backend="triton", capture=record, batch_size=2, fidelity_max_tokens=0) as running:
+        waiting = Waiting(asked, arrivals_s=[0.0, 5.0], clock=clock)
+        batch = running.open_batch(waiting, on_outcome=lambda _: None, on_step=on_step)
+        before, own = running.steps.awaited, []
+
+        def awaited() -> bool:
+            now[0] += 1.0
+            own.append(before())
+            return own[-1]
+
+        running.steps.awaited = awaited
+        list(batch.answer())
+    assert told[0] == (1, 5) and told[1][0] == 2
+    assert sum(rows * steps for rows, steps in told) >= 19 + 3
