@@ -317,7 +317,7 @@ class DecodeLoop:
         return store.next_step_is_plain(numbers) and store.has_pages_for(len(numbers))
 
     def _run(self, rows: Sequence[Row], tokens: Sequence[int], most: int) -> tuple[float, int]:
-        """Makes up to `most` steps, until a row has ended or somebody waits; tokens per second, and how many it made."""
+        """Makes up to `most` steps, until a row has ended or somebody waits; tokens per second, and how many."""
         (graphs, before), numbers = self._loop(), [row.row for row in rows]
         counts, device = self._runner.store.pages.counts, self._runner.device
         replays, eager, captures = graphs.replays, graphs.eager, graphs.captures
