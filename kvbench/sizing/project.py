@@ -22,6 +22,7 @@ from kvbench.kernels.operands import Reduce, Ring, TierPages
 from kvbench.kernels.pool import PagePool
 from kvbench.policy import ALL_QUERIES, BelowUniform, LayerTensors, Policy, Probability, ScoreSpec, Statistic
 
+CPU = torch.device("cpu")
 SAME = 0.01  # two projections this close are one number: how even attention is then decides about nothing but slack
 GLANCE_TOKENS = 1024  # a prompt long enough to tell whether it decides
 
@@ -191,21 +192,31 @@ def shadow_store(
     rows: int = 1,
 ) -> CompressedStore:
     """A store for so many rows that holds no keys and values; queries attend to all tokens alike, or to one."""
-    # Keys have one channel, which nobody looks at: it turns by no angle.
-    angles = None if shape.inv_freq is None else torch.zeros(0)
     policy = copy(policy)
     policy.tiers = tuple(replace(tier, turned="none") for tier in policy.tiers)
     if policy.score.measures_prompts and not isinstance(policy.score.statistic, Probability | BelowUniform):
         policy.score = replace(policy.score, statistic=_standing_for(policy.score.statistic))
     return CompressedStore(
         policy,
-        replace(shape, inv_freq=angles),
+        _nowhere(shape),
         rows=rows,
         max_prompt_tokens=prompt_tokens,
         max_new_tokens=new_tokens,
         options=replace(options or StoreOptions(), rotation="none"),
         backend=Shadow(is_even),
         pool=ShadowPool,
+    )
+
+
+def _nowhere(shape: ModelShape) -> ModelShape:
+    """The shape of a model that may lie on other devices, for tensors that hold nothing and lie here."""
+    return replace(
+        shape,
+        device=CPU,
+        places=tuple(replace(place, device=CPU) for place in shape.places),
+        beside=tuple(map(_nowhere, shape.beside)),
+        # Keys have one channel, which nobody looks at: it turns by no angle.
+        inv_freq=None if shape.inv_freq is None else torch.zeros(0),
     )
 
 

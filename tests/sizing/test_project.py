@@ -6,6 +6,7 @@ import io
 import json
 import os
 import resource
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -91,6 +92,14 @@ def check(method, model, lengths):
 def test_a_projection_is_what_a_run_holds(method):
     """At two lengths (exhaustive: three), prompt and answer, every item of the projected ledger is the measured one."""
     check(method, tiny(2), (150, 400, 700) if FULL else (150, 700))
+
+
+@pytest.mark.parametrize("method", [Full(), Kivi(), DiffKV()], ids=lambda policy: type(policy).__name__)
+def test_a_model_may_lie_anywhere(method):
+    """A projection lies here, wherever the model does that it is asked for: serving asked on a GPU, and mixed both."""
+    here = find_shape("llama3-8b").store_shape
+    there = replace(here, device=torch.device("meta"), beside=(replace(here, device=torch.device("meta")),))
+    assert project(method, there, 300, 20) == project(method, replace(here, beside=(here,)), 300, 20)
 
 
 def test_several_scores_of_lists_that_compete_are_projected():
