@@ -1,4 +1,4 @@
-"""The meaning of a CUDA graph, on the CPU: a step that cannot be captured is found without a GPU.
+"""The meaning of a CUDA graph, without one: a step that cannot be captured is found on the CPU.
 
 `record(step)` runs a step once and keeps every torch operation and every Triton launch with the very tensors that it
 got; a replay carries them out again into the same tensors. Whatever the step took from the host, such as a number that
@@ -83,7 +83,7 @@ def record(step: Callable[[], object]) -> Callable[[], None]:
     """Runs a step once and returns its replay.
 
     Args:
-        step: Works on tensors in main memory; Triton kernels are interpreted.
+        step: Works on tensors in main memory, where Triton kernels are interpreted, or on a GPU's.
 
     Raises:
         NotCapturable: It reads something back, or makes a tensor of the host's numbers.
@@ -95,7 +95,7 @@ def record(step: Callable[[], object]) -> Callable[[], None]:
     @torch.inference_mode()  # in which what a step made in it may be written to
     def replay() -> None:
         for storage in recorder.allocated:
-            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(GARBAGE)
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(GARBAGE)
         for again in recorder.tape:
             again()
 

@@ -199,7 +199,12 @@ class Buffered(Paged):
         """The oldest prompt tokens go to pages, the rest to the rings."""
         ring, table, head, token = self.ring, self.pages.table, kept.head, kept.token
         num_k, num_v = ring.split_prompt(kept.count)
-        table.reserve(prompt.lists, tier, torch.maximum(num_k, num_v))
+        most = -(-prompt.k.shape[1] // self.pages.formats[tier].tokens_per_page) * len(kept.count)
+        table.reserve(prompt.lists, tier, torch.maximum(num_k, num_v), at_most=most)
+        ring.hold(prompt.lists, num_k, num_v, kept.count)  # heads do not differ, so that a layer comes once
+        if kept.is_all:
+            self._write_all(prompt, tier, kept)
+            return
 
         def split(limit: Tensor, x: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             """Puts the newest into the ring; page, slot and index of the others."""
@@ -213,7 +218,19 @@ class Buffered(Paged):
         self.pages.put(tier, page, slot, k=prompt.paged_k[head[paged], token[paged]])
         page, slot, paged = split(num_v, prompt.v, ring.v)
         self.pages.put(tier, page, slot, v=prompt.v[head[paged], token[paged]])
-        ring.hold(prompt.lists, num_k, num_v, kept.count)  # heads do not differ, so that a layer comes once
+
+    def _write_all(self, prompt: PromptLayer, tier: int, kept: Kept) -> None:
+        """Writes a prompt of which all tokens are kept: heads are alike, and what goes where are slices, which the host
+        knows. Masks would be waited for."""
+        heads, length, _ = prompt.k.shape
+        limits = (int(count) for count in self.ring.split_prompt(torch.tensor(length)))
+        head, token = (index.view(heads, length) for index in (kept.head, kept.token))
+        for limit, x, ring, name in zip(limits, (prompt.k, prompt.v), (self.ring.k, self.ring.v), "kv", strict=True):
+            where = torch.arange(limit, length, device=x.device) % ring.shape[3]
+            ring[prompt.row, prompt.layer][:, where] = x[:, limit:].to(ring.dtype)
+            own, paged = head[:, :limit].flatten(), prompt.paged_k if name == "k" else x
+            page, slot = self.pages.table.lookup(prompt.lists[own], tier, token[:, :limit].flatten())
+            self.pages.put(tier, page, slot, **{name: paged[:, :limit].flatten(0, 1)})
 
     def extend_prompt(
         self, row: int, layer: int, k: Tensor, v: Tensor, tier_of: Tensor, pos: list[Tensor], peak: Callable[[], None]

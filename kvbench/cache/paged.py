@@ -35,17 +35,24 @@ class PromptLayer:
 @dataclass(frozen=True)
 class Kept:
     """The tokens of a prompt layer that go to one tier, in position order: int64 [M] the head, the position in the
-    prompt and the place in the head's list; int64 [H] tokens per head."""
+    prompt and the place in the head's list; int64 [H] tokens per head; and whether the host knows that it is all."""
 
     head: Tensor
     token: Tensor
     ordinal: Tensor
     count: Tensor
+    is_all: bool = False
 
     @staticmethod
     def of(chosen: Tensor) -> "Kept":
         """The tokens that bool [H, N] chooses."""
-        count = chosen.sum(1)
+        count, (heads, length) = chosen.sum(1), chosen.shape
+        if bool(chosen.all()):  # what a method with a residual buffer keeps; to ask is one wait for the device
+            head, token = (
+                torch.arange(heads, device=chosen.device).repeat_interleave(length),
+                torch.arange(length, device=chosen.device).repeat(heads),
+            )
+            return Kept(head, token, token, count, is_all=True)
         head, token = chosen.nonzero(as_tuple=True)
         ordinal = torch.arange(len(head), device=chosen.device) - (count.cumsum(0) - count)[head]
         return Kept(head, token, ordinal, count)
