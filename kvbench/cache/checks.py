@@ -6,7 +6,7 @@ Neither may reach the pages. What breaks a rule is a ValueError of one sentence:
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import reduce
+from functools import cache, reduce
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from kvbench.policy import APPEND, EVICT, CompactPlan, DecodePlan, DecodeView, P
 
 Plan = TypeVar("Plan", PrefillPlan, DecodePlan, CompactPlan)
 Rule = str | Callable[[], str]
+Sound = Callable[[], Tensor] | None  # says whether statistics are all finite, bool [], and looks once
 
 _OVERWRITTEN = "a slot is overwritten, which a method with acts_in_decode=False must not do"
 _WHOLE = frozenset((torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8))
@@ -120,9 +121,11 @@ class CheckedPlans:
         tier_of = asked.whole(plan.tier_of, "tier_of", shape)
         most = tier_of.amax(-1)
 
+        # Statistics that are not finite come from the model, whose logits will show it; no plan can follow them.
+        sound = None if score is None else cache(lambda: torch.isfinite(score).all())
+
         def judge(broken: Tensor, rule: str) -> None:
-            # Statistics that are not finite come from the model, whose logits will show it; no plan can follow them.
-            self._judge(asked, broken, rule, unless_spoilt=score)
+            self._judge(asked, broken, rule, sound)
 
         judge((tier_of.amin() < EVICT) | (most.amax() >= pages.num_planned), f"tier_of must hold {self._tiers}")
         judge(most < 0, "tier_of must keep at least one token of every head")
@@ -143,7 +146,7 @@ class CheckedPlans:
             judge(order.long().sort(-1).values != each, "channels must name every key channel of a list once")
         elif plan.channels is not None:
             raise asked.error("channels are ordered, but the method's statistic measures none")
-        self._ask_again(asked, plan, lambda other, shown: other.plan_prefill(shown), begins, score)
+        self._ask_again(asked, plan, lambda other, shown: other.plan_prefill(shown), begins, sound)
         return plan
 
     def decode(self, view: DecodeView) -> DecodePlan:
@@ -249,7 +252,7 @@ class CheckedPlans:
         found: object,
         ask: Callable[[Policy, Any], object],
         begins: bool = True,
-        unless_spoilt: Tensor | None = None,
+        sound: Sound = None,
     ) -> None:
         """Refuses an answer that another policy of the same settings does not give. A captured step asks once."""
         if self.second is None or self._pages.counts.log is not None:
@@ -268,17 +271,17 @@ class CheckedPlans:
             if not differs:
                 return
             differs = torch.ones((), dtype=torch.bool, device=self._pages.table.num_slots.device)
-        self._judge(asked, differs, RULE, unless_spoilt)
+        self._judge(asked, differs, RULE, sound)
 
-    def _judge(self, asked: _Asked, broken: Tensor, rule: Rule, unless_spoilt: Tensor | None = None) -> None:
-        """Raises where an entry of `broken` is True, now or later; never where `unless_spoilt` is not finite."""
+    def _judge(self, asked: _Asked, broken: Tensor, rule: Rule, sound: Sound = None) -> None:
+        """Raises where an entry of `broken` is True, now or later; never where statistics are not `sound`."""
         flag, counts = broken.any(), self._pages.counts
         if not counts.is_late:
-            if bool(flag) and (unless_spoilt is None or bool(torch.isfinite(unless_spoilt).all())):
+            if bool(flag) and (sound is None or bool(sound())):
                 raise asked.error(rule)
             return
-        if unless_spoilt is not None:
-            flag = flag & torch.isfinite(unless_spoilt).all()
+        if sound is not None:
+            flag = flag & sound()
 
         def receive(values: list[int]) -> None:
             if any(values):
