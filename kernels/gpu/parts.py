@@ -77,7 +77,7 @@ def launch(kernel: Kernel, grid: tuple[int, ...], *arguments: object, **constant
         _recorder[-1](kernel, grid, arguments, constants)
         return
     first = next(a for a in arguments if isinstance(a, Tensor))
-    if first.is_cuda:
+    if first.is_cuda and first.get_device() != torch.cuda.current_device():
         with torch.cuda.device(first.device):
             kernel[grid](*arguments, **constants)
     else:

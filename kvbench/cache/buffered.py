@@ -202,7 +202,7 @@ class Buffered(Paged):
         most = -(-prompt.k.shape[1] // self.pages.formats[tier].tokens_per_page) * len(kept.count)
         table.reserve(prompt.lists, tier, torch.maximum(num_k, num_v), at_most=most)
         ring.hold(prompt.lists, num_k, num_v, kept.count)  # heads do not differ, so that a layer comes once
-        if kept.is_all:
+        if kept.in_order and bool((kept.ordinal >= 0).all()):
             self._write_all(prompt, tier, kept)
             return
 
@@ -225,12 +225,15 @@ class Buffered(Paged):
         heads, length, _ = prompt.k.shape
         limits = (int(count) for count in self.ring.split_prompt(torch.tensor(length)))
         head, token = (index.view(heads, length) for index in (kept.head, kept.token))
-        for limit, x, ring, name in zip(limits, (prompt.k, prompt.v), (self.ring.k, self.ring.v), "kv", strict=True):
+        rings, sides = (self.ring.k, self.ring.v), ((prompt.paged_k, None), (None, prompt.v))
+        for limit, ring, x, paged in zip(limits, rings, (prompt.k, prompt.v), sides, strict=True):
             where = torch.arange(limit, length, device=x.device) % ring.shape[3]
             ring[prompt.row, prompt.layer][:, where] = x[:, limit:].to(ring.dtype)
-            own, paged = head[:, :limit].flatten(), prompt.paged_k if name == "k" else x
-            page, slot = self.pages.table.lookup(prompt.lists[own], tier, token[:, :limit].flatten())
-            self.pages.put(tier, page, slot, **{name: paged[:, :limit].flatten(0, 1)})
+            lists = prompt.lists[head[:, :limit].flatten()]
+            page, slot = self.pages.table.lookup(lists, tier, token[:, :limit].flatten())
+            self.pages.put(
+                tier, page, slot, *(side if side is None else side[:, :limit].flatten(0, 1) for side in paged)
+            )
 
     def extend_prompt(
         self, row: int, layer: int, k: Tensor, v: Tensor, tier_of: Tensor, pos: list[Tensor], peak: Callable[[], None]

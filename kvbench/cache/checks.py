@@ -119,7 +119,7 @@ class CheckedPlans:
         plan = asked.plan(self._policy.plan_prefill(asked.see()), PrefillPlan)
         shape = (len(view.layers), view.num_kv_heads, view.num_tokens)
         tier_of = asked.whole(plan.tier_of, "tier_of", shape)
-        most = tier_of.amax(-1)
+        most, (lowest, highest) = tier_of.amax(-1), tier_of.aminmax()
 
         # Statistics that are not finite come from the model, whose logits will show it; no plan can follow them.
         sound = None if score is None else cache(lambda: torch.isfinite(score).all())
@@ -127,7 +127,7 @@ class CheckedPlans:
         def judge(broken: Tensor, rule: str) -> None:
             self._judge(asked, broken, rule, sound)
 
-        judge((tier_of.amin() < EVICT) | (most.amax() >= pages.num_planned), f"tier_of must hold {self._tiers}")
+        judge((lowest < EVICT) | (highest >= pages.num_planned), f"tier_of must hold {self._tiers}")
         judge(most < 0, "tier_of must keep at least one token of every head")
         if self._policy.position_mode == "pre_rope":
             moves = (tier_of < 0) | (tier_of != tier_of[:, :1])

@@ -216,7 +216,9 @@ class Holding:
         return self.pages.lists_of(one_row(row, self.shape.device))
 
     def lists_of_layer(self, row: int, layer: int) -> Tensor:
-        return self.pages.layer_lists(one_row(row, self.shape.device), layer).flatten()
+        heads = self.pages.shape[2]
+        first = row * self.pages.lists_per_row + layer * heads
+        return torch.arange(first, first + heads, device=self.shape.device)
 
     def clear(self, lists: Tensor) -> None:
         self.pages.clear(lists)

@@ -35,36 +35,41 @@ class PromptLayer:
 @dataclass(frozen=True)
 class Kept:
     """The tokens of a prompt layer that go to one tier, in position order: int64 [M] the head, the position in the
-    prompt and the place in the head's list; int64 [H] tokens per head; and whether the host knows that it is all."""
+    prompt and the place in the head's list; int64 [H] tokens per head. With `in_order` they are all tokens of all heads,
+    one after the other, of which those that are not kept have place -1, which every kernel passes over."""
 
     head: Tensor
     token: Tensor
     ordinal: Tensor
     count: Tensor
-    is_all: bool = False
+    in_order: bool = False
 
     @staticmethod
-    def of(chosen: Tensor) -> "Kept":
+    def waited(chosen: Tensor) -> "Kept":
         """The tokens that bool [H, N] chooses."""
-        count, (heads, length) = chosen.sum(1), chosen.shape
-        if bool(chosen.all()):  # what a method with a residual buffer keeps; to ask is one wait for the device
-            head, token = (
-                torch.arange(heads, device=chosen.device).repeat_interleave(length),
-                torch.arange(length, device=chosen.device).repeat(heads),
-            )
-            return Kept(head, token, token, count, is_all=True)
+        count = chosen.sum(1)
+        if bool(chosen.all()):  # to ask is one wait for the device, to look for them are many
+            head, token = Kept._each(chosen)
+            return Kept(head, token, token, count, in_order=True)
         head, token = chosen.nonzero(as_tuple=True)
         ordinal = torch.arange(len(head), device=chosen.device) - (count.cumsum(0) - count)[head]
         return Kept(head, token, ordinal, count)
 
     @staticmethod
     def on_device(chosen: Tensor) -> "Kept":
-        """The same without a wait for the device: all tokens, of which those that are not kept have place -1, which
-        every kernel passes over."""
-        heads, length = chosen.shape
-        each = torch.arange(heads * length, device=chosen.device)
+        """The same without a wait for the device."""
         ordinal = torch.where(chosen, chosen.cumsum(1) - 1, -1)
-        return Kept(each // length, each % length, ordinal.flatten(), chosen.sum(1))
+        return Kept(*Kept._each(chosen), ordinal.flatten(), chosen.sum(1), in_order=True)
+
+    @staticmethod
+    def _each(chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """The head and the position of all tokens."""
+        head, token = (torch.arange(size, device=chosen.device) for size in chosen.shape)
+        return head[:, None].expand(chosen.shape).flatten(), token.expand(chosen.shape).flatten()
+
+    def of(self, x: Tensor) -> Tensor:
+        """What x [H, N, ...] has of them, [M, ...]."""
+        return x.flatten(0, 1).contiguous() if self.in_order else x[self.head, self.token]
 
 
 class Places:
@@ -172,16 +177,15 @@ class Paged(Holding, Places):
                 # Slots that share scales lie side by side, and codebooks count what they take: neither passes over any.
                 waits = self.pages.formats[tier].slot.channel_keys or self.pages.codebooks is not None
                 waits = waits or not self.pages.on_device
-                self._write_tier(prompt, tier, Kept.of(chosen) if waits else Kept.on_device(chosen))
+                self._write_tier(prompt, tier, Kept.waited(chosen) if waits else Kept.on_device(chosen))
 
     def _write_tier(self, prompt: PromptLayer, tier: int, kept: Kept) -> None:
-        head, token = kept.head, kept.token
         most = -(-prompt.k.shape[1] // self.pages.formats[tier].tokens_per_page) * len(kept.count)
         self.pages.table.reserve(prompt.lists, tier, kept.count, at_most=most)
-        page, slot = self.pages.table.lookup(prompt.lists[head], tier, kept.ordinal)
-        score = 0.0 if prompt.score is None else prompt.score[head, token]
-        k, v, of = prompt.paged_k[head, token], prompt.v[head, token], (prompt.layer, head)
-        self.pages.put(tier, page, slot, k, v, score=score, pos=token, of=of)
+        page, slot = self.pages.table.lookup(prompt.lists[kept.head], tier, kept.ordinal)
+        score = 0.0 if prompt.score is None else kept.of(prompt.score)
+        k, v, of = kept.of(prompt.paged_k), kept.of(prompt.v), (prompt.layer, kept.head)
+        self.pages.put(tier, page, slot, k, v, score=score, pos=kept.token, of=of)
 
     def extend_prompt(
         self, row: int, layer: int, k: Tensor, v: Tensor, tier_of: Tensor, pos: list[Tensor], peak: Callable[[], None]

@@ -97,7 +97,10 @@ class Prompts:
             tier_of = self._ranks.own(plan.tier_of[index], 0).to(k.device)
             stored = None if begins_with is None else self._ranks.own(begins_with[index], 0).to(k.device)
             part.write_prompt(row, place, k, own.v, tier_of, stored)
-        self._ledger.hold(row, staging_bytes=beside_bytes + sum(each.staged_bytes for each in layers))
+        if (
+            beside_bytes or first + len(layers) == self._shape.num_layers
+        ):  # pages only grow: the last layer has the most
+            self._ledger.hold(row, staging_bytes=beside_bytes + sum(each.staged_bytes for each in layers))
 
     def plan(
         self, row: int, layers: Sequence[int], heads: int, num_tokens: int, score: Tensor | None, **more: Any
