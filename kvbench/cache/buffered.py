@@ -231,9 +231,8 @@ class Buffered(Paged):
             ring[prompt.row, prompt.layer][:, where] = x[:, limit:].to(ring.dtype)
             lists = prompt.lists[head[:, :limit].flatten()]
             page, slot = self.pages.table.lookup(lists, tier, token[:, :limit].flatten())
-            self.pages.put(
-                tier, page, slot, *(side if side is None else side[:, :limit].flatten(0, 1) for side in paged)
-            )
+            written = (None if side is None else side[:, :limit].flatten(0, 1) for side in paged)
+            self.pages.put(tier, page, slot, *written)
 
     def extend_prompt(
         self, row: int, layer: int, k: Tensor, v: Tensor, tier_of: Tensor, pos: list[Tensor], peak: Callable[[], None]

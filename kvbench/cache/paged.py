@@ -35,8 +35,8 @@ class PromptLayer:
 @dataclass(frozen=True)
 class Kept:
     """The tokens of a prompt layer that go to one tier, in position order: int64 [M] the head, the position in the
-    prompt and the place in the head's list; int64 [H] tokens per head. With `in_order` they are all tokens of all heads,
-    one after the other, of which those that are not kept have place -1, which every kernel passes over."""
+    prompt and the place in the head's list; int64 [H] tokens per head. With `in_order` they are all tokens of all
+    heads, one after the other, of which those that are not kept have place -1, which every kernel passes over."""
 
     head: Tensor
     token: Tensor
