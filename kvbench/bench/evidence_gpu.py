@@ -103,8 +103,8 @@ STAGES = (
     ),
     Stage(
         "serve",
-        400,
-        f"{SERVE} model='{MODEL}' kv_mb=4000 prompts=[1024,3072] answers=[256,768] requests=48 rates=[2,4,8] "
+        330,
+        f"{SERVE} model='{MODEL}' kv_mb=4000 prompts=[1024,3072] answers=[256,768] requests=32 rates=[2,4,8] "
         "max_batch=64 ttft_s=2 tpot_s=0.05",
         f"{SERVE} device=cpu kernels=triton threads=[1] model='random preset=tiny num_layers=1 dtype=float32' kv_mb=1 "
         "prompts=[8,16] answers=[2,4] requests=2 rates=[50]",
@@ -130,7 +130,7 @@ STAGES = (
     ),
     Stage(
         "manager",
-        60,
+        90,
         "kvbench.kernels.bench.manager lists=[8192,32768,262144] out={out}",
         f"kvbench.kernels.bench.manager {DRY} lists=[4] start_tokens=8 tokens_per_page=4 out={{out}}",
     ),

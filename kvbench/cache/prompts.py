@@ -97,9 +97,8 @@ class Prompts:
             tier_of = self._ranks.own(plan.tier_of[index], 0).to(k.device)
             stored = None if begins_with is None else self._ranks.own(begins_with[index], 0).to(k.device)
             part.write_prompt(row, place, k, own.v, tier_of, stored)
-        if (
-            beside_bytes or first + len(layers) == self._shape.num_layers
-        ):  # pages only grow: the last layer has the most
+        # Pages only grow: of layers that come one by one, the last has the most.
+        if beside_bytes or first + len(layers) == self._shape.num_layers:
             self._ledger.hold(row, staging_bytes=beside_bytes + sum(each.staged_bytes for each in layers))
 
     def plan(
