@@ -14,7 +14,9 @@ from kvbench.kernels.bench.rounds import Variant
 
 PROBE_BYTES = 1 << 30  # far larger than any cache that one process has to itself
 PROBE_STEP_BYTES = 1 << 28
-PROBE_PRODUCT = 1024, 1024, 4096  # rows, columns and outputs of a product that no memory holds up
+PROBE_PAGE = 4096  # bytes of memory that a machine's host takes back at once
+# Rows, columns and outputs of a product that no memory holds up, nor, on a GPU, its launch.
+PROBE_PRODUCT, GPU_PRODUCT = (1024, 1024, 4096), (8192, 8192, 8192)
 BUSY_SHARE = 0.5  # load average per core above which timings are called into question
 
 
@@ -137,10 +139,15 @@ class Bandwidth:
     def variant(self) -> Variant:
         """The probe of a cell: a read on a CPU, a copy (bytes read and written both count) on a GPU."""
         name, passes = ("read bandwidth", 1) if self._target is None else ("copy bandwidth", 2)
-        return Variant(name=name, call=self._go, bytes_per_call=self.step * passes)
+        return Variant(name=name, call=self._go, bytes_per_call=self.step * passes, before_round=self._touch)
+
+    def _touch(self) -> None:
+        """Goes on to the next part, and reads a number of each of its pages: those that a virtual machine's host took
+        back while nobody read them come again, which takes many times as long as the reading that is timed."""
+        self.turn = (self.turn + 1) % len(self.parts)
+        self.parts[self.turn][:: PROBE_PAGE // 8].sum()
 
     def _go(self, index: int) -> Tensor:
-        self.turn = (self.turn + 1) % len(self.parts)
         part = self.parts[self.turn]
         return part.sum() if self._target is None else self._target.copy_(part)
 
@@ -148,7 +155,7 @@ class Bandwidth:
 def product(device: str, dtype: torch.dtype) -> Variant:
     """torch's own product of many rows with a matrix, whose `flops_per_call` per second is what can be multiplied and
     added here."""
-    rows, columns, outputs = PROBE_PRODUCT
+    rows, columns, outputs = PROBE_PRODUCT if device == "cpu" else GPU_PRODUCT
     make = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, columns, generator=make).to(device, dtype) for n in (rows, outputs))
     extra = {"flops_per_call": 2 * rows * columns * outputs}

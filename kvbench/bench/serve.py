@@ -268,7 +268,7 @@ class Serving:
         self._busy_s = 0.0
         self._engine.end_ids = ()  # an answer has the length that the load says
         self._batch = self._engine.open_batch(self._waiting, on_outcome=self._keep, on_step=self._note_step)
-        self._engine.steps.warm_up(self._batch.most)
+        self._engine.steps.warm_up(self._batch.most, max((each.prompt for each in self._requests), key=len))
 
     def answer(self, _: int) -> None:
         """Answers all requests, each no sooner than it comes."""

@@ -41,8 +41,7 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]  # runs a step once
 
 
 def cuda_graphs() -> Capture:
-    """Returns what captures steps in CUDA graphs of one memory pool, of which one is replayed at a time. A pool ends
-    with its graphs: steps of another cache need another one."""
+    """What captures steps in CUDA graphs of one memory pool, which ends with them: another cache needs another one."""
     pool = torch.cuda.graph_pool_handle()
 
     def capture(step: Callable[[], None]) -> Callable[[], None]:
@@ -262,11 +261,12 @@ class DecodeLoop:
         """A row that holds what another one does; in pages of its own where runs are made, which cannot copy them."""
         return self._runner.fork(row, share=not self.runs or bool(request.turns))
 
-    def warm_up(self, most: int) -> None:
-        """Captures steps of 1, 2, 4, ..., `most` rows of an empty cache: before requests come, as servers do."""
+    def warm_up(self, most: int, prompt: Sequence[int]) -> None:
+        """Reads a prompt, and captures steps of 1, 2, 4, ..., `most` rows of an empty cache, as servers do at first."""
         if not self.runs or self._capture is None:
             return
         (graphs, _), counts = self._loop(), self._runner.store.pages.counts
+        self._runner.close(self._runner.read(prompt)[0])
         first, _ = self._runner.read([0])
         rows = [first, *(self._runner.fork(first, share=False) for _ in range(most - 1))]
         try:

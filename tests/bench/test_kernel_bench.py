@@ -12,6 +12,7 @@ import pytest
 import torch
 from places import ROOT
 from rich.console import Console
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvbench.bench import show
 from kvbench.kernels.backend import REFERENCE, Backend
@@ -348,6 +349,28 @@ def _shown(document):
     with console.capture() as captured:
         console.print(show.render(document))
     return captured.get()
+
+
+def test_a_part_is_there_before_its_reading_is_timed(monkeypatch):
+    """Pages that a virtual machine's host took back made a probe of 256 MB take twenty times as long, at times."""
+    monkeypatch.setattr(machine, "PROBE_BYTES", 1 << 16)
+    monkeypatch.setattr(machine, "PROBE_STEP_BYTES", 1 << 14)
+    probe, read = machine.Bandwidth("cpu"), []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.sum.default:
+                read.append((args[0].data_ptr(), args[0].numel() * args[0].stride(0)))
+            return function(*args, **(kwargs or {}))
+
+    variant = probe.variant()
+    with Watch():
+        for _ in range(5):
+            variant.before_round()
+            variant.call(0)
+    touched, timed = read[::2], read[1::2]
+    assert touched == timed and {size for _, size in timed} == {(1 << 14) // 8}
+    assert len({at for at, _ in timed}) == 4 and timed[0] == timed[4]
 
 
 def test_products_stand_beside_torchs_and_the_limit(monkeypatch):

@@ -191,7 +191,7 @@ def test_steps_that_were_captured_beforehand_are_all_replayed(smallest, method: 
     found = []
     with engine(smallest, policy, backend="triton", capture=record, **settings) as running:
         batch = running.open_batch(Waiting(asked), on_outcome=found.append)
-        running.steps.warm_up(batch.most)
+        running.steps.warm_up(batch.most, asked[2].prompt)
         assert running.steps.counts["captures"] == 3 and running.store.pages.pool.num_used == 0
         list(batch.answer())
         assert running.steps.counts["eager_in_runs"] == 0 < running.steps.counts["replayed"]
