@@ -14,6 +14,7 @@ from kvbench.kernels.bench.rounds import Variant
 
 PROBE_BYTES = 1 << 30  # far larger than any cache that one process has to itself
 PROBE_STEP_BYTES = 1 << 28
+QUEUED = 8  # copies of a GPU that are timed together, so that its launches are hidden
 PROBE_PAGE = 4096  # bytes of memory that a machine's host takes back at once
 # Rows, columns and outputs of a product that no memory holds up, nor, on a GPU, its launch.
 PROBE_PRODUCT, GPU_PRODUCT = (1024, 1024, 4096), (8192, 8192, 8192)
@@ -138,8 +139,9 @@ class Bandwidth:
 
     def variant(self) -> Variant:
         """The probe of a cell: a read on a CPU, a copy (bytes read and written both count) on a GPU."""
-        name, passes = ("read bandwidth", 1) if self._target is None else ("copy bandwidth", 2)
-        return Variant(name=name, call=self._go, bytes_per_call=self.step * passes, before_round=self._touch)
+        name, passes, queued = ("read bandwidth", 1, 1) if self._target is None else ("copy bandwidth", 2, QUEUED)
+        size = self.step * passes
+        return Variant(name=name, call=self._go, bytes_per_call=size, num_buffers=queued, before_round=self._touch)
 
     def _touch(self) -> None:
         """Goes on to the next part, and reads a number of each of its pages: those that a virtual machine's host took
@@ -148,7 +150,7 @@ class Bandwidth:
         self.parts[self.turn][:: PROBE_PAGE // 8].sum()
 
     def _go(self, index: int) -> Tensor:
-        part = self.parts[self.turn]
+        part = self.parts[(self.turn + index) % len(self.parts)]
         return part.sum() if self._target is None else self._target.copy_(part)
 
 
