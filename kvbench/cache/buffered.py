@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from kvbench.cache.steps import PagedStep
 from kvbench.kernels.backend import FusedStep
 from kvbench.kernels.operands import Ring, StepRing, TierPages
 from kvbench.policy import DecodePlan, Policy, Residual
+
+Count = TypeVar("Count", Tensor, int)
 
 
 class ResidualBuffer:
@@ -70,12 +73,13 @@ class ResidualBuffer:
             return self.k[chosen, layer], self.v[chosen, layer]
         return self.k[rows, layer], self.v[rows, layer]
 
-    def split_prompt(self, count: Tensor) -> tuple[Tensor, Tensor]:
-        """The number of a prompt's `count` kept tokens (int64 [..]) go to the pages at once: keys, values."""
+    def split_prompt(self, count: Count) -> tuple[Count, Count]:
+        """The number of a prompt's `count` kept tokens (or of several, int64 [..]) go to the pages at once: keys,
+        values."""
         size = self.spec.num_tokens
         if self.spec.hold_prompt:
             whole = count - count % size
-            return whole, whole if self.spec.v_flush == "all" else (count - size).clamp(min=0)
+            return whole, whole if self.spec.v_flush == "all" else (count - size) * (count > size)
         whole = count - count % self.group_tokens
         return whole, whole
 
@@ -202,7 +206,7 @@ class Buffered(Paged):
         most = -(-prompt.k.shape[1] // self.pages.formats[tier].tokens_per_page) * len(kept.count)
         table.reserve(prompt.lists, tier, torch.maximum(num_k, num_v), at_most=most)
         ring.hold(prompt.lists, num_k, num_v, kept.count)  # heads do not differ, so that a layer comes once
-        if kept.in_order and bool((kept.ordinal >= 0).all()):
+        if bool((kept.ordinal >= 0).all()) if kept.is_all is None else kept.is_all:
             self._write_all(prompt, tier, kept)
             return
 
@@ -223,10 +227,11 @@ class Buffered(Paged):
         """Writes a prompt of which all tokens are kept: heads are alike, and what goes where are slices, which the host
         knows. Masks would be waited for."""
         heads, length, _ = prompt.k.shape
-        limits = (int(count) for count in self.ring.split_prompt(torch.tensor(length)))
         head, token = (index.view(heads, length) for index in (kept.head, kept.token))
         rings, sides = (self.ring.k, self.ring.v), ((prompt.paged_k, None), (None, prompt.v))
-        for limit, ring, x, paged in zip(limits, rings, (prompt.k, prompt.v), sides, strict=True):
+        for limit, ring, x, paged in zip(
+            self.ring.split_prompt(length), rings, (prompt.k, prompt.v), sides, strict=True
+        ):
             where = torch.arange(limit, length, device=x.device) % ring.shape[3]
             ring[prompt.row, prompt.layer][:, where] = x[:, limit:].to(ring.dtype)
             lists = prompt.lists[head[:, :limit].flatten()]

@@ -215,11 +215,12 @@ class Ledger:
     def note_prompt(self, row: int, counts: Tensor, num_tokens: int) -> None:
         """Notes what a prompt's plan kept; `counts` int64 [M] slots per list."""
         largest = max(self._pages.formats[tier].tokens_per_page for tier in self._pages.lists_by_tier)
+        least, most, total = torch.stack([*counts.aminmax(), counts.sum()]).tolist()
         self.meters[row].prompt |= {
             "prompt_tokens": num_tokens,
-            "prompt_slots_min": int(counts.min()),
-            "prompt_slots_max": int(counts.max()),
-            "prompt_slots": int(counts.sum()),
+            "prompt_slots_min": least,
+            "prompt_slots_max": most,
+            "prompt_slots": total,
             "lists": len(counts),
             "page_tokens": largest,
             "slot_bytes": self._pages.planned_bytes[0],

@@ -36,13 +36,15 @@ class PromptLayer:
 class Kept:
     """The tokens of a prompt layer that go to one tier, in position order: int64 [M] the head, the position in the
     prompt and the place in the head's list; int64 [H] tokens per head. With `in_order` they are all tokens of all
-    heads, one after the other, of which those that are not kept have place -1, which every kernel passes over."""
+    heads, one after the other, of which those that are not kept have place -1, which every kernel passes over. `is_all`
+    says whether all are kept, None where the host has not asked."""
 
     head: Tensor
     token: Tensor
     ordinal: Tensor
     count: Tensor
     in_order: bool = False
+    is_all: bool | None = None
 
     @staticmethod
     def waited(chosen: Tensor) -> "Kept":
@@ -50,10 +52,10 @@ class Kept:
         count = chosen.sum(1)
         if bool(chosen.all()):  # to ask is one wait for the device, to look for them are many
             head, token = Kept._each(chosen)
-            return Kept(head, token, token, count, in_order=True)
+            return Kept(head, token, token, count, in_order=True, is_all=True)
         head, token = chosen.nonzero(as_tuple=True)
         ordinal = torch.arange(len(head), device=chosen.device) - (count.cumsum(0) - count)[head]
-        return Kept(head, token, ordinal, count)
+        return Kept(head, token, ordinal, count, is_all=False)
 
     @staticmethod
     def on_device(chosen: Tensor) -> "Kept":

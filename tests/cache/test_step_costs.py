@@ -15,6 +15,7 @@ from step_meter import Cost, metered, run
 
 from kvbench.bench.check_methods import Case, changes
 from kvbench.bench.choices import make_method
+from kvbench.cache import scores
 from kvbench.cache.async_counts import ReplayLog, Rows
 from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.cache.store import CompressedStore
@@ -147,6 +148,42 @@ def test_the_host_waits_for_nothing_in_a_real_step(words: str):
     host's numbers."""
     for cost in real_steps(words):
         assert not cost.reads and cost.launches
+
+
+def waits_of_a_prompt(words: str, layers: int) -> int:
+    """Waits for the device in a prompt behind two others, which are planned twice, on tensors in main memory."""
+    store = opened(words, layers, "cpu", torch.float32, Priced())
+    store.pages.pool.pages.zero_()
+    for _ in range(3):
+        row = store.open_row()
+        with metered() as cost:
+            for layer in range(layers):
+                q, k, v = (torch.ones(n, PROMPT, DIM) for n in (HEADS * GROUP, HEADS, HEADS))
+                store.prefill_layer(row, layer, q, k, v, 0.2)
+        store.close_row(row)
+    return cost.reads.total()
+
+
+WAITS = {
+    "full": 0,
+    "snapkv budget=12 window=4": 0,
+    "diffkv window=8": 0,
+    "kivi residual_tokens=8 group=8": 1,
+    "int4": 0,
+}
+    "full": 0,
+    "snapkv budget=12 window=4": 0,
+    "diffkv window=8": 0,
+    "kivi residual_tokens=8 group=8": 1,
+    "int4": 0,
+}
+
+
+@pytest.mark.parametrize("words", WAITS)
+def test_a_prompt_waits_once_in_a_layer_at_most(words: str, monkeypatch: pytest.MonkeyPatch):
+    """Only where slots share scales does the host ask whether all are kept: with masks it waited sixteen times."""
+    monkeypatch.setattr(scores, "_finite", lambda x: True)  # asked in main memory alone
+    assert waits_of_a_prompt(words, 3) - waits_of_a_prompt(words, 2) == WAITS[words]
 
 
 def test_what_waits_is_counted():
