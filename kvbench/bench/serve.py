@@ -94,6 +94,7 @@ class Settings(Methods):
 
     def prepare(self, bench: Bench) -> None:
         self._machines: dict[str, Here | Simulated] = {}
+        self.shares: dict[str, tuple[int, int]] = {}  # of each method, whatever the rate: lengths are the same
         if self.times:
             self._measured = times.read_times([Path(path) for path in self.times])
             bench.more["times_of"] = self._measured.device_name
@@ -233,7 +234,9 @@ class Serving:
             "prefill_chunk": chunk,
         }
         self._is_whole, make = chunk is None, partial(machine.engine, policy, **given)
-        self.most_requests, budget_bytes = self._shares(settings, make, policy, options)
+        if method not in settings.shares:
+            settings.shares[method] = self._shares(settings, make, policy, options)
+        self.most_requests, budget_bytes = settings.shares[method]
         options = replace(options, budget_bytes=budget_bytes)
         self._make = partial(make, store=options, batch_size=self.most_requests)
 

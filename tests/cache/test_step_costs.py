@@ -171,12 +171,6 @@ WAITS = {
     "kivi residual_tokens=8 group=8": 1,
     "int4": 0,
 }
-    "full": 0,
-    "snapkv budget=12 window=4": 0,
-    "diffkv window=8": 0,
-    "kivi residual_tokens=8 group=8": 1,
-    "int4": 0,
-}
 
 
 @pytest.mark.parametrize("words", WAITS)
