@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,6 @@ class Settings(Methods):
 
     def prepare(self, bench: Bench) -> None:
         self._machines: dict[str, Here | Simulated] = {}
-        self.shares: dict[str, tuple[int, int]] = {}  # of each method, whatever the rate: lengths are the same
         if self.times:
             self._measured = times.read_times([Path(path) for path in self.times])
             bench.more["times_of"] = self._measured.device_name
@@ -104,6 +103,11 @@ class Settings(Methods):
         self._max_tokens = self._model.max_tokens
         bench.more["model"] = choices.describe_model(self._model)
         bench.notes += filter(None, [self._model.remark])
+
+    @cached_property
+    def shares(self) -> dict[str, tuple[int, int]]:
+        """What `Serving` found of each method: requests at once and bytes of pages. Lengths are those of any rate."""
+        return {}
 
     def timing(self, bench: Bench, cell: dict) -> dict[str, Any]:
         # A load of requests is many rounds, and warms up by itself.
