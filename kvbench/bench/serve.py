@@ -105,8 +105,8 @@ class Settings(Methods):
         bench.notes += filter(None, [self._model.remark])
 
     @cached_property
-    def shares(self) -> dict[str, tuple[int, int]]:
-        """What `Serving` found of each method: requests at once and bytes of pages. Lengths are those of any rate."""
+    def shares(self) -> dict[tuple[str, int], tuple[int, int]]:
+        """What `Serving` found of each method and memory: requests at once and bytes of pages, whatever the rate."""
         return {}
 
     def timing(self, bench: Bench, cell: dict) -> dict[str, Any]:
@@ -238,9 +238,10 @@ class Serving:
             "prefill_chunk": chunk,
         }
         self._is_whole, make = chunk is None, partial(machine.engine, policy, **given)
-        if method not in settings.shares:
-            settings.shares[method] = self._shares(settings, make, policy, options)
-        self.most_requests, budget_bytes = settings.shares[method]
+        memory = method, settings.kv_mb
+        if memory not in settings.shares:
+            settings.shares[memory] = self._shares(settings, make, policy, options)
+        self.most_requests, budget_bytes = settings.shares[memory]
         options = replace(options, budget_bytes=budget_bytes)
         self._make = partial(make, store=options, batch_size=self.most_requests)
 
