@@ -203,8 +203,7 @@ class Buffered(Paged):
         """The oldest prompt tokens go to pages, the rest to the rings."""
         ring, table, head, token = self.ring, self.pages.table, kept.head, kept.token
         num_k, num_v = ring.split_prompt(kept.count)
-        most = -(-prompt.k.shape[1] // self.pages.formats[tier].tokens_per_page) * len(kept.count)
-        table.reserve(prompt.lists, tier, torch.maximum(num_k, num_v), at_most=most)
+        self._reserve(prompt, tier, torch.maximum(num_k, num_v))
         ring.hold(prompt.lists, num_k, num_v, kept.count)  # heads do not differ, so that a layer comes once
         if bool((kept.ordinal >= 0).all()) if kept.is_all is None else kept.is_all:
             self._write_all(prompt, tier, kept)

@@ -181,9 +181,13 @@ class Paged(Holding, Places):
                 waits = waits or not self.pages.on_device
                 self._write_tier(prompt, tier, Kept.waited(chosen) if waits else Kept.on_device(chosen))
 
+    def _reserve(self, prompt: PromptLayer, tier: int, count: Tensor) -> None:
+        """Takes the pages of so many slots of each list (int64 [H]), of a prompt's tokens at most."""
+        most = -(-prompt.k.shape[1] // self.pages.formats[tier].tokens_per_page) * len(count)
+        self.pages.table.reserve(prompt.lists, tier, count, at_most=most)
+
     def _write_tier(self, prompt: PromptLayer, tier: int, kept: Kept) -> None:
-        most = -(-prompt.k.shape[1] // self.pages.formats[tier].tokens_per_page) * len(kept.count)
-        self.pages.table.reserve(prompt.lists, tier, kept.count, at_most=most)
+        self._reserve(prompt, tier, kept.count)
         page, slot = self.pages.table.lookup(prompt.lists[kept.head], tier, kept.ordinal)
         score = 0.0 if prompt.score is None else kept.of(prompt.score)
         k, v, of = kept.of(prompt.paged_k), kept.of(prompt.v), (prompt.layer, kept.head)

@@ -8,9 +8,8 @@ where rows share pages, where a bulk eviction is due, and where too few pages ar
 
 In a run the device feeds itself: a step's tokens, chosen or forced, are the next one's input where they are, and the
 host learns of them while the next step is under way. A row that ended is therefore in one step too many, of which
-nothing counts: neither tokens nor bytes nor what is measured. Made one step at a time are those in which the host has a
-say: a token that may not come yet, thoughts with a budget, conversations, a bulk eviction that is due, pages that rows
-share, and a pool that may be too full.
+nothing counts: neither tokens nor bytes nor measures. Made one at a time are steps in which the host has a say: a token
+that may not come yet, thoughts with a budget, conversations, bulk eviction, shared pages, a pool that may be full.
 """
 
 import time
@@ -238,8 +237,7 @@ class DecodeLoop:
         self.runs = capture is not None and runner.shape.is_whole and runner.backend.keeps_tables
         self.runs = self.runs and runner.shape.is_uniform and not runner.shape.keys_only  # which plain torch reads
         self.runs = self.runs and not looks_at_length(runner.loaded.model)
-        names = "replayed", "eager_in_runs", "one_at_a_time", "captures", "failed_captures"
-        self.counts = dict.fromkeys(names, 0)
+        self.counts = dict.fromkeys(("replayed", "eager_in_runs", "one_at_a_time", "captures", "failed_captures"), 0)
         self.alone: set[str] = set()
         self.shared = False
         self.awaited: Callable[[], bool] = lambda: False
@@ -266,18 +264,21 @@ class DecodeLoop:
         if not self.runs or self._capture is None:
             return
         (graphs, _), counts = self._loop(), self._runner.store.pages.counts
-        self._runner.close(self._runner.read(prompt)[0])
-        first, _ = self._runner.read([0])
-        rows = [first, *(self._runner.fork(first, share=False) for _ in range(most - 1))]
         try:
+            self._runner.close(self._runner.read(prompt)[0])
+            first, _ = self._runner.read([0])
+            rows = [first, *(self._runner.fork(first, share=False) for _ in range(most - 1))]
             for size in [*(1 << power for power in range((most - 1).bit_length())), most]:
                 state = graphs.begin(rows[:size], [0] * size, lambda *_: None)
                 for _ in range(2):  # the first one compiles
                     state = graphs.advance(state)
                     counts.send()
                     counts.collect()
-        except NotCaptured:
-            self._give_up()
+        except Exception as error:
+            if isinstance(error, NotCaptured):
+                self._give_up()
+            elif not is_out_of_memory(error):  # the requests themselves show what does not fit
+                raise
         finally:
             self._runner.close_all()
         self.counts["captures"] += graphs.captures
@@ -289,8 +290,7 @@ class DecodeLoop:
         self.forget()
 
     def making(self, rows: Sequence[Row], tokens: Sequence[int]) -> Generator[Step, None, Made]:
-        """Makes one step of rows, fed these tokens, or several, and notes their times in the rows. Raises Spoiled where
-        logits were not finite in a run: the rows can only be closed, and read again."""
+        """Makes one step of rows or several, and notes their times. Spoiled: the rows must be closed and read again."""
         if self.runs and self.alone.isdisjoint(row.request.sample_id for row in rows):
             # Of a single step, which has been waited for: is a bulk eviction due?
             self._runner.store.pages.counts.collect()

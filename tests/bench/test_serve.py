@@ -1,6 +1,7 @@
 """Serving a load of requests on a tiny random model: who comes when, what is counted, and what is shown."""
 
 import io
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from rich.console import Console
 
 from kvbench.bench import choices, serve, show
 from kvbench.bench.simulated import Here
+from kvbench.engine.engine import Engine
 from kvbench.kernels.bench import bench
 
 COMMON = {"model": "random preset=tiny num_layers=1 dtype=float32", "kernels": "torch", "device": "cpu", "threads": [1]}
@@ -128,3 +130,26 @@ def test_buffers_may_take_more_than_half_where_all_of_a_request_fits():
         assert (found["oom"], found["preemptions"]) == (0, 0) and held > 0
         assert serving.most_requests * row > kv_mb * 1e6 / 2
     assert most[0.2] > most[0.12] > 1
+
+
+@pytest.mark.parametrize(("kv_mb", "lost"), [(1, 0), (0.02, 6)])
+def test_steps_that_can_be_captured_are_replayed(kv_mb: float, lost: int):
+    """Answers of a known length need no say of the host, as a least length would; each step of a run is told; and where
+    the memory holds no prompt, which is read before the clock runs, all requests are lost and the bench goes on."""
+    pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+    from kvbench.kernels.gpu.emulator import record
+
+    settings = serve.Settings(**COMMON | {"kernels": "triton"}, **SMALL, methods=["full"])
+    settings.kv_mb = kv_mb
+    model, load = choices.make_model(settings.model, "cpu"), [(0.0, 40, 8)] * 6
+    told = SimpleNamespace(notes=[], stage=lambda _: None, advance=lambda: None)
+    machine = Here(model, "wall")
+    machine.engine = partial(Engine, model, capture=record)
+    serving = serve.Serving(settings, told, "full", load, [[5] * 40] * 6, machine)
+    serving.open()
+    counts = serving._engine.steps.counts
+    serving.answer(0)
+    (run,) = serving.runs
+    assert run["oom"] == lost and run["tokens"] == 8 * (6 - lost)
+    assert counts["one_at_a_time"] == 0 == counts["failed_captures"]
+    assert (counts["replayed"] > 0) == (not lost) and sum(run["rows"]) >= 7 * (6 - lost)

@@ -215,12 +215,11 @@ def test_a_run_ends_for_who_comes_in_it(smallest):
     with engine(smallest, policy, backend="triton", capture=record, batch_size=2, fidelity_max_tokens=0) as running:
         waiting = Waiting(asked, arrivals_s=[0.0, 5.0], clock=clock)
         batch = running.open_batch(waiting, on_outcome=lambda _: None, on_step=on_step)
-        before, own = running.steps.awaited, []
+        before = running.steps.awaited
 
         def awaited() -> bool:
             now[0] += 1.0
-            own.append(before())
-            return own[-1]
+            return before()
 
         running.steps.awaited = awaited
         list(batch.answer())
