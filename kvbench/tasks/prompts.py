@@ -171,7 +171,8 @@ class PromptBuilder:
             the first token. A prompt that was too long has `num_prompt_tokens_untruncated` above its length.
 
         Raises:
-            ValueError: the chat template changes the text of the prompt, so that the question cannot be found in it.
+            ValueError: the chat template changes the text of the prompt, so that the question cannot be found in it, or
+                what stands around the prompt leaves no room for it.
         """
         later = sum(len(turn.tokens) + self.answer_tokens for turn in turns)
         room, whole = self.room_tokens - later, (context, question)
@@ -190,6 +191,8 @@ class PromptBuilder:
             ids = self._encode(rendered)
             if len(ids) <= room:
                 break
+            if limit == 2:
+                raise self._no_room(sample_id, prefix, room)
             limit = max(limit - (len(ids) - room), 2)
         untruncated = len(ids)
         if parts != whole:
@@ -214,6 +217,18 @@ class PromptBuilder:
             closing_tokens=len(self._closing) if ids[-len(self._closing) :] == self._closing else 0,
             num_prompt_tokens_untruncated=untruncated,
             meta=meta or {},
+        )
+
+    def _no_room(self, sample_id: str, prefix: str, room: int) -> ValueError:
+        """The error of a prompt that is too long even without its text: names what takes the room."""
+        around, begun = self.count("a", prefix) - 1, len(self._plain(prefix)) if prefix else 0
+        parts = [f"task.answer_prefix {begun}"] if begun else []
+        parts += [f"the chat template, protocol.system and the tokenizer's special tokens {max(around - begun, 0)}"]
+        return ValueError(
+            f"{sample_id}: around its text, the prompt has {around} tokens ({', '.join(parts)}), and model "
+            f"{self.model.name} has room for {room}: it holds {self.model.max_tokens}, and answers take "
+            f"{self.model.max_tokens - room}; shorten what is long, lower protocol.max_new_tokens or choose a model with "
+            "a longer context"
         )
 
     @property
