@@ -4,9 +4,7 @@ The jobs of an entry are a suite's, in one sweep (`kvbench/cli/suite.py`); nothi
 """
 
 import csv
-import os
 import shlex
-import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,7 +21,7 @@ from kvbench.errors import unknown_setting
 from kvbench.evidence import beside, beside_bench, papers
 from kvbench.evidence.papers import GROUP, KINDS, Entry, Paper
 from kvbench.evidence.report_papers import OTHER_MODEL
-from kvbench.results.sweep import Sweep, sweeps
+from kvbench.results.sweep import own_sweep
 from kvbench.results.writing import write_files
 from kvbench.show import terminal
 from kvbench.show.picture import headed
@@ -143,12 +141,6 @@ def _documents(further: Sequence[tuple[str, list[str]]], began: float) -> Iterat
         elif name == BYTES and Path(given.get("out", "")).is_file():
             with Path(given["out"]).open(newline="", encoding="utf-8") as file:
                 yield {"what": BYTES, "rows": list(csv.DictReader(file))}
-
-
-def own_sweep(root: Path) -> Sweep:
-    """The last sweep that this process started below a folder; others may have started some meanwhile."""
-    here = (socket.gethostname(), os.getpid())
-    return [one for one in sweeps(root) if ((record := one.record()).host, record.process) == here][-1]
 
 
 def jobs_of(paper: Paper, entry: Entry, cfg: DictConfig, others: Sequence[str]) -> list[tuple[str, list[str]]]:

@@ -3,8 +3,8 @@ them.
 
 A record is written with one `write` and one `fsync` when its sample ends. Reading tolerates what a crash can leave
 behind: a torn last line is cut off and its sample redone; a record that is there twice counts once. Each line is sealed
-with the hash of its run: a line that was edited, or of another run, is dropped too. Nothing else ever changes a line
-that has been written.
+with the hash of its run: a line that was edited, or of another run, is dropped too. A dropped line is moved to a file
+of its own, never erased. Nothing else ever changes a line that has been written.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 
 from kvbench.config import durable
-from kvbench.results.lines import journal_lines
+from kvbench.results.lines import copy_lines, journal_lines
 from kvbench.results.sample import Key, SampleRecord, key_of, read_line, write_line
 from kvbench.results.writing import remove_litter, write_atomic, write_error
 
@@ -33,7 +33,7 @@ class Journal:
     """The finished samples of one run, on disk.
 
     Opening reads what is there and repairs it; `damaged` then counts the lines that were dropped (their samples are
-    redone).
+    redone), which lie in `dropped` from then on. The caller knows that the folder is the run's.
 
     Args:
         path: The `samples.jsonl` of the run; made when absent, from the packed one where that is there.
@@ -55,6 +55,7 @@ class Journal:
     ) -> None:
         self.path, self.run, self.keys = path, run, keys
         self.damaged = 0
+        self.dropped = path.with_name(f"{path.stem}.dropped{path.suffix}")
         self.records: dict[Key, SampleRecord] = {}  # the finished ones, in the order in which they were written
         try:
             self._read(warn)
@@ -65,22 +66,47 @@ class Journal:
 
     def _read(self, warn: Callable[[str], None]) -> None:
         is_packed, repairs = not os.path.lexists(self.path), False
+        kept, dropped = f"(kept in {self.dropped.name}) dropped", set[int]()
         for number, line in enumerate(journal_lines(self.path, self.run), start=1):
             fault, then = line.fault, "; its sample is done again"
-            if line.record is not None and self.keys is not None and key_of(line.record) not in self.keys:
-                fault, then = f"answer to {ascii(line.record['sample_id'])[:80]}, which the run does not ask,", ""
+            key = None if line.record is None else key_of(line.record)
+            if key is not None and self.keys is not None and key not in self.keys:
+                fault, then = f"answer to {ascii(key[0])[:80]}, which the run does not ask,", ""
+            elif key in self.records and self.records[key] != line.record:
+                fault, then = f"another answer to {ascii(key[0])[:80]}, which is there already,", ""
             if fault:
                 self.damaged += 1
+                dropped.add(number)
                 if self.damaged <= MAX_NAMED:
-                    warn(f"{self.path}:{number}: {fault} dropped{then}")
-            if fault or line.record is None or key_of(line.record) in self.records:
+                    warn(f"{self.path}:{number}: {fault} {'dropped' if is_packed else kept}{then}")
+            if fault or line.record is None or key is None or key in self.records:
                 repairs = True
             else:
-                self.records[key_of(line.record)] = line.record
+                self.records[key] = line.record
         if self.damaged > MAX_NAMED:
             warn(f"{self.path}: {self.damaged - MAX_NAMED} more lines dropped; their samples are done again")
+        if dropped and not is_packed:  # the packed file stays as it is
+            self._move_aside(dropped)
         if repairs or (is_packed and self.records):
             write_atomic(self.path, b"".join(write_line(record, self.run) for record in self.records.values()))
+
+    def _move_aside(self, numbers: Container[int]) -> None:
+        """Add lines of the journal to the dropped ones, on the disk before the journal is written without them."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            # Unbuffered: what a full disk refuses must not be tried again when the file is closed.
+            with open(os.open(self.dropped, flags, 0o644), "ab", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                try:
+                    copy_lines(self.path, numbers, file)
+                    os.fsync(file.fileno())
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        os.ftruncate(file.fileno(), size)
+                    raise
+            durable.sync(self.dropped.parent)
+        except OSError as error:
+            raise write_error(self.dropped, error) from error
 
     def __contains__(self, key: object) -> bool:
         return key in self.records

@@ -5,7 +5,7 @@
 
 import lzma
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -15,6 +15,7 @@ from kvbench.rules.files import open_regular
 PACKED = ".xz"  # what a packed journal's name has at its end
 MOST_BYTES = 1 << 30  # of a packed journal, and of one line
 MOST_LINES = 1 << 20  # of a journal
+MOST_STREAMS = 1 << 10  # that a packed journal is made of, as `cat a.xz b.xz` makes them
 MOST_FAULTS = 1 << 14  # lines of it that do not count: a file of newlines is small and long
 PIECE_BYTES = 1 << 20  # that are read at a time
 UNPACKER_BYTES = 1 << 28  # of memory for the unpacker; `xz -9` needs a quarter
@@ -55,6 +56,7 @@ def journal_lines(path: Path, run: str, *, is_sealed: bool = True) -> Iterator[L
     neither.
 
     Runs that are kept for good may be packed: `xz samples.jsonl` makes `samples.jsonl.xz` of it, and `xz -d` undoes it.
+    All streams of a packed one are read, as `xz -d` does.
 
     Raises:
         OSError: It is no regular file, cannot be read or unpacked, or is no journal of kvbench.
@@ -73,6 +75,28 @@ def journal_lines(path: Path, run: str, *, is_sealed: bool = True) -> Iterator[L
             raise OSError(f"{path} {error}, so it is no journal of kvbench; remove it, or copy it again") from error
 
 
+def copy_lines(path: Path, numbers: Container[int], target: IO[bytes]) -> None:
+    """Copy lines of a journal that is not packed, byte for byte however long they are; a torn one gets its line feed.
+
+    Args:
+        numbers: Which lines, from 1.
+        target: Where they are written to.
+
+    Raises:
+        OSError: The journal cannot be read, or the target not written.
+    """
+    number, torn = 1, False
+    with open_regular(path) as file:
+        while part := file.readline(PIECE_BYTES):
+            is_end = part.endswith(b"\n")
+            if number in numbers:
+                target.write(part)
+                torn = not is_end
+            number += is_end
+    if torn:
+        target.write(b"\n")
+
+
 def _pieces(file: IO[bytes]) -> Iterator[bytes]:
     while piece := file.read(PIECE_BYTES):
         yield piece
@@ -80,15 +104,41 @@ def _pieces(file: IO[bytes]) -> Iterator[bytes]:
 
 def _unpacked(file: IO[bytes]) -> Iterator[bytes]:
     """The content of a packed file, of which a few kilobytes could hold more than any memory."""
-    unpacker, count = lzma.LZMADecompressor(memlimit=UNPACKER_BYTES), 0
-    while not unpacker.eof:
-        fed = file.read(PIECE_BYTES) if unpacker.needs_input else b""
-        if unpacker.needs_input and not fed:
-            raise ValueError("lacks its end")
-        piece = unpacker.decompress(fed, PIECE_BYTES)
-        if (count := count + len(piece)) > MOST_BYTES:
-            raise ValueError(f"holds more than {MOST_BYTES} bytes")
-        yield piece
+    count = streams = 0
+    rest = b""
+    while rest or not streams:
+        if (streams := streams + 1) > MOST_STREAMS:
+            raise ValueError(f"holds more than {MOST_STREAMS} packed streams")
+        kind = lzma.FORMAT_AUTO if streams == 1 else lzma.FORMAT_XZ
+        unpacker = lzma.LZMADecompressor(kind, memlimit=UNPACKER_BYTES)
+        while not unpacker.eof:
+            fed = b""
+            if unpacker.needs_input:
+                fed, rest = rest or file.read(PIECE_BYTES), b""
+                if not fed:
+                    raise ValueError("lacks its end")
+            piece = unpacker.decompress(fed, PIECE_BYTES)
+            if (count := count + len(piece)) > MOST_BYTES:
+                raise ValueError(f"holds more than {MOST_BYTES} bytes")
+            yield piece
+        rest = _behind_padding(unpacker.unused_data, file)
+
+
+def _behind_padding(read: bytes, file: IO[bytes]) -> bytes:
+    """What follows a packed stream, behind the zeros that may stand there four by four; empty at the end of the file.
+
+    Args:
+        read: What was read already.
+    """
+    padding = 0
+    while read or (read := file.read(PIECE_BYTES)):
+        rest = read.lstrip(b"\0")
+        padding, read = padding + len(read) - len(rest), rest
+        if rest:
+            break
+    if padding % 4:
+        raise ValueError(f"has {padding} zeros behind a packed stream, where they come four by four")
+    return read
 
 
 def read_samples(path: Path, run: str, *, sealed: bool = False) -> tuple[dict[Key, SampleRecord], int]:

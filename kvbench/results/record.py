@@ -4,6 +4,7 @@ results/<task>/<model>/<method>/<hash>/
     config.yaml     the resolved configuration
     run.json        `RunRecord` below
     samples.jsonl   one `kvbench.results.sample.SampleRecord` per finished sample; may be packed as samples.jsonl.xz
+    samples.dropped.jsonl   lines that were in it and do not count; absent where there were none
     result.png      the picture of the run
 """
 
@@ -171,6 +172,10 @@ class Timing:
     """Seconds spent on samples, over all sessions."""
 
 
+class UnreadableRecord(ValueError):
+    """A `run.json` that holds no record which this kvbench can read."""
+
+
 @dataclass(kw_only=True)
 class RunRecord:
     """The content of `run.json`."""
@@ -271,8 +276,9 @@ class RunRecord:
         """Read `run.json`; None when the folder has none yet.
 
         Raises:
-            ValueError: It is not JSON, of another schema version, a field has another type than here, or the identity
-                was edited: the numbers of one run would stand under the settings of another.
+            UnreadableRecord: It is not JSON, of another schema version, a field has another type than here, or the
+                identity was edited: the numbers of one run would stand under the settings of another.
+            ValueError: The file cannot be read.
         """
         path = folder / "run.json"
         try:
@@ -285,20 +291,20 @@ class RunRecord:
             raise ValueError(f"{path} cannot be read: {error.strerror}; use another results_dir") from error
         except ValueError as error:
             why = f"is not readable as JSON ({error}); remove it, the samples beside it are kept"
-            raise ValueError(f"{path} {why}") from error
+            raise UnreadableRecord(f"{path} {why}") from error
         version = content.get("schema_version") if isinstance(content, dict) else None
         if version != SCHEMA_VERSION:
-            raise ValueError(
+            raise UnreadableRecord(
                 f"{path} has schema version {version!r}, this kvbench reads {SCHEMA_VERSION}; use another results_dir"
             )
         try:
             record = _read(content)
         except Misfit as error:
-            raise ValueError(
+            raise UnreadableRecord(
                 f"{path} has fields this kvbench does not know ({error}); use another results_dir"
             ) from error
         if record.hash and hash_identity(record.identity) != record.hash:
-            raise ValueError(
+            raise UnreadableRecord(
                 f"{path} was edited: its identity is not the one that its hash {record.hash[:12]} names; remove it, "
                 "the samples beside it are kept"
             )

@@ -13,8 +13,12 @@ that was killed thus loses nothing, whether its command is given again or not.
 
 No two workers have one name, so each file has one writer. Nobody can tell whether a worker lives: its files are read
 and never changed, and they go when the run is complete.
+
+What counts of a part are the lines that the run's hash seals. A `run.json` of it that cannot be read, as after a damage
+of the disk, is moved to `run.unreadable.json`; lines that do not count stay in `samples.dropped.jsonl`.
 """
 
+import os
 import re
 import time
 from collections import Counter
@@ -24,15 +28,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from kvbench.config import durable
 from kvbench.results.journal import Journal, RunLocked, is_held, run_lock
 from kvbench.results.lines import journal_lines
-from kvbench.results.record import RunRecord
+from kvbench.results.record import RunRecord, UnreadableRecord
 from kvbench.results.sample import Key, SampleRecord, key_of
 from kvbench.results.writing import write_error
 from kvbench.rules.files import open_regular
 
 FOLDER = ".shards"  # in the folder of a run
 SAMPLES = "samples.jsonl"
+RECORD = "run.json"
+UNREADABLE = "run.unreadable.json"  # the name of a part's record that cannot be read, from then on
 WORKER = re.compile(r".+\.[0-9a-f]{8}")  # the name of a worker
 Item = TypeVar("Item")
 
@@ -137,23 +144,64 @@ def whole_run_lock(run: Path, say: Callable[[str], None], *, wait: bool = True) 
         time.sleep(0.5)  # without the lock: a shard that ends needs it
 
 
+def check_parts(run: Path, digest: str) -> None:
+    """Refuse a run whose parts are another run's, before anything is changed.
+
+    Args:
+        digest: Hash of the run.
+
+    Raises:
+        ValueError: The record of a part names another run.
+    """
+    for place in [*found_in(run).values(), *workers_in(run)]:
+        with suppress(UnreadableRecord):
+            own = RunRecord.load(place)
+            if own is not None and own.hash and own.hash != digest:
+                raise ValueError(f"{place} holds a part of another run; move it away, or use another results_dir")
+
+
+def load_record(place: Path, say: Callable[[str], None]) -> RunRecord | None:
+    """The record of a part whose lock is held; one that cannot be read is moved aside, and None as an absent one."""
+    try:
+        return RunRecord.load(place)
+    except UnreadableRecord as error:
+        say(f"{error}: it is moved to {UNREADABLE}, and the samples beside it count")
+        _set_aside(place)
+        return None
+
+
+def _set_aside(place: Path) -> None:
+    number, target = 1, place / UNREADABLE
+    while os.path.lexists(target):
+        number += 1
+        target = place / UNREADABLE.replace(".json", f".{number}.json")
+    try:
+        os.rename(place / RECORD, target)
+        durable.sync(place)
+    except OSError as error:
+        raise write_error(target, error) from error
+
+
 def take_over(run: Path, journal: Journal, record: RunRecord, say: Callable[[str], None]) -> None:
     """Add to a run what its shards finished that nobody works on."""
     for place in found_in(run).values():
         with suppress(RunLocked), run_lock(place):
             take(place, journal, record, say)
     for place in workers_in(run):
-        _take_of_worker(place, journal, record)
+        _take_of_worker(place, journal, record, say)
 
 
-def _take_of_worker(place: Path, journal: Journal, record: RunRecord) -> None:
+def _take_of_worker(place: Path, journal: Journal, record: RunRecord, say: Callable[[str], None]) -> None:
     """Add to a run what a worker, which may live, has finished so far."""
-    own = RunRecord.load(place)
-    if own is None or own.hash != journal.run:
-        return
-    others = [session for session in record.sessions if session.worker != place.name]
-    record.sessions = sorted([*others, *own.sessions], key=lambda session: session.started)
-    record.note_backend(own.backend_fallbacks, own.graphs)
+    try:
+        own = RunRecord.load(place)
+    except UnreadableRecord as error:
+        say(f"{error}: the samples beside it count")
+        own = None
+    if own is not None:
+        others = [session for session in record.sessions if session.worker != place.name]
+        record.sessions = sorted([*others, *own.sessions], key=lambda session: session.started)
+        record.note_backend(own.backend_fallbacks, own.graphs)
     try:
         for line in journal_lines(place / SAMPLES, journal.run):
             if line.record is not None and (journal.keys is None or key_of(line.record) in journal.keys):
@@ -164,7 +212,7 @@ def _take_of_worker(place: Path, journal: Journal, record: RunRecord) -> None:
 
 def take(place: Path, journal: Journal, record: RunRecord, say: Callable[[str], None]) -> None:
     """Add to a run what one shard finished. The caller holds the locks of the run and of the shard."""
-    own = RunRecord.load(place)
+    own = load_record(place, say)
     if own is not None:
         record.sessions += [session for session in own.sessions if session not in record.sessions]
         record.sessions.sort(key=lambda session: session.started)
@@ -180,12 +228,21 @@ def take(place: Path, journal: Journal, record: RunRecord, say: Callable[[str], 
         shard.clear()
 
 
-def clear(run: Path) -> None:
-    """Forget what the shards of a run finished. The caller holds the run's lock, and no shard is at work."""
+def clear(run: Path, journal: Journal | None = None) -> None:
+    """Remove what the shards of a run left. The caller holds the run's lock, and no shard is at work.
+
+    Args:
+        journal: The run's, which has what they finished: their lines that do not count, and records that cannot be
+            read, are moved aside. None where the run starts again from nothing, and forgets all of it.
+    """
     workers = workers_in(run)
     for place in [*found_in(run).values(), *workers]:
-        for name in (SAMPLES, "run.json"):
+        if journal is not None:
+            load_record(place, lambda text: None)
+            if os.path.lexists(place / SAMPLES):
+                Journal(place / SAMPLES, run=journal.run, keys=journal.keys).close()
+        for name in (SAMPLES, RECORD):
             (place / name).unlink(missing_ok=True)
     for place in workers:
-        with suppress(OSError):  # a file of a writer that was killed
+        with suppress(OSError):  # a file of a writer that was killed, or what was moved aside
             place.rmdir()

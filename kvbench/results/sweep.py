@@ -11,7 +11,7 @@ Jobs may run in other processes and on other machines that see the same folder; 
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -172,6 +172,17 @@ class Sweep:
 def sweeps(results_dir: Path) -> list[Sweep]:
     """Every sweep of a results folder, the oldest first."""
     return [Sweep(path.parent) for path in sorted((results_dir / FOLDER).glob("*/sweep[.]json"))]
+
+
+def own_sweep(results_dir: Path) -> Sweep:
+    """The last sweep that this process started below a folder; of others, which may have started meanwhile, or whose
+    record is damaged, nothing is needed."""
+    found, here = [], _here()
+    for one in sweeps(results_dir):
+        with suppress(ValueError, OSError):
+            record = one.record()
+            found += [one] if {"host": record.host, "process": record.process} == here else []
+    return found[-1]
 
 
 def _here() -> dict[str, Any]:

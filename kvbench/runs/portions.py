@@ -76,7 +76,7 @@ def compute_portion(
     """
     keys = keys_of(requests)
     durable.make_folder(place)
-    own = RunRecord.load(place) or RunRecord()
+    own = shards.load_record(place, say) or RunRecord()
     describe(experiment, own, origin)
     own.counts = Counts(total=len(keys), done=sum(key in done for key in keys))
     with ExitStack() as stack:

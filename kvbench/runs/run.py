@@ -144,11 +144,13 @@ def _count(experiment: Experiment, record: RunRecord, journal: Journal) -> None:
 def _opened(experiment: Experiment, stack: ExitStack, say: Callable[[str], None]) -> tuple[Journal, RunRecord]:
     """The journal and the record of a run whose lock is held; `stack` closes the journal."""
     folder = experiment.folder
-    keys = frozenset(experiment.keys)
-    journal = stack.enter_context(closing(Journal(folder / "samples.jsonl", run=experiment.hash, keys=keys, warn=say)))
     record = RunRecord.load(folder) or RunRecord()
+    # Before the journals are opened: that repairs them.
     if record.hash and record.hash != experiment.hash:
         raise ValueError(f"{folder} holds another run whose hash begins alike; use another results_dir")
+    shards.check_parts(folder, experiment.hash)
+    keys = frozenset(experiment.keys)
+    journal = stack.enter_context(closing(Journal(folder / "samples.jsonl", run=experiment.hash, keys=keys, warn=say)))
     return journal, record
 
 
@@ -261,7 +263,7 @@ def execute(
         record.status = "failed" if record.message else "complete"
         if dataclasses.asdict(record) != before:
             record.save(folder)
-        shards.clear(folder)
+        shards.clear(folder, journal)
         against = full.record if full else None
         return Run(record=record, samples=records, folder=folder, reference=against)
 

@@ -226,9 +226,9 @@ class PromptBuilder:
         parts += [f"the chat template, protocol.system and the tokenizer's special tokens {max(around - begun, 0)}"]
         return ValueError(
             f"{sample_id}: around its text, the prompt has {around} tokens ({', '.join(parts)}), and model "
-            f"{self.model.name} has room for {room}: it holds {self.model.max_tokens}, and answers take "
-            f"{self.model.max_tokens - room}; shorten what is long, lower protocol.max_new_tokens or choose a model with "
-            "a longer context"
+            f"{self.model.name} has room for {room}: it holds {self.model.max_tokens}, and what follows takes "
+            f"{self.model.max_tokens - room}; shorten what is long, lower protocol.max_new_tokens or choose a model "
+            "with a longer context"
         )
 
     @property

@@ -16,7 +16,7 @@ from kvbench.config.compose import compose
 from kvbench.config.methods import method_settings
 from kvbench.config.settings import read_config
 from kvbench.evidence import papers
-from kvbench.results.sweep import Sweep, sweeps
+from kvbench.results.sweep import Sweep, own_sweep, sweeps
 from kvbench.runs.parts import make_policy
 from kvbench.show import figure
 
@@ -82,13 +82,15 @@ def test_a_table_is_run_and_stands_beside_the_printed_one(toy, capsys):
 
 
 def test_only_this_processs_sweep_is_joined(tmp_path):
-    """One that somebody else started later in the same folder is not taken for it."""
+    """One that somebody else started later in the same folder is not taken for it, whatever became of its record."""
     mine = Sweep.start(tmp_path, "kvbench paper toy table=1", "basic", ["full"])
     later = tmp_path / ".multirun" / "9999-01-01_00-00-00-1" / "sweep.json"
     later.parent.mkdir()
     later.write_text((mine.folder / "sweep.json").read_text().replace(f'"process": {os.getpid()}', '"process": 1'))
     assert sweeps(tmp_path)[-1].folder == later.parent
-    assert paper.own_sweep(tmp_path).folder == mine.folder
+    assert own_sweep(tmp_path).folder == mine.folder
+    later.write_text('{"started": ')
+    assert own_sweep(tmp_path).folder == mine.folder, "another one's record is torn"
 
 
 def test_what_would_run(toy, capsys):

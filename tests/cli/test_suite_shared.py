@@ -114,7 +114,7 @@ def test_what_workers_did_not_do_is_done_at_the_end(quick, capsys):
         file.write(b'{"sample_id": "a/8", "subs')
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvbench.results.shards.clear", lambda run: None)
+        patch.setattr("kvbench.results.shards.clear", lambda run, journal=None: None)
         assert main([*words, "results_dir=shared"]) == 0
     assert journal.read_bytes().endswith(b"subs"), "its writer may live"
     assert left(Path("shared")) == left(Path("whole"))

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 from fake_parts import record
@@ -38,6 +39,48 @@ def test_journal_cut_at_every_byte(tmp_path, monkeypatch, step):
         assert added == [False] * kept + [True] * (3 - kept)
         journal.close()
         assert path.read_bytes() == whole, cut
+
+
+def test_dropped_lines_are_moved_and_never_erased(tmp_path):
+    """Edited, foreign and unknown lines, a second answer to a sample, and a torn end, each byte for byte and in order;
+    what is repaired again is added. The same line twice is none the less."""
+    good = write_line(record(0), RUN)
+    odd = [
+        good.replace(b'"exact":1.0', b'"exact":0.0'),
+        write_line(record(1), "6" * 64),
+        b"\n",
+        b"\xff" * 5000 + b"\n",
+        write_line(record(9), RUN),
+        write_line(record(0, scores={"exact": 0.0}), RUN),
+        good[:40],
+    ]
+    path, told = tmp_path / "samples.jsonl", []
+    path.write_bytes(good + good + b"".join(odd))
+    with closing(Journal(path, run=RUN, keys={("a/0", 0), ("a/1", 0)}, warn=told.append)) as journal:
+        assert journal.damaged == len(odd) and list(journal.records) == [("a/0", 0)]
+    assert path.read_bytes() == good and "samples.dropped.jsonl" in told[0]
+    assert journal.dropped.read_bytes() == b"".join(odd) + b"\n"
+    path.write_bytes(good + odd[1])
+    Journal(path, run=RUN).close()
+    assert journal.dropped.read_bytes() == b"".join(odd) + b"\n" + odd[1] and path.read_bytes() == good
+
+
+@pytest.mark.parametrize("call", ["write", "fsync"])
+def test_a_line_that_cannot_be_moved_stays(tmp_path, monkeypatch, call):
+    """A full disk leaves the journal as it is, and nothing half moved: the next opening moves the line once."""
+    path = tmp_path / "samples.jsonl"
+    whole = write_line(record(0), RUN) + b"odd\n"
+    path.write_bytes(whole)
+
+    def full(*given):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(JournalError, match="the disk is full"):
+        patch.setattr("kvbench.results.journal.copy_lines" if call == "write" else "os.fsync", full)
+        Journal(path, run=RUN)
+    assert path.read_bytes() == whole
+    Journal(path, run=RUN).close()
+    assert (tmp_path / "samples.dropped.jsonl").read_bytes() == b"odd\n"
 
 
 def test_journal_finish_sorts_and_refuses_gaps(tmp_path):

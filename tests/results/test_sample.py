@@ -4,6 +4,7 @@ import hashlib
 import json
 import lzma
 import struct
+from contextlib import closing
 from dataclasses import replace
 from typing import get_type_hints
 
@@ -164,6 +165,45 @@ def test_a_broken_pack_is_no_journal(tmp_path, monkeypatch):
         read_samples(path, RUN)
     packed.write_bytes(b"{}\n")
     with pytest.raises(OSError, match=r"samples.jsonl.xz cannot be unpacked .*; remove it"):
+        read_samples(path, RUN)
+
+
+def test_a_pack_of_several_streams_is_read_to_its_end(tmp_path, monkeypatch):
+    """`cat a.xz b.xz` is one pack, with or without padding, wherever its pieces are cut; so `xz -d` reads it."""
+    path, content = packed_run(tmp_path, 1.0, 0.0, 1.0)
+    packed, lines = tmp_path / "samples.jsonl.xz", content.splitlines(keepends=True)
+    for padding in (b"", b"\0" * 4, b"\0" * 4096):
+        streams = [lzma.compress(part) for part in (lines[0], b"", lines[1] + lines[2][:9], lines[2][9:])]
+        packed.write_bytes(padding.join(streams) + padding)
+        for piece in (1 << 20, 64, 7):
+            monkeypatch.setattr("kvbench.results.lines.PIECE_BYTES", piece)
+            found, damaged = read_samples(path, RUN)
+            assert [key for key, _ in found] == ["a/0", "a/1", "a/2"] and not damaged
+    with closing(Journal(path, run=RUN)):
+        assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        (lzma.compress(b"{}" * 99)[:-9], "lacks its end"),
+        (lzma.compress(b"x")[:3], "lacks its end"),
+        (b"garbage that is no stream", "cannot be unpacked"),
+        (b"\0\0\0", "has 3 zeros behind a packed stream"),
+        (b"\0" + lzma.compress(b"x"), "has 1 zeros behind a packed stream"),
+        (lzma.compress(bytes(9000)), "holds more than [0-9]+ bytes"),
+        (lzma.compress(b"") * 9, "holds more than 8 packed streams"),
+    ],
+    ids=["torn", "begun", "garbage", "three zeros", "one zero", "too long", "too many"],
+)
+def test_what_is_wrong_behind_the_first_stream_is_named(tmp_path, monkeypatch, end, message):
+    """A torn stream, garbage, odd padding, and more than any journal holds: none of it is passed over."""
+    path, content = packed_run(tmp_path, 1.0)
+    monkeypatch.setattr("kvbench.results.lines.MOST_STREAMS", 8)
+    monkeypatch.setattr("kvbench.results.lines.MOST_BYTES", len(content) + 1000)
+    packed = tmp_path / "samples.jsonl.xz"
+    packed.write_bytes(packed.read_bytes() + end)
+    with pytest.raises(OSError, match=rf"samples\.jsonl\.xz {message}"):
         read_samples(path, RUN)
 
 

@@ -149,7 +149,7 @@ def test_an_answer_that_nobody_asked_for_is_dropped(tmp_path):
     journal = Journal(path, run=RUN, keys={("a/0", 0)}, warn=told.append)
     assert list(journal.records) == [("a/0", 0)] and journal.damaged == 1
     assert told[0].startswith(f"{path}:2: answer to '\\x1b[31mzzz") and len(told[0]) < len(str(path)) + 200
-    assert told[0].endswith(", which the run does not ask, dropped")
+    assert told[0].endswith(", which the run does not ask, (kept in samples.dropped.jsonl) dropped")
     journal.finish([("a/0", 0)])
     assert path.read_bytes() == write_line(record(0), RUN)
 

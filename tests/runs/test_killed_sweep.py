@@ -28,7 +28,7 @@ ITEMS = 3 if FULL else 1
 NUM_RECORDS = 2 * ITEMS * len(METHODS)
 WORDS = f"-m method={','.join(METHODS)} model=random model.preset=tiny backend=torch batch_size=2 task.length=400"
 WORDS += f" task.kinds=[kv,recall] task.items={ITEMS} protocol.max_new_tokens=4"
-KNOWN = {".lock", "config.yaml", "run.json", "samples.jsonl", "result.png", "sweep.png"}
+KNOWN = {".lock", "config.yaml", "run.json", "samples.jsonl", "samples.dropped.jsonl", "result.png", "sweep.png"}
 KNOWN |= {"multirun.yaml", "sweep.json", "sweep.log", "job.json"}
 NEEDS_SHIM = pytest.mark.skipif(
     sys.platform != "linux" or not shutil.which("gcc"), reason="faults at system calls need Linux and gcc"

@@ -218,7 +218,7 @@ def test_a_forged_answer_does_not_stop_its_run(tmp_path):
     path.write_bytes(before + write_line(run.samples[0] | {"sample_id": "zzz/9"}, run.record.hash))
     told = []
     again = run_fake(tmp_path, say=told.append)
-    assert "answer to 'zzz/9', which the run does not ask, dropped" in told[0]
+    assert "answer to 'zzz/9', which the run does not ask, (kept in samples.dropped.jsonl) dropped" in told[0]
     assert path.read_bytes() == before and again.record.status == "complete" and again.record.counts.damaged == 1
     assert run.record.sealed and again.record.metrics == run.record.metrics
 
