@@ -16,6 +16,7 @@ from kvbench.config.settings import as_dict, read_config, read_settings
 from kvbench.errors import check_name, unknown_name
 from kvbench.evidence.load import lets_through, patterns
 from kvbench.rules import Form, check_settings
+from kvbench.show.progress import note
 
 if TYPE_CHECKING:
     from kvbench.cli.jobs import Jobs
@@ -164,9 +165,20 @@ def _tasks(suite: Suite, cfg: DictConfig) -> list[list[str]]:
                 "that it runs on this machine, in the sandbox, or choose others with tasks="
             )
         line += [f"task.{AGREED}=true"] if AGREED in takes else []
-        line += data_words(cfg) if "data_dir" in takes else []
+        words = data_words(cfg) if "data_dir" in takes else []
+        if words and not _reads_folder(takes, str(cfg.data_dir)):
+            note(f"data_dir={cfg.data_dir} has nothing for task={name}, which makes its own text")
+            words = []
+        line += words
         found.append(line)
     return found
+
+
+def _reads_folder(task_cfg: DictConfig, folder: str) -> bool:
+    """Tell whether a task takes the suite's folder of data; one that can do without takes it where it has some."""
+    from kvbench.tasks import settings_class
+
+    return settings_class(as_dict(task_cfg)).reads_folder(folder)
 
 
 def _methods(suite: Suite, cfg: DictConfig) -> list[list[str]]:

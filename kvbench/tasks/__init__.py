@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.config.settings import read_settings
 from kvbench.errors import unknown_name
-from kvbench.tasks.files import DataFile
+from kvbench.tasks.files import DataFile, check_folder
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.task import Ask, Limit, Task
 from kvbench.tasks.taskset import MetricInfo, TaskSet
@@ -61,6 +61,13 @@ def _task(task_cfg: Mapping[str, Any]) -> Task:
     return read_settings(settings_class(task_cfg), task_cfg, "task.", "task key")
 
 
+def _with_data(task_cfg: Mapping[str, Any]) -> Task:
+    """A task whose folder of data, where it names one, has a file of it."""
+    task = _task(task_cfg)
+    check_folder(task.files(), getattr(task, "data_dir", None))
+    return task
+
+
 def load_task(
     task_cfg: Mapping[str, Any],
     model: "LoadedModel",
@@ -82,7 +89,7 @@ def load_task(
     Raises:
         ValueError: a setting is unknown or out of range, or data is missing or broken; the message says what to do.
     """
-    task = _task(task_cfg)
+    task = _with_data(task_cfg)
     if model.tokenizer is None:
         raise ValueError(
             f"task={task_cfg.get('name')} needs a tokenizer and model {model.name} has none; choose another model"
@@ -117,7 +124,7 @@ def check_task(
     key = repr([task_cfg, limit, seed, protocol])
     if key in _checked:
         return
-    task = _task(task_cfg)
+    task = _with_data(task_cfg)
     Limit.read(limit)
     task.data(seed, Protocol.from_mapping(protocol))
     _checked.add(key)

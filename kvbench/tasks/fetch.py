@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvbench.tasks.files import DataFile, first_on_hub, network_fault, paths_in
-from kvbench.tasks.rows import Source, file_lines, read_rows
+from kvbench.tasks.files import DataFile, first_on_hub, in_folder, network_fault
+from kvbench.tasks.rows import read_rows
 
 MANIFEST = "kvbench-data.json"
 _TIMEOUT_S = 30
@@ -69,15 +69,18 @@ def check_file(file: DataFile, folder: Path, manifest: Mapping[str, dict], parti
     """
     report = Report(name=file.name, wanted=file.rows)
     lacks = report.notes if partial_data else report.faults
-    path = next((path for path in paths_in(folder, file) if path.is_file()), None)
-    if path is None:
-        lacks.append(f"missing: no {' or '.join(f'{stem}.jsonl' for stem in file.stems)} in {folder}")
-        return report
+    path = None
     try:
-        rows = read_rows(Source(str(path), file_lines(path)), file.check)
+        source = in_folder(file, str(folder))
+        if isinstance(source, str) or source.path is None:
+            lacks.append(f"missing: no {' or '.join(f'{stem}.jsonl' for stem in file.stems)} in {folder}")
+            return report
+        path = source.path
+        rows = read_rows(source, file.check)
         report.rows, report.broken = len(rows), rows.quarantined
     except ValueError as error:
-        report.path, report.sha256 = path, sha256_of(path)
+        if path is not None:
+            report.path, report.sha256 = path, sha256_of(path)
         report.faults.append(str(error))
         return report
     if report.rows + len(report.broken) < file.rows:

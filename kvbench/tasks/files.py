@@ -1,13 +1,12 @@
 """The files of a benchmark, and where each may lie: in a folder, in the local caches, on the hub."""
 
-import json
-import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from kvbench.tasks.formats import READ, find_source, lines_of, source_of, unread
 from kvbench.tasks.rows import RowCheck, Rows, Source, file_lines, read_rows
 
 T = TypeVar("T")
@@ -81,29 +80,54 @@ def read_each(names: Iterable[str], read: Callable[[str], T]) -> dict[str, T]:
 def find_rows(file: DataFile, data_dir: str | None) -> Rows:
     """Read the rows from the first place that has them: a folder, the local caches, the hub.
 
+    A folder that is to hold the only file of a benchmark is the only place; one of several files may lie elsewhere.
+
     Raises:
         MissingDataError: No place has them; the message says where was looked and how to get them.
-        ValueError: data_dir is no folder, or all rows are broken.
+        ValueError: data_dir is no folder, has them in a format that is not read, or all rows are broken.
     """
     looked = []
-    for place in (_in_folder, _in_local_files, _in_hub_cache, _in_datasets_cache, _on_hub):
+    elsewhere = (_in_local_files, _in_hub_cache, _in_datasets_cache, _on_hub)
+    for place in (in_folder, *(elsewhere if file.key or not data_dir else ())):
         found = place(file, data_dir)
         if isinstance(found, Source):
             return read_rows(found, file.check)
         looked += [found] if found else []
+    raise _missing(file, looked, data_dir)
+
+
+def check_folder(files: Sequence[DataFile], data_dir: str | None) -> None:
+    """Refuse a folder of data that has none of a benchmark's files: all of them would be read elsewhere.
+
+    Raises:
+        MissingDataError: It has none.
+        ValueError: See `find_rows`.
+    """
+    found = [in_folder(file, data_dir) for file in files] if data_dir else []
+    if found and not any(isinstance(source, Source) for source in found):
+        raise _missing(files[0], [str(found[0])], data_dir)
+
+
+def _missing(file: DataFile, looked: Sequence[str], data_dir: str | None) -> MissingDataError:
+    other = " (or leave it out, and the local caches and the hub are looked in)" if data_dir else ""
 
     def text(parts: Sequence[str]) -> str:
         chosen = f" task.{file.key}=[{','.join(parts)}]" if file.key else ""
         return (
             f"task={file.task} has no data for {', '.join(parts)}. Looked in: {'; '.join(looked)}. To get it, run "
             f"`kvbench data task={file.task}{chosen} to={file.task}` where there is a network (or {file.by_hand}), and "
-            f"set task.data_dir={file.task}. Without it, `kvbench task=longctx` runs on generated data."
+            f"set task.data_dir={file.task}{other}. Without it, `kvbench task=longctx` runs on generated data."
         )
 
-    raise MissingDataError(text, file.name)
+    return MissingDataError(text, file.name)
 
 
-def _in_folder(file: DataFile, folder: str | None) -> Source | str:
+def in_folder(file: DataFile, folder: str | None) -> Source | str:
+    """The rows of a file in `task.data_dir`, in whatever format; else what was looked for there.
+
+    Raises:
+        ValueError: It is no folder, or has the file in a format that is not read.
+    """
     if not folder:
         return "task.data_dir (not set)"
     root = Path(folder).expanduser()
@@ -116,9 +140,29 @@ def _in_folder(file: DataFile, folder: str | None) -> Source | str:
     for place in (root, root / file.task):  # a folder of the task's own, so that one word serves a sweep over tasks
         for path in (*paths_in(place, file), *(place / name for name in listed)):
             if path.is_file():
-                return Source(str(path), _lines_of(path))
+                return source_of(path) or ""
+    places = [place / part for place in (root, root / file.task) for part in ("", "data")]
+    for place in places:
+        if (found := find_source(place, file.stems) or _as_on_hub(file, place)) is not None:
+            return found
+    left = {path: step for place in places for path, step in unread(place, file.stems).items()}
+    for path, step in left.items():
+        if any(path.name.startswith(f"{stem}.") for stem in file.stems):
+            raise ValueError(
+                f"task.data_dir={folder} has {path}, which is not read: {step} (rows are read from {READ})"
+            )
     names = " or ".join([*(f"{stem}.jsonl" for stem in file.stems), *listed])
-    return f"task.data_dir={folder} (no {names} there, in its data/ or in its {file.task}/)"
+    at_hand = "".join(f"; at hand is {path}: {step}" for path, step in left.items())
+    return f"task.data_dir={folder} (no {names} there, in its data/ or in its {file.task}/{at_hand})"
+
+
+def _as_on_hub(file: DataFile, place: Path) -> Source | None:
+    """The rows of a file in a copy of a repository of the hub, or of the folder in it that has the file."""
+    for _, name in file.hub:
+        for path in (place / name, *(() if file.key else (place / PurePosixPath(name).name,))):
+            if path.is_file() and (found := hub_source(path, file.name)) is not None:
+                return found
+    return None
 
 
 def paths_in(folder: Path, file: DataFile) -> list[Path]:
@@ -157,7 +201,7 @@ def _in_datasets_cache(file: DataFile, _: str | None) -> Source | str:
         if shards:
             # Other versions of the same data may lie beside it: all shards of one folder belong together.
             shards = [path for path in shards if path.parent == shards[0].parent]
-            return Source(str(shards[0].parent), chain.from_iterable(map(_lines_of, shards)))
+            return Source(str(shards[0].parent), chain.from_iterable(map(lines_of, shards)))
     return f"the cache of the datasets library {root} (no {subset} of {name})"
 
 
@@ -214,43 +258,5 @@ def network_fault(error: Exception) -> str:
 
 
 def hub_source(path: Path, name: str) -> Source | None:
-    """The rows of a file of the hub; None for an archive that does not hold `<name>.jsonl`."""
-    if path.suffix != ".zip":
-        return Source(str(path), _lines_of(path))
-    try:
-        with zipfile.ZipFile(path) as opened:
-            members = [item for item in opened.namelist() if PurePosixPath(item).name == f"{name}.jsonl"]
-    except (zipfile.BadZipFile, OSError) as error:
-        raise ValueError(f"{path} cannot be read as a zip archive ({error}); delete it and fetch it again") from error
-    return Source(f"{path}:{members[0]}", _zip_lines(path, members[0])) if members else None
-
-
-def _zip_lines(archive: Path, member: str) -> Iterator[bytes]:
-    with zipfile.ZipFile(archive) as opened, opened.open(member) as stream:
-        for line in stream:
-            yield line.removesuffix(b"\n")
-
-
-def _lines_of(path: Path) -> Iterator[bytes]:
-    """The rows of a Parquet or Arrow file, of one JSON list (`.json`) or of JSON lines, each as a line."""
-    rows: Iterable[Any]
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        rows = chain.from_iterable(part.to_pylist() for part in pyarrow.parquet.ParquetFile(path).iter_batches())
-    elif path.suffix == ".arrow":
-        import datasets
-
-        rows = datasets.Dataset.from_file(str(path))
-    elif path.suffix == ".json":
-        try:
-            rows = json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} cannot be read as JSON ({error}); fetch or copy it again") from error
-        if not isinstance(rows, list):
-            raise ValueError(f"{path} must be a list of rows, it is {type(rows).__name__}; fetch or copy it again")
-    else:
-        yield from file_lines(path)
-        return
-    for row in rows:
-        yield json.dumps(row).encode()
+    """The rows of a file of the hub; None for an archive that does not hold `<name>` in any format."""
+    return source_of(path, [name])

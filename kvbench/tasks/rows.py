@@ -56,13 +56,19 @@ class Source(NamedTuple):
 
     name: str
     lines: Iterable[bytes]
+    path: Path | None = None  # the file that holds them, which may be an archive
 
 
 def file_lines(path: Path) -> Iterator[bytes]:
     """The lines of a file, split at line feeds only: some rows hold other Unicode line separators."""
     with path.open("rb") as stream:
-        for line in stream:
-            yield line.removesuffix(b"\n")
+        yield from stream_lines(stream)
+
+
+def stream_lines(stream: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of an open file, as `file_lines`."""
+    for line in stream:
+        yield line.removesuffix(b"\n")
 
 
 def read_rows(source: Source, check: RowCheck, max_line_bytes: int | None = None) -> Rows:

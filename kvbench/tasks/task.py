@@ -153,6 +153,12 @@ class Task(ABC):
         """The files of the benchmark, for `kvbench data`; none for a task that is made, or that lm-eval reads."""
         return []
 
+    @classmethod
+    def reads_folder(cls, folder: str) -> bool:
+        """Tell whether a folder of data may be named to the task: always where the task cannot do without its data;
+        else where the folder holds some of it."""
+        return True
+
     def data(self, seed: int, protocol: Protocol) -> Any:
         """Read what needs no model; refuse a protocol that the task cannot follow whatever the model.
 

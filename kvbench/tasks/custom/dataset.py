@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvbench.tasks.rows import Rows, Source, file_lines, kind_of, read_rows
+from kvbench.tasks.formats import READ, source_of
+from kvbench.tasks.rows import Rows, kind_of, read_rows
 
 ROLES = ("system", "user", "assistant")
 # No model reads that much; a line this long is a broken file.
@@ -19,13 +20,12 @@ def read_file(file: str, metric: str, needs_context: bool) -> Rows:
     path = Path(file).expanduser()
     if not path.is_file():
         raise ValueError(
-            f"task.file={file} is not a file (looked for {path.absolute()}); give the path of a JSONL file"
+            f"task.file={file} is not a file (looked for {path.absolute()}); give the path of a file of rows"
         )
-    return read_rows(
-        Source(str(path), file_lines(path)),
-        partial(check_row, metric=metric, needs_context=needs_context),
-        MAX_LINE_BYTES,
-    )
+    source = source_of(path, one_row=True)
+    if source is None:
+        raise ValueError(f"task.file={file} is an archive without rows; rows are read from {READ}")
+    return read_rows(source, partial(check_row, metric=metric, needs_context=needs_context), MAX_LINE_BYTES)
 
 
 def check_row(row: Mapping[str, Any], *, metric: str, needs_context: bool) -> dict[str, Any]:

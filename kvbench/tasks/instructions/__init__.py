@@ -23,7 +23,7 @@ from kvbench.tasks.instructions.rules import PAIRS, Instructions, draw
 from kvbench.tasks.instructions.topics import TOPICS
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.ruler.document import check_lengths, uncut
-from kvbench.tasks.ruler.words import Essays, essays
+from kvbench.tasks.ruler.words import ESSAYS, Essays, essays, has_files
 from kvbench.tasks.task import Ask, DataDir, Items, Lengths, Task, listed, name_list, names_of
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
@@ -58,6 +58,10 @@ class TwoRules(Task):
 
     def data(self, seed: int, protocol: Protocol) -> Essays:
         return essays(self.data_dir)
+
+    @classmethod
+    def reads_folder(cls, folder: str) -> bool:
+        return has_files(folder, ESSAYS)
 
     def load(self, ask: Ask) -> TaskSet:
         pairs, lengths, items = name_list(self.pairs), listed(self.lengths), ask.items(self.items)

@@ -21,7 +21,7 @@ from kvbench.tasks.fill import TooShort
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.ruler.definitions import DEFINITIONS, GENERATED, write
 from kvbench.tasks.ruler.document import Job, check_lengths, uncut
-from kvbench.tasks.ruler.words import QA_FILES, Documents, Essays, documents, essays, vocabulary
+from kvbench.tasks.ruler.words import ESSAYS, QA_FILES, Documents, Essays, documents, essays, has_files, vocabulary
 from kvbench.tasks.task import Ask, DataDir, Items, Lengths, Limit, Task, listed, name_list, names_of
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
@@ -57,7 +57,12 @@ class Ruler(Task):
 
     def data(self, seed: int, protocol: Protocol) -> tuple[Essays, dict[str, Documents]]:
         names = name_list(self.tasks, GROUPS)
-        return essays(self.data_dir), {name: documents(name, self.data_dir) for name in names if name in QA_FILES}
+        asked = [name for name in names if name in QA_FILES]
+        return essays(self.data_dir, needed=not asked), {name: documents(name, self.data_dir) for name in asked}
+
+    @classmethod
+    def reads_folder(cls, folder: str) -> bool:
+        return has_files(folder, [*ESSAYS, *(name for listed in QA_FILES.values() for name in listed)])
 
     def load(self, ask: Ask) -> TaskSet:
         names, lengths, items = name_list(self.tasks, GROUPS), listed(self.lengths), ask.items(self.items)

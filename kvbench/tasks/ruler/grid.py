@@ -20,7 +20,7 @@ from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.ruler.definitions import match_all
 from kvbench.tasks.ruler.document import Document, check_lengths, longest, uncut
 from kvbench.tasks.ruler.makers import Needles, among_sentences, ask_for, draw, needle
-from kvbench.tasks.ruler.words import Essays, essays, vocabulary
+from kvbench.tasks.ruler.words import ESSAYS, Essays, essays, has_files, vocabulary
 from kvbench.tasks.task import Ask, DataDir, Items, Lengths, Task, listed
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
@@ -61,6 +61,10 @@ class Needle(Task):
 
     def data(self, seed: int, protocol: Protocol) -> Essays:
         return essays(self.data_dir)
+
+    @classmethod
+    def reads_folder(cls, folder: str) -> bool:
+        return has_files(folder, ESSAYS)
 
     def load(self, ask: Ask) -> TaskSet:
         lengths, depths, items = listed(self.lengths), depths_of(self.depths), ask.items(self.items)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -11,10 +12,13 @@ from pathlib import Path
 from random import Random
 
 from kvbench.tasks.files import MissingDataError
+from kvbench.tasks.formats import PACKERS, READ, find_source, read_json, source_of, unread
 from kvbench.tasks.haystack import paragraphs
+from kvbench.tasks.rows import Source
 
 OWN = "kvbench"
-ESSAY_FILES = ("PaulGrahamEssays.json", "paul_graham_essays.json", "paul_graham_essays.jsonl")
+ESSAYS = ("PaulGrahamEssays", "paul_graham_essays")  # names without their ending
+FOLDERS = ("ruler", "data", "needle", "instructions")  # below `task.data_dir`
 QA_FILES = {"qa_1": ("dev-v2.0.json", "squad.json"), "qa_2": ("hotpot_dev_distractor_v1.json", "hotpotqa.json")}
 QA_URLS = {
     "qa_1": "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json",
@@ -85,38 +89,80 @@ class Essays:
         return [sentence for sentence in _SENTENCE_BREAK.split(text) if sentence]
 
 
-def essays(data_dir: str | None) -> Essays:
+def essays(data_dir: str | None, *, needed: bool = True) -> Essays:
     """Paul Graham's essays from `task.data_dir`, else the documentation that ships with the running Python.
 
     Args:
-        data_dir: A folder; it may hold one of `ESSAY_FILES`: the original's object with `text`, or one object a line.
+        data_dir: A folder that holds one of `ESSAYS` in a format that rows are read from: objects with `text`, one of
+            them as in the original, or several.
+        needed: The task reads nothing else of the folder.
+
+    Raises:
+        MissingDataError: The folder has none, and they are needed.
+        ValueError: It is no folder, or what it has cannot be read as essays.
     """
-    path = _file(data_dir, ESSAY_FILES)
-    if path is None:
+    source = None if data_dir is None else _essay_source(data_dir, needed)
+    if source is None:
         return Essays(tuple(" ".join(paragraphs()).split()), OWN)
     try:
-        content = path.read_text("utf-8")
-        parts = content.splitlines() if path.suffix == ".jsonl" else [content]
-        texts = [json.loads(part)["text"] for part in parts if part.strip()]
+        texts = [json.loads(line.removeprefix(BOM_UTF8))["text"] for line in source.lines if line.strip()]
         words = tuple(" ".join(texts).split())
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} cannot be read as essays ({type(error).__name__}: {error}); it must hold objects with a text "
-            "under `text`, as RULER's script writes them"
+            f"{source.name} cannot be read as essays ({type(error).__name__}: {error}); it must hold objects with a "
+            "text under `text`, as RULER's script writes them"
         ) from error
     if not words:
-        raise ValueError(f"{path} holds no text; fetch it again, or take it away to use text of kvbench's own")
-    return Essays(words, path.name)
+        raise ValueError(f"{source.name} holds no text; fetch it again, or take it away to use text of kvbench's own")
+    return Essays(words, source.name.removeprefix(f"{source.path.parent}/") if source.path else source.name)
+
+
+def _essay_source(data_dir: str, needed: bool) -> Source | None:
+    root = _root(data_dir)
+    # As they were looked for when these names were the only ones.
+    first = (f"{ESSAYS[0]}.json", f"{ESSAYS[1]}.json", f"{ESSAYS[1]}.jsonl")
+    path = next((path for place in (root, root / "ruler") for name in first if (path := place / name).is_file()), None)
+    if path is not None:
+        return source_of(path, one_row=True)
+    places = [root, *(root / name for name in FOLDERS)]
+    found = next((one for place in places if (one := find_source(place, ESSAYS, one_row=True)) is not None), None)
+    if found is not None:
+        return found
+    left = {path: step for place in places for path, step in unread(place, ESSAYS).items()}
+    called = [path for path in left if path.name.startswith(tuple(f"{stem}." for stem in ESSAYS))]
+    if needed or called:
+        at_hand = "".join(f" At hand is {path}: {left[path]}." for path in called or left)
+        raise MissingDataError(
+            f"task.data_dir={data_dir} has nothing that the task reads: no {ESSAYS[0]}.json or .jsonl there or in its "
+            f"{', '.join(FOLDERS)}.{at_hand} Rows are read from {READ}; leave task.data_dir out to use text of "
+            "kvbench's own"
+        )
+    return None
+
+
+def has_files(data_dir: str, names: Sequence[str]) -> bool:
+    """Tell whether a folder has one of some files, in whatever format, readable or not; endings of names do not
+    count."""
+    stems = [name.removesuffix(".json") for name in names]
+    places = [_root(data_dir), *(_root(data_dir) / name for name in FOLDERS)]
+    return any(path.name.startswith(f"{stem}.") for place in places for path in place.glob("*") for stem in stems)
+
+
+def _root(data_dir: str) -> Path:
+    root = Path(data_dir).expanduser()
+    if not root.is_dir():
+        raise ValueError(f"task.data_dir={data_dir} is not a folder (looked for {root.absolute()})")
+    return root
 
 
 def _file(data_dir: str | None, names: Sequence[str]) -> Path | None:
     if data_dir is None:
         return None
-    root = Path(data_dir).expanduser()
-    if not root.is_dir():
-        raise ValueError(f"task.data_dir={data_dir} is not a folder (looked for {root.absolute()})")
-    places = (place / name for place in (root, root / "ruler") for name in names)
-    return next((path for path in places if path.is_file()), None)
+    root = _root(data_dir)
+    packed = [f"{name}{ending}" for name in names for ending in PACKERS]
+    places = [(place, name) for place in (root, root / "ruler") for name in names]
+    places += [(place, name) for place in (root, *(root / part for part in FOLDERS)) for name in (*names, *packed)]
+    return next((path for place, name in places if (path := place / name).is_file()), None)
 
 
 @dataclass(frozen=True)
@@ -143,12 +189,16 @@ def documents(task: str, data_dir: str | None) -> Documents:
     names = QA_FILES[task]
     path = _file(data_dir, names)
     if path is None:
+        places = [_root(data_dir), *(_root(data_dir) / part for part in FOLDERS)] if data_dir else []
+        stems = [name.removesuffix(".json") for name in names]
+        left = {path: step for place in places for path, step in unread(place, stems).items()}
+        at_hand = "".join(f" At hand is {path}: {step}." for path, step in left.items())
         raise MissingDataError(
             f"task=ruler has no data for {task}: it needs {' or '.join(names)} in task.data_dir={data_dir or 'FOLDER'}."
-            f" Get it from {QA_URLS[task]}. The other tasks (task.tasks=generated) need no data"
+            f"{at_hand} Get it from {QA_URLS[task]}. The other tasks (task.tasks=generated) need no data"
         )
     try:
-        data = json.loads(path.read_text("utf-8"))
+        data = read_json(path)
         found = _squad(data) if task == "qa_1" else _hotpot(data)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
