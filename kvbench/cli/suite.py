@@ -178,7 +178,8 @@ def _reads_folder(task_cfg: DictConfig, folder: str) -> bool:
     """Tell whether a task takes the suite's folder of data; one that can do without takes it where it has some."""
     from kvbench.tasks import settings_class
 
-    return settings_class(as_dict(task_cfg)).reads_folder(folder)
+    # A task without a name is refused where its job is composed.
+    return "name" not in task_cfg or settings_class(as_dict(task_cfg)).reads_folder(folder)
 
 
 def _methods(suite: Suite, cfg: DictConfig) -> list[list[str]]:

@@ -160,3 +160,21 @@ def test_the_suites_that_kvbench_ships():
             if (line := tuple(word.partition("=")[0] if "." in word else word for word in words)) not in seen:
                 make_policy(compose(words).method)
             seen.add(line)
+
+
+def test_a_folder_of_data_goes_to_tasks_that_read_it(tmp_path, capsys):
+    """A task that makes its own text where the folder has none for it is not given the folder, which is said; one that
+    cannot do without its data is."""
+
+    def folders(*lines):
+        found = suite.Suite(every="seed=0", tasks=lines, methods=("method=full",))
+        jobs = suite.jobs(found, compose_command("suite", ["suite=quick", f"data_dir={tmp_path}"]), ())
+        return [f"task.data_dir={tmp_path}" in job for job in jobs]
+
+    lines = ("task=ruler", "task=needle", "task=instructions", "task=longbench", "task=longctx")
+    assert folders(*lines) == [False, False, False, True, False]
+    said = capsys.readouterr().err
+    assert all(f"data_dir={tmp_path} has nothing for task={name}" in said for name in ("ruler", "needle"))
+    (tmp_path / "ruler").mkdir()
+    (tmp_path / "ruler" / "PaulGrahamEssays.jsonl").write_text("{}")
+    assert folders(*lines) == [True, True, True, True, False] and not capsys.readouterr().err
