@@ -141,7 +141,8 @@ def in_folder(file: DataFile, folder: str | None) -> Source | str:
         for path in (*paths_in(place, file), *(place / name for name in listed)):
             if path.is_file():
                 return source_of(path) or ""
-    places = [place / part for place in (root, root / file.task) for part in ("", "data")]
+    # Names such as `test` may be another benchmark's in a folder above: the task's own folder comes first.
+    places = [place / part for place in (root / file.task, root) for part in ("", "data")]
     for place in places:
         if (found := find_source(place, file.stems) or _as_on_hub(file, place)) is not None:
             return found

@@ -5,11 +5,13 @@ import gzip
 import json
 import lzma
 import zipfile
+from pathlib import Path
 
 import pytest
 from longbench_rows import row as long_row
 
 from kvbench.tasks import check_task, gsm8k, load_task, longbench
+from kvbench.tasks.fetch import check_file
 from kvbench.tasks.files import MissingDataError
 from kvbench.tasks.formats import lines_of, source_of
 from kvbench.tasks.ruler import words
@@ -132,6 +134,26 @@ def test_json_lines_come_first(tmp_path) -> None:
     put(tmp_path, "test.parquet", parquet([{"question": "new", "answer": "#### 1"}]))
     folder = put(tmp_path, "gsm8k/test.jsonl", RAW)
     assert gsm8k.load("zeroshot", folder)["test"][0]["question"] == "What is 0?"
+
+
+def test_the_tasks_own_folder_comes_before_archives_above_it(tmp_path) -> None:
+    """They may be other benchmarks', whose files have the same names."""
+    put(tmp_path, "other.zip", zipped(test_dot_jsonl=b'{"question": "theirs", "answer": "#### 1"}'))
+    folder = put(tmp_path, "gsm8k/test.parquet", parquet(ROWS))
+    assert gsm8k.load("zeroshot", folder)["test"][0]["question"] == "What is 0?"
+
+
+@pytest.mark.parametrize("name", ["test.jsonl.gz", "main/test-00000-of-00001.parquet", "gsm8k.zip"])
+def test_a_check_counts_what_a_run_reads(tmp_path, name: str) -> None:
+    """Rows and hash of the file at hand, whatever it is in; one that is not read is a fault with its step."""
+    file = gsm8k.data_file("test")
+    folder = Path(put(tmp_path, name, READABLE[name]()))
+    report = check_file(file, folder, {}, partial_data=True)
+    assert (report.rows, report.path, report.good) == (3, folder / name, True) and len(report.sha256) == 64
+    (folder / name).unlink()
+    (folder / "test.csv").write_bytes(b"x")
+    report = check_file(file, folder, {})
+    assert not report.good and "write its rows as JSON lines" in report.faults[0]
 
 
 def test_a_folder_without_the_benchmark_is_refused(tmp_path, monkeypatch) -> None:
