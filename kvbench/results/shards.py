@@ -165,7 +165,7 @@ def load_record(place: Path, say: Callable[[str], None]) -> RunRecord | None:
     try:
         return RunRecord.load(place)
     except UnreadableRecord as error:
-        say(f"{error}: it is moved to {UNREADABLE}, and the samples beside it count")
+        say(f"{str(error).partition('; ')[0]}: it is moved to {UNREADABLE}, and the samples beside it count")
         _set_aside(place)
         return None
 
@@ -196,7 +196,7 @@ def _take_of_worker(place: Path, journal: Journal, record: RunRecord, say: Calla
     try:
         own = RunRecord.load(place)
     except UnreadableRecord as error:
-        say(f"{error}: the samples beside it count")
+        say(f"{str(error).partition('; ')[0]}: the samples beside it count")
         own = None
     if own is not None:
         others = [session for session in record.sessions if session.worker != place.name]
