@@ -256,6 +256,8 @@ class RunRecord:
     """Difference to the full cache; None for the full cache itself and with `reference=none`."""
     quarantined: list[dict] = field(default_factory=list)
     """The first rows of the data that were set aside: file, line, reason."""
+    unused_fields: list[str] = field(default_factory=list)
+    """Fields of the data's rows that nothing reads, as `file: field, field`."""
 
     @property
     def primary(self) -> str:

@@ -139,6 +139,7 @@ def _count(experiment: Experiment, record: RunRecord, journal: Journal) -> None:
         damaged=max(record.counts.damaged, journal.damaged),
     )
     record.quarantined = list(task.quarantined[:MAX_LISTED])
+    record.unused_fields = list(task.unused)
 
 
 def _opened(experiment: Experiment, stack: ExitStack, say: Callable[[str], None]) -> tuple[Journal, RunRecord]:
@@ -351,6 +352,8 @@ def plan(
     for what, rows in (("set aside", experiment.task.quarantined), ("counted again", experiment.task.copies)):
         for row in rows[:5]:
             say(f"{what}: {row['file']}:{row['line']}: {row['reason']}")
+    for names in experiment.task.unused:
+        say(f"fields that nothing reads: {names}")
     return Wanted(method=method, experiment=experiment, say=say, origin=origin)
 
 

@@ -47,7 +47,12 @@ def found_in(text: str, find: Callable[[str], T | None], opened: bool = False) -
 
     Characters that nobody sees are no part of an answer."""
     rest = after_thinking(text, opened)
-    return None if rest is None else find(_INVISIBLE.sub("", rest))
+    return None if rest is None else find(visible(rest))
+
+
+def visible(text: str) -> str:
+    """The text without the characters that nobody sees."""
+    return _INVISIBLE.sub("", text)
 
 
 def graded(answer: T | None, is_right: Callable[[T], bool | None], is_marked: bool = True) -> dict[str, float]:

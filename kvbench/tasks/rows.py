@@ -24,7 +24,11 @@ class Rows(list[dict[str, Any]]):
         quarantined: Rows that did not: dicts with `file`, `line` (from 1) and `reason`.
         copies: Rows that are, or are called, the same as an earlier one, as in `quarantined`; they are among the rows.
         file: Name of the file for messages.
+
+    `unused` has the names of fields that nothing reads, where a reader looks for them.
     """
+
+    unused: Sequence[str] = ()
 
     def __init__(
         self,

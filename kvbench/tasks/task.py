@@ -194,13 +194,15 @@ class Task(ABC):
             told: What else goes into each result row.
             references: Sample id -> what its answer is scored against, as JSON types; None where there is nothing.
             scorer: See `TaskSet`, as for `more`.
-            rows: Where samples were read from; the rows that were set aside, and the copies, are named.
+            rows: Where samples were read from; the rows that were set aside, the copies, and unused fields are named.
         """
         if references is None:
             references = {request.sample_id: None for request in requests}
         more = {"name": self.name, "metrics": dict(self.metrics), "primary": self.primary} | more
+        rows = list(rows)
         for name in ("quarantined", "copies"):
             more.setdefault(name, [row for some in rows for row in getattr(some, name)])
+        more.setdefault("unused", [f"{Path(some.file).name}: {', '.join(some.unused)}" for some in rows if some.unused])
         return self.kind(
             protocol=asdict(ask.protocol) | dict(told),
             fingerprint=fingerprint(requests, references, self.folder()),

@@ -40,6 +40,7 @@ class TaskSet:
         requests: What to ask, subset by subset.
         quarantined: Rows that were set aside: `file`, `line`, `reason`.
         copies: Rows that are the same as earlier ones, or have the same id, likewise; they are asked and counted again.
+        unused: Fields of the rows that nothing reads, as `file: field, field`, a text for each file.
         weighting: What weighs the same in the mean over subsets: every `subset`, or every `sample`.
         metrics: Name -> meaning of every score that `score` returns.
         primary: The metric that stands for the task.
@@ -63,6 +64,7 @@ class TaskSet:
     turn_scorer: Callable[[str, int, str], Mapping[str, float]] | None = None
     quarantined: list[dict] = field(default_factory=list)
     copies: list[dict] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
     grading_limit_s: float | None = 120.0
     grading_workers: int = 0
     weighting: Weighting = "subset"

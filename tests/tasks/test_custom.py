@@ -1,13 +1,17 @@
 """A file of the user's own: broken rows, prompts, messages, choices, conversations, and every metric by hand."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from loaded import text_of
 
 from kvbench.engine.requests import Outcome
 from kvbench.tasks import load_task
+from kvbench.tasks.custom.dataset import FIELDS, unused_fields
 
 GOOD = {"context": "The door is red. The car is blue.", "question": "What is red?", "answers": ["the door", "door"]}
 TALK = GOOD | {
@@ -59,6 +63,68 @@ def test_broken_rows_are_named_and_the_rest_run(load) -> None:
         assert row["file"].endswith("my.jsonl")
     (copy,) = task.copies
     assert (copy["line"], copy["reason"]) == (16, "the same id as in line 1")
+
+
+def test_fields_that_nothing_reads_are_named(load) -> None:
+    """Once per file, also those of turns and messages, what another metric reads, and a second form of the answers."""
+    turn = {"question": "And?", "answers": "x", "answer": "y", "level": 3}
+    rows = [
+        GOOD | {"source": "web", "choices": ["a", "b"], "question_id": 3, "meta": None},
+        GOOD | {"source": "book", "date": "2024-01-01", "name": "x", "answer": "door", "turns": [turn]},
+        {"messages": [{"role": "user", "content": "q?", "name": "Bob"}], "answer": "x"},
+    ]
+    task = load(*rows)
+    assert not task.quarantined
+    assert task.unused == [
+        "my.jsonl: source, choices, question_id, date, name, answer, turns.answer, turns.level, messages.name"
+    ]
+    chosen = GOOD | {"choices": ["the door", "car"]}
+    assert load(GOOD, TALK).unused == load(chosen, metric="choice").unused == []
+    plain = [{key: row[key] for key in row if key in ("context", "question", "answers", "turns")} for row in rows[:1]]
+    assert load(*plain).fingerprint == load(rows[0]).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"answer_prefix": "It is"}, "task.answer_prefix="),
+        ({"max_new_tokens": 3}, "task.max_new_tokens="),
+        ({"metric": "exact"}, "task.metric="),
+        ({"system": "Be brief."}, "protocol.system="),
+        ({"temperature": 1.0}, "protocol.temperature="),
+        ({"turn": TALK["turns"]}, "Did you mean turns?"),
+        ({"Turns": TALK["turns"]}, "Did you mean turns?"),
+        ({"sub_set": "x"}, "Did you mean subset?"),
+        ({"context": None, "contxt": "c"}, "Did you mean context?"),
+        ({"answers": None, "anwsers": ["x"]}, "Did you mean answers?"),
+        ({"turns": [{"question": "q", "answers": "x", "stop": "x"}]}, "task.stop="),
+        ({"turns": [{"questions": "q", "answers": "x"}]}, "Did you mean question?"),
+    ],
+)
+def test_misspelt_fields_and_settings_in_rows_are_refused(load, change: dict, words: str) -> None:
+    """The row is set aside by its line, with the remedy; a file of nothing else is refused."""
+    task = load(GOOD, GOOD | change)
+    (row,) = task.quarantined
+    assert row["line"] == 2 and words in row["reason"]
+    with pytest.raises(ValueError, match=re.escape(words)):
+        load(GOOD | change)
+
+
+@given(st.text(min_size=1, max_size=14), st.sampled_from(["row", "turns", "messages"]))
+def test_no_field_of_a_row_passes_in_silence(name: str, place: str) -> None:
+    """Whatever its name, it is read, named or refused."""
+    turn, message = {"question": "q", "answers": "a"}, {"role": "user", "content": "q"}
+    row = {"context": "c", "question": "q", "answers": "a", "turns": [turn], "messages": [message]}
+    target = {"row": row, "turns": turn, "messages": message}[place]
+    assume(name not in target)
+    target[name] = "value"
+    try:
+        unused = unused_fields(row, "f1", ["task.stop"])
+    except ValueError as error:
+        assert name in str(error)
+        return
+    full = name if place == "row" else f"{place}.{name}"
+    assert full in unused or (place == "row" and name in FIELDS)
 
 
 @pytest.mark.parametrize("query_aware", [True, False])

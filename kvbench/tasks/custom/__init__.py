@@ -7,17 +7,16 @@ conversation: each question is read into the compressed cache behind the answer 
 question and the others are the context. A broken row is named by file and line, and the rest run.
 """
 
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvbench.rules import Choice, Several, Text, Whole
 from kvbench.tasks.chat import render_chat, system_messages
 from kvbench.tasks.choices import ChoiceSet, choice_request
-from kvbench.tasks.custom.dataset import ABSENT, CHOICE, REGEX, read_file
-from kvbench.tasks.longbench.metrics import code_similarity, normalize_answer, qa_f1, rouge
+from kvbench.tasks.custom.dataset import read_file
+from kvbench.tasks.custom.metrics import ABSENT, CHOICE, CHOICE_MEANING, METRICS, REGEX, SCORES, grade
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.rows import Rows
@@ -28,43 +27,8 @@ if TYPE_CHECKING:
     from kvbench.engine.requests import Request
 
 
-def exact(text: str, answer: str) -> float:
-    """1 when both are the same, but for case, articles, ASCII punctuation and white space."""
-    return float(normalize_answer(text) == normalize_answer(answer))
-
-
-def contains(text: str, answer: str) -> float:
-    """1 when the answer stands in the text, whatever case and white space."""
-    return float(" ".join(answer.split()).casefold() in " ".join(text.split()).casefold())
-
-
-SCORES: dict[str, tuple[Callable[[str, str], float], str]] = {
-    "exact": (exact, "the answer is one of the right ones, but for case, articles and punctuation"),
-    "contains": (contains, "one of the right answers stands in the text"),
-    "contains_all": (contains, "share of the right answers that stand in the text"),
-    "f1": (qa_f1, "F1 of words with the nearest right answer, as in SQuAD and LongBench"),
-    "rouge_l": (rouge, "ROUGE-L F with the nearest right answer, as in LongBench"),
-    ABSENT: (
-        lambda text, answer: 1.0 - contains(text, answer),
-        "none of the texts stands in the answer, as of a secret",
-    ),
-    "code": (code_similarity, "edit similarity of the first line of code, as in LongBench; nothing is run"),
-    REGEX: (
-        lambda text, answer: float(re.search(answer, text) is not None),
-        "one of the regular expressions is found in the text",
-    ),
-}
-CHOICE_MEANING = "the right choice has the highest log-likelihood"
-METRICS = (*SCORES, CHOICE)
-
-
-def grade(metric: str, text: str, answers: Sequence[str]) -> float:
-    """Score what the model wrote, without its thoughts: the best over the answers, for `contains_all` the mean,
-    for `absent` the worst."""
-    values = [SCORES[metric][0](text.strip(), answer) for answer in answers]
-    if metric == ABSENT:
-        return min(values)
-    return sum(values) / len(values) if metric == "contains_all" else max(values)
+# Settings whose names rows carry to say where they are from.
+_FREE_FIELDS = ("name", "file", "date")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +54,9 @@ class Custom(Task):
     stop: Annotated[str | Sequence[str] | None, Several(Text(), alone=Text(), least=0)] = ()
 
     def data(self, seed: int, protocol: Protocol) -> Rows:
-        return read_file(self.file, self.metric, needs_context=not protocol.query_aware)
+        named = [("task", item.name) for item in fields(self)] + [("protocol", item.name) for item in fields(protocol)]
+        settings = [f"{group}.{name}" for group, name in named if name not in _FREE_FIELDS]
+        return read_file(self.file, self.metric, needs_context=not protocol.query_aware, settings=settings)
 
     def load(self, ask: Ask) -> TaskSet:
         rows, metric = self.data(ask.seed, ask.protocol), self.metric

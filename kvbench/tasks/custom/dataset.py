@@ -1,21 +1,24 @@
 """Rows of a file of the user's own."""
 
-import re
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from kvbench.errors import unknown_name
+from kvbench.tasks.custom.metrics import CHOICE, check_answers
 from kvbench.tasks.formats import READ, source_of
 from kvbench.tasks.rows import Rows, kind_of, read_rows
 
 ROLES = ("system", "user", "assistant")
 # No model reads that much; a line this long is a broken file.
 MAX_LINE_BYTES = 10_000_000
-ABSENT, CHOICE, REGEX = "absent", "choice", "regex"
+FIELDS = ("context", "question", "messages", "answers", "answer", "choices", "turns", "subset", "id")
+TURN_FIELDS, MESSAGE_FIELDS = ("question", "answers", "answer"), ("role", "content")
+_MISSPELT = 0.85  # share of a field's letters, so that `turn` and `anwsers` are, and `question_id` is not
 
 
-def read_file(file: str, metric: str, needs_context: bool) -> Rows:
+def read_file(file: str, metric: str, needs_context: bool, settings: Collection[str]) -> Rows:
     """Read the rows of the setting `task.file`; as `check_row` otherwise."""
     path = Path(file).expanduser()
     if not path.is_file():
@@ -25,7 +28,55 @@ def read_file(file: str, metric: str, needs_context: bool) -> Rows:
     source = source_of(path, one_row=True)
     if source is None:
         raise ValueError(f"task.file={file} is an archive without rows; rows are read from {READ}")
-    return read_rows(source, partial(check_row, metric=metric, needs_context=needs_context), MAX_LINE_BYTES)
+    unused: dict[str, None] = {}
+
+    def check(row: Mapping[str, Any]) -> dict[str, Any]:
+        unused.update(dict.fromkeys(unused_fields(row, metric, settings)))
+        return check_row(row, metric=metric, needs_context=needs_context)
+
+    rows = read_rows(source, check, MAX_LINE_BYTES)
+    rows.unused = list(unused)
+    return rows
+
+
+def unused_fields(row: Mapping[str, Any], metric: str, settings: Collection[str] = ()) -> list[str]:
+    """The fields of a row that nothing reads, those of its turns and messages as `turns.x`.
+
+    Args:
+        row: Any JSON object; a field that is null counts as missing.
+        metric: What the row is graded by.
+        settings: Full names of the settings that say how all rows are asked, such as `task.answer_prefix`.
+
+    Raises:
+        ValueError: A field has the name of a setting, or is a misspelt field.
+    """
+    ignored = {"answer"} if row.get("answers") is not None else set()
+    ignored |= set() if metric == CHOICE else {"choices"}
+    unused = _unknown(row, FIELDS, settings, ignored)
+    for name, known in (("turns", TURN_FIELDS), ("messages", MESSAGE_FIELDS)):
+        inner = row.get(name)
+        for item in inner if isinstance(inner, list) else ():
+            if isinstance(item, dict):
+                ignored = {"answer"} if item.get("answers") is not None else set()
+                unused += [f"{name}.{field}" for field in _unknown(item, known, settings, ignored)]
+    return unused
+
+
+def _unknown(
+    row: Mapping[str, Any], known: Collection[str], settings: Collection[str], ignored: Collection[str]
+) -> list[str]:
+    """The fields outside of `known`, and the `ignored` ones of these."""
+    found = []
+    missing = [name for name in known if row.get(name) is None and name not in ignored]
+    for name, value in row.items():
+        if value is None or (name in known and name not in ignored):
+            continue
+        if setting := next((one for one in settings if one.rpartition(".")[2] == name), ""):
+            raise ValueError(f"field {name} is a setting of all rows: take it out, and set {setting}=")
+        if name not in known and get_close_matches(name.casefold().strip(), missing, n=1, cutoff=_MISSPELT):
+            raise unknown_name("field", name, known)
+        found.append(name)
+    return found
 
 
 def check_row(row: Mapping[str, Any], *, metric: str, needs_context: bool) -> dict[str, Any]:
@@ -55,8 +106,7 @@ def check_row(row: Mapping[str, Any], *, metric: str, needs_context: bool) -> di
     answers = _texts("answers", given)
     if metric == CHOICE and (len(choices) < 2 or len(set(choices)) < len(choices) or answers[0] not in choices):
         raise ValueError("field choices must be two or more different texts, with the answer among them")
-    if metric == REGEX:
-        _check_patterns(answers)
+    check_answers(metric, answers)
     turns = _turns(row.get("turns"), metric)
     subset = _text("subset", row.get("subset", "all"))
     name = row.get("id", "")
@@ -64,14 +114,6 @@ def check_row(row: Mapping[str, Any], *, metric: str, needs_context: bool) -> di
         raise ValueError(f"field id must be a text or a whole number, it is {type(name).__name__}")
     checked = {"context": context, "question": question, "messages": messages, "answers": answers}
     return checked | {"choices": choices, "turns": turns, "subset": subset, "id": str(name)}
-
-
-def _check_patterns(answers: Sequence[str]) -> None:
-    for answer in answers:
-        try:
-            re.compile(answer)
-        except re.error as error:
-            raise ValueError(f"field answers has no regular expression: {error}") from error
 
 
 def _turns(value: object, metric: str) -> list[dict[str, Any]]:
@@ -87,8 +129,7 @@ def _turns(value: object, metric: str) -> list[dict[str, Any]]:
         given = item["answers"] if item.get("answers") is not None else item.get("answer")
         answers = _texts("turns.answers", given)
         turns.append({"question": _text("turns.question", item.get("question")), "answers": answers})
-        if metric == REGEX:
-            _check_patterns(answers)
+        check_answers(metric, answers)
     return turns
 
 
