@@ -225,10 +225,8 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
         (last.copies, "Rows of the data that are copies of others, or have the same id, and count again"),
     ):
         notes += [f"{words}: {count}."] if count else []
-    notes += [
-        f"Fields of the data that nothing reads: {safe(names, MESSAGE_LENGTH)}." for names in records[-1].unused_fields
-    ]
-    return notes
+    unused = [safe(names, MESSAGE_LENGTH) for names in records[-1].unused_fields]
+    return notes + [f"Fields of the data that nothing reads: {names}." for names in unused]
 
 
 def _fidelity_notes(record: RunRecord) -> list[str]:
