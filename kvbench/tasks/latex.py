@@ -1,6 +1,7 @@
 """Compares final answers in LaTeX: as text, by their form, or as mathematics."""
 
 import re
+import unicodedata
 from functools import cache
 
 from kvbench.tasks import verifier
@@ -12,6 +13,17 @@ _TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|textit)\s*\{([^{}]*)\}"
 _BASE = re.compile(r"\d_\{?(\d+)\}?$")
 _RELATION = re.compile(r"\\(?:neq?|leq?(?:slant)?|geq?(?:slant)?|lt|gt)(?![a-z])|[<>]")
 _NAMES = {"\\not=": "\\neq ", "\u2260": "\\neq ", "\u2264": "\\le ", "\u2265": "\\ge ", "\u2212": "-"}
+_NAMES |= {"\\varnothing": "\\emptyset", "\u2205": "\\emptyset", "\u00d7": "\\times ", "\u03c0": "\\pi "}
+# One half, two thirds, ...: NFKC writes a slash of its own between the two digits.
+_NAMES |= {
+    sign: "\\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", sign).split("\u2044"))
+    for sign in map(chr, (*range(0xBC, 0xBF), *range(0x2150, 0x215F)))
+}
+_ROOT = re.compile(r"\u221a\s?(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]|\\pi(?![a-z])))")
+_RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
+_SIZES = re.compile(r"\\[bB]igg?[lrm]?(?![A-Za-z])")
+_PERCENT = re.compile(r"(?<!\\)%")
+_COUNTED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?=\s*(?:\\text|\\mathrm|\\mbox|\\%|\s[A-Za-z]))")  # with a unit
 _UNIT_POWER = re.compile(r"\\(?:text|mbox|mathrm)\s*\{[^{}]*\}\s*\^\{?(\d+)\}?$")
 _DROPPED = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;: ]|\\\$|[\s$]")
 _DEGREES = re.compile(r"\^\s?\{?\s?\\circ\s?\}?|\\degrees?(?![a-z])|\u00b0")
@@ -26,10 +38,14 @@ _SIGN = re.compile(r"\\[{}]|[()\[\]{},]|\\.", re.DOTALL)
 
 
 def plain_signs(latex: str) -> str:
-    """The same with the hyphen for a minus, LaTeX's names of relations, and no marks between thousands but commas."""
+    """The same with the hyphen for a minus, LaTeX's names of other signs, no sizes of brackets, and no marks between
+    thousands but commas."""
     for sign, name in _NAMES.items():
         latex = latex.replace(sign, name)
-    return _GROUP.sub("", latex)
+    latex = _ROOT.sub(lambda root: f"\\sqrt{{{root[1] or root[2]}}}", _SIZES.sub("", latex))
+    latex = _RAISED.sub(lambda power: f"^{{{unicodedata.normalize('NFKC', power[0])}}}", latex)
+    latex = _GROUP.sub("", _PERCENT.sub(r"\\%", latex))
+    return _COUNTED.sub(lambda number: number[0].replace(",", ""), latex)
 
 
 def normalise(latex: str) -> str:

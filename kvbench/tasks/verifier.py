@@ -13,11 +13,14 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from typing import Any
 
 CPU_S = 5.0  # processor time of one comparison, so that a busy machine changes no verdict
 WALL_S = 100.0  # for a process that is stuck without computing
 MEMORY_BYTES = 4 << 30
 DECIMALS = 12  # of a comparison with a decimal number: more than answers are rounded to, fewer than floats err by
+DIGITS = 15  # significant ones of a difference that is evaluated
 
 
 class Verifier:
@@ -103,8 +106,9 @@ def _serve(cpu_s: float) -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    from math_verify import parse, verify
+    from math_verify import grader, parse, verify
 
+    setattr(grader, "sympy_numeric_eq", _relative(grader.sympy_numeric_eq))  # noqa: B010
     for line in sys.stdin:
         gold, given = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
@@ -112,6 +116,42 @@ def _serve(cpu_s: float) -> None:
         equal = bool(all(sides) and verify(*sides, float_rounding=DECIMALS, timeout_seconds=None))
         signal.setitimer(signal.ITIMER_PROF, 0)
         out.write(json.dumps(equal).encode() + b"\n")
+
+
+def _relative(near: Callable[..., bool]) -> Callable[..., bool]:
+    """math-verify's comparison of two numbers, which must also be equal by their own size.
+
+    It rounds decimal numbers to so many decimals, and drops what is below 1e-15 of the difference of others: by that
+    all small numbers are equal.
+    """
+    from math_verify.grader import get_pct_val
+
+    def equal(a: Any, b: Any, *limits: int) -> bool:
+        # 9 % is 9 for math-verify.
+        return near(a, b, *limits) and (_same(a, b) or _same(get_pct_val(a, a), get_pct_val(b, b)))
+
+    return equal
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Tell whether two sympy expressions are one number: exactly, or to `DECIMALS` digits where one has decimals; also
+    True where they are no numbers."""
+    from sympy import Expr, Float, Rational
+
+    if not isinstance(a, Expr) or not isinstance(b, Expr):
+        return True
+    decimals = a.atoms(Float) | b.atoms(Float)
+    exact = {value: Rational(str(value)) for value in decimals}
+    a, b = a.xreplace(exact).doit(), b.xreplace(exact).doit()
+    parts = (a - b).evalf(DIGITS).as_real_imag()
+    if not all(part.is_Number for part in parts):
+        return True
+    # A part of precision 1 has no digit that is known: it is 0 as far as anything can be evaluated.
+    parts = [part for part in parts if part and getattr(part, "_prec", 0) != 1]
+    if not decimals:
+        return not parts
+    size = max(abs(a.evalf(DIGITS)), abs(b.evalf(DIGITS)))
+    return all(abs(part) <= size / 10**DECIMALS for part in parts)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,16 @@ The score is the share of all problems that are right; `run.json` also has it by
 """
 
 import ast
-import re
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from kvbench.rules import Choice
-from kvbench.tasks.answers import GROUP, MINUS, found_in, graded, last_boxed
+from kvbench.tasks.answers import found_in, graded, last_boxed
 from kvbench.tasks.files import DataFile, find_rows
 from kvbench.tasks.latex import judge, normalise
 from kvbench.tasks.lmeval import lmeval_tasks_folder
+from kvbench.tasks.mathematics.final import find_answer, is_marked
 from kvbench.tasks.problems import Problems
 from kvbench.tasks.rows import Rows, text_field
 from kvbench.tasks.task import Draws, name_list, names_of
@@ -36,13 +35,6 @@ SUBJECTS = {
 }
 """Subject -> problems of its test file."""
 GROUPS = {"all": tuple(SUBJECTS)}
-# Longer than any reference by far; keeps sympy away from runaway answers, which it would chew on for minutes.
-MAX_ANSWER_CHARS = 1000
-_FINAL = re.compile(r"answer\s*+(?:is|:|=)\s*+(?::\s*+)?", re.IGNORECASE)
-_MATH = re.compile(r"\\[(\[]|\\.|\$\$?", re.DOTALL)
-_DOLLARS = re.compile(r"((?:[^$\\]|\\.)++)\$\$?", re.DOTALL)
-_LAST_NUMBER = re.compile(rf"[{MINUS}]?\d++(?:(?:,|{GROUP})\d{{3}}(?!\d))*+(?:\.\d++)?(?:/\d++)?")
-_HOPE = "I hope it is correct"  # how the examples of Minerva's prompt end
 HUB_500, HUB_MATH = "HuggingFaceH4/MATH-500", "EleutherAI/hendrycks_math"
 
 
@@ -178,52 +170,6 @@ def load(subset: str, data_dir: str | None = None, form: str = "boxed", **_: obj
         for row in rows
     ]
     return {"test": rows.made_into(documents)}
-
-
-def find_answer(text: str) -> str | None:
-    """The final answer as LaTeX: the last box, what follows the last "answer is", or the last mathematics or number.
-
-    None where the text has none of these, or one that is absurdly long.
-    """
-    found = last_boxed(text)
-    if found is None:
-        phrase = next(iter(deque(_FINAL.finditer(text), maxlen=1)), None)
-        tail = text[phrase.end() :].partition("\n")[0].partition(_HOPE)[0] if phrase else text
-        spans = list(_mathematics(tail))
-        words = tail.rstrip(" .*").lstrip(" *")
-        if spans:
-            found = spans[0] if phrase else spans[-1]
-        elif phrase and words:
-            found = words
-        else:
-            numbers = _LAST_NUMBER.findall(tail)
-            found = numbers[-1] if numbers else None
-    if found is None or not found.strip() or len(found) > MAX_ANSWER_CHARS:
-        return None
-    return found.strip()
-
-
-def _mathematics(text: str) -> Iterator[str]:
-    """The text between dollars, `\\(` and `\\)`, or `\\[` and `\\]`, in order; an escaped dollar is none."""
-    place, ends = 0, {"\\(": "\\)", "\\[": "\\]"}
-    while sign := _MATH.search(text, place):
-        place = sign.end()
-        if sign[0].startswith("$"):
-            if found := _DOLLARS.match(text, place):
-                place = found.end()
-                yield found[1]
-        elif close := ends.get(sign[0]):
-            end = text.find(close, place + 1)
-            if end < 0:
-                del ends[sign[0]]  # nothing closes the others either
-            else:
-                yield text[place:end]
-                place = end + len(close)
-
-
-def is_marked(text: str) -> bool:
-    """Tell whether a text says what its answer is; of others, the last mathematics or number is graded."""
-    return last_boxed(text) is not None or bool(_FINAL.search(text))
 
 
 def grade(reference: str, text: str) -> dict[str, float]:

@@ -1,0 +1,148 @@
+"""The final answer of a mathematical text: a box, what stands behind "the answer is", or the last mathematics."""
+
+import re
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from kvbench.tasks.answers import GROUP, MINUS, last_boxed
+
+# Longer than any reference by far; keeps sympy away from runaway answers, which it would chew on for minutes.
+MAX_ANSWER_CHARS = 1000
+MAX_BLOCK_CHARS = 4000  # of lines that come to an answer
+# "The answer is", "Answer:", or a line that is nothing but a heading.
+_FINAL = re.compile(
+    r"answer\s*+(?:is|:|=|\uff1a)\s*+(?:[:\uff1a]\s*+)?(?:(?:therefore|thus|hence|simply|exactly|equal\s+to)\b[\s:,]*+)?"
+    r"|^[ \t*#_]*+(?:the\s)?(?:final\s)?answer[ \t*_\r]*+$(?!\s*+(?:is\b|[:=\uff1a]))",
+    re.IGNORECASE | re.MULTILINE,
+)
+_ENVIRONMENTS = r"(?:equation|displaymath|math|align(?:at|ed)?|flalign|gather(?:ed)?|split|multline|eqnarray)\*?"
+_MATH = re.compile(rf"\\begin\{{{_ENVIRONMENTS}\}}|\\[(\[]|\\.|\$\$?", re.DOTALL)
+_DOLLARS = re.compile(r"((?:[^$\\]|\\.)++)\$\$?", re.DOTALL)
+_CLOSING = {"\\(": "\\)", "\\[": "\\]"}
+_BLOCK = re.compile(rf"\s*\\begin\{{({_ENVIRONMENTS})\}}(.*)\\end\{{\1\}}[\s.,]*", re.DOTALL)
+_SIGN = re.compile(r"\\(?:begin|end)(?![a-z])|\\.|[{}&]", re.DOTALL)
+_LAST_NUMBER = re.compile(rf"[{MINUS}]?\d++(?:(?:,|{GROUP})\d{{3}}(?!\d))*+(?:\.\d++)?(?:/\d++)?")
+_MARKUP = re.compile(r"[\s*_`#]*+")  # of Markdown
+_OPENING = re.compile(r"(?:\s|\\[(\[]|\$)*+")  # of mathematics that is never closed
+_JOINT = re.compile(r"\s*+(?:[,;](?:\s*+(?:and|or)\b)?|and\b|or\b)\s*+", re.IGNORECASE)
+# A number of things, `12,345 people`: math-verify knows some units and takes other words for products of letters.
+_COUNT = re.compile(
+    rf"([{MINUS}]?\d[\d,]*+(?:\.\d++)?)\s++"
+    r"(?!(?:hundred|thousand|million|billion|trillion|dozen|plus|minus|times|over|choose|factorial|squared|cubed|more|less)"
+    r"\b)(?:(?!and\b|or\b)[a-z]{2,}\s?){1,4}"
+)
+_HOPE = "I hope it is correct"  # how the examples of Minerva's prompt end
+
+
+class _Span(NamedTuple):
+    """Mathematics in a text: where it begins and ends, delimiters included, and what it says."""
+
+    start: int
+    end: int
+    latex: str
+
+
+def find_answer(text: str) -> str | None:
+    """The final answer as LaTeX: the last box, what follows the last "answer is", or the last mathematics or number.
+
+    None where the text has none of these, or one that is absurdly long.
+    """
+    found = last_boxed(text)
+    if found is None:
+        phrase = next(iter(deque(_FINAL.finditer(text), maxlen=1)), None)
+        found = _last_mathematics(text) if phrase is None else _behind(text[phrase.end() :].partition(_HOPE)[0])
+    if found is None or not found.strip() or len(found) > MAX_ANSWER_CHARS:
+        return None
+    return found.strip()
+
+
+def is_marked(text: str) -> bool:
+    """Tell whether a text says what its answer is; of others, the last mathematics or number is graded."""
+    return last_boxed(text) is not None or bool(_FINAL.search(text))
+
+
+def _last_mathematics(text: str) -> str | None:
+    """The last mathematics of a text, with what "or" and "and" join to it; without any, the last number."""
+    spans: list[_Span] = []
+    for span in _mathematics(text):
+        if spans and not _JOINT.fullmatch(text, spans[-1].end, span.start):
+            spans.clear()
+        spans.append(span)
+    return _joined(spans) if spans else _last_number(text)
+
+
+def _behind(text: str) -> str | None:
+    """The answer at the beginning of a text: the first mathematics that begins on its first line, however many lines
+    that goes on for, else the line itself; where that only announces the answer, the same of the next line."""
+    text = _MARKUP.sub("", text, count=1)
+    line = text.partition("\n")[0]
+    spans: list[_Span] = []
+    for span in _mathematics(text):
+        if span.start >= len(line) or (spans and not _JOINT.fullmatch(text, spans[-1].end, span.start)):
+            break
+        spans.append(span)
+    if spans:
+        return _joined(spans)
+    if line.rstrip().endswith(":") and (rest := text[len(line) :].strip()):
+        return _behind(rest)
+    words = _OPENING.sub("", text, count=1).partition("\n")[0].rstrip(" .*_`\r")
+    if count := _COUNT.fullmatch(words):
+        return count[1]
+    return words or _last_number(text)
+
+
+def _last_number(text: str) -> str | None:
+    numbers = _LAST_NUMBER.findall(text)
+    return numbers[-1] if numbers else None
+
+
+def _joined(spans: Sequence[_Span]) -> str:
+    return ", ".join(_result(span.latex) for span in spans)
+
+
+def _mathematics(text: str, start: int = 0) -> Iterator[_Span]:
+    """The mathematics between dollars, `\\(` and `\\)`, `\\[` and `\\]`, or of an environment, in order; an escaped
+    dollar is none."""
+    place, closed = start, set[str]()
+    while sign := _MATH.search(text, place):
+        place = sign.end()
+        opening = sign[0]
+        if opening.startswith("$"):
+            if found := _DOLLARS.match(text, place):
+                place = found.end()
+                yield _Span(sign.start(), place, found[1])
+            continue
+        close = opening.replace("begin", "end") if opening.startswith("\\begin") else _CLOSING.get(opening, "")
+        if not close or close in closed:
+            continue
+        end = text.find(close, place)
+        if end < 0:
+            closed.add(close)  # nothing closes the others either
+            continue
+        latex = text[place:end]
+        place = end + len(close)
+        if latex:
+            yield _Span(sign.start(), place, text[sign.start() : place] if opening.startswith("\\begin") else latex)
+
+
+def _result(latex: str) -> str:
+    """What mathematics over several lines comes to: the last line where each goes on with an equals sign, else all."""
+    while len(latex) <= MAX_BLOCK_CHARS and (block := _BLOCK.fullmatch(latex)):
+        rows = [bare for row in _rows(block[2]) if (bare := row.strip().rstrip(".,").strip())]
+        goes_on = all(row.startswith("=") for row in rows[1:])
+        latex = rows[-1].lstrip("= ") if rows and goes_on else ", ".join(rows)
+    return latex
+
+
+def _rows(latex: str) -> list[str]:
+    """The lines of an environment without alignment marks; those of a matrix inside of it are one."""
+    rows, depth, start = [""], 0, 0
+    for sign in _SIGN.finditer(latex):
+        depth += (sign[0] in ("\\begin", "{")) - (sign[0] in ("\\end", "}"))
+        if sign[0] in ("\\\\", "&") and not depth:
+            rows[-1] += latex[start : sign.start()]
+            rows += [""] if sign[0] == "\\\\" else []
+            start = sign.end()
+    rows[-1] += latex[start:]
+    return rows
