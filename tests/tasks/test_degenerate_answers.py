@@ -11,7 +11,7 @@ import time
 import pytest
 from selection import FULL
 
-from kvbench.tasks import aime, gsm8k, longctx
+from kvbench.tasks import aime, custom, gsm8k, longctx
 from kvbench.tasks import mathematics as maths
 from kvbench.tasks.answers import after_thinking, last_boxed, to_number
 from kvbench.tasks.longbench import metrics as longbench
@@ -23,6 +23,8 @@ FRAGMENTS = [*"\n \t\xa07-.$*:#`{}\\([^"]
 FRAGMENTS += "1,|1{,}|{,}000|\u2212 |$$|\\$|**|\\boxed{|\\boxed |\\boxed|\\boxed{}|\\{|\\(|\\[|\\)|####".split("|")
 FRAGMENTS += "#### |answer|answer is |The answer is|final answer:|about|Answer:\n|1 + |1+1=|x = |/2|\\frac{".split("|")
 FRAGMENTS += "\\text{|\\text{ or }|\\pmod{|(mod 7|\\equiv|^\\circ|<think>|</think>|the |the. ".split("|")
+FRAGMENTS += [":\n", "\\begin{align*}", "\\end{align*}", "\\begin{aligned}\n1 &= 2 \\\\\n", "$1$ or ", "7 people "]
+FRAGMENTS += ["Answer\n", "\u221a(", "\u00e9", "\u00df"]
 STARTS = ("", "The answer is", "**Answer:**", "#### ", "\\boxed{", "$")
 REFERENCE = "The report says that the answer is 7. It was about the number of the house. "
 QA = {"answers": [REFERENCE], "all_classes": ["Answer", "the answer", "number"]}
@@ -31,6 +33,7 @@ GRADERS = {
     "box": last_boxed,
     "number": to_number,
     "gsm8k": lambda text: gsm8k.grade("7", text, last=True),
+    "custom": lambda text: [custom.grade(name, text, ["the answer is 7."]) for name in custom.METRICS[:-1]],
     "aime": lambda text: (aime.grade("70", text), aime.Aime(name="aime24").vote(text, False)),
     "math": lambda text: (maths.grade("\\frac{7}{2}", text), maths.Math500(name="math500").vote(text, False)),
     "qa": lambda text: longbench.score_qa_f1(QA, [text]),

@@ -2,7 +2,7 @@
 
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvbench.tasks.answers import GROUP, MINUS, last_boxed
@@ -30,8 +30,9 @@ _JOINT = re.compile(r"\s*+(?:[,;](?:\s*+(?:and|or)\b)?|and\b|or\b)\s*+", re.IGNO
 _COUNT = re.compile(
     rf"([{MINUS}]?\d[\d,]*+(?:\.\d++)?)\s++"
     r"(?!(?:hundred|thousand|million|billion|trillion|dozen|plus|minus|times|over|choose|factorial|squared|cubed|more|less)"
-    r"\b)(?:(?!and\b|or\b)[a-z]{2,}\s?){1,4}"
+    r"\b)[a-z]{2,}+(?:\s(?!and\b|or\b)[a-z]{2,}+){0,3}"
 )
+_OR = re.compile(r"\s*+,?\s*+or\s++", re.IGNORECASE)
 _HOPE = "I hope it is correct"  # how the examples of Minerva's prompt end
 
 
@@ -63,33 +64,40 @@ def is_marked(text: str) -> bool:
 
 
 def _last_mathematics(text: str) -> str | None:
-    """The last mathematics of a text, with what "or" and "and" join to it; without any, the last number."""
+    """The last mathematics of a text, with what "or" joins to it; without any, the last number."""
     spans: list[_Span] = []
     for span in _mathematics(text):
-        if spans and not _JOINT.fullmatch(text, spans[-1].end, span.start):
+        if spans and not _OR.fullmatch(text, spans[-1].end, span.start):
             spans.clear()
         spans.append(span)
-    return _joined(spans) if spans else _last_number(text)
+    return ", ".join(_result(span.latex) for span in spans) if spans else _last_number(text)
 
 
 def _behind(text: str) -> str | None:
     """The answer at the beginning of a text: the first mathematics that begins on its first line, however many lines
     that goes on for, else the line itself; where that only announces the answer, the same of the next line."""
     text = _MARKUP.sub("", text, count=1)
-    line = text.partition("\n")[0]
-    spans: list[_Span] = []
-    for span in _mathematics(text):
-        if span.start >= len(line) or (spans and not _JOINT.fullmatch(text, spans[-1].end, span.start)):
-            break
-        spans.append(span)
-    if spans:
-        return _joined(spans)
-    if line.rstrip().endswith(":") and (rest := text[len(line) :].strip()):
-        return _behind(rest)
+    line, _, rest = text.partition("\n")
+    found = _begun_within(text, len(line))
+    if not found and line.rstrip().endswith(":") and rest.strip():
+        text = _MARKUP.sub("", rest, count=1)
+        found = _begun_within(text, len(text.partition("\n")[0]))
+    if found:
+        return found
     words = _OPENING.sub("", text, count=1).partition("\n")[0].rstrip(" .*_`\r")
     if count := _COUNT.fullmatch(words):
         return count[1]
     return words or _last_number(text)
+
+
+def _begun_within(text: str, stop: int) -> str:
+    """The first mathematics that begins within so many characters, and what "or" and "and" join to it."""
+    spans: list[_Span] = []
+    for span in _mathematics(text):
+        if span.start >= stop or (spans and not _JOINT.fullmatch(text, spans[-1].end, span.start)):
+            break
+        spans.append(span)
+    return ", ".join(_result(span.latex, whole=True) for span in spans)
 
 
 def _last_number(text: str) -> str | None:
@@ -97,14 +105,10 @@ def _last_number(text: str) -> str | None:
     return numbers[-1] if numbers else None
 
 
-def _joined(spans: Sequence[_Span]) -> str:
-    return ", ".join(_result(span.latex) for span in spans)
-
-
-def _mathematics(text: str, start: int = 0) -> Iterator[_Span]:
+def _mathematics(text: str) -> Iterator[_Span]:
     """The mathematics between dollars, `\\(` and `\\)`, `\\[` and `\\]`, or of an environment, in order; an escaped
     dollar is none."""
-    place, closed = start, set[str]()
+    place, closed = 0, set[str]()
     while sign := _MATH.search(text, place):
         place = sign.end()
         opening = sign[0]
@@ -126,11 +130,12 @@ def _mathematics(text: str, start: int = 0) -> Iterator[_Span]:
             yield _Span(sign.start(), place, text[sign.start() : place] if opening.startswith("\\begin") else latex)
 
 
-def _result(latex: str) -> str:
-    """What mathematics over several lines comes to: the last line where each goes on with an equals sign, else all."""
+def _result(latex: str, whole: bool = False) -> str:
+    """What mathematics over several lines comes to: the last line; of a `whole` answer all, unless each goes on with an
+    equals sign."""
     while len(latex) <= MAX_BLOCK_CHARS and (block := _BLOCK.fullmatch(latex)):
         rows = [bare for row in _rows(block[2]) if (bare := row.strip().rstrip(".,").strip())]
-        goes_on = all(row.startswith("=") for row in rows[1:])
+        goes_on = not whole or all(row.startswith("=") for row in rows[1:])
         latex = rows[-1].lstrip("= ") if rows and goes_on else ", ".join(rows)
     return latex
 
