@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 from rich.text import Text
 
 from kvbench.cli.rerun import check_trust
-from kvbench.engine.requests import FALLBACK, OUT_OF_TIME
+from kvbench.engine.requests import FALLBACK, OUT_OF_TIME, SEVERAL
 from kvbench.errors import check_whole, did_you_mean, unknown_name
 from kvbench.results.lines import read_samples
 from kvbench.results.measures import AVERAGE, BYTES, FIDELITY, item_title, ledger_items
@@ -26,6 +26,7 @@ LISTED = 20  # samples that are named where none was asked for
 WHOLE, TAIL = "whole", "tail"
 FLAG_WORDS = {
     FALLBACK: "which marks no final answer: its last number was graded",
+    SEVERAL: "which marks several unlike numbers as its answer",
     OUT_OF_TIME: "which could not be judged in time and counts as wrong",
 }
 

@@ -8,8 +8,8 @@ from itertools import chain
 BINS = (0, 1, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 
 # What readers of a score should know of how it came about; `SampleRecord.flags` says what they mean.
-FALLBACK, OUT_OF_TIME = "fallback", "out_of_time"
-FLAGS = (FALLBACK, OUT_OF_TIME)
+FALLBACK, OUT_OF_TIME, SEVERAL = "fallback", "out_of_time", "several"
+FLAGS = (FALLBACK, OUT_OF_TIME, SEVERAL)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,10 +113,11 @@ class SampleRecord(TypedDict):
     """The question; `kvbench show` makes the whole of it again. Not in journals of before."""
     scores: dict[str, float | None]
     """Name of a metric -> score in [0, 1]; empty when the status is not ok."""
-    flags: NotRequired[list[Literal["fallback", "out_of_time"]]]
+    flags: NotRequired[list[Literal["fallback", "out_of_time", "several"]]]
     """How the scores came about, where it is not the usual way. `fallback`: the answer marks nothing as its final
     answer, and its last number (or last mathematics) was graded. `out_of_time`: it could not be judged in time, while
-    the right answer can, and counts as wrong. Absent without any, and in journals of before."""
+    the right answer can, and counts as wrong. `several`: it marks several unlike numbers as its answer, of which the
+    task's form takes the first or the last. Absent without any, and in journals of before."""
     fidelity: dict[str, float | None] | None
     """Teacher forcing on the gold answer, or on the full cache's own (`fidelity.on`), beside the full cache; None
     without such an answer or when the status is not ok. `nll`, `nll_full`, `kl_mean`, `kl_99`, `kl_999`, `kl_max` (nats
@@ -189,7 +190,7 @@ def journal_record(
         "gold": list(request.answers),
         "prompt": {"sha256": prompt_digest(request.prompt), "tail": tail[-TAIL_LENGTH:]},
         "scores": dict(scores),
-        "flags": cast(list[Literal["fallback", "out_of_time"]], list(outcome.flags)),
+        "flags": cast(list[Literal["fallback", "out_of_time", "several"]], list(outcome.flags)),
         "fidelity": outcome.fidelity,
         "drift": outcome.drift,
         "per_token": outcome.per_token,

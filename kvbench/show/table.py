@@ -42,9 +42,10 @@ ENDS = {
     "loop_share": ("end in a loop, %", "{:.1%}"),
     "num_unparsed": ("nothing to grade", "{:.0f}"),
     "num_fallback": ("graded by last number", "{:.0f}"),
+    "num_several": ("several answers marked", "{:.0f}"),
     "num_out_of_time": ("no verdict in time: wrong", "{:.0f}"),
 }
-FLAGGED = ("num_fallback", "num_out_of_time")  # shown where there are any
+FLAGGED = ("num_fallback", "num_several", "num_out_of_time")  # shown where there are any
 
 
 def percent(estimate: Estimate | None, signed: bool = False) -> str:
@@ -210,6 +211,9 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
         if any(odd.values()):
             what = ", ".join(f"{count} {words}" for words, count in odd.items() if count)
             notes.append(f"{record.method}: of {counts.total} answers {what}; not in the score.")
+        if several := record.task_aggregate.get("answers", {}).get("num_several"):
+            words = "mark several unlike numbers as the answer; few-shot forms take the first, chats the last."
+            notes.append(f"{record.method}: {several} answers {words}")
         if record.remark:
             notes.append(f"{record.method}: {record.remark}.")
         if record.status == "failed":

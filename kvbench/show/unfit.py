@@ -11,6 +11,7 @@ from kvbench.results.sample import SampleRecord
 MOST = 0.5  # share of the answers
 FLAGS = {
     "fallback": "graded by the last number, since no final answer is marked",
+    "several": "with several unlike numbers marked as the answer",
     "out_of_time": "not judged in time, and wrong",
 }
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import TypeVar
 
-from kvbench.engine.requests import FALLBACK, OUT_OF_TIME, Request
+from kvbench.engine.requests import FALLBACK, OUT_OF_TIME, SEVERAL, Request
 
 T = TypeVar("T")
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?:\s*+(\{)|\s++(?=(\S++))|(-?\d[\d,.]*+)|)")
@@ -55,19 +55,23 @@ def visible(text: str) -> str:
     return _INVISIBLE.sub("", text)
 
 
-def graded(answer: T | None, is_right: Callable[[T], bool | None], is_marked: bool = True) -> dict[str, float]:
+def graded(
+    answer: T | None, is_right: Callable[[T], bool | None], is_marked: bool = True, several: bool = False
+) -> dict[str, float]:
     """The scores of a final answer, each 0 or 1: `correct`, `parsed`, and those of `FLAGS` that hold.
 
     Args:
         answer: None is none.
         is_right: None where the answer cannot be judged in time; it counts as wrong.
         is_marked: The text says which part of it is the final answer.
+        several: It says so of several unlike ones.
     """
     if answer is None:
         return {"correct": 0.0, "parsed": 0.0}
     verdict = is_right(answer)
     scores = {"correct": float(verdict or False), "parsed": 1.0}
-    return scores | {flag: 1.0 for flag, holds in ((FALLBACK, not is_marked), (OUT_OF_TIME, verdict is None)) if holds}
+    flags = {FALLBACK: not is_marked, OUT_OF_TIME: verdict is None, SEVERAL: several}
+    return scores | {flag: 1.0 for flag, holds in flags.items() if holds}
 
 
 def graded_text(request: Request, text: str) -> str:

@@ -116,6 +116,27 @@ def test_gsm8k_tells_wrong_from_unparsed() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "several"),
+    [
+        ("so\n#### 72\n#### 73", True),
+        ("so\n#### 72\n#### 72.0", False),
+        ("so\n#### 1,072\nagain\n#### $1072", False),
+        ("#### 72\nThe answer is 73.", False),  # the first kind of mark decides alone
+        ("The answer is 8. The answer is 9.", True),
+        ("The answer is 8. The answer is 8.", False),
+        ("so 72, 73", False),
+        ("#### 72", False),
+    ],
+)
+def test_gsm8k_flags_several_answers(text: str, several: bool) -> None:
+    """Unlike numbers behind the mark that counts; which one is graded stays as in lm-eval."""
+    for last in (False, True):
+        assert ("several" in gsm8k.grade("72", text, last=last)) is several
+    assert gsm8k.grade("72", "#### 72\n#### 73", last=False)["correct"] == 1
+    assert gsm8k.grade("72", "#### 72\n#### 73", last=True)["correct"] == 0
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("\\boxed{042}", 42),
@@ -272,8 +293,8 @@ def test_answer_statistics() -> None:
         record("c", 0, 0.0, status="nan"),
     ]
     expected = {"num_answers": 2, "mean_tokens": 4, "cut_share": 0.5, "loop_share": 0.0, "num_unparsed": 1}
-    expected |= {"num_fallback": 0, "num_out_of_time": 0}
-    flagged = [rows[0] | {"flags": ["fallback", "out_of_time"]}, *rows[1:]]
-    assert answer_statistics(flagged) == expected | {"num_fallback": 1, "num_out_of_time": 1}
+    expected |= {"num_fallback": 0, "num_out_of_time": 0, "num_several": 0}
+    flagged = [rows[0] | {"flags": ["fallback", "out_of_time", "several"]}, *rows[1:]]
+    assert answer_statistics(flagged) == expected | {"num_fallback": 1, "num_out_of_time": 1, "num_several": 1}
     assert answer_statistics(rows) == expected
     assert answer_statistics([]) == dict.fromkeys(("mean_tokens", "cut_share", "loop_share")) | {"num_answers": 0}

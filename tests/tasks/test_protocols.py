@@ -86,7 +86,7 @@ def test_the_terminal_shows_how_answers_ended(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "aime24", *(AIME | {"problem": f"Find $6\\cdot {n}$. " * 5} for n in range(2)))
     run = run_experiment(aime_config(folder, tmp_path / "results"), method="snapkv", **QUIET)
     answers = run.record.task_aggregate["answers"]
-    flags = {"loop_share": 0.0, "num_fallback": 0, "num_out_of_time": 0}
+    flags = {"loop_share": 0.0, "num_fallback": 0, "num_out_of_time": 0, "num_several": 0}
     assert answers == {"num_answers": 16, "mean_tokens": 5.0, "cut_share": 1.0, "num_unparsed": 16} | flags
     text = shown(run.record)
     for part in ("Answers: how they ended", "cut by the limit, %", "100.0", "nothing to grade", "mean tokens"):

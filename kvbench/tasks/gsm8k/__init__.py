@@ -203,10 +203,17 @@ def is_marked(text: str) -> bool:
     return any(pattern.search(text) for pattern in _MARKS) or bool(_TERM.search(last_boxed(text) or ""))
 
 
+def has_several(text: str) -> bool:
+    """Tell whether a text has unlike numbers behind the mark that its answer is read from."""
+    marked = next(filter(None, (pattern.findall(text) for pattern in _MARKS)), [])
+    return len({to_number(number) for number in marked}) > 1
+
+
 def grade(reference: str, text: str, *, last: bool) -> dict[str, float]:
     """Score one answer; for `last` see `find_answer`."""
     value = found_in(text, lambda rest: find_answer(rest, last))
-    return graded(value, lambda number: number == to_number(reference), bool(found_in(text, is_marked)))
+    marked, several = (bool(found_in(text, tell)) for tell in (is_marked, has_several))
+    return graded(value, lambda number: number == to_number(reference), marked, several)
 
 
 def process_few_shot(doc: dict, results: list[str]) -> dict[str, float]:
