@@ -111,11 +111,11 @@ def test_misspelt_fields_and_settings_in_rows_are_refused(load, change: dict, wo
 
 
 @given(st.text(min_size=1, max_size=14), st.sampled_from(["row", "turns", "messages"]))
-def test_no_field_of_a_row_passes_in_silence(name: str, place: str) -> None:
+def test_no_field_of_a_row_passes_in_silence(name: str, part: str) -> None:
     """Whatever its name, it is read, named or refused."""
     turn, message = {"question": "q", "answers": "a"}, {"role": "user", "content": "q"}
     row = {"context": "c", "question": "q", "answers": "a", "turns": [turn], "messages": [message]}
-    target = {"row": row, "turns": turn, "messages": message}[place]
+    target = {"row": row, "turns": turn, "messages": message}[part]
     assume(name not in target)
     target[name] = "value"
     try:
@@ -123,8 +123,8 @@ def test_no_field_of_a_row_passes_in_silence(name: str, place: str) -> None:
     except ValueError as error:
         assert name in str(error)
         return
-    full = name if place == "row" else f"{place}.{name}"
-    assert full in unused or (place == "row" and name in FIELDS)
+    full = name if part == "row" else f"{part}.{name}"
+    assert full in unused or (part == "row" and name in FIELDS)
 
 
 @pytest.mark.parametrize("query_aware", [True, False])

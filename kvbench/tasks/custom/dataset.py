@@ -66,7 +66,7 @@ def _unknown(
     row: Mapping[str, Any], known: Collection[str], settings: Collection[str], ignored: Collection[str]
 ) -> list[str]:
     """The fields outside of `known`, and the `ignored` ones of these."""
-    found = []
+    unread = []
     missing = [name for name in known if row.get(name) is None and name not in ignored]
     for name, value in row.items():
         if value is None or (name in known and name not in ignored):
@@ -75,8 +75,8 @@ def _unknown(
             raise ValueError(f"field {name} is a setting of all rows: take it out, and set {setting}=")
         if name not in known and get_close_matches(name.casefold().strip(), missing, n=1, cutoff=_MISSPELT):
             raise unknown_name("field", name, known)
-        found.append(name)
-    return found
+        unread.append(name)
+    return unread
 
 
 def check_row(row: Mapping[str, Any], *, metric: str, needs_context: bool) -> dict[str, Any]:

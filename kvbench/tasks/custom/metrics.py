@@ -5,7 +5,7 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvbench.tasks.answers import visible
 from kvbench.tasks.longbench.metrics import rouge
@@ -40,7 +40,7 @@ def fold(text: str) -> str:
     return unicodedata.normalize("NFC", folded.replace("i\u0307", "i").replace("\u0131", "i"))
 
 
-def _words(text: str, articles: str, drop: dict[int, None] = _PUNCTUATION) -> list[str]:
+def _words(text: str, articles: str, drop: Mapping[int, int | None] = _PUNCTUATION) -> list[str]:
     """The words of a folded text without some characters, then without articles, as SQuAD orders the two."""
     bare = text.translate(drop)
     return (re.sub(rf"\b(?:{articles})\b", " ", bare) if articles else bare).split()

@@ -49,13 +49,13 @@ def find_answer(text: str) -> str | None:
 
     None where the text has none of these, or one that is absurdly long.
     """
-    found = last_boxed(text)
-    if found is None:
+    latex = last_boxed(text)
+    if latex is None:
         phrase = next(iter(deque(_FINAL.finditer(text), maxlen=1)), None)
-        found = _last_mathematics(text) if phrase is None else _behind(text[phrase.end() :].partition(_HOPE)[0])
-    if found is None or not found.strip() or len(found) > MAX_ANSWER_CHARS:
+        latex = _last_mathematics(text) if phrase is None else _behind(text[phrase.end() :].partition(_HOPE)[0])
+    if latex is None or not latex.strip() or len(latex) > MAX_ANSWER_CHARS:
         return None
-    return found.strip()
+    return latex.strip()
 
 
 def is_marked(text: str) -> bool:
@@ -78,12 +78,12 @@ def _behind(text: str) -> str | None:
     that goes on for, else the line itself; where that only announces the answer, the same of the next line."""
     text = _MARKUP.sub("", text, count=1)
     line, _, rest = text.partition("\n")
-    found = _begun_within(text, len(line))
-    if not found and line.rstrip().endswith(":") and rest.strip():
+    latex = _begun_within(text, len(line))
+    if not latex and line.rstrip().endswith(":") and rest.strip():
         text = _MARKUP.sub("", rest, count=1)
-        found = _begun_within(text, len(text.partition("\n")[0]))
-    if found:
-        return found
+        latex = _begun_within(text, len(text.partition("\n")[0]))
+    if latex:
+        return latex
     words = _OPENING.sub("", text, count=1).partition("\n")[0].rstrip(" .*_`\r")
     if count := _COUNT.fullmatch(words):
         return count[1]
@@ -108,26 +108,26 @@ def _last_number(text: str) -> str | None:
 def _mathematics(text: str) -> Iterator[_Span]:
     """The mathematics between dollars, `\\(` and `\\)`, `\\[` and `\\]`, or of an environment, in order; an escaped
     dollar is none."""
-    place, closed = 0, set[str]()
-    while sign := _MATH.search(text, place):
-        place = sign.end()
+    position, closed = 0, set[str]()
+    while sign := _MATH.search(text, position):
+        position = sign.end()
         opening = sign[0]
         if opening.startswith("$"):
-            if found := _DOLLARS.match(text, place):
-                place = found.end()
-                yield _Span(sign.start(), place, found[1])
+            if inner := _DOLLARS.match(text, position):
+                position = inner.end()
+                yield _Span(sign.start(), position, inner[1])
             continue
         close = opening.replace("begin", "end") if opening.startswith("\\begin") else _CLOSING.get(opening, "")
         if not close or close in closed:
             continue
-        end = text.find(close, place)
+        end = text.find(close, position)
         if end < 0:
             closed.add(close)  # nothing closes the others either
             continue
-        latex = text[place:end]
-        place = end + len(close)
+        first = sign.start() if opening.startswith("\\begin") else position  # an environment keeps its name
+        latex, position = text[first : end + (first < position) * len(close)], end + len(close)
         if latex:
-            yield _Span(sign.start(), place, text[sign.start() : place] if opening.startswith("\\begin") else latex)
+            yield _Span(sign.start(), position, latex)
 
 
 def _result(latex: str, whole: bool = False) -> str:

@@ -13,7 +13,7 @@ class Style(NamedTuple):
     wrong: str
 
 
-# (right answer, wrong answer) that stand in for each other in every style of `PLACES`.
+# (right answer, wrong answer) that stand in for each other in every style of `POSITIONS`.
 ANSWERS = (
     ("\\frac{3}{4}", "\\frac{4}{3}"),
     ("42", "24"),
@@ -24,7 +24,7 @@ ANSWERS = (
 )
 _WORK = "We add $3$ and $5$, then divide by $2$.\n\n"
 
-PLACES: dict[str, Callable[[str], str]] = {
+POSITIONS: dict[str, Callable[[str], str]] = {
     "box": lambda a: f"{_WORK}So it is $\\boxed{{{a}}}$.",
     "box with spaces": lambda a: f"{_WORK}\\boxed {{ {a} }}",
     "box in display mathematics": lambda a: f"{_WORK}\\[\n\\boxed{{{a}}}\n\\]",
@@ -260,11 +260,11 @@ SENTENCES = (
 
 
 def cases() -> list[Style]:
-    """Every style; each of `PLACES` with each of `ANSWERS`, each of `FORMS` in a box, and `SENTENCES`."""
-    found = [
-        Style(f"{name}: {right}", right, place(right), place(wrong))
-        for name, place in PLACES.items()
+    """Every style; each of `POSITIONS` with each of `ANSWERS`, each of `FORMS` in a box, and `SENTENCES`."""
+    styles = [
+        Style(f"{name}: {right}", right, write(right), write(wrong))
+        for name, write in POSITIONS.items()
         for right, wrong in ANSWERS
     ]
     boxed = [form._replace(right=f"$\\boxed{{{form.right}}}$", wrong=f"$\\boxed{{{form.wrong}}}$") for form in FORMS]
-    return [*found, *boxed, *SENTENCES]
+    return [*styles, *boxed, *SENTENCES]

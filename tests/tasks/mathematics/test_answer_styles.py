@@ -1,14 +1,14 @@
 """Final answers of mathematics in many styles: the right one is right, and another one in the same style is wrong."""
 
 import pytest
-from tasks.mathematics.answer_styles import ANSWERS, FORMS, PLACES, SENTENCES, Style, cases
+from tasks.mathematics.answer_styles import ANSWERS, FORMS, POSITIONS, SENTENCES, Style, cases
 
 from kvbench.tasks.latex import judge
 from kvbench.tasks.mathematics import find_answer, grade
 
 CASES = cases()
 # Each place with one answer; the others run in the exhaustive suite.
-USUAL = {f"{name}: {ANSWERS[count % len(ANSWERS)][0]}" for count, name in enumerate(PLACES)}
+USUAL = {f"{name}: {ANSWERS[count % len(ANSWERS)][0]}" for count, name in enumerate(POSITIONS)}
 USUAL |= {style.name for style in (*FORMS, *SENTENCES)}
 
 
@@ -28,7 +28,7 @@ def test_answers_in_every_style(style: Style) -> None:
 def test_styles_are_many() -> None:
     """At least 60, each with a right and a wrong answer."""
     names = [style.name for style in CASES]
-    assert len(PLACES) >= 50 and len(FORMS) >= 90 and len(set(names)) == len(names)
+    assert len(POSITIONS) >= 50 and len(FORMS) >= 90 and len(set(names)) == len(names)
     assert all(style.right != style.wrong for style in CASES)
 
 
