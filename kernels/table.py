@@ -50,6 +50,15 @@ class PageTable:
         """Bytes of tables and counters, as the tensors hold them."""
         return self.entries.nbytes + self.further.nbytes + self.num_slots.nbytes
 
+    def row_bytes(self, max_slots: int | None = None) -> int:
+        """Bytes of the tables and counters that one row needs whose lists hold so many slots at most; None = those that
+        each row has, which are sized for the longest."""
+        if max_slots is None:
+            return self.allocated_bytes // self.shape[0]
+        entries = most_pages(max_slots, self.tokens_per_page) * (2 if len(self.further) else 1)
+        each = entries * self.entries.element_size() + self.num_tiers * self.num_slots.element_size()
+        return self.shape[1] * self.shape[2] * each
+
     def num_pages(self, tier: int) -> Tensor:
         """int64 [lists]: pages in use per list."""
         return -(-self.num_slots[tier].long() // self.tokens_per_page[tier])
@@ -351,6 +360,12 @@ class PageTable:
                 f"a list needs {int(used.max())} page-table entries but max_pages={self.max_pages}; "
                 "the sequence is longer than the store was sized for"
             )
+
+
+def most_pages(max_slots: int, tokens_per_page: tuple[int, ...]) -> int:
+    """Table entries of a list that holds so many slots at most over all tiers, the last page of each perhaps not
+    full."""
+    return -(-max_slots // min(tokens_per_page)) + len(tokens_per_page)
 
 
 def _spread(count: Tensor) -> tuple[Tensor, Tensor]:

@@ -59,7 +59,7 @@ class Chunks:
         adds = self._policy.score.prefill_queries == ALL_QUERIES
         sums = [torch.zeros(heads, prompt_tokens, device=device) for _ in layers] if adds else []
         self._open[row] = _Reading(prompt_tokens, [[none for _ in tiers] for _ in layers], sums)
-        self._ledger.budget.open(row, prompt_tokens, self._prompts.new_tokens[row])
+        self._ledger.begin_prompt(row, prompt_tokens, self._prompts.new_tokens[row])
 
     def forget(self, row: int) -> None:
         """Drops what is known of a prompt that was not read to its end."""

@@ -168,6 +168,11 @@ class ModelShape:
         return num_tokens * self.num_layers * self.num_kv_heads * self.head_dim * (2 if self.keys_only else 4)
 
 
+def most_slots(policy: Policy, prompt_tokens: int, new_tokens: int) -> int:
+    """Most slots of one list over all tiers behind a prompt and along its answer, by which a page table is sized."""
+    return min(policy.max_slots(prompt_tokens, new_tokens), prompt_tokens + new_tokens)
+
+
 def compile_tier(tier: Tier, shape: ModelShape, track: tuple[str, ...]) -> SlotFormat:
     """The slot format of a tier on a model; raises ValueError where a group does not divide the head dim."""
     kept = tier.key_channels(shape.head_dim)

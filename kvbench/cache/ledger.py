@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.async_counts import Receiver, one_row
-from kvbench.cache.layout import ModelShape
+from kvbench.cache.layout import ModelShape, most_slots
 from kvbench.cache.paged import Paged
 from kvbench.cache.places import Split
 from kvbench.cache.solve_budget import SolvedBudget
@@ -59,32 +59,41 @@ class Ledger:
 
     What a row has in several places is summed over them. Counters of tokens, which every place repeats (16 or 24 bytes
     a row), count once, so that no number depends on where a model lies. What layers of other kinds have is `beside`.
+
+    Page tables are made for the longest prompt and answer of a run. A row is billed the entries that its own prompt and
+    its own limit of new tokens need, as if it were alone; the others are `table_slack_bytes`, which no row is billed.
     """
 
     def __init__(
         self, policy: Policy, holding: Paged | Split, shape: ModelShape, beside: "Sequence[Ledger]" = ()
     ) -> None:
         self._parts, self._shape, self._ranks, self._beside = holding.parts, shape, shape.ranks, beside
+        self._policy = policy
         first = self._parts[0]
         self._counters, self._pages = first.counters, first.pages
         self.budget: SolvedBudget = SolvedBudget(
             policy,
             self._pages,
-            lambda: sum(self.fixed_row_bytes()) + shape.state_bytes,
+            lambda prompt, new: sum(self.fixed_row_bytes(prompt, new)) + shape.state_bytes,
             first.paged_slots,
             [each.budget for each in beside],
         )
         self._open: set[int] = set()
+        self._sizes: dict[int, tuple[int, int]] = {}  # of rows with a prompt: its tokens, and most that follow it
+        self._fixed: dict[int, int] = {}  # what that comes to, here and in the states
+        self._widest = sum(self.fixed_row_bytes(), shape.state_bytes)
         self.meters = [RowMeter() for _ in range(self._pages.shape[0])]
 
     # What is held now.
 
-    def fixed_row_bytes(self) -> tuple[int, int, int]:
-        """Bytes of one row that do not depend on its tokens: (tables and counters, residual rings, codebooks)."""
+    def fixed_row_bytes(self, prompt_tokens: int | None = None, new_tokens: int = 0) -> tuple[int, int, int]:
+        """Bytes of one row that stay the same from its prompt on: (tables and counters, residual rings, codebooks); of
+        a prompt of so many tokens and most tokens read behind it; None = as each row is allocated, for the longest."""
+        slots = None if prompt_tokens is None else most_slots(self._policy, prompt_tokens, new_tokens)
         fixed = rings = 0
         for part in self._parts:
             counters, ring = part.row_bytes
-            tables = part.pages.table.allocated_bytes // part.pages.shape[0]
+            tables = part.pages.table.row_bytes(slots)
             fixed += tables + counters + part.counters.row_bytes - part.counters.repeated_bytes
             rings += ring
         solved = self.budget.tokens.element_size() * (self.budget.budget is not None)
@@ -105,8 +114,23 @@ class Ledger:
     def resident_bytes(self, rows: Tensor) -> Tensor:
         """Resident bytes of rows, int64 [S]: pages with their free-list entries, tables, counters, rings and
         codebooks; and windows and states."""
-        own = self._num_pages(rows) * self._page_bytes + sum(self.fixed_row_bytes(), self._shape.state_bytes)
-        return sum((each.resident_bytes(rows) for each in self._beside), own)
+        fixed = torch.tensor([self._fixed_of(row) for row in rows.tolist()], dtype=torch.int64, device=rows.device)
+        return fixed + self._paged_bytes(rows)
+
+    def _paged_bytes(self, rows: Tensor) -> Tensor:
+        """int64 [S]: bytes of the pages of rows, of all kinds of layers."""
+        own = self._num_pages(rows) * self._page_bytes
+        return sum((each._paged_bytes(rows) for each in self._beside), own)
+
+    def _fixed_of(self, row: int) -> int:
+        """Bytes of a row that no page holds, of all kinds of layers."""
+        return self._fixed.get(row, self._widest) + sum(each._fixed_of(row) for each in self._beside)
+
+    @property
+    def table_slack_bytes(self) -> int:
+        """Bytes of page tables that rows were allocated and do not need, being shorter than the longest of the run."""
+        own = sum(self._widest - fixed for fixed in self._fixed.values())
+        return own + sum(each.table_slack_bytes for each in self._beside)
 
     def _num_pages(self, rows: Tensor) -> Tensor:
         """int64 [S]: pages of rows, on the first place's device."""
@@ -134,10 +158,10 @@ class Ledger:
         Returns:
             `payload_bytes` codes and 16-bit elements in pages; `quant_meta_bytes` scales and zeros; `track_bytes`
             scores, positions and bounds of pages; `slack_bytes` unused bytes of the row's pages; `residual_bytes`
-            tokens in the rings; `residual_slack_bytes` empty ring entries; `table_bytes` page tables, counters and
-            orders of key channels; `free_list_bytes` one free-list entry per page; `book_bytes` codebooks of the model
-            beside the pages; `resident_bytes` their sum. Of a model that has layers of other kinds, `window_bytes` all
-            that layers with windows hold, and `state_bytes` the states.
+            tokens in the rings; `residual_slack_bytes` empty ring entries; `table_bytes` page tables for the row's own
+            length, counters and orders of key channels; `free_list_bytes` one free-list entry per page; `book_bytes`
+            codebooks of the model beside the pages; `resident_bytes` their sum. Of a model that has layers of other
+            kinds, `window_bytes` all that layers with windows hold, and `state_bytes` the states.
         """
         total = dict.fromkeys(ITEMS, 0)
         formats = self._pages.formats
@@ -163,7 +187,7 @@ class Ledger:
         pool = self._pages.pool
         total["slack_bytes"] = num_pages * pool.page_bytes - filled
         total["free_list_bytes"] = num_pages * pool.free_list.element_size()
-        total["table_bytes"], rings, total["book_bytes"] = self.fixed_row_bytes()
+        total["table_bytes"], rings, total["book_bytes"] = self.fixed_row_bytes(*self._sizes.get(row, ()))
         total["residual_slack_bytes"] = rings - total["residual_bytes"]
         if not self._shape.is_uniform:
             total["window_bytes"] = sum(each.row_bytes(row) for each in self._beside)
@@ -177,14 +201,45 @@ class Ledger:
         self._pages.counts.collect()
         self.meters[row] = RowMeter()
         self._open.add(row)
+        self._forget_size(row)
 
     def close(self, row: int) -> None:
         self._open.discard(row)
+        self._forget_size(row)
+
+    def _forget_size(self, row: int) -> None:
+        self._sizes.pop(row, None)
+        self._fixed.pop(row, None)
+
+    def begin_prompt(self, row: int, prompt_tokens: int, new_tokens: int) -> None:
+        """Notes the size of a row whose prompt is about to be planned, and solves its budget where that is in bytes."""
+        for kind in (self, *self._beside):  # the other kinds' layers may come later, and what they hold counts now
+            kind._size(row, prompt_tokens, new_tokens)
+        self.budget.open(row, prompt_tokens, new_tokens)
+
+    def _size(self, row: int, prompt_tokens: int, new_tokens: int) -> None:
+        self._sizes[row] = prompt_tokens, new_tokens
+        self._fixed[row] = sum(self.fixed_row_bytes(prompt_tokens, new_tokens), self._shape.state_bytes)
+
+    def resize(self, row: int, new_tokens: int) -> None:
+        """Notes another limit of the tokens behind a prompt that was read for several rows. Peaks so far are those that
+        the row would have had alone."""
+        if row not in self._sizes:
+            return
+        self._settle()
+        meter, before = self.meters[row], self._fixed_of(row)
+        for kind in (self, *self._beside):
+            kind._size(row, kind._sizes[row][0], new_tokens)
+        more = self._fixed_of(row) - before
+        meter.peak_bytes += more
+        meter.one_shot_peak_bytes += more if meter.one_shot_peak_bytes else 0
 
     def fork(self, source: int, row: int) -> None:
-        """Begins a row that was copied: it has the peaks of its source, and no steps of its own yet."""
+        """Begins a row that was copied: it has the size and the peaks of its source, and no steps of its own yet."""
         self._settle()
         meter = self.meters[source]
+        if source in self._sizes:
+            self._size(row, *self._sizes[source])
         self.meters[row] = RowMeter(
             meter.peak_bytes,
             meter.staging_peak_bytes,
@@ -196,11 +251,12 @@ class Ledger:
         """Notes what a row holds while so many bytes of an uncompressed prompt lie beside it in this process."""
         meter, staging_bytes = self.meters[row], staging_bytes * self._ranks.size
         meter.staging_peak_bytes = max(meter.staging_peak_bytes, staging_bytes)
+        held_bytes = staging_bytes + self._fixed_of(row)
 
-        def receive(resident: list[int]) -> None:
-            meter.peak_bytes = max(meter.peak_bytes, staging_bytes + resident[0])
+        def receive(paged: list[int]) -> None:
+            meter.peak_bytes = max(meter.peak_bytes, held_bytes + paged[0])
 
-        self._pages.counts.post(self.resident_bytes(one_row(row, self._shape.device)), lambda: receive)
+        self._pages.counts.post(self._paged_bytes(one_row(row, self._shape.device)), lambda: receive)
 
     def _settle(self) -> None:
         """Waits for what was noted on a device."""
@@ -266,12 +322,11 @@ class Ledger:
         rows, kinds = steps[0].rows, (self, *self._beside)
 
         def bind() -> Receiver:
-            stepped = [(self.meters[row], self._counters.seen[row]) for row in rows.numbers]
+            stepped = [(self.meters[row], self._counters.seen[row], self._fixed_of(row)) for row in rows.numbers]
 
             def receive(num_pages: list[int]) -> None:
                 width = len(num_pages) // len(kinds)  # rows that pad come last
-                fixed = sum(sum(kind.fixed_row_bytes(), kind._shape.state_bytes) for kind in kinds)
-                for index, (meter, tokens) in enumerate(stepped):
+                for index, (meter, tokens, fixed) in enumerate(stepped):
                     own = num_pages[index::width]
                     resident = fixed + sum(n * kind._page_bytes for n, kind in zip(own, kinds, strict=True))
                     meter.peak_bytes = max(meter.peak_bytes, resident)

@@ -21,7 +21,7 @@ from kvbench.kernels.backend import Backend
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.operands import KeyRotation, Ring, SlotSearch, TierPages, TierTable
 from kvbench.kernels.pool import PagePool
-from kvbench.kernels.table import PageTable
+from kvbench.kernels.table import PageTable, most_pages
 
 FIRST_PAGES = 64  # what a pool that grows begins with
 # A run of steps goes on while the pool surely has what two steps may take, one of them under way, and each may begin a
@@ -103,7 +103,7 @@ class Pages:
         self.tier_map, self.codebooks = tier_map, codebooks
         self.lists_by_tier = lists_by_tier or {0: shape[1] * shape[2]}
         size, tokens = formats[0].page_bytes, tuple(fmt.tokens_per_page for fmt in formats)
-        max_pages = -(-max_slots // min(tokens)) + len(tokens)
+        max_pages = most_pages(max_slots, tokens)
         limit = budget_bytes // size if budget_bytes is not None else None
         most = math.prod(shape) * max_pages
         if backend.keeps_tables:  # whose last row is spare

@@ -54,7 +54,7 @@ class Prompts:
         scored = replace(scored, k=part.rotations.keys.apply(keys), v=part.rotations.values.apply(values))
         last = layer + 1 == self._shape.num_layers
         if not layer:
-            self._ledger.budget.open(row, scored.num_tokens, self.new_tokens[row])
+            self._ledger.begin_prompt(row, scored.num_tokens, self.new_tokens[row])
         if self._policy.scope == "model" or self._policy.score.probe is not None:  # a probe's prompt is there anyhow
             self._waiting.setdefault(row, []).append(scored)
             if not last:

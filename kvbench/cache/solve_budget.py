@@ -15,15 +15,15 @@ class SolvedBudget:
     All of it counts: pages, also those that are not full, with their tracked fields; page tables and counters; rings.
     The row is sized for the longest answer that it was opened for, and misses the budget then by less than a page per
     list. Where lists share the budget unequally, the waste of their last pages is not known before the plan, so the
-    most that it can be is taken. `fixed_bytes` gives the bytes of a row that do not depend on its tokens, and `beside`
-    count what layers of other kinds hold.
+    most that it can be is taken. `fixed_bytes` gives the bytes of a row beside its pages, by the tokens of its prompt
+    and the most that follow it, and `beside` count what layers of other kinds hold.
     """
 
     def __init__(
         self,
         policy: Policy,
         pages: Pages,
-        fixed_bytes: Callable[[], int],
+        fixed_bytes: Callable[[int, int], int],
         paged_slots: Callable[[int, int], tuple[int, int]],
         beside: "Sequence[SolvedBudget]" = (),
     ) -> None:
@@ -53,7 +53,7 @@ class SolvedBudget:
         low = -(-self._policy.least_tokens(prompt_tokens) // step)
         high = max(low, -(-(prompt_tokens + new_tokens) // step))
         if (needed := self.bytes_of(low * step, prompt_tokens, new_tokens)) > budget:
-            beside = self._fixed() + self._windows(prompt_tokens, new_tokens)
+            beside = self._fixed(prompt_tokens, new_tokens) + self._windows(prompt_tokens, new_tokens)
             raise ValueError(
                 f"budget={budget}B is too small for {type(self._policy).__name__}: {self._pages.lists_of_model} lists "
                 f"of {low * step} tokens behind a prompt of {prompt_tokens}, {new_tokens} tokens that follow it, and "
@@ -83,7 +83,8 @@ class SolvedBudget:
                 lists * (bound + per_page - 1) // per_page,
                 lists * -(-self._paged(prompt_tokens, new_tokens)[1] // per_page),
             )
-        own = num_pages * (pool.page_bytes + pool.free_list.element_size()) + self._fixed()
+        own = num_pages * (pool.page_bytes + pool.free_list.element_size())
+        own += self._fixed(prompt_tokens, new_tokens)
         return own + self._windows(prompt_tokens, new_tokens)
 
     def _windows(self, prompt_tokens: int, new_tokens: int) -> int:

@@ -19,7 +19,7 @@ from kvbench.cache.again import SecondOpinion
 from kvbench.cache.async_counts import ReplayLog, Rows, one_row
 from kvbench.cache.chunks import Chunks
 from kvbench.cache.counters import CountsBeforeStep
-from kvbench.cache.layout import ModelShape, StoreOptions
+from kvbench.cache.layout import ModelShape, StoreOptions, most_slots
 from kvbench.cache.ledger import Ledger
 from kvbench.cache.places import make_places
 from kvbench.cache.prompts import Prompts, ScoredLayer
@@ -80,7 +80,7 @@ class CompressedStore:
             policy,
             shape,
             rows=rows,
-            max_slots=min(policy.max_slots(max_prompt_tokens, max_new_tokens), max_prompt_tokens + max_new_tokens),
+            max_slots=most_slots(policy, max_prompt_tokens, max_new_tokens),
             options=options,
             backend=backend,
             pool=pool,

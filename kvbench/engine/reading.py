@@ -120,6 +120,7 @@ class Reader:
         reference: Logits | None = None
         if rest:
             row = self.contexts.open_row(request)
+            runner.store.ledger.resize(row, self._needs.new_tokens(request))  # it may have been read for another one
         elif sees_all:
             ahead = () if runner.states.row_bytes else forced.behind
             row, read = self._read(request, ahead)

@@ -120,7 +120,8 @@ def project_shares(
     store = shadow_store(policy, shape, prompt_tokens, new_tokens, options, is_even=True)
     if len(shares) != len(policy.tiers) or policy.residual is not None:
         raise ValueError(f"{type(policy).__name__} has {len(policy.tiers)} tiers, not {len(shares)} shares")
-    row, tokens, lists = store.open_row(), prompt_tokens + new_tokens, torch.arange(store.pages.lists_per_row)
+    tokens, lists = prompt_tokens + new_tokens, torch.arange(store.pages.lists_per_row)
+    row = store.open_row(new_tokens=0)  # windows are filled as by a prompt of all tokens
     for tier, (share, fmt) in enumerate(zip(shares, store.pages.formats, strict=True)):
         placed = store.pages.tier_map
         own = lists if placed is None else placed.where(tier, 1)  # lists that hold any in it

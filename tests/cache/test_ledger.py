@@ -33,21 +33,23 @@ def run(store: CompressedStore, length: int, steps: int) -> int:
     return row
 
 
-def check_total(store: CompressedStore, row: int, items: dict, pages: int, page_tables: int) -> None:
+def check_total(store: CompressedStore, row: int, items: dict, pages: int, prompt: int) -> None:
     """Slack, tables and free list by other means; the items sum to the resident bytes, and those to the allocation."""
     size = store.pages.pool.page_bytes
     filled = items["payload_bytes"] + items["quant_meta_bytes"] + items["track_bytes"]
     assert items["slack_bytes"] == pages * size - filled >= 0
     assert items["free_list_bytes"] == 4 * pages
     per_page = [fmt.tokens_per_page for fmt in store.pages.formats]
-    entries = ceil((MAX_PROMPT + MAX_NEW) / min(per_page)) + len(per_page)
+    entries, widest = (ceil((tokens + MAX_NEW) / min(per_page)) + len(per_page) for tokens in (prompt, MAX_PROMPT))
     rings = 3 if isinstance(store.holding, Buffered) else 0  # three int32 counters per list
-    assert items["table_bytes"] == LISTS * 4 * (page_tables * entries + len(per_page) + rings) + 2 * 8
+    assert items["table_bytes"] == LISTS * 4 * (entries + len(per_page) + rings) + 2 * 8
+    assert store.ledger.table_slack_bytes == LISTS * 4 * (widest - entries)
     parts = [value for name, value in items.items() if name != "resident_bytes"]
     assert items["resident_bytes"] == sum(parts)
     assert int(store.ledger.resident_bytes(torch.tensor([row]))[0]) == sum(parts)
     other = store.ledger.itemise(1 - row)["resident_bytes"]  # the row that nobody opened: tables and empty rings
-    assert sum(parts) + other + store.pages.pool.num_free * (size + 4) == store.allocated_bytes
+    spare = store.pages.pool.num_free * (size + 4) + store.ledger.table_slack_bytes
+    assert sum(parts) + other + spare == store.allocated_bytes
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -69,7 +71,7 @@ def test_kivi_bytes_are_the_closed_formula(bits: int, head_dim: int):
     assert store.holding.ring.k.nbytes + store.holding.ring.v.nbytes == ROWS * ring
     assert items["track_bytes"] == 0
     pages = LISTS * ceil(max(keys, values) / store.pages.formats[0].tokens_per_page)
-    check_total(store, row, items, pages, page_tables=1)
+    check_total(store, row, items, pages, prompt=300)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -95,7 +97,7 @@ def test_token_tier_bytes_are_the_closed_formula(tier: str, per_token: dict, hea
     assert items["track_bytes"] == LISTS * 161 * 4 * len(track)
     assert items["residual_bytes"] == items["residual_slack_bytes"] == 0
     pages = LISTS * ceil(161 / store.pages.formats[0].tokens_per_page)
-    check_total(store, row, items, pages, page_tables=1)
+    check_total(store, row, items, pages, prompt=157)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,7 @@ def test_averages_and_peaks_follow_the_steps():
     meter = store.ledger.meters[row]
     staged = 2 * HEADS * 16 * 64 * 4  # one layer's keys and values in fp32
     assert meter.staging_peak_bytes == staged
-    fixed = sum(store.ledger.fixed_row_bytes())
+    fixed = sum(store.ledger.fixed_row_bytes(16, MAX_NEW))
     page = LISTS * (4096 + 4)
     assert meter.peak_bytes == fixed + page + staged
     assert store.ledger.report(row)[0]["average_bytes"] == fixed + page  # no step yet: what is held
@@ -164,7 +166,7 @@ def test_a_later_segment_is_part_of_the_peak():
     for layer in range(LAYERS):
         store.append_chunk(row, layer, *(torch.randn(n, 90, 64, generator=make) for n in (6, 3, 3)), 0.1)
     meter = store.ledger.meters[row]
-    assert meter.peak_bytes == sum(store.ledger.fixed_row_bytes()) + 7 * LISTS * (4096 + 4)
+    assert meter.peak_bytes == sum(store.ledger.fixed_row_bytes(16, MAX_NEW)) + 7 * LISTS * (4096 + 4)
     assert meter.staging_peak_bytes == staged == 2 * HEADS * 16 * 64 * 4
 
 

@@ -83,11 +83,27 @@ def test_bytes_stay_within_the_budget_and_use_it(name):
 def test_bytes_are_counted_by_hand():
     """Four lists of fp16 slots of 64 bytes in pages of T slots: tables, counters and the solved number are fixed."""
     store = store_of(SnapKV(budget="24KiB", window=4))
-    fmt, fixed = store.pages.formats[0], sum(store.ledger.fixed_row_bytes())
-    assert fixed == store.pages.table.allocated_bytes + 2 * 8 + 8
+    fmt, fixed = store.pages.formats[0], sum(store.ledger.fixed_row_bytes(PROMPT, 20))
+    entries = -(-(PROMPT + 20) // fmt.tokens_per_page) + 1
+    assert fixed == LISTS * (entries + 1) * 4 + 2 * 8 + 8
     per_list = (24 * 1024 - fixed) // (fmt.page_bytes + 4) // LISTS
     assert store.budget.solve(PROMPT, 20) == per_list * fmt.tokens_per_page - 20
     assert store_of(SnapKV(budget=0.5, window=4)).budget.tokens.numel() == 0
+
+
+@pytest.mark.parametrize("page_bytes", ["auto", 512])
+def test_a_budget_buys_the_same_whatever_the_store_was_made_for(page_bytes):
+    """Tables for a longer prompt or answer than a row's are no part of its budget."""
+    policy, sizes = SnapKV(budget="24KiB", window=4), {"head_dim": 16, "page_bytes": page_bytes}
+    own, longer, later = (
+        make_store(policy, max_tokens=prompt, new_tokens=new, **sizes).budget
+        for prompt, new in ((PROMPT, 20), (4000, 20), (PROMPT, 4000))
+    )
+    for prompt, new in ((PROMPT, 20), (40, 7), (3, 0)):
+        for tokens in range(1, prompt):
+            want = own.bytes_of(tokens, prompt, new)
+            assert want == longer.bytes_of(tokens, prompt, new) == later.bytes_of(tokens, prompt, new)
+        assert own.solve(prompt, new) == longer.solve(prompt, new) == later.solve(prompt, new)
 
 
 def test_a_fork_has_its_source_s_tokens_and_steps_keep_to_them():

@@ -240,6 +240,7 @@ class StoreMachine(RuleBasedStateMachine):
         fixed, ring, books = store.ledger.fixed_row_bytes()
         assert ring == books == 0
         total = (ROWS - len(self.slow.rows)) * fixed + len(free) * (self.page_bytes + 4) - shared
+        total += store.ledger.table_slack_bytes  # table entries that a row does not need
         for row, owner in self.slow.rows.items():
             items = store.ledger.itemise(row)
             counts = [sum(len(tiers[t]) for tiers in owner.each()) for t in range(len(self.policy.tiers))]

@@ -51,7 +51,7 @@ def test_answers_are_those_of_separate_runs(loaded, name, batch_size):
     asked = questions(5, max_new_tokens=7, gold=random_tokens(4, seed=9))
     together = answers(loaded, policy, asked, batch_size=batch_size)
     for one in asked:
-        (alone,) = answers(loaded, policy, [one], batch_size=1, sizing=asked).values()
+        (alone,) = answers(loaded, policy, [one], batch_size=1).values()
         found, want = comparable(together[one.sample_id, 0]), comparable(alone)
         if batch_size > 1:
             assert found.pop("fidelity") == pytest.approx(want.pop("fidelity"), abs=1e-4)
