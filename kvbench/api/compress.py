@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from kvbench.api.columns import Columns
 from kvbench.api.generate import begin
+from kvbench.api.refusals import REFUSED, check
 from kvbench.engine import hf
 from kvbench.engine.runner import Runner
 from kvbench.models.load import LoadedModel
@@ -25,46 +27,35 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-# Requests of `generate` that need more of a cache than rows that grow at their end: the values that ask for nothing,
-# and what asks for more.
-_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "num_beams": ((None, 1), "beam search"),
-    "constraints": ((None,), "constrained beam search"),
-    "force_words_ids": ((None,), "constrained beam search"),
-    "penalty_alpha": ((None, 0), "contrastive search"),
-    "dola_layers": ((None,), "DoLa decoding"),
-    "assistant_model": ((None,), "assisted generation"),
-    "prompt_lookup_num_tokens": ((None,), "assisted generation by prompt lookup"),
-    "assistant_early_exit": ((None,), "assisted generation by early exit"),
-    "is_assistant": ((None, False), "drafts for another model (assisted generation)"),
-    "use_mtp": ((None, False), "assisted generation by multi-token prediction"),
-    "cache_implementation": ((None, "dynamic"), "a cache of transformers' own"),
-    "cache": ((None,), "a cache that was made elsewhere"),
-    "past_key_values": ((None,), "a cache that was made elsewhere"),
-    "use_cache": ((None, True), "generation without a cache"),
-    "prefill_chunk_size": ((None,), "a prompt in chunks"),
-    "guidance_scale": ((None, 1), "classifier-free guidance"),
-    "token_healing": ((None, False), "token healing"),
-    "custom_generate": ((None,), "a decoding loop from elsewhere"),
-    "output_attentions": ((None, False), "attention weights"),
-    "output_hidden_states": ((None, False), "hidden states"),
-    "inputs_embeds": ((None,), "a prompt of embeddings"),
-}
 _IS_OURS = "_kvbench_door"
 
 
-class CompressedCache:
-    """What `compress` gives: the cache of the last prompts that were read, and how many bytes it holds."""
+class _Cache:
+    """What transformers asks a cache for."""
 
-    is_compileable = False  # transformers asks before it compiles a decode step
-    is_linear = (False,)  # and, since 5.24, of every layer whether it has a state in place of keys and values
+    is_compileable = False  # before it compiles a decode step
+    is_linear = (False,)  # since 5.24, of every layer: whether it has a state in place of keys and values
+
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        raise ValueError(
+            "rows of a compressed cache only grow at their end: beams, candidates, copies and undone tokens are not "
+            "possible inside kvbench.compress; use greedy decoding or sampling"
+        )
+
+    reorder_cache = crop = batch_repeat_interleave = batch_select_indices = activate_past_recording = _refuse
+    __copy__ = __deepcopy__ = __reduce_ex__ = _refuse
+
+
+class CompressedCache(_Cache):
+    """What `compress` gives: the cache of the last prompts that were read, and how many bytes it holds."""
 
     def __init__(self, model: LoadedModel, policy: Policy, backend: str, room_tokens: int | None) -> None:
         self._max_tokens, self._room_tokens = model.max_tokens, room_tokens
         self._runner = Runner(model, policy, backend=backend)
         self._rows: list[int] = []
-        self._columns: list[tuple[Tensor, Tensor]] = []  # of the batch, as they were read; False where it is padding
-        self._new_tokens: int | None = None  # what will come behind a prompt at most; None when nobody said
+        self._columns = Columns()
+        self._batch = BatchCache(self, 0)  # of the last prompts
+        self._new_tokens: int | None = None  # most tokens that are read behind a prompt; None = no limit was set
         self._left = 0  # tokens that each row still has room for
         self._last: list[dict[str, int]] = []  # the ledgers of rows that are closed
 
@@ -90,15 +81,7 @@ class CompressedCache:
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the batch that were read, which is what transformers counts by."""
-        return sum(tokens.shape[1] for tokens, _ in self._columns)
-
-    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
-        raise ValueError(
-            "rows of a compressed cache only grow at their end: beams, candidates and undone tokens are not possible "
-            "inside kvbench.compress; use greedy decoding or sampling"
-        )
-
-    reorder_cache = crop = batch_repeat_interleave = batch_select_indices = activate_past_recording = _refuse
+        return len(self._columns)
 
     def _ledgers(self) -> list[dict[str, int]]:
         store, shape = self._runner.store, self._runner.shape
@@ -110,7 +93,7 @@ class CompressedCache:
         """Gives back the pages of the last batch, and remembers what they were."""
         if self._rows:
             self._last = self._ledgers()
-        self._rows, self._columns, self._new_tokens = [], [], self._room_tokens
+        self._rows, self._columns, self._new_tokens = [], Columns(), self._room_tokens
         self._runner.close_all()
 
     @contextmanager
@@ -119,32 +102,34 @@ class CompressedCache:
         try:
             yield
         except BaseException:
-            self._rows, self._columns = [], []
+            self._rows, self._columns = [], Columns()
             self._runner.close_all()
             raise
 
-    def _begin(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+    def _begin(self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
         """Reads the prompts of a batch (int64 [B, N], padded at the left); logits [B, vocabulary] after them."""
-        kept = _kept(tokens, mask)
+        kept = self._columns.of_prompt(tokens, mask, positions)
         new_tokens = self._new_tokens
         self._clear()
+        self._batch = BatchCache(self, self._batch.number + 1)
         prompts = [row[own].tolist() for row, own in zip(tokens, kept, strict=True)]
         longest = max(map(len, prompts))
         if longest >= self._max_tokens:
             raise ValueError(f"a prompt of {longest} tokens leaves no room in the model's context, {self._max_tokens}")
-        room = self._max_tokens - longest
-        self._left = room if new_tokens is None else max(1, min(new_tokens, room))
-        self._runner.reserve(rows=len(prompts), prompt_tokens=longest, new_tokens=self._left)
+        rooms = [self._max_tokens - len(prompt) for prompt in prompts]
+        limits = [room if new_tokens is None else min(new_tokens, room) for room in rooms]
+        self._left = min(limits)
+        self._runner.reserve(rows=len(prompts), prompt_tokens=longest, new_tokens=max(limits))
         logits = []
         with self._together():
-            for prompt in prompts:
-                row, read = self._runner.read(prompt)
+            for prompt, limit in zip(prompts, limits, strict=True):
+                row, read = self._runner.read(prompt, new_tokens=limit)  # its own, whatever the batch has room for
                 self._rows.append(row)
                 logits.append(read[-1])
-        self._columns = [(tokens, kept)]
+        self._columns.append(tokens, kept)
         return torch.stack(logits)
 
-    def _go_on(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+    def _go_on(self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
         """Reads more of every row (int64 [B, n]): a step of one token, or the next turn of a conversation, which may
         have padding in front; logits [B, vocabulary] after it."""
         width = tokens.shape[1]
@@ -154,7 +139,7 @@ class CompressedCache:
                 "new cache: leave past_key_values out"
             )
         self._check_room(width)
-        kept = self._new(tokens, mask if width > 1 else None)
+        kept = self._columns.of_turn(tokens, mask, positions)
         with self._together():
             if width == 1:
                 logits = self._runner.step(self._rows, tokens[:, 0].tolist()).clone()  # not of inference mode
@@ -162,47 +147,20 @@ class CompressedCache:
                 turns = [row[own].tolist() for row, own in zip(tokens, kept, strict=True)]
                 each = [self._runner.append(row, turn) for row, turn in zip(self._rows, turns, strict=True)]
                 logits = torch.stack(each)
-        self._columns.append((tokens, kept))
+        self._columns.append(tokens, kept)
         self._left -= width
         return logits
 
-    def _new(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
-        """Which tokens of a turn (int64 [B, n]) are no padding, bool [B, n]; the mask is of these or all columns."""
-        if mask is None:
-            return torch.ones_like(tokens, dtype=torch.bool)
-        read, width = torch.cat([kept for _, kept in self._columns], 1), tokens.shape[1]
-        mask = mask.to(tokens.device).bool()
-        if mask.shape[1] > width and not torch.equal(mask[:, :-width], read):
-            raise ValueError(
-                "attention_mask hides tokens that the cache has read, such as the padding behind a row that ended "
-                "before others; go on with such rows one by one"
-            )
-        if not bool(mask[:, -1].all()):
-            raise ValueError("attention_mask hides the last token of a row; put the padding of a turn at its left")
-        return mask[:, -width:]
-
     def _expect(self, prompt: Tensor | None, new_tokens: int | None, held: bool, returned: bool) -> None:
         """Begins anew before `generate` reads a prompt (int64 [B, N]) and adds `new_tokens` at most (None = it did not
-        say); or, where it holds this cache with rows in it, raises ValueError unless the next turn fits behind them."""
+        say; the last one is not read); or, where it holds this cache with rows in it, raises ValueError unless the next
+        turn fits behind them."""
         if not (held and self._rows):
             self._clear()
             if self._room_tokens is None and not held and not returned:  # else another turn may come
-                self._new_tokens = new_tokens
+                self._new_tokens = None if new_tokens is None else max(0, new_tokens - 1)
             return
-        read = torch.cat([tokens for tokens, _ in self._columns], 1)
-        seen, shape = read.shape[1], None if prompt is None else tuple(prompt.shape)
-        if prompt is None or prompt.ndim != 2 or len(prompt) != len(read) or prompt.shape[1] <= seen:
-            raise ValueError(
-                f"input_ids has shape {shape}, but the cache that goes on has read {tuple(read.shape)}; give the whole "
-                "conversation: what generate returned, and the next turn behind it"
-            )
-        if bool((other := (prompt[:, :seen].to(read.device) != read).any(0)).any()):
-            raise ValueError(
-                f"input_ids differs from what the cache has read at column {int(other.nonzero()[0, 0])} of {seen}; put "
-                "the tokens of the next turn behind those that generate returned (a chat that is rendered anew may "
-                "have others), or leave past_key_values out"
-            )
-        self._check_room(prompt.shape[1] - seen + (new_tokens or 1) - 1)  # an answer's last token is not read
+        self._check_room(self._columns.check_conversation(prompt) + (new_tokens or 1) - 1)
 
     def _check_room(self, more: int) -> None:
         """Raises ValueError unless every row has room for more tokens."""
@@ -219,7 +177,7 @@ class CompressedCache:
 
         tokens, held = asked.get("input_ids"), _taken(asked, self)
         for name in ("use_cache", "inputs_embeds", "output_attentions", "output_hidden_states"):
-            _check(name, asked.get(name))
+            check(name, asked.get(name))
         if asked.get("labels") is not None:
             raise ValueError("labels: a loss needs every logit of an uncompressed pass; compute it outside the block")
         if tokens is None or tokens.ndim != 2 or not tokens.numel():
@@ -231,9 +189,48 @@ class CompressedCache:
                 "after its last token; pass logits_to_keep=1, as generate does"
             )
         tokens = tokens.to(self._runner.device)
-        logits = (self._go_on if goes_on else self._begin)(tokens, asked.get("attention_mask"))
-        given: dict[str, Any] = {hf.generate_cache_name(): self}
+        read = self._go_on if goes_on else self._begin
+        logits = read(tokens, asked.get("attention_mask"), asked.get("position_ids"))
+        given: dict[str, Any] = {hf.generate_cache_name(): self._batch}
         return CausalLMOutputWithPast(logits=logits[:, None], **given)
+
+
+class BatchCache(_Cache):
+    """What passes return as `past_key_values`: the cache of a batch of prompts, until others are read.
+
+    Args:
+        cache: That of the block.
+        number: Of the batch in the block, from 1 on.
+    """
+
+    def __init__(self, cache: CompressedCache, number: int) -> None:
+        self.number, self._cache = number, cache
+
+    def bytes(self, row: int | None = None) -> dict[str, int]:
+        """What the cache holds, as `CompressedCache.bytes` says; raises ValueError once other prompts were read."""
+        self._check_last()
+        return self._cache.bytes(row)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns of the batch that were read; raises ValueError once other prompts were read."""
+        self._check_last()
+        return self._cache.get_seq_length()
+
+    def _check_last(self) -> None:
+        if self._cache._batch is not self:
+            raise ValueError(
+                f"past_key_values is the cache of prompt {self.number} of this kvbench.compress block, which holds "
+                f"prompt {self._cache._batch.number} now: a block holds one at a time; read the whole text again"
+            )
+
+    def _check_held(self) -> None:
+        """Raises ValueError where nothing can go on from this cache."""
+        self._check_last()
+        if not self._cache._rows:
+            raise ValueError(
+                f"past_key_values is the cache of prompt {self.number} of this kvbench.compress block, which holds "
+                "nothing any more; read the whole text again"
+            )
 
 
 class _Block(AbstractContextManager[CompressedCache]):
@@ -269,8 +266,9 @@ def compress(
 
     `model.generate(**inputs)` works as ever: greedy or sampled, batches that are padded at the left, streamers, logits
     processors, stopping criteria. Every call begins a new cache, unless it is given the one before, with the whole
-    conversation: then it reads what is new. The model gets its own attention back at the end of the block, whatever
-    happens in it.
+    conversation: then it reads what is new. A block holds one batch of prompts at a time: the `past_key_values` of an
+    earlier one are refused, and so are `position_ids` that are not those of the text. The model gets its own attention
+    back at the end of the block, whatever happens in it.
 
     Args:
         model: A causal language model with full attention in some of its layers, under any attention implementation.
@@ -338,9 +336,9 @@ def _entry(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., An
             return next((source[name] for source in sources[:places] if source.get(name) is not None), None)
 
         held = _taken(asked, cache)
-        for name in _REFUSED:
+        for name in REFUSED:
             if name not in hf.CACHE_NAMES:
-                _check(name, wanted(name))
+                check(name, wanted(name))
         prompt = asked["inputs"] if asked.get("inputs") is not None else asked.get("input_ids")
         new_tokens = None
         if (most := wanted("max_new_tokens")) is not None:
@@ -364,12 +362,16 @@ def _arguments(
 
 
 def _taken(asked: dict[str, Any], cache: CompressedCache) -> bool:
-    """True if a call was handed the block's cache; refuses any other, under each of its names."""
+    """True if a call was handed the block's cache, or that of its last prompts; refuses any other, under each of its
+    names."""
     given = [asked.get(name) for name in hf.CACHE_NAMES]
-    for name, value in zip(hf.CACHE_NAMES, given, strict=True):
-        if value is not cache:
-            _check(name, value)
-    return cache in given
+    held = [value is cache or (isinstance(value, BatchCache) and value._cache is cache) for value in given]
+    for name, value, is_held in zip(hf.CACHE_NAMES, given, held, strict=True):
+        if not is_held:
+            check(name, value)
+        elif isinstance(value, BatchCache):
+            value._check_held()
+    return any(held)
 
 
 @contextmanager
@@ -385,33 +387,3 @@ def _instead(model: "PreTrainedModel", name: str, function: Callable[..., Any]) 
             own[name] = before
         else:
             del own[name]
-
-
-def _check(name: str, value: object) -> None:
-    """Raise ValueError when a value asks for what a compressed cache cannot do."""
-    harmless, what = _REFUSED[name]
-    if any(value is known or (isinstance(value, bool | int | float | str) and value == known) for known in harmless):
-        return
-    shown = value if isinstance(value, bool | int | float | str) else type(value).__name__
-    raise ValueError(
-        f"{name}={shown} asks for {what}, which a compressed cache does not do; inside kvbench.compress use greedy "
-        "decoding or sampling, one pass over each prompt, and no other cache"
-    )
-
-
-def _kept(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """Which tokens (int64 [B, N]) are no padding, bool [B, N]: the last ones of every row."""
-    if mask is None:
-        return torch.ones_like(tokens, dtype=torch.bool)
-    if mask.shape != tokens.shape:
-        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; give one of input_ids' {tuple(tokens.shape)}")
-    kept = mask.to(tokens.device).bool()
-    counts = kept.sum(1)
-    expected = torch.arange(tokens.shape[1], device=tokens.device) >= tokens.shape[1] - counts[:, None]
-    if not bool((kept == expected).all()):
-        raise ValueError(
-            "attention_mask hides tokens elsewhere than at the left of a row; set tokenizer.padding_side = 'left'"
-        )
-    if not bool(counts.all()):
-        raise ValueError("a row of the batch has nothing but padding; leave it out")
-    return kept

@@ -1,5 +1,6 @@
 """`kvbench.compress`: transformers' own generate over a compressed cache, and a model that is left as it was found."""
 
+import copy
 from itertools import takewhile
 
 import pytest
@@ -121,7 +122,9 @@ def test_a_loop_of_ones_own(tiny_model):
         for _ in range(2):
             out = loaded.model(found[-1][:, None], past_key_values=out.past_key_values)
             found.append(out.logits[:, -1].argmax(-1))
-        assert out.past_key_values is cache and cache.get_seq_length() == inputs["input_ids"].shape[1] + 2
+        seen = inputs["input_ids"].shape[1] + 2
+        assert out.past_key_values.get_seq_length() == cache.get_seq_length() == seen
+        assert out.past_key_values.bytes() == cache.bytes()
         with pytest.raises(ValueError, match="holds 3 rows, not 2"):
             loaded.model(inputs["input_ids"][:2, :1], past_key_values=cache)
         with pytest.raises(ValueError, match="pass logits_to_keep=1"):
@@ -129,6 +132,102 @@ def test_a_loop_of_ones_own(tiny_model):
     banned = set(loaded.eos_token_ids)
     if not banned & {int(token) for step in found for token in step}:  # generate bans them before min_new_tokens
         assert torch.equal(torch.stack(found, 1), expected[:, -3:])
+
+
+def test_an_old_cache_is_refused(tiny_model):
+    """The cache of a prompt is refused once another was read, by forward and by generate, copies too; the cache that
+    goes on is unharmed, and after a new `generate` without it."""
+    loaded, prompt, other = tiny_model(), torch.tensor([random_tokens(20)]), torch.tensor([random_tokens(9)])
+    model, step, more = loaded.model, torch.tensor([[7]]), torch.tensor([random_tokens(30)])
+    refused = pytest.raises(ValueError, match="past_key_values is the cache of prompt 1 ")
+    with kvbench.compress(model, "full", tier="native") as cache:
+        first = model(prompt, logits_to_keep=1)
+        with pytest.raises(ValueError, match="copies"):
+            copy.deepcopy(first.past_key_values)
+        second = model(other, logits_to_keep=1)
+        old, new = first.past_key_values, second.past_key_values
+        held = cache.bytes()
+        for ask in (
+            lambda: model(step, past_key_values=old),
+            lambda: model.generate(more, past_key_values=old, max_new_tokens=2),
+            lambda: old.bytes(),
+            lambda: old.get_seq_length(),
+        ):
+            with refused:
+                ask()
+        assert cache.bytes() == new.bytes() == held
+        found = model(step, past_key_values=new).logits[:, -1]
+        model.generate(other, max_new_tokens=2, do_sample=False)
+        with pytest.raises(ValueError, match="past_key_values is the cache of prompt 2 "):
+            model(step, past_key_values=new)
+    whole = model(torch.cat([other, step], 1)).logits[:, -1]
+    assert torch.allclose(found, whole, atol=1e-4)
+
+
+def test_a_cache_that_was_cleared_begins_nothing(tiny_model):
+    """A step behind a prompt that was given up is no prompt of one token."""
+    loaded = tiny_model()
+    with kvbench.compress(loaded.model, "full") as cache:
+        out = loaded.model(torch.tensor([random_tokens(20)]), logits_to_keep=1)
+        with pytest.raises(ValueError, match="leaves no room"):
+            loaded.model(torch.zeros(1, 4096, dtype=torch.long), logits_to_keep=1)
+        with pytest.raises(ValueError, match="past_key_values"):
+            loaded.model(torch.tensor([[7]]), past_key_values=out.past_key_values, logits_to_keep=1)
+        assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_positions_are_those_of_the_text(tiny_model, width):
+    """Those that generate makes of a mask, and those that a model makes of columns, are taken, behind padding too; any
+    others are refused before anything is read, in a prompt, a step and a turn."""
+    loaded = tiny_model()
+    model, tokens = loaded.model, torch.tensor([random_tokens(12, seed=1), random_tokens(12, seed=2)])
+    mask = torch.ones_like(tokens)
+    mask[1, :5] = 0
+    counted, by_column = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1), torch.arange(12)[None]
+    begin, full = {"attention_mask": mask[:, : 12 - width], "logits_to_keep": 1}, {"attention_mask": mask}
+
+    def read(positions, cache=None):
+        own = slice(12 - width, None) if cache is not None else slice(12 - width)
+        asked = begin if cache is None else full | {"logits_to_keep": 1}
+        return model(tokens[:, own], position_ids=positions[..., own], past_key_values=cache, **asked)
+
+    wrong = [by_column.flip(1), torch.zeros_like(counted), counted + 1, by_column + 100, counted.flip(0)]
+    refused = pytest.raises(ValueError, match="position_ids")
+    with kvbench.compress(model, "full") as cache:
+        for positions in [*wrong, by_column[..., :3]]:
+            with refused:
+                read(positions)
+            assert cache.get_seq_length() == 0
+        found = []
+        for positions in (counted, by_column, by_column[0], counted.expand(3, 2, 12)):
+            out = read(positions)
+            for other in wrong:
+                with refused:
+                    read(other, out.past_key_values)
+            found.append(read(positions, out.past_key_values).logits)
+        assert all(torch.equal(found[0], each) for each in found)
+        with refused:
+            model.generate(tokens, position_ids=by_column + 3, max_new_tokens=2)
+        with pytest.raises(ValueError, match="attention_mask"):
+            out = read(counted)
+            model(tokens[:, -1:], attention_mask=mask.flip(1), past_key_values=out.past_key_values, logits_to_keep=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [({"budget": "200KiB", "window": 4}, {}), ({"budget": 30, "window": 4}, {"return_dict_in_generate": True})],
+)
+def test_a_row_of_a_batch_has_the_bytes_that_it_has_alone(tiny_model, settings, asked):
+    """Neither the longest prompt of a batch nor the room that it leaves changes a row's bytes, or what a budget in
+    bytes keeps of it."""
+    loaded, texts, held = tiny_model(), [TEXTS[0] * 4, TEXTS[1]], []
+    with kvbench.compress(loaded.model, "snapkv", **settings) as cache:
+        for some in (texts, texts[1:]):
+            inputs = padded(loaded, some)
+            loaded.model.generate(**inputs, max_new_tokens=4, min_new_tokens=4, do_sample=False, **asked)
+            held.append(cache.bytes(len(some) - 1))
+    assert held[0] == held[1]
 
 
 def say(loaded, tokens, cache=None, **asked):
