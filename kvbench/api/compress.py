@@ -7,6 +7,7 @@ as the engine does it. Only the object is changed, never its class, and the chan
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
@@ -54,8 +55,8 @@ class CompressedCache(_Cache):
         self._runner = Runner(model, policy, backend=backend)
         self._rows: list[int] = []
         self._columns = Columns()
-        self._batch = BatchCache(self, 0)  # of the last prompts
-        self._new_tokens: int | None = None  # most tokens that are read behind a prompt; None = no limit was set
+        self._batch = BatchCache(self, 0, None)  # of the last prompts
+        self._lock = threading.RLock()  # a pass is whole: other threads come before it or behind it
         self._left = 0  # tokens that each row still has room for
         self._last: list[dict[str, int]] = []  # the ledgers of rows that are closed
 
@@ -93,7 +94,7 @@ class CompressedCache(_Cache):
         """Gives back the pages of the last batch, and remembers what they were."""
         if self._rows:
             self._last = self._ledgers()
-        self._rows, self._columns, self._new_tokens = [], Columns(), self._room_tokens
+        self._rows, self._columns = [], Columns()
         self._runner.close_all()
 
     @contextmanager
@@ -106,18 +107,20 @@ class CompressedCache(_Cache):
             self._runner.close_all()
             raise
 
-    def _begin(self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+    def _next_batch(self, new_tokens: int | None) -> "BatchCache":
+        return BatchCache(self, self._batch.number + 1, new_tokens)
+
+    def _begin(self, batch: "BatchCache", tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
         """Reads the prompts of a batch (int64 [B, N], padded at the left); logits [B, vocabulary] after them."""
         kept = self._columns.of_prompt(tokens, mask, positions)
-        new_tokens = self._new_tokens
         self._clear()
-        self._batch = BatchCache(self, self._batch.number + 1)
+        self._batch, batch.is_read = batch, True
         prompts = [row[own].tolist() for row, own in zip(tokens, kept, strict=True)]
         longest = max(map(len, prompts))
         if longest >= self._max_tokens:
             raise ValueError(f"a prompt of {longest} tokens leaves no room in the model's context, {self._max_tokens}")
         rooms = [self._max_tokens - len(prompt) for prompt in prompts]
-        limits = [room if new_tokens is None else min(new_tokens, room) for room in rooms]
+        limits = [room if batch.new_tokens is None else min(batch.new_tokens, room) for room in rooms]
         self._left = min(limits)
         self._runner.reserve(rows=len(prompts), prompt_tokens=longest, new_tokens=max(limits))
         logits = []
@@ -151,16 +154,19 @@ class CompressedCache(_Cache):
         self._left -= width
         return logits
 
-    def _expect(self, prompt: Tensor | None, new_tokens: int | None, held: bool, returned: bool) -> None:
-        """Begins anew before `generate` reads a prompt (int64 [B, N]) and adds `new_tokens` at most (None = it did not
-        say; the last one is not read); or, where it holds this cache with rows in it, raises ValueError unless the next
-        turn fits behind them."""
-        if not (held and self._rows):
-            self._clear()
-            if self._room_tokens is None and not held and not returned:  # else another turn may come
-                self._new_tokens = None if new_tokens is None else max(0, new_tokens - 1)
-            return
-        self._check_room(self._columns.check_conversation(prompt) + (new_tokens or 1) - 1)
+    def _expect(self, asked: dict[str, Any], prompt: Tensor | None, most: int | None, returned: bool) -> "BatchCache":
+        """The cache with which `generate` reads a prompt (int64 [B, N]) and adds `most` tokens (None = it did not say;
+        the last one is not read): a new one, or where it is given one that holds rows, that one; raises ValueError
+        unless the next turn fits behind these."""
+        if (held := _taken(asked, self)) is not None:
+            self._check_room(self._columns.check_conversation(prompt) + (most or 1) - 1)
+            return held
+        new_tokens, is_given = self._room_tokens, any(asked.get(name) is self for name in hf.CACHE_NAMES)
+        if new_tokens is None and most is not None and not is_given and not returned:  # else another turn may come
+            new_tokens = max(0, most - 1)
+        self._clear()
+        self._batch = self._next_batch(new_tokens)
+        return self._batch
 
     def _check_room(self, more: int) -> None:
         """Raises ValueError unless every row has room for more tokens."""
@@ -175,22 +181,25 @@ class CompressedCache(_Cache):
         """One call of the model's `forward`, with the arguments that it was given."""
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
-        tokens, held = asked.get("input_ids"), _taken(asked, self)
+        tokens, batch = asked.get("input_ids"), _taken(asked, self)
         for name in ("use_cache", "inputs_embeds", "output_attentions", "output_hidden_states"):
             check(name, asked.get(name))
         if asked.get("labels") is not None:
             raise ValueError("labels: a loss needs every logit of an uncompressed pass; compute it outside the block")
         if tokens is None or tokens.ndim != 2 or not tokens.numel():
             raise ValueError("kvbench.compress needs input_ids of shape [batch, tokens], with at least one of each")
-        goes_on = held and bool(self._rows)
-        if not (goes_on and tokens.shape[1] == 1) and asked.get("logits_to_keep") != 1:
+        goes_on = batch is not None and batch.is_read
+        last = asked.get("logits_to_keep")
+        if not (goes_on and tokens.shape[1] == 1) and not (isinstance(last, int) and last == 1):
             raise ValueError(
-                f"logits_to_keep={asked.get('logits_to_keep')!r}: inside kvbench.compress a prompt gives the logits "
+                f"logits_to_keep={last!r}: inside kvbench.compress a prompt gives the logits "
                 "after its last token; pass logits_to_keep=1, as generate does"
             )
-        tokens = tokens.to(self._runner.device)
-        read = self._go_on if goes_on else self._begin
-        logits = read(tokens, asked.get("attention_mask"), asked.get("position_ids"))
+        given_with = tokens.to(self._runner.device), asked.get("attention_mask"), asked.get("position_ids")
+        if goes_on:
+            logits = self._go_on(*given_with)
+        else:
+            logits = self._begin(batch or self._next_batch(self._room_tokens), *given_with)
         given: dict[str, Any] = {hf.generate_cache_name(): self._batch}
         return CausalLMOutputWithPast(logits=logits[:, None], **given)
 
@@ -201,10 +210,14 @@ class BatchCache(_Cache):
     Args:
         cache: That of the block.
         number: Of the batch in the block, from 1 on.
+        new_tokens: Most tokens that are read behind a prompt; None = all that the context has room for.
+
+    Attributes:
+        is_read: The prompts were read; until then a `generate` has it that is about to read them.
     """
 
-    def __init__(self, cache: CompressedCache, number: int) -> None:
-        self.number, self._cache = number, cache
+    def __init__(self, cache: CompressedCache, number: int, new_tokens: int | None) -> None:
+        self.number, self.new_tokens, self.is_read, self._cache = number, new_tokens, False, cache
 
     def bytes(self, row: int | None = None) -> dict[str, int]:
         """What the cache holds, as `CompressedCache.bytes` says; raises ValueError once other prompts were read."""
@@ -224,9 +237,9 @@ class BatchCache(_Cache):
             )
 
     def _check_held(self) -> None:
-        """Raises ValueError where nothing can go on from this cache."""
+        """Raises ValueError where nothing can be read with this cache."""
         self._check_last()
-        if not self._cache._rows:
+        if self.is_read and not self._cache._rows:
             raise ValueError(
                 f"past_key_values is the cache of prompt {self.number} of this kvbench.compress block, which holds "
                 "nothing any more; read the whole text again"
@@ -315,7 +328,8 @@ def _door(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., Any
     def door(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(kwargs.get(name), hf.SessionCache) for name in hf.CACHE_NAMES):
             return forward(*args, **kwargs)
-        return cache._forward(_arguments(type(model).forward, model, args, kwargs))
+        with cache._lock:
+            return cache._forward(_arguments(type(model).forward, model, args, kwargs))
 
     setattr(door, _IS_OURS, True)
     return door
@@ -335,7 +349,7 @@ def _entry(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., An
         def wanted(name: str, places: int = 3) -> Any:
             return next((source[name] for source in sources[:places] if source.get(name) is not None), None)
 
-        held = _taken(asked, cache)
+        _taken(asked, cache)
         for name in REFUSED:
             if name not in hf.CACHE_NAMES:
                 check(name, wanted(name))
@@ -345,9 +359,10 @@ def _entry(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., An
             new_tokens = int(most)
         elif (length := wanted("max_length", places=2)) is not None and prompt is not None:
             new_tokens = int(length) - prompt.shape[1]  # a model's own may be a default that adds to the prompt
-        cache._expect(prompt, new_tokens, held, bool(wanted("return_dict_in_generate")))
+        with cache._lock:
+            batch = cache._expect(asked, prompt, new_tokens, bool(wanted("return_dict_in_generate")))
         kwargs = {name: value for name, value in kwargs.items() if name not in hf.CACHE_NAMES}
-        return generate(*args, **kwargs | {hf.generate_cache_name(): cache})
+        return generate(*args, **kwargs | {hf.generate_cache_name(): batch})
 
     return entry
 
@@ -361,17 +376,20 @@ def _arguments(
     return bound | bound.pop("kwargs", {})
 
 
-def _taken(asked: dict[str, Any], cache: CompressedCache) -> bool:
-    """True if a call was handed the block's cache, or that of its last prompts; refuses any other, under each of its
-    names."""
-    given = [asked.get(name) for name in hf.CACHE_NAMES]
-    held = [value is cache or (isinstance(value, BatchCache) and value._cache is cache) for value in given]
-    for name, value, is_held in zip(hf.CACHE_NAMES, given, held, strict=True):
-        if not is_held:
-            check(name, value)
-        elif isinstance(value, BatchCache):
+def _taken(asked: dict[str, Any], cache: CompressedCache) -> BatchCache | None:
+    """The cache of prompts that a call was handed, by itself or as the block's, which is that of the last ones; None
+    where it has none, or the block's holds nothing. Refuses any other, under each of its names."""
+    found = None
+    for name in hf.CACHE_NAMES:
+        value = asked.get(name)
+        if isinstance(value, BatchCache) and value._cache is cache:
             value._check_held()
-    return any(held)
+            found = value
+        elif value is not cache:
+            check(name, value)
+        elif cache._rows:
+            found = cache._batch
+    return found
 
 
 @contextmanager

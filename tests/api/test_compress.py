@@ -164,6 +164,33 @@ def test_an_old_cache_is_refused(tiny_model):
     assert torch.allclose(found, whole, atol=1e-4)
 
 
+def test_a_generate_within_another_ends_it(tiny_model):
+    """A prompt that is read between the begin of a `generate` and its first pass, or between two steps, as by another
+    thread, leaves no cache to that one: it is refused, and the other answers as alone."""
+    loaded, (prompt, other) = tiny_model(), torch.tensor([random_tokens(20), random_tokens(20, seed=1)])
+    model, asked = loaded.model, {"max_new_tokens": 4, "do_sample": False}
+    want, found = model.generate(other[None], **asked), []
+
+    class Between:
+        def put(self, value):
+            if not found:
+                found.append(model.generate(other[None], **asked))
+
+        def end(self):
+            pass
+
+    def step(tokens, scores):
+        Between().put(None)
+        return scores
+
+    for where in ({"streamer": Between()}, {"logits_processor": [step]}):
+        found.clear()
+        refused = pytest.raises(ValueError, match="past_key_values is the cache of prompt 1 ")
+        with kvbench.compress(model, "full", tier="native"), refused:
+            model.generate(prompt[None], **asked, **where)
+        assert torch.equal(found[0], want)
+
+
 def test_a_cache_that_was_cleared_begins_nothing(tiny_model):
     """A step behind a prompt that was given up is no prompt of one token."""
     loaded = tiny_model()
@@ -382,6 +409,7 @@ def test_a_cache_only_grows(tiny_model, name):
         (lambda x: x | {"attention_mask": x["attention_mask"] * 0}, "nothing but padding"),
         (lambda x: x | {"attention_mask": x["attention_mask"][:, 1:]}, "attention_mask has shape"),
         (lambda x: x | {"logits_to_keep": 0}, "pass logits_to_keep=1"),
+        (lambda x: x | {"logits_to_keep": torch.tensor([3, 7])}, "pass logits_to_keep=1"),
         (lambda x: x | {"labels": x["input_ids"]}, "labels: a loss"),
         (lambda x: x | {"past_key_values": DynamicCache()}, "made elsewhere"),
         (lambda x: {"input_ids": torch.zeros(1, 4096, dtype=torch.long), "logits_to_keep": 1}, "leaves no room"),
