@@ -8,11 +8,13 @@ from omegaconf import DictConfig
 
 from kvbench.cli.commands import compose_command
 from kvbench.results import summary
+from kvbench.results.claims import TASKS
 from kvbench.results.identity import hash_identity, run_folder
 from kvbench.results.provenance import Git, Machine, Versions
 from kvbench.results.record import RunRecord, Session
 from kvbench.results.sample import write_line
 from kvbench.results.summary import metrics
+from kvbench.tasks.taskset import MetricInfo
 
 VERSIONS = Versions(python="3.11.7", kvbench="0.1.0", torch="2.13.0", transformers="5.23.0", lm_eval="0.4.13")
 MACHINE = Machine(device="cpu (X)", host="Linux x86_64", num_cpus=2, num_threads=2, omp_wait_policy="PASSIVE")
@@ -29,13 +31,6 @@ def command_settings(command: str, root, *words: str) -> DictConfig:
 @cache
 def _composed(command: str, words: tuple[str, ...]) -> DictConfig:
     return compose_command(command, [*words])
-
-
-class Info:
-    """What a task says of its metric."""
-
-    higher_is_better = True
-    description = "the answer is right"
 
 
 def sample(
@@ -56,6 +51,7 @@ def sample(
     turns=(),
     finish="eos",
     protocol=None,
+    metric="exact",
     **more,
 ):
     """One journal record; `ratio` is resident bytes over fp16 bytes, `bits` those of a stored element, `turns` are the
@@ -77,7 +73,7 @@ def sample(
         "finish": finish,
         **asked,
         **more,
-        "scores": {"exact": score} if ok else {},
+        "scores": {metric: score} if ok else {},
         "fidelity": {"nll": nll, "nll_full": 0.1, "kl_mean": nll - 0.1, "top1_agreement": 1.0} if ok else None,
         "ledger": {
             "payload_bytes": payload,
@@ -120,11 +116,14 @@ def store(root, method, scores, *, settings=None, status="complete", total=None,
         "limit": None,
     }
     known |= {key: changes.pop(key) for key in list(changes) if key in known}
+    declared = TASKS.get(known["task"])
+    metric = declared.primary if declared else "exact"
+    info = MetricInfo(declared.metrics[metric] if declared else True, "the answer is right")
     records = []
     for number, (subset, score) in enumerate((name, score) for name, values in scores.items() for score in values):
         extra = {key: value(number) if callable(value) else value for key, value in changes.items()}
         status_of = known["statuses"].get(number, "ok")
-        records.append(sample(number, subset, float(score), status=status_of, **extra))
+        records.append(sample(number, subset, float(score), status=status_of, metric=metric, **extra))
     identity = {
         "model": {"fingerprint": "w", "dtype": "float32", "device": "cpu"},
         "task": {"name": known["task"], "fingerprint": known["fingerprint"], "limit": known["limit"]}
@@ -154,7 +153,7 @@ def store(root, method, scores, *, settings=None, status="complete", total=None,
         record.counts.total = len(records) if total is None else total
         record.counts.done = len(records)
         record.counts.ok = sum(item["status"] == "ok" for item in records)
-        record.metrics = metrics(records, {"exact": Info}, "exact")
+        record.metrics = metrics(records, {metric: info}, metric)
         record.ledger = summary.ledger(records)
         record.timing = summary.timing(records, 1.0)
     record.save(folder)

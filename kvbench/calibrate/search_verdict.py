@@ -89,7 +89,7 @@ def _stored(label: str, trial: Trial) -> StoredRun:
         identity=experiment.identity,
         started=now(),
         weighting=task.weighting,
-        counts=Counts(total=len(experiment.keys), done=len(trial.records)),
+        counts=Counts(total=len(experiment.keys), samples=len(task.requests), done=len(trial.records)),
         metrics=summary.metrics(trial.records, task.metrics, task.primary, task.weighting),
         backend=experiment.backend,
     )

@@ -1,11 +1,14 @@
 """Where the configuration files lie and what there is to choose from, found without importing anything heavy."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 FULL = "full"  # conf/method/full.yaml: the one method the harness knows by name, the reference of every other
+# The store of the full cache that others are compared with, whatever theirs is: see `RunConfig.of_full`.
+FULL_STORE: Mapping[str, Any] = {"budget_bytes": None, "rotation": "none", "windows": "exact"}
 AGREED = "allow_code_execution"  # the setting of tasks that run code of the model, by which the user agrees to it
 GROUPS = {
     "method": "how the cache is compressed",

@@ -131,11 +131,11 @@ def compare_group(group: Group, cfg: DictConfig, *, has_verdicts: bool = True) -
     against = find(group, str(cfg.against), cfg.get("where"))
     if against is None:
         return [], [f"{group.title}: no run fits against={cfg.against}, so nothing is compared"]
-    sides = []
+    sides, repeats = [], group.repeats
     for run in group.runs:
         if run is not against:
             # A full cache of the run's own batch size and backend where there is one.
-            same = (full for full in group.repeats if full.conditions == run.conditions)
+            same = (full for full in repeats if full.conditions == run.conditions)
             other = against if against.method != FULL or run.method == FULL else next(same, against)
             sides.append((curve_of(run, what), curve_of(other, what)))
     return _compare(sides, cfg, what, why, tolerance, notes, has_verdicts), notes

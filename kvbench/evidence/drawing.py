@@ -101,7 +101,7 @@ class Drawing:
         self.is_difference = panel.reference is not None and panel.what.of is None
         """Drawn are differences to the full cache, not scores or shares."""
         self.reference = panel.find(panel.reference)
-        self.full = next((point for point in self.points if point.method == FULL), None)
+        self.full = self.reference or next((point for point in self.points if point.method == FULL), None)
         colours = {method: method_style(method)[0] for method in self.methods()}
         self.fits_one_panel = len(self.points) <= FEW and len(set(colours.values())) == len(colours)
         """The first panel has room for every name, and a colour for every method."""

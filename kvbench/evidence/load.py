@@ -3,147 +3,26 @@ fits no group is named, never mixed in.
 """
 
 import fnmatch
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from kvbench.config.files import FULL
+from kvbench.evidence.group import CONDITIONS, Group, StoredRun
+from kvbench.results.claims import direction, unchecked
 from kvbench.results.identity import differences
 from kvbench.results.lines import read_samples
-from kvbench.results.measures import COSTS, Measure
 from kvbench.results.record import RunRecord
-from kvbench.results.sample import Key, SampleRecord
 from kvbench.show.labels import differing
 from kvbench.show.text import LINE_LENGTH, MESSAGE_LENGTH, NAME_LENGTH, safe
-from kvbench.show.unfit import flag_notes, unfit
+from kvbench.show.unfit import flag_notes
 
-CONDITIONS = ("batch_size", "backend")  # may differ inside a group: they change rounding, not the question
 # Below a folder of results. The last part is a pattern too: of a plain name, glob asks whether it exists, and a link
 # that leads nowhere would be passed over without a word.
 RUNS = "*/*/*/*/run[.]json"
-
-
-@dataclass(kw_only=True)
-class StoredRun:
-    """One run as it lies in the results folder."""
-
-    name: str
-    """Folder, relative to the results folder."""
-    record: RunRecord
-    samples: dict[Key, SampleRecord]
-    """Whole journal records, of any status."""
-    total: int | None
-    """Answers the run consists of; None when the run was killed and no other run of its group tells."""
-    label: str = ""
-    """Method and the settings that tell it from the other runs of its group."""
-    apart: str = ""
-    """Its model, in a group of several; else empty."""
-
-    @property
-    def method(self) -> str:
-        """Name of the method's configuration."""
-        return self.record.method
-
-    @property
-    def complete(self) -> bool:
-        """Every answer is there."""
-        return self.record.status == "complete"
-
-    @property
-    def has_scores(self) -> bool:
-        """`run.json` has a score, as it does when a run ends or is stopped."""
-        return any(metric.value is not None for metric in self.record.metrics.values())
-
-    @property
-    def settings(self) -> dict:
-        """Everything a filter may ask for, by its short name."""
-        identity = self.record.identity
-        flat = {**identity.get("task", {}).get("protocol", {}), **identity.get("method", {})}
-        return {**flat, "seed": self.record.seed} | {name: identity.get(name) for name in CONDITIONS}
-
-    @property
-    def conditions(self) -> tuple[str, ...]:
-        """Batch size and backend, which may differ between two runs of the same thing."""
-        return tuple(str(self.record.identity.get(name)) for name in CONDITIONS)
-
-    @property
-    def method_key(self) -> str:
-        """Method and its settings, which find the same thing in another group."""
-        settings = json.dumps([self.record.identity.get(part) for part in ("method", "store")], sort_keys=True)
-        return f"{self.apart} {self.method} {settings}" if self.apart else f"{self.method} {settings}"
-
-    @property
-    def key(self) -> str:
-        """`method_key` and the conditions."""
-        return " ".join([self.method_key, *self.conditions])
-
-    @property
-    def version(self) -> str:
-        """The version of the code that computed the run; the method's code, and the libraries that it alone imports,
-        are no part of it. Its first word stands for all of it (`bee5518e-3f2a`: harness, libraries), and is no number.
-        """
-        code = self.record.identity.get("code", {})
-        shared = {name: found for name, found in code.items() if name.partition(":")[0] not in ("harness", "method")}
-        libraries = " ".join(f"{name} {found}" for name, found in shared.items())
-        return f"{code.get('harness', '')[:8]}-{hashlib.sha256(libraries.encode()).hexdigest()[:4]} {libraries}"
-
-    @property
-    def progress(self) -> str:
-        """Number of the answers that are there, in words: `12 of 24 answers`."""
-        return f"{len(self.samples)} of {'an unknown number of' if self.total is None else self.total} answers"
-
-
-@dataclass(kw_only=True)
-class Group:
-    """Runs of one model on one set of questions, made by one version of the code."""
-
-    task: str
-    model: str
-    title: str
-    """Task and model, and what tells this group from another of the same two."""
-    runs: list[StoredRun] = field(default_factory=list)
-    """At least one run, each with a finished sample, by method; complete or not."""
-    notes: list[str] = field(default_factory=list)
-    """Sentences for the reader: which runs are incomplete, failed or of another version."""
-    largest: str = ""
-    """The model with the most bytes of weights, in a group of several; else empty."""
-    axes: Mapping[str, Measure] = field(default_factory=lambda: COSTS)
-    """What its quality can be drawn against."""
-
-    @property
-    def reference(self) -> StoredRun | None:
-        """The full-cache run under the conditions most of the others ran in; None without one."""
-        usual = Counter(run.conditions for run in self.runs if run.method != FULL).most_common()
-        order = [conditions for conditions, _ in usual]
-
-        def rank(run: StoredRun) -> tuple:
-            place = order.index(run.conditions) if run.conditions in order else len(order)
-            return run.apart != self.largest, not run.complete, str(run.settings.get("tier")) != "fp16", place, run.name
-
-        return min((run for run in self.runs if run.method == FULL), key=rank, default=None)
-
-    def unfit(self, what: Measure) -> str:
-        """Say why no run can be judged by a score of the full cache (`kvbench.show.unfit`); empty where it can."""
-        return unfit(self.reference.samples.values(), what) if self.reference else ""
-
-    @property
-    def repeats(self) -> list[StoredRun]:
-        """Other full-cache runs of the same precision: the same computation with another batch size or backend."""
-        reference = self.reference
-        if reference is None:
-            return []
-        same = reference.record.identity.get("method")
-        others = (
-            run
-            for run in self.runs
-            if run.method == FULL and run is not reference and run.complete and run.apart == reference.apart
-        )
-        return [run for run in others if run.record.identity.get("method") == same]
 
 
 def patterns(value: object) -> list[str] | None:
@@ -249,8 +128,15 @@ def load_groups(cfg: DictConfig, also: Sequence[str] = ()) -> list[Group]:
         for group in same_task or groups[:1]:
             group.notes.append(note)
     for group in groups:
+        group.notes += _claimed(group)
         group.notes += flag_notes({run.label: run.samples.values() for run in group.runs})
     return groups
+
+
+def _claimed(group: Group) -> list[str]:
+    """Say which claims of the runs on their metrics are taken as they stand."""
+    claims = [{name: metric.higher_is_better for name, metric in run.record.metrics.items()} for run in group.runs]
+    return list(dict.fromkeys(filter(None, (unchecked(group.task, one) for one in claims))))
 
 
 def sentences(notes: Iterable[str]) -> str:
@@ -288,7 +174,8 @@ def _sort(runs: Sequence[StoredRun], code: str) -> tuple[list[Group], list[str]]
     for _, members in sorted(by_question.items()):
         first = members[0].record
         group = Group(task=first.task, model=first.model, title=f"{first.task} with {first.model}")
-        group.runs = _latest(_one_version(_usable(members, group.notes), code, group.notes), group.notes)
+        usable = _agreed(_usable(members, group.notes), group.notes)
+        group.runs = _latest(_one_version(usable, code, group.notes), group.notes)
         if group.runs:
             groups.append(group)
         else:
@@ -308,6 +195,23 @@ def _usable(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
         elif not run.samples:
             notes.append(f"{run.name} is left out: it has no finished sample yet")
     return [run for run in members if run.samples and run.record.status != "failed"]
+
+
+def _agreed(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
+    """The runs whose records claim of their metrics what most of those of the same question do: a task has one
+    direction of each, one primary metric and one weighting. Says what the others claim."""
+
+    def claims(run: StoredRun) -> str:
+        metrics = run.record.metrics.items()
+        said = [
+            f"{name} {direction(metric.higher_is_better)}{', primary' * metric.primary}" for name, metric in metrics
+        ]
+        return f"{'; '.join(said)}; each {run.record.weighting} weighs the same" if said else ""
+
+    usual = Counter(filter(None, map(claims, members))).most_common(1)
+    odd = [run for run in members if claims(run) not in ("", *(claim for claim, _ in usual))]
+    notes += [f"{run.name} is left out: it claims {claims(run)}; the others, {usual[0][0]}" for run in odd]
+    return [run for run in members if run not in odd]
 
 
 def _one_version(members: Sequence[StoredRun], code: str, notes: list[str]) -> list[StoredRun]:

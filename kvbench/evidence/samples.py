@@ -75,7 +75,7 @@ def curve_of(run: StoredRun, what: Measure) -> Curve:
             found.setdefault(name, []).append(_unknown_range(what))
     sums = {name: tuple(map(sum, zip(*each, strict=True))) for name, each in found.items()}
     ranges = {name: (low / len(found[name]), high / len(found[name])) for name, (low, high) in sums.items()}
-    repeats = max((repeat for _, repeat in run.samples), default=0) + 1
+    repeats = run.record.answers_each or max((repeat for _, repeat in run.samples), default=0) + 1
     asked = max(len({sample for sample, _ in run.samples}), (run.total or 0) // repeats)  # also those that are missing
     return Curve(
         label=run.label,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from kvbench.results.claims import contradiction
 from kvbench.results.identity import hash_identity
 from kvbench.results.provenance import Git, Machine, Versions
 from kvbench.results.typed import MAX_BYTES, Misfit, parse, read_json
@@ -85,6 +86,8 @@ class Counts:
 
     total: int = 0
     """Answers the run consists of."""
+    samples: int | None = None
+    """Prompts the run consists of; None in records of before, of which `RunRecord.num_asked` knows it."""
     done: int = 0
     """Answers in the journal, of any status."""
     ok: int = 0
@@ -264,6 +267,34 @@ class RunRecord:
         """Name of the primary metric, or an empty string."""
         return next((name for name, metric in self.metrics.items() if metric.primary), "")
 
+    @property
+    def contradiction(self) -> str:
+        """Where its claims on task and metrics contradict one another or the task's declaration; else empty."""
+        name = self.identity.get("task", {}).get("name", self.task)
+        if self.task != name:
+            return f"claims the task {self.task}, and its identity is of {name}"
+        claims = {name: (metric.higher_is_better, metric.primary) for name, metric in self.metrics.items()}
+        return contradiction(name, claims, self.weighting)
+
+    @property
+    def answers_each(self) -> int | None:
+        """Answers to each prompt; None where the record does not say."""
+        each = self.protocol.get("num_samples")
+        if self.counts.samples:
+            each = self.counts.total // self.counts.samples
+        elif self.protocol.get("metric") == "choice":  # the choices of a prompt are scored once, whatever is sampled
+            each = 1
+        return each if type(each) is int and each >= 1 else None
+
+    @property
+    def num_asked(self) -> int | None:
+        """Samples that the run consists of, answered or not; None where the record does not say."""
+        each, metric = self.answers_each, self.metrics.get(self.primary)
+        if self.counts.samples is not None or each is None:
+            return self.counts.samples
+        asked, rest = divmod(self.counts.total, each)
+        return None if rest or not asked or (metric is not None and metric.num_samples > asked) else asked
+
     def note_backend(self, fallbacks: Iterable[str], graphs: dict[str, int]) -> None:
         """Add what the backend of one session did; a run that goes on keeps what its earlier sessions named."""
         self.backend_fallbacks = sorted({*self.backend_fallbacks, *fallbacks})
@@ -278,8 +309,9 @@ class RunRecord:
         """Read `run.json`; None when the folder has none yet.
 
         Raises:
-            UnreadableRecord: It is not JSON, of another schema version, a field has another type than here, or the
-                identity was edited: the numbers of one run would stand under the settings of another.
+            UnreadableRecord: It is not JSON, of another schema version, a field has another type than here, the
+                identity was edited (the numbers of one run would stand under the settings of another), or it claims of
+                a metric what its task does not.
             ValueError: The file cannot be read.
         """
         path = folder / "run.json"
@@ -310,6 +342,8 @@ class RunRecord:
                 f"{path} was edited: its identity is not the one that its hash {record.hash[:12]} names; remove it, "
                 "the samples beside it are kept"
             )
+        if why := record.contradiction:
+            raise UnreadableRecord(f"{path} {why}; remove it, the samples beside it are kept")
         return record
 
 

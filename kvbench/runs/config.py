@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from kvbench.cache.layout import StoreOptions
-from kvbench.config.files import FULL
+from kvbench.config.files import FULL, FULL_STORE
 from kvbench.config.settings import as_dict, read_data, read_settings
 from kvbench.results import tracking
 from kvbench.results.shards import Shard
@@ -136,8 +136,7 @@ class RunConfig:
         from kvbench.config.methods import method_settings  # needs the library of settings; a bench has no run
 
         method = as_dict(method_settings(FULL))
-        store = replace(self.store, budget_bytes=None, rotation="none", windows="exact")
-        return replace(self, method=method, store=store)
+        return replace(self, method=method, store=replace(self.store, **FULL_STORE))
 
     def settings(self) -> dict[str, Any]:
         """The settings as config.yaml has them. Which shard a process worked on is no part of the run."""

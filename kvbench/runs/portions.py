@@ -78,7 +78,7 @@ def compute_portion(
     durable.make_folder(place)
     own = shards.load_record(place, say) or RunRecord()
     describe(experiment, own, origin)
-    own.counts = Counts(total=len(keys), done=sum(key in done for key in keys))
+    own.counts = Counts(total=len(keys), samples=len(requests), done=sum(key in done for key in keys))
     with ExitStack() as stack:
         journal = Journal(place / shards.SAMPLES, run=experiment.hash, keys=frozenset(experiment.keys), warn=say)
         stack.enter_context(closing(journal))

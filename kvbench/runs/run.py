@@ -131,6 +131,7 @@ def _count(experiment: Experiment, record: RunRecord, journal: Journal) -> None:
     task, statuses = experiment.task, [item["status"] for item in journal.records.values()]
     record.counts = Counts(
         total=len(experiment.keys),
+        samples=len(task.requests),
         done=len(statuses),
         **{status: statuses.count(status) for status in ("ok", "nan", "oom", "ungraded")},
         truncated=sum(request.truncated for request in task.requests),

@@ -61,10 +61,10 @@ def _score(record: RunRecord) -> str:
 
 def _num(record: RunRecord) -> str:
     metric = record.metrics.get(record.primary)
-    done = metric.num_samples if metric else 0
-    per_answer = record.counts.total // max(1, done) if metric and done else 1
-    missing = record.counts.total - record.counts.ok
-    return f"{done}" if not missing else f"{done} of {(record.counts.total + per_answer - 1) // per_answer}"
+    scored = metric.num_samples if metric else 0
+    if record.counts.ok == record.counts.total:
+        return f"{scored}"
+    return f"{scored} of {'?' if record.num_asked is None else record.num_asked}"
 
 
 def _difference(record: RunRecord) -> str:

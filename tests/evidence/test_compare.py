@@ -347,6 +347,35 @@ def test_reference_of_the_same_conditions_is_preferred(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("other", [*({"budget_bytes": size} for size in range(1, 5)), {"rotation": "hadamard"}])
+@pytest.mark.parametrize("batch_size", [4, 8])
+def test_the_reference_is_a_whole_full_cache(tmp_path, other, batch_size):
+    """A full cache that lacks answers, or was kept in another store than a run's own reference, is no reference while
+    a whole one is there, nor a repetition of it that shows the noise; in whatever order their folders lie (the budget
+    moves them)."""
+    store(tmp_path, "full", SCORES, nll=0.1)
+    starved = {"store": {"page_bytes": "auto", **other}, "statuses": dict.fromkeys(range(7), "oom")}
+    store(tmp_path, "full", SCORES, nll=0.6, batch_size=batch_size, **starved)
+    store(tmp_path, "x", SCORES, batch_size=batch_size)
+    group, rows, _ = compared(tmp_path)
+    assert len(group.reference.answered) == 12 and group.repeats == []
+    (row,) = [row for row in rows if row.run.method == "x"]
+    assert row.pairs.theirs.run is group.reference and (row.pairs.num_samples, row.pairs.total) == (12, 12)
+    assert samples.noise(group, samples.measure("nll", group))[1].startswith("the largest that other batches")
+
+
+def test_a_repetition_has_every_answer_of_the_reference(tmp_path):
+    """A full cache of the run's own batch size that ran out of memory is no better to compare with."""
+    store(tmp_path, "full", SCORES)
+    store(tmp_path, "full", SCORES, batch_size=8, statuses={0: "oom", 3: "nan", 4: "oom"})
+    store(tmp_path, "x", SCORES, batch_size=8)
+    group, rows, _ = compared(tmp_path)
+    assert [(row.pairs.theirs.label, row.pairs.num_samples) for row in rows] == [
+        ("full batch 4", 9),
+        ("full batch 4", 12),
+    ]
+
+
 def test_out_of_memory_and_repeated_answers(tmp_path):
     """Samples that did not end well are left out and counted in N; several answers to one prompt are one sample."""
     store(tmp_path, "full", SCORES)
@@ -373,7 +402,7 @@ def test_categories_and_shares_of_the_full_cache(tmp_path, capsys):
     out = tmp_path / "table.csv"
     assert main(["compare", f"results_dir={tmp_path}", "metric=code%", "resamples=200", f"out={out}"]) == 0
     assert "difference, % of the full cache's" in " ".join(capsys.readouterr().out.split())
-    assert next(csv.DictReader(out.open()))["metric"] == "exact:code%"
+    assert next(csv.DictReader(out.open()))["metric"] == "score:code%"
     for command, words, message in (
         ("compare", ["metric=code%", "against=snapkv"], "against=snapkv is another run; leave out one"),
         ("compare", ["metric=nll%"], "take metric=nll"),

@@ -206,7 +206,7 @@ def test_small_multiples(tmp_path, capsys):
     assert main(["pareto", *words]) == 0
     assert (out / "longbench_tiny_resident_by_subset.png").read_bytes().startswith(b"\x89PNG")
     metrics = {row["metric"] for row in csv.DictReader((out / "pareto.csv").open())}
-    assert metrics == {"exact:exact%", "exact:trec%", "exact:lcc%", "exact:repobench-p%"}
+    assert metrics == {"score:score%", "score:trec%", "score:lcc%", "score:repobench-p%"}
     assert main(["pareto", *words, "metric=code"]) == 2
     assert "metric=code is one category already; take metric=score%" in " ".join(capsys.readouterr().err.split())
 

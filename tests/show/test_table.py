@@ -10,7 +10,7 @@ from fake_parts import make_cfg, make_parts
 from matplotlib.text import Text
 from rich.console import Console
 
-from kvbench.results.record import RunRecord
+from kvbench.results.record import Counts, Metric, RunRecord
 from kvbench.runs.run import run_experiment
 from kvbench.show import figure, table
 from kvbench.show.labels import label_runs
@@ -49,6 +49,29 @@ def test_table_shows_the_numbers(tmp_path):
     assert "..." not in text and "\u2026" not in text
     rows = [line for line in text.splitlines() if line.startswith(("full", "half")) and ":" not in line]
     assert [line.split()[0] for line in rows] == ["full", "half"] * 2
+
+
+@pytest.mark.parametrize("each", [1, 8])
+@pytest.mark.parametrize("scored", [67, 50, 49, 33, 10, 1])
+@pytest.mark.parametrize("is_old", [False, True])
+def test_n_is_of_the_samples_that_were_asked(scored, each, is_old):
+    """However many of 100 samples are missing, with one or several answers each; a record of before has the number of
+    answers to each in its protocol, and one that does not say it shows no number."""
+    counts = Counts(total=100 * each, done=100 * each, ok=scored * each, samples=None if is_old else 100)
+    metrics = {"score": Metric(value=0.5, num_samples=scored, primary=True)}
+    record = RunRecord(metrics=metrics, counts=counts, protocol={"num_samples": each} if is_old else {})
+    assert table._num(record) == f"{scored} of 100"
+    if is_old:
+        assert table._num(dataclasses.replace(record, protocol={})) == f"{scored} of ?"
+
+
+def test_the_record_has_the_samples_asked(tmp_path):
+    """Of a run with two answers to a prompt, more than half of which ran out of memory."""
+    record = run_of(
+        make_cfg(tmp_path), count=11, repeats=2, statuses={f"{'ab'[i % 2]}/{i}": "oom" for i in range(7)}
+    ).record
+    assert (record.counts.total, record.counts.samples, record.counts.ok) == (22, 11, 8)
+    assert table._num(record) == "4 of 11"
 
 
 def test_table_says_what_ran_without_a_kernel(tmp_path):
