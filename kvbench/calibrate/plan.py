@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from kvbench.config.files import FULL
 from kvbench.config.settings import as_dict
 from kvbench.errors import check_whole, unknown_name
+from kvbench.evidence.settings import POSITIVE
 from kvbench.policy import Policy
 from kvbench.results.measures import LOSSES
 from kvbench.rules import Declared, declared
@@ -87,7 +88,7 @@ def read_plan(cfg: DictConfig, method: str, policy: Policy, stages: tuple[Stage,
         if cfg[name] not in known:
             raise unknown_name(f"calibrate.{name}", cfg[name], known)
     margin = cfg.margin[cfg.criterion]
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not margin > 0:
+    if not POSITIVE.fits(margin):
         raise ValueError(f"calibrate.margin.{cfg.criterion}={margin} must be a number above 0: the loss you accept")
     same = {name: cfg[name] for name in ("criterion", "proof", "resamples")}
     rule = Rule(**same, margin=float(margin), tie=float(cfg.tie), seed=cfg.split_seed)

@@ -26,6 +26,7 @@ from kvbench.errors import check_whole, unknown_name
 from kvbench.evidence.settings import check_margin
 from kvbench.results import identity
 from kvbench.results.measures import LOSSES
+from kvbench.rules import Number
 from kvbench.runs.calibration import KEY
 from kvbench.runs.config import read_bytes
 from kvbench.runs.parts import Loaders
@@ -88,7 +89,7 @@ def _wanted(cfg: DictConfig) -> Wanted:
             raise unknown_name(f"search.{name}", cfg[name], known)
     check_margin(cfg.margin)
     margin = LOSSES[cfg.criterion].measure.margin if cfg.margin is None else float(cfg.margin)
-    if cfg.most is not None and (not isinstance(cfg.most, int | float) or cfg.most <= margin):
+    if cfg.most is not None and not Number(margin, above=True).fits(cfg.most):
         raise ValueError(f"search.most={cfg.most} must be a loss above the margin of {margin:g}")
     same = {name: cfg[name] for name in ("criterion", "resamples")}
     rule = Rule(**same, margin=margin, proof="interval", tie=0.01, seed=cfg.split_seed)

@@ -21,7 +21,7 @@ from kvbench.policy.settings import BudgetRule, TierRule
 from kvbench.results.identity import folder_name
 from kvbench.results.measures import LOSSES, RESIDENT, SCORE, score
 from kvbench.results.record import RunRecord
-from kvbench.rules import Choice, Declared, declared
+from kvbench.rules import Choice, Declared, Number, declared
 from kvbench.runs.parts import policy_class
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def read_space(cfg: DictConfig) -> list[Searched]:
 
 def _range(budget: Any) -> tuple[float, float]:
     ends = list(budget) if not isinstance(budget, int | float | str) and budget is not None else []
-    if len(ends) != 2 or not all(isinstance(end, int | float) for end in ends) or not 0 < ends[0] < ends[1] <= 1:
+    if len(ends) != 2 or not all(map(Number(0, 1, above=True).fits, ends)) or ends[0] >= ends[1]:
         raise ValueError(f"search.budget={budget} is no range; give two shares, the smaller first, such as [0.05,0.9]")
     return float(ends[0]), float(ends[1])
 

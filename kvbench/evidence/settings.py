@@ -10,10 +10,12 @@ from kvbench.errors import check_whole, unknown_name
 from kvbench.evidence.load import patterns
 from kvbench.results.identity import folder_name
 from kvbench.results.writing import write_files
+from kvbench.rules import Number
 from kvbench.show import terminal
 
 LEAST = {"resamples": 100, "seed": 0, "regressions": 0, "answers": 1, "answer_length": 1, "digits": 0}
 FLAGS = ("incomplete", "published", "intervals")
+POSITIVE = Number(0, above=True)
 KINDS = ("png", "svg")  # of pictures of several curves or maps
 Bytes = float | tuple[float, float]
 
@@ -52,7 +54,7 @@ def check(
 
 def check_margin(margin: object) -> None:
     """Refuse a margin that is neither null nor a number above 0."""
-    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float) or margin <= 0):
+    if margin is not None and not POSITIVE.fits(margin):
         raise ValueError(
             f"margin={margin} is not a number above 0; 0.01 means one point of score, null is the metric's own margin"
         )
@@ -63,7 +65,7 @@ def bytes_wanted(wanted: object) -> Bytes | None:
     if wanted is None:
         return None
     ends: list = list(wanted) if isinstance(wanted, ListConfig | list | tuple) else [wanted]
-    numbers = [float(end) for end in ends if isinstance(end, int | float) and not isinstance(end, bool) and end > 0]
+    numbers = [float(end) for end in ends if POSITIVE.fits(end)]
     if len(numbers) < len(ends) or len(ends) not in (1, 2) or sorted(set(ends)) != ends:
         raise ValueError(
             f"at_bytes={wanted} is neither a percentage of an FP16 full cache nor two of them, the smaller first; "

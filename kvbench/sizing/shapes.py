@@ -17,7 +17,7 @@ from kvbench.errors import unknown_name
 from kvbench.kernels.operands import Window
 from kvbench.models.gguf_header import read_header
 from kvbench.policy.budget import read_size
-from kvbench.rules import Whole
+from kvbench.rules import Number, Whole
 
 HEADLINE = ("llama3-8b", 32768)  # the model and the length that byte counts of small models are projected to
 SIZES = ("layers", "q_heads", "kv_heads", "head_dim")
@@ -93,9 +93,9 @@ class NamedShape:
 def size_of_weights(key: str, value: object) -> float:
     """Read a setting that is the bytes of weights: a number, or text such as 4.5GiB; ValueError for others."""
     found = read_size(value) if isinstance(value, str) else value
-    if isinstance(found, bool) or not isinstance(found, int | float) or not found > 0:
+    if not Number(0, above=True).fits(found):
         raise ValueError(f"{key}={value!r} is no number of bytes; write one, or text such as 4.5GiB")
-    return float(found)
+    return float(found)  # type: ignore[arg-type]  # a number fits
 
 
 @cache

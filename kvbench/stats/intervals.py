@@ -4,8 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvbench.stats import studentised
-from kvbench.stats.strata import Strata, Weighting, has_spread, weighed
+from kvbench.stats.strata import Strata, Weighting, has_spread, unit_of, weighed
 
 Z_95 = 1.959963984540054  # two-sided 95 % point of the normal distribution
 YES_NO = (0.0, 1.0)
@@ -37,10 +39,13 @@ class Estimate:
 
 
 def wilson(successes: float, trials: float, z: float = Z_95) -> tuple[float, float]:
-    """Wilson's score interval of a rate, inside [0, 1]; with the normal point `z`, 1.96 for 95 %.
+    """Wilson's score interval of a rate, inside [0, 1], all of which it is of no trial; with the normal point `z`, 1.96
+    for 95 %.
 
     Source: Wilson 1927, JASA 22:209; without continuity correction.
     """
+    if not trials:
+        return 0.0, 1.0
     rate, z2 = successes / trials, z * z
     centre = (rate + z2 / (2 * trials)) / (1 + z2 / trials)
     half = z / (1 + z2 / trials) * math.sqrt(rate * (1 - rate) / trials + z2 / (4 * trials * trials))
@@ -50,11 +55,14 @@ def wilson(successes: float, trials: float, z: float = Z_95) -> tuple[float, flo
 def newcombe(both: int, first_only: int, second_only: int, neither: int, z: float = Z_95) -> tuple[float, float]:
     """Interval of the difference (first - second) of two rates on the same samples, given how many succeeded in which.
 
-    It has a width when no sample differs, so "no difference seen" is not mistaken for "no difference".
+    It has a width when no sample differs, so "no difference seen" is not mistaken for "no difference"; of no sample it
+    is [-1, 1].
 
     Source: Newcombe 1998, Statistics in Medicine 17:2635, method 10.
     """
     n = both + first_only + second_only + neither
+    if not n:
+        return -1.0, 1.0
     p1, p2 = (both + first_only) / n, (both + second_only) / n
     (l1, u1), (l2, u2) = wilson(both + first_only, n, z), wilson(both + second_only, n, z)
     phi = _phi(both, first_only, second_only, neither)
@@ -104,11 +112,13 @@ def estimate(
 
     Args:
         strata: Values of each subset, one per sample.
-        num_nonfinite: Samples the caller left out, for the record.
+        num_nonfinite: Samples the caller left out, for the record; what is not finite here is left out and added.
         bounds: Smallest and largest possible value; the interval is cut there.
         weighting: See `weighed`.
     """
-    found = weighed(list(strata.values()), weighting)
+    finite = [[value for value in values if math.isfinite(value)] for values in strata.values()]
+    num_nonfinite += sum(map(len, strata.values())) - sum(map(len, finite))
+    found = weighed(finite, weighting)
     if not found.values:
         return Estimate(num_nonfinite=num_nonfinite)
     result = Estimate(value=float(found.mean()), num_samples=found.count, num_nonfinite=num_nonfinite)
@@ -160,6 +170,12 @@ def mover(parts: Sequence[tuple[float, float, float]], weights: Sequence[float])
 
     Source: Zou and Donner 2008, Statistics in Medicine 27:1693 (MOVER).
     """
-    below = math.sqrt(sum((w * (value - low)) ** 2 for w, (value, low, _) in zip(weights, parts, strict=True)))
-    above = math.sqrt(sum((w * (high - value)) ** 2 for w, (value, _, high) in zip(weights, parts, strict=True)))
+    below = _length([w * (value - low) for w, (value, low, _) in zip(weights, parts, strict=True)])
+    above = _length([w * (high - value) for w, (value, _, high) in zip(weights, parts, strict=True)])
     return below, above
+
+
+def _length(steps: Sequence[float]) -> float:
+    """Length of a sum of steps at right angles, of whatever magnitude."""
+    unit = float(unit_of(np.array(steps)))
+    return unit * math.sqrt(sum((step / unit) ** 2 for step in steps))

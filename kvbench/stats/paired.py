@@ -28,6 +28,7 @@ from kvbench.stats.studentised import LEVEL, RESAMPLES, SEED, resamples_for
 
 ALPHA = 1 - LEVEL
 POWER = yes_no.POWER
+MOST_TIMES = 1e9  # a difference that is this many times smaller than what the samples show is shown by none
 FEWEST_DIFFERENT = 6  # fewer than six differing samples, all one way, are no p < 0.05: 2 * 0.5^6 = 0.03
 Pair = tuple[float, float]
 
@@ -229,14 +230,17 @@ class Paired:
 
     def needed(self, difference: float, level: float = ALPHA) -> int | None:
         """Number of samples that would show a true difference of this size with 80 % probability, at the churn or the
-        spread seen here."""
+        spread seen here; None where that is not known, or without bounds."""
         if self.pairs is not None or self.few_differ:
             return yes_no.samples_needed(difference, self.churn, level)
         if self.error is None:
             return None
         found = self.strata.count
         for _ in range(20):  # the t quantile depends weakly on the number looked for
-            ratio = _noncentral(max(2.0, found - 1.0), level) * self.error[0] / difference
+            shows = _noncentral(max(2.0, found - 1.0), level) * self.error[0]
+            if not shows < MOST_TIMES * difference:
+                return None
+            ratio = shows / difference
             wanted = max(FEWEST_SAMPLES, math.ceil(self.strata.count * ratio**2))
             if wanted == found:
                 break
@@ -259,8 +263,10 @@ class Paired:
             spread = at_margin = self.error[0] * math.sqrt(self.strata.count)
         else:
             return None
-        ratio = (norm.isf(level) * at_margin + norm.isf((1 - POWER) / 2) * spread) / margin
-        return max(FEWEST_SAMPLES, math.ceil(ratio**2))
+        shows = float(norm.isf(level) * at_margin + norm.isf((1 - POWER) / 2) * spread)
+        if not shows < MOST_TIMES * margin:
+            return None
+        return max(FEWEST_SAMPLES, math.ceil((shows / margin) ** 2))
 
     def estimate(self) -> Estimate:
         """Value, interval and number of samples."""
@@ -294,10 +300,13 @@ def difference(
 
 
 def paired(groups: Mapping[str, Sequence[Pair]], weighting: Weighting = "subset", **settings: Any) -> Paired | None:
-    """`difference` of the pairs of each subset, weighed as `weighed` says; None without a pair."""
+    """`difference` of the pairs of each subset, weighed as `weighed` says; None without a pair. Raises ValueError for a
+    value that is not finite: of such a pair there is no difference."""
     filled = [np.array(pairs, dtype=float) for pairs in groups.values() if pairs]
     if not filled:
         return None
+    if not all(np.isfinite(pairs).all() for pairs in filled):
+        raise ValueError("a paired difference is of finite values; leave out the samples that have none")
     mine, theirs = (weighed([pairs[:, side] for pairs in filled], weighting) for side in (0, 1))
     return difference(mine, theirs, **settings)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvbench.stats.strata import Strata
+from kvbench.stats.strata import Strata, unit_of
 from kvbench.stats.studentised import LEVEL, RESAMPLES, SEED
 
 FEWEST_RUNS = 3  # two are always in the same order or in the opposite one
@@ -73,13 +73,17 @@ def agreement(
 
 def _means(strata: Strata) -> np.ndarray:
     # Two runs that are equal up to rounding share a rank.
-    return np.round(np.asarray(strata.mean()), 12)
+    return _rounded(np.asarray(strata.mean()), strata)
+
+
+def _rounded(means: np.ndarray, strata: Strata) -> np.ndarray:
+    return np.round(means / unit_of(strata.flat.ravel()), 12)
 
 
 def _resampled(strata: Strata, draws: list[np.ndarray]) -> np.ndarray:
     """Weighted means [resamples, runs], given the share of each question in each resample."""
     parts = [weight * share @ own for weight, share, own in zip(strata.weights, draws, strata.values, strict=True)]
-    return np.round(sum(parts), 12)
+    return _rounded(sum(parts), strata)
 
 
 def _between_halves(strata: Strata, rng: np.random.Generator) -> float | None:

@@ -15,7 +15,7 @@ import numpy as np
 from kvbench.stats import studentised
 from kvbench.stats.intervals import correlation, rate_interval
 from kvbench.stats.paired import ALPHA, Pair, Paired, difference
-from kvbench.stats.strata import Strata, Weighting, standard_error, weighed
+from kvbench.stats.strata import Strata, Weighting, standard_error, unit_of, weighed
 
 FIELLER, MOVER_R = "fieller, studentised bootstrap", "wilson, mover-r"
 Ends = tuple[float, float]
@@ -121,9 +121,15 @@ class Share:
         low, high = studentised.quantiles(np.sort(studentised.t_statistics(rest, self.resamples, self.gap.seed)))
         if not (math.isfinite(low) and math.isfinite(high)):
             return None
-        errors = [math.sqrt(_covariance(one, one)) for one in (self.mine, self.theirs)]
-        both = _covariance(self.mine, self.theirs) / (errors[0] * errors[1]) if errors[0] and errors[1] else 0.0
+        mine, theirs = (one.map(lambda values: values / self._unit) for one in (self.mine, self.theirs))
+        errors = [math.sqrt(_covariance(one, one)) for one in (mine, theirs)]
+        both = _covariance(mine, theirs) / (errors[0] * errors[1]) if errors[0] and errors[1] else 0.0
         return self._ends(both, *((max(0.0, t) * errors[0], max(0.0, t) * errors[1]) for t in (high, -low)))
+
+    @property
+    def _unit(self) -> float:
+        """Unit of both means in which their squares can be told."""
+        return float(unit_of(self.mine.flat, self.theirs.flat))
 
     def _rest(self, share: float) -> Strata:
         values = tuple(m - share * t for m, t in zip(self.mine.values, self.theirs.values, strict=True))
@@ -138,17 +144,18 @@ class Share:
         rates = [(float(one.mean()), *rate_interval(one)) for one in (self.mine, self.theirs)]
         (mine, mine_low, mine_high), (theirs, theirs_low, theirs_high) = rates
         both = correlation(self.gap.pairs or (), self.mine)
-        return self._ends(both, (mine - mine_low, theirs_high - theirs), (mine_high - mine, theirs - theirs_low))
+        below, above = (mine - mine_low, theirs_high - theirs), (mine_high - mine, theirs - theirs_low)
+        return self._ends(both, *((reach / self._unit, of_whole / self._unit) for reach, of_whole in (below, above)))
 
     def _ends(self, both: float, below: Ends, above: Ends) -> Ends | None:
-        """The two shares, less 1, at reaches of `mine` and `theirs` and their correlation; None where the whole's own
-        interval has 0."""
-        mine, found = float(self.mine.mean()), []
+        """The two shares, less 1, at reaches of `mine` and `theirs`, in `_unit`, and their correlation; None where the
+        whole's own interval has 0."""
+        mine, whole, found = float(self.mine.mean()) / self._unit, self.whole / self._unit, []
         for sign, (reach, of_whole) in ((-1, below), (1, above)):
-            rest = self.whole**2 - of_whole**2
+            rest = whole**2 - of_whole**2
             if rest <= 0:
                 return None
-            middle = mine * self.whole - both * reach * of_whole
+            middle = mine * whole - both * reach * of_whole
             root = math.sqrt(max(0.0, middle**2 - rest * (mine**2 - reach**2)))
             found.append((middle + sign * root) / rest - 1)
         return found[0], found[1]

@@ -74,6 +74,13 @@ def weighed(values: Sequence[Sequence[float] | np.ndarray], weighting: Weighting
     return Strata(arrays, weights)
 
 
+def unit_of(*arrays: np.ndarray) -> np.ndarray:
+    """The power of two below the largest absolute value of each column of some values [n, columns] or [n]; 1 where all
+    are 0. Squares of values in this unit neither overflow nor vanish, and dividing by it rounds nothing."""
+    largest = np.max([np.max(np.abs(values), axis=0) for values in arrays], axis=0)
+    return np.where(largest > 0, np.ldexp(1.0, np.frexp(largest)[1] - 1), 1.0)
+
+
 def has_spread(values: np.ndarray) -> bool:
     """True when values differ by more than rounding."""
     return bool(np.ptp(values) > ROUNDING * max(1e-300, float(np.max(np.abs(values)))))
@@ -89,9 +96,13 @@ def standard_error(strata: Strata) -> tuple[float, float] | None:
     """
     if not strata.values or min(strata.sizes) < 2 or not any(map(has_spread, strata.values)):
         return None
+    units = [float(unit_of(values - values.mean())) for values in strata.values]
     terms = [
-        (weight**2 * float(np.var(values, ddof=1)) / len(values), len(values) - 1)
-        for values, weight in zip(strata.values, strata.weights, strict=True)
+        weight**2 * float(np.var(values / unit, ddof=1)) / len(values)
+        for values, weight, unit in zip(strata.values, strata.weights, units, strict=True)
     ]
-    total = sum(variance for variance, _ in terms)
-    return math.sqrt(total), total**2 / sum(variance**2 / freedom for variance, freedom in terms)
+    largest = max(unit for unit, variance in zip(units, terms, strict=True) if variance)
+    variances = [one and one * (unit / largest) ** 2 for unit, one in zip(units, terms, strict=True)]
+    total = sum(variances)
+    freedom = total**2 / sum(one**2 / (size - 1) for one, size in zip(variances, strata.sizes, strict=True))
+    return largest * math.sqrt(total), freedom

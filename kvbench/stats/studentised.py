@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvbench.stats.strata import FEWEST_SAMPLES, Strata, standard_error
+from kvbench.stats.strata import FEWEST_SAMPLES, Strata, standard_error, unit_of
 
 LEVEL = 0.95
 RESAMPLES, SEED = 9999, 0  # of every table, picture and run.json: one number has one interval
@@ -76,6 +76,8 @@ def t_blocks(strata: Strata, resamples: int, seed: int) -> Iterator[np.ndarray]:
     at a time; infinite where a resample has no spread and another mean. Every subset has at least two samples."""
     sizes, pools = strata.sizes, _pools(strata.sizes)
     residuals = [_stretched(values) for values in strata.values]
+    unit = unit_of(*residuals)  # in which t is the same
+    residuals = [values / unit for values in residuals]
     parts = []
     for index, pool in enumerate(pools):
         own = np.concatenate([residuals[place] for place in pool])

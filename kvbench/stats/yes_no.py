@@ -20,11 +20,20 @@ def within(lost: int, gained: int, count: int, margin: float) -> float:
     Of `count` samples `lost` are those that only the other run got right, `gained` those that only this run did. Gives
     the probability of a difference at least this good if the true loss is the margin, in (0, 1).
 
+    Raises:
+        ValueError: The margin is not above 0, or the counts are none.
+
     Source: Tango 1998, Statistics in Medicine 17:891, for the restricted estimate; Lloyd 2008, Australian & New Zealand
         J. Statistics 50:329, for the exact probability at it.
     """
     from scipy.stats import binom
 
+    if not margin > 0:
+        raise ValueError(f"margin={margin} must be above 0: no number of samples shows a loss of less than none")
+    if min(lost, gained, count - lost - gained) < 0:
+        raise ValueError(f"lost={lost} and gained={gained} are no counts of {count} samples")
+    if not count:
+        return 1.0
     if margin >= 1:
         return 0.0
     linear = (lost + gained) * (1 - margin) - 2 * gained * margin - 2 * (count - lost - gained) * margin
@@ -85,16 +94,18 @@ def detectable(churn: float, count: int, level: float) -> float | None:
 
 
 def samples_needed(loss: float, churn: float, level: float) -> int | None:
-    """Number of samples that show a loss with 80 % probability, to 0.5 %; None for more than a million. Arguments as of
-    `power`."""
+    """Number of samples that show a loss with 80 % probability, to 0.5 %; None for more than a million, and for a loss
+    outside (0, 1]. Arguments as of `power`."""
     from scipy.stats import norm
 
     # What the normal distribution says is near; the exact power decides.
+    if not 0 < loss <= 1:
+        return None
     differ = min(1.0, max(churn, loss))
     spread = norm.isf(level / 2) * math.sqrt(differ) + norm.isf(1 - POWER) * math.sqrt(max(0.0, differ - loss**2))
-    guess = (spread / loss) ** 2
-    if guess > 1.1 * MOST_SAMPLES:
+    if spread / loss > math.sqrt(1.1 * MOST_SAMPLES):
         return None
+    guess = (spread / loss) ** 2
     many = max(2, math.ceil(min(MOST_SAMPLES, guess)))
     while power(loss, churn, many, level) < POWER:
         many += max(1, many // 32)

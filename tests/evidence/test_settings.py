@@ -1,9 +1,12 @@
 """A setting of an evidence command that makes no sense is refused in one line: value, rule, and what there is."""
 
 import pytest
+from omegaconf import OmegaConf
+from places import ROOT
 from stored import store
 
 from kvbench.cli.main import main
+from kvbench.results.summary import flat
 
 CASES = [
     ("compare", "margin=0", "margin=0 is not a number above 0"),
@@ -26,6 +29,37 @@ CASES = [
     ("report", "axes=[size]", "axes=size does not exist"),
     ("report", "tasks=nope", "fits tasks, models, methods and where"),
 ]
+
+
+# Settings of commands that are numbers, whole or not, as the shipped files have them.
+NUMBERS = {
+    "advise": ["margin"],
+    "attention": ["attention.share"],
+    "board": ["margin"],
+    "books": ["books.outside"],
+    "calibrate": ["calibrate.margin.score", "calibrate.margin.nll", "calibrate.margin.kl", "calibrate.tie"],
+    "compare": ["margin", "at_bytes"],
+    "pareto": ["margin"],
+    "ranks": ["at_bytes"],
+    "report": ["margin"],
+    "search": ["search.margin", "search.most"],
+    "suite": ["margin"],
+}
+CASES += [
+    (command, f"{name}={value}", f"{name}=")
+    for command in ("compare", "pareto", "ranks", "report")
+    for name in NUMBERS[command]
+    for value in ("nan", "inf", "-inf")
+]
+
+
+def test_every_setting_that_is_a_number_is_known_here():
+    """A command with a new one is added above, and to a test that it refuses what is none."""
+    for path in sorted((ROOT / "conf" / "command").glob("*.yaml")):
+        held = flat(OmegaConf.to_container(OmegaConf.load(path), resolve=False))
+        odd = {"margin", "at_bytes", "most"}
+        numbers = {name for name, value in held.items() if isinstance(value, float) or name.split(".")[-1] in odd}
+        assert numbers == set(NUMBERS.get(path.stem, ())), path.stem
 
 
 @pytest.mark.parametrize(("command", "word", "message"), CASES)
