@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from kvbench.cli.commands import compose_command
 from kvbench.results import summary
 from kvbench.results.claims import TASKS
+from kvbench.results.faults import REVISION
 from kvbench.results.identity import hash_identity, run_folder
 from kvbench.results.provenance import Git, Machine, Versions
 from kvbench.results.record import RunRecord, Session
@@ -102,8 +103,8 @@ def store(root, method, scores, *, settings=None, status="complete", total=None,
 
     The run has a sample for each score of a subset, of `total` that it should have had. `changes` are `task`, `model`,
     `backend`, `batch_size`, `harness`, `method_code`, `code` (more of the code's identity), `fingerprint`, `started`,
-    `seed`, `length`, `limit`, `store`, `weights_bytes`, `asked` (more of the protocol), `statuses` (sample number ->
-    status); the rest goes to `sample`, where a function is called with the sample's number.
+    `seed`, `length`, `limit`, `store`, `weights_bytes`, `revision`, `asked` (more of the protocol), `statuses` (sample
+    number -> status); the rest goes to `sample`, where a function is called with the sample's number.
     """
     known = {"task": "toy", "model": "tiny", "backend": "torch", "batch_size": 4, "harness": "a" * 64, "seed": 0}
     known |= {"method_code": "b" * 64, "fingerprint": "f" * 64, "started": "2026-01-01T00:00:00+00:00", "length": 9}
@@ -114,6 +115,7 @@ def store(root, method, scores, *, settings=None, status="complete", total=None,
         "weights_bytes": None,
         "asked": {},
         "limit": None,
+        "revision": REVISION,
     }
     known |= {key: changes.pop(key) for key in list(changes) if key in known}
     declared = TASKS.get(known["task"])
@@ -145,7 +147,7 @@ def store(root, method, scores, *, settings=None, status="complete", total=None,
     record = RunRecord(status=status, message=message, task=known["task"], model=known["model"], method=method)
     record.hash, record.identity, record.backend, record.seed = digest, identity, known["backend"], known["seed"]
     record.versions, record.machine, record.git = VERSIONS, MACHINE, Git(commit="c" * 40, dirty=False)
-    record.weights_bytes = known["weights_bytes"]
+    record.weights_bytes, record.revision = known["weights_bytes"], known["revision"]
     record.started = record.ended = known["started"]
     record.sessions = [Session(started=known["started"], num_done=len(records))]
     record.protocol = identity["task"]["protocol"]

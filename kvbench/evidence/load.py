@@ -13,6 +13,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from kvbench.config.files import FULL
 from kvbench.evidence.group import CONDITIONS, Group, StoredRun
 from kvbench.results.claims import direction, unchecked
+from kvbench.results.faults import Read
+from kvbench.results.faults import notes as notes_of
 from kvbench.results.identity import differences
 from kvbench.results.lines import read_samples
 from kvbench.results.record import RunRecord
@@ -129,6 +131,7 @@ def load_groups(cfg: DictConfig, also: Sequence[str] = ()) -> list[Group]:
             group.notes.append(note)
     for group in groups:
         group.notes += _claimed(group)
+        group.notes += notes_of([Read(label=r.label, record=r.record, samples=r.samples.values()) for r in group.runs])
         group.notes += flag_notes({run.label: run.samples.values() for run in group.runs})
     return groups
 

@@ -209,6 +209,8 @@ class RunRecord:
     """SHA-256 over `identity`; its first digits name the folder."""
     sealed: bool = False
     """Every line of `samples.jsonl` has a seal, so that one without does not count; False in records of before."""
+    revision: int = 0
+    """Of the code that began it: which faults were mended (`kvbench.results.faults`); 0 in records of before."""
     identity: dict = field(default_factory=dict)
     """Everything that can change an answer; compare two of these to see why two runs are not the same run."""
     protocol: dict = field(default_factory=dict)

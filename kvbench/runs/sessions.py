@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvbench.errors import what_happened
 from kvbench.results import provenance
+from kvbench.results.faults import REVISION
 from kvbench.results.record import RunRecord, Session, now
 from kvbench.results.writing import JournalError
 from kvbench.runs.experiment import Experiment
@@ -74,6 +75,7 @@ def describe(experiment: Experiment, record: RunRecord, origin: Origin) -> None:
     record.task, record.model, record.method = experiment.task.name, experiment.model.name, experiment.method
     record.prompt_only, record.model_remark = experiment.policy.prompt_only, experiment.model.remark
     record.weights_bytes = experiment.model.weights_bytes
+    record.revision = record.revision if record.hash else REVISION  # a run that goes on has answers of the code before
     record.hash, record.identity, record.sealed = experiment.hash, experiment.identity, True
     record.protocol, record.backend, record.seed = experiment.task.protocol, experiment.backend, experiment.config.seed
     record.versions, record.git = provenance.versions(), provenance.git_state()

@@ -9,6 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbench.config.files import FULL
+from kvbench.results.faults import Read
+from kvbench.results.faults import notes as notes_of
 from kvbench.results.measures import (
     BYTES,
     FULL_LAYERS,
@@ -218,6 +220,8 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
             notes.append(f"{record.method}: {record.remark}.")
         if record.status == "failed":
             notes.append(f"{record.method} FAILED, do not use its numbers: {record.message}")
+    labelled = zip(label_runs(records), records, strict=True)
+    notes += [f"{note}." for note in notes_of([Read(label=label, record=record) for label, record in labelled])]
     protocol, last = records[-1].protocol, records[-1].counts
     if protocol.get("query_aware") is False:
         notes.append("Query-agnostic: the context was compressed before the question was seen.")
