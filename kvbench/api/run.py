@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.api.load import run_row, sample_row
 from kvbench.config import files
+from kvbench.config.code import check_unchanged
 from kvbench.config.compose import compose, for_their_methods, words_of
 from kvbench.config.files import FULL
 from kvbench.results import provenance
@@ -196,7 +197,7 @@ def _run(asked: Sequence[Mapping[str, Any]], config_dir: str | Path | None) -> l
             note(sentence)
         for words in wanted:
             cfg = compose(words)
-            _check_source(cfg.method._target_)
+            check_unchanged(provenance.method_files(policy_class(cfg.method._target_)))
             jobs.append(Asked(cfg=cfg, method=words[0].removeprefix("method="), say=note, origin=Origin()))
         for numbers in groups([job.cfg for job in jobs]):
             for place, ended in run_together([jobs[number] for number in numbers], _loaders()):
@@ -249,22 +250,3 @@ def sweep(method: str | Sequence[str] = "diffkv", **choices: Any) -> Results:
         raise ValueError(f"{next(key for key, found in zip(tried, lists, strict=True) if not found)}=[] is empty")
     folder = fixed.pop("config_dir", None)
     return Results(results=_run([dict(zip(tried, each, strict=True)) | fixed for each in product(*lists)], folder))
-
-
-_sources: dict[str, str] = {}  # file of a method -> hash of what was in it when it was used first in this process
-
-
-def _check_source(target: object) -> None:
-    """Refuse a method whose file is no longer what Python runs: its result would be stored under the wrong hash.
-
-    A command ends soon; a notebook stays open while files are edited.
-    """
-    from kvbench.config.code import hash_files
-
-    for name, path in provenance.method_files(policy_class(target)).items():
-        found = hash_files({name: path})
-        if _sources.setdefault(str(path), found) != found:
-            raise RuntimeError(
-                f"{path} was changed after this Python had imported it, so the old code would run under the new "
-                "code's name; restart Python (or the notebook's kernel) and repeat the call"
-            )

@@ -18,12 +18,14 @@ from kvbench.cache.view import SlotsView
 from kvbench.errors import BrokenRule, call_of
 from kvbench.kernels.memory import is_out_of_memory
 from kvbench.policy import APPEND, EVICT, CompactPlan, DecodePlan, DecodeView, Policy, PrefillPlan, PrefillView
+from kvbench.rules import modes
 
 Plan = TypeVar("Plan", PrefillPlan, DecodePlan, CompactPlan)
 Rule = str | Callable[[], str]
 Sound = Callable[[], Tensor] | None  # says whether statistics are all finite, bool [], and looks once
 
 _OVERWRITTEN = "a slot is overwritten, which a method with acts_in_decode=False must not do"
+_OURS = "kvbench.methods."  # whose plans change no mode, which spares the look
 _WHOLE = frozenset((torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8))
 
 
@@ -32,6 +34,7 @@ class _Asked:
 
     def __init__(self, policy: Policy, call: str, view: PrefillView | DecodeView, device: torch.device) -> None:
         self._policy, self.call, self.view, self._device = policy, call, view, device
+        self._modes = None if type(policy).__module__.startswith(_OURS) else modes.read(quick=True)
 
     def see(self) -> Any:
         """What the policy sees of the view."""
@@ -57,10 +60,16 @@ class _Asked:
         """The plan, once it is one and the view is as it was."""
         if not isinstance(found, kind):
             raise self.error(f"it returned {_kind(found)}, but it must return a {kind.__name__}")
+        self.check_modes()
         # What the view looked up meanwhile was new then.
         if any(version != self._before.get(name, 0) for name, version in _versions(self._shown).items()):
             raise self.error("it changed a tensor of its view in place, which others read; clone it first")
         return found
+
+    def check_modes(self) -> None:
+        """Refuse that a method of the user's own changes how the numbers of others come out."""
+        if self._modes is not None and (changed := modes.changed_since(self._modes)):
+            raise self.error(f"it {modes.rule(changed)}")
 
     def tensor(self, value: object, name: str, shape: tuple[int, ...]) -> Tensor:
         """The value, once it is a tensor of that shape where plans are made."""
@@ -165,6 +174,7 @@ class CheckedPlans:
         asked = self._ask("compaction", view)
         assert self._policy.compaction is not None, "the caller looked"
         found = asked.mask(self._policy.compaction.due(asked.see()), "the answer", (view.shape[0],))
+        asked.check_modes()
         self._ask_again(asked, found, lambda other, shown: other.compaction and other.compaction.due(shown))
         return found
 

@@ -17,6 +17,7 @@ SOURCE_SUFFIXES = {".py", ".yaml", ".cpp", ".c", ".h", ".cu", ".jinja", ".json",
 HANDS_ON = {"accelerate", "datasets", "filelock", "huggingface_hub", "hydra", "omegaconf", "pyarrow", "rich"}
 # Libraries whose requirements are a platform's and not a computation's: what kvbench takes of them, it imports itself.
 FRAMEWORKS = {"lm-eval", "tokenizers", "torch", "transformers"}
+LIBRARY_FOLDERS = frozenset({"site-packages", "dist-packages"})
 
 
 def sources(folder: Path) -> list[Path]:
@@ -118,6 +119,90 @@ def reached(files: Iterable[Path], package: str, folder: Path) -> set[Path]:
                     found.add(path)
                     todo.append(path)
     return found
+
+
+def users_files(modules: Iterable[str], *, room: str, own: str = "") -> dict[str, Path]:
+    """List the source files of modules and of every other one that they import, at any remove, wherever it lies, by
+    module: those of the user's own, and those of one room of kvbench. Methods, tasks and metrics count by this rule.
+
+    Not among them are Python's own modules, installed libraries, whose versions count instead, and the rest of kvbench.
+    What a module imports under a name that it computes is not seen.
+
+    Args:
+        modules: Where to begin.
+        room: A package of kvbench that counts.
+        own: A module that counts in any case, with the installed package that it is part of.
+    """
+    todo, seen = set(modules), set[str]()
+    files: dict[str, Path] = {}
+    while todo:
+        module = todo.pop()
+        if module in seen or not _is_users(module, room, own):
+            continue
+        seen.add(module)
+        parent = module.rpartition(".")[0]  # what is in a package's own file has run before its modules
+        todo |= {parent} - {""}
+        origin = _source(module)
+        if origin is not None:
+            files[module] = origin
+            todo |= set(names_imported(origin, module if origin.name == "__init__.py" else parent))
+    return dict(sorted(files.items()))
+
+
+def _is_users(module: str, room: str, own: str) -> bool:
+    top = module.partition(".")[0]
+    if top == "kvbench":
+        return module.startswith(f"{room}.") or module == own
+    return top == own.partition(".")[0] or not (top in sys.stdlib_module_names or _is_installed(top))
+
+
+def is_library(path: Path) -> bool:
+    """True for a file of an installed library, of this environment or of another one that it was laid over."""
+    return not LIBRARY_FOLDERS.isdisjoint(path.resolve().parts)
+
+
+def _is_installed(top: str) -> bool:
+    """True for an installed library, and for nothing."""
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return True
+    places = [] if spec is None else [spec.origin] if spec.has_location else spec.submodule_search_locations or []
+    return all(is_library(Path(place or "")) for place in places)
+
+
+def _source(module: str) -> Path | None:
+    """The Python file of a module; None for one that does not exist or has none, such as a folder without a file."""
+    origin = getattr(sys.modules.get(module), "__file__", None)
+    if origin is None and module not in sys.modules:
+        try:
+            spec = importlib.util.find_spec(module)
+        except Exception:  # a class looks like a module of its module; and packages above are run, which may fail
+            return None
+        origin = spec.origin if spec else None
+    return Path(origin).resolve() if origin and origin.endswith(".py") else None
+
+
+_first_read: dict[str, str] = {}  # file -> hash of what was in it when it counted first in this process
+
+
+def check_unchanged(files: Mapping[str, Path]) -> None:
+    """Refuse files that are no longer what Python runs: a result would be stored under the wrong hash.
+
+    A command ends soon; a notebook stays open while files are edited.
+    """
+    for name, path in files.items():
+        found = hash_files({name: path})
+        if _first_read.setdefault(str(path), found) != found:
+            raise RuntimeError(
+                f"{path} was changed after this Python had imported it, so the old code would run under the new "
+                "code's name; restart Python (or the notebook's kernel) and repeat the call"
+            )
+
+
+def interpreter() -> dict[str, str]:
+    """Python's minor version, for what is run or graded by it: syntax and libraries differ between minor versions."""
+    return {"python": "{}.{}".format(*sys.version_info[:2])}
 
 
 def names_imported(path: Path, package: str = "") -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config import files
 from kvbench.config.settings import faults_of, read_config
+from kvbench.rules import modes
 
 CONTRACT = "kvbench.policy"  # the package of the settings that methods share
 Default = tuple[str, str, Any]  # the module of a class, a field of it, and its default; MISSING = it is no setting
@@ -76,7 +77,10 @@ def with_defaults(listed: DictConfig) -> DictConfig:
 def _import_class(module: str, name: str) -> Iterator[Default]:
     """The fields of a class that is imported; none where there is no such class, which is said when it is made."""
     try:
-        kind = getattr(import_module(module), name)
+        with modes.kept(f"method._target_={module}.{name}", once=module):
+            kind = getattr(import_module(module), name)
+    except modes.ChangedMode:
+        raise
     except Exception:  # a user's module may fail with any error
         return
     defaults = {item.name: item for item in fields(kind)} if is_dataclass(kind) else {}

@@ -20,6 +20,7 @@ from kvbench.engine.waiting import Waiting
 from kvbench.errors import BrokenRule
 from kvbench.kernels.memory import first_line, is_out_of_memory
 from kvbench.kernels.pool import PoolExhausted
+from kvbench.rules import modes
 
 Live = tuple[Row, Sample]
 
@@ -62,6 +63,7 @@ class Batch:
         loop.awaited = self._is_awaited
         self._careful: dict[str, int] = {}  # after memory ran out: requests until whose end so many run at once
         self.most, self.reason, self.preemptions = 1, "", 0
+        self._modes = modes.read()
 
     def answer(self) -> Generator[Request | Step]:
         """Answers all requests; gives each before its prompt is read, and steps that are shared (`DecodeLoop`) before
@@ -352,6 +354,10 @@ class Batch:
             self._hand_out(failed)
 
     def _hand_out(self, outcome: Outcome) -> None:
+        if changed := modes.changed_since(self._modes):
+            raise modes.ChangedMode(
+                f"a method or a metric, before sample {outcome.sample_id} ended, {modes.rule(changed)}"
+            )
         try:
             self._on_outcome(outcome)
         except BaseException as error:

@@ -2,7 +2,6 @@
 made it."""
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import subprocess
@@ -12,9 +11,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from kvbench.config.code import hash_files, names_imported, sources
+from kvbench.config.code import hash_files, sources, users_files
 from kvbench.config.files import package_folder
 from kvbench.config.version import VERSION
+from kvbench.rules import modes
 
 # What an answer depends on, beside the task, the method and the backend that runs: these folders of kvbench/ ...
 ANSWER_FOLDERS = ("policy", "cache", "engine", "models", "runs")
@@ -23,13 +23,6 @@ ANSWER_KERNELS = (
     *("codes.py", "format.py", "pool.py", "table.py", "memory.py", "backend.py", "operands.py"),
     "reference",
 )
-# Variables by which MKL, oneDNN and cuBLAS compute otherwise on one machine: with other instructions, in other sums, at
-# another precision. What torch itself chose is asked of torch (`torch_isa`).
-MODES = (
-    *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
-    *(f"{prefix}_{name}" for prefix in ("ONEDNN", "DNNL") for name in ("MAX_CPU_ISA", "DEFAULT_FPMATH_MODE")),
-)
-LIBRARY_FOLDERS = frozenset({"site-packages", "dist-packages"})
 # Backend -> the folder of kernels/ with its code.
 BACKEND_FOLDERS = {"torch": "reference", "cpu": "cpu", "triton": "gpu"}
 
@@ -78,7 +71,8 @@ class Machine:
     torch_isa: str = ""
     """Instruction set that torch chose for its own operations on this CPU; empty when torch was not loaded."""
     modes: dict[str, str] | None = None
-    """Those of the variables `MODES` that are set, by which libraries compute otherwise; None = not recorded."""
+    """Those by which torch and its libraries compute otherwise than usually (`kvbench.rules.modes`); None = not
+    recorded."""
 
     def differences(self, before: "Machine | None") -> list[str]:
         """What differs from the machine of before and can move a number, with both values; nothing where that is
@@ -150,7 +144,7 @@ def machine(device: object, *others: object, processes: int = 1) -> Machine:
         num_threads=torch.get_num_threads() if torch is not None else None,
         omp_wait_policy=wait_policy(),
         torch_isa=torch.backends.cpu.get_cpu_capability() if torch is not None else "",
-        modes=modes(),
+        modes=modes.counted(),
     )
 
 
@@ -158,11 +152,6 @@ def wait_policy() -> str:
     """How threads wait for one another: OMP_WAIT_POLICY, and GOMP_SPINCOUNT where that is set."""
     turns = os.environ.get("GOMP_SPINCOUNT")
     return " ".join(filter(None, [os.environ.get("OMP_WAIT_POLICY"), turns and f"GOMP_SPINCOUNT={turns}"]))
-
-
-def modes() -> dict[str, str]:
-    """The variables of `MODES` that are set."""
-    return {name: os.environ[name] for name in MODES if os.environ.get(name)}
 
 
 def code_files(*backends: str) -> dict[str, Path]:
@@ -194,54 +183,9 @@ def harness_hash(*backends: str) -> str:
 
 def method_files(policy_class: type) -> dict[str, Path]:
     """List the source files of a method by module: its own, and every other one that it imports or inherits from, at
-    any remove, wherever it lies; none for a class that was typed into an interpreter.
+    any remove, wherever it lies (`users_files`); none for a class that was typed into an interpreter.
 
-    Not among them are Python's own modules, installed libraries, whose versions count instead, and the rest of kvbench,
-    which counts for every method. What a module imports under a name that it computes is not seen.
+    The rest of kvbench counts for every method.
     """
     own = policy_class.__module__
-    todo, seen = {cls.__module__ for cls in policy_class.__mro__}, set[str]()
-    files: dict[str, Path] = {}
-    while todo:
-        module = todo.pop()
-        if module in seen or not _is_own(module, own):
-            continue
-        seen.add(module)
-        parent = module.rpartition(".")[0]  # what is in a package's own file has run before its modules
-        todo |= {parent} - {""}
-        origin = _source(module)
-        if origin is not None:
-            files[module] = origin
-            todo |= set(names_imported(origin, module if origin.name == "__init__.py" else parent))
-    return dict(sorted(files.items()))
-
-
-def _is_own(module: str, own: str) -> bool:
-    """True for kvbench's methods, for a user's own modules, and for an installed package that the method is part of."""
-    top = module.partition(".")[0]
-    if top == "kvbench":
-        return module.startswith("kvbench.methods.") or module == own
-    return top == own.partition(".")[0] or not (top in sys.stdlib_module_names or _is_installed(top))
-
-
-@cache
-def _is_installed(top: str) -> bool:
-    """True for an installed library, of this environment or of another one that it was laid over, and for nothing."""
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return True
-    places = [] if spec is None else [spec.origin] if spec.has_location else spec.submodule_search_locations or []
-    return all(not LIBRARY_FOLDERS.isdisjoint(Path(place or "").resolve().parts) for place in places)
-
-
-def _source(module: str) -> Path | None:
-    """The Python file of a module; None for one that does not exist or has none, such as a folder without a file."""
-    origin = getattr(sys.modules.get(module), "__file__", None)
-    if origin is None and module not in sys.modules:
-        try:
-            spec = importlib.util.find_spec(module)
-        except Exception:  # a class looks like a module of its module; and packages above are run, which may fail
-            return None
-        origin = spec.origin if spec else None
-    return Path(origin).resolve() if origin and origin.endswith(".py") else None
+    return users_files({cls.__module__ for cls in policy_class.__mro__}, room="kvbench.methods", own=own)

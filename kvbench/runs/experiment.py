@@ -12,6 +12,7 @@ from kvbench.errors import nobody_leaves
 from kvbench.results import identity, provenance
 from kvbench.results.record import CHUNK_LABEL
 from kvbench.results.sample import Key, SampleRecord
+from kvbench.rules import modes
 from kvbench.runs import calibration
 from kvbench.runs.config import RunConfig
 from kvbench.runs.parts import Loaders
@@ -171,6 +172,7 @@ def _ingredients(
     import torch
 
     from kvbench.models import matrices
+    from kvbench.tasks.counted import code_of
     from kvbench.tasks.protocol import Protocol
     from kvbench.tasks.task import Limit
 
@@ -208,7 +210,8 @@ def _ingredients(
             "method": code.hash_files(method_files),
             **({"isa": backend.isa} if backend.isa else {}),
             **({"torch_isa": torch.backends.cpu.get_cpu_capability()} if str(model.device).startswith("cpu") else {}),
-            **provenance.modes(),
+            **modes.counted(),
+            **code_of(config.task, task),
             **code.versions(harness_imports),
             # By another name: they say nothing of the code that other methods run on.
             **{f"method:{name}": version for name, version in code.versions(method_imports).items()},

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.config.settings import as_dict, read_settings
 from kvbench.errors import UnsupportedModel
-from kvbench.rules import shown
+from kvbench.rules import modes, shown
 from kvbench.runs import calibration
 from kvbench.show.progress import note, steps_shown
 
@@ -48,7 +48,9 @@ def make_policy(group: Mapping[str, Any]) -> "Policy":
         if not calibration.is_plain(value):
             why = "is no plain value; give a number, text, true, false, null or a list"
             raise ValueError(f"method.{name}={shown(value)} {why}")
-    return read_settings(policy_class(target), settings, "method.")
+    found = policy_class(target)
+    with modes.kept(f"method._target_={target}"):
+        return read_settings(found, settings, "method.")
 
 
 def policy_class(target: object) -> "type[Policy]":
@@ -59,8 +61,10 @@ def policy_class(target: object) -> "type[Policy]":
     parts = target.split(".") if isinstance(target, str) else []
     if len(parts) < 2 or not all(part.isidentifier() and not part.startswith("__") for part in parts):
         raise ValueError(f"{wrong}: write MODULE.CLASS")
+    module = ".".join(parts[:-1])
     try:
-        found = getattr(import_module(".".join(parts[:-1])), parts[-1])
+        with modes.kept(f"method._target_={target}", once=module):
+            found = getattr(import_module(module), parts[-1])
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{wrong}: {error}") from error
     if not isinstance(found, type) or not issubclass(found, Policy) or not is_dataclass(found):

@@ -1,11 +1,13 @@
 """The tasks: what a model is asked, and how its answers are scored."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvbench.config.settings import read_settings
 from kvbench.errors import unknown_name
+from kvbench.rules import modes
 from kvbench.tasks.files import DataFile, check_folder
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.task import Ask, Limit, Task
@@ -95,7 +97,8 @@ def load_task(
             f"task={task_cfg.get('name')} needs a tokenizer and model {model.name} has none; choose another model"
         )
     ask = Ask(model, Limit.read(limit), seed, Protocol.from_mapping(protocol))
-    loaded = task.load(ask)
+    with _modes_kept(task_cfg):
+        loaded = task.load(ask)
     if ask.protocol.chat_setting and not any(request.thoughts or request.choices for request in loaded.requests):
         raise ValueError(
             f"{ask.protocol.chat_setting} needs a chat, and task={loaded.name} asks none here; set "
@@ -103,6 +106,13 @@ def load_task(
             "that are asked as a chat, or leave it at null"
         )
     return loaded
+
+
+def _modes_kept(task_cfg: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """A context in which a folder of the user's own, whose modules are imported there, may change no mode of torch."""
+    folder = task_cfg.get("include_path")
+    name = f"task.name={task_cfg.get('name')} of task.include_path={folder}"
+    return modes.kept(name, once=name) if folder else nullcontext()
 
 
 _checked: set[str] = set()  # of this process: the jobs of a sweep have few tasks
@@ -126,7 +136,8 @@ def check_task(
         return
     task = _with_data(task_cfg)
     Limit.read(limit)
-    task.data(seed, Protocol.from_mapping(protocol))
+    with _modes_kept(task_cfg):
+        task.data(seed, Protocol.from_mapping(protocol))
     _checked.add(key)
 
 

@@ -10,8 +10,8 @@ from places import ROOT
 from stored import store, yes_no
 
 import kvbench
-from kvbench.api import run as api_run
 from kvbench.cli.main import run_command
+from kvbench.config import code
 from kvbench.config.compose import words_of
 
 # A run of a second: random weights, one short prompt, no reference.
@@ -24,7 +24,7 @@ def nothing_kept():
     """Lets go of the model after each test, and of the hashes of methods."""
     yield
     kvbench.release()
-    api_run._sources.clear()
+    code._first_read.clear()
 
 
 def test_it_is_the_run_of_the_command_line(tmp_path, capsys):
