@@ -16,23 +16,26 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from kvbench.config.code import hash_files, reached
 from kvbench.config.compose import compose
 from kvbench.config.files import FULL, SHARED
 from kvbench.engine.requests import Outcome, Request
 from kvbench.errors import check_whole
 from kvbench.methods.full import Full
+from kvbench.results.identity import canonical, hash_identity
 from kvbench.runs.config import RunConfig
-from kvbench.runs.experiment import load_method
+from kvbench.runs.experiment import answering, load_method
 from kvbench.runs.parts import Loaders
 from kvbench.tasks.answers import after_thinking
 from kvbench.tasks.chat import check_template, render_chat, system_messages
 from kvbench.tasks.choices import choice_request
-from kvbench.tasks.lmeval import metadata_of
+from kvbench.tasks.lmeval import TASKS_FOLDER, metadata_of
 from kvbench.tasks.prompts import PromptBuilder, generation_rules
 from kvbench.tasks.protocol import Protocol
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
+    from lm_eval.api.model import CacheHook
 
     from kvbench.policy import Policy
 
@@ -98,6 +101,32 @@ class KvbenchLM(LM):
     def tokenizer_name(self) -> str:
         """Names the tokenizer in lm-eval's caches."""
         return self.model.fingerprint
+
+    def set_cache_hook(self, cache_hook: "CacheHook") -> None:
+        """Let lm-eval's cache of answers (`use_cache`) count by what answers, too: its own key is the request alone, so
+        that one file gave every method and every model the answers of the first.
+
+        Raises:
+            ValueError: The cache has keys that cannot be told apart.
+        """
+        super().set_cache_hook(cache_hook)
+        if cache_hook.dbdict is None:
+            return
+        if not hasattr(cache_hook.dbdict, "encode_key"):
+            raise ValueError("use_cache needs sqlitedict 2.1 or newer; `pip install -U sqlitedict`, or leave it out")
+        answers = self._answering()
+        cache_hook.dbdict.encode_key = lambda request: f"{answers} {request}"
+
+    def _answering(self) -> str:
+        """The hash of what decides an answer to one and the same request."""
+        engine = self._parts.make_engine(self.config, self.model, self.policy)
+        found = answering(self.config, self.policy, self.model, engine)
+        package = TASKS_FOLDER.parent
+        door = package / "lm.py"
+        files = (door, *reached([door], "kvbench.tasks", TASKS_FOLDER))
+        found["door"] = hash_files({str(path.relative_to(package)): path for path in files})
+        found["rolling_prompt_tokens"] = self.rolling_prompt_tokens
+        return hash_identity(canonical(found))
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval puts into the configuration of its results: the bytes that were held since it asked last, as

@@ -163,7 +163,23 @@ def load_method(
 def _ingredients(
     config: RunConfig, policy: "Policy", model: "LoadedModel", task: "TaskSet", engine: "Engine"
 ) -> dict[str, Any]:
-    """Everything that can change an answer, as JSON types.
+    """Everything that can change an answer or its score, as JSON types."""
+    from kvbench.tasks.counted import code_of
+    from kvbench.tasks.task import Limit
+
+    limit, found = Limit.read(config.limit), answering(config, policy, model, engine)
+    found["code"] = {**found["code"], **code_of(config.task, task)}
+    found["task"] = {
+        "name": task.name,
+        "fingerprint": task.fingerprint,
+        "protocol": {key: value for key, value in task.protocol.items() if key not in NAMES_OF_FILES},
+        "limit": limit and limit.setting,
+    }
+    return {name: identity.canonical(found[name]) for name in sorted(found)}
+
+
+def answering(config: RunConfig, policy: "Policy", model: "LoadedModel", engine: "Engine") -> dict[str, Any]:
+    """What can change an answer to one and the same prompt: all of a run's identity but for its task.
 
     How sums are formed counts as far as somebody chose it: builds of the kernels, torch's instruction set on a CPU, and
     modes of MKL and oneDNN. The number of threads and the processor do not, so that a run may go on elsewhere: they
@@ -172,17 +188,15 @@ def _ingredients(
     import torch
 
     from kvbench.models import matrices
-    from kvbench.tasks.counted import code_of
     from kvbench.tasks.protocol import Protocol
-    from kvbench.tasks.task import Limit
 
-    limit, backend = Limit.read(config.limit), engine.backend
+    backend = engine.backend
     method_files = provenance.method_files(type(policy))
     own = {name.partition(".")[0] for name in method_files}  # its files count, so no version of theirs has to
     kernels = (backend.name, *matrices.kernels(model.linear))
     harness_imports = _harness_imports(*kernels)
     method_imports = code.imports(method_files.values()) - own - harness_imports
-    found = {
+    return {
         "model": {
             "fingerprint": model.fingerprint,
             "dtype": str(model.dtype),
@@ -191,12 +205,6 @@ def _ingredients(
             "max_tokens": model.max_tokens,
             "linear": matrices.identity(model.linear),
             **_placement(config, model),
-        },
-        "task": {
-            "name": task.name,
-            "fingerprint": task.fingerprint,
-            "protocol": {key: value for key, value in task.protocol.items() if key not in NAMES_OF_FILES},
-            "limit": limit and limit.setting,
         },
         "method": _method_settings(config.method, policy),
         "generation": Protocol.from_mapping(config.protocol),
@@ -211,13 +219,11 @@ def _ingredients(
             **({"isa": backend.isa} if backend.isa else {}),
             **({"torch_isa": torch.backends.cpu.get_cpu_capability()} if str(model.device).startswith("cpu") else {}),
             **modes.counted(),
-            **code_of(config.task, task),
             **code.versions(harness_imports),
             # By another name: they say nothing of the code that other methods run on.
             **{f"method:{name}": version for name, version in code.versions(method_imports).items()},
         },
     }
-    return {name: identity.canonical(found[name]) for name in sorted(found)}
 
 
 def _placement(config: RunConfig, model: "LoadedModel") -> dict[str, Any]:
