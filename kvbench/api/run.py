@@ -177,7 +177,7 @@ def run(
 
     Raises:
         ValueError: A setting is unknown or out of range, or data or weights are missing.
-        RuntimeError: The method's source was changed after Python had imported it.
+        RuntimeError: The method's source, or the task's, was changed after Python had imported it.
     """
     given = {name: value for name, value in locals().items() if name not in ("config_dir", "method_settings")}
     return _run([given | method_settings], config_dir)[0]

@@ -183,6 +183,10 @@ def _source(module: str) -> Path | None:
     return Path(origin).resolve() if origin and origin.endswith(".py") else None
 
 
+class ChangedSource(RuntimeError, ValueError):
+    """A file is no longer what Python runs."""
+
+
 _first_read: dict[str, str] = {}  # file -> hash of what was in it when it counted first in this process
 
 
@@ -190,11 +194,14 @@ def check_unchanged(files: Mapping[str, Path]) -> None:
     """Refuse files that are no longer what Python runs: a result would be stored under the wrong hash.
 
     A command ends soon; a notebook stays open while files are edited.
+
+    Raises:
+        ChangedSource: Names the file.
     """
     for name, path in files.items():
         found = hash_files({name: path})
         if _first_read.setdefault(str(path), found) != found:
-            raise RuntimeError(
+            raise ChangedSource(
                 f"{path} was changed after this Python had imported it, so the old code would run under the new "
                 "code's name; restart Python (or the notebook's kernel) and repeat the call"
             )

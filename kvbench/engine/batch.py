@@ -63,7 +63,7 @@ class Batch:
         loop.awaited = self._is_awaited
         self._careful: dict[str, int] = {}  # after memory ran out: requests until whose end so many run at once
         self.most, self.reason, self.preemptions = 1, "", 0
-        self._modes = modes.read()
+        self._modes = modes.read(quick=True)
 
     def answer(self) -> Generator[Request | Step]:
         """Answers all requests; gives each before its prompt is read, and steps that are shared (`DecodeLoop`) before

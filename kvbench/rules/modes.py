@@ -42,7 +42,6 @@ _ATTRIBUTES: dict[str, tuple[Any, ...] | None] = {
 }
 # Function of torch that reads a mode -> the one that sets it, and the values as above.
 _FUNCTIONS: dict[str, tuple[str, tuple[Any, ...] | None]] = {
-    "get_float32_matmul_precision": ("set_float32_matmul_precision", None),  # written into those above
     "get_default_dtype": ("set_default_dtype", ("torch.float32",)),
     "get_num_threads": ("set_num_threads", None),
     "is_grad_enabled": ("set_grad_enabled", None),
@@ -62,7 +61,6 @@ _FUNCTIONS: dict[str, tuple[str, tuple[Any, ...] | None]] = {
 }
 _FLUSH = "torch.set_flush_denormal"  # which torch has nothing to read by
 _TINY = 1e-40  # a denormal number of float32
-_MIXED = "mixed"
 _refused: dict[str, str] = {}  # what runs once in a process -> what it changed
 
 Modes = Mapping[str, object]
@@ -82,10 +80,7 @@ def read(quick: bool = False) -> Modes:
     if "torch" in sys.modules:
         for name, mode in _torch_modes().items():
             if not (quick and name == _FLUSH):
-                try:
-                    found[name] = mode.read()
-                except RuntimeError:  # torch, of a precision that was set in its old and in its new way
-                    found[name] = _MIXED
+                found[name] = mode.read()
     return found
 
 
@@ -142,8 +137,7 @@ def rule(changed: str) -> str:
 
 def _write(name: str, value: object) -> None:
     if name not in VARIABLES:
-        if value != _MIXED:
-            _torch_modes()[name].write(value)
+        _torch_modes()[name].write(value)
     elif value is None:
         os.environ.pop(name, None)
     else:

@@ -62,8 +62,8 @@ def _of_harness(group: Mapping[str, Any], task: "HarnessTaskSet") -> dict[str, s
     modules |= {kind.__module__ for each in tasks for kind in type(each).__mro__ if os.sep not in kind.__module__}
     modules |= {imported for path in files for imported in code.names_imported(path)}
     reached = code.users_files(modules, room="kvbench.tasks")
-    code.check_unchanged(reached)  # lm-eval itself reads those again that `!function` names
     own = {_name_of(path, include_path): path for path in {*yamls, *files} if not code.is_library(path)} | reached
+    code.check_unchanged(own)
     inside = {"lm-eval", *(path.stem for path in files), *(module.partition(".")[0] for module in reached)}
     imported = code.libraries({*files, *reached.values()})
     is_run = any(path.suffix == ".py" for path in own.values()) or any(

@@ -352,3 +352,17 @@ def test_whose_turn_it_is_must_be_said_by_a_mask(due, rule: str):
     rows = [prefill(store), prefill(store, seed=1)]
     with pytest.raises(ValueError, match=rf"^Newcomer\.compaction, decode step at token 11: {rule}$"):
         step(store, rows)
+
+
+@pytest.mark.parametrize("call", ["plan_prefill", "plan_decode"])
+def test_a_plan_changes_no_mode_of_torch(call):
+    """Every other method would be computed in it, under its usual hash; the mode is put back and named."""
+
+    def switch(view):
+        torch.set_autocast_enabled("cpu", True)
+        return PrefillPlan(tier_of=view.filled(0)) if call == "plan_prefill" else DecodePlan()
+
+    store = store_of(Newcomer(**{"prompt" if call == "plan_prefill" else "step": switch}))
+    with pytest.raises(ValueError, match=rf"Newcomer\.{call} .* it changed torch.set_autocast_enabled.cpu from "):
+        step(store, [prefill(store)])
+    assert not torch.is_autocast_enabled("cpu")

@@ -1,8 +1,10 @@
 """`--config-dir`: a folder of the user's own, with methods that live nowhere else, under every command."""
 
+import json
 import sys
 
 import pytest
+import torch
 
 from kvbench.calibrate import command as calibrate
 from kvbench.calibrate import tables
@@ -154,3 +156,23 @@ def test_a_file_that_is_no_yaml_is_named(mine, capsys, text, words):
         assert words in said and "fault of kvbench" not in said, command
     assert main(["list", "methods", "--config-dir", str(mine)]) == 0
     assert words in " ".join(capsys.readouterr().out.split()).replace("- ", "-")
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_module_changes_no_mode_of_torch(mine, capsys, readable):
+    """A method whose module switches one is left out by name, however its settings are read, and the full cache of the
+    same sweep is computed as ever."""
+    name = f"own_switching_{readable}"  # Python runs a module once
+    switch = "import torch\ntorch.backends.cuda.enable_flash_sdp(False)\ntorch.set_autocast_enabled('cpu', True)\n"
+    default = "0.5" if readable else "float('0.5')"
+    (mine / f"{name}.py").write_text(switch + MODULE.replace("= 0.5", f"= {default}"))
+    (mine / "method" / "switching.yaml").write_text(f"# It switches.\n_target_: {name}.Toy\n")
+    words = ["model=mini", "task=short", "task.length=400", "reference=none", "fidelity.max_tokens=0"]
+    assert main(["--config-dir", str(mine), "-m", "method=switching,full", *words]) != 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"method._target_={name}.Toy changed torch.backends.cuda.flash_sdp_enabled from True to False" in said
+    assert torch.backends.cuda.flash_sdp_enabled() and not torch.is_autocast_enabled("cpu")
+    found = list(mine.parent.glob("results/*/mini/*/*/run.json"))
+    assert all(path.parent.parent.name == "full" for path in found)
+    if found:
+        assert not [key for key in json.loads(found[0].read_text())["identity"]["code"] if key.startswith("torch.")]

@@ -338,3 +338,21 @@ assert engine.store.pages.pool.num_used == 0
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split("\n")[:-1] == ["short ok", "long oom"]
+
+
+def test_a_mode_that_a_grader_changes_reaches_no_other_answer(tiny_model):
+    """A metric or a statistic of the user's own that switches a mode of torch is named before the next answer is kept,
+    and the mode is put back."""
+    kept = []
+
+    def grade(outcome) -> None:
+        kept.append(outcome.sample_id)
+        torch.set_default_dtype(torch.float64)
+
+    loaded = tiny_model("llama", "gqa3", 64, "float32")
+    with (
+        engine(loaded, METHODS["snapkv"], batch_size=1) as running,
+        pytest.raises(ValueError, match="changed torch.get_default_dtype from torch.float32 to torch.float64"),
+    ):
+        running.run(asked(), on_outcome=grade)
+    assert torch.get_default_dtype() == torch.float32 and len(kept) == 1

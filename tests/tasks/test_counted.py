@@ -7,6 +7,7 @@ import pytest
 import torch
 from lmeval_demo import DATA, WRITE, lm_of, task_of, write_folder
 
+import kvbench
 from kvbench.config import code
 from kvbench.rules.modes import ChangedMode
 from kvbench.tasks import BENCHMARKS, check_task, lmeval, settings_class
@@ -69,13 +70,13 @@ def test_all_that_grades_counts(mine, monkeypatch, file, old, new):
     assert text != (mine / file).read_text() and after.pop("task") != before.pop("task") and after == before
 
 
-def test_an_old_module_is_not_stored_under_the_new_ones_name(mine):
-    """In a notebook Python goes on with the helper that it imported; lm-eval reads the grader again."""
+@pytest.mark.parametrize("name", ["own.py", "counted_helper.py", "own.yaml"])
+def test_an_old_grader_is_not_stored_under_the_new_ones_name(mine, name):
+    """In a notebook Python goes on with the modules that it imported, and kvbench with the task that it loaded."""
     entries(mine)
-    (mine / "own.py").write_text(GRADER.replace("C = 0.0", "C = 1.0"))
-    entries(mine)
-    (mine / "counted_helper.py").write_text("VALUE = 1.0\n")
-    with pytest.raises(RuntimeError, match=r"counted_helper.py was changed .* restart Python"):
+    text = (mine / name).read_text()
+    (mine / name).write_text(text.replace("0.0", "1.0").replace("higher_is_better: true", "higher_is_better: false"))
+    with pytest.raises(ValueError, match=rf"{name} was changed .* restart Python"):
         entries(mine)
 
 
@@ -125,3 +126,20 @@ def test_names_do_not_depend_on_the_place(mine, tmp_path_factory, monkeypatch):
     other = write_folder(tmp_path_factory.mktemp("other"))
     (other / "write.yaml").write_bytes((mine / "write.yaml").read_bytes())
     assert entries(other, "demo_write")["task"] == here and lmeval.TASKS_FOLDER.is_dir()
+
+
+def test_a_changed_grader_is_another_run(mine, tmp_path, monkeypatch):
+    """The stored score of the old one was shown as `already there`, and a resumed run mixed both."""
+    settings = {"task.name": "own", "task.include_path": str(mine), "model.preset": "tiny", "backend": "torch"}
+    settings |= {"results_dir": str(tmp_path / "results"), "reference": "none", "fidelity.max_tokens": 0}
+    runs = []
+    for value in ("0.0", "1.0"):
+        monkeypatch.setattr(code, "_first_read", {})  # a new process
+        kvbench.release()
+        (mine / "own.py").write_text(GRADER.replace("C = 0.0", f"C = {value}"))
+        runs.append(kvbench.run("full", task="lm_eval", model="random", settings=settings))
+    kvbench.release()
+    first, second = (run.record for run in runs)
+    assert first.hash != second.hash and [each.metrics["acc"].value for each in (first, second)] == [0.0, 1.0]
+    for part in ("model", "task", "method", "generation", "store"):
+        assert first.identity[part] == second.identity[part]

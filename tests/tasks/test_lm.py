@@ -52,6 +52,26 @@ def test_lmeval_runs_our_tasks(lm: KvbenchLM, tmp_path: Path) -> None:
         assert sample["score"] == task.score(request, outcomes[request.sample_id].text)["score"]
 
 
+def test_one_cache_of_answers_gives_each_method_its_own(tmp_path: Path, monkeypatch) -> None:
+    """lm-eval's `use_cache` knows a request by its text alone; a second method got the answers of the first."""
+    write(tmp_path / "samsum.jsonl", *(row(input=f"Dialogue {n}\nSummary: ") for n in range(2)))
+    cached = {"metadata": {"data_dir": str(tmp_path)}, "use_cache": str(tmp_path / "answers")}
+
+    def texts(lm: KvbenchLM, **more: object) -> list[str]:
+        found = evaluate(lm, "kvbench_longbench_samsum", **{"metadata": cached["metadata"]} | more)
+        return [sample["resps"][0][0] for sample in found["samples"]["kvbench_longbench_samsum"]]
+
+    models = [
+        KvbenchLM(method=method, batch_size=2, **TINY, **more)
+        for method, more in (("full", {}), ("streaming_llm", {"budget": 12}), ("full", {"model.seed": 7}))
+    ]
+    wanted = [texts(each) for each in models]
+    assert wanted[0] != wanted[1] and wanted[0] != wanted[2]
+    assert [texts(each, **cached) for each in models] == wanted
+    monkeypatch.setattr(KvbenchLM, "_run", lambda *asked: pytest.fail("the answers are there"))
+    assert [texts(each, **cached) for each in models] == wanted
+
+
 def test_the_generated_task_takes_its_tokenizer_from_metadata(lm: KvbenchLM) -> None:
     """Length, items and seed come with the metadata; without a tokenizer the error says so."""
     metadata = {"tokenizer": lm.model.tokenizer, "length": 1200, "items": 1, "seed": 3}
