@@ -172,7 +172,6 @@ def test_a_module_changes_no_mode_of_torch(mine, capsys, readable):
     said = " ".join(capsys.readouterr().err.split())
     assert f"method._target_={name}.Toy changed torch.backends.cuda.flash_sdp_enabled from True to False" in said
     assert torch.backends.cuda.flash_sdp_enabled() and not torch.is_autocast_enabled("cpu")
-    found = list(mine.parent.glob("results/*/mini/*/*/run.json"))
-    assert all(path.parent.parent.name == "full" for path in found)
-    if found:
-        assert not [key for key in json.loads(found[0].read_text())["identity"]["code"] if key.startswith("torch.")]
+    found = [json.loads(path.read_text()) for path in mine.parent.glob("results/*/mini/*/*/run.json")]
+    assert [record["method"] for record in found] == ["full"] * readable  # else the sweep is refused before it begins
+    assert not [key for record in found for key in record["identity"]["code"] if key.startswith("torch.")]

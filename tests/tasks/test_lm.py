@@ -54,22 +54,22 @@ def test_lmeval_runs_our_tasks(lm: KvbenchLM, tmp_path: Path) -> None:
 
 def test_one_cache_of_answers_gives_each_method_its_own(tmp_path: Path, monkeypatch) -> None:
     """lm-eval's `use_cache` knows a request by its text alone; a second method got the answers of the first."""
-    write(tmp_path / "samsum.jsonl", *(row(input=f"Dialogue {n}\nSummary: ") for n in range(2)))
-    cached = {"metadata": {"data_dir": str(tmp_path)}, "use_cache": str(tmp_path / "answers")}
+    from lm_eval.api.model import CachingLM
 
-    def texts(lm: KvbenchLM, **more: object) -> list[str]:
-        found = evaluate(lm, "kvbench_longbench_samsum", **{"metadata": cached["metadata"]} | more)
-        return [sample["resps"][0][0] for sample in found["samples"]["kvbench_longbench_samsum"]]
+    text = "A line that is long enough to lose most of its tokens. " * 6
+    asked = [("generate_until", (text, {"until": ["zzzz"], "max_gen_toks": 6})), ("loglikelihood", (text, " a word"))]
 
-    models = [
-        KvbenchLM(method=method, batch_size=2, **TINY, **more)
-        for method, more in (("full", {}), ("streaming_llm", {"budget": 12}), ("full", {"model.seed": 7}))
-    ]
-    wanted = [texts(each) for each in models]
-    assert wanted[0] != wanted[1] and wanted[0] != wanted[2]
-    assert [texts(each, **cached) for each in models] == wanted
-    monkeypatch.setattr(KvbenchLM, "_run", lambda *asked: pytest.fail("the answers are there"))
-    assert [texts(each, **cached) for each in models] == wanted
+    def answers(lm: KvbenchLM) -> list:
+        return [getattr(lm, kind)(instances(kind, arguments))[0] for kind, arguments in asked]
+
+    methods = (("full", {}), ("streaming_llm", {"budget": 12}), ("streaming_llm", {"budget": 24}))
+    models = [KvbenchLM(method=method, batch_size=2, **TINY, **more) for method, more in methods]
+    wanted = [answers(each) for each in models]
+    assert all(one != other for each in zip(*wanted, strict=True) for one, other in zip(each, each[1:], strict=False))
+    for _ in range(2):
+        cached = [CachingLM(each, str(tmp_path / "answers_rank0.db")) for each in models]
+        assert [answers(each) for each in cached] == wanted
+        monkeypatch.setattr(KvbenchLM, "_run", lambda *asked: pytest.fail("the answers are there"))
 
 
 def test_the_generated_task_takes_its_tokenizer_from_metadata(lm: KvbenchLM) -> None:
