@@ -126,7 +126,7 @@ class KvbenchLM(LM):
         files = (door, *reached([door], "kvbench.tasks", TASKS_FOLDER))
         found["door"] = hash_files({str(path.relative_to(package)): path for path in files})
         found["rolling_prompt_tokens"] = self.rolling_prompt_tokens
-        return hash_identity(canonical(found))
+        return hash_identity({name: canonical(value) for name, value in found.items()})
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval puts into the configuration of its results: the bytes that were held since it asked last, as

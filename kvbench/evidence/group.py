@@ -15,6 +15,7 @@ from kvbench.results.sample import Key, SampleRecord
 from kvbench.show.unfit import unfit
 
 CONDITIONS = ("batch_size", "backend")  # may differ inside a group: they change rounding, not the question
+OF_TASK = ("task", "python")  # entries of a run's code, up to a colon, that say how its answers are posed and scored
 
 
 @dataclass(kw_only=True)
@@ -73,11 +74,13 @@ class StoredRun:
 
     @property
     def version(self) -> str:
-        """The version of the code that computed the run; the method's code, and the libraries that it alone imports,
-        are no part of it. Its first word stands for all of it (`bee5518e-3f2a`: harness, libraries), and is no number.
+        """The version of the code that computed the run; the method's code, the task's, and the libraries that they
+        alone import, are no part of it. Its first word stands for all of it (`bee5518e-3f2a`: harness, libraries), and
+        is no number.
         """
         code = self.record.identity.get("code", {})
-        shared = {name: found for name, found in code.items() if name.partition(":")[0] not in ("harness", "method")}
+        own = ("harness", "method", *OF_TASK)
+        shared = {name: found for name, found in code.items() if name.partition(":")[0] not in own}
         libraries = " ".join(f"{name} {found}" for name, found in shared.items())
         return f"{code.get('harness', '')[:8]}-{hashlib.sha256(libraries.encode()).hexdigest()[:4]} {libraries}"
 

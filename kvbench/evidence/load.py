@@ -11,7 +11,7 @@ from pathlib import Path
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from kvbench.config.files import FULL
-from kvbench.evidence.group import CONDITIONS, Group, StoredRun
+from kvbench.evidence.group import CONDITIONS, OF_TASK, Group, StoredRun
 from kvbench.results.claims import direction, unchecked
 from kvbench.results.faults import Read
 from kvbench.results.faults import notes as notes_of
@@ -163,7 +163,8 @@ def _question(run: StoredRun) -> str:
     identity = run.record.identity
     task = {key: value for key, value in identity.get("task", {}).items() if key != "limit"}
     # Not the store: how large pages are changes no answer, and a byte budget is lifted for the full cache.
-    parts = [task, *(identity.get(name) for name in ("model", "generation", "seed", "fidelity"))]
+    code = {key: value for key, value in identity.get("code", {}).items() if key.partition(":")[0] in OF_TASK}
+    parts = [task, code, *(identity.get(name) for name in ("model", "generation", "seed", "fidelity"))]
     return json.dumps([run.record.task, run.record.model, *parts], sort_keys=True)
 
 

@@ -48,6 +48,17 @@ def test_groups_hold_only_what_may_be_compared(tmp_path):
     assert any("length=99" in title for title in groups) and any("seed=5" in title for title in groups)
 
 
+def test_runs_of_two_graders_are_never_compared(tmp_path):
+    """Another grader or another Python that grades is another question, and no other version of the code: groups of
+    tasks that are graded by Python and by none may be averaged."""
+    store(tmp_path, "full", SCORES)
+    for code in ({"task": "c" * 64}, {"task:sympy": "1.13"}, {"python": "3.11"}, {"python": "3.12"}):
+        store(tmp_path, "half", SCORES, code=code)
+    groups = load_groups(settings(tmp_path))
+    assert len(groups) == 5 == len({group.title for group in groups})
+    assert len({run.version for group in groups for run in group.runs}) == 1
+
+
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("width", "parts"), [(60, 3), (80, 3), (120, 2), (160, 1)])
 def test_what_is_too_wide_for_a_terminal_is_several_tables(tmp_path, width, parts):
