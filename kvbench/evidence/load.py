@@ -163,9 +163,14 @@ def _question(run: StoredRun) -> str:
     identity = run.record.identity
     task = {key: value for key, value in identity.get("task", {}).items() if key != "limit"}
     # Not the store: how large pages are changes no answer, and a byte budget is lifted for the full cache.
-    code = {key: value for key, value in identity.get("code", {}).items() if key.partition(":")[0] in OF_TASK}
-    parts = [task, code, *(identity.get(name) for name in ("model", "generation", "seed", "fidelity"))]
+    parts = [task, _grader(run), *(identity.get(name) for name in ("model", "generation", "seed", "fidelity"))]
     return json.dumps([run.record.task, run.record.model, *parts], sort_keys=True)
+
+
+def _grader(run: StoredRun) -> dict[str, str]:
+    """The entries of a run's code that say how its answers are posed and scored."""
+    code = run.record.identity.get("code", {})
+    return {key: value for key, value in code.items() if key.partition(":")[0] in OF_TASK}
 
 
 def _sort(runs: Sequence[StoredRun], code: str) -> tuple[list[Group], list[str]]:
@@ -282,6 +287,8 @@ def _tell_apart(groups: Sequence[Group]) -> None:
         if group.title in several:
             data = group.runs[0].record.identity.get("task", {}).get("fingerprint", "")[:6]
             group.title += f" data {data} code {group.runs[0].version[:8]}"
+            if grader := _grader(group.runs[0]):
+                group.title += f" grader {hashlib.sha256(json.dumps(grader).encode()).hexdigest()[:6]}"
         group.title = safe(group.title, LINE_LENGTH)
 
 
