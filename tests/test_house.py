@@ -32,7 +32,7 @@ KNOWS = {
     "models": {"errors", "config", "kernels", "rules"},
     "results": {"stats", "config", "errors", "rules", "engine", "__init__"},
     "show": {"results", "stats", "config", "errors"},
-    "sizing": {"results", "cache", "models", "policy", "kernels", "config", "errors", "rules"},
+    "sizing": {"results", "engine", "cache", "models", "methods", "policy", "kernels", "config", "errors", "rules"},
     "evidence": {"results", "stats", "show", "sizing", "config", "errors", "rules"},
 }
 # The libraries, beside Python's own, of the rooms that must stay light.

@@ -11,7 +11,7 @@ import numpy as np
 from kvbench.bench.decode import GRAPH
 from kvbench.errors import unknown_name
 from kvbench.kernels.bench.bench import read_document
-from kvbench.sizing.shapes import SIZES, NamedShape
+from kvbench.sizing.shapes import SIZES, NamedShape, sized
 
 PROMPT_GROUPS = 8  # of lengths, in what is kept of a load
 
@@ -130,8 +130,8 @@ def read_times(paths: Sequence[Path]) -> Measured:
             cells.append((document["settings"], cell))
             for row in cell["variants"]:
                 _take(methods, cell["cell"], row)
-    shape = NamedShape(
-        name=model["name"],
+    shape = sized(
+        model["name"],
         source=str(paths[0]),
         context=model["max_tokens"],
         dtype=model["dtype"].removeprefix("torch."),

@@ -98,7 +98,7 @@ def read_asked(cfg: DictConfig, card: Card | None) -> tuple[Asked, str]:
     for name, least in (("resamples", 100), ("seed", 0)):
         check_whole(name, cfg[name], least)
     shape = find_shape(cfg.model)
-    if shape.windows or shape.states or shape.latent:
+    if not shape.is_plain:
         raise ValueError(
             f"advise counts models whose layers all see everything, and not all of {shape.name} do; "
             f"kvbench bytes model={cfg.model} says what each method would hold"

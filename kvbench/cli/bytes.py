@@ -148,10 +148,14 @@ def _known_elsewhere(asked: Asked, shape: NamedShape, length: int, answer: int) 
 
 
 def _table(rows: Sequence[Row], shape: NamedShape, batch: int) -> Table:
-    title = f"Bytes on {shape.name}: {shape.layers} layers, {shape.kv_heads} KV heads of {shape.head_dim} channels"
-    if shape.latent:
-        title = f"Bytes on {shape.name}: {shape.layers} layers of one latent vector of {shape.head_dim} channels"
-    beside = {name: items for name, items in BESIDE.items() if getattr(shape, name)}
+    layers = shape.store_shape
+    title = (
+        f"Bytes on {shape.name}: {shape.layers} layers, {layers.num_kv_heads} KV heads of {layers.head_dim} channels"
+    )
+    if layers.keys_only:
+        title = f"Bytes on {shape.name}: {shape.layers} layers of one latent vector of {layers.head_dim} channels"
+    there = {"windows": layers.beside, "states": layers.state_bytes}
+    beside = {name: items for name, items in BESIDE.items() if there[name]}
     parts, extra = PARTS | beside, ["% alone"] if beside else []
     table = terminal.plain_table(title)
     table.add_column("method", no_wrap=True)
@@ -191,17 +195,20 @@ def _notes(rows: Sequence[Row], shape: NamedShape, answer: int) -> list[str]:
         f"% and the parts are of an FP16 full cache for the same tokens, of which {answer} were written behind the "
         f"prompt. Shape: {shape.source}. The peak while a prompt is compressed, weights and activations do not count."
     ]
-    others = []
-    if shape.windows:
-        kept = "tokens of the last chunk of" if shape.windows.get("in_chunks") else "last"
-        others.append(f"{shape.windows['layers']} more keep their {kept} {shape.windows['tokens']} tokens")
-    if shape.states:
-        others.append(f"{shape.states['layers']} more hold a state of {format_bytes(shape.states['bytes'])}")
+    others, layers = [], shape.store_shape
+    for window in dict.fromkeys(each.window for each in layers.beside if each.window is not None):
+        kept = "tokens of the last chunk of" if window.in_chunks else "last"
+        count = sum(each.num_layers for each in layers.beside if each.window == window)
+        others.append(f"{count} more keep their {kept} {window.num_tokens} tokens")
+    if shape.state_layers:
+        others.append(f"{shape.state_layers} hold states of {format_bytes(layers.state_bytes)} together")
     if others:
         notes.append(
             f"The method acts on the {shape.layers} layers that see everything, and {', '.join(others)}, which count "
             "in FP16 and in every row; '% alone' is of the former without them."
         )
+    if layers.shared:
+        notes.append(f"{len(layers.shared)} layers attend to what another one holds, and hold nothing.")
     if shape.context and (longest := max(length for _, length, _ in rows)) > shape.context:
         notes.append(f"{shape.name} was made for {shape.context} tokens; {longest} are more.")
     return notes

@@ -34,6 +34,8 @@ _FINGERPRINT_PATTERNS = (
 _VOLATILE_CONFIG_KEYS = ("transformers_version", "_name_or_path", "is_local", "local_files_only", "_from_model_config")
 # The format allows no longer header.
 _MAX_HEADER_BYTES = 100_000_000
+# Layers of a model whose tensors cannot be counted; the deepest that is known has 126.
+_MAX_LAYERS = 1024
 
 
 def find_model_folder(path: str, revision: str | None = None) -> Path:
@@ -107,10 +109,11 @@ def folder_state(folder: Path) -> list[cache.State]:
     return [cache.file_state(file) for file in files]
 
 
-def check_config(folder: Path) -> None:
+def check_config(folder: Path, *, has_weights: bool = True) -> None:
     """Checks what config.json says before transformers builds a model of it: it is a JSON object, names no other
     weights than `weight_files` lists, and has at least one layer and no more than there are tensors, which transformers
-    would build one by one without an end."""
+    would build one by one without an end. Of a folder that need not hold weights (`has_weights`), and of one that holds
+    pickled ones, 1024 layers are the most."""
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text())
@@ -123,14 +126,18 @@ def check_config(folder: Path) -> None:
             f"{file} names its weights itself (transformers_weights={config['transformers_weights']!r}), which kvbench "
             "does not follow; load the model with transformers and save it with save_pretrained()"
         )
-    num_layers, num_tensors = config.get("num_hidden_layers", 1), _count_tensors(folder)
-    too_many = num_tensors is not None and isinstance(num_layers, int) and num_layers > num_tensors
-    if not isinstance(num_layers, int) or num_layers < 1 or too_many:
-        raise ValueError(
-            f"{file} says num_hidden_layers={num_layers!r}, and the weights beside it have "
-            f"{'no count' if num_tensors is None else num_tensors} tensors; a model has at least one layer, and a "
-            "layer at least one tensor: fetch the folder again"
-        )
+    num_tensors = _count_tensors(folder) if has_weights else None
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        num_layers = part.get("num_hidden_layers", 1)
+        most = _MAX_LAYERS if num_tensors is None else num_tensors
+        if not isinstance(num_layers, int) or not 1 <= num_layers <= most:
+            known = "no model has more than" if num_tensors is None else "the weights beside it have"
+            raise ValueError(
+                f"{file} says num_hidden_layers={num_layers!r}, and {known} {most} "
+                f"{'layers' if num_tensors is None else 'tensors'}; a model has at least one layer, and a layer at "
+                "least one tensor: fetch the folder again"
+            )
 
 
 def _files_beside_weights(folder: Path) -> list[Path]:

@@ -107,6 +107,11 @@ def config_of(path: Path, dtype: torch.dtype) -> "PretrainedConfig":
     folder, by = _conversion_of(path, dtype)
     if not conversions.find_damage(folder, by):
         return checkpoint.config_of(folder)
+    return header_config(path)
+
+
+def header_config(path: Path) -> "PretrainedConfig":
+    """Reads the configuration of a file that passed `check_gguf` from its header, which takes seconds."""
     with _parsed_once(), conversions.quiet_transformers(), redirect_stderr(io.StringIO()):
         return checkpoint.config_of(path.parent, path.name)
 

@@ -1,7 +1,8 @@
 """Loads the model of an experiment: embedded default, hub id, folder, GGUF file, or random weights of a known shape."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -277,6 +278,31 @@ def outline(cfg: Mapping[str, Any]) -> LoadedModel:
     )
 
 
+def outline_alone(path: Path) -> "PreTrainedModel":
+    """Builds a model on the meta device from a configuration alone: neither weights nor a tokenizer need be there.
+
+    Args:
+        path: A folder with a config.json, or a GGUF file.
+
+    Returns:
+        The model, in the dtype that its configuration names; in bfloat16 where it names none, or is a GGUF file's.
+
+    Raises:
+        ValueError: transformers makes no model of it.
+    """
+    is_file = path.suffix.lower() == ".gguf"
+    if is_file:
+        gguf.check_gguf(path)
+    else:
+        files.check_config(path, has_weights=False)
+    with _reading(f"the model in {path}"), conversions.quiet_transformers():
+        config = gguf.header_config(path) if is_file else config_of(path)
+    named = None if is_file else getattr(config.get_text_config(), "dtype", None) or config.dtype
+    dtype = check_name("dtype", str(named or torch.bfloat16).removeprefix("torch."), _DTYPES)
+    with _reading(f"the model in {path}"), conversions.quiet_transformers():
+        return outline_of(config, _DTYPES[dtype])
+
+
 def _folder_of(settings: dict) -> tuple[Path, Callable[[Path], "PreTrainedTokenizerBase"]] | None:
     """The folder that a model is read from, and what reads its tokenizer; None where it is no folder, or not known."""
     if settings.get("kind") == "embedded":
@@ -301,31 +327,37 @@ def _read_folder(
     folder: Path, how: How, read_tokenizer: Callable[[Path], "PreTrainedTokenizerBase"] = _any_tokenizer
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """Reads model and tokenizer from a checked folder, without any question to the hub."""
-    import transformers
-
     files.check_config(folder)
-    try:
+    with _reading(f"the model in {folder}"):
         with conversions.quiet_transformers():
             model, found = read_weights(folder, how)
         tokenizer = read_tokenizer(folder)
+    check_complete(found, str(folder))
+    return model, tokenizer
+
+
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Makes a ValueError about a model of whatever transformers raises over a broken or unknown one."""
+    import transformers
+
+    try:
+        yield
     except UnsupportedModel:
         raise
     except BaseException as error:
-        # Many kinds of error come out of a broken or unknown model folder; all of them are about this folder.
         if not is_fault(error):
             raise
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"The model in {folder} needs Python code of its own (trust_remote_code), which kvbench does not run; "
-                "choose a model whose architecture transformers has."
+                f"{what[0].upper()}{what[1:]} needs Python code of its own (trust_remote_code), which kvbench does not "
+                "run; choose a model whose architecture transformers has."
             ) from error
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(
-            f"transformers {transformers.__version__} cannot load the model in {folder} ({reason}). Fetch it again if "
-            "a file is damaged."
+            f"transformers {transformers.__version__} cannot load {what} ({reason}). Fetch it again if a file is "
+            "damaged."
         ) from error
-    check_complete(found, str(folder))
-    return model, tokenizer
 
 
 def _is_gguf(settings: dict) -> bool:

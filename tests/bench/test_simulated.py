@@ -14,7 +14,7 @@ from kvbench.engine.engine import Engine
 from kvbench.engine.supported import model_shape
 from kvbench.kernels.bench import bench
 from kvbench.models.load import load_model
-from kvbench.sizing.shapes import NamedShape
+from kvbench.sizing.shapes import sized
 
 MODEL = {"kind": "random", "preset": "tiny", "num_layers": 1, "dtype": "float32", "device": "cpu", "linear": "streamed"}
 GIVEN = {"kernels": "torch", "device": "cpu", "threads": [1], "requests": 6, "prompts": [40, 90], "answers": [9, 30]}
@@ -48,7 +48,7 @@ def measured(model, methods) -> Measured:
     """A document of it, with these times."""
     shape = model_shape(model.model)
     sizes = {"layers": shape.num_layers, "q_heads": shape.num_q_heads, "kv_heads": shape.num_kv_heads}
-    named = NamedShape(name="tiny", source="", head_dim=shape.head_dim, context=4096, dtype="float32", **sizes)
+    named = sized("tiny", source="", head_dim=shape.head_dim, context=4096, dtype="float32", **sizes)
     return Measured(named, model.max_tokens, "elsewhere", dict.fromkeys(methods, linear_times()), [])
 
 
