@@ -8,13 +8,18 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import transformers
+from places import ROOT
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import kvbench
+from kvbench.api.generate import begin
+from kvbench.engine import hf
+from kvbench.engine.runner import Runner
 from kvbench.engine.supported import layer_kinds
 from kvbench.errors import UnsupportedModel
 
@@ -209,6 +214,21 @@ def rows(text: str) -> Iterator[tuple[str, str, str]]:
         if line.startswith("| ") and not line.startswith("| family"):
             family, layers, words = (cell.strip() for cell in line.strip("|").split("|"))
             yield family, layers, words
+
+
+RUN = [family for family, _, words in rows((ROOT / "docs" / "models.md").read_text()) if words == "runs"]
+
+
+@contextmanager
+def run(model, ids: torch.Tensor, method: str, **settings):
+    """Gives a runner that has read prompts, and the other tokens one by one; its rows; and logits of each step."""
+    with hf.attached(model):
+        runner = Runner(*begin(model, None, method, settings))
+        runner.reserve(rows=len(ids), prompt_tokens=PROMPT, new_tokens=ids.shape[1] - PROMPT)
+        read = [runner.read(row[:PROMPT]) for row in ids.tolist()]
+        rows, logits = [row for row, _ in read], [torch.stack([found[-1] for _, found in read])]
+        logits += [runner.step(rows, ids[:, at].tolist()).clone() for at in range(PROMPT, ids.shape[1])]
+        yield runner, rows, torch.stack(logits, 1)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,8 @@ def read_asked(cfg: DictConfig, card: Card | None) -> tuple[Asked, str]:
     check_margin(cfg.margin)
     for name, least in (("resamples", 100), ("seed", 0)):
         check_whole(name, cfg[name], least)
-    shape = find_shape(cfg.model)
+    with said_when_slow(f"reading {cfg.model}"):
+        shape = find_shape(cfg.model)
     if not shape.is_plain:
         raise ValueError(
             f"advise counts models whose layers all see everything, and not all of {shape.name} do; "

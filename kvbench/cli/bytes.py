@@ -56,7 +56,8 @@ def main(cfg: DictConfig) -> int:
         Whole(1, MAX_TOKENS, unit="tokens").check("length", length)
     Whole(0, min(lengths) - 1, unit="tokens").check("answer", cfg.answer)
     Whole(1, 2**20, unit="sequences").check("batch", cfg.batch)
-    shape = find_shape(cfg.model)
+    with said_when_slow(f"reading {cfg.model}"):
+        shape = find_shape(cfg.model)
     if cfg.run:
         asked = [_stored(Path(cfg.run), shape)]
     else:

@@ -1,7 +1,8 @@
 """The shape that a projection must know of a model: a preset of config/shapes.yaml, or what a run reads of it in a
 config.json or in the header of a GGUF file."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -152,10 +153,17 @@ def find_shape(model: object) -> NamedShape:
     if not file.is_file():
         error = unknown_name("model", name, presets())
         raise ValueError(f"{error} A config.json, a folder that holds one, and a .gguf file are taken too.")
+    from kvbench.engine.supported import REMEDY
+
     try:
         return _as_run(path, file)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{file}: kvbench does not run this model: {error}") from error
+    except ValueError:
+        raise
+    except Exception as error:  # of the model's code, or of a configuration unlike all that are known
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise UnsupportedModel(f"{file}: kvbench cannot tell what its layers hold ({what}); {REMEDY}") from error
 
 
 def _as_run(path: Path, file: Path) -> NamedShape:
@@ -164,11 +172,11 @@ def _as_run(path: Path, file: Path) -> NamedShape:
     from kvbench.engine.states import States
     from kvbench.engine.supported import check_supported, layer_kinds, model_shape, small_store
     from kvbench.methods.full import Full
-    from kvbench.models.conversions import quiet_transformers
     from kvbench.models.load import context_length, outline_alone
 
-    model = outline_alone(path)
-    with quiet_transformers():
+    with _silent_transformers():
+        model = outline_alone(path)
+        model.set_experts_implementation("batched_mm")  # others need numbers, or 16 bits, where there are none
         context, kinds = context_length(model.config, None), layer_kinds(model.config)
         check_supported(model)
         shape = model_shape(model)
@@ -182,3 +190,16 @@ def _as_run(path: Path, file: Path) -> NamedShape:
         parameters=sum(weights.numel() for weights in model.parameters()),
         state_layers=len(kinds.states),
     )
+
+
+@contextmanager
+def _silent_transformers() -> Iterator[None]:
+    """Hides the advice of transformers for a model that is going to compute."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)

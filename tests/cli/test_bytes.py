@@ -1,9 +1,10 @@
 """The command `bytes`, from the command line to its table and its CSV."""
 
 import csv
+import json
 
 import pytest
-from gguf_bytes import gguf_header
+from gguf_bytes import gguf_header, write_gguf
 
 from kvbench.cli.main import main
 from kvbench.engine.requests import Outcome, Request
@@ -52,7 +53,7 @@ def test_layers_that_do_not_see_everything_are_billed_beside(model, windows, sta
     shown = " ".join(capsys.readouterr().out.split())
     assert "% alone" in shown and "The method acts on the 12 layers that see everything, and" in shown
     shape, (full, int4) = presets()[model], lines(out)
-    alone = tokens * shape.layers * shape.kv_heads * shape.head_dim * 4
+    alone = tokens * shape.layers * shape.store_shape.num_kv_heads * shape.store_shape.head_dim * 4
     for row in (full, int4):
         assert int(row["fp16_bytes"]) == alone + windows + states and int(row["state_bytes"]) == states
         assert windows <= int(row["window_bytes"]) <= 1.1 * windows
@@ -153,14 +154,39 @@ def test_what_data_decide_has_the_rows_of_others_marked(tmp_path, capsys, monkey
 
 
 def test_a_gguf_file_is_a_model(tmp_path, capsys):
-    """The header alone says the shape: what stands behind it is not read."""
+    """The shape is that of the model that a run makes of it; a damaged file is named."""
     path = tmp_path / "small.gguf"
-    path.write_bytes(gguf_header(**{"llama.block_count": 2}))
-    assert main(["bytes", f"model={path}", "length=100", "answer=2"]) == 0
-    assert "Bytes on small: 2 layers, 3 KV heads of 64 channels" in capsys.readouterr().out
+    write_gguf(path, blocks=2)
+    assert main(["bytes", f"model={path}", "length=60", "answer=2"]) == 0
+    assert "Bytes on small: 2 layers, 2 KV heads of 16 channels" in capsys.readouterr().out
     path.write_bytes(gguf_header(**{"llama.block_count": 2})[:-30])
     assert main(["bytes", f"model={path}"]) == 2
-    assert "its header names more than the file holds" in capsys.readouterr().err
+    assert "its header names more than the file holds" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_config_json_is_a_model(tmp_path, capsys):
+    """A configuration that leaves its windows to transformers, with the folder or the file as the model; one that
+    kvbench does not run is refused, and `advise` counts only models whose layers all see everything."""
+    fields = {"model_type": "gemma2", "num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 64}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(fields))
+    for model in (file, tmp_path):
+        assert main(["bytes", f"model={model}", "length=8192", "answer=2"]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"Bytes on {tmp_path.name}: 2 layers, 4 KV heads of 256 channels" in said
+        assert "2 more keep their last 4096 tokens" in said
+    words = ["advise", f"model={tmp_path}", "context=2k", "margin=0.01", f"results_dir={tmp_path}"]
+    assert main(words) == 2
+    assert f"not all of {tmp_path.name} do" in " ".join(capsys.readouterr().err.split())
+    file.write_text(json.dumps({"model_type": "bert", "num_hidden_layers": 1}))
+    for command in (words, ["bytes", f"model={file}"]):
+        assert main(command) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "kvbench does not run this model" in said and "use a model with" in said
+    fields |= {"model_type": "llama", "num_attention_heads": 4, "intermediate_size": 64}
+    file.write_text(json.dumps(fields))
+    assert main([*words, "methods=int8"]) == 0
+    assert "int8" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
 """Every causal decoder that transformers has, tiny and with random weights: kvbench gives its logits, or refuses it."""
 
-from contextlib import contextmanager
 from itertools import product
 
 import pytest
 import selection
 import torch
 import transformers
-from decoders import KINDS, PROMPT, in_words, logits_of, rows, shrink, tiny_model, try_family
+from decoders import KINDS, PROMPT, RUN, in_words, logits_of, rows, run, shrink, tiny_model, try_family
 from places import ROOT
 from selection import few
 
@@ -15,7 +14,6 @@ from kvbench.api.generate import begin
 from kvbench.cache.layout import StoreOptions
 from kvbench.engine import hf
 from kvbench.engine.hf import check_pass
-from kvbench.engine.runner import Runner
 from kvbench.engine.supported import check_fit, small_store
 from kvbench.errors import UnsupportedModel
 from kvbench.models import matrices
@@ -25,9 +23,6 @@ from kvbench.models.random_weights import byte_tokenizer
 # Models whose attention is another one in a way that no setting tells, and one that is taken.
 LATER = {"jetmoe"}  # needs numbers before it comes to attention
 TELLING = ("bert", "bloom", "diffllama", "doge", "gemma2", "gpt_oss", "hrm_text", "jetmoe", "llama", "minimax", "phi3")
-
-
-RUN = [family for family, _, words in rows((ROOT / "docs" / "models.md").read_text()) if words == "runs"]
 
 
 @pytest.fixture(scope="module")
@@ -82,18 +77,6 @@ def greedy(model, ids: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Te
             new = found[-1].argmax(-1, keepdim=True)
             ids = torch.cat([ids, new], 1)
     return ids[:, :-1], torch.stack(found, 1), cache
-
-
-@contextmanager
-def run(model, ids: torch.Tensor, method: str, **settings):
-    """Gives a runner that has read prompts, and the other tokens one by one; its rows; and logits of each step."""
-    with hf.attached(model):
-        runner = Runner(*begin(model, None, method, settings))
-        runner.reserve(rows=len(ids), prompt_tokens=PROMPT, new_tokens=ids.shape[1] - PROMPT)
-        read = [runner.read(row[:PROMPT]) for row in ids.tolist()]
-        rows, logits = [row for row, _ in read], [torch.stack([found[-1] for _, found in read])]
-        logits += [runner.step(rows, ids[:, at].tolist()).clone() for at in range(PROMPT, ids.shape[1])]
-        yield runner, rows, torch.stack(logits, 1)
 
 
 @pytest.mark.parametrize(("kind", "rows"), few(product(RUN, (1, 3)), ("gemma4_text", 3)))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from gguf_bytes import write_gguf
 
 from kvbench.config import code
 from kvbench.models import cache as model_cache
@@ -19,39 +20,6 @@ def own_cache(tmp_path, monkeypatch):
     """Gives the folder of conversions, which is this test's alone."""
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "models"
-
-
-def write_gguf(path, *, lacks=(), pre=None, blocks=1, words=""):
-    """A llama of one layer as a GGUF file."""
-    library = pytest.importorskip("gguf")
-    writer = library.GGUFWriter(path, "llama")
-    writer.add_block_count(blocks)
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_feed_forward_length(48)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(260)
-    writer.add_tokenizer_model("gpt2")
-    if pre:
-        writer.add_tokenizer_pre(pre)
-    if "tokens" not in lacks:
-        writer.add_token_list(["a", "b", "ab", *(f"<{words}{i}>" for i in range(257))])
-    writer.add_token_types([1] * 260)
-    if "merges" not in lacks:
-        writer.add_token_merges(["a b"])
-    shapes = {"attn_q": (32, 32), "attn_k": (32, 32), "attn_v": (32, 32), "attn_output": (32, 32)}
-    shapes |= {"attn_norm": (32,), "ffn_norm": (32,), "ffn_gate": (48, 32), "ffn_up": (48, 32), "ffn_down": (32, 48)}
-    tensors = {f"blk.0.{name}.weight": shape for name, shape in shapes.items() if name not in lacks}
-    tensors |= {"token_embd.weight": (260, 32), "output_norm.weight": (32,), "output.weight": (260, 32)}
-    for name, shape in tensors.items():
-        writer.add_tensor(name, torch.randn(shape, generator=torch.Generator().manual_seed(len(name))).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return {"kind": "gguf", "path": str(path), "device": "cpu"}
 
 
 @pytest.mark.parametrize(

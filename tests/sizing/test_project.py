@@ -3,7 +3,6 @@
 import builtins
 import importlib
 import io
-import json
 import os
 import resource
 from dataclasses import replace
@@ -11,7 +10,6 @@ from functools import cache
 
 import pytest
 import torch
-import transformers
 from decoders import tiny_model
 from engine_helpers import answers, random_tokens, request
 from omegaconf import OmegaConf
@@ -22,20 +20,18 @@ from kvbench.api.generate import begin
 from kvbench.cache.layout import StoreOptions
 from kvbench.config import files
 from kvbench.config.methods import method_settings
-from kvbench.engine.hf import attached, own_cache_bytes
+from kvbench.engine.hf import attached
 from kvbench.engine.runner import Runner
 from kvbench.engine.supported import model_shape
-from kvbench.kernels.operands import Window
 from kvbench.methods.diffkv import DiffKV
 from kvbench.methods.duo_attention import DuoAttention
 from kvbench.methods.full import Full
 from kvbench.methods.kivi import Kivi
 from kvbench.models.load import load_model
-from kvbench.models.random_weights import presets as random_presets
 from kvbench.rules import declared
 from kvbench.runs.parts import make_policy
 from kvbench.sizing.project import is_one_number, project, project_shares
-from kvbench.sizing.shapes import find_shape, presets
+from kvbench.sizing.shapes import find_shape
 from kvbench.sizing.stored import policy_of, projected, tier_shares
 
 HEADS, NEW_TOKENS = 2, 16
@@ -217,85 +213,3 @@ def test_no_setting_of_a_stored_run_opens_a_file(tmp_path, monkeypatch):
     assert str(path) not in opened
     stored = policy_of({"method": {"_target_": "kvbench.methods.duo_attention.DuoAttention", "table": [[1, 0.5]]}})
     assert stored.table == ((1.0, 0.5),)
-
-
-def test_shapes_agree_with_the_weights_of_random_models():
-    """The head dim that is counted with is that of the model with random weights; a shape for tests is not counted."""
-    both = set(presets()) & set(random_presets())
-    assert len(both) >= 8 and "tiny" in random_presets() and "tiny" not in presets()
-    for name in both:
-        shape, config = presets()[name], random_presets()[name]
-        assert shape.head_dim == config.get("head_dim", config["hidden_size"] // shape.q_heads)
-
-
-def test_a_folder_is_a_shape_and_what_is_neither_is_named(tmp_path):
-    """config.json gives the same shape as the preset; an unknown name and a broken file say what to do."""
-    config = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
-    found, preset = find_shape(tmp_path).store_shape, find_shape("llama3-8b").store_shape
-    assert (found.num_layers, found.num_kv_heads, found.head_dim) == (32, 8, preset.head_dim)
-    assert found.dtype == preset.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match=r"Did you mean llama3-8b\?.*A folder with a config.json"):
-        find_shape("llama-3-8b")
-    (tmp_path / "config.json").write_text('{"num_hidden_layers": 2}')
-    with pytest.raises(ValueError, match="does not say how many layers and heads"):
-        find_shape(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("kinds", "layers", "windows"),
-    [
-        ({"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 128}, 2, (2, Window(128))),
-        (
-            {"layer_types": ["chunked_attention"] * 3 + ["full_attention"], "attention_chunk_size": 64},
-            1,
-            (3, Window(64, in_chunks=True)),
-        ),
-        ({"layer_types": ["full_attention"] * 4, "sliding_window": 128}, 4, None),
-    ],
-)
-def test_layers_of_a_folder_are_counted_by_their_kinds(kinds, layers, windows, tmp_path):
-    """Windows of a config.json are what its layer types say, and a latent vector is held once; states are refused with
-    the reason."""
-    config = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    (tmp_path / "config.json").write_text(json.dumps(config | kinds))
-    shape = find_shape(tmp_path)
-    assert shape.layers == layers and shape.store_shape.num_layers == layers
-    found = [(each.num_layers, each.window) for each in shape.store_shape.beside]
-    assert found == ([] if windows is None else [windows])
-    (tmp_path / "config.json").write_text(json.dumps(config | {"kv_lora_rank": 8, "qk_rope_head_dim": 4}))
-    assert find_shape(tmp_path).store_shape.fp16_bytes(10) == 4 * 10 * (8 + 4) * 2
-    (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": ["mamba"] * 4}))
-    with pytest.raises(ValueError, match=r"type \['mamba'\]"):
-        find_shape(tmp_path)
-
-
-def test_states_are_those_that_transformers_keeps():
-    """The bytes of a state are those that a layer of these sizes leaves in transformers' own cache."""
-    sizes = {"vocab_size": 8, "num_hidden_layers": 2, "intermediate_size": 16, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 1, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
-    for name, kind, fields in (
-        ("lfm2-1.2b", "lfm2", {"hidden_size": 2048, "layer_types": ["conv", "full_attention"]}),
-        ("qwen3-next-80b", "qwen3_next", {"hidden_size": 32, "layer_types": ["linear_attention", "full_attention"]}),
-    ):
-        config = transformers.AutoConfig.for_model(kind, **sizes | fields)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        cache = transformers.DynamicCache(config=config)
-        with torch.no_grad():
-            model(torch.arange(1, 8)[None], past_key_values=cache, use_cache=True)
-        cache.layers = cache.layers[:1]
-        assert own_cache_bytes(cache) == presets()[name].states["bytes"]
-
-
-def test_parameters_are_those_that_transformers_builds():
-    """The number of weights of every preset that has all sizes is the one of the model built from them."""
-    from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    for name, fields in random_presets().items():
-        if name not in presets():
-            continue
-        with init_empty_weights():
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
-        model.tie_weights()
-        assert sum(item.numel() for item in model.parameters()) == presets()[name].parameters
