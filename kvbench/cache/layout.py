@@ -173,8 +173,9 @@ def most_slots(policy: Policy, prompt_tokens: int, new_tokens: int) -> int:
     return min(policy.max_slots(prompt_tokens, new_tokens), prompt_tokens + new_tokens)
 
 
-def compile_tier(tier: Tier, shape: ModelShape, track: tuple[str, ...]) -> SlotFormat:
-    """The slot format of a tier on a model; raises ValueError where a group does not divide the head dim."""
+def compile_tier(tier: Tier, shape: ModelShape, track: tuple[str, ...], policy: Policy | None = None) -> SlotFormat:
+    """The slot format of a tier on a model; raises ValueError where groups or splits do not divide the head dim, in the
+    words of the policy's settings."""
     kept = tier.key_channels(shape.head_dim)
     few = kept if kept < shape.head_dim else 0
     dtype = shape.dtype if tier.native else torch.bfloat16 if shape.dtype == torch.bfloat16 else torch.float16
@@ -195,8 +196,8 @@ def compile_tier(tier: Tier, shape: ModelShape, track: tuple[str, ...]) -> SlotF
         k_bits=tier.k_bits,
         v_bits=tier.v_bits,
         k_channel_group=tier.k_group if channel else 0,
-        k_groups=1 if channel else _num_groups("k_group", tier.k_group, tier.k_splits, shape.head_dim),
-        v_groups=_num_groups("v_group", tier.v_group, tier.v_splits, shape.head_dim),
+        k_groups=1 if channel else _num_groups("k", tier, shape, policy),
+        v_groups=_num_groups("v", tier, shape, policy),
         symmetric=tier.symmetric,
         fp8=tier.fp8,
         k_code=tier.k_code,
@@ -210,12 +211,20 @@ def compile_tier(tier: Tier, shape: ModelShape, track: tuple[str, ...]) -> SlotF
     )
 
 
-def _num_groups(name: str, size: int, splits: int, head_dim: int) -> int:
-    if size and head_dim % size:
-        raise ValueError(
-            f"{name}={size} does not divide the head dim {head_dim}; choose a divisor, or 0 for the whole vector"
-        )
-    return head_dim // size if size else splits
+def _num_groups(side: str, tier: Tier, shape: ModelShape, policy: Policy | None) -> int:
+    """Scales per vector of one side."""
+    group, splits = (tier.k_group, tier.k_splits) if side == "k" else (tier.v_group, tier.v_splits)
+    name, size = ("group", group) if group else ("splits", splits)
+    if shape.head_dim % size:
+        wrong = f"does not divide the head dim {shape.head_dim}"
+        if tier.has_form:
+            raise ValueError(
+                f"{tier.name} shares a scale among {size} channels, which {wrong}; choose another format, such as int4"
+            )
+        known = (key for key in (name, f"{side}_{name}") if hasattr(policy, key))
+        setting = next((f"method.{key}" for key in known), f"{side}_{name}")
+        raise ValueError(f"{setting}={size} {wrong}; choose a divisor")
+    return shape.head_dim // group if group else splits
 
 
 def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) -> tuple[PageFormat, ...]:
@@ -230,7 +239,7 @@ def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) ->
         _check_keys_only(policy, options)
     wanted = {*policy.score.track, *options.track}
     track = tuple(name for name in ("score", "pos") if name in wanted)
-    slots = [compile_tier(tier, shape, track) for tier in tiers]
+    slots = [compile_tier(tier, shape, track, policy) for tier in tiers]
     if any(s.channel_keys for s in slots):
         if policy.residual is None:
             raise ValueError(

@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats, compile_tier
+from kvbench.methods.kivi import Kivi
+from kvbench.methods.kvquant_style import KVQuantStyle
+from kvbench.methods.uniform import Uniform
 from kvbench.policy import Budget, Compaction, Policy, ReadSpec, Residual, ScoreSpec, Tier
+from kvbench.policy.tiers import NAMED
 
 SHAPE = ModelShape(
     num_layers=3, num_q_heads=6, num_kv_heads=2, head_dim=16, dtype=torch.float32, device=torch.device("cpu")
@@ -143,3 +147,26 @@ def test_a_fixed_page_is_refused_where_the_method_fixes_its_tokens():
     assert formats(StoreOptions(page_bytes=4096))[0].page_bytes == 4096
     with pytest.raises(ValueError, match="the method fixes 16 tokens per page"):
         formats(StoreOptions(page_bytes=4096), reading=READING)
+
+
+@pytest.mark.parametrize(("name", "size"), [("mxfp4", 32), ("nvfp4", 16), ("q4_0", 32)])
+def test_a_format_with_groups_of_its_own_is_named(name, size):
+    """Where its blocks do not divide a head, no setting is blamed that the method lacks."""
+    shape = replace(SHAPE, head_dim=8 * 11)
+    with pytest.raises(ValueError, match=f"{name} shares a scale among {size} channels, .* head dim 88") as error:
+        compile_tier(NAMED[name], shape, ())
+    assert "_group" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "setting"),
+    [
+        (Kivi(group=24, residual_tokens=48), "method.group=24"),
+        (Uniform(tier="int4", splits=3), "method.splits=3"),
+        (KVQuantStyle(v_splits=3), "method.v_splits=3"),
+    ],
+)
+def test_what_does_not_divide_a_head_is_named_as_it_was_set(policy, setting):
+    """The setting is the method's own, not the tier's field that follows from it."""
+    with pytest.raises(ValueError, match=f"^{setting} does not divide the head dim 16"):
+        compile_formats(policy, SHAPE, StoreOptions())

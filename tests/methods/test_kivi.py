@@ -86,5 +86,5 @@ def test_the_residual_is_billed_in_16_bits():
 
 def test_a_group_that_does_not_divide_the_head_is_refused():
     """A value group must divide the head dim of the model at hand."""
-    with pytest.raises(ValueError, match=r"v_group=32 does not divide the head dim 80"):
+    with pytest.raises(ValueError, match=r"method.group=32 does not divide the head dim 80"):
         make_store(Kivi(), head_dim=80)
