@@ -4,7 +4,7 @@ PYTHON ?= python
 # A test run starts a hundred processes. Where this is set, each of them compiles torch, transformers and kvbench again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup model suite exhaustive format style types docs site findings composition formats shipped test roundtrip hostile test-code test-degenerate test-exact test-killed test-arm test-bytes test-launchers test-gpu gpu fuzz mutants simulate smoke clean
+.PHONY: help setup model suite lowest exhaustive format style types docs site findings composition formats shipped test roundtrip hostile test-code test-degenerate test-exact test-killed test-arm test-bytes test-launchers test-gpu gpu fuzz mutants simulate smoke clean
 
 help: ## show the targets; `make` alone does too
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
@@ -67,6 +67,14 @@ suite: ## run the default tests, where `make setup` was done; fail where one tak
 
 exhaustive: ## run the tests that are marked `exhaustive` too: full products, all instruction sets, simulations, kills, hostile programs (an hour and more)
 	$(PYTEST) -m ""
+
+# Triton's interpreter needs 3.7 with the newest numpy; the lowest torch has 3.6, which works with the lowest numpy.
+LOWEST = build/lowest
+lowest: ## run the default tests once on the lowest releases that pyproject.toml allows, in build/lowest (needs uv; 4 GB)
+	uv venv --quiet --allow-existing --python $(PYTHON) $(LOWEST)
+	echo "triton>=3.6; platform_system == 'Linux'" > $(LOWEST)/override.txt
+	uv pip install --quiet --python $(LOWEST) --resolution lowest-direct --override $(LOWEST)/override.txt -e '.[test]'
+	@$(MAKE) --no-print-directory model suite PYTHON=$(LOWEST)/bin/python
 
 ROUNDTRIPS ?= 300
 roundtrip: ## random valid settings through a run and everything that reads it (long, not timed; ROUNDTRIPS=300)

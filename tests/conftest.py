@@ -116,7 +116,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter") -> None:
     """Shows the slowest tests, and those that take too long."""
     if number := terminalreporter.config.option.slowest:
         terminalreporter.section(f"{number} slowest tests: processor and wall seconds")

@@ -118,7 +118,7 @@ def figure(panels: Panels) -> "Figure":
     height = len(runs) * (CELL_IN * len(shown[0]) + MARGIN_IN) + 0.6
     made = Figure(figsize=(WIDTH_IN * columns, height), dpi=200, layout="constrained")
     count = len(panels.samples) // len(runs)
-    each = count / max(1, shown[0].notna().sum(axis=None))
+    each = count / max(1, shown[0].count().sum())
     made.suptitle(f"{panels.title}\nn = {count}, {each:g} in each cell", fontsize=8)
     axes = made.subplots(len(runs), columns, squeeze=False)
     for row, (run, mine, other) in enumerate(zip(runs, shown, minus, strict=True)):
