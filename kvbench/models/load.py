@@ -297,7 +297,7 @@ def outline_alone(path: Path) -> "PreTrainedModel":
         files.check_config(path, has_weights=False)
     with _reading(f"the model in {path}"), conversions.quiet_transformers():
         config = gguf.header_config(path) if is_file else config_of(path)
-    named = None if is_file else getattr(config.get_text_config(), "dtype", None) or config.dtype
+        named = None if is_file else getattr(config.get_text_config(), "dtype", None) or config.dtype
     dtype = check_name("dtype", str(named or torch.bfloat16).removeprefix("torch."), _DTYPES)
     with _reading(f"the model in {path}"), conversions.quiet_transformers():
         return outline_of(config, _DTYPES[dtype])

@@ -136,9 +136,9 @@ def test_a_file_says_what_a_run_holds(kind, tmp_path):
     model.config.dtype = model.dtype  # as it is saved
     for form in FORMS:
         try:
-            config_of(written(model.config, tmp_path, form))
+            outline_of(config_of(written(model.config, tmp_path, form)))
         except Exception as error:
-            pytest.skip(f"the tiny sizes make no file that transformers reads: {error}")
+            pytest.skip(f"the tiny sizes make no file that transformers reads: {str(error)[:80]}")
         shape = find_shape(written(model.config, tmp_path, form)).store_shape
         assert shape.fp16_bytes(ids.shape[1]) == held["fp16_bytes"], form
         assert shape.state_bytes == held.get("state_bytes", 0)
@@ -198,6 +198,7 @@ def test_a_folder_is_a_shape_and_what_is_neither_is_named(tmp_path):
         ("[1]", ValueError, "holds list and not settings"),
         ({"model_type": "no_such"}, ValueError, "`no_such`"),
         ({"num_hidden_layers": 2}, ValueError, "model_type"),
+        ({"model_type": "musicgen"}, ValueError, "cannot load the model"),
         ({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}, ValueError, "trust_remote_code"),
         (LLAMA | {"num_hidden_layers": 10**9}, ValueError, "num_hidden_layers=1000000000"),
         ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}}, ValueError, "num_hidden_layers=10+"),
