@@ -16,7 +16,7 @@ from kvbench.models import checkpoint, conversions, fetched
 from kvbench.models.cache import file_digest, file_state
 from kvbench.models.checkpoint import SAFELY, How, check_complete, is_fault, read_weights
 from kvbench.models.files import combine_fingerprints
-from kvbench.models.gguf_header import read_header
+from kvbench.models.gguf_header import GgufHeader, read_header
 
 if TYPE_CHECKING:
     from gguf import ReaderField
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 
 def check_gguf(path: Path) -> None:
-    """Checks that a path is a GGUF file whose header fits in it, with no more layers than tensors, before anything slow
-    happens: transformers would build layers, and read lists, that are not there one by one without an end."""
+    """Checks that a path is a GGUF file whose header and tensors fit in it, each tensor in bytes of its own, with no
+    more layers than tensors, before anything slow happens: transformers would build layers, and read lists, that are
+    not there one by one without an end, and would take one tensor's bytes for another's without a word."""
     if not path.is_file():
         raise MissingWeightsError(
             f"model.path={path}: there is no such file (looked for {path.absolute()}). Give the path of an existing "
@@ -40,6 +41,7 @@ def check_gguf(path: Path) -> None:
         )
     try:
         header = read_header(path)
+        _check_tensors(header, path.stat().st_size)
     except ValueError as error:
         raise ValueError(f"model.path={path}: kvbench cannot read this GGUF file ({error}). Fetch it again.") from error
     for key, count in header.fields.items():
@@ -48,6 +50,25 @@ def check_gguf(path: Path) -> None:
                 f"model.path={path} says {key}={count!r:.100}, and has {header.num_tensors} tensors; a model has at "
                 "least one layer, and a layer at least one tensor: fetch the file again"
             )
+
+
+def _check_tensors(header: GgufHeader, file_bytes: int) -> None:
+    """Checks that each tensor has a known type, and lies aligned, whole and alone in the file, as llama.cpp does."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    sizes = {int(kind): GGML_QUANT_SIZES[kind] for kind in GGMLQuantizationType if kind in GGML_QUANT_SIZES}
+    alignment, end, last = header.fields.get("general.alignment", 32), 0, ""
+    for tensor in sorted(header.tensors, key=lambda tensor: tensor.offset):
+        if tensor.kind not in sizes:
+            raise ValueError(f"its tensor {tensor.name} has the unknown type {tensor.kind}")
+        block, block_bytes = sizes[tensor.kind]
+        if tensor.offset % alignment:
+            raise ValueError(f"its tensor {tensor.name} lies at {tensor.offset}, which is no multiple of {alignment}")
+        if tensor.offset < end:
+            raise ValueError(f"its tensors {last} and {tensor.name} lie on the same bytes")
+        end, last = tensor.offset + -(-tensor.elements // block) * block_bytes, tensor.name
+        if header.data_at + end > file_bytes:
+            raise ValueError(f"its tensor {tensor.name} ends at byte {header.data_at + end} of {file_bytes}")
 
 
 def read_gguf(path: Path, dtype: torch.dtype) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:

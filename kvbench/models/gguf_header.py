@@ -3,6 +3,7 @@
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
 """
 
+import math
 import os
 import struct
 from collections.abc import Mapping
@@ -17,6 +18,19 @@ _TEXT, _LIST = 8, 9
 _KINDS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _NUMBERS = 1024  # most numbers of a list that are kept, such as the heads of each layer
 _LARGEST = 1 << 16  # bytes of a text that is kept
+_LEAST = 13  # bytes of a field, and fewer than those of a tensor
+_MOST_FIELDS, _MOST_TENSORS = 10_000, 100_000  # files have 20 to 60, and 200 to 13,000: readers take a millisecond each
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor's name, its elements, the number of its type in ggml, and where its data begin, in bytes after those of
+    all tensors begin."""
+
+    name: str
+    elements: int
+    kind: int
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -27,7 +41,13 @@ class GgufHeader:
     """Numbers, short texts and short lists of numbers by their keys; what is longer is not kept."""
     parameters: int
     """Elements of all tensors together."""
-    num_tensors: int
+    tensors: tuple[GgufTensor, ...]
+    data_at: int
+    """The byte of the file at which the tensors' data begin."""
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self.tensors)
 
     def of_model(self, key: str) -> Any:
         """A field of the file's architecture, such as `block_count`; None where there is none."""
@@ -45,9 +65,12 @@ class _Reader:
         self._take(count)
         self.stream.seek(count, os.SEEK_CUR)
 
-    def _take(self, count: int) -> None:
+    def need(self, count: int) -> None:
         if count > self.left:
             raise ValueError("its header names more than the file holds")
+
+    def _take(self, count: int) -> None:
+        self.need(count)
         self.left -= count
 
     def number(self, kind: str) -> Any:
@@ -106,17 +129,25 @@ def _read_header(state: tuple[str | int, ...]) -> GgufHeader:
         if (version := reader.number("I")) not in (2, 3):
             raise ValueError(f"it has version {version} of the format, and 2 and 3 are read")
         num_tensors, num_fields = reader.number("Q"), reader.number("Q")
+        for count, most, what in ((num_fields, _MOST_FIELDS, "keys"), (num_tensors, _MOST_TENSORS, "tensors")):
+            reader.need(count * _LEAST)
+            if count > most:
+                raise ValueError(f"its header says that it has {count} {what}, and {most} are the most that are read")
         fields = {}
         for _ in range(num_fields):
             key, kind = reader.text(), reader.number("I")
             if (value := reader.value(kind)) is not None:
                 fields[key or ""] = value
-        parameters = 0
+        tensors = []
         for _ in range(num_tensors):
-            reader.text()
-            elements = 1
-            for _ in range(min(reader.number("I"), 4)):  # ggml has no tensor of more dimensions
-                elements *= reader.number("Q")
-            parameters += elements
-            reader.skip(12)  # its kind and its place
-    return GgufHeader(fields=fields, parameters=parameters, num_tensors=num_tensors)
+            name, dimensions = reader.text(), reader.number("I")
+            if dimensions > 4:
+                raise ValueError(f"its tensor {name} has {dimensions} dimensions, and ggml has 4 at most")
+            elements = math.prod(reader.number("Q") for _ in range(dimensions))
+            tensors.append(GgufTensor(name or "", elements, reader.number("I"), reader.number("Q")))
+        alignment = fields.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise ValueError(f"its general.alignment={alignment!r:.100} is no power of two")
+        data_at = -(-stream.tell() // alignment) * alignment
+    parameters = sum(tensor.elements for tensor in tensors)
+    return GgufHeader(fields=fields, parameters=parameters, tensors=tuple(tensors), data_at=data_at)

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import struct
 from types import SimpleNamespace
 
 import pytest
@@ -35,6 +36,32 @@ def test_a_gguf_file_that_lacks_something_is_refused(tmp_path, made, said):
     """A file without a projection or a part of the tokenizer, and one with more layers than tensors, are named."""
     with pytest.raises(ValueError, match=f"model.path=.*small.gguf.* {said}"):
         load_model(write_gguf(tmp_path / "small.gguf", **made))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "changed", "said"),
+    [
+        ("blk.0.attn_k.weight", {"offset": lambda offset: 0}, "lie on the same bytes"),
+        ("blk.0.attn_k.weight", {"offset": lambda offset: offset - 32}, "lie on the same bytes"),
+        ("blk.0.attn_k.weight", {"offset": lambda offset: offset + 1}, "no multiple of 32"),
+        ("blk.0.attn_k.weight", {"offset": lambda offset: 2**40}, "ends at byte"),
+        ("output.weight", {"kind": lambda kind: 28}, "ends at byte"),  # of 64 bits each
+        ("blk.0.attn_k.weight", {"kind": lambda kind: 77}, "unknown type 77"),
+    ],
+)
+def test_tensors_that_lie_on_one_another_are_refused(tmp_path, tensor, changed, said):
+    """Readers of llama.cpp refuse them; gguf's own takes one tensor's bytes for another's."""
+    asked = write_gguf(tmp_path / "small.gguf", pre="smollm")
+    content = bytearray((tmp_path / "small.gguf").read_bytes())
+    at = content.index(struct.pack("<Q", len(tensor)) + tensor.encode()) + 8 + len(tensor)
+    at += 4 + 8 * int.from_bytes(content[at : at + 4], "little")
+    kind, offset = struct.unpack_from("<IQ", content, at)
+    there = {"kind": kind, "offset": offset}
+    there |= {name: change(there[name]) for name, change in changed.items()}
+    struct.pack_into("<IQ", content, at, there["kind"], there["offset"])
+    (tmp_path / "small.gguf").write_bytes(content)
+    with pytest.raises(ValueError, match=f"model.path=.*small.gguf.*{said}"):
+        load_model(asked)
 
 
 def test_a_gguf_file_is_parsed_once(tmp_path, monkeypatch):

@@ -42,3 +42,21 @@ def test_a_header_that_lies_is_refused_at_once(tmp_path, content, why):
     with pytest.raises(ValueError, match=why):
         read_header(path)
     assert time.process_time() - began < 1
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 300_000) + bytes(30_000_000), "300000 keys"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 300_000, 0) + bytes(30_000_000), "300000 tensors"),
+        (gguf_header(tensors=((1,) * 5,)), "tensor t0 has 5 dimensions"),
+        (gguf_header(**{"general.alignment": 0}), "general.alignment=0"),
+        (gguf_header(**{"general.alignment": 48}), "general.alignment=48"),
+    ],
+)
+def test_a_header_that_no_model_has_is_refused(tmp_path, content, why):
+    """More keys and tensors than readers pass in minutes, and sizes that ggml does not have."""
+    path = tmp_path / "a.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=why):
+        read_header(path)
