@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvbench.errors import MissingWeightsError
-from kvbench.models import cache
+from kvbench.models import cache, fields
 
 # What transformers looks for, best first; an index lists the shards that belong to it.
 _WEIGHT_NAMES = ("model.safetensors", "pytorch_model.bin")
@@ -110,17 +110,15 @@ def folder_state(folder: Path) -> list[cache.State]:
 
 
 def check_config(folder: Path, *, has_weights: bool = True) -> None:
-    """Checks what config.json says before transformers builds a model of it: it is a JSON object, names no other
-    weights than `weight_files` lists, and has at least one layer and no more than there are tensors, which transformers
-    would build one by one without an end. Of a folder that need not hold weights (`has_weights`), and of one that holds
-    pickled ones, 1024 layers are the most."""
+    """Checks what config.json and the files next to it say before transformers builds a model of them: they are JSON
+    objects, what kvbench reads of them has its type, they name no other weights than `weight_files` lists, and at least
+    one layer and no more than there are tensors, which transformers would build one by one without an end. Of a folder
+    that need not hold weights (`has_weights`), and of one that holds pickled ones, 1024 layers are the most."""
     file = folder / "config.json"
-    try:
-        config = json.loads(file.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is no JSON ({error}); fetch the folder again") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} holds {type(config).__name__} and not settings; fetch the folder again")
+    there = {name: fields.read_object(folder / name) for name in fields.FILES if (folder / name).is_file()}
+    for name, settings in there.items():
+        fields.check_fields(folder / name, settings, fields.FILES[name])
+    config = there[file.name]
     if "transformers_weights" in config:
         raise ValueError(
             f"{file} names its weights itself (transformers_weights={config['transformers_weights']!r}), which kvbench "
