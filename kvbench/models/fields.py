@@ -2,7 +2,8 @@
 those that its class of a model declares, and passes any value of the others on."""
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ TOKENIZER: dict[str, _Rule] = {
 
 FILES = {"config.json": CONFIG, "generation_config.json": GENERATION, "tokenizer_config.json": TOKENIZER}
 
+MOST_GROWTH = 1000  # times that a text may grow; those of real tokenizers grow threefold at most
 _BY_LAYER = ("layer_types", "kv_sharing_modes", "num_attention_heads_per_layer")
 _PARTS = (
     "text_config",
@@ -109,3 +111,38 @@ def check_fields(file: Path, settings: Mapping[str, Any], rules: Mapping[str, _R
     for key in _PARTS:
         if isinstance(inner := settings.get(key), dict):
             check_fields(file, inner, rules, f"{part}{key}.")
+
+
+def check_growth(where: Path, tokenizer: object) -> None:
+    """Check how long the replacements of a tokenizer's normalizer and decoder, one behind another, may make a text: the
+    tokenizers library ends the process where memory does not suffice.
+
+    Args:
+        where: The folder, named in the error.
+        tokenizer: One of transformers; without replacements of its own it passes.
+
+    Raises:
+        ValueError: A text may grow more than `MOST_GROWTH` times.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    for name in ("normalizer", "decoder"):
+        if (step := getattr(backend, name, None)) is not None:
+            growth = math.prod(_growths(json.loads(step.__getstate__())))
+            if growth > MOST_GROWTH:
+                raise ValueError(
+                    f"{where}: the {name} of its tokenizer may make a text {growth:.3g} times as long, {MOST_GROWTH} "
+                    "times at most are taken; fetch the folder again"
+                )
+
+
+def _growths(step: object) -> Iterator[float]:
+    """How many times as long each replacement within a step may make a text; what an expression matches may be one
+    character, or none."""
+    if isinstance(step, list):
+        for inner in step:
+            yield from _growths(inner)
+    elif isinstance(step, dict) and step.get("type") == "Replace":
+        pattern = step["pattern"].get("String", "")
+        yield max(1.0, len(step["content"]) / len(pattern) if pattern else len(step["content"]) + 1)
+    elif isinstance(step, dict):
+        yield from _growths(list(step.values()))

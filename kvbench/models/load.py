@@ -12,7 +12,18 @@ import torch
 from kvbench.config import garbage
 from kvbench.config.settings import as_dict
 from kvbench.errors import MissingWeightsError, UnsupportedModel, check_name, check_whole, unknown_name
-from kvbench.models import cache, conversions, embedded, fetched, files, gguf, matrices, quantised, random_weights
+from kvbench.models import (
+    cache,
+    conversions,
+    embedded,
+    fetched,
+    fields,
+    files,
+    gguf,
+    matrices,
+    quantised,
+    random_weights,
+)
 from kvbench.models.checkpoint import SAFELY, How, check_complete, config_of, is_fault, outline_of, read_weights
 from kvbench.models.devices import read_devices
 from kvbench.models.processes import read_processes, started, tell
@@ -240,6 +251,7 @@ def load_outline(cfg: Mapping[str, Any]) -> LoadedModel:
     elif found := _folder_of(settings):
         folder, read_tokenizer = found
         tokenizer = read_tokenizer(folder)
+        fields.check_growth(folder, tokenizer)
     else:
         return load_model(cfg)
     bare = outline(settings | {"device": "cpu"})  # whatever the machine has that ran it
@@ -333,6 +345,7 @@ def _read_folder(
             model, found = read_weights(folder, how)
         tokenizer = read_tokenizer(folder)
     check_complete(found, str(folder))
+    fields.check_growth(folder, tokenizer)
     return model, tokenizer
 
 

@@ -7,7 +7,7 @@ import pytest
 from places import ROOT
 
 from kvbench.models import fields
-from kvbench.models.load import load_model
+from kvbench.models.load import load_model, load_outline
 
 ODD = ("0", [[0]], {}, 2.5, -1, True, "", [None], [2.5])
 
@@ -82,3 +82,21 @@ def test_all_that_is_read_has_a_type():
         found |= {name.value for where, name, *_ in asked if "config" in ast.unparse(where) and hasattr(name, "value")}
     found = {name for name in found if isinstance(name, str) and not name.startswith("_")}
     assert len(found) > 8 and found - {"quantization_config"} <= set(fields.CONFIG) | made
+
+
+@pytest.mark.parametrize("step", ["normalizer", "decoder"])
+@pytest.mark.parametrize(
+    ("pattern", "content", "times", "taken"),
+    [({"String": "e"}, "e" * 10, 3, True), ({"String": "e"}, "e" * 10, 9, False), ({"Regex": "."}, "xx", 9, False)],
+)
+def test_a_tokenizer_that_grows_texts_is_refused(folder, step, pattern, content, times, taken):
+    """Its library ends the process where the memory does not hold what a prompt has become."""
+    replacing = {"type": "Replace", "pattern": pattern, "content": content}
+    edited(folder, "tokenizer.json", **{step: {"type": "Sequence", f"{step}s": [replacing] * times}})
+    settings = {"kind": "hf", "path": str(folder), "device": "cpu"}
+    if taken:
+        assert load_model(settings).tokenizer
+        return
+    for read in (load_model, load_outline):
+        with pytest.raises(ValueError, match=f"my-tiny: the {step} of its tokenizer may make a text .* times as long"):
+            read(settings)
