@@ -1,5 +1,6 @@
 """The cage: what it refuses, what it lets through, and hostile programs that must find nothing to hold on to."""
 
+import contextlib
 import os
 import re
 import socket
@@ -184,3 +185,55 @@ def f(x):
     waiting = "import time\ndef f(x):\n    time.sleep(60)\n"
     report = cage.run(waiting, "f", [[1]], allow_code_execution=True, limits=cage.Limits(wall_s=1.0))
     assert report.status == "timeout" and report.wall_s < 5
+
+
+@needs_cage
+@pytest.mark.parametrize("ends", ["return 'late but right'", "raise ValueError('late')"])
+def test_an_alarm_that_is_swallowed_makes_no_time(ends):
+    """A program that catches everything, and puts another clock in the place of Python's, is out of time."""
+    program = f"""
+import time
+clock = time.process_time
+time.process_time = lambda: 0.0
+def f(seconds):
+    end = clock() + seconds
+    while clock() < end:
+        try:
+            while clock() < end:
+                pass
+        except:
+            pass
+    {ends}
+"""
+    report = cage.run(program, "f", [[0.5], [0.0], [0.5]], call_s=0.2, allow_code_execution=True)
+    soon = "v" if ends.startswith("return") else "e"
+    assert [output.kind for output in report.outputs] == ["v", "t", soon, "t"]
+
+
+@needs_cage
+def test_an_alarm_comes_again():
+    """A program that swallows one alarm and goes on is stopped by the next."""
+    program = "def f():\n    try:\n        while True: pass\n    except: pass\n    while True: pass\n"
+    report = cage.run(program, "f", [[]], call_s=0.1, allow_code_execution=True, limits=SHORT)
+    assert [output.kind for output in report.outputs] == ["v", "t"] and report.status == "done"
+
+
+@needs_cage
+def test_the_machine_is_neither_named_nor_used_up():
+    """The host's name stays outside, and no context of asynchronous reads, of which all programs share a number, is
+    had."""
+    program = """
+import ctypes, os, platform, socket
+def f():
+    number = {"x86_64": 206, "aarch64": 0}[platform.machine()]
+    libc = ctypes.CDLL(None, use_errno=True)
+    context = ctypes.c_ulong(0)
+    had = libc.syscall(ctypes.c_long(number), ctypes.c_long(1000), ctypes.byref(context))
+    return [os.uname().nodename, socket.gethostname(), had, ctypes.get_errno()]
+"""
+    seen = [cage.run(program, "f", [[]], allow_code_execution=True)]
+    for mechanism in mechanisms().values():
+        with contextlib.suppress(PermissionError):  # a user who cannot reach this interpreter
+            seen.append(run_under(mechanism, program, "f", [[]], [1.0], cage.Limits()))
+    told = [decode(report.outputs[1].payload) for report in seen if report.status != "jail"]
+    assert told and told == [["cage", "cage", -1, 1]] * len(told)

@@ -16,12 +16,12 @@ NUMBERS = {
     "x86_64": {
         "arch": 0xC000003E, "read": 0, "write": 1, "mmap": 9, "futex": 202, "exit_group": 231, "clone": 56, "fork": 57,
         "vfork": 58, "execve": 59, "execveat": 322, "socket": 41, "socketpair": 53, "unshare": 272, "setns": 308,
-        "mount": 165, "ptrace": 101, "memfd_create": 319, "bpf": 321, "shmget": 29,
+        "mount": 165, "ptrace": 101, "memfd_create": 319, "bpf": 321, "shmget": 29, "io_setup": 206,
     },
     "aarch64": {
         "arch": 0xC00000B7, "read": 63, "write": 64, "mmap": 222, "futex": 98, "exit_group": 94, "clone": 220,
         "execve": 221, "execveat": 281, "socket": 198, "socketpair": 199, "unshare": 97, "setns": 268, "mount": 40,
-        "ptrace": 117, "memfd_create": 279, "bpf": 280, "shmget": 194,
+        "ptrace": 117, "memfd_create": 279, "bpf": 280, "shmget": 194, "io_setup": 0,
     },
 }  # fmt: skip
 # How the C library makes a thread: CLONE_VM, FS, FILES, SIGHAND, THREAD, SYSVSEM, SETTLS and two more.

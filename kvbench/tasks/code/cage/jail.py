@@ -108,18 +108,22 @@ def _build_root(libc: ctypes.CDLL, settings: dict) -> None:
 def _enter_namespaces(libc: ctypes.CDLL, settings: dict) -> None:
     """Make the namespaces: this process is in all of them but that of processes, which begins with its next child.
 
-    With `user_namespace` there is one of users too, in which this process is nobody.
+    With `user_namespace` there is one of users too, in which this process is nobody. The host's name stays outside.
     """
-    spaces = _NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET
-    if not settings["user_namespace"]:
-        return _check(libc.unshare(spaces), "unshare")
+    if settings["user_namespace"]:
+        _enter_users(libc)
+    _check(libc.unshare(_NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET), "unshare")
+    for name_it in (libc.sethostname, libc.setdomainname):
+        _check(name_it(b"cage", 4), "name the cage")
+
+
+def _enter_users(libc: ctypes.CDLL) -> None:
     user, group = os.geteuid(), os.getegid()
     # Apart from the others, so that a refusal says which was refused.
     _check(libc.unshare(_NEWUSER), "unshare a user namespace")
     for name, text in (("setgroups", "deny"), ("uid_map", f"{_NOBODY} {user} 1"), ("gid_map", f"{_NOBODY} {group} 1")):
         with open(f"/proc/self/{name}", "w") as stream:
             stream.write(text)
-    return _check(libc.unshare(spaces), "unshare")
 
 
 def _first_process(libc: ctypes.CDLL, settings: dict, tether: int) -> None:
