@@ -14,7 +14,8 @@ class Kivi(ByLayer):
     Args:
         bits: 1, 2, 4 or 8 for keys and values.
         group: Tokens per key scale and channels per value scale.
-        residual_tokens: Newest tokens kept in 16 bits, a multiple of `group`.
+        residual_tokens: Newest tokens kept in 16 bits, a multiple of `group`. So many are always kept of values; keys
+            leave together when so many are held, and none is in 16 bits then.
         native: Store the model's own dtype instead (lossless; for tests).
 
     Source: jy-yuan/KIVI at 876b4d2, new_pack.py and llama_kivi.py (g=32, R=128).

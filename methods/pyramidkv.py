@@ -12,7 +12,8 @@ class PyramidKV(SnapKV):
     layers is the budget.
 
     Args:
-        allocation: `pyramid`; `ada_pyramid` is Ada-PyramidKV.
+        allocation: `pyramid`, which is SnapKV's even budget where a budget without its window is above half of the
+            prompt; `ada_pyramid` is Ada-PyramidKV.
         beta: Steepness: the last layer keeps base / beta prefix tokens; >= 1.
         official_rounding: Round the step between layers down as the released code does, which spends more than the
             budget.

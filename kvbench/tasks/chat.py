@@ -25,6 +25,14 @@ _ANSWER = "kvbenchanswer"  # stands for an answer, whose tokens are the model's 
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
 
+class NoSystemMessage(ValueError):
+    """A chat template has none; `why` says what it does with one."""
+
+    def __init__(self, text: str, why: str) -> None:
+        super().__init__(text)
+        self.why = why
+
+
 def check_template(model: "LoadedModel", protocol: Protocol) -> None:
     """Try out a model's chat template with what a protocol tells it.
 
@@ -50,10 +58,11 @@ def check_template(model: "LoadedModel", protocol: Protocol) -> None:
     except ValueError as error:
         why = f"refuses it: {error}"
     if why:
-        raise ValueError(
+        text = (
             f"protocol.system={system[:40]!r} needs a chat template with a system message, and that of model "
             f"{model.name} {why}; leave protocol.system=null, or set protocol.chat_template=never"
         )
+        raise NoSystemMessage(text, why)
 
 
 def system_messages(protocol: Protocol) -> list[dict[str, str]]:

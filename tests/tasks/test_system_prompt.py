@@ -113,6 +113,17 @@ def test_templates_without_a_place_for_it(model, tokenizer, monkeypatch, templat
         check_template(model, Protocol(system=SYSTEM))
 
 
+def test_a_task_that_needs_one_is_refused_in_its_name(model, tokenizer, monkeypatch):
+    """No setting is named that nobody gave; the one that helps is, and helps."""
+    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    settings = {"name": "instructions", "lengths": 512, "items": 1}
+    with pytest.raises(ValueError, match="task=instructions .* protocol.chat_template=never") as refused:
+        load_task(settings, model, limit=1, seed=0)
+    assert "protocol.system" not in str(refused.value)
+    assert load_task(settings, model, limit=1, seed=0, protocol={"chat_template": "never"}).requests
+
+
 @pytest.mark.parametrize("name", ["drift", "stream", "perplexity"])
 def test_texts_without_a_question_refuse_it(model, name):
     """There is nothing that it would be said before."""

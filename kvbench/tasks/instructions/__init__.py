@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar
 
 from kvbench.engine.requests import Request
 from kvbench.rules import Whole
+from kvbench.tasks.chat import NoSystemMessage
 from kvbench.tasks.fill import TooShort, fill_length
 from kvbench.tasks.instructions.rules import PAIRS, Instructions, draw
 from kvbench.tasks.instructions.topics import TOPICS
@@ -109,7 +110,13 @@ class TwoRules(Task):
 def _request(ask: Ask, given: Instructions, names: Sequence[str], text: Essays, sample_id: str, meta: dict) -> Request:
     """A conversation about the lists of these names, with as much text as fits into its length."""
     system = given.text if ask.protocol.system is None else f"{ask.protocol.system}\n\n{given.text}"
-    builder = uncut(replace(ask, protocol=replace(ask.protocol, system=system)), ANSWER_TOKENS)
+    try:
+        builder = uncut(replace(ask, protocol=replace(ask.protocol, system=system)), ANSWER_TOKENS)
+    except NoSystemMessage as error:
+        raise ValueError(
+            f"task=instructions gives its rules in a system message, and the chat template of model {ask.model.name} "
+            f"{error.why}; set protocol.chat_template=never, which puts them before the text, or choose another model"
+        ) from error
     prefix = "" if builder.chat else "\nAnswer:"
     first, *later = (TOPICS[name] for name in names)
     turns = [
