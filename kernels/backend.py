@@ -1,7 +1,8 @@
 """The operations that the store calls: what every backend is, and plain torch, which does them where no kernel can."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -198,6 +199,17 @@ class Backend(DecodeOperations, PromptOperations, WindowOperations):
             NotImplementedError: The backend has no such operation.
         """
         raise NotImplementedError(f"backend={self.name} does not demote slots; read them and write them again")
+
+    def multiplier(self, matrix: Tensor) -> Callable[[Tensor], Tensor]:
+        """The product of rows with a matrix.
+
+        Args:
+            matrix: fp32 [n, m].
+
+        Returns:
+            Takes fp32 [..., n] and gives [..., m]; where `rows_are_alone`, a row's bits do not depend on the others.
+        """
+        return partial(torch.matmul, other=matrix)
 
     def slot_extreme(
         self, pages: Tensor, fmt: PageFormat, ids: Tensor, held: Tensor, search: SlotSearch

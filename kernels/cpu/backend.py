@@ -6,7 +6,8 @@ number of threads (torch.get_num_threads() are used) nor on the other sequences 
 
 import ctypes
 import warnings
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from kvbench.kernels.cpu.abi import (
     load,
     plain,
 )
+from kvbench.kernels.cpu.products import RowProducts
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.operands import (
     NO_SCORES,
@@ -102,6 +104,9 @@ class Cpu(Backend):
         where, count = [x.long().contiguous() for x in (src_page, src_slot, dst_page, dst_slot)], len(src_page)
         addresses = (x.data_ptr() for x in where)
         check(load().kvb_move(*_head(pages, fmt), count, *addresses, fmt.slot.head_dim, _threads(count)))
+
+    def multiplier(self, matrix: Tensor) -> Callable[[Tensor], Tensor]:
+        return partial(RowProducts(), weight=matrix.T.contiguous())
 
     def slot_extreme(
         self, pages: Tensor, fmt: PageFormat, ids: Tensor, held: Tensor, search: SlotSearch

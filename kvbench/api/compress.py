@@ -20,6 +20,7 @@ from kvbench.api.columns import Columns
 from kvbench.api.generate import begin
 from kvbench.api.refusals import REFUSED, check
 from kvbench.engine import hf
+from kvbench.engine.needs import keep_tables
 from kvbench.engine.runner import Runner
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
@@ -121,8 +122,12 @@ class CompressedCache(_Cache):
             raise ValueError(f"a prompt of {longest} tokens leaves no room in the model's context, {self._max_tokens}")
         rooms = [self._max_tokens - len(prompt) for prompt in prompts]
         limits = [room if batch.new_tokens is None else min(batch.new_tokens, room) for room in rooms]
-        self._left = min(limits)
-        self._runner.reserve(rows=len(prompts), prompt_tokens=longest, new_tokens=max(limits))
+        lengths, is_said = self._runner.lengths, batch.new_tokens is not None
+        sizes = [{len(prompt)} for prompt in prompts]
+        limits = [keep_tables(lengths, *one, is_said=is_said) for one in zip(sizes, limits, strict=True)]
+        # At the border of a batch's width Phi-3 lets go of a cache, too.
+        self._left = keep_tables(lengths, {tokens.shape[1]}, min(limits), is_said=is_said)
+        self._runner.reserve(rows=len(prompts), prompt_tokens=longest, new_tokens=max(1, *limits))
         logits = []
         with self._together():
             for prompt, limit in zip(prompts, limits, strict=True):

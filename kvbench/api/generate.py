@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, cast
 from kvbench.cache.layout import StoreOptions
 from kvbench.config.compose import compose, words_of
 from kvbench.engine import hf
-from kvbench.engine.engine import Engine
+from kvbench.engine.engine import Engine, grouped
 from kvbench.engine.requests import Outcome, Request
 from kvbench.engine.supported import num_full_layers
-from kvbench.models.load import LoadedModel, context_length
+from kvbench.models.load import LoadedModel
+from kvbench.models.rotary import context_length
 from kvbench.policy import Policy, check_sizes
 from kvbench.runs import calibration
 from kvbench.runs.parts import make_policy
@@ -121,12 +122,14 @@ def generate(
         for index, item in enumerate(texts)
     ]
     outcomes: dict[str, Outcome] = {}
+    size, group = grouped(loaded, backend, max(1, len(requests)))
     with hf.attached(model):
         engine = Engine(
             loaded,
             policy,
             store=StoreOptions(),
-            batch_size=max(1, len(requests)),
+            batch_size=size,
+            group=group,
             seed=seed,
             backend=backend,
             fidelity_max_tokens=0,

@@ -87,7 +87,7 @@ def make_places(
         # Only bulk eviction asks how much the prompt's plan gave each list.
         counted = pages.table.num_lists if policy.compaction else 0
         counters = Counters.make(rows, counted, own.device, policy.needs_instruction)
-        rotations = rotations_of(options.rotation, policy, own.head_dim, own.device)
+        rotations = rotations_of(options.rotation, policy, own.head_dim, own.device, backend)
         if policy.residual is None:
             return Paged(policy, own, pages, counters, rotations, first_layer)
         return Buffered(policy, own, pages, counters, rotations, policy.residual, first_layer)

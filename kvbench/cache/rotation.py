@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvbench.kernels.backend import REFERENCE, Backend
 from kvbench.policy import Policy
 
 Kind = Literal["none", "hadamard", "off"]
@@ -24,6 +25,7 @@ class Rotation:
 
     Args:
         matrix: fp32 [D, D], orthogonal; None = nothing is turned.
+        backend: Multiplies; where its rows are alone, a row that is turned is the same bits in any company.
 
     Source: QuaRot (Ashkboos et al. 2024) section 3, for keys; TurboQuant (Zandieh et al. 2025), for both sides;
         llama.cpp, src/llama-kv-cache.cpp since pull request 21038 (April 2026), for its types.
@@ -31,20 +33,22 @@ class Rotation:
         to the model's dtype before they are coded, where llama.cpp codes fp32.
     """
 
-    def __init__(self, matrix: Tensor | None = None) -> None:
-        self._matrix = matrix
+    def __init__(self, matrix: Tensor | None = None, backend: Backend = REFERENCE) -> None:
+        self._turn = self._turn_back = None
+        if matrix is not None:
+            self._turn, self._turn_back = backend.multiplier(matrix), backend.multiplier(matrix.T)
 
     @property
     def idle(self) -> bool:
-        return self._matrix is None
+        return self._turn is None
 
     def apply(self, x: Tensor) -> Tensor:
         """x [..., D] in the channels of the store, in its own dtype."""
-        return x if self._matrix is None else (x.float() @ self._matrix).to(x.dtype)
+        return x if self._turn is None else self._turn(x.float()).to(x.dtype)
 
     def back(self, x: Tensor) -> Tensor:
         """x [..., D] from the channels of the store, in its own dtype."""
-        return x if self._matrix is None else (x.float() @ self._matrix.T).to(x.dtype)
+        return x if self._turn_back is None else self._turn_back(x.float()).to(x.dtype)
 
 
 def hadamard(head_dim: int, most: int | None = None, *, signs: bool = True) -> Tensor:
@@ -69,17 +73,17 @@ class Rotations:
     values: Rotation
 
 
-def rotations_of(kind: Kind, policy: Policy, head_dim: int, device: torch.device) -> Rotations:
+def rotations_of(kind: Kind, policy: Policy, head_dim: int, device: torch.device, backend: Backend) -> Rotations:
     """The rotations of a store: those that its option asks for, and those that belong to a tier's format; raises
     ValueError where `check_rotation` does."""
     asked = check_rotation(kind, policy)
     if "llama.cpp" not in asked:
         matrix = hadamard(head_dim).to(device) if asked else None
-        return Rotations(Rotation(matrix), Rotation(matrix if "both" in asked else None))
+        return Rotations(Rotation(matrix, backend), Rotation(matrix if "both" in asked else None, backend))
     sides = []
     for bits, most in (([t.k_bits for t in policy.tiers], None), ([t.v_bits for t in policy.tiers], GGML_BLOCK)):
         turns = min(bits) < 16 and head_dim % GGML_BLOCK == 0
-        sides.append(Rotation(hadamard(head_dim, most, signs=False).to(device) if turns else None))
+        sides.append(Rotation(hadamard(head_dim, most, signs=False).to(device) if turns else None, backend))
     return Rotations(*sides)
 
 

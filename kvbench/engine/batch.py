@@ -274,28 +274,38 @@ class Batch:
 
     def _step(self) -> Generator[Step]:
         """Makes a step of all rows, or several; where there is no page for it, the sample that comes last gives way."""
-        states, tokens = [state for state, _ in self._live], []
+        live = self._live
+        for part in self._runner.apart([state.row for state, _ in live]):
+            left = {id(state) for state, _ in self._live}  # without those of a sample that has just ended
+            rows = [live[index] for index in part if id(live[index][0]) in left]
+            if rows and not (yield from self._step_of(rows)):
+                return
+
+    def _step_of(self, live: list[Live]) -> Generator[Step, None, bool]:
+        """Makes a step of rows that one pass may read; False where a sample gave way."""
+        states, tokens = [state for state, _ in live], []
         for state in states:
             assert state.token is not None, "it was chosen"
             tokens.append(state.token)
         try:
             bad, rate, steps = yield from self._loop.making(states, tokens)
         except BrokenRule as error:
-            names = ", ".join(dict.fromkeys(sample.request.sample_id for _, sample in self._live))
+            names = ", ".join(dict.fromkeys(sample.request.sample_id for _, sample in live))
             raise BrokenRule(f"{error} (samples {names})") from error
         except PoolExhausted:
             if len(self._samples) == 1 or not self._runner.shape.is_whole:
                 raise
             self._give_way(max(self._samples.values(), key=lambda each: self._waiting.place(each.request.sample_id)))
-            return
+            return False
         for state in states:
             state.token = None
-        spoiled = {self._live[index][1].request.sample_id: layer for index, layer in bad.items()}
+        spoiled = {live[index][1].request.sample_id: layer for index, layer in bad.items()}
         for name, layer in spoiled.items():
             self._end(self._samples[name], "nan", str(NotFinite(layer)), layer)
         if self._on_step:
             told = {"decode_tokens_per_s": rate, "cache_bytes": self._runner.store.used_bytes}
             self._on_step(told | {"live_rows": len(tokens), "steps": steps})
+        return True
 
     def _force_own(self, state: Row, sample: Sample) -> ForcedRow | None:
         """The row in which an answer that has just ended is forced, where that is wanted."""

@@ -29,7 +29,6 @@ from kvbench.engine.requests import Request
 from kvbench.engine.rows import AnswerRow, ForcedRow, Row
 from kvbench.engine.runner import Runner, finite_rows
 from kvbench.engine.sampling import Drawing, Draws, choose, draws_of
-from kvbench.engine.supported import looks_at_length
 from kvbench.kernels.graphs import capturing
 from kvbench.kernels.memory import first_line, is_out_of_memory
 
@@ -221,8 +220,8 @@ class DecodeLoop:
 
     Attributes:
         runs: Whether runs are made: of a cache in one place, where the backend keeps its tables, with what captures a
-            step (`auto` = a CUDA graph where there is CUDA). Not of a model whose rotary embedding looks at the length
-            in every step, which is the host's business.
+            step (`auto` = a CUDA graph where there is CUDA). Not of a model with rotary tables that depend on a
+            row's length, which is the host's business.
         counts: Steps that replayed a graph, that ran eagerly within a run, and that were made one at a time; captures,
             and those that failed, after which none is tried.
         alone: Requests whose steps are made one at a time, come what may.
@@ -236,7 +235,7 @@ class DecodeLoop:
         self._runner, self._capture = runner, capture
         self.runs = capture is not None and runner.shape.is_whole and runner.backend.keeps_tables
         self.runs = self.runs and runner.shape.is_uniform and not runner.shape.keys_only  # which plain torch reads
-        self.runs = self.runs and not looks_at_length(runner.loaded.model)
+        self.runs = self.runs and not runner.lengths
         self.counts = dict.fromkeys(("replayed", "eager_in_runs", "one_at_a_time", "captures", "failed_captures"), 0)
         self.alone: set[str] = set()
         self.shared = False

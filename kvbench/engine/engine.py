@@ -18,12 +18,26 @@ from kvbench.engine.runner import Runner
 from kvbench.engine.waiting import Waiting
 from kvbench.errors import nobody_leaves
 from kvbench.kernels.bench import machine
+from kvbench.kernels.dispatch import get_backend
 from kvbench.kernels.memory import first_line, is_out_of_memory
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
 
 AUTO = "auto"
+GROUP = 4  # requests that are answered together where nobody says how many and an answer may hang on its neighbours
 AUTO_ROWS = 32  # docs/performance.md has the curve: more rows make a step of a CPU's hardly cheaper per token
+
+
+def grouped(
+    model: LoadedModel, backend: str, batch_size: int | Literal["auto"]
+) -> tuple[int | Literal["auto"], int | None]:
+    """The `batch_size` and `group` of an engine whose answers somebody reads: groups only where the last bits of a
+    row's products depend on the rows that pass with it, so that these have to be the same every time. Rows that would
+    have each other's rotary tables never pass together (`Runner.apart`)."""
+    if model.rows_are_alone and get_backend(backend, model.device).rows_are_alone:
+        return batch_size, None
+    size = GROUP if batch_size == AUTO else int(batch_size)
+    return size, size
 
 
 class Engine:
@@ -150,7 +164,8 @@ class Engine:
         """
         requests, everything = waiting.requests, list(sizing or waiting.requests)
         forces = self.fidelity_max_tokens != 0
-        needs = Needs(self.loaded, self.fidelity_max_tokens, own and forces)
+        runner = self.runner
+        needs = Needs(self.loaded, self.fidelity_max_tokens, own and forces, runner.lengths, runner.chunk)
         self._check(everything, needs)
         self.steps.shared = self.gives_steps and self.group is None and can_join(self.runner)
         reader = Reader(self.runner, self.steps, needs, requests, self.end_ids, self.seed)
@@ -182,9 +197,9 @@ class Engine:
                 "one; use a model with a chat template, with protocol.chat_template=auto, or protect something else"
             )
         if (probe := self.policy.score.probe) is not None:  # a prompt without room for it stops the run here
-            model = self.loaded
             for asked in requests:
-                plan_passes(probe, model.tokenizer, asked.segments[0], asked.closing, model.max_tokens)
+                prompt = asked.segments[0]
+                plan_passes(probe, self.loaded.tokenizer, prompt, asked.closing, self.runner.probe_room(prompt))
 
     def _reserve(self, requests: Sequence[Request], needs: Needs, further_rows: int) -> tuple[int, str]:
         """Makes the cache, for fewer requests at once where there is no memory for `batch_size` of them: how many, and

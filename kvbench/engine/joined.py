@@ -16,14 +16,13 @@ from kvbench.cache.async_counts import to_device
 from kvbench.engine import hf
 from kvbench.engine.runner import Runner, finite_rows
 from kvbench.engine.sessions import Decode, Session
-from kvbench.engine.supported import looks_at_length
 
 
 def can_join(runner: Runner) -> bool:
     """True if a runner's steps can be made with those of others: one process and one place, no layer with a state, and
-    no rotary embedding that asks how long the longest row is."""
+    no rotary table that depends on a row's length."""
     is_plain = type(runner) is Runner and runner.shape.is_whole and not runner.shape.state_bytes
-    return is_plain and not looks_at_length(runner.loaded.model)
+    return is_plain and not runner.lengths
 
 
 @dataclass(eq=False)

@@ -8,6 +8,7 @@ from kvbench.engine.long_logits import Logits
 from kvbench.engine.requests import Request
 from kvbench.engine.runner import Runner
 from kvbench.models.load import LoadedModel
+from kvbench.models.rotary import Lengths
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,14 @@ class Forced:
 @dataclass(frozen=True)
 class Needs:
     """The needs of the requests of one run: of each answer so many tokens are forced at most, None for all, 0 for none;
-    with `own`, the first answer that each request gets is forced, in place of its gold answer."""
+    with `own`, the first answer that each request gets is forced, in place of its gold answer. `lengths` are the rotary
+    tables that depend on a text's length, and `chunk` the tokens of a prompt that are read at once, None for all."""
 
     model: LoadedModel
     fidelity_max_tokens: int | None
     own: bool = False
+    lengths: Lengths = Lengths()
+    chunk: int | None = None
 
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that does not fit the model, or that asks for nothing."""
@@ -69,6 +73,41 @@ class Needs:
                 f"{longest} more must fit in the model's {self.model.max_tokens}; shorten its "
                 "texts, or lower protocol.max_new_tokens"
             )
+        self._check_tables(request)
+
+    def _check_tables(self, request: Request) -> None:
+        """Raises ValueError where a rotary table would change behind what was read of a request, so that its keys would
+        be turned by one table and its queries by another.
+
+        Differs: transformers' Phi-3 reads a text anew when its answer grows past the border; that would bring back what
+            a method has dropped. A table that changes with every token (`dynamic`) is as in its `generate`, of which a
+            prompt in one pass and a free answer are the same in any order.
+        """
+        read = len(request.segments[0])
+        in_chunks = self.chunk is not None and read > self.chunk
+        first = (read % self.chunk or self.chunk) if self.chunk is not None and in_chunks else read
+        total = read + self.new_tokens(request)
+        if (table := self.lengths.crossed(first, total)) is None:
+            return
+        most = table.border - request.num_prompt_tokens + 1
+        remedies = {
+            "set prefill.chunk=null": in_chunks,
+            "set protocol.query_aware=true": len(request.segments) > 1 and (table.grows or read <= table.border),
+        }
+        if table.grows:
+            remedies["set fidelity.max_tokens=0"] = self.own or bool(self.forced(request).gold)
+            if not (any(remedies.values()) or request.choices or request.turns):
+                return
+            why = "it changes with every token"
+        else:
+            remedies[f"lower protocol.max_new_tokens and fidelity.max_tokens to {most}"] = most > 0
+            why = "there is another one, by which all of it would have to be read again"
+        remedies[f"set model.max_tokens={table.border}"] = True
+        raise ValueError(
+            f"{request.sample_id}: its first {first} tokens are read together and it may grow to {total}, but behind "
+            f"{table.border} tokens the model's rotary table is not the same: {why}; "
+            + ", or ".join(remedy for remedy, helps in remedies.items() if helps)
+        )
 
     def rows(self, request: Request) -> int:
         """Rows at once: for answers, for what is forced, for choices."""
@@ -102,6 +141,23 @@ class Needs:
     def room(self, request: Request) -> int:
         """Tokens that fit behind the prompt; the last one is only predicted, never read."""
         return self.model.max_tokens - request.num_prompt_tokens + 1
+
+
+def keep_tables(lengths: Lengths, sizes: set[int], left: int, *, is_said: bool) -> int:
+    """Tokens, of `left`, that may come behind prompts of some sizes while each keeps its rotary table. Raises
+    ValueError where they are fewer and the caller said how many come (`is_said`), of which the last is not read."""
+    for size in sorted(sizes):
+        table = lengths.crossed(size, size + left - is_said)
+        if table is None or table.grows:
+            continue
+        if is_said:
+            raise ValueError(
+                f"a prompt of {size} tokens and an answer of {left} go past {table.border} tokens, where the model "
+                "takes another rotary table and all of it would have to be read again; lower max_new_tokens (or "
+                f"compress' room_tokens) to {table.border - size + 1}"
+            )
+        left = table.border - size
+    return left
 
 
 class SharedContexts:

@@ -23,6 +23,7 @@ from kvbench.engine.supported import check_fit, layer_kinds
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.dispatch import get_backend
 from kvbench.models.load import LoadedModel
+from kvbench.models.rotary import Lengths, forget_lengths
 from kvbench.policy import Policy
 
 
@@ -62,11 +63,14 @@ class Runner:
 
     Attributes:
         probe_s: Seconds that the second pass over the last prompt took, compression included; 0 without one.
+        lengths: The model's rotary tables that depend on a row's length.
 
     Raises:
         UnsupportedModel: The model's attention cannot be held in the store.
         ValueError: The policy does not fit the model, or the backend cannot run here.
     """
+
+    lengths = Lengths()
 
     def __init__(
         self,
@@ -81,7 +85,7 @@ class Runner:
         self.loaded, self.policy, self.options, self.chunk = model, policy, options or StoreOptions(), chunk
         self.prompts = prompts or PromptCache()
         shape = check_fit(model, policy, self.options, chunk)
-        self.states = States(model.model, layer_kinds(model.model.config).states)
+        self.states, self.lengths = States(model.model, layer_kinds(model.model.config).states), model.lengths
         self.focus()
         self.shape = replace(shape, state_bytes=self.states.row_bytes)
         self.device = self.shape.device
@@ -235,6 +239,8 @@ class Runner:
     def try_step(self, rows: Sequence[int], tokens: Sequence[int]) -> tuple[Tensor, dict[int, int]]:
         """Makes a `step` in which rows whose logits are not finite do not stop the others: also gives their index in
         `rows` and the first layer whose attention output was not finite (-1: none was)."""
+        if len(parts := self.apart(rows)) > 1:
+            return self._steps(parts, rows, tokens)
         self.store.begin_step(rows)
         session = Decode(self.store)
         session.states = self.states.of(rows)
@@ -245,6 +251,27 @@ class Runner:
         if bool(finite.all()):
             return logits, {}
         return logits, {i: session.first_bad_layer(i) for i in (~finite).nonzero()[:, 0].tolist()}
+
+    def apart(self, rows: Sequence[int]) -> list[list[int]]:
+        """Divides rows, by their index, into those whose next tokens one pass may read: others would have each other's
+        rotary tables. Almost every model reads all of them together."""
+        parts: dict[tuple[int, ...], list[int]] = {}
+        for index, row in enumerate(rows):
+            kind = self.lengths.kind(self.store.counters.seen[row] + 1) if self.lengths else ()
+            parts.setdefault(kind, []).append(index)
+        return list(parts.values())
+
+    def _steps(
+        self, parts: list[list[int]], rows: Sequence[int], tokens: Sequence[int]
+    ) -> tuple[Tensor, dict[int, int]]:
+        """What `try_step` gives, by one pass for each part."""
+        by_row: dict[int, Tensor] = {}
+        bad: dict[int, int] = {}
+        for part in parts:
+            logits, wrong = self.try_step([rows[index] for index in part], [tokens[index] for index in part])
+            by_row.update(zip(part, logits, strict=True))
+            bad.update({part[at]: layer for at, layer in wrong.items()})
+        return torch.stack([by_row[index] for index in range(len(rows))]), bad
 
     def fork(self, row: int, *, share: bool = True) -> int:
         """Opens a row that holds what another one holds; `share` as in `CompressedStore.fork_row`."""
@@ -304,11 +331,15 @@ class Runner:
 
         return self.prompts.read(session, (self.loaded.decides, num_logits, *tokens), forward, closing)
 
+    def probe_room(self, prompt: Sequence[int]) -> int:
+        """Tokens that a prompt and a pass behind it may have together."""
+        return min(self.loaded.max_tokens, self.lengths.limit(len(prompt)))
+
     def _probe(self, session: Dense, prompt: list[int], closing: tuple[int, ...]) -> None:
         """Makes the passes that the policy's probe asks for, and then compresses the prompt."""
         probe, held, begin = self.policy.score.probe, session.uncompressed, time.perf_counter()
         assert probe is not None and held is not None
-        passes = plan_passes(probe, self.loaded.tokenizer, prompt, closing, self.loaded.max_tokens)
+        passes = plan_passes(probe, self.loaded.tokenizer, prompt, closing, self.probe_room(prompt))
         for each in passes:
             held.part = each.first, each.end
             replay = Replay(self.store, held)
@@ -324,6 +355,8 @@ class Runner:
         """Runs the model; `first` is each row's first position. Raises NotFinite when `check`."""
         ids = to_device(tokens, self.device)
         positions = to_device(first, self.device)[:, None] + torch.arange(ids.shape[1], device=self.device)
+        if self.lengths:
+            forget_lengths(self.loaded.model)
         logits = hf.forward(self.loaded.model, session, ids, positions, max(first), num_logits)
         if check and not bool(finite_rows(logits.flatten(0, 1), waits=True).all()):
             raise NotFinite(session.first_bad_layer(0))

@@ -19,6 +19,7 @@ from kvbench.engine.calls import OutputProjections, attention_modules
 from kvbench.errors import UnsupportedModel
 from kvbench.kernels.dispatch import get_backend
 from kvbench.kernels.operands import Softmax, Window
+from kvbench.models import rotary
 from kvbench.models.load import LoadedModel
 from kvbench.models.matrices import PackedLinear
 from kvbench.policy import Policy, check_chunk, check_chunk_place
@@ -27,7 +28,6 @@ REMEDY = "use a model with full attention in some layers and windows in the othe
 # Rotary layouts in which channel i is paired with channel i + D_rot / 2, at frequencies that do not depend on the
 # length.
 PLAIN_ROPE_MODELS = {"llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "smollm3", "phi3"}
-LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 # Types of layers that look back so far and no further: the size's name in a configuration, and whether that is a
 # chunk's.
 WINDOWS = {
@@ -41,7 +41,7 @@ BOTH = {"hybrid", "hybrid_sliding"}
 
 def binds(window: int, config: Any) -> bool:
     """True when a sliding window is shorter than the context, so that a layer forgets on its own."""
-    return window < (getattr(config.get_text_config(), "max_position_embeddings", None) or float("inf"))
+    return window < (rotary.context_of(config) or float("inf"))
 
 
 def is_known(window: Window | None, asked: int, config: Any) -> bool:
@@ -271,13 +271,6 @@ def _output_projections(model: PreTrainedModel, layers: Sequence[int]) -> Output
     return OutputProjections(outs) if whole and known else None
 
 
-def looks_at_length(model: PreTrainedModel) -> bool:
-    """True where some rotary embedding asks in every forward pass how long the text is."""
-    found = [getattr(module, "rope_type", None) for module in model.modules()]
-    each = [kind for one in found for kind in (one.values() if isinstance(one, dict) else (one,))]  # by kinds of layers
-    return not LENGTH_DEPENDENT_ROPE.isdisjoint(each)
-
-
 def _plain_inv_freq(model: PreTrainedModel) -> Tensor | None:
     """fp32 [D_rot / 2] when keys can be rotated by angles position x inv_freq, else None."""
     config = model.config.get_text_config()
@@ -286,7 +279,5 @@ def _plain_inv_freq(model: PreTrainedModel) -> Tensor | None:
     for module in model.modules():
         inv_freq = getattr(module, "inv_freq", None)
         if type(module).__name__.endswith("RotaryEmbedding") and isinstance(inv_freq, Tensor):
-            if getattr(module, "rope_type", "default") in LENGTH_DEPENDENT_ROPE:
-                return None
-            return inv_freq.detach().float()
+            return None if rotary.lengths_of(model) else inv_freq.detach().float()
     return None

@@ -3,6 +3,7 @@ fits no group is named, never mixed in.
 """
 
 import fnmatch
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

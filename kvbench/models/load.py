@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +24,7 @@ from kvbench.models import (
     matrices,
     quantised,
     random_weights,
+    rotary,
 )
 from kvbench.models.checkpoint import SAFELY, How, check_complete, config_of, is_fault, outline_of, read_weights
 from kvbench.models.devices import read_devices
@@ -85,10 +87,16 @@ class LoadedModel:
             return None
         return sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
 
-    @property
+    @cached_property
     def rows_are_alone(self) -> bool:
-        """True if a row's numbers are the same bits whatever other rows pass through the model with it."""
+        """True if a row's numbers are the same bits whatever other rows of its kind (`lengths`) pass through the model
+        with it."""
         return self.linear == matrices.STREAMED and matrices.rows_are_alone(self.model)
+
+    @cached_property
+    def lengths(self) -> rotary.Lengths:
+        """The rotary tables that depend on a text's length: rows of other kinds need a pass of their own."""
+        return rotary.lengths_of(self.model)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -134,7 +142,7 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
         tokenizer=tokenizer,
         name=str(settings.get("name") or name).replace("/", "-"),
         fingerprint=fingerprint,
-        max_tokens=context_length(model.config, settings.get("max_tokens")),
+        max_tokens=rotary.context_length(model.config, settings.get("max_tokens")),
         dtype=dtype,
         device=devices.first if processes == 1 else model.device,
         chat_template=bool(tokenizer.chat_template),
@@ -281,7 +289,7 @@ def outline(cfg: Mapping[str, Any]) -> LoadedModel:
         tokenizer=cast("PreTrainedTokenizerBase", None),
         name=str(settings.get("name") or settings.get("path") or settings.get("preset") or settings["kind"]),
         fingerprint="",
-        max_tokens=context_length(config, settings.get("max_tokens")),
+        max_tokens=rotary.context_length(config, settings.get("max_tokens")),
         dtype=dtype,
         device=torch.device("meta"),
         chat_template=False,
@@ -401,20 +409,3 @@ def _dtype(name: object, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return _DTYPES[check_name("model.dtype", name, ["auto", *_DTYPES])]
-
-
-def context_length(config: "PretrainedConfig", wanted: int | None) -> int:
-    """The context length: the model's own, or a shorter one that the user asked for (`model.max_tokens`)."""
-    own: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if own is None:
-        raise UnsupportedModel(
-            f"{config.model_type}: its configuration has no context length (max_position_embeddings); use a model with "
-            "full attention in every layer"
-        )
-    if wanted is None:
-        return own
-    if not isinstance(wanted, int) or not 1 <= wanted <= own:
-        raise ValueError(
-            f"model.max_tokens={wanted} must be in [1, {own}], the context length of this model, or null for all of it."
-        )
-    return wanted

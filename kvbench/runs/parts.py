@@ -19,8 +19,6 @@ from kvbench.rules import modes, shown
 from kvbench.runs import calibration
 from kvbench.show.progress import note, steps_shown
 
-GROUP = 4  # requests that are answered together where nobody says how many and an answer may hang on its neighbours
-
 if TYPE_CHECKING:
     from kvbench.engine.engine import Engine
     from kvbench.engine.prompt_cache import PromptCache
@@ -206,15 +204,12 @@ class Loaders:
     ) -> "Engine":
         """The engine of a run, where the method fits the model, with the prompts that the others have read unless it is
         given some."""
-        from kvbench.engine.engine import Engine
+        from kvbench.engine.engine import Engine, grouped
         from kvbench.engine.supported import num_full_layers
-        from kvbench.kernels.dispatch import get_backend
         from kvbench.policy import check_sizes
 
         check_sizes(policy, max_tokens=model.max_tokens, num_layers=num_full_layers(model.model.config))
-        size, group = config.batch_size, None
-        if not (model.rows_are_alone and get_backend(config.backend.name, model.device).rows_are_alone):
-            size = group = GROUP if size == "auto" else size
+        size, group = grouped(model, config.backend.name, config.batch_size)
         return Engine(
             model,
             policy,

@@ -172,7 +172,8 @@ def _as_run(path: Path, file: Path) -> NamedShape:
     from kvbench.engine.states import States
     from kvbench.engine.supported import check_supported, layer_kinds, model_shape, small_store
     from kvbench.methods.full import Full
-    from kvbench.models.load import context_length, outline_alone
+    from kvbench.models.load import outline_alone
+    from kvbench.models.rotary import context_length
 
     with _silent_transformers():
         model = outline_alone(path)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from engine_helpers import NATIVE_METHODS, answers, random_tokens, request
+from engine_helpers import NATIVE_METHODS, answers, comparable, random_tokens, request
 from selection import in_turn
 from store_helpers import make_store
 
@@ -17,6 +17,7 @@ from kvbench.methods.r_kv import RKV
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.methods.uniform import Uniform
+from kvbench.models.load import load_model
 from kvbench.policy import Tier
 
 # Every way of holding, ranking and reading tokens, in the model's own type: nothing is rounded.
@@ -42,6 +43,18 @@ def test_the_matrix_is_orthogonal_and_spreads(dim):
     assert turn.apply(x.half()).dtype == torch.float16
     assert Rotation().apply(x) is x
     assert torch.equal(hadamard(dim), matrix), "every run has the same signs"
+
+
+@pytest.mark.parametrize(("dim", "kv_heads"), [(80, 1), (96, 2), (112, 1), (128, 1)])
+def test_a_row_is_turned_to_the_same_bits_in_any_company(dim, kv_heads):
+    """With one KV head or two, whose products of few rows MKL sums in other orders."""
+    overrides = {"num_attention_heads": 2, "num_key_value_heads": kv_heads, "head_dim": dim}
+    loaded = load_model({"kind": "random", "preset": "tiny", "overrides": overrides, "device": "cpu"})
+    if not loaded.rows_are_alone:
+        pytest.skip("products are not streamed here")
+    asked = [request(str(n), random_tokens(n), gold=random_tokens(7), max_new_tokens=6) for n in (50, 3, 30, 9, 77)]
+    alone, joined = (answers(loaded, H2O(budget=0.4), asked, batch_size=n, rotation="hadamard") for n in (1, 8))
+    assert {key: comparable(one) for key, one in joined.items()} == {key: comparable(one) for key, one in alone.items()}
 
 
 @pytest.mark.every(2)

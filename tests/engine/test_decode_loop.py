@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
 from engine_helpers import answers, comparable, engine, random_tokens, request
+from ropes import settings_of
 from selection import few
 
 from kvbench.bench import choices
@@ -18,6 +19,7 @@ from kvbench.engine.runner import Runner
 from kvbench.engine.waiting import Clock, Waiting
 from kvbench.kernels.gpu import parts
 from kvbench.kernels.gpu.emulator import record
+from kvbench.models.load import load_model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy warns of what empty slots hold
@@ -126,13 +128,10 @@ def test_a_capture_that_fails_loses_nothing(smallest, method: str):
 
 def test_a_rotary_embedding_that_asks_for_the_length_makes_single_steps(tiny_model):
     """transformers compares the longest position with a limit in every pass: no graph could hold that."""
-    model = tiny_model()
-    assert DecodeLoop(Runner(model, choices.make_method("full"), backend="triton"), record).runs
-    model.model.model.rotary_emb.rope_type = "dynamic"
-    try:
+    assert DecodeLoop(Runner(tiny_model(), choices.make_method("full"), backend="triton"), record).runs
+    for rope in ("dynamic", "longrope"):
+        model = load_model(settings_of(rope))
         assert not DecodeLoop(Runner(model, choices.make_method("full"), backend="triton"), record).runs
-    finally:
-        model.model.model.rotary_emb.rope_type = "default"
 
 
 @pytest.mark.parametrize("method", few(METHODS, METHODS[2], METHODS[7]))

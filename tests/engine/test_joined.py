@@ -4,7 +4,6 @@ import random
 from contextlib import ExitStack
 
 import pytest
-from decoders import tiny_model
 from engine_helpers import answers, comparable, engine, random_tokens, request
 from selection import method_of
 from test_request_alone import ABSENT, streamed  # noqa: F401
@@ -13,7 +12,6 @@ from kvbench.cache.store import CompressedStore
 from kvbench.engine import hf, joined, sessions
 from kvbench.engine.joined import Step, join
 from kvbench.engine.requests import Request
-from kvbench.engine.supported import looks_at_length
 from kvbench.kernels.pool import PoolExhausted
 
 pytestmark = pytest.mark.skipif(bool(ABSENT), reason=ABSENT)
@@ -156,12 +154,3 @@ def test_a_row_that_is_not_finite_ends_alone(streamed, monkeypatch):  # noqa: F8
     assert {key: comparable(one) for key, one in found[1].items() if one.status == "ok"}.items() <= {
         key: comparable(one) for key, one in alone[1].items()
     }.items()
-
-
-def test_rotary_embeddings_by_kind_of_layer_are_asked_one_by_one():
-    """Gemma 3 has one for windows and one for the others, with types told by kind (every run of it once failed)."""
-    model = tiny_model("gemma3_text")
-    assert not looks_at_length(model)
-    kinds = next(module.rope_type for module in model.modules() if isinstance(getattr(module, "rope_type", 0), dict))
-    kinds["full_attention"] = "dynamic"
-    assert looks_at_length(model)

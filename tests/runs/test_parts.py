@@ -6,9 +6,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from kvbench.config.methods import method_settings
+from kvbench.engine.engine import GROUP
 from kvbench.models.load import load_model
 from kvbench.runs.config import RunConfig, read_bytes
-from kvbench.runs.parts import GROUP, Loaders, make_policy
+from kvbench.runs.parts import Loaders, make_policy
 
 
 @pytest.mark.parametrize(
