@@ -1,6 +1,6 @@
 """Tiny models with every kind of rotary embedding."""
 
-from kvbench.models.rotary import Table
+from kvbench.models.rotary import RotaryTable
 
 LONG = {"short_factor": [1.0] * 32, "long_factor": [1.0 + i for i in range(32)], "factor": 8.0}
 BAND = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": 8.0}
@@ -10,8 +10,8 @@ ROPES = {
     "linear": ({"factor": 4.0}, (), 64),
     "llama3": (BAND | {"original_max_position_embeddings": 32}, (), 64),
     "yarn": ({"factor": 8.0, "original_max_position_embeddings": 64}, (), 512),
-    "longrope": (LONG | {"original_max_position_embeddings": 48}, (Table(48, False),), 64),
-    "dynamic": ({"factor": 4.0}, (Table(64, True),), 256),
+    "longrope": (LONG | {"original_max_position_embeddings": 48}, (RotaryTable(48, False),), 64),
+    "dynamic": ({"factor": 4.0}, (RotaryTable(64, True),), 256),
 }
 
 

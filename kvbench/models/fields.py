@@ -31,7 +31,7 @@ _IDS: _Rule = (
 )
 
 CONFIG: dict[str, _Rule] = {
-    **dict.fromkeys(("model_type",), _TEXT),
+    **dict.fromkeys(("model_type", "dtype"), _TEXT),
     **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "is_encoder_decoder", "is_heterogeneous"), _SWITCH),
     **dict.fromkeys(
         (

@@ -24,7 +24,7 @@ _Embedding = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
-class Table:
+class RotaryTable:
     """A rotary table that is another one for long texts.
 
     Args:
@@ -40,7 +40,7 @@ class Table:
 class Lengths:
     """The tables of a model that depend on the length; empty where none does."""
 
-    tables: tuple[Table, ...] = ()
+    tables: tuple[RotaryTable, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.tables)
@@ -53,7 +53,7 @@ class Lengths:
         """Tokens that a text of a length may grow to before a table changes; `FAR` behind the last border."""
         return min((one.border for one in self.tables if one.border >= length), default=FAR)
 
-    def crossed(self, first: int, last: int) -> Table | None:
+    def crossed(self, first: int, last: int) -> RotaryTable | None:
         """The table that changes while a text of `first` tokens, which were read together, grows to `last`."""
         changed = (one for one in self.tables if last > one.border and (one.grows or first <= one.border))
         return next(changed, None)
@@ -76,7 +76,7 @@ def lengths_of(model: "PreTrainedModel") -> Lengths:
             while high - low > 1:
                 middle = (low + high) // 2
                 low, high = (middle, high) if _same(usual, _table(embedding, middle)) else (low, middle)
-            tables.append(Table(low, not _same(_table(embedding, low + 1), last)))
+            tables.append(RotaryTable(low, not _same(_table(embedding, low + 1), last)))
             forget(embedding)
     return Lengths(tuple(dict.fromkeys(tables)))
 

@@ -105,7 +105,7 @@ def check_folder(files: Sequence[DataFile], data_dir: str | None) -> None:
     """
     found = [in_folder(file, data_dir) for file in files] if data_dir else []
     if found and not any(isinstance(source, Source) for source in found):
-        raise _missing(files[0], [str(found[0])], data_dir)
+        raise MissingDataError(_missing(files[0], [str(found[0])], data_dir).text, *(file.name for file in files))
 
 
 def _missing(file: DataFile, looked: Sequence[str], data_dir: str | None) -> MissingDataError:

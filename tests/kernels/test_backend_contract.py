@@ -64,7 +64,7 @@ def test_optional_operations_are_announced(kind):
 
 # What plain torch does for every backend as fast as anything would: no kernel is missing there.
 IN_TORCH = {"region", "write_tracked", "read_tracked", "prefill_attention", "prompt_scores", "prompt_low_counts"}
-IN_TORCH |= {"prefill_attention_with_lse", "window_attention"}
+IN_TORCH |= {"prefill_attention_with_lse", "window_attention", "multiplier"}
 
 
 def test_what_the_reference_does_for_another_backend_is_noted():
@@ -74,7 +74,7 @@ def test_what_the_reference_does_for_another_backend_is_noted():
     class Empty(Backend):
         name, is_reference = "empty", False
 
-    assert len(operations()) == 19 + len(OPTIONAL)
+    assert len(operations()) == 20 + len(OPTIONAL)
     for name in sorted(set(operations()) - set(OPTIONAL)):
         for kind in (Empty, Backend):
             backend = kind()

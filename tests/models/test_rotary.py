@@ -7,7 +7,7 @@ from ropes import LONG, ROPES, settings_of
 from transformers import LlamaConfig, PhimoeConfig
 
 from kvbench.models.load import load_model, outline
-from kvbench.models.rotary import FAR, Lengths, Table, context_length, lengths_of
+from kvbench.models.rotary import FAR, Lengths, RotaryTable, context_length, lengths_of
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -29,7 +29,7 @@ def test_each_kind_of_layer_has_its_own():
     rotary = next(module for module in model.modules() if isinstance(getattr(module, "rope_type", 0), dict))
     rotary.rope_type["full_attention"] = "dynamic"
     rotary.config.rope_parameters["full_attention"] |= {"rope_type": "dynamic", "factor": 4.0}
-    assert lengths_of(model).tables == (Table(512, True),)
+    assert lengths_of(model).tables == (RotaryTable(512, True),)
 
 
 def test_a_type_that_nobody_lists_is_measured():
@@ -45,7 +45,7 @@ def test_a_type_that_nobody_lists_is_measured():
             return cos * loud, sin * loud
 
     rotary.__class__ = Louder
-    assert lengths_of(model).tables == (Table(50, False),)
+    assert lengths_of(model).tables == (RotaryTable(50, False),)
 
 
 def test_phimoe_is_measured():
@@ -58,13 +58,17 @@ def test_phimoe_is_measured():
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
     config = PhimoeConfig(**sizes, rope_parameters=scaling)
     model = torch.nn.Sequential(PhimoeRotaryEmbedding(config))
-    assert lengths_of(model).tables == (Table(64, False),)
+    assert lengths_of(model).tables == (RotaryTable(64, False),)
 
 
 def test_kinds_and_borders():
     """Texts of one kind share every table; a table is crossed by what begins before its border and ends behind it, and
     one that grows by whatever ends behind it."""
-    both, grows, jumps = Lengths((Table(10, False), Table(20, True))), Table(20, True), Table(10, False)
+    both, grows, jumps = (
+        Lengths((RotaryTable(10, False), RotaryTable(20, True))),
+        RotaryTable(20, True),
+        RotaryTable(10, False),
+    )
     assert [both.kind(length) for length in (10, 11, 20, 21, 22)] == [(0, 0), (1, 0), (1, 0), (1, 21), (1, 22)]
     assert [both.limit(length) for length in (1, 10, 11, 20, 21)] == [10, 10, 20, 20, FAR]
     assert [both.crossed(*each) for each in ((5, 10), (5, 11), (11, 20), (11, 21), (30, 31))] == [

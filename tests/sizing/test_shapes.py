@@ -203,7 +203,7 @@ def test_a_folder_is_a_shape_and_what_is_neither_is_named(tmp_path):
         (LLAMA | {"num_hidden_layers": 10**9}, ValueError, "num_hidden_layers=1000000000"),
         ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}}, ValueError, "num_hidden_layers=10+"),
         (LLAMA | {"num_hidden_layers": "2"}, ValueError, "num_hidden_layers='2'"),
-        (LLAMA | {"hidden_size": -64}, ValueError, "cannot load the model"),
+        (LLAMA | {"hidden_size": -64}, ValueError, "hidden_size=-64"),
         (LLAMA | {"dtype": "float64"}, ValueError, "dtype=float64"),
         ({"model_type": "bert", "num_hidden_layers": 1}, UnsupportedModel, "does not run this model.*later tokens"),
         ({"model_type": "mamba2", "num_hidden_layers": 1}, UnsupportedModel, "does not run this model"),
