@@ -99,6 +99,19 @@ def _counts_tables(record: RunRecord) -> bool:
     return record.counts.total != 1 and tables > SHOWN * whole
 
 
+def _has_byte_budget(record: RunRecord) -> bool:
+    """Its method has a budget in bytes, of which page tables were paid."""
+    budget = (record.identity.get("method") or {}).get("budget")
+    unit = budget.get("unit") if isinstance(budget, dict) else "bytes" * bool(re.search(r"\d *[KMG]?i?B$", str(budget)))
+    return record.counts.total != 1 and unit == "bytes"
+
+
+def _has_passed_over_data(record: RunRecord) -> bool:
+    """It names a folder of data, and its haystacks are kvbench's text."""
+    is_text = record.protocol.get("essays") == "kvbench"
+    return is_text and any(word.lstrip("+").startswith("task.data_dir=") for word in _words(record))
+
+
 def _pythons(record: RunRecord) -> set[str]:
     """The minor versions of Python that worked on a run."""
     versions = [session.versions for session in record.sessions] + [record.versions]
@@ -122,6 +135,11 @@ def _is_not_normal(sample: SampleRecord) -> bool:
     """A right answer or an answer has characters that can be written in two ways."""
     texts = [*_golds(sample), *answers_of(sample)]
     return not all(unicodedata.is_normalized("NFKC", text) for text in texts)
+
+
+def _catches_all(sample: SampleRecord) -> bool:
+    """A program catches whatever is raised, the alarm of its time limit included."""
+    return any(re.search(r"except\s*(BaseException[^:]*)?:", text) for text in answers_of(sample))
 
 
 def _has_display(sample: SampleRecord) -> bool:
@@ -184,6 +202,26 @@ FAULTS = (
         mended=1,
         affects=_is_of("math500", "math", "aime24", "aime25", "aime26"),
         seen=_has_display,
+    ),
+    Fault(
+        name="late-program",
+        summary="a program that catches its alarm passed behind its time limit",
+        mended=1,
+        affects=_is_of("humaneval_plus", "mbpp_plus"),
+        seen=_catches_all,
+    ),
+    Fault(
+        name="data-dir",
+        summary="a folder of data without any file that is read was passed over, and text of kvbench's own was read",
+        mended=1,
+        affects=_has_passed_over_data,
+    ),
+    Fault(
+        name="byte-budget",
+        summary="a budget in bytes paid for page tables as long as the run's longest text needs, so that fewer tokens "
+        "were kept",
+        mended=1,
+        affects=_has_byte_budget,
     ),
     Fault(
         name="row-bytes",

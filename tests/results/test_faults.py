@@ -61,6 +61,12 @@ AFFECTED = {
     "custom-gold": [made(**CUSTOM)],
     "custom-unicode": [made(**CUSTOM), made(task="custom", protocol={"metric": "absent"})],
     "math-display": [made(task=name) for name in ("math500", "math", "aime24", "aime25", "aime26")],
+    "late-program": [code(session())],
+    "data-dir": [made(task="ruler", protocol={"essays": "kvbench"}, sessions=[session("task.data_dir=x")])],
+    "byte-budget": [
+        made(identity={"method": {"_target_": "kvbench.methods.h2o.H2O", "budget": budget}})
+        for budget in ("8MiB", {"unit": "bytes", "value": 100.0})
+    ],
     "row-bytes": [made(ledger={"table_bytes": 10.0, "fp16_bytes": 1000.0})],
     "python-minor": [code(session(), session(python="3.13.1"))],
 }
@@ -71,9 +77,11 @@ UNAFFECTED = [
     made(identity=made().identity | {"store": {"rotation": "hadamard"}}, sessions=[session("batch_size=1")]),
     made(task="lm_eval_x", sessions=[session("task.name=x")]),
     made(task="custom", protocol={"metric": "choice"}),
+    made(task="ruler", protocol={"essays": "kvbench"}),
+    made(task="ruler", protocol={"essays": "PaulGraham"}, sessions=[session("task.data_dir=x")]),
+    made(identity={"method": {"_target_": "kvbench.methods.h2o.H2O", "budget": 0.5}}),
     made(ledger={"table_bytes": 0.1, "fp16_bytes": 1000.0}),
     made(ledger={"table_bytes": 10.0, "fp16_bytes": 1000.0}, counts=Counts(total=1, done=1, ok=1)),
-    code(session(), session(python="3.11.9")),
 ]
 
 
@@ -100,8 +108,10 @@ def test_what_a_fault_cannot_touch_is_not_named(record):
 
 def test_python_matters_where_it_differs():
     """Between runs that are read together."""
-    assert said(code(session()), code(session(python="3.12.1"))) == ["python-minor"]
-    assert said(code(session()), code(session(python="3.11.1"))) == []
+    plain = [{"text": "return 1", "gold": []}]
+    assert said(code(session()), code(session(python="3.12.1")), samples=plain) == ["python-minor"]
+    assert said(code(session()), code(session(python="3.11.1")), samples=plain) == []
+    assert said(code(session(), session(python="3.11.9")), samples=plain) == []
 
 
 @pytest.mark.parametrize(
@@ -116,6 +126,12 @@ def test_python_matters_where_it_differs():
 def test_samples_tell_more_than_a_record(text, gold, names):
     """Where the answers are at hand, a fault of grading is named only if one of them shows it."""
     assert said(made(**CUSTOM), samples=[{"text": text, "gold": [gold]}]) == names
+
+
+def test_a_program_that_catches_all_may_be_late():
+    """By a bare `except`, or by naming the base of all exceptions."""
+    for text, is_hit in (("except:\n pass", True), ("except BaseException as e:", True), ("except ValueError:", False)):
+        assert bool(said(code(session()), samples=[{"text": text, "gold": []}])) == is_hit
 
 
 def test_the_answers_of_mathematics_tell():
