@@ -215,7 +215,13 @@ def make_parts(
         return FakePolicy(**{key: value for key, value in cfg.items() if key in ("ratio", "hidden")})
 
     fakes = {"make_policy": make_policy, "load_model": load_model, "load_task": load_task, "make_engine": make_engine}
-    return altered(Loaders(), **fakes, check_task=lambda config: None, check_fit=lambda config, policy: None)
+    return altered(
+        Loaders(),
+        **fakes,
+        check_task=lambda config: None,
+        check_fit=lambda config, policy: None,
+        check_chat=lambda config: None,
+    )
 
 
 def make_cfg(results_dir: Path, /, **changes) -> OmegaConf:

@@ -152,6 +152,7 @@ def load_method(
     check_rotation(config.store.rotation, policy)
     parts.check_task(config)
     parts.check_fit(config, policy)
+    parts.check_chat(config)
     model = parts.load_model(config.model)
     if found is not None:
         for remark in calibration.notes(config.method, model, policy):

@@ -119,6 +119,19 @@ class Loaders:
 
         check_task(config.task, limit=config.limit, seed=config.seed, protocol=config.protocol)
 
+    def check_chat(self, config: Any) -> None:
+        """Refuse a task whose prompts the model's chat template cannot hold, before weights are loaded.
+
+        Raises:
+            ValueError: Names the task, the model and the remedy.
+        """
+        from kvbench.tasks import check_chat, needs_chat
+
+        if needs_chat(config.task) and config.model.get("kind") == "hf":  # others' tokenizers come with their weights
+            from kvbench.models.load import load_outline
+
+            check_chat(config.task, load_outline(config.model), config.protocol)
+
     def check_model(self, group: Mapping[str, Any]) -> None:
         """Refuse a model whose files are not there, or that the store cannot hold, before a job begins.
 

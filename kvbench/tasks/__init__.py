@@ -108,6 +108,16 @@ def load_task(
     return loaded
 
 
+def needs_chat(task_cfg: Mapping[str, Any]) -> bool:
+    """True for a task whose prompts not every chat template can hold."""
+    return settings_class(task_cfg).check_chat is not Task.check_chat
+
+
+def check_chat(task_cfg: Mapping[str, Any], model: "LoadedModel", protocol: Mapping[str, Any] | None = None) -> None:
+    """Refuse a chat template that a task has no use for; see `Task.check_chat`."""
+    _task(task_cfg).check_chat(model, Protocol.from_mapping(protocol))
+
+
 def _modes_kept(task_cfg: Mapping[str, Any]) -> AbstractContextManager[None]:
     """A context in which a folder of the user's own, whose modules are imported there, may change no mode of torch."""
     folder = task_cfg.get("include_path")

@@ -144,6 +144,17 @@ class Task(ABC):
     def __post_init__(self) -> None:
         check_settings(self, "task.")
 
+    def check_chat(self, model: "LoadedModel", protocol: Protocol) -> None:  # noqa: B027 - most tasks take any
+        """Refuse a chat template that the task has no use for, before weights are loaded; default: none.
+
+        Args:
+            model: A model without weights; its tokenizer is used.
+            protocol: The way that prompts are asked.
+
+        Raises:
+            ValueError: Names the task, the model and the remedy.
+        """
+
     @classmethod
     def folder(cls) -> Path:
         """The folder of its code."""

@@ -129,3 +129,25 @@ def test_texts_without_a_question_refuse_it(model, name):
     """There is nothing that it would be said before."""
     with pytest.raises(ValueError, match=f"task={name} goes on with plain text, .* leave .*protocol.system"):
         load_task({"name": name}, model, limit=1, seed=0, protocol={"system": SYSTEM})
+
+
+def test_it_is_refused_before_the_weights_are_read(tmp_path, monkeypatch, tokenizer):
+    """A folder whose template has no system message: the weights are never opened."""
+    from kvbench.models import load
+    from kvbench.runs import experiment
+    from kvbench.runs.config import RunConfig
+    from kvbench.runs.parts import Loaders
+
+    monkeypatch.setattr(
+        tokenizer, "chat_template", "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    )
+    monkeypatch.setattr(load, "_folder_of", lambda settings: (tmp_path, lambda folder: tokenizer))
+    monkeypatch.setattr(load.fields, "check_growth", lambda folder, tokenizer: None)
+    bare = load.outline({"kind": "random", "preset": "tiny"})
+    monkeypatch.setattr(load, "outline", lambda settings: bare)
+    monkeypatch.setattr(Loaders, "load_model", lambda self, group: pytest.fail("the weights were read"))
+    monkeypatch.setattr(Loaders, "check_fit", lambda self, config, policy: None)
+    settings = {"model": {"kind": "hf", "path": "x"}, "task": {"name": "instructions", "lengths": 512, "items": 1}}
+    settings |= {"method": {"_target_": "kvbench.methods.full.Full"}, "results_dir": str(tmp_path)}
+    with pytest.raises(ValueError, match="task=instructions .* protocol.chat_template=never"):
+        experiment.load_method(RunConfig.read(settings), Loaders(), print)

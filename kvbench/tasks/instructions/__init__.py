@@ -11,14 +11,15 @@ Source: Chen et al., "The Pitfalls of KV Cache Compression", 2025 (arXiv 2510.00
 Differs: the rules are checked by code and drawn anew, and no judge or data set is needed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvbench.engine.requests import Request
 from kvbench.rules import Whole
-from kvbench.tasks.chat import NoSystemMessage
+from kvbench.tasks.chat import NoSystemMessage, check_template
 from kvbench.tasks.fill import TooShort, fill_length
 from kvbench.tasks.instructions.rules import PAIRS, Instructions, draw
 from kvbench.tasks.instructions.topics import TOPICS
@@ -27,6 +28,9 @@ from kvbench.tasks.ruler.document import check_lengths, uncut
 from kvbench.tasks.ruler.words import ESSAYS, Essays, essays, has_files
 from kvbench.tasks.task import Ask, DataDir, Items, Lengths, Task, listed, name_list, names_of
 from kvbench.tasks.taskset import MetricInfo, TaskSet
+
+if TYPE_CHECKING:
+    from kvbench.models.load import LoadedModel
 
 ANSWER_TOKENS = 96
 _SHOW = "Here is a text. You need not remember it.\n\n"
@@ -63,6 +67,12 @@ class TwoRules(Task):
     @classmethod
     def reads_folder(cls, folder: str) -> bool:
         return has_files(folder, ESSAYS)
+
+    def check_chat(self, model: "LoadedModel", protocol: Protocol) -> None:
+        """Refuse a chat template without a system message, in which the rules are given."""
+        if protocol.chat_template != "never" and model.chat_template:
+            with _in_words_of_the_task(model):
+                check_template(model, replace(protocol, system=protocol.system or "Answer in capitals."))
 
     def load(self, ask: Ask) -> TaskSet:
         pairs, lengths, items = name_list(self.pairs), listed(self.lengths), ask.items(self.items)
@@ -107,16 +117,23 @@ class TwoRules(Task):
         )
 
 
+@contextmanager
+def _in_words_of_the_task(model: "LoadedModel") -> Iterator[None]:
+    """Name the task where a template has no system message: no setting asked for one."""
+    try:
+        yield
+    except NoSystemMessage as error:
+        raise ValueError(
+            f"task=instructions gives its rules in a system message, and the chat template of model {model.name} "
+            f"{error.why}; set protocol.chat_template=never, which puts them before the text, or choose another model"
+        ) from error
+
+
 def _request(ask: Ask, given: Instructions, names: Sequence[str], text: Essays, sample_id: str, meta: dict) -> Request:
     """A conversation about the lists of these names, with as much text as fits into its length."""
     system = given.text if ask.protocol.system is None else f"{ask.protocol.system}\n\n{given.text}"
-    try:
+    with _in_words_of_the_task(ask.model):
         builder = uncut(replace(ask, protocol=replace(ask.protocol, system=system)), ANSWER_TOKENS)
-    except NoSystemMessage as error:
-        raise ValueError(
-            f"task=instructions gives its rules in a system message, and the chat template of model {ask.model.name} "
-            f"{error.why}; set protocol.chat_template=never, which puts them before the text, or choose another model"
-        ) from error
     prefix = "" if builder.chat else "\nAnswer:"
     first, *later = (TOPICS[name] for name in names)
     turns = [
