@@ -29,7 +29,7 @@ SHAPES = (
     {"model_type": "qwen2"},
     {"model_type": "qwen3", "head_dim": 64},
     {"model_type": "mistral", "sliding_window": None},
-    {"model_type": "phi3"},
+    {"model_type": "phi3", "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 128},
     {"model_type": "gemma3_text", "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
 )
 METHODS = (
@@ -49,7 +49,7 @@ def model_of(number: int):
     if rope != "default":
         scaling = {"rope_type": rope, "rope_theta": 10000.0} | ROPES[rope][0]
         if rope == "longrope":
-            size = 8 if kind == "phi3" else head_dim // 2
+            size = head_dim // 2
             scaling |= {"short_factor": [1.0] * size, "long_factor": [1.0 + i for i in range(size)]}
         if "original_max_position_embeddings" in scaling:
             scaling["original_max_position_embeddings"] = BORDER
