@@ -1,7 +1,7 @@
 """What a hostile case consists of, and the words that all families share."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,10 @@ class Case:
     """Texts of which a refusal has one."""
     guest: bool = False
     """Code of one's own is at work: its author is shown the way to what it raised, and told that it is not kvbench."""
+    between: Callable[[], object] | None = None
+    """Changes the input before the last command, which then runs in a process of its own, as tomorrow's would."""
+    check: Callable[[list[tuple[str, str]]], list[str]] | None = None
+    """Says what is wrong with what is there afterwards, by the exit code of each command and what it said."""
 
 
 def spots(value: Any, path: tuple = ()) -> Iterator[tuple]:
@@ -62,3 +66,9 @@ def edit(value: Any, draw: Any, *, within: tuple[str, ...] = ()) -> str:
         how, inner[key] = "set", draw.choice(HOSTILE_VALUES)
         return f"{'.'.join(map(str, path))}={json.dumps(inner[key])[:60]}"
     return f"{how} {'.'.join(map(str, path))}"
+
+
+def names(text: str, *words: str) -> bool:
+    """Whether a text has one of the words, wherever its lines break."""
+    bare = "".join(text.split())
+    return any("".join(word.split()) in bare for word in words)

@@ -1,5 +1,6 @@
 """Methods, tasks and metrics of somebody's own that raise, leave, answer nonsense or change what is not theirs."""
 
+import json
 import random
 from pathlib import Path
 
@@ -268,3 +269,87 @@ def task(draw: random.Random, folder: Path, base: Path) -> Case:
     (folder / "rows.json").write_text('[{"question": "a", "answer": "b"}, {"question": "c", "answer": "d"}]')
     words = ["method=snapkv", "task=lm_eval", "task.name=own", "task.include_path=mine", "reference=none", *SMALL]
     return Case(f"{score}, {parts}", [words, ["compare", *ROOT, "resamples=100"]], guest=True)
+
+
+# Graders, the files beside them, and what may change of these: a file, its old text and its new one.
+HELPED = {
+    "own.py": "import os\nimport sys\n\nsys.path.insert(0, os.path.dirname(__file__))\n"
+    "import helper_of_own\nfrom parts_of_own.inner import FACTOR\n\nC = 0.25\n\n\n"
+    "def judge(results):\n    return C * FACTOR * helper_of_own.VALUE  # so far\n\n\n"
+    "def score(doc, results):\n    return {'acc': judge(results)}\n",
+    "helper_of_own.py": "VALUE = 0.5\n",
+    "parts_of_own/__init__.py": "",
+    "parts_of_own/inner.py": "FACTOR = 1.0\n",
+}
+NEW_GRADES = (
+    *(("own.py", "C = 0.25", "C = 0.75"), ("own.py", "return C *", "return 1 - C *")),
+    *(("own.py", "judge(results)}", "1 - judge(results)}"), ("helper_of_own.py", "0.5", "1.0")),
+    *(
+        ("parts_of_own/inner.py", "1.0", "2.0"),
+        ("parts_of_own/__init__.py", "", "from . import inner\n\ninner.FACTOR = 2.0\n"),
+    ),
+)
+SAME_GRADES = (
+    *(("own.py", "# so far", "# until now"), ("helper_of_own.py", "0.5\n", "0.5\n\n# A comment.\n")),
+    *(("beside.py", "", "VALUE = 9\n"), ("own.py", "def judge(results):", 'def judge(results):\n    """The score."""')),
+)
+HELPED_METHOD = (
+    *(
+        ("helper_of_toy.py", "0.5", "0.25"),
+        ("own_toy.py", "0.5 * view", "0.3 * view"),
+        ("own_toy.py", "helper_of_toy.S", "0.75 * helper_of_toy.S"),
+    ),
+)
+
+
+def helpers(draw: random.Random, folder: Path, base: Path) -> Case:
+    """Code beside a task or a method that is changed between two runs: another run, unless it decides nothing."""
+    (folder / "mine").mkdir()
+    of_method, differs = draw.random() < 0.2, True
+    if of_method:
+        words, change = _helped_method(folder), draw.choice(HELPED_METHOD)
+    else:
+        differs = draw.random() < 0.8
+        words, change = _helped_task(folder), draw.choice(NEW_GRADES if differs else SAME_GRADES)
+    file, old, new = change
+
+    def between() -> None:
+        path = folder / "mine" / file
+        text = path.read_text() if path.exists() else ""
+        assert old in text
+        path.write_text(text.replace(old, new, 1) if old else text + new)
+
+    def check(ended: list[tuple[str, str]]) -> list[str]:
+        if [code for code, _ in ended] != ["0", "0"]:
+            return [f"a run with code of one's own fails: {ended[-1][1][-500:]}"]
+        found = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("results/*/*/[!f]*/*/run.json")}
+        values = [{name: metric["value"] for name, metric in one["metrics"].items()} for one in found.values()]
+        faults = [] if len(found) == 1 + differs else [f"{len(found)} runs, with the scores {values}"]
+        if not of_method and len(found) == 2 and values[0] == values[1]:
+            faults.append(f"the new grader's scores are the old one's: {values}")
+        return faults
+
+    return Case(f"{file}: {old!r} is {new!r}", [words, words], between=between, check=check, guest=True)
+
+
+def _helped_task(folder: Path) -> list[str]:
+    """A task of lm-eval whose grader has files beside it; the words of its run."""
+    for name, text in HELPED.items():
+        (folder / "mine" / name).parent.mkdir(exist_ok=True)
+        (folder / "mine" / name).write_text(text)
+    parts = {"output": "generate_until", "text": '"Q: {{question}}"', "target": '"{{answer}}"', "aggregation": "mean"}
+    (folder / "mine" / "own.yaml").write_text(TASK.format(**parts))
+    (folder / "rows.json").write_text('[{"question": "a", "answer": "b"}, {"question": "c", "answer": "d"}]')
+    return ["method=snapkv", "task=lm_eval", "task.name=own", "task.include_path=mine", "reference=none", *SMALL]
+
+
+def _helped_method(folder: Path) -> list[str]:
+    """A method that has a module beside it; the words of its run."""
+    write_rows(folder)
+    (folder / "mine" / "method").mkdir()
+    (folder / "mine" / "method" / "toy.yaml").write_text("# Mine.\n_target_: own_toy.Toy\nshare: 0.5\n")
+    parts = {"before": "import helper_of_toy\n", "kind": "float", "declare": "pass", "decode": "pass"}
+    parts["prefill"] = "tier_of[..., : int(helper_of_toy.SHARE * 8)] = 0"
+    (folder / "mine" / "own_toy.py").write_text(METHOD.format(**parts))
+    (folder / "mine" / "helper_of_toy.py").write_text("SHARE = 0.5\n")
+    return ["--config-dir", "mine", "method=toy", *RUN[1:]]

@@ -54,6 +54,16 @@ ABOUT = (
 )
 
 
+# Words that a field of a record may hold, by its name.
+WORDS = {
+    "status": ("running", "stopped", "failed", "complete"),
+    "weighting": ("subset", "sample", "task"),
+    "interval": ("wilson", "studentised bootstrap", "newcombe", ""),
+    "method": ("full", "snapkv", "kivi", "best"),
+    "task": ("ruler", "longctx", "gsm8k"),
+    "model": ("tiny", "llama3-8b"),
+    "backend": ("torch", "cpu", "gpu"),
+}
 NUMBERS = ("metrics", "ledger", "kept", "fidelity", "drift", "counts", "comparison", "task_aggregate")
 
 
@@ -111,6 +121,36 @@ def _number(content: dict, draw: random.Random, within: tuple[str, ...]) -> str:
     value = inner[path[-1]]
     inner[path[-1]] = draw.choice([new for new in (0, 1, 2 * value, value + 1, value / 2) if new != value])
     return f"{'.'.join(map(str, path))}: {value} is {inner[path[-1]]}"
+
+
+def words(draw: random.Random, folder: Path, base: Path) -> Case:
+    """A `run.json` in which a boolean, or a word that decides something, is another one that it might be."""
+    run = copied(base, folder)
+    where = [run, *([next(folder.glob("results/ruler/*/full/*"))] if draw.random() < 0.5 else [])]
+    paths = [one / "run.json" for one in where]
+    content = json.loads(paths[0].read_text())
+    spot = draw.choice([spot for spot in spots(content) if _decides(content, spot)])
+    value = _at(content, spot)
+    others = [new for new in WORDS.get(str(spot[-1]), ("other", "full", "")) if new != value]
+    new = not value if isinstance(value, bool) else draw.choice(others)
+    for path in paths:
+        content = json.loads(path.read_text())
+        if spot in list(spots(content)):  # a full cache is compared with nothing
+            _at(content, spot[:-1])[spot[-1]] = new
+            path.write_text(json.dumps(content))
+    what = f"{'.'.join(map(str, spot))}: {value!r} is {new!r}{' in all' * (len(paths) - 1)}"
+    return Case(what, reading(draw, folder, run), wants="seen")
+
+
+def _at(value: Any, path: tuple) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
+def _decides(content: dict, path: tuple) -> bool:
+    """Whether a boolean or a word stands there that numbers, or what is said of them, follow from."""
+    return path[0] not in ABOUT and path[-1] != "description" and isinstance(_at(content, path), bool | str)
 
 
 def _is_number(value: Any, path: tuple) -> bool:

@@ -23,12 +23,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from hostile import inputs, models, own_code, runs
+from hostile import families, folders, inputs, models, own_code, rows, runs
 from hostile.case import Case
 from hostile.child import SECRET, carry_out, command, new_place
 
 FAMILIES: dict[Callable[[random.Random, Path, Path], Case], int] = {  # and how many cases of each, more or less
     **dict.fromkeys((runs.record, runs.lines, runs.config, own_code.method, inputs.settings), 14),
+    **dict.fromkeys((runs.words, rows.golds, rows.fields, families.config_json), 11),
+    **dict.fromkeys((folders.foreign, folders.formats, own_code.helpers), 11),
     **dict.fromkeys((runs.files, inputs.data, models.model_folder, models.template, inputs.paths), 9),
     **dict.fromkeys((models.gguf, inputs.calibration), 7),
     **dict.fromkeys((inputs.table, own_code.task, runs.sweep), 4),
@@ -42,17 +44,19 @@ NOTED = re.compile(
 TRACES = ("Traceback (most", "fault of kvbench", "Error in sys.", "Exception ignored")
 
 
-def case_of(seed: int, folder: Path, base: Path) -> Case:
+def case_of(seed: int, folder: Path, base: Path, only: str = "") -> Case:
     """The case of a seed; its hostile input is written into `folder`.
 
     Args:
         base: Folder with what cases share: untouched results, and a small model.
+        only: The family that it is of, by its name; else the seed draws one.
     """
     draw = random.Random(seed)
     (new_place(folder) / "outside" / "dir").mkdir(parents=True)
     for name in ("outside/victim", "outside/dir/victim.jsonl", "in/victim", "home/victim"):
         (folder / name).write_text("untouched\n")
-    family = draw.choices(list(FAMILIES), weights=FAMILIES.values())[0]
+    among = {family: weight for family, weight in FAMILIES.items() if only in ("", family.__name__)}
+    family = draw.choices(list(among), weights=among.values())[0]
     case = family(draw, folder / "in", base)
     case.what = f"{family.__name__}: {case.what}"
     return case
@@ -61,8 +65,8 @@ def case_of(seed: int, folder: Path, base: Path) -> Case:
 def tree(folder: Path, named: list[str]) -> dict[str, tuple]:
     """Everything in a folder but what was named: kind and permissions, and the content of files."""
     found = {}
-    for top, folders, files in os.walk(folder):
-        for name in [*folders, *files]:
+    for top, inner, files in os.walk(folder):
+        for name in [*inner, *files]:
             path = Path(top) / name
             where = path.relative_to(folder).as_posix()
             if any(where == one or where.startswith(f"{one}/") for one in named):
@@ -94,14 +98,27 @@ def untouched(base: Path, words: list[str]) -> list[str]:
     return json.loads(kept.read_text())
 
 
+def carried_out(case: Case, folder: Path) -> tuple[list[str], str, list[tuple[str, str]]]:
+    """Carry a case out: what it changed that it does not name, how a child ended where that was not by itself, and the
+    exit code of each command and what it said."""
+    free, jobs = [*case.named, "tmp", "home/cache"], [command(*words) for words in case.commands]
+    found: list[str] = []
+    how, said = "", []
+    for part in [jobs] if case.between is None else [jobs[:-1], jobs[-1:]]:
+        if said and case.between is not None:
+            case.between()
+        before = tree(folder, free)
+        ended, told = carry_out(folder, part)
+        how, said = how or ended, [*said, *told]
+        after = tree(folder, free)
+        names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+        found += [f"{name!r} was changed, made or removed" for name in names]
+    return found, how, said
+
+
 def faults_of(case: Case, folder: Path, base: Path) -> list[str]:
     """Carry a case out; what went wrong."""
-    free = [*case.named, "tmp", "home/cache"]
-    before = tree(folder, free)
-    how, said = carry_out(folder, [command(*words) for words in case.commands])
-    after = tree(folder, free)
-    names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-    found = [f"{name!r} was changed, made or removed" for name in names]
+    found, how, said = carried_out(case, folder)
     found += [f"{name!r} holds a variable of the environment" for name in leaks(folder)]
     reached = [(shown(words), *ending) for words, ending in zip(case.commands, said, strict=True)]
     if how:
@@ -119,7 +136,7 @@ def faults_of(case: Case, folder: Path, base: Path) -> list[str]:
         for (words, code, text), asked in zip(reached, case.commands, strict=True):
             if code == "0" and (lines := changed(text.splitlines(), untouched(base, asked))):
                 found.append("\n  ".join([f"{words} says something else without a word:", *lines]))
-    return found
+    return found + ([] if case.check is None else case.check(said))
 
 
 def shown(words: list[str]) -> str:
@@ -155,12 +172,13 @@ def changed(lines: list[str], usual: list[str]) -> list[str]:
     return [f"{sign} {line}" for sign, some in (("-", lost), ("+", fresh)) for line in some[:8]]
 
 
-def several(seeds: Iterable[int], folder: Path, times: bool = False) -> int:
+def several(seeds: Iterable[int], folder: Path, times: bool = False, only: str = "") -> int:
     """Carry out the cases of some seeds and say what fell.
 
     Args:
         folder: An empty one, in which they are carried out.
         times: Say of each case what it was, and how long it took.
+        only: Family of all of them; else each seed draws one.
 
     Returns:
         How many fell.
@@ -169,7 +187,7 @@ def several(seeds: Iterable[int], folder: Path, times: bool = False) -> int:
     for seed in seeds:
         begin = time.monotonic()
         with tempfile.TemporaryDirectory(dir=folder) as place:
-            case = case_of(seed, Path(place).resolve(), base)
+            case = case_of(seed, Path(place).resolve(), base, only)
             faults = faults_of(case, Path(place).resolve(), base)
         fell += bool(faults)
         for fault in faults:
@@ -187,10 +205,12 @@ def main_trials(argv: list[str]) -> int:
     parser.add_argument("count", type=int, nargs="?", default=300)
     parser.add_argument("--seed", type=int, default=0, help="seed of the first case; the others follow")
     parser.add_argument("--times", action="store_true", help="say what each case was, and how long it took")
+    names = [family.__name__ for family in FAMILIES]
+    parser.add_argument("--only", choices=names, default="", help="draw from this family alone")
     asked = parser.parse_args(argv)
     warm()
     with tempfile.TemporaryDirectory() as folder:
-        fell = several(range(asked.seed, asked.seed + asked.count), Path(folder), asked.times)
+        fell = several(range(asked.seed, asked.seed + asked.count), Path(folder), asked.times, asked.only)
     print(f"{asked.count} cases from seed {asked.seed}: {fell} fell")
     return int(bool(fell))
 
