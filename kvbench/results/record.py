@@ -26,6 +26,8 @@ from kvbench.stats.strata import Weighting
 SCHEMA_VERSION = 1
 
 
+_SETTINGS = ("task", "method")  # parts of an identity
+_FULL = "kvbench.methods.full."
 CHUNK_LABEL = "prefill_chunk"  # in a protocol: tokens of a prompt that were read at once; absent where it was all
 
 
@@ -271,12 +273,26 @@ class RunRecord:
 
     @property
     def contradiction(self) -> str:
-        """Where its claims on task and metrics contradict one another or the task's declaration; else empty."""
-        name = self.identity.get("task", {}).get("name", self.task)
-        if self.task != name:
-            return f"claims the task {self.task}, and its identity is of {name}"
-        claims = {name: (metric.higher_is_better, metric.primary) for name, metric in self.metrics.items()}
-        return contradiction(name, claims, self.weighting)
+        """Where its claims on what it is and on its metrics contradict its identity or the task's declaration; else
+        empty."""
+        task, method = (found if isinstance(found := self.identity.get(part), dict) else {} for part in _SETTINGS)
+        name, posed = task.get("name", self.task), task.get("protocol")
+        claims = {"task": (self.task, name)}
+        claims |= {
+            what: (getattr(self, what), self.identity.get(what))
+            for what in ("backend", "seed")
+            if what in self.identity
+        }
+        if isinstance(posed, dict):  # all of the protocol but names of files
+            claims |= {f"protocol {key}": (self.protocol.get(key), value) for key, value in posed.items()}
+        for what, (claim, known) in claims.items():
+            if claim != known:
+                return f"claims the {what} {claim}, and its identity is of {known}"
+        target = str(method.get("_target_", _FULL))
+        if self.method == "full" and not target.startswith(_FULL):  # the reference of every other method
+            return f"claims the method {self.method}, and its identity is of {target}"
+        metrics = {name: (metric.higher_is_better, metric.primary) for name, metric in self.metrics.items()}
+        return contradiction(name, metrics, self.weighting)
 
     @property
     def answers_each(self) -> int | None:

@@ -92,3 +92,24 @@ def test_a_record_that_contradicts_the_others_is_left_out(tmp_path, capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert "lower is better" in said and "higher is better" in said
     assert "good" in out.read_text() and "bad" not in out.read_text()
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        {"method": "full"},  # the others would be compared with it
+        {"protocol": {"query_aware": False}},
+        {"backend": "gpu"},
+        {"seed": 7},
+    ],
+)
+def test_what_a_record_says_twice_is_one_thing(tmp_path, capsys, claim):
+    """Fields that the identity has too are readers' settings and names: a record whose two differ is left out."""
+    for method in ("full", "good", "bad"):
+        folder = store(tmp_path, method, {"a": [1, 0, 1]}, settings={"budget": 0.5} if method != "full" else None)
+    record = json.loads((folder / "run.json").read_text())
+    assert claim.keys() <= record.keys()
+    (folder / "run.json").write_text(json.dumps(record | claim))
+    assert main(["compare", f"results_dir={tmp_path}", "resamples=200"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{folder.name} is left out" in said and "and its identity is of" in said
