@@ -70,12 +70,14 @@ def write_config(kind: str, form: str, changes: dict, path: Path) -> str:
 
 def loaded_bytes(model: str, length: int) -> None:
     """Print the FP16 bytes of a sequence that the loader of a run finds, or why it refuses the model."""
+    import torch
+
     from kvbench.engine.states import States
     from kvbench.engine.supported import check_supported, layer_kinds, model_shape
     from kvbench.models.checkpoint import config_of, outline_of
 
     try:
-        outline = outline_of(config_of(Path(model)))
+        outline = outline_of(config_of(Path(model)), torch.bfloat16)
         check_supported(outline)
         state_bytes = States(outline, layer_kinds(outline.config).states).row_bytes
         print("bytes:", model_shape(outline).fp16_bytes(length) + state_bytes)

@@ -29,8 +29,9 @@ from hostile.child import SECRET, carry_out, command, new_place
 
 FAMILIES: dict[Callable[[random.Random, Path, Path], Case], int] = {  # and how many cases of each, more or less
     **dict.fromkeys((runs.record, runs.lines, runs.config, own_code.method, inputs.settings), 14),
-    **dict.fromkeys((runs.words, rows.golds, rows.fields, families.config_json), 11),
-    **dict.fromkeys((folders.foreign, folders.formats, own_code.helpers), 11),
+    **dict.fromkeys((runs.words, rows.golds, families.config_json), 11),
+    **dict.fromkeys((folders.foreign, folders.formats), 11),
+    **dict.fromkeys((own_code.helpers, rows.fields), 13),
     **dict.fromkeys((runs.files, inputs.data, models.model_folder, models.template, inputs.paths), 9),
     **dict.fromkeys((models.gguf, inputs.calibration), 7),
     **dict.fromkeys((inputs.table, own_code.task, runs.sweep), 4),

@@ -69,7 +69,7 @@ def hostile(task: dict) -> int:
     """Cases of hostile input, each in a child of its own."""
     from hostile.trials import several
 
-    return several(task["seeds"], Path(task["folder"]))
+    return several(task["seeds"], Path(task["folder"]), only=task.get("only", ""))
 
 
 JOBS = {"sweep": sweep, "fake": fake, "build": build, "convert": convert, "hostile": hostile}

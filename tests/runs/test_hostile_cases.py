@@ -1,4 +1,4 @@
-"""Hostile input hurts nobody: random tampered folders, models, templates, methods, files, paths and settings."""
+"""Hostile input hurts nobody: random tampered folders, models, templates, methods, rows, files, paths and settings."""
 
 import pytest
 from selection import few
