@@ -81,8 +81,8 @@ roundtrip: ## random valid settings through a run and everything that reads it (
 	PYTHONPATH=$(CURDIR) $(PYTHON) tests/roundtrip.py $(ROUNDTRIPS)
 
 HOSTILE ?= 300
-hostile: ## random hostile input from SEED on: tampered folders, models, templates, methods, files, paths, settings (long, not timed; HOSTILE=300)
-	PYTHONPATH=$(CURDIR):$(CURDIR)/tests:$(CURDIR)/tests/runs OMP_NUM_THREADS=1 $(PYTHON) -m hostile.trials $(HOSTILE) --seed $(SEED)
+hostile: ## random hostile input from SEED on: tampered folders, models, templates, methods, rows, files, paths, settings (long, not timed; HOSTILE=300)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests:$(CURDIR)/tests/runs OMP_NUM_THREADS=1 $(PYTHON) -m hostile.trials $(HOSTILE) --seed $(SEED) $(if $(ONLY),--only $(ONLY))
 
 test-code: setup ## every reference of HumanEval+ and MBPP+, mutants, and every hostile program in the cage (needs the EvalPlus files; minutes)
 	$(PYTHON) -m pytest -q -m "" -s tests/tasks/code/test_cage*.py tests/tasks/code/test_grade_data.py

@@ -277,7 +277,7 @@ class RunRecord:
         empty."""
         task, method = (found if isinstance(found := self.identity.get(part), dict) else {} for part in _SETTINGS)
         name, posed = task.get("name", self.task), task.get("protocol")
-        claims = {"task": (self.task, name)}
+        claims: dict[str, tuple[typing.Any, typing.Any]] = {"task": (self.task, name)}
         claims |= {
             what: (getattr(self, what), self.identity.get(what))
             for what in ("backend", "seed")

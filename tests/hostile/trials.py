@@ -1,5 +1,5 @@
-"""Hostile input through kvbench: nothing is written elsewhere, hangs, ends in a traceback, or changes a number without
-a word.
+"""Hostile input through kvbench: nothing is written elsewhere, hangs, ends in a traceback, changes a number without a
+word, or is lost or passed over.
 
     python -m hostile.trials 300 --seed 0         # make hostile
 

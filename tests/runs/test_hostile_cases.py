@@ -11,8 +11,8 @@ SILENT = {
     "golds": 1,  # articles and Unicode forms
     "fields": 1,  # a misspelt `turns`
     "formats": 10,  # a packed file that is not the one that is looked for
-    "config_json": 13,  # windows that a family has by default
-    "foreign": 7,  # the folder of another run
+    "config_json": 45,  # windows that a family has by default
+    "foreign": 34,  # the folder of another run
     "helpers": 3,  # a module that a grader imports
 }
 
