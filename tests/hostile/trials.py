@@ -40,7 +40,7 @@ FAMILIES: dict[Callable[[random.Random, Path, Path], Case], int] = {  # and how 
 NOTED = re.compile(
     r"left out|do not count|incomplete|was complete|answers that the run had|not sealed|error: |FAILED|dropped|"
     r"nothing to|unreadable|NOT what was asked|another hash|was .*, is |are the same, times apart|"
-    r"\d+/\d+ samples|cannot be|no finished sample|unknown number"
+    r"\d+/\d+ samples|cannot be|no finished sample|unknown number|\d (?:failed|stopped|running|lost|unfinished)"
 )
 TRACES = ("Traceback (most", "fault of kvbench", "Error in sys.", "Exception ignored")
 
