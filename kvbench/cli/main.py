@@ -28,7 +28,6 @@ KEEPING = {
     "run": "sample",
     "suite": "sample",
     "paper": "sample",
-    "submit": "sample",
     "calibrate": "sample",
     "bench": "cell",
 }  # what stays of a command that is stopped
@@ -114,7 +113,7 @@ def _command(arguments: list[str]) -> int:
         print(_help(command, rest, width))
         return 0
     words.check_flags(rest)
-    if command in ("suite", "submit", "paper"):
+    if command in ("suite", "paper"):
         found: int = import_module(f"kvbench.cli.{command}").main(rest, run_command)
         return found
     if command in files.command_files():
