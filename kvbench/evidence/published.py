@@ -7,16 +7,14 @@ from functools import cache
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
 from kvbench.errors import unknown_name
-from kvbench.evidence.audit import Finding, audit
-from kvbench.evidence.dead_settings import dead_settings
-from kvbench.evidence.load import load_groups, patterns
+from kvbench.evidence.load import patterns
 from kvbench.results.writing import write_file
 from kvbench.show import terminal
 from kvbench.show.csv_file import Cell, csv_bytes
@@ -216,27 +214,6 @@ def _show(found: "pd.DataFrame", limit: int, console: Console) -> None:
     console.print(Text(NOTE, style="dim"))
 
 
-def _show_audit(findings: Sequence[Finding], console: Console) -> None:
-    """Print findings by kind, each with its arithmetic."""
-    for kind, members in groupby(findings, lambda finding: finding.kind):
-        console.print(Text(f"{kind}:", style="bold"))
-        for finding in members:
-            console.print(Text(f"  {finding.where}: {finding.words}", overflow="fold"))
-            console.print(Text(f"      {finding.arithmetic}", overflow="fold", style="dim"))
-        console.print()
-    told = "Recomputed from the printed digits, rounding allowed for; what the papers meant is not known here."
-    console.print(Text(f"{len(findings)} findings. {told}", style="dim"))
-
-
-def _dead(results_dir: object) -> list[Finding]:
-    """The dead settings of the runs below a folder; none without one."""
-    if results_dir is None:
-        return []
-    settings: dict[Any, Any] = {"results_dir": results_dir, "code": "newest"}
-    settings |= dict.fromkeys(("tasks", "models", "methods", "where"))
-    return list(dead_settings(load_groups(DictConfig(settings))))
-
-
 def _write(out: object, names: Sequence[str], cells: Iterable[Sequence[Cell]]) -> None:
     if out is not None:
         write_file(Path(str(out)), csv_bytes(names, cells))
@@ -244,24 +221,12 @@ def _write(out: object, names: Sequence[str], cells: Iterable[Sequence[Cell]]) -
 
 def main(cfg: DictConfig) -> int:
     """Carry out `kvbench published`."""
-    if not isinstance(cfg.audit, bool):
-        raise ValueError(f"audit={cfg.audit} is neither true nor false")
-    if cfg.results_dir is not None and not cfg.audit:
-        raise ValueError(f"results_dir={cfg.results_dir} is read with audit=true alone; `kvbench report` shows runs")
     wanted = {name: patterns(cfg[name]) for name in (*SPELLINGS, "places")}
     found = select(**wanted)
     if found.empty:
         asked = ", ".join(f"{name}={value}" for name, value in wanted.items() if value)
         raise ValueError(f"no printed number has all of {asked}; leave one out")
     console = terminal.console(150)
-    if cfg.audit:
-        # All rows are audited, since an average of some of its cells is none.
-        chosen = set(found.index)
-        findings = [one for one in audit(rows()) if chosen.intersection(one.rows)] + _dead(cfg.results_dir)
-        _show_audit(findings, console)
-        names = ("kind", "where", "words", "arithmetic")
-        _write(cfg.out, names, [[getattr(one, name) for name in names] for one in findings])
-        return 0
     _show(found, len(found) if cfg.limit is None else int(cfg.limit), console)
     cells = found.astype(object).where(found.notna(), None)
     _write(cfg.out, list(cells), cells.to_numpy().tolist())
