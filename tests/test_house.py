@@ -10,13 +10,13 @@ from itertools import chain
 import pytest
 from places import ROOT
 
-from kvbench.config import code
+from kvbench.config import code, extensions
 from kvbench.results import provenance
 from kvbench.tasks.taskset import fingerprint
 
 # The floors stand in docs/architecture.md, highest first. A module imports only from lower floors and its own folder.
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-FLOORS = next(block for block in PAGE.split("```")[1::2] if block.split()[0] == "cli")
+FLOORS = next(block for block in PAGE.split("```")[1::2] if block.split()[0] == "extensions")
 LAYERS = [set(line.split()) for line in reversed(FLOORS.strip().splitlines())] + [{"__init__", "__main__"}]
 FLOOR = {room: floor for floor, rooms in enumerate(LAYERS) for room in rooms}
 # What some rooms know beside themselves; the others may import from every lower floor.
@@ -55,6 +55,8 @@ def modules():
     found = {}
     for folder, package in (("kvbench", "kvbench"), ("kernels", "kvbench.kernels"), ("methods", "kvbench.methods")):
         for path in sorted((ROOT / folder).rglob("*.py")):
+            if folder == "kvbench" and "tests" in path.parts[len(ROOT.parts) :]:
+                continue
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
             found[".".join([package, *(part for part in parts if part != "__init__")])] = path
     return found
@@ -103,6 +105,8 @@ def graph():
 def against(importer, imported):
     """What is wrong with an import, or None."""
     mine, theirs = room(importer), room(imported)
+    if theirs == "extensions":
+        return against_extension(importer, imported)
     if mine == theirs:
         return None
     if mine in KNOWS:
@@ -110,6 +114,17 @@ def against(importer, imported):
     else:  # __init__ is imported for the version
         wrong = "" if theirs == "__init__" or FLOOR[theirs] < FLOOR[mine] else f"{theirs}/ is not below {mine}/"
     return f"{importer} imports {imported}: {wrong}" if wrong else None
+
+
+def against_extension(importer, imported):
+    """What is wrong with an import of an extension's module, or None: the core imports none, and an extension another
+    one where its manifest says so."""
+    mine, theirs = (name.split(".")[2:3] for name in (importer, imported))
+    if room(importer) != "extensions":
+        return f"{importer} imports {imported}: the core imports no extension"
+    if mine == theirs or theirs[0] in extensions.discovered()[mine[0]].uses:
+        return None
+    return f"{importer} imports {imported}: {mine[0]}/extension.toml does not name {theirs[0]} in uses"
 
 
 def foreign(module, names):
@@ -170,7 +185,8 @@ def test_a_file_is_read_in_one_go():
 
 def test_no_two_files_of_tests_have_one_name():
     """pytest takes files of one name for one module, and stops before the first test."""
-    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    folders = ROOT / "tests", ROOT / "kvbench" / "extensions"
+    names = [path.name for folder in folders for path in folder.rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
 
 
@@ -201,6 +217,8 @@ def test_libraries_stay_where_they_belong():
         ("kvbench.engine.bad", "import transformers\nx = transformers.AttentionInterface"),
         ("kvbench.models.bad", "from transformers.masking_utils import create_causal_mask"),
         ("kvbench.cache.bad", "import kernels.pool"),
+        ("kvbench.cli.bad", "from kvbench.extensions.export import export"),
+        ("kvbench.__main__", "def f():\n    import kvbench.extensions.export.export"),
     ],
 )
 def test_a_wrong_import_is_seen(module, source):

@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 from kvbench.cli import texts
-from kvbench.config import files
+from kvbench.config import extensions, files
 from kvbench.errors import did_you_mean
 
 
@@ -27,9 +27,9 @@ def _one(word: str, width: int) -> str:
     else:
         if word in texts.commands():
             return texts.command_help(word, width)
-        if {word, word.removesuffix("s")} & {*files.GROUPS, *files.SUITES}:
+        if {word, word.removesuffix("s")} & files.all_groups().keys():
             return texts.list_text([word], width)
-        found = [group for group in (*files.GROUPS, *files.SUITES, "launcher") if word in files.options(group)]
+        found = [group for group in (*files.all_groups(), "launcher") if word in files.options(group)]
         names = word
         known = texts.commands() | {name: "" for group in files.GROUPS for name in files.options(group)}
     if not found:
@@ -49,7 +49,7 @@ def choice_help(group: str, name: str, width: int = 80) -> str:
     title, scope = f"{group}={name}", f"settings ({group}.KEY=VALUE)"
     if "@package _global_" in text:
         scope = "settings"
-    elif group in files.SUITES:
+    elif group in extensions.groups():
         scope = "its lines, of which every task goes through every method"
     elif group == "launcher":
         title, scope = f"hydra/{title}", "settings ; the plugin has more"

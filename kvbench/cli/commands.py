@@ -21,15 +21,31 @@ BARE = "_bare_"
 EACH = "_each_"  # the group of which the command takes several choices; its function finds all of them here, by name
 
 
-def run(name: str, arguments: list[str]) -> int:
-    """Carry out a command."""
+WORDS = "_words_"  # true: the command's function takes the words themselves, and a function that runs words of a sweep
+KEEPS = "_keeps_"  # unit of work that stays when the command is stopped
+Sweep = Callable[..., int]
+
+
+def run(name: str, arguments: list[str], sweep: Sweep | None = None) -> int:
+    """Run a command.
+
+    Args:
+        name: Name of its file in `conf/command/`.
+        arguments: Its words.
+        sweep: Runs words of a sweep; for commands with `_words_`.
+
+    Returns:
+        Exit code.
+    """
+    if _own(name).get(WORDS):
+        return function_of(name)(arguments, sweep)
     cfg = compose_command(name, arguments)
-    settings = OmegaConf.create({key: value for key, value in cfg.items() if key not in ("_target_", BARE)})
+    settings = OmegaConf.create({key: value for key, value in cfg.items() if key not in ("_target_", BARE, KEEPS)})
     OmegaConf.set_struct(settings, True)
     return function_of(name)(settings)
 
 
-def function_of(name: str) -> Callable[[DictConfig], int]:
+def function_of(name: str) -> Callable[..., int]:
     """The function that a command's own file names; what else is composed with it cannot name another."""
     module, _, function = str(_own(name)["_target_"]).rpartition(".")
     return getattr(import_module(module), function)
@@ -37,7 +53,7 @@ def function_of(name: str) -> Callable[[DictConfig], int]:
 
 def _own(name: str) -> DictConfig:
     """A command's own file."""
-    return read_config(files.conf_folder() / "command" / f"{name}.yaml")
+    return read_config(files.path_of("command", name))
 
 
 def compose_command(name: str, arguments: list[str]) -> DictConfig:
@@ -81,7 +97,7 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
         elif key in listed and value[:1].isalpha() and re.search(" .*=|=.* ", value):
             pass  # words of settings, which Hydra's grammar has no place for
         # Hydra takes the name of a group for the group, also where a command has a plain setting of that name.
-        elif key not in files.GROUPS | files.SUITES or key not in listed or isinstance(listed[key], DictConfig):
+        elif key not in files.all_groups() or key not in listed or isinstance(listed[key], DictConfig):
             continue
         plain[key] = value
         arguments = [other for other in arguments if other is not word]

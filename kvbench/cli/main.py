@@ -12,7 +12,6 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,13 +23,6 @@ from kvbench.errors import nobody_leaves
 if TYPE_CHECKING:
     from kvbench.cli.sweeping import Listed
 
-KEEPING = {
-    "run": "sample",
-    "suite": "sample",
-    "paper": "sample",
-    "calibrate": "sample",
-    "bench": "cell",
-}  # what stays of a command that is stopped
 WIDEST = 100  # columns of help; longer lines are hard to read
 
 
@@ -113,13 +105,10 @@ def _command(arguments: list[str]) -> int:
         print(_help(command, rest, width))
         return 0
     words.check_flags(rest)
-    if command in ("suite", "paper"):
-        found: int = import_module(f"kvbench.cli.{command}").main(rest, run_command)
-        return found
     if command in files.command_files():
         from kvbench.cli import commands
 
-        return commands.run(command, rest)
+        return commands.run(command, rest, run_command)
     if command == "list":
         print(texts.list_text(rest, width))
         return 0
@@ -139,9 +128,11 @@ def _help(command: str, rest: list[str], width: int) -> str:
 
 
 def _keeps(arguments: list[str]) -> str:
-    """What is kept of a command that goes on where it was when it is given again, or nothing; one that is not named is
-    `run`."""
-    return KEEPING.get(words.split_command(arguments)[0], "")
+    """Unit of work that a stopped command keeps and goes on behind; empty where it starts again."""
+    command = words.split_command(arguments)[0]
+    if command == "run":
+        return "sample"
+    return texts.command_key(command, "_keeps_") if command in files.command_files() else ""
 
 
 def run_command(overrides: list[str], listed: "Listed | None" = None) -> int:

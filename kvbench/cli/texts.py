@@ -88,7 +88,7 @@ def overview(width: int = 80) -> str:
 
 def list_text(wanted: list[str], width: int = 100) -> str:
     """Answer `kvbench list`."""
-    names, known = [], files.GROUPS | files.SUITES
+    names, known = [], files.all_groups()
     for word in wanted:
         name = word if word in known else word.removesuffix("s")
         if name not in known:
@@ -138,9 +138,15 @@ def command_help(name: str, width: int = 80) -> str:
         more = {"run": f"\n\n{help_text(width)}"}.get(name, "")
         usage = textwrap.fill(f"usage: {USAGES[name]}", width, subsequent_indent=" " * 7, **_WHOLE)
         return f"{usage}\n\n{textwrap.fill(f'{COMMANDS[name]}.', width)}{more}"
-    text = (files.conf_folder() / "command" / f"{name}.yaml").read_text(encoding="utf-8")
+    text = files.path_of("command", name).read_text(encoding="utf-8")
     usage = f"usage: kvbench {name} [key=value ...]"
     return f"{usage}\n\n{purpose(text, width)}\n\n{settings_text(text, width)}"
+
+
+def command_key(name: str, key: str) -> str:
+    """Value of a plain key in a command's file, read without the configuration library; empty where it has none."""
+    found = re.search(rf"^{key}: *(\w+)", files.path_of("command", name).read_text(encoding="utf-8"), re.MULTILINE)
+    return found[1] if found else ""
 
 
 def purpose(text: str, width: int) -> str:
@@ -167,7 +173,7 @@ def settings_text(text: str, width: int, skipped: tuple[str, ...] = ("defaults:"
     skip, is_body = False, False
     for line in text.splitlines():
         is_body = is_body or bool(line.strip() and not line.startswith("#"))
-        if not is_body or line.startswith("_target_:"):
+        if not is_body or line.startswith("_"):  # keys of the command itself
             continue
         if line and not line.startswith((" ", "#", "-")):
             skip = line.startswith(skipped)

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from kvbench.cli import texts
-from kvbench.config import files
+from kvbench.config import extensions, files
 from kvbench.errors import did_you_mean
 
 FLAGS_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--info", "-i"}
@@ -51,12 +51,15 @@ HABITS = {
 
 
 def split_command(arguments: list[str]) -> tuple[str, list[str]]:
-    """Take the command off the front: it (`run` when none is given, `suite` where one is named), and the others."""
+    """Split the command off the front; without one it is `run`, or the command of a group that is chosen (suite=)."""
     if not arguments or "=" in arguments[0] or not arguments[0][:1].isalpha():
-        return ("suite" if any(word.startswith("suite=") for word in arguments) else "run"), arguments
+        chosen = {word.partition("=")[0] for word in arguments if "=" in word} & extensions.groups().keys()
+        return (min(chosen) if chosen else "run"), arguments
     word, known = arguments[0], texts.commands()
     if word in known:
         return word, arguments[1:]
+    if reason := extensions.lacking(word):
+        raise ValueError(reason)
     meant = _settings_meant(arguments)
     hint = f" Did you mean {meant[0]}?" if meant else did_you_mean(word, known)
     raise ValueError(f"{word} is no command.{hint} Commands: {', '.join(known)}; settings are key=value.")

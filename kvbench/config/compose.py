@@ -8,17 +8,31 @@ from pathlib import Path
 
 import hydra
 from hydra import initialize_config_dir
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.config import files, methods
+from kvbench.config import extensions, files, methods
 from kvbench.errors import unknown_name, unknown_setting
 
 READER = methods.FileConfigSource  # what Hydra reads files with from now on
+
+
+class ExtensionConfigs(SearchPathPlugin):
+    """Hydra plugin that adds the configuration folders of extensions to the search path."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in extensions.conf_folders():
+            search_path.append("kvbench-extensions", f"file://{folder}")
+
+
+Plugins.instance().register(ExtensionConfigs)
 
 
 def compose(overrides: Sequence[str], *, name: str = "config", with_choices: bool = False) -> DictConfig:

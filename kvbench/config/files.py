@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvbench.config import extensions
+
 FULL = "full"  # conf/method/full.yaml: the one method the harness knows by name, the reference of every other
 # The store of the full cache that others are compared with, whatever theirs is: see `RunConfig.of_full`.
 FULL_STORE: Mapping[str, Any] = {"budget_bytes": None, "rotation": "none", "windows": "exact"}
@@ -18,8 +20,6 @@ GROUPS = {
     "backend": "which kernels",
     "experiment": "several settings at once, in files of your own",
 }
-# Beside the groups, of which a run takes one choice each.
-SUITES = {"suite": "a protocol of several tasks and methods", "paper": "a paper's tables and figures by number"}
 # Settings that all methods have which rank a prompt's tokens, and some others, and that no YAML has to list (a test
 # compares them with the classes in kvbench/policy/, whose import takes seconds).
 BY_LAYER = ("tiers_by_layer", "protect_layers", "protect_tier")  # of methods with one precision
@@ -53,7 +53,7 @@ def with_own_folders(folders: Sequence[Path]) -> Iterator[None]:
                 f"--config-dir {given} is no folder; give one that has method/, task/, ... with YAML files"
             )
         for group in GROUPS:
-            both = _paths(group, folder).keys() & _paths(group, conf_folder()).keys()
+            both = _paths(group, folder).keys() & {name for root in shipped_folders() for name in _paths(group, root)}
             if both:
                 name = min(both)
                 raise ValueError(
@@ -86,6 +86,16 @@ def conf_folder() -> Path:
     return folder
 
 
+def shipped_folders() -> list[Path]:
+    """kvbench's configuration folder, and those of the extensions."""
+    return [conf_folder(), *extensions.conf_folders()]
+
+
+def all_groups() -> dict[str, str]:
+    """Groups of a run, and those that extensions add."""
+    return GROUPS | extensions.groups()
+
+
 def describe(path: Path) -> str:
     """The leading comment of a YAML file up to its first full stop, on one line."""
     words: list[str] = []
@@ -106,7 +116,7 @@ def describe(path: Path) -> str:
 
 
 def command_files() -> dict[str, str]:
-    """The commands that have a file in conf/command/, and what each does."""
+    """Commands that have a file in a `conf/command/`, and what each does."""
     return options("command")
 
 
@@ -136,7 +146,7 @@ def path_of(group: str, name: str) -> Path:
 def _paths(group: str, conf: Path | None = None) -> dict[str, Path]:
     """The files of a group by name, kvbench's own first."""
     found: dict[str, Path] = {}
-    for root in [conf] if conf else [conf_folder(), *_own_folders]:
+    for root in [conf] if conf else [*shipped_folders(), *_own_folders]:
         folder = root / group
         found |= {str(path.relative_to(folder).with_suffix("")): path for path in sorted(folder.rglob("*.yaml"))}
     return found

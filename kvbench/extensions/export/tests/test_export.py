@@ -105,7 +105,7 @@ def test_columns_of_several_types_become_text(tmp_path):
     """What one task calls a number and another a text is kept, as text."""
     import pandas as pd
 
-    from kvbench.api.export import parquet_bytes
+    from kvbench.extensions.export.export import parquet_bytes
 
     found = pd.read_parquet(io.BytesIO(parquet_bytes([{"x": 1, "y": [1]}, {"x": "two"}, {"x": None, "y": "z"}])))
     assert list(found.x[:2]) == ["1", "two"] and found.x.isna()[2] and list(found.y)[0] == "[1]"

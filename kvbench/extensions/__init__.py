@@ -1,0 +1,1 @@
+"""Extensions of kvbench, one folder each; `kvbench.config.extensions` says what a folder holds."""

@@ -1,0 +1,1 @@
+"""The extension `export`; its page is README.md."""

@@ -1,0 +1,135 @@
+"""Extensions: manifests, discovery without imports, and a core that goes on without any of them."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from places import ROOT
+
+from kvbench.config import extensions
+
+NAMES = sorted(path.parent.name for path in (ROOT / "kvbench" / "extensions").glob(f"*/{extensions.MANIFEST}"))
+# A run, `compare` and `report` in one process, as small as they can be.
+CORE = """
+import sys
+from kvbench.cli.main import main
+small = ["task=longctx", "task.length=512", "task.kinds=[passkey]", "limit=1", "model=random", "model.preset=tiny"]
+small += ["backend=torch", "results_dir=results"]
+for words in (["list"], ["help", "snapkv"], ["help"], ["-m", "method=full,snapkv", *small], ["compare"], ["report"]):
+    code = main(words)
+    assert code == 0, (words, code)
+import kvbench as kb
+assert set(kb.load("results")["method"]) == {"full", "snapkv"}
+assert not [name for name in sys.modules if name.startswith("kvbench.extensions.GONE")]
+"""
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Forget what was discovered."""
+    for known in (extensions.discovered, extensions.enabled):
+        known.cache_clear()
+    yield
+    for known in (extensions.discovered, extensions.enabled):
+        known.cache_clear()
+
+
+def write(folder, text):
+    """A package with a manifest."""
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise RuntimeError('imported')")
+    (folder / extensions.MANIFEST).write_text(text)
+    return folder
+
+
+def test_every_folder_is_whole():
+    """Each folder of kvbench/extensions has a manifest, a package, a page and tests, and its hooks exist."""
+    folders = [path for path in (ROOT / "kvbench" / "extensions").iterdir() if path.is_dir() and path.name[0] != "_"]
+    for folder in folders:
+        for part in (extensions.MANIFEST, "__init__.py", "README.md", "tests"):
+            assert (folder / part).exists(), folder / part
+    assert list(extensions.enabled()) == list(extensions.discovered())
+    points = {point for one in extensions.enabled().values() for point in one.hooks}
+    for point in points:
+        assert all(callable(function) for function in extensions.hooks(point))
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("summary = 1", "summary"),
+        ("summary = 'x'\nuse = ['b']", "uses"),
+        ("summary = ", "cannot be read"),
+        ("", "summary"),
+    ],
+)
+def test_a_wrong_manifest_is_named(tmp_path, text, error):
+    """The error names the file and the key."""
+    with pytest.raises(ValueError, match=error):
+        extensions.read_manifest(write(tmp_path / "odd", text), "odd", "odd")
+
+
+def test_an_entry_point_adds_an_extension_without_importing_it(tmp_path, monkeypatch):
+    """A package of a third party is found by its entry point; its commands are listed, its code is not run."""
+    folder = write(tmp_path / "theirs" / "ext", "summary = 'theirs'\n[hooks]\n'x.y' = 'json:dumps'")
+    (tmp_path / "theirs" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (folder / "conf" / "command").mkdir(parents=True)
+    (folder / "conf" / "command" / "greet.yaml").write_text("# Greets.\n_target_: theirs.ext.greet\n")
+    info = tmp_path / "theirs-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: theirs\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[kvbench.extensions]\ntheirs = theirs.ext\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    from kvbench.config import files
+
+    assert extensions.enabled()["theirs"].folder == folder
+    assert files.command_files()["greet"] == "Greets."
+    assert [function.__name__ for function in extensions.hooks("x.y")] == ["dumps"]
+    assert "theirs" not in sys.modules
+
+
+def test_an_extension_without_what_it_uses_is_disabled(monkeypatch):
+    """It and what uses it are left out, and its command says why."""
+    make = lambda name, *uses: extensions.Extension(  # noqa: E731
+        name=name, package=name, folder=ROOT / "kvbench" / "extensions" / "export", summary="", uses=uses
+    )
+    monkeypatch.setattr(extensions, "discovered", lambda: {"a": make("a", "b"), "b": make("b", "c"), "d": make("d")})
+    assert list(extensions.enabled()) == ["d"]
+    monkeypatch.setattr(extensions, "discovered", lambda: {"a": make("a", "b")})
+    extensions.enabled.cache_clear()
+    assert "needs the extension b" in extensions.lacking("export")
+    assert not extensions.lacking("compare")
+
+
+def without(name, folder):
+    """A copy of the package without one extension, or without all."""
+    for part in ("kvbench", "kernels", "methods", "conf"):
+        gone = shutil.ignore_patterns("__pycache__", "tests", *(["extensions"] if name is None else []))
+        shutil.copytree(ROOT / part, folder / part, symlinks=True, ignore=gone)
+    if name is not None:
+        shutil.rmtree(folder / "kvbench" / "extensions" / name)
+    return folder
+
+
+def check(name, folder):
+    """`list`, `help`, a run, `compare` and `report` pass in a copy without an extension."""
+    environment = os.environ | {"PYTHONPATH": str(without(name, folder)), "OMP_NUM_THREADS": "1"}
+    code = CORE.replace("GONE", name or "")
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.long
+def test_the_core_works_without_any_extension(tmp_path):
+    """The whole folder is gone."""
+    check(None, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.every(8)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_core_works_without_each_extension(name, tmp_path):
+    """One folder is gone, and with it those that use it."""
+    check(name, tmp_path)
