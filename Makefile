@@ -4,7 +4,7 @@ PYTHON ?= python
 # A test run starts a hundred processes. Where this is set, each of them compiles torch, transformers and kvbench again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup model suite lowest exhaustive format style types docs site findings composition formats shipped test roundtrip hostile test-code test-degenerate test-exact test-killed test-arm test-bytes test-launchers test-gpu gpu fuzz mutants simulate smoke clean
+.PHONY: help setup model suite lowest exhaustive format style types docs size site findings composition formats shipped test roundtrip hostile test-code test-degenerate test-exact test-killed test-arm test-bytes test-launchers test-gpu gpu fuzz mutants simulate smoke clean
 
 help: ## show the targets; `make` alone does too
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
@@ -33,13 +33,17 @@ types: ## check the types
 
 docs: ## write the documents that are generated from the code
 	$(PYTHON) -m kvbench.cli.method_table > docs/methods.md
-	$(PYTHON) -m kvbench.cli.paper_table > docs/papers.md
+	$(PYTHON) -m kvbench.extensions.papers.tables > kvbench/extensions/papers/tables.md
 	PYTHONPATH=$(CURDIR) $(PYTHON) tests/decoders.py > docs/models.md
+
+size: ## lines and code lines of each room of the core and of each extension
+	PYTHONPATH=$(CURDIR)/tests $(PYTHON) tests/size.py
 
 site: ## build the documents as a site with search and the Python reference, into build/site
 	$(PYTHON) -m pip install --quiet '.[docs]'
 	rm -rf build/pages && mkdir -p build/pages
 	for part in README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs results notebooks; do ln -s ../../$$part build/pages/$$part; done
+	mkdir -p build/pages/kvbench && ln -s ../../../kvbench/extensions build/pages/kvbench/extensions
 	$(PYTHON) -m mkdocs build --quiet
 
 findings: ## make the tables and pictures of docs/findings.md again from its samples (minutes)
@@ -107,14 +111,14 @@ test-bytes: setup ## compare projected bytes with those that SmolLM2-135M really
 
 test-launchers: setup ## sweeps and shards under joblib, Slurm's local stand-in and Ray: same samples, kills, exit codes (minutes)
 	$(PYTHON) -m pip install -q '.[cluster]'
-	$(PYTHON) -m pytest -q -m "" tests/cli/test_launchers.py tests/cli/test_suite_shared.py
+	$(PYTHON) -m pytest -q -m "" tests/cli/test_launchers.py tests/extensions/cluster/tests/test_suite_shared.py
 
 test-gpu: setup ## every method in every case on interpreted Triton kernels, or on a GPU where there is one (half an hour without)
-	$(PYTHON) -m pytest -q -m "" tests/bench/test_check_methods.py tests/kernels/gpu
+	$(PYTHON) -m pytest -q -m "" tests/extensions/bench/tests/test_check_methods.py tests/kernels/gpu
 
 GPU_MINUTES ?= 9
 gpu: ## stages of the evidence on a GPU that are not done yet, as many as fit into GPU_MINUTES; again goes on (needs torch, triton and transformers alone)
-	$(PYTHON) -m kvbench.bench.evidence_gpu --minutes $(GPU_MINUTES)
+	$(PYTHON) -m kvbench.extensions.bench.evidence_gpu --minutes $(GPU_MINUTES)
 
 CASES ?= 300
 SEED ?= 0

@@ -190,7 +190,7 @@ class Hiding:
 sys.meta_path[:] = [Hiding if each is finder else each for each in sys.meta_path]
 for name in sorted(modules):
     importlib.import_module(name)
-from kvbench.bench import choices
+from kvbench.runs import choices
 from kvbench.engine.runner import Runner
 
 model = choices.make_model("random preset=tiny dtype=float32", "cpu")
@@ -200,7 +200,7 @@ for method in ("diffkv window=8", "kivi residual_tokens=32 group=32"):
     print(len(runner.generate(range(1, 21), 2)[1]))
 
 from pathlib import Path
-from kvbench.bench.evidence_gpu import STAGES, words_of
+from kvbench.extensions.bench.evidence_gpu import STAGES, words_of
 from kvbench.kernels.bench.bench import read_words
 
 for stage in STAGES:
@@ -224,10 +224,17 @@ def test_a_machine_with_torch_and_transformers_alone_measures():
     transformers: everything of them is imported, two methods answer, and the settings of all stages of `make gpu` are
     read, where the others are not installed."""
     with_triton = importlib.util.find_spec("triton") is not None
-    rooms = ["kvbench.kernels", "kvbench.cache", "kvbench.engine", "kvbench.methods", "kvbench.models", "kvbench.bench"]
+    rooms = [
+        "kvbench.kernels",
+        "kvbench.cache",
+        "kvbench.engine",
+        "kvbench.methods",
+        "kvbench.models",
+        "kvbench.extensions.bench",
+    ]
     names = [module_name(file) for file in source_files(ROOT) if file.suffix == ".py"]
     # The command line, and what draws: they need the settings' library and matplotlib.
-    shown = {"kvbench.bench.command", "kvbench.bench.show"}
+    shown = {"kvbench.extensions.bench.command", "kvbench.extensions.bench.show"}
     wanted = [name for name in names if within(name, *rooms) and name not in shown]
     wanted = [name for name in wanted if with_triton or not within(name, "kvbench.kernels.gpu")]
     assert {f"kvbench.kernels.bench.{name}" for name in BENCHES} < set(wanted) and "kvbench.engine.engine" in wanted

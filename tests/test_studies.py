@@ -23,7 +23,8 @@ from kvbench.results.lines import read_samples
 from kvbench.results.record import RunRecord
 from kvbench.rules import declared
 from kvbench.runs.parts import make_policy, policy_class
-from kvbench.sizing.engines import engines
+
+engines = pytest.importorskip("kvbench.extensions.advise.engines").engines
 
 EXAMPLE = ROOT / "results" / "example"
 STUDY = EXAMPLE / "study"

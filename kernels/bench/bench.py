@@ -20,7 +20,6 @@ from kvbench.kernels.bench.rounds import CLOCKS, Variant, choose_timer, measure_
 from kvbench.kernels.dispatch import get_backend
 
 SCHEMA = 1
-WHOLE_MODEL = ("decode", "parts", "throughput", "serve", "capacity")  # benches of kvbench/bench; the others lie here
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 S = TypeVar("S", bound="Common")
 Progress = Callable[[int, int, str], object]  # rounds done, rounds in all, what is being measured
@@ -373,8 +372,8 @@ def main(kind: type[Common], words: list[str]) -> int:
 
 
 def _print_help(kind: type[Common]) -> None:
-    package = "kvbench.bench" if kind.what in WHOLE_MODEL else "kvbench.kernels.bench"
-    print(f"usage: python -m {package}.{kind.what} [key=value ...]\n\n{kind.__doc__}\n")
+    module = getattr(sys.modules["__main__"].__spec__, "name", kind.__module__)  # where the bench is the program
+    print(f"usage: python -m {module} [key=value ...]\n\n{kind.__doc__}\n")
     defaults = kind()
     for item in dataclasses.fields(kind):
         value = getattr(defaults, item.name)

@@ -87,7 +87,6 @@ def method_help(name: str, width: int = 80) -> str:
     from kvbench.config.methods import method_settings
     from kvbench.rules import declared
     from kvbench.runs.parts import make_policy
-    from kvbench.sizing.engines import flags_of
 
     path = files.path_of("method", name)
     policy = make_policy(method_settings(name))
@@ -108,9 +107,10 @@ def method_help(name: str, width: int = 80) -> str:
         "memory of a KV head, bytes": method_table.memory(policy),
         "source": method_table.section(doc, "Source") or sources or "not said",
         "differs": method_table.section(doc, "Differs") or "not said",
-        "in engines": "; ".join(flags_of(policy)) or "no flag that kvbench knows of",
-        "defaults": str(path),
     }
+    for more in extensions.hooks("method.help"):
+        about |= more(policy)
+    about["defaults"] = str(path)
     for title, text in about.items():
         lines += ["", *_wrap(f"{title}: {text}", width)]
     return "\n".join(lines)

@@ -22,7 +22,6 @@ EACH = "_each_"  # the group of which the command takes several choices; its fun
 
 
 WORDS = "_words_"  # true: the command's function takes the words themselves, and a function that runs words of a sweep
-KEEPS = "_keeps_"  # unit of work that stays when the command is stopped
 Sweep = Callable[..., int]
 
 
@@ -40,7 +39,7 @@ def run(name: str, arguments: list[str], sweep: Sweep | None = None) -> int:
     if _own(name).get(WORDS):
         return function_of(name)(arguments, sweep)
     cfg = compose_command(name, arguments)
-    settings = OmegaConf.create({key: value for key, value in cfg.items() if key not in ("_target_", BARE, KEEPS)})
+    settings = OmegaConf.create({key: value for key, value in cfg.items() if key not in ("_target_", BARE)})
     OmegaConf.set_struct(settings, True)
     return function_of(name)(settings)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import kvbench
 from kvbench.cli import endings, texts, words
-from kvbench.config import files, garbage
+from kvbench.config import extensions, files, garbage
 from kvbench.errors import nobody_leaves
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _keeps(arguments: list[str]) -> str:
     command = words.split_command(arguments)[0]
     if command == "run":
         return "sample"
-    return texts.command_key(command, "_keeps_") if command in files.command_files() else ""
+    return extensions.kept_by(command)
 
 
 def run_command(overrides: list[str], listed: "Listed | None" = None) -> int:

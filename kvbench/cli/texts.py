@@ -143,12 +143,6 @@ def command_help(name: str, width: int = 80) -> str:
     return f"{usage}\n\n{purpose(text, width)}\n\n{settings_text(text, width)}"
 
 
-def command_key(name: str, key: str) -> str:
-    """Value of a plain key in a command's file, read without the configuration library; empty where it has none."""
-    found = re.search(rf"^{key}: *(\w+)", files.path_of("command", name).read_text(encoding="utf-8"), re.MULTILINE)
-    return found[1] if found else ""
-
-
 def purpose(text: str, width: int) -> str:
     """The leading comment of a YAML file; its examples and sources stand on lines of their own."""
     parts: list[str] = []

@@ -4,6 +4,8 @@ An extension is a package with an `extension.toml`:
 
     summary = "Times kernels and whole models."
     uses = ["calibrate"]            # other extensions that it imports
+    [keeps]                         # unit of work that a stopped command keeps, to go on behind
+    bench = "cell"
     [groups]                        # groups of choices that it adds to `kvbench list`
     suite = "a protocol of several tasks and methods"
     [hooks]                         # functions that the core calls, by hook point
@@ -27,7 +29,7 @@ from kvbench.errors import unknown_name
 
 MANIFEST = "extension.toml"
 PACKAGE = "kvbench.extensions"  # the package of the built-in ones, and the entry-point group of the others
-KEYS = ("summary", "uses", "groups", "hooks")
+KEYS = ("summary", "uses", "keeps", "groups", "hooks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,7 @@ class Extension:
         folder: Folder of the package.
         summary: One sentence.
         uses: Extensions that it imports.
+        keeps: Command -> unit of work that stays when it is stopped.
         groups: Groups of choices that it adds, and what each is.
         hooks: Hook point -> `module:function`.
     """
@@ -49,6 +52,7 @@ class Extension:
     folder: Path
     summary: str
     uses: tuple[str, ...] = ()
+    keeps: Mapping[str, str] = field(default_factory=dict)
     groups: Mapping[str, str] = field(default_factory=dict)
     hooks: Mapping[str, str] = field(default_factory=dict)
 
@@ -136,6 +140,11 @@ def conf_folders() -> list[Path]:
 def groups() -> dict[str, str]:
     """Groups of choices that enabled extensions add."""
     return {group: text for one in enabled().values() for group, text in one.groups.items()}
+
+
+def kept_by(command: str) -> str:
+    """Unit of work that stays when a command of an extension is stopped; empty where it starts again."""
+    return next((one.keeps[command] for one in enabled().values() if command in one.keeps), "")
 
 
 def hooks(point: str) -> Iterator[Callable[..., Any]]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from kvbench.config.files import FULL
 from kvbench.evidence.dominance import BEST, DOMINATED, best_so_far, standing
 from kvbench.evidence.frontier import Interval, Panel, Point
-from kvbench.evidence.published import method_name
 from kvbench.results.measures import RESIDENT
 from kvbench.show.picture import METHOD_MARKERS, SKY, STYLES, method_style, name_points
 
@@ -149,7 +148,7 @@ class Drawing:
         """Numbers that papers printed for a method, as cost and quality; only memory can be compared."""
         if self.axis.name != RESIDENT.name:
             return []
-        mine = (point for point in self.panel.published if method_name(point.method) == method_name(method))
+        mine = (point for point in self.panel.published if point.method == method)
         return [(p.memory_pct, p.difference * self.scale) for p in mine]
 
     def limits(self) -> tuple[float, float, float, float]:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from kvbench.evidence.budget_curves import series_of
 from kvbench.evidence.compare import margin_of
 from kvbench.evidence.load import Group, StoredRun
-from kvbench.evidence.published import PublishedPoint
+from kvbench.evidence.printed import PrintedPoint
 from kvbench.evidence.samples import ENOUGH, Curve, SampleName, by_subset, curve_of, measure, shared, strata_of
 from kvbench.results.measures import COSTS, TIME, Measure
 from kvbench.results.summary import values_by_sample
@@ -107,7 +107,7 @@ class Panel:
     band: Interval | None = None
     """The range in which the full cache lands when it is run again with another batch size or backend."""
     notes: list[str] = field(default_factory=list)
-    published: list[PublishedPoint] = field(default_factory=list)
+    published: list[PrintedPoint] = field(default_factory=list)
     """Numbers that papers printed for the task; not measured here."""
 
     @property

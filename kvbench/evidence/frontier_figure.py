@@ -103,7 +103,7 @@ def panels_words(drawing: Drawing) -> list[str]:
         shapes = ", ".join(f"{SHAPES[shape]} {name}" for name, shape in drawing.shapes.items())
         lines.append(f"First panel: {shapes}, star 16 bits and all tokens.")
     if panel.published and drawing.axis.name == RESIDENT.name:
-        papers = ", ".join(sorted({point.paper for point in panel.published}))
+        papers = ", ".join(sorted({point.source for point in panel.published}))
         lines.append(f"Crosses: printed by {papers} for other models, memory as stated there; NOT measured here.")
     kinds = "Newcombe's for yes or no, else the studentised bootstrap's"
     if panel.what.of is not None:

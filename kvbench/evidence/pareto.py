@@ -6,7 +6,8 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
-from kvbench.evidence import frontier_figure, multiples, published
+from kvbench.config.extensions import hooks
+from kvbench.evidence import frontier_figure, multiples
 from kvbench.evidence.compare import ESTIMATORS
 from kvbench.evidence.dominance import MEANING, standing
 from kvbench.evidence.frontier import NO_EVIDENCE, Panel, Point, averages, build
@@ -56,9 +57,11 @@ def add_published(group: Group, panel: Panel) -> None:
     """Put what papers printed for the group's task and methods into its panel, and say so."""
     methods = sorted({point.method for point in panel.points})
     is_whole = panel.what.part == SCORE.part and panel.what.of is None and not panel.what.subsets
-    panel.published = published.points(group.task, methods) if panel.reference and is_whole else []
+    panel.published = []
+    if panel.reference and is_whole:
+        panel.published = [point for printed in hooks("pareto.printed") for point in printed(group.task, methods)]
     if panel.published:
-        papers = ", ".join(sorted({point.paper for point in panel.published}))
+        papers = ", ".join(sorted({point.source for point in panel.published}))
         panel.notes.append(f"crosses: printed in the papers ({papers}) for other models; not measured here")
     else:
         panel.notes.append(f"no paper printed a score with its memory for {group.task} and these methods")

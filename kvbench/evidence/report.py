@@ -9,6 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 from rich.text import Text
 
+from kvbench.config.extensions import hooks
 from kvbench.config.files import FULL
 from kvbench.evidence import across, frontier_figure, pareto
 from kvbench.evidence.argued import argued_table, mean_of
@@ -18,7 +19,6 @@ from kvbench.evidence.dominance import BEST, DOMINATED, MEANING, NEAR, standing
 from kvbench.evidence.frontier import Panel, averages, build
 from kvbench.evidence.load import Group, StoredRun, load_groups
 from kvbench.evidence.report_bars import byte_bars, bytes_of, tier_bars
-from kvbench.evidence.report_papers import beside
 from kvbench.evidence.together import together
 from kvbench.results import summary
 from kvbench.results.measures import AVERAGE, PEAK, RESIDENT, SCORE, TIME, Measure
@@ -27,7 +27,6 @@ from kvbench.show import terminal
 from kvbench.show.progress import format_bytes
 from kvbench.show.terminal import number, p_text
 from kvbench.show.text import safe
-from kvbench.sizing.engines import flags_of
 from kvbench.sizing.shapes import HEADLINE, find_shape
 from kvbench.sizing.stored import policy_of, projected
 
@@ -82,7 +81,7 @@ def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], list[d
                 "tiers": tier_bars(group),
                 "ledger": byte_bars(group),
                 "argued": argued_table(group, {row.run.name: row.longer for row in rows if row.run}),
-                "papers": beside(group),
+                "sections": [table for section in hooks("report.section") if (table := section(group))["rows"]],
                 "settings": settings_rows(group),
                 "environment": environment(group),
                 "num_changes": sum(len(row.changes) for row in rows),
@@ -300,7 +299,11 @@ def environment(group: Group) -> list[tuple[str, str]]:
 def _flags(run: StoredRun) -> list[str]:
     """The flags that turn a run's method on in the engines that ship it."""
     policy = policy_of(run.record.identity)
-    return [] if policy is None else [safe(line, SETTING_LENGTH) for line in flags_of(policy)]
+    return (
+        []
+        if policy is None
+        else [safe(line, SETTING_LENGTH) for flags in hooks("report.flags") for line in flags(policy)]
+    )
 
 
 def settings_rows(group: Group) -> list[dict]:

@@ -23,11 +23,11 @@ from findings import DOCUMENT, HERE, Row, markdown, picture, put, read, run, wri
 from findings import STUDY as SMALL
 
 from kvbench.cli.commands import compose_command
-from kvbench.evidence import published
 from kvbench.evidence.across import between
 from kvbench.evidence.argued import mean_of
 from kvbench.evidence.load import Group, StoredRun, find_runs, load_groups
 from kvbench.evidence.samples import measure
+from kvbench.extensions.papers import published
 from kvbench.results.lines import PACKED, journal_lines
 from kvbench.results.measures import LENGTH, LOOPS, RESIDENT
 from kvbench.results.record import RunRecord

@@ -21,7 +21,7 @@ import yaml
 
 import kvbench
 from kvbench.cli.main import main as command
-from kvbench.sizing.engines import SCALED, read_command
+from kvbench.extensions.advise.engines import SCALED, read_command
 from kvbench.tasks.token_statistics import STATISTICS
 
 TINY = "tiny"  # random weights

@@ -8,9 +8,9 @@ pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbe
 from selection import few
 from store_helpers import make_store
 
-from kvbench.bench.choices import make_method
 from kvbench.cache.layout import Place
 from kvbench.cache.store import CompressedStore, PoolExhausted
+from kvbench.runs.choices import make_method
 
 DIM, HEADS, GROUP = 32, 2, 2
 # Appends; overwrites, and adds to every score, or replaces them; turns keys; demotes; flushes rings; evicts in bulk;

@@ -13,8 +13,6 @@ from open_settings import open_settings
 from places import ROOT
 from step_meter import Cost, metered, run
 
-from kvbench.bench.check_methods import Case, changes
-from kvbench.bench.choices import make_method
 from kvbench.cache import scores
 from kvbench.cache.async_counts import ReplayLog, Rows
 from kvbench.cache.layout import ModelShape, StoreOptions
@@ -23,6 +21,10 @@ from kvbench.config.files import options
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.gpu import parts
 from kvbench.kernels.gpu.backend import Gpu
+from kvbench.runs.choices import make_method
+
+Case = pytest.importorskip("kvbench.extensions.bench.check_methods").Case
+changes = pytest.importorskip("kvbench.extensions.bench.check_methods").changes
 
 ROWS, DIM, HEADS, GROUP, PROMPT = 2, 64, 2, 2, 22
 WARM, STEPS = 2, 3  # the first steps of a format make small tables on the device

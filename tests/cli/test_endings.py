@@ -40,7 +40,7 @@ def start(work):
     def command(*words, count=500, pause_s=0.01, before=(), hang=False, **named):
         paths = [ROOT, TESTS, TESTS / "cli"]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HANG": "1" if hang else ""}
-        program = [*before, sys.executable, TESTS / "cli" / "fake_command.py", work.parent / "conf", count, pause_s]
+        program = [*before, sys.executable, TESTS / "fake_command.py", work.parent / "conf", count, pause_s]
         named = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True} | named
         child = subprocess.Popen([*map(str, program), *words], env=environment, cwd=work, **named)
         children.append(child)

@@ -22,7 +22,7 @@ def forked(work, *words, **environment):
     """A sweep on fakes, each job in a process of its own; its code, stdout and stderr."""
     paths = [ROOT, TESTS, TESTS / "cli", TESTS / "cli" / "plugin"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))} | environment
-    program = [sys.executable, TESTS / "cli" / "fake_command.py", work.parent / "conf", 10, 0.1]
+    program = [sys.executable, TESTS / "fake_command.py", work.parent / "conf", 10, 0.1]
     launch = ["-m", "hydra/launcher=forking", "reference=none"]
     done = subprocess.run(
         [*map(str, program), *launch, *words],
@@ -274,7 +274,7 @@ def test_what_ends_the_reference_is_told_once(fakes, monkeypatch, capsys):
 def test_no_command_is_left_without_a_word(fakes, monkeypatch, capsys):
     """What asks Python to leave in any other command is an error too."""
 
-    def leaves(name, arguments):
+    def leaves(name, *rest):
         sys.exit(0)
 
     monkeypatch.setattr("kvbench.cli.commands.run", leaves)

@@ -6,8 +6,6 @@ import sys
 import pytest
 import torch
 
-from kvbench.calibrate import command as calibrate
-from kvbench.calibrate import tables
 from kvbench.cli.main import main
 from kvbench.config import files
 
@@ -91,13 +89,17 @@ def test_own_choices_are_meant(mine, capsys, words, message):
 
 def test_commands_run_with_own_choices(mine, monkeypatch):
     """`calibrate`, `gates` and `bench` get the method, the model and the task from there."""
-    from kvbench.bench.choices import read_choice
+    from kvbench.runs.choices import read_choice
+
+    pytest.importorskip("kvbench.extensions.bench")
+    calibrate = pytest.importorskip("kvbench.extensions.calibrate.command")
+    tables = pytest.importorskip("kvbench.extensions.calibrate.tables")
 
     seen = []
     shares = lambda: read_choice("method", "toy share=0.3")["share"]  # noqa: E731
     monkeypatch.setattr(calibrate, "main", lambda cfg: seen.append(cfg.method._target_) or 0)
     monkeypatch.setattr(tables, "gates", lambda cfg: seen.append((cfg.model.name, cfg.task["items"])) or 0)
-    monkeypatch.setattr("kvbench.bench.command.main", lambda cfg: seen.append(shares()) or 0)
+    monkeypatch.setattr("kvbench.extensions.bench.command.main", lambda cfg: seen.append(shares()) or 0)
     own = ["--config-dir", str(mine)]
     assert main(["calibrate", "method=toy", *own]) == 0
     assert main(["gates", "model=mini", "task=short", *own]) == 0

@@ -11,12 +11,14 @@ pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbe
 from engine_helpers import answers, comparable, random_tokens, request
 from open_settings import open_settings
 
-from kvbench.bench import choices
-from kvbench.bench.check_methods import Case, changes
 from kvbench.config.files import options
 from kvbench.errors import NotForModel
 from kvbench.kernels.gpu.emulator import record
 from kvbench.models.load import load_model
+from kvbench.runs import choices
+
+Case = pytest.importorskip("kvbench.extensions.bench.check_methods").Case
+changes = pytest.importorskip("kvbench.extensions.bench.check_methods").changes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy warns of what empty slots hold

@@ -15,8 +15,6 @@ from places import ROOT
 from selection import few
 from step_meter import metered
 
-from kvbench.bench import choices
-from kvbench.bench.check_methods import Case, changes
 from kvbench.cache.async_counts import Padding, ReplayLog, Rows
 from kvbench.config.files import options
 from kvbench.engine import hf, sessions
@@ -27,6 +25,10 @@ from kvbench.errors import NotForModel
 from kvbench.kernels.gpu import parts
 from kvbench.kernels.gpu.compile import launch_signature
 from kvbench.kernels.gpu.emulator import record
+from kvbench.runs import choices
+
+Case = pytest.importorskip("kvbench.extensions.bench.check_methods").Case
+changes = pytest.importorskip("kvbench.extensions.bench.check_methods").changes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy warns of what empty slots hold

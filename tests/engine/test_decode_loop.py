@@ -11,7 +11,6 @@ from engine_helpers import answers, comparable, engine, random_tokens, request
 from ropes import settings_of
 from selection import few
 
-from kvbench.bench import choices
 from kvbench.cache.pages import Pages
 from kvbench.engine import hf, sessions
 from kvbench.engine.decode_loop import DecodeLoop
@@ -20,6 +19,7 @@ from kvbench.engine.waiting import Clock, Waiting
 from kvbench.kernels.gpu import parts
 from kvbench.kernels.gpu.emulator import record
 from kvbench.models.load import load_model
+from kvbench.runs import choices
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy warns of what empty slots hold

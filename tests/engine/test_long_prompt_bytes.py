@@ -10,13 +10,14 @@ import pytest
 import torch
 import transformers
 
-from kvbench.bench.chunks import LiveBytes
 from kvbench.engine import hf, sessions
 from kvbench.engine.supported import model_shape
 from kvbench.kernels.backend import REFERENCE
 from kvbench.kernels.reference.prompts import attention_with_lse
 from kvbench.models.random_weights import random_config
 from kvbench.policy import rank_descending
+
+LiveBytes = pytest.importorskip("kvbench.extensions.bench.chunks").LiveBytes
 
 TOKENS = 131_072
 GPU_BYTES = 80e9

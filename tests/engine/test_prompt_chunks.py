@@ -4,7 +4,6 @@ import pytest
 import torch
 from engine_helpers import answers, engine, own_logits, random_tokens, request
 
-from kvbench.bench.chunks import LiveBytes
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.runner import Runner
 from kvbench.methods.full import Full
@@ -13,6 +12,8 @@ from kvbench.methods.kv_compress import KVCompress
 from kvbench.methods.snapkv import SnapKV
 from kvbench.policy import Policy
 from kvbench.runs.verdict import complaint
+
+LiveBytes = pytest.importorskip("kvbench.extensions.bench.chunks").LiveBytes
 
 SNAPKV = SnapKV(budget=0.5, window=8, tier="native")
 

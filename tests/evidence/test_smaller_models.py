@@ -10,9 +10,10 @@ from kvbench.cli.main import main
 from kvbench.evidence import compare, pareto, report
 from kvbench.evidence.dominance import standing
 from kvbench.evidence.load import load_groups
-from kvbench.evidence.table_content import tables_of
 from kvbench.evidence.together import Total, together
 from kvbench.results.measures import TOTAL
+
+tables_of = pytest.importorskip("kvbench.extensions.views.table_content").tables_of
 
 SCORES = yes_no(0.9, {"a": 40, "b": 40}, seed=3)
 BIG, SMALL = 8_000_000, 2_000_000  # bytes of weights; a sample's FP16 cache has about 100,000

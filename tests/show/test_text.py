@@ -153,6 +153,8 @@ def test_nothing_goes_round_the_gates():
     }
     found = {name: set() for name in gates}
     for path in sorted((ROOT / "kvbench").rglob("*.py")):
+        if "tests" in path.relative_to(ROOT).parts:
+            continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):
                 name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")

@@ -8,7 +8,6 @@ import kvbench.sizing.outline as sizing_outline
 from kvbench.config.methods import method_settings
 from kvbench.config.settings import as_dict
 from kvbench.runs.parts import make_policy
-from kvbench.sizing.cards import find_card
 from kvbench.sizing.outline import EXACT_TOKENS, outline
 from kvbench.sizing.project import project, run
 from kvbench.sizing.shapes import find_shape
@@ -73,6 +72,7 @@ def test_what_the_text_decides_needs_shares():
 
 def test_a_card_takes_longer_for_more():
     """Prompts, their length and answers each take time; the name is taken in any case."""
+    find_card = pytest.importorskip("kvbench.extensions.advise.cards").find_card
     card, shape = find_card("l4"), find_shape("llama3.1-8b")
     assert card.name == "L4" and card.memory_bytes == 24 * 10**9
     base = card.seconds(shape, 100, 8000, 64)

@@ -7,7 +7,6 @@ from loaded import records_of, scores_of
 from longbench_rows import row as old_row
 from longbench_rows import write
 
-from kvbench.evidence.table_content import category_of
 from kvbench.tasks import data_files, load_task
 from kvbench.tasks.fetch import check_file
 from kvbench.tasks.files import MissingDataError
@@ -157,6 +156,7 @@ def test_broken_rows_are_named(load, tmp_path, model):
 def test_longbench_has_its_categories(tmp_path, model):
     """Every subset is in one; a category is the mean of its subsets, however many samples they have."""
     assert sorted(name for names in CATEGORIES.values() for name in names) == sorted(ENGLISH)
+    category_of = pytest.importorskip("kvbench.extensions.views.table_content").category_of
     assert all(category_of("longbench", name) == title for title, names in CATEGORIES.items() for name in names)
     write(tmp_path / "qasper.jsonl", *(old_row(answers=["box"], _id=str(n)) for n in range(3)))
     for name in ("narrativeqa", "lcc", "hotpotqa_e"):

@@ -1,1 +1,0 @@
-"""The `bench` command: speed as ratios to a named baseline, measured in one interleaved run."""

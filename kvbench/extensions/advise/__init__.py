@@ -1,0 +1,1 @@
+"""The extension `advise`; its page is README.md."""

@@ -1,0 +1,290 @@
+"""What is known of every method, for `kvbench advise`: losses, bytes, throughput, and whose evidence they are."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+from omegaconf import DictConfig
+
+from kvbench.config.files import FULL
+from kvbench.evidence.compare import compare_group
+from kvbench.evidence.compared import ComparedRun
+from kvbench.evidence.load import Group, StoredRun, lets_through, patterns
+from kvbench.extensions.advise import shipped
+from kvbench.policy import Policy
+from kvbench.results.measures import FIDELITY, SCORE
+from kvbench.runs.choices import make_method
+from kvbench.sizing.outline import outline
+from kvbench.sizing.project import Projection
+from kvbench.sizing.shapes import NamedShape
+from kvbench.sizing.stored import changed_settings, policy_of, tier_shares, usual_settings
+
+ADVISED, ELSEWHERE, OPEN, UNMEASURED = "advised", "other model", "cannot tell", "not measured"
+LOSES, UNSIZED, TOO_LARGE = "loses more", "bytes unknown", "too large"
+MEANING = {  # the best first
+    ADVISED: "it fits, and the whole interval of its loss on this model is within the margin",
+    ELSEWHERE: "the same on another model",
+    OPEN: "it fits, and the interval reaches beyond the margin",
+    UNMEASURED: "it fits, and its quality was never compared with the full cache's",
+    TOO_LARGE: "it does not fit",
+    LOSES: "the whole interval is beyond the margin, whether it fits or not",
+    UNSIZED: "its method is not for this model, or keeps what the text decides",
+}
+HERE, STUDY, BYTES = "yours", "study", "bytes"
+WHOSE = {  # the evidence of a row, the best first
+    HERE: "your runs, under results_dir",
+    STUDY: f"the repository's studies ({shipped.PLACE})",
+    BYTES: "counted, and nothing measured",
+}
+# What is listed where nothing was measured by anybody.
+COUNTED = ("fp8", "int8", "int4", "kivi", "minikv", "snapkv", "pyramidkv", "h2o", "streaming_llm", "turboquant_4bit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The question."""
+
+    shape: NamedShape
+    context_tokens: int
+    answer_tokens: int
+    batch: int
+    memory_bytes: int | None
+    """For the caches alone, below 0 where not even the weights fit; None for any."""
+    margin: float
+    """Loss that is accepted, in the metric's unit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Throughput that a bench measured."""
+
+    tokens_per_s: float
+    model: str
+    context_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quality:
+    """The paired difference to the full cache on one task and model."""
+
+    task: str
+    model: str
+    whose: str
+    """A key of `WHOSE`."""
+    own: bool
+    """It was measured on the model that is asked about."""
+    lost: float
+    """Mean loss, positive when worse."""
+    least: float | None
+    """Smallest loss that the 95 % interval leaves open; None where it is not known."""
+    most: float | None
+    """Largest loss that the interval leaves open, the missing answers as bad as they can be."""
+    num_samples: int
+    needed: int | None
+    """Samples that would tell; None where that is not known."""
+    longest_tokens: int
+    """Of its prompts."""
+    scale: float
+    """Factor of a loss that is shown."""
+    unit: str
+    study: str = ""
+    """The folder of the repository's study that measured it; empty for others."""
+
+
+def _quality(row: ComparedRun, margin: float, **where: Any) -> Quality:
+    """The loss that a comparison found; how many samples are needed, where those that are there do not tell."""
+    sign = -1 if row.what.higher_is_better else 1
+    least = most = None
+    if row.pairs.is_enough and not row.pairs.unfit:
+        intervals = [None if one is None else one.interval[0] for one in (row.found, *(row.extremes or ()))]
+        least = None if row.interval is None else min(sign * end for end in row.interval)
+        most = None if None in intervals else max(sign * end for ends in intervals if ends for end in ends)
+    return Quality(
+        lost=sign * row.value,
+        least=least,
+        most=most,
+        num_samples=row.pairs.num_samples,
+        needed=row.needed if most is None or least is None or least <= margin < most else None,
+        scale=row.what.scale,
+        unit=row.what.unit,
+        **where,
+    )
+
+
+@dataclass(kw_only=True)
+class Advice:
+    """Everything that is known of one method and setting."""
+
+    asked: Asked
+    label: str
+    method: str
+    settings: dict[str, Any]
+    """The settings that differ from the method's configuration."""
+    policy: Policy | None
+    """None where today's code no longer fits its settings."""
+    speeds: list[Speed]
+    runs: list[StoredRun] = field(default_factory=list)
+    quality: list[Quality] = field(default_factory=list)
+
+    @cached_property
+    def bytes_of(self) -> Projection | None:
+        """One sequence on the model that is asked about; None where it cannot be known."""
+        if self.policy is None:
+            return None
+        answer = self.asked.answer_tokens
+        asked = self.policy, self.asked.shape.store_shape, self.asked.context_tokens - answer, answer
+        shares = tier_shares(chain.from_iterable(run.samples.values() for run in self.runs))
+        try:
+            found = outline(*asked, shares)
+            if found is None and not shares:
+                found = outline(*asked, shipped.shares_in_study(self.method, self.policy, self.asked.shape.name)[0])
+        except ValueError:  # a table of heads, a window or a group that is for another shape
+            return None
+        return found
+
+    @property
+    def total_bytes(self) -> int | None:
+        """Of all sequences."""
+        return None if self.bytes_of is None else self.asked.batch * self.bytes_of.resident_bytes
+
+    @cached_property
+    def worst(self) -> Quality | None:
+        """The task that counts: of those on the own model, where there is any, the one that leaves most loss open."""
+        level = lambda item: (not item.own, item.whose != HERE)  # noqa: E731
+        best = min(map(level, self.quality), default=None)
+        found = [item for item in self.quality if level(item) == best]
+        return max(found, key=lambda item: (item.most is None, item.most or 0.0, item.lost), default=None)
+
+    @property
+    def speed(self) -> Speed | None:
+        """The measurement that is nearest to what is asked for: of the own model first, then of the nearest length."""
+        name, length = self.asked.shape.name, self.asked.context_tokens
+        near = lambda item: (item.model != name, abs(item.context_tokens - length))  # noqa: E731
+        return min(self.speeds, key=near, default=None)
+
+    @property
+    def own_rate(self) -> float:
+        """Tokens per second on the model that is asked about; 0 where none were measured."""
+        return self.speed.tokens_per_s if self.speed and self.speed.model == self.asked.shape.name else 0.0
+
+    @cached_property
+    def says(self) -> str:
+        """The most that can be said, a key of `MEANING`."""
+        worst, margin = self.worst, self.asked.margin
+        if worst is not None and worst.least is not None and worst.least > margin:
+            return LOSES  # first, since it needs no bytes
+        if self.total_bytes is None:
+            return UNSIZED
+        if self.asked.memory_bytes is not None and self.total_bytes > self.asked.memory_bytes:
+            return TOO_LARGE
+        if self.method == FULL:
+            return ADVISED
+        if worst is None:
+            return UNMEASURED
+        if worst.most is not None and worst.most <= margin:
+            return ADVISED if worst.own else ELSEWHERE
+        return OPEN
+
+    @property
+    def whose(self) -> str:
+        """Whose evidence there is, a key of `WHOSE`."""
+        return BYTES if self.worst is None else self.worst.whose
+
+    @property
+    def rank(self) -> tuple:
+        """For sorting, the best first: what is said, measured throughput, bytes; the loss of what loses more."""
+        says = self.says
+        size = (self.worst.lost if self.worst else 0.0) if says == LOSES else float(self.total_bytes or 0)
+        return list(MEANING).index(says), -self.own_rate, size, self.label
+
+
+def gather(
+    groups: list[Group], cfg: DictConfig, asked: Asked, speeds: Mapping[str, list[Speed]]
+) -> tuple[list[Advice], list[str]]:
+    """Gather what is known of every method and setting, one entry each, and what must be known beside them."""
+    found: dict[str, Advice] = {}
+    notes: list[str] = []
+    is_study = shipped.is_study(cfg.results_dir)
+    for group in groups:
+        try:
+            rows, said = compare_group(group, cfg, has_verdicts=False)
+        except ValueError as error:
+            notes.append(f"{group.title}: {error}")
+            continue
+        notes += [*group.notes, *said]
+        quality = {row.run.name: row for row in rows if row.run is not None}
+        for run in group.runs:
+            if run in group.repeats:
+                continue
+            policy, identity = policy_of(run.record.identity), run.record.identity.get("method") or {}
+            key = repr(policy) if policy is not None else f"{run.method} {identity}"
+            if key not in found:
+                found[key] = _entry(run.method, identity, policy, asked, speeds.get(key, []), run.label)
+            found[key].runs.append(run)
+            if row := quality.get(run.name):
+                longest = max((record["num_prompt_tokens"] for record in run.samples.values()), default=0)
+                where = {"task": group.task, "model": group.model, "own": group.model == asked.shape.name}
+                where["study"] = str(cfg.results_dir) if is_study else ""
+                found[key].quality.append(
+                    _quality(row, asked.margin, whose=STUDY if is_study else HERE, longest_tokens=longest, **where)
+                )
+    if cfg.study and not is_study:
+        for label, quality_there in _of_study(cfg, asked):
+            _add(found, label, asked, speeds).quality.append(quality_there)
+    nothing = not any(item.quality for item in found.values())
+    for name in (FULL, *(COUNTED if nothing else ())):
+        if not any(item.method == name for item in found.values()) and (name == FULL or _wanted(cfg.methods, name)):
+            _add(found, name, asked, speeds)
+    return list(found.values()), list(dict.fromkeys(notes))
+
+
+def _add(found: dict[str, Advice], label: str, asked: Asked, speeds: Mapping[str, list[Speed]]) -> Advice:
+    """The entry of a method in words such as `kivi bits=2`, a new one where there is none."""
+    policy = make_method(label)
+    key, method = repr(policy), label.split()[0]
+    if key not in found:
+        settings = {name: getattr(policy, name, value) for name, value in usual_settings(method).items()}
+        found[key] = _entry(method, settings, policy, asked, speeds.get(key, []), label)
+    return found[key]
+
+
+def _of_study(cfg: DictConfig, asked: Asked) -> Iterator[tuple[str, Quality]]:
+    """The losses of the repository's studies that the filters let through, by the words of their methods."""
+    what = FIDELITY.get(str(cfg.metric), SCORE)
+    for row in shipped.losses(str(cfg.metric)):
+        named = {"models": row.model, "tasks": row.task, "methods": row.method}
+        if not all(_wanted(cfg[name], value) for name, value in named.items()):
+            continue
+        sign = -1 if what.higher_is_better else 1
+        least, most = sorted((sign * row.low, sign * row.high))
+        found = Quality(
+            task=row.task,
+            model=row.model,
+            whose=STUDY,
+            own=row.model == asked.shape.name,
+            lost=sign * row.difference,
+            least=least,
+            most=most,
+            num_samples=row.samples,
+            needed=None,
+            longest_tokens=row.longest_tokens,
+            scale=what.scale,
+            unit=what.unit,
+            study=row.study,
+        )
+        yield row.label, found
+
+
+def _wanted(wanted: object, name: str) -> bool:
+    """True where a filter lets a name through; an empty one does."""
+    return lets_through(patterns(wanted) or None, name)
+
+
+def _entry(
+    method: str, stored: Mapping[str, Any], policy: Policy | None, asked: Asked, speeds: list[Speed], label: str
+) -> Advice:
+    return Advice(
+        asked=asked, label=label, method=method, settings=changed_settings(method, stored), policy=policy, speeds=speeds
+    )

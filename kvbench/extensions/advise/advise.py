@@ -1,0 +1,357 @@
+"""The command `advise`: which method fits a card and loses no more than is accepted, by whose evidence, and which run
+would settle it."""
+
+import math
+import re
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from rich.text import Text
+
+from kvbench.config import files
+from kvbench.config.files import AGREED, FULL
+from kvbench.config.settings import as_dict, read_config
+from kvbench.errors import check_whole
+from kvbench.evidence.load import RUNS, Group, load_groups
+from kvbench.evidence.settings import check_margin
+from kvbench.extensions.advise import shipped
+from kvbench.extensions.advise.advice import (
+    ADVISED,
+    ELSEWHERE,
+    MEANING,
+    OPEN,
+    TOO_LARGE,
+    UNMEASURED,
+    WHOSE,
+    Advice,
+    Asked,
+    Speed,
+    gather,
+)
+from kvbench.extensions.advise.cards import REACHED, Card, find_card
+from kvbench.extensions.advise.engines import flags_of
+from kvbench.extensions.advise.printed import carried, show_printed, studies
+from kvbench.policy import MAX_TOKENS
+from kvbench.rules import Whole
+from kvbench.runs.config import read_bytes
+from kvbench.show import terminal
+from kvbench.show.progress import format_bytes, format_seconds, said_when_slow
+from kvbench.show.terminal import NO_INTERVAL, number
+from kvbench.show.text import LINE_LENGTH, safe
+from kvbench.sizing.shapes import NamedShape, find_shape
+
+FAR = 2  # a context this many times as long as the longest measured prompt is another question
+NAMED = 3  # methods that a command names
+BENCHES = ("throughput", "decode")  # what of `kvbench bench` measures tokens per second of a whole model
+RULER_TASKS, SAMPLES = 11, 200  # of the run that would settle it; as many samples as the repository's study has
+
+
+def main(cfg: DictConfig) -> int:
+    """Print the table."""
+    card = None if cfg.gpu is None else find_card(cfg.gpu)
+    asked, room = read_asked(cfg, card)
+    most = None if cfg.rows is None else check_whole("rows", cfg.rows, 1)
+    if not isinstance(cfg.study, bool):
+        raise ValueError(f"study={cfg.study} must be true or false")
+    comparing = OmegaConf.create(as_dict(cfg) | {"against": FULL, "at_bytes": None, "where": None})
+    bench = Path(str(cfg.bench)) if cfg.bench is not None else Path(str(cfg.results_dir)) / "bench"
+    speeds, notes = read_speeds(bench)
+    with said_when_slow("reading runs and comparing them"):
+        groups, missing = _own_groups(comparing)
+        found, said = gather(groups, comparing, asked, speeds)
+    with said_when_slow(f"counting the bytes of {len(found)} methods at {asked.context_tokens} tokens"):
+        ranked = sorted(found, key=lambda item: item.rank)
+        for item in ranked[:most]:
+            _ = item.bytes_of  # of what loses more, only those that are shown
+    if cfg.study and not shipped.study_folders():
+        missing.append(shipped.ABSENT)
+    if asked.shape.context and asked.context_tokens > asked.shape.context:
+        name, made = asked.shape.name, asked.shape.context
+        missing.append(f"{name} was made for {made} tokens; context={asked.context_tokens} is more.")
+    metric, has_speeds = str(cfg.metric), bool(speeds)
+    show(ranked, asked, [*missing, *notes, *said], room, card, has_speeds=has_speeds, most=most, metric=metric)
+    show_printed(asked, metric)
+    return 0
+
+
+def _own_groups(cfg: DictConfig) -> tuple[list[Group], list[str]]:
+    """The user's runs, or why there are none; others' evidence answers without them."""
+    try:
+        return load_groups(cfg), []
+    except ValueError as error:
+        deeper = next(Path(str(cfg.results_dir)).glob(f"*/{RUNS}"), None)
+        hint = f" Runs lie in results_dir={deeper.parents[4]}." if deeper else ""
+        return [], [f"No run of yours counts: {error}.{hint} What follows is others' evidence, and counted bytes."]
+
+
+def read_asked(cfg: DictConfig, card: Card | None) -> tuple[Asked, str]:
+    """Check the question; also says what the room for caches is."""
+    context = read_tokens(cfg.context)
+    Whole(0, context - 1, unit="tokens").check("answer", cfg.answer)
+    Whole(1, 2**20, unit="sequences").check("batch", cfg.batch)
+    if cfg.margin is None:
+        raise ValueError("margin=null says nothing; give the loss that you accept, for example margin=0.01")
+    check_margin(cfg.margin)
+    for name, least in (("resamples", 100), ("seed", 0)):
+        check_whole(name, cfg[name], least)
+    with said_when_slow(f"reading {cfg.model}"):
+        shape = find_shape(cfg.model)
+    if not shape.is_plain:
+        raise ValueError(
+            f"advise counts models whose layers all see everything, and not all of {shape.name} do; "
+            f"kvbench bytes model={cfg.model} says what each method would hold"
+        )
+    memory_bytes, room = _room(cfg, card, shape)
+    asked = Asked(
+        shape=shape,
+        context_tokens=context,
+        answer_tokens=cfg.answer,
+        batch=cfg.batch,
+        memory_bytes=memory_bytes,
+        margin=float(cfg.margin),
+    )
+    return asked, room
+
+
+def _room(cfg: DictConfig, card: Card | None, shape: NamedShape) -> tuple[int | None, str]:
+    """Bytes for the caches, None for any, and where they are from: a device less the weights, or as they were given."""
+    given = [name for name in ("gpu", "memory", "cache_memory") if cfg[name] is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} say the same thing; give one of them")
+    if given in ([], ["cache_memory"]):
+        if cfg.weights is not None:
+            raise ValueError(f"weights={cfg.weights} is taken off gpu or memory; give one of them")
+        return (None, "") if not given else (read_bytes("cache_memory", cfg.cache_memory), "as given")
+    device, name = (card.memory_bytes, card.name) if card else (read_bytes("memory", cfg.memory), "the device")
+    weights = shape.weights_bytes if cfg.weights is None else read_bytes("weights", cfg.weights)
+    if weights is None:
+        raise ValueError(
+            f"the weights of {shape.name} are not known; give weights=16GiB, or cache_memory for caches alone"
+        )
+    return device - weights, f"{format_bytes(device)} of {name} less {format_bytes(weights)} of weights"
+
+
+def read_tokens(value: object) -> int:
+    """Read a number of tokens, or text such as 32k."""
+    match = re.fullmatch(r"([0-9]{1,9})([kK]?)", str(value)) if not isinstance(value, bool) else None
+    found = int(match[1]) * (1024 if match[2] else 1) if match else 0
+    if not 1 < found <= MAX_TOKENS:
+        raise ValueError(f"context={value} is no number of tokens; write a whole number, or text such as 32k")
+    return found
+
+
+def read_speeds(folder: Path) -> tuple[dict[str, list[Speed]], list[str]]:
+    """Read the measured throughput of every method, by the text of its policy, and say which files cannot be read."""
+    from kvbench.kernels.bench.bench import read_document
+    from kvbench.runs.choices import make_method
+
+    found: dict[str, list[Speed]] = {}
+    notes = []
+    for path in sorted(folder.glob("**/bench.json")):
+        try:
+            document = read_document(path)
+        except ValueError as error:
+            notes.append(f"{path} is left out: {error}")
+            continue
+        if document["what"] not in BENCHES:
+            continue
+        model = str((document.get("model") or {}).get("name", "unknown"))
+        for cell in document["cells"]:
+            for row in cell["variants"]:
+                if not row.get("tokens_per_call"):
+                    continue
+                try:
+                    key = repr(make_method(row["name"]))
+                except ValueError:  # a baseline, such as transformers' own cache
+                    continue
+                rate, context = row["tokens_per_call"] / row["median"], int(cell["cell"].get("context", 0))
+                found.setdefault(key, []).append(Speed(tokens_per_s=rate, model=model, context_tokens=context))
+    return found, notes
+
+
+def show(
+    ranked: Sequence[Advice],
+    asked: Asked,
+    notes: Sequence[str],
+    room: str,
+    card: Card | None,
+    *,
+    has_speeds: bool,
+    most: int | None,
+    metric: str,
+) -> None:
+    """Print the table, at most `most` rows of it, and what must be known to read it."""
+    console = terminal.console(80)
+    memory = asked.memory_bytes
+    there = "" if memory is None else f", {format_bytes(max(0, memory))} for caches"
+    table = terminal.plain_table(f"{asked.shape.name}: {asked.batch} x {asked.context_tokens} tokens{there}")
+    table.add_column("method", overflow="fold", min_width=12)
+    unit = next((f", {quality.unit}" for one in ranked for quality in one.quality), "")
+    for heading in ("caches", "%", f"loss{unit}", *(["tok/s"] if has_speeds else []), "whose", "says"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for item in ranked[:most]:
+        speed = item.speed
+        rate = "-" if speed is None else f"{speed.tokens_per_s:.3g}{'' if item.own_rate else '*'}"
+        table.add_row(
+            safe(item.label, LINE_LENGTH),
+            format_bytes(item.total_bytes),
+            "-" if item.bytes_of is None else f"{100 * item.bytes_of.ratio:.1f}",
+            "0" if item.method == FULL else loss_text(item),
+            *([rate] if has_speeds else []),
+            item.whose,
+            item.says,
+        )
+    console.print(table)
+    if rest := ranked[most:] if most is not None else ():
+        counted = ", ".join(f"{count} {name}" for name, count in Counter(item.says for item in rest).items())
+        console.print(Text(f"and {len(rest)} more ({counted}); rows=null shows all", style="dim"))
+    if room and memory is not None:
+        console.print(Text(f"Room for caches: {format_bytes(max(0, memory))} ({room}); activations need some of it."))
+        if memory < 0:
+            console.print(Text("The weights alone do not fit; weights=BYTES says what quantised ones take."))
+    known = [*summary(ranked, asked), *studies(ranked), *carried(ranked, asked, metric)]
+    for line in (*known, *settling(ranked, asked, card), *unknown(ranked, asked, has_speeds)):
+        console.print(Text(line), soft_wrap=line.startswith(" "))  # a command is copied
+    for note in notes:
+        console.print(Text(f"! {note}"), soft_wrap=True)
+    says, whose = ({getattr(item, name) for item in ranked} for name in ("says", "whose"))
+    console.print(
+        Text(
+            "loss: mean paired difference to the full cache [95 % interval], of the task that leaves most open; * "
+            "another model; each interval is by itself. caches: all sequences, weights and activations apart, to "
+            "within 1 % (`kvbench bytes` counts them whole); %: of FP16. whose: "
+            + ", ".join(f"{name} = {meaning}" for name, meaning in WHOSE.items() if name in whose)
+            + ". "
+            + " ".join(f"{name}: {meaning}." for name, meaning in MEANING.items() if name in says)
+            + " Sorted by this, then tokens per second measured on this model, then bytes.",
+            style="dim",
+        )
+    )
+
+
+def loss_text(item: Advice) -> str:
+    """The loss with its interval, in shown units; a star where it is another model's."""
+    worst = item.worst
+    if worst is None:
+        return "-"
+    scale, star = worst.scale, "" if worst.own else "*"
+    text = number(worst.lost, scale, signed=True)
+    if worst.least is None or worst.most is None:
+        return f"{text} {NO_INTERVAL}{star}"
+    return f"{text} [{number(worst.least, scale, signed=True)}, {number(worst.most, scale, signed=True)}]{star}"
+
+
+def summary(ranked: Sequence[Advice], asked: Asked) -> list[str]:
+    """Name the method that is advised, in a sentence."""
+    lines = []
+    if asked.memory_bytes is not None:
+        fits = [item.says == ADVISED for item in ranked if item.method == FULL]
+        lines += [f"The full cache {'fits' if fit else 'does not fit'}." for fit in fits[:1]]
+    best = next((item for item in ranked if item.says == ADVISED and item.method != FULL), None)
+    name = asked.shape.name
+    if best is None or best.worst is None:
+        return [*lines, f"Nothing that fits is shown to lose no more than the margin on {name}, so none is advised."]
+    by = f" by the repository's study ({best.worst.task} in {best.worst.study})" if best.worst.study else ""
+    return [
+        *lines,
+        f"Measured on {name}{by}, it fits and loses no more than the margin: {safe(best.label)} "
+        f"({best.worst.num_samples} samples).",
+        *_flags(best, asked),
+    ]
+
+
+def settling(ranked: Sequence[Advice], asked: Asked, card: Card | None) -> list[str]:
+    """Name the run that would settle the question for the most promising method that is not measured, and its time."""
+    first = next((one for one in ranked if one.says in (ELSEWHERE, OPEN, UNMEASURED) and one.method != FULL), None)
+    if first is None or any(one.says == ADVISED and one.method != FULL for one in ranked):
+        return []
+    wanted = (first.worst.needed if first.worst else None) or SAMPLES
+    items = math.ceil(wanted / RULER_TASKS)
+    lines = [f"The most promising is {safe(first.label)}. This run tells most, at {asked.context_tokens} tokens:"]
+    words = ["task=ruler", f"task.lengths=[{asked.context_tokens}]", f"task.items={items}", *_model_words(asked.shape)]
+    lines.append(_command(first, [*words, *(["model.device=cuda", "model.dtype=bfloat16"] if card else [])]))
+    lines += _flags(first, asked)
+    if card is None:
+        return [*lines, "How long that takes, gpu=NAME says of a card."]
+    count = items * RULER_TASKS
+    seconds = card.seconds(asked.shape, 2 * count, asked.context_tokens - asked.answer_tokens, asked.answer_tokens)
+    if seconds is not None:
+        lines.append(
+            f"It takes about {format_seconds(seconds)} on one {card.name}: {count} prompts, read for the method and "
+            f"for the full cache, at {100 * REACHED:.0f} % of the card's peak. That is computed, not measured."
+        )
+    return lines
+
+
+def unknown(ranked: Sequence[Advice], asked: Asked, has_speeds: bool) -> list[str]:
+    """Name what is not known, and the commands that would find out."""
+    methods, name = [item for item in ranked if item.method != FULL], asked.shape.name
+    lines, model = [], _model_words(asked.shape)
+    if elsewhere := [item for item in methods if item.says in (ELSEWHERE, UNMEASURED)]:
+        task = next((item.worst.task for item in elsewhere if item.worst), "longctx")
+        lines.append(f"Not measured on {name}, so not advised: {_named(elsewhere)}. To find out:")
+        lines += [_command(item, [*_task_words(task), *model]) for item in elsewhere[:NAMED]]
+    # First the one that fewest more samples would settle.
+    undecided = [(item.worst, item) for item in methods if item.says == OPEN and item.worst]
+    if undecided:
+        undecided.sort(key=lambda pair: pair[0].needed or float("inf"))
+        worst, first = undecided[0]
+        needed, there = worst.needed, worst.num_samples
+        more = f"about {needed} samples would tell (there are {there})" if needed else "more samples"
+        lines.append(f"Too few samples to tell: {_named([item for _, item in undecided])}; {more}. To find out:")
+        on = [f"model={worst.model}"] if worst.own and worst.model in files.options("model") else model
+        lines.append(_command(first, [*_task_words(worst.task), *on, "limit=null"]))
+    longest = max((quality.longest_tokens for item in methods for quality in item.quality), default=0)
+    if longest and asked.context_tokens > FAR * longest:
+        lines.append(
+            f"Quality was measured on prompts of up to {longest} tokens; at {asked.context_tokens} it is not known. To "
+            "find out:"
+        )
+        lines.append(_command(methods[0], ["task=ruler", f"task.lengths=[{asked.context_tokens}]", *model]))
+    if slow := [item for item in methods if item.says != TOO_LARGE and not item.own_rate]:
+        what = "No throughput was measured" + (f" on {name}" if has_speeds else "")
+        named = [FULL, *(f'"{" ".join([item.method, *_words(item)])}"' for item in slow[:NAMED])]
+        of = model[0].partition("=")[2] if len(model) == 1 else " ".join(word.removeprefix("model.") for word in model)
+        words = [f"throughput.model={of.removeprefix('model=')}", f"throughput.methods=[{','.join(named)}]"]
+        words.append(f"throughput.context={asked.context_tokens - asked.answer_tokens}")
+        if asked.memory_bytes is not None and asked.memory_bytes > 0:
+            words.append(f"throughput.kv_mb={asked.memory_bytes // 10**6}")
+        lines.append(f"{what} of {_named(slow)}. To find out:")
+        lines.append("  " + shlex.join(["kvbench", "bench", "what=throughput", *words]))
+    return lines
+
+
+def _model_words(shape: NamedShape) -> list[str]:
+    """The words of a run that choose the model: one of kvbench's own, a file, a folder, or the page of a preset."""
+    if shape.name in files.options("model"):
+        return [f"model={shape.name}"]
+    return [f"model={'gguf' if shape.place.endswith('.gguf') else 'hf'}", f"model.path={shape.place}"]
+
+
+def _task_words(task: str) -> list[str]:
+    """The words of a run that choose a task, with the consent that it asks for where it runs the model's code."""
+    takes = read_config(files.path_of("task", task)) if task in files.options("task") else {}
+    return [f"task={task}", *([f"task.{AGREED}=true"] if AGREED in takes else [])]
+
+
+def _flags(item: Advice, asked: Asked) -> list[str]:
+    """The flags of each engine that ships the method."""
+    found = [] if item.policy is None else flags_of(item.policy, asked.shape.layers)
+    return ["In an engine:", *(f"  {line}" for line in found)] if found else []
+
+
+def _named(items: Sequence[Advice]) -> str:
+    more = f" and {len(items) - NAMED} more" if len(items) > NAMED else ""
+    return ", ".join(safe(item.label) for item in items[:NAMED]) + more
+
+
+def _words(item: Advice) -> list[str]:
+    return [f"{name}={value}" for name, value in item.settings.items()]
+
+
+def _command(item: Advice, more: Sequence[str]) -> str:
+    words = [f"method={item.method}", *(f"method.{word}" for word in _words(item)), *more]
+    return "  " + shlex.join(["kvbench", *map(str, words)])

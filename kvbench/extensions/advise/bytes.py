@@ -1,0 +1,234 @@
+"""The command `bytes`: what a method would hold on a model that is not here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from omegaconf import DictConfig, ListConfig
+from rich.table import Table
+from rich.text import Text
+
+from kvbench.cache.layout import StoreOptions, compile_formats
+from kvbench.config.files import FULL
+from kvbench.extensions.advise import shipped
+from kvbench.extensions.papers import published
+from kvbench.policy import MAX_TOKENS, Policy
+from kvbench.results.lines import read_samples
+from kvbench.results.measures import RESIDENT
+from kvbench.results.record import RunRecord
+from kvbench.results.writing import write_file
+from kvbench.rules import Whole
+from kvbench.runs.config import store_options
+from kvbench.runs.parts import make_policy
+from kvbench.show import terminal
+from kvbench.show.csv_file import Cell, csv_bytes
+from kvbench.show.progress import format_bytes, note, said_when_slow
+from kvbench.sizing.project import Projection, is_one_number, project
+from kvbench.sizing.shapes import NamedShape, find_shape
+from kvbench.sizing.stored import policy_of, tier_shares
+
+# Columns of the table, and the items of the ledger in them; the CSV file has every item.
+PARTS = {
+    "payload": ("payload_bytes",),
+    "quant meta": ("quant_meta_bytes",),
+    "track": ("track_bytes",),
+    "buffer": ("residual_bytes", "residual_slack_bytes"),
+    "rest": ("slack_bytes", "table_bytes", "free_list_bytes", "book_bytes"),
+}
+BESIDE = {"windows": ("window_bytes",), "states": ("state_bytes",)}
+Row = tuple[str, int, Projection]  # what the row is, tokens of a sequence, its bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A method, and what is known of the shares of its tiers where the text decides them."""
+
+    name: str
+    policy: Policy
+    shares: Sequence[float] = ()
+    """Those of the stored run that was named."""
+    store: StoreOptions = field(default_factory=StoreOptions)
+
+
+def main(cfg: DictConfig) -> int:
+    """Print the table."""
+    lengths = [int(x) for x in cfg.length] if isinstance(cfg.length, ListConfig) else [cfg.length]
+    for length in lengths:
+        Whole(1, MAX_TOKENS, unit="tokens").check("length", length)
+    Whole(0, min(lengths) - 1, unit="tokens").check("answer", cfg.answer)
+    Whole(1, 2**20, unit="sequences").check("batch", cfg.batch)
+    with said_when_slow(f"reading {cfg.model}"):
+        shape = find_shape(cfg.model)
+    if cfg.run:
+        asked = [_stored(Path(cfg.run), shape)]
+    else:
+        store = store_options(cfg.store)
+        asked = [Asked(name=name, policy=make_policy(method), store=store) for name, method in cfg._each_.items()]
+    rows: list[Row] = []
+    notes: list[str] = []
+    with said_when_slow(f"counting the bytes of {', '.join(one.name for one in asked)}"):
+        for one in asked:
+            found, said = _of_method(one, shape, lengths, cfg.answer)
+            rows += found
+            notes += said
+    console = terminal.console(100)
+    console.print(_table(rows, shape, cfg.batch))
+    for line in (*_notes(rows, shape, cfg.answer), *notes):
+        console.print(Text(line, style="dim"))
+    if cfg.out:
+        write_file(Path(cfg.out), _csv(rows, shape, cfg.batch))
+        terminal.print_paths([Path(cfg.out)], console)
+    return 0
+
+
+def _stored(folder: Path, shape: NamedShape) -> Asked:
+    """The method of a stored run, and the shares that it measured; in its pages, where they hold slots of the shape."""
+    record = RunRecord.load(folder)
+    if record is None:
+        raise ValueError(f"run={folder} holds no run.json; give the folder of a run")
+    policy = policy_of(record.identity)
+    if policy is None:
+        raise ValueError(
+            f"run={folder}: its method {record.method} is none of kvbench's own, has other settings now, or names a "
+            "file, which a stored run never does"
+        )
+    samples, damaged = read_samples(folder / "samples.jsonl", record.hash, sealed=record.sealed)
+    if damaged:
+        note(f"{damaged} damaged lines of {folder}/samples.jsonl do not count")
+    store = replace(store_options(record.identity.get("store") or {}), budget_bytes=None)
+    try:
+        compile_formats(policy, shape.store_shape, store)
+    except ValueError as error:  # of the run's pages, or of what `project` refuses too
+        note(f"with pages of store.page_bytes=auto, for that of the run does not fit: {error}")
+        store = replace(store, page_bytes="auto")
+    return Asked(name=record.method, policy=policy, shares=tier_shares(samples.values()), store=store)
+
+
+def _of_method(asked: Asked, shape: NamedShape, lengths: Sequence[int], answer: int) -> tuple[list[Row], list[str]]:
+    """The rows of a method, and what must be known to read them."""
+    name, rows, notes = asked.name, list[Row](), list[str]()
+    for length in lengths:
+        sizes = shape.store_shape, length - answer, answer, asked.store
+        least, most = project(asked.policy, *sizes, shares=asked.shares)
+        if is_one_number(least, most):
+            rows.append((f"{name}, as measured" if most.measured else name, length, most))
+            if most.measured:
+                notes = [f"How much {name} keeps depends on the text: its shares are those of the stored run."]
+            continue
+        rows += [(f"{name}, at least", length, least), (f"{name}, at most", length, most)]
+        more, notes = _known_elsewhere(asked, shape, length, answer)
+        rows += more
+        why = (
+            f"How much {name} keeps depends on the text: least where queries attend to one token, most where they "
+            "attend to all alike; run=FOLDER takes what a stored run measured."
+        )
+        notes = [why, *notes]
+    if name == FULL:
+        notes.append("The full cache holds more than 100 %: page tables, and pages that are not full.")
+    return rows, notes
+
+
+def _known_elsewhere(asked: Asked, shape: NamedShape, length: int, answer: int) -> tuple[list[Row], list[str]]:
+    """Rows that others' numbers make of a method whose memory the text decides, and whose numbers they are."""
+    name, rows, notes = asked.name, list[Row](), list[str]()
+    shares, model = shipped.shares_in_study(name, asked.policy, shape.name)
+    if shares:
+        (found, _) = project(asked.policy, shape.store_shape, length - answer, answer, asked.store, shares)
+        rows.append((f"{name}, study", length, found))
+        notes.append(f"study: at the shares that the repository's study measured of {name} on {model}, another text.")
+    elif not shipped.study_folders():
+        notes.append(shipped.ABSENT)
+    printed = published.shares(name, shape.name)
+    if len(printed):
+        fp16 = shape.store_shape.fp16_bytes(length)
+        for share in sorted({printed["memory_pct"].min(), printed["memory_pct"].max()}):
+            items = {"resident_bytes": round(share / 100 * fp16)}
+            rows.append((f"{name}, printed", length, Projection(items=items, fp16_bytes=fp16)))
+        places = ", ".join(dict.fromkeys(f"{row.paper}, {row.locator}" for row in printed.itertuples()))
+        notes.append(f"printed: the least and the most that {places} gives for {printed['model'].iloc[0]}, as printed.")
+    return rows, notes
+
+
+def _table(rows: Sequence[Row], shape: NamedShape, batch: int) -> Table:
+    layers = shape.store_shape
+    title = (
+        f"Bytes on {shape.name}: {shape.layers} layers, {layers.num_kv_heads} KV heads of {layers.head_dim} channels"
+    )
+    if layers.keys_only:
+        title = f"Bytes on {shape.name}: {shape.layers} layers of one latent vector of {layers.head_dim} channels"
+    there = {"windows": layers.beside, "states": layers.state_bytes}
+    beside = {name: items for name, items in BESIDE.items() if there[name]}
+    parts, extra = PARTS | beside, ["% alone"] if beside else []
+    table = terminal.plain_table(title)
+    table.add_column("method", no_wrap=True)
+    many = [f"x {batch}"] if batch > 1 else []
+    for heading in ("tokens", "resident", *many, "FP16", "%", *extra, *parts):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, length, found in rows:
+        table.add_row(
+            name,
+            str(length),
+            *(format_bytes(count * found.resident_bytes) for count in ([1, batch] if many else [1])),
+            format_bytes(batch * found.fp16_bytes),
+            f"{RESIDENT.scale * found.ratio:.1f}",
+            *(_alone(found, shape, length) for _ in extra),
+            *(_part(found, items) for items in parts.values()),
+        )
+    return table
+
+
+def _alone(found: Projection, shape: NamedShape, length: int) -> str:
+    """Share of the layers that see everything, of their own FP16 cache."""
+    if "window_bytes" not in found.items:
+        return "-"
+    beside = found.items["window_bytes"] + found.items["state_bytes"]
+    return f"{RESIDENT.scale * (found.resident_bytes - beside) / shape.store_shape.own_fp16_bytes(length):.1f}"
+
+
+def _part(found: Projection, items: Sequence[str]) -> str:
+    """Share of some items; a dash of a number that came without items."""
+    if items[0] not in found.items:
+        return "-"
+    return f"{100 * sum(found.items[item] for item in items) / found.fp16_bytes:.1f}"
+
+
+def _notes(rows: Sequence[Row], shape: NamedShape, answer: int) -> list[str]:
+    notes = [
+        f"% and the parts are of an FP16 full cache for the same tokens, of which {answer} were written behind the "
+        f"prompt. Shape: {shape.source}. The peak while a prompt is compressed, weights and activations do not count."
+    ]
+    others, layers = [], shape.store_shape
+    for window in dict.fromkeys(each.window for each in layers.beside if each.window is not None):
+        kept = "tokens of the last chunk of" if window.in_chunks else "last"
+        count = sum(each.num_layers for each in layers.beside if each.window == window)
+        others.append(f"{count} more keep their {kept} {window.num_tokens} tokens")
+    if shape.state_layers:
+        others.append(f"{shape.state_layers} hold states of {format_bytes(layers.state_bytes)} together")
+    if others:
+        notes.append(
+            f"The method acts on the {shape.layers} layers that see everything, and {', '.join(others)}, which count "
+            "in FP16 and in every row; '% alone' is of the former without them."
+        )
+    if layers.shared:
+        notes.append(f"{len(layers.shared)} layers attend to what another one holds, and hold nothing.")
+    if shape.context and (longest := max(length for _, length, _ in rows)) > shape.context:
+        notes.append(f"{shape.name} was made for {shape.context} tokens; {longest} are more.")
+    return notes
+
+
+def _csv(rows: Sequence[Row], shape: NamedShape, batch: int) -> bytes:
+    """Every item of every row, for all sequences together."""
+    items = list(rows[0][2].items)
+    lines: list[list[Cell]] = [
+        [
+            name,
+            shape.name,
+            length,
+            batch,
+            found.ratio,
+            batch * found.fp16_bytes,
+            *(batch * found.items[i] if i in found.items else None for i in items),
+        ]
+        for name, length, found in rows
+    ]
+    return csv_bytes(["method", "model", "tokens", "batch", "ratio", "fp16_bytes", *items], lines)

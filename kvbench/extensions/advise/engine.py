@@ -1,0 +1,34 @@
+"""The command `engine`: what the flags of a serving engine mean here."""
+
+import shlex
+
+from omegaconf import DictConfig
+from rich.text import Text
+
+from kvbench.extensions.advise.engines import engines, read_command
+from kvbench.show import terminal
+from kvbench.show.text import safe
+
+LONGEST = 2000  # of a command line that is shown
+
+
+def main(cfg: DictConfig) -> int:
+    """Print the setting that a command of an engine means, and run it where settings of a run are given."""
+    if not cfg.command:
+        raise ValueError('give the command of an engine in quotes: kvbench engine "llama-server -ctk q8_0 -ctv q8_0"')
+    found = read_command(str(cfg.command))
+    own = [] if cfg.run is None else shlex.split(str(cfg.run))
+    changed = {word.partition("=")[0] for word in own}
+    words = [word for word in found.words if word.partition("=")[0] not in changed]
+    if "model" in changed:  # another model, with settings of its own
+        words = [word for word in words if not word.startswith("model.")]
+    words += own
+    console = terminal.console(100)
+    console.print(Text(safe(shlex.join(["kvbench", *words]), LONGEST)), soft_wrap=True)
+    for note in [*found.notes, f"The words of {found.engine}: {engines()[found.engine]['source']}"]:
+        console.print(Text(safe(note, LONGEST), style="dim"), soft_wrap=True)
+    if cfg.run is None:
+        return 0
+    from kvbench.cli.main import main as command
+
+    return command(words)

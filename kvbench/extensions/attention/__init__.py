@@ -1,0 +1,1 @@
+"""The extension `attention`; its page is README.md."""

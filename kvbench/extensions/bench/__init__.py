@@ -1,0 +1,1 @@
+"""The extension `bench`; its page is README.md."""

@@ -1,0 +1,1 @@
+"""The extension `calibrate`; its page is README.md."""

@@ -1,0 +1,263 @@
+"""The rule of a calibration, its statistics against plain oracles, its settings, its sweep on a real engine, and how
+often it confirms what it should not."""
+
+import json
+from dataclasses import fields
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from fake_parts import altered
+from graded import Bench, gentle, make_cfg, smaller
+
+from kvbench.config.methods import method_settings
+from kvbench.engine.prompt_cache import PromptCache
+from kvbench.engine.requests import Request
+from kvbench.extensions.calibrate.choose import ALLOWED, Measured, accepts, choose, evaluate, false_confirmations, loss
+from kvbench.extensions.calibrate.command import _earlier_looks, main
+from kvbench.extensions.calibrate.measure import Sweep, Trial
+from kvbench.extensions.calibrate.plan import Rule, read_plan, split
+from kvbench.runs.parts import Loaders
+from kvbench.stats.intervals import Estimate
+
+RULE = Rule(criterion="nll", margin=0.1, proof="interval", tie=0.0, resamples=499, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"calibrate__parameters": ["alpha_m"]}, "calibrate.parameters=alpha_m does not exist. Did you mean alpha_"),
+        ({"calibrate__parameters": ["window"]}, "calibrate.grid.window=None is no list of values"),
+        ({"calibrate__parameters": []}, "must name at least one setting"),
+        ({"calibrate__grid": {"budget": [1]}}, "method=graded has none of the settings budget"),
+        ({"calibrate__grid__alpha_h": [1, 1]}, "holds a value twice"),
+        ({"calibrate__criterion": "accuracy"}, "calibrate.criterion=accuracy does not exist"),
+        ({"calibrate__proof": "hope"}, "calibrate.proof=hope does not exist"),
+        ({"calibrate__margin__nll": 0}, "calibrate.margin.nll=0 must be a number above 0"),
+        ({"calibrate__margin__nll": float("nan")}, "calibrate.margin.nll=nan must be a number above 0"),
+        ({"calibrate__margin__nll": float("inf")}, "calibrate.margin.nll=inf must be a number above 0"),
+        ({"calibrate__tie": float("nan")}, "calibrate.tie=nan must be a share"),
+        ({"calibrate__tie": 1.5}, "calibrate.tie=1.5 must be a share"),
+        ({"calibrate__tuning_samples": 1}, "calibrate.tuning_samples=1 must be a whole number of at least 2"),
+        ({"prompt_cache_bytes": "much"}, "prompt_cache_bytes=.much. is no number of bytes"),
+        ({"limit": 3}, "limit=3 has no meaning here"),
+        ({"method__calibration": "x.yaml"}, "method.calibration is what this command writes"),
+        ({"fidelity__max_tokens": 0}, "needs gold answers"),
+        ({"_choices_": {"method": "full"}}, "method=full is what the others are measured against"),
+        ({"calibrate__grid__alpha_l": [0, 5]}, "alpha_l=5.0 and alpha_h=3.0 do not fit"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(tmp_path, changes, message):
+    """One message that names the setting, its value and what there is."""
+    raised = {"calibrate__raised": {}} if "do not fit" in message else {}
+    with pytest.raises(ValueError, match=message):
+        main(make_cfg(tmp_path, **changes, **raised), Bench(gentle, smaller).parts())
+
+
+def test_split_shares_small_subsets_and_refuses_single_samples(tmp_path):
+    """A subset with fewer samples than asked for is shared in the same proportion; one sample cannot be shared."""
+    bench = Bench(gentle, smaller, count=12)
+    cfg = make_cfg(tmp_path)
+    plan = read_plan(cfg.calibrate, "graded", bench.parts().make_policy(cfg.method))
+    tuning, held_out = split(bench.load_task(cfg.task, None, limit=18, seed=0, protocol=None), plan, seed=3)
+    assert (len(tuning.requests), len(held_out.requests)) == (4, 8)  # of 6 per subset: 6 * 6 // 18 = 2, and 4
+    assert tuning.fingerprint != held_out.fingerprint
+    other, _ = split(bench.load_task(cfg.task, None, limit=18, seed=0, protocol=None), plan, seed=4)
+    assert [r.sample_id for r in other.requests] != [r.sample_id for r in tuning.requests]
+    bench.requests = bench.requests[:3]
+    with pytest.raises(ValueError, match="subset b of task graded has a single sample"):
+        split(bench.load_task(cfg.task, None, limit=18, seed=0, protocol=None), plan, seed=0)
+
+
+def measured(resident, value, high, failed=0):
+    """A grid point as `choose` sees it."""
+    losses = {"nll": Estimate(value=value, num_samples=9, low=0.0, high=high)}
+    empty = dict.fromkeys(item.name for item in fields(Measured))
+    asked = {"losses": losses, "resident_bytes": resident, "num_failed": failed}
+    return Measured(**empty | asked | {"within": not failed and high is not None and high <= RULE.margin})
+
+
+@pytest.mark.parametrize(
+    ("points", "tie", "best"),
+    [
+        ([(500, 0.0, 0.01), (400, 0.05, 0.09), (300, 0.09, 0.2)], 0.0, 1),  # the cheapest within the margin
+        ([(500, 0.0, 0.2), (400, 0.05, 0.3)], 0.0, None),
+        ([(500, 0.0, 0.0), (400, 0.05, 0.09), (400, 0.04, 0.08)], 0.0, 1),  # of equal bytes the gentler value
+        ([(400, 0.01, 0.02), (397, 0.05, 0.09)], 0.01, 0),  # 3 bytes of 400 are not worth a loss
+        ([(400, 0.01, 0.02), (397, 0.05, 0.09)], 0.0, 1),
+        ([(400, 0.01, None), (500, 0.0, 0.0)], 0.0, 1),  # no interval, no proof
+        ([(400, 0.01, 0.02, 1), (500, 0.0, 0.0)], 0.0, 1),  # a sample that did not end well
+        # Ties: from the fewest good.
+        ([(308, 0.0, 0.01), (305, 0.0, 0.01), (302, 0.01, 0.02), (300, 0.09, 0.3)], 0.01, 1),
+    ],
+)
+def test_choice_and_ties(points, tie, best):
+    """Fewest bytes within the margin; near-equal bytes go to the gentler value."""
+    rule = Rule(**(vars(RULE) | {"tie": tie}))
+    assert choose([measured(*point) for point in points], rule) == best
+
+
+@pytest.mark.parametrize(
+    ("value", "high", "proof", "good"),
+    [
+        (0.05, 0.09, "interval", True),
+        (0.05, 0.12, "interval", False),
+        (0.05, 0.12, "mean", True),
+        (0.11, 0.12, "mean", False),
+        (0.05, None, "interval", False),
+        (0.05, None, "mean", True),
+    ],
+)
+def test_proof_is_by_the_interval_or_by_the_mean(value, high, proof, good):
+    """Non-inferiority asks for the upper end of the interval; the paper's way asks for the mean."""
+    rule = Rule(**(vars(RULE) | {"proof": proof}))
+    assert accepts(rule, measured(400, value, high)) is good
+    assert accepts(rule, measured(400, value, high, failed=1)) is False
+
+
+def point_with(values, scores, task):
+    """A measured point from NLLs and scores by (subset, sample)."""
+    records = [
+        {
+            "sample_id": f"{subset}/{index}",
+            "subset": subset,
+            "repeat": 0,
+            "status": "ok",
+            "scores": {"score": score},
+            "fidelity": {"nll": nll, "kl_mean": nll / 10},
+            "kept": {},
+            "ledger": {"resident_bytes": 400.0 + index, "fp16_bytes": 1000.0},
+        }
+        for (subset, index, nll), score in zip(values, scores, strict=True)
+    ]
+    return Trial(settings={"a": 1}, experiment=SimpleNamespace(task=task, hash="x"), records=records)
+
+
+def test_losses_against_a_plain_oracle(tmp_path):
+    """Positive means worse; subsets weigh the same; intervals are scipy's stratified bootstrap, up to its small-sample
+    stretch and the draws."""
+    from scipy import stats
+
+    task = Bench(gentle, smaller).load_task(None, None, limit=4, seed=0, protocol=None)
+    rng = np.random.default_rng(0)
+    extra = [rng.normal(0.2, 0.1, 30), rng.normal(0.4, 0.1, 60)]
+    values = [("ab"[s], i, 1.0 + i % 7 + extra[s][i]) for s in (0, 1) for i in range(len(extra[s]))]
+    plain = [("ab"[s], i, 1.0 + i % 7) for s in (0, 1) for i in range(len(extra[s]))]
+    lost = [float(i % 5 != 0) for _, i, _ in values]
+    point, full = point_with(values, lost, task), point_with(plain, [1.0] * len(plain), task)
+    rule = Rule(**(vars(RULE) | {"resamples": 9999}))
+    found = evaluate(point, full, rule)
+    assert found.losses["nll"].value == pytest.approx(np.mean([e.mean() for e in extra]))
+    assert found.losses["kl"].value == pytest.approx(np.mean([e.mean() for e in extra]) / 10)
+    oracle = stats.bootstrap(
+        tuple(extra), lambda a, b, axis: (a.mean(axis=axis) + b.mean(axis=axis)) / 2, method="percentile", rng=1
+    ).confidence_interval
+    width = oracle.high - oracle.low
+    assert found.losses["nll"].low == pytest.approx(oracle.low, abs=0.1 * width)
+    assert found.losses["nll"].high == pytest.approx(oracle.high, abs=0.1 * width)
+    assert found.losses["score"].value == pytest.approx(0.2) and found.losses["score"].low > 0.1
+    assert found.score == pytest.approx(0.8)
+    task.metrics["score"] = type(task.metrics["score"])(False, "errors: fewer are better")
+    assert loss(point, full, "score", rule).value == pytest.approx(-0.2)
+    resident = np.mean([400.0 + i for _, i, _ in values])
+    assert found.resident_bytes == pytest.approx(resident)
+    assert found.bytes_ratio.value == pytest.approx(resident / 1000)
+    assert found.bytes_ratio.low < found.bytes_ratio.value < found.bytes_ratio.high
+    same = loss(full, full, "nll", rule)
+    assert (same.value, same.low, same.high) == (0.0, 0.0, 0.0)
+
+
+def test_points_equal_fresh_runs(tmp_path, tiny_model):
+    """The whole sweep on a real engine: records from reused prompts are those of runs that read every prompt."""
+    model = tiny_model("llama", "gqa3", 64)
+    generator = np.random.default_rng(0)
+
+    def tokens(count):
+        return tuple(generator.integers(1, 320, count).tolist())
+
+    requests = [
+        Request(sample_id=f"a/{i}", subset="a", segments=(tokens(60 + i),), gold=tokens(5), max_new_tokens=4)
+        for i in range(5)
+    ]
+    bench = Bench(gentle, smaller)
+    bench.requests = requests
+    task = bench.load_task(None, None, limit=9, seed=0, protocol=None)
+    cfg = make_cfg(tmp_path, batch_size=2)
+    cfg.method = method_settings("diffkv")
+    cfg.method.window = 8
+    for name in ("what", "calibrate", "_choices_"):  # the command's own, which are no settings of a run
+        cfg.pop(name, None)
+    made = {"check_task": lambda config: None, "load_model": lambda cfg: model, "load_task": lambda *a, **k: task}
+    parts = altered(Loaders(), **made)
+    prompts = PromptCache(2**30)
+    sweep = Sweep(cfg, "diffkv", parts, folder=tmp_path / "points", prompts=prompts)
+    grid = [(0.0, 0.0), (1.0, 0.0), (1.0, 0.5), (2.0, 0.1)]
+    points = [sweep.trial({"alpha_h": high, "alpha_l": low}, task) for high, low in grid]
+    try:
+        sweep.measure([*points, sweep.full(task)], "test")
+        assert (prompts.num_read, prompts.num_reused) == (5, 20)
+        for point in points:
+            fresh, engine = {}, parts.make_engine(point.experiment.config, model, point.experiment.policy)
+            engine.run(requests, on_outcome=lambda o, fresh=fresh: fresh.update({o.sample_id: o}))
+            for record in point.records:
+                outcome = fresh[record["sample_id"]]
+                for name in ("text", "fidelity", "ledger", "kept", "token_ids"):
+                    assert record[name] == json.loads(json.dumps(getattr(outcome, name))), name
+    finally:
+        model.model.set_attn_implementation("sdpa")
+    assert len({json.dumps([r["fidelity"] for r in point.records]) for point in points}) == len(grid)
+
+
+DEFAULT = Rule(criterion="nll", margin=0.05, proof="interval", tie=0.01, resamples=499, seed=0)
+
+
+def rate(shape, proof):
+    """The simulated rate at the default grid and sample counts of kvbench/extensions/calibrate/README.md."""
+    rule = Rule(**(vars(DEFAULT) | {"proof": proof}))
+    return false_confirmations(shape, rule, num_points=16, num_tuning=32, num_held_out=48, trials=300)
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("name", ["normal", "skewed", "few carry all"])
+def test_the_default_proof_confirms_seldom_what_it_should_not(name):
+    """By the interval it is below 10 % for every shape of loss; by the mean it is several times as often."""
+    rng = np.random.default_rng(0)
+    shape = {
+        "normal": rng.normal(0, 0.05, 400),
+        "skewed": rng.lognormal(-4, 1.5, 400),
+        "few carry all": (rng.random(400) < 0.05) * 1.0,
+    }[name]
+    by_interval, by_mean = rate(shape, "interval"), rate(shape, "mean")
+    assert by_interval < ALLOWED and by_mean > max(0.1, 2 * by_interval)
+
+
+def test_the_default_is_the_interval():
+    """The proof in conf/command/calibrate.yaml is the one that was simulated, and its margins are those of compare."""
+    from kvbench.cli.commands import compose_command
+    from kvbench.results.measures import LOSSES
+
+    wanted = compose_command("calibrate", ["method=snapkv"]).calibrate
+    assert wanted.proof == "interval"
+    assert {name: wanted.margin[name] for name in LOSSES} == {n: lost.measure.margin for n, lost in LOSSES.items()}
+
+
+def test_nothing_lost_is_no_luck():
+    """If no sample loses anything, no setting can be lucky; too few samples prove nothing."""
+    assert false_confirmations(np.zeros(9), DEFAULT, num_points=3, num_tuning=9, num_held_out=9) == 0.0
+    noise = np.random.default_rng(0).normal(size=50)
+    assert false_confirmations(noise, DEFAULT, num_points=3, num_tuning=4, num_held_out=4) == 0.0
+
+
+def test_looks_are_counted(tmp_path, capsys, undrawn):
+    """A second calibration with another margin on the same held-out samples is the second look, and says so; the same
+    one again is no further look."""
+    bench = Bench(gentle, smaller)
+    for margin in (0.05, 0.2, 0.2):
+        main(make_cfg(tmp_path, calibrate__margin__nll=margin), bench.parts())
+    shown = capsys.readouterr().out
+    files = list(tmp_path.rglob("calibration.json"))
+    found = sorted(json.loads(path.read_text())["looks"] for path in files)
+    assert found == [1, 2] and "have judged 2 calibrations" in shown
+    assert "If every setting truly lost the margin" in " ".join(shown.split())
+    folder = files[0].parent.parent
+    assert _earlier_looks(folder, "none", json.loads(files[0].read_text())["sets"]["held_out"]["fingerprint"]) == 2

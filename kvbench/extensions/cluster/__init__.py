@@ -1,0 +1,1 @@
+"""The extension `cluster`; its page is README.md."""

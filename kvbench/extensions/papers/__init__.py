@@ -1,0 +1,1 @@
+"""The extension `papers`; its page is README.md."""

@@ -1,0 +1,319 @@
+"""`kvbench paper`: the tables and figures of a paper by number, what runs them here, and the printed cells beside ours.
+
+The jobs of an entry are a suite's, in one sweep; nothing here runs a model itself.
+"""
+
+import csv
+import shlex
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from rich.text import Text
+
+from kvbench.cli import commands, sweeping
+from kvbench.config import files
+from kvbench.config.settings import read_config
+from kvbench.errors import unknown_setting
+from kvbench.extensions.papers import papers
+from kvbench.extensions.papers import printed as beside
+from kvbench.extensions.papers import printed_bench as beside_bench
+from kvbench.extensions.papers.papers import GROUP, KINDS, Entry, Paper
+from kvbench.extensions.papers.report_section import OTHER_MODEL
+from kvbench.extensions.suite import suite
+from kvbench.results.sweep import own_sweep
+from kvbench.results.writing import write_files
+from kvbench.show import terminal
+from kvbench.show.picture import headed
+
+CLUSTER = "hydra/launcher=submitit_slurm hydra.launcher.partition=NAME hydra.launcher.timeout_min=MINUTES"
+IN_A_JOB = "on a Slurm cluster put it into a job:"
+BYTES, DEFAULT_MODEL = "bytes", "smollm2-135m"
+# Words of the user's that change no answer, or nothing that a paper states; every other one is another protocol.
+NEUTRAL = {"model", "model.path", "model.name", "model.device", "model.dtype", "model.linear", "model.tensor_parallel"}
+NEUTRAL |= {"batch_size", "backend", "results_dir", "shard", "resume", "prompt_cache_bytes", "tracker", "reference"}
+NEUTRAL |= {"fidelity.on", "fidelity.max_tokens", "fidelity.per_token", "task.data_dir", "seed"}
+
+
+def main(arguments: Sequence[str], sweep: suite.Sweeping) -> int:
+    """Carry out `kvbench paper`; `sweep` runs words of a sweep with these jobs. Returns the exit code."""
+    listed = read_config(files.path_of("command", GROUP))
+    own, others = list[str](), list[str]()
+    for word in arguments:
+        key, sign, value = word.partition("=")
+        if key == "task.data_dir":
+            own.append(f"data_dir={value}")
+        else:
+            (own if key in listed or not (sign or word.startswith("-")) else others).append(word)
+    cfg = commands.compose_command(GROUP, own)
+    if cfg.paper is None:
+        return _list_papers()
+    paper = papers.find(str(cfg.paper))
+    wanted = [(kind, cfg[kind]) for kind in KINDS if cfg[kind] is not None]
+    if not wanted:
+        return _list(paper)
+    if len(wanted) > 1:
+        raise ValueError(f"{', '.join(f'{kind}={number}' for kind, number in wanted)}: give one of them at a time")
+    entry = paper.find(*wanted[0])
+    cfg.results_dir = cfg.results_dir or f"results/paper/{paper.key}"
+    if entry.cannot:
+        terminal.console().print(Text(f"{paper.name}, {entry.at}: {entry.shows}\nno command: {entry.cannot}"))
+        return 2
+    if cfg.plan:
+        return plan(paper, entry, cfg, others, list(arguments))
+    return run(paper, entry, cfg, others, list(arguments), sweep)
+
+
+def run(
+    paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], arguments: list[str], sweep: suite.Sweeping
+) -> int:
+    """Run an entry's jobs, put the printed cells beside them, and carry out its further commands."""
+    codes, began, heading = [0], time.time(), heading_of(paper, entry, others)
+    further = command_lines(entry, cfg, others)  # first: a wrong word should not be told behind hours of work
+    rows: list[str] = []
+    with headed(heading):
+        if entry.tasks:
+            from kvbench.extensions.suite.preview import announce
+
+            jobs = jobs_of(paper, entry, cfg, others)
+            rows = [row for row, _ in jobs]
+            listed = sweeping.Listed(command=[GROUP, *arguments], jobs=[words for _, words in jobs], announce=announce)
+            launcher = [word for word in others if word.startswith("hydra")]
+            codes.append(sweep(["-m", f"results_dir={cfg.results_dir}", *launcher], listed))
+        for name, words in further:
+            terminal.console().print(Text(f"\nkvbench {name} {shlex.join(words)}"), soft_wrap=True)
+            codes.append(commands.run(name, words))
+    terminal.console().print(Text(heading), soft_wrap=True)
+    if entry.tasks and entry.cells:
+        write(paper, entry, cfg, cells_of_runs(paper, entry, cfg, rows, others))
+    elif entry.cells:
+        found = [*_documents(further, began)]
+        write(paper, entry, cfg, beside_bench.join(paper, entry, found))
+    return max(codes)
+
+
+def heading_of(paper: Paper, entry: Entry, words: Sequence[str]) -> str:
+    """What stands above the pictures of an entry: whose they are not."""
+    lines = [*entry.tasks, *(line for line in entry.then if "{model}" in line or not line.startswith(("bench", BYTES)))]
+    about = f"{paper.name}, {entry.at}, measured here"
+    if not lines:
+        is_counted = all(line.startswith(BYTES) for line in entry.then)
+        return f"{about}: {'counted, nothing was run' if is_counted else f'{beside.OTHER_MACHINE}, no model'}"
+    name, printed = model_name(words) or DEFAULT_MODEL, entry.printed(paper)["model"].unique()
+    if paper.printed_model(name):
+        return f"{about} with {name}, the paper's {paper.printed_model(name)}"
+    shown = printed if len(printed) and "all" not in printed else paper.models
+    theirs = ", ".join(model for model in shown if model in paper.models)
+    return f"{about}: {OTHER_MODEL}, {name} (the paper {f'has {theirs}' if theirs else 'names none'})"
+
+
+def cells_of_runs(
+    paper: Paper, entry: Entry, cfg: DictConfig, rows: Sequence[str], others: Sequence[str]
+) -> list[beside.Cell]:
+    """Join the jobs of this process's last sweep, which stand for these rows, to the printed cells."""
+    root = Path(str(cfg.results_dir))
+    begun = own_sweep(root).jobs()
+    folders = [begun[number].run if number in begun else "" for number in range(1, len(rows) + 1)]
+    ran = [beside.Ran(row, root / one if one else None) for row, one in zip(rows, folders, strict=True)]
+    changed = [word for word in others if word.partition("=")[0].lstrip("+~") not in NEUTRAL]
+    return beside.join(paper, entry, ran, [word for word in changed if not word.startswith("hydra")])
+
+
+def write(paper: Paper, entry: Entry, cfg: DictConfig, cells: Sequence[beside.Cell]) -> None:
+    """Print the table of an entry, and write it."""
+    beside.show(paper, entry, cells)
+    root = Path(str(cfg.results_dir))
+    page = beside.markdown(paper, entry, cells).encode()
+    contents = {root / f"{entry.slug}.md": page, root / f"{entry.slug}.csv": beside.csv_of(cells)}
+    terminal.print_paths(write_files(root, contents), terminal.console())
+
+
+def _documents(further: Sequence[tuple[str, list[str]]], began: float) -> Iterator[dict[str, Any]]:
+    """What benches and tables of bytes wrote since a time."""
+    from kvbench.kernels.bench.bench import read_document
+
+    for name, words in further:
+        given = dict(word.partition("=")[::2] for word in words)
+        if name == "bench":
+            for path in sorted((Path(given["out"]) / given["what"]).glob("*/bench.json")):
+                if path.stat().st_mtime >= began:
+                    yield read_document(path)
+        elif name == BYTES and Path(given.get("out", "")).is_file():
+            with Path(given["out"]).open(newline="", encoding="utf-8") as file:
+                yield {"what": BYTES, "rows": list(csv.DictReader(file))}
+
+
+def jobs_of(paper: Paper, entry: Entry, cfg: DictConfig, others: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """The printed row that each job stands for, and the words of the job; a method that the user adds has no row."""
+    rows = entry.rows(paper.printed_model(model_name(others)))
+    of_line = {tuple(sweeping.combinations(shlex.split(line))[0]): row for row, line in rows.items()}
+    asked = suite.Suite(every=entry.every, tasks=entry.tasks, methods=tuple(rows.values()))
+    return [(of_line.get(tuple(line), ""), job) for line, job in suite.by_method(asked, cfg, others)]
+
+
+def model_name(words: Sequence[str]) -> str:
+    """The name that a run's model will have: what stands behind the owner in a hub id, a folder's name, or a choice."""
+    given = {key: value for key, _, value in (word.partition("=") for word in words)}
+    return Path(given.get("model.path") or given.get("model", "")).name
+
+
+def command_lines(entry: Entry, cfg: DictConfig, others: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """The further commands of an entry, each its name and words, with the user's words that it has a setting for.
+
+    Raises:
+        ValueError: Nothing of the entry has a setting of the user's, or it has no jobs for a launcher.
+    """
+    model = " ".join(word.removeprefix("model=").removeprefix("model.") for word in others if word[:5] == "model")
+    data, found, taken = suite.data_words(cfg), [], set[str]()
+    methods = ",".join(f"'{line}'" for line in dict.fromkeys(entry.rows().values()))
+    for line in entry.then:
+        name, *words = shlex.split(line.replace("{results}", str(cfg.results_dir)).replace("{at}", entry.slug))
+        words = [
+            word.replace("{model}", f"'{model or DEFAULT_MODEL}'").replace("{methods}", f"[{methods}]")
+            for word in words
+        ]
+        listed = read_config(files.path_of("command", name))
+        is_run = "/config" in listed.get("defaults", [])
+        mine = [word for word in others if is_run or word.partition("=")[0].partition(".")[0] in listed]
+        mine = [word for word in mine if not word.startswith("hydra") and (is_run or not word.startswith("model"))]
+        taken |= set(mine)
+        found.append((name, [*words, *mine, *(data if is_run else [])]))
+    for word in () if entry.tasks else others:
+        if word.startswith("hydra"):
+            raise ValueError(
+                f"{word}: {entry.at} is one command and no sweep; {IN_A_JOB} srun --gres=gpu:1, this line without it"
+            )
+        if word not in taken and not word.startswith("model"):
+            raise unknown_setting(word.partition("=")[0], read_config(files.path_of("command", GROUP)))
+    return found
+
+
+def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], arguments: list[str]) -> int:
+    """Say what an entry would run: samples, time by a rate measured here, memory, disk; its further commands; and the
+    words that start it, here and on a cluster."""
+    console = terminal.console()
+    launcher = [word for word in others if word.startswith("hydra")]
+    sweeping.check_launcher(["-m", *launcher])
+    console.print(Text(f"{paper.name}, {entry.at}: {entry.shows}"), soft_wrap=True)
+    further = command_lines(entry, cfg, others)
+    start = shlex.join(["python", "-m", "kvbench", GROUP, *(word for word in arguments if word != "plan=true")])
+    lines = list[str]()
+    if entry.tasks:
+        from kvbench.config.compose import compose
+
+        jobs = jobs_of(paper, entry, cfg, others)
+        for row, words in jobs:
+            console.print(Text(f"{row or '(no printed row)'}: kvbench {shlex.join(words)}"), soft_wrap=True)
+        methods = [suite.choice(words, "method") for _, words in jobs]
+        lines += _ahead([(compose(words), name) for (_, words), name in zip(jobs, methods, strict=True)])
+        each = f", each a job of {shlex.join(launcher)}" if launcher else ""
+        lines.append(f"{len(jobs)} runs{each}; to start them: {start}")
+        if not launcher:
+            lines.append(f"on a Slurm cluster, each run a job: {start} {CLUSTER}")
+    for name, words in further:
+        lines.append(f"{'then ' if entry.tasks else ''}kvbench {name} {shlex.join(words)}{_size(name, words)}")
+        if name == "calibrate":
+            lines += _ahead(_calibrated(words))
+    if not entry.tasks:
+        lines += [f"to start it: {start}", f"{IN_A_JOB} srun --gres=gpu:1 {start}"]
+    if entry.took:
+        lines.append(f"a small run of it took {entry.took}")
+    printed = entry.printed(paper)
+    named = {str(model): paper.models.get(str(model), "") for model in printed["model"].unique()}
+    if any(named.values()):
+        lines.append("models of the printed cells; any other is never a match:")
+    lines += [f"{model}: model=hf model.path={hub}" for model, hub in named.items() if hub]
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+    return 0
+
+
+def _ahead(asked: Sequence[tuple[DictConfig, str]]) -> list[str]:
+    """Say what is ahead of runs; gives why there is nothing to say of some, each reason once."""
+    from kvbench.extensions.suite.preview import say
+    from kvbench.runs.parts import Loaders
+
+    reasons = Counter(text.split(": ", 2)[-1] for text in say(asked, Loaders()))
+    return [f"! nothing is known of {count} of {len(asked)} runs: {reason}" for reason, count in reasons.items()]
+
+
+def _calibrated(words: list[str]) -> list[tuple[DictConfig, str]]:
+    """The runs of a calibration's grid, as far as what is ahead of them goes."""
+    from kvbench.config.compose import compose
+
+    count, tuning = _grid(words)
+    mine = [word for word in words if not word.startswith(("calibrate.", "what="))]
+    return [(compose([*mine, f"limit={tuning}"]), suite.choice(mine, "method"))] * count
+
+
+def _grid(words: list[str]) -> tuple[int, int]:
+    """How many settings a calibration tries, and through how many samples of each subset."""
+    from kvbench.extensions.calibrate.plan import read_plan
+    from kvbench.runs.parts import make_policy
+
+    cfg = commands.compose_command("calibrate", words)
+    asked = read_plan(cfg.calibrate, str(cfg._choices_.method), make_policy(cfg.method))
+    return sum(len(stage.values) for stage in asked.stages), asked.tuning_samples
+
+
+def _size(name: str, words: list[str]) -> str:
+    """How much a bench or a calibration measures, in words behind its command."""
+    if name == "bench":
+        from kvbench.extensions.bench.command import settings_of
+        from kvbench.kernels.bench.bench import Bench
+
+        cfg = commands.compose_command(name, words)
+        cells = Bench(settings := settings_of(cfg, cfg.what)).cells
+        return (
+            f"\n{len(cells)} cell{'s' * (len(cells) != 1)}, {settings.rounds} timed rounds each; quick=true takes small"
+            " values. No rate is measured ahead of a bench: after its first round it says how long the rest takes"
+        )
+    if name == "calibrate":
+        count, tuning = _grid(words)
+        return f"\nat most {count} settings through {tuning} samples of each subset, and three through held-out ones"
+    return ""
+
+
+def _list_papers() -> int:
+    console = terminal.console()
+    table = terminal.plain_table()
+    terminal.add_names(table, "paper", [paper.key for paper in papers.every()])
+    for heading in ("what it is", "entries", "printed cells"):
+        table.add_column(heading, justify="left" if heading == "what it is" else "right")
+    for paper in papers.every():
+        count = sum(len(entry.printed(paper)) for entry in paper.entries)
+        table.add_row(*map(Text, (paper.key, paper.about, f"{len(paper.entries)}", f"{count}")))
+    console.print(table)
+    return 0
+
+
+def _list(paper: Paper) -> int:
+    """Every entry with what runs it; the exit code."""
+    console = terminal.console(140)
+    table = terminal.plain_table(f"{paper.name}: {paper.about}")
+    terminal.add_names(table, "at", [entry.at for entry in paper.entries])
+    table.add_column("shows")
+    table.add_column("here")
+    table.add_column("printed", justify="right")
+    for entry in paper.entries:
+        table.add_row(*map(Text, (entry.at, entry.shows, here(entry), f"{len(entry.printed(paper))}")))
+    console.print(table)
+    if paper.note:
+        console.print(Text(paper.note, style="dim"))
+    console.print(Text(f"one of them: kvbench paper {paper.key} table=NUMBER (or figure=, claim=); plan=true says what "
+                       "would run", style="dim"))  # fmt: skip
+    return 0
+
+
+def here(entry: Entry) -> str:
+    """What makes an entry here, in a few words."""
+    if entry.cannot:
+        return f"cannot be: {entry.cannot}"
+    parts = []
+    if entry.tasks:
+        names = ", ".join(suite.choice(shlex.split(line), "task") for line in entry.tasks)
+        parts.append(f"{names} through {len(entry.rows())} rows")
+    return "; ".join([*parts, *(line.partition(" ")[0] for line in entry.then)])

@@ -1,0 +1,243 @@
+"""`kvbench published`: the numbers that papers printed, and where they stand. Never corrected, not measured here."""
+
+import io
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from importlib.resources import files
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.text import Text
+
+from kvbench.errors import unknown_name
+from kvbench.evidence.load import patterns
+from kvbench.evidence.printed import PrintedPoint
+from kvbench.results.writing import write_file
+from kvbench.show import terminal
+from kvbench.show.csv_file import Cell, csv_bytes
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# Names of the papers that are not ours with other punctuation.
+METHODS = {"kvc": "kvcompress", "duoattn": "duoattention"}
+TASKS = {"longbenchavg16": "longbench", "math": "math", "mathtest": "math"}
+PRINTED_FULL = "Full"  # the printed method of an uncompressed cache
+NOTE = "As printed in the papers, never corrected and not measured here; memory is nominal or unstated."
+
+
+class PublishedPoint(NamedTuple):
+    """A printed score as a difference to the same table's uncompressed cache."""
+
+    paper: str
+    model: str
+    method: str
+    variant: str
+    memory_pct: float
+    difference: float
+    """In the unit of the score, 0.01 being one point."""
+
+
+def plain(name: str) -> str:
+    """A name without case and punctuation, a plus sign spelt out, so that `HumanEval+` finds `humaneval_plus`."""
+    return re.sub(r"[^a-z0-9]", "", name.lower().replace("+", "plus"))
+
+
+def method_name(name: str) -> str:
+    """A paper's or our own name of a method in one spelling."""
+    return METHODS.get(plain(name), plain(name))
+
+
+def task_name(name: str) -> str:
+    """A paper's or our own name of a task in one spelling."""
+    return TASKS.get(plain(name), plain(name))
+
+
+def places_of(locator: str) -> list[str]:
+    """The places that a locator names: `Sec 7.3 / Figure 15a` is two, and `Figure 11 + 13` too."""
+    found: list[str] = []
+    for part in re.split(r" [/+] ", locator):
+        kind = found[-1].split()[0] if found and part[0].isdigit() else ""
+        found.append(f"{kind} {part}".strip())
+    return found
+
+
+SPELLINGS = {"papers": plain, "models": plain, "methods": method_name, "tasks": task_name}
+
+
+@cache
+def rows() -> "pd.DataFrame":
+    """Every printed number that kvbench knows, in the order of the papers' tables.
+
+    A `locator` is a table, a section or the abstract, a `variant` the setting as the paper names it. `memory_pct` is in
+    % of the uncompressed cache, NaN where the paper gives none; its kind is `nominal`, or `unstated`, where the paper
+    does not say whether metadata counts. `conditions` are the paper's words on the setting. `printed` is the value with
+    all its printed digits.
+    """
+    import pandas as pd
+
+    names = ("published.csv", "published_conditions.csv")
+    paths = (io.BytesIO((files(__package__) / name).read_bytes()) for name in names)
+    found, texts = (pd.read_csv(path, dtype=str, keep_default_na=False) for path in paths)
+    numbers = {name: pd.to_numeric(found[name], errors="coerce") for name in ("value", "memory_pct")}
+    words = found["conditions"].map(texts.set_index("conditions")["text"])
+    return found.assign(**numbers, conditions=words, printed=found["value"])
+
+
+def select(places: Sequence[str] | None = None, **wanted: Sequence[str] | None) -> "pd.DataFrame":
+    """The numbers of some papers, models, methods, tasks and places; raises ValueError where no row has a name.
+
+    For each of `SPELLINGS`, and for tables, figures and sections, names in any case and punctuation are wanted; a star
+    matches anything; None means all. `figure 15` is both of 15a and 15b.
+    """
+    result = rows()
+    for what, names in wanted.items():
+        if names is not None:
+            column, spelling = what.removesuffix("s"), SPELLINGS[what]
+            result = result[result[column].isin(_fitting(what, names, rows()[column].unique(), spelling))]
+    if places is not None:
+        known = {locator: places_of(locator) for locator in rows()["locator"].unique()}
+        each = list(dict.fromkeys(place for there in known.values() for place in there))
+        fits = _fitting("places", places, each, _place, end="[a-z]?$")
+        result = result[result["locator"].map(lambda locator: not fits.isdisjoint(known[locator]))]
+    return result
+
+
+def _place(name: str) -> str:
+    """A table, a figure or a section in one spelling; the point in the number of a section counts."""
+    return re.sub(r"^(sec)tion|^(fig)ure|^(tab)le", r"\1\2\3", re.sub(r"[^a-z0-9.]", "", name.lower()))
+
+
+def _fitting(
+    what: str, names: Sequence[str], known: Sequence[str], spelling: Callable[[str], str], end: str = "$"
+) -> set[str]:
+    """The known names that fit some of the wanted ones."""
+    fits: set[str] = set()
+    for name in names:
+        test = re.compile(".*".join(re.escape(spelling(part)) for part in name.split("*")) + end)
+        found = {other for other in known if test.match(spelling(other))}
+        if not found:
+            raise unknown_name(what, name, known)
+        fits |= found
+    return fits
+
+
+def conditions(stated: object) -> dict[str, str]:
+    """What a paper states of a cell, by the name of the condition."""
+    return dict(part.partition("=")[::2] for part in str(stated).split(";") if "=" in part)
+
+
+def beside_full(found: "pd.DataFrame", table: list[str], column: str) -> "pd.DataFrame":
+    """Rows of methods with the uncompressed cache's number of the same table, as `COLUMN_full`.
+
+    Args:
+        table: The columns that say which table, and which place in it.
+    """
+    is_full = found["method"] == PRINTED_FULL
+    full = found[is_full].drop_duplicates(table, keep="last")[[*table, column]]
+    return found[~is_full].merge(full, on=table, how="left", suffixes=("", "_full"))
+
+
+def points(task: str, methods: Sequence[str]) -> list[PublishedPoint]:
+    """Printed scores of a task and methods, by our names, that can stand in a picture: a known memory share, and an
+    uncompressed cache beside them."""
+    found = rows()
+    found = found[(found["task"].map(task_name) == task_name(task)) & (found["unit"] == "points")]
+    found = beside_full(found, ["paper", "locator", "model", "metric"], "value").dropna(subset=["value_full"])
+    found = found[found["method"].map(method_name).isin({method_name(name) for name in methods})]
+    found = found[found["memory_pct"] > 0].copy()
+    found["difference"] = (found["value"] - found["value_full"]) / 100
+    return list(map(PublishedPoint._make, found[list(PublishedPoint._fields)].values.tolist()))
+
+
+def printed_points(task: str, methods: Sequence[str]) -> list[PrintedPoint]:
+    """Points for a frontier, by the names of the runs' methods."""
+    return [
+        PrintedPoint(point.paper, method, point.memory_pct, point.difference)
+        for method in methods
+        for point in points(task, [method])
+    ]
+
+
+def of_model(model: str) -> "pd.DataFrame":
+    """The rows of one model under our name, with or without what papers call its tuned form."""
+    names = rows()["model"].map(plain).str.replace(r"(instruct|chat)$", "", regex=True)
+    return rows()[names == plain(model)]
+
+
+def shares(method: str, model: str) -> "pd.DataFrame":
+    """The rows that print the memory of a method, by our name, on a model."""
+    found = of_model(model)
+    return found[(found["method"].map(method_name) == method_name(method)) & (found["memory_pct"] > 0)]
+
+
+class PrintedLoss(NamedTuple):
+    """What a table prints of a method's setting on a model."""
+
+    paper: str
+    locator: str
+    model: str
+    method: str
+    variant: str
+    memory_pct: float
+    """The most of its tasks."""
+    lost: float
+    """The most of its tasks below the table's uncompressed cache, 0.01 being one point; below 0 where none lost."""
+    num_tasks: int
+
+
+def losses(model: str) -> list[PrintedLoss]:
+    """The settings that papers print for a model, under our name, with their memory and an uncompressed cache."""
+    found = of_model(model)
+    found = found[found["unit"] == "points"]
+    found = beside_full(found, ["paper", "locator", "model", "task", "metric"], "value").dropna(subset=["value_full"])
+    found = found[found["memory_pct"] > 0].copy()
+    found["lost"] = (found["value_full"] - found["value"]) / 100
+    each = found.groupby(["paper", "locator", "model", "method", "variant"], sort=False)
+    most = each.agg(memory_pct=("memory_pct", "max"), lost=("lost", "max"), num_tasks=("task", "nunique")).reset_index()
+    return list(map(PrintedLoss._make, most[list(PrintedLoss._fields)].values.tolist()))
+
+
+def _show(found: "pd.DataFrame", limit: int, console: Console) -> None:
+    for (paper, locator, model), together in groupby(
+        found[:limit].itertuples(), lambda row: (row.paper, row.locator, row.model)
+    ):
+        rows_of = list(together)
+        table = terminal.plain_table(f"{paper}, {locator}: {model}")
+        for heading in ("method", "variant", "task", "metric"):
+            terminal.add_names(table, heading, [getattr(row, heading) for row in rows_of])
+        for heading in ("value", "memory %"):
+            table.add_column(heading, justify="right")
+        for row in rows_of:
+            memory = f"{row.memory_pct:g} ({row.memory_kind})" if row.memory_pct == row.memory_pct else "-"
+            cells = (row.method, row.variant, row.task, row.metric)
+            unit = "" if row.unit == "1" else f" {row.unit}"  # what has no dimension is printed alone
+            table.add_row(*map(Text, cells), f"{row.value:g}{unit}", memory)
+        console.print(table)
+        console.print()
+    if len(found) > limit:
+        console.print(Text(f"{len(found) - limit} more rows; limit=null shows all", style="dim"))
+    console.print(Text(NOTE, style="dim"))
+
+
+def _write(out: object, names: Sequence[str], cells: Iterable[Sequence[Cell]]) -> None:
+    if out is not None:
+        write_file(Path(str(out)), csv_bytes(names, cells))
+
+
+def main(cfg: DictConfig) -> int:
+    """Carry out `kvbench published`."""
+    wanted = {name: patterns(cfg[name]) for name in (*SPELLINGS, "places")}
+    found = select(**wanted)
+    if found.empty:
+        asked = ", ".join(f"{name}={value}" for name, value in wanted.items() if value)
+        raise ValueError(f"no printed number has all of {asked}; leave one out")
+    console = terminal.console(150)
+    _show(found, len(found) if cfg.limit is None else int(cfg.limit), console)
+    cells = found.astype(object).where(found.notna(), None)
+    _write(cfg.out, list(cells), cells.to_numpy().tolist())
+    return 0

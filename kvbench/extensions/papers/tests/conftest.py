@@ -1,0 +1,5 @@
+"""Fixtures of commands on fakes."""
+
+from command_fixtures import fakes, pictures, small, work
+
+__all__ = ["fakes", "pictures", "small", "work"]

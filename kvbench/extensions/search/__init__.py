@@ -1,0 +1,1 @@
+"""The extension `search`; its page is README.md."""

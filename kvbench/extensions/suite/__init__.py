@@ -1,0 +1,1 @@
+"""The extension `suite`; its page is README.md."""

@@ -1,0 +1,1 @@
+"""The extension `views`; its page is README.md."""
