@@ -29,12 +29,21 @@ from kvbench.models import (
 from kvbench.models.checkpoint import SAFELY, How, check_complete, config_of, is_fault, outline_of, read_weights
 from kvbench.models.devices import read_devices
 from kvbench.models.processes import read_processes, started, tell
+from kvbench.rules.counting import Mark, Outside, Through
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _COMMON_KEYS = {"kind", "name", "dtype", "device", "max_tokens", "linear", "quantisation", "tensor_parallel"}
+# How the settings of a model count in a run's identity; one that is not listed counts as it stands.
+_WEIGHTS = ("kind", "path", "revision", "fetch", "preset", "seed", "num_layers", "overrides")
+_RESOLVED = ("dtype", "device", "max_tokens", "linear", "quantisation", "tensor_parallel")
+MARKS: dict[str, Mark] = {
+    "name": Outside("a label"),
+    **{name: Through("model.fingerprint") for name in _WEIGHTS},
+    **{name: Through(f"model.{name}") for name in _RESOLVED},
+}
 
 
 @dataclass(frozen=True, kw_only=True)

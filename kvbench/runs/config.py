@@ -9,9 +9,11 @@ from kvbench.cache.layout import StoreOptions
 from kvbench.config.files import FULL, FULL_STORE
 from kvbench.config.settings import as_dict, read_data, read_settings
 from kvbench.results import tracking
+from kvbench.results.record import CHUNK_LABEL
 from kvbench.results.shards import Shard
 from kvbench.results.writing import check_writable
 from kvbench.rules import MAX_BYTES, Choice, Form, Whole, check_settings, shown
+from kvbench.rules.counting import Outside, Through
 
 GOLD, OWN = "gold", "own"  # which answer is forced: the task's, or the one that the full cache gives
 AUTO, NONE = "auto", "none"
@@ -34,7 +36,7 @@ class Fidelity:
 class Prefill:
     """The way prompts are read."""
 
-    chunk: Annotated[int | None, Whole(1, unit="tokens")] = None
+    chunk: Annotated[int | None, Whole(1, unit="tokens"), Through(f"task.protocol.{CHUNK_LABEL}")] = None
 
     def __post_init__(self) -> None:
         check_settings(self, "prefill.")
@@ -44,7 +46,7 @@ class Prefill:
 class BackendChoice:
     """The kernels that run."""
 
-    name: str = AUTO
+    name: Annotated[str, Through("backend")] = AUTO
 
     def __post_init__(self) -> None:
         check_settings(self, "backend.")
@@ -55,26 +57,31 @@ class RunConfig:
     """Everything that is set of a run; conf/config.yaml says what each setting means.
 
     The groups `method`, `task`, `model` and `protocol` are mappings: the class that each of them names reads it.
+    A setting is part of the run's identity as it stands, unless it is marked `Outside` or `Through`.
 
     Raises:
         ValueError: Names the setting, its value, the rule and the remedy.
     """
 
     seed: Annotated[int, Whole(0, 2**63 - 1)] = 0
-    limit: int | str | None = None
-    batch_size: Annotated[int | Literal["auto"], Whole(1, 2**16, unit="samples", also=("auto",))] = "auto"
+    limit: Annotated[int | str | None, Through("task.limit")] = None
+    batch_size: Annotated[
+        int | Literal["auto"], Whole(1, 2**16, unit="samples", also=("auto",)), Through("batch_size")
+    ] = "auto"
     results_dir: Annotated[
-        str, Form("the path of a folder, for example results_dir=results", lambda x: isinstance(x, str) and bool(x))
+        str,
+        Form("the path of a folder, for example results_dir=results", lambda x: isinstance(x, str) and bool(x)),
+        Outside("where records land"),
     ] = "results"
-    shard: Shard | None = None
-    resume: bool = True
-    prompt_cache_bytes: int = 0
-    tracker: str = tracking.NONE
-    reference: Annotated[str, Choice((AUTO, NONE))] = AUTO
-    method: Mapping[str, Any] = field(default_factory=dict)
-    task: Mapping[str, Any] = field(default_factory=dict)
-    model: Mapping[str, Any] = field(default_factory=dict)
-    protocol: Mapping[str, Any] = field(default_factory=dict)
+    shard: Annotated[Shard | None, Outside("which samples a process computes")] = None
+    resume: Annotated[bool, Outside("whether stored samples are kept")] = True
+    prompt_cache_bytes: Annotated[int, Outside("how many prompts are read once for several methods")] = 0
+    tracker: Annotated[str, Outside("where numbers are sent, too")] = tracking.NONE
+    reference: Annotated[str, Choice((AUTO, NONE)), Outside("whether the full cache runs, too")] = AUTO
+    method: Annotated[Mapping[str, Any], Through("method")] = field(default_factory=dict)
+    task: Annotated[Mapping[str, Any], Through("task")] = field(default_factory=dict)
+    model: Annotated[Mapping[str, Any], Through("model")] = field(default_factory=dict)
+    protocol: Annotated[Mapping[str, Any], Through("generation")] = field(default_factory=dict)
     backend: BackendChoice = field(default_factory=BackendChoice)
     fidelity: Fidelity = field(default_factory=Fidelity)
     prefill: Prefill = field(default_factory=Prefill)

@@ -13,6 +13,7 @@ from kvbench.results import identity, provenance
 from kvbench.results.record import CHUNK_LABEL
 from kvbench.results.sample import Key, SampleRecord
 from kvbench.rules import modes
+from kvbench.rules.counting import counted, unmarked
 from kvbench.runs import calibration
 from kvbench.runs.config import RunConfig
 from kvbench.runs.parts import Loaders
@@ -189,6 +190,7 @@ def answering(config: RunConfig, policy: "Policy", model: "LoadedModel", engine:
     import torch
 
     from kvbench.models import matrices
+    from kvbench.models.load import MARKS
     from kvbench.tasks.protocol import Protocol
 
     backend = engine.backend
@@ -206,13 +208,12 @@ def answering(config: RunConfig, policy: "Policy", model: "LoadedModel", engine:
             "max_tokens": model.max_tokens,
             "linear": matrices.identity(model.linear),
             **_placement(config, model),
+            **unmarked(config.model, MARKS),
         },
         "method": _method_settings(config.method, policy),
         "generation": Protocol.from_mapping(config.protocol),
-        "store": config.store,
-        "fidelity": config.fidelity,
+        **counted(config),
         **({} if engine.group is None else {"batch_size": engine.group}),
-        "seed": config.seed,
         "backend": backend.name,
         "code": {
             "harness": provenance.harness_hash(*kernels),

@@ -12,8 +12,10 @@ from kvbench.engine.requests import Request, Turn
 from kvbench.errors import AskedToLeave
 from kvbench.kernels.cpu.abi import best_isa
 from kvbench.methods.kvzip import KVzip
+from kvbench.models import load
 from kvbench.results import provenance
 from kvbench.results.identity import canonical
+from kvbench.rules import counting
 from kvbench.runs import experiment
 from kvbench.runs.config import RunConfig
 from kvbench.runs.parts import make_policy
@@ -173,7 +175,9 @@ def test_hash_sees_places_only_where_they_divide_a_limit(tmp_path):
     """Layers compute the same on several devices; a limit on the pool is then one for each, and what fits differs."""
 
     def digest(places, budget_bytes):
-        return prepared(tmp_path, model__places=places, store__budget_bytes=budget_bytes).hash
+        parts = make_parts()
+        spread = altered(parts, load_model=lambda cfg: parts.load_model({**cfg, "places": places}))
+        return prepared(tmp_path, spread, store__budget_bytes=budget_bytes).hash
 
     spread, other = [["cuda:0", 2], ["cuda:1", 2]], [["cuda:0", 1], ["cuda:1", 3]]
     assert digest(spread, None) == digest([], None)
@@ -299,3 +303,61 @@ def test_every_turn_is_forced_with_its_own_answer():
     golds = {name: [request.gold, *(turn.gold for turn in request.turns)] for name, request in forced.items()}
     assert golds == {"talk": [(4,), (5, 5), (6,)], "plain": [(6, 6)], "failed": [(), (), ()]}
     assert [turn.tokens for turn in forced["talk"].turns] == [(7, 8), (9,)]
+
+
+# Identity is opt-out ----
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flavoured(RunConfig):
+    """The settings of a run with one more, of which no list knows."""
+
+    flavour: str = "plain"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spiced(type(RunConfig().store)):
+    """The layout of memory with one more setting."""
+
+    spice: int = 0
+
+
+def test_a_new_setting_counts(tmp_path):
+    """A field that somebody adds to the settings, or to a group of them, and a key of a model, are in the hash."""
+    config = RunConfig.read(make_cfg(tmp_path))
+    given = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
+    store = {item.name: getattr(config.store, item.name) for item in dataclasses.fields(config.store)}
+    changed = [Flavoured(**given), Flavoured(**given, flavour="sweet")]
+    changed += [RunConfig(**given | {"store": Spiced(**store, spice=spice)}) for spice in (0, 1)]
+    changed += [RunConfig(**given | {"model": {**config.model, "flavour": one}}) for one in "ab"]
+    hashes = [experiment.prepare(one, "half", make_parts()).hash for one in changed]
+    assert len({*hashes}) == len(hashes)
+
+
+def test_every_setting_counts_or_says_why_not(tmp_path):
+    """Each field of the settings and of their groups is in the identity as it stands, by what it resolves to, or
+    outside of it for a reason; and each key of a model."""
+    identity = prepared(tmp_path, prefill__chunk=64).identity
+
+    def lies_in(where):
+        part = identity
+        for name in where.split("."):
+            if name not in part:
+                return False
+            part = part[name]
+        return True
+
+    optional = {"model.quantisation", "model.tensor_parallel"}  # absent where they have no effect
+    config = RunConfig.read(make_cfg(tmp_path))
+    for held in (config, config.store, config.fidelity, config.prefill, config.backend):
+        name = next((item.name for item in dataclasses.fields(config) if getattr(config, item.name) is held), "")
+        for field, mark in counting.marks_of(type(held)).items():
+            where = f"{name}.{field}" if name else field
+            if isinstance(mark, counting.Outside):
+                assert len(mark.why.split()) > 2, where
+            else:
+                assert lies_in(mark.where if mark else where) or (not name and field in ("prefill",)), where
+    for key, mark in load.MARKS.items():
+        assert isinstance(mark, counting.Outside) or mark.where in optional or lies_in(mark.where), key
+    keys = load._COMMON_KEYS.union(*(keys for _, keys in load._LOADERS.values()))
+    assert keys == set(load.MARKS)

@@ -102,9 +102,9 @@ def test_what_the_backend_had_no_kernel_for_is_on_record(tmp_path):
 def test_what_could_not_be_had_of_the_model_is_on_record(tmp_path):
     """The sentence of the loader is in `run.json`, and how the matrices lay is part of which run it is."""
     why = "model.linear=packed was not done, because this processor is a potato"
-    changed = make_cfg(tmp_path, model__remark=why, reference="auto")
-    plain = run_fake(tmp_path / "plain")
-    done = run_experiment(changed, method="half", parts=make_parts(), **QUIET)
+    plain, parts = run_fake(tmp_path / "plain"), make_parts()
+    remarked = altered(parts, load_model=lambda cfg: parts.load_model({**cfg, "remark": why}))
+    done = run_experiment(make_cfg(tmp_path, reference="auto"), method="half", parts=remarked, **QUIET)
     assert done.record.model_remark == RunRecord.load(done.folder).model_remark == why
     assert plain.record.model_remark == "" and done.record.hash == plain.record.hash
     assert done.record.identity["model"]["linear"] == "plain"
