@@ -19,7 +19,7 @@ class DuoAttention(kv.Policy):
     Args:
         table: Path of a file with one line per layer and one number per KV head, parted by tabs, commas or blanks (the
             authors' full_attention_heads.tsv), or of a .json file with a list of lists; or the list of lists itself.
-            Gates belong to one model; the YAML's are the embedded model's, measured by `kvbench gates`.
+            Gates belong to one model; the YAML's are the embedded model's, measured by `kvbench calibrate what=gates`.
         sparsity: Share of heads that stream, those with the lowest gates, in [0, 1]; null = those with a gate <= 0.5.
         sinks: First tokens that streaming heads keep; >= 0.
         recent: Last tokens that streaming heads keep; >= 1.
@@ -56,14 +56,14 @@ class DuoAttention(kv.Policy):
             raise kv.NotForModel(
                 "method.table=null: duo_attention needs the gates of this model; give a file of "
                 f"{num_layers} lines (layers) with {num_kv_heads} numbers (KV heads) as method.table=PATH; "
-                "`kvbench gates` measures them"
+                "`kvbench calibrate what=gates` measures them"
             )
         found = tuple(self._streams.shape)
         if found != (num_layers, num_kv_heads):
             raise kv.NotForModel(
                 f"method.table has {found[0]} layers x {found[1]} heads, but the model has {num_layers} layers x "
                 f"{num_kv_heads} KV heads; gates belong to one model, give those of this one "
-                "(`kvbench gates` measures them)"
+                "(`kvbench calibrate what=gates` measures them)"
             )
 
     def plan_prefill(self, view: kv.PrefillView) -> kv.PrefillPlan:

@@ -17,14 +17,14 @@ class HeadKV(SnapKV):
         alpha: Share of a head's budget that does not depend on the table, in [0, 1]: 1 - 1 / beta of the paper, which
             takes a share of 1 / beta from each head into a common pool. With `ada` as in `ada_snapkv`.
         table: Weights, >= 0, one per layer and KV head: a path, or a list of lists. They belong to one model; the
-            YAML's are the embedded model's, measured by `kvbench gates`. Other allocations do without.
+            YAML's are the embedded model's, measured by `kvbench calibrate what=gates`. Other allocations do without.
 
     Source: HeadKV (Fu et al. 2024, arXiv 2410.19258), from the paper alone, since its code carries no licence: the
         division of the budget, with beta = 1.2.
     Differs: the paper measures a head's weight by the attention that it gives to planted evidence while it answers
-        questions that need retrieval and reasoning; `kvbench gates` measures the attention that answers give to
-        whatever lies far back. Weights are per KV head. The budget is met exactly (largest remainder), and what a head
-        could keep beyond the prompt goes to the others.
+        questions that need retrieval and reasoning; `kvbench calibrate what=gates` measures the attention that answers
+        give to whatever lies far back. Weights are per KV head. The budget is met exactly (largest remainder), and what
+        a head could keep beyond the prompt goes to the others.
     """
 
     allocation: Allocation = "table"

@@ -20,8 +20,8 @@ class KVQuant(kv.Policy):
 
     Args:
         bits: 2, 3 or 4 for keys and values.
-        books: The model's tables and scales: the path of a file that `kvbench books` wrote, or a list of lists. null =
-            none, then the model is refused.
+        books: The model's tables and scales: the path of a file that `kvbench calibrate what=books` wrote, or a list of
+            lists. null = none, then the model is refused.
         sinks: First tokens of a prompt that stay in 16 bits; >= 0.
         outliers: Elements of each key and of each value whose rest, what their code misses, is kept apart in 16 bits
             with a byte that says which one it is; >= 0.
@@ -59,7 +59,8 @@ class KVQuant(kv.Policy):
         if not self.native and (found != num_layers or not fits):
             raise kv.NotForModel(
                 f"method.books has {found} layers, but the model has {num_layers} layers x {num_kv_heads} KV heads; "
-                "kvquant needs the books of this model, which `kvbench books` measures: give them as method.books=PATH"
+                "kvquant needs the books of this model, which `kvbench calibrate what=books` measures: give them as "
+                "method.books=PATH"
             )
 
     def plan_prefill(self, view: kv.PrefillView) -> kv.PrefillPlan:
@@ -83,7 +84,8 @@ def _read(rows: Sequence[Sequence[float]], bits: int) -> kv.CodeBooks:
     if half < 1 or odd or any(level not in range(256) for table in tables for row in table for level in row):
         raise ValueError(
             f"method.books: a line has {TABLES} levels from 0 to 255 and then a scale and a zero for each key channel "
-            f"of a layer, but this one has {len(rows[0])} numbers and is none; `kvbench books` writes such a file"
+            f"of a layer, but this one has {len(rows[0])} numbers and is none; "
+            "`kvbench calibrate what=books` writes such a file"
         )
     keys, values = (tuple(tuple(map(int, row)) for row in table) for table in tables)
     return kv.CodeBooks(

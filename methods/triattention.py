@@ -50,8 +50,8 @@ class TriAttention(kv.Scored):
 
     Args:
         budget: What stays of the answer: ratio, tokens per head, or bytes, which count the prompt too.
-        centres: The model's table: the path of a file that `kvbench centres` wrote, or a list of lists. null = none,
-            then the model is refused.
+        centres: The model's table: the path of a file that `kvbench calibrate what=centres` wrote, or a list of lists.
+            null = none, then the model is refused.
         reach: Longest distance ahead that counts; distances are 1, 2, 4, .. up to it. >= 1.
         protect: `prompt`: only the answer is compressed. `none`: the prompt too.
 
@@ -79,6 +79,6 @@ class TriAttention(kv.Scored):
         if self.centres is None or found != num_layers or len(self.centres[0]) % (3 * num_kv_heads):
             raise kv.NotForModel(
                 f"method.centres has {found} layers, but the model has {num_layers} layers x {num_kv_heads} KV heads; "
-                "triattention needs the table of this model, which `kvbench centres` measures: give it as "
-                "method.centres=PATH"
+                "triattention needs the table of this model, which `kvbench calibrate what=centres` measures: give it "
+                "as method.centres=PATH"
             )

@@ -21,9 +21,9 @@ class Uniform(ByLayer):
             keys first, such as `q8_0-q4_0` or `f16-q8_0`; also `mxfp4`.
         symmetric: Codes centred on zero, without zero points (integer tiers).
         splits: Equal groups that a vector is cut into, each with its own scale (integer tiers).
-        scales: Of `fp8`: the scales of a calibration, which never change: the path of a file that `kvbench scales`
-            wrote, or a list of lists. One line per layer: the keys' scale and the values', or one for each KV head of
-            keys and then of values. null = scales of 1.
+        scales: Of `fp8`: the scales of a calibration, which never change: the path of a file that
+            `kvbench calibrate what=scales` wrote, or a list of lists. One line per layer: the keys' scale and the
+            values', or one for each KV head of keys and then of values. null = scales of 1.
 
     Source: Atom/QServe style KV quantisation as DiffKV section 2.2 describes it; DiffKV's INT4 baseline (K4V4,
         thresholds 0). fp8: vLLM kv_cache_dtype=fp8 (e4m3, scale 1); scales: its k_scale and v_scale, of a tensor or (PR
@@ -79,7 +79,7 @@ class Uniform(ByLayer):
                 raise NotForModel(
                     f"method.scales has {layers} layers x {numbers} numbers, but the model has {num_layers} layers, "
                     f"which take 2 numbers each, or {2 * num_kv_heads} for {num_kv_heads} KV heads; measure them with "
-                    "`kvbench scales`"
+                    "`kvbench calibrate what=scales`"
                 )
 
 

@@ -83,7 +83,7 @@ def test_the_frontier_notebook_says_what_it_lacks(tmp_path, monkeypatch):
     """Outside of a clone it asks for a table of one's own, and takes one that lies beside it."""
     first = nbformat.read(ROOT / "notebooks" / "frontier.ipynb", as_version=4).cells[1].source
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match="kvbench pareto"):
+    with pytest.raises(FileNotFoundError, match="kvbench report view=pareto"):
         exec(first, {})
     (tmp_path / "pareto.csv").write_bytes((ROOT / "results" / "example" / "pareto.csv").read_bytes())
     exec(first, {})

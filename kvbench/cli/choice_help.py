@@ -25,7 +25,7 @@ def _one(word: str, width: int) -> str:
         found = [group] if name in files.options(group) else []
         names, known = name, files.options(group)
     else:
-        if word in texts.commands():
+        if word in texts.commands() or word in texts.moved():
             return texts.command_help(word, width)
         if {word, word.removesuffix("s")} & files.all_groups().keys():
             return texts.list_text([word], width)

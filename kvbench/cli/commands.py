@@ -52,7 +52,7 @@ def function_of(name: str) -> Callable[..., int]:
 
 def _own(name: str) -> DictConfig:
     """A command's own file."""
-    return read_config(files.path_of("command", name))
+    return read_config(files.path_of("command", files.full_command(name)))
 
 
 def compose_command(name: str, arguments: list[str]) -> DictConfig:
@@ -89,7 +89,8 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
             key, value = places.pop(0), word
         elif not has_value:
             raise ValueError(
-                f"{word} is no setting of {name}; settings are key=value. `kvbench {name} --help` lists them"
+                f"{word} is no setting of {name}; settings are key=value. `kvbench {files.spelled(name)} --help` lists "
+                "them"
             )
         elif word.lstrip("+~").startswith("_"):
             raise ValueError(f"{word}: names that begin with an underscore are not settings of {name}")
@@ -101,7 +102,7 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
         plain[key] = value
         arguments = [other for other in arguments if other is not word]
     try:
-        composed = compose(arguments, name=f"command/{name}", with_choices=True)
+        composed = compose(arguments, name=f"command/{files.full_command(name)}", with_choices=True)
     except ValueError:
         _check_keys(name, arguments)  # it knows the command's own settings, so its error is the plainer one
         raise

@@ -105,7 +105,7 @@ def _command(arguments: list[str]) -> int:
         print(_help(command, rest, width))
         return 0
     words.check_flags(rest)
-    if command in files.command_files():
+    if "/" in command or command in files.command_files():
         from kvbench.cli import commands
 
         return commands.run(command, rest, run_command)

@@ -67,6 +67,17 @@ def commands() -> dict[str, str]:
     return {**COMMANDS, **files.command_files()}
 
 
+def has_setting(command: str, name: str) -> bool:
+    """True if a command's file lists a plain setting."""
+    text = files.path_of("command", command).read_text(encoding="utf-8")
+    return re.search(rf"^{re.escape(name)}:", text, re.MULTILINE) is not None
+
+
+def moved() -> dict[str, str]:
+    """Commands by the word that they had before they became `report view=...` and the like, as they are written now."""
+    return {choice: files.spelled(choice) for command in files.dispatch_keys() for choice in files.subcommands(command)}
+
+
 def rows(pairs: "tuple[tuple[str, str], ...]", width: int, lead: str = "") -> str:
     """Two columns; the second is wrapped."""
     indent = 4 + max(len(lead + left) for left, _ in pairs)
@@ -138,9 +149,16 @@ def command_help(name: str, width: int = 80) -> str:
         more = {"run": f"\n\n{help_text(width)}"}.get(name, "")
         usage = textwrap.fill(f"usage: {USAGES[name]}", width, subsequent_indent=" " * 7, **_WHOLE)
         return f"{usage}\n\n{textwrap.fill(f'{COMMANDS[name]}.', width)}{more}"
-    text = files.path_of("command", name).read_text(encoding="utf-8")
-    usage = f"usage: kvbench {name} [key=value ...]"
-    return f"{usage}\n\n{purpose(text, width)}\n\n{settings_text(text, width)}"
+    text = files.path_of("command", files.full_command(name)).read_text(encoding="utf-8")
+    usage = f"usage: kvbench {files.spelled(name)} [key=value ...]"
+    further = tuple(files.subcommands(name).items())
+    if further:
+        key = files.dispatch_keys()[name]
+        text_of = f"further, each with settings that `kvbench {name} {key}=NAME --help` lists"
+        more = f"\n\n{text_of}\n{rows(further, width, f'{key}=')}"
+    else:
+        more = ""
+    return f"{usage}\n\n{purpose(text, width)}\n\n{settings_text(text, width)}{more}"
 
 
 def purpose(text: str, width: int) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvbench.cli import texts
 from kvbench.config import extensions, files
-from kvbench.errors import did_you_mean
+from kvbench.errors import did_you_mean, unknown_name
 
 FLAGS_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--info", "-i"}
 FLAGS_WITH_VALUE |= {"--config-dir", "-cd", "--experimental-rerun"}
@@ -57,12 +57,27 @@ def split_command(arguments: list[str]) -> tuple[str, list[str]]:
         return (min(chosen) if chosen else "run"), arguments
     word, known = arguments[0], texts.commands()
     if word in known:
-        return word, arguments[1:]
+        return _dispatched(word, arguments[1:])
+    if now := texts.moved().get(word):
+        print(f"kvbench: {word} is `kvbench {now}` now", file=sys.stderr)
+        return files.full_command(word), arguments[1:]
     if reason := extensions.lacking(word):
         raise ValueError(reason)
     meant = _settings_meant(arguments)
     hint = f" Did you mean {meant[0]}?" if meant else did_you_mean(word, known)
     raise ValueError(f"{word} is no command.{hint} Commands: {', '.join(known)}; settings are key=value.")
+
+
+def _dispatched(command: str, words: list[str]) -> tuple[str, list[str]]:
+    """The command that a word such as `view=ranks` chooses, and the other words."""
+    key, further = files.dispatch_keys().get(command), files.subcommands(command)
+    for word in words if key else ():
+        name, _, choice = word.partition("=")
+        if name == key and choice in further:
+            return f"{command}/{choice}", [other for other in words if other is not word]
+        if name == key and not texts.has_setting(command, name):
+            raise unknown_name(name, choice, further)
+    return command, words
 
 
 def _settings_meant(words: list[str]) -> list[str]:

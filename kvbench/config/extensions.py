@@ -6,6 +6,8 @@ An extension is a package with an `extension.toml`:
     uses = ["calibrate"]            # other extensions that it imports
     [keeps]                         # unit of work that a stopped command keeps, to go on behind
     bench = "cell"
+    [dispatch]                      # key that chooses among the commands in conf/command/calibrate/
+    calibrate = "what"
     [groups]                        # groups of choices that it adds to `kvbench list`
     suite = "a protocol of several tasks and methods"
     [hooks]                         # functions that the core calls, by hook point
@@ -29,7 +31,7 @@ from kvbench.errors import unknown_name
 
 MANIFEST = "extension.toml"
 PACKAGE = "kvbench.extensions"  # the package of the built-in ones, and the entry-point group of the others
-KEYS = ("summary", "uses", "keeps", "groups", "hooks")
+KEYS = ("summary", "uses", "keeps", "dispatch", "groups", "hooks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,7 @@ class Extension:
         summary: One sentence.
         uses: Extensions that it imports.
         keeps: Command -> unit of work that stays when it is stopped.
+        dispatch: Command -> key that chooses among the further commands in its folder.
         groups: Groups of choices that it adds, and what each is.
         hooks: Hook point -> `module:function`.
     """
@@ -53,6 +56,7 @@ class Extension:
     summary: str
     uses: tuple[str, ...] = ()
     keeps: Mapping[str, str] = field(default_factory=dict)
+    dispatch: Mapping[str, str] = field(default_factory=dict)
     groups: Mapping[str, str] = field(default_factory=dict)
     hooks: Mapping[str, str] = field(default_factory=dict)
 
@@ -126,7 +130,7 @@ def lacking(command: str) -> str:
     """Reason why the command of a disabled extension is not available; empty for every other word."""
     on = enabled()
     for name, one in discovered().items():
-        if name not in on and (one.conf / "command" / f"{command}.yaml").is_file():
+        if name not in on and any((one.conf / "command").rglob(f"{command}.yaml")):
             missing = ", ".join(sorted(set(one.uses) - on.keys()))
             return f"{command} belongs to the extension {name}, which needs the extension {missing}"
     return ""
@@ -140,6 +144,11 @@ def conf_folders() -> list[Path]:
 def groups() -> dict[str, str]:
     """Groups of choices that enabled extensions add."""
     return {group: text for one in enabled().values() for group, text in one.groups.items()}
+
+
+def dispatch_keys() -> dict[str, str]:
+    """Commands of extensions that have further ones, and the key that chooses among these."""
+    return {command: key for one in enabled().values() for command, key in one.dispatch.items()}
 
 
 def kept_by(command: str) -> str:

@@ -30,6 +30,7 @@ SHARED = (
 )
 
 
+DISPATCH = {"report": "view"}
 _own_folders: tuple[Path, ...] = ()  # of this process: what `--config-dir` named
 
 
@@ -117,7 +118,34 @@ def describe(path: Path) -> str:
 
 def command_files() -> dict[str, str]:
     """Commands that have a file in a `conf/command/`, and what each does."""
-    return options("command")
+    return {name: text for name, text in options("command").items() if "/" not in name}
+
+
+def dispatch_keys() -> dict[str, str]:
+    """Commands that have further ones in a folder of their name, and the key that chooses among these."""
+    return DISPATCH | extensions.dispatch_keys()
+
+
+def subcommands(command: str) -> dict[str, str]:
+    """Further commands in the folder of one, by the value that chooses each, and what each does."""
+    folder = f"{command}/"
+    return {name.removeprefix(folder): text for name, text in options("command").items() if name.startswith(folder)}
+
+
+def full_command(name: str) -> str:
+    """Name of a command's file below `conf/command/`: the word itself, or `report/ranks` of `ranks`.
+
+    Raises:
+        KeyError: There is no such command.
+    """
+    known = _paths("command")
+    return name if name in known else {full.rpartition("/")[2]: full for full in known}[name]
+
+
+def spelled(name: str) -> str:
+    """A command as the user writes it: `report view=ranks`."""
+    command, sign, choice = full_command(name).partition("/")
+    return f"{command} {dispatch_keys()[command]}={choice}" if sign else command
 
 
 def options(group: str, conf: Path | None = None) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`kvbench pareto`: quality against bytes or time, with intervals, as pictures, a table and a CSV."""
+"""`kvbench report view=pareto`: quality against bytes or time, with intervals, as pictures, a table and a CSV."""
 
 from collections.abc import Collection, Sequence
 
@@ -124,7 +124,7 @@ def csv_of(panels: Sequence[Panel]) -> bytes:
 
 
 def main(cfg: DictConfig) -> int:
-    """Carry out `kvbench pareto`."""
+    """Carry out `kvbench report view=pareto`."""
     check(cfg)
     groups = together(load_groups(cfg), cfg)
     panels = panels_of(groups, cfg)

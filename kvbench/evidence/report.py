@@ -126,7 +126,7 @@ def page(found: list[dict], means: list[dict], cfg: DictConfig, summaries: Seque
         elif pictured:
             for item in pictured:
                 item["pictures"] = item["pictures"][:1]
-            cuts = ["Only the first picture of each group fits; `kvbench pareto axes=null` draws all."]
+            cuts = ["Only the first picture of each group fits; `kvbench report view=pareto axes=null` draws all."]
             limit, length = int(cfg.answers), int(cfg.answer_length)
         else:
             raise ValueError(

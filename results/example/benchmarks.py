@@ -148,7 +148,7 @@ def pictures(folder: Path) -> None:
 
 
 def across(_: Path) -> None:
-    """Whether tasks and models put the methods in the same order, as `kvbench ranks metrics=[METRIC]` has it."""
+    """Whether tasks and models put the methods in the same order, as `report view=ranks` has it."""
     found = []
     for title, where in SETS.items():
         for metric in METRICS[:3]:

@@ -38,7 +38,7 @@ CORRELATION = "group n metric other correlation low high half other_half".split(
 
 Row = dict[str, str]
 
-# What is ranked: name -> words of `kvbench ranks`. All evicting methods store 16 bits here.
+# What is ranked: name -> words of `kvbench report view=ranks`. All evicting methods store 16 bits here.
 _EVICTING = [f"methods=[{','.join(EVICTING)}]"]
 SETS = {
     **{f"{100 * b:g} % of the tokens": [*_EVICTING, f"where={{budget:{b},tier:fp16}}"] for b in BUDGETS},

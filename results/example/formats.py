@@ -70,7 +70,7 @@ def study(folder: Path, asked: dict[str, Any]) -> None:
 
 
 def table(folder: Path) -> None:
-    """Writes what `kvbench pareto` says of the runs, formats.csv and formats.png."""
+    """Writes what `kvbench report view=pareto` says of the runs, formats.csv and formats.png."""
     with tempfile.TemporaryDirectory() as place:
         words = ["pareto", "metric=nll", "axes=[resident]", "kinds=[png]"]
         words += [f"results_dir={folder}", f"out={place}"]

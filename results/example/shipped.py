@@ -32,7 +32,7 @@ VLLM = (
     "fp8 fp8_e5m2 fp8_per_token_head int8_per_token_head int4_per_token_head turboquant_k8v4 turboquant_4bit_nc "
     "turboquant_k3v4_nc turboquant_3bit_nc nvfp4 nvfp4_4over6"
 ).split()
-# What a checkpoint of llm-compressor brings, and what vLLM finds itself: name -> settings of `kvbench scales`.
+# What a checkpoint of llm-compressor brings, and what vLLM finds itself: name -> settings of `calibrate what=scales`.
 SCALES = {
     "--kv-cache-dtype fp8, scales of a checkpoint per tensor": ("per=tensor", "tokens=task"),
     "--kv-cache-dtype fp8, scales of a checkpoint per head": ("per=head", "tokens=task"),

@@ -143,6 +143,6 @@ def test_wrong_scales_are_refused():
         with pytest.raises(ValueError, match=r"method\.scales"):
             Uniform(tier="fp8", scales=bad)
     for layers, heads in ((2, 2), (3, 3)):
-        with pytest.raises(NotForModel, match="measure them with `kvbench scales`"):
+        with pytest.raises(NotForModel, match="measure them with `kvbench calibrate what=scales`"):
             Uniform(tier="fp8", scales=SCALES["head"]).check_model(layers, heads)
     Uniform(tier="fp8", scales=SCALES["tensor"]).check_model(3, 5)

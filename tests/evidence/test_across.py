@@ -93,7 +93,7 @@ def test_two_tasks_that_rank_alike_or_not(tmp_path, capsys):
 
 
 def compose_and_check(words):
-    """The check of `kvbench ranks`."""
+    """The check of `kvbench report view=ranks`."""
     check = pytest.importorskip("kvbench.extensions.views.ranks").check
 
     check(compose_command("ranks", words))

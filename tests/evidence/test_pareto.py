@@ -26,7 +26,7 @@ SCORES = yes_no(0.8, {"a": 40, "b": 40}, seed=1)
 
 
 def settings(root, *words):
-    """The settings of `kvbench pareto`."""
+    """The settings of `kvbench report view=pareto`."""
     return command_settings("pareto", root, "resamples=300", *words)
 
 

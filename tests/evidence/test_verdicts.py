@@ -31,7 +31,7 @@ def rows_of(root, *words):
 
 
 def panels(root, *words):
-    """The panels of `kvbench pareto`."""
+    """The panels of `kvbench report view=pareto`."""
     cfg = command_settings("pareto", root, "resamples=999", *words)
     return panels_of(load_groups(cfg), cfg)
 

@@ -64,7 +64,7 @@ def row(mine: Strata, theirs: Strata, resamples: int) -> ComparedRun:
 
 
 def panel(columns: list[Strata], resamples: int) -> Panel:
-    """A panel of `kvbench pareto`, every method 5 % dearer than the one before."""
+    """A panel of `kvbench report view=pareto`, every method 5 % dearer than the one before."""
     points = []
     for index, scores in enumerate(columns):
         cost = 0.1 * 1.05**index

@@ -224,7 +224,7 @@ def test_processes_hold_the_books_of_their_heads():
 @pytest.mark.parametrize("books", [None, kvquant_books(HEADS, DIM, 3), kvquant_books(3, 1, LAYERS)])
 def test_a_model_without_its_books_is_refused(books):
     """None, those of three layers, and those of as few channels as no two heads share: the command makes them."""
-    with pytest.raises(NotForModel, match=r"method.books has \d layers, but the model has 2.*`kvbench books` measures"):
+    with pytest.raises(NotForModel, match=r"method.books has \d layers, but the model has 2.*what=books` measures"):
         KVQuant(books=books).check_model(LAYERS, HEADS)
     KVQuant(books=books, native=True).check_model(LAYERS, HEADS)
 

@@ -88,7 +88,7 @@ def test_the_prompt_stays_and_the_answer_is_thinned():
 @pytest.mark.parametrize("centres", [None, table(3, 2), [[0.5] * 7] * 2])
 def test_a_model_without_its_table_is_refused(centres):
     """None, another model's layers, or numbers that no KV head has: with the command that makes the table."""
-    with pytest.raises(NotForModel, match=r"method.centres has \d layers.*`kvbench centres` measures"):
+    with pytest.raises(NotForModel, match=r"method.centres has \d layers.*`kvbench calibrate what=centres` measures"):
         TriAttention(centres=centres).check_model(2, 2)
     TriAttention(centres=table(2, 2)).check_model(2, 2)
     TriAttention(centres=table(2, 6)).check_model(2, 2)

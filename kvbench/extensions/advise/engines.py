@@ -18,7 +18,7 @@ from kvbench.policy import ByLayer, HeadScales, Policy, Tier
 METHOD = "engine_format"  # the method of any format
 FULL_TIER = "f16"
 SCALED = "fp8"  # the tier that takes scales of a calibration
-SCALES = "scales.tsv"  # which `kvbench scales` writes
+SCALES = "scales.tsv"  # which `kvbench calibrate what=scales` writes
 
 
 @dataclass
@@ -195,8 +195,8 @@ def _read_format(found: Reading, known: Mapping[str, Any], given: Mapping[str, l
     if tier == SCALED and _value(given, flags.get("scales", ()), "off") != "off":
         found.words.append(f"method.scales={SCALES}")
         found.notes.append(
-            f"{found.engine} finds scales of its own from random tokens; find yours first: kvbench scales "
-            f"scales.tokens=random scales.out={SCALES}, with the words of the model"
+            f"{found.engine} finds scales of its own from random tokens; find yours first: "
+            f"kvbench calibrate what=scales scales.tokens=random scales.out={SCALES}, with the words of the model"
         )
     if leaves := known["formats"][name].get("leaves"):
         found.words.append(f"method.protect_layers=[{','.join(map(str, leaves))}]")

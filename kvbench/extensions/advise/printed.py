@@ -79,5 +79,5 @@ def show_printed(asked: Asked, metric: str) -> None:
         console.print(table)
     else:
         console.print(Text(f"Of {len(found)} settings that papers print for {safe(found[0].model)}, none fits."))
-    words = f"kvbench published 'models=[{found[0].model}]'"
+    words = f"kvbench report view=published 'models=[{found[0].model}]'"
     console.print(Text(f"{published.NOTE} No interval is printed. All of them: {words}", style="dim"))

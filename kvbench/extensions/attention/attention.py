@@ -1,5 +1,6 @@
-"""`kvbench attention` reads prompts with the full cache and draws what its attention is like, as papers do before they
-propose a method: how scores and values spread, how few tokens matter, which channels stand out, and what persists."""
+"""`kvbench calibrate what=attention` reads prompts with the full cache and draws what its attention is like, as papers
+do before they propose a method: how scores and values spread, how few tokens matter, which channels stand out, what
+persists."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -83,7 +84,7 @@ def measure(loaded: Any, prompts: Sequence[Sequence[int]], spec: Attention, adva
 
 
 def main(cfg: DictConfig) -> int:
-    """Carry out `kvbench attention`; see conf/command/attention.yaml."""
+    """Carry out `kvbench calibrate what=attention`; see conf/command/attention.yaml."""
     own = cfg.attention
     wanted = list(FIGURES) if own.what == "all" else [str(own.what)]
     for name in wanted:

@@ -1,5 +1,5 @@
-"""The pictures of `kvbench attention`: each is made from what was seen of some prompts, layer by layer, and has its
-numbers as records for a CSV and one sentence for the terminal."""
+"""The pictures of `kvbench calibrate what=attention`: each is made from what was seen of some prompts, layer by layer,
+and has its numbers as records for a CSV and one sentence for the terminal."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench.config import durable
+from kvbench.config import durable, files
 from kvbench.config.settings import as_dict
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.supported import model_shape
@@ -95,7 +95,7 @@ def _parted(cfg: DictConfig) -> tuple[DictConfig, DictConfig, str, str]:
     """The experiment's settings, the command's, the name of the method, and what is calibrated."""
     settings = as_dict(cfg)
     if (what := settings.pop("what")) not in WHAT:
-        raise unknown_name("what", what, WHAT)
+        raise unknown_name("what", what, [*WHAT, *files.subcommands("calibrate")])
     wanted, choices = settings.pop("calibrate"), settings.pop("_choices_")
     experiment = read_experiment(settings, "calibrate")
     if experiment.method.get(KEY) is not None:

@@ -84,7 +84,7 @@ def run(
             launcher = [word for word in others if word.startswith("hydra")]
             codes.append(sweep(["-m", f"results_dir={cfg.results_dir}", *launcher], listed))
         for name, words in further:
-            terminal.console().print(Text(f"\nkvbench {name} {shlex.join(words)}"), soft_wrap=True)
+            terminal.console().print(Text(f"\nkvbench {files.spelled(name)} {shlex.join(words)}"), soft_wrap=True)
             codes.append(commands.run(name, words))
     terminal.console().print(Text(heading), soft_wrap=True)
     if entry.tasks and entry.cells:
@@ -214,7 +214,9 @@ def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], argumen
         if not launcher:
             lines.append(f"on a Slurm cluster, each run a job: {start} {CLUSTER}")
     for name, words in further:
-        lines.append(f"{'then ' if entry.tasks else ''}kvbench {name} {shlex.join(words)}{_size(name, words)}")
+        lines.append(
+            f"{'then ' if entry.tasks else ''}kvbench {files.spelled(name)} {shlex.join(words)}{_size(name, words)}"
+        )
         if name == "calibrate":
             lines += _ahead(_calibrated(words))
     if not entry.tasks:

@@ -1,4 +1,4 @@
-"""`kvbench published`: the numbers that papers printed, and where they stand. Never corrected, not measured here."""
+"""`kvbench report view=published`: the numbers that papers printed, and where they stand. Not measured here."""
 
 import io
 import re
@@ -230,7 +230,7 @@ def _write(out: object, names: Sequence[str], cells: Iterable[Sequence[Cell]]) -
 
 
 def main(cfg: DictConfig) -> int:
-    """Carry out `kvbench published`."""
+    """Carry out `kvbench report view=published`."""
     wanted = {name: patterns(cfg[name]) for name in (*SPELLINGS, "places")}
     found = select(**wanted)
     if found.empty:

@@ -33,7 +33,7 @@ def beside(group: Group) -> dict[str, Any]:
     rows = [row for run in group.runs if run.method != FULL for row in _rows(group, run)]
     rows.sort(key=lambda row: (row["style"] == "other", row["label"]))  # what is nearest to the paper first
     left = len(rows) - MOST_ROWS
-    more = f" {left} more rows: `kvbench published` shows them." if left > 0 else ""
+    more = f" {left} more rows: `kvbench report view=published` shows them." if left > 0 else ""
     return {
         "title": "Beside the papers",
         "headings": HEADINGS,

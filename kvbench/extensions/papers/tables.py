@@ -3,6 +3,7 @@
 import shlex
 import textwrap
 
+from kvbench.config import files
 from kvbench.extensions.papers import papers
 from kvbench.extensions.papers.paper import here
 from kvbench.extensions.papers.papers import Entry, Paper
@@ -93,7 +94,9 @@ def _lines(entry: Entry) -> str:
     for name, given in entry.methods.items():
         each = {"": given} if isinstance(given, str) else given
         lines += [f"{name}{f' on {model}' if model else ''}: {line}" for model, line in each.items()]
-    lines += [f"then: kvbench {shlex.join(shlex.split(line))}" for line in entry.then]
+    for line in entry.then:
+        name, *words = shlex.split(line)
+        lines.append(f"then: kvbench {files.spelled(name)} {shlex.join(words)}")
     lines += [f"{metric}: {said}" for metric, said in entry.measured.items()]
     return "\n".join(lines)
 

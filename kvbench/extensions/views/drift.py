@@ -1,4 +1,4 @@
-"""`kvbench drift`: how far each method strays from the full cache along long answers and streams."""
+"""`kvbench report view=drift`: how far each method strays from the full cache along long answers and streams."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -296,7 +296,7 @@ def csv_of(several: Sequence[Drawing]) -> bytes:
 
 
 def main(cfg: DictConfig) -> int:
-    """Carry out `kvbench drift`."""
+    """Carry out `kvbench report view=drift`."""
     check(cfg, lists={"kinds": KINDS})
     width = None if cfg.width is None else check_whole("width", cfg.width, 1, ", or null")
     several = [drawing for group in load_groups(cfg) if (drawing := drawing_of(group, width)) is not None]

@@ -1,4 +1,4 @@
-"""`kvbench heatmap`: what a method finds at each depth of a text and each length, beside the full cache."""
+"""`kvbench report view=heatmap`: what a method finds at each depth of a text and each length, beside the full cache."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -189,7 +189,7 @@ def csv_of(several: list[Panels]) -> bytes:
 
 
 def main(cfg: DictConfig) -> int:
-    """Carry out `kvbench heatmap`."""
+    """Carry out `kvbench report view=heatmap`."""
     check(cfg, lists={"kinds": KINDS})
     groups = [group for group in load_groups(cfg) if any(place_of(run) for run in group.runs)]
     several = [panels for group in groups if (panels := panels_of(group, str(cfg.metric))) is not None]

@@ -1,4 +1,4 @@
-"""`kvbench ranks`: do two measures, or two groups, put the runs in the same order, or do they contradict each other?"""
+"""`kvbench report view=ranks`: rank correlation of the runs by two measures, or in two groups."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -194,7 +194,7 @@ def csv_of(found: Sequence[Ranking]) -> bytes:
 
 
 def _main_between(groups: Sequence[Group], metric: str, cfg: DictConfig) -> int:
-    """`kvbench ranks` of one measure: whether the groups rank the runs alike."""
+    """`kvbench report view=ranks` of one measure: whether the groups rank the runs alike."""
     found, console = between(groups, metric, cfg), terminal.console(120)
     if not found:
         raise ValueError(f"nothing to rank: no two of {len(groups)} groups share {FEWEST_RUNS} complete runs")
@@ -218,7 +218,7 @@ def _main_between(groups: Sequence[Group], metric: str, cfg: DictConfig) -> int:
 
 
 def main(cfg: DictConfig) -> int:
-    """Carry out `kvbench ranks`."""
+    """Carry out `kvbench report view=ranks`."""
     check(cfg)
     groups = load_groups(cfg)
     if len(names := patterns(cfg.metrics) or []) == 1:

@@ -1,4 +1,4 @@
-"""`kvbench table`: the table of a paper from stored runs, for the terminal, Markdown, LaTeX or a program."""
+"""`kvbench report view=table`: the table of a paper from stored runs: terminal, Markdown, LaTeX, CSV."""
 
 import re
 import shutil
@@ -201,7 +201,7 @@ def csv_of(tables: Sequence[PaperTable]) -> bytes:
 
 
 def main(cfg: DictConfig) -> int:
-    """Carry out `kvbench table`."""
+    """Carry out `kvbench report view=table`."""
     check(cfg)
     tables = tables_of(together(load_groups(cfg), cfg), cfg)
     if cfg.format == "csv":

@@ -1,4 +1,4 @@
-"""`kvbench tiers`: the shares of tokens that methods prune or hold in each precision, by task and model."""
+"""`kvbench report view=tiers`: the shares of tokens that methods prune or hold in each precision, by task and model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ def figure(found: Sequence[Shares]) -> "Figure":
 
 
 def main(cfg: DictConfig) -> int:
-    """Carry out `kvbench tiers`."""
+    """Carry out `kvbench report view=tiers`."""
     check(cfg, lists={"kinds": KINDS})
     groups = load_groups(cfg)
     found = [

@@ -37,7 +37,7 @@ ENGLISH = tuple(
     "passage_count passage_retrieval_en lcc repobench-p".split()
 )
 LONGBENCH_E = tuple(f"{name}_e" for name in ENGLISH if name not in ("narrativeqa", "musique", "qmsum"))
-# The headings of the paper's table 1; `kvbench table by=category` has the same.
+# The headings of the paper's table 1; `kvbench report view=table by=category` has the same.
 CATEGORIES = {
     "Single-document QA": ("narrativeqa", "qasper", "multifieldqa_en"),
     "Multi-document QA": ("hotpotqa", "2wikimqa", "musique"),

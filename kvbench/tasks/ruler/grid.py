@@ -1,4 +1,4 @@
-"""`task=needle`: one fact at every depth of prompts of every length, which a heat map shows (`kvbench heatmap`).
+"""`task=needle`: one fact at every depth of prompts of every length, which `report view=heatmap` shows.
 
 The needle, the question and the answer's beginning are RULER's. An item has the same fact and the same text around it
 in every cell, so what differs between two cells is where the fact lies and how much lies around it. With several

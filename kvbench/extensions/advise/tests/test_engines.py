@@ -100,7 +100,7 @@ def test_scales_that_vllm_finds_itself_are_a_file_here(command: str, scaled: boo
     """With the command that finds them; of other formats the flag says nothing, there and here."""
     found = read_command(command)
     assert ("method.scales=scales.tsv" in found.words) == scaled
-    assert any("kvbench scales scales.tokens=random" in note for note in found.notes) == scaled
+    assert any("kvbench calibrate what=scales scales.tokens=random" in note for note in found.notes) == scaled
 
 
 def test_scales_of_a_calibration_have_flags_of_their_own():

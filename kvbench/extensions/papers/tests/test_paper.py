@@ -107,7 +107,10 @@ def test_what_would_run(toy, capsys):
     assert "hydra/launcher=submitti does not exist. Did you mean submitit_" in capsys.readouterr().err
     assert main(["paper", "toy", "figure=1", "plan=true"]) == 0
     said = capsys.readouterr().out
-    assert "kvbench published papers=diffkv limit=1\nto start it: python -m kvbench paper toy figure=1\n" in said
+    assert (
+        "kvbench report view=published papers=diffkv limit=1\nto start it: python -m kvbench paper toy figure=1\n"
+        in said
+    )
     assert "put it into a job: srun --gres=gpu:1 python -m kvbench paper toy figure=1\n" in said
     assert said.endswith("a small run of it took 1 s\n")
     assert main(["paper", "toy", "table=1", "plan=true", "limit=-1"]) == 0
@@ -128,7 +131,7 @@ def test_a_figure_is_the_command_that_draws_it(toy, capsys):
     """With the user's words that the command has a setting for."""
     assert main(["paper", "toy", "figure=1", "limit=2"]) == 0
     shown = capsys.readouterr().out
-    assert "kvbench published papers=diffkv limit=1 limit=2" in shown and "more rows" in shown
+    assert "kvbench report view=published papers=diffkv limit=1 limit=2" in shown and "more rows" in shown
 
 
 @pytest.mark.parametrize(

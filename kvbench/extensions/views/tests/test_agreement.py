@@ -1,4 +1,4 @@
-"""`kvbench ranks`: the orders of two measures, over one group, several, and at equal bytes."""
+"""`kvbench report view=ranks`: the orders of two measures, over one group, several, and at equal bytes."""
 
 import csv
 import re

@@ -18,7 +18,7 @@ SCORES = yes_no(0.7, SIZES, seed=3)
 
 
 def settings(root, *words):
-    """The settings of `kvbench table`."""
+    """The settings of `kvbench report view=table`."""
     return command_settings("table", root, "resamples=300", *words)
 
 
