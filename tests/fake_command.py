@@ -15,7 +15,7 @@ from fake_parts import make_parts
 from places import ROOT
 
 FILES = {
-    "method/full.yaml": "# Keeps everything.\n_target_: fake.Full\nratio: 1.0\n",
+    "method/full.yaml": "# Keeps everything.\n_target_: kvbench.methods.full.Full\nratio: 1.0\n",
     "method/snapkv.yaml": "# Keeps half. And more words.\n_target_: fake.Half\nratio: 0.5\nbudget: 5\n",
     "method/kivi.yaml": "# source: a\n# Keeps a quarter\n# of it.\n# source: b\n_target_: fake.Q\nratio: 0.25\n",
     "method/diffkv.yaml": "_target_: fake.D\nratio: 0.75\nlevels: {high: 8, low: 4}\n",

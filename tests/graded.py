@@ -53,6 +53,7 @@ class Bench:
             Loaders(),
             check_task=lambda config: None,
             check_fit=lambda config, policy: None,
+            check_chat=lambda config: None,
             make_policy=lambda cfg: Graded(full=True) if "full" in cfg["_target_"] else Graded(**_fields(cfg)),
             load_model=lambda cfg: SimpleNamespace(**MODEL),
             load_task=self.load_task,

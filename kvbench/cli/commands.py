@@ -52,7 +52,7 @@ def function_of(name: str) -> Callable[..., int]:
 
 def _own(name: str) -> DictConfig:
     """A command's own file."""
-    return read_config(files.path_of("command", files.full_command(name)))
+    return read_config(files.path_of("command", name))
 
 
 def compose_command(name: str, arguments: list[str]) -> DictConfig:

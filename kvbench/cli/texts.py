@@ -149,7 +149,7 @@ def command_help(name: str, width: int = 80) -> str:
         more = {"run": f"\n\n{help_text(width)}"}.get(name, "")
         usage = textwrap.fill(f"usage: {USAGES[name]}", width, subsequent_indent=" " * 7, **_WHOLE)
         return f"{usage}\n\n{textwrap.fill(f'{COMMANDS[name]}.', width)}{more}"
-    text = files.path_of("command", files.full_command(name)).read_text(encoding="utf-8")
+    text = files.path_of("command", name).read_text(encoding="utf-8")
     usage = f"usage: kvbench {files.spelled(name)} [key=value ...]"
     further = tuple(files.subcommands(name).items())
     if further:

@@ -167,8 +167,8 @@ def _fault(path: Path) -> str:
 
 
 def path_of(group: str, name: str) -> Path:
-    """The file of a configuration that there is."""
-    return _paths(group)[name]
+    """The file of a configuration that there is; of a command by its short name too."""
+    return _paths(group)[full_command(name) if group == "command" else name]
 
 
 def _paths(group: str, conf: Path | None = None) -> dict[str, Path]:

@@ -101,7 +101,7 @@ def test_another_models_file_is_refused_before_a_policy_is_made_of_it(tmp_path):
         loaded.append(cfg)
         return SimpleNamespace(name="other", fingerprint="cd" * 32, dtype="torch.float32")
 
-    passes = {"check_task": lambda cfg: None, "check_fit": lambda cfg, policy: None}
+    passes = {"check_task": lambda cfg: None, "check_fit": lambda cfg, policy: None, "check_chat": lambda cfg: None}
     parts = SimpleNamespace(make_policy=note_policy, load_model=load_model, **passes)
     path = tmp_path / "c.yaml"
     path.write_text(yaml.safe_dump(content(settings={"alpha_h": 2.0})))

@@ -11,8 +11,8 @@ from kvbench.extensions.papers.papers import Entry, Paper
 WIDTH = 120
 HEAD = """# The papers beside kvbench
 
-Generated from `conf/paper/` by `make docs`; a test keeps it so, and another one keeps the list complete. Every table
-and figure of these papers stands here by its number, with the command that makes it, or the reason why there is none.
+Generated from the papers' YAML files by `make docs`; a test keeps it so, and another one keeps the list complete. Every
+table and figure of these papers stands here by its number, with the command that makes it, or the reason why there is none.
 
 ```
 python -m kvbench paper                                    # the papers

@@ -218,7 +218,9 @@ def test_every_line_of_a_shipped_paper_names_what_there_is():
                 has = has.get("task", has) if group == "task" else has
                 keys = {word.partition("=")[0].removeprefix(f"{group}.") for word in words if word.startswith(group)}
                 assert keys <= set(has), line
-            assert {line.partition(" ")[0] for line in entry.then} <= set(files.command_files())
+            assert {line.partition(" ")[0] for line in entry.then} <= {
+                name.rpartition("/")[2] for name in files.options("command")
+            }
 
 
 COMPOSED = set()  # what some papers share
