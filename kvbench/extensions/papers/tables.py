@@ -12,7 +12,8 @@ WIDTH = 120
 HEAD = """# The papers beside kvbench
 
 Generated from the papers' YAML files by `make docs`; a test keeps it so, and another one keeps the list complete. Every
-table and figure of these papers stands here by its number, with the command that makes it, or the reason why there is none.
+table and figure of these papers stands here by its number, with the command that makes it, or the reason why there is
+none.
 
 ```
 python -m kvbench paper                                    # the papers
