@@ -60,7 +60,7 @@ def listed_once(plain: Callable[..., DefaultsList]) -> Callable[..., DefaultsLis
             return plain(repo, config_name, overrides_list, prepend_hydra, skip_missing)
 
         sources: list[ConfigSource] = repo.get_sources()
-        folders = [source.path for source in sources if source.scheme() == "file"]
+        folders = [source.path for source in sources if source.scheme() in ("file", "kvbench")]
         settings = Overrides(repo, overrides_list).config_overrides
         choices = (word.input_line for word in overrides_list if all(word is not each for each in settings))
         read = [sorted(_files(folder, (".yaml", ".py")[: 1 + (len(folders) > 1)])) for folder in folders]

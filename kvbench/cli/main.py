@@ -10,8 +10,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -137,45 +136,30 @@ def _keeps(arguments: list[str]) -> str:
 
 def run_command(overrides: list[str], listed: "Listed | None" = None) -> int:
     """Compose the configuration and run one experiment, or a sweep, whose jobs may be listed; the worst exit code."""
-    import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from kvbench.cli import sweeping
+    from kvbench.cli import showing, sweeping
     from kvbench.config.compose import check_choices, explain, with_swept_groups
     from kvbench.results.writing import check_writable, is_full, write_error
 
     check_choices(overrides)
     sweeping.check_launcher(overrides)
     overrides = sweeping.with_preset(overrides)
-    own = words.config_dir_flags(files.own_folders())
-    flags, settings = words.parted(with_swept_groups(overrides))
-    with _argv(["kvbench", *own, *flags, *settings]):  # Hydra takes no settings on both sides of a flag
-        with sweeping.begin(overrides, listed) as jobs:
-            try:
-                hydra.main(version_base="1.3", config_path=str(files.conf_folder()), config_name="config")(jobs.run)()
-                if listed and jobs.waiting:
-                    listed.announce(jobs)
-                jobs.carry_out()
-            except (HydraException, OmegaConfBaseException) as error:
-                raise explain(error, overrides) from error
-            except OSError as error:
-                folder = sweeping.hydra_folder(overrides)
-                if not is_full(error):
-                    check_writable(folder.parent, "results_dir")  # names the setting, where that is the cause
-                    raise
-                raise write_error(folder / "multirun.yaml", error) from error  # Hydra's own file of a sweep
-        return jobs.finish()
-
-
-@contextmanager
-def _argv(arguments: list[str]) -> Iterator[None]:
-    """Let Hydra read these arguments, and raise its errors instead of printing them and leaving."""
-    before, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv, os.environ["HYDRA_FULL_ERROR"] = arguments, "1"
+    dashed, settings = words.parted(with_swept_groups(overrides))
+    flags = words.read_flags(dashed)
+    name, root = flags.get("--config-name", "config"), Path(flags.get("--config-path", files.conf_folder())).absolute()
     try:
-        yield
-    finally:
-        sys.argv = before
-        if full_error is None:
-            os.environ.pop("HYDRA_FULL_ERROR", None)  # a method may have emptied the environment meanwhile
+        if words.SHOWING & flags.keys():
+            return showing.show(flags, settings, name, root)
+        if sweeping.is_sweep(overrides):
+            return sweeping.run(overrides, settings, name, root, listed)
+        return sweeping.run_one(settings, name, root)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error, overrides) from error
+    except OSError as error:
+        folder = sweeping.hydra_folder(overrides)
+        if not is_full(error):
+            check_writable(folder.parent, "results_dir")  # names the setting, where that is the cause
+            raise
+        raise write_error(folder / "multirun.yaml", error) from error  # Hydra's own file of a sweep

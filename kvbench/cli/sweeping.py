@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from kvbench.cli import words
 from kvbench.cli.jobs import Jobs, check_files
@@ -79,7 +78,7 @@ def with_preset(arguments: Sequence[str]) -> list[str]:
 
 def is_sweep(arguments: Sequence[str]) -> bool:
     """True for a command line that runs a sweep: it says so, and does not ask for something to be shown instead."""
-    shows = any(word.partition("=")[0] in words.SHOWING for word in arguments)
+    shows = any(words.SHORT.get(flag, flag) in words.SHOWING for flag in (word.partition("=")[0] for word in arguments))
     return not shows and bool({"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments))
 
 
@@ -87,42 +86,6 @@ def hydra_folder(arguments: Sequence[str]) -> Path:
     """Find where Hydra puts its own file of a sweep (hydra.sweep.dir in conf/config.yaml)."""
     given = [word.partition("=")[2].strip("'\"") for word in arguments if word.startswith("results_dir=")]
     return Path(["results", *given][-1]) / FOLDER
-
-
-def planned(arguments: Sequence[str]) -> tuple[str, list[list[str]]]:
-    """Plan a sweep as Hydra will.
-
-    Returns:
-        The launcher, and the words of each job; none where the sweeper finds them on the way, or where Hydra has
-        something to say against the words, which it then says itself.
-    """
-    from hydra import initialize_config_dir
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-    from hydra.types import RunMode
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    from kvbench.config.compose import own_words
-
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(files.conf_folder()), version_base="1.3"):
-            loader = GlobalHydra.instance().config_loader()
-            hydra = loader.load_configuration("config", [*arguments, *own_words()], RunMode.MULTIRUN).hydra
-            launcher = str(OmegaConf.select(hydra, "runtime.choices")[LAUNCHER])
-            if not str(hydra.sweeper._target_).endswith(".BasicSweeper"):
-                return launcher, []
-            params = [f"{key}={value}" for key, value in (hydra.sweeper.get("params") or {}).items()]
-            overrides = OverridesParser.create(config_loader=loader).parse_overrides([*params, *arguments])
-            own = [item for item in overrides if not item.get_key_element().lstrip("+~").startswith("hydra")]
-            return launcher, BasicSweeper.split_arguments(own, None)[0]
-    except (HydraException, OmegaConfBaseException, AssertionError):
-        return "basic", []
-    finally:
-        GlobalHydra.instance().clear()
 
 
 @dataclass(frozen=True)
@@ -143,41 +106,16 @@ def combinations(words: Sequence[str]) -> list[list[str]]:
     Raises:
         ValueError: A word cannot be read.
     """
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
+    from kvbench.cli import launching
     from kvbench.config.compose import explain
 
     try:
-        return BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(list(words)), None)[0]
+        return launching.combinations(OverridesParser.create().parse_overrides(list(words)))
     except (HydraException, AssertionError) as error:
         raise explain(error, words) from error
-
-
-@contextmanager
-def settings_where_they_exist(listed: Listed | None = None) -> Iterator[list[str]]:
-    """Let Hydra's sweeper leave out of a job what its method does not have and another's has, as long as the block
-    lasts; gives sentences that say what, once the sweeper has run. Of a sweep with listed jobs, it gives those."""
-    from hydra.core.plugins import Plugins
-
-    Plugins.instance()  # makes the sweeper's class anew when it looks for plugins
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-
-    from kvbench.config.compose import for_their_methods
-
-    plain, said = BasicSweeper.split_arguments, list[str]()
-
-    def split(overrides: list[Any], size: int | None) -> list[list[list[str]]]:
-        jobs, said[:] = (listed.jobs, []) if listed else for_their_methods(plain(overrides, None)[0])
-        size = size or max(1, len(jobs))
-        return [jobs[start : start + size] for start in range(0, len(jobs), size)]
-
-    BasicSweeper.split_arguments = staticmethod(split)  # type: ignore[method-assign, assignment]
-    try:
-        yield said
-    finally:
-        BasicSweeper.split_arguments = staticmethod(plain)  # type: ignore[method-assign]
 
 
 def job_labels(jobs: Sequence[Sequence[str]]) -> list[str]:
@@ -197,33 +135,67 @@ def job_labels(jobs: Sequence[Sequence[str]]) -> list[str]:
     return labels
 
 
+def run_one(settings: Sequence[str], name: str, root: Path) -> int:
+    """Run one experiment of the configuration `name` in a folder; returns its exit code."""
+    from hydra.types import RunMode
+
+    from kvbench.cli import launching
+    from kvbench.config.compose import started
+
+    jobs = Jobs()
+    with started(root) as loader:
+        launching.run_alone(loader, launching.compose_job(loader, name, settings, RunMode.RUN), jobs.run)
+    return jobs.finish()
+
+
+def run(arguments: list[str], settings: Sequence[str], name: str, root: Path, listed: Listed | None = None) -> int:
+    """Run a sweep.
+
+    Args:
+        arguments: What the user wrote.
+        settings: The settings in it, as Hydra reads them.
+        name: The configuration to start from.
+        root: Folder that has it.
+        listed: Its jobs, where they are not the combinations of its words.
+
+    Returns:
+        The worst exit code.
+    """
+    from hydra.types import RunMode
+
+    from kvbench.cli import launching
+    from kvbench.config.compose import for_their_methods, started
+
+    with started(root) as loader:
+        cfg = launching.compose_job(loader, name, settings, RunMode.MULTIRUN)
+        words = listed.jobs if listed else launching.planned(loader, cfg)
+        if words is not None and not listed:
+            words, said = for_their_methods(words)
+            for sentence in said:
+                note(sentence)
+        launcher = str(cfg.hydra.runtime.choices[LAUNCHER])
+        with begin(arguments, launcher, words or [], listed.command if listed else arguments) as jobs:
+            launching.sweep(loader, cfg, words, jobs.run)
+            if listed and jobs.waiting:
+                listed.announce(jobs)
+            jobs.carry_out()
+    return jobs.finish()
+
+
 @contextmanager
-def begin(arguments: list[str], listed: Listed | None = None) -> Iterator[Jobs]:
-    """Plan a sweep and make its folder; look before whether the data and the models of all jobs are there.
+def begin(arguments: list[str], launcher: str, words: list[list[str]], command: list[str]) -> Iterator[Jobs]:
+    """Make a sweep's folder; look before whether the data and the models of all jobs are there.
 
     What a launcher raises after jobs were begun is said and does not get out of here: the jobs have written down what
     became of them.
     """
-    if not is_sweep(arguments):
-        yield Jobs()
-        return
-    with settings_where_they_exist(listed) as said:
-        yield from _begin(arguments, said, listed.command if listed else arguments)
-
-
-def _begin(arguments: list[str], said: list[str], command: list[str]) -> Iterator[Jobs]:
-    from kvbench.config.compose import with_swept_groups
-
-    launcher, jobs = planned(words.parted(with_swept_groups(arguments))[1])
-    for sentence in said:
-        note(sentence)
-    results_dir = check_files(jobs) or hydra_folder(arguments).parent
+    results_dir = check_files(words) or hydra_folder(arguments).parent
     check_writable(results_dir, "results_dir")
-    labels = job_labels(jobs)
+    labels = job_labels(words)
     sweep = Sweep.start(results_dir, shlex.join(["kvbench", *command]), launcher, labels)
     try:
         by_pattern = any(word.startswith("method=glob(") for word in arguments)
-        waits = launcher == "basic" and bool(jobs)  # who launches elsewhere, or chooses on the way, waits for each
+        waits = launcher == "basic" and bool(words)  # who launches elsewhere, or chooses on the way, waits for each
         yield Jobs(sweep=sweep.folder, labels=labels, skip=by_pattern, waits=waits)
     except Exception as error:
         if not sweep.jobs():

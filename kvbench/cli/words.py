@@ -14,12 +14,23 @@ from kvbench.cli import texts
 from kvbench.config import extensions, files
 from kvbench.errors import did_you_mean, unknown_name
 
-FLAGS_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--info", "-i"}
-FLAGS_WITH_VALUE |= {"--config-dir", "-cd", "--experimental-rerun"}
-FLAGS = FLAGS_WITH_VALUE | {"-m", "--multirun", "-r", "--run", "-h", "--help", "--hydra-help", "--version", "--resolve"}
-FLAGS |= {"--shell-completion", "-sc"}
-# Flags that show something and run nothing.
-SHOWING = {"--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc"}
+# Flags of Hydra by their short names.
+SHORT = {
+    "-c": "--cfg",
+    "-p": "--package",
+    "-cp": "--config-path",
+    "-cn": "--config-name",
+    "-cd": "--config-dir",
+    "-i": "--info",
+    "-m": "--multirun",
+    "-r": "--run",
+    "-h": "--help",
+    "-sc": "--shell-completion",
+}
+LONG_WITH_VALUE = {"--cfg", "--package", "--config-path", "--config-name", "--config-dir", "--info"}
+FLAGS_WITH_VALUE = LONG_WITH_VALUE | {short for short, flag in SHORT.items() if flag in LONG_WITH_VALUE}
+FLAGS = {*SHORT, *SHORT.values(), "--hydra-help", "--version", "--resolve"}
+SHOWING = {"--cfg", "--info", "--hydra-help", "--shell-completion"}  # flags that show something and run nothing
 
 # What lm-eval, kvpress and others call a setting -> what it is here.
 HABITS = {
@@ -147,6 +158,28 @@ def parted(arguments: list[str]) -> tuple[list[str], list[str]]:
     for before, word in pairwise(["", *arguments]):
         (flags if word.startswith("-") or before in FLAGS_WITH_VALUE else settings).append(word)
     return flags, settings
+
+
+def read_flags(words: Sequence[str]) -> dict[str, str]:
+    """Flags by their long names, with their values.
+
+    Raises:
+        ValueError: A value is missing, or two flags contradict.
+    """
+    found, rest = dict[str, str](), iter(words)
+    for word in rest:
+        flag, sign, value = word.partition("=")
+        flag = SHORT.get(flag, flag)
+        if flag in FLAGS_WITH_VALUE and not sign:
+            value = next(rest, "all" if flag == "--info" else "")
+            if not value:
+                raise ValueError(f"{word} needs a value: {word} VALUE")
+        found[flag] = value
+    if len(both := sorted(found.keys() & {"--run", "--multirun", *SHOWING})) > 1:
+        raise ValueError(f"{' and '.join(both)} exclude one another; give one")
+    if "--resolve" in found and "--cfg" not in found:
+        raise ValueError("--resolve is for what --cfg shows; add --cfg job, or leave it out")
+    return found
 
 
 def check_flags(arguments: Sequence[str]) -> None:

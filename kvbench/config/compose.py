@@ -3,36 +3,24 @@ exists, what is nearest."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path
 
 import hydra
 from hydra import initialize_config_dir
-from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.config import extensions, files, methods
+from kvbench.config import files, methods, sources
 from kvbench.errors import unknown_name, unknown_setting
 
-READER = methods.FileConfigSource  # what Hydra reads files with from now on
-
-
-class ExtensionConfigs(SearchPathPlugin):
-    """Hydra plugin that adds the configuration folders of extensions to the search path."""
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for folder in extensions.conf_folders():
-            search_path.append("kvbench-extensions", f"file://{folder}")
-
-
-Plugins.instance().register(ExtensionConfigs)
+JOB = "jobs"  # hydra.job.name, which launchers show where they list what runs
 
 
 def compose(overrides: Sequence[str], *, name: str = "config", with_choices: bool = False) -> DictConfig:
@@ -62,18 +50,25 @@ def compose(overrides: Sequence[str], *, name: str = "config", with_choices: boo
 
 def _compose(name: str, overrides: Sequence[str], *, return_hydra_config: bool = False) -> DictConfig:
     """`compose` with the configuration library's own errors."""
-    GlobalHydra.instance().clear()  # Hydra refuses to start twice, and a run that failed leaves it started
+    with started():
+        return hydra.compose(name, [*overrides], return_hydra_config=return_hydra_config)
+
+
+@contextmanager
+def started(root: Path | None = None) -> Iterator[ConfigLoader]:
+    """Start Hydra for as long as the block lasts; one that was started before is back afterwards.
+
+    Args:
+        root: Folder with config.yaml and the groups; kvbench's own by default.
+    """
+    before = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()  # Hydra refuses to start twice
+    root = root or files.conf_folder()
     try:
-        with initialize_config_dir(str(files.conf_folder()), version_base="1.3"):
-            return hydra.compose(name, [*overrides, *own_words()], return_hydra_config=return_hydra_config)
+        with sources.searched(root), initialize_config_dir(str(root), job_name=JOB, version_base="1.3"):
+            yield GlobalHydra.instance().config_loader()
     finally:
-        GlobalHydra.instance().clear()
-
-
-def own_words() -> list[str]:
-    """The word that adds the user's own folders to where configurations are looked for."""
-    places = ",".join(f"'file://{str(folder)}'" for folder in files.own_folders())
-    return [f"hydra.searchpath=[{places}]"] if places else []
+        GlobalHydra.instance().hydra = before
 
 
 def hydra_value(key: str, value: object) -> str:

@@ -13,13 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.core_plugins import file_config_source
-from hydra._internal.sources_registry import SourcesRegistry
-from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config import files
-from kvbench.config.settings import faults_of, read_config
+from kvbench.config.settings import read_config
 from kvbench.rules import modes
 
 CONTRACT = "kvbench.policy"  # the package of the settings that methods share
@@ -28,25 +25,6 @@ Default = tuple[str, str, Any]  # the module of a class, a field of it, and its 
 
 class UnreadableError(Exception):
     """Source from which a class's fields cannot be told without running it."""
-
-
-class FileConfigSource(file_config_source.FileConfigSource):
-    """Hydra's reader of files, which adds to a method's what its class says. It has the name of the one that it
-    replaces, since Hydra refuses a second one by another name."""
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        path = Path(self.path) / self._normalize_file_name(config_path)
-        with faults_of(path):
-            found = super().load_config(config_path)
-        if not isinstance(found.config, DictConfig):
-            raise ValueError(f"{path} holds a list; a configuration file holds key: value")
-        is_method = config_path.startswith("method/") and not found.header.get("package")
-        if is_method and isinstance(found.config, DictConfig) and "defaults" not in found.config:
-            found.config = with_defaults(found.config)
-        return found
-
-
-SourcesRegistry.instance().types[FileConfigSource.scheme()] = FileConfigSource
 
 
 def method_settings(name: str) -> DictConfig:
