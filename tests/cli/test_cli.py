@@ -206,13 +206,6 @@ def test_config_can_be_shown(fakes, capsys):
     assert not runs(fakes)
 
 
-def test_a_method_may_empty_the_environment(monkeypatch):
-    """What Hydra is told by a variable is taken back where it still stands; the command ended in a KeyError."""
-    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    with cli._argv(["kvbench"]):
-        del os.environ["HYDRA_FULL_ERROR"]  # what a fixture took away it would put back
-
-
 def test_shipped_files_are_described():
     """Every shipped configuration file says in a leading comment what it is."""
     for group in listing.GROUPS:
@@ -220,7 +213,7 @@ def test_shipped_files_are_described():
             assert len(text) > 15, f"conf/{group}/{name}.yaml"
 
 
-@pytest.mark.parametrize("argument", ["list", "--help", "--version"])
+@pytest.mark.parametrize("argument", ["list", "help", "--help", "--version"])
 def test_light_commands_import_nothing_heavy(argument):
     """`list` and help answer at once: neither torch nor transformers nor hydra is imported for them."""
     code = f"import sys; from kvbench.cli.main import main; code = main([{argument!r}]); "
