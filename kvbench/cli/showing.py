@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
@@ -51,17 +52,17 @@ def _shown(cfg: DictConfig, flags: Mapping[str, str]) -> str:
         if kind == "job":
             del cfg["hydra"]
         elif kind == "hydra":
-            for key in ["hydra_help", "help"]:
-                del cfg.hydra[key]
+            for part in ("hydra_help", "help"):
+                del cfg.hydra[part]
             for key in [key for key in cfg if key != "hydra"]:
                 del cfg[key]
-    part = cfg if package == "_global_" else OmegaConf.select(cfg, package)
-    if part is None:
+    shown = cfg if package == "_global_" else OmegaConf.select(cfg, package)
+    if shown is None:
         raise unknown_name("--package", package, map(str, cfg))
-    if not OmegaConf.is_config(part):
-        return f"{part}\n"
+    if not OmegaConf.is_config(shown):
+        return f"{shown}\n"
     heading = f"# @package {package}\n" if "--package" in flags and package != "_global_" else ""
-    return heading + OmegaConf.to_yaml(part, resolve="--resolve" in flags)
+    return heading + OmegaConf.to_yaml(shown, resolve="--resolve" in flags)
 
 
 def _completion(loader: ConfigLoader, words: Sequence[str], name: str) -> int:
@@ -71,7 +72,8 @@ def _completion(loader: ConfigLoader, words: Sequence[str], name: str) -> int:
         raise ValueError("--shell-completion takes one of install=SHELL, uninstall=SHELL and query=SHELL")
     if action != "query" and Path(sys.argv[0]).stem != "kvbench":
         raise ValueError(f'the tab completes words of a program; `eval "$(kvbench -sc {words[0]})"` has it do so')
-    plugins = {kind.provides(): kind for kind in Plugins.instance().discover(CompletionPlugin)}  # type: ignore
+    kinds = cast(list[type[CompletionPlugin]], Plugins.instance().discover(CompletionPlugin))
+    plugins = {kind.provides(): kind for kind in kinds}
     if shell not in plugins:
         raise unknown_name(action, shell, plugins)
     plugin = plugins[shell](loader)
