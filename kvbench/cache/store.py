@@ -92,8 +92,8 @@ class CompressedStore:
         for part in self.holding.parts:
             part.budget = self.budget
         self._max_new_tokens = max_new_tokens
-        self._prompts = Prompts(policy, shape, self.holding, self.ledger)
-        self._chunks = Chunks(policy, shape, first, self.ledger, self._prompts)
+        self.prompts = Prompts(policy, shape, self.holding, self.ledger)
+        self._chunks = Chunks(policy, shape, first, self.ledger, self.prompts)
         self._free_rows = list(range(rows))
         self._steps: list[PagedStep] = []
         self._doors: list[Attend] = []
@@ -155,7 +155,7 @@ class CompressedStore:
         for which a budget in bytes is solved (None = as many as the store was made for); its first `instruction_tokens`
         are its instruction, for methods that ask."""
         row = self._free_rows[0] if number is None else number
-        self._prompts.new_tokens[row] = self._max_new_tokens if new_tokens is None else new_tokens
+        self.prompts.new_tokens[row] = self._max_new_tokens if new_tokens is None else new_tokens
         self.ledger.open(row)
         self.holding.open_row(row, instruction_tokens)
         for each in self.beside:
@@ -169,7 +169,7 @@ class CompressedStore:
         When it fails for want of memory it may be called again: what was returned already is not returned twice.
         """
         self._chunks.forget(row)
-        self._prompts.forget(row)  # first, since this needs no memory and gives some back
+        self.prompts.forget(row)  # first, since this needs no memory and gives some back
         self._end()
         self.holding.close_row(row)
         self.ledger.close(row)
@@ -287,7 +287,7 @@ class CompressedStore:
             scored = replace(scored, score=part.scores.of_prompt(layer, None, keys, values, math.nan))
         if part.scores.queries is not None and scored.last is not None:
             part.scores.queries.hold_prompt(row, layer - part.first_layer, scored.last, scored.num_tokens)
-        self._prompts.place(row, layer, scored)
+        self.prompts.place(row, layer, scored)
 
     def open_chunks(self, row: int, prompt_tokens: int) -> None:
         """Says that the prompt of an empty row, of so many tokens, comes in chunks (`read_chunk`); refuses a budget in
