@@ -215,6 +215,13 @@ class Shadow(Backend):
             field = self.region(pages, fmt, name)
             field[dst_page, dst_slot] = field[src_page, src_slot]
 
+    def add_scores(self, pages: Tensor, tier: TierPages, scores: Tensor) -> None:
+        """Adds page by page: a slot past a list's end has no score that anything looks at."""
+        tokens = tier.fmt.tokens_per_page
+        live = torch.arange(tier.ids.shape[-1]) * tokens < tier.num_k[..., None]
+        field = self.region(pages, tier.fmt, "score")
+        field.index_add_(0, tier.ids[live], scores.unflatten(-1, (-1, tokens))[live])
+
     def paged_decode(
         self, q: Tensor, pages: Tensor, tiers: list[TierPages], *given: Any, group: Reduce | None = None, **named: Any
     ) -> tuple[Tensor, Tensor, list[Tensor]]:

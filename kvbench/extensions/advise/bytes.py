@@ -139,13 +139,14 @@ def _known_elsewhere(asked: Asked, shape: NamedShape, length: int, answer: int) 
     elif not shipped.study_folders():
         notes.append(shipped.ABSENT)
     printed = published.shares(name, shape.name)
-    if len(printed):
+    if printed:
         fp16 = shape.store_shape.fp16_bytes(length)
-        for share in sorted({printed["memory_pct"].min(), printed["memory_pct"].max()}):
+        each = [row.memory_pct for row in printed]
+        for share in sorted({min(each), max(each)}):
             items = {"resident_bytes": round(share / 100 * fp16)}
             rows.append((f"{name}, printed", length, Projection(items=items, fp16_bytes=fp16)))
-        places = ", ".join(dict.fromkeys(f"{row.paper}, {row.locator}" for row in printed.itertuples()))
-        notes.append(f"printed: the least and the most that {places} gives for {printed['model'].iloc[0]}, as printed.")
+        places = ", ".join(dict.fromkeys(f"{row.paper}, {row.locator}" for row in printed))
+        notes.append(f"printed: the least and the most that {places} gives for {printed[0].model}, as printed.")
     return rows, notes
 
 

@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvbench.config.files import FULL
 from kvbench.config.settings import as_dict, read_config
-from kvbench.policy import ByLayer, HeadScales, Policy, Tier
+
+if TYPE_CHECKING:  # the command `engine` reads words alone, without torch
+    from kvbench.policy import ByLayer, HeadScales, Policy, Tier
 
 METHOD = "engine_format"  # the method of any format
 FULL_TIER = "f16"
@@ -66,13 +68,15 @@ def read_command(command: str) -> Reading:
     return found
 
 
-def flags_of(policy: Policy, num_layers: int | None = None) -> list[str]:
+def flags_of(policy: "Policy", num_layers: int | None = None) -> list[str]:
     """The flags that turn a method on in every engine that ships it, each with the version since when.
 
     Args:
         policy: Any method.
         num_layers: Of the model, where it is known: layers that are counted from the end need it.
     """
+    from kvbench.policy import ByLayer
+
     if type(policy).__module__ != "kvbench.methods.uniform" or not isinstance(policy, ByLayer):
         return []
     kept = _kept_layers(policy, num_layers)
@@ -83,13 +87,15 @@ def flags_of(policy: Policy, num_layers: int | None = None) -> list[str]:
     return [line for engine in engines() for line in _lines(engine, policy.tiers[0], kept, num_layers)]
 
 
-def help_lines(policy: Policy) -> dict[str, str]:
+def help_lines(policy: "Policy") -> dict[str, str]:
     """The line of `kvbench help METHOD` on engines."""
     return {"in engines": "; ".join(flags_of(policy)) or "no flag that kvbench knows of"}
 
 
-def _lines(engine: str, tier: Tier, kept: Sequence[int], num_layers: int | None) -> list[str]:
-    known, lines = engines()[engine], []
+def _lines(engine: str, tier: "Tier", kept: Sequence[int], num_layers: int | None) -> list[str]:
+    from kvbench.policy import Tier
+
+    known, lines = engines()[engine], list[str]()
     flags = known["flags"]
     if "keys" in flags:
         sides = [code or FULL_TIER for code in (tier.k_code, tier.v_code)]
@@ -113,7 +119,7 @@ def _lines(engine: str, tier: Tier, kept: Sequence[int], num_layers: int | None)
     return lines
 
 
-def _scaled_line(engine: str, scales: HeadScales, kept: Sequence[int]) -> str:
+def _scaled_line(engine: str, scales: "HeadScales", kept: Sequence[int]) -> str:
     """The flags of fp8 with scales of a calibration."""
     known = engines()[engine]
     skip = " ".join([known["flags"]["skip"][0], *map(str, kept)]) + " " if kept else ""
@@ -125,8 +131,10 @@ def _since(known: Mapping[str, Any], name: str) -> str:
     return _since(known, since.removeprefix("as ")) if since.startswith("as ") else since
 
 
-def _kept_layers(policy: ByLayer, num_layers: int | None) -> list[int] | None:
+def _kept_layers(policy: "ByLayer", num_layers: int | None) -> list[int] | None:
     """The layers that are left in 16 bits; None where some have another precision, or heads differ."""
+    from kvbench.policy import Tier
+
     table = policy.by_layer
     if table is None:
         return []

@@ -1,5 +1,6 @@
 """`kvbench report view=published`: the numbers that papers printed, and where they stand. Not measured here."""
 
+import csv
 import io
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -165,14 +166,30 @@ def printed_points(task: str, methods: Sequence[str]) -> list[PrintedPoint]:
 
 def of_model(model: str) -> "pd.DataFrame":
     """The rows of one model under our name, with or without what papers call its tuned form."""
-    names = rows()["model"].map(plain).str.replace(r"(instruct|chat)$", "", regex=True)
-    return rows()[names == plain(model)]
+    return rows()[rows()["model"].map(_untuned) == plain(model)]
 
 
-def shares(method: str, model: str) -> "pd.DataFrame":
-    """The rows that print the memory of a method, by our name, on a model."""
-    found = of_model(model)
-    return found[(found["method"].map(method_name) == method_name(method)) & (found["memory_pct"] > 0)]
+def _untuned(model: str) -> str:
+    """A paper's name of a model in one spelling, without what it calls the tuned form."""
+    return re.sub(r"(instruct|chat)$", "", plain(model))
+
+
+class PrintedShare(NamedTuple):
+    """The memory that a row prints of a method."""
+
+    paper: str
+    locator: str
+    model: str
+    memory_pct: float
+
+
+def shares(method: str, model: str) -> list[PrintedShare]:
+    """The rows that print the memory of a method, by our name, on a model; read without pandas, which takes longer to
+    load than `kvbench bytes` has to count."""
+    with (files(__package__) / "published.csv").open(newline="", encoding="utf-8") as file:
+        found = [row for row in csv.DictReader(file) if method_name(row["method"]) == method_name(method)]
+    each = [(row, float(row["memory_pct"] or "nan")) for row in found if _untuned(row["model"]) == plain(model)]
+    return [PrintedShare(row["paper"], row["locator"], row["model"], share) for row, share in each if share > 0]
 
 
 class PrintedLoss(NamedTuple):
