@@ -1,0 +1,182 @@
+"""Counted bytes are those of a cache in which every list takes every token, whatever the method, its settings and the
+model."""
+
+import sys
+from dataclasses import replace
+from subprocess import run
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from open_settings import open_settings
+from selection import per_path
+
+import kvbench.policy as kv
+import kvbench.sizing.count as sizing_count
+from kvbench.cache.layout import StoreOptions
+from kvbench.cache.store import CompressedStore
+from kvbench.config import files
+from kvbench.config.methods import method_settings
+from kvbench.kernels.operands import Window
+from kvbench.methods.diffkv import DiffKV
+from kvbench.runs.parts import make_policy
+from kvbench.sizing.count import count
+from kvbench.sizing.project import project
+from kvbench.sizing.shadow import act_out
+from kvbench.sizing.shapes import find_shape
+
+LAYERS, HEADS = 3, 3
+SHAPE = replace(find_shape("smollm2-135m").store_shape, num_layers=LAYERS)
+WINDOWED = replace(SHAPE, num_layers=2, window=Window(64), numbers=(1, 3))
+SHAPES = {
+    "windows": replace(SHAPE, num_layers=2, numbers=(0, 2), beside=(WINDOWED,)),
+    "chunks": replace(
+        SHAPE, num_layers=2, numbers=(0, 2), beside=(replace(WINDOWED, window=Window(64, in_chunks=True)),)
+    ),
+    "states": replace(SHAPE, numbers=(0, 1, 2), state_bytes=4096),
+    "shared": replace(SHAPE, numbers=(0, 1, 2), shared={3: 2, 4: 2}),
+    "alike": replace(SHAPE, num_layers=1, num_q_heads=HEADS),
+    "latent": replace(find_shape("deepseek-v3").store_shape, num_layers=LAYERS),
+}
+
+
+def same(name, settings, shape, prompt=150, new=10, options=None):
+    """Checks a method at both ends of attention: every item, or what refuses it."""
+
+    def found(how, is_even):
+        open_ones = open_settings(name, kv_heads=shape.num_kv_heads, layers=shape.num_layers)
+        policy = make_policy(OmegaConf.merge(method_settings(name), open_ones, settings))
+        try:
+            return how(policy, shape, prompt, new, options, is_even=is_even)
+        except ValueError as error:
+            return str(error)
+
+    for is_even in (False, True):
+        items = found(count, is_even)
+        assert items == found(act_out, is_even), (name, settings, is_even)
+
+
+@pytest.mark.parametrize("name", per_path(sorted(files.options("method"))))
+def test_every_method_is_counted_as_it_is_acted_out(name):
+    """Below and beyond windows and budgets, with steps behind the prompt."""
+    for prompt in (20, 200):
+        same(name, {}, SHAPE, prompt, 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("int4", {"tiers_by_layer": "1*fp16 1*int4 1*fp16"}),
+        ("kivi", {"protect_layers": [0, -1]}),
+        ("snapkv", {"budget": "300KiB"}),
+        ("snapkv", {"decode_every": 8}),
+        ("snapkv", {"allocation": "ada"}),
+        ("snapkv", {"granularity": "q_head"}),
+        ("h2o", {"budget": 40}),
+        ("h2o", {"budget": "300KiB"}),
+        ("tova", {"budget": 40}),
+        ("tova", {"budget": 40, "per_head": True}),
+        ("kv_compress", {"continual": True, "budget": 96}),
+        ("scissorhands", {"budget": 60}),
+        ("random", {"budget": 40}),
+        ("diffkv", {"alpha_l": 0, "alpha_h": 5}),
+        ("diffkv", {"decode_rule": "released", "threshold": "i"}),
+    ],
+)
+def test_settings_that_part_lists_or_let_them_compete_are_counted(name, settings):
+    """Layers of another precision, budgets in bytes, evictions in bulk and one by one, ranks over heads and layers."""
+    same(name, settings, SHAPE)
+
+
+@pytest.mark.parametrize("name", ["full", "snapkv", "h2o", "kivi", "diffkv"])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_models_of_every_kind_are_counted(kind, name):
+    """Windows, chunks, states, layers that share keys, heads that do not share any, and latent vectors."""
+    same(name, {}, SHAPES[kind])
+
+
+@pytest.mark.parametrize(
+    "options", [StoreOptions(page_bytes=8192), StoreOptions(windows="method"), StoreOptions(track=("pos",))]
+)
+@pytest.mark.parametrize("name", ["int4", "h2o"])
+def test_options_of_the_store_are_counted(name, options):
+    """Pages of another size, windows in the method's precision, tracked positions."""
+    same(name, {}, SHAPES["windows"], options=options)
+
+
+def test_heads_that_differ_only_while_decoding_are_told_apart(monkeypatch):
+    """DuoAttention's heads hold the same of a short prompt, and other tokens of a long answer: no two are one then."""
+    acted = []
+    monkeypatch.setattr(sizing_count, "act_out", lambda *asked, **how: acted.append(1) or act_out(*asked, **how))
+    table = [[1.0, 0.0, 1.0]] * LAYERS
+    settings = {"table": table, "sinks": 4, "recent": 20, "sparsity": 0.5}
+    same("duo_attention", settings, SHAPE, prompt=15, new=30)
+    assert acted
+
+
+class ByNumber(kv.Policy):
+    """Keeps as many tokens as a layer's number says, which it reads in one of several ways."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read = read
+
+    def plan_prefill(self, view):
+        tier_of = view.filled(0)
+        tier_of[..., : self.read(view.layers)] = kv.EVICT
+        return kv.PrefillPlan(tier_of=tier_of)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda layers: 9 * int(layers[0]),
+        lambda layers: 9 * layers.tolist()[0],
+        lambda layers: 9 * layers.item(),
+        lambda layers: 9 * int(layers.numpy()[0]),
+        lambda layers: 9 * int(torch.stack([layers, layers]).max()),
+        lambda layers: 9 * next(iter(layers)).item(),
+        lambda layers: 9 * int(layers.clone()),
+    ],
+)
+def test_a_policy_that_reads_the_numbers_of_layers_is_asked_about_each(read):
+    """However it reads them; one that looks at their device and number alone is asked once."""
+    asked = ByNumber(read), SHAPE, 100, 5, None
+    found = count(*asked, is_even=True)
+    assert found == act_out(*asked, is_even=True)
+    every = count(kv.Policy(), *asked[1:], is_even=True)
+    assert found["payload_bytes"] == every["payload_bytes"] * (3 * 105 - 9 * 3) // (3 * 105)
+
+
+def test_work_does_not_grow_with_layers_and_heads(monkeypatch):
+    """DiffKV on a deep model: one plan of a prompt, and one list that takes steps, for each end of attention."""
+    seen = []
+    attend, plan = CompressedStore.attend, DiffKV.plan_prefill
+    monkeypatch.setattr(CompressedStore, "attend", lambda *given: seen.append("step") or attend(*given))
+    monkeypatch.setattr(DiffKV, "plan_prefill", lambda *given: seen.append("plan") or plan(*given))
+    deep = replace(find_shape("llama3-8b").store_shape, num_layers=80)
+    least, most = project(DiffKV(), deep, 2000, 8)
+    assert least.resident_bytes < most.resident_bytes
+    assert seen.count("step") == 2 * 8
+    assert seen.count("plan") <= 2 * 2 * 2  # a glance and the whole, of a model's lists and then of those that differ
+
+
+@pytest.mark.parametrize(
+    ("words", "absent"),
+    [
+        (["list"], "torch hydra rich pandas"),
+        (["help"], "torch hydra rich pandas"),
+        (["engine", "llama-server -ctk q8_0"], "torch transformers pandas"),
+        (["bytes", "method=diffkv", "model=llama3-8b", "length=100"], "transformers pandas scipy"),
+    ],
+)
+def test_a_short_command_loads_no_more_than_it_needs(words, absent):
+    """`python tests/startup.py` shows what each takes."""
+    script = """
+import sys
+from kvbench.cli.main import main
+code = main(sys.argv[2:])
+sys.exit(code or " ".join({*sys.argv[1].split()} & {*sys.modules}) or 0)
+"""
+    done = run([sys.executable, "-c", script, absent, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
