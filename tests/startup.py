@@ -1,7 +1,7 @@
 """Seconds of the commands that run no model: `python tests/startup.py`.
 
-Each command runs in fresh processes, one after the other, with the page cache warm. The median is on the wall and of the
-processor (user and system), which says more on a machine with other work; `import torch` stands beside them, since
+Each command runs in fresh processes, one after the other, with the page cache warm. Medians are of the wall clock and of the
+processor (user and system), which says more on a machine with other work; `import torch` is there for comparison, since
 `bytes` makes the methods, which import it.
 """
 

@@ -186,8 +186,8 @@ class PrintedShare(NamedTuple):
 def shares(method: str, model: str) -> list[PrintedShare]:
     """The rows that print the memory of a method, by our name, on a model; read without pandas, which takes longer to
     load than `kvbench bytes` has to count."""
-    with (files(__package__) / "published.csv").open(newline="", encoding="utf-8") as file:
-        found = [row for row in csv.DictReader(file) if method_name(row["method"]) == method_name(method)]
+    text = (files(__package__) / "published.csv").read_text(encoding="utf-8")
+    found = [row for row in csv.DictReader(io.StringIO(text)) if method_name(row["method"]) == method_name(method)]
     each = [(row, float(row["memory_pct"] or "nan")) for row in found if _untuned(row["model"]) == plain(model)]
     return [PrintedShare(row["paper"], row["locator"], row["model"], share) for row, share in each if share > 0]
 
