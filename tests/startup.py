@@ -1,8 +1,8 @@
 """Seconds of the commands that run no model: `python tests/startup.py`.
 
-Each command runs in fresh processes, one after the other, with the page cache warm. Medians are of the wall clock and of the
-processor (user and system), which says more on a machine with other work; `import torch` is there for comparison, since
-`bytes` makes the methods, which import it.
+Each command runs in fresh processes, one after the other, with the page cache warm. Medians are of the wall clock and
+of the processor (user and system), which says more on a machine with other work; `import torch` is there for
+comparison, since `bytes` makes the methods, which import it.
 """
 
 import os
