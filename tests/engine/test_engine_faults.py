@@ -72,7 +72,7 @@ def run(loaded, policy, failing: int = -1) -> tuple[dict, int]:
         pages, store = running.store.pages, running.store
     assert pages.pool.num_used == 0 and len(pages.table.used_page_ids()) == 0
     assert sorted(pages.pool.free_ids().tolist()) == list(range(pages.pool.num_pages))
-    assert sorted(store._free_rows) == list(range(pages.table.shape[0])) and not store._prompts._waiting
+    assert sorted(store._free_rows) == list(range(pages.table.shape[0])) and not store.prompts._waiting
     assert set(got) == {(r.sample_id, i) for r in requests for i in range(r.num_samples)}
     return got, scarce.count
 

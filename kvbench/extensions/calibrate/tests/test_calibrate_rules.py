@@ -187,7 +187,8 @@ def test_points_equal_fresh_runs(tmp_path, tiny_model):
     cfg.method.window = 8
     for name in ("what", "calibrate", "_choices_"):  # the command's own, which are no settings of a run
         cfg.pop(name, None)
-    made = {"check_task": lambda config: None, "load_model": lambda cfg: model, "load_task": lambda *a, **k: task}
+    made = {"check_task": lambda config: None, "check_chat": lambda config: None}
+    made |= {"load_model": lambda cfg: model, "load_task": lambda *a, **k: task}
     parts = altered(Loaders(), **made)
     prompts = PromptCache(2**30)
     sweep = Sweep(cfg, "diffkv", parts, folder=tmp_path / "points", prompts=prompts)
