@@ -1,15 +1,11 @@
 """One version of the code for the starts of a test, and no picture where none is looked at."""
 
 import pytest
+from command_fixtures import fixed_code
 
 from kvbench.extensions.calibrate import show
-from kvbench.results import provenance
 
-
-@pytest.fixture(autouse=True)
-def fixed_code(monkeypatch):
-    """The starts of a test belong to one version of the code even while somebody edits a source file."""
-    monkeypatch.setattr(provenance, "harness_hash", lambda *backends: "the same")
+__all__ = ["fixed_code", "undrawn"]
 
 
 @pytest.fixture
