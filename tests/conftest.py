@@ -26,8 +26,11 @@ import composed_once
 import pytest
 import selection
 import torch
+import touched
 from hypothesis import HealthCheck, settings
+from places import ROOT, TESTS
 
+from kvbench.config import extensions
 from kvbench.errors import MissingWeightsError
 from kvbench.kernels.cpu.abi import ISA_VARIABLE, load
 from kvbench.kernels.cpu.build import BuildError
@@ -118,7 +121,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter") -> None:
     """Shows the slowest tests, and those that take too long."""
-    if number := terminalreporter.config.option.slowest:
+    config = terminalreporter.config
+    if config.option.verbose < 0 and chooses_extensions(config):  # -q shows no header
+        terminalreporter.line(touched.described(ROOT, extensions.discovered())[1])
+    if number := config.option.slowest:
         terminalreporter.section(f"{number} slowest tests: processor and wall seconds")
         for spent, wall, test, limit in sorted(TAKEN, reverse=True)[:number]:
             said = f"  > {limit * slowness():.1f} s, TOO LONG" * too_long(spent, limit)
@@ -133,13 +139,30 @@ def pytest_configure(config: pytest.Config) -> None:
         os.fsync = lambda descriptor: None  # no power is cut here, and others wait for the disk
 
 
+def chooses_extensions(config: pytest.Config) -> bool:
+    """True for a default run over all tests; who names an extension's tests, or tests with -k, gets all of them."""
+    whole = any(TESTS.is_relative_to(os.path.abspath(arg)) for arg in config.args)
+    return whole and not selection.FULL and not config.option.keyword
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Says which extensions' tests run."""
+    return [touched.described(ROOT, extensions.discovered())[1]] if chooses_extensions(config) else []
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest looks for what is `exhaustive`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a test marked `every(n)`, one case in n stays in the default run; which, follows from the cases' names. Who
-    names tests with -k gets all of them.
+    names tests with -k gets all of them. Of extensions that the change does not touch, tests marked `smoke` stay.
 
     Tests marked `long` begin first, so that in the end no process is alone with one while others have nothing; with
     them those that share the process of tests/runs/conftest.py, so that hardly any other has to start it."""
+    if chooses_extensions(config):
+        changed, _ = touched.described(ROOT, extensions.discovered())
+        for item in items:
+            name = touched.extension_of(item.nodeid)
+            if name and name not in changed and not item.get_closest_marker("smoke"):
+                item.add_marker(pytest.mark.exhaustive)
     listed: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("every") and not item.get_closest_marker("exhaustive"):
