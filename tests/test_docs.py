@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 from hydra.utils import instantiate
-from places import ROOT
+from places import ROOT, WITHOUT
 
 import kvbench
 from kvbench.cli import method_table
@@ -21,6 +21,7 @@ from kvbench.config.compose import compose
 from kvbench.config.methods import method_settings
 from kvbench.config.settings import read_config
 
+pytestmark = pytest.mark.skipif(bool(WITHOUT), reason="the documents are of the core and all extensions")
 WITH_RUNS = ("suite", "paper")  # commands whose words go to their runs, but for their own settings
 DOCUMENTS = [
     "README.md",

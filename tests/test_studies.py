@@ -9,7 +9,7 @@ from collections import Counter
 from functools import cache
 
 import pytest
-from places import ROOT
+from places import ROOT, need_extension
 from stored import store, yes_no
 
 from kvbench.cache.rotation import KINDS
@@ -143,7 +143,7 @@ def test_a_study_goes_on_past_what_cannot_be_run(tmp_path, monkeypatch, capsys):
     assert "not run: too small" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["findings", "benchmarks"])
+@pytest.mark.parametrize("name", ["findings", pytest.param("benchmarks", marks=need_extension("papers"))])
 def test_the_tables_are_those_of_the_files(name):
     """`make findings` would leave the document as it is."""
     text, made = (ROOT / "docs" / "findings.md").read_text(), dict(script(name).tables())
@@ -184,6 +184,7 @@ def test_every_sample_is_there():
     assert len(questions) == 200 and {subset for subset, *_ in questions} == {"multikey", "kv", "recall", "passkey"}
 
 
+@need_extension("papers")
 def test_the_benchmarks_are_those_of_the_samples():
     """Score, difference, interval, corrected p, bytes and lengths of a method, computed again from the packed samples;
     every run is complete, and each task has the same problems in all of its runs."""
@@ -211,6 +212,7 @@ def test_the_benchmarks_are_those_of_the_samples():
             assert float(stored["longer"]) == pytest.approx(row.longer.value)
 
 
+@need_extension("papers")
 def test_nothing_of_the_benchmarks_is_stored():
     """No right answer, no end of a prompt, no fact of a problem but its number, and no path of a machine."""
     for path in BENCHMARKS.glob("*/*/*/*/run.json"):
@@ -226,6 +228,7 @@ def test_nothing_of_the_benchmarks_is_stored():
             assert set(sample["meta"]) <= set(script("benchmarks").OWN)
 
 
+@need_extension("papers")
 def test_packing_leaves_out_what_is_not_ours(tmp_path):
     """A packed run compares as it did, and its lines are sealed; answers, ends of prompts and paths are gone, and a run
     that did not end is left out."""

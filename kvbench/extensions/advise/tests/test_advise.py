@@ -81,6 +81,7 @@ def stored_once(tmp_path_factory):
     return tmp_path
 
 
+@pytest.mark.smoke
 def test_what_was_measured_here_comes_first(results, capsys):
     """Each row says no more than was measured; the order is: advised, other model, cannot tell, loses more."""
     rows, said, _ = advise(capsys, results)

@@ -21,6 +21,7 @@ def lines(path):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.smoke
 def test_a_method_a_model_a_length_and_a_batch(tmp_path, capsys):
     """The table has a row per length; a batch is so many sequences, and FP16 is 2 x layers x heads x dim x 2 bytes."""
     out = tmp_path / "bytes.csv"

@@ -79,6 +79,7 @@ def policy_of(words: list[str]):
 
 
 @pytest.mark.parametrize(("command", "want"), READ.items(), ids=str)
+@pytest.mark.smoke
 def test_commands_are_read_right(command: str, want: str):
     """The words of the run; its method can be made."""
     found = read_command(command)

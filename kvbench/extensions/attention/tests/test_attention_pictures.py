@@ -23,6 +23,7 @@ def looked(tiny_model):
     return prompts, found, own
 
 
+@pytest.mark.smoke
 def test_what_is_seen_is_the_models_own_attention(looked, monkeypatch):
     """Received, accumulated, mapped and critical, layer by layer, and the same in blocks of few queries."""
     prompts, found, own = looked
@@ -79,6 +80,7 @@ def test_critical_tokens_and_persistence_by_hand():
 
 
 @pytest.mark.parametrize("name", sorted(FIGURES))
+@pytest.mark.smoke
 def test_every_picture(looked, name):
     """It is drawn under its title, and its records are finite numbers by layer."""
     _, found, _ = looked

@@ -25,6 +25,7 @@ def measured(tmp_path, monkeypatch, capsys):
     return folder, capsys.readouterr()
 
 
+@pytest.mark.smoke
 def test_bench_writes_numbers_table_and_picture(measured):
     """bench.json checks and says where it comes from, bench.txt is what was printed, bench.png is a picture."""
     folder, printed = measured

@@ -17,6 +17,7 @@ COMMON = {"model": "random preset=tiny num_layers=1 dtype=float32", "kernels": "
 SMALL = {"kv_mb": 1, "requests": 6, "prompts": [20, 60], "answers": [4, 12], "max_batch": 4, "peers": False}
 
 
+@pytest.mark.smoke
 def test_a_load_is_served_by_every_method(tmp_path):
     """Every request is answered within the memory, latencies and rates fit together, each rate is a cell of its own,
     and a table and a picture come out."""

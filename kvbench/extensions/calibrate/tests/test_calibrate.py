@@ -17,6 +17,7 @@ from kvbench.extensions.calibrate.plan import read_plan, split
 from kvbench.runs.calibration import load
 
 
+@pytest.mark.smoke
 def test_alpha_h_is_tuned_with_nothing_pruned_then_alpha_l(tmp_path, capsys):
     """The stages follow the paper's order, the cheapest good values win, and files, verdict and exit code say so. Only
     chosen, uncalibrated and full settings ever see a held-out sample."""

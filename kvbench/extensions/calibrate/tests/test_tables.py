@@ -201,6 +201,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.smoke
 def test_command_writes_a_table_that_the_method_reads(name, tiny_model, tmp_path, monkeypatch, capsys):
     """The file of the command is a table of the model's shape for a setting of the method; wrong settings are named."""
     own, measure, bound, setting, method, wrong = COMMANDS[name]

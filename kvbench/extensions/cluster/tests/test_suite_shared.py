@@ -103,6 +103,7 @@ def test_workers_without_locks_leave_what_one_process_leaves(quick, capsys, monk
         assert sum(session.num_done for session in record.sessions) == 9
 
 
+@pytest.mark.smoke
 def test_what_workers_did_not_do_is_done_at_the_end(quick, capsys):
     """Some items only, while a live worker writes on: its torn line does not count and stays, the rest is computed."""
     words = ["suite=small", "batch_size=2", "tasks=longctx", "methods=kivi", "reference=none"]

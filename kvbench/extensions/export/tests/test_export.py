@@ -57,6 +57,7 @@ def test_lm_evals_own_code_reads_the_results(results, capsys):
     assert "failed" in capsys.readouterr().err
 
 
+@pytest.mark.smoke
 def test_samples_have_lm_evals_keys(results):
     """The keys of lm-eval's sample, the right answers, and no answer that is not in the journal."""
     to = export(results, "lm_eval", "methods=full")
@@ -71,6 +72,7 @@ def test_samples_have_lm_evals_keys(results):
         assert line["resps"] == [[line["filtered_resps"][0]]]
 
 
+@pytest.mark.smoke
 def test_parquet_has_a_row_for_each_run_and_each_answer(results):
     """As `kb.load` has them, with settings as columns; right answers and the end of the prompt beside each answer."""
     import pandas as pd

@@ -70,6 +70,7 @@ def test_it_lists_papers_and_entries(toy, capsys):
 
 
 @pytest.mark.long  # four runs
+@pytest.mark.smoke
 def test_a_table_is_run_and_stands_beside_the_printed_one(toy, capsys):
     """All rows in one sweep; the cells of another task are not run; the page and the CSV are written."""
     assert main(["paper", "toy", "table=1"]) == 0
@@ -204,6 +205,7 @@ def test_what_it_refuses(toy, capsys, line, message):
     assert not list(toy.rglob("sweep.json"))
 
 
+@pytest.mark.smoke
 def test_every_line_of_a_shipped_paper_names_what_there_is():
     """Methods with their settings, tasks with theirs, and commands."""
     for each in papers.every():
@@ -252,6 +254,7 @@ def test_the_papers_that_kvbench_ships(name):
                 compose_command(command, words)
 
 
+@pytest.mark.smoke
 def test_the_document_is_the_files():
     """kvbench/extensions/papers/tables.md is what `make docs` writes today."""
     text = Path(paper_table.__file__).with_name("tables.md").read_text()

@@ -47,6 +47,7 @@ def smaller(alpha_h, alpha_l):
     return 800.0 - 100 * alpha_h
 
 
+@pytest.mark.smoke
 def test_a_better_point_is_found_and_proven_on_other_samples(tmp_path, capsys):
     """Settings that beat the shipped ones are named; the verdict's samples took no part in the search."""
     rng = random.Random(0)

@@ -52,6 +52,7 @@ def test_the_users_words_stand_in_place_of_the_suites(small):
 
 
 @pytest.mark.long  # eight runs and two pages
+@pytest.mark.smoke
 def test_it_says_what_is_ahead_and_ends_in_a_page(small, capsys):
     """Answers, time, memory and disk of each task and of all; one page with every method in both tasks. Given again, it
     computes nothing, and the sweep knows its command."""

@@ -76,6 +76,7 @@ def test_at_equal_bytes(tmp_path):
     assert len(notes) == 1 and notes[0].startswith("tova was run from 30.0 to 40.0 % of the bytes only")
 
 
+@pytest.mark.smoke
 def test_the_command(tmp_path, capsys):
     """It prints and writes the orders, and refuses what it cannot rank."""
     study(tmp_path, lambda place: 1 + place, lambda place: 0.9 - 0.1 * place)

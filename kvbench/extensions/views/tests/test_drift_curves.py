@@ -128,6 +128,7 @@ def test_a_sample_that_one_run_lacks_is_drawn_for_none(runs) -> None:
     assert any("drawn from the 8 of 9 samples" in note for note in found.notes)
 
 
+@pytest.mark.smoke
 def test_command_writes_pictures_and_csv(runs, capsys) -> None:
     """A picture of each kind, the same bytes twice, and three rows for each bin; in words where each method leaves."""
     assert main(["drift", f"results_dir={runs}"]) == 0

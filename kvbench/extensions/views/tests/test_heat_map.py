@@ -60,6 +60,7 @@ def test_a_sample_that_one_run_lacks_is_drawn_for_none(runs) -> None:
     assert drawn(lambda: figure(found), "png", STYLE).startswith(b"\x89PNG")
 
 
+@pytest.mark.smoke
 def test_command_writes_pictures_and_csv(runs, capsys) -> None:
     """A picture of each kind, the same bytes twice, and a row for each cell; only tasks that have depths."""
     store(runs, "full", {"a": [1.0, 0.0]}, task="toy")

@@ -184,6 +184,7 @@ def cells(line):
     return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
 
 
+@pytest.mark.smoke
 def test_markdown_and_latex_hold_the_same_numbers(bench, capsys):
     """Row for row; bold is bold in both, and each LaTeX row has as many cells as the table has columns."""
     assert main(["table", f"results_dir={bench}", "format=md"]) == 0

@@ -8,6 +8,7 @@ from stored import store
 from kvbench.cli.main import main
 
 
+@pytest.mark.smoke
 def test_shares_of_each_precision(tmp_path, capsys):
     """Of 100 tokens in one list, 40 and 25 slots: 35 % is pruned; two subsets of unlike sizes count alike."""
     scores = {"a": [1.0] * 10, "b": [1.0] * 30}
