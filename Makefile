@@ -69,7 +69,7 @@ PYTEST = $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal
 suite: ## run the default tests, where `make setup` was done; fail where one takes over 5 s of a processor
 	$(PYTEST) --slowest 20
 
-exhaustive: ## run the tests that are marked `exhaustive` too: full products, all instruction sets, simulations, kills, hostile programs (an hour and more)
+exhaustive: ## run the tests that are marked `exhaustive` too: full products, all instruction sets, simulations, kills, hostile programs, the core without each extension (some hours)
 	$(PYTEST) -m ""
 
 # Triton's interpreter needs 3.7 with the newest numpy; the lowest torch has 3.6, which works with the lowest numpy.

@@ -372,7 +372,9 @@ def main(kind: type[Common], words: list[str]) -> int:
 
 
 def _print_help(kind: type[Common]) -> None:
-    module = getattr(sys.modules["__main__"].__spec__, "name", kind.__module__)  # where the bench is the program
+    module = kind.__module__
+    if module == "__main__":  # the bench is the program
+        module = getattr(sys.modules[module].__spec__, "name", module)
     print(f"usage: python -m {module} [key=value ...]\n\n{kind.__doc__}\n")
     defaults = kind()
     for item in dataclasses.fields(kind):

@@ -7,7 +7,6 @@ from typing import Any
 from omegaconf import DictConfig
 from rich.text import Text
 
-from kvbench.results import tracking
 from kvbench.results.identity import differences
 from kvbench.results.lines import read_samples
 from kvbench.results.record import RunRecord
@@ -35,7 +34,7 @@ def main(cfg: DictConfig) -> int:
     reference = AUTO if settings["fidelity"].get("on") == OWN else NONE
     settings |= {"results_dir": str(_target(folder, cfg.results_dir)), "reference": reference, "resume": True}
     # A folder that may be anybody's does not decide where results are sent.
-    settings |= {"shard": None, "tracker": tracking.NONE}
+    settings |= {"shard": None, "tracker": NONE}
     origin = Origin(command=["rerun", str(folder)], experiment=stored.experiment)
     again = run_experiment(settings, method=stored.method, origin=origin)
     before, damaged = read_samples(folder / "samples.jsonl", stored.hash, sealed=stored.sealed)

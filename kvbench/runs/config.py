@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from kvbench.cache.layout import StoreOptions
+from kvbench.config import extensions
 from kvbench.config.files import FULL, FULL_STORE
 from kvbench.config.settings import as_dict, read_data, read_settings
-from kvbench.results import tracking
+from kvbench.errors import unknown_name
 from kvbench.results.record import CHUNK_LABEL
 from kvbench.results.shards import Shard
 from kvbench.results.writing import check_writable
@@ -76,7 +77,7 @@ class RunConfig:
     shard: Annotated[Shard | None, Outside("which samples a process computes")] = None
     resume: Annotated[bool, Outside("whether stored samples are kept")] = True
     prompt_cache_bytes: Annotated[int, Outside("how many prompts are read once for several methods")] = 0
-    tracker: Annotated[str, Outside("where numbers are sent, too")] = tracking.NONE
+    tracker: Annotated[str, Outside("where numbers are sent, too")] = NONE
     reference: Annotated[str, Choice((AUTO, NONE)), Outside("whether the full cache runs, too")] = AUTO
     method: Annotated[Mapping[str, Any], Through("method")] = field(default_factory=dict)
     task: Annotated[Mapping[str, Any], Through("task")] = field(default_factory=dict)
@@ -93,7 +94,12 @@ class RunConfig:
         from kvbench.tasks.task import Limit
 
         Limit.read(self.limit)
-        tracking.check(self.tracker)
+        if self.tracker != NONE:
+            checks = list(extensions.hooks("tracker.check"))
+            if not checks:
+                raise unknown_name("tracker", self.tracker, (NONE,))
+            for check in checks:
+                check(self.tracker)
         if self.shard and not self.resume:
             raise ValueError(
                 f"shard={self.shard} with resume=false would throw away what the other shards finished; give the "

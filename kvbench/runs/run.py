@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from kvbench.config import extensions
 from kvbench.config.files import FULL
 from kvbench.errors import nobody_leaves
-from kvbench.results import shards, summary, tracking
+from kvbench.results import shards, summary
 from kvbench.results.journal import Journal, run_lock
 from kvbench.results.record import Counts, RunRecord, now
 from kvbench.results.sample import SampleRecord
 from kvbench.results.shards import Shard
 from kvbench.results.writing import write_atomic
 from kvbench.runs.answers import Shown, compute_missing, finish
-from kvbench.runs.config import AUTO, OWN, RunConfig
+from kvbench.runs.config import AUTO, NONE, OWN, RunConfig
 from kvbench.runs.experiment import Experiment, keys_of, prepare
 from kvbench.runs.parts import Loaders
 from kvbench.runs.portions import compute_portion
@@ -362,7 +363,8 @@ def conclude(wanted: Wanted, done: Run) -> Run:
     """Hand a run that ended to the tracker; say of a shard what is missing."""
     config, counts = wanted.config, done.record.counts
     if done.ended:
-        tracking.track(config.tracker, config.settings(), done.record, done.samples, done.folder, wanted.say)
+        for track in extensions.hooks("tracker.track") if config.tracker != NONE else ():
+            track(config.tracker, config.settings(), done.record, done.samples, done.folder, wanted.say)
     else:
         wanted.say(
             f"shard {config.shard} is done; {done.folder} has {counts.done} of {counts.total} samples, and needs the "

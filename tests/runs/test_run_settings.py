@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from wrong_values import wrong
 
 from kvbench.cache.layout import StoreOptions
+from kvbench.config import extensions
 from kvbench.config.compose import compose
 from kvbench.methods.full import Full
 from kvbench.models.random_weights import random_config
@@ -111,3 +112,11 @@ def test_rows_are_never_more_than_the_requests_need(tiny_model, monkeypatch):
         engine.run([asked], on_outcome=id)
         engine.run([asked], on_outcome=id, sizing=[asked] * 7)
     assert seen == [2, 14]
+
+
+def test_a_tracker_needs_an_extension(monkeypatch):
+    """Without one that knows trackers, any name but none is refused before a run."""
+    monkeypatch.setattr(extensions, "hooks", lambda point: iter(()))
+    assert RunConfig(tracker="none").tracker == "none"
+    with pytest.raises(ValueError, match="tracker=mlflow does not exist"):
+        RunConfig(tracker="mlflow")

@@ -16,8 +16,8 @@ from kvbench.results.measures import FIDELITY, RESIDENT
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import SampleRecord
 from kvbench.results.summary import flat, flatten
+from kvbench.runs.config import NONE
 
-NONE = "none"
 PROJECT = "kvbench"
 Numbers = dict[str, float]
 Steps = list[Numbers]
@@ -26,9 +26,9 @@ NOT_SETTINGS = ("results_dir", "resume", "tracker", "shard")
 
 def check(tracker: object) -> None:
     """Refuse a tracker that is not known or not installed, before anything runs."""
-    if tracker not in (NONE, *TRACKERS):
+    if tracker not in TRACKERS:
         raise unknown_name("tracker", tracker, (NONE, *TRACKERS))
-    if tracker != NONE and str(tracker) not in sys.modules and find_spec(str(tracker)) is None:
+    if str(tracker) not in sys.modules and find_spec(str(tracker)) is None:
         raise ValueError(f"tracker={tracker} needs the library {tracker}: pip install {tracker}, or set tracker=none")
 
 
@@ -41,8 +41,6 @@ def track(
     say: Callable[[str], None],
 ) -> None:
     """Hand a run and its nested settings to a tracker. Handing it on again replaces it."""
-    if tracker == NONE:
-        return
     name = f"{record.method} on {record.task} with {record.model}"
     try:
         given = {key: value for key, value in flat(settings).items() if key not in NOT_SETTINGS}

@@ -8,7 +8,7 @@ import pytest
 from fake_parts import make_parts, run_fake
 from places import ROOT
 
-from kvbench.results import tracking
+from kvbench.extensions.tracking import tracking
 
 
 @pytest.fixture
@@ -28,6 +28,7 @@ def wandb(monkeypatch):
     return module
 
 
+@pytest.mark.smoke
 def test_a_tracker_gets_settings_numbers_and_every_answer(tmp_path, wandb):
     """From the record and the journal, under an id that is the run's hash: handed on again, it is the same one."""
     done = run_fake(tmp_path, tracker="wandb")

@@ -1,0 +1,1 @@
+"""The extension `tracking`; its page is README.md."""
