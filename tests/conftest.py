@@ -28,7 +28,7 @@ import selection
 import torch
 import touched
 from hypothesis import HealthCheck, settings
-from places import ROOT, TESTS
+from places import GONE, ROOT, TESTS, WITHOUT
 
 from kvbench.config import extensions
 from kvbench.errors import MissingWeightsError
@@ -179,6 +179,28 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+if WITHOUT:
+
+    @pytest.fixture(autouse=True)
+    def skipped_where_a_command_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+        """Skips a test at the first use of a command that went with the deleted extension."""
+        from kvbench.cli import words
+        from kvbench.config import files
+
+        def checked(plain: Callable) -> Callable:
+            def call(given: str | list[str]) -> object:
+                said = [given] if isinstance(given, str) else given
+                chosen = [word[5:] for word in said if word.startswith(("view=", "what="))]
+                if {word.rpartition("/")[2] for word in [*said[:1], *chosen]} & {*GONE}:
+                    pytest.skip(f"without {WITHOUT}")
+                return plain(given)
+
+            return call
+
+        monkeypatch.setattr(words, "take_config_dir", checked(words.take_config_dir))  # of all that `main` is given
+        monkeypatch.setattr(files, "full_command", checked(files.full_command))
 
 
 def pytest_unconfigure() -> None:

@@ -1,7 +1,6 @@
 """The commands that are one YAML and one function: help, settings, errors."""
 
 import pytest
-from places import need_extension
 
 from kvbench.cli import commands
 from kvbench.cli.main import main
@@ -72,7 +71,6 @@ def test_every_command_names_a_function():
         assert callable(get_method(commands.compose_command(name, [])["_target_"])), name
 
 
-@need_extension("advise")
 def test_a_command_of_an_engine_is_said_and_run(tmp_path, capsys):
     """The setting and its source are printed; with words of a run it runs, and those words win."""
     command = "llama-server --model=model.gguf -ctk q8_0 -ctv q4_0 -fa on"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvbench.cli.main import main
-from kvbench.config import extensions, files
+from kvbench.config import files
 
 MODULE = '''"""A method of somebody's own."""
 
@@ -152,8 +152,7 @@ def test_help_says_what_a_statistic_of_ones_own_is(mine, capsys):
 def test_a_file_that_is_no_yaml_is_named(mine, capsys, text, words):
     """A broken file of one's own is an ordinary error under every command, with the place in it; the list marks it."""
     (mine / "method" / "toy.yaml").write_bytes(text)
-    commands = [["method=toy"], ["-m", "method=toy,snapkv"], ["help", "toy"]]
-    for command in [*commands, *([["bytes", "method=toy"]] if "advise" in extensions.enabled() else [])]:
+    for command in (["method=toy"], ["-m", "method=toy,snapkv"], ["help", "toy"], ["bytes", "method=toy"]):
         assert main([*command, "--config-dir", str(mine)]) == 2, command
         said = capsys.readouterr().err
         assert words in said and "fault of kvbench" not in said, command

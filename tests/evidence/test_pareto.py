@@ -10,6 +10,7 @@ import pytest
 from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
+from places import need_extension
 from stored import command_settings, flips, store, yes_no
 
 from kvbench.cli.main import main
@@ -306,6 +307,7 @@ def test_ticks_and_the_staircase():
     assert best_so_far([1, 2, 3], [5, 4, 6], False) == [0, 1]
 
 
+@need_extension("papers")
 def test_published_points_are_marked(tmp_path):
     """Asked for, what papers printed for the task is drawn as crosses with words that say it is not measured here."""
     store(tmp_path, "full", SCORES, task="gsm8k", ratio=1.0)

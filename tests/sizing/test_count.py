@@ -9,6 +9,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from open_settings import open_settings
+from places import need_extension
 from selection import per_path
 
 import kvbench.policy as kv
@@ -166,8 +167,13 @@ def test_work_does_not_grow_with_layers_and_heads(monkeypatch):
     [
         (["list"], "torch hydra rich pandas"),
         (["help"], "torch hydra rich pandas"),
-        (["engine", "llama-server -ctk q8_0"], "torch transformers pandas"),
-        (["bytes", "method=diffkv", "model=llama3-8b", "length=100"], "transformers pandas scipy"),
+        *(
+            pytest.param(*case, marks=need_extension("advise"))
+            for case in (
+                (["engine", "llama-server -ctk q8_0"], "torch transformers pandas"),
+                (["bytes", "method=diffkv", "model=llama3-8b", "length=100"], "transformers pandas scipy"),
+            )
+        ),
     ],
 )
 def test_a_short_command_loads_no_more_than_it_needs(words, absent):
