@@ -3,9 +3,10 @@ up."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvbench.engine.requests import Request
+from kvbench.rules import Choice
 from kvbench.tasks.lmeval import load_lmeval_tasks, scorer_of
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
@@ -15,6 +16,29 @@ from kvbench.tasks.taskset import TaskSet
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task as LmEvalTask
+
+FIRST, LAST = "first", "last"
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """The paragraph at one end of a form's prompts that says how to answer.
+
+    Args:
+        stands: End that the form has it at, `first` or `last`.
+        moved: Its words at the other end; None for the same.
+    """
+
+    stands: str
+    moved: str | None = None
+
+    def move(self, prompt: str) -> str:
+        """Put it at the other end of a prompt."""
+        if self.stands == LAST:
+            rest, _, words = prompt.rpartition("\n\n")
+            return f"{self.moved or words}\n\n{rest}"
+        words, _, rest = prompt.partition("\n\n")
+        return f"{rest}\n\n{self.moved or words}"
 
 
 @dataclass(kw_only=True)
@@ -50,12 +74,17 @@ class Problems(Task):
     their prompt.
 
     The class says: `meta_keys`, the fields of a document that its records keep; `group_by`, the one of them whose
-    groups are also reported; `votes`, whether several answers to a problem vote; `grading_limit_s` and
-    `grading_workers`, see `TaskSet`. Some have a setting `k`: of how many answers pass@k and maj@k are reported, None
-    for 1, 2, 4, ... and all.
+    groups are also reported; `votes`, whether several answers to a problem vote; `instructions`, form -> the
+    instruction of its prompts, where they have one beside the problem; `grading_limit_s` and `grading_workers`, see
+    `TaskSet`. Some have a setting `k`: of how many answers pass@k and maj@k are reported, None for 1, 2, 4, ... and
+    all.
 
     Args:
         data_dir: Folder with the files; None for the local caches, then the hub.
+        instruction: Where the instruction stands, before the problem or behind it; None for where the form has it.
+
+    Raises:
+        ValueError: As `Task`, or the form has no instruction to be moved.
     """
 
     primary: ClassVar[str] = "correct"
@@ -63,10 +92,28 @@ class Problems(Task):
     meta_keys: ClassVar[Sequence[str]] = ("answer",)
     group_by: ClassVar[str | None] = None
     votes: ClassVar[bool] = False
+    instructions: ClassVar[Mapping[str, Instruction]] = {}
     grading_limit_s: ClassVar[float | None] = 120.0
     grading_workers: ClassVar[int] = 0
 
     data_dir: DataDir = None
+    instruction: Annotated[str | None, Choice((FIRST, LAST))] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        form = self.told().get("form")
+        if self.instruction is not None and form not in self.instructions:
+            raise ValueError(
+                f"task.instruction={self.instruction} needs prompts with an instruction beside the problem, and those "
+                f"of task={self.name} task.form={form} have none; leave task.instruction=null, or set "
+                f"task.form={' or '.join(self.instructions)}"
+            )
+
+    @property
+    def moved(self) -> Instruction | None:
+        """The instruction that stands at the other end than the form has it; None where it stays."""
+        known = self.instructions.get(self.told().get("form", ""))
+        return known if known and self.instruction not in (None, known.stands) else None
 
     def yamls(self) -> list[str]:
         """The names of its YAMLs, one group of problems each; those of one form ask alike."""
@@ -77,7 +124,7 @@ class Problems(Task):
         return {"data_dir": self.data_dir}
 
     def told(self) -> dict[str, Any]:
-        """Choices of this task that go into each result row."""
+        """Choices of this task that go into each result row; `form` among them where there are several."""
         return {}
 
     def vote(self, text: str, opened: bool) -> str | None:
@@ -130,7 +177,10 @@ class Problems(Task):
         return self.asked(
             ask,
             requests,
-            self.told() | rules | {"thinking": asked.thinking, "thoughts": "not graded"},
+            self.told()
+            | ({"instruction": self.instruction} if self.moved else {})
+            | rules
+            | {"thinking": asked.thinking, "thoughts": "not graded"},
             {key: self.reference(doc) for key, (_, doc) in scored.items()},
             scorer_of(scored),
             quarantined=quarantined,
@@ -143,6 +193,7 @@ class Problems(Task):
 
     def _request(self, task: "LmEvalTask", builder: PromptBuilder, doc: dict, part: str) -> Request:
         prompt, border = task.doc_to_text(doc), len(doc["context"])
+        prompt = self.moved.move(prompt) if self.moved else prompt
         if not border and not builder.protocol.query_aware:
             raise ValueError(
                 f"protocol.query_aware=false needs a prompt with a context before its question, and the prompts of "

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from problem_rows import AIME, CODE, FILES, GSM8K, MATH, folder_of
 
 from kvbench.config.files import conf_folder
-from kvbench.tasks import load_task
+from kvbench.tasks import check_task, load_task
 from kvbench.tasks.aime import Aime
 from kvbench.tasks.gsm8k import COT8, find_answer
 from kvbench.tasks.lmeval import metadata_of
@@ -119,6 +119,58 @@ def test_chat_forms(model, tmp_path: Path, no_cage) -> None:
     assert prompt("humaneval_plus") == "<s>" + CODE["prompt"]
     asked = prompt("humaneval_plus", form="chat")
     assert f"```python\n{CODE['prompt'].strip()}\n```</s>" in asked
+
+
+def _asked(name: str) -> tuple[str, str]:
+    """What the user says in the form with an instruction: the instruction first, and last."""
+    row = FILES[name][1]
+    if name in CODE_TASKS:
+        words = "Write a self-contained Python script that solves the {}, in a fenced code block."
+        code = f"```python\n{row['prompt'].strip()}\n```"
+        return f"{words.format('following problem')}\n\n{code}", f"{code}\n\n{words.format('problem above')}"
+    said, problem = BOXED.strip(), row.get("problem")
+    if name == "gsm8k":
+        said, problem = (
+            "Solve the problem step by step. End with a line of the form: The answer is <number>.",
+            row["question"],
+        )
+    return f"{said}\n\n{problem}", f"{problem}\n\n{said}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_instruction_stands_first_or_last(name: str, model, tmp_path: Path, no_cage) -> None:
+    """The whole prompt with the instruction at either end; at the end of the form it is the run without the setting,
+    and at the other one another run, which says so."""
+    form = {"gsm8k": {"form": "zeroshot"}, "math": {"subjects": "algebra"}}.get(name, {})
+    form |= {"form": "chat"} if name in CODE_TASKS else {}
+    folder = folder_of(tmp_path, name)
+    usual = load(model, name, folder, **form)
+    first, last = (load(model, name, folder, **form, instruction=place) for place in ("first", "last"))
+    for task, text in zip((first, last), _asked(name), strict=True):
+        assert text_of(model, task.requests[0]) == f"<s><|user|>\n{text}</s><|assistant|>\n"
+        assert [request.gold for request in task.requests] == [request.gold for request in usual.requests]
+    same, other, moved = (first, last, "last") if name in CODE_TASKS else (last, first, "first")
+    assert (same.protocol, same.fingerprint) == (usual.protocol, usual.fingerprint)
+    assert "instruction" not in usual.protocol and other.fingerprint != usual.fingerprint
+    assert other.protocol == usual.protocol | {"instruction": moved}
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+@pytest.mark.parametrize(
+    ("name", "form", "remedy"),
+    [
+        ("gsm8k", "cot8", "zeroshot"),
+        ("gsm8k", "fewshot5", "zeroshot"),
+        ("math500", "minerva4", "boxed"),
+        ("math", "minerva4", "boxed"),
+        ("humaneval_plus", "complete", "chat"),
+        ("mbpp_plus", "complete", "chat"),
+    ],
+)
+def test_a_form_without_an_instruction_cannot_move_it(name: str, form: str, remedy: str, place: str) -> None:
+    """It is refused by name with the form that has one, before data and model are looked for."""
+    with pytest.raises(ValueError, match=rf"^task\.instruction={place} .*{form}.* task\.form={remedy}$"):
+        check_task({"name": name, "form": form, "instruction": place}, limit=None, seed=0)
 
 
 def test_raw_code_stops_behind_the_function(model, tmp_path: Path, no_cage) -> None:

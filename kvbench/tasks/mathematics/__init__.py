@@ -17,7 +17,7 @@ from kvbench.tasks.files import DataFile, find_rows
 from kvbench.tasks.latex import judge, normalise
 from kvbench.tasks.lmeval import lmeval_tasks_folder
 from kvbench.tasks.mathematics.final import find_answer, is_marked
-from kvbench.tasks.problems import Problems
+from kvbench.tasks.problems import LAST, Instruction, Problems
 from kvbench.tasks.rows import Rows, text_field
 from kvbench.tasks.task import Draws, name_list, names_of
 from kvbench.tasks.taskset import MetricInfo
@@ -54,6 +54,7 @@ class Math500(Problems):
     meta_keys: ClassVar = ("answer", "subject", "level")
     group_by: ClassVar = "subject"
     votes: ClassVar = True
+    instructions: ClassVar = {"boxed": Instruction(LAST)}
 
     form: Annotated[str, Choice(FORMS)] = FORMS[0]
     k: Draws = None
