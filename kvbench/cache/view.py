@@ -198,7 +198,8 @@ class PagesView(SlotsView):
         near, window = self._spec.skip_near, self._spec.prefill_queries
         floor = self.prompt_tokens - window - near if window != ALL_QUERIES and by == "mean" else None
         # A token's queries begin `near` behind it: as many as were seen so much earlier from the token itself on.
-        search = SlotSearch(by=by, seen=self.tokens_seen - near if near else self.tokens_seen, floor=floor, **conditions)
+        seen = self.tokens_seen - near if near else self.tokens_seen
+        search = SlotSearch(by=by, seen=seen, floor=floor, **conditions)
         found = self._pages.find_extreme(tier, self._rows, self._known(tier), search, over_layer)
         if found is None:
             return super()._search(tier, by, over_layer=over_layer, **conditions)

@@ -185,7 +185,7 @@ def test_points_equal_fresh_runs(tmp_path, tiny_model):
     cfg = make_cfg(tmp_path, batch_size=2)
     cfg.method = method_settings("diffkv")
     cfg.method.window = 8
-    for name in ("what", "calibrate", "_choices_"):  # the command's own, which are no settings of a run
+    for name in ("what", "rule", "calibrate", "_choices_"):  # the command's own, which are no settings of a run
         cfg.pop(name, None)
     made = {"check_task": lambda config: None, "check_chat": lambda config: None}
     made |= {"load_model": lambda cfg: model, "load_task": lambda *a, **k: task}
