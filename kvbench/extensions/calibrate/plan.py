@@ -122,7 +122,7 @@ def read_plan(
         tie=float(cfg.tie),
         seed=cfg.split_seed,
     )
-    off = {name: float(value) for name, value in (usual.get("off") or {}).items()}
+    off = {name: float(value) for name, value in (usual.get("otherwise") or {}).items()}
     raised = {name: (other, getattr(policy, other)) for name, other in cfg.raised.items() if hasattr(policy, other)}
     sizes = {name: cfg[name] for name in ("tuning_samples", "held_out_samples")}
     return Plan(stages=stages, raised=raised, off=off, rule=chosen, **sizes)

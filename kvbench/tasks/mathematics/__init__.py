@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from kvbench.rules import Choice, Several, Whole
+from kvbench.rules import Choice, Several
 from kvbench.tasks.answers import found_in, graded, last_boxed
 from kvbench.tasks.files import DataFile, find_rows
 from kvbench.tasks.latex import judge, normalise
@@ -23,7 +23,7 @@ from kvbench.tasks.task import Draws, listed, name_list, names_of
 from kvbench.tasks.taskset import MetricInfo
 
 FORMS = ("boxed", "minerva4")
-LEVEL = Whole(1, 5)
+LEVEL = Choice((1, 2, 3, 4, 5))
 MATH500 = "math500"
 SPLITS = ("test", "train")
 SUBJECTS = {
