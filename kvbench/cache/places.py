@@ -31,7 +31,7 @@ from kvbench.cache.steps import PagedStep
 from kvbench.cache.view import By, PagesView, SlotsView
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.pool import PagePool
-from kvbench.policy import Budget, DecodePlan, Extreme, Policy, SlotArrays
+from kvbench.policy import Budget, DecodePlan, Extreme, Policy, ScoreSpec, SlotArrays
 
 
 def make_places(
@@ -121,7 +121,7 @@ class Split(Places):
         return self._joined([part.view(rows.on(part.shape.device)) for part in self.parts])
 
     def _joined(self, views: Sequence[PagesView]) -> "SplitView":
-        return SplitView(views, self._ranks, self.policy.score.prefill_queries)
+        return SplitView(views, self._ranks, self.policy.score)
 
     def open(self, rows: Rows) -> list[PagedStep]:
         """Does what `Paged.open` does, by a plan over everything before any place changes. Where one of the places has
@@ -162,8 +162,8 @@ class Split(Places):
 class SplitView(SlotsView):
     """The policy's view of rows whose layers or heads lie in several places: the places' views, put together."""
 
-    def __init__(self, views: Sequence[PagesView], ranks: Ranks, window: int) -> None:
-        super().__init__(window)
+    def __init__(self, views: Sequence[PagesView], ranks: Ranks, spec: ScoreSpec) -> None:
+        super().__init__(spec)
         first = views[0]
         self._views, self._ranks = views, ranks
         self._counts: dict[int, Tensor] = {}
@@ -177,7 +177,7 @@ class SplitView(SlotsView):
             self.prompt_slots = self._joined(lambda view: view.prompt_slots)
 
     def _copied(self) -> dict[str, Any]:
-        return vars(SplitView([view.shown() for view in self._views], self._ranks, self._window))
+        return vars(SplitView([view.shown() for view in self._views], self._ranks, self._spec))
 
     def num_columns(self, tier: int) -> int:
         return self._ranks.most(max(view.num_columns(tier) for view in self._views))

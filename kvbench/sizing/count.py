@@ -295,7 +295,7 @@ class _AllLists(SlotsView):
     a list has, and `budgets` is a view of the model's own store."""
 
     def __init__(self, few: SlotsView, budgets: DecodeView, kind: Tensor) -> None:
-        super().__init__(few._window)
+        super().__init__(few._spec)
         self._few, self._budgets, self._kind = few, budgets, kind
         self._arrays: dict[int, SlotArrays] = {}
         self.tokens_seen, self.prompt_tokens = few.tokens_seen, few.prompt_tokens

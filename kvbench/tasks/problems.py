@@ -11,7 +11,7 @@ from kvbench.tasks.lmeval import load_lmeval_tasks, scorer_of
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.sampling_stats import sampling_statistics
-from kvbench.tasks.task import Ask, DataDir, Draws, Task, listed
+from kvbench.tasks.task import Ask, DataDir, Draws, Task, listed, source
 from kvbench.tasks.taskset import TaskSet
 
 if TYPE_CHECKING:
@@ -135,6 +135,10 @@ class Problems(Task):
         """The reference that an answer is scored against, for the fingerprint."""
         return doc["answer"]
 
+    def asks(self, doc: dict) -> bool:
+        """Tell whether the settings choose a document; a limit counts those that they do."""
+        return True
+
     def unusable(self, docs: Sequence[dict]) -> Mapping[int, str]:
         """Find documents of a YAML that no answer can be graded against: `index` -> why its row is set aside."""
         return {}
@@ -151,10 +155,13 @@ class Problems(Task):
         opened: set[str] = set()
         quarantined: list[dict] = []
         copies: list[dict] = []
+        sources: list[dict] = []
+        files = self.files()
         builders = [PromptBuilder(ask.model, ask.protocol, PromptRules.from_yaml(t.config)) for t in tasks.values()]
-        for (yaml_name, task), builder in zip(tasks.items(), builders, strict=True):
+        for at, ((yaml_name, task), builder) in enumerate(zip(tasks.items(), builders, strict=True)):
             rows, part = task.dataset["test"], yaml_name if len(tasks) > 1 else ""
-            docs = ask.drawn(task.eval_docs, part or self.name)
+            docs = ask.drawn([doc for doc in task.eval_docs if self.asks(doc)], part or self.name)
+            sources.append(source(rows, files[at].rows if len(files) == len(tasks) else 0))
             reasons = self.unusable(docs)
             quarantined += [*rows.quarantined, *(rows.set_aside(index, reason) for index, reason in reasons.items())]
             copies += rows.copies
@@ -166,6 +173,11 @@ class Problems(Task):
                 scored[request.sample_id] = (task, doc)
                 if builder.opens_thoughts(request):
                     opened.add(request.sample_id)
+        if not requests and not quarantined:
+            raise ValueError(
+                f"task={self.name} has no row among those that limit={ask.limit and ask.limit.setting} and its other "
+                "settings choose; choose more of them"
+            )
         if not requests:
             first = quarantined[-1]
             raise ValueError(
@@ -185,6 +197,7 @@ class Problems(Task):
             scorer_of(scored),
             quarantined=quarantined,
             copies=copies,
+            sources=sources,
             grading_limit_s=self.grading_limit_s,
             grading_workers=self.grading_workers,
             problems=self,

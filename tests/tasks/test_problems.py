@@ -206,6 +206,46 @@ def test_a_template_that_opens_the_thoughts(tokenizer, make_model, tmp_path: Pat
         assert plain.score(plain.requests[0], text)["correct"] == 1.0
 
 
+def test_levels_and_the_others(model, tmp_path: Path) -> None:
+    """A limit counts the problems of the levels; those after the first are the others; ids are lines of the file."""
+    write(tmp_path / "test.jsonl", *({**MATH, "problem": f"{at}?", "level": at % 3 + 1} for at in range(9)))
+
+    def asked(limit=None, **settings):
+        cfg = {"name": "math500", "data_dir": str(tmp_path)} | settings
+        task = load_task(cfg, model, limit=limit, seed=0, protocol={"max_new_tokens": 64})
+        return task, [request.meta["index"] for request in task.requests]
+
+    task, plain = asked()
+    assert plain == [*range(9)] and "levels" not in task.protocol
+    assert task.sources == [{"file": f"{tmp_path.name}/test.jsonl", "rows": 9, "of": 500}]
+    task, two = asked(levels=[2, 1])
+    assert two == [0, 1, 3, 4, 6, 7] and task.protocol["levels"] == [1, 2]
+    assert asked("first:4", levels=[1, 2])[1] + asked("after:4", levels=[1, 2])[1] == two
+    assert asked(levels=3)[1] == [2, 5, 8]
+    with pytest.raises(ValueError, match="no row among those that limit=after:9 and its other settings choose"):
+        asked("after:9")
+    with pytest.raises(ValueError, match="task.levels=6 must be"):
+        asked(levels=6)
+
+
+@pytest.mark.parametrize("name", ["algebra_train.jsonl", "train/algebra.jsonl"])
+def test_problems_for_training(model, tmp_path: Path, name: str) -> None:
+    """They lie beside the test problems or in a folder of their own, and are never taken for these."""
+    (tmp_path / "train").mkdir()
+    row = {**MATH, "subject": "Algebra"}
+    write(tmp_path / name, {**row, "problem": "for training?"})
+    write(tmp_path / "algebra.jsonl", {**row, "problem": "test?"}, {**row, "problem": "another?"})
+    train = load(model, "math", tmp_path, subjects="algebra", split="train")
+    assert "for training?" in text_of(model, train.requests[0]) and len(train.requests) == 1
+    assert train.protocol["problems"] == "train"
+    assert train.sources == [{"file": "/".join((tmp_path / name).parts[-2:]), "rows": 1, "of": 1744}]
+    test = load(model, "math", tmp_path, subjects="algebra")
+    assert "problems" not in test.protocol and len(test.requests) == 2 and test.fingerprint != train.fingerprint
+    (tmp_path / name).unlink()
+    with pytest.raises(ValueError, match=r"task.subjects=\[algebra\] task.split=train to=math"):
+        load(model, "math", tmp_path, subjects="algebra", split="train")
+
+
 def test_math_by_subject(model, tmp_path: Path) -> None:
     """Subjects are one score, also reported apart; ids are unique; a missing answer is the solution's last box."""
     row = {key: value for key, value in MATH.items() if key not in ("answer", "subject")} | {"level": "Level 5"}
