@@ -13,7 +13,10 @@ from kvbench.cache.rotation import KINDS, Kind, check_rotation
 from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
 from kvbench.kernels.operands import PLAIN, Softmax, Window
 from kvbench.policy import Policy, ReadSpec, Tier
-from kvbench.rules import MAX_BYTES, Choice, Number, Several, Whole, check_settings
+from kvbench.rules import MAX_BYTES, TABLE_OR_PATH, Choice, Form, Number, Several, Whole, check_settings
+from kvbench.rules.counting import Unless
+
+OFFSET = Form(f"none, prompt, {TABLE_OR_PATH.text}", TABLE_OR_PATH.fits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,9 @@ class StoreOptions:
         rotation: Which `Rotation` keys and values take before they are stored: `none` but the one of their format,
             `hadamard`, or `off`: not even that.
         windows: The precision of layers with windows: `exact`, or that of the `method`.
+        key_offset: The vector that the keys of each layer and KV head are stored less (`KeyOffsets`): `none`, the mean
+            of the `prompt`'s keys, or a table with a line per layer of the channels of all its KV heads. Windows of the
+            method's precision take the mean too, and nothing of a table.
     """
 
     page_bytes: Annotated[int | Literal["auto"], Whole(16, 2**24, unit="bytes", multiple_of=16, also=("auto",))] = (
@@ -39,6 +45,7 @@ class StoreOptions:
     track: Annotated[tuple[str, ...], Several(Choice(("score", "pos")), least=0, ordered=False)] = ()
     rotation: Annotated[Kind, Choice(KINDS)] = "none"
     windows: Annotated[Literal["exact", "method"], Choice(("exact", "method"))] = "exact"
+    key_offset: Annotated[str | Sequence[Sequence[float]], OFFSET, Unless("none")] = "none"
 
     def __post_init__(self) -> None:
         check_settings(self, "store.")

@@ -23,6 +23,7 @@ from kvbench.cache.codebooks import Codebooks, Scales
 from kvbench.cache.counters import Counters
 from kvbench.cache.holding import EvictionDue
 from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats
+from kvbench.cache.offsets import key_offsets
 from kvbench.cache.paged import Paged, Places
 from kvbench.cache.pages import Pages, TierMap
 from kvbench.cache.ranks import Ranks
@@ -88,9 +89,11 @@ def make_places(
         counted = pages.table.num_lists if policy.compaction else 0
         counters = Counters.make(rows, counted, own.device, policy.needs_instruction)
         rotations = rotations_of(options.rotation, policy, own.head_dim, own.device, backend)
+        dtype, first = formats[0].slot.dtype, (first_layer, first_head)
+        offsets = key_offsets(options.key_offset, policy, own, rows, dtype, first=first)
         if policy.residual is None:
-            return Paged(policy, own, pages, counters, rotations, first_layer)
-        return Buffered(policy, own, pages, counters, rotations, policy.residual, first_layer)
+            return Paged(policy, own, pages, counters, rotations, first_layer, offsets)
+        return Buffered(policy, own, pages, counters, rotations, policy.residual, first_layer, offsets)
 
     parts = [place(*each) for each in shape.parts()]
     return parts[0] if shape.is_whole else Split(policy, shape, parts)

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.layout import ModelShape, Place, StoreOptions
+from kvbench.cache.offsets import check_key_offset
 from kvbench.cache.store import CompressedStore
 from kvbench.engine import latent, placement
 from kvbench.engine.calls import OutputProjections, attention_modules
@@ -163,6 +164,7 @@ def check_fit(model: LoadedModel, policy: Policy, options: StoreOptions, chunk: 
         ValueError: The policy or the options do not fit it.
     """
     check_chunk(policy, chunk)
+    check_key_offset(options.key_offset, policy, chunk)
     check_supported(model.model, len(model.places), model.tensor_parallel)
     shape = model_shape(model.model, model.places)
     check_chunk_place(chunk, len(shape.places), max(shape.ranks.size, model.tensor_parallel))

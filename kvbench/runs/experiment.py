@@ -141,6 +141,7 @@ def load_method(
     The user's own settings are checked first, because a bad one should not cost a model load. The values of a
     calibration file are checked as data; a policy is made of them only after the file was found to be for this model.
     """
+    from kvbench.cache.offsets import check_key_offset
     from kvbench.cache.rotation import check_rotation
     from kvbench.policy import check_chunk
 
@@ -151,6 +152,7 @@ def load_method(
         calibration.check_values(found, policy)
     check_chunk(policy, config.prefill.chunk)
     check_rotation(config.store.rotation, policy)
+    check_key_offset(config.store.key_offset, policy, config.prefill.chunk)
     parts.check_task(config)
     parts.check_fit(config, policy)
     parts.check_chat(config)
