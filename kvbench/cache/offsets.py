@@ -94,10 +94,16 @@ def back(k: Tensor, vectors: Tensor) -> Tensor:
 
 
 def key_offsets(
-    asked: str | Table, policy: Policy, shape: ModelShape, rows: int, dtype: torch.dtype, *, first: tuple[int, int]
+    asked: str | Table,
+    policy: Policy,
+    whole: ModelShape,
+    shape: ModelShape,
+    first_layer: int,
+    rows: int,
+    dtype: torch.dtype,
 ) -> KeyOffsets | None:
-    """The vectors of a place, whose first layer and head are the model's numbers `first`; None where keys stay as they
-    are.
+    """The vectors of a place, of which `shape` says what it has of the `whole` model, from layer `first_layer` on; None
+    where keys stay as they are.
 
     Raises:
         NotForModel: The model's softmax is not blind to a constant, its keys are its values, or the table is of another
@@ -121,21 +127,20 @@ def key_offsets(
         )
     if asked == "prompt":
         return KeyOffsets(rows, shape, dtype)
-    return KeyOffsets(rows, shape, dtype, _of_place(cast(Table, asked), shape, *first))
+    return KeyOffsets(rows, shape, dtype, _of_place(cast(Table, asked), whole, shape, first_layer))
 
 
-def _of_place(table: Table, shape: ModelShape, first_layer: int, first_head: int) -> Tensor:
+def _of_place(table: Table, whole: ModelShape, shape: ModelShape, first_layer: int) -> Tensor:
     """The share of a table that a place has, fp32 [L, H, D]."""
-    heads, dim = shape.num_kv_heads, shape.head_dim
-    layers = table[first_layer : first_layer + shape.num_layers]
-    if len(layers) < shape.num_layers or len(table[0]) != heads * shape.ranks.size * dim:
+    layers, heads, dim = whole.num_layers, whole.num_kv_heads, whole.head_dim
+    if (len(table), len(table[0])) != (layers, heads * dim):
         raise NotForModel(
-            f"store.key_offset has {len(table)} layers x {len(table[0])} numbers, but the model has "
-            f"{heads * shape.ranks.size} KV heads of {dim} channels in each layer that the method acts on; measure a "
-            "table of this model"
+            f"store.key_offset has {len(table)} layers x {len(table[0])} numbers, but the method acts on {layers} "
+            f"layers of {heads} KV heads x {dim} channels; measure a table of this model"
         )
-    whole = torch.tensor([list(row) for row in layers]).unflatten(1, (-1, dim))
-    return whole[:, first_head : first_head + heads]
+    rows = table[first_layer : first_layer + shape.num_layers]
+    vectors, first_head = torch.tensor([list(row) for row in rows]), whole.ranks.index * shape.num_kv_heads
+    return vectors.unflatten(1, (heads, dim))[:, first_head : first_head + shape.num_kv_heads]
 
 
 def check_key_offset(asked: str | Table, policy: Policy, chunk: int | None = None) -> None:

@@ -89,8 +89,7 @@ def make_places(
         counted = pages.table.num_lists if policy.compaction else 0
         counters = Counters.make(rows, counted, own.device, policy.needs_instruction)
         rotations = rotations_of(options.rotation, policy, own.head_dim, own.device, backend)
-        dtype, first = formats[0].slot.dtype, (first_layer, first_head)
-        offsets = key_offsets(options.key_offset, policy, own, rows, dtype, first=first)
+        offsets = key_offsets(options.key_offset, policy, shape, own, first_layer, rows, formats[0].slot.dtype)
         if policy.residual is None:
             return Paged(policy, own, pages, counters, rotations, first_layer, offsets)
         return Buffered(policy, own, pages, counters, rotations, policy.residual, first_layer, offsets)
