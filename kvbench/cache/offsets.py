@@ -11,8 +11,8 @@ from kvbench.errors import NotForModel
 from kvbench.policy import Policy
 
 Table = Sequence[Sequence[float]]  # per layer, the channels of all KV heads
-Kind = Literal["none", "prompt"]
-KINDS: tuple[Kind, ...] = ("none", "prompt")
+Kind = Literal["none", "prompt", "bias"]
+KINDS: tuple[Kind, ...] = ("none", "prompt", "bias")
 
 
 class KeyOffsets:
@@ -103,7 +103,7 @@ def key_offsets(
     dtype: torch.dtype,
 ) -> KeyOffsets | None:
     """The vectors of a place, of which `shape` says what it has of the `whole` model, from layer `first_layer` on; None
-    where keys stay as they are.
+    where keys stay as they are, or are stored less their biases (`KeyBiases`).
 
     Raises:
         NotForModel: The model's softmax is not blind to a constant, its keys are its values, or the table is of another
@@ -111,7 +111,7 @@ def key_offsets(
         ValueError: `check_key_offset` refuses it.
     """
     check_key_offset(asked, policy)
-    if asked == "none":
+    if asked in ("none", "bias"):
         return None
     setting = f"store.key_offset={asked if isinstance(asked, str) else 'a table'}"
     if not shape.softmax.is_plain:
@@ -152,6 +152,9 @@ def check_key_offset(asked: str | Table, policy: Policy, chunk: int | None = Non
     setting = f"store.key_offset={asked if isinstance(asked, str) else 'a table'}"
     if isinstance(asked, str) and asked not in KINDS:
         raise ValueError(f"{setting} is a path, and a store takes numbers; give a table of numbers, or one of {KINDS}")
+    if asked == "bias":
+        _check_bias(policy, setting)
+        return
     if policy.position_mode != "absolute":
         raise ValueError(
             f"{setting} needs keys that are stored with their positions, but {name} stores them without "
@@ -173,3 +176,17 @@ def check_key_offset(asked: str | Table, policy: Policy, chunk: int | None = Non
             f"{setting} is the mean of a whole prompt's keys, which is not known when its first {chunk} tokens are "
             "stored; set prefill.chunk=null, or give a table as store.key_offset=PATH"
         )
+
+
+def _check_bias(policy: Policy, setting: str) -> None:
+    name, remedy = type(policy).__name__, "set store.key_offset=none or prompt"
+    if policy.position_mode != "pre_rope":
+        raise ValueError(
+            f"{setting} needs keys that are stored without their positions and in their order, since with its position "
+            f"a bias turns; {name} stores them otherwise (position_mode={policy.position_mode}); set "
+            "method.pre_rope=true where the method has that option, or store.key_offset=none or prompt"
+        )
+    if policy.codebooks is not None or policy.residual is not None:
+        raise ValueError(f"{setting}: the formats of {name} have a zero for each channel of keys already; {remedy}")
+    if len(policy.tiers) > 1 and policy.by_layer is None:
+        raise ValueError(f"{setting}: {name} has several precisions, and tokens that change theirs; {remedy}")

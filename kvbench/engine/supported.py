@@ -226,6 +226,7 @@ def model_shape(model: PreTrainedModel, places: Sequence[tuple[torch.device, int
         kinds.full,
         inv_freq=_plain_inv_freq(model),
         output_projections=None if latents else _output_projections(model, kinds.full),
+        key_biases=None if latents else _key_biases(model, kinds.full),
         beside=tuple(
             of_kind(tuple(own), window=window)
             for window, numbers in kinds.windows.items()
@@ -271,6 +272,16 @@ def _output_projections(model: PreTrainedModel, layers: Sequence[int]) -> Output
     whole = len(outs) == len(layers)
     known = all(isinstance(out, PackedLinear) or isinstance(getattr(out, "weight", None), Tensor) for out in outs)
     return OutputProjections(outs) if whole and known else None
+
+
+def _key_biases(model: PreTrainedModel, layers: Sequence[int]) -> list[Tensor] | None:
+    """The biases of the key projections of these layers; None where not every layer has one, or normalises keys."""
+    modules = _modules(model)
+    owners = [modules[layer] for layer in layers if layer in modules]
+    found = [getattr(getattr(module, "k_proj", None), "bias", None) for module in owners]
+    normalised = any(getattr(module, "k_norm", None) is not None for module in owners)
+    own = [getattr(bias, "to_local", lambda bias=bias: bias)().detach() for bias in found if isinstance(bias, Tensor)]
+    return own if len(own) == len(layers) and not normalised else None
 
 
 def _plain_inv_freq(model: PreTrainedModel) -> Tensor | None:

@@ -1,14 +1,19 @@
 """Keys that are stored less one vector per list: attention is the same in every format, and quantisers err less."""
 
+import dataclasses
+
 import pytest
 import torch
 from engine_helpers import answers, comparable, random_tokens, request
 from selection import in_turn
-from store_helpers import filled, make_store, plain_attention, random_layer, step_at
+from store_helpers import filled, make_store, plain_attention, random_layer, rotated, step_at
 from test_rotation import POLICIES
 
+from kvbench.cache.layout import StoreOptions
+from kvbench.cache.store import CompressedStore
 from kvbench.engine.supported import model_shape
 from kvbench.errors import NotForModel
+from kvbench.kernels.dispatch import get_backend
 from kvbench.kernels.operands import Softmax
 from kvbench.methods.diffkv import DiffKV
 from kvbench.methods.full import Full
@@ -218,3 +223,96 @@ def test_what_a_constant_would_change_is_refused(tiny_model):
         make_store(int4, key_offset="somewhere")
     with pytest.raises(ValueError, match="store.key_offset=5"):
         make_store(int4, key_offset=5)
+
+
+def biased(tiny_model):
+    """A tiny model whose key projections have large biases."""
+    loaded = tiny_model.__wrapped__("qwen2", "gqa3", 64)  # one of its own, whose weights change
+    make = torch.Generator().manual_seed(1)
+    for layer in loaded.model.model.layers:
+        layer.self_attn.k_proj.bias.data = 12 * torch.randn(layer.self_attn.k_proj.bias.shape, generator=make)
+    return loaded
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+@pytest.mark.parametrize("tiers", [None, "0:fp16 -1:int8"])
+def test_keys_less_their_bias_are_coded_as_without_one(backend, tiers):
+    """In a store of keys without positions: to the bit, in every precision of its layers."""
+    inv_freq, layers = 10000.0 ** -(torch.arange(DIM // 2) / (DIM // 2)), layers_of(7)
+    bias = torch.randint(-9, 9, (2, 2, DIM)).float()
+    policy, found = Uniform(tier="int4", pre_rope=True, tiers_by_layer=tiers), []
+    for kind in ("none", "bias"):
+        each = [
+            (q, rotated(k + (bias[i, :, None] if kind == "bias" else 0), 0, inv_freq), v)
+            for i, (q, k, v) in enumerate(layers)
+        ]
+        shape = dataclasses.replace(
+            make_store(policy, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=DIM, inv_freq=inv_freq).shape,
+            key_biases=[*bias.flatten(1)],
+        )
+        store = CompressedStore(
+            policy,
+            shape,
+            rows=1,
+            max_prompt_tokens=LENGTH,
+            max_new_tokens=LENGTH,
+            options=StoreOptions(key_offset=kind),
+            backend=get_backend(backend),
+        )
+        row = store.open_row()
+        for layer, tensors in enumerate(each):
+            store.prefill_layer(row, layer, *(x[:, :PROMPT] for x in tensors), 0.125)
+        for at in range(PROMPT, LENGTH):
+            step_at(store, row, each, at, 0.125)
+        lists = torch.zeros(LENGTH, dtype=torch.int64)
+        found.append([store.pages.read(t, *store.pages.table.lookup(lists, t, lists)) for t in (0,)])
+        held = store.holding.parts[0].layer(torch.tensor([row]), 1)[0]
+        store.holding.parts[0].rope.attach(held, None)
+        keys = store.pages.gather(1, held, None)[0][0][:, :LENGTH]
+        assert (keys - each[1][1]).abs().max() < (0.02 if tiers else 0.7), "keys come back with their bias"
+    assert torch.allclose(found[0][0][0], found[1][0][0], atol=0.02)
+
+
+def test_a_bias_costs_int4_nothing_once_it_is_off(tiny_model):
+    """On a model with large biases, beside a full cache; and its vectors are billed."""
+    loaded = biased(tiny_model)
+    asked = [request(str(n), random_tokens(n), gold=random_tokens(9), max_new_tokens=6) for n in (40, 3, 21)]
+    asked.append(request("segments", random_tokens(30), random_tokens(11), max_new_tokens=6))
+    plain = Uniform(tier="int4", pre_rope=True)
+    runs = {
+        name: answers(loaded, policy, asked, batch_size=size, key_offset=kind)
+        for name, policy, kind, size in (
+            ("none", plain, "none", 3),
+            ("bias", plain, "bias", 3),
+            ("alone", plain, "bias", 1),
+            ("lossless", Uniform(tier="native", pre_rope=True), "bias", 3),
+            ("full", Full(tier="native"), "none", 3),
+        )
+    }
+    lost = {
+        name: sum(one.fidelity["kl_mean"] for one in found.values() if one.fidelity) for name, found in runs.items()
+    }
+    assert lost["bias"] < 0.2 * lost["none"] and lost["lossless"] < 1e-4, lost
+    for key, one in runs["bias"].items():
+        assert one.ledger["book_bytes"] - runs["none"][key].ledger["book_bytes"] == 2 * 2 * 64 * 2
+        assert runs["full"][key].token_ids == runs["lossless"][key].token_ids
+    chunked = answers(loaded, Uniform(tier="native", pre_rope=True), asked, prefill_chunk=16, key_offset="bias")
+    assert {key: one.token_ids for key, one in chunked.items()} == {
+        key: one.token_ids for key, one in runs["full"].items()
+    }
+    if loaded.rows_are_alone:
+        assert {key: comparable(one) for key, one in runs["bias"].items()} == {
+            key: comparable(one) for key, one in runs["alone"].items()
+        }
+
+
+def test_a_bias_is_refused_where_there_is_none_to_take(tiny_model):
+    """Of models without, of keys with their positions, and of formats that have a zero for each channel."""
+    inv_freq = 10000.0 ** -(torch.arange(4) / 4)
+    with pytest.raises(NotForModel, match="store.key_offset=bias"):
+        make_store(Uniform(tier="int4", pre_rope=True), inv_freq=inv_freq, key_offset="bias")
+    for policy in (Uniform(tier="int4"), KVQuantStyle(group=8), StreamingLLM(budget=40), SnapKV(budget=40)):
+        with pytest.raises(ValueError, match="store.key_offset=bias"):
+            make_store(policy, inv_freq=inv_freq, key_offset="bias")
+    assert model_shape(biased(tiny_model).model).key_biases is not None
+    assert model_shape(tiny_model("llama", "gqa3", 64).model).key_biases is None
