@@ -2,9 +2,11 @@
 
 import pytest
 
+from kvbench.methods.uniform import Uniform
 from kvbench.rules.counting import counted
 from kvbench.runs.choices import make_cache
 from kvbench.runs.config import RunConfig, store_options
+from kvbench.runs.experiment import _method_settings
 
 
 def test_a_table_counts_by_its_numbers(tmp_path):
@@ -28,3 +30,12 @@ def test_what_is_no_table_is_refused(tmp_path, text):
     for given in (str(path), str(tmp_path / "nothing")):
         with pytest.raises(ValueError, match="store.key_offset"):
             store_options({"key_offset": given})
+
+
+def test_keys_before_the_rotary_embedding_count_where_they_are_asked_for():
+    """A method that does not ask is the method that it was before it could."""
+    found = [
+        _method_settings({"tier": "int4"} | more, Uniform(tier="int4", **more)) for more in ({}, {"pre_rope": True})
+    ]
+    assert "pre_rope" not in found[0] and found[1] == found[0] | {"pre_rope": True}
+    assert _method_settings({"tier": "int4", "pre_rope": False}, Uniform(tier="int4")) == found[0]
