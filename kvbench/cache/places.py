@@ -19,10 +19,11 @@ from torch import Tensor
 from kvbench.cache.async_counts import Rows
 from kvbench.cache.buffered import Buffered
 from kvbench.cache.checks import CheckedPlans
-from kvbench.cache.codebooks import Codebooks, Scales
+from kvbench.cache.codebooks import Codebooks, KeyBiases, Scales
 from kvbench.cache.counters import Counters
 from kvbench.cache.holding import EvictionDue
 from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats
+from kvbench.cache.offsets import check_key_offset, key_offsets
 from kvbench.cache.paged import Paged, Places
 from kvbench.cache.pages import Pages, TierMap
 from kvbench.cache.ranks import Ranks
@@ -71,6 +72,9 @@ def make_places(
             codebooks = Scales(policy.head_scales, formats, own, first_layer, first_head, tiers)
         elif policy.codebooks is not None:
             codebooks = Codebooks(policy.codebooks, formats, own, first_layer, first_head)
+        elif options.key_offset == "bias":
+            check_key_offset(options.key_offset, policy)
+            codebooks = KeyBiases(formats, own, first_layer)
         pages = Pages(
             formats,
             (rows, own.num_layers, heads),
@@ -88,9 +92,10 @@ def make_places(
         counted = pages.table.num_lists if policy.compaction else 0
         counters = Counters.make(rows, counted, own.device, policy.needs_instruction)
         rotations = rotations_of(options.rotation, policy, own.head_dim, own.device, backend)
+        offsets = key_offsets(options.key_offset, policy, shape, own, first_layer, rows, formats[0].slot.dtype)
         if policy.residual is None:
-            return Paged(policy, own, pages, counters, rotations, first_layer)
-        return Buffered(policy, own, pages, counters, rotations, policy.residual, first_layer)
+            return Paged(policy, own, pages, counters, rotations, first_layer, offsets)
+        return Buffered(policy, own, pages, counters, rotations, policy.residual, first_layer, offsets)
 
     parts = [place(*each) for each in shape.parts()]
     return parts[0] if shape.is_whole else Split(policy, shape, parts)

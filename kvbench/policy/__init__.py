@@ -60,3 +60,4 @@ from kvbench.policy.stepwise import Stepwise
 from kvbench.policy.tiers import ALLOWED_BITS, Tier
 from kvbench.policy.views import GONE, DecodeView, PrefillView
 from kvbench.rules import MAX_TOKENS, TABLE_OR_PATH, Choice, Number, Several, Text, Whole
+from kvbench.rules.counting import Unless

@@ -194,6 +194,7 @@ def _stepped(
         state_bytes=0,
         shared={},
     )
+    options = replace(options, key_offset="none")  # a table of other layers; how much lists hold does not depend on it
     is_even = store.backend.is_even  # type: ignore[attr-defined]
     few = shadow_store(kinds.policy(), shape, prompt_tokens, new_tokens, options, is_even=is_even)
     own = few.open_row()

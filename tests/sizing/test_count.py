@@ -96,11 +96,18 @@ def test_models_of_every_kind_are_counted(kind, name):
 
 
 @pytest.mark.parametrize(
-    "options", [StoreOptions(page_bytes=8192), StoreOptions(windows="method"), StoreOptions(track=("pos",))]
+    "options",
+    [
+        StoreOptions(page_bytes=8192),
+        StoreOptions(windows="method"),
+        StoreOptions(windows="method", key_offset="prompt"),
+        StoreOptions(key_offset=((0.5,) * 3 * 64,) * 2),
+        StoreOptions(track=("pos",)),
+    ],
 )
 @pytest.mark.parametrize("name", ["int4", "h2o"])
 def test_options_of_the_store_are_counted(name, options):
-    """Pages of another size, windows in the method's precision, tracked positions."""
+    """Pages of another size, windows in the method's precision, offsets of keys, tracked positions."""
     same(name, {}, SHAPES["windows"], options=options)
 
 
