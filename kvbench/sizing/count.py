@@ -79,7 +79,7 @@ def _fill(store: CompressedStore, row: int, prompt_tokens: int, new_tokens: int,
     store.holding.hold(row, prompt_tokens)
     part.counters.prompt_tokens[row] = prompt_tokens
     lists, policy = part.lists(row), store.policy
-    acts = policy.compaction is not None or type(policy).plan_decode is not Policy.plan_decode
+    acts = policy.compaction is not None or policy.decides_steps
     if acts and pages.tier_map is None and not isinstance(part, Buffered):
         held = _stepped(store, row, plans, prompt_tokens, new_tokens, options)
     else:
@@ -317,7 +317,8 @@ class _AllLists(SlotsView):
         return x.squeeze(2)[:, self._kind]
 
     def budget_tokens(self, budget: Budget, tier: int = 0) -> Tensor:
-        return self._budgets.budget_tokens(budget, tier)
+        # Where steps are counted is in the few lists' store; the model's has the bytes.
+        return (self._few if budget.of_seen else self._budgets).budget_tokens(budget, tier)
 
     def num_columns(self, tier: int) -> int:
         return self._few.num_columns(tier)
