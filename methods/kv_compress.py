@@ -80,7 +80,9 @@ class KVCompress(kv.Policy):
         self.compaction = self._over if self._is_continual else None
         self.budget_step = self.block
         self.fewest_tokens = kv.num_blocks(max(self._protected, self.floor_tokens), self.block) * self.block
-        both = kv.ScoreSpec(power=self.power, group_reduce="sum", decode_update=self._is_continual, track=("score", "pos"))
+        both = kv.ScoreSpec(
+            power=self.power, group_reduce="sum", decode_update=self._is_continual, track=("score", "pos")
+        )
         if self.variant == "window":
             self.score = replace(
                 both,

@@ -40,7 +40,7 @@ class Budget:
         if isinstance(text, Budget):
             return text
         rule = (
-            "write a ratio of the prompt in (0, 1] such as 0.25 or 1.0, a share of all tokens seen, above 0% and at "
+            "write a ratio in (0, 1] of the prompt such as 0.25 or 1.0, a share of all tokens seen, above 0% and at "
             f"most 100%, such as 50%seen, a whole number of tokens from 1 to {MAX_TOKENS}, or bytes such as 8MiB"
         )
         number = None
@@ -94,7 +94,7 @@ class BudgetRule(Readable):
     """What `Budget.parse` reads."""
 
     text = (
-        "a ratio of the prompt in (0, 1] such as 0.25, a share of all tokens seen such as 50%seen, a whole number of "
+        "a ratio in (0, 1] of the prompt such as 0.25, a share of all tokens seen such as 50%seen, a whole number of "
         "tokens per KV head, or bytes such as 8MiB"
     )
 
