@@ -33,7 +33,7 @@ from kvbench.policy import (
     PrefillView,
     SlotArrays,
 )
-from kvbench.sizing.shadow import act_out, measured, shadow_step, shadow_store
+from kvbench.sizing.shadow import act_out, measured, shadow_step, shadow_store, standing_for
 
 LayerPlan = tuple[Tensor, Tensor | None]  # int8 [H, N] the tier of each token; fp32 [H, N] what the slots begin with
 # What says nothing about a tensor's numbers.
@@ -238,7 +238,10 @@ class _Kinds:
         few = copy(self._policy)
         # What is said of heads and layers of the model, and a budget of its bytes, is not about these.
         vars(few).update(scope="head", granularity="kv_head", limit=None, codebooks=None, head_scales=None)
-        vars(few).update(check_model=lambda *_: None, score=replace(self._spec, probe=None))
+        spec = self._spec
+        if spec.probe is not None:  # the plans of the prompt are there
+            spec = replace(spec, probe=None, statistic=standing_for(spec.statistic, is_probed=False))
+        vars(few).update(check_model=lambda *_: None, score=spec)
         for name in ("plan_prefill", "plan_decode", "plan_compact"):
             vars(few)[name] = getattr(self, name)
         if few.compaction is not None:
