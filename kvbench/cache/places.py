@@ -88,8 +88,7 @@ def make_places(
             tier_map=tier_map,
             codebooks=codebooks,
         )
-        # Only bulk eviction asks how much the prompt's plan gave each list.
-        counted = pages.table.num_lists if policy.compaction else 0
+        counted = pages.table.num_lists if policy.compaction or policy.needs_prompt_slots else 0
         counters = Counters.make(rows, counted, own.device, policy.needs_instruction)
         rotations = rotations_of(options.rotation, policy, own.head_dim, own.device, backend)
         offsets = key_offsets(options.key_offset, policy, shape, own, first_layer, rows, formats[0].slot.dtype)
@@ -132,7 +131,7 @@ class Split(Places):
         """Does what `Paged.open` does, by a plan over everything before any place changes. Where one of the places has
         no page, others may have reserved theirs by then, so that the rows can only be closed."""
         self._compact(self.due.whose(rows.numbers, lambda: self.view(rows)))
-        asks = self.policy.residual is None and type(self.policy).plan_decode is not Policy.plan_decode
+        asks = self.policy.residual is None and self.policy.decides_steps
         plan = self.plans.decode(self.view(rows)) if asks else DecodePlan()
         steps: list[PagedStep] = []
         for part in self.parts:

@@ -136,7 +136,7 @@ class PagesView(SlotsView):
     @cached_property
     def prompt_slots(self) -> Tensor:  # type: ignore[override]
         if not self._counters.prompt_slots.numel():
-            raise AttributeError("prompt_slots are counted only with a compaction")
+            raise AttributeError("prompt_slots are counted only with a compaction or needs_prompt_slots")
         return self._counters.prompt_slots[self._lists].long().view(self.shape)
 
     @cached_property
@@ -149,8 +149,9 @@ class PagesView(SlotsView):
         rows = self._rows.tensor
         if self._budget is not None and self._budget.knows(budget):
             return self._budget.tokens[rows]
-        if budget.unit == "ratio":
-            return (self.prompt_tokens.double() * budget.value + 1e-9).long().clamp(min=1)
+        if budget.unit in ("ratio", "seen"):
+            tokens = self.tokens_seen + 1 if budget.of_seen else self.prompt_tokens
+            return (tokens.double() * budget.value + 1e-9).long().clamp(min=1)
         return torch.full_like(rows, budget.tokens(0, self._pages.lists_of_model, self._pages.planned_bytes[tier]))
 
     def num_columns(self, tier: int) -> int:
