@@ -33,6 +33,7 @@ LOOKS = {"humaneval_plus": (40, 80), "gsm8k": (40, 80), "math500": (35, 70)}  # 
 STOP = 0.005  # at a look, of the p value times the number of methods; what is left of 0.05 is for the end
 FLOOR = 0.1  # of the full cache's score at the first look: below it a benchmark tells nothing of this model
 POLL_S = 15.0
+DEFAULTS = {"method.seed": "0", "store.key_offset": "none"}  # of settings that tell the settings of a suite apart
 
 
 def settings(suite: str) -> list[str]:
@@ -47,13 +48,17 @@ def _choices(word: str) -> list[str]:
 
 
 def find(runs: Sequence[dict], words: str) -> dict | None:
-    """The stored run of a setting, if there is one; the other settings of its method are the method's."""
-    wanted = dict(word.split("=", 1) for word in words.split())
-    keys = {"method.budget", "method.seed", "store.key_offset"} | set(wanted)
+    """The stored run of a setting, or None; a setting that tells settings apart and is not named has its default."""
+    wanted = DEFAULTS | dict(word.split("=", 1) for word in words.split())
     for one in runs:
-        if all(key not in wanted or str(one.get(key)) == wanted[key] for key in keys):
+        if all(_text(one.get(key), DEFAULTS.get(key)) == value for key, value in wanted.items()):
             return one
     return None
+
+
+def _text(value: object, default: str | None) -> str:
+    is_missing = value is None or value != value  # a NaN of a table whose other runs have the setting
+    return str(default) if is_missing else str(value)
 
 
 def run(task: str, data: str, folder: Path, words: Sequence[str]) -> int:
