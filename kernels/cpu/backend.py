@@ -242,7 +242,9 @@ class Cpu(Backend):
         checks.step(
             pages, tiers, num_q_heads=num_q_heads, seen=seen, target=target, ring=ring, scores=scores, how=softmax
         )
-        if not _covers(pages, tiers[0].fmt) or any(tier.channels is not None or tier.offset is not None for tier in tiers):
+        if not _covers(pages, tiers[0].fmt) or any(
+            tier.channels is not None or tier.offset is not None for tier in tiers
+        ):
             return None  # which are a layer's
         if ring is not None and not (
             ring.k.dtype in ELEMENT_KINDS and ring.k.is_contiguous() and ring.v.is_contiguous()

@@ -33,7 +33,8 @@ LOOKS = {"humaneval_plus": (40, 80), "gsm8k": (40, 80), "math500": (35, 70)}  # 
 STOP = 0.005  # at a look, of the p value times the number of methods; what is left of 0.05 is for the end
 FLOOR = 0.1  # of the full cache's score at the first look: below it a benchmark tells nothing of this model
 POLL_S = 15.0
-DEFAULTS = {"method.seed": "0", "store.key_offset": "none"}  # of settings that tell the settings of a suite apart
+# Of what tells the settings of a suite apart.
+DEFAULTS = {"method.seed": "0", "method.pre_rope": "false", "store.key_offset": "none"}
 
 
 def settings(suite: str) -> list[str]:
@@ -57,8 +58,12 @@ def find(runs: Sequence[dict], words: str) -> dict | None:
 
 
 def _text(value: object, default: str | None) -> str:
-    is_missing = value is None or value != value  # a NaN of a table whose other runs have the setting
-    return str(default) if is_missing else str(value)
+    """Text of a cell; a table has NaN where only others have the setting, and then holds whole numbers as floats."""
+    if value is None or value != value:
+        return str(default)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def run(task: str, data: str, folder: Path, words: Sequence[str]) -> int:
@@ -149,7 +154,7 @@ def _read(path: Path) -> list[dict[str, str]]:
 def simulate(trials: int = 4000, seed: int = 0) -> Iterator[str]:
     """Share of studies with a false `worse`, where no method loses anything, by the share of answers that change."""
     draws = np.random.default_rng(seed)
-    for tests, size, looks in ((24, 120, (40, 80)), (24, 100, (35, 70)), (8, 120, (40, 80))):
+    for tests, size, looks in ((27, 120, (40, 80)), (27, 100, (35, 70)), (8, 80, (40,))):
         known = {
             n: np.array([binomtest(k, n).pvalue for k in range(n + 1)]) if n else np.ones(1) for n in range(size + 1)
         }
