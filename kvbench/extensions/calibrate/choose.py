@@ -159,8 +159,8 @@ def why(name: str, values: Sequence[Number], measured: Sequence[Measured], best:
         return f"{name}: none of {len(values)} values is accepted"
     point, said = measured[best], f"{name}={value_text(values[best])}: "
     if rule.name == PAPER:
-        lost, least = [_lost(item, rule) for item in measured], _lost(point, rule) or 0.0
-        ties = [at for at, loss in enumerate(lost) if at != best and loss is not None and _same(loss, least)]
+        losses, least = [_lost(item, rule) for item in measured], _lost(point, rule) or 0.0
+        ties = [at for at, mean in enumerate(losses) if at != best and mean is not None and _same(mean, least)]
         said += f"the highest score, {SCORE.scale * (point.score or 0):.1f} %, of {len(values)} values"
         shared = f"; shared with {', '.join(value_text(values[at]) for at in ties)}, and the gentler value wins"
         return said + (shared if ties else "")
