@@ -205,6 +205,8 @@ def tier_pages(pages: Tensor, tier: TierPages, lists: tuple[int, ...], head_dim:
             raise _refuse("the channels' scale", "beside scales in the page", "keys have the one or the other")
         for name, x in (("scale", channels.scale), ("zero", channels.zero)):
             vectors(f"the channels' {name}", x, (lists[-1], head_dim), device)
+    if tier.offset is not None:
+        vectors("the keys' offset", tier.offset, (lists[-1], head_dim), device)
 
 
 def _tiers(pages: Tensor, tiers: list[TierPages], lists: tuple[int, ...], head_dim: int) -> None:

@@ -183,6 +183,8 @@ class TierPages:
         num_v: int64 [S, H] values held (differs from `num_k` only behind a residual buffer).
         rotation: What the stored keys are rotated by: fp32 angles [S, m * T, D / 2], or positions in order; or None.
         channels: Scales of keys that belong to a channel for good, or None where a page has its own.
+        offset: fp32 [H, D] what keys were stored less, which is added before they are rotated; or None. The reference
+            alone knows it.
     """
 
     fmt: PageFormat
@@ -191,6 +193,7 @@ class TierPages:
     num_v: Tensor
     rotation: Tensor | InOrder | None = None
     channels: Channels | None = None
+    offset: Tensor | None = None
 
     @property
     def angles(self) -> Tensor | None:

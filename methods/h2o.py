@@ -36,6 +36,11 @@ class H2O(Stepwise):
 
     def declare(self) -> None:
         super().declare()
+        if self.one_shot and self._budget.of_seen:
+            raise ValueError(
+                f"one_shot=true never evicts behind the prompt, and budget={self.budget} is a share of all tokens "
+                "seen; set one_shot=false or give a ratio of the prompt"
+            )
         self.acts_in_decode = not self.one_shot
         self.rank_by(
             ScoreSpec(

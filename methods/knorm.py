@@ -28,7 +28,7 @@ class KeyNorm(Scored):
                 f"threshold={self.threshold} does or has no need to; set one of them"
             )
         self.budget_is_mean = self.budget_is_mean or self.skip_layers > 0
-        self.rank_by(ScoreSpec(statistic=KeyNorms(), track=("score", "pos") if self.decode_every else ()))
+        self.rank_by(ScoreSpec(statistic=KeyNorms(), track=("score", "pos") if self.evicts_later else ()))
 
     def prompt_budget(self, view: PrefillView) -> int:
         budget, skipped, length = super().prompt_budget(view), self.skip_layers, view.num_tokens

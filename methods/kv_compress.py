@@ -18,14 +18,17 @@ class OverBudget(kv.Compaction):
     floor_tokens: int
 
     def due(self, view: kv.DecodeView) -> Tensor:
-        return self.surplus(view.num_slots(0).flatten(1), view.budget_tokens(self.budget)) > 0
+        return self.surplus(view.num_slots(0).flatten(1), view.budget_tokens(self.budget), coming=1) > 0
 
-    def surplus(self, held: Tensor, tokens: Tensor) -> Tensor:
+    def surplus(self, held: Tensor, tokens: Tensor, coming: int = 0) -> Tensor:
         """Blocks int64 [...] beyond those that a budget of so many tokens per list allows the lists of a sequence
-        together, which hold int64 [..., M] slots; blocks that incoming tokens will open do not count yet."""
+        together, which hold int64 [..., M] slots; blocks that incoming tokens will open do not count yet. Of a share of
+        all tokens seen, whole blocks that leave room for `coming` tokens per list."""
         tokens = tokens.clamp(min=self.floor_tokens) if self.floor_tokens else tokens
-        held = kv.num_blocks(held, self.block)
-        return torch.sub(held.sum(-1), kv.num_blocks(tokens, self.block), alpha=held.shape[-1])
+        lists, held = held.shape[-1], kv.num_blocks(held, self.block)
+        if self.budget.of_seen:
+            return held.sum(-1) - (tokens - coming) * lists // self.block
+        return torch.sub(held.sum(-1), kv.num_blocks(tokens, self.block), alpha=lists)
 
 
 @dataclass(kw_only=True)
@@ -33,8 +36,8 @@ class KVCompress(kv.Policy):
     """Evicts the blocks whose costliest token is cheapest, over all layers and KV heads of a sequence together.
 
     Args:
-        budget: Mean over layers and heads of what stays: ratio of the prompt, tokens per head, or bytes; rounded up to
-            blocks.
+        budget: Mean over layers and heads of what stays: ratio of the prompt, tokens per head, or bytes, rounded up to
+            blocks; or share of all tokens seen (`50%seen`), rounded down to blocks over all lists together.
         variant: `window`: squared attention of the last `obs_window` queries, max-pooled. `full`: of all queries but
             those within `skip_near`.
         power: 2 (squared attention, the paper's) or 1.
@@ -44,7 +47,8 @@ class KVCompress(kv.Policy):
             tokens.
         protected: Last tokens that are never evicted in the `full` variant, the incoming one counted.
         block: Tokens per block.
-        continual: Also evict while decoding, before every step that begins with more blocks than the budget allows.
+        continual: Also evict while decoding, before every step that begins with more blocks than the budget allows; so
+            it is with a share of all tokens seen, whatever this says.
         floor_tokens: Tokens per head below which no budget goes; the released compression-rate mode has 128.
         tier: Precision of what is kept.
 
@@ -65,6 +69,7 @@ class KVCompress(kv.Policy):
     continual: bool = False
     floor_tokens: Annotated[int, kv.Whole(0, unit="tokens")] = 0
     tier: kv.TierText = "fp16"
+    no_upkeep = ""
     scope = "model"
     budget_is_mean = True
 
@@ -72,10 +77,12 @@ class KVCompress(kv.Policy):
         self.tiers = (kv.Tier.parse(self.tier),)
         self.limit = self._budget = kv.Budget.parse(self.budget)
         self._over = OverBudget(budget=self._budget, block=self.block, floor_tokens=self.floor_tokens)
-        self.compaction = self._over if self.continual else None
+        self.compaction = self._over if self._is_continual else None
         self.budget_step = self.block
         self.fewest_tokens = kv.num_blocks(max(self._protected, self.floor_tokens), self.block) * self.block
-        both = kv.ScoreSpec(power=self.power, group_reduce="sum", decode_update=self.continual, track=("score", "pos"))
+        both = kv.ScoreSpec(
+            power=self.power, group_reduce="sum", decode_update=self._is_continual, track=("score", "pos")
+        )
         if self.variant == "window":
             self.score = replace(
                 both,
@@ -103,12 +110,29 @@ class KVCompress(kv.Policy):
         last = view.tokens_seen - self._protected  # the incoming token is one of the protected
         free = slots.valid & (slots.pos <= last[:, None, None, None])
         cost = torch.where(free, slots.score, float("inf")).flatten(1, 2)
-        keep = kv.keep_blocks(cost, held, self.block, self._over.surplus(held, view.budget_tokens(self._budget)))
+        surplus = self._over.surplus(held, view.budget_tokens(self._budget), coming=1)
+        keep = kv.keep_blocks(cost, held, self.block, surplus)
         return kv.CompactPlan(keep=[keep.view(slots.valid.shape)])
 
     def bounds(self, extent: kv.Extent) -> kv.Bounds:
         at_end = 1 if self.continual else None  # every step begins within the budget and adds a token
-        return kv.within(extent, self._budget, at_least=self.fewest_tokens, mean=True, block=self.block, at_end=at_end)
+        unspent = 0
+        if self._budget.of_seen:  # blocks are rounded down, and a list's last one may be part-filled
+            at_end, unspent = None, 2 * self.block
+        return kv.within(
+            extent,
+            self._budget,
+            at_least=self.fewest_tokens,
+            mean=True,
+            block=self.block,
+            unspent=unspent,
+            at_end=at_end,
+            floor=self.fewest_tokens + 1,
+        )
+
+    @property
+    def _is_continual(self) -> bool:
+        return self.continual or self._budget.of_seen
 
     @property
     def _protected(self) -> int:

@@ -44,6 +44,7 @@ class MiniKV(kv.Policy):
     residual_tokens: Annotated[int, kv.Whole(8, 2**16, unit="tokens", multiple_of=8)] = 128
     native: bool = False
     granularity: Literal["kv_head", "q_head"] = "kv_head"
+    no_upkeep = "never evicts tokens of the answer, and keys of a group share their scales, so that none can go alone"
 
     def declare(self) -> None:
         if self.budget is None and self.heavy + self.recent > 1:

@@ -55,6 +55,7 @@ class PyramidInfer(kv.Policy):
     sinks: Annotated[int, kv.Whole(0, unit="tokens")] = 4
     window: Annotated[int, kv.Whole(0, unit="tokens")] = 32
     tier: kv.TierText = "fp16"
+    no_upkeep = "chooses in each layer among what the layer below kept of a whole prompt, and scores no token behind it"
     scope = "model"
     budget_is_mean = True
 

@@ -83,7 +83,7 @@ class QHitter(kv.Scored):
 
     def plan_prefill(self, view: kv.PrefillView) -> kv.PrefillPlan:
         plan = super().plan_prefill(view)
-        plan.score = view.extra["attention"] if self.decode_every else None
+        plan.score = view.extra["attention"] if self.evicts_later else None
         return plan
 
 

@@ -15,7 +15,8 @@ class Quest(Policy):
     attention read while decoding, the bounds included.
 
     Args:
-        read_budget: Tokens read per KV head and step, whole pages, rounded down: ratio of the prompt, tokens, or bytes.
+        read_budget: Tokens read per KV head and step, whole pages, rounded down: ratio of the prompt, share of all
+            tokens seen, which is of those held in the step, the incoming one counted (`50%seen`), tokens, or bytes.
         page_tokens: Tokens per page, a multiple of 8.
         min_pages: Pages read at least, the newest included; >= 1.
         dense_layers: First layers that read everything; >= 0.
@@ -28,6 +29,7 @@ class Quest(Policy):
         KV heads); the prompt is read in full, as there. quest_attention.py reads the newest page by its bound alone.
     """
 
+    no_upkeep = ""
     read_budget: BudgetText = 0.25
     page_tokens: Annotated[int, Whole(8, 1024, unit="tokens", multiple_of=8)] = 16
     min_pages: Annotated[int, Whole(1, 2**20, unit="pages")] = 3

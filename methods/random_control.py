@@ -27,6 +27,7 @@ class RandomControl(Scored):
         tokens.
     """
 
+    ranks_anew = True
     sinks: Annotated[int, Whole(0, unit="tokens")] = 4
     window: Annotated[int, Whole(0, unit="tokens")] = 32
     seed: Annotated[int, Whole(0, 2**63 - 1)] = 0
@@ -35,7 +36,7 @@ class RandomControl(Scored):
         super().declare()
         if self.value_aware:
             raise ValueError("value_aware=true weighs a score, and random has none; leave it false")
-        self.score = ScoreSpec(track=("pos",) if self.decode_every else ())
+        self.rank_by(ScoreSpec(track=("pos",) if self.evicts_later else ()))
 
     def always(self, budget: int) -> tuple[int, int]:
         return self.sinks, self.window

@@ -58,6 +58,7 @@ class Scissorhands(kv.Policy):
     normalize: bool = True
     tier: kv.TierText = "fp16"
     acts_in_decode = True
+    no_upkeep = "drops a share of a full cache at once and counts queries since then, by a budget that stands still"
 
     def declare(self) -> None:
         self.tiers = (kv.Tier.parse(self.tier),)

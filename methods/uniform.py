@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from kvbench.policy import TABLE_OR_PATH, ByLayer, HeadScales, NotForModel, Tier, TierText, Whole, read_table
+from kvbench.policy import TABLE_OR_PATH, ByLayer, HeadScales, NotForModel, Tier, TierText, Unless, Whole, read_table
 
 
 @dataclass(kw_only=True)
@@ -24,6 +24,8 @@ class Uniform(ByLayer):
         scales: Of `fp8`: the scales of a calibration, which never change: the path of a file that
             `kvbench calibrate what=scales` wrote, or a list of lists. One line per layer: the keys' scale and the
             values', or one for each KV head of keys and then of values. null = scales of 1.
+        pre_rope: Quantise keys as they are before the rotary embedding, and rotate them when they are read; of formats
+            with a rotation of their own with store.rotation=off. `store.key_offset=bias` needs it.
 
     Source: Atom/QServe style KV quantisation as DiffKV section 2.2 describes it; DiffKV's INT4 baseline (K4V4,
         thresholds 0). fp8: vLLM kv_cache_dtype=fp8 (e4m3, scale 1); scales: its k_scale and v_scale, of a tensor or (PR
@@ -43,6 +45,7 @@ class Uniform(ByLayer):
     symmetric: bool = False
     splits: Annotated[int, Whole(1, 1024)] = 1
     scales: Annotated[str | Sequence[Sequence[float]] | None, TABLE_OR_PATH] = None
+    pre_rope: Annotated[bool, Unless(False)] = False
 
     def declare(self) -> None:
         named = Tier.parse(self.tier)
@@ -70,6 +73,8 @@ class Uniform(ByLayer):
             self.head_scales = _read_scales(self.scales)
         self.tiers = (named,)
         self.spread()
+        if self.pre_rope:
+            self.position_mode = "pre_rope"
 
     def check_model(self, num_layers: int, num_kv_heads: int) -> None:
         super().check_model(num_layers, num_kv_heads)

@@ -62,12 +62,15 @@ class VATP(kv.Scored):
 
     def plan_prefill(self, view: kv.PrefillView) -> kv.PrefillPlan:
         plan = super().plan_prefill(view)
-        plan.score = view.extra["attention"] if self.decode_every else None
+        plan.score = view.extra["attention"] if self.evicts_later else None
         return plan
 
     def plan_compact(self, view: kv.DecodeView) -> kv.CompactPlan:
         slots = view.slots(0)
-        share = view.prompt_slots.double().mean((1, 2)) * self.recent_share
+        held = view.prompt_slots.double().mean((1, 2))
+        if self._budget.of_seen:
+            held = view.budget_tokens(self._budget).double()
+        share = held * self.recent_share
         first = (view.tokens_seen - share.long())[:, None, None, None]
         return self.shrink(view, self._above(slots.score, slots.pos, first))
 

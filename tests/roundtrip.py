@@ -83,6 +83,7 @@ SETTINGS = {
     "store.page_bytes": ("4096", "32768"),
     "store.budget_bytes": ("64MiB", "1GiB"),
     "store.rotation": ("hadamard",),
+    "store.key_offset": ("prompt",),
     "store.track": ("[score]", "[pos,score]", "[pos]"),
     "protocol.query_aware": ("false",),
     "protocol.temperature": ("0", "1", "0.8"),

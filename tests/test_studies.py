@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 from places import ROOT, need_extension
-from stored import store, yes_no
+from stored import flips, store, yes_no
 
 from kvbench.cache.rotation import KINDS
 from kvbench.cli.commands import compose_command
@@ -245,6 +245,47 @@ def test_packing_leaves_out_what_is_not_ours(tmp_path):
         assert set(told) == {(None, "", "")}
         assert {sample["answer"]["tokens"] for sample in run.samples.values()} != {0.0}
         assert (tmp_path / "packed" / run.name / "config.yaml").read_text() == "model:\n  path: null\nseed: 0\n"
+
+
+def test_a_study_stops_what_is_worse_and_goes_on_with_the_rest(tmp_path):
+    """At a look a method that lost 20 of 40 answers is left out, and one that lost 3 is not; where the full cache is at
+    the floor, the benchmark is. What was found is kept, and read again."""
+    mission = script("mission")
+    every = ["method=full", "method=int4 store.key_offset=none", "method=kivi method.bits=2"]
+    for rate, expected in ((0.6, [every[1]]), (0.02, ["method=full"])):
+        folder = tmp_path / str(rate)
+        scores = yes_no(rate, {"humaneval_plus": 40})
+        known = {"task": "humaneval_plus", "total": 120, "status": "stopped"}
+        store(folder, "full", scores, **known)
+        store(folder, "int4", flips(scores, 20, 0), **known)
+        store(folder, "kivi", flips(scores, 3, 1), settings={"bits": 2}, **known)
+        assert mission._fewest(folder, "humaneval_plus", every) == 40
+        ledger = folder / "stopped.csv"
+        mission._decide(folder, "humaneval_plus", every, every, 40, ledger)
+        assert [row["setting"] for row in mission._read(ledger)] == expected
+
+
+def test_settings_of_the_mission_are_composed_and_told_apart():
+    """Each line of a suite is as many settings as its commas say, all of them different."""
+    mission = script("mission")
+    found = mission.settings("mission")
+    assert len(set(found)) == len(found) == 27
+    for words in found:
+        make_policy(as_dict(compose(words.split()).method))
+
+
+def test_a_study_that_was_packed_goes_on(tmp_path, monkeypatch):
+    """Runs that did not end are packed too, and their samples are there when they are unpacked."""
+    mission = script("mission")
+    monkeypatch.setattr(mission, "PACKED", tmp_path / "packed")
+    folder = store(tmp_path / "runs", "int4", yes_no(0.5, {"a": 40}), total=80, status="stopped", gold=["right"])
+    (folder / "config.yaml").write_text("seed: 0\n")
+    mission.pack(tmp_path / "runs")
+    mission.unpack(tmp_path / "again")
+    (back,) = (tmp_path / "again").glob("*/*/*/*")
+    record = RunRecord.load(back)
+    samples, damaged = read_samples(back / "samples.jsonl", record.hash, sealed=record.sealed)
+    assert back.name == folder.name and len(samples) == 40 and not damaged
 
 
 def test_the_example_is_small():

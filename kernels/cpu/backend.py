@@ -153,6 +153,7 @@ class Cpu(Backend):
         """
         covered = q.device.type == "cpu" and all(_has_code(tier.fmt) for tier in tiers)
         covered = covered and not any(tier.fmt.slot.keys_only and tier.channels for tier in tiers)
+        covered = covered and all(tier.offset is None for tier in tiers)
         if not covered or (ring is not None and (tiers[0].rotation is not None or ring.k.dtype not in ELEMENT_KINDS)):
             return super().paged_decode(q, pages, tiers, ring, scale, power=power, group=group, softmax=softmax)
         checks.decode(q, pages, tiers, ring, power, group, softmax)
@@ -241,8 +242,10 @@ class Cpu(Backend):
         checks.step(
             pages, tiers, num_q_heads=num_q_heads, seen=seen, target=target, ring=ring, scores=scores, how=softmax
         )
-        if not _covers(pages, tiers[0].fmt) or any(tier.channels is not None for tier in tiers):  # which are a layer's
-            return None
+        if not _covers(pages, tiers[0].fmt) or any(
+            tier.channels is not None or tier.offset is not None for tier in tiers
+        ):
+            return None  # which are a layer's
         if ring is not None and not (
             ring.k.dtype in ELEMENT_KINDS and ring.k.is_contiguous() and ring.v.is_contiguous()
         ):

@@ -188,7 +188,7 @@ class Gpu(Backend):
         Args:
             accumulate: Add the scores to what the pages track, instead of returning them.
         """
-        if not self._covers(*(tier.fmt for tier in tiers)):
+        if not self._covers(*(tier.fmt for tier in tiers)) or any(tier.offset is not None for tier in tiers):
             assert not accumulate, "the reference returns the scores"
             return super().paged_decode(q, pages, tiers, ring, scale, power=power, group=group, softmax=softmax)
         checks.decode(q, pages, tiers, ring, power, group, softmax)

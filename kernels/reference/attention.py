@@ -155,11 +155,12 @@ def rotate(x: Tensor, angle: Tensor, dim: int = -1) -> Tensor:
 
 
 def _of_channels(tier: TierPages, keys: Tensor) -> Tensor:
-    """Keys [S, H, m, D, T] with the scales of their channels, where those lie beside the pages."""
-    if tier.channels is None:
-        return keys
-    scale, zero = (x[:, None, :, None] for x in (tier.channels.scale, tier.channels.zero))
-    return keys * scale + zero
+    """Keys [S, H, m, D, T] with the scales of their channels and what they were stored less, where those lie beside the
+    pages."""
+    if tier.channels is not None:
+        scale, zero = (x[:, None, :, None] for x in (tier.channels.scale, tier.channels.zero))
+        keys = keys * scale + zero
+    return keys if tier.offset is None else keys + tier.offset[:, None, :, None]
 
 
 def _ring_ordinals(num_tokens: Tensor, start: Tensor, length: int) -> tuple[Tensor, Tensor]:

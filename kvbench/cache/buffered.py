@@ -11,6 +11,7 @@ from torch import Tensor
 from kvbench.cache.async_counts import Rows
 from kvbench.cache.counters import Counters
 from kvbench.cache.layout import ModelShape
+from kvbench.cache.offsets import KeyOffsets
 from kvbench.cache.paged import Kept, Paged, PromptLayer
 from kvbench.cache.pages import Pages
 from kvbench.cache.rotation import Rotations
@@ -137,8 +138,9 @@ class Buffered(Paged):
         rotations: Rotations,
         residual: Residual,
         first_layer: int,
+        offsets: KeyOffsets | None = None,
     ) -> None:
-        super().__init__(policy, shape, pages, counters, rotations, first_layer)
+        super().__init__(policy, shape, pages, counters, rotations, first_layer, offsets)
         # fp16 (bf16 for bf16 models), or the model's own dtype where a tier is native
         widest = max((fmt.slot.dtype for fmt in pages.formats), key=lambda dtype: dtype.itemsize)
         group = max(fmt.slot.group_tokens for fmt in pages.formats)
@@ -150,12 +152,13 @@ class Buffered(Paged):
 
     @property
     def beside_bytes(self) -> int:
-        return self.ring.allocated_bytes
+        return super().beside_bytes + self.ring.allocated_bytes
 
     @property
     def row_bytes(self) -> tuple[int, int]:
+        beside, rings = super().row_bytes
         lists = self.pages.lists_per_row
-        return 3 * self.ring.num_k.element_size() * lists, self.ring.list_bytes * lists
+        return beside + 3 * self.ring.num_k.element_size() * lists, rings + self.ring.list_bytes * lists
 
     @property
     def most_new_slots(self) -> int:

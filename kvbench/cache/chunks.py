@@ -17,6 +17,7 @@ from torch import Tensor
 from kvbench.cache.async_counts import one_row
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.ledger import Ledger
+from kvbench.cache.offsets import back, less
 from kvbench.cache.paged import Paged, padded, track
 from kvbench.cache.prompts import Prompts
 from kvbench.policy import ALL_QUERIES, EVICT, Policy
@@ -48,7 +49,7 @@ class Chunks:
     def __init__(self, policy: Policy, shape: ModelShape, holding: Paged, ledger: Ledger, prompts: Prompts) -> None:
         self._policy, self._shape, self._holding = policy, shape, holding
         self._ledger, self._prompts = ledger, prompts
-        self._counters, self._rotations = holding.counters, holding.rotations
+        self._counters, self._rotations, self._offsets = holding.counters, holding.rotations, holding.offsets
         self._open: dict[int, _Reading] = {}
 
     def open(self, row: int, prompt_tokens: int) -> None:
@@ -81,6 +82,8 @@ class Chunks:
         score = self._scores(layer, q, (past_k, past_v, pos), k, v, scale, reading)
         if (queries := self._holding.scores.queries) is not None:
             queries.hold_prompt(row, layer, queries.last(q, scale), end)
+        if self._offsets is not None:
+            k = less(k, self._offsets.of_layer(row, layer, len(k)))
         reading.waiting.append((self._rotations.keys.apply(k), self._rotations.values.apply(v), score))
         self._ledger.hold(row, staging_bytes=reading.nbytes + past_k.nbytes + past_v.nbytes)
         del past_k, past_v
@@ -115,7 +118,10 @@ class Chunks:
             each = zip(reading.pos[layer], widths, strict=True)
             pos = torch.cat([padded(own.long(), width) for own, width in each], 1)
         keys = holding.rope.rotate_past(keys, live, reading.seen)
-        return self._rotations.keys.back(keys), self._rotations.values.back(values), live, pos.masked_fill(~live, -1)
+        keys = self._rotations.keys.back(keys)
+        if self._offsets is not None:
+            keys = back(keys, self._offsets.of_layer(row, layer, heads))
+        return keys, self._rotations.values.back(values), live, pos.masked_fill(~live, -1)
 
     # The plan.
 

@@ -160,6 +160,50 @@ class Scales(Codebooks):
         """Gives the tiers nothing: kernels know no such scales."""
 
 
+class KeyBiases(Codebooks):
+    """The biases of a model's key projections, which keys without their positions are stored less.
+
+    They are put on again, exactly, where attention reads keys, before these are rotated. In plain torch alone: no
+    kernel knows them yet.
+    """
+
+    def __init__(self, formats: Sequence[PageFormat], shape: ModelShape, first_layer: int) -> None:
+        """`shape` is of one place, with the heads of this process; the other arguments as for `Codebooks`.
+
+        Raises:
+            NotForModel: There are no such biases.
+        """
+        if shape.key_biases is None:
+            raise NotForModel(
+                "store.key_offset=bias: the key projections of this model have no bias, or keys are normalised behind "
+                "it; set store.key_offset=none or prompt"
+            )
+        if shape.keys_only:
+            raise NotForModel(
+                "store.key_offset=bias: of a model with latent attention keys and values are the same vectors, held "
+                "once; set store.key_offset=none"
+            )
+        own = torch.stack([*shape.key_biases[first_layer : first_layer + shape.num_layers]])
+        self._biases = own.unflatten(1, (shape.num_kv_heads, -1)).to(shape.device, formats[0].slot.dtype)
+        self._formats = [list(formats)] * shape.num_layers
+
+    @property
+    def table_bytes(self) -> int:
+        return 0
+
+    @property
+    def channel_bytes(self) -> int:
+        return self._biases.nbytes
+
+    def levels(self, tier: int, layer: int, head: Tensor, k: Tensor) -> Tensor:
+        return k.float() - self._biases[layer, head].float()
+
+    def attach(self, tiers: Sequence[TierPages], layer: int) -> None:
+        """Gives the tiers of a layer its biases."""
+        for tier in tiers:
+            tier.offset = self._biases[layer].float()
+
+
 def _times(scale: Tensor, x: Tensor) -> Tensor:
     """x [S, Hq, D] times the scales [H] of the query heads' groups, in its own dtype."""
     return (x.float() * scale.repeat_interleave(x.shape[1] // len(scale))[:, None]).to(x.dtype)

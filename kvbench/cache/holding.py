@@ -10,6 +10,7 @@ from kvbench.cache.async_counts import AsyncCounts, Rows, one_row
 from kvbench.cache.checks import CheckedPlans
 from kvbench.cache.counters import Counters
 from kvbench.cache.layout import ModelShape
+from kvbench.cache.offsets import KeyOffsets, less
 from kvbench.cache.pages import Pages
 from kvbench.cache.rope import Rope
 from kvbench.cache.rotation import Rotations
@@ -108,11 +109,12 @@ class Holding:
         counters: Counters,
         rotations: Rotations,
         first_layer: int,
+        offsets: KeyOffsets | None = None,
     ) -> None:
         self.policy, self.shape, self.pages, self.counters = policy, shape, pages, counters
-        self.rotations, self.first_layer = rotations, first_layer
+        self.rotations, self.first_layer, self.offsets = rotations, first_layer, offsets
         self.rope = Rope(policy, shape, pages.on_device)
-        self.scores = Scores(policy, shape, pages, rotations, first_layer)
+        self.scores = Scores(policy, shape, pages, rotations, first_layer, offsets)
         self.plans = CheckedPlans(policy, pages)
         self.due = EvictionDue(policy, self.plans, pages.counts, pages.on_device)
         self.channels = Channels(pages.shape[0], shape) if policy.score.orders_channels else None
@@ -121,12 +123,15 @@ class Holding:
     @property
     def beside_bytes(self) -> int:
         orders = 0 if self.channels is None else self.channels.allocated_bytes
+        orders += 0 if self.offsets is None else self.offsets.allocated_bytes
         return orders + (0 if self.scores.queries is None else self.scores.queries.allocated_bytes)
 
     @property
     def row_bytes(self) -> tuple[int, int]:
-        """Bytes of one row beside its pages, whatever it holds: (counters and orders of channels, rings)."""
+        """Bytes of one row beside its pages, whatever it holds: (counters, orders of channels and offsets of keys,
+        rings)."""
         orders = 0 if self.channels is None else self.channels.row_bytes
+        orders += 0 if self.offsets is None else self.offsets.row_bytes
         return orders, 0 if self.scores.queries is None else self.scores.queries.row_bytes
 
     # What is held.
@@ -193,13 +198,16 @@ class Holding:
     def takes_all_as_it_comes(self) -> bool:
         """True if a step's queries, keys and values go to attention as the model gives them, and its output back."""
         idle = self.rotations.keys.idle and self.rotations.values.idle and self.copies == 1
-        return idle and self.channels is None and self.scores.queries is None
+        return idle and self.channels is None and self.offsets is None and self.scores.queries is None
 
     def to_pages(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, orders: Orders | None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, orders: Orders | None, offsets: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [S, Hq, D], keys and values [S, KV heads, D] of one layer of rows (or of tokens of one row) as
-        attention over pages takes them; `orders` are those of the rows' channels."""
+        attention over pages takes them; `orders` are those of the rows' channels, and `offsets` fp32 [S or 1, L, KV
+        heads, D] what their keys are stored less."""
+        if offsets is not None:
+            k = less(k, offsets[:, layer])
         q, k = self.rotations.keys.apply(q), self.rotations.keys.apply(k)
         if orders is not None:
             q, k = (reorder(x, order[:, layer]) for x, order in zip((q, k), orders, strict=True))
@@ -231,3 +239,5 @@ class Holding:
             self.scores.queries.copy(source, target)
         if self.channels is not None:
             self.channels.copy(source, target)
+        if self.offsets is not None:
+            self.offsets.copy(source, target)

@@ -13,7 +13,10 @@ from kvbench.cache.rotation import KINDS, Kind, check_rotation
 from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
 from kvbench.kernels.operands import PLAIN, Softmax, Window
 from kvbench.policy import Policy, ReadSpec, Tier
-from kvbench.rules import MAX_BYTES, Choice, Number, Several, Whole, check_settings
+from kvbench.rules import MAX_BYTES, TABLE_OR_PATH, Choice, Form, Number, Several, Whole, check_settings
+from kvbench.rules.counting import Unless
+
+OFFSET = Form(f"none, prompt, bias, {TABLE_OR_PATH.text}", TABLE_OR_PATH.fits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,10 @@ class StoreOptions:
         rotation: Which `Rotation` keys and values take before they are stored: `none` but the one of their format,
             `hadamard`, or `off`: not even that.
         windows: The precision of layers with windows: `exact`, or that of the `method`.
+        key_offset: The vector that the keys of each layer and KV head are stored less (`KeyOffsets`): `none`, the mean
+            of the `prompt`'s keys, the `bias` of the model's key projection (of keys that are stored without their
+            positions), or a table with a line per layer of the channels of all its KV heads. Windows of the method's
+            precision take the mean too, and nothing of the others.
     """
 
     page_bytes: Annotated[int | Literal["auto"], Whole(16, 2**24, unit="bytes", multiple_of=16, also=("auto",))] = (
@@ -39,6 +46,7 @@ class StoreOptions:
     track: Annotated[tuple[str, ...], Several(Choice(("score", "pos")), least=0, ordered=False)] = ()
     rotation: Annotated[Kind, Choice(KINDS)] = "none"
     windows: Annotated[Literal["exact", "method"], Choice(("exact", "method"))] = "exact"
+    key_offset: Annotated[str | Sequence[Sequence[float]], OFFSET, Unless("none")] = "none"
 
     def __post_init__(self) -> None:
         check_settings(self, "store.")
@@ -63,6 +71,8 @@ class ModelShape:
         inv_freq: Rotary inverse frequencies fp32 [D_rot / 2], or None when keys cannot be re-rotated.
         output_projections: Per layer, the model's own weight [E, Hq * D] behind attention, or None when not found; of
             heads that are divided among processes, this one's columns.
+        key_biases: Per layer, the bias of the key projection [H * D], of the heads of this process; None where not
+            every layer has one that is added to keys as they are.
         places: Where the layers lie, in their order; empty = all on `device`.
         ranks: The processes among which the heads are divided.
         softmax: Caps and sinks of all layers, of the query heads that this process holds.
@@ -83,6 +93,7 @@ class ModelShape:
     device: torch.device
     inv_freq: Tensor | None = None
     output_projections: Sequence[Tensor] | None = None
+    key_biases: Sequence[Tensor] | None = None
     places: tuple[Place, ...] = ()
     ranks: Ranks = ALONE
     softmax: Softmax = PLAIN
@@ -151,6 +162,7 @@ class ModelShape:
             places=(),
             ranks=ALONE,
             inv_freq=None if self.inv_freq is None else torch.ones(self.inv_freq.shape),
+            key_biases=None if self.key_biases is None else [torch.zeros(bias.shape) for bias in self.key_biases],
             softmax=Softmax(self.softmax.cap, None if sinks is None else torch.zeros(sinks.shape)),
             beside=tuple(each.on_host() for each in self.beside),
         )

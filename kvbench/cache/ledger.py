@@ -102,9 +102,12 @@ class Ledger:
 
     @property
     def book_bytes(self) -> int:
-        """Bytes of a model's codebooks, which all rows share and each is billed as if it were alone."""
+        """Bytes of a model's codebooks and offsets of keys, which all rows share and each is billed as if it were
+        alone."""
         found = [part.pages.codebooks for part in self._parts if part.pages.codebooks is not None]
-        return sum(books.table_bytes + books.channel_bytes * self._ranks.size for books in found)
+        books = sum(books.table_bytes + books.channel_bytes * self._ranks.size for books in found)
+        offsets = [part.offsets for part in self._parts if part.offsets is not None]
+        return books + sum(each.table_bytes for each in offsets) * self._ranks.size
 
     @property
     def _page_bytes(self) -> int:
@@ -159,9 +162,10 @@ class Ledger:
             `payload_bytes` codes and 16-bit elements in pages; `quant_meta_bytes` scales and zeros; `track_bytes`
             scores, positions and bounds of pages; `slack_bytes` unused bytes of the row's pages; `residual_bytes`
             tokens in the rings; `residual_slack_bytes` empty ring entries; `table_bytes` page tables for the row's own
-            length, counters and orders of key channels; `free_list_bytes` one free-list entry per page; `book_bytes`
-            codebooks of the model beside the pages; `resident_bytes` their sum. Of a model that has layers of other
-            kinds, `window_bytes` all that layers with windows hold, and `state_bytes` the states.
+            length, counters, orders of key channels and offsets of the row's keys; `free_list_bytes` one free-list
+            entry per page; `book_bytes` codebooks of the model, and offsets of its keys, beside the pages;
+            `resident_bytes` their sum. Of a model that has layers of other kinds, `window_bytes` all that layers with
+            windows hold, and `state_bytes` the states.
         """
         total = dict.fromkeys(ITEMS, 0)
         formats = self._pages.formats

@@ -109,6 +109,8 @@ class Places:
         self.collect()  # before what it says of the row that was here is forgotten
         for part in self.parts:
             part.counters.open(row, instruction_tokens)
+            if part.offsets is not None:
+                part.offsets.clear(row)
         self.forget(row)
 
     def close_row(self, row: int) -> None:
@@ -219,6 +221,7 @@ class Paged(Holding, Places):
         offset = torch.arange(chunk, device=k.device)
         position = self.counters.seen[row] + offset
         stripped = self.rope.strip(k, position)
+        less = None if self.offsets is None else self.offsets.of_layer(row, layer, len(k))
         for tier, heads in pages.tiers_of_layer(layer):
             lists = self.lists_of_layer(row, layer)
             head = torch.arange(len(lists), device=k.device)
@@ -231,7 +234,7 @@ class Paged(Holding, Places):
                 *pages.table.lookup(each, tier, ordinal),
                 own_k.flatten(0, 1),
                 own_v.flatten(0, 1),
-                score=self.scores.of_token(k, v).flatten() if self.scores.writes_tokens else 0.0,
+                score=self.scores.of_token(k, v, less).flatten() if self.scores.writes_tokens else 0.0,
                 pos=position.repeat(len(lists)),
                 of=(layer, head.repeat_interleave(chunk)),
             )

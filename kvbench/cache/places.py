@@ -19,10 +19,11 @@ from torch import Tensor
 from kvbench.cache.async_counts import Rows
 from kvbench.cache.buffered import Buffered
 from kvbench.cache.checks import CheckedPlans
-from kvbench.cache.codebooks import Codebooks, Scales
+from kvbench.cache.codebooks import Codebooks, KeyBiases, Scales
 from kvbench.cache.counters import Counters
 from kvbench.cache.holding import EvictionDue
 from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats
+from kvbench.cache.offsets import check_key_offset, key_offsets
 from kvbench.cache.paged import Paged, Places
 from kvbench.cache.pages import Pages, TierMap
 from kvbench.cache.ranks import Ranks
@@ -31,7 +32,7 @@ from kvbench.cache.steps import PagedStep
 from kvbench.cache.view import By, PagesView, SlotsView
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.pool import PagePool
-from kvbench.policy import Budget, DecodePlan, Extreme, Policy, SlotArrays
+from kvbench.policy import Budget, DecodePlan, Extreme, Policy, ScoreSpec, SlotArrays
 
 
 def make_places(
@@ -71,6 +72,9 @@ def make_places(
             codebooks = Scales(policy.head_scales, formats, own, first_layer, first_head, tiers)
         elif policy.codebooks is not None:
             codebooks = Codebooks(policy.codebooks, formats, own, first_layer, first_head)
+        elif options.key_offset == "bias":
+            check_key_offset(options.key_offset, policy)
+            codebooks = KeyBiases(formats, own, first_layer)
         pages = Pages(
             formats,
             (rows, own.num_layers, heads),
@@ -84,13 +88,13 @@ def make_places(
             tier_map=tier_map,
             codebooks=codebooks,
         )
-        # Only bulk eviction asks how much the prompt's plan gave each list.
-        counted = pages.table.num_lists if policy.compaction else 0
+        counted = pages.table.num_lists if policy.compaction or policy.needs_prompt_slots else 0
         counters = Counters.make(rows, counted, own.device, policy.needs_instruction)
         rotations = rotations_of(options.rotation, policy, own.head_dim, own.device, backend)
+        offsets = key_offsets(options.key_offset, policy, shape, own, first_layer, rows, formats[0].slot.dtype)
         if policy.residual is None:
-            return Paged(policy, own, pages, counters, rotations, first_layer)
-        return Buffered(policy, own, pages, counters, rotations, policy.residual, first_layer)
+            return Paged(policy, own, pages, counters, rotations, first_layer, offsets)
+        return Buffered(policy, own, pages, counters, rotations, policy.residual, first_layer, offsets)
 
     parts = [place(*each) for each in shape.parts()]
     return parts[0] if shape.is_whole else Split(policy, shape, parts)
@@ -121,13 +125,13 @@ class Split(Places):
         return self._joined([part.view(rows.on(part.shape.device)) for part in self.parts])
 
     def _joined(self, views: Sequence[PagesView]) -> "SplitView":
-        return SplitView(views, self._ranks, self.policy.score.prefill_queries)
+        return SplitView(views, self._ranks, self.policy.score)
 
     def open(self, rows: Rows) -> list[PagedStep]:
         """Does what `Paged.open` does, by a plan over everything before any place changes. Where one of the places has
         no page, others may have reserved theirs by then, so that the rows can only be closed."""
         self._compact(self.due.whose(rows.numbers, lambda: self.view(rows)))
-        asks = self.policy.residual is None and type(self.policy).plan_decode is not Policy.plan_decode
+        asks = self.policy.residual is None and self.policy.decides_steps
         plan = self.plans.decode(self.view(rows)) if asks else DecodePlan()
         steps: list[PagedStep] = []
         for part in self.parts:
@@ -162,8 +166,8 @@ class Split(Places):
 class SplitView(SlotsView):
     """The policy's view of rows whose layers or heads lie in several places: the places' views, put together."""
 
-    def __init__(self, views: Sequence[PagesView], ranks: Ranks, window: int) -> None:
-        super().__init__(window)
+    def __init__(self, views: Sequence[PagesView], ranks: Ranks, spec: ScoreSpec) -> None:
+        super().__init__(spec)
         first = views[0]
         self._views, self._ranks = views, ranks
         self._counts: dict[int, Tensor] = {}
@@ -177,7 +181,7 @@ class SplitView(SlotsView):
             self.prompt_slots = self._joined(lambda view: view.prompt_slots)
 
     def _copied(self) -> dict[str, Any]:
-        return vars(SplitView([view.shown() for view in self._views], self._ranks, self._window))
+        return vars(SplitView([view.shown() for view in self._views], self._ranks, self._spec))
 
     def num_columns(self, tier: int) -> int:
         return self._ranks.most(max(view.num_columns(tier) for view in self._views))

@@ -11,6 +11,7 @@ from kvbench.cache.async_counts import Rows
 from kvbench.cache.holding import reorder
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.ledger import Ledger
+from kvbench.cache.offsets import less
 from kvbench.cache.paged import Paged
 from kvbench.cache.places import Split
 from kvbench.policy import Policy, PrefillPlan, PrefillView
@@ -51,6 +52,9 @@ class Prompts:
         """Plans and writes one layer of a prompt, whose keys and values are as the model gives them."""
         _, part = self._holding.part_of(layer)
         keys, values = (part.copied(x, 0) for x in (scored.k, scored.v))
+        if part.offsets is not None:
+            part.offsets.hold_prompt(row, layer - part.first_layer, scored.k)
+            keys = less(keys, part.offsets.of_layer(row, layer - part.first_layer, len(keys)))
         scored = replace(scored, k=part.rotations.keys.apply(keys), v=part.rotations.values.apply(values))
         last = layer + 1 == self._shape.num_layers
         if not layer:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvbench.cache.again import RULE, SecondOpinion, differ
 from kvbench.cache.layout import ModelShape
+from kvbench.cache.offsets import KeyOffsets, back
 from kvbench.cache.pages import Pages
 from kvbench.cache.rotation import Rotations
 from kvbench.cache.tensors import ChunkTensors, Measurer, PromptTensors, SlotTensors
@@ -69,8 +70,17 @@ class Scores:
     """The statistics of one method over pages. Refuses declarations that do not go together, and a model that lacks
     what a statistic looks at."""
 
-    def __init__(self, policy: Policy, shape: ModelShape, pages: Pages, rotations: Rotations, first_layer: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        shape: ModelShape,
+        pages: Pages,
+        rotations: Rotations,
+        first_layer: int,
+        offsets: KeyOffsets | None = None,
+    ) -> None:
         self.spec, self._pages, self._rotations, self._first_layer = policy.score, pages, rotations, first_layer
+        self._offsets = offsets
         self._measurer = Measurer(policy.score, shape, pages.backend, first_layer)
         self.second: SecondOpinion[Statistic] | None = None
         self.measures_slots = policy.compaction is not None and self.spec.statistic.answers("of_slots")
@@ -203,6 +213,8 @@ class Scores:
         pages, statistic = self._pages, self.spec.statistic
         (k,), (v,), _ = pages.backend.gather_dense(pages.pool.pages, [tier], None)
         k, v = self._rotations.keys.back(k), self._rotations.values.back(v)
+        if self._offsets is not None:
+            k = back(k, self._offsets.of_layer(row, layer, len(k)))
         q = None if self.queries is None else self.queries.of(row, layer, tokens_seen)
         fields = {name: pages.field(0, name)[tier.ids[0]].flatten(1) for name in pages.formats[0].slot.track}
         out = torch.zeros(1 + len(statistic.also), *fields["pos"].shape, device=k.device)
@@ -244,9 +256,12 @@ class Scores:
         spec = self.spec
         return "score" in spec.track and spec.decode_update and spec.statistic.answers("of_step")
 
-    def of_token(self, k: Tensor, v: Tensor) -> Tensor:
-        """Scores fp32 [...] of tokens as they are written, from keys and values [..., D] as the store takes them."""
-        return self.spec.statistic.of_token(self._rotations.keys.back(k), self._rotations.values.back(v))
+    def of_token(self, k: Tensor, v: Tensor, offsets: Tensor | None = None) -> Tensor:
+        """Scores fp32 [...] of tokens as they are written, from keys and values [..., D] as the store takes them, and
+        from what the keys are stored less."""
+        k = self._rotations.keys.back(k)
+        k = k if offsets is None else back(k, offsets)
+        return self.spec.statistic.of_token(k, self._rotations.values.back(v))
 
     def add_step(
         self, tokens_seen: Tensor, prompt_tokens: Tensor, tiers: list[TierPages], reduced: list[Tensor]

@@ -158,7 +158,7 @@ class PagedStep:
         holding = self.holding
         if holding.scores.queries is not None:
             self.queries.append((q, scale))
-        q, k, v = holding.to_pages(layer, q, k, v, self.orders)
+        q, k, v = holding.to_pages(layer, q, k, v, self.orders, self.offsets)
         if strips:
             k = holding.rope.strip(k, self.tokens_seen[:, None])
         return holding.rotations.values.back(inner(layer, q, k, v, scale))
@@ -166,6 +166,10 @@ class PagedStep:
     @cached_property
     def orders(self) -> Orders | None:
         return None if self.holding.channels is None else self.holding.channels.of(self.rows.tensor)
+
+    @cached_property
+    def offsets(self) -> Tensor | None:
+        return None if self.holding.offsets is None else self.holding.offsets.of(self.rows.tensor)
 
     @property
     def strips(self) -> bool:
@@ -190,7 +194,11 @@ class PagedStep:
             pages.put(tier, page, slot, keys, values, distinct=True, of=of)
             if scores.writes_tokens:
                 pos = self.tokens_seen.repeat_interleave(len(page) // len(self.rows))
-                pages.put(tier, page, slot, score=scores.of_token(keys, values), pos=pos)
+                less = None
+                if self.offsets is not None:
+                    less = self.holding.copied(self.offsets[:, layer], 1).expand_as(k)
+                    less = less.flatten(0, 1) if heads is None else less[:, heads].flatten(0, 1)
+                pages.put(tier, page, slot, score=scores.of_token(keys, values, less), pos=pos)
         tiers, _ = self.holding.layer(self.rows.tensor, layer, self.width[layer])
         if self.reads is not None:
             tiers = [self.reads.choose(pages, layer, q, tiers[0])]
@@ -205,7 +213,7 @@ class PagedStep:
         """Attention of other queries [S, Hq, D] over a layer that has its token, of the keys and values that `door` was
         given; [S, Hq, D]."""
         holding, pages = self.holding, self.pages
-        q, _, _ = holding.to_pages(layer, q, k, v, self.orders)
+        q, _, _ = holding.to_pages(layer, q, k, v, self.orders, self.offsets)
         tiers, ring = self._held(layer)
         if self.reads is not None:
             tiers = [self.reads.choose(pages, layer, q, tiers[0])]

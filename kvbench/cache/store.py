@@ -60,7 +60,11 @@ class CompressedStore:
     ) -> None:
         policy.check_model(shape.num_layers, shape.num_kv_heads)
         self.policy, self.shape, self.backend = policy, shape, backend
-        turned = options.rotation if options.windows == "method" else "none"
+        as_method = options.windows == "method"
+        beside = StoreOptions(
+            rotation=options.rotation if as_method else "none",
+            key_offset="prompt" if as_method and options.key_offset == "prompt" else "none",
+        )
         self.beside = tuple(
             CompressedStore(
                 Windows(each.window, tier_beside(policy, options.windows)) if each.window else policy,
@@ -68,7 +72,7 @@ class CompressedStore:
                 rows=rows,
                 max_prompt_tokens=max_prompt_tokens,
                 max_new_tokens=max_new_tokens,
-                options=StoreOptions(rotation=turned),
+                options=beside,
                 backend=backend,
                 pool=pool,
             )
@@ -312,7 +316,8 @@ class CompressedStore:
         self.holding.forget(row)
         own = layer - part.first_layer
         orders = None if part.channels is None else part.channels.of(one_row(row, k.device))
-        q, k, v = part.to_pages(own, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), orders)
+        offsets = None if part.offsets is None else part.offsets.of(one_row(row, k.device))
+        q, k, v = part.to_pages(own, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), orders, offsets)
         out = part.append(row, own, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), scale)
         if layer + 1 == self.shape.num_layers:
             self.holding.hold(row, self.counters.seen[row] + k.shape[0])

@@ -19,11 +19,11 @@ By = Literal["mean", "score", "pos"]
 
 
 class SlotsView(DecodeView):
-    """A view that finds slots among all that `slots` gives; `window` prompt queries count, as in the policy's
-    `ScoreSpec`."""
+    """A view that finds slots among all that `slots` gives; of queries those count that the policy's `ScoreSpec` has in
+    its `prefill_queries` and `skip_near`."""
 
-    def __init__(self, window: int) -> None:
-        self._window = window
+    def __init__(self, spec: ScoreSpec) -> None:
+        self._spec = spec
 
     @abstractmethod
     def num_columns(self, tier: int) -> int:
@@ -31,11 +31,11 @@ class SlotsView(DecodeView):
 
     def mean_score(self, tier: int) -> Tensor:
         """Score divided by the queries counted so far, fp32 [S, L, H, n]: a prompt token counts the prompt queries of
-        the ScoreSpec from itself on, then one per decode step."""
-        arrays = self.slots(tier)
-        origin = arrays.pos
-        if self._window != ALL_QUERIES:
-            origin = torch.maximum(origin, (self.prompt_tokens - self._window)[:, None, None, None])
+        the ScoreSpec from itself on, or from its `skip_near`, then one per decode step."""
+        arrays, spec = self.slots(tier), self._spec
+        origin = arrays.pos + spec.skip_near
+        if spec.prefill_queries != ALL_QUERIES:
+            origin = torch.maximum(origin, (self.prompt_tokens - spec.prefill_queries)[:, None, None, None])
         count = (self.tokens_seen[:, None, None, None] - origin).clamp(min=1)
         return arrays.score / count
 
@@ -110,7 +110,7 @@ class PagesView(SlotsView):
         measure: Callable[[Tensor, Tensor], Tensor] | None = None,
         is_still: bool = False,
     ) -> None:
-        super().__init__(spec.prefill_queries)
+        super().__init__(spec)
         self._pages, self._counters, self._rows, self._check_find = pages, counters, rows, check_find
         self._budget, self._also, self._measure, self._is_still = budget, spec.statistic.also, measure, is_still
         self._arrays: dict[int, SlotArrays] = {}
@@ -136,7 +136,7 @@ class PagesView(SlotsView):
     @cached_property
     def prompt_slots(self) -> Tensor:  # type: ignore[override]
         if not self._counters.prompt_slots.numel():
-            raise AttributeError("prompt_slots are counted only with a compaction")
+            raise AttributeError("prompt_slots are counted only with a compaction or needs_prompt_slots")
         return self._counters.prompt_slots[self._lists].long().view(self.shape)
 
     @cached_property
@@ -149,8 +149,9 @@ class PagesView(SlotsView):
         rows = self._rows.tensor
         if self._budget is not None and self._budget.knows(budget):
             return self._budget.tokens[rows]
-        if budget.unit == "ratio":
-            return (self.prompt_tokens.double() * budget.value + 1e-9).long().clamp(min=1)
+        if budget.unit in ("ratio", "seen"):
+            tokens = self.tokens_seen + 1 if budget.of_seen else self.prompt_tokens
+            return (tokens.double() * budget.value + 1e-9).long().clamp(min=1)
         return torch.full_like(rows, budget.tokens(0, self._pages.lists_of_model, self._pages.planned_bytes[tier]))
 
     def num_columns(self, tier: int) -> int:
@@ -195,8 +196,11 @@ class PagesView(SlotsView):
         self._require(tier, "pos" if by_position or conditions.get("before") is not None else "score")
         if exact is not None:
             self._check_find(exact, self)
-        floor = self.prompt_tokens - self._window if self._window != ALL_QUERIES and by == "mean" else None
-        search = SlotSearch(by=by, seen=self.tokens_seen, floor=floor, **conditions)
+        near, window = self._spec.skip_near, self._spec.prefill_queries
+        floor = self.prompt_tokens - window - near if window != ALL_QUERIES and by == "mean" else None
+        # A token's queries begin `near` behind it: as many as were seen so much earlier from the token itself on.
+        seen = self.tokens_seen - near if near else self.tokens_seen
+        search = SlotSearch(by=by, seen=seen, floor=floor, **conditions)
         found = self._pages.find_extreme(tier, self._rows, self._known(tier), search, over_layer)
         if found is None:
             return super()._search(tier, by, over_layer=over_layer, **conditions)

@@ -3,10 +3,10 @@
 A command's YAML is its whole documentation: `kvbench <command> --help` prints it.
 """
 
+import os
 import re
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -80,7 +80,7 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
     for word in list(arguments):
         key, has_value, value = word.partition("=")
         sentence = " " in word and key.partition(".")[0] not in {*listed, *files.GROUPS}  # a command of an engine
-        if places and not word.startswith("-") and (not has_value or sentence or Path(word).exists()):
+        if places and not word.startswith("-") and (not has_value or sentence or os.path.exists(word)):
             if places[0].endswith("*"):
                 key = places[0].removesuffix("*")
                 plain[key] = [*plain.get(key, []), word]

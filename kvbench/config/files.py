@@ -10,7 +10,7 @@ from kvbench.config import extensions
 
 FULL = "full"  # conf/method/full.yaml: the one method the harness knows by name, the reference of every other
 # The store of the full cache that others are compared with, whatever theirs is: see `RunConfig.of_full`.
-FULL_STORE: Mapping[str, Any] = {"budget_bytes": None, "rotation": "none", "windows": "exact"}
+FULL_STORE: Mapping[str, Any] = {"budget_bytes": None, "rotation": "none", "windows": "exact", "key_offset": "none"}
 AGREED = "allow_code_execution"  # the setting of tasks that run code of the model, by which the user agrees to it
 GROUPS = {
     "method": "how the cache is compressed",

@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +12,29 @@ from kvbench.engine.long_logits import Logits
 from kvbench.engine.requests import BINS
 from kvbench.engine.sampling import likeliest
 from kvbench.stats.tails import KL_TAILS, quantile
+
+COPIED_RUN_TOKENS = 3  # of which the last one is copied where the prompt has the same run
+
+
+def copied_tokens(prompt: Sequence[int], behind: Sequence[int], places: Sequence[int]) -> tuple[bool, ...]:
+    """Which forced tokens copy the prompt: together with the two tokens before them they stand in it, in this order.
+
+    Args:
+        prompt: Token ids of the prompt.
+        behind: All token ids behind it.
+        places: Of the forced tokens in `behind`; the two tokens before one may belong to the prompt.
+
+    Returns:
+        One flag for each of `places`. The first two tokens of a copied span are no copies, and words that any text has
+        may count as some.
+    """
+    text, before = torch.tensor([*prompt, *behind], dtype=torch.int64), COPIED_RUN_TOKENS - 1
+    number = torch.unique(text, return_inverse=True)[1]
+    found = torch.zeros(len(text), dtype=torch.bool)
+    if len(text) > before:
+        runs = number.unfold(0, COPIED_RUN_TOKENS, 1) @ int(number.max() + 1) ** torch.arange(COPIED_RUN_TOKENS)
+        found[before:] = torch.isin(runs, runs[: max(0, len(prompt) - before)])
+    return tuple(found[len(prompt) + torch.tensor(places, dtype=torch.int64)].tolist())
 
 
 def _sum(x: Tensor) -> Tensor:
@@ -60,11 +84,12 @@ class FidelityMeter(ChoiceMeter):
     """Compares one row with the full, uncompressed cache, token by token, whose logits `reference` has, fp32
     [len(gold), vocabulary]; further ones are not looked at. With `exact_first`, the first token is predicted by the
     prompt's own forward pass, and not behind an end of the prompt that was read through the compressed cache. The first
-    `warmup` tokens are fed and not measured."""
+    `warmup` tokens are fed and not measured. `copied` says of each token whether it copies the prompt; empty: none."""
 
     reference: Logits
     exact_first: bool = True
     warmup: int = 0
+    copied: tuple[bool, ...] = ()
     nll_full: list[float] = field(default_factory=list, kw_only=True)
     kl: list[float] = field(default_factory=list, kw_only=True)
     agree: list[bool] = field(default_factory=list, kw_only=True)
@@ -103,11 +128,14 @@ class FidelityMeter(ChoiceMeter):
             return sum(values[first:]) / measured if measured else None
 
         changes = [math.exp(-own) - math.exp(-full) for own, full in zip(self.nll, self.nll_full, strict=True)]
+        copied = self.copied or (False,) * count
+        new = [kl for kl, is_copied in zip(self.kl[first:], copied[first:], strict=True) if not is_copied]
         square = mean([change * change for change in changes])
         return {
             "nll": mean(self.nll),
             "nll_full": mean(self.nll_full),
             "kl_mean": mean(self.kl),
+            "kl_new": sum(new) / len(new) if new else None,
             **{name: quantile(self.kl[first:], share) for name, share in KL_TAILS.items()},
             "kl_max": max(self.kl[first:], default=None),
             "dp_rms": None if square is None else math.sqrt(square),
@@ -116,6 +144,7 @@ class FidelityMeter(ChoiceMeter):
             "gold_exact": float(all(self.hit)),
             "num_tokens": count,
             "num_measured": measured,
+            "num_new": len(new),
         }
 
     def drift(self) -> dict[str, list[float]]:
@@ -138,6 +167,7 @@ class FidelityMeter(ChoiceMeter):
             "kl": self.kl,
             "same_first_choice": self.agree,
             "right_first_choice": self.hit,
+            "copied": list(self.copied or (False,) * len(self.nll)),
         }
         told = {name: [float(f"{value:.5g}") for value in values] for name, values in columns.items()}
         return told | {"exact": [float(self.first)]}

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvbench.engine.answer import Answer
 from kvbench.engine.decode_loop import DecodeLoop
-from kvbench.engine.fidelity import ChoiceMeter, FidelityMeter
+from kvbench.engine.fidelity import ChoiceMeter, FidelityMeter, copied_tokens
 from kvbench.engine.long_logits import Logits, take
 from kvbench.engine.needs import Forced, Needs, SharedContexts
 from kvbench.engine.requests import Request
@@ -72,7 +72,11 @@ class Reader:
         """A row in which answers are forced and compared with the full cache's logits behind the prompt."""
         exact = self._sees_all(request)
         meter = FidelityMeter(
-            forced.gold, take(reference, forced.places), exact_first=exact, warmup=request.warmup_tokens
+            forced.gold,
+            take(reference, forced.places),
+            exact_first=exact,
+            warmup=request.warmup_tokens,
+            copied=copied_tokens(request.prompt, [*forced.behind, *forced.gold[-1:]], forced.places),
         )
         return ForcedRow(row=row, request=request, logits=logits, meter=meter, ends=forced.ends)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.layout import ModelShape, Place, StoreOptions
+from kvbench.cache.offsets import check_key_offset
 from kvbench.cache.store import CompressedStore
 from kvbench.engine import latent, placement
 from kvbench.engine.calls import OutputProjections, attention_modules
@@ -163,6 +164,7 @@ def check_fit(model: LoadedModel, policy: Policy, options: StoreOptions, chunk: 
         ValueError: The policy or the options do not fit it.
     """
     check_chunk(policy, chunk)
+    check_key_offset(options.key_offset, policy, chunk)
     check_supported(model.model, len(model.places), model.tensor_parallel)
     shape = model_shape(model.model, model.places)
     check_chunk_place(chunk, len(shape.places), max(shape.ranks.size, model.tensor_parallel))
@@ -224,6 +226,7 @@ def model_shape(model: PreTrainedModel, places: Sequence[tuple[torch.device, int
         kinds.full,
         inv_freq=_plain_inv_freq(model),
         output_projections=None if latents else _output_projections(model, kinds.full),
+        key_biases=None if latents else _key_biases(model, kinds.full),
         beside=tuple(
             of_kind(tuple(own), window=window)
             for window, numbers in kinds.windows.items()
@@ -269,6 +272,16 @@ def _output_projections(model: PreTrainedModel, layers: Sequence[int]) -> Output
     whole = len(outs) == len(layers)
     known = all(isinstance(out, PackedLinear) or isinstance(getattr(out, "weight", None), Tensor) for out in outs)
     return OutputProjections(outs) if whole and known else None
+
+
+def _key_biases(model: PreTrainedModel, layers: Sequence[int]) -> list[Tensor] | None:
+    """The biases of the key projections of these layers; None where not every layer has one, or normalises keys."""
+    modules = _modules(model)
+    owners = [modules[layer] for layer in layers if layer in modules]
+    found = [getattr(getattr(module, "k_proj", None), "bias", None) for module in owners]
+    normalised = any(getattr(module, "k_norm", None) is not None for module in owners)
+    own = [getattr(bias, "to_local", lambda bias=bias: bias)().detach() for bias in found if isinstance(bias, Tensor)]
+    return own if len(own) == len(layers) and not normalised else None
 
 
 def _plain_inv_freq(model: PreTrainedModel) -> Tensor | None:

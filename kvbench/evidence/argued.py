@@ -6,7 +6,7 @@ from typing import Any
 
 from kvbench.evidence.load import Group, StoredRun
 from kvbench.evidence.samples import NoCommonSample, by_subset, curve_of, pair, strata_of
-from kvbench.results.measures import DP, KL, KL_MAX, LENGTH, LOOPS, TOP1, TOTAL, Measure
+from kvbench.results.measures import DP, KL, KL_MAX, KL_NEW, LENGTH, LOOPS, TOP1, TOTAL, Measure
 from kvbench.show.across import NONE, TOKENS, statistic
 from kvbench.show.csv_file import Cell, csv_row
 from kvbench.show.terminal import number, span
@@ -82,6 +82,7 @@ def argued_table(group: Group, found: Mapping[str, Difference | None]) -> dict[s
 
     each: dict[str, Callable[[StoredRun], str]] = {
         f"{KL.short}, nats": mean(KL),
+        f"{KL_NEW.short}, nats": mean(KL_NEW),
         **{TOKENS[name][0]: pooled(name) for name in POOLED},
         KL_MAX.short: lambda run: number(largest(run, KL_MAX), KL_MAX.scale),
         f"{DP.short}, points": mean(DP),
@@ -102,6 +103,8 @@ def argued_table(group: Group, found: Mapping[str, Difference | None]) -> dict[s
         "legend": [
             f"{KL.short}, {DP.short} (root mean square of what the forced token's probability changed by) and "
             f"{TOP1.short}: means over samples. {KL_MAX.short}: the largest of all forced tokens.",
+            f"{KL_NEW.short}: over the tokens that do not copy the prompt, told by runs of three tokens. KL on gold "
+            "answers need not rank runs as their scores do: gold answers copy much of the prompt.",
             "KL 99 %, KL 99.9 %, perplexity: over all forced tokens together, with the block bootstrap's interval, of "
             "runs with fidelity.per_token=true.",
             "loops: answers that end in the same tokens three times in a row or more, 16 tokens at least. Longer: the "

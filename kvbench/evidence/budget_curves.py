@@ -18,6 +18,7 @@ from kvbench.stats.strata import Strata, weighed
 
 TIE = 0.01  # bytes within this share of one another are the same
 STEP = 1e-6
+SEEN = "%seen"  # how a budget ends that is a share of all tokens seen
 
 
 class OutOfRange(ValueError):
@@ -30,7 +31,7 @@ def series_of(runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:
     found: dict[tuple, list[StoredRun]] = {}
     for run in runs:
         settings = {**(run.record.identity.get("method") or {}), **(run.record.identity.get("store") or {})}
-        words = tuple((key, str(value)) for key, value in settings.items() if not _is_number(value))
+        words = tuple((key, text) for key, value in settings.items() if (text := _word(value)))
         found.setdefault((run.method, words, run.conditions, run.apart), []).append(run)
     names: dict[str, list[StoredRun]] = {}
     for (method, words, conditions, apart), members in found.items():
@@ -41,11 +42,15 @@ def series_of(runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:
     return names
 
 
-def _is_number(value: object) -> bool:
-    """A budget or another number; one that is not set is a number too."""
+def _word(value: object) -> str:
+    """What a value says beside a number: nothing of a budget or another number, or of one that is not set, but for the
+    unit of a share of all tokens seen, which is no step on the way from one share of a prompt to the next."""
     if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-        return True
-    return isinstance(value, str) and value[:1].isdigit() and not value.isalpha()
+        return ""
+    text = str(value)
+    if text.endswith(SEEN):
+        return SEEN
+    return "" if isinstance(value, str) and text[:1].isdigit() and not text.isalpha() else text
 
 
 def _held(run: StoredRun, names: Sequence[SampleName], axis: Measure) -> np.ndarray:

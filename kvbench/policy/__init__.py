@@ -18,7 +18,7 @@ from kvbench.errors import NotForModel
 from kvbench.policy.allocation import Allocation, Shares, read_table, shares_by_score, shares_by_table
 from kvbench.policy.base import Policy
 from kvbench.policy.bounds import Bounds, Extent, quantised, within
-from kvbench.policy.budget import Budget
+from kvbench.policy.budget import Budget, BudgetText
 from kvbench.policy.by_layer import ByLayer
 from kvbench.policy.declare import (
     ALL_QUERIES,
@@ -44,7 +44,7 @@ from kvbench.policy.ranking import (
     share_with_cap,
     uniform,
 )
-from kvbench.policy.settings import CHUNK, BudgetText, TierText, check_chunk, check_chunk_place, check_sizes
+from kvbench.policy.settings import CHUNK, TierText, check_chunk, check_chunk_place, check_sizes
 from kvbench.policy.statistics import (
     AttentionCall,
     BelowUniform,
@@ -60,3 +60,4 @@ from kvbench.policy.stepwise import Stepwise
 from kvbench.policy.tiers import ALLOWED_BITS, Tier
 from kvbench.policy.views import GONE, DecodeView, PrefillView
 from kvbench.rules import MAX_TOKENS, TABLE_OR_PATH, Choice, Number, Several, Text, Whole
+from kvbench.rules.counting import Unless

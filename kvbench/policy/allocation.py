@@ -168,33 +168,30 @@ def read_table(table: str | Sequence[Sequence[float]], setting: str = "table") -
     Args:
         table: Path of a file with one line per layer and one number per KV head, parted by tabs, commas or blanks, or
             of a .json file with a list of lists; or the list of lists itself.
-        setting: Its name, for messages.
+        setting: Its name, for messages; without a group, it is the method's.
 
     Raises:
         ValueError: There is no such file, it is too long, or it is not a table of numbers with equally many in every
             line.
     """
+    setting = setting if "." in setting else f"method.{setting}"
     rows: Sequence[Sequence[float | str]]
     if isinstance(table, str):
         path = Path(table).expanduser()
         try:
             text = read_regular(path, MAX_TABLE_BYTES).decode()
         except FileNotFoundError:
-            raise ValueError(
-                f"method.{setting}={table} is no file; give a table of numbers, one line per layer"
-            ) from None
+            raise ValueError(f"{setting}={table} is no file; give a table of numbers, one line per layer") from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or "it is no text"
             raise ValueError(
-                f"method.{setting}={table} cannot be read: {reason}; give a table of numbers, one line per layer"
+                f"{setting}={table} cannot be read: {reason}; give a table of numbers, one line per layer"
             ) from None
         lines = [re.split(r"\s*,\s*|\s+", line.strip()) for line in text.splitlines() if line.strip()]
         try:
             rows = json.loads(text) if path.suffix == ".json" else lines
         except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"method.{setting}={table} is no JSON ({error}); write a list of lists of numbers"
-            ) from None
+            raise ValueError(f"{setting}={table} is no JSON ({error}); write a list of lists of numbers") from None
     else:
         rows = table
     try:
@@ -205,7 +202,7 @@ def read_table(table: str | Sequence[Sequence[float]], setting: str = "table") -
     if not whole or not all(math.isfinite(value) for row in found for value in row):
         name = table if isinstance(table, str) else "the list"
         raise ValueError(
-            f"method.{setting}: {name} is not one line per layer with one number per KV head in each; NaN and infinity "
+            f"{setting}: {name} is not one line per layer with one number per KV head in each; NaN and infinity "
             "are no numbers"
         )
     return found

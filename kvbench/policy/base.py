@@ -6,12 +6,12 @@ from typing import Any, Literal
 from torch import Tensor
 
 from kvbench.policy.bounds import Bounds, Extent
-from kvbench.policy.budget import Budget
+from kvbench.policy.budget import Budget, BudgetRule
 from kvbench.policy.declare import CodeBooks, Compaction, HeadScales, ReadSpec, Residual, ScoreSpec, TierTable
 from kvbench.policy.plans import CompactPlan, DecodePlan, PrefillPlan
 from kvbench.policy.tiers import Tier
 from kvbench.policy.views import DecodeView, PrefillView
-from kvbench.rules import check_settings
+from kvbench.rules import check_settings, declared
 
 
 def _declared(default: Any) -> Any:
@@ -53,6 +53,9 @@ class Policy:
         acts_in_decode: `plan_decode` may displace a token; question segments are then fed token by token.
         compaction: Before which steps `plan_compact` evicts in bulk; None = never.
         needs_instruction: The method asks how many first tokens of a prompt are its instruction.
+        needs_prompt_slots: `plan_decode` asks what the prompt's plan gave each list, as `plan_compact` may anyhow.
+        no_upkeep: Why the method cannot keep to a share of all tokens seen while an answer grows (`50%seen`), as the
+            end of `it ...`; empty = it does.
         in_chunks: Its plan for a prompt may be made again and again while the prompt is read (`prefill.chunk`).
         chooses_bits: How many bits a token has is the method's choice, so that a run says what they are on average.
         budget_is_mean: The budget is a mean over lists; otherwise every list has to keep to it.
@@ -74,6 +77,8 @@ class Policy:
     acts_in_decode: bool = _declared(False)
     compaction: Compaction | None = _declared(None)
     needs_instruction: bool = _declared(False)
+    needs_prompt_slots: bool = _declared(False)
+    no_upkeep: str = _declared("has no rule for what leaves while an answer grows")
     in_chunks: bool = _declared(True)
     chooses_bits: bool = _declared(False)
     budget_is_mean: bool = _declared(False)
@@ -82,7 +87,20 @@ class Policy:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        self._check_upkeep()
         self.declare()
+
+    def _check_upkeep(self) -> None:
+        """Refuses a share of all tokens seen where the method cannot keep to it."""
+        for name, field_ in declared(type(self)).items():
+            value = getattr(self, name)
+            if self.no_upkeep and isinstance(field_.rule, BudgetRule) and value is not None:
+                budget = Budget.parse(value, name)
+                if budget.of_seen:
+                    raise ValueError(
+                        f"{name}={value} is a share of all tokens seen, which {type(self).__name__} cannot keep to: it "
+                        f"{self.no_upkeep}; give a ratio of the prompt, such as {budget.value:g}, or another method"
+                    )
 
     def declare(self) -> None:
         """Refuses settings that do not go together, and assigns what follows from the others. Default: nothing.
@@ -152,6 +170,11 @@ class Policy:
     def plan_decode(self, view: DecodeView) -> DecodePlan:
         """Decides one decode step. Default: append to tier 0 everywhere."""
         return DecodePlan()
+
+    @property
+    def decides_steps(self) -> bool:
+        """Whether `plan_decode` may decide anything but the default."""
+        return type(self).plan_decode is not Policy.plan_decode
 
     def plan_compact(self, view: DecodeView) -> CompactPlan:
         """Decides a bulk eviction for the sequences for which `compaction` is due."""

@@ -43,7 +43,7 @@ class Extent:
         return self.tokens_seen - self.prompt_tokens
 
     def allowed(self, budget: Budget, num_tokens: int) -> int:
-        """Tokens per list that a budget allows; a ratio is one of `num_tokens`."""
+        """Tokens per list that a budget allows; a ratio, and a share of all tokens seen, is one of `num_tokens`."""
         return self.budget_tokens or budget.tokens(num_tokens, self.lists, self.slot_bytes)
 
 
@@ -82,6 +82,7 @@ def within(
     spare_pages: int = 0,
     unspent: int = 0,
     at_end: int | None = None,
+    floor: int = 1,
 ) -> Bounds:
     """The bounds of a budget: no list holds more of the prompt, and lists hold on average at most a page less.
 
@@ -95,6 +96,7 @@ def within(
         unspent: Tokens per list that may be missing where that is more than a page.
         at_end: When not None, the sequence's last state must keep to the budget too, with this many tokens per list to
             spare.
+        floor: Tokens per list that stay at the end of a sequence whatever a share of all tokens seen says.
     """
     given = extent.allowed(budget, extent.prompt_tokens)
     limit = max(at_least, -(-given // block) * block)
@@ -102,11 +104,15 @@ def within(
     most = allowed + spare_pages * extent.page_tokens
     # Of a prompt that was read in chunks, what an early plan dropped cannot come back when shares move.
     least = 0 if extent.prompt_chunks > 1 else allowed - max(extent.page_tokens, block, unspent)
+    end = ANY if at_end is None else (0, limit + at_end)
+    if budget.of_seen:
+        seen = extent.allowed(budget, extent.tokens_seen) + spare_pages * extent.page_tokens
+        end = (0, max(limit if not extent.new_tokens else 0, floor, seen) + (at_end or 0))
     return Bounds(
-        why=f"the budget {budget.value:g} {budget.unit} allows",
+        why=f"the budget {budget.text} allows",
         prompt=ANY if mean else (0, most),
         prompt_mean=(least, most),
-        end_mean=ANY if at_end is None else (0, limit + at_end),
+        end_mean=end,
         resident_bytes=budget.value if budget.unit == "bytes" else inf,
     )
 

@@ -2,21 +2,29 @@
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from kvbench.rules import MAX_BYTES, MAX_TOKENS, shown
+from kvbench.rules import MAX_BYTES, MAX_TOKENS, Readable, shown
+
+Unit = Literal["ratio", "seen", "tokens", "bytes"]
+
+_NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of the cache a method may keep: a ratio, tokens per KV head, or bytes per sequence.
+    """How much of the cache a method may keep: a ratio of the prompt, a share of all tokens seen so far, tokens per KV
+    head, or bytes per sequence.
 
-    Written in a config as 0.25 or 1.0 (a ratio in (0, 1], always with a point), 256 (tokens; 1 is one token) or `8MiB`
-    (bytes; B, KiB, MiB, GiB).
+    Written in a config as 0.25 or 1.0 (a ratio in (0, 1], always with a point), `50%seen` (a share of the prompt and of
+    the answer so far, kept to at every step), 256 (tokens; 1 is one token) or `8MiB` (bytes; B, KiB, MiB, GiB).
+
+    Attributes:
+        value: The ratio, the share in (0, 1], tokens, or bytes.
     """
 
     value: float
-    unit: Literal["ratio", "tokens", "bytes"]
+    unit: Unit
 
     @staticmethod
     def parse(text: object, name: str = "budget") -> "Budget":
@@ -27,13 +35,13 @@ class Budget:
             name: The setting, for messages.
 
         Raises:
-            ValueError: The text is none of the three forms, or out of range.
+            ValueError: The text is none of the four forms, or out of range.
         """
         if isinstance(text, Budget):
             return text
         rule = (
-            "write a ratio in (0, 1] such as 0.25 or 1.0, a whole number of tokens from 1 to "
-            f"{MAX_TOKENS}, or bytes such as 8MiB"
+            "write a ratio in (0, 1] of the prompt such as 0.25 or 1.0, a share of all tokens seen, above 0% and at "
+            f"most 100%, such as 50%seen, a whole number of tokens from 1 to {MAX_TOKENS}, or bytes such as 8MiB"
         )
         number = None
         if isinstance(text, int | float | str) and not isinstance(text, bool):
@@ -41,23 +49,34 @@ class Budget:
         if number is None:
             raise ValueError(f"{name}={shown(text)} is not a budget; {rule}")
         value, unit = number
-        lowest, highest = {"ratio": (0, 1), "tokens": (1, MAX_TOKENS), "bytes": (1, MAX_BYTES)}[unit]
+        ranges = {"ratio": (0, 1), "seen": (0, 1), "tokens": (1, MAX_TOKENS), "bytes": (1, MAX_BYTES)}
+        lowest, highest = ranges[unit]
         if not lowest <= value <= highest or not value:
             raise ValueError(f"{name}={shown(text)} is out of range; {rule}")
         return Budget(float(value), unit)
+
+    @property
+    def of_seen(self) -> bool:
+        """Whether it is a share of all tokens seen, which lists keep to while an answer grows."""
+        return self.unit == "seen"
+
+    @property
+    def text(self) -> str:
+        """How it is written in messages; a share of all tokens seen so everywhere."""
+        return f"{100 * self.value:.12g}%seen" if self.of_seen else f"{self.value:g} {self.unit}"
 
     def tokens(self, num_tokens: int, lists: int, token_bytes: float) -> int:
         """Tokens per list, >= 1, that the budget allows a sequence with a prompt of `num_tokens`.
 
         Args:
-            num_tokens: Prompt length, which a ratio refers to.
+            num_tokens: Prompt length, which a ratio refers to; the tokens seen, which a share of them refers to.
             lists: Layers x KV heads.
             token_bytes: Bytes of one slot.
 
         Raises:
             ValueError: A byte budget is below one token per list.
         """
-        if self.unit == "ratio":
+        if self.unit in ("ratio", "seen"):
             return max(1, int(self.value * num_tokens + 1e-9))  # 0.3 * 10 must give 3, not 2
         if self.unit == "tokens":
             return int(self.value)
@@ -70,17 +89,40 @@ class Budget:
         return tokens
 
 
+@dataclass(frozen=True)
+class BudgetRule(Readable):
+    """What `Budget.parse` reads."""
+
+    text = (
+        "a ratio in (0, 1] of the prompt such as 0.25, a share of all tokens seen such as 50%seen, a whole number of "
+        "tokens per KV head, or bytes such as 8MiB"
+    )
+
+    def check(self, name: str, value: object) -> None:
+        Budget.parse(value, name)
+
+    def read(self, value: Any) -> Any:
+        budget = Budget.parse(value)
+        return {"ratio": budget.value, "seen": budget.text, "tokens": int(budget.value)}.get(budget.unit, value)
+
+
+BudgetText = Annotated[float | int | str, BudgetRule()]
+"""A setting that says how much may be kept."""
+
+
 def read_size(text: str) -> float | None:
     """Bytes of a text such as `8MiB`; None when it is none."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(B|KiB|MiB|GiB)\s*", text)
+    match = re.fullmatch(rf"\s*{_NUMBER}\s*(B|KiB|MiB|GiB)\s*", text)
     return float(match[1]) * {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[match[2]] if match else None
 
 
-def _number(text: float | int | str) -> tuple[float, Literal["ratio", "tokens", "bytes"]] | None:
+def _number(text: float | int | str) -> tuple[float, Unit] | None:
     """The number of a budget and its unit: a whole number is tokens, one with a point a ratio."""
     if isinstance(text, str):
         if (size := read_size(text)) is not None:
             return size, "bytes"
+        if share := re.fullmatch(rf"\s*{_NUMBER}\s*%\s*seen\s*", text):
+            return float(share[1]) / 100, "seen"
         try:
             text = int(text) if re.fullmatch(r"\s*[+-]?[0-9]{1,30}\s*", text) else float(text)
         except ValueError:

@@ -7,9 +7,9 @@ from typing import Annotated
 
 from kvbench.policy.base import Policy
 from kvbench.policy.declare import TierTable
-from kvbench.policy.settings import Readable, TierRule, TierText
+from kvbench.policy.settings import TierRule, TierText
 from kvbench.policy.tiers import Tier
-from kvbench.rules import Several, Whole, shown
+from kvbench.rules import Readable, Several, Whole, shown
 
 MAX_TIERS = 4
 MAX_LAYERS = 1024

@@ -144,15 +144,18 @@ class Compaction:
 
     Args:
         every: Most tokens of a sequence that come in between two of them.
+        from_start: The first one is before the first token behind the prompt.
     """
 
     every: int = 1
+    from_start: bool = False
 
     def due(self, view: DecodeView) -> Tensor:
         """bool [S]: the sequences that evict before this step. Default: after every `every` tokens behind the
         prompt."""
         grown = view.tokens_seen - view.prompt_tokens
-        return (grown > 0) & (grown % self.every == 0)
+        due = grown % self.every == 0
+        return due if self.from_start else due & (grown > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +189,8 @@ class ReadSpec:
     bound on a logit, sum over channels of max(q * smallest, q * largest), and always the newest page.
 
     Args:
-        budget: Tokens read per KV head and step; a ratio refers to the prompt.
+        budget: Tokens read per KV head and step; a ratio refers to the prompt, a share of all tokens seen to those held
+            in the step, the incoming one counted.
         page_tokens: Slots per page, a multiple of 8.
         min_pages: Pages read at least, >= 1.
         dense_layers: First layers that read everything.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvbench.policy.budget import Budget
-from kvbench.policy.plans import CompactPlan
+from kvbench.policy.plans import APPEND, CompactPlan, DecodePlan
 from kvbench.policy.ranking import rank_descending
 from kvbench.policy.views import DecodeView
 
@@ -89,6 +89,11 @@ class Protection:
     def check(self, given: object, budget: Budget, no_eviction: str) -> None:
         """Refuses what cannot be protected of a budget, which was written as `given`; `no_eviction` says what to set so
         that the method evicts while decoding, and is empty where it does."""
+        if self.of in ("prompt", "answer") and budget.of_seen:
+            raise ValueError(
+                f"budget={given} is a share of all tokens seen, of which protect={self.of} keeps a part whole; set "
+                "protect to none, sinks or instruction, or give a ratio"
+            )
         if self.of in ("prompt", "answer") and no_eviction:
             raise ValueError(
                 f"protect={self.of} is about evictions while decoding, and these settings make none; {no_eviction}"
@@ -130,3 +135,51 @@ class Protection:
             return pos >= view.prompt_tokens[:, None, None, None]
         first = self.first_held(view)
         return pos < (first[:, None, None, None] if isinstance(first, Tensor) else first)
+
+
+def seen_share(view: DecodeView, budget: Budget, protection: Protection, ahead: int = 0) -> Tensor:
+    """int64 [S, L, H]: what each list may hold of a share of all tokens seen once the incoming token and `ahead` more
+    are among them, in proportion to what the prompt's plan gave it. Their mean keeps to the share, and what protected
+    first tokens took of a prompt beyond it does not grow."""
+
+    def allowed(tokens: Tensor) -> Tensor:
+        return (tokens.double() * budget.value + 1e-9).long().clamp(min=1)  # as `Budget.tokens` does
+
+    given, of_prompt = view.prompt_slots, allowed(view.prompt_tokens)
+    if protection.is_first:
+        given = given * of_prompt[:, None, None] // protection.room(view, of_prompt)[:, None, None]
+    return given * allowed(view.tokens_seen + 1 + ahead)[:, None, None] // of_prompt[:, None, None]
+
+
+def displace_lightest(
+    view: DecodeView,
+    target: Tensor,
+    window: int | Tensor,
+    first: int | Tensor,
+    *,
+    grows: bool = True,
+    over_layer: bool = False,
+) -> DecodePlan:
+    """Keeps lists to what they may hold, token by token: the lightest one makes room for the incoming one in each list
+    that is full. Nothing is read back from a device.
+
+    Args:
+        view: The view.
+        target: int64 [S, L, H] tokens that a list may hold with the incoming one; at least `first` + 1.
+        window: Last tokens that stay, the incoming one counted, as far as `target` has room; int64 [S] or one number.
+        first: First tokens that stay; int64 [S] or one number.
+        grows: Tokens of the answer have scores; else those of the prompt go first, and then the oldest.
+        over_layer: Decide once per layer, by the mean over its heads.
+
+    Source: none; the papers compress only the prompt, or hold a number of tokens that does not grow.
+    """
+    last = (target.amin((1, 2)) - first).clamp(min=1)
+    last = torch.minimum(last, window) if isinstance(window, Tensor) else last.clamp(max=window)
+    before = view.tokens_seen + 1 - last
+    among = before if grows else torch.minimum(before, view.prompt_tokens)
+    lightest = view.argmin(0, by="score", before=among, first=first, over_layer=over_layer)
+    slot = lightest.slot
+    if not grows:
+        oldest = view.argmin(0, by="pos", before=before, first=first, over_layer=over_layer)
+        slot = torch.where(lightest.found, slot, oldest.slot)
+    return DecodePlan(slot=torch.where(view.num_slots(0) >= target, slot, APPEND))  # -1, too, where none may go

@@ -9,13 +9,21 @@ from torch import Tensor
 
 from kvbench.policy.allocation import Allocation, Shares, read_table
 from kvbench.policy.bounds import Bounds, Extent, of_answer, within
-from kvbench.policy.budget import Budget
+from kvbench.policy.budget import Budget, BudgetText
 from kvbench.policy.by_layer import ByLayer
 from kvbench.policy.declare import ALL_QUERIES, Compaction, ScoreSpec
-from kvbench.policy.eviction import Protect, Protection, answer_share, prompt_share, shrink_to_share
-from kvbench.policy.plans import EVICT, CompactPlan, PrefillPlan, SlotArrays
+from kvbench.policy.eviction import (
+    Protect,
+    Protection,
+    answer_share,
+    displace_lightest,
+    prompt_share,
+    seen_share,
+    shrink_to_share,
+)
+from kvbench.policy.plans import EVICT, CompactPlan, DecodePlan, PrefillPlan, SlotArrays
 from kvbench.policy.ranking import TwoStages, chunk_means, rank_descending, whole_chunks
-from kvbench.policy.settings import BudgetText, TierText
+from kvbench.policy.settings import TierText
 from kvbench.policy.statistics import Statistic, WithValueNorms
 from kvbench.policy.tiers import Tier
 from kvbench.policy.views import GONE, DecodeView, PrefillView
@@ -35,14 +43,22 @@ class Ranked(ByLayer):
 
     With `decode_every` all held tokens are ranked again before every so many steps, and lists go back to their share.
 
+    A budget such as `50%seen` is a share of all tokens seen, the prompt's and the answer's so far, and is kept to at
+    every step: once a list holds its share of it, which is in proportion to what the prompt's plan gave it, the
+    lightest token makes room for the incoming one. Scores of attention are summed on over the steps, as with
+    `decode_every`. What is measured on the held tokens is measured anew before each step, or before every
+    `decode_every` steps with room for as many tokens. Where a score is of the prompt alone, its tokens go first, and
+    then the oldest of the answer. Where that is above its share, a list keeps its window (the incoming token counted),
+    or what is protected and the tokens that come in before the next eviction, one of them at least beside another.
+
     A subclass says by what it ranks: its `declare` calls `super().declare()` and then `self.rank_by(ScoreSpec(...))`.
     It defines `always` where some tokens stay whatever their score is, and `ranking` where it does not rank by the
     score as it is. Its parts are `shares` (who shares the budget), `protection` (what no eviction takes) and `stages`
     (the second criterion of a value-aware choice).
 
     Args:
-        budget: What stays of the prompt: ratio, tokens per head, or bytes; the mean where lists share it unequally;
-            null = `threshold` decides.
+        budget: What stays of the prompt: ratio, tokens per head, or bytes; or of all tokens seen (`50%seen`); the mean
+            where lists share it unequally; null = `threshold` decides.
         tier: Precision of what is kept.
         allocation: `uniform`: every head of every layer keeps as much. `pyramid`: lower layers keep more, as PyramidKV.
             `ada`: a head of a layer keeps as many tokens as it has among the layer's best, as Ada-KV. `ada_pyramid`:
@@ -69,6 +85,7 @@ class Ranked(ByLayer):
         official_rounding: Round shares as released code does, which may miss the budget.
     """
 
+    no_upkeep = ""
     budget: BudgetText | None = 0.25
     tier: TierText = "fp16"
     allocation: Allocation = "uniform"
@@ -82,6 +99,7 @@ class Ranked(ByLayer):
     protect_tokens: Annotated[int, Whole(1, unit="tokens")] = 4
     threshold: Annotated[float | None, Number(-1e9, 1e9)] = None
     decode_every: int = field(init=False, repr=False, compare=False, default=0)
+    ranks_anew: bool = field(init=False, repr=False, compare=False, default=False)
     official_rounding: bool = field(init=False, repr=False, compare=False, default=False)
 
     def declare(self) -> None:
@@ -108,8 +126,9 @@ class Ranked(ByLayer):
         self.protection = Protection(self.protect, self.protect_tokens)
         self.needs_instruction = self.protect == "instruction"
         self.fewest_tokens = max(1, self.protection.sinks)
+        self.needs_prompt_slots = self._budget.of_seen
         if self.decode_every:
-            self.compaction = Compaction(self.decode_every)
+            self.compaction = Compaction(self.decode_every, from_start=self._budget.of_seen)
             self.fewest_tokens = max(self.fewest_tokens, self.last_tokens())
         self._refuse()
 
@@ -138,18 +157,23 @@ class Ranked(ByLayer):
             )
 
     def rank_by(self, spec: ScoreSpec) -> None:
-        """Declares the score."""
+        """Declares the score, and how it keeps lists to a share of all tokens seen."""
+        if self._budget.of_seen and self.compaction is None:
+            if self.ranks_anew or spec.statistic.answers("of_slots"):
+                self.compaction = Compaction(from_start=True)
+            else:
+                self.acts_in_decode, spec = True, replace(spec, track=("score", "pos"))
         self.score = replace(spec, statistic=WithValueNorms(spec.statistic)) if self.value_aware else spec
 
     def score_by(self, statistic: Statistic, *, slot_queries: int = 0, **how: Any) -> None:
         """Declares a score that is measured again before every eviction: its statistic measures a prompt, and the slots
-        held where `decode_every` asks for that, with the last `slot_queries`; `how` are fields of the ScoreSpec."""
-        later: dict[str, Any] = {"slot_queries": slot_queries, "track": ("pos",)} if self.decode_every else {}
+        held where that is evicted from later, with the last `slot_queries`; `how` are fields of the ScoreSpec."""
+        later: dict[str, Any] = {"slot_queries": slot_queries, "track": ("pos",)} if self.evicts_later else {}
         self.rank_by(ScoreSpec(statistic=statistic, **later, **how))
 
     def sums(self, **how: Any) -> ScoreSpec:
-        """A score of attention, to which every decode step adds its own where `decode_every` asks for evictions."""
-        later: dict[str, Any] = {"decode_update": True, "track": ("score", "pos")} if self.decode_every else {}
+        """A score of attention, to which every decode step adds its own where tokens are evicted later."""
+        later: dict[str, Any] = {"decode_update": True, "track": ("score", "pos")} if self.evicts_later else {}
         return ScoreSpec(**later, **how)
 
     def check_model(self, num_layers: int, num_kv_heads: int) -> None:
@@ -184,6 +208,15 @@ class Ranked(ByLayer):
     def make_stages(self) -> TwoStages:
         """How `value_aware` chooses. Default: as CriticalKV."""
         return TwoStages()
+
+    @property
+    def evicts_later(self) -> bool:
+        """Whether held tokens are ranked again behind the prompt. Known once `Ranked.declare` has read the budget."""
+        return bool(self.decode_every) or self._budget.of_seen
+
+    @property
+    def decides_steps(self) -> bool:
+        return self.acts_in_decode
 
     @property
     def no_eviction(self) -> str:
@@ -253,6 +286,29 @@ class Ranked(ByLayer):
 
     # Evictions while decoding.
 
+    def plan_decode(self, view: DecodeView) -> DecodePlan:
+        return self.keep_up(view, self.last_tokens()) if self.acts_in_decode else DecodePlan()
+
+    def keep_up(self, view: DecodeView, window: int | Tensor, over_layer: bool = False) -> DecodePlan:
+        """The lightest token of each list that holds its share of all tokens seen makes room for the incoming one; the
+        last `window` stay, the incoming one counted. `over_layer` decides once per layer."""
+        grows = self.score.decode_update or self.score.statistic.answers("of_token")
+        target = self._seen_target(view, window)
+        return displace_lightest(view, target, window, self._first_held(view), grows=grows, over_layer=over_layer)
+
+    def _first_held(self, view: DecodeView) -> int | Tensor:
+        """First tokens that stay, of a prompt and behind it: int64 [S] where sequences differ, else one number."""
+        own, protected = self.always(MAX_TOKENS)[0], self.protection.first_held(view)
+        return protected.clamp(min=own) if isinstance(protected, Tensor) else max(own, protected)
+
+    def _seen_target(self, view: DecodeView, window: int | Tensor, ahead: int = 0) -> Tensor:
+        """int64 [S, L, H]: tokens that a list may hold once the incoming one and `ahead` more are there: its share of
+        all tokens seen, and what stays whatever that is."""
+        target = seen_share(view, self._budget, self.protection, ahead)
+        for least in (window, self._first_held(view) + 1):
+            target = target.clamp(min=least) if isinstance(least, int) else torch.maximum(target, least[:, None, None])
+        return target
+
     def plan_compact(self, view: DecodeView) -> CompactPlan:
         return self.shrink(view)
 
@@ -260,6 +316,11 @@ class Ranked(ByLayer):
         """Every list goes back to its share, or to what reaches the threshold; what is protected stays."""
         slots, window = view.slots(0), self.last_tokens()
         stays = self.protection.slots(view, slots.pos) & slots.valid
+        if self._budget.of_seen:
+            assert self.compaction is not None, "it plans evictions in bulk"
+            coming = self.compaction.every
+            target = self._seen_target(view, window, coming - 1) - coming
+            return shrink_to_share(view, self._budget, max(0, window - 1), score, stays=stays, target=target)
         if self.threshold is None:
             target = answer_share(view, self._budget) if self.protect == "prompt" else self._share(view)
             return shrink_to_share(view, self._budget, window, score, stays=stays, target=target)
@@ -301,6 +362,13 @@ class Ranked(ByLayer):
         """The budget has to be met after the prompt, and at the end where the method also evicts while decoding."""
         if self.threshold is not None:
             return None
+        if self._budget.of_seen:
+            window, first = self.last_tokens(), self.protection.first(extent.instruction_tokens)
+            first = max(self.always(MAX_TOKENS)[0], first)
+            floor = max(window, first + 1)
+            if self.compaction is not None:
+                floor = max(1, window - 1, first) + self.compaction.every
+            return self.within_budget(extent, floor=floor)
         if self.compaction is None:
             return self.within_budget(extent)
         stays, given = self.last_tokens(), extent.allowed(self._budget, extent.tokens_seen)
@@ -313,8 +381,8 @@ class Ranked(ByLayer):
         most = stays + self.compaction.every + self.shares.spare_pages * extent.page_tokens
         return replace(self.within_budget(extent), end_mean=(0, most))
 
-    def within_budget(self, extent: Extent, at_end: int | None = None) -> Bounds:
-        """The bounds that the budget sets; `at_end` as `within` has it."""
+    def within_budget(self, extent: Extent, at_end: int | None = None, floor: int = 1) -> Bounds:
+        """The bounds that the budget sets; `at_end` and `floor` as `within` has them."""
         return within(
             extent,
             self._budget,
@@ -323,6 +391,7 @@ class Ranked(ByLayer):
             spare_pages=self.shares.spare_pages,
             unspent=0 if self.cut_chunk else self.chunk - 1,
             at_end=at_end,
+            floor=floor,
         )
 
     def fewest_of_prompt(self, extent: Extent) -> int:

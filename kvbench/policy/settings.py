@@ -2,38 +2,13 @@
 a prompt before all of it was read."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from kvbench.policy.base import Policy
-from kvbench.policy.budget import Budget
+from kvbench.policy.budget import Budget, BudgetRule
 from kvbench.policy.declare import ALL_QUERIES
 from kvbench.policy.tiers import NAMED, Tier
-from kvbench.rules import Rule, Whole, declared
-
-
-class Readable(Rule):
-    """What a function reads; a subclass defines `check`, which lets it refuse the rest in its own words."""
-
-    def fits(self, value: object) -> bool:
-        try:
-            self.check("it", value)
-        except ValueError:
-            return False
-        return True
-
-
-@dataclass(frozen=True)
-class BudgetRule(Readable):
-    """What `Budget.parse` reads."""
-
-    text = "a ratio in (0, 1] such as 0.25, a whole number of tokens per KV head, or bytes such as 8MiB"
-
-    def check(self, name: str, value: object) -> None:
-        Budget.parse(value, name)
-
-    def read(self, value: Any) -> Any:
-        budget = Budget.parse(value)
-        return {"ratio": budget.value, "tokens": int(budget.value)}.get(budget.unit, value)
+from kvbench.rules import Readable, Whole, declared
 
 
 @dataclass(frozen=True)
@@ -46,8 +21,6 @@ class TierRule(Readable):
         Tier.parse(value, name)
 
 
-BudgetText = Annotated[float | int | str, BudgetRule()]
-"""A setting that says how much may be kept."""
 TierText = Annotated[str, TierRule()]
 """A setting that names a precision."""
 

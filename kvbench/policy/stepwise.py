@@ -17,6 +17,8 @@ from kvbench.policy.views import DecodeView
 class Stepwise(Ranked):
     """A method whose new tokens take the slots of the lightest ones once a list is full.
 
+    With a share of all tokens seen the recent window grows too, and the incoming token is one of it.
+
     A subclass declares a score with `decode_update` and `track=("score", "pos")`.
 
     Args:
@@ -33,6 +35,9 @@ class Stepwise(Ranked):
     def always(self, budget: int) -> tuple[int, int]:
         return 0, int(budget * self.recent_share)
 
+    def last_tokens(self) -> int:
+        return 0  # a share of what a sequence may hold
+
     def plan_decode(self, view: DecodeView) -> DecodePlan:
         return self.make_room(view)
 
@@ -44,6 +49,9 @@ class Stepwise(Ranked):
             view: The view.
             over_layer: Decide once per layer, by the mean over its heads.
         """
+        if self._budget.of_seen:
+            window = (view.budget_tokens(self._budget).double() * self.recent_share).long()
+            return self.keep_up(view, window, over_layer)
         by: Literal["mean", "score"] = "score"
         if self.threshold is not None and not self.score.decode_replace:
             by = "mean"
@@ -76,7 +84,7 @@ class Stepwise(Ranked):
         return self.protection.room(view, view.budget_tokens(self._budget))
 
     def bounds(self, extent: Extent) -> Bounds | None:
-        if self.threshold is not None or not self.acts_in_decode:
+        if self.threshold is not None or not self.acts_in_decode or self._budget.of_seen:
             return super().bounds(extent)
         if self.protect == "prompt":
             return of_answer(extent, self._budget, 0, 1)

@@ -142,7 +142,8 @@ class DecodeView(View):
     Attributes:
         tokens_seen: int64 [S]: tokens before the incoming one, which is also the incoming token's position.
         prompt_tokens: int64 [S]: prompt length.
-        prompt_slots: int64 [S, L, H]: slots that the prompt's plan gave each list; only with a `compaction`.
+        prompt_slots: int64 [S, L, H]: slots that the prompt's plan gave each list; only with a `compaction` or
+            `needs_prompt_slots`.
         instruction_tokens: int64 [S]: first tokens of the prompt that are its instruction; only with
             `needs_instruction`.
         shape: (S, L, H).
@@ -156,7 +157,8 @@ class DecodeView(View):
 
     @abstractmethod
     def budget_tokens(self, budget: Budget, tier: int = 0) -> Tensor:
-        """int64 [S]: tokens per KV head that a budget allows each sequence, at least 1."""
+        """int64 [S]: tokens per KV head that a budget allows each sequence, at least 1; a share of all tokens seen once
+        the incoming one counts."""
 
     @abstractmethod
     def num_slots(self, tier: int) -> Tensor:

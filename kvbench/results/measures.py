@@ -180,6 +180,8 @@ def _fidelity(name: str, title: str, short: str, key: str, **more: Any) -> Measu
 
 NLL = _fidelity("nll", "gold NLL", "gold NLL", "nll")
 KL = _fidelity("kl", "KL to the full cache", "KL to full", "kl_mean")
+# Over the tokens that do not copy the prompt: what the answer adds.
+KL_NEW = _fidelity("kl_new", "KL to the full cache, tokens not copied", "KL, not copied", "kl_new")
 # The tail: the KL that 99 % and 99.9 % of an answer's tokens do not exceed, of answers with at least 100 and 1,000.
 KL_99 = _fidelity("kl_99", "KL to the full cache, 99 % of an answer", "KL 99 %", "kl_99")
 KL_999 = _fidelity("kl_999", "KL to the full cache, 99.9 % of an answer", "KL 99.9 %", "kl_999")
@@ -187,7 +189,7 @@ KL_MAX = _fidelity("kl_max", "KL to the full cache, largest of an answer", "KL m
 # Root mean square over an answer's tokens.
 DP = _fidelity("dp", "change of the forced token's probability", "RMS dp", "dp_rms", **(_SHARE | _LOWER))
 TOP1 = _fidelity("top1", "same first choice as the full cache", "top 1", "top1_agreement", **_SHARE)
-FIDELITY = {measure.name: measure for measure in (NLL, KL, KL_99, KL_999, KL_MAX, DP, TOP1)}
+FIDELITY = {measure.name: measure for measure in (NLL, KL, KL_NEW, KL_99, KL_999, KL_MAX, DP, TOP1)}
 
 # What the answers are like, whatever they score; found in their tokens as a journal is read.
 LENGTH = Measure(

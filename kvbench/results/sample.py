@@ -124,13 +124,16 @@ class SampleRecord(TypedDict):
     per token), `dp_rms` (root mean square of what the probability of the forced token changed by), `top1_agreement`,
     `gold_argmax_share` (shares), all over the same `num_measured` tokens: those that were predicted from the compressed
     cache, which the first one is not; None where there is none, and for a quantile where there are fewer than 100 or
-    1,000. `gold_exact` (0 or 1) is over all `num_tokens`. Journals of before lack `kl_99`, `kl_999` and `dp_rms`."""
+    1,000. `gold_exact` (0 or 1) is over all `num_tokens`. `kl_new` is the mean over the `num_new` measured tokens
+    that do not copy the prompt (`kvbench.engine.fidelity.copied_tokens`). Journals of before lack `kl_99`, `kl_999`,
+    `dp_rms`, `kl_new` and `num_new`."""
     drift: NotRequired[dict[str, list[float]] | None]
     """The same along the answer, in the bins of `kvbench.engine.requests.BINS`, up to the last that has a token: sums
     of `nll`, `nll_full` and `kl` over the `tokens` of each bin, and how many had the `same_first_choice`."""
     per_token: NotRequired[dict[str, list[float]] | None]
     """The same token by token, with `fidelity.per_token`: `nll`, `nll_full`, `kl`, `same_first_choice`,
-    `right_first_choice`, each from the first token on, and `exact`, how many at the beginning the means leave out."""
+    `right_first_choice`, `copied` (not in journals of before), each from the first token on, and `exact`, how many at
+    the beginning the means leave out."""
     choices: NotRequired[list[dict[str, float | bool]]]
     """One entry for each continuation that the task asked about: `loglikelihood` (nats), `greedy` (every token was the
     most likely one), `num_tokens`. Absent when the task asked about none."""

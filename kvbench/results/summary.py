@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from kvbench.engine.requests import BINS
-from kvbench.results.measures import FULL_LAYERS, ONE_SHOT_PEAK, PEAK, PREFILL, RATE, RESIDENT, Measure, at
+from kvbench.results.measures import FULL_LAYERS, KL_NEW, ONE_SHOT_PEAK, PEAK, PREFILL, RATE, RESIDENT, Measure, at
 from kvbench.results.record import Comparison, DriftBin, Metric, Timing
 from kvbench.results.sample import SampleRecord
 from kvbench.stats.intervals import Estimate, estimate
@@ -77,11 +77,13 @@ def metrics(
 
 def fidelity(records: Sequence[SampleRecord], weighting: Weighting = "subset") -> dict[str, Estimate]:
     """Teacher-forced measurements over the records that have them, each with its own number of samples; empty when none
-    has. An answer of one token, which the prompt's exact pass predicts, has none."""
+    has. An answer of one token, which the prompt's exact pass predicts, has none, and one that copies the prompt
+    throughout has no `kl_new`."""
     names = dict.fromkeys(name for record in records for name in record.get("fidelity") or ())
     result = {}
     for name in names:
-        measured = [record for record in records if (record["fidelity"] or {}).get("num_measured", 1)]
+        count = "num_new" if name == KL_NEW.key else "num_measured"
+        measured = [record for record in records if (record["fidelity"] or {}).get(count, 1)]
         result[name] = estimate(*_strata(measured, "fidelity", name), weighting=weighting)
     return result
 

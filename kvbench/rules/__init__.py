@@ -46,6 +46,17 @@ class Rule(ABC):
             raise ValueError(f"{name}={shown(value)} must be {self.text}")
 
 
+class Readable(Rule):
+    """What a function reads; a subclass defines `check`, which lets it refuse the rest in its own words."""
+
+    def fits(self, value: object) -> bool:
+        try:
+            self.check("it", value)
+        except ValueError:
+            return False
+        return True
+
+
 @dataclass(frozen=True)
 class Whole(Rule):
     """A whole number; True and 1.0 are none.

@@ -28,11 +28,22 @@ class Through:
     where: str
 
 
-Mark = Outside | Through
+@dataclass(frozen=True)
+class Unless:
+    """Mark of a setting that counts as it stands, unless it is what every run had before there was the setting.
+
+    Args:
+        value: What they had.
+    """
+
+    value: object
+
+
+Mark = Outside | Through | Unless
 
 
 def marks_of(kind: type) -> dict[str, Mark | None]:
-    """Marks of a settings dataclass by field, None for a field that counts as it stands."""
+    """Marks of a settings dataclass by field, None for a field that always counts as it stands."""
     hints = get_type_hints(kind, include_extras=True)
     return {item.name: _mark(hints[item.name]) for item in dataclasses.fields(kind) if item.init}
 
@@ -46,7 +57,7 @@ def counted(settings: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, mark in marks_of(type(settings)).items():
         value = getattr(settings, name)
-        if mark is not None:
+        if isinstance(mark, Outside | Through) or (isinstance(mark, Unless) and value == mark.value):
             continue
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = counted(value)

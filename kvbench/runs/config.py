@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from kvbench.cache.layout import StoreOptions
+from kvbench.cache.offsets import KINDS
 from kvbench.config import extensions
 from kvbench.config.files import FULL, FULL_STORE
 from kvbench.config.settings import as_dict, read_data, read_settings
@@ -142,9 +143,9 @@ class RunConfig:
         """The same experiment with the full cache.
 
         The byte budget is lifted: the reference says what the full cache answers, and a budget made for a compressed
-        one would only make it fail. Nothing is rotated, and windows are exact, so that one reference serves runs with
-        and without. Prompts are read as in the experiment: in chunks, the full cache is the same but for the rounding
-        of its pages.
+        one would only make it fail. Nothing is rotated or shifted, and windows are exact, so that one reference serves
+        runs with and without. Prompts are read as in the experiment: in chunks, the full cache is the same but for the
+        rounding of its pages.
         """
         from kvbench.config.methods import method_settings  # needs the library of settings; a bench has no run
 
@@ -180,7 +181,13 @@ def store_options(given: Mapping[str, Any]) -> StoreOptions:
     options = as_dict(given)
     if isinstance(options.get("budget_bytes"), str):
         options["budget_bytes"] = read_bytes("store.budget_bytes", options["budget_bytes"])
-    return read_settings(StoreOptions, options, "store.")
+    found = read_settings(StoreOptions, options, "store.")
+    if found.key_offset in KINDS:
+        return found
+    from kvbench.policy import read_table
+
+    # The numbers themselves, so that a run's identity does not hang on a path.
+    return replace(found, key_offset=read_table(found.key_offset, "store.key_offset"))
 
 
 def read_bytes(key: str, value: object) -> int:

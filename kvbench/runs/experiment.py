@@ -13,7 +13,7 @@ from kvbench.results import identity, provenance
 from kvbench.results.record import CHUNK_LABEL
 from kvbench.results.sample import Key, SampleRecord
 from kvbench.rules import modes
-from kvbench.rules.counting import counted, unmarked
+from kvbench.rules.counting import Unless, counted, marks_of, unmarked
 from kvbench.runs import calibration
 from kvbench.runs.config import RunConfig
 from kvbench.runs.parts import Loaders
@@ -141,6 +141,7 @@ def load_method(
     The user's own settings are checked first, because a bad one should not cost a model load. The values of a
     calibration file are checked as data; a policy is made of them only after the file was found to be for this model.
     """
+    from kvbench.cache.offsets import check_key_offset
     from kvbench.cache.rotation import check_rotation
     from kvbench.policy import check_chunk
 
@@ -151,6 +152,7 @@ def load_method(
         calibration.check_values(found, policy)
     check_chunk(policy, config.prefill.chunk)
     check_rotation(config.store.rotation, policy)
+    check_key_offset(config.store.key_offset, policy, config.prefill.chunk)
     parts.check_task(config)
     parts.check_fit(config, policy)
     parts.check_chat(config)
@@ -253,4 +255,10 @@ def _harness_imports(*backends: str) -> frozenset[str]:
 def _method_settings(group: Mapping[str, Any], policy: "Policy") -> dict[str, Any]:
     """Add the policy's own fields to the YAML, so that a default that is only in the code counts too."""
     settings = {key: value for key, value in group.items() if key != calibration.KEY}  # which changes no answer
-    return settings | {item.name: getattr(policy, item.name) for item in dataclasses.fields(policy) if item.init}
+    held = {item.name: getattr(policy, item.name) for item in dataclasses.fields(policy) if item.init}
+    marks = marks_of(type(policy))
+    return {
+        name: value
+        for name, value in (settings | held).items()
+        if not isinstance(mark := marks.get(name), Unless) or value != mark.value
+    }

@@ -19,7 +19,8 @@ def label_runs(records: "Sequence[RunRecord]", separator: str = " ") -> list[str
 
     Returns:
         `snapkv` where there is one run of it, else `snapkv budget=0.25`, or the start of the hash where no setting
-        differs; `rotation=hadamard` where the store rotates, and `prefill.chunk=512` where prompts were read so.
+        differs; `rotation=hadamard` where the store rotates, `key_offset=prompt` where it shifts keys, and
+        `prefill.chunk=512` where prompts were read so.
     """
     labels = []
     for record in records:
@@ -28,6 +29,8 @@ def label_runs(records: "Sequence[RunRecord]", separator: str = " ") -> list[str
         words += differing({key: record.identity.get(key) for key in APART}, list(same.values()))
         rotation = (record.identity.get("store") or {}).get("rotation", "none")
         words += [f"rotation={rotation}"] if rotation != "none" else []  # always: the name of the method hides it
+        offset = (record.identity.get("store") or {}).get("key_offset", "none")
+        words += [f"key_offset={offset if isinstance(offset, str) else 'table'}"] if offset != "none" else []
         chunk = record.protocol.get(CHUNK_LABEL)
         words += [f"prefill.chunk={chunk}"] if chunk else []
         words = [_cut(word) for word in words]

@@ -15,6 +15,7 @@ from kvbench.results.measures import (
     BYTES,
     FULL_LAYERS,
     KL,
+    KL_NEW,
     NLL,
     ONE_SHOT_PEAK,
     PREFILL,
@@ -242,7 +243,8 @@ def _fidelity_notes(record: RunRecord) -> list[str]:
     if KL.key not in record.fidelity:
         return []
     settings = record.identity.get("fidelity", {})
-    whose = "the full cache's own answer" if settings.get("on") == "own" else "the gold answer"
+    is_gold = settings.get("on") != "own"
+    whose = "the gold answer" if is_gold else "the full cache's own answer"
     most = settings.get("max_tokens")
     length = f"its first {most} tokens" if most else "all its tokens"
     held = [(what.short, record.fidelity.get(what.key)) for what in (NLL, KL)]
@@ -251,11 +253,18 @@ def _fidelity_notes(record: RunRecord) -> list[str]:
     most = max([count for _, count in counts] + ([metric.num_samples] if metric else []), default=0)
     each = ", ".join(f"{name} n={count}" + (f" of {most}" if count < most else "") for name, count in counts)
     few = any(count < most for _, count in counts)
+    new = []
+    if KL_NEW.of_run(record) is not None:
+        new.append(
+            f"{KL_NEW.short}: over the tokens that do not end a run of three which the prompt has, too."
+            + (" A gold answer may copy much of its prompt: its KL need not rank runs as scores do." if is_gold else "")
+        )
     return [
         f"{NLL.short} and {KL.short}: {whose} is forced, {length} but the first, which every method predicts exactly; "
         f"mean over a sample's tokens, then over a subset's samples, then over subsets ({each}"
         + ("; the others' answer to force has one token, or none" if few else "")
-        + ")."
+        + ").",
+        *new,
     ]
 
 
@@ -310,13 +319,15 @@ def _answers(records: Sequence[RunRecord]) -> list[Table]:
 def render(records: Sequence[RunRecord]) -> Group:
     """Make the tables of one task and model, the full cache first; 80 columns are enough."""
     last = records[-1]
-    quality = (
+    quality: list[tuple[str, Cell]] = [
         (f"{last.primary or 'score'}, %", _score),
         ("n", _num),
         (f"vs full, {SCORE.unit}", _difference),
         (NLL.short, partial(_value, what=NLL, form=".4f")),
         (KL.short, partial(_value, what=KL, form=".2g")),
-    )
+    ]
+    if any(KL_NEW.of_run(record) is not None for record in records):
+        quality.append((KL_NEW.short.replace(", ", ",\n"), partial(_value, what=KL_NEW, form=".2g")))
     cost: list[tuple[str, Cell]] = [("tokens", _seen)] if differ_in_length(records) else []
     cost += [(what.short, partial(_bytes, what=what)) for what in BYTES]
     if any(FULL_LAYERS.of_run(record) is not None for record in records):

@@ -33,7 +33,7 @@ from kvbench.policy import (
     PrefillView,
     SlotArrays,
 )
-from kvbench.sizing.shadow import act_out, measured, shadow_step, shadow_store
+from kvbench.sizing.shadow import act_out, measured, shadow_step, shadow_store, standing_for
 
 LayerPlan = tuple[Tensor, Tensor | None]  # int8 [H, N] the tier of each token; fp32 [H, N] what the slots begin with
 # What says nothing about a tensor's numbers.
@@ -79,7 +79,7 @@ def _fill(store: CompressedStore, row: int, prompt_tokens: int, new_tokens: int,
     store.holding.hold(row, prompt_tokens)
     part.counters.prompt_tokens[row] = prompt_tokens
     lists, policy = part.lists(row), store.policy
-    acts = policy.compaction is not None or type(policy).plan_decode is not Policy.plan_decode
+    acts = policy.compaction is not None or policy.decides_steps
     if acts and pages.tier_map is None and not isinstance(part, Buffered):
         held = _stepped(store, row, plans, prompt_tokens, new_tokens, options)
     else:
@@ -194,6 +194,7 @@ def _stepped(
         state_bytes=0,
         shared={},
     )
+    options = replace(options, key_offset="none")  # a table of other layers; how much lists hold does not depend on it
     is_even = store.backend.is_even  # type: ignore[attr-defined]
     few = shadow_store(kinds.policy(), shape, prompt_tokens, new_tokens, options, is_even=is_even)
     own = few.open_row()
@@ -238,11 +239,14 @@ class _Kinds:
         few = copy(self._policy)
         # What is said of heads and layers of the model, and a budget of its bytes, is not about these.
         vars(few).update(scope="head", granularity="kv_head", limit=None, codebooks=None, head_scales=None)
-        vars(few).update(check_model=lambda *_: None, score=replace(self._spec, probe=None))
+        spec = self._spec
+        if spec.probe is not None:  # the plans of the prompt are there
+            spec = replace(spec, probe=None, statistic=standing_for(spec.statistic, is_probed=False))
+        vars(few).update(check_model=lambda *_: None, score=spec)
         for name in ("plan_prefill", "plan_decode", "plan_compact"):
             vars(few)[name] = getattr(self, name)
         if few.compaction is not None:
-            few.compaction = _Due(few.compaction.every, few.compaction, self.of)
+            few.compaction = _Due(few.compaction.every, real=few.compaction, of=self.of)
         return few
 
     def of(self, view: DecodeView) -> "_AllLists":
@@ -295,7 +299,7 @@ class _AllLists(SlotsView):
     a list has, and `budgets` is a view of the model's own store."""
 
     def __init__(self, few: SlotsView, budgets: DecodeView, kind: Tensor) -> None:
-        super().__init__(few._window)
+        super().__init__(few._spec)
         self._few, self._budgets, self._kind = few, budgets, kind
         self._arrays: dict[int, SlotArrays] = {}
         self.tokens_seen, self.prompt_tokens = few.tokens_seen, few.prompt_tokens
@@ -317,7 +321,8 @@ class _AllLists(SlotsView):
         return x.squeeze(2)[:, self._kind]
 
     def budget_tokens(self, budget: Budget, tier: int = 0) -> Tensor:
-        return self._budgets.budget_tokens(budget, tier)
+        # Where steps are counted is in the few lists' store; the model's has the bytes.
+        return (self._few if budget.of_seen else self._budgets).budget_tokens(budget, tier)
 
     def num_columns(self, tier: int) -> int:
         return self._few.num_columns(tier)

@@ -95,7 +95,7 @@ def shadow_store(
     policy = copy(policy)
     policy.tiers = tuple(replace(tier, turned="none") for tier in policy.tiers)
     if policy.score.measures_prompts and not isinstance(policy.score.statistic, Probability | BelowUniform):
-        policy.score = replace(policy.score, statistic=_standing_for(policy.score.statistic))
+        policy.score = replace(policy.score, statistic=standing_for(policy.score.statistic))
     return CompressedStore(
         policy,
         _nowhere(shape),
@@ -120,14 +120,15 @@ def _nowhere(shape: ModelShape) -> ModelShape:
     )
 
 
-def _standing_for(statistic: Statistic) -> Statistic:
-    """A statistic in another's place, where there are no keys and values to look at: all tokens are alike."""
+def standing_for(statistic: Statistic, is_probed: bool = True) -> Statistic:
+    """A statistic in another's place, where there are no keys and values to look at: all tokens are alike. With
+    `is_probed` it needs the second pass that the other one does."""
 
     @dataclass(frozen=True)
     class Alike(Statistic):
         also = statistic.also
         extremes = statistic.extremes
-        needs = statistic.needs & {"replays"}  # a second pass takes nothing that stays
+        needs = statistic.needs & {"replays"} if is_probed else frozenset()  # a second pass takes nothing that stays
 
         def of_prompt(self, seen: LayerTensors) -> Tensor:
             return torch.zeros(1 + len(self.also), *seen.pos.shape).squeeze(0)

@@ -22,6 +22,8 @@ class DataFile:
         rows: Rows of the whole benchmark; 0 where they are not counted.
         check: What a row must be.
         key: The setting of the task that chooses this file among others, by its first stem; empty for none.
+        part: How that setting calls it, where that is not its first stem.
+        words: Further settings that choose it, as words of a command.
         list_file: What a file of the authors is called that is one JSON list, for `task.data_dir`; empty for none.
         hub: (repository, path) pairs of data sets on the hub, best first: `.jsonl`, `.json` (one list), `.parquet`,
             or a `.zip` that holds `<first stem>.jsonl` in any folder.
@@ -37,6 +39,8 @@ class DataFile:
     rows: int
     check: RowCheck
     key: str = ""
+    part: str = ""
+    words: str = ""
     list_file: str = ""
     hub: tuple[tuple[str, str], ...] = ()
     prepared: tuple[str, str, str] | None = None
@@ -49,6 +53,11 @@ class DataFile:
     def name(self) -> str:
         """Its name without `.jsonl`, as a fetch writes it."""
         return self.stems[0]
+
+    @property
+    def called(self) -> str:
+        """Its name in messages."""
+        return self.part or self.name
 
 
 class MissingDataError(ValueError):
@@ -105,7 +114,7 @@ def check_folder(files: Sequence[DataFile], data_dir: str | None) -> None:
     """
     found = [in_folder(file, data_dir) for file in files] if data_dir else []
     if found and not any(isinstance(source, Source) for source in found):
-        raise MissingDataError(_missing(files[0], [str(found[0])], data_dir).text, *(file.name for file in files))
+        raise MissingDataError(_missing(files[0], [str(found[0])], data_dir).text, *(file.called for file in files))
 
 
 def _missing(file: DataFile, looked: Sequence[str], data_dir: str | None) -> MissingDataError:
@@ -113,13 +122,14 @@ def _missing(file: DataFile, looked: Sequence[str], data_dir: str | None) -> Mis
 
     def text(parts: Sequence[str]) -> str:
         chosen = f" task.{file.key}=[{','.join(parts)}]" if file.key else ""
+        chosen += f" {file.words}" if file.words else ""
         return (
             f"task={file.task} has no data for {', '.join(parts)}. Looked in: {'; '.join(looked)}. To get it, run "
             f"`kvbench data task={file.task}{chosen} to={file.task}` where there is a network (or {file.by_hand}), and "
             f"set task.data_dir={file.task}{other}. Without it, `kvbench task=longctx` runs on generated data."
         )
 
-    return MissingDataError(text, file.name)
+    return MissingDataError(text, file.called)
 
 
 def in_folder(file: DataFile, folder: str | None) -> Source | str:

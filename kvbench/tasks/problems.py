@@ -3,18 +3,42 @@ up."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvbench.engine.requests import Request
+from kvbench.rules import Choice
 from kvbench.tasks.lmeval import load_lmeval_tasks, scorer_of
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.sampling_stats import sampling_statistics
-from kvbench.tasks.task import Ask, DataDir, Draws, Task, listed
+from kvbench.tasks.task import Ask, DataDir, Draws, Task, listed, source
 from kvbench.tasks.taskset import TaskSet
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task as LmEvalTask
+
+FIRST, LAST = "first", "last"
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """The paragraph at one end of a form's prompts that says how to answer.
+
+    Args:
+        stands: End that the form has it at, `first` or `last`.
+        moved: Its words at the other end; None for the same.
+    """
+
+    stands: str
+    moved: str | None = None
+
+    def move(self, prompt: str) -> str:
+        """Put it at the other end of a prompt."""
+        if self.stands == LAST:
+            rest, _, words = prompt.rpartition("\n\n")
+            return f"{self.moved or words}\n\n{rest}"
+        words, _, rest = prompt.partition("\n\n")
+        return f"{rest}\n\n{self.moved or words}"
 
 
 @dataclass(kw_only=True)
@@ -50,12 +74,17 @@ class Problems(Task):
     their prompt.
 
     The class says: `meta_keys`, the fields of a document that its records keep; `group_by`, the one of them whose
-    groups are also reported; `votes`, whether several answers to a problem vote; `grading_limit_s` and
-    `grading_workers`, see `TaskSet`. Some have a setting `k`: of how many answers pass@k and maj@k are reported, None
-    for 1, 2, 4, ... and all.
+    groups are also reported; `votes`, whether several answers to a problem vote; `instructions`, form -> the
+    instruction of its prompts, where they have one beside the problem; `grading_limit_s` and `grading_workers`, see
+    `TaskSet`. Some have a setting `k`: of how many answers pass@k and maj@k are reported, None for 1, 2, 4, ... and
+    all.
 
     Args:
         data_dir: Folder with the files; None for the local caches, then the hub.
+        instruction: Where the instruction stands, before the problem or behind it; None for where the form has it.
+
+    Raises:
+        ValueError: As `Task`, or the form has no instruction to be moved.
     """
 
     primary: ClassVar[str] = "correct"
@@ -63,10 +92,28 @@ class Problems(Task):
     meta_keys: ClassVar[Sequence[str]] = ("answer",)
     group_by: ClassVar[str | None] = None
     votes: ClassVar[bool] = False
+    instructions: ClassVar[Mapping[str, Instruction]] = {}
     grading_limit_s: ClassVar[float | None] = 120.0
     grading_workers: ClassVar[int] = 0
 
     data_dir: DataDir = None
+    instruction: Annotated[str | None, Choice((FIRST, LAST))] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        form = self.told().get("form")
+        if self.instruction is not None and form not in self.instructions:
+            raise ValueError(
+                f"task.instruction={self.instruction} needs prompts with an instruction beside the problem, and those "
+                f"of task={self.name} task.form={form} have none; leave task.instruction=null, or set "
+                f"task.form={' or '.join(self.instructions)}"
+            )
+
+    @property
+    def moved(self) -> Instruction | None:
+        """The instruction that stands at the other end than the form has it; None where it stays."""
+        known = self.instructions.get(self.told().get("form", ""))
+        return known if known and self.instruction not in (None, known.stands) else None
 
     def yamls(self) -> list[str]:
         """The names of its YAMLs, one group of problems each; those of one form ask alike."""
@@ -77,7 +124,7 @@ class Problems(Task):
         return {"data_dir": self.data_dir}
 
     def told(self) -> dict[str, Any]:
-        """Choices of this task that go into each result row."""
+        """Choices of this task that go into each result row; `form` among them where there are several."""
         return {}
 
     def vote(self, text: str, opened: bool) -> str | None:
@@ -87,6 +134,10 @@ class Problems(Task):
     def reference(self, doc: dict) -> object:
         """The reference that an answer is scored against, for the fingerprint."""
         return doc["answer"]
+
+    def asks(self, doc: dict) -> bool:
+        """Tell whether the settings choose a document; a limit counts those that they do."""
+        return True
 
     def unusable(self, docs: Sequence[dict]) -> Mapping[int, str]:
         """Find documents of a YAML that no answer can be graded against: `index` -> why its row is set aside."""
@@ -104,10 +155,13 @@ class Problems(Task):
         opened: set[str] = set()
         quarantined: list[dict] = []
         copies: list[dict] = []
+        sources: list[dict] = []
+        files = self.files()
         builders = [PromptBuilder(ask.model, ask.protocol, PromptRules.from_yaml(t.config)) for t in tasks.values()]
-        for (yaml_name, task), builder in zip(tasks.items(), builders, strict=True):
+        for at, ((yaml_name, task), builder) in enumerate(zip(tasks.items(), builders, strict=True)):
             rows, part = task.dataset["test"], yaml_name if len(tasks) > 1 else ""
-            docs = ask.drawn(task.eval_docs, part or self.name)
+            docs = ask.drawn([doc for doc in task.eval_docs if self.asks(doc)], part or self.name)
+            sources.append(source(rows, files[at].rows if len(files) == len(tasks) else 0))
             reasons = self.unusable(docs)
             quarantined += [*rows.quarantined, *(rows.set_aside(index, reason) for index, reason in reasons.items())]
             copies += rows.copies
@@ -119,6 +173,11 @@ class Problems(Task):
                 scored[request.sample_id] = (task, doc)
                 if builder.opens_thoughts(request):
                     opened.add(request.sample_id)
+        if not requests and not quarantined:
+            raise ValueError(
+                f"task={self.name} has no row among those that limit={ask.limit and ask.limit.setting} and its other "
+                "settings choose; choose more of them"
+            )
         if not requests:
             first = quarantined[-1]
             raise ValueError(
@@ -130,11 +189,15 @@ class Problems(Task):
         return self.asked(
             ask,
             requests,
-            self.told() | rules | {"thinking": asked.thinking, "thoughts": "not graded"},
+            self.told()
+            | ({"instruction": self.instruction} if self.moved else {})
+            | rules
+            | {"thinking": asked.thinking, "thoughts": "not graded"},
             {key: self.reference(doc) for key, (_, doc) in scored.items()},
             scorer_of(scored),
             quarantined=quarantined,
             copies=copies,
+            sources=sources,
             grading_limit_s=self.grading_limit_s,
             grading_workers=self.grading_workers,
             problems=self,
@@ -143,6 +206,7 @@ class Problems(Task):
 
     def _request(self, task: "LmEvalTask", builder: PromptBuilder, doc: dict, part: str) -> Request:
         prompt, border = task.doc_to_text(doc), len(doc["context"])
+        prompt = self.moved.move(prompt) if self.moved else prompt
         if not border and not builder.protocol.query_aware:
             raise ValueError(
                 f"protocol.query_aware=false needs a prompt with a context before its question, and the prompts of "

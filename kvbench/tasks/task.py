@@ -59,43 +59,46 @@ def long_work(label: str, steps: int) -> AbstractContextManager[Callable[[], Non
 
 @dataclass(frozen=True)
 class Limit:
-    """The samples of each subset that a run asks: at most `count` of them.
+    """The samples of each subset that a run asks: at most `count` of them, or all `after` so many.
 
     They are a random sample, or the `first` ones of the file: files are often sorted, by length or by topic, and their
-    beginning is no sample of the benchmark.
+    beginning is no sample of the benchmark. Those after the first 100 are none that `first:100` asks.
     """
 
     count: int
     first: bool = False
+    after: bool = False
 
     @classmethod
     def read(cls, value: object) -> "Limit | None":
-        """The setting `limit`: a whole number, `first:` and a whole number, or None for all samples.
+        """The setting `limit`: a whole number, `first:` or `after:` and a whole number, or None for all samples.
 
         Raises:
             ValueError: It is something else.
         """
         if value is None or isinstance(value, Limit):
             return value
-        found = re.fullmatch(r"(first:)?(\d{1,9})", value) if isinstance(value, str) else None
+        found = re.fullmatch(r"(?:(first|after):)?(\d{1,9})", value) if isinstance(value, str) else None
         count = int(found[2]) if found else value
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(
                 f"limit={value!r} is no number of samples; write a whole number for a random sample of each subset, "
-                "first:20 for the first 20, or null for all samples"
+                "first:20 for the first 20, after:20 for all but these, or null for all samples"
             )
-        return cls(count, first=bool(found and found[1]))
+        return cls(count, **({found[1]: True} if found and found[1] else {}))
 
     @property
     def setting(self) -> int | str:
         """How it is written."""
-        return f"first:{self.count}" if self.first else self.count
+        return f"first:{self.count}" if self.first else f"after:{self.count}" if self.after else self.count
 
     def of(self, total: int, subset: str) -> list[int]:
         """The indices of the samples to ask, ascending, of a subset that has `total`.
 
         Every run draws the same ones, whatever its seed, and a larger limit keeps those of a smaller one.
         """
+        if self.after:
+            return list(range(self.count, total))
         if self.first or self.count >= total:
             return list(range(min(self.count, total)))
         order = list(range(total))
@@ -117,7 +120,16 @@ class Ask:
         return list(rows) if self.limit is None else [rows[at] for at in self.limit.of(len(rows), subset)]
 
     def items(self, wanted: int) -> int:
-        """The number of prompts to make where the task wants so many."""
+        """The number of prompts to make where the task wants so many.
+
+        Raises:
+            ValueError: The limit leaves out the first of a file's rows, and there is no file.
+        """
+        if self.limit and self.limit.after:
+            raise ValueError(
+                f"limit={self.limit.setting} leaves out the first rows of a file, and this task makes its prompts; "
+                "write a whole number"
+            )
         return min(wanted, self.limit.count) if self.limit else wanted
 
 
@@ -213,6 +225,7 @@ class Task(ABC):
         rows = list(rows)
         for name in ("quarantined", "copies"):
             more.setdefault(name, [row for some in rows for row in getattr(some, name)])
+        more.setdefault("sources", [source(some) for some in rows if some.file])
         more.setdefault("unused", [f"{Path(some.file).name}: {', '.join(some.unused)}" for some in rows if some.unused])
         return self.kind(
             protocol=asdict(ask.protocol) | dict(told),
@@ -221,6 +234,11 @@ class Task(ABC):
             scorer=scorer,
             **more,
         )
+
+
+def source(rows: Rows, whole: int = 0) -> dict[str, Any]:
+    """Name the file of some rows, as an entry of `TaskSet.sources`; `whole` is the number that the benchmark's has."""
+    return {"file": "/".join(Path(rows.file).parts[-2:]), "rows": len(rows), **({"of": whole} if whole else {})}
 
 
 def names_of(known: Sequence[str], groups: Mapping[str, Sequence[str]] | None = None) -> Several:

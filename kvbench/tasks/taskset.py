@@ -41,6 +41,8 @@ class TaskSet:
         quarantined: Rows that were set aside: `file`, `line`, `reason`.
         copies: Rows that are the same as earlier ones, or have the same id, likewise; they are asked and counted again.
         unused: Fields of the rows that nothing reads, as `file: field, field`, a text for each file.
+        sources: Where the rows were read: `file` (its name and folder), how many `rows` it had, and `of` how many that
+            of the benchmark has, where it is known.
         weighting: What weighs the same in the mean over subsets: every `subset`, or every `sample`.
         metrics: Name -> meaning of every score that `score` returns.
         primary: The metric that stands for the task.
@@ -65,6 +67,7 @@ class TaskSet:
     quarantined: list[dict] = field(default_factory=list)
     copies: list[dict] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
+    sources: list[dict] = field(default_factory=list)
     grading_limit_s: float | None = 120.0
     grading_workers: int = 0
     weighting: Weighting = "subset"

@@ -12,7 +12,7 @@ import lzma
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
@@ -50,10 +50,10 @@ PRINTED = {
 }
 
 
-def pack(source: Path, to: Path = STUDY) -> None:
-    """Copy every complete run into the study; samples are packed, and each line is sealed anew."""
+def pack(source: Path, to: Path = STUDY, states: Sequence[str] = ("complete",)) -> None:
+    """Copy every run in one of these states into the study; samples are packed, and each line is sealed anew."""
     for folder, record in find_runs(source, {}):
-        if record.status != "complete":
+        if record.status not in states:
             print(f"{folder} is {record.status}, and is left out")
             continue
         lines = b"".join(

@@ -85,3 +85,10 @@ def test_a_command_of_an_engine_is_said_and_run(tmp_path, capsys):
     assert main(["engine"]) == 2 and "in quotes" in capsys.readouterr().err
     assert main(["engine", "vllm serve m --kv-cache-dtype fp8_inc"]) == 2
     assert "fp8_inc of vllm has no counterpart" in capsys.readouterr().err
+
+
+def test_value_longer_than_a_file_name_is_a_value():
+    """A setting is composed whose word is longer than any file's name: it was looked up as one, and that failed."""
+    methods = ["method=" + "h2o," * 100 + "full", "method=kivi"]
+    composed = commands.compose_command("suite", ["suite=quick", f"methods={methods}".replace("'", '"')])
+    assert list(composed.methods) == methods

@@ -46,9 +46,13 @@ def models():
 
 
 def policy_of(method: str, layers: int):
-    """A method at settings at which it acts within some steps, with tables of a model above."""
+    """A method at settings at which it acts within some steps, with tables of a model above; words behind its name are
+    further settings."""
+    method, *words = method.split()
     settings = changes(method, Case(())) | SOONER.get(method, {}) | open_settings(method, kv_heads=1, layers=layers)
-    return choices.make_method(" ".join([method, *(f"{k}={str(v).replace(' ', '')}" for k, v in settings.items())]))
+    return choices.make_method(
+        " ".join([method, *(f"{k}={str(v).replace(' ', '')}" for k, v in settings.items()), *words])
+    )
 
 
 class FailsAt(TorchDispatchMode):
@@ -118,6 +122,17 @@ def test_captured_steps_give_what_single_steps_give(models, method: str):
     eviction come from graphs as those before it do."""
     want, _ = run(models, method, LONG, **SINGLE)
     got, counts = run(models, method, LONG, backend="triton", capture=record)
+    assert got == want
+    assert counts["failed_captures"] == 0 < counts["captures"] < counts["replayed"], counts
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", ["h2o", "snapkv", "ada_snapkv", "tova", "knorm", "streaming_llm", "quest"])
+def test_a_share_of_what_was_seen_is_kept_to_in_captured_steps(models, method: str):
+    """What makes room, and what is read, is decided on the device: steps come from graphs."""
+    share = f"{method} {'read_budget' if method == 'quest' else 'budget'}=40%seen"
+    want, _ = run(models, share, LONG, **SINGLE)
+    got, counts = run(models, share, LONG, backend="triton", capture=record)
     assert got == want
     assert counts["failed_captures"] == 0 < counts["captures"] < counts["replayed"], counts
 

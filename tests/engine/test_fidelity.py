@@ -4,7 +4,7 @@ import pytest
 import torch
 from engine_helpers import NATIVE_METHODS, answers, own_logits, random_tokens, request
 
-from kvbench.engine.fidelity import FidelityMeter
+from kvbench.engine.fidelity import FidelityMeter, copied_tokens
 
 
 def forced(count: int, **settings):
@@ -53,3 +53,47 @@ def test_warm_up_tokens_are_fed_and_not_measured(loaded) -> None:
     assert found.fidelity["nll"] == pytest.approx(float(nll[20:].mean()), abs=1e-4)
     assert found.fidelity["kl_max"] < 1e-4 and found.per_token["exact"] == [20.0]
     assert found.per_token["nll"] == pytest.approx(nll.tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize("vocabulary", [2, 7, 40])
+@pytest.mark.parametrize(("before", "after"), [(0, 5), (1, 9), (2, 1), (3, 8), (57, 33), (200, 1)])
+def test_a_copied_token_ends_a_run_of_three_of_the_prompt(vocabulary, before, after) -> None:
+    """A token is copied where it and the two before it stand in the prompt in this order, the border crossed too;
+    against a plain search, at all places and at some."""
+    torch.manual_seed(vocabulary * 1000 + before + after)
+    prompt, behind = (torch.randint(vocabulary, (size,)).tolist() for size in (before, after))
+    text, held = prompt + behind, {tuple(prompt[at : at + 3]) for at in range(before - 2)}
+    wanted = [at >= 2 and tuple(text[at - 2 : at + 1]) in held for at in range(before, before + after)]
+    assert list(copied_tokens(prompt, behind, range(after))) == wanted
+    assert list(copied_tokens(prompt, behind, range(0, after, 2))) == wanted[::2]
+
+
+@pytest.mark.parametrize(("settings", "first"), [({}, 1), ({"exact_first": False}, 0), ({"warmup": 7}, 7)])
+def test_the_kl_of_what_is_not_copied(settings, first) -> None:
+    """The mean over measured tokens that are no copies; none where all are, and the whole KL where none is."""
+    copied = tuple(at % 3 > 0 for at in range(50))
+    meter, ours, full, _ = forced(50, copied=copied, **settings)
+    kl, is_new = (full.exp() * (full - ours)).sum(-1)[first:], ~torch.tensor(copied)[first:]
+    found = meter.report()
+    assert found["kl_new"] == pytest.approx(float(kl[is_new].mean()), rel=1e-4)
+    assert found["num_new"] == int(is_new.sum()) < found["num_measured"]
+    assert meter.per_token()["copied"] == list(map(float, copied))
+    whole = forced(50, **settings)[0].report()
+    assert whole["kl_new"] == pytest.approx(whole["kl_mean"]) and whole["num_new"] == whole["num_measured"]
+    none = forced(50, copied=(True,) * 50, **settings)[0].report()
+    assert none["kl_new"] is None and none["num_new"] == 0
+
+
+def test_copies_are_told_from_the_prompt_of_a_request(loaded) -> None:
+    """A run forces an answer that begins as the prompt does and ends in tokens of its own: all but the first two of the
+    copy are copied, and the KL of the others is theirs alone."""
+    prompt = random_tokens(60)
+    fresh = [(token + 1) % 100 for token in prompt[10:20]]
+    asked = request("a", prompt, gold=(*prompt[5:20], *fresh), max_new_tokens=0)
+    found = answers(loaded, NATIVE_METHODS["snapkv"], [asked], fidelity_per_token=True)["a", 0]
+    copied = found.per_token["copied"]
+    assert copied[2:15] == [1.0] * 13 and sum(copied[15:]) == 0
+    kl = [nats for nats, one in zip(found.per_token["kl"][1:], copied[1:], strict=True) if not one]
+    assert found.fidelity["num_new"] == len(kl) and found.fidelity["kl_new"] == pytest.approx(
+        sum(kl) / len(kl), rel=1e-3
+    )

@@ -267,6 +267,15 @@ def test_equal_bytes_are_compared_by_interpolation(tmp_path, capsys):
         assert main(["compare", f"results_dir={tmp_path}", word]) == 2
 
 
+def test_a_share_of_a_prompt_and_one_of_all_tokens_seen_are_two_series(tmp_path):
+    """No line joins them, so that nothing is interpolated between the two meanings of a budget."""
+    for budget in (0.25, 0.5, "25%seen", "50%seen"):
+        store(tmp_path, "thin", {"a": [0.5, 0.6]}, settings={"budget": budget}, ratio=0.3)
+    (group,) = load_groups(command_settings("compare", tmp_path))
+    found = series_of([run for run in group.runs if run.method == "thin"])
+    assert {name: len(runs) for name, runs in found.items()} == {"thin": 2, "thin budget=%seen": 2}
+
+
 def test_areas_are_trapezoids_and_bytes_have_their_part(tmp_path):
     """The mean over a range is numpy's trapezoid of the means over log bytes, and the interval is that of a plain joint
     bootstrap in which the bytes vary too."""

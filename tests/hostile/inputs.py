@@ -35,6 +35,7 @@ WRONG = {
     "store.budget_bytes": (-1, "1", "12 apples", [1], "-1GiB", "nanGiB"),
     "store.memory_share": (0, -0.5, 1.5, "half", None, True),
     "store.rotation": ("hademard", 5, None, True),
+    "store.key_offset": ("victim/x", 5, None, True, [], [[]], [[1], [1, 2]], [["x"]]),
     "store.track": ("everything", [5], ["score", "score"], None),
     "fidelity.on": ("mine", 5, None, True),
     "fidelity.max_tokens": (-1, 2.5, "all", True),

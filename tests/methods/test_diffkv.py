@@ -47,6 +47,47 @@ def test_prompt_tiers_equal_the_oracle(num_tokens):
         assert all(low and len(high) + len(low) < 150 for high, low in tiers)  # all three classes occur
 
 
+def section_4(prob, alpha_h, alpha_l, window):
+    """The prompt phase as the section words it: tiers (-1 pruned) of tokens i = 1 .. N of one KV head, from
+    probabilities [query heads, N, N]; the mean of the N - i scores from later tokens, its maximum over the query heads,
+    alpha / i, and the last `window` tokens in high precision."""
+    length, tiers = prob.shape[-1], []
+    for i in range(1, length + 1):
+        later = [max(float(head[i:, i - 1].sum()) / (length - i) for head in prob)] if i < length else [0.0]
+        tier = HIGH if later[0] >= alpha_h / i else LOW if later[0] >= alpha_l / i else -1
+        tiers.append(HIGH if i > length - window else tier)
+    return tiers
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 65, 150])
+def test_section_4_to_the_letter(num_tokens):
+    """`threshold=i queries=later` is the text's own rule; the default counts a token's attention to itself and N."""
+    q, k, v = random_layer(num_tokens, 2, 3, num_tokens, 16)
+    prob = causal_probabilities(4 * q, k, 0.25).unflatten(0, (2, 3))
+    want = [section_4(prob[head], 1.5, 0.8, 10) for head in range(2)]
+
+    def tiers(**settings):
+        store, row = filled(DiffKV(alpha_h=1.5, alpha_l=0.8, window=10, **settings), [(4 * q, k, v)], scale=0.25)
+        found = torch.full((2, num_tokens), -1)
+        for tier in (HIGH, LOW):
+            for head, positions in enumerate(held_positions(store, row, tier)):
+                found[head, positions] = tier
+        return found.tolist()
+
+    assert tiers(threshold="i", queries="later") == want
+    if num_tokens == 150:
+        assert {tier for head in want for tier in head} == {HIGH, LOW, -1}
+        others = [tiers(threshold="i"), tiers(queries="later"), tiers()]
+        assert all(other != want for other in others) and others[1] != others[2]
+
+
+@pytest.mark.parametrize("value", ["all", "", 0, -2, 1.5, True])
+def test_queries_of_no_meaning_are_refused(value):
+    """A number of queries, -1 or `later`."""
+    with pytest.raises(ValueError, match="queries"):
+        DiffKV(queries=value)
+
+
 def test_a_threshold_by_position_counts_from_one():
     """With threshold=i the first token's threshold is alpha / 1 and the third's alpha / 3, equality included."""
     policy = DiffKV(alpha_h=0.75, alpha_l=0.375, window=1, threshold="i")

@@ -126,6 +126,28 @@ def test_rows_may_read_different_shares():
         assert meter.readable_bytes == 2 * (prompt + 1) * 4 * DIM
 
 
+def test_a_share_of_what_was_seen_grows_with_the_answer():
+    """Half of the tokens held in each step, in whole pages rounded down, three at least: a page more is read as soon as
+    the answer has brought sixteen tokens."""
+    policy = Quest(read_budget="50%seen", page_tokens=8, dense_layers=0)
+    lengths, bounds = [45, 3], 2 * DIM * 2
+    store, rows, tensors = filled(policy, lengths, 100)
+    before, counts = [0, 0], set()
+    for number in range(50):
+        at = [length + number for length in lengths]
+        step(store, rows, tensors, at)
+        for index, position in enumerate(at):
+            seen, meter = position + 1, store.ledger.meters[rows[index]]
+            pages, read = -(-seen // 8), max(3, seen // 2 // 8)
+            tokens = seen - 8 * max(0, pages - read)  # the newest page is always read
+            assert tokens <= max(seen // 2, 3 * 8)
+            want = 2 * (tokens * 4 * DIM + (pages * bounds if pages > read else 0))
+            assert meter.read_bytes - before[index] == want
+            before[index] = meter.read_bytes
+            counts.add(read)
+    assert counts == {3, 4, 5}
+
+
 def test_what_is_read_is_reported():
     """The share of bytes read, bounds included, over all steps; exactly 1 in layers that read everything."""
     for dense, expected in ((1, 1.0), (0, None)):

@@ -83,6 +83,31 @@ def test_cache_relative_attention_sees_indices_in_the_cache(num_tokens, sinks, b
         assert (out - want).abs().max() < 2e-5
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "sinks", "share"), [(12, 4, 50), (3, 4, 50), (1, 1, 30), (30, 0, 20), (9, 2, 90)]
+)
+def test_a_window_that_grows_has_positions_in_the_cache(num_tokens, sinks, share):
+    """With a share of all tokens seen a new token takes the oldest recent one's slot, or a new one where the share has
+    grown by a token; indices are by age, wherever the tokens lie."""
+    raw_q, raw_k, v = inputs(num_tokens + 25, seed=num_tokens)
+    policy = StreamingLLM(sinks=sinks, budget=f"{share}%seen", tier="native")
+    store, row = filled_store(policy, num_tokens, raw_q, raw_k, v)
+    held = list(range(num_tokens))
+    room = max(sinks + 1, share * num_tokens // 100)
+    held = held if num_tokens <= room else held[:sinks] + held[num_tokens - room + sinks :]
+    assert held_positions(store, row) == [held] * 2
+    for position in range(num_tokens, num_tokens + 25):
+        held.append(position)
+        if len(held) > max(sinks + 1, share * (position + 1) // 100):
+            del held[sinks]
+        out = step(store, row, position, raw_q, raw_k, v)
+        assert [sorted(x) for x in held_positions(store, row)] == [held] * 2
+        index = list(range(len(held)))
+        query = rotated(raw_q[:, position : position + 1], index[-1])[:, 0]
+        want = plain_attention(query, rotated(raw_k[:, held], index), v[:, held], 0.25)
+        assert (out - want).abs().max() < 2e-5
+
+
 def test_absolute_attention_sees_true_positions():
     """With position_mode=absolute the kept keys keep the positions they were read at."""
     raw_q, raw_k, v = inputs(20)

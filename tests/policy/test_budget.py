@@ -5,7 +5,7 @@ import math
 import pytest
 
 from kvbench.policy import Budget
-from kvbench.policy.budget import read_size
+from kvbench.policy.budget import BudgetRule, read_size
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,9 @@ from kvbench.policy.budget import read_size
         ("8MiB", 2**23, "bytes"),
         (" 0.5 KiB ", 512, "bytes"),
         ("1B", 1, "bytes"),
+        ("50%seen", 0.5, "seen"),
+        (" 12.50 % seen", 0.125, "seen"),
+        ("100%seen", 1, "seen"),
     ],
 )
 def test_a_whole_number_is_tokens_and_a_point_makes_a_ratio(text, value, unit):
@@ -29,7 +32,23 @@ def test_a_whole_number_is_tokens_and_a_point_makes_a_ratio(text, value, unit):
 
 
 @pytest.mark.parametrize(
-    "text", [0, -1, 1.5, 256.0, 2**24 + 1, 10**40, math.nan, math.inf, "1e400", "0B", "0.5B", "2097152GiB"]
+    "text",
+    [
+        0,
+        -1,
+        1.5,
+        256.0,
+        2**24 + 1,
+        10**40,
+        math.nan,
+        math.inf,
+        "1e400",
+        "0B",
+        "0.5B",
+        "2097152GiB",
+        "0%seen",
+        "100.1%seen",
+    ],
 )
 def test_numbers_out_of_range_are_refused(text):
     """Absurd budgets would evict nothing, without a word."""
@@ -37,11 +56,25 @@ def test_numbers_out_of_range_are_refused(text):
         Budget.parse(text, "read_budget")
 
 
-@pytest.mark.parametrize("text", [True, False, None, "lots", "", [1], {"a": 1}, "1.2.3MiB", "8 MB", "0x10"])
+@pytest.mark.parametrize(
+    "text", [True, False, None, "lots", "", [1], {"a": 1}, "1.2.3MiB", "8 MB", "0x10", "50%", "0.5seen", "-5%seen"]
+)
 def test_what_is_no_number_is_refused(text):
     """Neither flags nor other text are budgets."""
     with pytest.raises(ValueError, match="budget=.* is not a budget; write a ratio"):
         Budget.parse(text)
+
+
+@pytest.mark.parametrize("text", ["33.3%seen", "7%seen", "0.01%seen", "100%seen"])
+def test_a_share_of_what_was_seen_has_one_text(text):
+    """Its canonical text, which identities hold, reads as itself; it allows what the same ratio of as many tokens
+    does."""
+    budget = Budget.parse(text)
+    assert budget.text == BudgetRule().read(f" {text.replace('%', ' % ')}") == text
+    assert [budget.tokens(n, 1, 1.0) for n in (1, 10, 999)] == [
+        Budget(budget.value, "ratio").tokens(n, 1, 1.0) for n in (1, 10, 999)
+    ]
+    assert budget.of_seen and not Budget.parse(0.5).of_seen
 
 
 @pytest.mark.parametrize(("text", "size"), [("1B", 1), ("1.5KiB", 1536), (".5GiB", 2**29), ("KiB", None), ("5", None)])

@@ -51,6 +51,29 @@ def test_h2o_drops_what_is_below_a_threshold(threshold):
             score[j] += add
 
 
+@pytest.mark.parametrize("share", [25, 50, 85, 100])
+@pytest.mark.parametrize("recent", [0.0, 0.4])
+def test_h2o_holds_its_share_of_what_was_seen(share, recent):
+    """Each step the token with the least attention outside of the recent window makes room, unless the share has grown
+    by a token; the window is a share of what may be held, the incoming token counted."""
+    states = run(H2O(budget=f"{share}%seen", recent_share=recent))
+    held, q, k = next(states)
+    sums = causal_probabilities(q[:, :PROMPT], k[:, :PROMPT], 0.5)[0].sum(0)
+    score = {j: float(sums[j]) for j in held}
+    assert len(held) == share * PROMPT // 100
+    for position, (now, _, _) in enumerate(states, PROMPT):
+        room = share * (position + 1) // 100
+        if len(score) == room:
+            last = position + 1 - max(0, min(int(recent * room), room))
+            del score[min((j for j in score if j < last), key=lambda j: score[j])]
+        score[position] = 0.0
+        assert now == sorted(score) and len(now) == room
+        ids = sorted(score)
+        weight = torch.softmax(k[0, ids].double() @ q[0, position].double() * 0.5, 0)
+        for j, add in zip(ids, weight.tolist(), strict=True):
+            score[j] += add
+
+
 def test_tova_drops_what_the_last_query_is_below_a_threshold_for():
     """With a threshold below every probability nothing goes; with one above all, each step drops one as with a budget
     of one more token than the prompt kept."""

@@ -355,6 +355,10 @@ def test_every_setting_counts_or_says_why_not(tmp_path):
             where = f"{name}.{field}" if name else field
             if isinstance(mark, counting.Outside):
                 assert len(mark.why.split()) > 2, where
+            elif isinstance(mark, counting.Unless):
+                assert not lies_in(where), f"{where} is what runs had before there was the setting"
+                other = dataclasses.replace(held, **{field: "prompt"})
+                assert counting.counted(other) == {**counting.counted(held), field: "prompt"}
             else:
                 assert lies_in(mark.where if mark else where) or (not name and field in ("prefill",)), where
     for key, mark in load.MARKS.items():

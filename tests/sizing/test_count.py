@@ -80,6 +80,13 @@ def test_every_method_is_counted_as_it_is_acted_out(name):
         ("kv_compress", {"continual": True, "budget": 96}),
         ("scissorhands", {"budget": 60}),
         ("random", {"budget": 40}),
+        ("snapkv", {"budget": "50%seen", "window": 8}),
+        ("h2o", {"budget": "30%seen", "allocation": "pyramid"}),
+        ("ada_snapkv", {"budget": "30%seen", "window": 8}),
+        ("kvzip", {"budget": "30%seen"}),
+        ("keydiff", {"budget": "30%seen"}),
+        ("kv_compress", {"budget": "50%seen"}),
+        ("streaming_llm", {"budget": "50%seen"}),
         ("diffkv", {"alpha_l": 0, "alpha_h": 5}),
         ("diffkv", {"decode_rule": "released", "threshold": "i"}),
     ],
@@ -97,11 +104,18 @@ def test_models_of_every_kind_are_counted(kind, name):
 
 
 @pytest.mark.parametrize(
-    "options", [StoreOptions(page_bytes=8192), StoreOptions(windows="method"), StoreOptions(track=("pos",))]
+    "options",
+    [
+        StoreOptions(page_bytes=8192),
+        StoreOptions(windows="method"),
+        StoreOptions(windows="method", key_offset="prompt"),
+        StoreOptions(key_offset=((0.5,) * 3 * 64,) * 2),
+        StoreOptions(track=("pos",)),
+    ],
 )
 @pytest.mark.parametrize("name", ["int4", "h2o"])
 def test_options_of_the_store_are_counted(name, options):
-    """Pages of another size, windows in the method's precision, tracked positions."""
+    """Pages of another size, windows in the method's precision, offsets of keys, tracked positions."""
     same(name, {}, SHAPES["windows"], options=options)
 
 

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from problem_rows import AIME, CODE, FILES, GSM8K, MATH, folder_of
 
 from kvbench.config.files import conf_folder
-from kvbench.tasks import load_task
+from kvbench.tasks import check_task, load_task
 from kvbench.tasks.aime import Aime
 from kvbench.tasks.gsm8k import COT8, find_answer
 from kvbench.tasks.lmeval import metadata_of
@@ -121,6 +121,58 @@ def test_chat_forms(model, tmp_path: Path, no_cage) -> None:
     assert f"```python\n{CODE['prompt'].strip()}\n```</s>" in asked
 
 
+def _asked(name: str) -> tuple[str, str]:
+    """What the user says in the form with an instruction: the instruction first, and last."""
+    row = FILES[name][1]
+    if name in CODE_TASKS:
+        words = "Write a self-contained Python script that solves the {}, in a fenced code block."
+        code = f"```python\n{row['prompt'].strip()}\n```"
+        return f"{words.format('following problem')}\n\n{code}", f"{code}\n\n{words.format('problem above')}"
+    said, problem = BOXED.strip(), row.get("problem")
+    if name == "gsm8k":
+        said, problem = (
+            "Solve the problem step by step. End with a line of the form: The answer is <number>.",
+            row["question"],
+        )
+    return f"{said}\n\n{problem}", f"{problem}\n\n{said}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_instruction_stands_first_or_last(name: str, model, tmp_path: Path, no_cage) -> None:
+    """The whole prompt with the instruction at either end; at the end of the form it is the run without the setting,
+    and at the other one another run, which says so."""
+    form = {"gsm8k": {"form": "zeroshot"}, "math": {"subjects": "algebra"}}.get(name, {})
+    form |= {"form": "chat"} if name in CODE_TASKS else {}
+    folder = folder_of(tmp_path, name)
+    usual = load(model, name, folder, **form)
+    first, last = (load(model, name, folder, **form, instruction=place) for place in ("first", "last"))
+    for task, text in zip((first, last), _asked(name), strict=True):
+        assert text_of(model, task.requests[0]) == f"<s><|user|>\n{text}</s><|assistant|>\n"
+        assert [request.gold for request in task.requests] == [request.gold for request in usual.requests]
+    same, other, moved = (first, last, "last") if name in CODE_TASKS else (last, first, "first")
+    assert (same.protocol, same.fingerprint) == (usual.protocol, usual.fingerprint)
+    assert "instruction" not in usual.protocol and other.fingerprint != usual.fingerprint
+    assert other.protocol == usual.protocol | {"instruction": moved}
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+@pytest.mark.parametrize(
+    ("name", "form", "remedy"),
+    [
+        ("gsm8k", "cot8", "zeroshot"),
+        ("gsm8k", "fewshot5", "zeroshot"),
+        ("math500", "minerva4", "boxed"),
+        ("math", "minerva4", "boxed"),
+        ("humaneval_plus", "complete", "chat"),
+        ("mbpp_plus", "complete", "chat"),
+    ],
+)
+def test_a_form_without_an_instruction_cannot_move_it(name: str, form: str, remedy: str, place: str) -> None:
+    """It is refused by name with the form that has one, before data and model are looked for."""
+    with pytest.raises(ValueError, match=rf"^task\.instruction={place} .*{form}.* task\.form={remedy}$"):
+        check_task({"name": name, "form": form, "instruction": place}, limit=None, seed=0)
+
+
 def test_raw_code_stops_behind_the_function(model, tmp_path: Path, no_cage) -> None:
     """The stop strings of the completion form stand behind a finished body, where no comment must be; chat has none."""
     folder = folder_of(tmp_path, "humaneval_plus")
@@ -152,6 +204,46 @@ def test_a_template_that_opens_the_thoughts(tokenizer, make_model, tmp_path: Pat
     for text, expected in (("\\boxed{42}", 0.0), ("hm</think>\\boxed{42}", 1.0)):
         assert task.score(task.requests[0], text)["correct"] == expected
         assert plain.score(plain.requests[0], text)["correct"] == 1.0
+
+
+def test_levels_and_the_others(model, tmp_path: Path) -> None:
+    """A limit counts the problems of the levels; those after the first are the others; ids are lines of the file."""
+    write(tmp_path / "test.jsonl", *({**MATH, "problem": f"{at}?", "level": at % 3 + 1} for at in range(9)))
+
+    def asked(limit=None, **settings):
+        cfg = {"name": "math500", "data_dir": str(tmp_path)} | settings
+        task = load_task(cfg, model, limit=limit, seed=0, protocol={"max_new_tokens": 64})
+        return task, [request.meta["index"] for request in task.requests]
+
+    task, plain = asked()
+    assert plain == [*range(9)] and "levels" not in task.protocol
+    assert task.sources == [{"file": f"{tmp_path.name}/test.jsonl", "rows": 9, "of": 500}]
+    task, two = asked(levels=[2, 1])
+    assert two == [0, 1, 3, 4, 6, 7] and task.protocol["levels"] == [1, 2]
+    assert asked("first:4", levels=[1, 2])[1] + asked("after:4", levels=[1, 2])[1] == two
+    assert asked(levels=3)[1] == [2, 5, 8]
+    with pytest.raises(ValueError, match="no row among those that limit=after:9 and its other settings choose"):
+        asked("after:9")
+    with pytest.raises(ValueError, match="task.levels=6 must be"):
+        asked(levels=6)
+
+
+@pytest.mark.parametrize("name", ["algebra_train.jsonl", "train/algebra.jsonl"])
+def test_problems_for_training(model, tmp_path: Path, name: str) -> None:
+    """They lie beside the test problems or in a folder of their own, and are never taken for these."""
+    (tmp_path / "train").mkdir()
+    row = {**MATH, "subject": "Algebra"}
+    write(tmp_path / name, {**row, "problem": "for training?"})
+    write(tmp_path / "algebra.jsonl", {**row, "problem": "test?"}, {**row, "problem": "another?"})
+    train = load(model, "math", tmp_path, subjects="algebra", split="train")
+    assert "for training?" in text_of(model, train.requests[0]) and len(train.requests) == 1
+    assert train.protocol["problems"] == "train"
+    assert train.sources == [{"file": "/".join((tmp_path / name).parts[-2:]), "rows": 1, "of": 1744}]
+    test = load(model, "math", tmp_path, subjects="algebra")
+    assert "problems" not in test.protocol and len(test.requests) == 2 and test.fingerprint != train.fingerprint
+    (tmp_path / name).unlink()
+    with pytest.raises(ValueError, match=r"task.subjects=\[algebra\] task.split=train to=math"):
+        load(model, "math", tmp_path, subjects="algebra", split="train")
 
 
 def test_math_by_subject(model, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from kvbench.config.compose import compose
 from kvbench.engine.requests import Request
-from kvbench.tasks.task import Limit
+from kvbench.tasks.protocol import Protocol
+from kvbench.tasks.task import Ask, Limit
 from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
 
 
@@ -112,7 +113,19 @@ def test_the_first_ones_on_request():
     assert compose(["limit=first:20"]).limit == "first:20"
 
 
-@pytest.mark.parametrize("value", [0, -1, True, 1.5, "20 ", "first", "first:0", "last:3", "", [3], "first:-2"])
+def test_the_others_on_request():
+    """`after:20` is what `first:20` leaves, in order; a task that makes its prompts has no first rows."""
+    assert Limit.read("after:3").of(7, "x") == [3, 4, 5, 6] and Limit.read("after:9").of(4, "x") == []
+    for value in ("after:3", "first:3", 3):
+        assert Limit.read(Limit.read(value).setting) == Limit.read(value)
+    ask = Ask(None, Limit.read("after:3"), 0, Protocol())
+    with pytest.raises(ValueError, match="limit=after:3 leaves out the first rows"):
+        ask.items(5)
+
+
+@pytest.mark.parametrize(
+    "value", ["after:0", "after", 0, -1, True, 1.5, "20 ", "first", "first:0", "last:3", "", [3], "first:-2"]
+)
 def test_what_is_no_number_of_samples_is_refused(value):
     """The message says how to write one."""
     with pytest.raises(ValueError, match="^limit=.* is no number of samples; write a whole number .* first:20"):

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbench.cache.layout import StoreOptions, compile_formats
+from kvbench.cache.offsets import KINDS
 from kvbench.config.files import FULL
 from kvbench.extensions.advise import shipped
 from kvbench.extensions.papers import published
@@ -95,7 +96,10 @@ def _stored(folder: Path, shape: NamedShape) -> Asked:
     samples, damaged = read_samples(folder / "samples.jsonl", record.hash, sealed=record.sealed)
     if damaged:
         note(f"{damaged} damaged lines of {folder}/samples.jsonl do not count")
-    store = replace(store_options(record.identity.get("store") or {}), budget_bytes=None)
+    held = dict(record.identity.get("store") or {})
+    if held.get("key_offset") not in KINDS and isinstance(held.get("key_offset"), str):
+        del held["key_offset"]  # an identity has a table's numbers, never its path, and no file that it names is opened
+    store = replace(store_options(held), budget_bytes=None)
     try:
         compile_formats(policy, shape.store_shape, store)
     except ValueError as error:  # of the run's pages, or of what `project` refuses too

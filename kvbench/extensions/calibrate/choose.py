@@ -1,5 +1,5 @@
 """From measured trials to a choice: what each loses against the full cache, what it holds, and which is the cheapest
-that loses no more than the margin; and how often that confirms what it should not."""
+that loses no more than the margin, or has the highest score; and how often that confirms what it should not."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvbench.extensions.calibrate.measure import Trial
-from kvbench.extensions.calibrate.plan import Number, Rule
+from kvbench.extensions.calibrate.plan import PAPER, Number, Rule
 from kvbench.policy.by_layer import read_table
 from kvbench.results.measures import LOSSES, RESIDENT, SCORE, Measure, score
 from kvbench.results.sample import SampleRecord
@@ -121,11 +121,52 @@ def accepts(rule: Rule, measured: Measured) -> bool:
 
 
 def choose(measured: Sequence[Measured], rule: Rule) -> int | None:
-    """Index of the cheapest point that the rule accepts, if any; of nearly equal bytes the earlier, gentler value: a
-    threshold that frees no memory should not be paid for."""
+    """Index of the rule's choice, if any.
+
+    `cheapest`: the fewest bytes that the rule accepts; of nearly equal bytes the earlier, gentler value: a threshold
+    that frees no memory should not be paid for. `paper`: the highest score, of equal ones the earlier value.
+    """
+    if rule.name == PAPER:
+        lost = [_lost(item, rule) for item in measured]
+        least = min((value for value in lost if value is not None), default=0.0)
+        return next((index for index, value in enumerate(lost) if value is not None and _same(value, least)), None)
     good = [index for index, item in enumerate(measured) if item.within]
     fewest = min((measured[index].resident_bytes for index in good), default=0.0)
     return next((index for index in good if measured[index].resident_bytes <= (1 + rule.tie) * fewest), None)
+
+
+def _lost(measured: Measured, rule: Rule) -> float | None:
+    """The mean loss, where every sample ended well."""
+    found = measured.losses.get(rule.criterion)
+    return None if found is None or measured.num_failed else found.value
+
+
+def _same(a: float, b: float) -> bool:
+    """Equal but for the order of sums: shares of right answers are."""
+    return abs(a - b) < 1e-9
+
+
+def is_out_of_reach(measured: Sequence[Measured], rule: Rule) -> bool:
+    """Does every point lose more than the margin in the mean?"""
+    return all(value is None or value > rule.margin for value in (_lost(item, rule) for item in measured))
+
+
+def why(name: str, values: Sequence[Number], measured: Sequence[Measured], best: int | None, rule: Rule) -> str:
+    """The reason of a choice as a sentence, with the values of the setting `name`."""
+    lost = LOSSES[rule.criterion]
+    margin = f"{lost.scale * rule.margin:g} {lost.unit}"
+    if best is None:
+        return f"{name}: none of {len(values)} values is accepted"
+    point, said = measured[best], f"{name}={value_text(values[best])}: "
+    if rule.name == PAPER:
+        losses, least = [_lost(item, rule) for item in measured], _lost(point, rule) or 0.0
+        ties = [at for at, mean in enumerate(losses) if at != best and mean is not None and _same(mean, least)]
+        said += f"the highest score, {SCORE.scale * (point.score or 0):.1f} %, of {len(values)} values"
+        shared = f"; shared with {', '.join(value_text(values[at]) for at in ties)}, and the gentler value wins"
+        return said + (shared if ties else "")
+    ratio = f"{RESIDENT.scale * (point.bytes_ratio.value or 0):.1f} % of the FP16 bytes"
+    good = sum(item.within for item in measured)
+    return said + f"{ratio}, the fewest of the {good} of {len(values)} values that lose at most {margin} ({rule.proof})"
 
 
 def beside(points: Sequence[Measured], parameter: str) -> str:
@@ -202,6 +243,9 @@ def false_confirmations(
     losses = rule.margin + (own + each) / np.sqrt(2)
     is_good = _accepted(losses[:num_tuning].reshape(num_tuning, -1), rule).reshape(trials, num_points)
     confirmed = _accepted(losses[num_tuning:].reshape(num_held_out, -1), rule).reshape(trials, num_points)
+    if rule.name == PAPER:  # the luckiest, good or not
+        best = losses[:num_tuning].mean(axis=0).argmin(axis=1)
+        return float(np.mean(confirmed[np.arange(trials), best]))
     # The cheapest that is good: any of them, as bytes know nothing of losses; the last of the grid.
     last = num_points - 1 - np.argmax(is_good[:, ::-1], axis=1)
     return float(np.mean(is_good.any(axis=1) & confirmed[np.arange(trials), last]))

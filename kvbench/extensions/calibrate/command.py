@@ -1,10 +1,15 @@
 """`kvbench calibrate` runs a model to find a method's thresholds or budget: chosen on some samples, proven on others.
 
-Source: DiffKV (SOSP'25), the calibration of alpha_h and alpha_l on a training split; the released scripts of its
-param_tuning/ folder sweep alpha_h with alpha_l = 0, then alpha_l at the alpha_h chosen, and give a model without a low
-tier (Qwen2.5-7B) equal thresholds.
-Differs: the paper states no rule for the choice beyond near-lossless accuracy; the rule here is in the written file.
-The paper has no held-out verdict and no intervals.
+`rule=cheapest` takes the fewest bytes within a margin; `rule=paper` takes the highest score.
+
+Source: DiffKV (SOSP'25) section 7.2: on MATH's training problems alpha_h of 1 to 5, the one with the highest accuracy,
+then alpha_l of five equally spaced values up to 0.1 at that alpha_h, again the highest; a model that reaches the full
+cache's accuracy at no alpha_h (Qwen2.5-7B) has no low tier. The released scripts of its param_tuning/ folder sweep in
+this order, with alpha_l = 0 first, and give that model equal thresholds.
+Differs: `rule=paper`: the section speaks of five values in [0, 0.1] and later of 0.02 to 0.1 in steps of 0.02, and has
+chosen 0; here 0 and those five. It states no rule for ties (the smaller threshold here), and not how near the full
+cache's accuracy is near enough for a low tier (`margin.score` in the mean here). A held-out verdict and intervals come
+on top. `rule=cheapest` is not the paper's.
 """
 
 import json
@@ -23,11 +28,11 @@ from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.supported import model_shape
 from kvbench.errors import unknown_name
 from kvbench.extensions.calibrate import show, write
-from kvbench.extensions.calibrate.choose import Measured, choose, evaluate, false_confirmations
+from kvbench.extensions.calibrate.choose import Measured, choose, evaluate, false_confirmations, is_out_of_reach, why
 from kvbench.extensions.calibrate.layers import read_layer_plan
 from kvbench.extensions.calibrate.layers import search as search_layers
 from kvbench.extensions.calibrate.measure import Sweep, Trial
-from kvbench.extensions.calibrate.plan import Number, Plan, read_plan, split
+from kvbench.extensions.calibrate.plan import RULES, Number, Plan, describe_data, read_plan, split
 from kvbench.extensions.calibrate.write import Choice, Result, StageResult
 from kvbench.models.load import LoadedModel
 from kvbench.results import identity
@@ -38,6 +43,7 @@ from kvbench.runs.config import RunConfig, read_bytes
 from kvbench.runs.experiment import load_task
 from kvbench.runs.parts import Loaders
 from kvbench.show.progress import note
+from kvbench.tasks.task import Limit
 from kvbench.tasks.taskset import TaskSet
 
 WHAT = ("settings", "layers")
@@ -52,23 +58,25 @@ def main(cfg: DictConfig, parts: Loaders | None = None) -> int:
     Raises:
         ValueError: A setting is out of range, or data or weights are missing.
     """
-    experiment, wanted, method, what = _parted(cfg)
+    experiment, wanted, method, what, rule = _parted(cfg)
     parts = parts or Loaders()
     policy = parts.make_policy(experiment.method)  # first: a bad setting should not cost a model load
     layers = read_layer_plan(wanted.layers, method, policy) if what == "layers" else None
-    plan = read_plan(wanted, method, policy, None if layers is None else ())
+    plan = read_plan(wanted, method, policy, None if layers is None else (), rule)
     limit = read_bytes("prompt_cache_bytes", experiment.prompt_cache_bytes)
     parts.check_task(experiment)
     model = parts.load_model(experiment.model)
     task = load_samples(experiment, plan, parts, model)
     tuning, held_out = split(task, plan, wanted.split_seed)
+    data = describe_data(task, experiment.limit, plan.rule)
+    note(f"{method}: rule={rule}, {len(tuning.requests)} + {len(held_out.requests)} samples: {data['said']}")
     root = Path(experiment.results_dir) / "calibration"
     folder = identity.run_folder(root, task.name, model.name, method, "x").parent
     sweep = Sweep(experiment, method, parts, folder=folder / "points", prompts=PromptCache(limit))
     default = sweep.trial({}, held_out)
     decides = {"plan": plan, "layers": layers, "held_out": default.experiment.identity, "tuning": tuning.fingerprint}
     with opened(folder, sweep, decides) as (own, digest):
-        result = Result(plan=plan, method=method, default=default.experiment, hash=digest, folder=own)
+        result = Result(plan=plan, method=method, default=default.experiment, hash=digest, folder=own, data=data)
         if layers is not None:
             num_layers = model_shape(model.model).num_layers
             result.layers, stage = search_layers(sweep, layers, plan.rule, tuning, num_layers)
@@ -91,27 +99,31 @@ def main(cfg: DictConfig, parts: Loaders | None = None) -> int:
     return int(result.choice is None or not result.choice.confirmed)
 
 
-def _parted(cfg: DictConfig) -> tuple[DictConfig, DictConfig, str, str]:
-    """The experiment's settings, the command's, the name of the method, and what is calibrated."""
+def _parted(cfg: DictConfig) -> tuple[DictConfig, DictConfig, str, str, str]:
+    """The experiment's settings, the command's, the name of the method, what is calibrated, and the rule."""
     settings = as_dict(cfg)
     if (what := settings.pop("what")) not in WHAT:
         raise unknown_name("what", what, [*WHAT, *files.subcommands("calibrate")])
+    if (rule := settings.pop("rule")) not in RULES:
+        raise unknown_name("rule", rule, RULES)
     wanted, choices = settings.pop("calibrate"), settings.pop("_choices_")
     experiment = read_experiment(settings, "calibrate")
     if experiment.method.get(KEY) is not None:
         raise ValueError("method.calibration is what this command writes; leave it out")
-    return experiment, OmegaConf.create(wanted), choices["method"], what
+    return experiment, OmegaConf.create(wanted), choices["method"], what, rule
 
 
 def read_experiment(settings: dict, command: str) -> DictConfig:
     """The experiment's own settings of a command that says by itself which samples there are."""
     experiment = OmegaConf.create(settings)
     RunConfig.read(experiment)
+    limit = Limit.read(experiment.limit)
     for name in ("limit", "shard"):
-        if experiment[name] is not None:
+        if experiment[name] is not None and not (name == "limit" and limit and (limit.first or limit.after)):
             raise ValueError(
                 f"{name}={experiment[name]} has no meaning here; leave it out: {command}.tuning_samples and "
-                f"{command}.held_out_samples say how many samples of each subset"
+                f"{command}.held_out_samples say how many samples of each subset, and limit=first:100 or after:100 "
+                "which they are drawn from"
             )
     return experiment
 
@@ -129,7 +141,8 @@ def opened(folder: Path, sweep: Sweep, decides: dict[str, Any]) -> Iterator[tupl
 
 
 def load_samples(cfg: DictConfig, plan: Plan, parts: Loaders, model: LoadedModel, prefix: str = "calibrate") -> TaskSet:
-    """As many samples of each subset as both sets of the plan need; generated tasks make them.
+    """As many samples of each subset as both sets of the plan need, or all that a limit leaves; generated tasks make
+    them.
 
     Raises:
         ValueError: The task has no gold answers, and the criterion needs them.
@@ -137,7 +150,7 @@ def load_samples(cfg: DictConfig, plan: Plan, parts: Loaders, model: LoadedModel
     count = plan.tuning_samples + plan.held_out_samples
     if "items" in cfg.task:
         cfg.task["items"] = count
-    task = load_task(RunConfig.read(cfg), model, parts, count)
+    task = load_task(RunConfig.read(cfg), model, parts, count if cfg.limit is None else cfg.limit)
     if plan.rule.criterion == "score":
         return task
     said = f"{prefix}.criterion={plan.rule.criterion} needs gold answers"
@@ -158,18 +171,43 @@ def _tune(sweep: Sweep, plan: Plan, task: TaskSet, result: Result) -> Measured |
     chosen: dict[str, Number] = {}
     tuned = None
     for index, stage in enumerate(plan.stages):
-        settings = [plan.settings(index, value, chosen) for value in stage.values]
-        trials = [sweep.trial(item, task) for item in settings]
-        sweep.measure([*_distinct(trials), full], f"{result.method}: {stage.parameter}")
-        known = {trial.experiment.hash: trial for trial in trials if trial.records}
-        measured = [evaluate(replace(known[t.experiment.hash], settings=t.settings), full, plan.rule) for t in trials]
-        best = choose(measured, plan.rule)
-        result.stages.append(StageResult(stage=stage, points=measured, chosen=best))
-        if best is None:
+        found = _stage(sweep, plan, index, stage.values, chosen, task, full)
+        off = plan.off.get(stage.parameter)
+        if off is not None and off not in stage.values and is_out_of_reach(found.points, plan.rule):
+            note(f"{result.method}: no {stage.parameter} is within the margin of the full cache; {off:g} joins them")
+            found = _stage(sweep, plan, index, (off, *stage.values), chosen, task, full)
+        result.stages.append(found)
+        note(f"{result.method}: {plan.rule.name}: {found.why}")
+        if found.chosen is None:
             return None
-        chosen = {done.parameter: settings[best][done.parameter] for done in plan.stages[: index + 1]}
-        tuned = measured[best]
+        tuned = found.points[found.chosen]
+        chosen = {done.parameter: tuned.settings[done.parameter] for done in plan.stages[: index + 1]}
     return tuned
+
+
+def _stage(
+    sweep: Sweep,
+    plan: Plan,
+    index: int,
+    values: tuple[Number, ...],
+    chosen: dict[str, Number],
+    task: TaskSet,
+    full: Trial,
+) -> StageResult:
+    """Measures values of one setting, with the earlier ones at what was `chosen`, and chooses one."""
+    stage = replace(plan.stages[index], values=values)
+    trials = [sweep.trial(plan.settings(index, value, chosen), task) for value in values]
+    sweep.measure([*_distinct(trials), full], f"{sweep.method}: {stage.parameter}")
+    known = {trial.experiment.hash: trial for trial in trials if trial.records}
+    points = [evaluate(replace(known[t.experiment.hash], settings=t.settings), full, plan.rule) for t in trials]
+    best = choose(points, plan.rule)
+    return StageResult(
+        stage=stage,
+        points=points,
+        full=evaluate(full, full, plan.rule),
+        chosen=best,
+        why=why(stage.parameter, values, points, best, plan.rule),
+    )
 
 
 def _judged(sweep: Sweep, plan: Plan, task: TaskSet, default: Trial, tuned: Measured) -> Choice:

@@ -4,7 +4,8 @@ samples."""
 import hashlib
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -13,18 +14,21 @@ from kvbench.config.settings import as_dict
 from kvbench.errors import check_whole, unknown_name
 from kvbench.evidence.settings import POSITIVE
 from kvbench.policy import Policy
-from kvbench.results.measures import LOSSES
+from kvbench.results.measures import LOSSES, SCORE
 from kvbench.rules import Declared, declared
 from kvbench.tasks.taskset import TaskSet
 
 PROOFS = ("interval", "mean")
+CHEAPEST, PAPER = RULES = ("cheapest", "paper")
 Number = int | float | str  # a budget in bytes is written `8MiB`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """When a setting is good enough: its loss in `criterion` against the full cache is within the margin."""
+    """Which setting is chosen, and when one is good enough: its loss in `criterion` against the full cache is within
+    the margin. `cheapest` chooses the fewest bytes among the good ones; `paper` the highest score, good or not."""
 
+    name: str = CHEAPEST
     criterion: str
     margin: float
     proof: str
@@ -36,6 +40,12 @@ class Rule:
 
     def text(self) -> str:
         """The rule as a sentence."""
+        if self.name == PAPER:
+            return (
+                "the highest score; a tie goes to the earlier, gentler value of the grid, which is the smaller one of "
+                f"thresholds; the verdict is by the {self.proof} of the {LOSSES[self.criterion].rule}, at most "
+                f"{self.margin:g}"
+            )
         what = "the upper end of the 95 % interval of the loss" if self.proof == "interval" else "the mean loss"
         return (
             f"the fewest resident bytes among the values of which {what} is at most {self.margin:g} "
@@ -62,6 +72,8 @@ class Plan:
     rule: Rule
     tuning_samples: int
     held_out_samples: int
+    off: Mapping[str, Number] = field(default_factory=dict)
+    """Setting -> a value that joins its grid where the mean loss of every value of it is above the margin."""
 
     def settings(self, stage: int, value: Number, chosen: Mapping[str, Number]) -> dict[str, Number]:
         """The tuned settings of one grid point: earlier stages at what they chose, later ones at their first value."""
@@ -73,33 +85,53 @@ class Plan:
         return result
 
 
-def read_plan(cfg: DictConfig, method: str, policy: Policy, stages: tuple[Stage, ...] | None = None) -> Plan:
+def read_plan(
+    cfg: DictConfig, method: str, policy: Policy, stages: tuple[Stage, ...] | None = None, rule: str = CHEAPEST
+) -> Plan:
     """Checks the settings of the command, for a method at its uncalibrated settings; `stages` are given where they do
     not follow from the grid."""
     if method == FULL:
         raise ValueError("method=full is what the others are measured against; choose a method that compresses")
+    if rule not in RULES:
+        raise unknown_name("rule", rule, RULES)
+    usual = cfg.rules[rule]
     if stages is None:
-        stages = _stages(cfg, method, declared(type(policy)))
+        stages = _stages(cfg, method, declared(type(policy)), usual)
     for name in ("tuning_samples", "held_out_samples", "resamples"):
         check_whole(f"calibrate.{name}", cfg[name], 2)
     if not isinstance(cfg.tie, int | float) or not 0 <= cfg.tie < 1:
         raise ValueError(f"calibrate.tie={cfg.tie} must be a share of the bytes in [0, 1)")
-    for name, known in (("criterion", LOSSES), ("proof", PROOFS)):
-        if cfg[name] not in known:
-            raise unknown_name(f"calibrate.{name}", cfg[name], known)
-    margin = cfg.margin[cfg.criterion]
+    criterion = usual.criterion if cfg.criterion is None else cfg.criterion
+    for name, value, known in (("criterion", criterion, LOSSES), ("proof", cfg.proof, PROOFS)):
+        if value not in known:
+            raise unknown_name(f"calibrate.{name}", value, known)
+    if rule == PAPER and criterion != SCORE.name:
+        raise ValueError(
+            f"calibrate.criterion={criterion} does not fit rule={PAPER}, which chooses by the task's score; leave it "
+            f"out, or take rule={CHEAPEST}"
+        )
+    margin = cfg.margin[criterion]
     if not POSITIVE.fits(margin):
-        raise ValueError(f"calibrate.margin.{cfg.criterion}={margin} must be a number above 0: the loss you accept")
-    same = {name: cfg[name] for name in ("criterion", "proof", "resamples")}
-    rule = Rule(**same, margin=float(margin), tie=float(cfg.tie), seed=cfg.split_seed)
+        raise ValueError(f"calibrate.margin.{criterion}={margin} must be a number above 0: the loss you accept")
+    chosen = Rule(
+        name=rule,
+        criterion=criterion,
+        proof=cfg.proof,
+        resamples=cfg.resamples,
+        margin=float(margin),
+        tie=float(cfg.tie),
+        seed=cfg.split_seed,
+    )
+    off = {name: float(value) for name, value in (usual.get("otherwise") or {}).items()}
     raised = {name: (other, getattr(policy, other)) for name, other in cfg.raised.items() if hasattr(policy, other)}
     sizes = {name: cfg[name] for name in ("tuning_samples", "held_out_samples")}
-    return Plan(stages=stages, raised=raised, rule=rule, **sizes)
+    return Plan(stages=stages, raised=raised, off=off, rule=chosen, **sizes)
 
 
-def _stages(cfg: DictConfig, method: str, known: Mapping[str, Declared]) -> tuple[Stage, ...]:
-    """The settings to tune: those asked for, or those of the grid that the method has; `known` is what it declares."""
-    grid = as_dict(cfg.grid)
+def _stages(cfg: DictConfig, method: str, known: Mapping[str, Declared], usual: Mapping[str, Any]) -> tuple[Stage, ...]:
+    """The settings to tune: those asked for, or those of the grid that the method has; `known` is what it declares, and
+    `usual` has the rule's values where the grid has none."""
+    grid = {name: as_dict(usual).get(name) if values is None else values for name, values in as_dict(cfg.grid).items()}
     names = cfg.parameters
     if names is None and not (names := [name for name in grid if name in known]):
         raise ValueError(
@@ -124,6 +156,24 @@ def _stages(cfg: DictConfig, method: str, known: Mapping[str, Declared]) -> tupl
     if not stages or len({stage.parameter for stage in stages}) < len(stages):
         raise ValueError(f"calibrate.parameters={list(names)} must name at least one setting, and none twice")
     return tuple(stages)
+
+
+def describe_data(task: TaskSet, limit: object, rule: Rule) -> dict[str, Any]:
+    """Name the problems of a calibration: where they were read, which of them, and, for the paper's rule, where they
+    are not what the paper took, MATH's training split."""
+    settings = {name: task.protocol[name] for name in ("problems", "levels") if name in task.protocol}
+    settings |= {} if limit is None else {"limit": limit}
+    files = [f"{item['file']} ({item['rows']} rows)" for item in task.sources]
+    remarks = [
+        f"{item['file']} has {item['rows']} rows and the benchmark's {item['of']}: another file stands for it"
+        for item in task.sources
+        if item.get("of", item["rows"]) != item["rows"]
+    ]
+    if rule.name == PAPER and settings.get("problems") != "train":
+        remarks.append("the paper takes MATH's training problems (task=math task.split=train), and these are others")
+    text = ", ".join([task.name, *(f"{name}={value}" for name, value in settings.items()), *files])
+    said = "; ".join([text, *remarks])
+    return {"sources": list(task.sources), "settings": settings, "remarks": remarks, "said": said}
 
 
 def split(task: TaskSet, plan: Plan, seed: int) -> tuple[TaskSet, TaskSet]:

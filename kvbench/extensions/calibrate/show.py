@@ -13,7 +13,7 @@ from rich.text import Text
 from kvbench.config.files import FULL
 from kvbench.extensions.calibrate.choose import ALLOWED, Measured, beside, settings_text, value_text
 from kvbench.extensions.calibrate.layers import LayerSearch
-from kvbench.extensions.calibrate.plan import Rule
+from kvbench.extensions.calibrate.plan import PAPER, Rule
 from kvbench.extensions.calibrate.write import Choice, Result, StageResult
 from kvbench.results.measures import LOSSES, RESIDENT, SCORE
 from kvbench.results.writing import write_atomic
@@ -38,6 +38,8 @@ def show(result: Result, files: Sequence[Path]) -> None:
         tables.append(_held_out_table(result, result.choice))
     console = terminal.console(120)
     console.print(Group(*(item for table in tables for item in (Text(), table))))
+    for item in result.stages:
+        console.print(f"{rule.name}: {item.why}", markup=False, highlight=False)
     console.print(verdict(result), markup=False, highlight=False)
     for path in files:
         console.print(str(path), markup=False, highlight=False, soft_wrap=True)
@@ -60,6 +62,7 @@ def verdict(result: Result) -> str:
         )
     loss = interval(choice.held_out.losses[rule.criterion], lost.scale)
     state = "confirmed" if choice.confirmed else "NOT confirmed"
+    state += " (refuted: all of the interval is above the margin)" if choice.refuted(rule) else ""
     return (
         f"{settings_text(choice.settings)}: {state} on {choice.held_out.num_samples} held-out samples, {lost.short} "
         f"{loss}, asked {what}; {RESIDENT.scale * (choice.held_out.bytes_ratio.value or 0):.1f} % of the FP16 bytes."
@@ -129,9 +132,10 @@ def _stage_table(item: StageResult, rule: Rule) -> Table:
     text = beside(item.points, item.stage.parameter)
     title = f"{item.stage.parameter} on {item.points[0].num_samples} tuning samples" + (f" ({text})" if text else "")
     table = _table(title, item.stage.parameter, rule)
+    _row(table, FULL, item.full, "", rule)
     for index, (value, point) in enumerate(zip(item.stage.values, item.points, strict=True)):
-        mark = "chosen" if index == item.chosen else "within" if point.within else "too much"
-        _row(table, settings_text({"": value})[1:], point, mark, rule)
+        others = "" if rule.name == PAPER else "within" if point.within else "too much"
+        _row(table, settings_text({"": value})[1:], point, "chosen" if index == item.chosen else others, rule)
     return table
 
 

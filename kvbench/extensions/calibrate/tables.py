@@ -40,12 +40,12 @@ def gates(cfg: DictConfig) -> int:
     check_whole("gates.sinks", own.sinks, 0)
     check_whole("gates.recent", own.recent, 1)
     measure = partial(measure_gates, sinks=own.sinks, recent=own.recent)
-    return _command(cfg, "gates", measure, "KV heads", "duo_attention method.table")
+    return write_table(cfg, "gates", measure, "KV heads", "duo_attention method.table")
 
 
 def centres(cfg: DictConfig) -> int:
     """Measures the mean queries and writes them; see conf/command/centres.yaml."""
-    return _command(cfg, "centres", measure_centres, "numbers", "triattention method.centres")
+    return write_table(cfg, "centres", measure_centres, "numbers", "triattention method.centres")
 
 
 def books(cfg: DictConfig) -> int:
@@ -54,7 +54,7 @@ def books(cfg: DictConfig) -> int:
     check_whole("books.sinks", own.sinks, 0)
     Number(0, 0.5).check("books.outside", own.outside)
     measure = partial(measure_books, outside=own.outside, sinks=own.sinks)
-    return _command(cfg, "books", measure, "numbers", "kvquant method.books", form=".6g")
+    return write_table(cfg, "books", measure, "numbers", "kvquant method.books", form=".6g")
 
 
 def scales(cfg: DictConfig) -> int:
@@ -64,10 +64,10 @@ def scales(cfg: DictConfig) -> int:
     check_name("scales.tokens", own.tokens, ("task", "random"))
     seed = int(cfg.seed) if own.tokens == "random" else None
     measure = partial(measure_scales, by_head=own.per == "head", seed=seed)
-    return _command(cfg, "scales", measure, "numbers", "fp8 method.scales", form=".9g")
+    return write_table(cfg, "scales", measure, "numbers", "fp8 method.scales", form=".9g")
 
 
-def _command(
+def write_table(
     cfg: DictConfig, name: str, measure: "Callable[..., Tensor]", unit: str, use: str, *, form: str = ".4f"
 ) -> int:
     """Measures on the prompts of a task, and writes a line per layer as `kvbench.policy.read_table` reads it."""

@@ -10,7 +10,7 @@ from kvbench.config.code import hash_files
 from kvbench.config.files import package_folder
 from kvbench.extensions.calibrate.choose import Measured
 from kvbench.extensions.calibrate.layers import LayerSearch
-from kvbench.extensions.calibrate.plan import Number, Plan, Stage
+from kvbench.extensions.calibrate.plan import Number, Plan, Rule, Stage
 from kvbench.results import provenance
 from kvbench.results.record import now
 from kvbench.results.writing import plain, write_atomic, write_file
@@ -23,11 +23,14 @@ DIGITS = 5  # significant digits in the file for people; the JSON has them all
 
 @dataclass(kw_only=True)
 class StageResult:
-    """A stage, what was measured of each of its values on the tuning samples, and the index of the choice, if any."""
+    """A stage, what was measured of each of its values and of the full cache on the tuning samples, and the index of
+    the choice, if any, with its reason."""
 
     stage: Stage
     points: list[Measured]
+    full: Measured
     chosen: int | None
+    why: str
 
     @property
     def value(self) -> Number | None:
@@ -58,6 +61,11 @@ class Choice:
         """The loss on the held-out samples is within the margin too."""
         return self.held_out.within
 
+    def refuted(self, rule: Rule) -> bool:
+        """The 95 % interval of the loss on the held-out samples lies above the margin."""
+        low = self.held_out.losses[rule.criterion].low
+        return low is not None and low > rule.margin
+
 
 @dataclass(kw_only=True)
 class Result:
@@ -74,6 +82,8 @@ class Result:
     stages: list[StageResult] = field(default_factory=list)
     choice: Choice | None = None
     """None when a stage found no value that is good enough."""
+    data: dict = field(default_factory=dict)
+    """Which problems these are: `sources`, `settings` and `remark`."""
     sets: dict = field(default_factory=dict)
     """`tuning` and `held_out`: fingerprint, number and names of the samples."""
     false_confirmations: float | None = None
@@ -113,6 +123,7 @@ def _file(result: Result, choice: Choice) -> dict:
         "target": origin["target"],
         "settings": choice.settings,
         "confirmed": choice.confirmed,
+        "refuted": choice.refuted(plan.rule),
         "false_confirmations": _rounded(result.false_confirmations),
         "looks": result.looks,
         "replaces": origin["replaces"],
@@ -125,7 +136,13 @@ def _file(result: Result, choice: Choice) -> dict:
             "calibrated_against_uncalibrated": _short(choice.against_default),
         },
         "tuning": [
-            {"parameter": item.stage.parameter, "chosen": item.value, "grid": list(map(_short, item.points))}
+            {
+                "parameter": item.stage.parameter,
+                "chosen": item.value,
+                "why": item.why,
+                "full": _short(item.full),
+                "grid": list(map(_short, item.points)),
+            }
             for item in result.stages
         ],
         **({} if result.layers is None else {"layers": _sensitivity(result.layers, plan.rule.criterion)}),
@@ -149,7 +166,7 @@ def _origin(result: Result) -> dict:
     run, tuned = result.default, [item.parameter for item in result.plan.stages]
     counted = ("fingerprint", "num_samples")
     settings = {name: value for name, value in run.identity["method"].items() if not name.startswith("_")}
-    paths = [path for folder in ("calibrate", "stats") for path in (package_folder() / folder).glob("*.py")]
+    paths = [path for folder in ("extensions/calibrate", "stats") for path in (package_folder() / folder).glob("*.py")]
     own = {f"{path.parent.name}/{path.name}": path for path in paths}
     return {
         "target": f"{type(run.policy).__module__}.{type(run.policy).__qualname__}",
@@ -161,6 +178,7 @@ def _origin(result: Result) -> dict:
             "protocol": run.task.protocol,
             "seed": run.config.seed,
             "batch_size": run.config.batch_size,
+            **result.data,
             **{name: {key: result.sets[name][key] for key in counted} for name in ("tuning", "held_out")},
         },
         "code": {
@@ -199,7 +217,7 @@ def _rounded(value: float | None) -> float | None:
 def _everything(result: Result) -> dict:
     """All measurements, each sample's included."""
     choice = result.choice
-    own = ("method", "hash", "false_confirmations", "looks", "sets", "prompts_read", "prompts_reused")
+    own = ("method", "hash", "data", "false_confirmations", "looks", "sets", "prompts_read", "prompts_reused")
     return {
         "plan": asdict(result.plan),
         "layers": None if result.layers is None else asdict(result.layers),

@@ -247,7 +247,7 @@ def _calibrated(words: list[str]) -> list[tuple[DictConfig, str]]:
     from kvbench.config.compose import compose
 
     count, tuning = _grid(words)
-    mine = [word for word in words if not word.startswith(("calibrate.", "what="))]
+    mine = [word for word in words if not word.startswith(("calibrate.", "what=", "rule="))]
     return [(compose([*mine, f"limit={tuning}"]), suite.choice(mine, "method"))] * count
 
 
@@ -257,7 +257,7 @@ def _grid(words: list[str]) -> tuple[int, int]:
     from kvbench.runs.parts import make_policy
 
     cfg = commands.compose_command("calibrate", words)
-    asked = read_plan(cfg.calibrate, str(cfg._choices_.method), make_policy(cfg.method))
+    asked = read_plan(cfg.calibrate, str(cfg._choices_.method), make_policy(cfg.method), rule=cfg.rule)
     return sum(len(stage.values) for stage in asked.stages), asked.tuning_samples
 
 

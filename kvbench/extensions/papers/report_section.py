@@ -18,6 +18,8 @@ from kvbench.stats.intervals import Estimate
 OTHER_MODEL, OTHER_PROTOCOL = "other model", "other protocol"
 NOT_COMPARED, AS_STATED = "protocol not compared", "same as far as stated"
 MOST_ROWS = 80
+# Tables whose percentages are shares of all tokens seen.
+OF_SEEN = {("DiffKV", "Table 1"), ("DiffKV", "Table 3")}
 # A paper's word for a condition -> ours.
 SETTINGS = {"alpha_h": "alpha_h", "alpha_l": "alpha_l", "bits": "bits", "group": "group", "residual": "residual_tokens"}
 SETTINGS |= {"pooling": "pool_kernel", "block": "block", "pyramid_depth": "depth", "window": "window"}
@@ -55,11 +57,12 @@ def _rows(group: Group, run: StoredRun) -> Iterator[dict[str, Any]]:
     for row in mine.itertuples():
         stated = published.conditions(row.conditions)
         ours = estimate_of(run, row.task, stated)
-        if ours is None or ours.value is None or fits(row.variant, known) is False:
+        is_setting = fits(row.variant, known, (row.paper, row.locator) in OF_SEEN)
+        if ours is None or ours.value is None or is_setting is False:
             continue
         beside_full = estimate_of(group.reference, row.task, stated) if group.reference else None
         is_model = row.model in models
-        told, match = differences(stated, known, fits(row.variant, known))
+        told, match = differences(stated, known, is_setting)
         ends = NO_INTERVAL if ours.ends is None else f"[{', '.join(number(end, SCORE.scale) for end in ours.ends)}]"
         theirs = row.printed if row.printed_full != row.printed_full else f"{row.printed} (full {row.printed_full})"
         text = f"{number(ours.value, SCORE.scale)} {ends}"
@@ -72,11 +75,17 @@ def _rows(group: Group, run: StoredRun) -> Iterator[dict[str, Any]]:
         yield {"label": run.label, "cells": cells, "style": "match" if is_model else "other"}
 
 
-def fits(variant: str, known: Mapping[str, Any]) -> bool | None:
-    """Whether a run has the setting that a paper names so; None where the name says nothing that can be compared."""
+def fits(variant: str, known: Mapping[str, Any], of_seen: bool = False) -> bool | None:
+    """Whether a run has the setting that a paper names so; None where the name says nothing that can be compared. With
+    `of_seen` the paper's percentages are shares of all tokens seen."""
     budget = known.get("budget")
     if share := re.match(r"(\d+(?:\.\d+)?)%$", variant):
-        return None if budget is None else isinstance(budget, float) and abs(100 * budget - float(share[1])) < 1e-6
+        budget = known.get("read_budget", budget)
+        if budget is None:
+            return None
+        if of_seen:
+            return budget == f"{float(share[1]):g}%seen"
+        return isinstance(budget, float) and abs(100 * budget - float(share[1])) < 1e-6
     if bits := re.match(r"(\d+) ?bit$", variant):
         return str(known["bits"]) == bits[1] if "bits" in known else None
     if tokens := re.match(r"C=(\d+)", variant):

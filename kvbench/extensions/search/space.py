@@ -17,7 +17,8 @@ from kvbench.errors import unknown_name
 from kvbench.evidence.dominance import best_so_far
 from kvbench.extensions.calibrate.choose import Measured
 from kvbench.extensions.calibrate.plan import Plan
-from kvbench.policy.settings import BudgetRule, TierRule
+from kvbench.policy.budget import BudgetRule
+from kvbench.policy.settings import TierRule
 from kvbench.results.identity import folder_name
 from kvbench.results.measures import LOSSES, RESIDENT, SCORE, score
 from kvbench.results.record import RunRecord

@@ -22,7 +22,7 @@ from kvbench.show.text import visible
 from kvbench.stats.paired import ALPHA
 from kvbench.stats.strata import FEWEST_SAMPLES
 
-BY = ("subset", "category", "length", "method")
+BY = ("subset", "category", "length", "cut", "method")
 WIDTH = 120  # columns where the output is no terminal
 LONGEST = 6  # decimals
 MISSING = "-"

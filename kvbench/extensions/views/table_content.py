@@ -1,4 +1,5 @@
-"""The numbers of a paper's table: rows are runs, columns are subsets, categories or lengths, and what is best in each.
+"""The numbers of a paper's table: rows are runs, columns are subsets, categories, lengths, or whole and cut
+prompts, and what is best in each.
 
 Groups that differ in nothing but their subsets (or, by length, in their length) make one table, so that subsets may be
 run one by one.
@@ -20,6 +21,7 @@ from kvbench.results.summary import sums
 from kvbench.stats.paired import ALPHA, difference, holm
 from kvbench.stats.strata import Strata
 
+WHOLE, CUT = "whole", "cut"  # prompts as the task has them, and those that lost their middle
 AVERAGE = "\0average"  # no subset is called so
 Sample = tuple[str, str, int]  # subset, sample id, group
 
@@ -110,6 +112,8 @@ def _column_of(group: Group, by: str) -> Callable[[SampleRecord], str]:
     """Gives the function that says in which column a sample belongs."""
     if by == "category":
         return lambda record: category_of(group.task, record["subset"])
+    if by == "cut":
+        return lambda record: CUT if record["truncated"] else WHOLE
     if by != "length":
         return lambda record: record["subset"]
     records = [record for run in group.runs for record in run.samples.values()]
@@ -124,11 +128,12 @@ def _column_of(group: Group, by: str) -> Callable[[SampleRecord], str]:
 
 
 def _bucket(tokens: int) -> str:
-    """The power of two that a prompt fits in: `4k` has those of more than 2,048 and at most 4,096 tokens."""
-    size = 1024
+    """The power of two that a prompt fits in: `4k` has those of more than 2,048 and at most 4,096 tokens, `128` those
+    of more than 64 and at most 128."""
+    size = 1
     while size < tokens:
         size *= 2
-    return f"{size // 1024}k"
+    return f"{size // 1024}k" if size >= 1024 else str(size)
 
 
 def _length_order(name: str) -> tuple[float, str]:
@@ -197,6 +202,8 @@ def _headings(task: str, by: str, there: list[str]) -> tuple[dict[str, str], lis
     if by == "category":
         known = list(BENCHMARKS.get(task, {}))
         return {name: name for name in (known if set(there) <= set(known) else there)}, []
+    if by == "cut":
+        return {name: name for name in (WHOLE, CUT) if name in there}, []
     names = _subsets_of(task, there)
     spans = [(part, len(list(members))) for part, members in groupby(names, partial(category_of, task))]
     is_known = any(category_of(task, name) != name for name in names)

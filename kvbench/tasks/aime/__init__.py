@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from kvbench.tasks.answers import TERM, found_in, graded, last_boxed, to_number
 from kvbench.tasks.files import DataFile, find_rows
 from kvbench.tasks.latex import judge, plain_signs
-from kvbench.tasks.problems import Problems
+from kvbench.tasks.problems import LAST, Instruction, Problems
 from kvbench.tasks.rows import Rows, text_field
 from kvbench.tasks.task import Draws
 from kvbench.tasks.taskset import MetricInfo
@@ -49,6 +49,7 @@ class Aime(Problems):
         "parsed": MetricInfo(True, "the answer ends in a number to grade; a wrong one is not a parse failure"),
     }
     votes: ClassVar = True
+    instructions: ClassVar = {"boxed": Instruction(LAST)}
 
     k: Draws = None
 

@@ -17,11 +17,12 @@ from typing import Annotated, Any, ClassVar
 from kvbench.rules import Choice
 from kvbench.tasks.code.dataset import data_file
 from kvbench.tasks.files import DataFile
-from kvbench.tasks.problems import Problems
+from kvbench.tasks.problems import FIRST, Instruction, Problems
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.taskset import MetricInfo
 
 FORMS = ("complete", "chat")
+ASKED_BEHIND = "Write a self-contained Python script that solves the problem above, in a fenced code block."
 _MAX_CAGES = 8  # more would only take memory: answers come one after the other
 
 
@@ -44,6 +45,7 @@ class CodeTask(Problems):
     }
     primary: ClassVar = "plus"
     meta_keys: ClassVar = ("task_id",)
+    instructions: ClassVar = {"chat": Instruction(FIRST, moved=ASKED_BEHIND)}
     grading_limit_s: ClassVar = None  # the cage ends a program
     grading_workers: ClassVar = min(len(os.sched_getaffinity(0)), _MAX_CAGES)
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 from kvbench.rules import Choice
 from kvbench.tasks.answers import NUMBER, TERM, found_in, graded, last_boxed, to_number
 from kvbench.tasks.files import DataFile, find_rows
-from kvbench.tasks.problems import Problems
+from kvbench.tasks.problems import LAST, Instruction, Problems
 from kvbench.tasks.rows import Rows, text_field
 from kvbench.tasks.taskset import MetricInfo
 
@@ -102,6 +102,7 @@ class Gsm8k(Problems):
         "correct": MetricInfo(True, "the final number is right"),
         "parsed": MetricInfo(True, "the answer holds a number to grade; a wrong answer is not a parse failure"),
     }
+    instructions: ClassVar = {"zeroshot": Instruction(LAST)}
 
     form: Annotated[str, Choice(FORMS)] = FORMS[0]
 

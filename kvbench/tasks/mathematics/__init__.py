@@ -11,29 +11,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from kvbench.rules import Choice
+from kvbench.rules import Choice, Several
 from kvbench.tasks.answers import found_in, graded, last_boxed
 from kvbench.tasks.files import DataFile, find_rows
 from kvbench.tasks.latex import judge, normalise
 from kvbench.tasks.lmeval import lmeval_tasks_folder
 from kvbench.tasks.mathematics.final import find_answer, is_marked
-from kvbench.tasks.problems import Problems
+from kvbench.tasks.problems import LAST, Instruction, Problems
 from kvbench.tasks.rows import Rows, text_field
-from kvbench.tasks.task import Draws, name_list, names_of
+from kvbench.tasks.task import Draws, listed, name_list, names_of
 from kvbench.tasks.taskset import MetricInfo
 
 FORMS = ("boxed", "minerva4")
+LEVEL = Choice((1, 2, 3, 4, 5))
 MATH500 = "math500"
+SPLITS = ("test", "train")
 SUBJECTS = {
-    "algebra": 1187,
-    "counting_and_probability": 474,
-    "geometry": 479,
-    "intermediate_algebra": 903,
-    "number_theory": 540,
-    "prealgebra": 871,
-    "precalculus": 546,
+    "algebra": (1187, 1744),
+    "counting_and_probability": (474, 771),
+    "geometry": (479, 870),
+    "intermediate_algebra": (903, 1295),
+    "number_theory": (540, 869),
+    "prealgebra": (871, 1205),
+    "precalculus": (546, 746),
 }
-"""Subject -> problems of its test file."""
+"""Subject -> problems of its file in each split."""
 GROUPS = {"all": tuple(SUBJECTS)}
 HUB_500, HUB_MATH = "HuggingFaceH4/MATH-500", "EleutherAI/hendrycks_math"
 
@@ -44,6 +46,7 @@ class Math500(Problems):
 
     Args:
         form: How the problems are asked.
+        levels: Those of some levels of difficulty alone; None for all of them.
         k: Of how many answers pass@k and maj@k are reported; None for 1, 2, 4, ... and `protocol.num_samples`.
     """
 
@@ -54,8 +57,10 @@ class Math500(Problems):
     meta_keys: ClassVar = ("answer", "subject", "level")
     group_by: ClassVar = "subject"
     votes: ClassVar = True
+    instructions: ClassVar = {"boxed": Instruction(LAST)}
 
     form: Annotated[str, Choice(FORMS)] = FORMS[0]
+    levels: Annotated[int | Sequence[int] | None, Several(LEVEL, alone=LEVEL, ordered=False)] = None
     k: Draws = None
 
     def parts(self) -> list[str]:
@@ -70,7 +75,11 @@ class Math500(Problems):
         return [f"kvbench_{part if part == MATH500 else f'math_{part}'}{end}" for part in self.parts()]
 
     def told(self) -> dict[str, Any]:
-        return {"form": self.form} | ({} if self.form == FORMS[0] else {"split": "after the examples"})
+        told = {"form": self.form} | ({} if self.form == FORMS[0] else {"split": "after the examples"})
+        return told | ({} if self.levels is None else {"levels": sorted(listed(self.levels))})
+
+    def asks(self, doc: dict) -> bool:
+        return self.levels is None or doc["level"] in listed(self.levels)
 
     def vote(self, text: str, opened: bool) -> str | None:
         answer = found_in(text, find_answer, opened)
@@ -83,16 +92,27 @@ class Math(Math500):
 
     Args:
         subjects: Some of them, or `all`.
+        split: Test problems, or those for training, which a calibration may see.
     """
 
     subjects: Annotated[str | Sequence[str], names_of(tuple(SUBJECTS), GROUPS)] = "all"
+    split: Annotated[str, Choice(SPLITS)] = SPLITS[0]
 
     def parts(self) -> list[str]:
         return name_list(self.subjects, GROUPS)
 
+    def files(self) -> list[DataFile]:
+        return [data_file(part, self.split) for part in self.parts()]
 
-def data_file(subset: str) -> DataFile:
-    """The test file of MATH-500 or of a subject."""
+    def metadata(self, seed: int) -> dict[str, Any]:
+        return super().metadata(seed) | {"split": self.split}
+
+    def told(self) -> dict[str, Any]:
+        return super().told() | ({} if self.split == SPLITS[0] else {"problems": self.split})
+
+
+def data_file(subset: str, split: str = SPLITS[0]) -> DataFile:
+    """The file of MATH-500, or of a subject and split."""
     if subset == MATH500:
         return DataFile(
             task=MATH500,
@@ -103,15 +123,19 @@ def data_file(subset: str) -> DataFile:
             prepared=("MATH-500", "default", "test"),
             by_hand=f"run `hf download {HUB_500} test.jsonl --repo-type dataset --local-dir {MATH500}`",
         )
+    is_test = split == SPLITS[0]
+    stems = (subset,) if is_test else (f"{subset}_{split}", f"{split}/{subset}")
     return DataFile(
         task="math",
-        stems=(subset,),
-        rows=SUBJECTS[subset],
+        stems=stems,
+        rows=SUBJECTS[subset][SPLITS.index(split)],
         check=check_row,
         key="subjects",
-        hub=((HUB_MATH, f"{subset}/test-00000-of-00001.parquet"),),
-        prepared=("hendrycks_math", subset, "test"),
-        by_hand=f"put {subset}.jsonl with the fields problem and solution into a folder",
+        part=subset,
+        words="" if is_test else f"task.split={split}",
+        hub=((HUB_MATH, f"{subset}/{split}-00000-of-00001.parquet"),),
+        prepared=("hendrycks_math", subset, split),
+        by_hand=f"put {stems[0]}.jsonl with the fields problem and solution into a folder",
     )
 
 
@@ -152,9 +176,11 @@ def minerva_shots() -> list[dict[str, str]]:
         ) from error
 
 
-def load(subset: str, data_dir: str | None = None, form: str = "boxed", **_: object) -> dict[str, Rows]:
+def load(
+    subset: str, data_dir: str | None = None, form: str = "boxed", split: str = SPLITS[0], **_: object
+) -> dict[str, Rows]:
     """The problems of MATH-500 or of a subject, for lm-eval, as the YAMLs' `custom_dataset`."""
-    rows = find_rows(data_file(subset), data_dir)
+    rows = find_rows(data_file(subset, split), data_dir)
     context = ""
     if form == "minerva4":
         # Source: lm-eval tasks/minerva_math/utils.py, doc_to_text.

@@ -8,15 +8,26 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fake_parts import altered
-from graded import Bench, gentle, make_cfg, smaller
+from graded import Bench, content_of, file_of, gentle, make_cfg, smaller
+from omegaconf import OmegaConf
 
 from kvbench.config.methods import method_settings
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.requests import Request
-from kvbench.extensions.calibrate.choose import ALLOWED, Measured, accepts, choose, evaluate, false_confirmations, loss
+from kvbench.extensions.calibrate.choose import (
+    ALLOWED,
+    Measured,
+    accepts,
+    choose,
+    evaluate,
+    false_confirmations,
+    loss,
+    why,
+)
 from kvbench.extensions.calibrate.command import _earlier_looks, main
 from kvbench.extensions.calibrate.measure import Sweep, Trial
-from kvbench.extensions.calibrate.plan import Rule, read_plan, split
+from kvbench.extensions.calibrate.plan import Rule, describe_data, read_plan, split
+from kvbench.runs.calibration import load
 from kvbench.runs.parts import Loaders
 from kvbench.stats.intervals import Estimate
 
@@ -185,7 +196,7 @@ def test_points_equal_fresh_runs(tmp_path, tiny_model):
     cfg = make_cfg(tmp_path, batch_size=2)
     cfg.method = method_settings("diffkv")
     cfg.method.window = 8
-    for name in ("what", "calibrate", "_choices_"):  # the command's own, which are no settings of a run
+    for name in ("what", "rule", "calibrate", "_choices_"):  # the command's own, which are no settings of a run
         cfg.pop(name, None)
     made = {"check_task": lambda config: None, "check_chat": lambda config: None}
     made |= {"load_model": lambda cfg: model, "load_task": lambda *a, **k: task}
@@ -262,3 +273,146 @@ def test_looks_are_counted(tmp_path, capsys, undrawn):
     assert "If every setting truly lost the margin" in " ".join(shown.split())
     folder = files[0].parent.parent
     assert _earlier_looks(folder, "none", json.loads(files[0].read_text())["sets"]["held_out"]["fingerprint"]) == 2
+
+
+# The paper's rule ----
+
+
+PAPERS = Rule(name="paper", criterion="score", margin=0.01, proof="mean", tie=0.0, resamples=199, seed=0)
+
+
+def scored(right, failed=0, full=50):
+    """A grid point of 100 problems with so many right answers, where the full cache has `full`."""
+    losses = {"score": Estimate(value=(full - right) / 100, num_samples=100, low=-1.0, high=1.0)}
+    empty = dict.fromkeys(item.name for item in fields(Measured))
+    return Measured(
+        **empty | {"losses": losses, "score": right / 100, "num_failed": failed, "within": right >= full - 1}
+    )
+
+
+@pytest.mark.parametrize(
+    ("rights", "best", "tied"),
+    [
+        ([48, 50, 49, 50, 47], 1, "4"),  # a tie takes the smaller threshold
+        ([50, 50, 50, 50, 50], 0, "2, 3, 4, 5"),
+        ([10, 11, 12, 13, 55], 4, None),  # the highest wins, whatever it holds
+        ([3, 2, 1, 0, 0], 0, None),  # and however bad
+        ([(60, 1), 41, 40, 40, 40], 1, None),  # an answer that did not end well is no accuracy
+        ([(60, 1)], None, None),
+    ],
+)
+def test_the_highest_score_and_of_equal_ones_the_smaller_threshold(rights, best, tied):
+    """Bytes play no part, and neither do margin and interval."""
+    points = [scored(*(item if isinstance(item, tuple) else (item,))) for item in rights]
+    assert choose(points, PAPERS) == best
+    for point in points:
+        point.bytes_ratio, point.resident_bytes = Estimate(value=0.5), 1.0
+    said = why("alpha_h", (1.0, 2.0, 3.0, 4.0, 5.0)[: len(points)], points, best, PAPERS)
+    assert (f"shared with {tied}, and" in said) if tied else "shared" not in said
+
+
+def right_at(scores):
+    """A loss of the bench that makes of 256 problems `scores[alpha_h, alpha_l]` right."""
+    return lambda high, low: 0.7 - scores[high, low]
+
+
+def paper_cfg(folder, **changes):
+    """The command with `rule=paper` and its usual grids."""
+    cfg = make_cfg(folder, rule="paper", calibrate__tuning_samples=20, calibrate__held_out_samples=20, **changes)
+    cfg.calibrate.grid = {"alpha_h": None, "alpha_l": None}
+    return cfg
+
+
+def test_the_paper_explores_alpha_l_only_at_the_best_alpha_h(tmp_path, capsys, undrawn):
+    """alpha_h of 1 to 5 with nothing pruned; then alpha_l, where 0 is known already. The file has the rule, why, the
+    full cache's score and the data."""
+    scores = {(high, 0.0): 0.7 - 0.1 * abs(high - 3) for high in (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)}
+    scores |= {(3.0, low): 0.5 for low in (0.02, 0.06, 0.08, 0.1)} | {(3.0, 0.04): 0.7, (1.0, 0.02): 0.6}
+    bench = Bench(right_at(scores), smaller, count=200)
+    main(paper_cfg(tmp_path), bench.parts())
+    content = content_of(tmp_path, "yaml")
+    first, second = content["tuning"]
+    assert [(p["alpha_h"], p["alpha_l"]) for p in first["grid"]] == [(high, 0) for high in (1, 2, 3, 4, 5)]
+    assert [(p["alpha_h"], p["alpha_l"]) for p in second["grid"]] == [
+        (3, low) for low in (0, 0.02, 0.04, 0.06, 0.08, 0.1)
+    ]
+    assert content["settings"] == {"alpha_h": 3, "alpha_l": 0} and "shared with 0.04" in second["why"]
+    assert first["full"]["score"] == max(point["score"] for point in first["grid"])
+    assert content["rule"].startswith("the highest score") and content["data"]["remarks"]
+    held_out = {
+        sample for names in content_of(tmp_path, "json")["sets"]["held_out"]["samples"].values() for sample in names
+    }
+    tuned = [(high, low) for high, low, sample in bench.answered if sample not in held_out]
+    assert {low for high, low in tuned if high != 3.0 and high is not None} == {0.0}
+    said = capsys.readouterr()
+    assert "alpha_h=3: the highest score" in said.err and "paper: alpha_h=3: the highest score" in said.out
+    assert load(str(file_of(tmp_path, "yaml"))).settings == {"alpha_h": 3, "alpha_l": 0}
+
+
+def test_the_low_tier_is_off_where_no_alpha_h_comes_near(tmp_path, undrawn):
+    """As for the paper's Qwen2.5-7B: alpha_h = 0 joins the grid, and alpha_l is tuned with equal thresholds."""
+    bench = Bench(lambda high, low: 0.0 if high <= 0.04 else 0.4, smaller, count=200)
+    main(paper_cfg(tmp_path), bench.parts())
+    first, second = content_of(tmp_path, "yaml")["tuning"]
+    assert [point["alpha_h"] for point in first["grid"]] == [0, 1, 2, 3, 4, 5] and first["chosen"] == 0
+    assert [(p["alpha_h"], p["alpha_l"]) for p in second["grid"][:3]] == [(0, 0), (0.02, 0.02), (0.04, 0.04)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rule": "dearest"}, "rule=dearest does not exist"),
+        ({"calibrate__criterion": "nll"}, "calibrate.criterion=nll does not fit rule=paper"),
+        ({"limit": 5}, "limit=5 has no meaning here"),
+        ({"limit": "after"}, "limit='after' is no number of samples"),
+        ({"calibrate__parameters": ["alpha_h"], "calibrate__grid__alpha_h": []}, "is no list of values"),
+    ],
+)
+def test_values_that_do_not_fit_the_paper_are_refused(tmp_path, changes, message):
+    """Named with the setting."""
+    cfg = paper_cfg(tmp_path)
+    for key, value in changes.items():
+        OmegaConf.update(cfg, key.replace("__", "."), value, force_add=True)
+    with pytest.raises(ValueError, match=message):
+        main(cfg, Bench(gentle, smaller).parts())
+
+
+def test_the_problems_are_named_as_what_they_are():
+    """Test problems, those of other levels and a file with other rows than the benchmark's are said to be so; the
+    training split with all of its rows is not."""
+    task = Bench(gentle, smaller).load_task(None, None, limit=4, seed=0, protocol=None)
+    task.name, whole = "math", {"file": "math/algebra_train.jsonl", "rows": 1744, "of": 1744}
+    task.protocol, task.sources = {"problems": "train"}, [whole]
+    found = describe_data(task, None, PAPERS)
+    assert found["remarks"] == [] and "algebra_train.jsonl (1744 rows)" in found["said"]
+    task.sources = [whole | {"rows": 4}]
+    (remark,) = describe_data(task, None, PAPERS)["remarks"]
+    assert "has 4 rows and the benchmark's 1744" in remark and remark in describe_data(task, None, PAPERS)["said"]
+    task.name, task.protocol, task.sources = "math500", {"levels": [1, 2]}, []
+    found = describe_data(task, "after:100", PAPERS)
+    assert found["settings"] == {"levels": [1, 2], "limit": "after:100"} and "training problems" in found["remarks"][0]
+    assert describe_data(task, "after:100", RULE)["remarks"] == []
+
+
+def test_a_limit_says_what_samples_are_drawn_from(tmp_path, undrawn):
+    """`after:` reaches the task, and both sets are drawn from what it leaves."""
+    bench = Bench(gentle, smaller)
+    seen = []
+
+    def load_task(*args, limit, **named):
+        seen.append(limit)
+        return Bench.load_task(bench, *args, limit=40, **named)
+
+    main(make_cfg(tmp_path, limit="after:3"), altered(bench.parts(), load_task=load_task))
+    assert seen == ["after:3"] and content_of(tmp_path, "yaml")["data"]["settings"] == {"limit": "after:3"}
+
+
+def test_the_luckiest_is_confirmed_more_often_than_it_should_be():
+    """With the paper's rule and the mean, a setting that truly loses the margin is confirmed about every second time;
+    the interval keeps it seldom."""
+    shape = np.random.default_rng(1).normal(0, 0.05, 400)
+    rates = {}
+    for proof in ("mean", "interval"):
+        rule = Rule(**(vars(PAPERS) | {"proof": proof}))
+        rates[proof] = false_confirmations(shape, rule, num_points=10, num_tuning=40, num_held_out=40, trials=200)
+    assert 0.35 < rates["mean"] < 0.65 and rates["interval"] < ALLOWED

@@ -125,6 +125,8 @@ def test_how_much_a_bench_and_a_calibration_measure():
     assert paper._size("bench", words).startswith("\n2 cells, 5 timed rounds each; quick=true takes small")
     words = ["method=diffkv", "task=math", "calibrate.grid.alpha_h=[0,1]", "calibrate.grid.alpha_l=[0,0.1,1]"]
     assert paper._size("calibrate", words).startswith("\nat most 5 settings through 8 samples of each subset")
+    words = ["rule=paper", "method=diffkv", "task=math", "task.split=train"]
+    assert paper._size("calibrate", words).startswith("\nat most 11 settings through 8 samples of each subset")
     assert paper._size("attention", []) == ""
 
 

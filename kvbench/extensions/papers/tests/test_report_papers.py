@@ -64,6 +64,8 @@ def test_longbench_e_is_not_longbench(tmp_path):
         ("50%", {"budget": 0.5}, True),
         ("50%", {"budget": 0.25}, False),
         ("50%", {"budget": 50}, False),
+        ("50%", {"budget": "50%seen"}, False),
+        ("50%", {"read_budget": 0.5}, True),
         ("50%", {}, None),
         ("2bit", {"bits": 2}, True),
         ("2bit", {"bits": 4}, False),

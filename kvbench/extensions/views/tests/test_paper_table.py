@@ -245,3 +245,44 @@ def test_incomplete_runs_are_named_or_shown(bench):
     assert "tova" not in rows_of(bench)
     row = rows_of(bench, "incomplete=true")["tova"]
     assert set(row.cells) == {"trec", "qasper"} and row.cells["qasper"].num_samples == 30
+
+
+def prompts(groups, tokens, cut=()):
+    """The groups with prompts of these tokens before the task's rule, by number of the sample; some were cut."""
+    for run in (run for group in groups for run in group.runs):
+        run.record.protocol.pop("length", None)
+        for number, record in enumerate(run.samples.values()):
+            record["num_prompt_tokens_untruncated"], record["truncated"] = tokens[number], number in cut
+    return groups
+
+
+@pytest.mark.parametrize(
+    ("by", "wanted"), [("cut", {"whole": 2 / 3, "cut": 0.5}), ("length", {"64": 1.0, "128": 0.5, "1k": 0.5, "2k": 0.5})]
+)
+def test_scores_by_length_and_of_cut_prompts_apart(tmp_path, by, wanted):
+    """Whole and cut prompts have columns of their own, and lengths those of powers of two, short ones too."""
+    scores = {"a": [1, 1, 1, 0, 1, 0, 1, 0, 1, 0]}
+    tokens, cut = [40, 64, 65, 128, 600, 1024, 1025, 2048, 2000, 1100], (5, 6, 7, 8)
+    for method in ("full", "snapkv"):
+        store(tmp_path, method, scores)
+    cfg = settings(tmp_path, f"by={by}")
+    (table,) = tables_of(prompts(load_groups(cfg), tokens, cut), cfg)
+    for row in table.rows:
+        found = {name: row.cells[name].value for name in table.columns if name != AVERAGE}
+        assert list(found) == list(wanted) and found == pytest.approx(wanted)
+        assert row.cells[AVERAGE].num_samples == 10
+
+
+def test_a_benchmark_whose_prompts_are_all_whole_has_one_column(bench):
+    """Without a cut prompt there is no column of them."""
+    assert list(table_of(bench, "by=cut").columns) == ["whole", AVERAGE]
+
+
+def test_seeds_of_random_stand_as_rows_of_their_own(tmp_path):
+    """Runs that differ in `method.seed` alone answer the same questions: one table, a row for each seed."""
+    store(tmp_path, "full", SCORES, task="longbench")
+    for seed in (0, 1, 2):
+        store(tmp_path, "random", SCORES, task="longbench", settings={"seed": seed, "budget": 0.5})
+    assert [row.label for row in table_of(tmp_path).rows if row.method == "random"] == [
+        f"random seed={seed}" for seed in (0, 1, 2)
+    ]
