@@ -266,7 +266,7 @@ def test_settings_of_the_mission_are_composed_and_told_apart():
     """Each line of a suite is as many settings as its commas say, all of them different."""
     mission = script("mission")
     found = mission.settings("mission")
-    assert len(set(found)) == len(found) == 27
+    assert len(set(found)) == len(found) == 29
     for words in found:
         make_policy(as_dict(compose(words.split()).method))
 
