@@ -10,21 +10,25 @@ subsets, 10,000 resamples, so that ends agree with kvbench's to its noise. Subse
 import json
 import lzma
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from scipy.stats import norm
 
 HERE, Z, DRAWS = Path(__file__).resolve().parent, norm.ppf(0.975), np.random.default_rng(0)
+Ends, Scores = tuple[float, float], dict[str, dict[str, float]]
 
 
-def wilson(k, n):
+def wilson(k: float, n: int) -> Ends:
+    """Interval of k of n."""
     rate, z2 = k / n, Z * Z
     half = Z * np.sqrt(rate * (1 - rate) / n + z2 / (4 * n * n)) / (1 + z2 / n)
     return (rate + z2 / (2 * n)) / (1 + z2 / n) - half, (rate + z2 / (2 * n)) / (1 + z2 / n) + half
 
 
-def newcombe(own, full):
+def newcombe(own: np.ndarray, full: np.ndarray) -> Ends:
+    """Interval of the difference of two rates on the same samples."""
     n, (a, b), (c, d) = len(own), wilson(own.sum(), len(own)), wilson(full.sum(), len(full))
     p, q, both, one, other = own.mean(), full.mean(), (own * full).sum(), (own > full).sum(), (own < full).sum()
     product = both * (n - both - one - other) - one * other
@@ -35,10 +39,10 @@ def newcombe(own, full):
     return p - q - width(p - a, d - q), p - q + width(b - p, q - c)
 
 
-def bootstrap(groups):
-    """Ends for the mean of the groups' means, where t is resampled."""
+def bootstrap(groups: list[np.ndarray]) -> Ends:
+    """Interval of the mean of the groups' means, where t is resampled."""
 
-    def estimate(parts):
+    def estimate(parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         error = np.sqrt(sum(part.var(axis=-1, ddof=1) / part.shape[-1] for part in parts)) / len(parts)
         return np.mean([part.mean(axis=-1) for part in parts], axis=0), error
 
@@ -49,19 +53,20 @@ def bootstrap(groups):
     return mean - high * error, mean - low * error
 
 
-def read(folder):
-    """Name of the measure, and subset -> sample -> score, failed answers left out."""
+def read(folder: Path) -> Scores:
+    """Subset -> sample -> score by the task's first measure; failed answers are left out."""
     record = json.loads((folder / "run.json").read_text())
     name = next((key for key, value in record["metrics"].items() if value["primary"]), "")
-    found = {}
-    for line in lzma.open(folder / "samples.jsonl.xz", "rt"):
+    found: dict[str, dict[str, list[float]]] = {}
+    for line in lzma.decompress((folder / "samples.jsonl.xz").read_bytes()).splitlines():
         one = json.loads(line)
         if one["status"] == "ok" and one["scores"].get(name) is not None:
             found.setdefault(one["subset"], {}).setdefault(one["sample_id"], []).append(one["scores"][name])
     return {part: {key: float(np.mean(values)) for key, values in rows.items()} for part, rows in found.items()}
 
 
-def line(folder, own, full):
+def line(folder: Path, own: Scores, full: Scores) -> list:
+    """Cells of one run."""
     alike = [[(own[part][key], full[part][key]) for key in own[part] if key in full.get(part, {})] for part in own]
     pairs = [np.array(part).T for part in alike if part]
     scores = [np.array(list(rows.values())) for rows in own.values()]
@@ -73,7 +78,8 @@ def line(folder, own, full):
     return [*folder.parts[-4:], n, *(round(100 * value, 2) for value in (mean, low, high, less, *ends))]
 
 
-def rows(root):
+def rows(root: Path) -> Iterator[list]:
+    """Cells of all runs below a folder."""
     for place in sorted(root.glob("*/*")):
         runs = {folder: read(folder) for folder in sorted(place.glob("*/*")) if (folder / "run.json").is_file()}
         full = next((own for folder, own in runs.items() if folder.parts[-2] == "full"), {})
