@@ -29,12 +29,13 @@ import kvbench as kb
 HERE = Path(__file__).resolve().parent
 SUITES = HERE.parents[1] / "kvbench" / "extensions" / "suite" / "conf" / "suite"
 PACKED = HERE / "mission"
-LOOKS = {"humaneval_plus": (40, 80), "gsm8k": (40, 80), "math500": (35, 70)}  # answers of every method
+# Answers of every method at each look.
+LOOKS = {"humaneval_plus": (40, 80), "gsm8k": (40, 80), "math500": (35, 70)}
 STOP = 0.005  # at a look, of the p value times the number of methods; what is left of 0.05 is for the end
 FLOOR = 0.1  # of the full cache's score at the first look: below it a benchmark tells nothing of this model
 POLL_S = 15.0
 # Of what tells the settings of a suite apart.
-DEFAULTS = {"method.seed": "0", "method.pre_rope": "false", "store.key_offset": "none"}
+DEFAULTS = {"method.seed": "0", "method.pre_rope": "false", "store.key_offset": "none", "store.rotation": "none"}
 
 
 def settings(suite: str) -> list[str]:
@@ -154,7 +155,7 @@ def _read(path: Path) -> list[dict[str, str]]:
 def simulate(trials: int = 4000, seed: int = 0) -> Iterator[str]:
     """Share of studies with a false `worse`, where no method loses anything, by the share of answers that change."""
     draws = np.random.default_rng(seed)
-    for tests, size, looks in ((27, 120, (40, 80)), (27, 100, (35, 70)), (8, 80, (40,))):
+    for tests, size, looks in ((29, 120, (40, 80)), (29, 100, (35, 70)), (8, 80, (40,))):
         known = {
             n: np.array([binomtest(k, n).pvalue for k in range(n + 1)]) if n else np.ones(1) for n in range(size + 1)
         }
