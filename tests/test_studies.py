@@ -262,6 +262,7 @@ def test_a_stranger_computes_the_same():
                 assert value == pytest.approx(100 * float(row[name]), abs=0.006 if "_" not in name else 0.5)
 
 
+@need_extension("suite")
 def test_a_study_stops_what_is_worse_and_goes_on_with_the_rest(tmp_path):
     """At a look a method that lost 20 of 40 answers is left out, and one that lost 3 is not; where the full cache is at
     the floor, the benchmark is. What was found is kept, and read again."""
@@ -280,6 +281,7 @@ def test_a_study_stops_what_is_worse_and_goes_on_with_the_rest(tmp_path):
         assert [row["setting"] for row in mission._read(ledger)] == expected
 
 
+@need_extension("suite")
 def test_settings_of_the_mission_are_composed_and_told_apart():
     """Each line of a suite is as many settings as its commas say, all of them different."""
     mission = script("mission")
@@ -289,6 +291,7 @@ def test_settings_of_the_mission_are_composed_and_told_apart():
         make_policy(as_dict(compose(words.split()).method))
 
 
+@need_extension("suite")
 def test_a_study_that_was_packed_goes_on(tmp_path, monkeypatch):
     """Runs that did not end are packed too, and their samples are there when they are unpacked."""
     mission = script("mission")
