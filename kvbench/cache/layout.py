@@ -13,10 +13,8 @@ from kvbench.cache.rotation import KINDS, Kind, check_rotation
 from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
 from kvbench.kernels.operands import PLAIN, Softmax, Window
 from kvbench.policy import Policy, ReadSpec, Tier
-from kvbench.rules import MAX_BYTES, TABLE_OR_PATH, Choice, Form, Number, Several, Whole, check_settings
+from kvbench.rules import MAX_BYTES, TABLE_OR_PATH, Choice, Number, Several, Whole, check_settings
 from kvbench.rules.counting import Unless
-
-OFFSET = Form(f"none, prompt, bias, {TABLE_OR_PATH.text}", TABLE_OR_PATH.fits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +44,7 @@ class StoreOptions:
     track: Annotated[tuple[str, ...], Several(Choice(("score", "pos")), least=0, ordered=False)] = ()
     rotation: Annotated[Kind, Choice(KINDS)] = "none"
     windows: Annotated[Literal["exact", "method"], Choice(("exact", "method"))] = "exact"
-    key_offset: Annotated[str | Sequence[Sequence[float]], OFFSET, Unless("none")] = "none"
+    key_offset: Annotated[str | Sequence[Sequence[float]], TABLE_OR_PATH, Unless("none")] = "none"
 
     def __post_init__(self) -> None:
         check_settings(self, "store.")

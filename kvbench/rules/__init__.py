@@ -236,7 +236,7 @@ def _is_day(value: object) -> bool:
 def _is_table_or_path(value: object) -> bool:
     if isinstance(value, str):
         return bool(value)
-    return _is_list(value) and all(_is_list(row) and all(map(Number().fits, row)) for row in value)
+    return _is_list(value) and bool(value) and all(_is_list(row) and all(map(Number().fits, row)) for row in value)
 
 
 def _has_values(value: object) -> bool:
