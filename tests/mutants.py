@@ -3,11 +3,11 @@
     python tests/mutants.py [number=200] [seed=0] [only=methods/] [index=3,17] [seconds=120] [at_least=0.95]
         [code=FILE,FOLDER] [tests=FILE,FOLDER] [reached=FILE]
 
-Mutants (tests/mutation.py) of methods/, kvbench/policy/ and kvbench/cache/, or `code`, are drawn by a hash of `seed` and
-their names, so that a change elsewhere leaves the draw as it is; `index` takes only some of those drawn. Before them all
-tests of these folders, or `tests`, run once, which must pass, and each notes how long it takes and which lines it
-reaches; `reached` names a file that keeps the notes for a further run of the same code. A mutant meets the tests that
-reach its statement, until one fails (of what runs at an import: those that reach its function, or its file): first
+Mutants (tests/mutation.py) of methods/, kvbench/policy/ and kvbench/cache/, or `code`, are drawn by a hash of `seed`
+and their names, so that a change elsewhere leaves the draw as it is; `index` takes only some of those drawn. Before
+them all tests of these folders, or `tests`, run once, which must pass, and each notes how long it takes and which lines
+it reaches; `reached` names a file that keeps the notes for a further run of the same code. A mutant meets the tests
+that reach its statement, until one fails (of what runs at an import: those that reach its function, or its file): first
 those that reach a branch of it which few others reach; then those beside it in the tree (a method has a file, other
 code a folder), then the others; of all, the cases of less than a second, then one further case of every test, and so
 on, the quickest first, for about `seconds` of what they take.
@@ -251,7 +251,9 @@ def main(arguments: list[str]) -> int:
     index, kept = said.pop("index", ""), said.pop("reached", "")
     tests, _code = said.pop("tests", ",".join(TESTS)).split(","), said.pop("code", ",".join(CODE)).split(",")
     if said:
-        print(f"unknown: {', '.join(said)}; settings are number, seed, only, index, seconds, at_least, code, tests, reached")
+        print(
+            f"unknown: {', '.join(said)}; there are number, seed, only, index, seconds, at_least, code, tests, reached"
+        )
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     import yaml

@@ -148,6 +148,53 @@ def test_a_policy_that_reads_the_numbers_of_layers_is_asked_about_each(read):
     assert found["payload_bytes"] == every["payload_bytes"] * (3 * 105 - 9 * 3) // (3 * 105)
 
 
+class Acting(kv.Policy):
+    """Keeps fewer tokens in later layers, lets heads begin with scores of their own, and drops a token of the prompt at
+    each step where `drops` says so."""
+
+    acts_in_decode = True
+
+    def __init__(self, drops):
+        super().__init__()
+        self.drops = drops
+        self.score = kv.ScoreSpec(track=("score", "pos"))
+
+    def plan_prefill(self, view):
+        tier_of = view.filled(0)
+        layers, heads, _ = tier_of.shape
+        for layer, number in enumerate(view.layers.tolist()):
+            tier_of[layer, :, : 9 * number] = kv.EVICT
+        score = torch.linspace(0, 1, heads)[None, :, None].expand(layers, heads, tier_of.shape[2])
+        return kv.PrefillPlan(tier_of=tier_of, score=score)
+
+    def plan_decode(self, view):
+        goes, lightest = self.drops(view)
+        return kv.DecodePlan(slot=torch.where(goes & lightest.found, lightest.slot, kv.APPEND))
+
+
+def by_layer(view):
+    """Lists that hold more than their layer may."""
+    most = 100 - 25 * torch.arange(view.shape[1])[:, None]
+    return view.num_slots(0) > most, view.argmin(0, by="score", before=view.prompt_tokens)
+
+
+def by_mean(view):
+    """Lists whose layer's lowest mean of a token of the prompt is small: it is that of no head."""
+    lightest = view.argmin(0, by="score", before=view.prompt_tokens, over_layer=True)
+    return lightest.value < 0.4, lightest
+
+
+@pytest.mark.parametrize("drops", [by_layer, by_mean])
+def test_layers_and_heads_that_act_apart_are_counted_apart(drops, monkeypatch):
+    """One list of each kind takes the steps, with the plan of that kind, and none is acted out."""
+    monkeypatch.setattr(sizing_count, "act_out", lambda *asked, **how: pytest.fail("was acted out"))
+    asked = Acting(drops), SHAPE, 90, 12, None
+    found = count(*asked, is_even=True)
+    assert found == act_out(*asked, is_even=True)
+    whole = count(Acting(lambda view: (torch.tensor(False), by_layer(view)[1])), *asked[1:], is_even=True)
+    assert (found == whole) == (drops is by_mean)
+
+
 def test_work_does_not_grow_with_layers_and_heads(monkeypatch):
     """DiffKV on a deep model: one plan of a prompt, and one list that takes steps, for each end of attention."""
     seen = []
