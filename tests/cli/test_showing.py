@@ -10,14 +10,17 @@ from places import ROOT
 from kvbench.cli import showing
 from kvbench.cli.main import main
 
-COMPLETED = {"COMP_LINE": "kvbench meth", "COMP_POINT": "12"}  # what a shell says of the line
+
+def hydra_itself(*words):
+    """`hydra.main` with these words, in a process of its own."""
+    command = [sys.executable, "-m", "kvbench.cli.hydra_main", *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 def by_hydra(*words):
-    """The text that `hydra.main` prints, in a process of its own, under the names that kvbench has there."""
-    command = [sys.executable, "-m", "kvbench.cli.hydra_main", *words]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | COMPLETED
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    """The text that `hydra.main` prints, under the names that kvbench has there."""
+    done = hydra_itself(*words)
     assert done.returncode == 0, done.stderr
     return done.stdout.replace("hydra_main", "jobs")
 
@@ -31,16 +34,21 @@ def by_hydra(*words):
         ["--cfg", "hydra"],
         ["--cfg", "hydra", "-p", "hydra.job"],
         ["--cfg", "all", "--resolve"],
-        ["-sc", "query=bash"],
     ],
 )
-def test_what_is_shown_is_what_hydra_shows(words, capsys, monkeypatch):
-    """The configuration, Hydra's own settings, both, or a part of them; and what the tab completes."""
-    for name, value in COMPLETED.items():
-        monkeypatch.setenv(name, value)
+def test_what_is_shown_is_what_hydra_shows(words, capsys):
+    """The configuration, Hydra's own settings, both, or a part of them."""
     assert main(words) == 0
-    shown = capsys.readouterr().out
-    assert shown and shown == by_hydra(*words)
+    assert capsys.readouterr().out == by_hydra(*words)
+
+
+@pytest.mark.parametrize(("line", "offered"), [("kvbench meth", "method="), ("kvbench task=per", "task=perplexity")])
+def test_the_tab_completes_what_hydra_completes(line, offered, capsys, monkeypatch):
+    """Groups, and the choices of one."""
+    monkeypatch.setenv("COMP_LINE", line)  # as a shell says it
+    monkeypatch.setenv("COMP_POINT", str(len(line)))
+    assert main(["-sc", "query=bash"]) == 0
+    assert offered in (shown := capsys.readouterr().out) and shown == by_hydra("-sc", "query=bash")
 
 
 def test_the_tab_is_installed_for_the_program_alone(capsys, monkeypatch):
@@ -65,11 +73,19 @@ def test_hydras_help_names_kvbench(capsys, tmp_path):
     assert f"kvbench://{tmp_path}" in shown and f"kvbench://{ROOT / 'kvbench' / 'conf'}" in shown
 
 
-def test_the_code_of_hydras_process_is_the_commands(monkeypatch):
-    """A word that Hydra refuses ends it with another code than 0."""
-    assert main(["--info", "nothing"]) != 0
-    monkeypatch.setattr(showing.sys, "executable", "/bin/false")
-    assert main(["--hydra-help"]) == 1
+def test_hydra_itself_runs_nothing():
+    """It only shows."""
+    done = hydra_itself("method=kivi")
+    assert done.returncode == 1 and "kvbench runs experiments" in done.stderr
+
+
+def test_the_code_of_hydras_process_is_the_commands(tmp_path, monkeypatch):
+    """Whatever it is."""
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(showing.sys, "executable", str(program))
+    assert main(["--hydra-help"]) == 3
 
 
 @pytest.mark.parametrize(

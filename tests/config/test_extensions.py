@@ -95,12 +95,19 @@ def test_an_entry_point_adds_an_extension_without_importing_it(tmp_path, monkeyp
     assert "theirs" not in sys.modules
 
 
-@pytest.mark.parametrize(("name", "package"), [("export", "pytest"), ("theirs", "nowhere.ext"), ("theirs", "places")])
-def test_an_entry_point_that_cannot_be_is_refused(name, package, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "package", "error"),
+    [
+        ("export", "pytest", "two extensions are named export"),
+        ("theirs", "nowhere.ext", "names nowhere.ext"),
+        ("theirs", "places", "names places"),
+    ],
+)
+def test_an_entry_point_that_cannot_be_is_refused(name, package, error, tmp_path, monkeypatch):
     """It has the name of another extension, or what it names is missing or a module without a folder."""
     entry_point(tmp_path, name, package)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=package):
+    with pytest.raises(ValueError, match=error):
         extensions.discovered()
 
 
