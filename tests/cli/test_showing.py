@@ -30,6 +30,7 @@ def by_hydra(*words):
     [
         ["--cfg", "job", "method=kivi"],
         ["--cfg", "job", "-p", "method", "method=kivi"],
+        ["--cfg", "job", "-p", "_global_"],
         ["--cfg", "job", "-p", "seed", "seed=3"],
         ["--cfg", "hydra"],
         ["--cfg", "hydra", "-p", "hydra.job"],
