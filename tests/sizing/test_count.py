@@ -17,6 +17,7 @@ from kvbench.cache.layout import StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.config import files
 from kvbench.config.methods import method_settings
+from kvbench.errors import BrokenRule
 from kvbench.kernels.operands import Window
 from kvbench.methods.diffkv import DiffKV
 from kvbench.runs.parts import make_policy
@@ -153,6 +154,7 @@ class Acting(kv.Policy):
     each step where `drops` says so."""
 
     acts_in_decode = True
+    needs_instruction = True
 
     def __init__(self, drops):
         super().__init__()
@@ -184,7 +186,13 @@ def by_mean(view):
     return lightest.value < 0.4, lightest
 
 
-@pytest.mark.parametrize("drops", [by_layer, by_mean])
+def by_instruction(view):
+    """Lists that hold more than the instruction and some."""
+    most = 85 + view.instruction_tokens[:, None, None]
+    return view.num_slots(0) > most, view.argmin(0, by="score", before=view.prompt_tokens)
+
+
+@pytest.mark.parametrize("drops", [by_layer, by_mean, by_instruction])
 def test_layers_and_heads_that_act_apart_are_counted_apart(drops, monkeypatch):
     """One list of each kind takes the steps, with the plan of that kind, and none is acted out."""
     monkeypatch.setattr(sizing_count, "act_out", lambda *asked, **how: pytest.fail("was acted out"))
@@ -193,6 +201,27 @@ def test_layers_and_heads_that_act_apart_are_counted_apart(drops, monkeypatch):
     assert found == act_out(*asked, is_even=True)
     whole = count(Acting(lambda view: (torch.tensor(False), by_layer(view)[1])), *asked[1:], is_even=True)
     assert (found == whole) == (drops is by_mean)
+
+
+def test_evictions_in_bulk_are_counted_apart(monkeypatch):
+    """A plan says of every slot whether it stays."""
+    monkeypatch.setattr(sizing_count, "act_out", lambda *asked, **how: pytest.fail("was acted out"))
+    policy = make_policy(OmegaConf.merge(method_settings("snapkv"), {"budget": 40, "decode_every": 4}))
+    asked = policy, SHAPE, 150, 10, None
+    assert count(*asked, is_even=True) == act_out(*asked, is_even=True)
+
+
+class OneHead(Acting):
+    """Plans for one head of a layer."""
+
+    def plan_decode(self, view):
+        return kv.DecodePlan(slot=torch.zeros(1, LAYERS, 1, dtype=torch.long))
+
+
+def test_a_plan_of_another_form_is_refused():
+    """As the store refuses it."""
+    with pytest.raises(BrokenRule, match=r"slot has the shape \(1, 3, 1\)"):
+        count(OneHead(by_layer), SHAPE, 90, 2, None, is_even=True)
 
 
 def test_work_does_not_grow_with_layers_and_heads(monkeypatch):
