@@ -3,6 +3,11 @@
 Composing takes a tenth of a second, and a command and each job of a sweep do it several times, which was two thirds of
 what the tests of commands took. What is kept is what files and the choices of groups make; Hydra applies all other
 settings of a command to a copy. The exhaustive run has Hydra compose all.
+
+These are Hydra's internals, in tests alone: no public interface lies between a command's choices and its settings. Of
+211 compositions in 90 tests of commands, 76 repeat the words of another, which `kvbench.config.compose` could keep; and
+reading files, which a `ConfigSource` could keep, is a sixth of one. This takes two thirds of all of it, a quarter of
+what those tests take (2026-11-28).
 """
 
 import os

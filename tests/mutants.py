@@ -1,13 +1,13 @@
 """A mutation run: changes one spot of the code at a time, runs tests that reach it, and prints what nobody noticed.
 
     python tests/mutants.py [number=200] [seed=0] [only=methods/] [index=3,17] [seconds=120] [at_least=0.95]
-        [tests=FILE,FOLDER] [reached=FILE]
+        [code=FILE,FOLDER] [tests=FILE,FOLDER] [reached=FILE]
 
-Mutants (tests/mutation.py) of methods/, kvbench/policy/ and kvbench/cache/ are drawn by a hash of `seed` and their
-names, so that a change elsewhere leaves the draw as it is; `index` takes only some of those drawn. Before them all
-tests of these folders, or `tests`, run once, which must pass, and each notes how long it takes and which lines it
-reaches; `reached` names a file that keeps the notes for a further run of the same code. A mutant meets the tests that
-reach its statement, until one fails (of what runs at an import: those that reach its function, or its file): first
+Mutants (tests/mutation.py) of methods/, kvbench/policy/ and kvbench/cache/, or `code`, are drawn by a hash of `seed`
+and their names, so that a change elsewhere leaves the draw as it is; `index` takes only some of those drawn. Before
+them all tests of these folders, or `tests`, run once, which must pass, and each notes how long it takes and which lines
+it reaches; `reached` names a file that keeps the notes for a further run of the same code. A mutant meets the tests
+that reach its statement, until one fails (of what runs at an import: those that reach its function, or its file): first
 those that reach a branch of it which few others reach; then those beside it in the tree (a method has a file, other
 code a folder), then the others; of all, the cases of less than a second, then one further case of every test, and so
 on, the quickest first, for about `seconds` of what they take.
@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
@@ -42,7 +42,7 @@ from coverage import Coverage
 from mutation import Mutant, mutants_of
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("methods", "kvbench/policy", "kvbench/cache")
+CODE = ("methods", "kvbench/policy", "kvbench/cache")
 TESTS = (
     "tests/policy",
     "tests/cache",
@@ -130,6 +130,7 @@ def run(copy: Path, tests: list[str], log: Path, *, limits: dict[str, float], tr
         os.dup2(out, 1)
         os.dup2(out, 2)
         os.chdir(copy)
+        os.environ["PYTHONPATH"] = str(copy)  # of processes that a test starts
         others = [path for path in sys.path if not Path(path or ".").resolve().is_relative_to(ROOT)]
         sys.path[:] = [str(copy), str(copy / "tests"), *others]
         signal.setitimer(signal.ITIMER_PROF, 0 if traces else START_S)
@@ -209,9 +210,13 @@ def copied(folder: Path) -> Path:
     return folder
 
 
+_code: Sequence[str] = CODE  # files and folders that have mutants
+
+
 def files() -> list[str]:
     """The files that have mutants, from the root of the repository."""
-    return [str(path.relative_to(ROOT)) for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
+    each = [[path] if (path := ROOT / name).is_file() else sorted(path.glob("*.py")) for name in _code]
+    return [str(path.relative_to(ROOT)) for paths in each for path in paths]
 
 
 def plain(path: str) -> str:
@@ -239,13 +244,16 @@ def preload() -> None:
 
 def main(arguments: list[str]) -> int:
     """Draws and runs the mutants; see the head of this file."""
+    global _code
     said = dict(item.split("=", 1) for item in arguments)
     number, seed, only = int(said.pop("number", 200)), int(said.pop("seed", 0)), said.pop("only", "")
     seconds, at_least = float(said.pop("seconds", 120)), float(said.pop("at_least", 0.95))
     index, kept = said.pop("index", ""), said.pop("reached", "")
-    tests = said.pop("tests", ",".join(TESTS)).split(",")
+    tests, _code = said.pop("tests", ",".join(TESTS)).split(","), said.pop("code", ",".join(CODE)).split(",")
     if said:
-        print(f"unknown: {', '.join(said)}; settings are number, seed, only, index, seconds, at_least, tests, reached")
+        print(
+            f"unknown: {', '.join(said)}; there are number, seed, only, index, seconds, at_least, code, tests, reached"
+        )
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     import yaml
@@ -255,7 +263,7 @@ def main(arguments: list[str]) -> int:
     listed = yaml.safe_load(EQUIVALENT.read_text(encoding="utf-8")) or []
     known = {(entry["file"], entry["code"], entry["change"]) for entry in listed}
     assert all(entry["reason"] for entry in listed)
-    if not only and (gone := known - {mutant.name for mutant in found}):
+    if gone := {name for name in known if name[0] in texts} - {mutant.name for mutant in found}:
         print(f"no longer in the code, take out of {EQUIVALENT.name}: {sorted(gone)}")
         return 2
     found = [mutant for mutant in found if mutant.name not in known]

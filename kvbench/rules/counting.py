@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,4 @@ def unmarked(settings: Mapping[str, Any], marks: Mapping[str, Mark]) -> dict[str
 
 
 def _mark(annotation: object) -> Mark | None:
-    if get_origin(annotation) is not Annotated:
-        return None
     return next((item for item in get_args(annotation)[1:] if isinstance(item, Mark)), None)

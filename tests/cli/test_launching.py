@@ -167,27 +167,3 @@ def test_own_methods_have_the_defaults_of_their_classes(tmp_path, capsys):
     assert main(["--config-dir", str(tmp_path), "--cfg", "job", "-p", "method", "method=mine"]) == 0
     shown = OmegaConf.create(capsys.readouterr().out)
     assert shown.budget == 0.1 and shown.window == 32
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--cfg", "jbo"], "--cfg=jbo"),
-        (["--cfg", "job", "-p", "metod"], "--package=metod"),
-        (["--cfg"], "--cfg needs a value"),
-        (["--resolve", "seed=1"], "--resolve"),
-        (["-r", "--cfg", "job"], "--cfg and --run"),
-        (["-sc", "instal=bash"], "--shell-completion"),
-        (["-sc", "query=bsh"], "query=bsh"),
-    ],
-)
-def test_wrong_flags_are_named(words, named, capsys):
-    """What a flag of Hydra's cannot be is an error of use."""
-    assert main(words) == 2
-    assert named in capsys.readouterr().err
-
-
-def test_what_hydra_knows_can_be_shown(capsys):
-    """`--info` is Hydra's own, in a process of its own words."""
-    assert main(["--info", "searchpath"]) == 0
-    assert f"kvbench://{(ROOT / 'kvbench' / 'conf')}" in capsys.readouterr().out

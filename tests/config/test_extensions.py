@@ -44,6 +44,14 @@ def write(folder, text):
     return folder
 
 
+def entry_point(folder, name, package):
+    """A distribution that names a package as an extension."""
+    info = folder / f"{package}-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Name: {package}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[kvbench.extensions]\n{name} = {package}\n")
+
+
 def test_every_folder_is_whole():
     """Each folder of kvbench/extensions has a manifest, a package, a page and tests, and its hooks exist."""
     folders = [path for path in (ROOT / "kvbench" / "extensions").iterdir() if path.is_dir() and path.name[0] != "_"]
@@ -77,10 +85,7 @@ def test_an_entry_point_adds_an_extension_without_importing_it(tmp_path, monkeyp
     (tmp_path / "theirs" / "__init__.py").write_text("raise RuntimeError('imported')")
     (folder / "conf" / "command").mkdir(parents=True)
     (folder / "conf" / "command" / "greet.yaml").write_text("# Greets.\n_target_: theirs.ext.greet\n")
-    info = tmp_path / "theirs-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Name: theirs\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[kvbench.extensions]\ntheirs = theirs.ext\n")
+    entry_point(tmp_path, "theirs", "theirs.ext")
     monkeypatch.syspath_prepend(tmp_path)
     from kvbench.config import files
 
@@ -88,6 +93,27 @@ def test_an_entry_point_adds_an_extension_without_importing_it(tmp_path, monkeyp
     assert files.command_files()["greet"] == "Greets."
     assert [function.__name__ for function in extensions.hooks("x.y")] == ["dumps"]
     assert "theirs" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "error"),
+    [
+        ("export", "pytest", "two extensions are named export"),
+        ("theirs", "nowhere.ext", "names nowhere.ext"),
+        ("theirs", "places", "names places"),
+    ],
+)
+def test_an_entry_point_that_cannot_be_is_refused(name, package, error, tmp_path, monkeypatch):
+    """It has the name of another extension, or what it names is missing or a module without a folder."""
+    entry_point(tmp_path, name, package)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=error):
+        extensions.discovered()
+
+
+def test_a_stopped_command_says_what_it_keeps():
+    """By the manifest of its extension; others start again."""
+    assert [extensions.kept_by(name) for name in ("bench", "suite", "compare")] == ["cell", "sample", ""]
 
 
 def test_an_extension_without_what_it_uses_is_disabled(monkeypatch):

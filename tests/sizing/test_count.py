@@ -18,6 +18,7 @@ from kvbench.cache.layout import StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.config import files
 from kvbench.config.methods import method_settings
+from kvbench.errors import BrokenRule
 from kvbench.kernels.operands import Window
 from kvbench.methods.diffkv import DiffKV
 from kvbench.runs.parts import make_policy
@@ -161,6 +162,81 @@ def test_a_policy_that_reads_the_numbers_of_layers_is_asked_about_each(read):
     assert found == act_out(*asked, is_even=True)
     every = count(kv.Policy(), *asked[1:], is_even=True)
     assert found["payload_bytes"] == every["payload_bytes"] * (3 * 105 - 9 * 3) // (3 * 105)
+
+
+class Acting(kv.Policy):
+    """Keeps fewer tokens in later layers, lets heads begin with scores of their own, and drops a token of the prompt at
+    each step where `drops` says so."""
+
+    acts_in_decode = True
+    needs_instruction = True
+
+    def __init__(self, drops):
+        super().__init__()
+        self.drops = drops
+        self.score = kv.ScoreSpec(track=("score", "pos"))
+
+    def plan_prefill(self, view):
+        tier_of = view.filled(0)
+        layers, heads, _ = tier_of.shape
+        for layer, number in enumerate(view.layers.tolist()):
+            tier_of[layer, :, : 9 * number] = kv.EVICT
+        score = torch.linspace(0, 1, heads)[None, :, None].expand(layers, heads, tier_of.shape[2])
+        return kv.PrefillPlan(tier_of=tier_of, score=score)
+
+    def plan_decode(self, view):
+        goes, lightest = self.drops(view)
+        return kv.DecodePlan(slot=torch.where(goes & lightest.found, lightest.slot, kv.APPEND))
+
+
+def by_layer(view):
+    """Lists that hold more than their layer may."""
+    most = 100 - 25 * torch.arange(view.shape[1])[:, None]
+    return view.num_slots(0) > most, view.argmin(0, by="score", before=view.prompt_tokens)
+
+
+def by_mean(view):
+    """Lists whose layer's lowest mean of a token of the prompt is small: it is that of no head."""
+    lightest = view.argmin(0, by="score", before=view.prompt_tokens, over_layer=True)
+    return lightest.value < 0.4, lightest
+
+
+def by_instruction(view):
+    """Lists that hold more than the instruction and some."""
+    most = 85 + view.instruction_tokens[:, None, None]
+    return view.num_slots(0) > most, view.argmin(0, by="score", before=view.prompt_tokens)
+
+
+@pytest.mark.parametrize("drops", [by_layer, by_mean, by_instruction])
+def test_layers_and_heads_that_act_apart_are_counted_apart(drops, monkeypatch):
+    """One list of each kind takes the steps, with the plan of that kind, and none is acted out."""
+    monkeypatch.setattr(sizing_count, "act_out", lambda *asked, **how: pytest.fail("was acted out"))
+    asked = Acting(drops), SHAPE, 90, 12, None
+    found = count(*asked, is_even=True)
+    assert found == act_out(*asked, is_even=True)
+    whole = count(Acting(lambda view: (torch.tensor(False), by_layer(view)[1])), *asked[1:], is_even=True)
+    assert (found == whole) == (drops is by_mean)
+
+
+def test_evictions_in_bulk_are_counted_apart(monkeypatch):
+    """A plan says of every slot whether it stays."""
+    monkeypatch.setattr(sizing_count, "act_out", lambda *asked, **how: pytest.fail("was acted out"))
+    policy = make_policy(OmegaConf.merge(method_settings("snapkv"), {"budget": 40, "decode_every": 4}))
+    asked = policy, SHAPE, 150, 10, None
+    assert count(*asked, is_even=True) == act_out(*asked, is_even=True)
+
+
+class OneHead(Acting):
+    """Plans for one head of a layer."""
+
+    def plan_decode(self, view):
+        return kv.DecodePlan(slot=torch.zeros(1, LAYERS, 1, dtype=torch.long))
+
+
+def test_a_plan_of_another_form_is_refused():
+    """As the store refuses it."""
+    with pytest.raises(BrokenRule, match=r"slot has the shape \(1, 3, 1\)"):
+        count(OneHead(by_layer), SHAPE, 90, 2, None, is_even=True)
 
 
 def test_work_does_not_grow_with_layers_and_heads(monkeypatch):
