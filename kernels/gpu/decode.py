@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels.format import PageFormat
-from kvbench.kernels.gpu.attend import _attend, _finish
+from kvbench.kernels.gpu.attend import SCORED, _attend, _finish
 from kvbench.kernels.gpu.parts import (
     ELEMENT,
     INTERPRETED,
@@ -45,6 +45,7 @@ _REDUCE: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2}
 _ATTENDING, _SCORING = 4, 16
 _MOST_WAVES = 8  # parts of a list that are tried where all lists together need more than one wave of programs
 _MOST_PARTS, _LEAST_SLOTS = 64, 64  # of a list, and of each of its parts: what merges them is a program for each head
+_MERGED = 16, 64  # parts that are merged at a time, where there are few and where there are more
 _STAGES = 3  # of loads under way: more hold shared memory that other programs need
 
 
@@ -287,7 +288,7 @@ class Attention:
             "num_warps": 8 if wide else 1 if ptx_level() else 4, "num_stages": _STAGES,
         }  # fmt: skip
         merging = shared | {
-            "GP": power_of_two(group_size), "DP": power_of_two(head_dim), "BP": 16, "POWER": how.power,
+            "GP": power_of_two(group_size), "DP": power_of_two(head_dim), "POWER": how.power,
             "RULE": _REDUCE[how.group] if how.group else 0, "REPLACE": how.update == "replace", "NEAR": how.skip_near,
             "OUT": ELEMENT[out], "SINKS": softmax.sinks is not None,
         }  # fmt: skip
@@ -343,9 +344,10 @@ class Attention:
         given += [sum(self._parts)]
         given += [self._lists.heads, self._lists.per_row]
         merged = constants["G"] if first == 0 else 0
-        constants = constants | {"TWO": first != second, "MERGED": merged}
+        constants = constants | {"TWO": first != second, "MERGED": merged, "BP": _MERGED[sum(self._parts) > _MERGED[0]]}
         scoring = _SCORING * _num_processors(pages.device)
-        tasks = [min(blocks, max(1, scoring // max(1, count))) if how.group else 0 for blocks in self._blocks]
+        tiles = [-(-tier.columns * tier.fmt.tokens_per_page // SCORED.value) for tier in self._tiers]
+        tasks = [min(most, max(1, scoring // max(1, count))) if how.group else 0 for most in tiles]
         for index, prefix in zip(pair, "AB", strict=True):
             tier = self._tiers[index]
             given += [*self._kept[index], tier.num_k, tier.table, tasks[index], tier.columns, tier.entries]
