@@ -114,7 +114,7 @@ class Settings(Common):
         paged = []
         for name in self.formats:
             with suppress(ValueError):  # of tokens that fill no whole groups: its own rows are refused
-                layout, lists = caches.lay_out(name, length, dim), batch * heads
+                layout, lists = caches.lay_out(name, length, dim, device.split(":")[0]), batch * heads
                 read = layout.token_bytes * lists * length
                 count = caches.num_buffers(read, self.working_set(device), self.max_buffers)
                 paged.append((lists * layout.list_pages * layout.page_bytes, count))

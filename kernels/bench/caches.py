@@ -97,11 +97,12 @@ class Layout:
         return read / sum(self.counts)
 
 
-def lay_out(name: str, length: int, head_dim: int) -> Layout:
-    """The layout of lists of so many tokens in a format of `slot_format`; of `A+B` the first half of the tokens is in
-    A. Raises ValueError for an unknown format, or a length that does not fill whole key groups."""
+def lay_out(name: str, length: int, head_dim: int, device: str) -> Layout:
+    """The layout of lists of so many tokens in a format of `slot_format`, in pages as a run on this kind of device has
+    them; of `A+B` the first half of the tokens is in A. Raises ValueError for an unknown format, or a length that does
+    not fill whole key groups."""
     slots = [slot_format(part, head_dim) for part in name.split("+")]
-    size = choose_page_bytes(slots)
+    size = choose_page_bytes(slots, tiled=device == "cuda")
     formats = [PageFormat(slot, size) for slot in slots]
     bounds = [length * i // len(slots) for i in range(len(slots) + 1)]
     counts = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
@@ -125,7 +126,7 @@ def build_caches(name: str, k: Tensor, v: Tensor, backend: Backend, *, num_buffe
         name: As `lay_out` takes it; raises what that does.
     """
     sequences, heads, length, dim = k.shape
-    layout = lay_out(name, length, dim)
+    layout = lay_out(name, length, dim, k.device.type)
     formats, counts, widths, size = layout.formats, layout.counts, layout.widths, layout.page_bytes
     per_buffer = sequences * heads * layout.list_pages
     pages = memory.empty(num_buffers * per_buffer, size, dtype=torch.uint8, device=k.device).zero_()

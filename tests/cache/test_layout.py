@@ -121,6 +121,18 @@ def test_a_pool_holds_one_page_at_least(told):
         formats(StoreOptions(budget_bytes=size - 1), **told)
 
 
+@pytest.mark.parametrize(
+    ("device", "asked", "slots"), [("cpu", "auto", 136), ("cpu", "tiles", 128), ("cuda", "auto", 128)]
+)
+def test_a_gpu_has_pages_of_whole_tiles(device: str, asked: str, slots: int):
+    """Of 4 and 2 bits at 64 channels; what a GPU has can be asked for anywhere, as where its bytes are counted."""
+    policy, shape = Declared(told={"tiers": (Tier(k_bits=4, v_bits=2),)}), replace(SHAPE, device=torch.device(device))
+    (fmt,) = compile_formats(policy, shape, StoreOptions(page_bytes=asked))
+    assert fmt.tokens_per_page == slots
+    (fixed,) = compile_formats(policy, shape, StoreOptions(page_bytes=4096))
+    assert fixed.page_bytes == 4096
+
+
 def test_tracked_fields_come_in_one_order():
     """What the method asks for and what the user does, each once."""
     asked = ScoreSpec(track=("pos",))
