@@ -64,9 +64,14 @@ def _add_scores(pages, ids, num_k, scores, page_bytes, num_columns, T: tl.conste
 
 
 @cache
+def _processors_of(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _num_processors(device: torch.device) -> int:
-    """Multiprocessors (NVIDIA) or compute units (AMD) of a device; 1 in the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    """Multiprocessors (NVIDIA) or compute units (AMD) of a device; 1 in the interpreter, and an H100's where kernels
+    are compiled without a GPU."""
+    return _processors_of(device) if device.type == "cuda" else 132 if ptx_level() else 1
 
 
 @cache
@@ -105,7 +110,18 @@ def _num_parts(lists: int, most: int, at_once: int) -> int:
 
 
 _REGISTERS = 65_536  # of a multiprocessor, on every NVIDIA GPU that triton compiles for
+_WARP = 32  # threads, likewise
 _resident: dict[tuple, int] = {}  # programs of a compiled kernel that one multiprocessor holds
+
+
+def programs_by_size(registers: int, shared_bytes: int, warps: int, has_bytes: int, threads: int = 2048) -> int:
+    """Programs of so many warps that a multiprocessor of NVIDIA's holds, whose shared memory has `has_bytes`, by a
+    thread's registers and a program's shared memory."""
+    quarters, granule = 4, 256
+    # Registers lie in quarters, of which each holds whole warps.
+    in_quarter = _REGISTERS // quarters // (-(-_WARP * registers // granule) * granule)
+    by_shared = has_bytes // (shared_bytes + 1024)  # which the system takes of each
+    return max(1, min(quarters * in_quarter // warps, by_shared, threads // (_WARP * warps), 32))
 
 
 def programs_per_processor(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> int:
@@ -115,18 +131,14 @@ def programs_per_processor(kernel: Any, arguments: Sequence[Any], constants: dic
     Source: Triton's tutorial 2 (fused softmax), which asks a compiled kernel for both.
     """
     kinds = tuple(x.dtype if isinstance(x, Tensor) else type(x) for x in arguments)
-    key = (kernel.__name__, tuple(constants.items()), kinds)
+    key = (arguments[0].device, kernel.__name__, tuple(constants.items()), kinds)
     if key not in _resident:
         built = kernel.warmup(*arguments, grid=(1,), **constants)
         built._init_handles()
         device = torch.cuda.get_device_properties(arguments[0].device)
-        warps, quarters, granule = constants["num_warps"], 4, 256
-        # Registers lie in quarters, of which each holds whole warps.
-        in_quarter = _REGISTERS // quarters // (-(-32 * built.n_regs // granule) * granule)
-        shared = built.metadata.shared + 1024  # which the system takes of each
-        by_shared = device.shared_memory_per_multiprocessor // shared
-        by_threads = device.max_threads_per_multi_processor // (device.warp_size * warps)
-        _resident[key] = max(1, min(quarters * in_quarter // warps, by_shared, by_threads, 32))
+        shared, warps = device.shared_memory_per_multiprocessor, constants["num_warps"]
+        threads = device.max_threads_per_multi_processor
+        _resident[key] = programs_by_size(built.n_regs, built.metadata.shared, warps, shared, threads)
     return _resident[key]
 
 

@@ -54,65 +54,65 @@ def _sum_queries(
 
 @triton.jit
 def _count_turn(
-    column, key, q, tops, sums, begin, j, head, scale2, length, first, skip_near, q_head, q_token, D: tl.constexpr,
-    DP: tl.constexpr, BM: tl.constexpr, OP: tl.constexpr, CAP: tl.constexpr, POWER: tl.constexpr, BELOW: tl.constexpr,
+    column, key, q, tops, sums, begin, j, scale2, length, near, q_token, D: tl.constexpr, DP: tl.constexpr,
+    BM: tl.constexpr, OP: tl.constexpr, CAP: tl.constexpr, POWER: tl.constexpr, BELOW: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """The sums [BN] of keys j with those of one tile of queries added; MASKED where the tile may have pairs that do not
-    count."""
+    count. `q`, `tops` and `sums` are one head's, as of the first query: an offset of 64 bits is two registers for each
+    of a thread's elements."""
     i = begin + tl.arange(0, BM)
-    at = head * (length - first) + i - first
-    query = _tile(q, head * q_head, q_token, i, D, DP, length, OP)
+    query = _tile(q, 0, q_token, i, D, DP, length, OP)
+    top = tl.load(tops + i, mask=i < length, other=0.0 if BELOW else float("inf"))
     logit = tl.dot(key, tl.trans(query), input_precision="ieee") * scale2
     if CAP > 0:
         logit = capped(logit, CAP)
     if BELOW:
-        top = tl.load(tops + at, mask=i < length, other=0.0)
-        norm = tl.load(sums + at, mask=i < length, other=1.0)
+        norm = tl.load(sums + i, mask=i < length, other=1.0)
         p = tl.exp2(logit - top[None, :]) / norm[None, :]
         p = tl.where((p < (1.0 / (i + 1).to(tl.float32))[None, :]) & (i < length)[None, :], -1.0, 0.0)
     else:
-        p = tl.exp2(logit - tl.load(tops + at, mask=i < length, other=float("inf"))[None, :])
+        p = tl.exp2(logit - top[None, :])
     if POWER == 2:
         p = p * p
     if MASKED:
-        distance = i[None, :] - j[:, None]
-        p = tl.where((distance >= 0) & (distance >= skip_near), p, 0.0)
+        p = tl.where(i[None, :] >= (j + near)[:, None], p, 0.0)
     return column + tl.sum(p, 1)
 
 
-@triton.jit(do_not_specialize=["length", "first", "skip_near", "group_size", "each"])
+@triton.jit(do_not_specialize=["length", "first", "skip_near", "group_size"])
 def _sum_columns(
-    q, k, tops, sums, columns, scale2, length, first, skip_near, group_size, each, q_head, q_token, k_head, k_token,
+    q, k, tops, sums, columns, scale2, length, first, skip_near, group_size, q_head, q_token, k_head, k_token,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, OP: tl.constexpr, CAP: tl.constexpr,
     POWER: tl.constexpr, BELOW: tl.constexpr,
 ):  # fmt: skip
-    """What one block of keys receives from the counted queries of `each` heads of a group; with BELOW, minus one from
-    each query that gives less than an equal share of what it sees.
+    """What one block of keys receives from the counted queries of one head; with BELOW, minus one from each query that
+    gives less than an equal share of what it sees.
 
     `tops` are the queries' log-sum-exp of base 2; with BELOW their maxima, beside the `sums` of exponentials.
     """
     block = tl.program_id(0)  # the first keys have the most work, and begin first
-    heads = tl.program_id(1).to(tl.int64) * each
+    head = tl.program_id(1).to(tl.int64)
     j = block * BN + tl.arange(0, BN)
-    key = _tile(k, (heads // group_size) * k_head, k_token, j, D, DP, length, OP)
-    reach = tl.maximum(block * BN + skip_near - first, 0)  # the first query that any of these keys counts
+    key = _tile(k, (head // group_size) * k_head, k_token, j, D, DP, length, OP)
+    near = tl.maximum(skip_near, 0)
+    reach = tl.maximum(block * BN + near - first, 0)  # the first query that any of these keys counts
     begin = first + reach // BM * BM
-    reach = tl.maximum(block * BN + BN - 1 + tl.maximum(skip_near, 0) - first, 0)  # and the first that all of them do
+    reach = tl.maximum(block * BN + BN - 1 + near - first, 0)  # and the first that all of them do
     whole = tl.minimum(first + (reach + BM - 1) // BM * BM, length)
-    for head in range(heads, heads + each):
-        column = tl.zeros([BN], tl.float32)
-        for at in range(begin, whole, BM):
-            column = _count_turn(
-                column, key, q, tops, sums, at, j, head, scale2, length, first, skip_near, q_head, q_token, D, DP, BM,
-                OP, CAP, POWER, BELOW, True,
-            )  # fmt: skip
-        for at in range(whole, length, BM):
-            column = _count_turn(
-                column, key, q, tops, sums, at, j, head, scale2, length, first, skip_near, q_head, q_token, D, DP, BM,
-                OP, CAP, POWER, BELOW, False,
-            )  # fmt: skip
-        tl.store(columns + head * length + j, column, mask=j < length)
+    tops, sums = tops + head * (length - first) - first, sums + head * (length - first) - first
+    column = tl.zeros([BN], tl.float32)
+    for at in range(begin, whole, BM):
+        column = _count_turn(
+            column, key, q + head * q_head, tops, sums, at, j, scale2, length, near, q_token, D, DP, BM, OP, CAP,
+            POWER, BELOW, True,
+        )  # fmt: skip
+    for at in range(whole, length, BM):
+        column = _count_turn(
+            column, key, q + head * q_head, tops, sums, at, j, scale2, length, near, q_token, D, DP, BM, OP, CAP,
+            POWER, BELOW, False,
+        )  # fmt: skip
+    tl.store(columns + head * length + j, column, mask=j < length)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -156,11 +156,9 @@ def sum_columns(
     out = torch.empty(heads, length, device=q.device)
     if operand != tl.float32 and tile["DP"] <= 128:
         tile["BN"] = 2 * width
-    # So few queries are a turn or two of a program, which then takes all heads of a group to the keys that it has read.
-    each = group_size if length - first <= 2 * rows else 1
     launch(
-        _sum_columns, (-(-length // tile["BN"]), heads // each), q, k, tops, sums, out, scale * LOG2_E, length, first,
-        columns.skip_near, group_size, each, *strides, **tile, POWER=columns.power, BELOW=columns.below_uniform,
+        _sum_columns, (-(-length // tile["BN"]), heads), q, k, tops, sums, out, scale * LOG2_E, length, first,
+        columns.skip_near, group_size, *strides, **tile, POWER=columns.power, BELOW=columns.below_uniform,
     )  # fmt: skip
     return out
 
