@@ -45,7 +45,7 @@ _REDUCE: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2}
 _ATTENDING, _SCORING = 4, 16
 _MOST_WAVES = 8  # parts of a list that are tried where all lists together need more than one wave of programs
 _MOST_PARTS, _LEAST_SLOTS = 64, 64  # of a list, and of each of its parts: what merges them is a program for each head
-_MERGED = 16, 64  # parts that are merged at a time, where there are few and where there are more
+_FEW_PARTS, _MERGED = 16, 8192  # parts that are merged at a time where there are few; else numbers of their outputs
 _STAGES = 3  # of loads under way: more hold shared memory that other programs need
 
 
@@ -75,14 +75,17 @@ def _num_processors(device: torch.device) -> int:
 
 
 @cache
-def _block_slots(fmt: PageFormat, wide: bool) -> int:
+def _block_slots(fmt: PageFormat, wide: bool, scores: bool) -> int:
     """Slots that one step of the inner loop reads, a power of two; `wide`: products are of fp32 tiles.
 
     On an H100, one warp that reads 64 slots of codes of 4 bits at a time was faster than more warps, or fewer slots.
-    More do not fit into a thread's registers: compiled for sm_90, they spill.
+    More do not fit into a thread's registers: compiled for sm_90, they spill, and so do 64 with scores, of 8 bits, or
+    of 256 channels (`registers` beside this file counts it).
     """
     slot, slots = fmt.slot, fmt.tokens_per_page
-    most = 16 if wide else 32 if slot.head_dim <= 64 and (slot.k_coded or slot.v_coded) else 64
+    is_coded = slot.k_coded or slot.v_coded
+    few = slot.head_dim > 128 or (is_coded and (slot.head_dim <= 64 or scores or 8 in (slot.k_bits, slot.v_bits)))
+    most = 16 if wide else 32 if few else 64
     if 3 in (slot.k_bits, slot.v_bits):  # eight planes, of three bytes each
         most = 16
     group = slot.k_channel_group if slot.channel_keys else 0
@@ -269,7 +272,7 @@ class Attention:
         wide = half > 0 or operand == tl.float32
         slots = [tier.columns * tier.fmt.tokens_per_page + max(lengths) for tier in tiers]
         spans = [min(_MOST_PARTS, -(-count // _LEAST_SLOTS)) for count in slots]
-        self._block_slots = [_block_slots(tier.fmt, wide) for tier in tiers]
+        self._block_slots = [_block_slots(tier.fmt, wide, bool(how.group)) for tier in tiers]
         made: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
         self._lse = torch.empty(count, 1, group_size, **made)
         self._absent = absent = self._lse  # where a kernel does not look at a tensor
@@ -297,7 +300,7 @@ class Attention:
             "HP": power_of_two(half, MIN_DOT),
             "REST": power_of_two(head_dim - 2 * half, MIN_DOT) if half and head_dim > 2 * half else 0,
             "CAP": softmax.cap * LOG2_E,
-            "num_warps": 8 if wide else 1 if ptx_level() else 4, "num_stages": _STAGES,
+            "num_warps": 8 if wide else 4 if not ptx_level() else 2 if head_dim > 128 else 1, "num_stages": _STAGES,
         }  # fmt: skip
         merging = shared | {
             "GP": power_of_two(group_size), "DP": power_of_two(head_dim), "POWER": how.power,
@@ -328,6 +331,10 @@ class Attention:
         sizes = zip(self._tiers, self._block_slots, strict=True)
         return [tier.columns * -(-tier.fmt.tokens_per_page // size) for tier, size in sizes]
 
+    def _merged_at_once(self, padded: int) -> int:
+        """Parts that a turn of a merge reads, of outputs of so many channels: a turn waits for what it reads."""
+        return _FEW_PARTS if sum(self._parts) <= _FEW_PARTS else min(_MOST_PARTS, _MERGED // padded)
+
     def _reads(self, pair: tuple[int, int], count: int, step: tuple[Tensor, ...], constants: dict) -> _Launch:
         """Of `_attend`, over one tier or two."""
         (first, second), (pages, rows, seen) = pair, step
@@ -356,7 +363,7 @@ class Attention:
         given += [sum(self._parts)]
         given += [self._lists.heads, self._lists.per_row]
         merged = constants["G"] if first == 0 else 0
-        constants = constants | {"TWO": first != second, "MERGED": merged, "BP": _MERGED[sum(self._parts) > _MERGED[0]]}
+        constants = constants | {"TWO": first != second, "MERGED": merged, "BP": self._merged_at_once(constants["DP"])}
         scoring = _SCORING * _num_processors(pages.device)
         tiles = [-(-tier.columns * tier.fmt.tokens_per_page // SCORED.value) for tier in self._tiers]
         tasks = [min(most, max(1, scoring // max(1, count))) if how.group else 0 for most in tiles]

@@ -122,15 +122,16 @@ def test_a_pool_holds_one_page_at_least(told):
 
 
 @pytest.mark.parametrize(
-    ("device", "asked", "slots"), [("cpu", "auto", 136), ("cpu", "tiles", 128), ("cuda", "auto", 128)]
+    ("device", "asked", "slots"), [("cpu", "auto", 48), ("cpu", "tiles", 64), ("cuda", "auto", 64)]
 )
 def test_a_gpu_has_pages_of_whole_tiles(device: str, asked: str, slots: int):
-    """Of 4 and 2 bits at 64 channels; what a GPU has can be asked for anywhere, as where its bytes are counted."""
-    policy, shape = Declared(told={"tiers": (Tier(k_bits=4, v_bits=2),)}), replace(SHAPE, device=torch.device(device))
+    """Of 8 and 4 bits at 128 channels; what a GPU has can be asked for anywhere, as where its bytes are counted."""
+    policy = Declared(told={"tiers": (Tier(k_bits=8, v_bits=4),)})
+    shape = replace(SHAPE, head_dim=128, device=torch.device(device))
     (fmt,) = compile_formats(policy, shape, StoreOptions(page_bytes=asked))
     assert fmt.tokens_per_page == slots
-    (fixed,) = compile_formats(policy, shape, StoreOptions(page_bytes=4096))
-    assert fixed.page_bytes == 4096
+    (fixed,) = compile_formats(policy, shape, StoreOptions(page_bytes=9600))
+    assert fixed.page_bytes == 9600
 
 
 def test_tracked_fields_come_in_one_order():
