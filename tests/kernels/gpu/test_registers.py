@@ -66,8 +66,8 @@ def table(tmp_path: Path, *words: str) -> dict[str, list[float]]:
 
 
 # Most instructions of the main loop, by head dim: of a warp for a slot, behind a ring, and of a thread for a pair of
-# query and key of column scores. As compiled by triton 3.7 they are a tenth below; with division and masks in every turn, columns
-# took 23 to 31.
+# query and key of column scores. As compiled by triton 3.7 they are a tenth below; with a division and masks in every
+# turn, columns took 23 to 31.
 MOST = {64: (25, 32, 7.5), 128: (31, 53, 9), 256: (65, 107, 19)}
 SPILLED = 16  # bytes that a thread may keep in memory
 
