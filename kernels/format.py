@@ -33,6 +33,7 @@ import torch
 from kvbench.kernels.codes import BITS, SCALE_BYTES, Code, code_of
 
 APART_BYTES = 3  # of an element whose rest is kept apart: 16 bits, and which one it is
+TILE_SLOTS = 64  # that a GPU's kernels read at a time, at most
 TOKEN_QUANTUM = 8  # slots per page are a multiple of this: 8 slots x 2 bytes = one 16-byte lane of metadata
 
 
@@ -274,7 +275,7 @@ class PageFormat:
         return self.used_bytes / self.page_bytes
 
 
-def choose_page_bytes(slots: Sequence[SlotFormat]) -> int:
+def choose_page_bytes(slots: Sequence[SlotFormat], *, tiled: bool = False) -> int:
     """The page size that wastes least in the worst of the given formats; the smallest such size.
 
     Pages between 64 and 132 bytes per channel are searched (4,096-8,448 B at D=64, 8,192-16,896 B at D=128): small
@@ -283,6 +284,8 @@ def choose_page_bytes(slots: Sequence[SlotFormat]) -> int:
 
     Args:
         slots: The formats of all tiers, one head dim.
+        tiled: Take only sizes at which every format has whole tiles of 64 slots (whole key groups, where keys share
+            scales over tokens), if there are such: what is left of a page beside its tiles is read by code of its own.
 
     Returns:
         Page size in bytes, a multiple of 16.
@@ -290,14 +293,21 @@ def choose_page_bytes(slots: Sequence[SlotFormat]) -> int:
     Source: DiffKV artefact, config.py (search of 800-8000 B over its two formats); bounds from kvbench's own
         measurements.
     """
-    return _choose_page_bytes(tuple(slots))
+    return _choose_page_bytes(tuple(slots), tiled)
+
+
+def _is_tiled(fmt: PageFormat) -> bool:
+    """Whether a page's slots are whole tiles."""
+    return fmt.tokens_per_page % (fmt.slot.group_tokens if fmt.slot.channel_keys else TILE_SLOTS) == 0
 
 
 @lru_cache(maxsize=256)  # counting bytes makes many stores of the same formats
-def _choose_page_bytes(slots: tuple[SlotFormat, ...]) -> int:
+def _choose_page_bytes(slots: tuple[SlotFormat, ...], tiled: bool) -> int:
     head_dim = slots[0].head_dim
     low, high = 64 * head_dim, 132 * head_dim
     low = max([low, *(-(-s.quantum_bytes // 16) * 16 for s in slots)])
     high = max(high, low)
-    sizes = range(-(-low // 16) * 16, high + 1, 16)
+    sizes: Sequence[int] = range(-(-low // 16) * 16, high + 1, 16)
+    if tiled:
+        sizes = [size for size in sizes if all(_is_tiled(PageFormat(s, size)) for s in slots)] or sizes
     return max(sizes, key=lambda size: (round(min(PageFormat(s, size).fill for s in slots), 9), -size))

@@ -28,6 +28,7 @@ from kvbench.kernels.operands import Reduce
 SCORES = {"none": "", "return": " + scores"}
 # Of the largest exact element. The kernels are held to 1e-5 by their own tests; here only a wrong one must be caught.
 TOLERANCE = {"cpu": 1e-4, "cuda": 5e-3}
+BF16_TOLERANCE = 2e-2  # of bf16 queries and elements, whose weights have 8 bits
 DENSE_TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 6e-2}
 PAGE_TOKENS = 16  # FlashInfer's and vLLM's usual page
 WORKSPACE_BYTES = 128 << 20
@@ -60,6 +61,9 @@ class Settings(Common):
     )
     dense: list[str] = setting(
         ["fp32", "bf16", "fp16"], "Element types of dense attention: fp32, bf16, fp16.", among=DTYPES
+    )
+    queries: str = setting(
+        "fp16", "Type of the queries, and of elements of 16 bits, on a GPU: fp16, bf16.", among=("fp16", "bf16")
     )
     peers: bool = setting(True, "Time FlashAttention and FlashInfer where they can be imported.")
 
@@ -114,7 +118,7 @@ class Settings(Common):
         paged = []
         for name in self.formats:
             with suppress(ValueError):  # of tokens that fill no whole groups: its own rows are refused
-                layout, lists = caches.lay_out(name, length, dim), batch * heads
+                layout, lists = caches.lay_out(name, length, dim, device.split(":")[0]), batch * heads
                 read = layout.token_bytes * lists * length
                 count = caches.num_buffers(read, self.working_set(device), self.max_buffers)
                 paged.append((lists * layout.list_pages * layout.page_bytes, count))
@@ -172,8 +176,9 @@ class Settings(Common):
         parts, device = name.split("+"), k.device.type
         read = sum(caches.slot_read_bytes(caches.slot_format(part, dim)) for part in parts) / len(parts)
         count = caches.num_buffers(read * batch * heads * length, self.working_set(device), self.max_buffers)
-        held = caches.build_caches(name, k, v, backend, num_buffers=count, seed=self.seed)
-        query, scale = q if device == "cpu" else q.half(), dim**-0.5
+        kind = DTYPES["fp16" if device == "cpu" else self.queries]
+        held = caches.build_caches(name, k, v, backend, num_buffers=count, seed=self.seed, kind=kind)
+        query, scale = q if device == "cpu" else q.to(kind), dim**-0.5
 
         def call(group: Reduce | None, index: int) -> object:
             return backend.paged_decode(query, held.pages, held.buffers[index], None, scale, group=group)
@@ -186,7 +191,7 @@ class Settings(Common):
                 num_buffers=count,
                 bytes_per_call=round(held.token_bytes * batch * heads * length),
                 check=partial(caches.paged_error, backend, held, query, scale, groups[wanted], count - 1),
-                tolerance=TOLERANCE[device],
+                tolerance=BF16_TOLERANCE if kind == torch.bfloat16 else TOLERANCE[device],
                 versus=name if groups[wanted] else None,
                 extra={"kind": "paged", "format": name, "scores": wanted, "token_bytes": held.token_bytes},
             )

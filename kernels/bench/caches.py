@@ -1,7 +1,7 @@
 """Paged caches to time: filled by the backend's own quantise-and-write, copied about in memory, and checked."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -97,11 +97,13 @@ class Layout:
         return read / sum(self.counts)
 
 
-def lay_out(name: str, length: int, head_dim: int) -> Layout:
-    """The layout of lists of so many tokens in a format of `slot_format`; of `A+B` the first half of the tokens is in
-    A. Raises ValueError for an unknown format, or a length that does not fill whole key groups."""
+def lay_out(name: str, length: int, head_dim: int, device: str, kind: torch.dtype = torch.float16) -> Layout:
+    """The layout of lists of so many tokens in a format of `slot_format`, in pages as a run on this kind of device has
+    them, elements of 16 bits of type `kind`; of `A+B` the first half of the tokens is in A. Raises ValueError for an
+    unknown format, or a length that does not fill whole key groups."""
     slots = [slot_format(part, head_dim) for part in name.split("+")]
-    size = choose_page_bytes(slots)
+    slots = [replace(slot, dtype=kind) if 16 in (slot.k_bits, slot.v_bits) else slot for slot in slots]
+    size = choose_page_bytes(slots, tiled=device == "cuda")
     formats = [PageFormat(slot, size) for slot in slots]
     bounds = [length * i // len(slots) for i in range(len(slots) + 1)]
     counts = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
@@ -117,15 +119,17 @@ def slot_read_bytes(slot: SlotFormat) -> float:
     return slot.slot_bytes - slot.track_bytes
 
 
-def build_caches(name: str, k: Tensor, v: Tensor, backend: Backend, *, num_buffers: int, seed: int) -> PagedCaches:
+def build_caches(
+    name: str, k: Tensor, v: Tensor, backend: Backend, *, num_buffers: int, seed: int, kind: torch.dtype = torch.float16
+) -> PagedCaches:
     """Quantises keys and values fp32 [S, H, n, D] into pages once, and copies those pages to all buffers; page ids are
     shuffled by `seed`.
 
     Args:
-        name: As `lay_out` takes it; raises what that does.
+        name: As `lay_out` takes it, with `kind`; raises what that does.
     """
     sequences, heads, length, dim = k.shape
-    layout = lay_out(name, length, dim)
+    layout = lay_out(name, length, dim, k.device.type, kind)
     formats, counts, widths, size = layout.formats, layout.counts, layout.widths, layout.page_bytes
     per_buffer = sequences * heads * layout.list_pages
     pages = memory.empty(num_buffers * per_buffer, size, dtype=torch.uint8, device=k.device).zero_()

@@ -9,8 +9,8 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,15 +47,18 @@ _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel for one target: its binary's bytes, shared memory in bytes, what a thread spills, and the seconds it
-    took. `spilled` counts bytes of local memory on NVIDIA and registers on AMD; None where it cannot be told."""
+    """One kernel for one target: its binary, shared memory in bytes, what a thread takes and spills, and the seconds it
+    took. `spilled` counts bytes of local memory on NVIDIA and registers on AMD; it and `registers` are None where they
+    cannot be told. `constants` are those of the launch."""
 
     kernel: str
     target: str
-    binary_bytes: int
+    binary: bytes = field(repr=False)
     shared_bytes: int
+    registers: int | None
     spilled: int | None
     seconds_s: float
+    constants: dict[str, Any] = field(repr=False)
 
 
 def unspecialised(kernel: Any) -> set[str]:
@@ -90,8 +93,15 @@ def launch_signature(kernel: Kernel, arguments: tuple, constants: dict) -> tuple
     return signature, values, alignments
 
 
-def compile_launches(run: Callable[[], object], target: str) -> Iterator[Compiled]:
+def compile_launches(
+    run: Callable[[], object], target: str, kernels: Collection[str] | None = None
+) -> Iterator[Compiled]:
     """Compiles every distinct kernel that a call launches on tensors in main memory; nothing is computed.
+
+    Args:
+        run: The call.
+        target: A name of `TARGETS`.
+        kernels: Names of those to compile; None = all.
 
     Raises:
         RuntimeError: The kernels were imported under TRITON_INTERPRET=1 and cannot be compiled.
@@ -99,6 +109,8 @@ def compile_launches(run: Callable[[], object], target: str) -> Iterator[Compile
     launches: dict[str, tuple] = {}
 
     def note(kernel: Kernel, _: tuple, arguments: tuple, constants: dict) -> None:
+        if kernels is not None and kernel.__name__ not in kernels:
+            return
         launches.setdefault(
             f"{kernel.__name__} {launch_signature(kernel, arguments, constants)}", (kernel, arguments, constants)
         )
@@ -115,24 +127,34 @@ def compile_launches(run: Callable[[], object], target: str) -> Iterator[Compile
         source = ASTSource(kernel, signature, values, alignments)
         built = triton.compile(source, target=TARGETS[target], options=options)
         binary = built.asm[_BINARY[TARGETS[target].backend]]
-        took_s, spilled = time.perf_counter() - begin, _spilled(built.asm)
-        yield Compiled(kernel.__name__, target, len(binary), built.metadata.shared, spilled, took_s)
+        took_s, (registers, spilled) = time.perf_counter() - begin, _usage(built.asm)
+        shared_bytes = built.metadata.shared
+        yield Compiled(kernel.__name__, target, binary, shared_bytes, registers, spilled, took_s, constants)
 
 
-def _spilled(asm: Mapping[str, Any]) -> int | None:
-    """What a thread keeps in memory because its registers do not suffice: bytes of stack in a cubin, as the tool in
-    triton's own package reads it, or spilled registers as AMD's assembly says."""
+def _usage(asm: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """The registers of a thread, and what it keeps in memory because they do not suffice: bytes of stack in a cubin, or
+    spilled registers as AMD's assembly says."""
     if "amdgcn" in asm:
-        return sum(int(count) for count in re.findall(r"\.vgpr_spill_count:\s*(\d+)", asm["amdgcn"]))
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        registers, spilled = (
+            [int(count) for count in re.findall(rf"\.vgpr_{name}:\s*(\d+)", asm["amdgcn"])]
+            for name in ("count", "spill_count")
+        )
+        return max(registers, default=None), sum(spilled)
+    said = nvidia_tool("cuobjdump", "-res-usage", binary=asm["cubin"])
+    found = re.findall(r"REG:(\d+) STACK:(\d+)", said)
+    return (max(int(count) for count, _ in found), max(int(size) for _, size in found)) if found else (None, None)
+
+
+def nvidia_tool(name: str, *options: str, binary: bytes) -> str:
+    """What a tool in triton's own package prints of a cubin; nothing where it is not there."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     if not tool.is_file():
-        return None
+        return ""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(asm["cubin"])
+        file.write(binary)
         file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=False).stdout
-    found = [int(size) for size in re.findall(r"STACK:(\d+)", said)]
-    return max(found) if found else None
+        return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=False).stdout
 
 
 # What a thread may keep in memory: the reduction of a large angle before its cosine takes a table of 28 bytes there;
@@ -266,7 +288,7 @@ def main(argv: list[str] | None = None) -> int:
                     spilling += (built.spilled or 0) > SPILLS_AT_MOST[target]
                     large += built.shared_bytes > SHARED_AT_MOST[target]
                     print(
-                        f"{case:24} {target:7} {built.kernel:18} {built.binary_bytes:7} B "
+                        f"{case:24} {target:7} {built.kernel:18} {len(built.binary):7} B "
                         f"{built.shared_bytes:6} B shared {_shown(built)} {built.seconds_s:5.1f} s"
                     )
             except Exception as error:  # a compiler's errors have no common type

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels.format import PageFormat
-from kvbench.kernels.gpu.attend import _attend, _finish
+from kvbench.kernels.gpu.attend import SCORED, _attend, _finish
 from kvbench.kernels.gpu.parts import (
     ELEMENT,
     INTERPRETED,
@@ -45,6 +45,7 @@ _REDUCE: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2}
 _ATTENDING, _SCORING = 4, 16
 _MOST_WAVES = 8  # parts of a list that are tried where all lists together need more than one wave of programs
 _MOST_PARTS, _LEAST_SLOTS = 64, 64  # of a list, and of each of its parts: what merges them is a program for each head
+_FEW_PARTS, _MERGED = 16, 8192  # parts that are merged at a time where there are few; else numbers of their outputs
 _STAGES = 3  # of loads under way: more hold shared memory that other programs need
 
 
@@ -63,20 +64,28 @@ def _add_scores(pages, ids, num_k, scores, page_bytes, num_columns, T: tl.conste
 
 
 @cache
+def _processors_of(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _num_processors(device: torch.device) -> int:
-    """Multiprocessors (NVIDIA) or compute units (AMD) of a device; 1 in the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    """Multiprocessors (NVIDIA) or compute units (AMD) of a device; 1 in the interpreter, and an H100's where kernels
+    are compiled without a GPU."""
+    return _processors_of(device) if device.type == "cuda" else 132 if ptx_level() else 1
 
 
 @cache
-def _block_slots(fmt: PageFormat, wide: bool) -> int:
+def _block_slots(fmt: PageFormat, wide: bool, scores: bool) -> int:
     """Slots that one step of the inner loop reads, a power of two; `wide`: products are of fp32 tiles.
 
     On an H100, one warp that reads 64 slots of codes of 4 bits at a time was faster than more warps, or fewer slots.
-    More do not fit into a thread's registers: compiled for sm_90, they spill.
+    More do not fit into a thread's registers: compiled for sm_90, they spill, and so do 64 with scores, of 8 bits, or
+    of 256 channels (`registers` beside this file counts it).
     """
     slot, slots = fmt.slot, fmt.tokens_per_page
-    most = 16 if wide else 32 if slot.head_dim <= 64 and (slot.k_coded or slot.v_coded) else 64
+    is_coded = slot.k_coded or slot.v_coded
+    few = slot.head_dim > 128 or (is_coded and (slot.head_dim <= 64 or scores or 8 in (slot.k_bits, slot.v_bits)))
+    most = 16 if wide else 32 if few else 64
     if 3 in (slot.k_bits, slot.v_bits):  # eight planes, of three bytes each
         most = 16
     group = slot.k_channel_group if slot.channel_keys else 0
@@ -104,7 +113,18 @@ def _num_parts(lists: int, most: int, at_once: int) -> int:
 
 
 _REGISTERS = 65_536  # of a multiprocessor, on every NVIDIA GPU that triton compiles for
+_WARP = 32  # threads, likewise
 _resident: dict[tuple, int] = {}  # programs of a compiled kernel that one multiprocessor holds
+
+
+def programs_by_size(registers: int, shared_bytes: int, warps: int, has_bytes: int, threads: int = 2048) -> int:
+    """Programs of so many warps that a multiprocessor of NVIDIA's holds, whose shared memory has `has_bytes`, by a
+    thread's registers and a program's shared memory."""
+    quarters, granule = 4, 256
+    # Registers lie in quarters, of which each holds whole warps.
+    in_quarter = _REGISTERS // quarters // (-(-_WARP * registers // granule) * granule)
+    by_shared = has_bytes // (shared_bytes + 1024)  # which the system takes of each
+    return max(1, min(quarters * in_quarter // warps, by_shared, threads // (_WARP * warps), 32))
 
 
 def programs_per_processor(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> int:
@@ -114,18 +134,14 @@ def programs_per_processor(kernel: Any, arguments: Sequence[Any], constants: dic
     Source: Triton's tutorial 2 (fused softmax), which asks a compiled kernel for both.
     """
     kinds = tuple(x.dtype if isinstance(x, Tensor) else type(x) for x in arguments)
-    key = (kernel.__name__, tuple(constants.items()), kinds)
+    key = (arguments[0].device, kernel.__name__, tuple(constants.items()), kinds)
     if key not in _resident:
         built = kernel.warmup(*arguments, grid=(1,), **constants)
         built._init_handles()
         device = torch.cuda.get_device_properties(arguments[0].device)
-        warps, quarters, granule = constants["num_warps"], 4, 256
-        # Registers lie in quarters, of which each holds whole warps.
-        in_quarter = _REGISTERS // quarters // (-(-32 * built.n_regs // granule) * granule)
-        shared = built.metadata.shared + 1024  # which the system takes of each
-        by_shared = device.shared_memory_per_multiprocessor // shared
-        by_threads = device.max_threads_per_multi_processor // (device.warp_size * warps)
-        _resident[key] = max(1, min(quarters * in_quarter // warps, by_shared, by_threads, 32))
+        shared, warps = device.shared_memory_per_multiprocessor, constants["num_warps"]
+        threads = device.max_threads_per_multi_processor
+        _resident[key] = programs_by_size(built.n_regs, built.metadata.shared, warps, shared, threads)
     return _resident[key]
 
 
@@ -256,7 +272,7 @@ class Attention:
         wide = half > 0 or operand == tl.float32
         slots = [tier.columns * tier.fmt.tokens_per_page + max(lengths) for tier in tiers]
         spans = [min(_MOST_PARTS, -(-count // _LEAST_SLOTS)) for count in slots]
-        self._block_slots = [_block_slots(tier.fmt, wide) for tier in tiers]
+        self._block_slots = [_block_slots(tier.fmt, wide, bool(how.group)) for tier in tiers]
         made: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
         self._lse = torch.empty(count, 1, group_size, **made)
         self._absent = absent = self._lse  # where a kernel does not look at a tensor
@@ -284,10 +300,10 @@ class Attention:
             "HP": power_of_two(half, MIN_DOT),
             "REST": power_of_two(head_dim - 2 * half, MIN_DOT) if half and head_dim > 2 * half else 0,
             "CAP": softmax.cap * LOG2_E,
-            "num_warps": 8 if wide else 1 if ptx_level() else 4, "num_stages": _STAGES,
+            "num_warps": 8 if wide else 4 if not ptx_level() else 2 if head_dim > 128 else 1, "num_stages": _STAGES,
         }  # fmt: skip
         merging = shared | {
-            "GP": power_of_two(group_size), "DP": power_of_two(head_dim), "BP": 16, "POWER": how.power,
+            "GP": power_of_two(group_size), "DP": power_of_two(head_dim), "POWER": how.power,
             "RULE": _REDUCE[how.group] if how.group else 0, "REPLACE": how.update == "replace", "NEAR": how.skip_near,
             "OUT": ELEMENT[out], "SINKS": softmax.sinks is not None,
         }  # fmt: skip
@@ -314,6 +330,10 @@ class Attention:
         """Blocks of slots that a list has in each tier at most."""
         sizes = zip(self._tiers, self._block_slots, strict=True)
         return [tier.columns * -(-tier.fmt.tokens_per_page // size) for tier, size in sizes]
+
+    def _merged_at_once(self, padded: int) -> int:
+        """Parts that a turn of a merge reads, of outputs of so many channels: a turn waits for what it reads."""
+        return _FEW_PARTS if sum(self._parts) <= _FEW_PARTS else min(_MOST_PARTS, _MERGED // padded)
 
     def _reads(self, pair: tuple[int, int], count: int, step: tuple[Tensor, ...], constants: dict) -> _Launch:
         """Of `_attend`, over one tier or two."""
@@ -343,9 +363,10 @@ class Attention:
         given += [sum(self._parts)]
         given += [self._lists.heads, self._lists.per_row]
         merged = constants["G"] if first == 0 else 0
-        constants = constants | {"TWO": first != second, "MERGED": merged}
+        constants = constants | {"TWO": first != second, "MERGED": merged, "BP": self._merged_at_once(constants["DP"])}
         scoring = _SCORING * _num_processors(pages.device)
-        tasks = [min(blocks, max(1, scoring // max(1, count))) if how.group else 0 for blocks in self._blocks]
+        tiles = [-(-tier.columns * tier.fmt.tokens_per_page // SCORED.value) for tier in self._tiers]
+        tasks = [min(most, max(1, scoring // max(1, count))) if how.group else 0 for most in tiles]
         for index, prefix in zip(pair, "AB", strict=True):
             tier = self._tiers[index]
             given += [*self._kept[index], tier.num_k, tier.table, tasks[index], tier.columns, tier.entries]

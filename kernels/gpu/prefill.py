@@ -2,8 +2,9 @@
 
 Column sums take two passes. The first finds every counted query's maximum and sum of exponentials, and is left out
 where torch's own fused attention of the prompt gave their log-sum-exp (`reference/prompts.py`). In the second each
-program owns a block of keys and goes over the queries behind it, so that no two programs add to the same sum. Nothing
-of size N x N is ever written. Capture-safe.
+program owns a block of keys and goes over the queries behind it, so that no two programs add to the same sum. Keys are
+the rows of its products, so that the sum over queries stays within a warp; the log-sum-exp stands in the exponent, and
+only the tiles that the diagonal cuts are masked. Nothing of size N x N is ever written. Capture-safe.
 """
 
 import torch
@@ -19,7 +20,9 @@ from kvbench.kernels.operands import PLAIN, ColumnSums, Softmax
 def _tile(x, start, stride, i, D: tl.constexpr, DP: tl.constexpr, length, OP: tl.constexpr):
     """Rows i of a head, [len(i), DP], as operands; 0 outside."""
     d = tl.arange(0, DP)
-    mask = (i < length)[:, None] & (d < D)[None, :]
+    mask = (i < length)[:, None]
+    if D < DP:
+        mask = mask & (d < D)[None, :]
     return tl.load(x + start + i.to(tl.int64)[:, None] * stride + d[None, :], mask=mask, other=0.0).to(OP)
 
 
@@ -49,36 +52,66 @@ def _sum_queries(
     tl.store(sums + at, norm, mask=i < length)
 
 
+@triton.jit
+def _count_turn(
+    column, key, q, tops, sums, begin, j, scale2, length, near, q_token, D: tl.constexpr, DP: tl.constexpr,
+    BM: tl.constexpr, OP: tl.constexpr, CAP: tl.constexpr, POWER: tl.constexpr, BELOW: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """The sums [BN] of keys j with those of one tile of queries added; MASKED where the tile may have pairs that do not
+    count. `q`, `tops` and `sums` are one head's, as of the first query: an offset of 64 bits is two registers for each
+    of a thread's elements."""
+    i = begin + tl.arange(0, BM)
+    query = _tile(q, 0, q_token, i, D, DP, length, OP)
+    top = tl.load(tops + i, mask=i < length, other=0.0 if BELOW else float("inf"))
+    logit = tl.dot(key, tl.trans(query), input_precision="ieee") * scale2
+    if CAP > 0:
+        logit = capped(logit, CAP)
+    if BELOW:
+        norm = tl.load(sums + i, mask=i < length, other=1.0)
+        p = tl.exp2(logit - top[None, :]) / norm[None, :]
+        p = tl.where((p < (1.0 / (i + 1).to(tl.float32))[None, :]) & (i < length)[None, :], -1.0, 0.0)
+    else:
+        p = tl.exp2(logit - top[None, :])
+    if POWER == 2:
+        p = p * p
+    if MASKED:
+        p = tl.where(i[None, :] >= (j + near)[:, None], p, 0.0)
+    return column + tl.sum(p, 1)
+
+
 @triton.jit(do_not_specialize=["length", "first", "skip_near", "group_size"])
 def _sum_columns(
     q, k, tops, sums, columns, scale2, length, first, skip_near, group_size, q_head, q_token, k_head, k_token,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, OP: tl.constexpr, CAP: tl.constexpr,
     POWER: tl.constexpr, BELOW: tl.constexpr,
 ):  # fmt: skip
-    """What one block of keys receives from the counted queries of one head; with BELOW, minus one from each that gives
-    less than an equal share of what it sees."""
+    """What one block of keys receives from the counted queries of one head; with BELOW, minus one from each query that
+    gives less than an equal share of what it sees.
+
+    `tops` are the queries' log-sum-exp of base 2; with BELOW their maxima, beside the `sums` of exponentials.
+    """
+    block = tl.program_id(0)  # the first keys have the most work, and begin first
     head = tl.program_id(1).to(tl.int64)
-    j = tl.program_id(0) * BN + tl.arange(0, BN)
-    key = tl.trans(_tile(k, (head // group_size) * k_head, k_token, j, D, DP, length, OP))
+    j = block * BN + tl.arange(0, BN)
+    key = _tile(k, (head // group_size) * k_head, k_token, j, D, DP, length, OP)
+    near = tl.maximum(skip_near, 0)
+    reach = tl.maximum(block * BN + near - first, 0)  # the first query that any of these keys counts
+    begin = first + reach // BM * BM
+    reach = tl.maximum(block * BN + BN - 1 + near - first, 0)  # and the first that all of them do
+    whole = tl.minimum(first + (reach + BM - 1) // BM * BM, length)
+    tops, sums = tops + head * (length - first) - first, sums + head * (length - first) - first
     column = tl.zeros([BN], tl.float32)
-    reach = tl.maximum(tl.program_id(0) * BN + skip_near - first, 0)  # the first query that any of these keys counts
-    for begin in range(first + reach // BM * BM, length, BM):
-        i = begin + tl.arange(0, BM)
-        query = _tile(q, head * q_head, q_token, i, D, DP, length, OP)
-        at = head * (length - first) + i - first
-        top = tl.load(tops + at, mask=i < length, other=0.0)
-        norm = tl.load(sums + at, mask=i < length, other=1.0)
-        logit = tl.dot(query, key, input_precision="ieee") * scale2
-        if CAP > 0:
-            logit = capped(logit, CAP)
-        p = tl.exp2(logit - top[:, None]) / norm[:, None]
-        if BELOW:
-            p = tl.where(p < (1.0 / (i + 1).to(tl.float32))[:, None], -1.0, 0.0)
-        if POWER == 2:
-            p = p * p
-        distance = i[:, None] - j[None, :]
-        counted = (distance >= 0) & (distance >= skip_near) & (i < length)[:, None]
-        column += tl.sum(tl.where(counted, p, 0.0), 0)
+    for at in range(begin, whole, BM):
+        column = _count_turn(
+            column, key, q + head * q_head, tops, sums, at, j, scale2, length, near, q_token, D, DP, BM, OP, CAP,
+            POWER, BELOW, True,
+        )  # fmt: skip
+    for at in range(whole, length, BM):
+        column = _count_turn(
+            column, key, q + head * q_head, tops, sums, at, j, scale2, length, near, q_token, D, DP, BM, OP, CAP,
+            POWER, BELOW, False,
+        )  # fmt: skip
     tl.store(columns + head * length + j, column, mask=j < length)
 
 
@@ -103,7 +136,7 @@ def sum_columns(
     heads, length, head_dim = q.shape
     q, k = _rows(q), _rows(k)
     first = 0 if columns.queries < 0 else max(0, length - columns.queries)
-    operand = ELEMENT[_operand(q, k)]
+    operand, group_size = ELEMENT[_operand(q, k)], heads // k.shape[0]
     rows = width = 32 if operand == tl.float32 and not INTERPRETED else 64  # queries and keys per tile
     strides = (*q.stride()[:2], *k.stride()[:2])
     tile = {"D": head_dim, "DP": power_of_two(head_dim, MIN_DOT), "BM": rows, "BN": width, "OP": operand}
@@ -112,17 +145,20 @@ def sum_columns(
         tops, sums = (torch.empty(heads, length - first, device=q.device) for _ in range(2))
         launch(
             _sum_queries, (-(-(length - first) // rows), heads), q, k, tops, sums, scale * LOG2_E, length, first,
-            heads // k.shape[0], *strides, **tile,
+            group_size, *strides, **tile,
         )  # fmt: skip
         if softmax.sinks is not None:
             sums += torch.exp2(softmax.sinks[:, None] * LOG2_E - tops)
+        if not columns.below_uniform:
+            tops = sums = tops + sums.log2_()
     else:
-        tops = (lse[:, first:] * LOG2_E).contiguous()
-        sums = torch.ones_like(tops)
+        tops = sums = (lse[:, first:] * LOG2_E).contiguous()
     out = torch.empty(heads, length, device=q.device)
+    if operand != tl.float32 and tile["DP"] <= 128:
+        tile["BN"] = 2 * width
     launch(
-        _sum_columns, (-(-length // width), heads), q, k, tops, sums, out, scale * LOG2_E, length, first,
-        columns.skip_near, heads // k.shape[0], *strides, **tile, POWER=columns.power, BELOW=columns.below_uniform,
+        _sum_columns, (-(-length // tile["BN"]), heads), q, k, tops, sums, out, scale * LOG2_E, length, first,
+        columns.skip_near, group_size, *strides, **tile, POWER=columns.power, BELOW=columns.below_uniform,
     )  # fmt: skip
     return out
 

@@ -49,20 +49,91 @@ def scaled_query(planes, SIDE: tl.constexpr):
 
 
 @triton.jit
+def _live_runs(t, held, T: tl.constexpr):
+    """Slots of whole runs that begin before `held`: a mask that may change from slot to slot makes every load a single
+    byte."""
+    RUN: tl.constexpr = 16 if T % 16 == 0 else 8
+    return ((t // RUN) * RUN < held) & (t < T)
+
+
+@triton.jit
+def _key_scales(
+    base, start, t, w, live, width, plane: tl.constexpr, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr,
+    SIDE: tl.constexpr,
+):  # fmt: skip
+    """Scale and zero of the keys in one plane of a block: per channel, per slot and channel, or per slot."""
+    channel = plane * SIDE.W + w
+    cells = live[:, None] & (w < SIDE.W)[None, :]
+    if SIDE.CHANNEL > 0 and SIDE.CHANNEL % BT == 0:  # the block lies within one group of tokens
+        return metadata(base, (start // SIDE.CHANNEL) * D + channel, w < width, SIDE)
+    elif SIDE.CHANNEL > 0:
+        return metadata(base, (t // SIDE.CHANNEL)[:, None] * D + channel[None, :], cells, SIDE)
+    elif SIDE.GROUPS > 1:
+        return metadata(base, (channel // (D // SIDE.GROUPS))[None, :] * T + t[:, None], cells, SIDE)
+    else:
+        return metadata(base, t, live, SIDE)
+
+
+@triton.jit
+def key_metadata(base, start, held, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, SIDE: tl.constexpr):
+    """Scales and zeros of a block's keys, (scale, zero) plane after plane, or of the block where a slot has one scale.
+
+    They are loaded before the block's first product: 2 bytes each cannot be loaded ahead by the pipeline, and behind a
+    product's barriers each would be waited for by itself.
+    """
+    t, w = start + tl.arange(0, BT), tl.arange(0, SIDE.WP)
+    live = _live_runs(t, held, T)
+    width = tl.where(start < held, SIDE.W, 0)  # nothing of a group of tokens that was never written
+    if SIDE.BITS >= 16 or (SIDE.BITS == 0 and SIDE.CODE <= 0):
+        return (t,)  # elements and plain floats have none
+    else:
+        found = _key_scales(base, start, t, w, live, width, 0, D, T, BT, SIDE)
+        if SIDE.CHANNEL > 0 or SIDE.GROUPS > 1:
+            P: tl.constexpr = SIDE.P
+            for plane in tl.static_range(1, P):
+                found = found + _key_scales(base, start, t, w, live, width, plane, D, T, BT, SIDE)
+        return found
+
+
+@triton.jit
+def _value_scales(base, t, live, plane: tl.constexpr, D: tl.constexpr, T: tl.constexpr, SIDE: tl.constexpr):
+    """Scale and zero of the values in one plane: per slot, per group and slot, or per channel and slot."""
+    SIZE: tl.constexpr = D // SIDE.GROUPS  # channels per scale
+    if SIZE % SIDE.W == 0:  # one scale per slot serves the whole plane
+        return metadata(base, (plane * SIDE.W // SIZE) * T + t, live, SIDE)
+    elif SIDE.BITS > 0 and SIDE.W == SIDE.WP and SIDE.W % SIZE == 0 and (SIZE & (SIZE - 1)) == 0:  # one per group
+        r = plane * (SIDE.W // SIZE) + tl.arange(0, SIDE.W // SIZE)
+        return metadata(base, r[:, None] * T + t[None, :], live[None, :], SIDE)
+    else:
+        w = tl.arange(0, SIDE.WP)
+        index = ((plane * SIDE.W + w) // SIZE)[:, None] * T + t[None, :]
+        return metadata(base, index, (w < SIDE.W)[:, None] & live[None, :], SIDE)
+
+
+@triton.jit
+def value_metadata(base, t, live, D: tl.constexpr, T: tl.constexpr, SIDE: tl.constexpr):
+    """Scales and zeros of a block's values, plane after plane, loaded as `key_metadata` does."""
+    if SIDE.BITS >= 16 or (SIDE.BITS == 0 and SIDE.CODE <= 0):
+        return (t,)
+    else:
+        found = _value_scales(base, t, live, 0, D, T, SIDE)
+        P: tl.constexpr = SIDE.P
+        for plane in tl.static_range(1, P):
+            found = found + _value_scales(base, t, live, plane, D, T, SIDE)
+        return found
+
+
+@triton.jit
 def key_logits(
-    q, q_sum, base, start, held, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
+    q, q_sum, base, start, held, meta, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
     SIDE: tl.constexpr,
 ):  # fmt: skip
     """k . q for BT slots of a page from `start` on, fp32 [BT, GP], the scales of single slots folded in after the
-    product.
-
-    Reads whole runs of slots that begin before `held`, because a mask that may change from slot to slot makes every
-    load a single byte; the logits of slots from `held` on are anything.
+    product; `meta` as `key_metadata` loads it. The logits of slots from `held` on are anything.
     """
     t = start + tl.arange(0, BT)
     w = tl.arange(0, SIDE.WP)
-    RUN: tl.constexpr = 16 if T % 16 == 0 else 8
-    live = ((t // RUN) * RUN < held) & (t < T)
+    live = _live_runs(t, held, T)
     cells = live[:, None] & (w < SIDE.W)[None, :]
     EXACT: tl.constexpr = tl.float32 if OP == tl.float32 else tl.float16  # noqa: SIM300 - in which codes are exact
     if SIDE.BITS >= 16:
@@ -73,28 +144,21 @@ def key_logits(
     elif SIDE.BITS == 0:
         k = float8_levels(tl.load(base + SIDE.OFF + w[None, :] * T + t[:, None], mask=cells, other=0), SIDE, EXACT)
         if SIDE.CODE > 0 and SIDE.GROUPS > 1:
-            k = k * scales(base, (w // (D // SIDE.GROUPS))[None, :] * T + t[:, None], cells, SIDE).to(EXACT)
+            k = k * meta[0].to(EXACT)
         dots = tl.dot(k, q[0].to(EXACT), input_precision="ieee")
         if SIDE.CODE > 0 and SIDE.GROUPS == 1:
-            dots = dots * scales(base, t, live, SIDE)[:, None]
+            dots = dots * meta[0][:, None]
         return dots
     else:
         raw = load_codes(base + SIDE.OFF + w[None, :] * T + t[:, None], T, cells, SIDE)
-        width = tl.where(start < held, SIDE.W, 0)  # nothing of a group of tokens that was never written
         KIND: tl.constexpr = EXACT if SIDE.CODE < NVFP4 else tl.float32  # a power of two may be no fp16
         P: tl.constexpr = SIDE.P
         dots = tl.zeros([BT, q_sum.shape[0]], tl.float32)
         for plane in tl.static_range(P):
-            channel = plane * SIDE.W + w
             if SIDE.CHANNEL > 0 or SIDE.GROUPS > 1:
+                scale, zero = meta[2 * plane], meta[2 * plane + 1]
                 if SIDE.CHANNEL > 0 and SIDE.CHANNEL % BT == 0:  # the block lies within one group of tokens
-                    scale, zero = metadata(base, (start // SIDE.CHANNEL) * D + channel, w < width, SIDE)
                     scale, zero = scale[None, :], zero[None, :]
-                elif SIDE.CHANNEL > 0:
-                    scale, zero = metadata(base, (t // SIDE.CHANNEL)[:, None] * D + channel[None, :], cells, SIDE)
-                else:
-                    index = (channel // (D // SIDE.GROUPS))[None, :] * T + t[:, None]
-                    scale, zero = metadata(base, index, cells, SIDE)
                 k = (plane_levels(raw, plane, SIDE, KIND) * scale.to(KIND) + zero.to(KIND)).to(EXACT)
             else:
                 k = plane_levels(raw, plane, SIDE, EXACT)
@@ -102,8 +166,7 @@ def key_logits(
         if SIDE.CHANNEL > 0 or SIDE.GROUPS > 1:
             return dots
         else:
-            scale, zero = metadata(base, t, live, SIDE)
-            return dots * scale[:, None] + q_sum[None, :] * zero[:, None]
+            return dots * meta[0][:, None] + q_sum[None, :] * meta[1][:, None]
 
 
 @triton.jit
@@ -179,9 +242,8 @@ def rotated_logits(
 
 @triton.jit
 def _plane_values(
-    raw, base, t, live, plane: tl.constexpr, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
-    SIDE: tl.constexpr,
-):  # fmt: skip
+    raw, meta, plane: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, SIDE: tl.constexpr
+):
     """The values of BT slots in the channels of one plane of codes, [WP, BT] in the type of the products' operands.
 
     Where that is fp16, codes are exact in it and scales are stored in it: a value is rounded once.
@@ -189,26 +251,20 @@ def _plane_values(
     SIZE: tl.constexpr = D // SIDE.GROUPS  # channels per scale
     KIND: tl.constexpr = OP if SIDE.CODE < NVFP4 else tl.float32  # a scale that is a power of two may exceed fp16
     WP: tl.constexpr = SIDE.WP
-    codes = plane_levels(raw, plane, SIDE, KIND)
+    codes, scale, zero = plane_levels(raw, plane, SIDE, KIND), meta[2 * plane], meta[2 * plane + 1]
     if SIZE % SIDE.W == 0:  # one scale per slot serves the whole plane
-        scale, zero = metadata(base, (plane * SIDE.W // SIZE) * T + t, live, SIDE)
         return (codes * scale.to(KIND)[None, :] + zero.to(KIND)[None, :]).to(OP)
     elif SIDE.W == SIDE.WP and SIDE.W % SIZE == 0 and (SIZE & (SIZE - 1)) == 0:  # one load per group, not per channel
         SCALES: tl.constexpr = SIDE.W // SIZE
-        r = plane * SCALES + tl.arange(0, SCALES)
-        scale, zero = metadata(base, r[:, None] * T + t[None, :], live[None, :], SIDE)
         grouped = tl.reshape(codes, [SCALES, SIZE, BT])
         return tl.reshape(grouped * scale.to(KIND)[:, None, :] + zero.to(KIND)[:, None, :], [WP, BT]).to(OP)
     else:
-        w = tl.arange(0, WP)
-        index = ((plane * SIDE.W + w) // SIZE)[:, None] * T + t[None, :]
-        scale, zero = metadata(base, index, (w < SIDE.W)[:, None] & live[None, :], SIDE)
         return (codes * scale.to(KIND) + zero.to(KIND)).to(OP)
 
 
 @triton.jit
 def add_values(
-    acc, shrink, p, base, t, live, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
+    acc, shrink, p, base, t, live, meta, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
     SIDE: tl.constexpr,
 ):  # fmt: skip
     """The sums so far, shrunk, with v[t] * p[t, g] of BT slots of a page added: a tile fp32 [WP, GP] per plane."""
@@ -224,17 +280,17 @@ def add_values(
     elif SIDE.BITS == 0:
         v = float8_levels(tl.load(base + SIDE.OFF + t[None, :] * SIDE.W + w[:, None], mask=cells, other=0), SIDE, EXACT)
         if SIDE.CODE > 0 and SIDE.GROUPS == 1:
-            v = v * scales(base, t, live, SIDE).to(EXACT)[None, :]
+            v = v * meta[0].to(EXACT)[None, :]
         elif SIDE.CODE > 0:
-            v = v * scales(base, (w // (D // SIDE.GROUPS))[:, None] * T + t[None, :], cells, SIDE).to(EXACT)
+            v = v * meta[0].to(EXACT)
         return (tl.dot(v, p.to(EXACT), acc[0] * shrink[None, :], input_precision="ieee"),)
     else:
         raw = load_codes(base + SIDE.OFF + t[None, :] * SIDE.ROW + w[:, None], 1, cells, SIDE)
         weight = p.to(EXACT)
-        v = _plane_values(raw, base, t, live, 0, D, T, BT, EXACT, SIDE)
+        v = _plane_values(raw, meta, 0, D, BT, EXACT, SIDE)
         out = (tl.dot(v, weight, acc[0] * shrink[None, :], input_precision="ieee"),)
         for plane in tl.static_range(1, P):
-            v = _plane_values(raw, base, t, live, plane, D, T, BT, EXACT, SIDE)
+            v = _plane_values(raw, meta, plane, D, BT, EXACT, SIDE)
             out = out + (tl.dot(v, weight, acc[plane] * shrink[None, :], input_precision="ieee"),)
         return out
 

@@ -22,7 +22,9 @@ class StoreOptions:
     """The layout of the store's memory.
 
     Args:
-        page_bytes: Page size in bytes, or `auto` (the size that wastes least for the method's tiers).
+        page_bytes: Page size in bytes; `tiles`: the size that wastes least for the method's tiers among those whose
+            slots a GPU's kernels read in whole tiles, where there is one; or `auto`: `tiles` on a GPU, elsewhere the
+            size that wastes least of all.
         budget_bytes: Limit on the page pool; None lets it grow, and on a GPU makes it once from what is free.
         memory_share: Most of a GPU's free memory that the page pool takes where `budget_bytes` is None; the rest is for
             reading prompts.
@@ -36,9 +38,9 @@ class StoreOptions:
             precision take the mean too, and nothing of the others.
     """
 
-    page_bytes: Annotated[int | Literal["auto"], Whole(16, 2**24, unit="bytes", multiple_of=16, also=("auto",))] = (
-        "auto"
-    )
+    page_bytes: Annotated[
+        int | Literal["auto", "tiles"], Whole(16, 2**24, unit="bytes", multiple_of=16, also=("auto", "tiles"))
+    ] = "auto"
     budget_bytes: Annotated[int | None, Whole(1, MAX_BYTES, unit="bytes")] = None
     memory_share: Annotated[float, Number(0, 1, above=True)] = 0.9
     track: Annotated[tuple[str, ...], Several(Choice(("score", "pos")), least=0, ordered=False)] = ()
@@ -48,6 +50,11 @@ class StoreOptions:
 
     def __post_init__(self) -> None:
         check_settings(self, "store.")
+
+    def on(self, device: torch.device) -> "StoreOptions":
+        """The same where `page_bytes=auto` is what this device takes."""
+        is_tiled = self.page_bytes == "auto" and device.type == "cuda"
+        return replace(self, page_bytes="tiles") if is_tiled else self
 
 
 @dataclass(frozen=True)
@@ -271,7 +278,8 @@ def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) ->
         )
     if policy.reading is not None:
         return (_readable_format(policy, policy.reading, slots, options),)
-    size = choose_page_bytes(slots) if options.page_bytes == "auto" else int(options.page_bytes)
+    asked = options.on(shape.device).page_bytes
+    size = asked if isinstance(asked, int) else choose_page_bytes(slots, tiled=asked == "tiles")
     formats = tuple(PageFormat(slot, size) for slot in slots)
     if options.budget_bytes is not None and options.budget_bytes < size:
         raise ValueError(
@@ -340,7 +348,7 @@ def _readable_format(policy: Policy, reading: ReadSpec, slots: list[SlotFormat],
             f"{type(policy).__name__}: pages are read by bounds only where every token stays in the one tier it was "
             "written to, with its position, and no scores are updated"
         )
-    if options.page_bytes != "auto":
+    if isinstance(options.page_bytes, int):
         raise ValueError(
             f"store.page_bytes={options.page_bytes}: the method fixes {reading.page_tokens} tokens per page; "
             "set store.page_bytes=auto"

@@ -214,7 +214,7 @@ def answering(config: RunConfig, policy: "Policy", model: "LoadedModel", engine:
         },
         "method": _method_settings(config.method, policy),
         "generation": Protocol.from_mapping(config.protocol),
-        **counted(config),
+        **counted(dataclasses.replace(config, store=config.store.on(torch.device(model.device)))),
         **({} if engine.group is None else {"batch_size": engine.group}),
         "backend": backend.name,
         "code": {

@@ -121,6 +121,19 @@ def test_a_pool_holds_one_page_at_least(told):
         formats(StoreOptions(budget_bytes=size - 1), **told)
 
 
+@pytest.mark.parametrize(
+    ("device", "asked", "slots"), [("cpu", "auto", 48), ("cpu", "tiles", 64), ("cuda", "auto", 64)]
+)
+def test_a_gpu_has_pages_of_whole_tiles(device: str, asked: str, slots: int):
+    """Of 8 and 4 bits at 128 channels; what a GPU has can be asked for anywhere, as where its bytes are counted."""
+    policy = Declared(told={"tiers": (Tier(k_bits=8, v_bits=4),)})
+    shape = replace(SHAPE, head_dim=128, device=torch.device(device))
+    (fmt,) = compile_formats(policy, shape, StoreOptions(page_bytes=asked))
+    assert fmt.tokens_per_page == slots
+    (fixed,) = compile_formats(policy, shape, StoreOptions(page_bytes=9600))
+    assert fixed.page_bytes == 9600
+
+
 def test_tracked_fields_come_in_one_order():
     """What the method asks for and what the user does, each once."""
     asked = ScoreSpec(track=("pos",))

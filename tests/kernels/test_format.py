@@ -229,6 +229,27 @@ def test_chosen_page_size_wastes_least_in_the_worst_tier(tiers: list[Tier], head
     assert min(PageFormat(s, chosen).fill for s in slots) == pytest.approx(best)
 
 
+def test_pages_of_whole_tiles_are_the_fullest_of_those_that_no_tile_cuts():
+    """Slots in 64s in both tiers of DiffKV, with the fields it tracks and without; whole key groups; and where no
+    searched size has whole tiles, as of 16 bits, the fullest page."""
+    both = [Tier(k_bits=8, v_bits=4), Tier(k_bits=4, v_bits=2)]
+    for track in ((), BOTH):
+        slots = [slot_of(tier, 128, track) for tier in both]
+        size = choose_page_bytes(slots, tiled=True)
+        assert [PageFormat(slot, size).tokens_per_page for slot in slots] == [64, 128]
+        cut = {
+            one: min(brute_fill(slot, one) for slot in slots)
+            for one in range(64 * 128, 132 * 128 + 1, 16)
+            if all(int(one / slot.slot_bytes) // 8 * 8 % 64 == 0 for slot in slots)
+        }
+        assert size == max(cut, key=lambda one: (round(cut[one], 9), -one))
+        assert size != choose_page_bytes(slots)
+    grouped = [slot_of(Tier(k_bits=2, v_bits=2, k_axis="channel", k_group=32, v_group=32), 128)]
+    assert choose_page_bytes(grouped, tiled=True) == choose_page_bytes(grouped)
+    wide = [slot_of(Tier(), 128)]
+    assert choose_page_bytes(wide, tiled=True) == choose_page_bytes(wide) != 64 * 512
+
+
 def test_page_search_starts_at_one_group_of_the_largest_format():
     """Where a group of slots outgrows the usual range, the page is at least that large and holds it."""
     slot = slot_of(Tier(k_bits=8, v_bits=8, k_axis="channel", k_group=128, v_group=16), 16)

@@ -61,6 +61,15 @@ def test_hash_sees_each_setting(tmp_path, key):
     assert prepared(tmp_path, **{key: CHANGES[key]}).hash != prepared(tmp_path).hash
 
 
+def test_the_pages_that_a_gpu_has_are_in_the_hash(tmp_path):
+    """`auto` is not the same layout on every device; what is asked for by name is, and a CPU's stays as it was."""
+    on_gpu = prepared(tmp_path, model__device="cuda:0")
+    assert on_gpu.identity["store"]["page_bytes"] == "tiles" and on_gpu.config.store.page_bytes == "auto"
+    assert prepared(tmp_path, model__device="cuda:0", store__page_bytes="tiles").hash == on_gpu.hash
+    assert prepared(tmp_path).identity["store"]["page_bytes"] == "auto"
+    assert prepared(tmp_path, store__page_bytes="tiles").hash != prepared(tmp_path).hash
+
+
 @pytest.mark.parametrize(
     ("key", "one", "other"),
     [

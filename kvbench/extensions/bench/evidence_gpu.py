@@ -102,6 +102,13 @@ STAGES = (
         f"{DECODE} {DRY_WHOLE} batches=[1] prefill_rounds=1",
     ),
     Stage("attention", 240, f"{GRAPHED} shapes=[32x8x128] lengths=[4096,16384] batches=[1,8,32]", DRY_ATTENTION),
+    # As models of this type ask, with queries that are no fp16; one sequence and many.
+    Stage(
+        "attention-bf16",
+        110,
+        f"{GRAPHED} queries=bf16 shapes=[32x8x128] lengths=[4096,16384] batches=[1,8]",
+        f"{DRY_ATTENTION} queries=bf16",
+    ),
     Stage(
         "throughput",
         240,

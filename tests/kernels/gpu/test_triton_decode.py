@@ -13,6 +13,7 @@ from triton_helpers import DEVICE, many_parts, move_cache, move_ring, poisoned_m
 
 from kvbench.kernels import dispatch
 from kvbench.kernels.backend import REFERENCE
+from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.gpu import decode, parts
 from kvbench.kernels.gpu.backend import Gpu
 from kvbench.kernels.operands import Ring, StepScores, TierPages
@@ -115,6 +116,33 @@ def test_the_number_of_parts_does_not_change_the_result(monkeypatch: pytest.Monk
         Gpu().paged_decode(q.to(DEVICE), pages, tiers, None, 0.125, group="max", accumulate=True)
         got, asked = (region(x.cpu(), fmt, "score") for x in (pages, want))
         torch.testing.assert_close(got, asked, rtol=0, atol=1e-6, equal_nan=True)  # free slots hold any bytes
+
+
+def test_parts_are_cut_within_a_page(monkeypatch: pytest.MonkeyPatch):
+    """A page of 64 slots, read 16 at a time, is cut into parts of 16: none is empty, and none has what another has."""
+    fmt = PageFormat(SlotFormat(64, 4, 4), 64 * 72)
+    monkeypatch.setattr("page_helpers.PAGE_BYTES", fmt.page_bytes)
+    monkeypatch.setattr(decode, "_num_parts", lambda *_: 4)
+    cache, q = Cache([fmt], [[[64, 33]]], 64), random_queries(1, 6, 64)
+    assert fmt.tokens_per_page == 64 and decode._block_slots(fmt, True, True) == 16
+    assert_equal(cache, q, group="max")
+    pages, tiers = move_cache(cache)
+    attention = decode.Attention(q.to(DEVICE), pages, [decode.ListTier.of(tiers[0])], decode.Lists.of(tiers[0]), None)
+    attention(q.to(DEVICE), None, 0.125)
+    filled = (attention._partial[1] != 0).all(2)
+    assert filled.tolist() == [[True] * 4, [True, True, True, False]]
+
+
+def test_many_parts_are_merged_in_fewer_turns(monkeypatch: pytest.MonkeyPatch):
+    """Up to 16 parts 16 at a time, more of them 64 at a time: each turn waits for what it reads."""
+    launched, fmt = [], tier_format("8,4", 64)
+    count, ids = torch.full((1, 1), 40), torch.zeros(1, 1, 40, dtype=torch.int64)
+    pages = torch.zeros(1, fmt.page_bytes, dtype=torch.uint8)
+    for number in (1, 16, 17, 40):
+        monkeypatch.setattr(decode, "_num_parts", lambda *_, number=number: number)
+        with parts.recording(lambda kernel, _, __, constants: launched.append((kernel.__name__, constants.get("BP")))):
+            Gpu().paged_decode(torch.zeros(1, 2, 64), pages, [TierPages(fmt, ids, count, count)], None, 1.0)
+    assert [each for name, each in launched if name == "_finish"] == [16, 16, 64, 64]
 
 
 def test_scores_take_no_program_for_each_block():

@@ -69,6 +69,32 @@ def test_half_precision_prompts_keep_their_digits():
     torch.testing.assert_close(got.cpu(), want, rtol=1e-3, atol=1e-5)
 
 
+# A product of 16-bit operands is summed in fp32, in another order than the reference's.
+LONG = [
+    (torch.float16, -1, 0, 1),
+    (torch.bfloat16, -1, 70, 2),
+    (torch.float16, 40, 3, 1),
+    (torch.bfloat16, 200, 130, 1),
+]
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize(("dtype", "queries", "skip_near", "power"), LONG)
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_columns_of_16_bits_over_several_blocks_equal_the_reference(
+    dtype: torch.dtype, queries: int, skip_near: int, power: int, with_lse: bool
+):
+    """Blocks that the diagonal cuts, whole ones and a ragged end; query heads that share keys; a head dim that is no
+    power of two."""
+    q, k, v = prompt(4, 2, 290, 40, dtype)
+    columns = ColumnSums(queries=queries, skip_near=skip_near, power=power)
+    lse = attention_with_lse(*(x.float().cpu() for x in (q, k, v)), 0.25)[1].to(q.device) if with_lse else None
+    got = Gpu().column_scores(q, k, 0.25, columns, lse=lse).cpu()
+    want = REFERENCE.column_scores(q.cpu(), k.cpu(), 0.25, columns)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
+    assert not got[:, 290 - skip_near :].any()  # exactly nothing where no query counts
+
+
 @pytest.mark.parametrize("group", ["sum", "mean", "max"])
 def test_prompt_scores_equal_the_reference(group: str):
     """Pooled and reduced over the group as the reference does it."""
