@@ -1,0 +1,179 @@
+// From the bytes of a page to fragments of tensor cores (mma.m16n8k16): which bytes a lane reads, which channels and
+// tokens they are, and the halves that their codes become. kernels/format.py says how a page lies.
+//
+// A turn is 32 tokens of a page. With g = lane / 4 and c = lane % 4:
+//   keys (transposed in the page): a lane reads tokens 4g .. 4g + 3 of bytes 8j + 2c and 8j + 2c + 1. Row g of tile m
+//     is token 4g + 2m, row 8 + g the next one; queries are the columns. Eight neighbouring channels are a block.
+//   values: a lane reads tokens 8c .. 8c + 7, which are the columns of those tiles once they are transposed, and of each
+//     VALUE_BYTES / 8 bytes. The rows of a tile are 16 channels of one plane: 2g and 2g + 1, or 4g + 2h and the next.
+#pragma once
+
+#include "warp.h"
+
+constexpr u32 ONES = 0x3c003c00;   // two halves
+constexpr float MAGIC = 1024.0f;   // a code set into the mantissa of this half is that much too large
+constexpr int TURN = 32;           // tokens
+
+// Calls f with the numbers below N as types, whose `value` is known when this is compiled.
+template <int N> struct Number {
+  static constexpr int value = N;
+};
+template <int N, int I = 0, class Call> DEVICE void for_each(const Call& f) {
+  if constexpr (I < N) {
+    f(Number<I>());
+    for_each<N, I + 1>(f);
+  }
+}
+
+// A side of a page. S: the page's layout, a struct that gpu/cuda_form.py writes.
+template <class S, int D> struct Keys {
+  static constexpr int PLANES = 8 / S::K_BITS, BYTES = D / PLANES;
+  static constexpr int BLOCKS = D / 8;  // of channels: so many registers hold a lane's part of the queries
+  static constexpr bool PER_CHANNEL = S::K_GROUP > 0;
+  // Register r of the queries: block j of plane p, of which a lane has channels first_channel .. + 1.
+  static KNOWN int plane(int r) { return r % PLANES; }
+  static KNOWN int block(int r) { return plane(r) * (BYTES / 8) + r / PLANES; }
+};
+template <class S, int D> struct Values {
+  static constexpr int PLANES = 8 / S::V_BITS, BYTES = D / PLANES, TILES = D / 16;
+  static constexpr int LANE_BYTES = BYTES / 8, WORDS = LANE_BYTES < 4 ? 1 : LANE_BYTES / 4, PAIRS = LANE_BYTES < 4 ? 1 : 2;
+  static constexpr int GROUPS = S::V_GROUPS;
+  static constexpr bool RUNS = GROUPS == 1 || WORDS == 1;  // a lane's bytes lie together
+  static KNOWN int tile(int plane, int word, int pair) { return (plane * WORDS + word) * PAIRS + pair; }
+  static KNOWN int plane_of(int tile) { return tile / (WORDS * PAIRS); }
+  static KNOWN int word_of(int tile) { return tile / PAIRS % WORDS; }
+  static KNOWN int pair_of(int tile) { return tile % PAIRS; }
+  // The first of a lane's bytes in word w: WORDS words lie together, or 32 bytes apart.
+  static KNOWN int first_byte(int word, int g) { return RUNS ? g * LANE_BYTES + 4 * word : 32 * word + 4 * g; }
+  // The lane's channel in row g of a tile; row 8 + g is the next one.
+  static KNOWN int channel(int tile, int g) {
+    return plane_of(tile) * BYTES + first_byte(word_of(tile), g) + 2 * pair_of(tile);
+  }
+  static KNOWN int group_of(int tile) { return channel(tile, 0) / (D / GROUPS); }
+};
+
+// Codes are taken where they lie: those of plane P are 2^(BITS P) too large.
+template <int BITS, int P> KNOWN float code_scale() { return 1.0f / (1 << (BITS * P)); }
+// What a code is too large by, once it was divided by that.
+template <int BITS, int P> KNOWN float code_offset() { return MAGIC * code_scale<BITS, P>(); }
+// Of values the sums of offsets and probabilities would drown what is in the low bits: where an offset exceeds 80, or
+// some times the largest code, it is taken off at once. Of keys it goes into what the product begins with.
+template <int BITS, int P> KNOWN bool is_exact() { return BITS < 8 && code_offset<BITS, P>() > 80.0f; }
+
+// The codes of plane P in bytes 0 and 2 of x (of 8 bits: in the bytes that `prepared` has moved), as two halves.
+template <int BITS, int P> DEVICE u32 codes_of(u32 x) {
+  if constexpr (BITS == 8) {
+    return x;
+  } else {
+    constexpr u32 MASK = ((1u << BITS) - 1) << (BITS * P);
+    return and_or<(MASK | MASK << 16), 0x64006400>(x);
+  }
+}
+template <int BITS, int P> DEVICE u32 value_codes(u32 x) {
+  const u32 h = codes_of<BITS, P>(x);
+  if constexpr (is_exact<BITS, P>()) {
+    constexpr u32 BY = (15 - BITS * P) << 10, LESS = ((25 - BITS * P) << 10) | 0x8000;
+    return fma_halves(h, BY | BY << 16, LESS | LESS << 16);
+  }
+  return h;
+}
+// Bytes 0 and 2 of x, or 1 and 3, where `codes_of` takes them.
+template <int BITS, int WHICH> DEVICE u32 prepared(u32 x) {
+  if constexpr (BITS == 8) return prmt(x, 0x64646464, WHICH ? 0x4341 : 0x4240);
+  return WHICH ? x >> 8 : x;
+}
+
+// The four tokens of a lane in its two bytes (x and y), a register each.
+template <int BITS> DEVICE void split_tokens(u32 (&t)[4], u32 x, u32 y) {
+  if constexpr (BITS == 8) {
+    const u32 low = prmt(x, y, 0x5410), high = prmt(x, y, 0x7632);
+    t[0] = prepared<8, 0>(low), t[1] = prepared<8, 1>(low), t[2] = prepared<8, 0>(high), t[3] = prepared<8, 1>(high);
+  } else {
+    t[0] = prmt(x, y, 0x0400), t[1] = prmt(x, y, 0x0501), t[2] = prmt(x, y, 0x0602), t[3] = prmt(x, y, 0x0703);
+  }
+}
+
+// dot += codes x queries for a turn. `codes`: the page's key codes at the turn's first token; q: as Keys says, fp16.
+template <class S, int D> DEVICE void add_key_codes(float (&dot)[2][4], const u8* codes, const u32 (&q)[D / 8], int g, int c) {
+  using K = Keys<S, D>;
+  constexpr int BITS = S::K_BITS;
+  const u8* at = codes + 2 * c * S::SLOTS + 4 * g;
+  if constexpr (BITS == 8) {
+#pragma unroll
+    for (int j = 0; j < K::BLOCKS; j += 2) {
+      u32 a[4], b[4];
+      split_tokens<8>(a, *(const u32*)(at + 8 * j * S::SLOTS), *(const u32*)(at + (8 * j + 1) * S::SLOTS));
+      split_tokens<8>(b, *(const u32*)(at + (8 * j + 8) * S::SLOTS), *(const u32*)(at + (8 * j + 9) * S::SLOTS));
+      mma(dot[0], a[0], a[1], b[0], b[1], q[j], q[j + 1]);
+      mma(dot[1], a[2], a[3], b[2], b[3], q[j], q[j + 1]);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < K::BYTES / 8; ++j) {
+      u32 t[4];
+      split_tokens<BITS>(t, *(const u32*)(at + 8 * j * S::SLOTS), *(const u32*)(at + (8 * j + 1) * S::SLOTS));
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        const u32 x = t[2 * m], y = t[2 * m + 1];
+        const u32* by = q + j * K::PLANES;
+        mma(dot[m], codes_of<BITS, 0>(x), codes_of<BITS, 0>(y), codes_of<BITS, 1>(x), codes_of<BITS, 1>(y), by[0], by[1]);
+        if constexpr (BITS == 2)
+          mma(dot[m], codes_of<2, 2>(x), codes_of<2, 2>(y), codes_of<2, 3>(x), codes_of<2, 3>(y), by[2], by[3]);
+      }
+    }
+  }
+}
+
+// Scales or zeros of eight tokens of a lane, 8c .. 8c + 7, as the columns of the tiles: [tile][half of its rows].
+DEVICE void in_columns(u32 (&to)[2][2], uint4 x) {
+  to[0][0] = prmt(x.x, x.z, 0x5410), to[0][1] = prmt(x.x, x.z, 0x7632);
+  to[1][0] = prmt(x.y, x.w, 0x5410), to[1][1] = prmt(x.y, x.w, 0x7632);
+}
+
+// The words of eight tokens, 8c .. 8c + 7, that a lane has of the values, tokens 4 apart side by side:
+// w[m][word][k][byte / 2]: bytes 0 and 1 (or 2 and 3) of tokens 2m + k and 2m + k + 4.
+template <class S, int D> DEVICE void load_value_words(u32 (&w)[2][Values<S, D>::WORDS][2][Values<S, D>::PAIRS], const u8* codes, int g, int c) {
+  using V = Values<S, D>;
+  u32 raw[8][V::WORDS];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const u8* at = codes + (8 * c + j) * V::BYTES;
+    if constexpr (V::LANE_BYTES == 2) {
+      raw[j][0] = *(const u16*)(at + 2 * g);
+    } else if constexpr (V::RUNS && V::LANE_BYTES == 8) {
+      const uint2 x = *(const uint2*)(at + 8 * g);
+      raw[j][0] = x.x, raw[j][1] = x.y;
+    } else if constexpr (V::RUNS && V::LANE_BYTES % 16 == 0) {
+#pragma unroll
+      for (int i = 0; i < V::WORDS; i += 4) {
+        const uint4 x = *(const uint4*)(at + g * V::LANE_BYTES + 4 * i);
+        raw[j][i] = x.x, raw[j][i + 1] = x.y, raw[j][i + 2] = x.z, raw[j][i + 3] = x.w;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < V::WORDS; ++i) raw[j][i] = *(const u32*)(at + V::first_byte(i, g));
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < 2; ++m)
+#pragma unroll
+    for (int i = 0; i < V::WORDS; ++i)
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        w[m][i][k][0] = prmt(raw[2 * m + k][i], raw[2 * m + k + 4][i], 0x5410);
+        if constexpr (V::PAIRS == 2) w[m][i][k][1] = prmt(raw[2 * m + k][i], raw[2 * m + k + 4][i], 0x7632);
+      }
+}
+
+// One tile of values times scaled probabilities. b: of the tile's group of channels, [tile of tokens][half].
+template <class S, int D, int TILE>
+DEVICE void add_value_codes(float (&acc)[4], const u32 (&w)[2][Values<S, D>::WORDS][2][Values<S, D>::PAIRS], const u32 (&b)[2][2]) {
+  using V = Values<S, D>;
+  constexpr int P = V::plane_of(TILE), I = V::word_of(TILE), H = V::pair_of(TILE), BITS = S::V_BITS;
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+    const u32 x = w[m][I][0][H], y = w[m][I][1][H];
+    mma(acc, value_codes<BITS, P>(prepared<BITS, 0>(x)), value_codes<BITS, P>(prepared<BITS, 1>(x)),
+        value_codes<BITS, P>(prepared<BITS, 0>(y)), value_codes<BITS, P>(prepared<BITS, 1>(y)), b[m][0], b[m][1]);
+  }
+}
