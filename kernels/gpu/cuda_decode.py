@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.gpu.cuda_call import Call, Kernels, address
-from kvbench.kernels.gpu.cuda_form import Form, form_of
+from kvbench.kernels.gpu.cuda_form import LEAST_SLOTS, MOST_PARTS, TURN, Form, form_of
 from kvbench.kernels.gpu.decode import Lists, ListTier
 from kvbench.kernels.gpu.parts import LOG2_E
 from kvbench.kernels.operands import NO_SCORES, PLAIN, Reduce, Ring, Softmax, StepScores
 
-# As csrc/call.h has them.
-_MOST_PARTS, _LEAST_SLOTS, _TURN, _BLOCK = 32, 256, 32, 256
+_BLOCK = 256  # slots whose scores a block makes
 _RULES: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2}
 
 
@@ -25,7 +24,7 @@ def _parts_at_most(tier: ListTier, slots: int) -> int:
     """Parts of a list of at most so many slots."""
     tokens = tier.fmt.tokens_per_page
     pages = -(-slots // tokens)
-    return max(1, min(_MOST_PARTS, -(-pages // -(-_LEAST_SLOTS // tokens))))
+    return max(1, min(MOST_PARTS, -(-pages // -(-LEAST_SLOTS // tokens))))
 
 
 class CudaAttention:
@@ -64,7 +63,7 @@ class CudaAttention:
         self._kept: list[tuple[Tensor, Tensor]] = []
         self._returned: list[tuple[int, int, int]] = []
         for tier in tiers if how.group else []:
-            width, turns = tier.columns * tier.fmt.tokens_per_page, -(-tier.fmt.tokens_per_page // _TURN)
+            width, turns = tier.columns * tier.fmt.tokens_per_page, -(-tier.fmt.tokens_per_page // TURN)
             weights = torch.empty(count, width, group, device=q.device, dtype=torch.float16)
             self._kept.append((weights, torch.empty(count, tier.columns * turns, group, **made)))
             if how.update is None:

@@ -33,6 +33,8 @@ template <class S, int D> struct Keys {
   // Register r of the queries: block j of plane p, of which a lane has channels first_channel .. + 1.
   static KNOWN int plane(int r) { return r % PLANES; }
   static KNOWN int block(int r) { return plane(r) * (BYTES / 8) + r / PLANES; }
+  // Where it lies in shared memory: block after block, where those meet scales.
+  static KNOWN int place(int r) { return PER_CHANNEL ? block(r) : r; }
 };
 template <class S, int D> struct Values {
   static constexpr int PLANES = 8 / S::V_BITS, BYTES = D / PLANES, TILES = D / 16;
@@ -124,56 +126,55 @@ template <class S, int D> DEVICE void add_key_codes(float (&dot)[2][4], const u8
   }
 }
 
-// Scales or zeros of eight tokens of a lane, 8c .. 8c + 7, as the columns of the tiles: [tile][half of its rows].
-DEVICE void in_columns(u32 (&to)[2][2], uint4 x) {
-  to[0][0] = prmt(x.x, x.z, 0x5410), to[0][1] = prmt(x.x, x.z, 0x7632);
-  to[1][0] = prmt(x.y, x.w, 0x5410), to[1][1] = prmt(x.y, x.w, 0x7632);
+// Scales or zeros of eight tokens of a lane, 8c .. 8c + 7, as the columns of tile m: of each half of its rows.
+DEVICE void in_columns(u32 (&to)[2], uint4 x, int m) {
+  const u32 low = m ? x.y : x.x, high = m ? x.w : x.z;
+  to[0] = prmt(low, high, 0x5410), to[1] = prmt(low, high, 0x7632);
 }
 
-// The words of eight tokens, 8c .. 8c + 7, that a lane has of the values, tokens 4 apart side by side:
-// w[m][word][k][byte / 2]: bytes 0 and 1 (or 2 and 3) of tokens 2m + k and 2m + k + 4.
-template <class S, int D> DEVICE void load_value_words(u32 (&w)[2][Values<S, D>::WORDS][2][Values<S, D>::PAIRS], const u8* codes, int g, int c) {
+// Of the values of the lane's tokens 2m, 2m + 1, 2m + 4 and 2m + 5 what it has: raw[k][which][word] of token
+// 2m + k + 4 which.
+template <class S, int D> DEVICE void load_value_words(u32 (&raw)[2][2][Values<S, D>::WORDS], const u8* codes, int m, int g, int c) {
   using V = Values<S, D>;
-  u32 raw[8][V::WORDS];
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const u8* at = codes + (8 * c + j) * V::BYTES;
+  for (int j = 0; j < 4; ++j) {
+    u32(&to)[V::WORDS] = raw[j % 2][j / 2];
+    const u8* at = codes + (8 * c + 2 * m + j % 2 + j / 2 * 4) * V::BYTES;
     if constexpr (V::LANE_BYTES == 2) {
-      raw[j][0] = *(const u16*)(at + 2 * g);
+      to[0] = *(const u16*)(at + 2 * g);
     } else if constexpr (V::RUNS && V::LANE_BYTES == 8) {
       const uint2 x = *(const uint2*)(at + 8 * g);
-      raw[j][0] = x.x, raw[j][1] = x.y;
+      to[0] = x.x, to[1] = x.y;
     } else if constexpr (V::RUNS && V::LANE_BYTES % 16 == 0) {
 #pragma unroll
       for (int i = 0; i < V::WORDS; i += 4) {
         const uint4 x = *(const uint4*)(at + g * V::LANE_BYTES + 4 * i);
-        raw[j][i] = x.x, raw[j][i + 1] = x.y, raw[j][i + 2] = x.z, raw[j][i + 3] = x.w;
+        to[i] = x.x, to[i + 1] = x.y, to[i + 2] = x.z, to[i + 3] = x.w;
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < V::WORDS; ++i) raw[j][i] = *(const u32*)(at + V::first_byte(i, g));
+      for (int i = 0; i < V::WORDS; ++i) to[i] = *(const u32*)(at + V::first_byte(i, g));
     }
   }
-#pragma unroll
-  for (int m = 0; m < 2; ++m)
-#pragma unroll
-    for (int i = 0; i < V::WORDS; ++i)
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        w[m][i][k][0] = prmt(raw[2 * m + k][i], raw[2 * m + k + 4][i], 0x5410);
-        if constexpr (V::PAIRS == 2) w[m][i][k][1] = prmt(raw[2 * m + k][i], raw[2 * m + k + 4][i], 0x7632);
-      }
 }
 
-// One tile of values times scaled probabilities. b: of the tile's group of channels, [tile of tokens][half].
+// Bytes 2h and 2h + 1 of two tokens' words, side by side.
+DEVICE u32 token_pair(u32 a, u32 b, int h) { return prmt(a, b, h ? 0x7632 : 0x5410); }
+
+// One tile of values times scaled probabilities. b: of the tile's group of channels.
 template <class S, int D, int TILE>
-DEVICE void add_value_codes(float (&acc)[4], const u32 (&w)[2][Values<S, D>::WORDS][2][Values<S, D>::PAIRS], const u32 (&b)[2][2]) {
+DEVICE void add_value_codes(float (&acc)[4], const u32 (&raw)[2][2][Values<S, D>::WORDS], const u32 (&b)[2]) {
   using V = Values<S, D>;
-  constexpr int P = V::plane_of(TILE), I = V::word_of(TILE), H = V::pair_of(TILE), BITS = S::V_BITS;
-#pragma unroll
-  for (int m = 0; m < 2; ++m) {
-    const u32 x = w[m][I][0][H], y = w[m][I][1][H];
-    mma(acc, value_codes<BITS, P>(prepared<BITS, 0>(x)), value_codes<BITS, P>(prepared<BITS, 1>(x)),
-        value_codes<BITS, P>(prepared<BITS, 0>(y)), value_codes<BITS, P>(prepared<BITS, 1>(y)), b[m][0], b[m][1]);
-  }
+  constexpr int P = V::plane_of(TILE), W = V::word_of(TILE), H = V::pair_of(TILE), BITS = S::V_BITS;
+  const u32 x = token_pair(raw[0][0][W], raw[0][1][W], H), y = token_pair(raw[1][0][W], raw[1][1][W], H);
+  mma(acc, value_codes<BITS, P>(prepared<BITS, 0>(x)), value_codes<BITS, P>(prepared<BITS, 1>(x)),
+      value_codes<BITS, P>(prepared<BITS, 0>(y)), value_codes<BITS, P>(prepared<BITS, 1>(y)), b[0], b[1]);
+}
+
+// Whether a group of channels has values whose codes are too large: the sum of its scaled probabilities takes that off.
+template <class S, int D, int GROUP, int TILE = 0> KNOWN bool has_offsets() {
+  using V = Values<S, D>;
+  if constexpr (TILE == V::TILES) return false;
+  else if constexpr (V::group_of(TILE) == GROUP && (S::V_CENTRE != 0 || !is_exact<S::V_BITS, V::plane_of(TILE)>())) return true;
+  else return has_offsets<S, D, GROUP, TILE + 1>();
 }

@@ -11,7 +11,7 @@
 #include "ring.h"
 
 // starts[layer][list]: parts of the lists before. A block per layer.
-KERNEL(256, 1) kvb_plan(PARAMETER Call call) {
+KERNEL(256, 64) kvb_plan(PARAMETER Call call) {
   int* sums = (int*)shared_memory();
   int* starts = call.starts + (i64)block_index() * (call.lists + 1);
   const int thread = thread_index(), lane = thread % 32, warp = thread / 32;
@@ -63,7 +63,7 @@ template <class S> DEVICE void keep_exponentials(const Call& call, const Item& i
 
 // The part of an item that one warp attends over: every fourth turn.
 template <class S>
-DEVICE void attend(const Call& call, Shared& shared, State<S, F::D>& s, const Item& item, const u32 (&q)[F::D / 8], int pages, int warp, int lane) {
+DEVICE void attend(const Call& call, Shared& shared, State<S, F::D>& s, const Item& item, const u32 (*q)[32][4], int pages, int warp, int lane) {
   constexpr int TURNS = turns<S>();
   const int g = lane / 4, begin = item.begin, end = item.end * TURNS, total = item.total;
   const int paged = F::RING ? item.paged : item.end, held_k = F::RING ? item.held_k : total, held_v = F::RING ? item.held_v : total;
@@ -126,20 +126,14 @@ DEVICE void attend(const Call& call, Shared& shared, State<S, F::D>& s, const It
 }
 
 template <class S> DEVICE void consume_item(const Call& call, Shared& shared, Ahead& at, const Item& item, int warp, int lane) {
-  u32 q[F::D / 8];
-#pragma unroll
-  for (int i = 0; i < F::D / 32; ++i) {
-    const uint4 x = *(const uint4*)shared.q[at.items % BUFFERS][i][lane];
-    q[4 * i] = x.x, q[4 * i + 1] = x.y, q[4 * i + 2] = x.z, q[4 * i + 3] = x.w;
-  }
   State<S, F::D> s;
   clear(s);
-  attend<S>(call, shared, s, item, q, at.pages, warp, lane);
+  attend<S>(call, shared, s, item, shared.q[at.items % BUFFERS], at.pages, warp, lane);
   at.pages += max(0, min(item.end, item.paged) - item.begin);
   merge_warps<S>(shared, s, warp, lane);
 }
 
-KERNEL(THREADS, F::BLOCKS) kvb_decode(PARAMETER Call call) {
+KERNEL(THREADS, F::REGISTERS) kvb_decode(PARAMETER Call call) {
   Shared& shared = *(Shared*)shared_memory();
   const int thread = thread_index(), warp = thread / 32, lane = thread % 32;
   if (thread == 0) {
@@ -199,7 +193,7 @@ template <class S> DEVICE void make_scores(const Call& call, int tier_index, int
   }
 }
 
-KERNEL(256, 1) kvb_scores(PARAMETER Call call) {
+KERNEL(256, 64) kvb_scores(PARAMETER Call call) {
   const int first = (call.tiers[0].columns * A::SLOTS + 255) / 256 * call.lists;
   if (block_index() < first) make_scores<A>(call, 0, block_index(), thread_index());
   else if constexpr (F::TWO) make_scores<B>(call, 1, block_index() - first, thread_index());

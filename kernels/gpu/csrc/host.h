@@ -17,7 +17,7 @@
 #include <vector>
 
 #define DEVICE static inline
-#define KERNEL(threads, blocks) static void
+#define KERNEL(threads, registers) static void
 #define PARAMETER const
 #define KNOWN constexpr
 
@@ -318,3 +318,4 @@ DEVICE void fence() {}
 DEVICE int add_atomically(int* at, int x) { return (*at += x) - x; }
 DEVICE float load_fresh(const float* at) { return *at; }
 DEVICE float4 load_fresh(const float4* at) { return *at; }
+DEVICE void store_four(float* at, float4 x) { *(float4*)at = x; }

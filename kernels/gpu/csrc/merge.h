@@ -48,7 +48,7 @@ DEVICE void store_output(const Call& call, int list, int query, int at, float4 x
   const float by = norm == 0 ? float_of(0x7fc00000) : 1 / norm;  // nothing was read: not a number
   const i64 to = ((i64)list * F::G + query) * F::D + at;
   x.x *= by, x.y *= by, x.z *= by, x.w *= by;
-  if constexpr (F::OUT == 0) *(float4*)((float*)call.out + to) = x;
+  if constexpr (F::OUT == 0) store_four((float*)call.out + to, x);
   else *(uint2*)((u16*)call.out + to) = {output_pair(x.x, x.y), output_pair(x.z, x.w)};
   if (at == 0) {
     const float lse2 = norm == 0 ? float_of(0xff800000) : top + log2_of(norm);
@@ -73,7 +73,7 @@ DEVICE void finish_item(const Call& call, Shared& shared, const Item& item, int 
       store_output(call, item.list, query, at, x, top, norm);
     } else {
       const i64 to = (i64)item.part * F::G + query;
-      *(float4*)(call.part_out + to * F::D + at) = x;
+      store_four(call.part_out + to * F::D + at, x);
       if (at == 0) call.part_top[to] = top, call.part_sum[to] = norm;
     }
   }

@@ -61,7 +61,7 @@ template <class S> DEVICE void prepare_queries(const Call& call, Item& item, u32
     x[r].x *= by, x[r].y *= by;
     const float less_by = K::PER_CHANNEL ? 1.0f : 1.0f / (1 << (S::K_BITS * K::plane(r)));
     const u32 made = pack_halves(x[r].x * less_by, x[r].y * less_by);
-    to[r / 4][lane][r % 4] = made;
+    to[K::place(r) / 4][lane][K::place(r) % 4] = made;
     const float2 rounded = unpack_halves(made);
     sum += x[r].x + x[r].y, less += rounded.x + rounded.y;
   }
@@ -77,27 +77,32 @@ struct Ahead {  // how far a warp has come
   int pages, items;
 };
 
+// Copies a page of an item once there is room for it. ids: those of the lane's page among 32.
+template <class S> DEVICE void copy_page(const Call& call, Shared& shared, int number, int page, int lane) {
+  const int stage = number % STAGES, turn = number / STAGES;
+  if (turn > 0) wait(&shared.empty[stage], (turn - 1) & 1);
+  copy_to_shared<S::READ>(shared.stages[stage], call.pages + (i64)page * S::PAGE, &shared.full[stage], lane);
+}
+
 template <class S> DEVICE void produce_item(const Call& call, Shared& shared, Ahead& at, const Place& p, Item& item, int lane) {
   const Tier& tier = call.tiers[item.second];
-  const int buffer = at.items % BUFFERS, end = min(item.end, item.paged);
+  const int buffer = at.items % BUFFERS, count = min(item.end, item.paged) - item.begin;
+  const i64 first = p.which * tier.entries + (tier.reversed ? tier.entries - 1 - item.begin : item.begin);
   int ids = 0;
-  for (int index = item.begin; index < end || index == item.begin; ++index) {
-    if (index < end) {
-      const int n = index - item.begin, mine = index + lane;
-      if (n % 32 == 0 && mine < end)
-        ids = load_int(tier.table, p.which * tier.entries + (tier.reversed ? tier.entries - 1 - mine : mine), tier.wide_table);
-      const int page = shuffle(ids, n % 32);
-      const int stage = at.pages % STAGES, turn = at.pages / STAGES;
-      if (turn > 0) wait(&shared.empty[stage], (turn - 1) & 1);
-      copy_to_shared<S::READ>(shared.stages[stage], call.pages + (i64)page * S::PAGE, &shared.full[stage], lane);
-      ++at.pages;
-    }
-    if (index == item.begin) {  // while the first page is under way
-      prepare_queries<S>(call, item, shared.q[buffer], lane);
-      sync_warp();
-      if (lane == 0) arrive(&shared.ready[buffer]);
-    }
+  auto look_up = [&](int n) {
+    if (n + lane < count) ids = load_int(tier.table, first + (tier.reversed ? -n - lane : n + lane), tier.wide_table);
+  };
+  look_up(0);
+  if (count > 0) copy_page<S>(call, shared, at.pages, shuffle(ids, 0), lane);
+  prepare_queries<S>(call, item, shared.q[buffer], lane);  // while the first page is under way
+  sync_warp();
+  if (lane == 0) arrive(&shared.ready[buffer]);
+#pragma unroll 1
+  for (int n = 1; n < count; ++n) {
+    if (n % 32 == 0) look_up(n);
+    copy_page<S>(call, shared, at.pages + n, shuffle(ids, n % 32), lane);
   }
+  at.pages += max(0, count);
 }
 
 // Copies pages, part after part.

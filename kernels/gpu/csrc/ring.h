@@ -14,8 +14,10 @@ template <class F> DEVICE void ring_mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u
 
 // Products of queries with the keys of tokens `first` + 4g .. + 3; of those that are not in the buffer, anything finite.
 template <class F, class S>
-DEVICE void ring_dots(float (&dot)[2][4], const u16* ring, int length, int first, const Item& item, const u32 (&q)[F::D / 8], int lane) {
+DEVICE void ring_dots(float (&dot)[2][4], const u16* ring, int length, int first, const Item& item, const u32 (*queries)[32][4], int lane) {
   using K = Keys<S, F::D>;
+  u32 q[K::BLOCKS];
+  load_queries(q, queries, lane);
   const int g = lane / 4, c = lane % 4;
   const u16* rows[4];
   bool live[4];
@@ -30,7 +32,7 @@ DEVICE void ring_dots(float (&dot)[2][4], const u16* ring, int length, int first
     u32 b[2], a[2][4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float2 x = unpack_halves(q[r + i]);
+      const float2 x = unpack_halves(q[K::place(r + i)]);
       const float by = K::PER_CHANNEL ? 1.0f : 1 << (S::K_BITS * K::plane(r + i));
       b[i] = ring_pair<F>(x.x * by, x.y * by);
 #pragma unroll

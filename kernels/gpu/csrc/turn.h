@@ -36,44 +36,53 @@ template <class S, int D> DEVICE void clear(State<S, D>& s) {
   for (int i = 0; i < Values<S, D>::GROUPS; ++i) s.sums[i][0] = s.sums[i][1] = 0;
 }
 
+// A lane's part of the queries: in shared memory, or it would take the registers that the values need.
+template <int BLOCKS> DEVICE void load_queries(u32 (&q)[BLOCKS], const u32 (*from)[32][4], int lane) {
+#pragma unroll
+  for (int i = 0; i < BLOCKS / 4; ++i) {
+    const uint4 x = *(const uint4*)from[i][lane];
+    q[4 * i] = x.x, q[4 * i + 1] = x.y, q[4 * i + 2] = x.z, q[4 * i + 3] = x.w;
+  }
+}
+
 // Products of the turn's keys in a page with the queries, times what the queries were divided by.
-template <class F, class S> DEVICE void page_dots(float (&dot)[2][4], const u8* page, int t0, const u32 (&q)[F::D / 8], const Item& item, int lane) {
+template <class F, class S> DEVICE void page_dots(float (&dot)[2][4], const u8* page, int t0, const u32 (*queries)[32][4], const Item& item, int lane) {
   using K = Keys<S, F::D>;
   const int g = lane / 4, c = lane % 4;
   if constexpr (K::PER_CHANNEL) {
     // Scales go into the queries; zeros, and what codes are too large by, are one key more, to which all tokens are added.
-    constexpr int BLOCKS = K::BLOCKS;
-    u32 scaled[BLOCKS];
+    u32 scaled[K::BLOCKS], in_order[K::BLOCKS];  // by their blocks, and as `add_key_codes` takes them
     float all[4] = {};
     const u8* meta = page + 2 * (t0 / S::K_GROUP * F::D + lane / 8 * 8);
 #pragma unroll
-    for (int i = 0; i < BLOCKS / 4; ++i) {
+    for (int i = 0; i < K::BLOCKS; i += 4) {
+      const uint4 four = *(const uint4*)queries[i / 4][lane];
+      const u32 q[4] = {four.x, four.y, four.z, four.w};
       u32 scale[4], zero[4];
-      load_matrices(scale, meta + S::K_SCALE + 64 * i);
-      load_matrices(zero, meta + S::K_ZERO + 64 * i);
+      load_matrices(scale, meta + S::K_SCALE + 16 * i);
+      load_matrices(zero, meta + S::K_ZERO + 16 * i);
 #pragma unroll
-      for (int r = 0; r < BLOCKS; ++r) {
-        constexpr int SHIFT = S::K_BITS;
-        if (K::block(r) / 4 != i) continue;
-        const u32 half = (15 - SHIFT * K::plane(r)) << 10;  // 2^-shift
-        scaled[r] = mul_halves(q[r], scale[K::block(r) % 4]);
-        if (K::plane(r) > 0) scaled[r] = mul_halves(scaled[r], half | half << 16);
+      for (int b = 0; b < 4; ++b) {
+        const int plane = (i + b) / (K::BYTES / 8);
+        const u32 half = (15 - S::K_BITS * plane) << 10;  // by what codes of the plane are too large
+        scaled[i + b] = mul_halves(q[b], scale[b]);
+        if (plane > 0) scaled[i + b] = mul_halves(scaled[i + b], half | half << 16);
       }
-      // Two blocks a product: neighbours in the page, whichever registers have their queries.
 #pragma unroll
-      for (int r = 0; r < BLOCKS; ++r)
-#pragma unroll
-        for (int s = 0; s < BLOCKS; ++s)
-          if (K::block(r) / 4 == i && K::block(r) % 2 == 0 && K::block(s) == K::block(r) + 1)
-            mma(all, zero[K::block(r) % 4], zero[K::block(r) % 4], zero[K::block(s) % 4], zero[K::block(s) % 4], q[r], q[s]);
+      for (int b = 0; b < 4; b += 2) {
+        mma(all, zero[b], zero[b], zero[b + 1], zero[b + 1], q[b], q[b + 1]);
+        mma(all, 0xe400e400, 0xe400e400, 0xe400e400, 0xe400e400, scaled[i + b], scaled[i + b + 1]);
+      }
     }
 #pragma unroll
-    for (int r = 0; r < BLOCKS; r += 2) mma(all, 0xe400e400, 0xe400e400, 0xe400e400, 0xe400e400, scaled[r], scaled[r + 1]);
+    for (int r = 0; r < K::BLOCKS; ++r) in_order[r] = scaled[K::block(r)];
 #pragma unroll
     for (int m = 0; m < 2; ++m)
       for (int j = 0; j < 4; ++j) dot[m][j] = all[j];
-    add_key_codes<S, F::D>(dot, page + S::K_CODES + t0, scaled, g, c);
+    add_key_codes<S, F::D>(dot, page + S::K_CODES + t0, in_order, g, c);
   } else {
+    u32 q[K::BLOCKS];
+    load_queries(q, queries, lane);
     const float2 less = *(const float2*)&item.less[2 * c];
 #pragma unroll
     for (int m = 0; m < 2; ++m) dot[m][0] = dot[m][2] = less.x, dot[m][1] = dot[m][3] = less.y;
@@ -126,36 +135,34 @@ template <class F, class S, bool EDGE>
 DEVICE void add_page_values(State<S, F::D>& s, const u8* page, int t0, const u32 (&p)[2][2], int live, int lane) {
   using V = Values<S, F::D>;
   const int g = lane / 4, c = lane % 4;
-  if constexpr (S::V_ZERO >= 0) {
-    u32 zero[2][2];
-    const int group = V::GROUPS == 1 ? 0 : g < V::GROUPS ? g : V::GROUPS - 1;
-    uint4 zeros = *(const uint4*)(page + S::V_ZERO + 2 * (group * S::SLOTS + t0 + 8 * c));
-    if constexpr (EDGE) zeros = live_eight(zeros, live - 8 * c);
-    in_columns(zero, zeros);
 #pragma unroll
-    for (int m = 0; m < 2; ++m) mma(s.both, zero[m][0], ONES, zero[m][1], ONES, p[m][0], p[m][1]);
-  } else {
-#pragma unroll
-    for (int m = 0; m < 2; ++m) mma(s.both, 0, ONES, 0, ONES, p[m][0], p[m][1]);
-  }
-  u32 w[2][V::WORDS][2][V::PAIRS];
-  load_value_words<S, F::D>(w, page + S::V_CODES + t0 * V::BYTES, g, c);
-  for_each<V::GROUPS>([&](auto group) {
-    constexpr int GROUP = decltype(group)::value;
-    uint4 scales = *(const uint4*)(page + S::V_SCALE + 2 * (GROUP * S::SLOTS + t0 + 8 * c));
-    if constexpr (EDGE) scales = live_eight(scales, live - 8 * c);
-    u32 b[2][2];
-    in_columns(b, scales);
-    float sum[4] = {s.sums[GROUP][0], s.sums[GROUP][1], 0, 0};
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      b[m][0] = mul_halves(b[m][0], p[m][0]), b[m][1] = mul_halves(b[m][1], p[m][1]);
-      mma(sum, ONES, 0, ONES, 0, b[m][0], b[m][1]);
+  for (int m = 0; m < 2; ++m) {
+    u32 zero[2] = {0, 0};
+    if constexpr (S::V_ZERO >= 0) {
+      const int group = V::GROUPS == 1 ? 0 : g < V::GROUPS ? g : V::GROUPS - 1;
+      uint4 zeros = *(const uint4*)(page + S::V_ZERO + 2 * (group * S::SLOTS + t0 + 8 * c));
+      if constexpr (EDGE) zeros = live_eight(zeros, live - 8 * c);
+      in_columns(zero, zeros, m);
     }
-    s.sums[GROUP][0] = sum[0], s.sums[GROUP][1] = sum[1];
-    for_each<V::TILES>([&](auto tile) {
-      constexpr int TILE = decltype(tile)::value;
-      if constexpr (V::group_of(TILE) == GROUP) add_value_codes<S, F::D, TILE>(s.acc[TILE], w, b);
+    mma(s.both, zero[0], ONES, zero[1], ONES, p[m][0], p[m][1]);
+    u32 raw[2][2][V::WORDS];
+    load_value_words<S, F::D>(raw, page + S::V_CODES + t0 * V::BYTES, m, g, c);
+    for_each<V::GROUPS>([&](auto group) {
+      constexpr int GROUP = decltype(group)::value;
+      uint4 scales = *(const uint4*)(page + S::V_SCALE + 2 * (GROUP * S::SLOTS + t0 + 8 * c));
+      if constexpr (EDGE) scales = live_eight(scales, live - 8 * c);
+      u32 b[2];
+      in_columns(b, scales, m);
+      b[0] = mul_halves(b[0], p[m][0]), b[1] = mul_halves(b[1], p[m][1]);
+      if constexpr (has_offsets<S, F::D, GROUP>()) {
+        float sum[4] = {s.sums[GROUP][0], s.sums[GROUP][1], 0, 0};
+        mma(sum, ONES, 0, ONES, 0, b[0], b[1]);
+        s.sums[GROUP][0] = sum[0], s.sums[GROUP][1] = sum[1];
+      }
+      for_each<V::TILES>([&](auto tile) {
+        constexpr int TILE = decltype(tile)::value;
+        if constexpr (V::group_of(TILE) == GROUP) add_value_codes<S, F::D, TILE>(s.acc[TILE], raw, b);
+      });
     });
-  });
+  }
 }

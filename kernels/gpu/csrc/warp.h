@@ -13,7 +13,7 @@ using i64 = long long;
 #else
 
 #define DEVICE __device__ __forceinline__
-#define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
+#define KERNEL(threads, registers) extern "C" __global__ void __maxnreg__(registers)
 #define PARAMETER const __grid_constant__
 #define KNOWN __host__ __device__ constexpr  // when this is compiled
 
@@ -153,4 +153,7 @@ DEVICE int add_atomically(int* at, int x) { return atomicAdd(at, x); }
 // What other blocks wrote in this launch.
 DEVICE float load_fresh(const float* at) { return __ldcg(at); }
 DEVICE float4 load_fresh(const float4* at) { return __ldcg(at); }
+DEVICE void store_four(float* at, float4 x) {
+  asm volatile("st.global.v4.f32 [%0],{%1,%2,%3,%4};" ::"l"(at), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+}
 #endif
