@@ -30,11 +30,8 @@ template <class S, int D> struct Keys {
   static constexpr int PLANES = 8 / S::K_BITS, BYTES = D / PLANES;
   static constexpr int BLOCKS = D / 8;  // of channels: so many registers hold a lane's part of the queries
   static constexpr bool PER_CHANNEL = S::K_GROUP > 0;
-  // Register r of the queries: block j of plane p, of which a lane has channels first_channel .. + 1.
-  static KNOWN int plane(int r) { return r % PLANES; }
-  static KNOWN int block(int r) { return plane(r) * (BYTES / 8) + r / PLANES; }
-  // Where it lies in shared memory: block after block, where those meet scales.
-  static KNOWN int place(int r) { return PER_CHANNEL ? block(r) : r; }
+  // A lane's part of a block are two channels, 8 block + 2c and the next one, of one plane.
+  static KNOWN int plane(int block) { return block / (BYTES / 8); }
 };
 template <class S, int D> struct Values {
   static constexpr int PLANES = 8 / S::V_BITS, BYTES = D / PLANES, TILES = D / 16;
@@ -95,34 +92,23 @@ template <int BITS> DEVICE void split_tokens(u32 (&t)[4], u32 x, u32 y) {
   }
 }
 
-// dot += codes x queries for a turn. `codes`: the page's key codes at the turn's first token; q: as Keys says, fp16.
-template <class S, int D> DEVICE void add_key_codes(float (&dot)[2][4], const u8* codes, const u32 (&q)[D / 8], int g, int c) {
+// dot += codes x queries for a turn. `codes`: the page's key codes at the turn's first token; q: by blocks, fp16.
+template <class S, int D> DEVICE void add_key_codes(float (&dot)[2][4], Local codes, const u32 (&q)[D / 8], int g, int c) {
   using K = Keys<S, D>;
-  constexpr int BITS = S::K_BITS;
-  const u8* at = codes + 2 * c * S::SLOTS + 4 * g;
-  if constexpr (BITS == 8) {
+  const Local at = settled(codes + (2 * c * S::SLOTS + 4 * g));
 #pragma unroll
-    for (int j = 0; j < K::BLOCKS; j += 2) {
-      u32 a[4], b[4];
-      split_tokens<8>(a, *(const u32*)(at + 8 * j * S::SLOTS), *(const u32*)(at + (8 * j + 1) * S::SLOTS));
-      split_tokens<8>(b, *(const u32*)(at + (8 * j + 8) * S::SLOTS), *(const u32*)(at + (8 * j + 9) * S::SLOTS));
-      mma(dot[0], a[0], a[1], b[0], b[1], q[j], q[j + 1]);
-      mma(dot[1], a[2], a[3], b[2], b[3], q[j], q[j + 1]);
-    }
-  } else {
+  for (int j = 0; j < K::BYTES / 8; j += 2) {
+    u32 a[4], b[4];
+    split_tokens<S::K_BITS>(a, load_word(at + 8 * j * S::SLOTS), load_word(at + (8 * j + 1) * S::SLOTS));
+    split_tokens<S::K_BITS>(b, load_word(at + (8 * j + 8) * S::SLOTS), load_word(at + (8 * j + 9) * S::SLOTS));
+    for_each<K::PLANES>([&](auto plane) {
+      constexpr int P = decltype(plane)::value, BITS = S::K_BITS;
+      const u32 *by = q + P * (K::BYTES / 8) + j;
 #pragma unroll
-    for (int j = 0; j < K::BYTES / 8; ++j) {
-      u32 t[4];
-      split_tokens<BITS>(t, *(const u32*)(at + 8 * j * S::SLOTS), *(const u32*)(at + (8 * j + 1) * S::SLOTS));
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        const u32 x = t[2 * m], y = t[2 * m + 1];
-        const u32* by = q + j * K::PLANES;
-        mma(dot[m], codes_of<BITS, 0>(x), codes_of<BITS, 0>(y), codes_of<BITS, 1>(x), codes_of<BITS, 1>(y), by[0], by[1]);
-        if constexpr (BITS == 2)
-          mma(dot[m], codes_of<2, 2>(x), codes_of<2, 2>(y), codes_of<2, 3>(x), codes_of<2, 3>(y), by[2], by[3]);
-      }
-    }
+      for (int m = 0; m < 2; ++m)
+        mma(dot[m], codes_of<BITS, P>(a[2 * m]), codes_of<BITS, P>(a[2 * m + 1]), codes_of<BITS, P>(b[2 * m]),
+            codes_of<BITS, P>(b[2 * m + 1]), by[0], by[1]);
+    });
   }
 }
 
@@ -133,27 +119,27 @@ DEVICE void in_columns(u32 (&to)[2], uint4 x, int m) {
 }
 
 // Of the values of the lane's tokens 2m, 2m + 1, 2m + 4 and 2m + 5 what it has: raw[k][which][word] of token
-// 2m + k + 4 which.
-template <class S, int D> DEVICE void load_value_words(u32 (&raw)[2][2][Values<S, D>::WORDS], const u8* codes, int m, int g, int c) {
+// 2m + k + 4 which. `codes`: of the first of the lane's eight tokens, its first byte.
+template <class S, int D> DEVICE void load_value_words(u32 (&raw)[2][2][Values<S, D>::WORDS], Local codes, int m) {
   using V = Values<S, D>;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     u32(&to)[V::WORDS] = raw[j % 2][j / 2];
-    const u8* at = codes + (8 * c + 2 * m + j % 2 + j / 2 * 4) * V::BYTES;
+    const Local at = codes + (2 * m + j % 2 + j / 2 * 4) * V::BYTES;
     if constexpr (V::LANE_BYTES == 2) {
-      to[0] = *(const u16*)(at + 2 * g);
+      to[0] = load_short(at);
     } else if constexpr (V::RUNS && V::LANE_BYTES == 8) {
-      const uint2 x = *(const uint2*)(at + 8 * g);
+      const uint2 x = load_two(at);
       to[0] = x.x, to[1] = x.y;
     } else if constexpr (V::RUNS && V::LANE_BYTES % 16 == 0) {
 #pragma unroll
       for (int i = 0; i < V::WORDS; i += 4) {
-        const uint4 x = *(const uint4*)(at + g * V::LANE_BYTES + 4 * i);
+        const uint4 x = load_four(at + 4 * i);
         to[i] = x.x, to[i + 1] = x.y, to[i + 2] = x.z, to[i + 3] = x.w;
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < V::WORDS; ++i) to[i] = *(const u32*)(at + V::first_byte(i, g));
+      for (int i = 0; i < V::WORDS; ++i) to[i] = load_word(at + V::first_byte(i, 0));
     }
   }
 }

@@ -63,21 +63,27 @@ template <class S> DEVICE void keep_exponentials(const Call& call, const Item& i
 
 // The part of an item that one warp attends over: every fourth turn.
 template <class S>
-DEVICE void attend(const Call& call, Shared& shared, State<S, F::D>& s, const Item& item, const u32 (*q)[32][4], int pages, int warp, int lane) {
+DEVICE void attend(const Call& call, Shared& shared, State<S, F::D>& s, const Item& item, Local q, int pages, int warp, int lane) {
   constexpr int TURNS = turns<S>();
-  const int g = lane / 4, begin = item.begin, end = item.end * TURNS, total = item.total;
+  const int g = lane / 4, begin = item.begin, end = item.end, total = item.total;
   const int paged = F::RING ? item.paged : item.end, held_k = F::RING ? item.held_k : total, held_v = F::RING ? item.held_v : total;
-  for (int turn = begin * TURNS + warp; turn < end; turn += WARPS) {
-    const int index = turn / TURNS, t0 = turn % TURNS * TURN, first = index * S::SLOTS + t0;
-    const int number = pages + index - begin, stage = number % STAGES;
-    const u8* page = shared.stages[stage];
+  const Local numbers = local(&item.by[2 * (lane % 4)]);
+  int index = begin + warp / TURNS, within = warp % TURNS;
+  for (; index < end; index += WARPS / TURNS, within += WARPS % TURNS) {
+    if (WARPS % TURNS && within >= TURNS) {
+      within -= TURNS;
+      if (++index >= end) break;
+    }
+    const int t0 = within * TURN, first = index * S::SLOTS + t0;
+    const u32 number = pages + index - begin, stage = number % STAGES;
+    const Local page = local(shared.stages[stage]);
     const bool in_pool = !F::RING || index < paged;
     if (in_pool) wait(&shared.full[stage], number / STAGES & 1);
     const int live = min(total - first, S::SLOTS - t0);
     if (live > 0) {
       float x[2][4];
       const int live_k = min(held_k - first, live), live_v = min(held_v - first, live);
-      if (!F::RING || live_k > 0) page_dots<F, S>(x, page, t0, q, item, lane);
+      if (!F::RING || live_k > 0) page_dots<F, S>(x, page, t0, q, numbers, lane);
       if (live_k < TURN) {
         float buffered[2][4] = {};
         if constexpr (F::RING > 0)
@@ -92,7 +98,7 @@ DEVICE void attend(const Call& call, Shared& shared, State<S, F::D>& s, const It
             it = t < live_k ? it : is_buffered ? buffered[i / 2][i % 2 * 2 + j] : LOWEST;
           }
       }
-      const float2 by = *(const float2*)&item.by[2 * (lane % 4)];
+      const float2 by = load_pair(numbers);
 #pragma unroll
       for (int m = 0; m < 2; ++m) x[m][0] *= by.x, x[m][1] *= by.y, x[m][2] *= by.x, x[m][3] *= by.y;
       raise_top<F, S>(s, x);
@@ -128,14 +134,14 @@ DEVICE void attend(const Call& call, Shared& shared, State<S, F::D>& s, const It
 template <class S> DEVICE void consume_item(const Call& call, Shared& shared, Ahead& at, const Item& item, int warp, int lane) {
   State<S, F::D> s;
   clear(s);
-  attend<S>(call, shared, s, item, shared.q[at.items % BUFFERS], at.pages, warp, lane);
+  attend<S>(call, shared, s, item, local(shared.q[at.items % BUFFERS][0][lane]), at.pages, warp, lane);
   at.pages += max(0, min(item.end, item.paged) - item.begin);
   merge_warps<S>(shared, s, warp, lane);
 }
 
 KERNEL(THREADS, F::REGISTERS) kvb_decode(PARAMETER Call call) {
   Shared& shared = *(Shared*)shared_memory();
-  const int thread = thread_index(), warp = thread / 32, lane = thread % 32;
+  const int thread = thread_index(), warp = thread >> 5, lane = thread & 31;
   if (thread == 0) {
     for (int i = 0; i < STAGES; ++i) init_barrier(&shared.full[i], COPY_ARRIVALS), init_barrier(&shared.empty[i], RELEASES);
     for (int i = 0; i < BUFFERS; ++i) init_barrier(&shared.ready[i], 1), init_barrier(&shared.done[i], WARPS);

@@ -266,10 +266,25 @@ DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 DEVICE void mma_bfloats(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   host::mma(c, {a0, a1, a2, a3, b0, b1}, host::multiply<host::bfloat_value>);
 }
-DEVICE void load_matrices(u32 (&r)[4], const void* row) {
+struct Local {
+  const u8* at;
+};
+DEVICE Local local(const void* p) { return {(const u8*)p}; }
+DEVICE Local operator+(Local a, int by) { return {a.at + by}; }
+DEVICE Local settled(Local a) { return a; }
+template <class T> T load_as(Local a) {
+  T r;
+  std::memcpy(&r, a.at, sizeof r);
+  return r;
+}
+DEVICE u32 load_short(Local a) { return load_as<u16>(a); }
+DEVICE u32 load_word(Local a) { return load_as<u32>(a); }
+DEVICE uint2 load_two(Local a) { return load_as<uint2>(a); }
+DEVICE uint4 load_four(Local a) { return load_as<uint4>(a); }
+DEVICE void load_matrices(u32 (&r)[4], Local row) {
   host::Warp& w = host::warp();
   const int l = host::lane();
-  std::memcpy(w.in[l], &row, sizeof row);
+  std::memcpy(w.in[l], &row.at, sizeof row.at);
   host::together([](host::Warp& all) {
     for (int i = 0; i < 32; ++i)
       for (int m = 0; m < 4; ++m) {

@@ -28,7 +28,7 @@ template <class S> DEVICE void merge_warps(Shared& shared, State<S, F::D>& s, in
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       if (2 * c + j >= F::G) continue;
-      const float rest = zeros[GROUP][j] - LESS * s.sums[GROUP][j];
+      const float rest = zeros[GROUP][j] - LESS * s.sums[GROUP / 2][GROUP % 2 * 2 + j];
       float2 found = {(s.acc[TILE][j] * BY + rest) * by[j], (s.acc[TILE][j + 2] * BY + rest) * by[j]};
       *(float2*)&shared.merged[warp][2 * c + j][V::channel(TILE, g)] = found;
     }

@@ -46,7 +46,7 @@ template <class S> DEVICE void prepare_queries(const Call& call, Item& item, u32
   float largest = 0;
 #pragma unroll
   for (int r = 0; r < K::BLOCKS; ++r) {
-    const u32 raw = g < F::G ? *(const u32*)(q + 8 * K::block(r)) : 0;
+    const u32 raw = g < F::G ? *(const u32*)(q + 8 * r) : 0;
     if constexpr (F::QUERY == 2) x[r] = {float_of(raw << 16), float_of(raw & 0xffff0000)};
     else x[r] = unpack_halves(raw);
     largest = fmaxf(largest, fmaxf(fabsf(x[r].x), fabsf(x[r].y)));
@@ -61,7 +61,7 @@ template <class S> DEVICE void prepare_queries(const Call& call, Item& item, u32
     x[r].x *= by, x[r].y *= by;
     const float less_by = K::PER_CHANNEL ? 1.0f : 1.0f / (1 << (S::K_BITS * K::plane(r)));
     const u32 made = pack_halves(x[r].x * less_by, x[r].y * less_by);
-    to[K::place(r) / 4][lane][K::place(r) % 4] = made;
+    to[r / 4][lane][r % 4] = made;
     const float2 rounded = unpack_halves(made);
     sum += x[r].x + x[r].y, less += rounded.x + rounded.y;
   }

@@ -14,10 +14,10 @@ template <class F> DEVICE void ring_mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u
 
 // Products of queries with the keys of tokens `first` + 4g .. + 3; of those that are not in the buffer, anything finite.
 template <class F, class S>
-DEVICE void ring_dots(float (&dot)[2][4], const u16* ring, int length, int first, const Item& item, const u32 (*queries)[32][4], int lane) {
+DEVICE void ring_dots(float (&dot)[2][4], const u16* ring, int length, int first, const Item& item, Local queries, int lane) {
   using K = Keys<S, F::D>;
   u32 q[K::BLOCKS];
-  load_queries(q, queries, lane);
+  load_queries(q, queries);
   const int g = lane / 4, c = lane % 4;
   const u16* rows[4];
   bool live[4];
@@ -32,11 +32,11 @@ DEVICE void ring_dots(float (&dot)[2][4], const u16* ring, int length, int first
     u32 b[2], a[2][4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float2 x = unpack_halves(q[K::place(r + i)]);
+      const float2 x = unpack_halves(q[r + i]);
       const float by = K::PER_CHANNEL ? 1.0f : 1 << (S::K_BITS * K::plane(r + i));
       b[i] = ring_pair<F>(x.x * by, x.y * by);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) a[i][j] = live[j] ? *(const u32*)(rows[j] + 8 * K::block(r + i)) : 0;
+      for (int j = 0; j < 4; ++j) a[i][j] = live[j] ? *(const u32*)(rows[j] + 8 * (r + i)) : 0;
     }
     ring_mma<F>(dot[0], a[0][0], a[0][1], a[1][0], a[1][1], b[0], b[1]);
     ring_mma<F>(dot[1], a[0][2], a[0][3], a[1][2], a[1][3], b[0], b[1]);

@@ -16,14 +16,21 @@ struct Item {
   int begin, end, paged;              // pages of this part; those below `paged` are in the pool
   int held_k, held_v, total, second;  // tokens in pages, and with those in buffers; the tier
   i64 ring_k, ring_v;                 // where the list's buffers begin, in elements
-  float by[8], query_sum[8], less[8];  // of each query: factor on logits, sum, and what products begin with
+  alignas(16) float by[8], query_sum[8], less[8];  // of each query: factor on logits, sum, what products begin with
 };
+
+// Where those of a lane's two queries are, from its own address on.
+constexpr int QUERY_SUM = 32, LESS = 64;
+DEVICE float2 load_pair(Local at) {
+  const uint2 x = load_two(at);
+  return {float_of(x.x), float_of(x.y)};
+}
 
 template <class S, int D> struct State {
   float top[2];                            // running maximum of queries 2c and 2c + 1
   float acc[D / 16][4];                    // output, tile by tile of channels
   float both[4];                           // zeros times probabilities (of group g), and the sum of probabilities
-  float sums[Values<S, D>::GROUPS][2];     // of scaled probabilities
+  float sums[(Values<S, D>::GROUPS + 1) / 2][4];  // of scaled probabilities, of two groups of channels each
 };
 
 template <class S, int D> DEVICE void clear(State<S, D>& s) {
@@ -33,65 +40,64 @@ template <class S, int D> DEVICE void clear(State<S, D>& s) {
     for (int j = 0; j < 4; ++j) s.acc[i][j] = 0;
   for (int j = 0; j < 4; ++j) s.both[j] = 0;
 #pragma unroll
-  for (int i = 0; i < Values<S, D>::GROUPS; ++i) s.sums[i][0] = s.sums[i][1] = 0;
+  for (int i = 0; i < (Values<S, D>::GROUPS + 1) / 2; ++i)
+    for (int j = 0; j < 4; ++j) s.sums[i][j] = 0;
 }
 
-// A lane's part of the queries: in shared memory, or it would take the registers that the values need.
-template <int BLOCKS> DEVICE void load_queries(u32 (&q)[BLOCKS], const u32 (*from)[32][4], int lane) {
+// A lane's part of the queries, four blocks every 512 bytes: in shared memory, or it would take the registers that the values need.
+template <int BLOCKS> DEVICE void load_queries(u32 (&q)[BLOCKS], Local from) {
 #pragma unroll
   for (int i = 0; i < BLOCKS / 4; ++i) {
-    const uint4 x = *(const uint4*)from[i][lane];
+    const uint4 x = load_four(from + 512 * i);
     q[4 * i] = x.x, q[4 * i + 1] = x.y, q[4 * i + 2] = x.z, q[4 * i + 3] = x.w;
   }
 }
 
 // Products of the turn's keys in a page with the queries, times what the queries were divided by.
-template <class F, class S> DEVICE void page_dots(float (&dot)[2][4], const u8* page, int t0, const u32 (*queries)[32][4], const Item& item, int lane) {
+template <class F, class S> DEVICE void page_dots(float (&dot)[2][4], Local page, int t0, Local queries, Local item, int lane) {
   using K = Keys<S, F::D>;
   const int g = lane / 4, c = lane % 4;
   if constexpr (K::PER_CHANNEL) {
     // Scales go into the queries; zeros, and what codes are too large by, are one key more, to which all tokens are added.
-    u32 scaled[K::BLOCKS], in_order[K::BLOCKS];  // by their blocks, and as `add_key_codes` takes them
-    float all[4] = {};
-    const u8* meta = page + 2 * (t0 / S::K_GROUP * F::D + lane / 8 * 8);
+    // The upper rows of a product are blocks 0 and 1 of four, the lower rows blocks 2 and 3: each has its own queries.
+    u32 scaled[K::BLOCKS];
+    float all[4] = {}, upper[4] = {}, lower[4] = {};
+    const Local meta = page + 2 * (t0 / S::K_GROUP * F::D), scales = settled(meta + lane / 8 * 16);
+    const Local zeros = settled(meta + (lane / 16 + lane / 8 % 2 * 2) * 16);
 #pragma unroll
     for (int i = 0; i < K::BLOCKS; i += 4) {
-      const uint4 four = *(const uint4*)queries[i / 4][lane];
+      const uint4 four = load_four(queries + 128 * i);
       const u32 q[4] = {four.x, four.y, four.z, four.w};
       u32 scale[4], zero[4];
-      load_matrices(scale, meta + S::K_SCALE + 16 * i);
-      load_matrices(zero, meta + S::K_ZERO + 16 * i);
+      load_matrices(scale, scales + (S::K_SCALE + 16 * i));
+      load_matrices(zero, zeros + (S::K_ZERO + 16 * i));
 #pragma unroll
       for (int b = 0; b < 4; ++b) {
-        const int plane = (i + b) / (K::BYTES / 8);
-        const u32 half = (15 - S::K_BITS * plane) << 10;  // by what codes of the plane are too large
+        const u32 half = (15 - S::K_BITS * K::plane(i + b)) << 10;  // by what codes of the plane are too large
         scaled[i + b] = mul_halves(q[b], scale[b]);
-        if (plane > 0) scaled[i + b] = mul_halves(scaled[i + b], half | half << 16);
+        if (K::plane(i + b) > 0) scaled[i + b] = mul_halves(scaled[i + b], half | half << 16);
       }
+      mma(upper, zero[0], zero[1], zero[2], zero[3], q[0], q[1]);
+      mma(lower, zero[0], zero[1], zero[2], zero[3], q[2], q[3]);
 #pragma unroll
-      for (int b = 0; b < 4; b += 2) {
-        mma(all, zero[b], zero[b], zero[b + 1], zero[b + 1], q[b], q[b + 1]);
-        mma(all, 0xe400e400, 0xe400e400, 0xe400e400, 0xe400e400, scaled[i + b], scaled[i + b + 1]);
-      }
+      for (int b = 0; b < 4; b += 2) mma(all, 0xe400e400, 0xe400e400, 0xe400e400, 0xe400e400, scaled[i + b], scaled[i + b + 1]);
     }
 #pragma unroll
-    for (int r = 0; r < K::BLOCKS; ++r) in_order[r] = scaled[K::block(r)];
-#pragma unroll
-    for (int m = 0; m < 2; ++m)
-      for (int j = 0; j < 4; ++j) dot[m][j] = all[j];
-    add_key_codes<S, F::D>(dot, page + S::K_CODES + t0, in_order, g, c);
+    for (int j = 0; j < 2; ++j) dot[0][j] = dot[0][j + 2] = dot[1][j] = dot[1][j + 2] = all[j] + (upper[j] + lower[j + 2]);
+    add_key_codes<S, F::D>(dot, page + (S::K_CODES + t0), scaled, g, c);
   } else {
     u32 q[K::BLOCKS];
-    load_queries(q, queries, lane);
-    const float2 less = *(const float2*)&item.less[2 * c];
+    load_queries(q, queries);
+    const float2 less = load_pair(item + LESS);
 #pragma unroll
     for (int m = 0; m < 2; ++m) dot[m][0] = dot[m][2] = less.x, dot[m][1] = dot[m][3] = less.y;
-    add_key_codes<S, F::D>(dot, page + S::K_CODES + t0, q, g, c);
-    const uint2 scales = *(const uint2*)(page + S::K_SCALE + 2 * (t0 + 4 * g));
+    add_key_codes<S, F::D>(dot, page + (S::K_CODES + t0), q, g, c);
+    const Local meta = settled(page + 2 * (t0 + 4 * g));
+    const uint2 scales = load_two(meta + S::K_SCALE);
     const float2 s[2] = {unpack_halves(scales.x), unpack_halves(scales.y)};
     if constexpr (S::K_ZERO >= 0) {
-      const uint2 zeros = *(const uint2*)(page + S::K_ZERO + 2 * (t0 + 4 * g));
-      const float2 z[2] = {unpack_halves(zeros.x), unpack_halves(zeros.y)}, sum = *(const float2*)&item.query_sum[2 * c];
+      const uint2 zeros = load_two(meta + S::K_ZERO);
+      const float2 z[2] = {unpack_halves(zeros.x), unpack_halves(zeros.y)}, sum = load_pair(item + QUERY_SUM);
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         dot[m][0] = dot[m][0] * s[m].x + sum.x * z[m].x, dot[m][1] = dot[m][1] * s[m].x + sum.y * z[m].x;
@@ -120,7 +126,7 @@ template <class F, class S> DEVICE void raise_top(State<S, F::D>& s, const float
     for (int i = 0; i < F::D / 16; ++i) s.acc[i][j] *= shrink, s.acc[i][j + 2] *= shrink;
     s.both[j] *= shrink, s.both[j + 2] *= shrink;
 #pragma unroll
-    for (int i = 0; i < Values<S, F::D>::GROUPS; ++i) s.sums[i][j] *= shrink;
+    for (int i = 0; i < (Values<S, F::D>::GROUPS + 1) / 2; ++i) s.sums[i][j] *= shrink, s.sums[i][j + 2] *= shrink;
   }
 }
 
@@ -132,32 +138,32 @@ DEVICE uint4 live_eight(uint4 x, int live) {
 
 // Adds the values of a turn in a page. p: probabilities as columns; of tokens from `live` on scales may be anything.
 template <class F, class S, bool EDGE>
-DEVICE void add_page_values(State<S, F::D>& s, const u8* page, int t0, const u32 (&p)[2][2], int live, int lane) {
+DEVICE void add_page_values(State<S, F::D>& s, Local page, int t0, const u32 (&p)[2][2], int live, int lane) {
   using V = Values<S, F::D>;
-  const int g = lane / 4, c = lane % 4;
+  const int g = lane / 4, c = lane % 4, group = V::GROUPS == 1 ? 0 : g < V::GROUPS ? g : V::GROUPS - 1;
+  const Local meta = settled(page + 2 * (t0 + 8 * c)), zero_at = V::GROUPS == 1 ? meta : settled(meta + 2 * group * S::SLOTS);
+  const Local codes = settled(page + (t0 * V::BYTES + 8 * c * V::BYTES + V::first_byte(0, g)));
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
     u32 zero[2] = {0, 0};
     if constexpr (S::V_ZERO >= 0) {
-      const int group = V::GROUPS == 1 ? 0 : g < V::GROUPS ? g : V::GROUPS - 1;
-      uint4 zeros = *(const uint4*)(page + S::V_ZERO + 2 * (group * S::SLOTS + t0 + 8 * c));
+      uint4 zeros = load_four(zero_at + S::V_ZERO);
       if constexpr (EDGE) zeros = live_eight(zeros, live - 8 * c);
       in_columns(zero, zeros, m);
     }
     mma(s.both, zero[0], ONES, zero[1], ONES, p[m][0], p[m][1]);
     u32 raw[2][2][V::WORDS];
-    load_value_words<S, F::D>(raw, page + S::V_CODES + t0 * V::BYTES, m, g, c);
+    load_value_words<S, F::D>(raw, codes + S::V_CODES, m);
     for_each<V::GROUPS>([&](auto group) {
       constexpr int GROUP = decltype(group)::value;
-      uint4 scales = *(const uint4*)(page + S::V_SCALE + 2 * (GROUP * S::SLOTS + t0 + 8 * c));
+      uint4 scales = load_four(meta + (S::V_SCALE + 2 * GROUP * S::SLOTS));
       if constexpr (EDGE) scales = live_eight(scales, live - 8 * c);
       u32 b[2];
       in_columns(b, scales, m);
       b[0] = mul_halves(b[0], p[m][0]), b[1] = mul_halves(b[1], p[m][1]);
       if constexpr (has_offsets<S, F::D, GROUP>()) {
-        float sum[4] = {s.sums[GROUP][0], s.sums[GROUP][1], 0, 0};
-        mma(sum, ONES, 0, ONES, 0, b[0], b[1]);
-        s.sums[GROUP][0] = sum[0], s.sums[GROUP][1] = sum[1];
+        constexpr u32 UPPER = GROUP % 2 ? 0 : ONES, LOWER = GROUP % 2 ? ONES : 0;
+        mma(s.sums[GROUP / 2], UPPER, LOWER, UPPER, LOWER, b[0], b[1]);
       }
       for_each<V::TILES>([&](auto tile) {
         constexpr int TILE = decltype(tile)::value;

@@ -94,10 +94,41 @@ DEVICE void mma_bfloats(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 DEVICE u32 in_shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+// An address in shared memory. What is a fixed way from a `settled` one is read with one instruction: the compiler does
+// not see how it came about, and so does not compute each address anew.
+struct Local {
+  u32 at;
+};
+DEVICE Local local(const void* p) { return {in_shared(p)}; }
+DEVICE Local operator+(Local a, int by) { return {a.at + by}; }
+DEVICE Local settled(Local a) {
+  asm volatile("" : "+r"(a.at));
+  return a;
+}
+DEVICE u32 load_short(Local a) {
+  u16 r;
+  asm volatile("ld.shared.u16 %0,[%1];" : "=h"(r) : "r"(a.at));
+  return r;
+}
+DEVICE u32 load_word(Local a) {
+  u32 r;
+  asm volatile("ld.shared.u32 %0,[%1];" : "=r"(r) : "r"(a.at));
+  return r;
+}
+DEVICE uint2 load_two(Local a) {
+  uint2 r;
+  asm volatile("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(r.x), "=r"(r.y) : "r"(a.at));
+  return r;
+}
+DEVICE uint4 load_four(Local a) {
+  uint4 r;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(a.at));
+  return r;
+}
 // Four matrices of 8 x 8 halves; lane i names row i % 8 of matrix i / 8.
-DEVICE void load_matrices(u32 (&r)[4], const void* row) {
+DEVICE void load_matrices(u32 (&r)[4], Local row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(in_shared(row)) : "memory");
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row.at));
 }
 
 // ---- a block
