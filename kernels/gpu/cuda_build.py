@@ -58,7 +58,7 @@ def compiled(form: Form, target: str) -> bytes:
     Raises:
         BuildError: There is no NVRTC, it failed (with the end of its output), or the cache cannot be written.
     """
-    sources = {name: (SOURCE_DIR / name).read_text() for name in (MAIN, *HEADERS)} | {"form.h": form.header()}
+    sources = {name: (SOURCE_DIR / name).read_text() for name in (MAIN, *HEADERS)} | {"form.h": form.header(target)}
     parts = [*(f"{name}\0{text}" for name, text in sorted(sources.items())), target, nvrtc_version(), *OPTIONS]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     try:

@@ -80,7 +80,7 @@ class HostKernels:
 
 @cache
 def _host_library(form: Form) -> ctypes.CDLL:
-    header = form.header()
+    header = form.header("host")
     folder = cache_dir() / f"form-{hashlib.sha256(header.encode()).hexdigest()[:24]}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "form.h").write_text(header)

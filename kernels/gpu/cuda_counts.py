@@ -33,8 +33,8 @@ OTHERS: tuple[tuple[str, int, dict], ...] = (
     *((name, 256, {"scores": True}) for name in ("K4V4", "K8V4+K4V2")),
     ("KIVI2", 256, {"ring": "bf16", "scores": True}),
 )
-# Lists of so many tokens, 8 heads of 8 sequences, on a card of so many multiprocessors.
-_TOKENS, _LISTS, _PROCESSORS = 16_384, 64, 132
+# Lists of so many tokens, 8 heads of 8 sequences, on a card of so many multiprocessors with so many blocks each.
+_TOKENS, _LISTS, _PROCESSORS, _BLOCKS = 16_384, 64, 132, 3
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _PREDICATE = re.compile(r"@!?U?P\w+\s+")
 _COPY = "UBLKCP|LDGSTS"
@@ -134,8 +134,8 @@ def _instructions(code: Code, form: Form, tokens: int) -> tuple[float, float]:
     pages = next(loop for loop in code.loops if code.count(loop, _COPY) and code.count(loop, "SHFL"))
     items = next(loop for loop in code.loops if loop[0] < turns[0] and loop[1] > turns[1])
     producer = next(loop for loop in code.loops if loop[0] < pages[0] and loop[1] > pages[1])
-    stored = "|STG" if form.scores else ""
-    usual, first = (along(turns, wanted + stored) for wanted in ("HMMA", "HMMA|SHFL"))
+    products = r"HMMA\.16816\.F32 " + ("|STG" if form.scores else "")  # with what lies in pages: a buffer's are few
+    usual, first = along(turns, products), along(turns, products + "|SHFL")
     fmt = form.tiers[0]
     share = max(-(-LEAST_SLOTS // fmt.tokens_per_page), -(-(-(-tokens // fmt.tokens_per_page)) // MOST_PARTS))
     parts = tokens / fmt.tokens_per_page / share
@@ -155,7 +155,8 @@ def _instructions(code: Code, form: Form, tokens: int) -> tuple[float, float]:
             item += along(loop, "LDS|STG")
     copied, work = along(pages, f"{_COPY}|SHFL"), f"{_COPY}|SHFL|STS|SYNCS"
     made = along(producer, work, [pages]) + (share - 1) * copied
-    begun = items[0] * (WARPS + 1) * _PROCESSORS * 4 / _LISTS
+    # Until the first item: one warp prepares the barriers, the others wait for it.
+    begun = (items[0] + WARPS * along((0, items[0]), "BAR.SYNC")) * _PROCESSORS * _BLOCKS / _LISTS
     return in_turns + parts * (WARPS * item + made) + WARPS * merge + begun, in_turns
 
 

@@ -15,7 +15,7 @@ HEAD_DIMS = (64, 128, 256)
 MOST_QUERIES = 8  # of a KV head: columns of a product on tensor cores
 # As csrc/call.h has them: tokens of a turn and warps that take turns; parts of a list in a tier at most, and slots of
 # each at least.
-TURN, WARPS, MOST_PARTS, LEAST_SLOTS = 32, 4, 32, 256
+TURN, WARPS, MOST_PARTS, LEAST_SLOTS = 32, 4, 24, 256
 _BITS = (2, 4, 8)
 _GRAIN = 32  # tokens of a turn, and channels that lie in one group of values
 _STAGE_BYTES = 36 << 10  # of pages under way in a block, of which four lie on a multiprocessor
@@ -52,22 +52,24 @@ class Form:
     def head_dim(self) -> int:
         return self.tiers[0].slot.head_dim
 
-    @property
-    def registers(self) -> int:
-        """Of a thread of the decode kernel at most: with 96 four blocks lie on a multiprocessor, with 104 three."""
+    def registers(self, target: str) -> int:
+        """Of a thread of the decode kernel at most. Three blocks lie on a multiprocessor with 128 or fewer; the forms
+        that are timed do with 104 on sm_90."""
         if self.head_dim > 128:
             return 255
-        return 104 if any(tier.slot.channel_keys or tier.slot.v_bits == 8 for tier in self.tiers) else 96
+        plain = len(self.tiers) == 1 and not (self.scores or self.ring or target != "sm_90")
+        slot = self.tiers[0].slot
+        return 104 if plain and not (slot.channel_keys and slot.k_bits > 2) else 128
 
-    def header(self) -> str:
-        """`form.h`, which csrc/decode.cu includes."""
+    def header(self, target: str) -> str:
+        """`form.h`, which csrc/decode.cu includes, for a target such as sm_90."""
         names = ("A", "B")
         sides = [_layout(name, tier) for name, tier in zip(names, self.tiers, strict=False)]
         if len(self.tiers) == 1:
             sides.append("using B = A;")
         form = {
             "D": self.head_dim, "G": self.queries, "QUERY": _NUMBERS[self.query], "OUT": _NUMBERS[self.out],
-            "RING": _NUMBERS[self.ring] if self.ring else 0, "STAGE_BYTES": _STAGE_BYTES, "REGISTERS": self.registers,
+            "RING": _NUMBERS[self.ring] if self.ring else 0, "STAGE_BYTES": _STAGE_BYTES, "REGISTERS": self.registers(target),
         }  # fmt: skip
         flags = {"SCORES": self.scores, "TWO": len(self.tiers) == 2}
         lines = [_struct("F", {"int": form, "bool": {name: int(value) for name, value in flags.items()}}), *sides]

@@ -6,7 +6,7 @@
 #include "warp.h"
 
 constexpr int WARPS = 4, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 32;
-constexpr int MOST_PARTS = 32, LEAST_SLOTS = 256;  // of a list in a tier, and of each of its parts
+constexpr int MOST_PARTS = 24, LEAST_SLOTS = 256;  // of a list in a tier, and of each of its parts
 constexpr int BUFFERS = 2;                         // of items: the next one is prepared meanwhile
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 

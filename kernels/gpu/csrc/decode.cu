@@ -79,7 +79,7 @@ DEVICE void attend(const Call& call, Shared& shared, State<S, F::D>& s, const It
     const Local page = local(shared.stages[stage]);
     const bool in_pool = !F::RING || index < paged;
     if (in_pool) wait(&shared.full[stage], number / STAGES & 1);
-    const int live = min(total - first, S::SLOTS - t0);
+    const int live = S::SLOTS % TURN ? min(total - first, S::SLOTS - t0) : total - first;
     if (live > 0) {
       float x[2][4];
       const int live_k = min(held_k - first, live), live_v = min(held_v - first, live);
@@ -98,15 +98,14 @@ DEVICE void attend(const Call& call, Shared& shared, State<S, F::D>& s, const It
             it = t < live_k ? it : is_buffered ? buffered[i / 2][i % 2 * 2 + j] : LOWEST;
           }
       }
-      const float2 by = load_pair(numbers);
-#pragma unroll
-      for (int m = 0; m < 2; ++m) x[m][0] *= by.x, x[m][1] *= by.y, x[m][2] *= by.x, x[m][3] *= by.y;
-      raise_top<F, S>(s, x);
+      const float2 pair = load_pair(numbers);
+      const float by[2] = {pair.x, pair.y};
+      raise_top<F, S>(s, x, by);
       u32 p[2][2];
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) x[m][j] = exp2_of(x[m][j] - s.top[j % 2]);
+        for (int j = 0; j < 4; ++j) x[m][j] = exp2_of(x[m][j] * by[j % 2] - s.top[j % 2]);
         p[m][0] = transpose(pack_halves(x[m][0], x[m][1])), p[m][1] = transpose(pack_halves(x[m][2], x[m][3]));
       }
       if (F::SCORES && live_k > 0) keep_exponentials<S>(call, item, s.top, x, index, t0, lane);

@@ -62,11 +62,13 @@ template <class S> DEVICE void prepare_queries(const Call& call, Item& item, u32
     const float less_by = K::PER_CHANNEL ? 1.0f : 1.0f / (1 << (S::K_BITS * K::plane(r)));
     const u32 made = pack_halves(x[r].x * less_by, x[r].y * less_by);
     to[r / 4][lane][r % 4] = made;
-    const float2 rounded = unpack_halves(made);
-    sum += x[r].x + x[r].y, less += rounded.x + rounded.y;
+    if constexpr (!K::PER_CHANNEL) {
+      const float2 rounded = unpack_halves(made);
+      sum += x[r].x + x[r].y, less += rounded.x + rounded.y;
+    }
   }
-#pragma unroll
-  for (int mask = 1; mask < 4; mask *= 2) sum += shuffle_xor(sum, mask), less += shuffle_xor(less, mask);
+  if constexpr (!K::PER_CHANNEL)
+    for (int mask = 1; mask < 4; mask *= 2) sum += shuffle_xor(sum, mask), less += shuffle_xor(less, mask);
   if (c == 0) {
     item.by[g] = call.scale2 * float_of((exponent + 1) << 23);
     item.query_sum[g] = sum, item.less[g] = -MAGIC * less - S::K_CENTRE * sum;

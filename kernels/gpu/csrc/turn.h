@@ -61,7 +61,7 @@ template <class F, class S> DEVICE void page_dots(float (&dot)[2][4], Local page
     // Scales go into the queries; zeros, and what codes are too large by, are one key more, to which all tokens are added.
     // The upper rows of a product are blocks 0 and 1 of four, the lower rows blocks 2 and 3: each has its own queries.
     u32 scaled[K::BLOCKS];
-    float all[4] = {}, upper[4] = {}, lower[4] = {};
+    float upper[4] = {}, lower[4] = {};
     const Local meta = page + 2 * (t0 / S::K_GROUP * F::D), scales = settled(meta + lane / 8 * 16);
     const Local zeros = settled(meta + (lane / 16 + lane / 8 % 2 * 2) * 16);
 #pragma unroll
@@ -80,10 +80,10 @@ template <class F, class S> DEVICE void page_dots(float (&dot)[2][4], Local page
       mma(upper, zero[0], zero[1], zero[2], zero[3], q[0], q[1]);
       mma(lower, zero[0], zero[1], zero[2], zero[3], q[2], q[3]);
 #pragma unroll
-      for (int b = 0; b < 4; b += 2) mma(all, 0xe400e400, 0xe400e400, 0xe400e400, 0xe400e400, scaled[i + b], scaled[i + b + 1]);
+      for (int b = 0; b < 4; b += 2) mma(upper, 0xe400e400, 0xe400e400, 0xe400e400, 0xe400e400, scaled[i + b], scaled[i + b + 1]);
     }
 #pragma unroll
-    for (int j = 0; j < 2; ++j) dot[0][j] = dot[0][j + 2] = dot[1][j] = dot[1][j + 2] = all[j] + (upper[j] + lower[j + 2]);
+    for (int j = 0; j < 2; ++j) dot[0][j] = dot[0][j + 2] = dot[1][j] = dot[1][j + 2] = upper[j] + lower[j + 2];
     add_key_codes<S, F::D>(dot, page + (S::K_CODES + t0), scaled, g, c);
   } else {
     u32 q[K::BLOCKS];
@@ -110,11 +110,11 @@ template <class F, class S> DEVICE void page_dots(float (&dot)[2][4], Local page
   }
 }
 
-// Raises the running maximum where a logit exceeds it by more than the slack; logits of LOWEST are none.
-template <class F, class S> DEVICE void raise_top(State<S, F::D>& s, const float (&x)[2][4]) {
+// Raises the running maximum where a logit, x times `by`, exceeds it by more than the slack; LOWEST is none.
+template <class F, class S> DEVICE void raise_top(State<S, F::D>& s, const float (&x)[2][4], const float (&by)[2]) {
   float most[2];
 #pragma unroll
-  for (int j = 0; j < 2; ++j) most[j] = fmaxf(fmaxf(x[0][j], x[0][j + 2]), fmaxf(x[1][j], x[1][j + 2]));
+  for (int j = 0; j < 2; ++j) most[j] = by[j] * fmaxf(fmaxf(x[0][j], x[0][j + 2]), fmaxf(x[1][j], x[1][j + 2]));
   if (!vote(most[0] > s.top[0] + SLACK || most[1] > s.top[1] + SLACK)) return;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
@@ -125,8 +125,10 @@ template <class F, class S> DEVICE void raise_top(State<S, F::D>& s, const float
 #pragma unroll
     for (int i = 0; i < F::D / 16; ++i) s.acc[i][j] *= shrink, s.acc[i][j + 2] *= shrink;
     s.both[j] *= shrink, s.both[j + 2] *= shrink;
-#pragma unroll
-    for (int i = 0; i < (Values<S, F::D>::GROUPS + 1) / 2; ++i) s.sums[i][j] *= shrink, s.sums[i][j + 2] *= shrink;
+    for_each<Values<S, F::D>::GROUPS>([&](auto group) {  // of the others nothing is kept
+      constexpr int GROUP = decltype(group)::value;
+      if constexpr (has_offsets<S, F::D, GROUP>()) s.sums[GROUP / 2][GROUP % 2 * 2 + j] *= shrink;
+    });
   }
 }
 
@@ -140,12 +142,12 @@ DEVICE uint4 live_eight(uint4 x, int live) {
 template <class F, class S, bool EDGE>
 DEVICE void add_page_values(State<S, F::D>& s, Local page, int t0, const u32 (&p)[2][2], int live, int lane) {
   using V = Values<S, F::D>;
-  const int g = lane / 4, c = lane % 4, group = V::GROUPS == 1 ? 0 : g < V::GROUPS ? g : V::GROUPS - 1;
-  const Local meta = settled(page + 2 * (t0 + 8 * c)), zero_at = V::GROUPS == 1 ? meta : settled(meta + 2 * group * S::SLOTS);
+  const int g = lane / 4, c = lane % 4;
+  const Local meta = settled(page + 2 * (t0 + 8 * c)), zero_at = V::GROUPS == 1 ? meta : settled(meta + 2 * g * S::SLOTS);
   const Local codes = settled(page + (t0 * V::BYTES + 8 * c * V::BYTES + V::first_byte(0, g)));
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
-    u32 zero[2] = {0, 0};
+    u32 zero[2] = {0, 0};  // row g of a product: of group g; rows that have none are of no use, whatever they read
     if constexpr (S::V_ZERO >= 0) {
       uint4 zeros = load_four(zero_at + S::V_ZERO);
       if constexpr (EDGE) zeros = live_eight(zeros, live - 8 * c);
