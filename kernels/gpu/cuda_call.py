@@ -85,7 +85,7 @@ def _host_library(form: Form) -> ctypes.CDLL:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "form.h").write_text(header)
     sources = ("host.cpp", MAIN, "host.h", *HEADERS)
-    library = ctypes.CDLL(str(build_library("decode-host", sources, SOURCE_DIR, flags=(f"-I{folder}",))))
+    library = ctypes.CDLL(str(build_library("decode-host", sources, SOURCE_DIR, flags=("-O1", f"-I{folder}"))))
     assert library.kvb_call_bytes() == ctypes.sizeof(Call), "Call differs from the struct in csrc/call.h"
     return library
 

@@ -5,14 +5,17 @@ How lists are cut into parts is decided on the device, from how much each one ho
 there can be. A layer is one launch, and another one where it makes scores.
 """
 
+import warnings
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.gpu.cuda_call import Call, Kernels, address
 from kvbench.kernels.gpu.cuda_form import LEAST_SLOTS, MOST_PARTS, TURN, Form, form_of
-from kvbench.kernels.gpu.decode import Lists, ListTier
+from kvbench.kernels.gpu.decode import Attention, Lists, ListTier
 from kvbench.kernels.gpu.parts import LOG2_E
 from kvbench.kernels.operands import NO_SCORES, PLAIN, Reduce, Ring, Softmax, StepScores
 
@@ -46,7 +49,7 @@ class CudaAttention:
         out: torch.dtype = torch.float32, softmax: Softmax = PLAIN, layers: int = 1,
     ) -> None:  # fmt: skip
         if softmax.cap or any(tier.half for tier in tiers):
-            raise ValueError("decode attention in CUDA C++ takes no cap and no keys that are rotated when read")
+            raise ValueError("the kernels in CUDA C++ take no cap and no keys that are rotated when they are read")
         count, group = lists.num_seq * lists.heads, q.shape[1] // lists.heads
         form = form_of(
             [tier.fmt for tier in tiers], group, q.dtype, out, None if ring is None else ring.k.dtype, bool(how.group)
@@ -128,3 +131,30 @@ class CudaAttention:
             widths = [tier.columns * tier.fmt.tokens_per_page for tier in self._tiers]
             self._kernels.scores(call, call.lists * sum(-(-width // _BLOCK) for width in widths))
         return out, self._lse[0].view(q.shape[:2]), scores
+
+
+class Decoder:
+    """Makes the attention of a step: in CUDA C++ where its kernels take the step, else in Triton.
+
+    Args:
+        build: Makes the kernels of a form, or raises ValueError where it cannot.
+
+    Attributes:
+        refused: What Triton does in its place, and why.
+    """
+
+    def __init__(self, build: Callable[[Form], Kernels]) -> None:
+        self._build, self.refused = cache(build), set[str]()
+
+    def __call__(
+        self, q: Tensor, pages: Tensor, tiers: list[ListTier], lists: Lists, ring: Ring | None,
+        how: StepScores = NO_SCORES, *, layers: int = 1, **more: Any,
+    ) -> "CudaAttention | Attention":  # fmt: skip
+        """Arguments as of `CudaAttention`."""
+        try:
+            return CudaAttention(self._build, q, pages, tiers, lists, ring, how, layers=layers, **more)
+        except ValueError as error:
+            if (line := f"decode attention by triton: {error}") not in self.refused:
+                self.refused.add(line)
+                warnings.warn(line, stacklevel=3)
+            return Attention(q, pages, tiers, lists, ring, how, **more)

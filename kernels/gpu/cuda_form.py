@@ -46,7 +46,7 @@ class Form:
 
     def __post_init__(self) -> None:
         if reason := refusal(self):
-            raise ValueError(f"decode attention in CUDA C++ takes no {reason}; set backend.decode=triton")
+            raise ValueError(f"the kernels in CUDA C++ take no {reason}")
 
     @property
     def head_dim(self) -> int:

@@ -80,7 +80,9 @@ DEVICE void attend(const Call& call, Shared& shared, State<S, F::D>& s, const It
     const bool in_pool = !F::RING || index < paged;
     if (in_pool) wait(&shared.full[stage], number / STAGES & 1);
     const int live = S::SLOTS % TURN ? min(total - first, S::SLOTS - t0) : total - first;
-    if (live > 0) {
+    // Of a buffer that lost tokens a turn may hold none at all.
+    const bool is_lost = F::RING && first >= held_k && first + TURN <= total - call.rk;
+    if (live > 0 && !is_lost) {
       float x[2][4];
       const int live_k = min(held_k - first, live), live_v = min(held_v - first, live);
       if (!F::RING || live_k > 0) page_dots<F, S>(x, page, t0, q, numbers, lane);
