@@ -16,8 +16,6 @@ template <class F> DEVICE void ring_mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u
 template <class F, class S>
 DEVICE void ring_dots(float (&dot)[2][4], const u16* ring, int length, int first, const Item& item, Local queries, int lane) {
   using K = Keys<S, F::D>;
-  u32 q[K::BLOCKS];
-  load_queries(q, queries);
   const int g = lane / 4, c = lane % 4;
   const u16* rows[4];
   bool live[4];
@@ -27,13 +25,15 @@ DEVICE void ring_dots(float (&dot)[2][4], const u16* ring, int length, int first
     live[j] = token >= item.held_k && token < item.total && token >= item.total - length;
     rows[j] = ring + (live[j] ? token % length : 0) * F::D + 2 * c;
   }
-#pragma unroll
+#pragma unroll 1  // or all loads are begun at once, and find no registers
   for (int r = 0; r < K::BLOCKS; r += 2) {
+    const uint2 pair = load_two(queries + (r / 4 * 512 + r % 4 * 4));
+    const u32 q[2] = {pair.x, pair.y};
     u32 b[2], a[2][4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float2 x = unpack_halves(q[r + i]);
-      const float by = K::PER_CHANNEL ? 1.0f : 1 << (S::K_BITS * K::plane(r + i));
+      const float2 x = unpack_halves(q[i]);
+      const float by = K::PER_CHANNEL ? 1.0f : float_of((127 + S::K_BITS * K::plane(r)) << 23);
       b[i] = ring_pair<F>(x.x * by, x.y * by);
 #pragma unroll
       for (int j = 0; j < 4; ++j) a[i][j] = live[j] ? *(const u32*)(rows[j] + 8 * (r + i)) : 0;
