@@ -1,8 +1,8 @@
-"""Registers and instructions of the decode kernel in CUDA C++, without a GPU: `python -m kvbench.kernels.gpu.cuda_counts`.
+"""Counts registers and instructions of the decode kernel in CUDA C++: `python -m kvbench.kernels.gpu.cuda_counts`.
 
-Every form is compiled and disassembled (with the tools in triton's package), and what a part of a list takes is counted
-along the paths that its warps go, by loops: each warp takes its turns, the first of which raises the running maximum;
-the producer copies the pages; the last block of a list merges its parts.
+No GPU is needed. Every form is compiled and disassembled (with the tools in triton's package), and what a part of a
+list takes is counted along the paths that its warps go, by loops: each warp takes its turns, the first of which raises
+the running maximum; the producer copies the pages; the last block of a list merges its parts.
 """
 
 import argparse
@@ -12,7 +12,9 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 from pathlib import Path
+from typing import Any
 
 import triton
 
@@ -23,7 +25,9 @@ from kvbench.kernels.gpu.cuda_form import LEAST_SLOTS, MOST_PARTS, TURN, WARPS, 
 
 TARGETS = ("sm_80", "sm_90")
 BARS = {"registers": 104, "per_token": 20.0}  # of the forms that are timed against FlashAttention
-GOALS = tuple((name, dim, {}) for dim in (64, 128) for name in ("K8V4", "K4V4", "K4V2", "KIVI2"))
+GOALS: tuple[tuple[str, int, dict], ...] = tuple(
+    (name, dim, {}) for dim in (64, 128) for name in ("K8V4", "K4V4", "K4V2", "KIVI2")
+)
 OTHERS: tuple[tuple[str, int, dict], ...] = (
     *((name, dim, {}) for dim in (64, 128) for name in ("K8V8", "KIVI4")),
     *((name, dim, {"scores": True}) for dim in (64, 128) for name in ("K4V4", "K8V4+K4V2")),
@@ -67,7 +71,8 @@ class Code:
     def of(disassembled: str, kernel: str) -> "Code":
         """One kernel of what nvdisasm prints."""
         part = re.split(r"\n//-{10,}", disassembled.split(f".text.{kernel}:")[1])[0]
-        lines, labels = [], {}
+        lines: list[str] = []
+        labels: dict[str, int] = {}
         for line in part.splitlines():
             if found := re.match(r"\s*(\.L_x_\d+):", line):
                 labels[found[1]] = len(lines)
@@ -78,11 +83,11 @@ class Code:
     @cached_property
     def successors(self) -> list[tuple[int, ...]]:
         """Which instructions can come next; a warp that is together takes no BRA.DIV."""
-        found = []
+        found: list[tuple[int, ...]] = []
         for at, line in enumerate(self.lines):
             bare = _PREDICATE.sub("", line)
-            follows = (at + 1,) if at + 1 < len(self.lines) else ()
-            if bare.startswith("EXIT") or bare.startswith("RET"):
+            follows: tuple[int, ...] = (at + 1,) if at + 1 < len(self.lines) else ()
+            if bare.startswith(("EXIT", "RET")):
                 found.append(follows if bare != line else ())
             elif bare.startswith("BRA") and "BRA.DIV" not in bare and (to := re.search(r"`\((\.L_x_\d+)\)", bare)):
                 conditional = bare != line or re.match(r"BRA\S*\s+!?U?P\d", bare)
@@ -137,7 +142,7 @@ def _instructions(code: Code, form: Form, tokens: int) -> tuple[float, float]:
     products = r"HMMA\.16816\.F32 " + ("|STG" if form.scores else "")  # with what lies in pages: a buffer's are few
     usual, first = along(turns, products), along(turns, products + "|SHFL")
     fmt = form.tiers[0]
-    share = max(-(-LEAST_SLOTS // fmt.tokens_per_page), -(-(-(-tokens // fmt.tokens_per_page)) // MOST_PARTS))
+    share = max(ceil(LEAST_SLOTS / fmt.tokens_per_page), ceil(ceil(tokens / fmt.tokens_per_page) / MOST_PARTS))
     parts = tokens / fmt.tokens_per_page / share
     in_turns = tokens / TURN * usual + parts * WARPS * (first - usual)
     within = [loop for loop in code.loops if items[0] < loop[0] and loop[1] < items[1]]
@@ -149,8 +154,9 @@ def _instructions(code: Code, form: Form, tokens: int) -> tuple[float, float]:
         if loop in merging:
             inner = [each for each in merging if loop[0] < each[0] and each[1] < loop[1]]
             merge += along(loop, "STRONG|STG", inner)
-            merge += sum(along(each, "STRONG") * parts * 3 / code.count(each, "STRONG") if code.count(each, "STRONG") > 1
-                         else along(each, "STRONG") * parts for each in inner)  # fmt: skip
+            for each in inner:  # one looks at a part a turn, the other (of three loads a part) is unrolled
+                loads = code.count(each, "STRONG")
+                merge += along(each, "STRONG") * parts * (3 / loads if loads > 1 else 1)
         elif loop != turns:
             item += along(loop, "LDS|STG")
     copied, work = along(pages, f"{_COPY}|SHFL"), f"{_COPY}|SHFL|STS|SYNCS"
@@ -173,8 +179,8 @@ def usage(form: Form, target: str) -> Usage:
     return Usage(int(found[1]), int(found[2]), 16 * len(code.lines), all_of_them / _TOKENS, in_turns / _TOKENS)
 
 
-def form_named(name: str, head_dim: int, **more: object) -> Form:
-    """The form of a format of `bench.caches.slot_format`, or of two joined by +, with 4 bf16 query heads per KV head."""
+def form_named(name: str, head_dim: int, **more: Any) -> Form:
+    """The form of a format of `bench.caches.slot_format`, or two joined by +; 4 bf16 query heads per KV head."""
     slots = [slot_format(part, head_dim) for part in name.split("+")]
     size = choose_page_bytes(slots)
     tiers = tuple(PageFormat(slot, size) for slot in slots)
@@ -183,7 +189,9 @@ def form_named(name: str, head_dim: int, **more: object) -> Form:
 
 def main(argv: list[str] | None = None) -> int:
     """Prints a table per target; 0 when no kernel spills, and those that are timed keep their bars on sm_90."""
-    parser = argparse.ArgumentParser(prog="python -m kvbench.kernels.gpu.cuda_counts", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m kvbench.kernels.gpu.cuda_counts", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--target", nargs="*", default=list(TARGETS))
     missed = 0
     print(f"NVRTC {nvrtc_version()}, lists of {_TOKENS} tokens, 4 query heads per KV head in bf16")

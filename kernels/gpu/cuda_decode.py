@@ -1,8 +1,7 @@
-"""GPU backend, decode attention in CUDA C++: one query token per sequence over pages, as `decode.Attention` does it with
-Triton, prepared once for layers that are alike.
+"""GPU backend, decode attention in CUDA C++: one query token per sequence over pages, prepared for layers alike.
 
-How lists are cut into parts is decided on the device, from how much each one holds; the host only knows how many parts
-there can be. A layer is one launch, and another one where it makes scores.
+It does what `decode.Attention` does with Triton. How lists are cut into parts is decided on the device, from how much
+each one holds; the host only knows how many parts there can be. A layer is one launch, and two where it makes scores.
 """
 
 import warnings
@@ -58,7 +57,7 @@ class CudaAttention:
         self._lists, self._layers = lists, layers
         longest = 0 if ring is None else max(ring.k.shape[-2], ring.v.shape[-2])
         parts = count * sum(_parts_at_most(t, t.columns * t.fmt.tokens_per_page + longest) for t in tiers)
-        made = {"device": q.device, "dtype": torch.float32}
+        made: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
         self._lse = [torch.empty(count, group, **made) for _ in range(2)]
         self._partial = [torch.empty(parts, group, *more, **made) for more in ((), (), (form.head_dim,))]
         self._arrived = torch.zeros(count, dtype=torch.int32, device=q.device)
@@ -85,10 +84,7 @@ class CudaAttention:
         }  # fmt: skip
         if ring is not None:
             named |= {"ring_k": ring.k, "ring_v": ring.v, "ring_tokens": ring.num_tokens}
-            call.rk_row, call.rk_head, call.rv_row, call.rv_head = (
-                *ring.k.stride()[:2],
-                *ring.v.stride()[:2],
-            )
+            call.rk_row, call.rk_head, call.rv_row, call.rv_head = (*ring.k.stride()[:2], *ring.v.stride()[:2])
             call.rk, call.rv = ring.k.shape[-2], ring.v.shape[-2]
             call.wide_rings = ring.num_tokens.dtype == torch.int64
         for name, x in named.items():

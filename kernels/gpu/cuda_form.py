@@ -69,10 +69,12 @@ class Form:
             sides.append("using B = A;")
         form = {
             "D": self.head_dim, "G": self.queries, "QUERY": _NUMBERS[self.query], "OUT": _NUMBERS[self.out],
-            "RING": _NUMBERS[self.ring] if self.ring else 0, "STAGE_BYTES": _STAGE_BYTES, "REGISTERS": self.registers(target),
+            "RING": _NUMBERS[self.ring] if self.ring else 0, "STAGE_BYTES": _STAGE_BYTES,
+            "REGISTERS": self.registers(target),
         }  # fmt: skip
         flags = {"SCORES": self.scores, "TWO": len(self.tiers) == 2}
-        lines = [_struct("F", {"int": form, "bool": {name: int(value) for name, value in flags.items()}}), *sides]
+        switches = {name: int(value) for name, value in flags.items()}
+        lines = [_struct("F", {"int": form, "bool": switches}), *sides]
         return "\n".join(["#pragma once", *lines, ""])
 
 

@@ -39,6 +39,7 @@ def stored(slots: list[SlotFormat], page_bytes: int, counts: list[list[list[int]
 
 
 def queries(tiers: list[TierPages], group: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Queries [S, Hq, D] for tiers."""
     num_seq, heads = tiers[0].num_k.shape
     dim, make = tiers[0].fmt.slot.head_dim, torch.Generator().manual_seed(3)
     return torch.randn(num_seq, heads * group, dim, generator=make).to(dtype)
@@ -50,6 +51,7 @@ def host(blocks: int = 3) -> Gpu:
 
 
 def assert_equal(pages, tiers, q, ring=None, *, bound=BOUND, **options) -> None:
+    """Queries [S, Hq, D] for tiers."""
     backend = host()
     want = REFERENCE.paged_decode(q, pages, tiers, ring, q.shape[-1] ** -0.5, **options)
     got = backend.paged_decode(q, pages, moved_to(tiers, torch.device("cpu")), ring, q.shape[-1] ** -0.5, **options)
@@ -76,6 +78,7 @@ def test_scales_per_token(name: str, dim: int):
 
 @pytest.mark.parametrize(("power", "group"), [(1, "max"), (2, "sum"), (1, "mean")])
 def test_scores(power: int, group: str):
+    """Output, log-sum-exp and scores equal the reference's."""
     slot = SlotFormat(64, 4, 4, track=TRACK)
     pages, tiers = stored([slot], 4096, [[[1, 300], [0, 77]]])
     assert_equal(pages, tiers, queries(tiers, 4), power=power, group=group)
@@ -90,6 +93,7 @@ def test_scores(power: int, group: str):
 
 
 def test_two_tiers_one_of_them_empty():
+    """Returned, and added to what pages track."""
     slots = [SlotFormat(64, 8, 4, track=TRACK), SlotFormat(64, 4, 2, track=TRACK)]
     pages, tiers = stored(slots, 4096, [[[1, 300], [0, 77]], [[500, 0], [0, 3]]])
     assert_equal(pages, tiers, queries(tiers, 4), group="max")
@@ -100,6 +104,7 @@ def test_two_tiers_one_of_them_empty():
 
 @pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.exhaustive)])
 def test_scales_per_channel(dim: int):
+    """Lists that have tokens in either tier, in none, and a tier without a page."""
     slot = SlotFormat(dim, **KIVI, v_groups=dim // 32, track=TRACK)
     pages, tiers = stored([slot], 64 * dim, [[[32, 320], [96, 0]]])
     assert_equal(pages, tiers, queries(tiers, 4))
@@ -122,6 +127,8 @@ def test_residual_buffers(kind: str):
 
 
 def test_sinks_and_odd_groups():
+    """Seven query heads per KV head, one of them without a sink, and a list that has nothing else."""
+    """Keys with a scale per channel and 32 tokens, values with one per 32 channels."""
     slot = SlotFormat(64, 4, 4, track=TRACK)
     pages, tiers = stored([slot], 4096, [[[1, 300], [0, 77]]])
     q = queries(tiers, 7, torch.float16)
@@ -145,6 +152,7 @@ def test_sinks_and_odd_groups():
     ],
 )
 def test_other_codes_at_256_channels(more: dict):
+    """Codes without zeros, groups of values, longer groups of keys; the widest heads."""
     slot = SlotFormat(256, **more, track=TRACK)
     pages, tiers = stored([slot], 68 * 256, [[[64, 320], [128, 0]]])
     assert_equal(pages, tiers, queries(tiers, 4))
@@ -187,10 +195,12 @@ def test_a_form_that_the_kernels_do_not_take_is_triton_s_work(monkeypatch):
     ],
 )
 def test_forms_are_refused(slot: SlotFormat, queries: int):
+    """By what the kernels have no code for."""
     with pytest.raises(ValueError, match=r"CUDA C\+\+"):
         Form(tiers=(PageFormat(slot, 8192),), queries=queries, query="fp16")
 
 
 def test_the_call_is_laid_out_as_the_source_has_it():
+    """ctypes and the compiler agree about the struct's size."""
     form = Form(tiers=(PageFormat(SlotFormat(64, 4, 4, track=TRACK), 4096),), queries=4, query="bf16")
     assert cuda_call._host_library(form).kvb_call_bytes() == ctypes.sizeof(cuda_call.Call)
