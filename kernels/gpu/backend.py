@@ -18,6 +18,7 @@ from kvbench.kernels.backend import Backend, FusedStep
 from kvbench.kernels.codes import every_code
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.bounds import KEYS, _widen_pages, choose, page_bounds
+from kvbench.kernels.gpu.cuda_decode import Decoder
 from kvbench.kernels.gpu.decode import Attention, Lists, ListTier, _add_scores, score_offset
 from kvbench.kernels.gpu.pages import (
     BLOCK,
@@ -57,6 +58,7 @@ class Gpu(Backend):
 
     Attributes:
         codes: The `kernels.codes` that have kernels; pages with others are plain torch's work.
+        decoder: Makes the attention of decode steps in CUDA C++, or None.
     """
 
     name = "triton"
@@ -65,6 +67,10 @@ class Gpu(Backend):
     keeps_tables = True
     # No table that a calibration found: the reference does what pages with one are asked for.
     codes = frozenset(code for code in every_code() if not code.is_book)
+
+    def __init__(self, decoder: Decoder | None = None) -> None:
+        super().__init__()
+        self.decoder = decoder  # of steps, in CUDA C++; None = Triton's own
 
     def refusal(self, device: torch.device) -> str:
         """Why the kernels cannot run on a device, with a remedy; empty where they can."""
@@ -194,7 +200,8 @@ class Gpu(Backend):
         checks.decode(q, pages, tiers, ring, power, group, softmax)
         found = [ListTier.of(tier) for tier in tiers]
         scores = StepScores(power=power, group=group, update="add" if accumulate and group else None)
-        return Attention(q, pages, found, Lists.of(tiers[0]), ring, scores, softmax=softmax)(q, ring, scale)
+        attention = self.decoder or Attention
+        return attention(q, pages, found, Lists.of(tiers[0]), ring, scores, softmax=softmax)(q, ring, scale)
 
     def open_tables(
         self,
@@ -256,7 +263,9 @@ class Gpu(Backend):
         )
         found = [ListTier.in_table(tier, held) for tier in tiers]
         onto = None if target is None else (tiers[target[0]].fmt, target[1], target[2])
-        return DeviceStep(pages, found, lists, num_layers, seen, onto, ring, scores, strip, choice, softmax)
+        return DeviceStep(
+            pages, found, lists, num_layers, seen, onto, ring, scores, strip, choice, softmax, self.decoder
+        )
 
     def choose_pages(
         self, q: Tensor, pages: Tensor, tier: TierPages, count: Tensor, width: int, group: Reduce

@@ -16,6 +16,7 @@ from kvbench.kernels.backend import FusedStep
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.attend import table_page
 from kvbench.kernels.gpu.bounds import choose, page_bounds, widen_by_one
+from kvbench.kernels.gpu.cuda_decode import CudaAttention, Decoder
 from kvbench.kernels.gpu.decode import Attention, Lists, ListTier
 from kvbench.kernels.gpu.pages import _write_side, slots_per_program, write_part
 from kvbench.kernels.gpu.parts import ELEMENT, launch, power_of_two, side_layout
@@ -103,12 +104,14 @@ class DeviceStep(FusedStep):
         self, pages: Tensor, tiers: list[ListTier], lists: Lists, num_layers: int, seen: Tensor,
         target: tuple[PageFormat, Tensor, Tensor] | None, ring: StepRing | None, scores: StepScores,
         strip: tuple[Tensor, Tensor] | None = None, choice: PageChoice | None = None, softmax: Softmax = PLAIN,
+        decoder: Decoder | None = None,
     ) -> None:  # fmt: skip
+        self._decoder = decoder
         self._pages, self._tiers, self._lists, self._layers = pages, tiers, lists, num_layers
         self._seen, self._target, self._ring, self._strip = seen, target, ring, strip
         self._scores = scores if scores.update or scores.gives else NO_SCORES
         self.strips, self._choice, self._softmax = strip is not None, choice, softmax
-        self._attention: Attention | None = None  # once the first layer shows its queries
+        self._attention: Attention | CudaAttention | None = None  # once the first layer shows its queries
         if ring is not None:
             self._num_tokens = ring.num_tokens.contiguous()
             self._leaving = [self._find_leaving(ring, side) for side in (0, 1)]
@@ -131,10 +134,12 @@ class DeviceStep(FusedStep):
 
     def _attended(self, lists: Lists, q: Tensor, ring: Ring | None, scale: float) -> Tensor:
         if self._attention is None:
-            self._attention = Attention(
-                q, self._pages, self._tiers, lists, ring, self._scores, seen=self._seen, out=q.dtype,
-                softmax=self._softmax,
-            )  # fmt: skip
+            how: dict = {"seen": self._seen, "out": q.dtype, "softmax": self._softmax}
+            stored = q, self._pages, self._tiers, lists, ring, self._scores
+            if self._decoder is None:
+                self._attention = Attention(*stored, **how)
+            else:
+                self._attention = self._decoder(*stored, layers=self._layers, **how)
         out, _, self.given = self._attention(q, ring, scale, lists.offset)
         return out
 
