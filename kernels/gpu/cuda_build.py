@@ -35,7 +35,7 @@ def nvrtc() -> ctypes.CDLL:
             return ctypes.CDLL(path)
         except OSError:
             continue
-    raise BuildError("NVRTC is not there (libnvrtc.so); install nvidia-cuda-nvrtc, or set backend.decode=triton")
+    raise BuildError("NVRTC is not there (libnvrtc.so); install nvidia-cuda-nvrtc")
 
 
 def nvrtc_version() -> str:
