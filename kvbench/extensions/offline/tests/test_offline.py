@@ -3,39 +3,44 @@
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from places import ROOT
 
 from kvbench.cli.main import main
+from kvbench.engine.requests import Request, Thoughts, Turn
 from kvbench.extensions.offline import answer, grade, requests_file, weights
 from kvbench.models.load import load_model
 from kvbench.results.lines import journal_lines
 from kvbench.results.record import RunRecord
 
 MODEL = ["model=random", "model.preset=tiny", "model.max_tokens=2048", "backend=torch"]
-TASK = ["task=longctx", "task.length=512", "task.kinds=[passkey,kv]", "limit=2", "protocol.max_new_tokens=6"]
+TASK = ["task=longctx", "task.length=256", "task.kinds=[passkey,kv]", "limit=2", "protocol.max_new_tokens=6"]
 SMALL = [*MODEL, *TASK, "fidelity.max_tokens=8"]
 # What no machine need have that answers. None in sys.modules is what a missing library is to whoever imports it.
 ABSENT = ("hydra", "omegaconf", "lm_eval", "datasets", "gguf", "pandas", "scipy", "rich", "matplotlib", "accelerate")
+# Answers twice: in a child that is killed behind its second answer, and then whole.
 PROGRAM = f"""
 import os, signal, sys
 for name in {ABSENT}:
     sys.modules[name] = None
 from kvbench.extensions.offline import answer
 from kvbench.results.journal import Journal
-count, append, most = 0, Journal.append, int(sys.argv.pop(1))
-def counted(self, record):
-    global count
-    if count == most:
-        os.kill(os.getpid(), signal.SIGKILL)
-    count += 1
-    return append(self, record)
-Journal.append = counted
+child = os.fork()
+if not child:
+    append, there = Journal.append, []
+    def counted(self, record):
+        if len(there) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        there.append(record)
+        return append(self, record)
+    Journal.append = counted
+    os._exit(answer.main())
+assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+os.system("cp -r a killed")
 code = answer.main()
 assert not [name for name in {ABSENT} if sys.modules.get(name) is not None]
 sys.exit(code)
@@ -71,19 +76,27 @@ def runs_in(root):
     return found
 
 
-@pytest.mark.parametrize("words", [[], ["fidelity.on=own"], ["protocol.temperature=0.8", "protocol.num_samples=2"]])
-def test_grading_gives_the_records_of_an_ordinary_run(folder, words):
-    """Of two methods and the full cache: hashes, texts, tokens, scores, fidelity, bytes, differences; a second grading
+@pytest.mark.parametrize(
+    ("methods", "words"),
+    [
+        (["snapkv", "kivi"], []),
+        (["snapkv"], ["fidelity.on=own"]),
+        (["kivi"], ["protocol.temperature=0.8", "protocol.num_samples=2"]),
+    ],
+)
+def test_grading_gives_the_records_of_an_ordinary_run(folder, methods, words):
+    """Of methods and the full cache: hashes, texts, tokens, scores, fidelity, bytes, differences; a second grading
     changes nothing, and `compare` reads them."""
-    ask("method=snapkv,kivi", *words)
+    words = [f"method={','.join(methods)}", *words]
+    ask(*words)
     head, requests = requests_file.read(folder / "r.jsonl")
-    assert [run.label for run in head.runs] == ["full", "snapkv", "kivi"] and len(requests) == 4
+    assert [run.label.split()[0] for run in head.runs] == ["full", *methods] and len(requests) == 4
     assert not any(request.answers or request.meta for request in requests), "what is only graded stays behind"
     assert main(["offline", "answer", "file=r.jsonl"]) == 0
     assert main(["offline", "grade", "file=r.jsonl", "results_dir=graded"]) == 0
-    assert main(["-m", "method=snapkv,kivi", "results_dir=ordinary", *SMALL, *words]) == 0
+    assert main(["-m", "results_dir=ordinary", *SMALL, *words]) == 0
     graded, ordinary = runs_in(folder / "graded"), runs_in(folder / "ordinary")
-    assert graded == ordinary and len(graded) == 3
+    assert graded == ordinary and len(graded) == len(methods) + 1
     for record, samples in graded.values():
         assert record["status"] == "complete" and all(sample["scores"] and sample["fidelity"] for sample in samples)
         assert (record["comparison"] is None) == (record["method"] == "full")
@@ -92,26 +105,51 @@ def test_grading_gives_the_records_of_an_ordinary_run(folder, words):
     assert main(["compare", "results_dir=graded"]) == 0
 
 
-@pytest.mark.long  # three processes that load torch
+@pytest.mark.long  # a process that loads torch
 def test_answers_without_hydra_or_lm_eval_and_after_a_kill(folder):
-    """A process without these libraries answers, is killed at its third answer, and goes on: what was there stays, and
-    the whole equals what one process answers."""
+    """A process without these libraries answers, is killed behind its second answer, and goes on: what was there stays,
+    and the whole equals what one process answers."""
     ask("method=snapkv", "reference=none")
-    words = [sys.executable, "-c", PROGRAM]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    killed = subprocess.run([*words, "2", "r.jsonl", "a"], env=environment, capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    (path,) = folder.glob("a/snapkv-*/*/1-of-1/samples.jsonl")
-    first = path.read_bytes()
-    assert first.count(b"\n") == 2
-    done = subprocess.run([*words, "99", "r.jsonl", "a"], env=environment, capture_output=True, text=True)
+    words = [sys.executable, "-c", PROGRAM, "r.jsonl", "a"]
+    done = subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert path.read_bytes().startswith(first) and path.read_bytes().count(b"\n") == 4
+    (killed,) = folder.glob("killed/snapkv-*/*/1-of-1/samples.jsonl")
+    (path,) = folder.glob("a/snapkv-*/*/1-of-1/samples.jsonl")
+    first, whole = killed.read_bytes(), path.read_bytes()
+    assert first.count(b"\n") == 2 and whole.startswith(first) and whole.count(b"\n") == 4
     answer.answer(folder / "r.jsonl", folder / "b")
     (other,) = folder.glob("b/snapkv-*/*/1-of-1/samples.jsonl")
     run = RunRecord.load(other.parent)
-    assert len(RunRecord.load(path.parent).sessions) == 2
+    assert [session.num_done for session in RunRecord.load(path.parent).sessions] == [0, 2]
     assert samples_of(path.parent, run.hash) == samples_of(other.parent, run.hash)
+
+
+def test_requests_travel_whole():
+    """All that can change an answer: turns, thoughts, choices, forced tokens, stop rules and sampling."""
+    request = Request(
+        sample_id="a/1",
+        subset="a",
+        segments=((1, 2), (3,)),
+        gold=(4, 5),
+        warmup_tokens=1,
+        choices=((6,), (7, 8)),
+        turns=(Turn(tokens=(9,), gold=(10,)),),
+        thoughts=Thoughts(opened=True, budget_tokens=3, end=(11,)),
+        max_new_tokens=7,
+        min_new_tokens=2,
+        stop=("\n\n", "\u00e9"),
+        stop_token_ids=(12,),
+        temperature=0.7,
+        top_p=0.9,
+        num_samples=2,
+        instruction_tokens=1,
+        closing_tokens=1,
+        num_prompt_tokens_untruncated=40,
+        past_context=True,
+    )
+    told = replace(request, answers=("x",), meta={"answer": "x"}, turns=(replace(request.turns[0], answers=("y",)),))
+    (line,) = requests_file.request_lines([told]).splitlines()
+    assert requests_file._request(json.loads(line)) == request
 
 
 def test_portions_are_graded_together(folder, capsys):
@@ -227,7 +265,6 @@ def test_files_that_are_refused(folder, capsys):
     path = folder / "r.jsonl"
     head, requests = requests_file.read(path)
     content = path.read_bytes()
-    path.write_bytes(content[:-1].replace(b'"max_new_tokens":6', b'"max_new_tokens":7', 1) + b"\n")
     changed = content.replace(b'"max_new_tokens":6,"min', b'"max_new_tokens":7,"min', 1)
     assert changed != content
     path.write_bytes(changed)
