@@ -21,7 +21,7 @@ from kvbench.config.compose import compose
 from kvbench.config.methods import method_settings
 from kvbench.config.settings import read_config
 
-WITH_RUNS = ("suite", "paper")  # commands whose words go to their runs, but for their own settings
+WITH_RUNS = ("suite", "paper", "offline")  # commands whose words go to their runs, but for their own settings
 DOCUMENTS = [
     "README.md",
     "CONTRIBUTING.md",
