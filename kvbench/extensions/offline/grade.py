@@ -56,7 +56,7 @@ def grade(file: Path, answers: Path, results_dir: Path) -> int:
         config = RunConfig.read(run.settings | {"results_dir": str(results_dir)})
         task, model = _task(head, config, parts)
         keys, whole = keys_of(task.requests), 0
-        for answered in _answered(answers, run, frozenset(keys)):
+        for answered in _answered(answers, run, head.requests, frozenset(keys)):
             if len(answered.samples) < len(keys):
                 there = f"{len(answered.samples)} of {len(keys)} answers on {_where(answered)}"
                 note(f"left out: {run.label}: {there}; `offline what=answer` goes on with it")
@@ -92,12 +92,15 @@ def _task(head: Head, config: RunConfig, parts: Loaders) -> "tuple[TaskSet, Any]
     return task, model
 
 
-def _answered(answers: Path, run: OfflineRun, keys: frozenset[Key]) -> list[Answered]:
+def _answered(answers: Path, run: OfflineRun, requests: str, keys: frozenset[Key]) -> list[Answered]:
     """What was answered of a run, portions of one identity together."""
     found: dict[str, Answered] = {}
     for place in sorted(path.parent for path in folder_of(answers, run).glob("*/*-of-*/run.json")):
         own = RunRecord.load(place)
-        if own is None:
+        if own is None or not own.hash:
+            continue
+        if own.identity["task"].get("fingerprint") != requests:
+            note(f"left out: {place}: its answers are to other requests than those of the file")
             continue
         lines = [line.record for line in journal_lines(place / shards.SAMPLES, own.hash)]
         samples = {key_of(record): record for record in lines if record is not None and key_of(record) in keys}

@@ -165,10 +165,16 @@ def test_portions_are_graded_together(folder, capsys):
     assert [session.num_done for session in RunRecord.load(path.parent).sessions] == [2, 2]
 
 
-def test_an_edited_answer_does_not_count(folder, capsys):
-    """Its line has another seal than what answered gave it."""
+def test_answers_that_do_not_count(folder, capsys):
+    """Those to other requests, and an edited one, whose line has another seal than what answered gave it."""
     ask("method=full")
     answer.answer(folder / "r.jsonl", folder / "r-answers")
+    head, requests = requests_file.read(folder / "r.jsonl")
+    keys = frozenset((request.sample_id, 0) for request in requests)
+    (found,) = grade._answered(folder / "r-answers", head.runs[0], head.requests, keys)
+    assert found.samples.keys() == keys
+    assert not grade._answered(folder / "r-answers", head.runs[0], "0" * 64, keys)
+    assert "to other requests" in capsys.readouterr().err
     (path,) = folder.rglob("samples.jsonl")
     path.write_bytes(path.read_bytes().replace(b'"text":"', b'"text":"42 ', 1))
     assert main(["offline", "grade", "file=r.jsonl"]) == 2
