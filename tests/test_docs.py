@@ -22,7 +22,7 @@ from kvbench.config.methods import method_settings
 from kvbench.config.settings import read_config
 
 pytestmark = pytest.mark.skipif(bool(WITHOUT), reason="the documents are of the core and all extensions")
-WITH_RUNS = ("suite", "paper")  # commands whose words go to their runs, but for their own settings
+WITH_RUNS = ("suite", "paper", "offline")  # commands whose words go to their runs, but for their own settings
 DOCUMENTS = [
     "README.md",
     "CONTRIBUTING.md",

@@ -83,6 +83,8 @@ def test_commands_of_a_document_run(name, tmp_path, monkeypatch):
     (run, *_) = (str(path.parent) for path in sorted((tmp_path / "results" / "longctx").rglob("diffkv/*/run.json")))
     faults = []
     for module, *words in commands_in(name):
+        if module == "kvbench.extensions.offline.answer":  # needs the reader's folder of weights
+            continue
         if module != "kvbench":
             subprocess.run([sys.executable, "-m", module, *words, "quick=true"], check=True, timeout=600)
             continue

@@ -1,0 +1,1 @@
+"""The extension `offline`; its page is README.md."""

@@ -1,0 +1,211 @@
+"""Records of ordinary runs from answers that were computed elsewhere."""
+
+import dataclasses
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+from omegaconf import OmegaConf
+
+from kvbench.extensions.offline import requests_file
+from kvbench.extensions.offline.requests_file import Head, OfflineRun, folder_of
+from kvbench.results import identity, shards
+from kvbench.results.journal import Journal
+from kvbench.results.lines import journal_lines
+from kvbench.results.record import Counts, RunRecord
+from kvbench.results.sample import Key, SampleRecord, journal_record, key_of, prompt_digest
+from kvbench.results.writing import write_atomic
+from kvbench.runs.answers import finish
+from kvbench.runs.config import RunConfig
+from kvbench.runs.experiment import Experiment, keys_of, load_task
+from kvbench.runs.graders import GraderPool, grade_outcome
+from kvbench.runs.parts import Loaders
+from kvbench.runs.run import Run, comparable, execute
+from kvbench.show.progress import note
+
+if TYPE_CHECKING:
+    from kvbench.engine.engine import Engine
+    from kvbench.engine.requests import Outcome, Request
+    from kvbench.tasks.taskset import TaskSet
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """Answers of one run from like machines."""
+
+    record: RunRecord
+    """Where they were computed: identity, device, libraries, sessions of all portions."""
+    samples: dict[Key, SampleRecord]
+    """Without scores."""
+
+
+def grade(file: Path, answers: Path, results_dir: Path) -> int:
+    """Grade all runs of a file that were answered whole; returns 1 where some were not, or failed.
+
+    Raises:
+        ValueError: The task's requests are others here, or there is no answer.
+    """
+    head, _ = requests_file.read(file)
+    parts, done = Loaders(), dict[tuple[str, str], Run]()
+    failed = 0
+    for run in head.runs:
+        config = RunConfig.read(run.settings | {"results_dir": str(results_dir)})
+        task, model = _task(head, config, parts)
+        keys, whole = keys_of(task.requests), 0
+        for answered in _answered(answers, run, head.requests, frozenset(keys)):
+            if len(answered.samples) < len(keys):
+                there = f"{len(answered.samples)} of {len(keys)} answers on {_where(answered)}"
+                note(f"left out: {run.label}: {there}; `offline what=answer` goes on with it")
+                continue
+            whole += 1
+            found = _experiment(run, config, answered, task, model, parts)
+            _store(found, answered)
+            full = done.get((str(run.reference), _machine(answered)))
+            ended = finish(execute(found, resume=True, say=note, reference=_at_hand(full) if full else None))
+            done[run.key, _machine(answered)] = ended
+            note(f"{run.label}: {ended.record.status}: {ended.folder}")
+            failed += ended.record.status != "complete"
+        failed += not whole
+    if not done:
+        raise ValueError(
+            f"{answers} has no run of {file} with all its answers; `offline what=answer file={file}` makes them"
+        )
+    return int(failed > 0)
+
+
+def _task(head: Head, config: RunConfig, parts: Loaders) -> "tuple[TaskSet, Any]":
+    """The task as it is here, whose requests are those of the file."""
+    from kvbench.models.load import load_outline
+
+    parts.check_task(config)
+    model = load_outline(config.model)
+    task = load_task(config, model, parts, config.limit)
+    if requests_file.digest_of(requests_file.request_lines(task.requests)) != head.requests:
+        raise ValueError(
+            f"task {task.name} has other requests here than the file: its data, its code or the tokenizer has changed "
+            "since; grade with what asked, or ask again"
+        )
+    return task, model
+
+
+def _answered(answers: Path, run: OfflineRun, requests: str, keys: frozenset[Key]) -> list[Answered]:
+    """What was answered of a run, portions of one identity together."""
+    found: dict[str, Answered] = {}
+    for place in sorted(path.parent for path in folder_of(answers, run).glob("*/*-of-*/run.json")):
+        own = RunRecord.load(place)
+        if own is None or not own.hash:
+            continue
+        if own.identity["task"].get("fingerprint") != requests:
+            note(f"left out: {place}: its answers are to other requests than those of the file")
+            continue
+        lines = [line.record for line in journal_lines(place / shards.SAMPLES, own.hash)]
+        samples = {key_of(record): record for record in lines if record is not None and key_of(record) in keys}
+        if own.hash not in found:
+            found[own.hash] = Answered(record=own, samples=samples)
+            continue
+        first = found[own.hash]
+        first.record.sessions += own.sessions
+        first.record.note_backend(own.backend_fallbacks, own.graphs)
+        first.record.ended = max(first.record.ended, own.ended)
+        for key, record in samples.items():
+            first.samples.setdefault(key, record)
+    return list(found.values())
+
+
+def _where(answered: Answered) -> str:
+    return answered.record.machine.device if answered.record.machine else "an unknown device"
+
+
+def _machine(answered: Answered) -> str:
+    """What the answers of two runs that are compared have in common."""
+    same = {name: answered.record.identity[name] for name in ("model", "backend", "task")}
+    return identity.hash_identity(same | {"harness": answered.record.identity["code"]["harness"]})
+
+
+def _experiment(
+    run: OfflineRun, config: RunConfig, answered: Answered, task: "TaskSet", model: Any, parts: Loaders
+) -> Experiment:
+    """The run as it would be where it was answered; there is no engine to run."""
+    from kvbench.tasks.counted import code_of
+
+    own = answered.record
+    changed = own.identity | {
+        "task": own.identity["task"] | {"fingerprint": task.fingerprint},
+        "code": own.identity["code"] | code_of(config.task, task),
+    }
+    ingredients = {name: identity.canonical(value) for name, value in changed.items()}
+    digest = identity.hash_identity(ingredients)
+    engine = SimpleNamespace(backend=SimpleNamespace(name=own.backend, fallbacks=()), graphs={}, group=None)
+    return Experiment(
+        config=config,
+        method=run.method,
+        policy=parts.make_policy(config.method),
+        engine=cast("Engine", engine),
+        task=task,
+        model=model,
+        identity=ingredients,
+        hash=digest,
+        folder=identity.run_folder(Path(config.results_dir), task.name, own.model, run.method, digest),
+    )
+
+
+def _store(experiment: Experiment, answered: Answered) -> None:
+    """Grade the answers into the journal of the run, and write its record as far as the answers tell it."""
+    folder, own, task = experiment.folder, answered.record, experiment.task
+    with shards.whole_run_lock(folder, note):
+        shards.check_parts(folder, experiment.hash)
+        record = RunRecord.load(folder)
+        if record is not None and record.hash and record.status == "complete":
+            return
+        keys = frozenset(experiment.keys)
+        with closing(Journal(folder / shards.SAMPLES, run=experiment.hash, keys=keys, warn=note)) as journal:
+            _grade_into(journal, task, answered.samples)
+        if record is None or not record.hash:
+            record = dataclasses.replace(
+                own,
+                hash=experiment.hash,
+                identity=experiment.identity,
+                protocol=task.protocol,
+                status="running",
+                counts=Counts(),
+                sessions=[],
+            )
+        record.sessions += [session for session in own.sessions if session not in record.sessions]
+        write_atomic(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(experiment.config.settings())).encode())
+        record.save(folder)
+
+
+def _grade_into(journal: Journal, task: "TaskSet", samples: dict[Key, SampleRecord]) -> None:
+    """Grade what the journal lacks."""
+    by_id = {request.sample_id: request for request in task.requests}
+
+    def write(request: "Request", tail: str, graded: "tuple[Outcome, dict[str, float]]") -> None:
+        journal.append(journal_record(request, *graded, task.protocol, tail))
+
+    with GraderPool(task.grading_workers) as graders:
+        for key, sample in samples.items():
+            if key in journal:
+                continue
+            request = by_id[key[0]]
+            prompt = sample["prompt"]
+            if prompt["sha256"] != prompt_digest(request.prompt):
+                raise ValueError(f"the answer to {key[0]} is to another prompt; answer the file of requests again")
+            outcome = outcome_of(sample)
+            graders.do(partial(grade_outcome, task, request, outcome), partial(write, request, prompt["tail"]))
+
+
+def outcome_of(sample: SampleRecord) -> "Outcome":
+    """The engine's outcome that a sample without scores is of."""
+    from kvbench.engine.requests import Outcome
+
+    names = [item.name for item in dataclasses.fields(Outcome)]
+    return Outcome(**{name: sample[name] for name in names if name in sample})  # type: ignore[literal-required]
+
+
+def _at_hand(full: Run) -> Generator[None, None, Run | None]:
+    return comparable(full, note)
+    yield

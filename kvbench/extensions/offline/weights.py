@@ -1,0 +1,71 @@
+"""Weights that come in parts: `model.safetensors.part000` and further ones, with digests as `sha256sum` writes them."""
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+SUMS = "SHA256SUMS"
+PIECE_BYTES = 1 << 20
+
+
+def join(folder: Path) -> None:
+    """Check the files of a folder against its SHA256SUMS, and join those that lie there in parts; a folder without that
+    list is left as it is.
+
+    Raises:
+        ValueError: Names what is damaged, or the parts that are missing.
+    """
+    sums = _read(folder / SUMS)
+    for name, digest in sums.items():
+        parts = sorted(one for one in sums if one.startswith(f"{name}.part"))
+        path = folder / name
+        if ".part" in name or (path.is_file() and _digest(_pieces(path)) == digest):
+            continue
+        if not parts:
+            raise ValueError(f"{path} is missing or damaged: {SUMS} has another SHA-256; copy it again")
+        if missing := [part for part in parts if not (folder / part).is_file()]:
+            raise ValueError(f"{path} lacks {len(missing)} of its {len(parts)} parts: {', '.join(missing)}; copy them")
+        for part in parts:
+            if _digest(_pieces(folder / part)) != sums[part]:
+                raise ValueError(f"{folder / part} is damaged: {SUMS} has another SHA-256; copy it again")
+        whole = folder / f".{name}.joining"
+        with whole.open("wb") as file:
+            found = _digest(_copied(folder, parts, file.write))
+        if found != digest:
+            whole.unlink()
+            raise ValueError(f"{path}: its parts together have another SHA-256 than {SUMS} says; split it again")
+        os.replace(whole, path)
+
+
+def _read(path: Path) -> dict[str, str]:
+    """Name -> digest."""
+    found = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        read = re.fullmatch(r"([0-9a-f]{64}) [ *]([^/\\]+)", line)
+        if read is None or read[2] in (".", ".."):
+            raise ValueError(f"{path}: {ascii(line[:80])} is no line of sha256sum in this folder; write it again there")
+        found[read[2]] = read[1]
+    return found
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece
+
+
+def _copied(folder: Path, parts: Sequence[str], write: Callable[[bytes], object]) -> Iterator[bytes]:
+    """The content of parts one behind the other, which is written too."""
+    for part in parts:
+        for piece in _pieces(folder / part):
+            write(piece)
+            yield piece
+
+
+def _digest(pieces: Iterator[bytes]) -> str:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
