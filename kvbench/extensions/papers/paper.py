@@ -31,6 +31,7 @@ from kvbench.show.picture import headed
 
 CLUSTER = "hydra/launcher=submitit_slurm hydra.launcher.partition=NAME hydra.launcher.timeout_min=MINUTES"
 IN_A_JOB = "on a Slurm cluster put it into a job:"
+EXAMPLE = "a checked example, printed from the store's own code"
 BYTES, DEFAULT_MODEL = "bytes", "smollm2-135m"
 # Words of the user's that change no answer, or nothing that a paper states; every other one is another protocol.
 NEUTRAL = {"model", "model.path", "model.name", "model.device", "model.dtype", "model.linear", "model.tensor_parallel"}
@@ -62,9 +63,21 @@ def main(arguments: Sequence[str], sweep: suite.Sweeping) -> int:
     if entry.cannot:
         terminal.console().print(Text(f"{paper.name}, {entry.at}: {entry.shows}\nno command: {entry.cannot}"))
         return 2
+    if entry.example:
+        return show_example(paper, entry)
     if cfg.plan:
         return plan(paper, entry, cfg, others, list(arguments))
     return run(paper, entry, cfg, others, list(arguments), sweep)
+
+
+def show_example(paper: Paper, entry: Entry) -> int:
+    """Print what an entry's example does on the store's own code; the exit code."""
+    from kvbench.extensions.papers.examples import EXAMPLES
+
+    lines = [f"{paper.name}, {entry.at}: {entry.shows} ({here(entry)})", *EXAMPLES[entry.example]()]
+    for line in [*lines, *(f"known to differ: {text}" for text in entry.differs)]:
+        terminal.console().print(Text(line), soft_wrap=True)
+    return 0
 
 
 def run(
@@ -314,6 +327,8 @@ def here(entry: Entry) -> str:
     """What makes an entry here, in a few words."""
     if entry.cannot:
         return f"cannot be: {entry.cannot}"
+    if entry.example:
+        return EXAMPLE
     parts = []
     if entry.tasks:
         names = ", ".join(suite.choice(shlex.split(line), "task") for line in entry.tasks)

@@ -43,8 +43,10 @@ Every picture that a command draws says above it whose it is, and *other model* 
 SnapKV, PyramidKV, Ada-KV, KIVI and H2O have no tables of their own in published.csv. Their cells are those that the
 papers below print: KV-Compress's tables 1 and 2, MiniKV's table 1, DiffKV's tables 1 to 3.
 
-**Where the list is from.** Tables and prose were read; no figure was. A figure stands here if a printed cell or a
-sentence of the text names it. Those of which nothing is known but that the numbers around them exist say so.
+**Where the list is from.** Tables, prose and captions were read; a picture was not, where it has no numbers in its
+text. A figure whose axes the text states is drawn over these. What a paper only draws - pages, blocks, bytes of a few
+tokens - is a *checked example*: the command carries it out on the store's own code and prints it, and a test holds it
+to what the paper says.
 """
 
 
@@ -79,9 +81,9 @@ def _details(paper: Paper) -> list[str]:
     """What each entry runs, and what is known to differ."""
     parts = []
     for entry in paper.entries:
-        if not (entry.tasks or entry.then):
+        if not (entry.tasks or entry.then or (entry.example and entry.differs)):
             continue
-        lines = [f"### {paper.name}, {entry.at}", f"```\n{_lines(entry)}\n```"]
+        lines = [f"### {paper.name}, {entry.at}", *([] if entry.example else [f"```\n{_lines(entry)}\n```"])]
         differs = [*(f"{row}: {why}" for row, why in entry.without.items()), *entry.differs]
         if differs:
             lines.append("\n".join(_filled(f"- {text}", "  ") for text in differs))
