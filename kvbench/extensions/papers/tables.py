@@ -26,7 +26,8 @@ python -m kvbench paper diffkv figure=13 quick=true        # a figure that a ben
 
 A table is a sweep: each task goes through all methods prompt by prompt, and a sweep that is stopped goes on when the
 same command is given again. It ends in the paper's own table with our intervals (`table_1.md`) and one line for each
-cell (`table_1.csv`). Each printed cell has a verdict:
+cell (`table_1.csv`). `table_1_memory.csv` has each row's size as the paper counts it next to the bytes that were
+resident. Each printed cell has a verdict:
 
 - *reproduced*: the printed value lies in our 95 % interval, with the same model (by its name) and the same protocol as
   far as the paper states it. With few samples an interval is wide: read it, too.
