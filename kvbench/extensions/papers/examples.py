@@ -146,7 +146,8 @@ def minikv_approaches() -> list[str]:
             continue
         policy = make_policy(read_choice("method", method))
         bounds = policy.bounds(EXTENT)
-        most = min(each[1] for each in (bounds.prompt, bounds.prompt_mean, bounds.end_mean))
+        stated = () if bounds is None else (bounds.prompt, bounds.prompt_mean, bounds.end_mean)
+        most = min((each[1] for each in stated), default=EXTENT.tokens_seen)
         bits = min(min(tier.k_bits, tier.v_bits) for tier in policy.tiers)
         evicts = "evicts" if most < EXTENT.prompt_tokens else "evicts nothing"
         found.append(f"{name}: method={method}, {evicts}, {bits} bits, no training")
