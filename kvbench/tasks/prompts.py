@@ -146,7 +146,7 @@ class PromptBuilder:
             raise ValueError(
                 f"task.max_prompt_tokens={max_prompt_tokens} must lie between 2 and {self.room_tokens - overhead}: "
                 f"model {model.name} holds {model.max_tokens} tokens, the answer takes {self.answer_tokens} and the "
-                f"chat template {overhead}; leave it out, or write fit:{max_prompt_tokens}, to use what the model allows"
+                f"chat template {overhead}; leave it out or write fit:{max_prompt_tokens} to use what the model allows"
             )
         self.max_prompt_tokens = max_prompt_tokens or available
         self._stop_token_ids = tuple(self._plain(text)[-1] for text in rules.stop_tokens)
