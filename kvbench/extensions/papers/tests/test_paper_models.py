@@ -56,12 +56,12 @@ SHAPES = {
 
 
 def model_words(shape):
-    """A model of one layer in that shape, with narrow heads and random weights."""
-    fields = {"hidden_size": 16 * shape.q_heads, "intermediate_size": 64, "head_dim": 16}
+    """A model of two layers in that shape, with narrow heads and random weights."""
+    fields = {"hidden_size": 16 * shape.q_heads, "intermediate_size": 64, "head_dim": 32}
     fields |= {"num_attention_heads": shape.q_heads, "num_key_value_heads": shape.kv_heads}
     fields["vocab_size"] = shape.vocabulary
     told = ",".join(f"{name}:{value}" for name, value in fields.items())
-    return ["model=random", f"model.preset={shape.preset}", "model.num_layers=1", f"model.max_tokens={shape.context}",
+    return ["model=random", f"model.preset={shape.preset}", "model.num_layers=2", f"model.max_tokens={shape.context}",
             f"model.overrides={{{told}}}"]  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def test_prompts_and_answers_fit_the_papers_models(name, data):
     ("name", "at"), [(paper.key, entry.at) for paper in papers.every() for entry in paper.entries if entry.tasks]
 )
 def test_one_item_of_an_entry_runs(name, at, data, tmp_path, monkeypatch):
-    """All rows of an entry through one item of each task whose rows are made up here, on one layer in the shape of its
+    """All rows of an entry through one item of each task whose rows are made up here, on two layers in the shape of its
     model with the shortest context; of LongBench one subset. Nothing fails."""
     monkeypatch.chdir(tmp_path)
     paper = papers.find(name)
