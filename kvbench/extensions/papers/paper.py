@@ -31,6 +31,7 @@ from kvbench.show.picture import headed
 
 CLUSTER = "hydra/launcher=submitit_slurm hydra.launcher.partition=NAME hydra.launcher.timeout_min=MINUTES"
 IN_A_JOB = "on a Slurm cluster put it into a job:"
+EXAMPLE = "a checked example, printed from the store's own code"
 BYTES, DEFAULT_MODEL = "bytes", "smollm2-135m"
 # Words of the user's that change no answer, or nothing that a paper states; every other one is another protocol.
 NEUTRAL = {"model", "model.path", "model.name", "model.device", "model.dtype", "model.linear", "model.tensor_parallel"}
@@ -62,9 +63,21 @@ def main(arguments: Sequence[str], sweep: suite.Sweeping) -> int:
     if entry.cannot:
         terminal.console().print(Text(f"{paper.name}, {entry.at}: {entry.shows}\nno command: {entry.cannot}"))
         return 2
+    if entry.example:
+        return show_example(paper, entry)
     if cfg.plan:
         return plan(paper, entry, cfg, others, list(arguments))
     return run(paper, entry, cfg, others, list(arguments), sweep)
+
+
+def show_example(paper: Paper, entry: Entry) -> int:
+    """Print what an entry's example does on the store's own code; the exit code."""
+    from kvbench.extensions.papers.examples import EXAMPLES
+
+    lines = [f"{paper.name}, {entry.at}: {entry.shows} ({here(entry)})", *EXAMPLES[entry.example]()]
+    for line in [*lines, *(f"known to differ: {text}" for text in entry.differs)]:
+        terminal.console().print(Text(line), soft_wrap=True)
+    return 0
 
 
 def run(
@@ -87,8 +100,12 @@ def run(
             terminal.console().print(Text(f"\nkvbench {files.spelled(name)} {shlex.join(words)}"), soft_wrap=True)
             codes.append(commands.run(name, words))
     terminal.console().print(Text(heading), soft_wrap=True)
+    ran = ran_of(cfg, rows) if entry.tasks else []
+    write_memory(paper, entry, cfg, ran)
     if entry.tasks and entry.cells:
-        write(paper, entry, cfg, cells_of_runs(paper, entry, cfg, rows, others))
+        changed = [word for word in others if word.partition("=")[0].lstrip("+~") not in NEUTRAL]
+        changed = [word for word in changed if not word.startswith("hydra")]
+        write(paper, entry, cfg, beside.join(paper, entry, ran, changed))
     elif entry.cells:
         found = [*_documents(further, began)]
         write(paper, entry, cfg, beside_bench.join(paper, entry, found))
@@ -110,16 +127,25 @@ def heading_of(paper: Paper, entry: Entry, words: Sequence[str]) -> str:
     return f"{about}: {OTHER_MODEL}, {name} (the paper {f'has {theirs}' if theirs else 'names none'})"
 
 
-def cells_of_runs(
-    paper: Paper, entry: Entry, cfg: DictConfig, rows: Sequence[str], others: Sequence[str]
-) -> list[beside.Cell]:
-    """Join the jobs of this process's last sweep, which stand for these rows, to the printed cells."""
+def ran_of(cfg: DictConfig, rows: Sequence[str]) -> list[beside.Ran]:
+    """The jobs of this process's last sweep, which stand for these rows."""
     root = Path(str(cfg.results_dir))
     begun = own_sweep(root).jobs()
     folders = [begun[number].run if number in begun else "" for number in range(1, len(rows) + 1)]
-    ran = [beside.Ran(row, root / one if one else None) for row, one in zip(rows, folders, strict=True)]
-    changed = [word for word in others if word.partition("=")[0].lstrip("+~") not in NEUTRAL]
-    return beside.join(paper, entry, ran, [word for word in changed if not word.startswith("hydra")])
+    return [beside.Ran(row, root / one if one else None) for row, one in zip(rows, folders, strict=True)]
+
+
+def write_memory(paper: Paper, entry: Entry, cfg: DictConfig, ran: Sequence[beside.Ran]) -> None:
+    """Write the sizes of an entry's runs as its paper counts them, next to the bytes that were resident."""
+    from kvbench.extensions.papers import memory
+
+    if found := memory.sizes(paper, entry, ran):
+        root, title = Path(str(cfg.results_dir)), f"{paper.name}, {entry.at}"
+        contents = {
+            root / f"{entry.slug}_memory.md": memory.markdown(title, found).encode(),
+            root / f"{entry.slug}_memory.csv": memory.csv_of(found),
+        }
+        terminal.print_paths(write_files(root, contents), terminal.console())
 
 
 def write(paper: Paper, entry: Entry, cfg: DictConfig, cells: Sequence[beside.Cell]) -> None:
@@ -314,6 +340,8 @@ def here(entry: Entry) -> str:
     """What makes an entry here, in a few words."""
     if entry.cannot:
         return f"cannot be: {entry.cannot}"
+    if entry.example:
+        return EXAMPLE
     parts = []
     if entry.tasks:
         names = ", ".join(suite.choice(shlex.split(line), "task") for line in entry.tasks)

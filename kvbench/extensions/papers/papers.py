@@ -22,7 +22,7 @@ SWEPT = re.compile(r"\{([^{}]+)\}")  # in the name of a row: values, each of whi
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A table, a figure or claims of a paper. It has lines to run, or a reason why there are none.
+    """A table, a figure or claims of a paper. It has lines to run or an example, or a reason why there are none.
 
     Args:
         at: Its kind and number, such as `table 1` and `figure 15a`.
@@ -35,6 +35,7 @@ class Entry:
         then: Lines of commands that run behind the jobs. `{results}` is the folder of results, `{at}` the entry as
             names of files have it, `{model}` the model as `bench` names it, and `{methods}` the list of the methods'
             lines.
+        example: Name in `examples.EXAMPLES`: what the paper draws, carried out by the store's own code and printed.
         measured: Printed metric -> what a further command says of it: `WHAT FIELD`, such as `throughput batch`, or
             `throughput ratio full` (see `beside_bench`).
         differs: What of the paper's protocol is not known, or is another here.
@@ -50,6 +51,7 @@ class Entry:
     tasks: tuple[str, ...] = ()
     methods: Mapping[str, Any] = field(default_factory=dict)
     then: tuple[str, ...] = ()
+    example: str = ""
     measured: Mapping[str, str] = field(default_factory=dict)
     differs: tuple[str, ...] = ()
     without: Mapping[str, str] = field(default_factory=dict)
@@ -159,8 +161,8 @@ def _entry(key: str, given: Mapping[str, Any]) -> Entry:
     made = Entry(**settings)
     if made.at.partition(" ")[0] not in KINDS:
         raise ValueError(f"{prefix}at must begin with one of {', '.join(KINDS)}")
-    if bool(made.tasks or made.then) == bool(made.cannot):
-        raise ValueError(f"{prefix}an entry has tasks or then, or `cannot`, and one of these alone")
+    if bool(made.tasks or made.then) + bool(made.example) + bool(made.cannot) != 1:
+        raise ValueError(f"{prefix}an entry has tasks or then, or `example`, or `cannot`, and one of these alone")
     if made.tasks and not made.methods:
         raise ValueError(f"{prefix}tasks need methods")
     return made

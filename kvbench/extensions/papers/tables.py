@@ -26,7 +26,8 @@ python -m kvbench paper diffkv figure=13 quick=true        # a figure that a ben
 
 A table is a sweep: each task goes through all methods prompt by prompt, and a sweep that is stopped goes on when the
 same command is given again. It ends in the paper's own table with our intervals (`table_1.md`) and one line for each
-cell (`table_1.csv`). Each printed cell has a verdict:
+cell (`table_1.csv`). `table_1_memory.csv` has each row's size as the paper counts it next to the bytes that were
+resident. Each printed cell has a verdict:
 
 - *reproduced*: the printed value lies in our 95 % interval, with the same model (by its name) and the same protocol as
   far as the paper states it. With few samples an interval is wide: read it, too.
@@ -43,8 +44,10 @@ Every picture that a command draws says above it whose it is, and *other model* 
 SnapKV, PyramidKV, Ada-KV, KIVI and H2O have no tables of their own in published.csv. Their cells are those that the
 papers below print: KV-Compress's tables 1 and 2, MiniKV's table 1, DiffKV's tables 1 to 3.
 
-**Where the list is from.** Tables and prose were read; no figure was. A figure stands here if a printed cell or a
-sentence of the text names it. Those of which nothing is known but that the numbers around them exist say so.
+**Where the list is from.** Tables, prose and captions were read; a picture was not, where it has no numbers in its
+text. A figure whose axes the text states is drawn over these. What a paper only draws - pages, blocks, bytes of a few
+tokens - is a *checked example*: the command carries it out on the store's own code and prints it, and a test holds it
+to what the paper says.
 """
 
 
@@ -79,9 +82,9 @@ def _details(paper: Paper) -> list[str]:
     """What each entry runs, and what is known to differ."""
     parts = []
     for entry in paper.entries:
-        if not (entry.tasks or entry.then):
+        if not (entry.tasks or entry.then or (entry.example and entry.differs)):
             continue
-        lines = [f"### {paper.name}, {entry.at}", f"```\n{_lines(entry)}\n```"]
+        lines = [f"### {paper.name}, {entry.at}", *([] if entry.example else [f"```\n{_lines(entry)}\n```"])]
         differs = [*(f"{row}: {why}" for row, why in entry.without.items()), *entry.differs]
         if differs:
             lines.append("\n".join(_filled(f"- {text}", "  ") for text in differs))

@@ -89,7 +89,8 @@ def test_every_table_and_figure_has_an_entry(key):
     for kind in ("table", "figure"):
         named = {number for name, sort, number in collected_places() if (name, sort) == (paper.name, kind)}
         there = {int(re.match(r"\d+", number)[0]) for number in numbers[kind]}
-        assert there == set(range(1, max((int(re.match(r"\d+", number)[0]) for number in named), default=0) + 1))
+        largest = max((int(re.match(r"\d+", number)[0]) for number in named), default=0)
+        assert there == set(range(1, max(largest, len(there)) + 1)), "no number is left out"
         assert {number for number in named if number[-1].isalpha()} <= set(numbers[kind])
     assert len(numbers["claim"]) >= CLAIMS.get(key, 0)
     rows = published.rows()
@@ -262,7 +263,7 @@ def test_rows_of_an_entry():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"at": "table 9", "shows": ""}, "table 9: an entry has tasks or then, or `cannot`"),
+        ({"at": "table 9", "shows": ""}, "table 9: an entry has tasks or then, or `example`, or `cannot`"),
         ({"at": "chart 1", "shows": "", "cannot": "x"}, "at must begin with one of table, figure, claim"),
         ({"at": "table 9", "shows": "", "tasks": ["task=gsm8k"]}, "tasks need methods"),
         ({"at": "table 9", "like": "diffkv table 99"}, "like=diffkv table 99 names no entry"),
