@@ -1,5 +1,6 @@
 """From a task's text to the tokens of a request: truncation from the middle, segments, gold tokens."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -63,6 +64,12 @@ def generation_rules(
     return PromptRules.from_yaml({"generation_kwargs": generation, "metadata": metadata or {}}), protocol
 
 
+def fitting(limit: object) -> int | None:
+    """The tokens of a limit that is written as `fit:N`; None for any other."""
+    found = re.fullmatch(r"fit:([0-9]{1,9})", limit) if isinstance(limit, str) else None
+    return int(found[1]) if found else None
+
+
 def decode(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int], **options: bool) -> str:
     """The text of one sequence of tokens; the options are those of the tokenizer's `decode`."""
     text = tokenizer.decode(list(ids), **options)
@@ -85,7 +92,7 @@ class PromptBuilder:
 
     Args:
         max_prompt_tokens: Longest prompt before the chat template is put around it; None takes what the model leaves
-            after the answer and the template.
+            after the answer and the template, and `fit:N` that where it is less than N.
         rendered: The texts already are what a chat template made: nothing is put around them, special tokens are kept.
 
     Raises:
@@ -99,7 +106,7 @@ class PromptBuilder:
         model: "LoadedModel",
         protocol: Protocol,
         rules: PromptRules,
-        max_prompt_tokens: int | None = None,
+        max_prompt_tokens: int | str | None = None,
         rendered: bool = False,
     ) -> None:
         self.rendered = rendered
@@ -132,11 +139,14 @@ class PromptBuilder:
                 f"model {model.name} holds {model.max_tokens} tokens, which leaves none for a prompt beside an answer "
                 f"of {self.answer_tokens}; lower protocol.max_new_tokens or choose a model with a longer context"
             )
+        if (most := fitting(max_prompt_tokens)) is not None:
+            max_prompt_tokens = most if most <= self.room_tokens - overhead else available
+        assert not isinstance(max_prompt_tokens, str), "the setting was checked"
         if max_prompt_tokens is not None and not 2 <= max_prompt_tokens <= self.room_tokens - overhead:
             raise ValueError(
                 f"task.max_prompt_tokens={max_prompt_tokens} must lie between 2 and {self.room_tokens - overhead}: "
                 f"model {model.name} holds {model.max_tokens} tokens, the answer takes {self.answer_tokens} and the "
-                f"chat template {overhead}; leave it out to use what the model allows"
+                f"chat template {overhead}; leave it out, or write fit:{max_prompt_tokens}, to use what the model allows"
             )
         self.max_prompt_tokens = max_prompt_tokens or available
         self._stop_token_ids = tuple(self._plain(text)[-1] for text in rules.stop_tokens)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvbench.engine.requests import Request
-from kvbench.rules import Choice, Several, Text, Whole, check_settings
+from kvbench.rules import Choice, Form, Several, Text, Whole, check_settings
 from kvbench.tasks.files import DataFile
+from kvbench.tasks.prompts import fitting
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.rows import Rows
 from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
@@ -33,7 +34,14 @@ Length = Annotated[int, _LENGTH]
 Lengths = Annotated[int | Sequence[int], Several(_LENGTH, alone=_LENGTH)]
 _DRAWS = Whole(1, 2**16, unit="answers")
 Draws = Annotated[int | Sequence[int] | None, Several(_DRAWS, alone=_DRAWS)]
-MaxPromptTokens = Annotated[int | None, Whole(2, unit="tokens")]
+_PROMPT = Whole(2, unit="tokens")
+MaxPromptTokens = Annotated[
+    int | str | None,
+    Form(
+        f"{_PROMPT.text}, or fit:N for N of them where the model holds as many and for what it leaves elsewhere",
+        lambda value: _PROMPT.fits(fitting(value) or value),
+    ),
+]
 
 # Takes what is done while a task is loaded, and its number of steps; gives a context for the time of the work, with a
 # function to call after each step. A task knows nothing of bars and terminals: who loads it says how work is shown.

@@ -191,6 +191,8 @@ def test_the_fingerprint_follows_the_data(model, tmp_path: Path) -> None:
         ({"subsets": "gov_reports"}, "Did you mean gov_report"),
         ({"subsets": "trec", "max_prompt_tokens": 1}, "tokens from 2 to"),
         ({"subsets": "trec", "max_prompt_tokens": 9999}, "must lie between 2 and"),
+        ({"subsets": "trec", "max_prompt_tokens": "fit:1"}, "max_prompt_tokens=.*fit:N for N"),
+        ({"subsets": "trec", "max_prompt_tokens": "4000"}, "max_prompt_tokens=.*fit:N for N"),
         ({"subsets": "trec", "datadir": "x"}, "Did you mean data_dir"),
         ({"subsets": ["qasper"]}, "no data for qasper"),
     ],

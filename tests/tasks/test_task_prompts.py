@@ -119,6 +119,15 @@ def test_limits_that_cannot_hold_are_errors(make_model) -> None:
         PromptBuilder(make_model(max_tokens=100), Protocol(max_new_tokens=99), PLAIN)
 
 
+@pytest.mark.parametrize(("limit", "longest"), [("fit:40", 40), ("fit:84", 84), ("fit:85", 68), ("fit:4000", 68)])
+def test_a_limit_that_fits_the_model(make_model, limit: str, longest: int) -> None:
+    """`fit:N` is N where a model of 100 tokens has room for it beside an answer of 16, else what no limit is; the notes
+    of a run say which."""
+    builder = PromptBuilder(make_model(max_tokens=100), AWARE, PLAIN, limit)
+    assert builder.told()["max_prompt_tokens"] == builder.max_prompt_tokens == longest
+    assert PromptBuilder(make_model(max_tokens=100), AWARE, PLAIN).max_prompt_tokens == 68
+
+
 @pytest.mark.parametrize(
     ("question", "rules", "gold", "expected"),
     [

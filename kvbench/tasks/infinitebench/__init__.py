@@ -68,7 +68,7 @@ class InfiniteBench(Task):
         subsets: Subsets, or `retrieval` for all three.
         answer_prefix: The prompt ends with the beginning of the answer.
         data_dir: Folder with their files; None for the local caches, then the hub.
-        max_prompt_tokens: Longer prompts lose their middle; None for what the model takes.
+        max_prompt_tokens: Longer prompts lose their middle; None for what the model takes, `fit:N` for N at most.
     """
 
     metrics: ClassVar = {

@@ -62,7 +62,7 @@ class LongBench(Task):
     Args:
         subsets: Subsets, or groups of `GROUPS`.
         data_dir: Folder with their files; None for the local caches, then the hub.
-        max_prompt_tokens: Longer prompts lose their middle; None for what the model takes.
+        max_prompt_tokens: Longer prompts lose their middle; None for what the model takes, `fit:N` for N at most.
     """
 
     metrics: ClassVar = {

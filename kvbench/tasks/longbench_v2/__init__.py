@@ -42,7 +42,7 @@ class LongBenchV2(Task):
     Args:
         form: The model answers, or its log-likelihoods of the choices decide.
         data_dir: Folder with the file; None for the local caches, then the hub.
-        max_prompt_tokens: Longer prompts lose their middle; None for what the model takes.
+        max_prompt_tokens: Longer prompts lose their middle; None for what the model takes, `fit:N` for N at most.
     """
 
     metrics: ClassVar = {"score": MetricInfo(True, "the right one of four choices")}

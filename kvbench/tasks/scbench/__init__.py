@@ -67,7 +67,7 @@ class ScBench(Task):
         subsets: Subsets, or `all` for these five.
         form: `turns`: one conversation for each context; `requests`: each question by itself.
         data_dir: Folder with their files; None for the local caches, then the hub.
-        max_prompt_tokens: Longer prompts lose their middle; None for what the model takes.
+        max_prompt_tokens: Longer prompts lose their middle; None for what the model takes, `fit:N` for N at most.
     """
 
     metrics: ClassVar = {
