@@ -238,8 +238,9 @@ def test_the_lines_of_an_answer_are_the_ledger_s(tiny_model):
             assert list(line.counts)[: len(seen)] == [b - a for a, b in zip(read, read[1:], strict=False)]
     full, (_, reads) = found["full"][0], found["quest"]
     for line in (*found["h2o"], *found["snapkv"], reads):
-        for at, count in zip(line.tokens, line.counts, strict=True):  # with started pages, scores, bounds and tables
-            assert 0.4 * shape.fp16_bytes(prompt + at) < count < full.counts[at]
+        for at, count in zip(line.tokens, line.counts, strict=True):
+            least = (prompt + at) // 2 - 2 * 16  # pages read are rounded down, and the newest may have one token
+            assert shape.fp16_bytes(least) < count < full.counts[at]
 
 
 def test_a_picture_of_an_answer(tmp_path, capsys):
