@@ -18,7 +18,9 @@ class AdaSnapKV(SnapKV):
 
     Source: FFY0/AdaKV at efe4e2e, AdaptiveSnapKVCluster (normalize off, alpha 0.2 for GQA).
     Differs: largest-remainder rounding keeps the layer's total exact unless `official_rounding`; by default
-        one kept set per KV head with the group's mean.
+        one kept set per KV head with the group's mean; ties as in `snapkv`. `alpha` is the even share, as in the
+        released code, whose README has 0.5. Ada-PyramidKV's layers get budgets for every prompt, there for the first.
+        With `50%seen` heads hold their shares of the prompt's plan as the answer grows.
     """
 
     allocation: Allocation = "ada"

@@ -43,7 +43,10 @@ class DiffKV(kv.Policy):
         prompt's tokens to another tier (SmolLM2-135M, three LongBench prompts of 768 tokens). A token's attention to
         itself counts, where section 4 has later tokens alone (`queries=later`): 4.7 to 5.6 % of them. With both,
         section 4 to the letter, 32 to 35 % move, and of trec's prompt 4.8 % are pruned in place of 0.4 %, 33.5 % of
-        the FP16 bytes are held in place of 40.6 %. `diffkv_artifact` from the released code: the score bug is off by
+        the FP16 bytes are held in place of 40.6 %. The text leaves open what the maximum over query heads is of: in a
+        prompt it is of their sums, in a step of that step's attention, as released. A prompt's pages are reserved for
+        what stays, where the paper reserves for all and gives back. There is no budget, so no share of what was seen.
+        `diffkv_artifact` from the released code: the score bug is off by
         default, and slots keep their true position beside the count that the code packs into it.
     """
 

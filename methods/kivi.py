@@ -20,7 +20,8 @@ class Kivi(ByLayer):
 
     Source: jy-yuan/KIVI at 876b4d2, new_pack.py and llama_kivi.py (g=32, R=128).
     Differs: a constant group gets codes 0 (the original divides by zero); GQA heads are handled in every path. Groups
-        of 32 are those of its documented results; the default of process_args.py is 128.
+        of 32 are those of its documented results; the default of process_args.py is 128; MiniKV compares it with
+        groups of 16. It has no budget, so that no share of what was seen can be asked of it.
     """
 
     bits: Annotated[int, Choice((1, 2, 4, 8), unit="bits")] = 2

@@ -31,7 +31,11 @@ class MiniKV(kv.Policy):
     Source: MiniKV sections 4.2 and 4.3, Algorithm 1; MiniKV-Dev at 486a1ca, cache_impl.py.
     Differs: exact attention sums (the selective kernel leaves out a normalisation); by default one kept set per KV head
         with the group's sum; at least one heavy and one recent token; what a layer's share exceeds the prompt by goes
-        to the other layers. The default allocation is the paper's pyramid; pred_minikv.py has uniform.
+        to the other layers. The default allocation is the paper's pyramid; pred_minikv.py has uniform. Section 4.2
+        prints the pyramid's ends exchanged: lower layers keep more here, as its prose and the released code have it.
+        Kept tokens beyond a whole group, of which the paper says nothing, wait in the 16-bit buffer, as in the code;
+        that buffer, allocated whole, is billed, and is not in the paper's formula of bytes. Variances are of all
+        positions of a KV head, their mean over heads. No token of the answer is evicted, so `50%seen` is refused.
     """
 
     heavy: Annotated[float, kv.Number(0, 1, above=True)] = 0.25

@@ -21,7 +21,8 @@ class PyramidKV(SnapKV):
     Source: Zefan-Cai/KVCache-Factory at c97f9d7, PyramidKVCluster.
     Differs: the budget is met exactly (largest remainder) unless `official_rounding`; budgets are computed for every
         prompt; one layer works. The default window is 32, as in SnapKV and AdaKV, so that the three compare; the class
-        there has 64 and run_longbench.py 8.
+        there has 64 and run_longbench.py 8, as KV-Compress's comparison. Kept sets and ties as in `snapkv`. With
+        `50%seen` layers hold their shares of the prompt's plan as the answer grows.
     """
 
     allocation: Allocation = "pyramid"

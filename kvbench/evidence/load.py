@@ -41,10 +41,12 @@ def lets_through(wanted: Sequence[str] | None, name: str) -> bool:
 
 
 def fits_settings(settings: Mapping[str, object], where: Mapping[str, object]) -> bool:
-    """True when a run has the settings, or one of several allowed values of each."""
+    """True when a run has the settings, or one of several allowed values of each; a null among them allows for runs
+    that have no such setting."""
     for key, value in where.items():
-        allowed = list(value) if isinstance(value, Sequence | ListConfig) and not isinstance(value, str) else [value]
-        if key not in settings or settings[key] not in allowed:
+        several = isinstance(value, Sequence | ListConfig) and not isinstance(value, str)
+        allowed = list(value) if several else [value]
+        if settings.get(key) not in allowed or (key not in settings and not several):
             return False
     return True
 

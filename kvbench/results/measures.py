@@ -290,7 +290,18 @@ RATE = Measure(
     higher_is_better=True,
 )
 
-COSTS = {measure.name: measure for measure in (*BYTES, TIME)}  # what quality can be drawn against
+# A token that is pruned in one list of three counts a third: what is left is 1 / the compression rate of KV-Compress,
+# and 100 % less what DiffKV's figure 9 calls pruned. Precisions do not count.
+KEPT = Measure(
+    name="kept",
+    title="tokens kept",
+    short="kept",
+    numerator=("kept", "slot_ratio"),
+    in_run=("kept", "slot_ratio"),
+    unit="% of the tokens of all KV heads",
+    scale=100.0,
+)
+COSTS = {measure.name: measure for measure in (*BYTES, TIME, KEPT)}  # what quality can be drawn against
 # The same where runs of several models stand together; `kvbench.evidence.together` adds it up.
 TOTAL = Measure(
     name="total",

@@ -7,6 +7,7 @@ import torch
 from oracles.slow_kv_compress import evictions, step_metrics, surplus_blocks
 from selection import few
 from store_helpers import (
+    causal_probabilities,
     filled,
     golden,
     held_positions,
@@ -63,6 +64,77 @@ def test_golden_pool_order(case):
     spec = KVCompress().score
     assert (spec.pool_stage, spec.pool_region, spec.group_reduce, spec.power) == ("per_query_head", "all", "sum", 2)
     assert (spec.pool, spec.pool_kernel, KVCompress(variant="full").score.pool) == ("max", 7, "none")
+
+
+def schedule(lists: list[dict[int, float]], block: int, surplus: int) -> list[dict[int, float]]:
+    """Section 4.2.2 in lists: each head's metrics ascend, behind as many zeros as its last block has empty slots; of
+    the blocks that they then make, the first `surplus` by their largest metric go."""
+    blocks = []
+    for head, metrics in enumerate(lists):
+        empty = -len(metrics) % block
+        slots = [(0.0, None)] * empty + sorted((x, pos) for pos, x in metrics.items())
+        for number in range(len(slots) // block):
+            part = slots[number * block : (number + 1) * block]
+            blocks.append((part[-1][0], head, number, {pos for _, pos in part}))
+    gone = [(head, part) for cost, head, _, part in sorted(blocks, key=lambda b: b[:3])[:surplus] if cost < math.inf]
+    out = [set().union(*(part for h, part in gone if h == head)) for head in range(len(lists))]
+    return [{pos: x for pos, x in metrics.items() if pos not in out[head]} for head, metrics in enumerate(lists)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_blocks_go_by_the_paper_s_schedule(seed):
+    """Random lists of unequal lengths with ties and protected tokens, every number of blocks."""
+    make = torch.Generator().manual_seed(seed)
+    block, heads = (2, 3, 4, 16)[seed % 4], 1 + seed % 5
+    held = torch.randint(block, 6 * block, (heads,), generator=make)
+    cost = torch.full((heads, int(held.max())), math.inf)
+    lists = []
+    for head, number in enumerate(held.tolist()):
+        cost[head, : number - 1] = torch.randint(1, 40, (number - 1,), generator=make) / 8  # the last is protected
+        lists.append(dict(enumerate(cost[head, :number].tolist())))
+    for surplus in range(int((-(-held // block)).sum()) + 1):
+        keep = keep_blocks(cost, held, block, surplus)
+        got = [row[:number].nonzero()[:, 0].tolist() for row, number in zip(keep, held.tolist(), strict=True)]
+        assert got == [sorted(metrics) for metrics in schedule(lists, block, surplus)]
+
+
+@pytest.mark.parametrize(("block", "budget", "power"), [(8, 32, 2), (5, 22, 1)])
+def test_continual_compression_is_equation_20(block, budget, power):
+    """A prompt's pooled metrics of the last queries, to which every step adds its own; before a step the sequence goes
+    back to its blocks. Pooled per query head and then summed, as released; the equations pool the group's sum."""
+    layers, heads, group, window, prompt, scale = 2, 2, 3, 6, 75, 0.25
+    tensors = [random_layer(31 * layer, heads, group, prompt + 60, 16) for layer in range(layers)]
+    tensors = [(2.5 * q, k, v) for q, k, v in tensors]
+    policy = KVCompress(budget=budget, obs_window=window, block=block, power=power, continual=True, tier="native")
+    store, row = filled(policy, tensors, prompt, scale)
+    lists: list[dict[int, float]] = []
+    for q, k, _ in tensors:
+        seen = causal_probabilities(q[:, :prompt], k[:, :prompt], scale)[:, -window:].pow(power).sum(1)
+        pooled = torch.nn.functional.max_pool1d(seen[:, None], 7, 1, 3)[:, 0].unflatten(0, (heads, group)).sum(1)
+        lists += [dict(enumerate(metrics)) for metrics in pooled.tolist()]
+
+    def compressed(tokens: int) -> list[dict[int, float]]:
+        surplus = sum(-(-len(held) // block) for held in lists) - len(lists) * -(-budget // block)
+        fixed = [{p: math.inf if p > tokens - window else x for p, x in held.items()} for held in lists]
+        kept = schedule(fixed, block, max(0, surplus))
+        return [{p: held[p] for p in own} for held, own in zip(lists, kept, strict=True)]
+
+    lists = compressed(prompt)
+    assert [set(held) for held in held_positions(store, row)] == [set(held) for held in lists]
+    before = 0
+    for at in range(prompt, prompt + 60):
+        before += sum(map(len, lists))
+        lists = compressed(at)
+        before -= sum(map(len, lists))
+        step_at(store, row, tensors, at, scale)
+        for index, held in enumerate(lists):
+            (q, k, _), head = tensors[index // heads], index % heads
+            held[at] = 0.0
+            own = q[group * head : group * (head + 1), at].double() @ k[head, list(held)].double().T * scale
+            for pos, x in zip(list(held), torch.softmax(own, -1).pow(power).sum(0).tolist(), strict=True):
+                held[pos] += x
+        assert [set(held) for held in held_positions(store, row)] == [set(held) for held in lists]
+    assert before > 40 * len(lists)  # tokens went while decoding
 
 
 def run_store(policy, prompt: int, steps: int):

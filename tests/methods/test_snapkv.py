@@ -1,5 +1,7 @@
 """SnapKV: the golden numbers through the real kernels, a plain oracle, and budgets."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 from store_helpers import (
@@ -40,29 +42,38 @@ def test_golden_pool_and_ties(pool, pooled, keep, num_kept):
     assert kept_of(policy.plan_prefill(prefill_view(score, 8))) == [*case[keep], 6, 7]
 
 
+def pooled_scores(q, k, scale, window, pool, kernel) -> list[list[float]]:
+    """SnapKV's scores of the tokens before the window, and behind them the window's own, in loops and float64: the
+    mean over a KV head's query heads of what the window's queries give, pooled along the prompt before it."""
+    length, heads = k.shape[1], k.shape[0]
+    prob, found = causal_probabilities(q, k, scale), []
+    for head in range(heads):
+        group, end = q.shape[0] // heads, length - window
+        raw = prob[head * group : (head + 1) * group, end:].sum(1).mean(0).tolist()
+        pooled = []
+        for j in range(end):
+            inside = [raw[i] for i in range(j - kernel // 2, j + kernel // 2 + 1) if 0 <= i < end]
+            pooled.append(max(inside) if pool == "max" else sum(inside) / kernel)
+        found.append([*pooled, *raw[end:]])
+    return found
+
+
+def best(scores: list[float], number: int) -> list[int]:
+    """The places of the largest; of equal ones the first."""
+    return sorted(range(len(scores)), key=lambda j: (-round(scores[j], 9), j))[:number]
+
+
 def oracle_kept(q, k, scale, budget, window, pool, kernel) -> list[list[int]]:
-    """SnapKV in loops, in float64: kept positions per KV head."""
+    """SnapKV: kept positions per KV head."""
     length, heads = k.shape[1], k.shape[0]
     if budget >= length:
         return [list(range(length))] * heads
     window = min(window, length)
-    kept_window = min(window, budget)
-    prob = causal_probabilities(q, k, scale)
-    kept = []
-    for head in range(heads):
-        group = q.shape[0] // heads
-        rows = prob[head * group : (head + 1) * group, length - window :]
-        raw = rows.sum(1).mean(0).tolist()
-        end = length - window
-        pooled = []
-        for j in range(end):
-            around = [raw[i] if 0 <= i < end else None for i in range(j - kernel // 2, j + kernel // 2 + 1)]
-            inside = [x for x in around if x is not None]
-            pooled.append(max(inside) if pool == "max" else sum(inside) / kernel)
-        pooled += raw[end : length - kept_window]  # only when the budget is smaller than the window
-        order = sorted(range(length - kept_window), key=lambda j: (-round(pooled[j], 9), j))
-        kept.append(sorted([*order[: budget - kept_window], *range(length - kept_window, length)]))
-    return kept
+    end = length - min(window, budget)  # behind the prefix only when the budget is smaller than the window
+    return [
+        sorted([*best(scores[:end], budget - length + end), *range(end, length)])
+        for scores in pooled_scores(q, k, scale, window, pool, kernel)
+    ]
 
 
 @pytest.mark.parametrize("pool", ["max", "avg"])
@@ -74,6 +85,54 @@ def test_kept_tokens_equal_the_oracle(pool, num_tokens, heads, group):
     policy = SnapKV(budget=24, window=10, pool=pool, pool_kernel=5)
     store, row = filled(policy, [(2 * q, k, v)], scale=0.5, track=("pos",))
     assert held_positions(store, row) == oracle_kept(2 * q, k, 0.5, 24, 10, pool, 5)
+
+
+def rounded(exact: list[Fraction]) -> list[int]:
+    """Whole numbers with the same sum: rounded down, and up where the remainders are largest, the first of equal."""
+    found = [int(x) for x in exact]
+    order = sorted(range(len(exact)), key=lambda i: (found[i] - exact[i], i))
+    for index in order[: int(sum(exact)) - sum(found)]:
+        found[index] += 1
+    return found
+
+
+@pytest.mark.parametrize(("num_tokens", "budget"), [(211, 40), (101, 56)])
+def test_a_pyramid_of_layers_equals_the_oracle(num_tokens, budget):
+    """The last of five layers keeps base / beta prefix tokens, the first as much above the mean, or all there are and
+    the last what is left; each layer's tokens are SnapKV's for its budget."""
+    window, beta, layers = 7, 20, 5
+    tensors = [random_layer(layer, 2, 3, num_tokens, 8) for layer in range(layers)]
+    policy = PyramidKV(budget=budget, window=window, pool_kernel=5, beta=beta)
+    store, row = filled(policy, [(2 * q, k, v) for q, k, v in tensors], scale=0.5, track=("pos",))
+    base, prefix = budget - window, num_tokens - window
+    top, low = 2 * base - base // beta, base // beta
+    if top >= prefix:
+        top, low = prefix, 2 * base - prefix
+    assert (top == prefix) == (num_tokens == 101)
+    each = rounded([top - Fraction(layer * (top - low), layers - 1) for layer in range(layers)])
+    assert sum(each) == base * layers and each[0] > each[-1]
+    wanted = []
+    for (q, k, _), own in zip(tensors, each, strict=True):
+        wanted += oracle_kept(2 * q, k, 0.5, own + window, window, "max", 5)
+    assert held_positions(store, row) == wanted
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.2, 0.5])
+def test_heads_that_share_a_layer_s_budget_equal_the_oracle(alpha):
+    """Ada-SnapKV: a head has as many tokens as it has among the layer's best, but for a share that each gets alike."""
+    window, budget, heads, num_tokens = 7, 33, 4, 133
+    tensors = [random_layer(layer, heads, 3, num_tokens, 8) for layer in range(2)]
+    policy = AdaSnapKV(budget=budget, window=window, pool_kernel=5, alpha=alpha)
+    store, row = filled(policy, [(2 * q, k, v) for q, k, v in tensors], scale=0.5, track=("pos",))
+    base, end, wanted = budget - window, num_tokens - window, []
+    for q, k, _ in tensors:
+        scores = [own[:end] for own in pooled_scores(2 * q, k, 0.5, window, "max", 5)]
+        chosen = best([x for own in scores for x in own], base * heads)
+        counts = [sum(at // end == head for at in chosen) for head in range(heads)]
+        assert len(set(counts)) > 1
+        own = rounded([count * (1 - Fraction(str(alpha))) + base * Fraction(str(alpha)) for count in counts])
+        wanted += [sorted([*best(scores[h], own[h]), *range(end, num_tokens)]) for h in range(heads)]
+    assert held_positions(store, row) == wanted
 
 
 def test_decode_only_appends():

@@ -152,6 +152,18 @@ def test_the_question_is_held_back(model, tokenizer, tmp_path: Path) -> None:
     assert task.protocol["split"] == "after the context"
 
 
+def test_the_line_behind_code_can_be_left_out(model, tokenizer, tmp_path: Path) -> None:
+    """It is at the end of the two subsets about code, and nothing else changes."""
+    subsets = ["lcc", "repobench-p", "qasper"]
+    folder = folder_of(tmp_path, *subsets)
+    tasks = [load(model, folder, subsets, limit=1, **more) for more in ({}, {"next_line": False})]
+    texts = [[tokenizer.decode(r.segments[0], skip_special_tokens=True) for r in t.requests] for t in tasks]
+    (lcc, repobench, qasper), without = texts
+    assert without[:2] == [text.removesuffix("Next line of code:\n") for text in (lcc, repobench)] != [lcc, repobench]
+    assert without[2] == qasper
+    assert tasks[0].fingerprint != tasks[1].fingerprint
+
+
 def test_long_prompts_lose_their_middle_and_are_counted(make_model, tokenizer, tmp_path: Path) -> None:
     """A prompt longer than the model is cut by the official rule, and the task counts it."""
     write(tmp_path / "qasper.jsonl", row(), row(context="It is in the box. " * 900))

@@ -11,7 +11,7 @@ from rich.text import Text
 from kvbench.cache.layout import StoreOptions, compile_formats
 from kvbench.cache.offsets import KINDS
 from kvbench.config.files import FULL
-from kvbench.extensions.advise import shipped
+from kvbench.extensions.advise import along, shipped
 from kvbench.extensions.papers import published
 from kvbench.policy import MAX_TOKENS, Policy
 from kvbench.results.lines import read_samples
@@ -19,6 +19,7 @@ from kvbench.results.measures import RESIDENT
 from kvbench.results.record import RunRecord
 from kvbench.results.writing import write_file
 from kvbench.rules import Whole
+from kvbench.runs import choices
 from kvbench.runs.config import store_options
 from kvbench.runs.parts import make_policy
 from kvbench.show import terminal
@@ -37,6 +38,7 @@ PARTS = {
     "rest": ("slack_bytes", "table_bytes", "free_list_bytes", "book_bytes"),
 }
 BESIDE = {"windows": ("window_bytes",), "states": ("state_bytes",)}
+PICTURES = ("png", "svg", "pdf")
 Row = tuple[str, int, Projection]  # what the row is, tokens of a sequence, its bytes
 
 
@@ -53,6 +55,7 @@ class Asked:
 
 def main(cfg: DictConfig) -> int:
     """Print the table."""
+    kind = _kind_of_picture(cfg.picture, cfg.answer)
     lengths = [int(x) for x in cfg.length] if isinstance(cfg.length, ListConfig) else [cfg.length]
     for length in lengths:
         Whole(1, MAX_TOKENS, unit="tokens").check("length", length)
@@ -65,6 +68,9 @@ def main(cfg: DictConfig) -> int:
     else:
         store = store_options(cfg.store)
         asked = [Asked(name=name, policy=make_policy(method), store=store) for name, method in cfg._each_.items()]
+        if cfg.methods is not None:
+            made = {str(text): choices.make_method(text) for text in cfg.methods}
+            asked = [Asked(name=text, policy=policy, store=store) for text, policy in made.items()]
     rows: list[Row] = []
     notes: list[str] = []
     with said_when_slow(f"counting the bytes of {', '.join(one.name for one in asked)}"):
@@ -79,7 +85,25 @@ def main(cfg: DictConfig) -> int:
     if cfg.out:
         write_file(Path(cfg.out), _csv(rows, shape, cfg.batch))
         terminal.print_paths([Path(cfg.out)], console)
+    if cfg.picture:
+        prompt = max(lengths) - cfg.answer
+        with said_when_slow(f"counting the bytes of {len(asked)} methods along an answer"):
+            sizes = shape.store_shape, prompt, cfg.answer
+            lines = [line for one in asked for line in along.lines_of(one.name, one.policy, *sizes, one.store)]
+        title = f"Cache of {shape.name}, counted, nothing was run"
+        write_file(Path(cfg.picture), along.render(lines, prompt, cfg.batch, title, kind))
+        terminal.print_paths([Path(cfg.picture)], console)
     return 0
+
+
+def _kind_of_picture(path: str | None, answer: int) -> str:
+    """The file type of the picture that is asked for; empty for none."""
+    kind = Path(path).suffix.removeprefix(".") if path else ""
+    if path and kind not in PICTURES:
+        raise ValueError(f"picture={path} must end with {', '.join('.' + each for each in PICTURES)}")
+    if path and not answer:
+        raise ValueError(f"answer={answer} has no steps for picture={path}; set answer to the tokens that are written")
+    return kind
 
 
 def _stored(folder: Path, shape: NamedShape) -> Asked:

@@ -52,6 +52,7 @@ GROUPS = {"en": ENGLISH, "e": LONGBENCH_E}
 ROWS = {"multifieldqa_en": 150, "lcc": 500, "repobench-p": 500}
 ROWS |= {"qasper_e": 224, "multifieldqa_en_e": 150, "multi_news_e": 294}
 # The data set moved from the first id to the second; the hub and local caches may know it by either.
+NEXT_LINE = "Next line of code:\n"  # at the end of the prompts about code
 HUB_REPOS, HUB_ARCHIVE = ("THUDM/LongBench", "zai-org/LongBench"), "data.zip"
 
 
@@ -63,6 +64,8 @@ class LongBench(Task):
         subsets: Subsets, or groups of `GROUPS`.
         data_dir: Folder with their files; None for the local caches, then the hub.
         max_prompt_tokens: Longer prompts lose their middle; None for what the model takes, `fit:N` for N at most.
+        next_line: The prompts about code end with `NEXT_LINE`, as the official ones do. KV-Compress leaves it out for
+            Llama-3.1-70B, section 5.5.
     """
 
     metrics: ClassVar = {
@@ -76,6 +79,7 @@ class LongBench(Task):
     subsets: Annotated[str | Sequence[str], names_of((*ENGLISH, *LONGBENCH_E), GROUPS)] = "en"
     data_dir: DataDir = None
     max_prompt_tokens: MaxPromptTokens = None
+    next_line: bool = True
 
     def files(self) -> list[DataFile]:
         return [data_file(subset) for subset in name_list(self.subsets, GROUPS)]
@@ -100,7 +104,7 @@ class LongBench(Task):
                 "thinking": builder.thinking,
             }
             for doc in ask.drawn(task.eval_docs, subset):
-                request = make_request(task, builder, doc, subset)
+                request = make_request(task, builder, doc, subset, self.next_line)
                 requests.append(request)
                 scored[request.sample_id] = (task, doc)
         return self.asked(
@@ -114,7 +118,9 @@ class LongBench(Task):
         )
 
 
-def make_request(task: "LmEvalTask", builder: PromptBuilder, doc: dict, subset: str) -> "Request":
+def make_request(
+    task: "LmEvalTask", builder: PromptBuilder, doc: dict, subset: str, next_line: bool = True
+) -> "Request":
     """The request of one document; its prompt is divided behind the context."""
     prompt = task.doc_to_text(doc)
     head, _, _ = task.config.doc_to_text.partition("{{context}}")
@@ -126,7 +132,7 @@ def make_request(task: "LmEvalTask", builder: PromptBuilder, doc: dict, subset: 
         sample_id=f"{subset}/{doc['index']}",
         subset=subset,
         context=prompt[:border],
-        question=prompt[border:],
+        question=prompt[border:] if next_line else prompt[border:].removesuffix(NEXT_LINE),
         gold=doc["answers"][0],
         answers=doc["answers"],
         meta=meta,

@@ -4,15 +4,19 @@ import csv
 import json
 
 import pytest
+from engine_helpers import answers, random_tokens, request
 from gguf_bytes import gguf_header, write_gguf
 
+from kvbench.cache.layout import StoreOptions
 from kvbench.cli.main import main
 from kvbench.engine.requests import Outcome, Request
-from kvbench.extensions.advise import shipped
+from kvbench.engine.supported import model_shape
+from kvbench.extensions.advise import along, shipped
 from kvbench.results.identity import hash_identity
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import journal_record, write_line
-from kvbench.sizing.shapes import presets
+from kvbench.runs import choices
+from kvbench.sizing.shapes import find_shape, presets
 
 
 def lines(path):
@@ -205,3 +209,52 @@ def test_a_wrong_setting_is_named(words, match, capsys):
     """Each mistake is one message that says what is allowed."""
     assert main(["bytes", *words]) == 2
     assert match in capsys.readouterr().err
+
+
+def test_the_lines_of_an_answer_are_the_ledger_s(tiny_model):
+    """Bytes held at a point are those that a run of a real model has there, and bytes read those of its steps: Quest,
+    H2O and SnapKV at half of what was seen hold or read about half of what the full cache does, all along."""
+    loaded, prompt, answer = tiny_model("llama", "gqa3", 64), 100, 40
+    shape = model_shape(loaded.model)
+    found = {}
+    for name in ("full", "quest read_budget=50%seen dense_layers=0", "h2o budget=50%seen", "snapkv budget=50%seen"):
+        policy = choices.make_method(name)
+        lines = along.lines_of(name, policy, shape, prompt, answer, StoreOptions())
+        assert [line.is_read for line in lines] == [False, True][: len(lines)]
+        assert lines[0].tokens == [*range(answer + 1)]
+        found[name.split()[0]] = lines
+        seen, read = [], [0.0]
+
+        def look(running, step, seen=seen, read=read):
+            if running.store.counters.seen[0] > prompt:
+                seen.append((running.store.counters.seen[0] - prompt, running.store.ledger.row_bytes(0)))
+                read.append(running.store.ledger.meters[0].read_bytes)
+
+        asked = [request("0", random_tokens(prompt), max_new_tokens=answer)]
+        answers(loaded, policy, asked, on_step=look)
+        assert len(seen) > answer // 2
+        # Tables of a run have room for the whole answer, those of a point for its part of it.
+        assert {at: lines[0].counts[at] for at, _ in seen} == pytest.approx(dict(seen), abs=400)
+        for line in lines[1:]:
+            assert list(line.counts)[: len(seen)] == [b - a for a, b in zip(read, read[1:], strict=False)]
+    full, (_, reads) = found["full"][0], found["quest"]
+    for line in (*found["h2o"], *found["snapkv"], reads):
+        for at, count in zip(line.tokens, line.counts, strict=True):
+            least = (prompt + at) // 2 - 2 * 16  # pages read are rounded down, and the newest may have one token
+            assert shape.fp16_bytes(least) < count < full.counts[at]
+
+
+def test_a_picture_of_an_answer(tmp_path, capsys):
+    """Settings of each method, one line named for each, the least and the most where the text decides."""
+    out, picture = tmp_path / "t.csv", tmp_path / "a.svg"
+    words = ["bytes", "model=smollm2-135m", "length=100", "answer=4", f"picture={picture}"]
+    assert main([*words, 'methods=["snapkv budget=0.5","snapkv budget=50%seen",diffkv]', f"out={out}"]) == 0
+    assert picture.read_bytes().startswith(b"<?xml") and str(picture) in "".join(capsys.readouterr().out.split())
+    assert [line["method"] for line in lines(out)][:2] == ["snapkv budget=0.5", "snapkv budget=50%seen"]
+    shape = find_shape("smollm2-135m").store_shape
+    drawn = along.lines_of("diffkv", choices.make_method("diffkv"), shape, 280, 1, StoreOptions())
+    assert [line.name for line in drawn] == ["diffkv, at least", "diffkv, at most"]
+    for wrong, match in (("picture=a.txt", "must end with .png"), ("answer=0", "answer=0 has no steps")):
+        assert main([*words, wrong]) == 2
+        assert match in capsys.readouterr().err
+    assert main([*words, "methods=[snapkv budgte=0.5]"]) == 2

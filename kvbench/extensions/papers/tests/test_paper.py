@@ -147,7 +147,7 @@ def test_a_figure_is_the_command_that_draws_it(toy, capsys):
         ),
         ("figure 2", ["model=mini"], "DiffKV, figure 2, measured here: other model, mini (the paper has Llama3-8B, "),
         ("figure 15b", [], "DiffKV, figure 15b, measured here: other model, smollm2-135m (the paper names none)"),
-        ("figure 13", [], "DiffKV, figure 13, measured here: other machine, no model"),
+        ("figure 15a", [], "DiffKV, figure 15a, measured here: other machine, no model"),
         (
             "table 1",
             ["model=hf", "model.path=meta-llama/Meta-Llama-3-8B-Instruct"],
