@@ -44,9 +44,10 @@ def fits_settings(settings: Mapping[str, object], where: Mapping[str, object]) -
     """True when a run has the settings, or one of several allowed values of each; a null among them allows for runs
     that have no such setting."""
     for key, value in where.items():
-        several = isinstance(value, Sequence | ListConfig) and not isinstance(value, str)
-        allowed = list(value) if several else [value]
-        if settings.get(key) not in allowed or (key not in settings and not several):
+        if isinstance(value, Sequence | ListConfig) and not isinstance(value, str):
+            if settings.get(key) not in list(value):
+                return False
+        elif key not in settings or settings[key] != value:
             return False
     return True
 

@@ -153,7 +153,7 @@ def test_the_suites_that_kvbench_ships():
         cfg = compose_command("suite", [f"suite={name}", "allow_code_execution=true", f"results_dir=results/{name}"])
         found = suite.find(name)
         jobs = suite.jobs(found, cfg, [])
-        assert len({tuple(job) for job in jobs}) == len(jobs) > 10
+        assert len({tuple(job) for job in jobs}) == len(jobs) > 5
         assert jobs[0][-2] == "method=full"
         for words in suite._tasks(found, cfg):
             compose([*shlex.split(found.every), *words])
