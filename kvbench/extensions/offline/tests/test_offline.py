@@ -152,6 +152,7 @@ def test_requests_travel_whole():
     assert requests_file._request(json.loads(line)) == request
 
 
+@pytest.mark.smoke
 def test_portions_are_graded_together(folder, capsys):
     """Half of the answers are no run; with the other half they are, with the sessions of both."""
     ask("method=full", "batch_size=1")
