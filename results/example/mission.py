@@ -117,9 +117,9 @@ def _stored(folder: Path, task: str) -> list[dict]:
 
 
 def _fewest(folder: Path, task: str, left: Sequence[str]) -> int:
-    counts = []
+    runs, counts = _stored(folder, task), []
     for words in left:
-        one = find(_stored(folder, task), words) if (folder / task).is_dir() else None
+        one = find(runs, words)
         path = Path(one["folder"]) / "samples.jsonl" if one else None
         counts.append(path.read_bytes().count(b"\n") if path and path.is_file() else 0)
     return min(counts)
