@@ -285,7 +285,7 @@ def choose_page_bytes(slots: Sequence[SlotFormat], *, tiled: bool = False) -> in
     Args:
         slots: The formats of all tiers, one head dim.
         tiled: Take only sizes at which every format has whole tiles of 64 slots (whole key groups, where keys share
-            scales over tokens), if there are such: what is left of a page beside its tiles is read by code of its own.
+            scales over tokens), if there are such: the rest of a page behind its last tile takes another code path.
 
     Returns:
         Page size in bytes, a multiple of 16.
@@ -297,7 +297,7 @@ def choose_page_bytes(slots: Sequence[SlotFormat], *, tiled: bool = False) -> in
 
 
 def _is_tiled(fmt: PageFormat) -> bool:
-    """Whether a page's slots are whole tiles."""
+    """Return True if the slots of a page fill whole tiles."""
     return fmt.tokens_per_page % (fmt.slot.group_tokens if fmt.slot.channel_keys else TILE_SLOTS) == 0
 
 

@@ -147,7 +147,7 @@ def _usage(asm: Mapping[str, Any]) -> tuple[int | None, int | None]:
 
 
 def nvidia_tool(name: str, *options: str, binary: bytes) -> str:
-    """What a tool in triton's own package prints of a cubin; nothing where it is not there."""
+    """Output of a binary tool of the triton package on a cubin; empty if the tool is missing."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     if not tool.is_file():
         return ""

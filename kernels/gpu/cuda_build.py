@@ -78,7 +78,7 @@ def compiled(form: Form, target: str) -> bytes:
 
 
 def _intact(stored: bytes) -> bytes:
-    """What was stored behind its digest; empty where it is not that."""
+    """Payload of a cached build, which follows its digest; empty if the digest does not match."""
     digest, built = stored[:32], stored[32:]
     return built if hashlib.sha256(built).digest() == digest else b""
 
@@ -107,7 +107,7 @@ def _compile(sources: dict[str, str], target: str) -> bytes:
 
 
 def _text(size_of: Callable[..., int], get: Callable[..., int], program: ctypes.c_void_p) -> bytes:
-    """What NVRTC holds of a program: its output, or the binary."""
+    """Compiler log or cubin of an NVRTC program."""
     size = ctypes.c_size_t()
     _checked(size_of(program, ctypes.byref(size)), "NVRTC")
     room = ctypes.create_string_buffer(size.value)

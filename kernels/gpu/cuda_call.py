@@ -91,5 +91,5 @@ def _host_library(form: Form) -> ctypes.CDLL:
 
 
 def address(x: Tensor | None) -> int | None:
-    """Where a tensor lies, or null."""
+    """Data pointer of a tensor; None (null) without one."""
     return None if x is None else x.data_ptr()

@@ -46,7 +46,7 @@ _COPY = "UBLKCP|LDGSTS"
 
 @dataclass(frozen=True)
 class Usage:
-    """What a build of the decode kernel takes: registers of a thread, bytes that it spills, bytes of code; warp
+    """Resources of a build of the decode kernel: registers per thread, spilled bytes, bytes of code; warp
     instructions per token and KV head, and of those in turns."""
 
     registers: int

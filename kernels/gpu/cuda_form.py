@@ -26,7 +26,7 @@ ELEMENTS: dict[torch.dtype, Element] = {torch.float32: "fp32", torch.float16: "f
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What a build of the kernels is for.
+    """Template parameters of a build of the kernels.
 
     Args:
         tiers: The page formats, one or two.
@@ -100,7 +100,7 @@ def _layout(name: str, fmt: PageFormat) -> str:
 
 
 def refusal(form: Form) -> str:
-    """What the kernels do not take of a form; empty where they take it."""
+    """Reason why the kernels do not support a form; empty if they do."""
     slots = [tier.slot for tier in form.tiers]
     if not 1 <= len(slots) <= 2:
         return f"{len(slots)} tiers"
