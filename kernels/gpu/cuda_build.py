@@ -32,6 +32,9 @@ def nvrtc() -> ctypes.CDLL:
     found = [str(path) for folder in folders for name in _NAMES for path in sorted(folder.glob(f"*/lib/{name}"))]
     for path in [*found, *_NAMES]:
         try:
+            # NVRTC opens its library of builtins by name, and a package's folder is on no path of the loader.
+            for builtins in Path(path).parent.glob("libnvrtc-builtins.so.*") if path in found else ():
+                ctypes.CDLL(str(builtins))
             return ctypes.CDLL(path)
         except OSError:
             continue

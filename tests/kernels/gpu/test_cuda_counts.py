@@ -72,5 +72,5 @@ def test_a_build_is_kept_and_checked(monkeypatch, tmp_path):
 
 def test_a_source_that_does_not_compile_is_said():
     """With the target and the end of the compiler's output."""
-    with pytest.raises(BuildError, match="form.h|sm_90"):
+    with pytest.raises(BuildError, match="expected an expression"):
         cuda_build._compile({"decode.cu": '#include "form.h"\nint x = ;', "form.h": ""}, "sm_90")
