@@ -22,13 +22,15 @@ ISA_VARIABLE = "KVBENCH_CPU_ISA"
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _AVX512VNNI = (*_AVX512, "-mavx512vbmi", "-mavx512vnni")
+_AVX512BF16 = (*_AVX512VNNI, "-mavx512bf16")
 # From the least to the most demanding: a CPU that runs one build runs those before it.
 ISA_FLAGS = {
     "portable": ("-DKVBENCH_PORTABLE",),
     "avx2": _AVX2,
     "avx512": _AVX512,
     "avx512vnni": _AVX512VNNI,
-    "avx512bf16": (*_AVX512VNNI, "-mavx512bf16"),
+    "avx512bf16": _AVX512BF16,
+    "amx": (*_AVX512BF16, "-mamx-tile", "-mamx-bf16"),
 }
 
 # What a struct points at, and must not be freed before it.

@@ -105,6 +105,12 @@ struct BF16 {
   KVB_INLINE void put_lanes(Vec x, uint8_t* to) { put_of<BitsAll, HalvesAll>(&x, kLanes, to); }
 };
 
+}  // namespace kvb
+#ifdef KVB_AMX
+#include "amx.h"
+#endif
+namespace kvb {
+
 // Sums of a tile that lie in registers, beside a step of x and one of w; and rows of a tile at most, with 4 outputs.
 template <class E> constexpr int kMostRows = (kRegisters == 32 ? 6 : 3) - (E::kParts - 1) * (kRegisters == 32 ? 2 : 1);
 
@@ -245,6 +251,9 @@ template <class E> static void block(const Tiles<E>& tiles, const Matrix& matrix
 }
 
 template <class E> static int products(const Products& p) {
+#ifdef KVB_AMX
+  if constexpr (std::is_same_v<E, BF16>) return tile_products(p);
+#endif
   static thread_local std::vector<float> room;
   const long most = kBlocks * kTiles * kMostRows<E>, parts = (p.rows + most - 1) / most;
   long outputs = 0, blocks = 0;

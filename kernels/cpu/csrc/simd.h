@@ -12,7 +12,12 @@
 
 #if defined(__AVX512F__) && !defined(KVBENCH_PORTABLE)
 #if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)
+#define KVB_PATH "amx"
+#define KVB_AMX 1  // products of whole matrices of bf16 numbers are one instruction
+#else
 #define KVB_PATH "avx512bf16"
+#endif
 #define KVB_BF16_PAIRS 1  // products of pairs of bf16 numbers are one instruction
 #elif defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
 #define KVB_PATH "avx512vnni"
