@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.errors import what_happened
-from kvbench.results import provenance
+from kvbench.results import provenance, summary
 from kvbench.results.faults import REVISION
 from kvbench.results.record import RunRecord, Session, now
 from kvbench.results.writing import JournalError
@@ -77,6 +77,8 @@ def describe(experiment: Experiment, record: RunRecord, origin: Origin) -> None:
     record.weights_bytes = experiment.model.weights_bytes
     record.revision = record.revision if record.hash else REVISION  # a run that goes on has answers of the code before
     record.hash, record.identity, record.sealed = experiment.hash, experiment.identity, True
+    # Their names and directions: a run that is stopped has no values, and its answers are compared all the same.
+    record.metrics = record.metrics or summary.metrics((), experiment.task.metrics, experiment.task.primary)
     record.protocol, record.backend, record.seed = experiment.task.protocol, experiment.backend, experiment.config.seed
     record.versions, record.git = provenance.versions(), provenance.git_state()
     devices = [experiment.model.device, *(device for device, _ in experiment.model.places)]

@@ -37,10 +37,12 @@ from kvbench.show.terminal import p_text
 from kvbench.sizing.stored import changed_settings
 
 STUDY = HERE / "benchmarks"
-METRICS = ("score", "nll", "kl", "top1")
+STUDIES = (STUDY, HERE / "mission")  # the second one is docs/study.md's
+METRICS = ("score", "nll", "kl", "kl_new", "top1")
 OWN = ("index", "task_id", "level", "subject")  # of a sample's facts; the others may be the benchmark's text
 THERE = {"length": 512}  # of the small study's questions those that are the nearest to the benchmarks'
 LITTLE = 0.05  # of the score: a loss that whole intervals of some runs exclude at these numbers of problems
+HELD = ("rotation", "key_offset")  # settings of the store that tell runs apart
 NAMED = ("budget", "bits")  # settings that stand beside a method even where they are its configuration's
 SETS = {"all settings of both": {}, "eviction to 50 % of the tokens": {"budget": 0.5}}
 # Printed scores: share, problems, where.
@@ -96,18 +98,28 @@ def words(one: StoredRun) -> str:
     """Method and settings of a run as `method=` takes them today, which are the same in every version of the code."""
     stored = one.record.identity.get("method", {})
     changed = changed_settings(one.method, stored)
-    return " ".join([one.method, *(f"{key}={stored[key]}" for key in stored if key in changed or key in NAMED)])
+    own = [f"{key}={stored[key]}" for key in stored if key in changed or key in NAMED]
+    held = one.record.identity.get("store", {})
+    return " ".join(
+        [one.method, *own, *(f"store.{key}={held[key]}" for key in HELD if held.get(key, "none") != "none")]
+    )
+
+
+def families() -> list[tuple[Path, str, str]]:
+    """Study, tasks and models of each family of Holm's correction: a model, and in the mission's study a benchmark."""
+    first = sorted({(STUDY, "tasks=*", f"models={path.name}") for path in STUDY.glob("*/*")})
+    places = sorted(STUDIES[1].glob("*/*"))
+    return [*first, *((STUDIES[1], f"tasks={path.parent.name}", f"models={path.name}") for path in places)]
 
 
 def runs(folder: Path) -> None:
     """Every run by every measure, as its record and `compare` have it."""
     found = []
-    models = sorted({path.name for path in STUDY.glob("*/*")})
-    for model, metric in product(models, METRICS):  # each model is a study of its own, and so a family of Holm's
-        asked = [f"metric={metric}", f"models={model}"]
-        run("compare", *asked, "regressions=0", f"out={folder / 'compare.csv'}", study=STUDY)
+    for (study, *family), metric in product(families(), METRICS):
+        asked = [f"metric={metric}", *family]
+        run("compare", *asked, "regressions=0", f"out={folder / 'compare.csv'}", study=study)
         beside = {row["hash"]: row for row in read(folder / "compare.csv").to_dict("records")}
-        for group in load_groups(compose_command("compare", [f"results_dir={STUDY}", *asked])):
+        for group in load_groups(compose_command("compare", [f"results_dir={study}", *asked])):
             found += [_cells(group, one, metric, beside.get(one.record.hash[:12], {})) for one in group.runs]
     write(HERE / "benchmarks.csv", pd.DataFrame(found))
 

@@ -255,7 +255,7 @@ def test_interrupt_and_error_keep_the_samples(tmp_path):
         record = RunRecord.load(made.folder)
         assert (record.status, record.counts.done) == ("failed" if status == "failed" else "stopped", 5)
         assert re.fullmatch(told[status], record.message) and record.counts.total == 10
-        assert record.sessions[0].ended
+        assert record.sessions[0].ended and record.primary and record.metrics[record.primary].value is None
         again = run_fake(results, parts).record
         assert (again.status, again.message, again.counts.done) == ("complete", "", 10)
         assert [session.num_done for session in again.sessions] == [5, 5]
