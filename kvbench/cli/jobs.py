@@ -123,12 +123,12 @@ class Jobs:
 
     def _single(self, cfg: "DictConfig") -> int:
         """An experiment by itself: its tables and its picture; gives the exit code."""
-        from kvbench.runs.run import run_experiment
+        from kvbench.runs.together import Asked, run_one
         from kvbench.show import table
 
         try:
             method, origin = self._origin()
-            finished = run_experiment(cfg, method=method, parts=self.loaders, origin=origin)
+            finished = run_one(Asked(cfg=cfg, method=method, say=note, origin=origin), self.loaders)
             if finished.ended:  # else the last shard shows the whole run
                 folder, picture = finished.folder, _draw(finished)
                 table.show(finished.records, [folder / "run.json", folder / "samples.jsonl", picture])

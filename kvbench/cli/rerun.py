@@ -11,8 +11,10 @@ from kvbench.results.identity import differences
 from kvbench.results.lines import read_samples
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import SampleRecord, key_of
+from kvbench.runs import parts
 from kvbench.runs.config import AUTO, NONE, OWN, read_stored
-from kvbench.runs.run import Origin, run_experiment
+from kvbench.runs.sessions import Origin
+from kvbench.runs.together import Asked, run_one
 from kvbench.show import terminal
 from kvbench.show.progress import note
 
@@ -36,7 +38,7 @@ def main(cfg: DictConfig) -> int:
     # A folder that may be anybody's does not decide where results are sent.
     settings |= {"shard": None, "tracker": NONE}
     origin = Origin(command=["rerun", str(folder)], experiment=stored.experiment)
-    again = run_experiment(settings, method=stored.method, origin=origin)
+    again = run_one(Asked(cfg=settings, method=stored.method, say=note, origin=origin), parts.Loaders())
     before, damaged = read_samples(folder / "samples.jsonl", stored.hash, sealed=stored.sealed)
     if damaged:
         note(f"{damaged} damaged lines of {folder}/samples.jsonl do not count")

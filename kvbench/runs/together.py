@@ -2,9 +2,10 @@
 
 The runs take turns, prompt by prompt: the first that comes to a prompt reads it, the others' stores are given what the
 model computed (`engine/prompt_cache.py`), and then it is dropped. The full cache, which others are compared with, goes
-first. Where no answer depends on its neighbours, steps of few rows are made in one pass of the model, those of several
-runs together (`engine/joined.py`). What a run computes, and in which order, is what it does by itself; so are its
-records, to the bit.
+first, behind runs for which no other can measure a prompt. Where no answer depends on its neighbours, steps of few rows
+are made in one pass of the model, those of several runs together (`engine/joined.py`). What a run computes, and in
+which order, is what it does by itself; so are its records, to the bit. One run that is compared with the full cache is
+two of them.
 """
 
 import math
@@ -19,7 +20,7 @@ from kvbench.config.files import FULL
 from kvbench.engine.requests import Request
 from kvbench.errors import nobody_leaves
 from kvbench.results.journal import RunLocked
-from kvbench.runs.config import RunConfig
+from kvbench.runs.config import AUTO, RunConfig
 from kvbench.runs.experiment import Experiment, prepare
 from kvbench.runs.parts import Loaders
 from kvbench.runs.portions import Share
@@ -69,11 +70,25 @@ def groups(cfgs: Iterable[Mapping[str, Any]]) -> list[list[int]]:
         key: object = number
         with suppress(ValueError):  # which its own run tells
             config = RunConfig.read(cfg)
-            if not (config.shard or config.prefill.chunk or config.model.get("tensor_parallel")):
+            if _can_share(config):
                 settings = config.settings()
                 key = repr([value for name, value in settings.items() if name not in APART])
         found.setdefault(key, []).append(number)
     return list(found.values())
+
+
+def _can_share(config: RunConfig) -> bool:
+    """True where another run may replay the prompts of this one."""
+    return not (config.shard or config.prefill.chunk or config.model.get("tensor_parallel"))
+
+
+def _with_full(job: Asked) -> bool:
+    """True where a run by itself shares its prompts with the full cache that it is compared with."""
+    with suppress(ValueError):  # which the run tells
+        config = RunConfig.read(job.cfg)
+        # prompt_cache_bytes keeps prompts for later jobs of the process, which those of a call are not.
+        return config.reference == AUTO and job.method != FULL and _can_share(config) and not config.prompt_cache_bytes
+    return False
 
 
 def needed_bytes(experiment: Experiment) -> tuple[int, int]:
@@ -85,7 +100,8 @@ def needed_bytes(experiment: Experiment) -> tuple[int, int]:
 
 
 def run_together(asked: Sequence[Asked], parts: Loaders, share: Share | None = None) -> Ends:
-    """Runs of one group; gives each as soon as it has ended: one that fails ends alone.
+    """Runs of one group, and the full cache that they are compared with; gives each as soon as it has ended: one that
+    fails ends alone.
 
     A run that another process has, or that is asked for twice, comes by itself in the end.
 
@@ -96,12 +112,13 @@ def run_together(asked: Sequence[Asked], parts: Loaders, share: Share | None = N
         KeyboardInterrupt: A signal stopped them; everything finished is on disk.
     """
     alone = dict(enumerate(asked))
-    if len(asked) > 1 or share:
+    shares = len(asked) > 1 or any(map(_with_full, asked))
+    if shares or share:
         from kvbench.engine.prompt_cache import PromptCache
 
         prompts = PromptCache()
         with parts.sharing(prompts):
-            for number, ended in _Together(asked, parts, prompts, share).run():
+            for number, ended in _Together(asked, parts, prompts, share, shares).run():
                 if share or not isinstance(ended, RunLocked):
                     del alone[number]
                     yield number, ended
@@ -110,6 +127,18 @@ def run_together(asked: Sequence[Asked], parts: Loaders, share: Share | None = N
             yield number, run_experiment(job.cfg, method=job.method, parts=parts, say=job.say, origin=job.origin)
         except Exception as error:
             yield number, error
+
+
+def run_one(asked: Asked, parts: Loaders) -> Run:
+    """Run one experiment together with the full cache on the same samples, where that is not there yet.
+
+    Raises:
+        Exception: What ended it; see `run_experiment`.
+    """
+    ((_, ended),) = run_together([asked], parts)
+    if isinstance(ended, Exception):
+        raise ended
+    return ended
 
 
 class _Lane:
@@ -153,6 +182,14 @@ class _Lane:
         self._steps = self._engine = None  # lets go of its cache
 
     @property
+    def measures_alone(self) -> bool:
+        """No other run can measure its prompts for it."""
+        from kvbench.engine.prompt_cache import from_queries, how_measured
+
+        store = None if self._engine is None else self._engine.store
+        return store is not None and how_measured(store) is not None and from_queries(store) is None
+
+    @property
     def stores(self) -> "list[CompressedStore]":
         """Its cache, where it stands before a prompt."""
         waits = self.step is None and math.isfinite(self.at)
@@ -174,14 +211,14 @@ class _Lane:
 
 
 class _Together:
-    """One call of `run_together`, for more runs than one."""
+    """One call of `run_together`, for more runs than one unless `share` says what to take of one."""
 
     def __init__(
-        self, asked: Sequence[Asked], parts: Loaders, prompts: "PromptCache", share: Share | None = None
+        self, asked: Sequence[Asked], parts: Loaders, prompts: "PromptCache", share: Share | None, shares: bool
     ) -> None:
-        self._asked, self._parts, self._prompts, self._share = asked, parts, prompts, share
+        self._asked, self._parts, self._prompts, self._share, self._shares = asked, parts, prompts, share, shares
         self._lanes: dict[Path, _Lane] = {}  # by the folder of the run, in the order of their turns
-        self._at_once, self._room_bytes = len(asked), sys.maxsize
+        self._at_once, self._room_bytes = sys.maxsize, sys.maxsize
         self._rows: int | None = None  # requests of a run at once, where no answer depends on it
         self._progress = Progress("", 0)
 
@@ -199,7 +236,7 @@ class _Together:
                 self._add(each, number)
             except Exception as error:
                 yield number, error
-        if len(self._asked) == 1:
+        if not self._shares:
             self._at_once = 1
         elif wanted:
             self._look_at_memory(next(iter(wanted.values())).experiment)
@@ -287,6 +324,7 @@ class _Together:
                 while lanes:
                     first = min(lane.at for lane in lanes)
                     turns = [lane for lane in lanes if lane.at == first]
+                    turns.sort(key=lambda lane: not lane.measures_alone)  # which read for themselves in any case
                     self._prompts.limit_bytes = self._room_bytes if len(turns) > 1 else 0
                     yield from self._turn(lanes, turns)
                     self._prompts.forget()

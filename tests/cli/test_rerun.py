@@ -68,7 +68,7 @@ def test_a_stored_run_runs_again_from_its_folder_alone(stored, capsys):
 def test_what_differs_is_named(stored, monkeypatch, capsys):
     """Under other code the hash is another one, and the answers that changed are shown."""
     monkeypatch.setattr(provenance, "harness_hash", lambda *backends: "f" * 64)
-    monkeypatch.setattr("kvbench.runs.run.Loaders", lambda: make_parts(statuses={"b/3": "oom"}))
+    monkeypatch.setattr("kvbench.runs.parts.Loaders", lambda: make_parts(statuses={"b/3": "oom"}))
     assert cli.main(["rerun", str(stored), "trust=true", "results_dir=again"]) == 1
     out = capsys.readouterr().out
     assert "another hash" in out and "code.harness" in out
@@ -80,7 +80,7 @@ def test_another_machine_is_named_as_the_likely_cause(stored, monkeypatch, capsy
     real = provenance.machine
     changes = {"num_threads": 64, "torch_isa": "DEFAULT", "modes": {"MKL_CBWR": "COMPATIBLE"}}
     monkeypatch.setattr(provenance, "machine", lambda *given, **more: replace(real(*given, **more), **changes))
-    monkeypatch.setattr("kvbench.runs.run.Loaders", lambda: make_parts(statuses={"b/3": "oom"}))
+    monkeypatch.setattr("kvbench.runs.parts.Loaders", lambda: make_parts(statuses={"b/3": "oom"}))
     assert cli.main(["rerun", str(stored), "trust=true", "results_dir=again"]) == 1
     was = RunRecord.load(stored).machine
     out = " ".join(capsys.readouterr().out.split())

@@ -65,12 +65,15 @@ def test_tensors_that_lie_on_one_another_are_refused(tmp_path, tensor, changed, 
 
 
 def test_a_gguf_file_is_parsed_once(tmp_path, monkeypatch):
-    """A header with a large vocabulary takes seconds, and transformers asks for it again and again."""
+    """A header with a large vocabulary takes seconds, and transformers asks for it again and again; and in each module
+    of a model for the list of the tensors' names."""
     library = pytest.importorskip("gguf")
     parsed, fields = [], library.GGUFReader._build_fields
     monkeypatch.setattr(library.GGUFReader, "_build_fields", lambda *args: parsed.append(1) or fields(*args))
+    mapped, made = [], library.TensorNameMap.__init__
+    monkeypatch.setattr(library.TensorNameMap, "__init__", lambda *args: mapped.append(1) or made(*args))
     load_model(write_gguf(tmp_path / "small.gguf", pre="smollm"))
-    assert len(parsed) == 1
+    assert len(parsed) == len(mapped) == 1
 
 
 def test_a_gguf_file_need_not_chat(tmp_path):

@@ -22,7 +22,7 @@ from kvbench.runs.experiment import prepare
 from kvbench.runs.parts import Loaders
 from kvbench.runs.run import run_experiment
 from kvbench.runs.sessions import Origin
-from kvbench.runs.together import Asked, groups, run_together
+from kvbench.runs.together import Asked, groups, run_one, run_together
 
 SEVERAL = ["kivi", "diffkv", "h2o", "quest", "kv_compress", "ada_snapkv", "streaming_llm"]
 
@@ -114,6 +114,55 @@ def test_each_prompt_is_read_once_and_the_records_are_those_of_single_runs(
     for cfg, method in zip(cfgs(tmp_path / "single"), methods, strict=True):
         run_experiment(cfg, method=method, parts=parts, say=lambda text: None)
     assert content(tmp_path / "together") == content(tmp_path / "single")
+
+
+@pytest.mark.parametrize("method", ["h2o", pytest.param("kvzip", marks=pytest.mark.every(4)), "think"])
+def test_one_run_reads_each_prompt_once_for_itself_and_the_full_cache(tmp_path, monkeypatch, method):
+    """Scores of all columns, those of a method's own passes over the prompt, and channels: one command reads a prompt
+    once for both caches, and leaves what two runs by themselves leave."""
+
+    def cfg(results):
+        made = compose(method, results)
+        for key, value in {"reference": "auto", "task.items": 1, "task.length": 400, "task.kinds": ["kv"]}.items():
+            OmegaConf.update(made, key, value)
+        return made
+
+    read, forward = [], hf.forward
+
+    def counted(model, session, *arguments):
+        if isinstance(session, sessions.Prefill):
+            read.append(session.num_prompt_tokens)
+        return forward(model, session, *arguments)
+
+    parts = Loaders()
+    with monkeypatch.context() as patch:
+        patch.setattr(hf, "forward", counted)
+        done = run_one(asked(cfg(tmp_path / "together"), method), parts)
+    assert done.record.status == "complete" and done.record.comparison is not None
+    assert len(read) == len(done.samples)
+    run_experiment(cfg(tmp_path / "single"), method=method, parts=parts, say=lambda text: None)
+    assert content(tmp_path / "together") == content(tmp_path / "single")
+    del read[:]
+    assert run_one(asked(cfg(tmp_path / "together"), method), parts).record == done.record and not read
+
+
+def test_one_run_waits_for_a_full_cache_that_another_process_computes(tmp_path):
+    """What is locked comes by itself in the end, and a wrong setting is raised."""
+    (job,) = ratios(tmp_path, [0.5], reference="auto")
+    (full,) = ratios(tmp_path, [None])
+    folder, told = prepare(RunConfig.read(full.cfg), "full", make_parts()).folder, []
+    waiting = asked(job.cfg, job.method, told)
+    with run_lock(folder):
+        thread = threading.Thread(target=lambda: told.append(run_one(waiting, make_parts())))
+        thread.start()
+        while not any("waiting for" in str(each) for each in told):
+            thread.join(0.05)
+            assert thread.is_alive()
+    thread.join(60)
+    assert told[-1].record.status == told[-1].reference.status == "complete"
+    (wrong,) = ratios(tmp_path, [1.5], reference="auto")
+    with pytest.raises(ValueError, match="method.ratio=1.5"):
+        run_one(wrong, make_parts())
 
 
 def test_fakes_leave_what_single_runs_leave(tmp_path):

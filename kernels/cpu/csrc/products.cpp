@@ -45,9 +45,10 @@ static const bool kNextInSecondLevel = [] {
 }();
 
 // Elements of x, w and y. A step takes kStep numbers of a row of w in kParts vectors; x is kept in the order in which it meets them. Up to four
-// results are put at a time.
+// results are put at a time. kNumbers: each lane takes one number after the other, and fma adds it.
 struct F32 {
   static constexpr long kBytes = 4, kStep = kLanes, kParts = 1;
+  static constexpr bool kNumbers = true;
   KVB_INLINE void step(const uint8_t* p, Vec* w) { w[0] = load((const float*)p); }
   KVB_INLINE void keep(const uint8_t* p, long n, float* to) { std::memcpy(to, p, n * 4); }
   KVB_INLINE Vec mul_add(Vec w, Vec x, Vec sum) { return fma(w, x, sum); }
@@ -58,6 +59,7 @@ struct F32 {
 };
 struct F16 {
   static constexpr long kBytes = 2, kStep = kLanes, kParts = 1;
+  static constexpr bool kNumbers = true;
   KVB_INLINE void step(const uint8_t* p, Vec* w) { w[0] = load_f16(p); }
   KVB_INLINE void keep(const uint8_t* p, long n, float* to) {
     for (long i = 0; i < n; i++) to[i] = number(p + 2 * i);
@@ -76,11 +78,13 @@ struct BF16 {
   static constexpr long kBytes = 2, kStep = 2 * kLanes;
 #ifdef KVB_BF16_PAIRS
   static constexpr long kParts = 1;
+  static constexpr bool kNumbers = false;
   KVB_INLINE void step(const uint8_t* p, Vec* w) { w[0] = load((const float*)p); }
   KVB_INLINE void keep(const uint8_t* p, long n, float* to) { std::memcpy(to, p, n * 2); }
   KVB_INLINE Vec mul_add(Vec w, Vec x, Vec sum) { return add_bf16_pairs(w, x, sum); }
 #else
   static constexpr long kParts = 2;
+  static constexpr bool kNumbers = true;
   KVB_INLINE void step(const uint8_t* p, Vec* w) { load_bf16_pairs(p, w, w + 1); }
   KVB_INLINE void keep(const uint8_t* p, long n, float* to) {
     for (long i = 0; i < n; i++) to[i % 2 * kLanes + i / 2] = number(p + 2 * i);
@@ -250,11 +254,31 @@ template <class E> static void block(const Tiles<E>& tiles, const Matrix& matrix
   }
 }
 
+// n elements, with zeros behind them, and back.
+template <class E> KVB_INLINE Vec some(const uint8_t* p, long n) {
+  if (n == kLanes) return E::lanes(p);
+  uint8_t whole[4 * kLanes] = {};
+  std::memcpy(whole, p, n * E::kBytes);
+  return E::lanes(whole);
+}
+template <class E> KVB_INLINE void put_some(Vec x, long n, uint8_t* to) {
+  if (n == kLanes) return E::put_lanes(x, to);
+  uint8_t whole[4 * kLanes];
+  E::put_lanes(x, whole);
+  std::memcpy(to, whole, n * E::kBytes);
+}
+
+}  // namespace kvb
+#include "panels.h"
+namespace kvb {
+
 template <class E> static int products(const Products& p) {
 #ifdef KVB_AMX
   if constexpr (std::is_same_v<E, BF16>) return tile_products(p);
 #endif
   static thread_local std::vector<float> room;
+  if constexpr (E::kNumbers)
+    if (p.rows >= kMany) return panel_products<E>(p);
   const long most = kBlocks * kTiles * kMostRows<E>, parts = (p.rows + most - 1) / most;
   long outputs = 0, blocks = 0;
   for (long i = 0; i < p.count; i++) outputs += p.matrices[i].out;
@@ -292,20 +316,6 @@ template <class E> static int products(const Products& p) {
 template <class E, class Of> static void each_lanes(long size, Of of) {
   for (long i = 0; i < size; i += kLanes) of(i * E::kBytes, std::min<long>(kLanes, size - i));
 }
-// n elements, with zeros behind them, and back.
-template <class E> KVB_INLINE Vec some(const uint8_t* p, long n) {
-  if (n == kLanes) return E::lanes(p);
-  uint8_t whole[4 * kLanes] = {};
-  std::memcpy(whole, p, n * E::kBytes);
-  return E::lanes(whole);
-}
-template <class E> KVB_INLINE void put_some(Vec x, long n, uint8_t* to) {
-  if (n == kLanes) return E::put_lanes(x, to);
-  uint8_t whole[4 * kLanes];
-  E::put_lanes(x, whole);
-  std::memcpy(to, whole, n * E::kBytes);
-}
-
 // y = w x / sqrt(mean of x^2 + eps), row by row.
 template <class E> static void norm(const uint8_t* x, const uint8_t* w, uint8_t* y, long rows, long width, float eps, int num_threads) {
 #pragma omp parallel for num_threads(num_threads) schedule(static) if (num_threads > 1)
@@ -327,7 +337,7 @@ template <class E> static void norm(const uint8_t* x, const uint8_t* w, uint8_t*
 template <class E> static int gated(const Products& p) {
   static thread_local std::vector<uint8_t> room;
   constexpr long kPiece = 4096;  // elements that a thread takes at a time
-  const long most = kBlocks * kTiles * kMostRows<E>, parts = (p.rows + most - 1) / most;
+  const long most = E::kNumbers ? kMostInPanels : kBlocks * kTiles * kMostRows<E>, parts = (p.rows + most - 1) / most;
   for (long part = 0; part < parts; part++) {
     const long first = part * p.rows / parts, rows = (part + 1) * p.rows / parts - first, mid = p.matrices[0].out, size = rows * mid;
     try {

@@ -129,7 +129,7 @@ KVB_INLINE Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 KVB_INLINE void store_u8(uint8_t* p, Vec x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x))); }
 KVB_INLINE void store_f16(uint8_t* p, Vec x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, 0)); }
 KVB_INLINE float sum_of(Vec a) { return _mm512_reduce_add_ps(a); }
-// The sums of four vectors, each in the same order wherever it stands.
+// The sums of four vectors, each in the same order wherever it stands; panels.h relies on it.
 KVB_INLINE void sums_of(const Vec* four, float* sums) {
   const Vec ab = _mm512_add_ps(_mm512_unpacklo_ps(four[0], four[1]), _mm512_unpackhi_ps(four[0], four[1]));
   const Vec cd = _mm512_add_ps(_mm512_unpacklo_ps(four[2], four[3]), _mm512_unpackhi_ps(four[2], four[3]));

@@ -42,7 +42,7 @@ def test_products_are_exact_but_for_the_order_of_sums(out, into, dtype, products
     2^-25 is half the smallest step of fp16.
     """
     weight, bias = numbers(out, into, dtype=dtype), numbers(out, dtype=dtype)
-    for rows in ((1,), (2,), (3,), (4,), (5,), (7,), (16,), (41,), (), (2, 1), (1, 3), (0,)):
+    for rows in ((1,), (2,), (3,), (4,), (5,), (7,), (16,), (41,), (97,), (), (2, 1), (1, 3), (0,)):
         x = numbers(*rows, into, dtype=dtype)
         for add in (bias, None):
             found = products(x, weight, add)
@@ -63,8 +63,8 @@ def small_work(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_is_the_same_bits_in_any_company(dtype, products, small_work):
     """Alone, among others at any place, with one thread and with three, and out of a tensor that is not contiguous; of
-    so many that they are worked on in parts, too."""
-    weight, x = numbers(70, 2100, dtype=dtype), numbers(300, 2100, dtype=dtype)
+    so many that they are worked on in panels and in parts, too."""
+    weight, x = numbers(70, 2100, dtype=dtype), numbers(400, 2100, dtype=dtype)
     alone = torch.cat([products(row[None], weight) for row in x[:40]])
     before = torch.get_num_threads()
     try:
@@ -73,8 +73,10 @@ def test_a_row_is_the_same_bits_in_any_company(dtype, products, small_work):
             for rows in range(1, 41) if selection.FULL else (1, 2, 5, 7, 16, 36, 37):
                 for begin in {0, 40 - rows}:
                     assert torch.equal(products(x[begin : begin + rows], weight), alone[begin : begin + rows])
-            many = products(x, weight)
-            assert torch.equal(many[:40], alone) and torch.equal(many[-3:], products(x[-3:], weight))
+            for rows in (95, 96, 101, 400):
+                many = products(x[:rows], weight)
+                assert torch.equal(many[:40], alone)
+                assert torch.equal(many[-30:], products(x[rows - 30 : rows], weight))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(products(x[:40:2], weight), alone[::2])
@@ -109,10 +111,14 @@ def test_what_is_not_finite_shows_where_it_is_used(dtype, bad, products):
     x[3, 36] = bad
     broken = ~products(x, weight).isfinite()
     assert broken[3].all() and int(broken.sum()) == 9
-    x = numbers(5, 37, dtype=dtype)
+    many = numbers(110, 37, dtype=dtype)
+    many[107, 36] = bad
+    broken = ~products(many, weight).isfinite()
+    assert broken[107].all() and int(broken.sum()) == 9
     weight[8, 36] = bad
-    broken = ~products(x, weight).isfinite()
-    assert broken[:, 8].all() and int(broken.sum()) == 5
+    for rows in (5, 110):
+        broken = ~products(numbers(rows, 37, dtype=dtype), weight).isfinite()
+        assert broken[:, 8].all() and int(broken.sum()) == rows
 
 
 def test_numbers_that_no_kernel_reads_are_refused(products):
