@@ -378,7 +378,8 @@ class BufferedStep(PagedStep):
             else:
                 pages.put(tier, page, slot, v=leaving)
 
-    def _fuse_at(self, tier: int) -> FusedStep | None:
+    def _fuse_tiers(self, numbers: Sequence[int]) -> FusedStep | None:
+        (tier,) = numbers
         rings, held = self.holding.ring, self._after if self.flush_first else self._before
         num_tokens = rings.num_tokens[self.lists]
         ring = StepRing(
@@ -401,7 +402,5 @@ class BufferedStep(PagedStep):
         return self._open_layers([own], ring=ring)
 
     def _fuse(self) -> FusedStep | None:
-        if self.pages.tier_map is None:
-            return self._fuse_at(0)
         # On a device a step looks up where all layers' rings flush to, in the pages of one format.
-        return None if self.pages.on_device else super()._fuse()
+        return None if self.pages.on_device and self.pages.tier_map is not None else super()._fuse()
