@@ -61,10 +61,6 @@ class TierMap:
         """The tiers of a layer with the heads int64 [h] of each; None = all heads."""
         return self._heads[layer]
 
-    def of_layer(self, layer: int) -> int:
-        """The tier of a layer whose heads do not differ."""
-        return self.table[layer][0]
-
 
 def _places_of(tier: int, tiers: list[int] | tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([place for place, own in enumerate(tiers) if own == tier], dtype=torch.int64, device=device)
@@ -156,6 +152,18 @@ class Pages:
     def tiers_of_layer(self, layer: int, planned: int = 0) -> list[tuple[int, Tensor | None]]:
         """The tiers that a planned one stands for in a layer, with the heads int64 [h] of each; None = all heads."""
         return [(planned, None)] if self.tier_map is None else self.tier_map.in_layer(layer)
+
+    def tiers_in(self, layer: int) -> Sequence[int]:
+        """The tiers in which lists of a layer may hold tokens."""
+        return (
+            range(len(self.formats)) if self.tier_map is None else [tier for tier, _ in self.tier_map.in_layer(layer)]
+        )
+
+    def stands_for(self, planned: Tensor, lists: Tensor) -> Tensor:
+        """The tiers that those of a plan stand for, whole numbers [M, n] of lists int64 [M]; below 0 they stay."""
+        if self.tier_map is None:
+            return planned
+        return torch.where(planned < 0, planned, self.tier_map.of(lists)[:, None].to(planned.dtype))
 
     def tiers_of_rows(self, num_rows: int, planned: int = 0) -> list[tuple[int, Tensor | slice]]:
         """Likewise, with the places of each among the lists of so many rows."""
