@@ -78,6 +78,7 @@ class Pages:
         codebooks: Tables of codes, and scales of key channels or of heads, where a calibration found some.
         lists_by_tier: Lists of a row of the whole model that have each of the tiers that tier 0 of a plan stands for;
             None = those of this place.
+        counts: What the device tells the host; None = nobody shares it.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Pages:
         tier_map: TierMap | None = None,
         codebooks: Codebooks | None = None,
         lists_by_tier: dict[int, int] | None = None,
+        counts: AsyncCounts | None = None,
     ) -> None:
         self.formats, self.shape, self.backend = formats, shape, backend
         self.tier_map, self.codebooks = tier_map, codebooks
@@ -107,8 +109,7 @@ class Pages:
         if limit is None and (free := memory.free_bytes(device)) is not None:
             limit = max(1, min(most, int(memory_share * free) // size))
         self.on_device = backend.keeps_tables  # and the host knows only what it was told
-        self.at_full_width = False  # steps read tables as wide as they are, as those that are captured do
-        self.counts = AsyncCounts(self.on_device or device.type != "cpu")
+        self.counts = counts or AsyncCounts(self.on_device or device.type != "cpu")
         self.host = HostCounts()
         nobody = torch.zeros(0, dtype=torch.int64, device=device)
         self._numbered = self._nobody = nobody, nobody  # the rows asked for last, and their lists
@@ -214,7 +215,7 @@ class Pages:
 
     def width(self, numbers: Sequence[int], tier: int) -> int | None:
         """Pages of a tier that no list of rows has more of, as far as the host knows; None where it has to ask."""
-        if self.at_full_width or self.counts.log is not None:  # a captured step runs again for lists of any length
+        if self.counts.at_full_width or self.counts.log is not None:  # a captured step runs again for longer lists
             return self.table.max_pages
         slots = self.host.longest(numbers, tier) if self.on_device else None
         if slots is None:

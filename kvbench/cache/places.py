@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.cache.async_counts import Rows
+from kvbench.cache.async_counts import AsyncCounts, Rows
 from kvbench.cache.buffered import Buffered
 from kvbench.cache.checks import CheckedPlans
 from kvbench.cache.codebooks import Codebooks, KeyBiases, Scales
@@ -44,9 +44,10 @@ def make_places(
     options: StoreOptions,
     backend: Backend,
     pool: type[PagePool],
+    counts: dict[torch.device, AsyncCounts],
 ) -> "Paged | Split":
-    """Makes the places of a cache, empty; `max_slots` is the most of one list. Raises ValueError where the policy does
-    not fit the model or the options."""
+    """Makes the places of a cache, empty; `max_slots` is the most of one list, and `counts` gets what devices tell the
+    host, where they have none yet. Raises ValueError where the policy does not fit the model or the options."""
     rows += backend.keeps_tables  # the spare one, which pads captured steps
     copies = shape.num_q_heads // shape.num_kv_heads if policy.granularity == "q_head" else 1
     table: list[list[int]] | None = None  # the tier of every list of the model, where these differ
@@ -75,6 +76,7 @@ def make_places(
         elif options.key_offset == "bias":
             check_key_offset(options.key_offset, policy)
             codebooks = KeyBiases(formats, own, first_layer)
+        is_late = backend.keeps_tables or own.device.type != "cpu"
         pages = Pages(
             formats,
             (rows, own.num_layers, heads),
@@ -87,6 +89,7 @@ def make_places(
             pool=pool,
             tier_map=tier_map,
             codebooks=codebooks,
+            counts=counts.setdefault(own.device, AsyncCounts(is_late)),
         )
         counted = pages.table.num_lists if policy.compaction or policy.needs_prompt_slots else 0
         counters = Counters.make(rows, counted, own.device, policy.needs_instruction)

@@ -25,6 +25,7 @@ from kvbench.errors import NotForModel
 from kvbench.kernels.gpu import parts
 from kvbench.kernels.gpu.compile import launch_signature
 from kvbench.kernels.gpu.emulator import record
+from kvbench.models.load import load_model
 from kvbench.runs import choices
 
 Case = pytest.importorskip("kvbench.extensions.bench.check_methods").Case
@@ -88,6 +89,42 @@ def test_replayed_steps_are_eager_ones(smallest, method: str, steps: int):
     tokens, found, replays = decoded(smallest, method, steps, record, "triton")
     assert (len(eager), none, replays) == (steps, 0, steps - 2)
     assert tokens == eager and found == held
+
+
+WINDOWED = {
+    "window": {
+        "model_type": "gemma3_text",
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "pad_token_id": 0,
+    },
+    "chunk": {
+        "model_type": "llama4_text",
+        "attention_chunk_size": 8,
+        "layer_types": ["chunked_attention", "full_attention"],
+        "no_rope_layers": [1, 0],
+        "intermediate_size_mlp": 64,
+        "num_local_experts": 2,
+        "pad_token_id": 0,
+    },
+}
+
+
+@pytest.mark.parametrize(("kind", "method"), [("window", "full"), ("window", "h2o budget=12"), ("chunk", "full")])
+def test_captured_steps_of_layers_with_windows_are_eager_ones(kind: str, method: str):
+    """Tokens and bytes; new tokens overwrite those that left a window, and a step that begins a chunk, which evicts all
+    others, is made as it is."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    settings = {"kind": "random", "preset": "tiny", "overrides": heads | WINDOWED[kind], "num_layers": 2, "seed": 0}
+    model = load_model(settings | {"dtype": "float32", "device": "cpu", "linear": "plain"})
+    steps = 6
+    eager, held, none = decoded(model, method, steps, None, "torch")
+    tokens, found, replays = decoded(model, method, steps, record, "triton")
+    begins = sum((PROMPT + step) % 8 == 0 for step in range(2, steps)) if kind == "chunk" else 0
+    assert (none, replays) == (0, steps - 2 - begins)
+    assert tokens == eager and found == held
+    assert all(row["window_bytes"] > 0 for row, _ in found)
+    model.model.set_attn_implementation("sdpa")
 
 
 SPLIT = ["diffkv window=8", "full", "h2o budget=12", "kivi residual_tokens=8 group=8"]
