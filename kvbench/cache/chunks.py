@@ -176,9 +176,8 @@ class Chunks:
     def _tiers(self, pos: list[Tensor], length: int) -> Tensor:
         """int8 [H, length]: the planned tier of each position, `EVICT` where it is not held."""
         found = torch.full((len(pos[0]), length + 1), EVICT, dtype=torch.int8, device=pos[0].device)
-        last = self._holding.pages.num_planned - 1
         for tier, own in enumerate(pos):
-            found.scatter_(1, torch.where(own < 0, length, own).long(), min(tier, last))
+            found.scatter_(1, torch.where(own < 0, length, own).long(), min(tier, self._holding.pages.num_planned - 1))
         return found[:, :length]
 
     def _finish(self, row: int, reading: _Reading, k: Tensor) -> None:

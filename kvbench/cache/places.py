@@ -69,14 +69,13 @@ def make_places(
             layers = table[first_layer : first_layer + own.num_layers]
             tier_map = TierMap(tuple(tuple(row[here]) for row in layers), own.device)
         if policy.head_scales is not None:
-            tiers = None if tier_map is None else tier_map.table
+            tiers = [[0] * own.num_kv_heads] * own.num_layers if tier_map is None else tier_map.table
             codebooks = Scales(policy.head_scales, formats, own, first_layer, first_head, tiers)
         elif policy.codebooks is not None:
             codebooks = Codebooks(policy.codebooks, formats, own, first_layer, first_head)
         elif options.key_offset == "bias":
             check_key_offset(options.key_offset, policy)
             codebooks = KeyBiases(formats, own, first_layer)
-        is_late = backend.keeps_tables or own.device.type != "cpu"
         pages = Pages(
             formats,
             (rows, own.num_layers, heads),
@@ -89,7 +88,7 @@ def make_places(
             pool=pool,
             tier_map=tier_map,
             codebooks=codebooks,
-            counts=counts.setdefault(own.device, AsyncCounts(is_late)),
+            counts=counts,
         )
         counted = pages.table.num_lists if policy.compaction or policy.needs_prompt_slots else 0
         counters = Counters.make(rows, counted, own.device, policy.needs_instruction)

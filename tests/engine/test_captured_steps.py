@@ -96,7 +96,6 @@ WINDOWED = {
         "model_type": "gemma3_text",
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"],
-        "pad_token_id": 0,
     },
     "chunk": {
         "model_type": "llama4_text",
@@ -105,7 +104,6 @@ WINDOWED = {
         "no_rope_layers": [1, 0],
         "intermediate_size_mlp": 64,
         "num_local_experts": 2,
-        "pad_token_id": 0,
     },
 }
 
