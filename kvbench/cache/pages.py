@@ -106,8 +106,8 @@ class Pages:
         if limit is None and (free := memory.free_bytes(device)) is not None:
             limit = max(1, min(most, int(memory_share * free) // size))
         self.on_device = backend.keeps_tables  # and the host knows only what it was told
-        own = AsyncCounts(self.on_device or device.type != "cpu")
-        self.counts = own if counts is None else counts.setdefault(device, own)
+        fresh = AsyncCounts(self.on_device or device.type != "cpu")
+        self.counts = fresh if counts is None else counts.setdefault(device, fresh)
         self.host = HostCounts()
         nobody = torch.zeros(0, dtype=torch.int64, device=device)
         self._numbered = self._nobody = nobody, nobody  # the rows asked for last, and their lists
@@ -163,7 +163,7 @@ class Pages:
         return torch.where(planned < 0, planned, self.tier_map.of(lists)[:, None].to(planned.dtype))
 
     def tiers_of_rows(self, num_rows: int, planned: int = 0) -> list[tuple[int, Tensor | slice]]:
-        """Likewise, with the places of each among the lists of so many rows."""
+        """The tiers that a planned one stands for, with the indices of each among the lists of so many rows."""
         if self.tier_map is None:
             return [(planned, slice(None))]
         return [(tier, self.tier_map.where(tier, num_rows)) for tier in self.tier_map.tiers]

@@ -173,7 +173,7 @@ class CapturedSteps:
             self._forget_lists()
         counts.send_again(log)  # the host's part took place while it was captured
         size = len(state.rows)  # lists are alike
-        most = [(pages.pool.taken - own) // size for pages, own in zip(kinds, before, strict=True)]
+        most = [(pages.pool.taken - first) // size for pages, first in zip(kinds, before, strict=True)]
         return _Captured(state, replay, log, most)
 
     def _forget_lists(self) -> None:
@@ -220,7 +220,8 @@ class DecodeLoop:
             capture = None
         self._runner, self._capture = runner, capture
         shape, self.runs = runner.shape, capture is not None and runner.backend.keeps_tables and not runner.lengths
-        self.runs = self.runs and shape.is_whole and not (shape.state_bytes or shape.keys_only)  # read by plain torch
+        self.runs = self.runs and shape.is_whole and not (shape.state_bytes or shape.shared)
+        self.runs = self.runs and not shape.keys_only  # which plain torch reads
         self.counts = dict.fromkeys(("replayed", "eager_in_runs", "one_at_a_time", "captures", "failed_captures"), 0)
         self.alone: set[str] = set()
         self.shared = False
