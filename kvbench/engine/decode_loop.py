@@ -207,7 +207,7 @@ class DecodeLoop:
     Attributes:
         runs: Whether runs are made: of a cache in one place, where the backend keeps its tables, with what captures a
             step (`auto` = a CUDA graph where there is CUDA). Not of a model with rotary tables that depend on a
-            row's length, which is the host's business.
+            row's length, which is the host's business, nor of one with states, shared keys or latent attention.
         counts: Steps that replayed a graph, that ran eagerly within a run, and that were made one at a time; captures,
             and those that failed, after which none is tried.
         alone: Requests whose steps are made one at a time, come what may.
@@ -220,8 +220,7 @@ class DecodeLoop:
             capture = None
         self._runner, self._capture = runner, capture
         shape, self.runs = runner.shape, capture is not None and runner.backend.keeps_tables and not runner.lengths
-        self.runs = self.runs and shape.is_whole and not (shape.state_bytes or shape.shared)
-        self.runs = self.runs and not shape.keys_only  # which plain torch reads
+        self.runs = self.runs and shape.is_whole and not (shape.state_bytes or shape.shared or shape.keys_only)
         self.counts = dict.fromkeys(("replayed", "eager_in_runs", "one_at_a_time", "captures", "failed_captures"), 0)
         self.alone: set[str] = set()
         self.shared = False
