@@ -55,9 +55,10 @@ def greedy(steps: CapturedSteps, runner: Runner, rows: list[int], tokens: list[i
     chosen, counts = [], runner.store.pages.counts
     state = steps.begin(rows, tokens, lambda new, _: chosen.append(new))
     counts.collect()
+    evicts = any(kind.policy.compaction for kind in runner.store.kinds)
     for _ in range(count):
         state = steps.advance(state)
-        counts.collect(leave=0 if runner.policy.compaction or not counts.is_late else 1)
+        counts.collect(leave=0 if evicts or not counts.is_late else 1)
     counts.collect()
     return chosen
 
