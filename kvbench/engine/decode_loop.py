@@ -207,7 +207,7 @@ class DecodeLoop:
     Attributes:
         runs: Whether runs are made: of a cache in one place, where the backend keeps its tables, with what captures a
             step (`auto` = a CUDA graph where there is CUDA). Not of a model with rotary tables that depend on a
-            row's length, which is the host's business, nor of one with states, shared keys or latent attention.
+            row's length, which is the host's business, nor of one with states, shared keys, latent or chunked attention.
         counts: Steps that replayed a graph, that ran eagerly within a run, and that were made one at a time; captures,
             and those that failed, after which none is tried.
         alone: Requests whose steps are made one at a time, come what may.
@@ -221,6 +221,7 @@ class DecodeLoop:
         self._runner, self._capture = runner, capture
         shape, self.runs = runner.shape, capture is not None and runner.backend.keeps_tables and not runner.lengths
         self.runs = self.runs and shape.is_whole and not (shape.state_bytes or shape.shared or shape.keys_only)
+        self.runs = self.runs and not any(each.window and each.window.in_chunks for each in shape.beside)
         self.counts = dict.fromkeys(("replayed", "eager_in_runs", "one_at_a_time", "captures", "failed_captures"), 0)
         self.alone: set[str] = set()
         self.shared = False
@@ -308,7 +309,7 @@ class DecodeLoop:
         told = _Run(rows, most, device)
         state = graphs.begin(numbers, tokens, told.choose, [row.drawing for row in rows])
         # Whether a bulk eviction is due has to be known before the next step.
-        ahead = 0 if any(kind.policy.compaction for kind in self._runner.store.kinds) else 1
+        ahead = 0 if self._runner.policy.compaction else 1
         made, begin = 0, time.perf_counter()
         while made < most and not told.over and (not made or (self._is_free(numbers) and not self.awaited())):
             before.note()
