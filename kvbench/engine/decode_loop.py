@@ -207,7 +207,7 @@ class DecodeLoop:
     Attributes:
         runs: Whether runs are made: of a cache in one place, where the backend keeps its tables, with what captures a
             step (`auto` = a CUDA graph where there is CUDA). Not of a model with rotary tables that depend on a
-            row's length, which is the host's business, nor of one with states, shared keys, latent or chunked attention.
+            row's length, which is the host's business, nor with states, shared keys, latent or chunked attention.
         counts: Steps that replayed a graph, that ran eagerly within a run, and that were made one at a time; captures,
             and those that failed, after which none is tried.
         alone: Requests whose steps are made one at a time, come what may.
