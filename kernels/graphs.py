@@ -1,11 +1,13 @@
 """Capture of launches in CUDA graphs."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+Capture = Callable[[Callable[[], None]], Callable[[], None]]  # runs a step once, and returns what runs it again
 
 
 @contextmanager
@@ -28,3 +30,21 @@ def capturing(graph: torch.cuda.CUDAGraph, **how: Any) -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+def cuda_graphs() -> Capture:
+    """What captures steps in CUDA graphs of one memory pool, which ends with them: another cache needs another one."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(step: Callable[[], None]) -> Callable[[], None]:
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with capturing(graph, pool=pool):
+                step()
+        except BaseException:
+            torch.cuda.set_stream(stream)  # where the capture's end fails too, torch leaves its own stream in place
+            raise
+        graph.replay()
+        return graph.replay
+
+    return capture

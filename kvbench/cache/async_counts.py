@@ -103,6 +103,7 @@ class AsyncCounts:
         self.is_late = is_late
         self._posted: list[tuple[Tensor, Receiver]] = []
         self.log: ReplayLog | None = None  # of a step that is being captured
+        self.at_full_width = False  # steps read tables as wide as they are, as those that are captured do
         self._sent: list[tuple[Tensor, list[tuple[int, Receiver]], torch.cuda.Event | None]] = []
 
     def post(self, numbers: Tensor, bind: Callable[[], Receiver]) -> None:

@@ -251,9 +251,9 @@ class Buffered(Paged):
             )
         heads, end, device = len(k), tier_of.shape[1], k.device
         first, lists, table = end - k.shape[1], self.lists_of_layer(row, layer), self.pages.table
-        count = torch.full_like(lists, end)
+        (tier,), count = self.pages.tiers_in(layer), torch.full_like(lists, end)
         num_k, num_v = self.ring.split_prompt(count)
-        table.reserve(lists, 0, (torch.maximum(num_k, num_v) - self.pages.held(0, lists)).clamp(min=0))
+        table.reserve(lists, tier, (torch.maximum(num_k, num_v) - self.pages.held(tier, lists)).clamp(min=0))
         for held, limit, new, ring in (
             (self.ring.num_k, num_k, k, self.ring.k),
             (self.ring.num_v, num_v, v, self.ring.v),
@@ -263,12 +263,12 @@ class Buffered(Paged):
             waited = ring[row, layer][:, torch.arange(old, first, device=device) % size]
             tail = torch.cat([waited.to(new.dtype), new], 1)  # tokens from `old` on
             token = torch.arange(old, until, device=device)
-            page, slot = table.lookup(lists.repeat_interleave(len(token)), 0, token.repeat(heads))
+            page, slot = table.lookup(lists.repeat_interleave(len(token)), tier, token.repeat(heads))
             goes = tail[:, : until - old]
             if ring is self.ring.k:
-                self.pages.put(0, page, slot, k=self.rope.strip(goes, token).flatten(0, 1))
+                self.pages.put(tier, page, slot, k=self.rope.strip(goes, token).flatten(0, 1))
             else:
-                self.pages.put(0, page, slot, v=goes.flatten(0, 1))
+                self.pages.put(tier, page, slot, v=goes.flatten(0, 1))
             rest = torch.arange(until, end, device=device)
             ring[row, layer][:, rest % size] = tail[:, until - old :].to(ring.dtype)
         self.ring.hold(lists, num_k, num_v, count)
@@ -362,7 +362,7 @@ class BufferedStep(PagedStep):
     def _flush(self, layer: int, ring: Ring) -> None:
         """Quantises the tokens that leave the rings in this step into their tier's pages."""
         lists, pages = self.lists[:, layer, :, None], self.pages
-        tier = 0 if pages.tier_map is None else pages.tier_map.of_layer(layer)
+        (tier,) = pages.tiers_in(layer)
         for side, (buffer, most) in enumerate(zip((ring.k, ring.v), self.holding.ring.most_leaving, strict=True)):
             old, new = self._before[side][:, layer, :, None], self._after[side][:, layer, :, None]
             token = old + torch.arange(most, device=old.device)  # [S, H, most]; those from `new` on stay
@@ -378,7 +378,8 @@ class BufferedStep(PagedStep):
             else:
                 pages.put(tier, page, slot, v=leaving)
 
-    def _fuse_at(self, tier: int) -> FusedStep | None:
+    def _fuse_tiers(self, numbers: Sequence[int]) -> FusedStep | None:
+        (tier,) = numbers
         rings, held = self.holding.ring, self._after if self.flush_first else self._before
         num_tokens = rings.num_tokens[self.lists]
         ring = StepRing(
@@ -401,7 +402,5 @@ class BufferedStep(PagedStep):
         return self._open_layers([own], ring=ring)
 
     def _fuse(self) -> FusedStep | None:
-        if self.pages.tier_map is None:
-            return self._fuse_at(0)
         # On a device a step looks up where all layers' rings flush to, in the pages of one format.
-        return None if self.pages.on_device else super()._fuse()
+        return None if self.pages.on_device and self.pages.tier_map is not None else super()._fuse()

@@ -115,7 +115,7 @@ class Chunks:
             pos = torch.arange(keys.shape[1], device=device).expand(heads, -1)
         else:
             widths = (tier.ids.shape[-1] * tier.fmt.tokens_per_page for tier in tiers)
-            each = zip(reading.pos[layer], widths, strict=True)
+            each = zip((reading.pos[layer][tier] for tier in pages.tiers_in(layer)), widths, strict=True)
             pos = torch.cat([padded(own.long(), width) for own, width in each], 1)
         keys = holding.rope.rotate_past(keys, live, reading.seen)
         keys = self._rotations.keys.back(keys)
@@ -174,10 +174,10 @@ class Chunks:
             held()
 
     def _tiers(self, pos: list[Tensor], length: int) -> Tensor:
-        """int8 [H, length]: the tier of each position, `EVICT` where it is not held."""
+        """int8 [H, length]: the planned tier of each position, `EVICT` where it is not held."""
         found = torch.full((len(pos[0]), length + 1), EVICT, dtype=torch.int8, device=pos[0].device)
         for tier, own in enumerate(pos):
-            found.scatter_(1, torch.where(own < 0, length, own).long(), tier)
+            found.scatter_(1, torch.where(own < 0, length, own).long(), min(tier, self._holding.pages.num_planned - 1))
         return found[:, :length]
 
     def _finish(self, row: int, reading: _Reading, k: Tensor) -> None:

@@ -115,9 +115,9 @@ class Scales(Codebooks):
         shape: ModelShape,
         first_layer: int,
         first_head: int,
-        tiers: Sequence[Sequence[int]] | None,
+        tiers: Sequence[Sequence[int]],
     ) -> None:
-        """`tiers`: of each list here, by layer, where they differ; the other arguments as for `Codebooks`."""
+        """`tiers`: of each list here, by layer; the other arguments as for `Codebooks`."""
         layers, heads = slice(first_layer, first_layer + shape.num_layers), shape.num_kv_heads
         self._of_heads = len(found.keys[0]) > 1
 
@@ -125,9 +125,7 @@ class Scales(Codebooks):
             given = torch.tensor([list(row) for row in rows[layers]])
             return given[:, first_head : first_head + heads] if self._of_heads else given.expand(-1, heads)
 
-        coded = torch.tensor([[formats[0].slot.fp8] * heads] * shape.num_layers)
-        if tiers is not None:
-            coded = torch.tensor([[formats[tier].slot.fp8 for tier in row] for row in tiers])
+        coded = torch.tensor([[formats[tier].slot.fp8 for tier in row] for row in tiers])
         self._keys, self._values = (
             torch.where(coded, own(rows), 1.0).to(shape.device) for rows in (found.keys, found.values)
         )  # fp32 [L, H]

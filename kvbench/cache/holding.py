@@ -181,9 +181,8 @@ class Holding:
 
     def layer(self, rows: Tensor, layer: int, width: list[int] | None = None) -> tuple[list[TierPages], Ring | None]:
         """The kernels' description of one layer of rows; `width` is the pages to read per tier, found when absent."""
-        lists, tiers = self.pages.layer_lists(rows, layer), self.pages.tier_map
-        present = range(len(self.pages.formats)) if tiers is None else [tier for tier, _ in tiers.in_layer(layer)]
-        found = [self.pages.tier(tier, lists, width[tier] if width else None) for tier in present]
+        lists = self.pages.layer_lists(rows, layer)
+        found = [self.pages.tier(tier, lists, width[tier] if width else None) for tier in self.pages.tiers_in(layer)]
         if self.pages.codebooks is not None:
             self.pages.codebooks.attach(found, layer)
         return found, None

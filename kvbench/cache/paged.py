@@ -173,15 +173,12 @@ class Paged(Holding, Places):
         scores begin with, None = 0."""
         paged_k = self.rope.strip(k, torch.arange(k.shape[1], device=k.device))
         prompt = PromptLayer(row, layer, self.lists_of_layer(row, layer), k, v, paged_k, score)
-        for planned in range(self.pages.num_planned):
-            for tier, heads in self.pages.tiers_of_layer(layer, planned):
-                chosen = tier_of == planned
-                if heads is not None:
-                    chosen = torch.zeros_like(chosen).index_copy_(0, heads, chosen[heads])
-                # Slots that share scales lie side by side, and codebooks count what they take: neither passes over any.
-                waits = self.pages.formats[tier].slot.channel_keys or self.pages.codebooks is not None
-                waits = waits or not self.pages.on_device
-                self._write_tier(prompt, tier, Kept.waited(chosen) if waits else Kept.on_device(chosen))
+        tier_of = self.pages.stands_for(tier_of, prompt.lists)
+        for tier in self.pages.tiers_in(layer):
+            # Slots that share scales lie side by side, and codebooks count what they take: neither passes over any.
+            waits = self.pages.formats[tier].slot.channel_keys or self.pages.codebooks is not None
+            kept = Kept.waited if waits or not self.pages.on_device else Kept.on_device
+            self._write_tier(prompt, tier, kept(tier_of == tier))
 
     def _reserve(self, prompt: PromptLayer, tier: int, count: Tensor) -> None:
         """Takes the pages of so many slots of each list (int64 [H]), of a prompt's tokens at most."""
@@ -202,12 +199,13 @@ class Paged(Holding, Places):
 
         Args:
             k, v: [H, n, D] the newest chunk, post-RoPE.
-            tier_of: int8 [H, N] the tier of each position so far; a held one never goes to an earlier tier.
+            tier_of: int8 [H, N] the planned tier of each position so far; a held one never goes to an earlier tier.
             pos: Per tier, int32 [H, slots] what lies where; is brought up to date.
             peak: Called while most pages are in use.
         """
         position = torch.arange(tier_of.shape[1] - k.shape[1], tier_of.shape[1], device=k.device)
         lists = self.lists_of_layer(row, layer)
+        tier_of = self.pages.stands_for(tier_of, lists)
         replan(self.pages, layer, lists, tier_of, pos, self.rope.strip(k, position), v, peak)
 
     def append(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -42,10 +42,11 @@ class TierMap:
         flat = [tier for row in table for tier in row]
         self._flat = torch.tensor(flat, device=device)
         self._within = {tier: _places_of(tier, flat, device) for tier in self.tiers}
-        self._heads = [
+        self.in_layer = [
             [(tier, None if len(set(row)) == 1 else _places_of(tier, row, device)) for tier in sorted(set(row))]
             for row in table
         ]
+        """By layer, its tiers with the heads int64 [h] of each; None = all heads."""
 
     def of(self, lists: Tensor) -> Tensor:
         """int64, in the shape of `lists`: the tier of each list."""
@@ -56,14 +57,6 @@ class TierMap:
         within = self._within.get(tier, self._flat[:0])
         rows = torch.arange(num_rows, device=self._device)[:, None] * len(self._flat)
         return (rows + within).flatten()
-
-    def in_layer(self, layer: int) -> list[tuple[int, Tensor | None]]:
-        """The tiers of a layer with the heads int64 [h] of each; None = all heads."""
-        return self._heads[layer]
-
-    def of_layer(self, layer: int) -> int:
-        """The tier of a layer whose heads do not differ."""
-        return self.table[layer][0]
 
 
 def _places_of(tier: int, tiers: list[int] | tuple[int, ...], device: torch.device) -> Tensor:
@@ -82,6 +75,7 @@ class Pages:
         codebooks: Tables of codes, and scales of key channels or of heads, where a calibration found some.
         lists_by_tier: Lists of a row of the whole model that have each of the tiers that tier 0 of a plan stands for;
             None = those of this place.
+        counts: What devices tell the host, shared with other pages; gets an entry for this device if there is none.
     """
 
     def __init__(
@@ -98,6 +92,7 @@ class Pages:
         tier_map: TierMap | None = None,
         codebooks: Codebooks | None = None,
         lists_by_tier: dict[int, int] | None = None,
+        counts: dict[torch.device, AsyncCounts] | None = None,
     ) -> None:
         self.formats, self.shape, self.backend = formats, shape, backend
         self.tier_map, self.codebooks = tier_map, codebooks
@@ -111,8 +106,8 @@ class Pages:
         if limit is None and (free := memory.free_bytes(device)) is not None:
             limit = max(1, min(most, int(memory_share * free) // size))
         self.on_device = backend.keeps_tables  # and the host knows only what it was told
-        self.at_full_width = False  # steps read tables as wide as they are, as those that are captured do
-        self.counts = AsyncCounts(self.on_device or device.type != "cpu")
+        fresh = AsyncCounts(self.on_device or device.type != "cpu")
+        self.counts = fresh if counts is None else counts.setdefault(device, fresh)
         self.host = HostCounts()
         nobody = torch.zeros(0, dtype=torch.int64, device=device)
         self._numbered = self._nobody = nobody, nobody  # the rows asked for last, and their lists
@@ -155,10 +150,20 @@ class Pages:
 
     def tiers_of_layer(self, layer: int, planned: int = 0) -> list[tuple[int, Tensor | None]]:
         """The tiers that a planned one stands for in a layer, with the heads int64 [h] of each; None = all heads."""
-        return [(planned, None)] if self.tier_map is None else self.tier_map.in_layer(layer)
+        return [(planned, None)] if self.tier_map is None else self.tier_map.in_layer[layer]
+
+    def tiers_in(self, layer: int) -> Sequence[int]:
+        """The tiers in which lists of a layer may hold tokens."""
+        return range(len(self.formats)) if self.tier_map is None else [tier for tier, _ in self.tiers_of_layer(layer)]
+
+    def stands_for(self, planned: Tensor, lists: Tensor) -> Tensor:
+        """The tiers that those of a plan stand for, whole numbers [M, n] of lists int64 [M]; below 0 they stay."""
+        if self.tier_map is None:
+            return planned
+        return torch.where(planned < 0, planned, self.tier_map.of(lists)[:, None].to(planned.dtype))
 
     def tiers_of_rows(self, num_rows: int, planned: int = 0) -> list[tuple[int, Tensor | slice]]:
-        """Likewise, with the places of each among the lists of so many rows."""
+        """The tiers that a planned one stands for, with the indices of each among the lists of so many rows."""
         if self.tier_map is None:
             return [(planned, slice(None))]
         return [(tier, self.tier_map.where(tier, num_rows)) for tier in self.tier_map.tiers]
@@ -206,7 +211,7 @@ class Pages:
 
     def width(self, numbers: Sequence[int], tier: int) -> int | None:
         """Pages of a tier that no list of rows has more of, as far as the host knows; None where it has to ask."""
-        if self.at_full_width or self.counts.log is not None:  # a captured step runs again for lists of any length
+        if self.counts.at_full_width or self.counts.log is not None:  # a captured step runs again for longer lists
             return self.table.max_pages
         slots = self.host.longest(numbers, tier) if self.on_device else None
         if slots is None:

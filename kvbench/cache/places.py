@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.cache.async_counts import Rows
+from kvbench.cache.async_counts import AsyncCounts, Rows
 from kvbench.cache.buffered import Buffered
 from kvbench.cache.checks import CheckedPlans
 from kvbench.cache.codebooks import Codebooks, KeyBiases, Scales
@@ -44,9 +44,10 @@ def make_places(
     options: StoreOptions,
     backend: Backend,
     pool: type[PagePool],
+    counts: dict[torch.device, AsyncCounts],
 ) -> "Paged | Split":
-    """Makes the places of a cache, empty; `max_slots` is the most of one list. Raises ValueError where the policy does
-    not fit the model or the options."""
+    """Makes the places of a cache, empty; `max_slots` is the most of one list, and `counts` gets what devices tell the
+    host, where they have none yet. Raises ValueError where the policy does not fit the model or the options."""
     rows += backend.keeps_tables  # the spare one, which pads captured steps
     copies = shape.num_q_heads // shape.num_kv_heads if policy.granularity == "q_head" else 1
     table: list[list[int]] | None = None  # the tier of every list of the model, where these differ
@@ -68,7 +69,7 @@ def make_places(
             layers = table[first_layer : first_layer + own.num_layers]
             tier_map = TierMap(tuple(tuple(row[here]) for row in layers), own.device)
         if policy.head_scales is not None:
-            tiers = None if tier_map is None else tier_map.table
+            tiers = [[0] * own.num_kv_heads] * own.num_layers if tier_map is None else tier_map.table
             codebooks = Scales(policy.head_scales, formats, own, first_layer, first_head, tiers)
         elif policy.codebooks is not None:
             codebooks = Codebooks(policy.codebooks, formats, own, first_layer, first_head)
@@ -87,6 +88,7 @@ def make_places(
             pool=pool,
             tier_map=tier_map,
             codebooks=codebooks,
+            counts=counts,
         )
         counted = pages.table.num_lists if policy.compaction or policy.needs_prompt_slots else 0
         counters = Counters.make(rows, counted, own.device, policy.needs_instruction)

@@ -283,11 +283,6 @@ class Scores:
                 pages.clear_scores(tier)
             pages.backend.add_scores(pages.pool.pages, tier, score)
 
-    def restart(self, lists: Tensor, widths: list[int | None]) -> None:
-        """Sets all scores of lists (int64 [M]) to 0; `widths` as for `Pages.tier`, by tier."""
-        for tier, width in enumerate(widths):
-            self._pages.clear_scores(self._pages.tier(tier, lists, width))
-
 
 def _check_fit(policy: Policy, shape: ModelShape, measures_slots: bool) -> None:
     spec, name = policy.score, f"{type(policy).__name__} with {type(policy.score.statistic).__name__}"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvbench.cache.async_counts import Rows
 from kvbench.cache.holding import Holding, Orders
-from kvbench.cache.pages import Pages, TierMap
+from kvbench.cache.pages import Pages
 from kvbench.kernels.backend import FusedStep
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.operands import PageChoice, Ring, ScoreUpdate, StepScores, TierPages, TierTable
@@ -80,56 +80,44 @@ class PagedStep:
         plan = self.holding.plans.decode(self.view) if self._given is None else self._given
         self.tier = plan.tier
         pages.host.advance(self.rows.numbers, self.holding.most_new_slots)
-        page, slot = self._take(lists, plan) if pages.tier_map is None else self._take_mapped(lists, pages.tier_map)
+        which = pages.tiers_of_rows(len(self.rows), self.tier)
+        page, slot = self._take(lists, plan, which)
         if pages.formats[self.tier].slot.track:
             pos = self.tokens_seen.repeat_interleave(pages.lists_per_row)
-            for tier, own in pages.tiers_of_rows(len(self.rows), self.tier):
+            for tier, own in which:
                 pages.put(tier, page[own], slot[own], pos=pos[own])
         self.page, self.slot = page.view(self.lists.shape), slot.view(self.lists.shape)
         if reading is not None:
             held, most = pages.held(0, self.lists), pages.width(self.rows.numbers, 0)
             self.reads = PageSelection(reading, pages.formats[0], self.view, held, self.holding.first_layer, most)
 
-    def _take(self, lists: Tensor, plan: DecodePlan) -> tuple[Tensor, Tensor]:
-        """Page and slot in it of each list's incoming token, int64 [M], once what it displaces has gone."""
-        pages, policy, tier = self.pages, self.holding.policy, plan.tier
+    def _take(self, lists: Tensor, plan: DecodePlan, which: list[tuple[int, Tensor | slice]]) -> tuple[Tensor, Tensor]:
+        """Page and slot in it of each list's incoming token, int64 [M], once what it displaces has gone; `which` are
+        the tiers that take it, each with the indices of its lists."""
+        pages, policy = self.pages, self.holding.policy
+        page, slot = torch.empty_like(lists), torch.empty_like(lists)
         with pages.undone() as done:
-            page, slot, broken = pages.table.take(
-                lists,
-                tier,
-                plan.slot,
-                plan.demote_to,
-                plan.demote_slot,
-                acts=policy.acts_in_decode,
-                own_all=policy.score.decode_update,  # scores are added to all slots
-                done=done,
-                live=self.live,
-            )
+            for tier, own in which:
+                named = (x if x is None else x.flatten()[own] for x in (plan.slot, plan.demote_to, plan.demote_slot))
+                found, inside, broken = pages.table.take(
+                    lists[own],
+                    tier,
+                    *named,
+                    acts=policy.acts_in_decode,
+                    own_all=policy.score.decode_update,  # scores are added to all slots
+                    done=done,
+                    live=self.live if self.live is None else self.live[own],
+                )
+                if isinstance(own, slice):  # all lists
+                    page, slot = found[tier], inside[tier]
+                else:
+                    page[own], slot[own] = found[tier], inside[tier]
         if broken is not None:
             self.holding.plans.judge_step(self.view)(broken)
         if plan.slot is not None and plan.demote_to is not None:
-            for other in range(len(pages.formats)):
+            for other in range(pages.num_planned):
                 if other != tier:
-                    pages.demote(tier, other, (page[tier], slot[tier]), (page[other], slot[other]))
-        return page[tier], slot[tier]
-
-    def _take_mapped(self, lists: Tensor, tiers: TierMap) -> tuple[Tensor, Tensor]:
-        """The same where layers or heads keep their tokens in different tiers: a new slot in every list."""
-        table, page, slot = self.pages.table, torch.empty_like(lists), torch.empty_like(lists)
-        written = []
-        with self.pages.undone() as done:
-            for tier in tiers.tiers:
-                where = tiers.where(tier, len(self.rows))
-                own = lists[where]
-                live = torch.ones_like(own) if self.live is None else self.live[where]
-                before = table.reserve(own, tier, live, at_most=len(own))
-                done.append((own, tier, before))
-                if self.live is not None:
-                    before = torch.where(live > 0, before, -1)
-                written.append((tier, where, own, before))
-            table.own([(tier, own, before) for tier, _, own, before in written])
-        for tier, where, own, before in written:
-            page[where], slot[where] = table.lookup(own, tier, before)
+                    pages.demote(tier, other, (found[tier], inside[tier]), (found[other], inside[other]))
         return page, slot
 
     def end(self) -> None:
@@ -241,33 +229,30 @@ class PagedStep:
         return self._fuse()
 
     def _fuse(self) -> FusedStep | None:
-        if (tiers := self.pages.tier_map) is not None:
-            steps = {tier: None if tiers.by_head else self._fuse_at(tier) for tier in tiers.tiers}
-            found = {tier: step for tier, step in steps.items() if step is not None}
-            return MappedStep(tiers, found) if len(found) == len(steps) else None  # a call knows one format to write in
+        if (tiers := self.pages.tier_map) is None:
+            return self._fuse_tiers(range(len(self.pages.formats)))
+        if tiers.by_head:  # a call knows one format to write in
+            return None
+        steps = {tier: self._fuse_tiers([tier]) for tier in tiers.tiers}
+        found = [step for row in tiers.table if (step := steps[row[0]]) is not None]
+        return MappedStep(found) if len(found) == len(tiers.table) else None
+
+    def _fuse_tiers(self, numbers: Sequence[int]) -> FusedStep | None:
+        """The same for layers that hold tokens in no tiers but these."""
         spec, target = self.holding.policy.score, (self.tier, self.page, self.slot)
         update: ScoreUpdate | None = None
         if spec.decode_update:
             update = "replace" if spec.decode_replace else "add"
         if not self.pages.on_device:
-            named = [self._named(tier) for tier in range(len(self.pages.formats))]
+            named = [self._named(tier) for tier in numbers]
             turned = self.holding.rope.attach_all_layers(named, self.view)
             return self._open_layers(named, target=target, update=update) if turned else None
+        tables = [self._tables[tier] for tier in numbers]
         if not self.holding.scores.settles:
             choice = None if self.reads is None else self.reads.choice
-            return self._open_tables(self._tables, target=target, update=update, strip=self._stripping, choice=choice)
-        opened = self._open_tables(self._tables, target=target, gives=True, strip=self._stripping)
+            return self._open_tables(tables, target=target, update=update, strip=self._stripping, choice=choice)
+        opened = self._open_tables(tables, target=target, gives=True, strip=self._stripping)
         return None if opened is None else SettledStep(opened, self.pages.shape[1], self._settle)
-
-    def _fuse_at(self, tier: int) -> FusedStep | None:
-        """The same for the layers that have a tier; the others have no slots in it."""
-        target = 0, self.page, self.slot
-        if self.pages.on_device:
-            return self._open_tables([self._tables[tier]], target=target, strip=self._stripping)
-        named = [self._named(tier)]
-        return (
-            self._open_layers(named, target=target) if self.holding.rope.attach_all_layers(named, self.view) else None
-        )
 
     def _named(self, tier: int) -> TierPages:
         return self.pages.tier(tier, self.lists, self.pages.width(self.rows.numbers, tier))
@@ -313,13 +298,13 @@ class PagedStep:
 
 
 class MappedStep(FusedStep):
-    """Steps of several formats, each for the layers that have it."""
+    """Steps of several formats, of which each layer has its own."""
 
-    def __init__(self, tier_map: TierMap, steps: dict[int, FusedStep]) -> None:
-        self._tier_map, self._steps = tier_map, steps
+    def __init__(self, steps: Sequence[FusedStep]) -> None:
+        self._steps = steps
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return self._steps[self._tier_map.of_layer(layer)].attend(layer, q, k, v, scale)
+        return self._steps[layer].attend(layer, q, k, v, scale)
 
 
 class SettledStep(FusedStep):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.again import SecondOpinion
-from kvbench.cache.async_counts import ReplayLog, Rows, one_row
+from kvbench.cache.async_counts import AsyncCounts, ReplayLog, Rows, one_row
 from kvbench.cache.chunks import Chunks
 from kvbench.cache.counters import CountsBeforeStep
 from kvbench.cache.layout import ModelShape, StoreOptions, most_slots
@@ -57,9 +57,11 @@ class CompressedStore:
         options: StoreOptions,
         backend: Backend,
         pool: type[PagePool] = PagePool,
+        counts: dict[torch.device, AsyncCounts] | None = None,
     ) -> None:
         policy.check_model(shape.num_layers, shape.num_kv_heads)
         self.policy, self.shape, self.backend = policy, shape, backend
+        counts = {} if counts is None else counts  # of all kinds of layers, so that one copy tells the host of a step
         as_method = options.windows == "method"
         beside = StoreOptions(
             rotation=options.rotation if as_method else "none",
@@ -75,6 +77,7 @@ class CompressedStore:
                 options=beside,
                 backend=backend,
                 pool=pool,
+                counts=counts,
             )
             for each in shape.beside
         )
@@ -88,6 +91,7 @@ class CompressedStore:
             options=options,
             backend=backend,
             pool=pool,
+            counts=counts,
         )
         first = self.holding.parts[0]
         self.pages, self.counters, self.copies, self._scores = first.pages, first.counters, first.copies, first.scores
@@ -122,6 +126,11 @@ class CompressedStore:
             part.scores.second = SecondOpinion(self.policy.score.statistic)
 
     @property
+    def kinds(self) -> "tuple[CompressedStore, ...]":
+        """The stores of all kinds of layers, this one first."""
+        return (self, *self.beside)
+
+    @property
     def allocated_bytes(self) -> int:
         own = self.budget.tokens.nbytes + self.holding.allocated_bytes
         return own + sum(each.allocated_bytes for each in self.beside)
@@ -146,7 +155,7 @@ class CompressedStore:
         if self.shape.is_uniform:
             return self, layer
         kind, own = self.shape.kinds[self.shape.shared.get(layer, layer)]
-        return (self, *self.beside)[kind], own
+        return self.kinds[kind], own
 
     def view(self, rows: Tensor) -> DecodeView:
         """The policy's view of rows (int64 [S])."""
@@ -188,7 +197,7 @@ class CompressedStore:
         is open."""
         row = self.open_row()
         try:
-            for each in (self, *self.beside):
+            for each in self.kinds:
                 each.holding.fork_row(source, row, share)
                 each.ledger.fork(source, row)
             if self.budget.budget is not None:
@@ -297,7 +306,7 @@ class CompressedStore:
         """Says that the prompt of an empty row, of so many tokens, comes in chunks (`read_chunk`); refuses a budget in
         bytes that is too small for it."""
         assert self.shape.is_whole, "check_chunk_place refuses chunks of a prompt elsewhere"
-        for each in (self, *self.beside):
+        for each in self.kinds:
             each._chunks.open(row, prompt_tokens)
 
     def read_chunk(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -343,10 +352,9 @@ class CompressedStore:
             if numbers != self._rows.numbers:
                 self._rows = Rows.of(numbers, self.shape.device)
             rows = self._rows
-        self._steps = self.holding.open(rows)
-        self._doors = [step.door() for step in self._steps]
-        for each in self.beside:
-            each.begin_step(rows)
+        for each in self.kinds:
+            each._steps = each.holding.open(rows)
+            each._doors = [step.door() for step in each._steps]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Writes the new token of one layer, attends over everything held, and adds to the scores: q [S, Hq, D], k and
@@ -364,15 +372,14 @@ class CompressedStore:
     def end_step(self) -> None:
         """Counts the new token and the bytes held."""
         assert self._steps, "begin_step comes first"
-        for step in self._steps:
+        for step in (step for each in self.kinds for step in each._steps):
             step.end()
             step.holding.counters.step(step.rows)
         self.ledger.step(self._steps)
-        self.holding.tell(self._steps[0].rows)
+        for each in self.kinds:
+            each.holding.tell(each._steps[0].rows)
+            each._steps, each._doors = [], []
         self.holding.send()
-        self._steps, self._doors = [], []
-        for each in self.beside:
-            each.end_step()
 
     def _end(self) -> None:
         self._steps, self._doors = [], []
@@ -387,18 +394,26 @@ class CompressedStore:
 
     def next_step_is_plain(self, numbers: Sequence[int]) -> bool:
         """True if the next step of rows shares no pages and evicts nothing in bulk."""
-        plain = self.pages.on_device and self.pages.pool.others is None and not self.shape.shared
-        return plain and not self.holding.due.may_be(numbers)
+        return not self.shape.shared and all(
+            each.pages.on_device and each.pages.pool.others is None and not each.holding.due.may_be(numbers)
+            for each in self.kinds
+        )
 
     def has_pages_for(self, rows: int) -> bool:
         """True if a page for every list of so many rows is free for sure, several where a ring may leave at once."""
-        most = self.holding.parts[0].most_new_pages
-        return self.pages.pool.surely_free >= rows * self.pages.lists_per_row * most
+        each = ((kind.pages, kind.holding.parts[0].most_new_pages) for kind in self.kinds)
+        return all(pages.pool.surely_free >= rows * pages.lists_per_row * most for pages, most in each)
+
+    def takes(self, most_pages: Sequence[int]) -> bool:
+        """True if so many pages of each kind of layers are free for sure; notes them as taken."""
+        return all(each.pages.pool.takes(most) for each, most in zip(self.kinds, most_pages, strict=True))
 
     def note_replay(self, numbers: Sequence[int], log: ReplayLog) -> None:
         """Does what the host does in a captured step of rows, once its replay is launched."""
-        self.holding.parts[0].note_replay(numbers)
+        for each in self.kinds:
+            each.holding.parts[0].note_replay(numbers)
         self.pages.counts.send_again(log)
 
     def counts_before_step(self) -> CountsBeforeStep:
-        return CountsBeforeStep(self.holding.parts[0].held_counts, self.counters.seen)
+        held = [counts for each in self.kinds for counts in each.holding.parts[0].held_counts]
+        return CountsBeforeStep(held, self.counters.seen)

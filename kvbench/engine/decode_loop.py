@@ -29,39 +29,18 @@ from kvbench.engine.requests import Request
 from kvbench.engine.rows import AnswerRow, ForcedRow, Row
 from kvbench.engine.runner import Runner, finite_rows
 from kvbench.engine.sampling import Drawing, Draws, choose, draws_of
-from kvbench.kernels.graphs import capturing
+from kvbench.kernels.graphs import Capture, cuda_graphs
 from kvbench.kernels.memory import first_line, is_out_of_memory
 
 Made = tuple[dict[int, int], float, int]  # first bad layers by row, tokens per second, steps
 MOST_STEPS = 64  # of a run: in between, progress is shown and what graders found is written
 
-Capture = Callable[[Callable[[], None]], Callable[[], None]]  # runs a step once, and returns what runs it again
-
-
-def cuda_graphs() -> Capture:
-    """What captures steps in CUDA graphs of one memory pool, which ends with them: another cache needs another one."""
-    pool = torch.cuda.graph_pool_handle()
-
-    def capture(step: Callable[[], None]) -> Callable[[], None]:
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        try:
-            with capturing(graph, pool=pool):
-                step()
-        except BaseException:
-            torch.cuda.set_stream(stream)  # where the capture's end fails too, torch leaves its own stream in place
-            raise
-        graph.replay()
-        return graph.replay
-
-    return capture
-
 
 @dataclass
 class State:
-    """The state between two steps, in tensors that stay where they are: the rows, whose numbers are a list, with what
-    pads them; int64 [S] tokens to be read next, where each step puts its own; what draws them, None where all rows are
-    greedy; and fp32 [S, vocabulary] logits of the last step, which the next replay writes over. `told` takes what a
-    step chose for the rows and which logits were finite, in the order of the steps."""
+    """Static tensors of a captured step: rows (their numbers in a list) with padding, int64 [S] next tokens, sampler
+    state (None = greedy), fp32 [S, vocabulary] logits of the last step. `told` takes each step's chosen tokens, and
+    which logits were finite."""
 
     rows: Rows
     tokens: Tensor
@@ -77,12 +56,12 @@ class State:
 
 @dataclass(frozen=True)
 class _Captured:
-    """A captured step of one kind: its state, what runs it again, what it tells the host, and most pages per row."""
+    """A captured step of one kind; `most_pages` of a row, by kind of layers."""
 
     state: State
     replay: Callable[[], None]
     log: ReplayLog
-    most_pages: int
+    most_pages: list[int]
 
 
 class CapturedSteps:
@@ -98,10 +77,10 @@ class CapturedSteps:
                 f"of {runner.shape.ranks.size} processes; give model.device one device and set "
                 "model.tensor_parallel=null, or decode with Runner.step"
             )
-        if capture is not None and not runner.shape.is_uniform:
+        if capture is not None and runner.shape.state_bytes:
             raise ValueError(
-                f"a captured step is of layers of one kind, and {runner.loaded.name} has windows or states beside "
-                "them; decode with Runner.step"
+                f"a captured step is of layers with keys and values, and {runner.loaded.name} has states beside them; "
+                "decode with Runner.step"
             )
         self._warm: set[tuple] = set()  # kinds whose kernels are compiled, and whose small tables are made
         self._captured: dict[tuple, _Captured] = {}
@@ -148,35 +127,36 @@ class CapturedSteps:
 
     def advance(self, state: State) -> State:
         """Makes one step, replayed where it can be; returns where the next one reads."""
-        kind, pool, numbers = state.kind, self._store.pages.pool, state.rows.numbers
-        held, is_plain = self._captured.get(kind), self._store.next_step_is_plain(numbers)
-        if self._capture is not None and is_plain and held is not None and pool.takes(held.most_pages * len(numbers)):
+        kind, store, numbers = state.kind, self._store, state.rows.numbers
+        held, is_plain = self._captured.get(kind), self._capture is not None and store.next_step_is_plain(numbers)
+        if is_plain and held is not None and store.takes([most * len(numbers) for most in held.most_pages]):
             self._enter(held.state, state)
             held.replay()
-            self._store.note_replay(held.state.rows.numbers, held.log)
+            store.note_replay(held.state.rows.numbers, held.log)
             self.replays += 1
             return held.state
         self.eager += 1
-        captures = held is None and kind in self._warm and self._store.has_pages_for(len(state.rows))
-        if self._capture is not None and is_plain and captures:
+        is_cold = is_plain and kind not in self._warm
+        captures = is_plain and not is_cold and held is None and store.has_pages_for(len(state.rows))
+        if self._capture is not None and captures:
             self._captured[kind] = self._run_captured(state, self._capture)
             return state
-        pages = self._store.pages
-        # What is compiled for a width must be compiled before the capture, which allows no loading of code.
-        pages.at_full_width = self._capture is not None and is_plain and kind not in self._warm
+        counts = store.pages.counts
+        counts.at_full_width = is_cold  # what is compiled for a width must be before the capture, which loads no code
         try:
             self.step(state)
         finally:
-            pages.at_full_width = False
-        if is_plain:
+            counts.at_full_width = False
+        if is_cold:
             self._warm.add(kind)
         return state
 
     def _run_captured(self, state: State, capture: Capture) -> _Captured:
         """Captures the next step, and makes it."""
-        pages, before = self._store.pages, self._store.pages.pool.taken
-        pages.forget_lists()  # a replay finds them anew
-        pages.counts.log = log = ReplayLog()
+        kinds, counts = [each.pages for each in self._store.kinds], self._store.pages.counts
+        before = [pages.pool.taken for pages in kinds]
+        self._forget_lists()  # a replay finds them anew
+        counts.log = log = ReplayLog()
         try:
             replay = capture(lambda: self.step(state))
         except Exception as problem:  # drivers and libraries have kinds of their own
@@ -189,10 +169,16 @@ class CapturedSteps:
             )
             raise NotCaptured("a step was captured in part: the cache is not what the host knows") from None
         finally:
-            pages.counts.log = None
-            pages.forget_lists()
-        pages.counts.send_again(log)  # the host's part took place while it was captured
-        return _Captured(state, replay, log, (pages.pool.taken - before) // len(state.rows))  # lists are alike
+            counts.log = None
+            self._forget_lists()
+        counts.send_again(log)  # the host's part took place while it was captured
+        size = len(state.rows)  # lists are alike
+        most = [(pages.pool.taken - first) // size for pages, first in zip(kinds, before, strict=True)]
+        return _Captured(state, replay, log, most)
+
+    def _forget_lists(self) -> None:
+        for each in self._store.kinds:
+            each.pages.forget_lists()
 
     def _enter(self, held: State, state: State) -> None:
         """Puts rows and tokens where a captured step reads them."""
@@ -203,7 +189,7 @@ class CapturedSteps:
         held.tokens.copy_(state.tokens)
         if held.draws is not None and state.draws is not None:
             held.draws.take(state.draws)
-        self._store.pages.forget_lists()
+        self._forget_lists()
 
 
 class Spoiled(ArithmeticError):
@@ -221,7 +207,7 @@ class DecodeLoop:
     Attributes:
         runs: Whether runs are made: of a cache in one place, where the backend keeps its tables, with what captures a
             step (`auto` = a CUDA graph where there is CUDA). Not of a model with rotary tables that depend on a
-            row's length, which is the host's business.
+            row's length, which is the host's business, nor with states, shared keys, latent or chunked attention.
         counts: Steps that replayed a graph, that ran eagerly within a run, and that were made one at a time; captures,
             and those that failed, after which none is tried.
         alone: Requests whose steps are made one at a time, come what may.
@@ -233,9 +219,9 @@ class DecodeLoop:
         if capture == "auto" and runner.device.type != "cuda":
             capture = None
         self._runner, self._capture = runner, capture
-        self.runs = capture is not None and runner.shape.is_whole and runner.backend.keeps_tables
-        self.runs = self.runs and runner.shape.is_uniform and not runner.shape.keys_only  # which plain torch reads
-        self.runs = self.runs and not runner.lengths
+        shape, self.runs = runner.shape, capture is not None and runner.backend.keeps_tables and not runner.lengths
+        self.runs = self.runs and shape.is_whole and not (shape.state_bytes or shape.shared or shape.keys_only)
+        self.runs = self.runs and not any(each.window and each.window.in_chunks for each in shape.beside)
         self.counts = dict.fromkeys(("replayed", "eager_in_runs", "one_at_a_time", "captures", "failed_captures"), 0)
         self.alone: set[str] = set()
         self.shared = False

@@ -6,7 +6,7 @@ from typing import Literal
 from kvbench.cache.layout import StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.engine.batch import Batch
-from kvbench.engine.decode_loop import Capture, DecodeLoop
+from kvbench.engine.decode_loop import DecodeLoop
 from kvbench.engine.following import make_runner
 from kvbench.engine.joined import Step, can_join
 from kvbench.engine.needs import Needs
@@ -19,6 +19,7 @@ from kvbench.engine.waiting import Waiting
 from kvbench.errors import nobody_leaves
 from kvbench.kernels.bench import machine
 from kvbench.kernels.dispatch import get_backend
+from kvbench.kernels.graphs import Capture
 from kvbench.kernels.memory import first_line, is_out_of_memory
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy

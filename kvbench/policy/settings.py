@@ -68,7 +68,7 @@ def check_chunk(policy: Policy, chunk: int | None) -> None:
     if chunk is None:
         return
     CHUNK.check("prefill.chunk", chunk)
-    spec, name = policy.score, type(policy).__name__
+    spec, name, moves = policy.score, type(policy).__name__, len(policy.tiers) > 1 and policy.by_layer is None
     remedy = "set prefill.chunk=null, or choose another method"
     if spec.probe is not None:
         reason = "reads the whole prompt a second time before it drops any of it"
@@ -78,10 +78,7 @@ def check_chunk(policy: Policy, chunk: int | None) -> None:
         reason = f"measures tokens by {type(spec.statistic).__name__}, which has to see the whole prompt at once"
     elif spec.measures_prompts and policy.residual is not None:
         reason = "drops tokens whose keys share scales with others behind a residual buffer, where none can go alone"
-    elif policy.by_layer is not None:
-        reason = "keeps layers or heads at precisions of their own"
-        remedy = "set prefill.chunk=null, or give all layers one precision"
-    elif len(policy.tiers) > 1 and "pos" not in spec.track and policy.position_mode != "pre_rope":
+    elif moves and "pos" not in spec.track and policy.position_mode != "pre_rope":
         reason = "moves tokens between tiers without tracking their positions"
     elif spec.prefill_queries == ALL_QUERIES and spec.query_reduce != "sum":
         reason = f"takes the {spec.query_reduce} over all queries of the prompt, which does not add up over chunks"

@@ -124,6 +124,45 @@ def test_each_list_is_as_in_a_cache_of_its_format(alone, case, backend):
     assert mixed.store.used_bytes == 0
 
 
+def run_in_chunks(policy, backend, length=50, size=16):
+    """A prompt that is read in chunks and three steps; every output of attention, [LAYERS, Hq, n, D] each."""
+    make, store = torch.Generator().manual_seed(4), store_of(policy, backend)
+    row, outputs = store.open_row(), []
+    q, k, v = (torch.randn(LAYERS, n, length, DIM, generator=make) for n in (HEADS * GROUP, HEADS, HEADS))
+    store.open_chunks(row, length)
+    for begin in range(0, length, size):
+        own = [x[:, :, begin : begin + size] for x in (q, k, v)]
+        out = [store.read_chunk(row, layer, *(x[layer] for x in own), SCALE) for layer in range(LAYERS)]
+        outputs.append(torch.stack(out))
+    for token in range(3):
+        store.begin_step([row])
+        own = [x[:, None, :, token] for x in (q, k, v)]
+        outputs.append(torch.stack([store.attend(n, *(x[n] for x in own), SCALE)[0, :, None] for n in range(LAYERS)]))
+        store.end_step()
+    return SimpleNamespace(store=store, rows=[row], outputs=outputs)
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize(("case", "backend"), in_turn([*CASES], ["torch", "cpu"]))
+def test_each_list_of_a_prompt_in_chunks_is_as_in_a_cache_of_its_format(case, backend):
+    """Outputs of chunks and of the steps behind them, head by head, and the bytes of what is held."""
+    make, settings, written = CASES[case]
+    mixed = run_in_chunks(make(**settings), backend)
+    rows = [(row.split("/") * HEADS)[:HEADS] for row in written.split()]
+    alone = {tier: run_in_chunks(make(tiers_by_layer=f"{LAYERS}*{tier}"), backend) for row in rows for tier in row}
+    items = {name: found.store.ledger.itemise(found.rows[0]) for name, found in alone.items()}
+    for layer, row in enumerate(rows):
+        for head, tier in enumerate(row):
+            own = slice(head * GROUP, (head + 1) * GROUP)
+            for got, want in zip(mixed.outputs, alone[tier].outputs, strict=True):
+                torch.testing.assert_close(got[layer, own], want[layer, own], rtol=1e-5, atol=1e-5)
+    for item in ("payload_bytes", "quant_meta_bytes", "track_bytes", "residual_bytes"):
+        each = [items[tier][item] / (LAYERS * HEADS) for row in rows for tier in row]
+        assert mixed.store.ledger.itemise(mixed.rows[0])[item] == pytest.approx(sum(each)), item
+    mixed.store.close_row(mixed.rows[0])
+    assert mixed.store.used_bytes == 0
+
+
 def test_keys_and_values_that_left_a_buffer_are_billed_apart():
     """Keys leave in groups and values one by one, so that a list has fewer keys in pages than values, or more."""
     store = run(Kivi(group=8, residual_tokens=16, tiers_by_layer="k4v4 k2v2 k4v4")).store

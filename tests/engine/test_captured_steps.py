@@ -25,6 +25,7 @@ from kvbench.errors import NotForModel
 from kvbench.kernels.gpu import parts
 from kvbench.kernels.gpu.compile import launch_signature
 from kvbench.kernels.gpu.emulator import record
+from kvbench.models.load import load_model
 from kvbench.runs import choices
 
 Case = pytest.importorskip("kvbench.extensions.bench.check_methods").Case
@@ -88,6 +89,27 @@ def test_replayed_steps_are_eager_ones(smallest, method: str, steps: int):
     tokens, found, replays = decoded(smallest, method, steps, record, "triton")
     assert (len(eager), none, replays) == (steps, 0, steps - 2)
     assert tokens == eager and found == held
+
+
+WINDOWS = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "model_type": "gemma3_text",
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+
+@pytest.mark.parametrize("method", ["full", "h2o budget=12"])
+def test_captured_steps_of_layers_with_windows_are_eager_ones(method: str):
+    """Tokens and bytes; in a window, new tokens overwrite those that left it."""
+    settings = {"kind": "random", "preset": "tiny", "overrides": WINDOWS, "num_layers": 2, "seed": 0}
+    model = load_model(settings | {"dtype": "float32", "device": "cpu", "linear": "plain"})
+    eager, held, none = decoded(model, method, 6, None, "torch")
+    tokens, found, replays = decoded(model, method, 6, record, "triton")
+    assert (none, replays) == (0, 4)
+    assert tokens == eager and found == held
+    assert all(row["window_bytes"] > 0 for row, _ in found)
 
 
 SPLIT = ["diffkv window=8", "full", "h2o budget=12", "kivi residual_tokens=8 group=8"]

@@ -22,7 +22,6 @@ import torch
 
 from kvbench.cache.layout import StoreOptions
 from kvbench.config.files import options
-from kvbench.engine.decode_loop import Capture
 from kvbench.engine.engine import Engine
 from kvbench.engine.requests import Outcome, Request
 from kvbench.errors import NotForModel
@@ -30,6 +29,7 @@ from kvbench.extensions.bench.decoders import capture_on
 from kvbench.kernels.check_device import in_shares, report
 from kvbench.kernels.device_inputs import Finding
 from kvbench.kernels.dispatch import gpu_backend
+from kvbench.kernels.graphs import Capture
 from kvbench.models.load import LoadedModel
 from kvbench.runs import choices
 from kvbench.runs.parts import policy_class

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.async_counts import to_device
-from kvbench.engine import decode_loop, hf
-from kvbench.engine.decode_loop import Capture, CapturedSteps, State
+from kvbench.engine import hf
+from kvbench.engine.decode_loop import CapturedSteps, State
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.runner import Runner
 from kvbench.kernels.bench.rounds import cuda_graph
+from kvbench.kernels.graphs import Capture, cuda_graphs
 from kvbench.models.load import LoadedModel
 from kvbench.runs import choices
 
@@ -237,7 +238,7 @@ def capture_on(device: torch.device) -> Capture:
     """The capture of one cache's steps: CUDA graphs, or on a CPU, where kernels are interpreted, what stands for
     them."""
     if device.type == "cuda":
-        return decode_loop.cuda_graphs()
+        return cuda_graphs()
     from kvbench.kernels.gpu.emulator import record
 
     return record
