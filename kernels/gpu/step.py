@@ -106,7 +106,7 @@ class DeviceStep(FusedStep):
         strip: tuple[Tensor, Tensor] | None = None, choice: PageChoice | None = None, softmax: Softmax = PLAIN,
         decoder: Decoder | None = None,
     ) -> None:  # fmt: skip
-        self._decoder = decoder
+        self._decoder = decoder or Decoder()
         self._pages, self._tiers, self._lists, self._layers = pages, tiers, lists, num_layers
         self._seen, self._target, self._ring, self._strip = seen, target, ring, strip
         self._scores = scores if scores.update or scores.gives else NO_SCORES
@@ -136,10 +136,7 @@ class DeviceStep(FusedStep):
         if self._attention is None:
             how: dict = {"seen": self._seen, "out": q.dtype, "softmax": self._softmax}
             stored = q, self._pages, self._tiers, lists, ring, self._scores
-            if self._decoder is None:
-                self._attention = Attention(*stored, **how)
-            else:
-                self._attention = self._decoder(*stored, layers=self._layers, **how)
+            self._attention = self._decoder(*stored, layers=self._layers, **how)
         out, _, self.given = self._attention(q, ring, scale, lists.offset)
         return out
 
@@ -151,7 +148,8 @@ class DeviceStep(FusedStep):
         tier = ListTier(fmt=tier.fmt, table=ids, entries=width, columns=width, num_k=held, num_v=held)
         named = Lists(num_seq=lists.num_seq, heads=lists.heads, per_row=lists.heads)
         softmax = self._softmax.of_layer(layer)
-        return Attention(q, self._pages, [tier], named, None, out=q.dtype, softmax=softmax)(q, None, scale)[0]
+        attention = self._decoder(q, self._pages, [tier], named, None, out=q.dtype, softmax=softmax)
+        return attention(q, None, scale)[0]
 
     def _write(self, lists: Lists, k: Tensor, v: Tensor) -> None:
         """Encodes the new keys and values [S, H, D] of a layer in one launch; the bytes are those of `write_keys` and

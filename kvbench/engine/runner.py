@@ -21,7 +21,7 @@ from kvbench.engine.sessions import Decode, Dense, Prefill, PromptChunk, Replay,
 from kvbench.engine.states import States
 from kvbench.engine.supported import check_fit, layer_kinds
 from kvbench.kernels.backend import Backend
-from kvbench.kernels.dispatch import get_backend
+from kvbench.kernels.dispatch import TRITON, get_backend
 from kvbench.models.load import LoadedModel
 from kvbench.models.rotary import Lengths, forget_lengths
 from kvbench.policy import Policy
@@ -57,6 +57,7 @@ class Runner:
         policy: The method.
         options: Memory layout.
         backend: `auto` or a backend's name.
+        decode: What makes the attention of decode steps on a GPU, as of `get_backend`.
         prompts: Shared by runners that read the same prompts of one model under other settings; None reads every one.
         chunk: Tokens of a prompt that are read at once; the method drops or quantises what it will before it reads on.
             None = all: the prompt is read with everything before it uncompressed.
@@ -79,6 +80,7 @@ class Runner:
         *,
         options: StoreOptions | None = None,
         backend: str = "auto",
+        decode: str = TRITON,
         prompts: PromptCache | None = None,
         chunk: int | None = None,
     ) -> None:
@@ -89,7 +91,7 @@ class Runner:
         self.focus()
         self.shape = replace(shape, state_bytes=self.states.row_bytes)
         self.device = self.shape.device
-        self.backend: Backend = get_backend(backend, self.device)
+        self.backend: Backend = get_backend(backend, self.device, decode)
         self.open_rows: list[int] = []
         self.probe_s = 0.0
         self._store: CompressedStore | None = None
