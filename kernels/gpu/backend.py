@@ -294,7 +294,7 @@ class Gpu(Backend):
         checks.scores(pages, tier, scores)
         lists, columns, slots = tier.num_k.numel(), tier.ids.shape[-1], tier.fmt.tokens_per_page
         launch(
-            _add_scores, (columns, lists), pages, tier.ids.contiguous(), tier.num_k.contiguous(),
+            _add_scores, (columns * lists,), pages, tier.ids.contiguous(), tier.num_k.contiguous(),
             scores.float().contiguous(), pages.shape[1], columns, T=slots, TP=power_of_two(slots),
             TRACK=score_offset(tier.fmt),
         )  # fmt: skip

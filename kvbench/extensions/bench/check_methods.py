@@ -27,9 +27,10 @@ from kvbench.engine.engine import Engine
 from kvbench.engine.requests import Outcome, Request
 from kvbench.errors import NotForModel
 from kvbench.extensions.bench.decoders import capture_on
+from kvbench.kernels.backend import Backend
 from kvbench.kernels.check_device import in_shares, report
 from kvbench.kernels.device_inputs import Finding
-from kvbench.kernels.dispatch import gpu_backend
+from kvbench.kernels.dispatch import DECODES, HOST, TRITON, gpu_backend
 from kvbench.models.load import LoadedModel
 from kvbench.runs import choices
 from kvbench.runs.parts import policy_class
@@ -95,10 +96,11 @@ def small_model(device: str, dtype: str) -> LoadedModel:
 
 
 def answer(
-    model: LoadedModel, method: str, case: Case, backend: str, capture: Capture | None = None, at_length: bool = False
-) -> tuple[list[Outcome], set[str], dict[str, int]]:
-    """The outcomes of a case in order, the operations that the backend had no kernel for, and how steps were made: one
-    by one, or by what captures them; as short as the case says, or at length, of given tokens."""
+    model: LoadedModel, method: str, case: Case, backend: str, capture: Capture | None = None, at_length: bool = False,
+    decode: str = TRITON,
+) -> tuple[list[Outcome], Backend, dict[str, int]]:  # fmt: skip
+    """The outcomes of a case in order, the backend, and how steps were made: one by one, or by what captures them; as
+    short as the case says, or at length, of given tokens."""
     words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in changes(method, case).items())
     policy = choices.make_method(f"{method} {words}")
     make, requests, how = torch.Generator().manual_seed(1), [], dict[str, Any]()
@@ -110,13 +112,13 @@ def answer(
             how = {"max_new_tokens": tokens * LONGER, "gold": gold}
             how |= {"temperature": 0.8, "top_p": 0.9} if index + 1 == len(case.prompts) else {}
         requests.append(Request(sample_id=str(index), subset="check", segments=parts, **how))
-    how = {"store": StoreOptions(), "batch_size": len(requests), "seed": 0, "backend": backend}
+    how = {"store": StoreOptions(), "batch_size": len(requests), "seed": 0, "backend": backend, "decode": decode}
     how |= {"fidelity_max_tokens": None if at_length else 0, "fidelity_per_token": at_length, "capture": capture}
     engine = Engine(model, policy, **how)
     found: list[Outcome] = []
     engine.run(requests, on_outcome=found.append)
     found.sort(key=lambda outcome: outcome.sample_id)
-    return found, engine.backend.fallbacks, engine.graphs
+    return found, engine.backend, engine.graphs
 
 
 def differing(mine: Outcome, theirs: Outcome, nats: float = 0.0) -> int:
@@ -136,7 +138,9 @@ def farther(mine: Outcome, theirs: Outcome) -> float:
     return max(abs(a - b) for a, b in pairs)
 
 
-def check(device: str, dtype: str, methods: list[str], cases: list[str], *, graphs: bool = False) -> Iterator[Finding]:
+def check(
+    device: str, dtype: str, methods: list[str], cases: list[str], *, graphs: bool = False, decode: str = TRITON
+) -> Iterator[Finding]:
     """Answers every case with both backends, or with graphs, with what stands for them, and one by one, and compares;
     where no graph was replayed, that is no success."""
     model = small_model(device, dtype)
@@ -145,14 +149,15 @@ def check(device: str, dtype: str, methods: list[str], cases: list[str], *, grap
         for name in cases:
             try:
                 asked = partial(answer, model, method, CASES[name], at_length=graphs or not exact)
-                want, _, _ = asked("triton" if graphs else "torch")
+                want, _, _ = asked("triton", decode=decode) if graphs else asked("torch")
             except NotForModel as error:  # such as a package that it needs and that is not there
                 print(f"{method} is left out: {error}", file=sys.stderr)
                 break
             try:
-                got, fallbacks, counts = asked("triton", capture_on(model.device) if graphs else None)
+                got, backend, counts = asked("triton", capture_on(model.device) if graphs else None, decode=decode)
+                notes = _notes(backend)
                 if graphs:
-                    same, _, _ = asked("triton", capture_on(torch.device("cpu")))
+                    same, _, _ = asked("triton", capture_on(torch.device("cpu")), decode=decode)
                     differ = sum(differing(*pair) for pair in zip(got, same, strict=True))
                     differ += sum(differing(*pair, LOW_PRECISION_NATS) for pair in zip(got, want, strict=True))
                     worst = float(differ + (not counts.get("replayed")))
@@ -162,9 +167,14 @@ def check(device: str, dtype: str, methods: list[str], cases: list[str], *, grap
                     worst = max(map(farther, got, want))
             except Exception as error:  # compilers and drivers have kinds of their own; the other cases still run
                 print(f"{type(error).__name__}: {error}", file=sys.stderr)
-                worst, fallbacks = float("nan"), set()
-            slow = f" (plain torch: {', '.join(sorted(fallbacks))})" if fallbacks else ""
-            yield Finding(f"{method}, {name}, {dtype}{slow}", worst, 0 if exact else LOW_PRECISION_NATS)
+                worst, notes = float("nan"), ""
+            yield Finding(f"{method}, {name}, {dtype}{notes}", worst, 0 if exact else LOW_PRECISION_NATS)
+
+
+def _notes(backend: Backend) -> str:
+    """What plain torch did, and what made the attention of steps, where that is not only Triton."""
+    slow = f" (plain torch: {', '.join(sorted(backend.fallbacks))})" if backend.fallbacks else ""
+    return slow + (f" (decode: {'; '.join(sorted(backend.decodes))})" if backend.decodes - {TRITON} else "")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -175,6 +185,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--method", nargs="*", choices=known, default=known)
     parser.add_argument("--case", nargs="*", choices=list(CASES), default=list(CASES))
+    parser.add_argument(
+        "--decode", default=TRITON, choices=[*DECODES, HOST],
+        help="what makes the attention of steps; host = the source in CUDA C++, built for this CPU",
+    )  # fmt: skip
     parser.add_argument("--graphs", action="store_true", help="compare steps from a CUDA graph with steps one by one")
     parser.add_argument("--jobs", type=int, default=1, help="processes that check, and so compile, in parallel")
     parser.add_argument("--share", default="0/1", help="one share of the methods, such as 3/16; --jobs gives them out")
@@ -188,12 +202,24 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     print(f"torch {torch.__version__}, TRITON_INTERPRET={os.environ.get('TRITON_INTERPRET', '')}")
-    words = ["--device", chosen.device, "--dtype", chosen.dtype, "--method", *chosen.method, "--case", *chosen.case]
+    words = [
+        "--device",
+        chosen.device,
+        "--dtype",
+        chosen.dtype,
+        "--decode",
+        chosen.decode,
+        "--method",
+        *chosen.method,
+        "--case",
+        *chosen.case,
+    ]
     if chosen.jobs > 1:
         return in_shares("kvbench.extensions.bench.check_methods", [*words, *["--graphs"] * chosen.graphs], chosen.jobs)
     part, parts = (int(x) for x in chosen.share.split("/"))
     mine = chosen.method[part::parts]
-    return report(check(chosen.device, chosen.dtype, mine, chosen.case, graphs=chosen.graphs), may_be_empty=parts > 1)
+    found = check(chosen.device, chosen.dtype, mine, chosen.case, graphs=chosen.graphs, decode=chosen.decode)
+    return report(found, may_be_empty=parts > 1)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def test_a_crash_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     """A method that ends in an error fails its case by name, and the others are still checked."""
     answer = check_methods.answer
 
-    def crash(model, method, case, backend, capture=None, at_length=False):
+    def crash(model, method, case, backend, capture=None, at_length=False, decode=""):
         if (method, backend) == ("kivi", "triton"):
             raise ZeroDivisionError("integer division or modulo by zero")
         return answer(model, method, case, "torch")
