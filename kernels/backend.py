@@ -32,10 +32,12 @@ class FusedStep(ABC):
 
     Attributes:
         strips: It takes the rotary position off keys itself before it writes them.
+        turns: Its `attend` takes a rotation of the query and the key, as a fifth operand.
         given: Of a step that `gives`, the last layer's scores: per tier, fp32 [S, H, n].
     """
 
     strips: bool = False
+    turns: bool = False
     given: Sequence[Tensor] = ()
 
     @abstractmethod

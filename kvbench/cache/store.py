@@ -348,12 +348,19 @@ class CompressedStore:
         for each in self.beside:
             each.begin_step(rows)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, *turn: tuple[Tensor, Tensor]
+    ) -> Tensor:  # fmt: skip
         """Writes the new token of one layer, attends over everything held, and adds to the scores: q [S, Hq, D], k and
-        v [S, KV heads, D], post-RoPE. Returns [S, Hq, D], fp32 or the dtype of `q`."""
+        v [S, KV heads, D], post-RoPE, or to be rotated by cosines and sines [S, D / 2], where the step `turns`. Returns
+        [S, Hq, D], fp32 or the dtype of `q`."""
         assert self._doors, "begin_step comes first"
         index, part = self.holding.part_of(layer)
-        return self._doors[index](layer - part.first_layer, q, k, v, scale)
+        return self._doors[index](layer - part.first_layer, q, k, v, scale, *turn)
+
+    def turns(self, layer: int) -> bool:
+        """Whether `attend` takes the rotation of a layer's queries and keys."""
+        return self._steps[self.holding.part_of(layer)[0]].turns
 
     def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attends over a layer that has its new token, for another layer of the model that shares its keys; arguments

@@ -13,7 +13,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from typing import Any
@@ -38,6 +38,8 @@ from kvbench.runs.parts import policy_class
 # Windows, budgets and groups so small that a method drops, demotes, chooses and flushes within some dozens of tokens.
 SMALL = {"window": 8, "budget": 16, "sinks": 2, "recent": 8, "residual_tokens": 16, "group": 16, "read_budget": 16}
 SMALL |= {"min_pages": 1, "dense_layers": 0, "obs_window": 4, "protected": 8, "skip_near": 2}
+# The same where the kernels in CUDA C++ attend, which take key groups of whole turns of 32 tokens.
+IN_TURNS = SMALL | {"group": 32, "residual_tokens": 32}
 # Tables of one model, of two layers with two KV heads of width 64: gates, mean queries, and books, whose levels are
 # those of nobody.
 _LEVELS = [code * 255 // (2**bits - 1) for bits in (2, 3, 4) for _ in "kv" for code in range(2**bits)]
@@ -74,13 +76,13 @@ CASES = {
 }
 
 
-def changes(method: str, case: Case) -> dict:
+def changes(method: str, case: Case, small: Mapping[str, int] = SMALL) -> dict:
     """The changes that a case makes to a method's settings."""
     listed = choices.read_choice("method", method)
     own: dict[str, Any] = {item.name: item.default for item in fields(policy_class(listed["_target_"]))} | listed
     found: dict[str, Any] = dict(TABLE.get(method, {}))
     if case.small:
-        for key, value in SMALL.items():
+        for key, value in small.items():
             is_count = isinstance(own.get(key), int) and not isinstance(own[key], bool) and own[key] > value
             if is_count or (key in ("budget", "read_budget") and own.get(key) is not None):
                 found[key] = value
@@ -101,7 +103,8 @@ def answer(
 ) -> tuple[list[Outcome], Backend, dict[str, int]]:  # fmt: skip
     """The outcomes of a case in order, the backend, and how steps were made: one by one, or by what captures them; as
     short as the case says, or at length, of given tokens."""
-    words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in changes(method, case).items())
+    changed = changes(method, case, SMALL if decode == TRITON else IN_TURNS)
+    words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in changed.items())
     policy = choices.make_method(f"{method} {words}")
     make, requests, how = torch.Generator().manual_seed(1), [], dict[str, Any]()
     for index, (segments, tokens) in enumerate(case.prompts):
@@ -112,8 +115,9 @@ def answer(
             how = {"max_new_tokens": tokens * LONGER, "gold": gold}
             how |= {"temperature": 0.8, "top_p": 0.9} if index + 1 == len(case.prompts) else {}
         requests.append(Request(sample_id=str(index), subset="check", segments=parts, **how))
-    how = {"store": StoreOptions(), "batch_size": len(requests), "seed": 0, "backend": backend, "decode": decode}
+    how = {"store": StoreOptions(), "batch_size": len(requests), "seed": 0, "backend": backend}
     how |= {"fidelity_max_tokens": None if at_length else 0, "fidelity_per_token": at_length, "capture": capture}
+    how |= {"decode": decode} if backend == "triton" else {}
     engine = Engine(model, policy, **how)
     found: list[Outcome] = []
     engine.run(requests, on_outcome=found.append)
@@ -148,16 +152,16 @@ def check(
     for method in methods:
         for name in cases:
             try:
-                asked = partial(answer, model, method, CASES[name], at_length=graphs or not exact)
-                want, _, _ = asked("triton", decode=decode) if graphs else asked("torch")
+                asked = partial(answer, model, method, CASES[name], at_length=graphs or not exact, decode=decode)
+                want, _, _ = asked("triton" if graphs else "torch")
             except NotForModel as error:  # such as a package that it needs and that is not there
                 print(f"{method} is left out: {error}", file=sys.stderr)
                 break
             try:
-                got, backend, counts = asked("triton", capture_on(model.device) if graphs else None, decode=decode)
+                got, backend, counts = asked("triton", capture_on(model.device) if graphs else None)
                 notes = _notes(backend)
                 if graphs:
-                    same, _, _ = asked("triton", capture_on(torch.device("cpu")), decode=decode)
+                    same, _, _ = asked("triton", capture_on(torch.device("cpu")))
                     differ = sum(differing(*pair) for pair in zip(got, same, strict=True))
                     differ += sum(differing(*pair, LOW_PRECISION_NATS) for pair in zip(got, want, strict=True))
                     worst = float(differ + (not counts.get("replayed")))
