@@ -63,6 +63,25 @@ def _turn_both(
         turn_heads(k, k_out, cos, sin, token, k_row, (part - Q) * BH, k_heads, BH, HALF, HP)
 
 
+@triton.jit
+def _angles(position, frequencies, cos, sin, scale, HALF: tl.constexpr, HP: tl.constexpr):
+    """Cosines and sines of a token's angles."""
+    token, d = tl.program_id(0).to(tl.int64), tl.arange(0, HP)
+    angle = tl.load(position + token).to(tl.float32) * tl.load(frequencies + d, mask=d < HALF, other=0.0)
+    tl.store(cos + token * HALF + d, (tl.cos(angle) * scale).to(cos.dtype.element_ty), mask=d < HALF)
+    tl.store(sin + token * HALF + d, (tl.sin(angle) * scale).to(sin.dtype.element_ty), mask=d < HALF)
+
+
+def angles(position: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [N, D / 2] times a scale, of positions int64 [N] and frequencies fp32 [D / 2]."""
+    cos, sin = (torch.empty(len(position), len(frequencies), dtype=dtype, device=position.device) for _ in range(2))
+    launch(
+        _angles, (len(position),), position, frequencies, cos, sin, scale, HALF=len(frequencies),
+        HP=power_of_two(len(frequencies)),
+    )  # fmt: skip
+    return cos, sin
+
+
 def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm of the last dimension of [..., W], whose numbers lie next to one another; in x's dtype.
 

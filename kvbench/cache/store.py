@@ -358,6 +358,12 @@ class CompressedStore:
         index, part = self.holding.part_of(layer)
         return self._doors[index](layer - part.first_layer, q, k, v, scale, *turn)
 
+    @property
+    def positions(self) -> Tensor:
+        """Positions int64 [S] of the tokens of the step, on the first device."""
+        assert self._steps, "begin_step comes first"
+        return self._steps[0].tokens_seen
+
     def turns(self, layer: int) -> bool:
         """Whether `attend` takes the rotation of a layer's queries and keys."""
         return self._steps[self.holding.part_of(layer)[0]].turns

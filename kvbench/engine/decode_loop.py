@@ -131,12 +131,14 @@ class CapturedSteps:
         """One step on the device: plan, room, forward, choice, counts."""
         store, rows, size = self._store, state.rows, len(state.rows)
         store.begin_step(rows)
-        positions = store.counters.tokens_seen[rows.looked_at.tensor][:, None]
+        positions = store.positions[:, None]
         past = max(store.counters.seen[row] for row in rows.numbers)
         session = sessions.Decode(store)
         logits = hf.forward(self._runner.loaded.model, session, state.tokens[:, None], positions, past, 1)[:, 0]
-        chosen = logits.argmax(-1) if state.draws is None else state.draws.next(logits)
-        state.tokens.copy_(chosen)
+        if state.draws is None:
+            chosen = torch.argmax(logits, -1, out=state.tokens)
+        else:
+            chosen = state.tokens.copy_(state.draws.next(logits))
         state.logits = logits
 
         def bind() -> Receiver:

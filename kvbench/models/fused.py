@@ -31,7 +31,9 @@ class Turns:
         self._halves: Turn | None = None
 
     def __call__(self, angles: Turn) -> Turn:
-        """[B, n, D] each, whose halves are alike, to [B * n, D / 2]."""
+        """[B, n, D] each, whose halves are alike, to [B * n, D / 2]; those of `_angles` are that already."""
+        if angles[0].dim() == 2:
+            return angles
         if self._halves is None or self._of is not angles:
             cos, sin = (x[..., : x.shape[-1] // 2].flatten(0, 1).contiguous() for x in angles)
             self._of, self._halves = angles, (cos, sin)
@@ -54,7 +56,55 @@ def fuse(model: torch.nn.Module) -> tuple[int, int]:
     """Has the decoder layers of a model run so, where that is tried to be the same; how many of how many."""
     layers = [layer for layer in model.modules() if hasattr(layer, "self_attn") and hasattr(layer, "mlp")]
     turns = Turns()
-    return sum([_fuse_layer(layer, turns) for layer in layers]), len(layers)
+    done = sum([_fuse_layer(layer, turns) for layer in layers])
+    base: Any = model.base_model
+    rotary = base._modules.get("rotary_emb")
+    if done == len(layers) and rotary is not None and _is_fixed(rotary):
+        rotary.forward = partial(_angles, rotary)
+    last = base._modules.get("norm") if done else None
+    if last is not None and type(last) is type(layers[0]._modules[_NORMS[0]]):  # as those that were tried
+        last.forward = partial(_last_norm, last)  # type: ignore[method-assign]
+    return done, len(layers)
+
+
+def _is_fixed(rotary: Any) -> bool:
+    """Whether angles are positions times frequencies, whatever a row's length: tried, far out as well."""
+    frequencies, scale = getattr(rotary, "inv_freq", None), getattr(rotary, "attention_scaling", None)
+    if not isinstance(frequencies, Tensor) or frequencies.dim() != 1 or not isinstance(scale, float):
+        return False
+    if getattr(rotary, "rope_type", "") in ("dynamic", "longrope"):
+        return False
+    position = torch.tensor([[0, 3, 5000]], device=frequencies.device)
+    try:
+        usual = type(rotary).forward(rotary, torch.zeros(1, 3, 1, device=position.device), position)
+    except (TypeError, AttributeError, RuntimeError):  # it takes something else
+        return False
+    angle = position[0, :, None] * frequencies.float()
+    return all(
+        x.shape == (1, 3, 2 * len(frequencies)) and torch.allclose(x[0], torch.cat([own, own], -1) * scale, atol=1e-4)
+        for x, own in zip(usual, (angle.cos(), angle.sin()), strict=True)
+    )
+
+
+def _is_step(position_ids: Tensor) -> bool:
+    """Whether a pass is a decode step of the engine, of whose angles nobody but the layers knows."""
+    return position_ids.shape[1] == 1 and torch.is_inference_mode_enabled()
+
+
+def _angles(rotary: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Turn:
+    """Cosines and sines for the layers of a decode step, which take halves [B * n, D / 2]; a prompt's may be read by
+    others."""
+    if args or kwargs or not _is_step(position_ids) or not _is_ours(x):
+        usual: Turn = type(rotary).forward(rotary, x, position_ids, *args, **kwargs)
+        return usual
+    from kvbench.kernels.gpu.rows import angles
+
+    position = position_ids.expand(len(x), 1).reshape(-1)
+    return angles(position, rotary.inv_freq, rotary.attention_scaling, x.dtype)
+
+
+def _last_norm(norm: Any, x: Tensor) -> Tensor:
+    return _normed(norm, x) if _is_ours(x) else type(norm).forward(norm, x)
 
 
 def _linears(owner: torch.nn.Module, names: tuple[str, ...]) -> list[torch.nn.Linear]:

@@ -32,13 +32,14 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, **more) -> torch.n
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(DEVICE, dtype).eval()
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for weight in model.parameters():
             if weight.dim() == 1:
                 weight.add_(0.3 * torch.randn(len(weight), device=weight.device).to(dtype))
     return model
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, allowed: float) -> None:
+    """Differ by no more than a share of the largest number."""
     torch.testing.assert_close(found, wanted, rtol=0, atol=allowed * float(wanted.abs().max()))
 
 
