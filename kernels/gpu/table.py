@@ -141,7 +141,6 @@ class DeviceTable(PageTable):
                 f"{self.num_lists} lists are more than the {BLOCK * MAX_BLOCKS} that one call takes; use fewer rows"
             )
         blocks = -(-self.num_lists // BLOCK)
-        self._ones = torch.ones(self.num_lists, dtype=torch.int64, device=pool.pages.device)
         self._sums = torch.zeros(2, blocks, dtype=torch.int32, device=self.entries.device)
 
     def lookup(self, lists: Tensor, tier: int, slot: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,7 +219,7 @@ class DeviceTable(PageTable):
         if live is not None and slot is not None:
             slot, goes_to = (None if x is None else torch.where(live > 0, x.reshape(-1), -1) for x in (slot, goes_to))
         plan = None if slot is None else settle(lists, self.num_slots, tier, slot, goes_to, goes_at, acts=acts)
-        wanted = self._ones[None, : len(lists)] if plan is None else plan.wanted
+        wanted = torch.ones_like(lists).expand(1, -1) if plan is None else plan.wanted
         first = torch.empty(self.num_tiers, len(lists), dtype=torch.int64, device=lists.device)
         others = [
             other for other in range(self.num_tiers) if other != tier and goes_to is not None and plan is not None

@@ -135,17 +135,20 @@ class CapturedSteps:
         past = max(store.counters.seen[row] for row in rows.numbers)
         session = sessions.Decode(store)
         logits = hf.forward(self._runner.loaded.model, session, state.tokens[:, None], positions, past, 1)[:, 0]
+        numbers = torch.empty(2 * size, dtype=torch.int64, device=logits.device)  # tokens, and whether rows are finite
         if state.draws is None:
-            chosen = torch.argmax(logits, -1, out=state.tokens)
+            torch.argmax(logits, -1, out=numbers[:size])
         else:
-            chosen = state.tokens.copy_(state.draws.next(logits))
+            numbers[:size] = state.draws.next(logits)
+        state.tokens.copy_(numbers[:size])
+        finite_rows(logits, out=numbers[size:])
         state.logits = logits
 
         def bind() -> Receiver:
             told, live = state.told, len(rows.numbers)
             return lambda values: told(values[:live], [bool(value) for value in values[size : size + live]])
 
-        store.pages.counts.post(torch.cat([chosen, finite_rows(logits).long()]), bind)
+        store.pages.counts.post(numbers, bind)
         store.end_step()
 
     def advance(self, state: State) -> State:

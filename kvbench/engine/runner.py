@@ -36,16 +36,16 @@ class NotFinite(ArithmeticError):
         self.layer = layer
 
 
-def finite_rows(logits: Tensor, *, waits: bool = False) -> Tensor:
+def finite_rows(logits: Tensor, *, waits: bool = False, out: Tensor | None = None) -> Tensor:
     """bool [S]: which rows of logits [S, vocabulary] are finite, by their extremes. To look at each number takes a
     tenth of a small model's step with many rows. Who may wait for the answer gets it from the sums first on a CPU,
-    which take half as long: a finite one is of finite numbers."""
+    which take half as long: a finite one is of finite numbers. `out` of whole numbers gets 0 and 1."""
     if waits and logits.device.type == "cpu":
         found = torch.isfinite(logits.sum(1))
         if bool(found.all()):
             return found
     low, high = torch.aminmax(logits, dim=1)
-    return torch.sub(high, low, alpha=0) < torch.inf  # 0 times what is not finite is no number
+    return torch.lt(torch.sub(high, low, alpha=0), torch.inf, out=out)  # 0 times what is not finite is no number
 
 
 class Runner:

@@ -278,16 +278,15 @@ def launches_of(num_layers: int, method: str) -> int:
     return cost.kernels.total() - cost.kernels["_unsafe_view"] + cost.launches.total()
 
 
-@pytest.mark.parametrize(("method", "most"), [("full", 340), ("kivi", 460)])
-def test_a_fused_step_launches_as_few_kernels_as_the_documentation_says(method: str, most: int, monkeypatch):
-    """Of 32 layers, the choice of tokens and the counts included, where plain layers take 1,280 of their own."""
+def test_a_fused_step_launches_as_few_kernels_as_the_documentation_says(monkeypatch: pytest.MonkeyPatch):
+    """Of 32 layers, the choice of tokens and the counts included, where plain layers take 1,184 of their own."""
     monkeypatch.setattr(sessions.Decode, "without_grad", lambda session: torch.no_grad())  # else casts seem views
     monkeypatch.setattr(fused, "_is_step", lambda positions: True)
-    two, three = launches_of(2, method), launches_of(3, method)
+    two, three = launches_of(2, "full"), launches_of(3, "full")
     found = two + 30 * (three - two)
-    assert found <= most
+    assert found <= 340
     page = " ".join((ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").split())
-    assert f"| {method} | {three - two} | {found} |" in page
+    assert f"| full | {three - two} | {found} |" in page, found
 
 
 @pytest.mark.parametrize("method", BULK)
