@@ -104,7 +104,8 @@ STAGES = (
     Stage(
         "check-methods-cuda",
         180,
-        "kvbench.extensions.bench.check_methods --decode cuda --dtype bfloat16 --case 'a row that ends early' --jobs 16",
+        "kvbench.extensions.bench.check_methods --decode cuda --dtype bfloat16 --case 'a row that ends early' "
+        "--jobs 16",
         f"{DRY_METHODS} --decode host --dtype float16 --case 'one token'",
     ),
     Stage(
