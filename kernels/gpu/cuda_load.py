@@ -91,7 +91,8 @@ class CudaKernels:
         call, at = self._driver, ctypes.byref
         call("cuInit", 0)
         device, self._context, module = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
-        call("cuDeviceGet", at(device), ctypes.c_int(self._device.index or 0))
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        call("cuDeviceGet", at(device), ctypes.c_int(index))
         call("cuDevicePrimaryCtxRetain", at(self._context), device)
         call("cuCtxSetCurrent", self._context)
         call("cuModuleLoadData", at(module), ctypes.c_char_p(built))
