@@ -1,7 +1,7 @@
 """The operations that the store calls: what every backend is, and plain torch, which does them where no kernel can."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 
 import torch
@@ -32,10 +32,12 @@ class FusedStep(ABC):
 
     Attributes:
         strips: It takes the rotary position off keys itself before it writes them.
+        turns: Its `attend` takes a rotation of the query and the key, as a fifth operand.
         given: Of a step that `gives`, the last layer's scores: per tier, fp32 [S, H, n].
     """
 
     strips: bool = False
+    turns: bool = False
     given: Sequence[Tensor] = ()
 
     @abstractmethod
@@ -78,6 +80,8 @@ class Backend(DecodeOperations, PromptOperations, WindowOperations):
             any number of threads.
         isa: The instruction set that its own compiled kernels use; part of a run's identity, since sums in another
             order, or products in whole numbers, are other answers. Empty where it has no such choice.
+        decodes: What made the attention of decode steps so far, where `backend.decode` is a choice, and why where
+            it is not what was asked for; on record with a run.
         fallbacks: Operations that the plain reference has done in its place so far, by name; on record with a run.
     """
 
@@ -89,6 +93,10 @@ class Backend(DecodeOperations, PromptOperations, WindowOperations):
     keeps_tables: bool = False
     rows_are_alone: bool = False
     isa: str = ""
+
+    @property
+    def decodes(self) -> Set[str]:
+        return frozenset()
 
     def open_step(
         self,

@@ -17,7 +17,7 @@ import torch
 
 from kvbench.kernels.device_checks import CHECKS
 from kvbench.kernels.device_inputs import ALL, QUICK, SHORT, Finding, Plan
-from kvbench.kernels.dispatch import gpu_backend
+from kvbench.kernels.dispatch import DECODES, HOST, TRITON, gpu_backend
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,6 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu with TRITON_INTERPRET=1 (slow)")
     parser.add_argument("--only", nargs="*", choices=list(CHECKS), default=list(CHECKS))
     parser.add_argument("--quick", action="store_true", help="four formats, one head dim, short lists, fp32 queries")
+    parser.add_argument("--decode", default=TRITON, choices=[*DECODES, HOST], help="what makes the attention of steps")
     parser.add_argument("--jobs", type=int, default=1, help="processes that check, and so compile, in parallel")
     parser.add_argument("--share", default="0/1", help="one share of the checks, such as 3/16; --jobs gives them out")
     chosen = parser.parse_args(argv)
@@ -34,14 +35,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"no GPU: torch {torch.__version__} sees none here; run this on a machine with one", file=sys.stderr)
         return 2
     try:
-        backend = gpu_backend(device)
+        backend = gpu_backend(device, chosen.decode)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
     print(f"{name}, torch {torch.__version__}, TRITON_INTERPRET={os.environ.get('TRITON_INTERPRET', '')}", flush=True)
     if chosen.jobs > 1:
-        words = ["--device", chosen.device, "--only", *chosen.only, *(["--quick"] if chosen.quick else [])]
+        words = ["--device", chosen.device, "--decode", chosen.decode, "--only", *chosen.only]
+        words += ["--quick"] if chosen.quick else []
         return in_shares("kvbench.kernels.check_device", words, chosen.jobs)
     part, parts = (int(x) for x in chosen.share.split("/"))
     kinds, tokens = (QUICK, SHORT) if chosen.quick else (ALL, Plan.tokens)

@@ -62,7 +62,8 @@ QUICK: Kinds = ((64, torch.float32, FEW),)
 ALL: Kinds = (
     (64, torch.float32, tuple(FORMATS)),
     (128, torch.float16, tuple(FORMATS)),
-    (128, torch.bfloat16, FEW),
+    (128, torch.bfloat16, tuple(FORMATS)),
+    (256, torch.bfloat16, FEW),
     (80, torch.float32, FEW),
 )
 SHORT = 60  # slots of the longest list of a quick check

@@ -4,7 +4,7 @@ import importlib.util
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -13,22 +13,30 @@ from kvbench.kernels.cpu.backend import Cpu, warn_absent
 from kvbench.kernels.cpu.build import BuildError
 
 if TYPE_CHECKING:
-    from kvbench.kernels.gpu.backend import Gpu
+    from kvbench.kernels.gpu.backend import Decode, Gpu
+
+TRITON = "triton"
+DECODES = (TRITON, "cuda", "torch")  # what can make the attention of decode steps on a GPU
+HOST = "host"  # the kernels in CUDA C++ built for a CPU, for checks
 
 
-def gpu_backend(device: torch.device | str) -> "Gpu":
+def gpu_backend(device: torch.device | str, decode: str = TRITON) -> "Gpu":
     """The GPU kernels for a device, typed with what they have beyond `Backend`.
+
+    Args:
+        device: Where the cache lies.
+        decode: One of `DECODES`, or `HOST`.
 
     Raises:
         ValueError: The package triton is not installed (a BuildError), or its kernels cannot run there; with a remedy.
     """
-    backend = _triton()
+    backend = _triton(decode)
     if reason := backend.refusal(torch.device(device)):
         raise ValueError(reason)
     return backend
 
 
-def _triton() -> "Gpu":
+def _triton(decode: str) -> "Gpu":
     """The GPU kernels, imported here because triton is an optional package."""
     if importlib.util.find_spec("triton") is None:
         raise BuildError(
@@ -37,7 +45,11 @@ def _triton() -> "Gpu":
         )
     from kvbench.kernels.gpu.backend import Gpu
 
-    return Gpu()
+    if decode == HOST:
+        from kvbench.kernels.gpu.cuda_call import HostKernels
+
+        return Gpu(lambda form, _: HostKernels(form))
+    return Gpu(cast("Decode", decode))
 
 
 def _cpu(device: torch.device) -> Cpu:
@@ -52,46 +64,56 @@ def _cpu(device: torch.device) -> Cpu:
 BACKENDS: dict[str, Callable[[torch.device], Backend]] = {
     "torch": lambda device: REFERENCE,
     "cpu": _cpu,
-    "triton": gpu_backend,
+    TRITON: gpu_backend,
 }
 
 
-def get_backend(name: str = "auto", device: torch.device | str = "cpu") -> Backend:
+def get_backend(name: str = "auto", device: torch.device | str = "cpu", decode: str = TRITON) -> Backend:
     """The operations of a backend.
 
     Args:
         name: A key of `BACKENDS`, or `auto`, the fastest one present: `triton` on a GPU with that package, `cpu` on a
             CPU with a compiler, else `torch`, with a warning that says why.
         device: Where the cache lies.
+        decode: What makes the attention of decode steps on a GPU: one of `DECODES`, or `HOST`.
 
     Raises:
-        ValueError: No such backend, or it cannot run here; with the reason and a remedy.
+        ValueError: No such backend, it has no such choice, or it cannot run here; with the reason and a remedy.
     """
-    device = torch.device(device)
-    if name == "auto":
-        if device.type != "cpu":
-            return _auto_gpu(device.type)
+    device, backend = torch.device(device), REFERENCE
+    if name == "auto" and device.type != "cpu":
+        backend = _triton(decode) if _auto_gpu(device.type) else REFERENCE
+    elif name == "auto":
         try:
-            return Cpu()
+            backend = Cpu()
         except BuildError as error:
             warn_absent(str(error))
-            return REFERENCE
-    if name not in BACKENDS:
+    elif name == TRITON:
+        backend = gpu_backend(device, decode)
+    elif name not in BACKENDS:
         raise ValueError(f"backend={name!r} does not exist; choose auto or one of {', '.join(sorted(BACKENDS))}")
-    return BACKENDS[name](device)
+    else:
+        backend = BACKENDS[name](device)
+    if decode != TRITON and backend.name != TRITON:
+        raise ValueError(
+            f"backend.decode={decode} is of the GPU kernels, and backend={backend.name} runs here; leave "
+            f"backend.decode={TRITON}, or choose backend={TRITON} and a GPU"
+        )
+    return backend
 
 
 @cache
-def _auto_gpu(kind: str) -> Backend:
-    """`triton` on CUDA and ROCm devices, else the reference; says once per kind why."""
+def _auto_gpu(kind: str) -> bool:
+    """Whether a kind of device gets the GPU kernels, as CUDA and ROCm devices do; else says once why not."""
     if kind != "cuda":
         warnings.warn(f"no kernels for {kind}; going on with backend=torch, the plain reference", stacklevel=4)
-        return REFERENCE
+        return False
     try:
-        return _triton()
+        _triton(TRITON)
     except BuildError as error:
         warnings.warn(
             f"no GPU kernels: {error}; going on with backend=torch, the plain reference, which is much slower",
             stacklevel=4,
         )
-        return REFERENCE
+        return False
+    return True

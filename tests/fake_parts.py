@@ -86,7 +86,7 @@ class FakeEngine:
     ) -> None:
         self.cfg, self.policy, self.pause_s, self.statuses = cfg, policy, pause_s, statuses or {}
         self.store = None
-        self.backend, self.graphs = SimpleNamespace(name="torch", isa="", fallbacks=set()), {}
+        self.backend, self.graphs = SimpleNamespace(name="torch", isa="", fallbacks=set(), decodes=set()), {}
         self.seen: list[str] = []
         sizes = {"fp16_bytes": lambda tokens: tokens, "num_q_heads": 2, "num_kv_heads": 1}
         self.shape = SimpleNamespace(device="cpu", dtype=torch.float32, **sizes)

@@ -111,9 +111,9 @@ class _Counted(TorchDispatchMode):
 
 
 @contextmanager
-def metered(*, runs: bool = True) -> Iterator[Cost]:
+def metered(*, runs: bool = True, cost: Cost | None = None) -> Iterator[Cost]:
     """Counts what is done while this is open; `runs` interprets the kernels that a step's decisions hang on."""
-    cost, tensor = Cost(), torch.Tensor
+    cost, tensor = cost or Cost(), torch.Tensor
     own_to, own_tolist, own_numpy = tensor.to, tensor.tolist, tensor.numpy
 
     def to(self, *args, **kwargs):

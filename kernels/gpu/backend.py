@@ -9,6 +9,8 @@ lists are; of `DeviceTable` those that do not look at the pool.
 """
 
 import os
+from collections.abc import Set
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,8 +20,9 @@ from kvbench.kernels.backend import Backend, FusedStep
 from kvbench.kernels.codes import every_code
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.bounds import KEYS, _widen_pages, choose, page_bounds
-from kvbench.kernels.gpu.cuda_decode import Decoder
-from kvbench.kernels.gpu.decode import Attention, Lists, ListTier, _add_scores, score_offset
+from kvbench.kernels.gpu.cuda_decode import Build, Decoder
+from kvbench.kernels.gpu.cuda_load import cuda_kernels
+from kvbench.kernels.gpu.decode import Lists, ListTier, _add_scores, score_offset
 from kvbench.kernels.gpu.pages import (
     BLOCK,
     TILE,
@@ -52,13 +55,15 @@ from kvbench.kernels.operands import (
 from kvbench.kernels.reference.attention import dense_of
 from kvbench.kernels.reference.prompts import attention_behind
 
+Decode = Literal["triton", "cuda", "torch"]
+
 
 class Gpu(Backend):
     """Triton kernels, for CUDA and ROCm devices; `refusal` says where they cannot run.
 
     Attributes:
         codes: The `kernels.codes` that have kernels; pages with others are plain torch's work.
-        decoder: Makes the attention of decode steps in CUDA C++, or None.
+        decoder: Makes the attention of decode steps; None where plain torch does.
     """
 
     name = "triton"
@@ -68,9 +73,18 @@ class Gpu(Backend):
     # No table that a calibration found: the reference does what pages with one are asked for.
     codes = frozenset(code for code in every_code() if not code.is_book)
 
-    def __init__(self, decoder: Decoder | None = None) -> None:
+    def __init__(self, decode: Decode | Build = "triton") -> None:
+        """
+        Args:
+            decode: `triton`, `cuda` (which needs an NVIDIA GPU), `torch`, or what makes the kernels in CUDA C++.
+        """
         super().__init__()
-        self.decoder = decoder  # of steps, in CUDA C++; None = Triton's own
+        build = cuda_kernels if decode == "cuda" else decode if callable(decode) else None
+        self.decoder = None if decode == "torch" else Decoder(build)
+
+    @property
+    def decodes(self) -> Set[str]:
+        return self.decoder.ran if self.decoder else {"torch"}
 
     def refusal(self, device: torch.device) -> str:
         """Why the kernels cannot run on a device, with a remedy; empty where they can."""
@@ -194,14 +208,14 @@ class Gpu(Backend):
         Args:
             accumulate: Add the scores to what the pages track, instead of returning them.
         """
-        if not self._covers(*(tier.fmt for tier in tiers)) or any(tier.offset is not None for tier in tiers):
+        turned = any(tier.offset is not None for tier in tiers)
+        if self.decoder is None or turned or not self._covers(*(tier.fmt for tier in tiers)):
             assert not accumulate, "the reference returns the scores"
             return super().paged_decode(q, pages, tiers, ring, scale, power=power, group=group, softmax=softmax)
         checks.decode(q, pages, tiers, ring, power, group, softmax)
         found = [ListTier.of(tier) for tier in tiers]
         scores = StepScores(power=power, group=group, update="add" if accumulate and group else None)
-        attention = self.decoder or Attention
-        return attention(q, pages, found, Lists.of(tiers[0]), ring, scores, softmax=softmax)(q, ring, scale)
+        return self.decoder(q, pages, found, Lists.of(tiers[0]), ring, scores, softmax=softmax)(q, ring, scale)
 
     def open_tables(
         self,
@@ -220,7 +234,7 @@ class Gpu(Backend):
         choice: PageChoice | None = None,
         softmax: Softmax = PLAIN,
     ) -> FusedStep | None:
-        if not self._covers(*(tier.fmt for tier in tiers)):
+        if self.decoder is None or not self._covers(*(tier.fmt for tier in tiers)):
             return None
         wanted, device = (len(rows), *shape), pages.device
         if num_q_heads % shape[1]:
@@ -280,7 +294,7 @@ class Gpu(Backend):
         checks.scores(pages, tier, scores)
         lists, columns, slots = tier.num_k.numel(), tier.ids.shape[-1], tier.fmt.tokens_per_page
         launch(
-            _add_scores, (columns, lists), pages, tier.ids.contiguous(), tier.num_k.contiguous(),
+            _add_scores, (columns * lists,), pages, tier.ids.contiguous(), tier.num_k.contiguous(),
             scores.float().contiguous(), pages.shape[1], columns, T=slots, TP=power_of_two(slots),
             TRACK=score_offset(tier.fmt),
         )  # fmt: skip

@@ -180,9 +180,10 @@ def usage(form: Form, target: str) -> Usage:
 
 
 def form_named(name: str, head_dim: int, **more: Any) -> Form:
-    """The form of a format of `bench.caches.slot_format`, or two joined by +; 4 bf16 query heads per KV head."""
+    """The form of a format of `bench.caches.slot_format`, or two joined by +, on pages as a GPU has them; 4 bf16 query
+    heads per KV head."""
     slots = [slot_format(part, head_dim) for part in name.split("+")]
-    size = choose_page_bytes(slots)
+    size = choose_page_bytes(slots, tiled=True)
     tiers = tuple(PageFormat(slot, size) for slot in slots)
     return Form(tiers=tiers, queries=4, query="bf16", **{"out": "bf16", **more})
 

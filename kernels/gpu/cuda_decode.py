@@ -6,19 +6,17 @@ each one holds; the host only knows how many parts there can be. A layer is one 
 
 import warnings
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.gpu.cuda_call import Call, Kernels, address
-from kvbench.kernels.gpu.cuda_form import LEAST_SLOTS, MOST_PARTS, TURN, Form, form_of
+from kvbench.kernels.gpu.cuda_form import BLOCK, LEAST_SLOTS, MOST_PARTS, TURN, Form, form_of
 from kvbench.kernels.gpu.decode import Attention, Lists, ListTier
 from kvbench.kernels.gpu.parts import LOG2_E
 from kvbench.kernels.operands import NO_SCORES, PLAIN, Reduce, Ring, Softmax, StepScores
 
-_BLOCK = 256  # slots whose scores a block makes
 _RULES: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2}
 
 
@@ -33,7 +31,7 @@ class CudaAttention:
     """Attention of one query token per sequence over lists of pages; arguments as of `decode.Attention`.
 
     Args:
-        build: Makes the kernels of a form.
+        build: Makes the kernels of a form for a device.
         layers: Layers that the lists are of.
 
     Raises:
@@ -43,7 +41,7 @@ class CudaAttention:
     """
 
     def __init__(
-        self, build: Callable[[Form], Kernels], q: Tensor, pages: Tensor, tiers: list[ListTier], lists: Lists,
+        self, build: "Build", q: Tensor, pages: Tensor, tiers: list[ListTier], lists: Lists,
         ring: Ring | None, how: StepScores = NO_SCORES, *, seen: Tensor | None = None,
         out: torch.dtype = torch.float32, softmax: Softmax = PLAIN, layers: int = 1,
     ) -> None:  # fmt: skip
@@ -53,7 +51,7 @@ class CudaAttention:
         form = form_of(
             [tier.fmt for tier in tiers], group, q.dtype, out, None if ring is None else ring.k.dtype, bool(how.group)
         )
-        self._kernels, self._out, self._tiers, self._how = build(form), out, tiers, how
+        self._kernels, self._out, self._tiers, self._how = build(form, q.device), out, tiers, how
         self._lists, self._layers = lists, layers
         longest = 0 if ring is None else max(ring.k.shape[-2], ring.v.shape[-2])
         parts = count * sum(_parts_at_most(t, t.columns * t.fmt.tokens_per_page + longest) for t in tiers)
@@ -125,32 +123,53 @@ class CudaAttention:
         self._kernels.decode(call)
         if self._how.group:
             widths = [tier.columns * tier.fmt.tokens_per_page for tier in self._tiers]
-            self._kernels.scores(call, call.lists * sum(-(-width // _BLOCK) for width in widths))
+            self._kernels.scores(call, call.lists * sum(-(-width // BLOCK) for width in widths))
         return out, self._lse[0].view(q.shape[:2]), scores
 
 
+Build = Callable[[Form, torch.device], Kernels]
+
+
 class Decoder:
-    """Makes the attention of a step: in CUDA C++ where its kernels take the step, else in Triton.
+    """Makes the attention of a step: in CUDA C++ where its kernels take the step and can be had, else in Triton.
 
     Args:
-        build: Makes the kernels of a form, or raises ValueError where it cannot.
+        build: Makes the kernels of a form for a device, or raises ValueError where it cannot; None = Triton alone.
 
     Attributes:
-        refused: What Triton does in its place, and why.
+        ran: What made attention so far: `cuda`, or `triton`, followed by the reason where that was not asked for.
     """
 
-    def __init__(self, build: Callable[[Form], Kernels]) -> None:
-        self._build, self.refused = cache(build), set[str]()
+    def __init__(self, build: Build | None = None) -> None:
+        self._build, self.ran = build, set[str]()
+        self._made: dict[tuple[Form, torch.device], Kernels | str] = {}
+
+    def _kernels(self, form: Form, device: torch.device) -> Kernels:
+        assert self._build is not None
+        if (form, device) not in self._made:
+            try:
+                self._made[form, device] = self._build(form, device)
+            except ValueError as error:  # kept, since each step would try again
+                self._made[form, device] = str(error)
+        made = self._made[form, device]
+        if isinstance(made, str):
+            raise ValueError(made)
+        return made
 
     def __call__(
         self, q: Tensor, pages: Tensor, tiers: list[ListTier], lists: Lists, ring: Ring | None,
         how: StepScores = NO_SCORES, *, layers: int = 1, **more: Any,
     ) -> "CudaAttention | Attention":  # fmt: skip
         """Arguments as of `CudaAttention`."""
-        try:
-            return CudaAttention(self._build, q, pages, tiers, lists, ring, how, layers=layers, **more)
-        except ValueError as error:
-            if (line := f"decode attention by triton: {error}") not in self.refused:
-                self.refused.add(line)
-                warnings.warn(line, stacklevel=3)
+        if self._build is None:
+            self.ran.add("triton")
             return Attention(q, pages, tiers, lists, ring, how, **more)
+        try:
+            made = CudaAttention(self._kernels, q, pages, tiers, lists, ring, how, layers=layers, **more)
+        except ValueError as error:
+            if (line := f"triton: {error}") not in self.ran:
+                self.ran.add(line)
+                warnings.warn(f"backend.decode=cuda: decode attention by {line}", stacklevel=3)
+            return Attention(q, pages, tiers, lists, ring, how, **more)
+        self.ran.add("cuda")
+        return made

@@ -16,6 +16,7 @@ MOST_QUERIES = 8  # of a KV head: columns of a product on tensor cores
 # As csrc/call.h has them: tokens of a turn and warps that take turns; parts of a list in a tier at most, and slots of
 # each at least.
 TURN, WARPS, MOST_PARTS, LEAST_SLOTS = 32, 4, 24, 256
+BLOCK = 256  # threads of the kernels that plan and make scores: a list or a slot each
 _BITS = (2, 4, 8)
 _GRAIN = 32  # tokens of a turn, and channels that lie in one group of values
 _STAGE_BYTES = 36 << 10  # of pages under way in a block, of which four lie on a multiprocessor

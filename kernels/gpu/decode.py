@@ -53,7 +53,8 @@ _STAGES = 3  # of loads under way: more hold shared memory that other programs n
 def _add_scores(pages, ids, num_k, scores, page_bytes, num_columns, T: tl.constexpr, TP: tl.constexpr,
                 TRACK: tl.constexpr):  # fmt: skip
     """Adds the scores of one page's live slots to what it tracks."""
-    pid, index = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    program = tl.program_id(0).to(tl.int64)
+    pid, index = program // num_columns, program % num_columns
     t = tl.arange(0, TP)
     token = index * T + t
     live = (t < T) & (token < tl.load(num_k + pid).to(tl.int32))
@@ -373,7 +374,7 @@ class Attention:
             found = {"T": tier.fmt.tokens_per_page, "BT": self._block_slots[index], "REVERSED": tier.is_reversed}
             found |= {"TRACK": score_offset(tier.fmt) if how.update else -1, "POS": tier.fmt.regions["pos"][0]}
             constants |= {f"{prefix}_{name}": value for name, value in found.items()}
-        return _Launch((merged + sum(tasks[first : second + 1]), count), given, constants)
+        return _Launch((count, merged + sum(tasks[first : second + 1])), given, constants)
 
     def __call__(
         self, q: Tensor, ring: Ring | None, scale: float, offset: int | None = None

@@ -73,13 +73,14 @@ def _slot_values(base, slot, channel, mask, KEYS: tl.constexpr, D: tl.constexpr,
 
 @triton.jit(do_not_specialize=["count", "per_row", "offset"])
 def _write_side(
-    x, pages, source_page, source_slot, page, slot, cos, sin, count, page_bytes, heads, per_row, offset,
+    x, pages, source_page, source_slot, page, slot, cos, sin, count, page_bytes, heads, per_row, offset, x_row,
     BM: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, T: tl.constexpr, META_FIRST: tl.constexpr,
     FROM: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, S_T: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
     """Encodes one side of BM slots whose scales are their own: from dense vectors (FROM = 0), from slots of another
     format (1), or from the rows of x that `source_page` names (2). With `per_row` lists of a sequence, of which `heads`
-    are written here, from `offset` on. Dense vectors are rotated first where HALF is not 0."""
+    are written here, from `offset` on. Dense vectors, of which a sequence's begin `x_row` behind the one's before, are
+    rotated first where HALF is not 0."""
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     place_of = (row // heads) * per_row + offset + row % heads
     target = tl.load(page + place_of, mask=row < count, other=-1).to(tl.int64)
@@ -95,17 +96,17 @@ def _write_side(
         source = (pages + origin * page_bytes)[:, None, None]
         values = _slot_values(source, there[:, None, None], channel, real, KEYS, D, S_T, SOURCE)
     else:
-        where = row
+        begin = (row // heads) * x_row + (row % heads) * D
         if FROM == 2:
-            where = tl.load(source_page + row, mask=row < count, other=0).to(tl.int64)
-        values = tl.load(x + where[:, None, None] * D + channel, mask=real, other=0.0).to(tl.float32)
+            begin = tl.load(source_page + row, mask=row < count, other=0).to(tl.int64) * D
+        values = tl.load(x + begin[:, None, None] + channel, mask=real, other=0.0).to(tl.float32)
         if HALF > 0:
             turned = real & (channel < 2 * HALF)
             partner = tl.where(channel < HALF, channel + HALF, channel - HALF)
-            other = tl.load(x + where[:, None, None] * D + partner, mask=turned, other=0.0).to(tl.float32)
+            other = tl.load(x + begin[:, None, None] + partner, mask=turned, other=0.0).to(tl.float32)
             angle = (row // heads)[:, None, None] * HALF + channel % HALF
-            by_cos = values * tl.load(cos + angle, mask=turned, other=1.0)
-            by_sin = other * tl.load(sin + angle, mask=turned, other=0.0)
+            by_cos = values * tl.load(cos + angle, mask=turned, other=1.0).to(tl.float32)
+            by_sin = other * tl.load(sin + angle, mask=turned, other=0.0).to(tl.float32)
             values = tl.where(channel < HALF, by_cos - by_sin, by_cos + by_sin)
     if KEYS:
         step, stride = T, 1
@@ -288,13 +289,13 @@ def _demote_both(
     part = tl.program_id(1)
     if part == 0:
         _write_side(
-            pages, pages, source_page, source_slot, page, slot, pages, pages, count, page_bytes, count, 0, 0, BK, True,
-            D, T, META_FIRST, 1, 0, K, S_T, SK,
+            pages, pages, source_page, source_slot, page, slot, pages, pages, count, page_bytes, count, 0, 0, 0, BK,
+            True, D, T, META_FIRST, 1, 0, K, S_T, SK,
         )  # fmt: skip
     elif part == 1:
         _write_side(
-            pages, pages, source_page, source_slot, page, slot, pages, pages, count, page_bytes, count, 0, 0, BV, False,
-            D, T, META_FIRST, 1, 0, V, S_T, SV,
+            pages, pages, source_page, source_slot, page, slot, pages, pages, count, page_bytes, count, 0, 0, 0, BV,
+            False, D, T, META_FIRST, 1, 0, V, S_T, SV,
         )  # fmt: skip
     else:
         _move_bytes(pages, source_page, source_slot, page, slot, source_map, target_map, count, num_bytes, page_bytes,
@@ -358,7 +359,7 @@ def _write(
     page, slot = page.contiguous(), slot.contiguous()
     launch(
         _write_side, (-(-count // rows),), x.contiguous(), pages, page if place is None else place.contiguous(), slot,
-        page, slot, pages, pages, count, pages.shape[1], count, 0, 0, BM=rows, KEYS=side == "k", D=fmt.slot.head_dim,
+        page, slot, pages, pages, count, pages.shape[1], count, 0, 0, 0, BM=rows, KEYS=side == "k", D=fmt.slot.head_dim,
         T=fmt.tokens_per_page, META_FIRST=fmt.slot.channel_keys, FROM=0 if place is None else 2, HALF=0,
         S_T=fmt.tokens_per_page, SIDE=layout, SOURCE=layout,
         enable_fp_fusion=False,  # a product that is rounded only with the sum behind it can round a code the other way

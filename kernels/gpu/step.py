@@ -20,6 +20,7 @@ from kvbench.kernels.gpu.cuda_decode import CudaAttention, Decoder
 from kvbench.kernels.gpu.decode import Attention, Lists, ListTier
 from kvbench.kernels.gpu.pages import _write_side, slots_per_program, write_part
 from kvbench.kernels.gpu.parts import ELEMENT, launch, power_of_two, side_layout
+from kvbench.kernels.gpu.rows import heads_at_once, turn_heads
 from kvbench.kernels.operands import NO_SCORES, PLAIN, PageChoice, Ring, Softmax, StepRing, StepScores
 from kvbench.kernels.reference.attention import rotate
 
@@ -28,22 +29,30 @@ _BLOCK = 256
 
 @triton.jit(do_not_specialize=["count", "per_row", "offset"])
 def _write_both(
-    k, v, pages, page, slot, cos, sin, count, page_bytes, heads, per_row, offset, BK: tl.constexpr, BV: tl.constexpr,
-    D: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DP: tl.constexpr,
-    LOW: tl.constexpr, HIGH: tl.constexpr, BOUND: tl.constexpr,
+    k, v, pages, page, slot, cos, sin, count, page_bytes, heads, per_row, offset, k_row, v_row, q, q_out, q_row,
+    BK: tl.constexpr, BV: tl.constexpr, D: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, DP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BOUND: tl.constexpr, HQ: tl.constexpr,
+    BH: tl.constexpr,
 ):  # fmt: skip
     """Encodes the new key (programs of the first column) or the new value of some lists into their slots; in a third
-    column, one list's key widens the bounds of its page."""
+    column, one list's key widens the bounds of its page, or a sequence's HQ queries are rotated."""
     if tl.program_id(1) == 0:
         _write_side(
-            k, pages, page, slot, page, slot, cos, sin, count, page_bytes, heads, per_row, offset, BK, True, D, T,
+            k, pages, page, slot, page, slot, cos, sin, count, page_bytes, heads, per_row, offset, k_row, BK,
+            True, D, T,
             False, 0, HALF, K, T, K,
         )  # fmt: skip
     elif tl.program_id(1) == 1:
         _write_side(
-            v, pages, page, slot, page, slot, cos, sin, count, page_bytes, heads, per_row, offset, BV, False, D, T,
+            v, pages, page, slot, page, slot, cos, sin, count, page_bytes, heads, per_row, offset, v_row, BV,
+            False, D, T,
             False, 0, 0, V, T, V,
         )  # fmt: skip
+    elif HQ > 0:
+        parts: tl.constexpr = (HQ + BH - 1) // BH
+        at = tl.program_id(0).to(tl.int64)
+        if at < count // heads * parts:
+            turn_heads(q, q_out, cos, sin, at // parts, q_row, at % parts * BH, HQ, BH, HALF, DP // 2)
     else:
         at = tl.program_id(0).to(tl.int64)
         if at < count:
@@ -96,6 +105,11 @@ def _find_leaving(
     tl.store(place + i, mine * length + token % length, mask=mask)
 
 
+def _rows_are_whole(x: Tensor) -> bool:
+    """Whether the heads of each row of [S, H, D] are contiguous, as kernels read them."""
+    return x.stride(2) == 1 and x.stride(1) == x.shape[2]
+
+
 class DeviceStep(FusedStep):
     """A prepared decode step: `tiers` of all layers, `lists` of the first one; the target is format, page and slot
     (int64 [S, L, H]) of the new tokens, None behind a ring. The rest is as of `Backend.open_tables`."""
@@ -106,20 +120,24 @@ class DeviceStep(FusedStep):
         strip: tuple[Tensor, Tensor] | None = None, choice: PageChoice | None = None, softmax: Softmax = PLAIN,
         decoder: Decoder | None = None,
     ) -> None:  # fmt: skip
-        self._decoder = decoder
+        self._decoder = decoder or Decoder()
         self._pages, self._tiers, self._lists, self._layers = pages, tiers, lists, num_layers
         self._seen, self._target, self._ring, self._strip = seen, target, ring, strip
         self._scores = scores if scores.update or scores.gives else NO_SCORES
         self.strips, self._choice, self._softmax = strip is not None, choice, softmax
+        self.turns = ring is None and strip is None and choice is None  # the key is written to a page as it comes
         self._attention: Attention | CudaAttention | None = None  # once the first layer shows its queries
         if ring is not None:
             self._num_tokens = ring.num_tokens.contiguous()
             self._leaving = [self._find_leaving(ring, side) for side in (0, 1)]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, turn: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """As of `FusedStep`; cosines and sines [S, D / 2] of `turn` rotate the query and the key first."""
         lists, ring = replace(self._lists, offset=layer * self._lists.heads), self._ring
         if ring is None:
-            self._write(lists, k.contiguous(), v.contiguous())
+            q = self._write(lists, q, k, v, turn)
             if self._choice is not None and layer >= self._choice.dense_layers and self._tiers[0].columns > 1:
                 return self._attended_in_part(layer, lists, q, self._choice, scale)
             return self._attended(lists, q, None, scale)
@@ -136,10 +154,7 @@ class DeviceStep(FusedStep):
         if self._attention is None:
             how: dict = {"seen": self._seen, "out": q.dtype, "softmax": self._softmax}
             stored = q, self._pages, self._tiers, lists, ring, self._scores
-            if self._decoder is None:
-                self._attention = Attention(*stored, **how)
-            else:
-                self._attention = self._decoder(*stored, layers=self._layers, **how)
+            self._attention = self._decoder(*stored, layers=self._layers, **how)
         out, _, self.given = self._attention(q, ring, scale, lists.offset)
         return out
 
@@ -151,25 +166,38 @@ class DeviceStep(FusedStep):
         tier = ListTier(fmt=tier.fmt, table=ids, entries=width, columns=width, num_k=held, num_v=held)
         named = Lists(num_seq=lists.num_seq, heads=lists.heads, per_row=lists.heads)
         softmax = self._softmax.of_layer(layer)
-        return Attention(q, self._pages, [tier], named, None, out=q.dtype, softmax=softmax)(q, None, scale)[0]
+        attention = self._decoder(q, self._pages, [tier], named, None, out=q.dtype, softmax=softmax)
+        return attention(q, None, scale)[0]
 
-    def _write(self, lists: Lists, k: Tensor, v: Tensor) -> None:
+    def _write(
+        self, lists: Lists, q: Tensor, k: Tensor, v: Tensor, turn: tuple[Tensor, Tensor] | None
+    ) -> Tensor:  # fmt: skip
         """Encodes the new keys and values [S, H, D] of a layer in one launch; the bytes are those of `write_keys` and
-        `write_values`."""
+        `write_values`. Returns the queries, rotated with the keys where they are to `turn`."""
         assert self._target is not None
         fmt, page, slot = self._target
+        k, v = (x if not fmt.bounds and _rows_are_whole(x) else x.contiguous() for x in (k, v))
         programs, count = [slots_per_program(fmt, side) for side in "kv"], k.shape[0] * k.shape[1]
-        cos, sin = (page, page) if self._strip is None else self._strip
-        grid = (count, 3) if fmt.bounds else (max(-(-count // rows) for rows in programs), 2)
+        cos, sin = turn or self._strip or (page, page)
         low, high = (fmt.regions[name][0] if fmt.bounds else 0 for name in ("k_low", "k_high"))
+        turned, heads, size = q, 0, 1
+        blocks = max(-(-count // rows) for rows in programs)
+        if turn is not None:
+            q = q if _rows_are_whole(q) else q.contiguous()
+            turned, heads = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.shape[1]
+            size = heads_at_once(heads, cos.shape[1])
+            blocks = max(blocks, len(q) * -(-heads // size))
+        grid = (count, 3) if fmt.bounds else (blocks, 3 if heads else 2)
         launch(
             _write_both, grid, k, v, self._pages, page, slot, cos, sin,
-            count, self._pages.shape[1], lists.heads, lists.per_row, lists.offset, BK=programs[0], BV=programs[1],
-            D=fmt.slot.head_dim, T=fmt.tokens_per_page, HALF=0 if self._strip is None else cos.shape[1],
+            count, self._pages.shape[1], lists.heads, lists.per_row, lists.offset, k.stride(0), v.stride(0), q, turned,
+            q.stride(0), BK=programs[0], BV=programs[1],
+            D=fmt.slot.head_dim, T=fmt.tokens_per_page, HALF=0 if cos is page else cos.shape[1],
             K=side_layout(fmt, "k", least=1), V=side_layout(fmt, "v", least=1),
-            DP=power_of_two(fmt.slot.head_dim), LOW=low, HIGH=high, BOUND=ELEMENT[fmt.slot.dtype],
+            DP=power_of_two(fmt.slot.head_dim), LOW=low, HIGH=high, BOUND=ELEMENT[fmt.slot.dtype], HQ=heads, BH=size,
             enable_fp_fusion=False,
         )  # fmt: skip
+        return turned
 
     def _append(self, lists: Lists, ring: Ring, rows: Tensor, k: Tensor, v: Tensor) -> None:
         """Puts the new keys and values [S, H, D] of a layer into their buffers."""

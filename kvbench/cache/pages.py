@@ -110,6 +110,7 @@ class Pages:
         self.counts = fresh if counts is None else counts.setdefault(device, fresh)
         self.host = HostCounts()
         nobody = torch.zeros(0, dtype=torch.int64, device=device)
+        self._of_row = torch.arange(self.lists_per_row, device=device)  # the lists of the first row
         self._numbered = self._nobody = nobody, nobody  # the rows asked for last, and their lists
         self.pool: PagePool
         self.table: PageTable
@@ -173,8 +174,8 @@ class Pages:
     def lists_of(self, rows: Tensor) -> Tensor:
         """List numbers int64 [M] of rows int64 [S], row-major, then layer, then head."""
         if rows is not self._numbered[0]:
-            each = torch.arange(self.lists_per_row, device=rows.device)
-            self._numbered = rows, (rows[:, None] * self.lists_per_row + each).flatten()
+            numbers = torch.add(self._of_row, rows[:, None], alpha=self.lists_per_row)
+            self._numbered = rows, numbers.flatten()
         return self._numbered[1]
 
     def forget_lists(self) -> None:

@@ -16,7 +16,7 @@ from kvbench.kernels.operands import PageChoice, Ring, ScoreUpdate, StepScores, 
 from kvbench.policy import DecodePlan, DecodeView, ReadSpec
 
 MOST_GIVEN_BYTES = 2**27  # of scores that wait for the other layers'
-Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]  # layer, q, k, v, scale
+Attend = Callable[..., Tensor]  # layer, q, k, v, scale; of a step that `turns` also a rotation
 
 
 class PageSelection:
@@ -62,6 +62,7 @@ class PagedStep:
     was changed when that raises: `PoolExhausted` where there is no page for a new slot, `ValueError` where the plan
     breaks a rule or a page table is full."""
 
+    turns = False  # `door` takes a rotation of queries and keys as well
     reads: PageSelection | None = None  # chooses what to read of each layer, and counts it; None = everything is read
 
     def __init__(self, holding: Holding, rows: Rows, plan: DecodePlan | None = None) -> None:
@@ -137,6 +138,7 @@ class PagedStep:
         inner = self.attend if fused is None else fused.attend
         strips = self.strips and not (fused is not None and fused.strips)
         if self.holding.takes_all_as_it_comes and not strips:
+            self.turns = fused is not None and fused.turns
             return inner
         return partial(self._through, inner, strips)
 

@@ -356,12 +356,25 @@ class CompressedStore:
             each._steps = each.holding.open(rows)
             each._doors = [step.door() for step in each._steps]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, *turn: tuple[Tensor, Tensor]
+    ) -> Tensor:  # fmt: skip
         """Writes the new token of one layer, attends over everything held, and adds to the scores: q [S, Hq, D], k and
-        v [S, KV heads, D], post-RoPE. Returns [S, Hq, D], fp32 or the dtype of `q`."""
+        v [S, KV heads, D], post-RoPE, or to be rotated by cosines and sines [S, D / 2], where the step `turns`. Returns
+        [S, Hq, D], fp32 or the dtype of `q`."""
         assert self._doors, "begin_step comes first"
         index, part = self.holding.part_of(layer)
-        return self._doors[index](layer - part.first_layer, q, k, v, scale)
+        return self._doors[index](layer - part.first_layer, q, k, v, scale, *turn)
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions int64 [S] of the tokens of the step, on the first device."""
+        assert self._steps, "begin_step comes first"
+        return self._steps[0].tokens_seen
+
+    def turns(self, layer: int) -> bool:
+        """Whether `attend` takes the rotation of a layer's queries and keys."""
+        return self._steps[self.holding.part_of(layer)[0]].turns
 
     def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attends over a layer that has its new token, for another layer of the model that shares its keys; arguments

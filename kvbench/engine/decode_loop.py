@@ -110,19 +110,20 @@ class CapturedSteps:
         """One step on the device: plan, room, forward, choice, counts."""
         store, rows, size = self._store, state.rows, len(state.rows)
         store.begin_step(rows)
-        positions = store.counters.tokens_seen[rows.looked_at.tensor][:, None]
+        session, positions, draws = sessions.Decode(store), store.positions[:, None], state.draws
         past = max(store.counters.seen[row] for row in rows.numbers)
-        session = sessions.Decode(store)
-        logits = hf.forward(self._runner.loaded.model, session, state.tokens[:, None], positions, past, 1)[:, 0]
-        chosen = logits.argmax(-1) if state.draws is None else state.draws.next(logits)
+        model = self._runner.loaded.model
+        state.logits = logits = hf.forward(model, session, state.tokens[:, None], positions, past, 1)[:, 0]
+        numbers = torch.empty(2, size, dtype=torch.int64, device=logits.device)  # tokens, and which are of finite rows
+        chosen = torch.argmax(logits, -1, out=numbers[0]) if draws is None else numbers[0].copy_(draws.next(logits))
         state.tokens.copy_(chosen)
-        state.logits = logits
+        finite_rows(logits, out=numbers[1])
 
         def bind() -> Receiver:
             told, live = state.told, len(rows.numbers)
             return lambda values: told(values[:live], [bool(value) for value in values[size : size + live]])
 
-        store.pages.counts.post(torch.cat([chosen, finite_rows(logits).long()]), bind)
+        store.pages.counts.post(numbers, bind)
         store.end_step()
 
     def advance(self, state: State) -> State:

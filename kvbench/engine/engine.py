@@ -1,7 +1,7 @@
 """Generation through the compressed store: one prompt at a time in, many rows at once on, no padding anywhere."""
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from kvbench.cache.layout import StoreOptions
 from kvbench.cache.store import CompressedStore
@@ -18,7 +18,7 @@ from kvbench.engine.runner import Runner
 from kvbench.engine.waiting import Waiting
 from kvbench.errors import nobody_leaves
 from kvbench.kernels.bench import machine
-from kvbench.kernels.dispatch import get_backend
+from kvbench.kernels.dispatch import TRITON, get_backend
 from kvbench.kernels.graphs import Capture
 from kvbench.kernels.memory import first_line, is_out_of_memory
 from kvbench.models.load import LoadedModel
@@ -46,6 +46,7 @@ class Engine:
 
     Args:
         batch_size: Requests whose answers are decoded together at most; `auto` = `AUTO_ROWS`, or what memory takes.
+        decode: What makes the attention of decode steps on a GPU, as of `get_backend`.
         group: Requests that are answered together before the next ones begin, so that neighbours are always the same;
             None = a request joins as soon as another one ends.
         seed: Base of every answer's own random numbers.
@@ -70,6 +71,7 @@ class Engine:
         batch_size: int | Literal["auto"],
         seed: int,
         backend: str = "auto",
+        decode: str = TRITON,
         group: int | None = None,
         fidelity_max_tokens: int | None = 256,
         fidelity_per_token: bool = False,
@@ -80,7 +82,8 @@ class Engine:
     ) -> None:
         if isinstance(batch_size, int) and batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be >= 1")
-        self.runner = make(model, policy, options=store, backend=backend, prompts=prompts, chunk=prefill_chunk)
+        how: dict[str, Any] = {"options": store, "backend": backend, "decode": decode, "prompts": prompts}
+        self.runner = make(model, policy, chunk=prefill_chunk, **how)
         self.loaded, self.policy = model, policy
         self.batch_size, self.seed, self.fidelity_max_tokens = batch_size, seed, fidelity_max_tokens
         self.fidelity_per_token, self.group = fidelity_per_token, group

@@ -25,6 +25,7 @@ from kvbench.engine.calls import attention_modules, calls_noted
 from kvbench.engine.sessions import Session
 from kvbench.engine.supported import REMEDY, check_supported, is_known, layer_kinds
 from kvbench.errors import UnsupportedModel
+from kvbench.models import fused
 
 NAME = "kvbench"
 TAG = "_kvbench_layer"  # the attribute of a key tensor that says which layer of which session it belongs to
@@ -150,6 +151,11 @@ def attention(
         )
     # Where kernels are launched; a model may lie on several.
     with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
+        if (turn := getattr(query, fused.TURN, None)) is not None:
+            if attend == session.attend and session.turns(layer.index):
+                attend = partial(session.attend_turned, turn=turn)
+            else:
+                query, key = fused.turned(query, key, turn)
         if shape.keys_only:
             out = latent.attend(module, partial(attend, layer.index), query, key, scale)
         else:

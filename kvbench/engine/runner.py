@@ -21,7 +21,7 @@ from kvbench.engine.sessions import Decode, Dense, Prefill, PromptChunk, Replay,
 from kvbench.engine.states import States
 from kvbench.engine.supported import check_fit, layer_kinds
 from kvbench.kernels.backend import Backend
-from kvbench.kernels.dispatch import get_backend
+from kvbench.kernels.dispatch import TRITON, get_backend
 from kvbench.models.load import LoadedModel
 from kvbench.models.rotary import Lengths, forget_lengths
 from kvbench.policy import Policy
@@ -36,15 +36,16 @@ class NotFinite(ArithmeticError):
         self.layer = layer
 
 
-def finite_rows(logits: Tensor, *, waits: bool = False) -> Tensor:
+def finite_rows(logits: Tensor, *, waits: bool = False, out: Tensor | None = None) -> Tensor:
     """bool [S]: which rows of logits [S, vocabulary] are finite, by their extremes. To look at each number takes a
     tenth of a small model's step with many rows. Who may wait for the answer gets it from the sums first on a CPU,
-    which take half as long: a finite one is of finite numbers."""
+    which take half as long: a finite one is of finite numbers. `out` of whole numbers gets 0 and 1."""
     if waits and logits.device.type == "cpu":
         found = torch.isfinite(logits.sum(1))
         if bool(found.all()):
             return found
-    return torch.isfinite(logits.amin(1)) & torch.isfinite(logits.amax(1))
+    low, high = torch.aminmax(logits, dim=1)
+    return torch.lt(torch.sub(high, low, alpha=0), torch.inf, out=out)  # 0 times what is not finite is no number
 
 
 class Runner:
@@ -57,6 +58,7 @@ class Runner:
         policy: The method.
         options: Memory layout.
         backend: `auto` or a backend's name.
+        decode: What makes the attention of decode steps on a GPU, as of `get_backend`.
         prompts: Shared by runners that read the same prompts of one model under other settings; None reads every one.
         chunk: Tokens of a prompt that are read at once; the method drops or quantises what it will before it reads on.
             None = all: the prompt is read with everything before it uncompressed.
@@ -79,6 +81,7 @@ class Runner:
         *,
         options: StoreOptions | None = None,
         backend: str = "auto",
+        decode: str = TRITON,
         prompts: PromptCache | None = None,
         chunk: int | None = None,
     ) -> None:
@@ -89,7 +92,7 @@ class Runner:
         self.focus()
         self.shape = replace(shape, state_bytes=self.states.row_bytes)
         self.device = self.shape.device
-        self.backend: Backend = get_backend(backend, self.device)
+        self.backend: Backend = get_backend(backend, self.device, decode)
         self.open_rows: list[int] = []
         self.probe_s = 0.0
         self._store: CompressedStore | None = None

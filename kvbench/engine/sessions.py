@@ -13,6 +13,8 @@ from kvbench.engine.calls import first_tokens
 from kvbench.engine.probe import Uncompressed
 from kvbench.policy import AttentionCall
 
+Turn = tuple[Tensor, Tensor]
+
 
 @dataclass
 class Session(ABC):
@@ -41,6 +43,14 @@ class Session(ABC):
         """The same in a layer that shares the keys and values of `layer`, which `attend` was given before. Of a prompt,
         some models ask for their last tokens alone: q [B, Hq, m, D], m <= n."""
 
+    def turns(self, layer: int) -> bool:
+        """Whether `attend_turned` is there for a layer."""
+        return False
+
+    def attend_turned(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, turn: Turn) -> Tensor:
+        """As `attend`, of queries and keys before their rotation, whose cosines and sines [B * n, D / 2] are given."""
+        raise NotImplementedError(f"{type(self).__name__} takes queries and keys as attention sees them")
+
     def trace(self, out: Tensor) -> Tensor:
         """A tensor that is finite where the output is; all of a prompt's would be too large."""
         return out.flatten(1).abs().amax(1)
@@ -66,6 +76,14 @@ class Decode(Session):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         store, own = self.store.kind_of(layer)
         return store.attend(own, q[:, :, 0], k[:, :, 0], v[:, :, 0], scale)[:, :, None]
+
+    def turns(self, layer: int) -> bool:
+        store, own = self.store.kind_of(layer)
+        return store.turns(own)
+
+    def attend_turned(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, turn: Turn) -> Tensor:
+        store, own = self.store.kind_of(layer)
+        return store.attend(own, q[:, :, 0], k[:, :, 0], v[:, :, 0], scale, turn)[:, :, None]
 
     def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         store, own = self.store.kind_of(layer)

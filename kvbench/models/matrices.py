@@ -1,13 +1,15 @@
-"""Ways in which a model's own matrices lie and are multiplied (`model.linear`): plain, packed or streamed.
+"""Ways in which a model's own matrices lie and are multiplied (`model.linear`): plain, packed, streamed or fused.
 
 A decode step reads every matrix for a few rows of numbers, and torch's products of a few rows read a plain one at a
 fraction of the core's bandwidth. `packed` has oneDNN put each matrix once, when it is loaded, into the order that a CPU
 reads fastest. `streamed` reads the plain one once for all rows, by a kernel of kvbench's own, whose answer to a row
 does not depend on the others; norms, feed-forward layers and the three products of attention are one call each.
-docs/performance.md says what each gains.
+docs/performance.md says what each gains. `fused` is for GPUs: layers in few launches (`fused`; docs/gpu.md).
 """
 
 import ctypes
+import importlib.util
+import os
 import platform
 from collections import Counter
 from collections.abc import Callable
@@ -24,8 +26,8 @@ from kvbench.kernels.cpu.build import BuildError
 from kvbench.kernels.cpu.products import DTYPES, RowProducts
 
 AUTO = "auto"
-PLAIN, PACKED, STREAMED = "plain", "packed", "streamed"
-LINEAR = (PLAIN, PACKED, STREAMED)
+PLAIN, PACKED, STREAMED, FUSED = "plain", "packed", "streamed", "fused"
+LINEAR = (PLAIN, PACKED, STREAMED, FUSED)
 # Rows for which oneDNN chooses the order, which then serves any number of them. The order for 1 row is slower with 4
 # rows in fp32 and with a prompt's in bf16, and no faster with 1; those for 4 to 64 rows are alike.
 ROWS = 16
@@ -61,6 +63,13 @@ def lay(model: torch.nn.Module, linear: str, dtype: torch.dtype, device: torch.d
         return PLAIN, ""
     if reason := why_not(linear, dtype, device):
         return PLAIN, f"model.linear={linear} was not done, because {reason}"
+    if linear == FUSED:
+        from kvbench.models.fused import fuse
+
+        done, of = fuse(model)
+        if done < of or not done:
+            return PLAIN, f"model.linear={FUSED} was done to {done} of {of} layers: the others are no such layers"
+        return FUSED, ""
     (pack if linear == PACKED else stream)(model)
     return linear, ""
 
@@ -72,12 +81,19 @@ def identity(linear: str) -> str:
 
 def kernels(linear: str) -> tuple[str, ...]:
     """The backends whose compiled kernels a way runs, whatever backend a run has."""
-    return ("cpu",) if linear == STREAMED else ()
+    return {STREAMED: ("cpu",), FUSED: ("triton",)}.get(linear, ())
 
 
 def why_not(linear: str, dtype: torch.dtype, device: torch.device) -> str:
-    """The reason why matrices cannot be `PACKED` or `STREAMED` here, to follow "because"; empty where they can."""
+    """The reason why matrices cannot be `PACKED`, `STREAMED` or `FUSED` here, to follow "because"; empty where they
+    can."""
     name = str(dtype).removeprefix("torch.")
+    if linear == FUSED:
+        if importlib.util.find_spec("triton") is None:
+            return "the package triton is not installed"
+        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            return f"the model runs on {device.type}, and its kernels are for GPUs"
+        return ""
     if device.type != "cpu":
         what = "packing is" if linear == PACKED else "these products are"
         return f"the model runs on {device.type}, and {what} for CPUs"

@@ -222,6 +222,9 @@ class RunRecord:
     backend_fallbacks: list[str] = field(default_factory=list)
     """Operations that plain torch did because the backend has no kernel for them; speed is no claim where there are
     any."""
+    backend_decode: list[str] = field(default_factory=list)
+    """What made the attention of decode steps, where the backend has a choice: cuda, triton or torch, and behind a
+    colon why it was not what `backend.decode` says; empty elsewhere, and in records of before."""
     graphs: dict[str, int] = field(default_factory=dict)
     """Decode steps of the last session that made any: `replayed` from a CUDA graph, `eager_in_runs` beside them, and
     `one_at_a_time`, for which the host waits; `captures`, and `failed_captures`, after one of which no graphs are used.
@@ -313,9 +316,10 @@ class RunRecord:
         asked, rest = divmod(self.counts.total, each)
         return None if rest or not asked or (metric is not None and metric.num_samples > asked) else asked
 
-    def note_backend(self, fallbacks: Iterable[str], graphs: dict[str, int]) -> None:
+    def note_backend(self, fallbacks: Iterable[str], graphs: dict[str, int], decodes: Iterable[str]) -> None:
         """Add what the backend of one session did; a run that goes on keeps what its earlier sessions named."""
         self.backend_fallbacks = sorted({*self.backend_fallbacks, *fallbacks})
+        self.backend_decode = sorted({*self.backend_decode, *decodes})
         self.graphs = graphs or self.graphs
 
     def save(self, folder: Path) -> None:

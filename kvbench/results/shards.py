@@ -201,7 +201,7 @@ def _take_of_worker(place: Path, journal: Journal, record: RunRecord, say: Calla
     if own is not None:
         others = [session for session in record.sessions if session.worker != place.name]
         record.sessions = sorted([*others, *own.sessions], key=lambda session: session.started)
-        record.note_backend(own.backend_fallbacks, own.graphs)
+        record.note_backend(own.backend_fallbacks, own.graphs, own.backend_decode)
     try:
         for line in journal_lines(place / SAMPLES, journal.run):
             if line.record is not None and (journal.keys is None or key_of(line.record) in journal.keys):
@@ -216,7 +216,7 @@ def take(place: Path, journal: Journal, record: RunRecord, say: Callable[[str], 
     if own is not None:
         record.sessions += [session for session in own.sessions if session not in record.sessions]
         record.sessions.sort(key=lambda session: session.started)
-        record.note_backend(own.backend_fallbacks, own.graphs)
+        record.note_backend(own.backend_fallbacks, own.graphs, own.backend_decode)
     if not (place / SAMPLES).exists():
         return
     with closing(Journal(place / SAMPLES, run=journal.run, keys=journal.keys, warn=say)) as shard:

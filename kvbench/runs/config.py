@@ -11,6 +11,7 @@ from kvbench.config import extensions
 from kvbench.config.files import FULL, FULL_STORE
 from kvbench.config.settings import as_dict, read_data, read_settings
 from kvbench.errors import unknown_name
+from kvbench.kernels.dispatch import DECODES
 from kvbench.results.record import CHUNK_LABEL
 from kvbench.results.shards import Shard
 from kvbench.results.writing import check_writable
@@ -49,6 +50,7 @@ class BackendChoice:
     """The kernels that run."""
 
     name: Annotated[str, Through("backend")] = AUTO
+    decode: Annotated[str, Choice(DECODES), Through("backend_decode")] = DECODES[0]
 
     def __post_init__(self) -> None:
         check_settings(self, "backend.")

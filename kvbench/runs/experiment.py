@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.config import code
 from kvbench.errors import nobody_leaves
+from kvbench.kernels.dispatch import TRITON
 from kvbench.results import identity, provenance
 from kvbench.results.record import CHUNK_LABEL
 from kvbench.results.sample import Key, SampleRecord
@@ -217,6 +218,7 @@ def answering(config: RunConfig, policy: "Policy", model: "LoadedModel", engine:
         **counted(dataclasses.replace(config, store=config.store.on(torch.device(model.device)))),
         **({} if engine.group is None else {"batch_size": engine.group}),
         "backend": backend.name,
+        **({} if config.backend.decode == TRITON else {"backend_decode": config.backend.decode}),
         "code": {
             "harness": provenance.harness_hash(*kernels),
             "method": code.hash_files(method_files),

@@ -231,6 +231,7 @@ class Loaders:
             group=group,
             seed=config.seed,
             backend=config.backend.name,
+            decode=config.backend.decode,
             fidelity_max_tokens=config.fidelity.max_tokens,
             fidelity_per_token=config.fidelity.per_token,
             prompts=self.prompts(config.prompt_cache_bytes) if prompts is None else prompts,

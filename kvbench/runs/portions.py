@@ -87,7 +87,8 @@ def compute_portion(
             try:
                 yield from compute_missing(experiment, journal, session, requests=requests, done=done, shown=shown)
             finally:
-                own.note_backend(experiment.engine.backend.fallbacks, experiment.engine.graphs)
+                backend = experiment.engine.backend
+                own.note_backend(backend.fallbacks, experiment.engine.graphs, backend.decodes)
         if origin.worker:
             own.sessions = [_as_one(own.sessions)]
         own.status = "complete"

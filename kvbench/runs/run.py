@@ -120,7 +120,8 @@ def summarise(experiment: Experiment, record: RunRecord, journal: Journal) -> No
     record.task_aggregate = task.aggregate(summary.for_task(records))
     record.fidelity, record.drift = summary.fidelity(records, task.weighting), summary.drift(records)
     record.ledger = summary.ledger(records)
-    record.note_backend(experiment.engine.backend.fallbacks, experiment.engine.graphs)
+    backend = experiment.engine.backend
+    record.note_backend(backend.fallbacks, experiment.engine.graphs, backend.decodes)
     ok = [item for item in records if item["status"] == "ok"]
     record.kept = summary.means(item["kept"] for item in ok)
     record.timing = summary.timing(records, sum(session.wall_s for session in record.sessions))

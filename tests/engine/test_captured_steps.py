@@ -1,5 +1,6 @@
 """Steps that are captured once and replayed: the tokens and bytes of eager ones; and whole steps without a host."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from no_data import NothingOnTheHost, as_if_read, without_data
 from open_settings import open_settings
 from places import ROOT
 from selection import few
-from step_meter import metered
+from step_meter import Cost, metered
 
 from kvbench.cache.async_counts import Padding, ReplayLog, Rows
 from kvbench.config.files import options
@@ -25,6 +26,7 @@ from kvbench.errors import NotForModel
 from kvbench.kernels.gpu import parts
 from kvbench.kernels.gpu.compile import launch_signature
 from kvbench.kernels.gpu.emulator import record
+from kvbench.models import fused
 from kvbench.models.load import load_model
 from kvbench.runs import choices
 
@@ -204,7 +206,9 @@ def bare():
         yield model
 
 
-def step_without_data(smallest, method: str, due: bool = False, eager: bool = False) -> SimpleNamespace:
+def step_without_data(
+    smallest, method: str, due: bool = False, eager: bool = False, greedy: bool = False, meter=None
+) -> SimpleNamespace:  # fmt: skip
     """Makes one step of two rows, whose bulk eviction may be due, as it is captured or not; or, captured, of one that
     is drawn and one that pads. Its launches, and the operations that have no kernel."""
     method, _, own = method.partition(" ")
@@ -220,7 +224,7 @@ def step_without_data(smallest, method: str, due: bool = False, eager: bool = Fa
         store.holding.due.learn([row], [due])
     there = [torch.empty(2, dtype=torch.int64, device="meta") for _ in range(6)]
     state = State(Rows(there[0], rows), there[1], lambda *_: None)
-    if not due and not eager:
+    if not due and not eager and not greedy:
         shares = torch.empty(2, device="meta")
         state.draws = Draws(there[2], there[3], shares, shares.double())
         if store.spare_row is not None:
@@ -231,7 +235,11 @@ def step_without_data(smallest, method: str, due: bool = False, eager: bool = Fa
     else:
         store.pages.counts.log = ReplayLog()  # lists of any length, as in a graph
     as_if_read(runner.policy)
-    with parts.recording(lambda kernel, *_: launches.append(kernel.__name__)), NothingOnTheHost():
+    with (
+        parts.recording(lambda kernel, *_: launches.append(kernel.__name__)),
+        NothingOnTheHost(),
+        meter or nullcontext(),
+    ):
         CapturedSteps(runner, None).step(state)
     return SimpleNamespace(launches=launches, tiers=len(store.pages.formats), fallbacks=runner.backend.fallbacks)
 
@@ -279,6 +287,28 @@ def test_the_models_own_kernels_are_as_many_as_the_documentation_says(monkeypatc
     said = f"{layer} kernels of its own beside attention: {products} matrix products"
     page = " ".join((ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").split())
     assert said in page and f"{32 * layer} of 32 layers" in page
+
+
+def launches_of(num_layers: int, method: str) -> int:
+    """Kernels of a whole step of a fused model, torch's and Triton's."""
+    model = choices.make_model(f"random preset=tiny num_layers={num_layers} dtype=bfloat16 linear=fused", "cpu")
+    assert model.linear == "fused"
+    model.model.to("meta")
+    cost = Cost()
+    with without_data():
+        step_without_data(model, method, greedy=True, meter=metered(runs=False, cost=cost))
+    return cost.kernels.total() - cost.kernels["_unsafe_view"] + cost.launches.total()
+
+
+def test_a_fused_step_launches_as_few_kernels_as_the_documentation_says(monkeypatch: pytest.MonkeyPatch):
+    """Of 32 layers, the choice of tokens and the counts included, where plain layers take 1,184 of their own."""
+    monkeypatch.setattr(sessions.Decode, "without_grad", lambda session: torch.no_grad())  # else casts seem views
+    monkeypatch.setattr(fused, "_is_step", lambda positions: True)
+    two, three = launches_of(2, "full"), launches_of(3, "full")
+    found = two + 30 * (three - two)
+    assert found <= 340
+    page = " ".join((ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").split())
+    assert f"| full | {three - two} | {found} |" in page, found
 
 
 @pytest.mark.parametrize("method", BULK)

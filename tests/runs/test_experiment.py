@@ -46,6 +46,7 @@ CHANGES = {
     "limit": 7,
     "fidelity__max_tokens": 3,
     "prefill__chunk": 64,
+    "backend__decode": "cuda",
     "model__fingerprint": "weights-2",
     "model__dtype": "bfloat16",
     "model__device": "cuda",
@@ -59,6 +60,15 @@ CHANGES = {
 def test_hash_sees_each_setting(tmp_path, key):
     """Changing one thing that can change an answer gives another run."""
     assert prepared(tmp_path, **{key: CHANGES[key]}).hash != prepared(tmp_path).hash
+
+
+def test_the_default_decode_is_no_part_of_the_identity(tmp_path):
+    """Runs of before, which had no such choice, are the same runs."""
+    assert "backend_decode" not in prepared(tmp_path, backend__decode="triton").identity
+    assert prepared(tmp_path, backend__decode="triton").hash == prepared(tmp_path).hash
+    assert prepared(tmp_path, backend__decode="cuda").identity["backend_decode"] == "cuda"
+    with pytest.raises(ValueError, match=r"backend\.decode"):
+        prepared(tmp_path, backend__decode="opencl")
 
 
 def test_the_pages_that_a_gpu_has_are_in_the_hash(tmp_path):

@@ -84,6 +84,7 @@ def test_what_the_backend_had_no_kernel_for_is_on_record(tmp_path):
         def made(*arguments, **named):
             engine = make_engine(*arguments, **named)
             engine.backend.fallbacks.update(names)
+            engine.backend.decodes.add(f"triton: {len(names)}")
             return engine
 
         return altered(parts, make_engine=made)
@@ -92,6 +93,7 @@ def test_what_the_backend_had_no_kernel_for_is_on_record(tmp_path):
     (tmp_path / "fake" / "tiny" / "half").rename(tmp_path / "other")
     first = run_experiment(cfg, method="half", parts=with_fallbacks(["widen_bounds", "choose_pages"]), **QUIET)
     assert first.record.backend_fallbacks == ["choose_pages", "widen_bounds"]
+    assert first.record.backend_decode == ["triton: 2"]
     lines = (first.folder / "samples.jsonl").read_text().splitlines(keepends=True)
     (first.folder / "samples.jsonl").write_text("".join(lines[:-1]))
     again = run_experiment(cfg, method="half", parts=with_fallbacks(["paged_decode"]), **QUIET)

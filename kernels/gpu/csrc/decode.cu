@@ -200,6 +200,10 @@ template <class S> DEVICE void make_scores(const Call& call, int tier_index, int
   }
 }
 
+#ifndef KVB_HOST
+extern "C" __device__ int kvb_sizes[2] = {sizeof(Shared), sizeof(Call)};  // which gpu/cuda_load.py reads
+#endif
+
 KERNEL(256, 64) kvb_scores(PARAMETER Call call) {
   const int first = (call.tiers[0].columns * A::SLOTS + 255) / 256 * call.lists;
   if (block_index() < first) make_scores<A>(call, 0, block_index(), thread_index());

@@ -1,4 +1,4 @@
-// The kernels for a CPU, as a library: what tests and `backend.decode=host` call. See host.h.
+// The kernels for a CPU, as a library. See host.h.
 #define KVB_HOST
 #include "decode.cu"
 
@@ -12,3 +12,4 @@ extern "C" void kvb_run_scores(const Call* call, int blocks) {
   host::run(blocks, 256, 64, [=] { kvb_scores(*call); });
 }
 extern "C" int kvb_call_bytes() { return sizeof(Call); }
+extern "C" int kvb_shared_bytes() { return sizeof(Shared); }

@@ -13,7 +13,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from typing import Any
@@ -26,9 +26,10 @@ from kvbench.engine.engine import Engine
 from kvbench.engine.requests import Outcome, Request
 from kvbench.errors import NotForModel
 from kvbench.extensions.bench.decoders import capture_on
+from kvbench.kernels.backend import Backend
 from kvbench.kernels.check_device import in_shares, report
 from kvbench.kernels.device_inputs import Finding
-from kvbench.kernels.dispatch import gpu_backend
+from kvbench.kernels.dispatch import DECODES, HOST, TRITON, gpu_backend
 from kvbench.kernels.graphs import Capture
 from kvbench.models.load import LoadedModel
 from kvbench.runs import choices
@@ -37,6 +38,8 @@ from kvbench.runs.parts import policy_class
 # Windows, budgets and groups so small that a method drops, demotes, chooses and flushes within some dozens of tokens.
 SMALL = {"window": 8, "budget": 16, "sinks": 2, "recent": 8, "residual_tokens": 16, "group": 16, "read_budget": 16}
 SMALL |= {"min_pages": 1, "dense_layers": 0, "obs_window": 4, "protected": 8, "skip_near": 2}
+# The same where the kernels in CUDA C++ attend, which take key groups of whole turns of 32 tokens.
+IN_TURNS = SMALL | {"group": 32, "residual_tokens": 32}
 # Tables of one model, of two layers with two KV heads of width 64: gates, mean queries, and books, whose levels are
 # those of nobody.
 _LEVELS = [code * 255 // (2**bits - 1) for bits in (2, 3, 4) for _ in "kv" for code in range(2**bits)]
@@ -73,13 +76,13 @@ CASES = {
 }
 
 
-def changes(method: str, case: Case) -> dict:
+def changes(method: str, case: Case, small: Mapping[str, int] = SMALL) -> dict:
     """The changes that a case makes to a method's settings."""
     listed = choices.read_choice("method", method)
     own: dict[str, Any] = {item.name: item.default for item in fields(policy_class(listed["_target_"]))} | listed
     found: dict[str, Any] = dict(TABLE.get(method, {}))
     if case.small:
-        for key, value in SMALL.items():
+        for key, value in small.items():
             is_count = isinstance(own.get(key), int) and not isinstance(own[key], bool) and own[key] > value
             if is_count or (key in ("budget", "read_budget") and own.get(key) is not None):
                 found[key] = value
@@ -95,11 +98,13 @@ def small_model(device: str, dtype: str) -> LoadedModel:
 
 
 def answer(
-    model: LoadedModel, method: str, case: Case, backend: str, capture: Capture | None = None, at_length: bool = False
-) -> tuple[list[Outcome], set[str], dict[str, int]]:
-    """The outcomes of a case in order, the operations that the backend had no kernel for, and how steps were made: one
-    by one, or by what captures them; as short as the case says, or at length, of given tokens."""
-    words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in changes(method, case).items())
+    model: LoadedModel, method: str, case: Case, backend: str, capture: Capture | None = None, at_length: bool = False,
+    decode: str = TRITON,
+) -> tuple[list[Outcome], Backend, dict[str, int]]:  # fmt: skip
+    """The outcomes of a case in order, the backend, and how steps were made: one by one, or by what captures them; as
+    short as the case says, or at length, of given tokens."""
+    changed = changes(method, case, SMALL if decode == TRITON else IN_TURNS)
+    words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in changed.items())
     policy = choices.make_method(f"{method} {words}")
     make, requests, how = torch.Generator().manual_seed(1), [], dict[str, Any]()
     for index, (segments, tokens) in enumerate(case.prompts):
@@ -112,11 +117,12 @@ def answer(
         requests.append(Request(sample_id=str(index), subset="check", segments=parts, **how))
     how = {"store": StoreOptions(), "batch_size": len(requests), "seed": 0, "backend": backend}
     how |= {"fidelity_max_tokens": None if at_length else 0, "fidelity_per_token": at_length, "capture": capture}
+    how |= {"decode": decode} if backend == "triton" else {}
     engine = Engine(model, policy, **how)
     found: list[Outcome] = []
     engine.run(requests, on_outcome=found.append)
     found.sort(key=lambda outcome: outcome.sample_id)
-    return found, engine.backend.fallbacks, engine.graphs
+    return found, engine.backend, engine.graphs
 
 
 def differing(mine: Outcome, theirs: Outcome, nats: float = 0.0) -> int:
@@ -136,7 +142,9 @@ def farther(mine: Outcome, theirs: Outcome) -> float:
     return max(abs(a - b) for a, b in pairs)
 
 
-def check(device: str, dtype: str, methods: list[str], cases: list[str], *, graphs: bool = False) -> Iterator[Finding]:
+def check(
+    device: str, dtype: str, methods: list[str], cases: list[str], *, graphs: bool = False, decode: str = TRITON
+) -> Iterator[Finding]:
     """Answers every case with both backends, or with graphs, with what stands for them, and one by one, and compares;
     where no graph was replayed, that is no success."""
     model = small_model(device, dtype)
@@ -144,13 +152,14 @@ def check(device: str, dtype: str, methods: list[str], cases: list[str], *, grap
     for method in methods:
         for name in cases:
             try:
-                asked = partial(answer, model, method, CASES[name], at_length=graphs or not exact)
+                asked = partial(answer, model, method, CASES[name], at_length=graphs or not exact, decode=decode)
                 want, _, _ = asked("triton" if graphs else "torch")
             except NotForModel as error:  # such as a package that it needs and that is not there
                 print(f"{method} is left out: {error}", file=sys.stderr)
                 break
             try:
-                got, fallbacks, counts = asked("triton", capture_on(model.device) if graphs else None)
+                got, backend, counts = asked("triton", capture_on(model.device) if graphs else None)
+                notes = _notes(backend)
                 if graphs:
                     same, _, _ = asked("triton", capture_on(torch.device("cpu")))
                     differ = sum(differing(*pair) for pair in zip(got, same, strict=True))
@@ -162,9 +171,14 @@ def check(device: str, dtype: str, methods: list[str], cases: list[str], *, grap
                     worst = max(map(farther, got, want))
             except Exception as error:  # compilers and drivers have kinds of their own; the other cases still run
                 print(f"{type(error).__name__}: {error}", file=sys.stderr)
-                worst, fallbacks = float("nan"), set()
-            slow = f" (plain torch: {', '.join(sorted(fallbacks))})" if fallbacks else ""
-            yield Finding(f"{method}, {name}, {dtype}{slow}", worst, 0 if exact else LOW_PRECISION_NATS)
+                worst, notes = float("nan"), ""
+            yield Finding(f"{method}, {name}, {dtype}{notes}", worst, 0 if exact else LOW_PRECISION_NATS)
+
+
+def _notes(backend: Backend) -> str:
+    """What plain torch did, and what made the attention of steps, where that is not only Triton."""
+    slow = f" (plain torch: {', '.join(sorted(backend.fallbacks))})" if backend.fallbacks else ""
+    return slow + (f" (decode: {'; '.join(sorted(backend.decodes))})" if backend.decodes - {TRITON} else "")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -175,6 +189,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--method", nargs="*", choices=known, default=known)
     parser.add_argument("--case", nargs="*", choices=list(CASES), default=list(CASES))
+    parser.add_argument(
+        "--decode", default=TRITON, choices=[*DECODES, HOST],
+        help="what makes the attention of steps; host = the source in CUDA C++, built for this CPU",
+    )  # fmt: skip
     parser.add_argument("--graphs", action="store_true", help="compare steps from a CUDA graph with steps one by one")
     parser.add_argument("--jobs", type=int, default=1, help="processes that check, and so compile, in parallel")
     parser.add_argument("--share", default="0/1", help="one share of the methods, such as 3/16; --jobs gives them out")
@@ -188,12 +206,24 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     print(f"torch {torch.__version__}, TRITON_INTERPRET={os.environ.get('TRITON_INTERPRET', '')}")
-    words = ["--device", chosen.device, "--dtype", chosen.dtype, "--method", *chosen.method, "--case", *chosen.case]
+    words = [
+        "--device",
+        chosen.device,
+        "--dtype",
+        chosen.dtype,
+        "--decode",
+        chosen.decode,
+        "--method",
+        *chosen.method,
+        "--case",
+        *chosen.case,
+    ]
     if chosen.jobs > 1:
         return in_shares("kvbench.extensions.bench.check_methods", [*words, *["--graphs"] * chosen.graphs], chosen.jobs)
     part, parts = (int(x) for x in chosen.share.split("/"))
     mine = chosen.method[part::parts]
-    return report(check(chosen.device, chosen.dtype, mine, chosen.case, graphs=chosen.graphs), may_be_empty=parts > 1)
+    found = check(chosen.device, chosen.dtype, mine, chosen.case, graphs=chosen.graphs, decode=chosen.decode)
+    return report(found, may_be_empty=parts > 1)
 
 
 if __name__ == "__main__":

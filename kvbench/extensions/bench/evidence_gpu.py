@@ -96,6 +96,19 @@ STAGES = (
         f"{DRY_METHODS} --dtype bfloat16 --case 'one token'",
     ),
     Stage(
+        "check-cuda",
+        120,
+        "kvbench.kernels.check_device --decode cuda --only attention --jobs 16",
+        "kvbench.kernels.check_device --quick --device cpu --only bounds --decode host",
+    ),
+    Stage(
+        "check-methods-cuda",
+        180,
+        "kvbench.extensions.bench.check_methods --decode cuda --dtype bfloat16 --case 'a row that ends early' "
+        "--jobs 16",
+        f"{DRY_METHODS} --decode host --dtype float16 --case 'one token'",
+    ),
+    Stage(
         "decode-4k",
         300,
         f"{DECODE} model='{MODEL}' context=4096 batches=[1,8] rounds=5 prefill_rounds=2",

@@ -109,7 +109,7 @@ def _answered(answers: Path, run: OfflineRun, requests: str, keys: frozenset[Key
             continue
         first = found[own.hash]
         first.record.sessions += own.sessions
-        first.record.note_backend(own.backend_fallbacks, own.graphs)
+        first.record.note_backend(own.backend_fallbacks, own.graphs, own.backend_decode)
         first.record.ended = max(first.record.ended, own.ended)
         for key, record in samples.items():
             first.samples.setdefault(key, record)
@@ -139,7 +139,7 @@ def _experiment(
     }
     ingredients = {name: identity.canonical(value) for name, value in changed.items()}
     digest = identity.hash_identity(ingredients)
-    engine = SimpleNamespace(backend=SimpleNamespace(name=own.backend, fallbacks=()), graphs={}, group=None)
+    engine = SimpleNamespace(backend=SimpleNamespace(name=own.backend, fallbacks=(), decodes=()), graphs={}, group=None)
     return Experiment(
         config=config,
         method=run.method,

@@ -62,6 +62,13 @@ def test_every_format_is_attended_to_as_by_the_reference(name: str):
     assert wrong(CHECKS["attention"](one_format(name))) == []
 
 
+@pytest.mark.parametrize("name", few(FORMATS, "nvfp4"))
+def test_every_format_is_attended_to_by_bf16_queries(name: str):
+    """With scores, behind a ring and over three tiers where the format is the first of its kind."""
+    plan = OneFormat(DEVICE, Gpu(), ((64, torch.bfloat16, (name,)),), SHORT)
+    assert wrong(CHECKS["attention"](plan)) == []
+
+
 @pytest.mark.every(2)
 @pytest.mark.parametrize("part", few(range(14), 3, 8))
 def test_the_quick_checks_of_a_device_pass(part: int):

@@ -60,6 +60,19 @@ def test_attention_reads_nothing_back(device, accumulate: bool):
     assert device.launches == ["_attend", "_finish"]
 
 
+def test_more_lists_than_a_grid_s_second_axis_takes(device):
+    """2,049 sequences of 32 KV heads: their scores are made, added, and added alone."""
+    make, fmt = device.make, tier_format("8,4", 64, track=TRACK)
+    pages, tier = make(9, PAGE_BYTES, dtype=torch.uint8), TierPages(fmt, make(2049, 32, 4), *[make(2049, 32)] * 2)
+    with NothingOnTheHost():
+        q = make(2049, 64, 64, dtype=torch.float16)
+        (scores,) = Gpu().paged_decode(q, pages, [tier], None, 0.125, group="max")[2]
+        Gpu().paged_decode(q, pages, [tier], None, 0.125, group="max", accumulate=True)
+        Gpu().add_scores(pages, tier, scores)
+        Gpu().write_keys(pages, fmt, make(2049 * 32), make(2049 * 32), make(2049 * 32, 64, dtype=torch.float16))
+    assert device.launches == ["_attend", "_finish", "_attend", "_finish", "_add_scores", "_write_side"]
+
+
 def test_attention_behind_a_ring_and_rotated_reads_nothing_back(device):
     """The residual buffers' token counts stay on the device; so do the angles of rotated keys."""
     make = device.make

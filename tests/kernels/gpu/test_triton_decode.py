@@ -154,7 +154,7 @@ def test_scores_take_no_program_for_each_block():
     pages = torch.zeros(1, fmt.page_bytes, dtype=torch.uint8)
     with parts.recording(lambda kernel, grid, *_: grids.append((kernel.__name__, grid))):
         Gpu().paged_decode(torch.zeros(64, 32, 64), pages, [TierPages(fmt, ids, count, count)], None, 1.0, group="max")
-    (along, lists) = dict(grids)["_finish"]
+    (lists, along) = dict(grids)["_finish"]
     assert (
         lists == 512 and along == 4 + 1
     )  # a query head each, and one part, as an interpreter's few processors have it
@@ -218,7 +218,7 @@ def test_nan_comes_out_of_its_own_list_only():
 
 
 def test_millions_of_tokens_fit_into_a_grid():
-    """A grid takes 65,535 programs along its second axis: lists lie there, and not the pages of one."""
+    """A grid takes 65,535 programs along its second axis: no pages of a list lie there."""
     fmt = tier_format("4,2", 64, track=("score",))
     columns = -(-(1 << 23) // fmt.tokens_per_page)
     count = torch.full((2, 1), columns * fmt.tokens_per_page)

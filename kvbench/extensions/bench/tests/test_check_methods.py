@@ -2,6 +2,7 @@
 
 import os
 import re
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from kvbench.config.files import options
 from kvbench.engine.requests import Outcome
 from kvbench.extensions.bench import check_methods
 from kvbench.extensions.bench.check_methods import CASES, SMALL, Case, changes, differing
+from kvbench.kernels.cpu.build import find_compiler
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # The interpreter takes seconds per case. These have two tiers with demotions, keys that are rotated on reading with and
@@ -47,6 +49,25 @@ def test_a_method_answers_as_the_reference_does(method: str, case: str):
     assert fallbacks <= SLOW.get(method, set()) | ({"gather_dense"} if case == "segments" else set())
 
 
+# Methods of which a case, at least, is attended to by the kernels in CUDA C++.
+IN_CUDA = ("diffkv", "diffkv_artifact", "int4", "int8", "int8_per_token_head", "kivi", "leankv", "minikv")
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the build for a CPU is compared where there is no GPU")
+@pytest.mark.parametrize(("method", "case"), few(EVERY, ("kivi", "one token"), ("diffkv", "one token")))
+def test_a_method_answers_with_the_kernels_in_cuda(method: str, case: str, monkeypatch: pytest.MonkeyPatch):
+    """Likelihoods of given tokens are near the reference's with fp16 queries, on the kernels' build for this CPU; what
+    these do not take is Triton's, and said."""
+    find_compiler()
+    monkeypatch.setattr(check_methods, "LONGER", 4 if method == "diffkv" else 12)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "backend.decode=cuda")
+        (finding,) = check_methods.check(DEVICE, "float16", [method], [case], decode="host")
+    assert finding.passed, finding
+    decodes = re.search(r"\(decode: (.*)\)", finding.name)
+    assert decodes is not None and ("cuda" in decodes[1].split("; ")) == (method in IN_CUDA)
+
+
 def test_small_settings_are_the_methods_own():
     """Cases shrink what a method has, add nothing, and enlarge nothing."""
     assert changes("diffkv", Case(())) == {"window": SMALL["window"]}
@@ -73,7 +94,7 @@ def test_a_crash_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     """A method that ends in an error fails its case by name, and the others are still checked."""
     answer = check_methods.answer
 
-    def crash(model, method, case, backend, capture=None, at_length=False):
+    def crash(model, method, case, backend, capture=None, at_length=False, decode=""):
         if (method, backend) == ("kivi", "triton"):
             raise ZeroDivisionError("integer division or modulo by zero")
         return answer(model, method, case, "torch")
