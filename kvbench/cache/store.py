@@ -348,6 +348,15 @@ class CompressedStore:
         for each in self.beside:
             each.begin_step(rows)
 
+    def compact(self, rows: Sequence[int]) -> None:
+        """Evicts in bulk from rows, between two steps, by the policy's `plan_compact`: for methods that do so where
+        pages run out. Raises PoolExhausted where rows share pages of which there is no room for copies, and ValueError
+        as `begin_step` does."""
+        self._end()
+        self.holding.collect()
+        self.holding.compact(Rows.of(list(rows), self.shape.device))
+        self.holding.send()
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Writes the new token of one layer, attends over everything held, and adds to the scores: q [S, Hq, D], k and
         v [S, KV heads, D], post-RoPE. Returns [S, Hq, D], fp32 or the dtype of `q`."""
