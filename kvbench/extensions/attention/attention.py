@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvbench.engine.supported import model_shape
 from kvbench.errors import check_whole, unknown_name
-from kvbench.extensions.attention.figures import FIGURES, Seen
+from kvbench.extensions.attention.figures import BEHIND, FIGURES, Seen
 from kvbench.extensions.calibrate.tables import Looks, look_at
 from kvbench.policy import ALL_QUERIES, LayerTensors, Need, ScoreSpec
 from kvbench.results.writing import write_files
@@ -26,7 +26,6 @@ from kvbench.show.picture import drawn
 from kvbench.show.progress import Progress
 
 WINDOWS = 8  # equal parts of a prompt's queries; tokens of the first part are looked at by the others
-BEHIND = 32  # last tokens of a prompt that stand for an answer
 MOST_NUMBERS = 1 << 24  # of probabilities at once
 KINDS = ("png", "svg")
 STYLE: dict[Any, Any] = {"font.size": 7}

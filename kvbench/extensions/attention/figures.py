@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HEAVY = 0.2  # share of the tokens that count as heavy hitters
+BEHIND = 32  # last tokens of a prompt that stand for an answer
 MAPS = 4  # maps beside one another
 SHADES = "cividis"  # even in brightness
 LEAST = 1e-8  # of a score that is drawn on a scale of powers
@@ -34,8 +35,8 @@ class Seen:
         keys, values: fp32 [KV heads, tokens, head dim].
         variance: Over tokens, of the attention accumulated over all queries, as the mean over KV heads.
         mapped: fp32 [tokens, tokens] attention of query by key, the mean over query heads; None unless asked for.
-        heaviest: int64 [3, query heads, top] the tokens of the prompt with the most accumulated attention, at the first,
-            the middle and the last step of its end.
+        heaviest: int64 [3, query heads, top] the tokens with the most accumulated attention, at the first, the middle
+            and the last step of the prompt's end.
     """
 
     received: Tensor
@@ -249,8 +250,8 @@ def _persisting(windows: Tensor) -> list[float]:
 
 
 def steps(prompts: Prompts, share: float) -> Made:
-    """Which tokens are the heaviest of single heads at three steps of the end of the first prompt, and the share of those
-    of the first step that still are, of all prompts."""
+    """Which tokens are the heaviest of single heads at three steps of the end of the first prompt, and the share of
+    those of the first step that still are, of all prompts."""
     names = ("first", "middle", "last")
     stays = np.array([[_staying(one.heaviest).numpy() for one in layers] for layers in prompts]).mean(0)
     records = [
@@ -278,10 +279,10 @@ def steps(prompts: Prompts, share: float) -> Made:
         axes[1].set(xlabel="layer", ylabel="% of the first step's, mean over heads", ylim=(0, 105))
         axes[1].legend(frameon=False)
 
-    count = first[0].heaviest.shape[2]
+    count, before = first[0].heaviest.shape[2], width - min(BEHIND, width // 2)
     said = (
         f"of the {count} heaviest tokens at the first of the last steps, {100 * stays[:, 1].mean():.0f} % are so at the "
-        f"last one (mean over layers and heads; chance {100 * count / first[0].heaviest.max().add(1).item():.0f} %)"
+        f"last (mean over layers and heads; chance {100 * count / before:.0f} %)"
     )
     return Made(panels=panels, size=(7.2, 2.8), columns=2, records=records, said=said)
 
