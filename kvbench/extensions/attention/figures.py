@@ -281,8 +281,8 @@ def steps(prompts: Prompts, share: float) -> Made:
 
     count, before = first[0].heaviest.shape[2], width - min(BEHIND, width // 2)
     said = (
-        f"of the {count} heaviest tokens at the first of the last steps, {100 * stays[:, 1].mean():.0f} % are so at the "
-        f"last (mean over layers and heads; chance {100 * count / before:.0f} %)"
+        f"of the {count} heaviest tokens at the first of the last steps, {100 * stays[:, 1].mean():.0f} % are so at "
+        f"the last (mean over layers and heads; chance {100 * count / before:.0f} %)"
     )
     return Made(panels=panels, size=(7.2, 2.8), columns=2, records=records, said=said)
 
