@@ -17,6 +17,7 @@ from kvbench.results.measures import score
 from kvbench.results.record import RunRecord
 from kvbench.show import terminal
 from kvbench.show.csv_file import csv_row, records_csv
+from kvbench.show.formats import markdown_table
 from kvbench.show.terminal import number, span
 from kvbench.stats.intervals import Estimate
 from kvbench.stats.shares import share_of_pairs
@@ -240,9 +241,7 @@ def _ours(cell: Cell | None) -> str:
 
 def markdown(paper: Paper, entry: Entry, cells: Sequence[Cell]) -> str:
     """The table as a page, with what must be known to read it."""
-    first, *rest = grid(cells)
-    lines = [first, ["---"] * len(first), *rest]
-    table = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+    table = markdown_table([[cell.replace("|", "/") for cell in row] for row in grid(cells)])
     said = "\n".join(f"- {note}" for note in notes(entry, cells))
     return f"# {paper.name}, {entry.at}: {entry.shows}\n\n{table}\n\n{said}\n"
 
