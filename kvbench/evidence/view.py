@@ -5,14 +5,13 @@ runs and samples as groups: what `kb.load` reads, sorted into what may be compar
 the terminal and the figures; it prints, draws and writes nothing.
 """
 
-import shutil
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import rich.table
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
@@ -45,7 +44,7 @@ class Table:
     heading: str | None = "run"
     """Of the names; None for a table without them."""
     breaks: bool = False
-    """Where the terminal is narrow, an interval goes below its number."""
+    """Where the terminal is narrow, an interval goes below its number, in all columns but the last."""
     ends: Sequence[str] = ()
     """Headings behind which a table that is too wide for the terminal goes on as another, the first one first."""
 
@@ -114,14 +113,13 @@ class View:
         if cfg.format == "csv":
             content = csv_of(found.frame)
         else:
-            on_terminal = cfg.out is None and sys.stdout.isatty()
-            width = shutil.get_terminal_size((self.width, 24)).columns if on_terminal else self.width
+            width = terminal.console(self.width).width if cfg.out is None else self.width
             content = ("\n\n".join(FORMATS[cfg.format](sheet, width) for sheet in found.sheets) + "\n").encode()
         if cfg.out is not None:
             write_file(Path(str(cfg.out)), content)
             print(cfg.out)
         else:
-            sys.stdout.write(content.decode())
+            print(content.decode(), end="")
 
     def _drawn(self, found: Found, cfg: DictConfig) -> list[Path]:
         """Write CSV and figures."""
@@ -172,21 +170,33 @@ def show(parts: Iterable[Part], console: Console) -> None:
         if isinstance(part, Text):
             console.print(part, soft_wrap=part.no_wrap)
             continue
-        for place, columns in enumerate(_pieces(part, console)):
+        for place, piece in enumerate(_pieces(part, console)):
             if place:
                 console.print()
-            title = None if place else part.title
-            console.print(terminal.table_of(title, part.heading, part.names, columns, breaks=part.breaks))
+            console.print(_rendered(piece))
 
 
-def _pieces(table: Table, console: Console) -> list[Sequence[tuple[str, Sequence[str]]]]:
-    """The columns in one piece, or in several where they are too wide."""
+def _pieces(table: Table, console: Console) -> list[Table]:
+    """A table, or several where it is too wide."""
     headings, wide = [heading for heading, _ in table.columns], console.options.update(max_width=WIDEST)
     least = min(NAME_LENGTH, max(map(len, table.names), default=0))
     for parts in range(len(table.ends) + 1):
-        places = sorted(headings.index(end) + 1 for end in table.ends[:parts])
-        pieces = [table.columns[low:high] for low, high in pairwise([0, *places, len(headings)])]
-        each = [terminal.table_of(None, None, table.names, piece) for piece in pieces]
-        if least + 2 + max(console.measure(one, options=wide).maximum for one in each) <= console.width:
+        places = [0, *sorted(headings.index(end) + 1 for end in table.ends[:parts]), len(headings)]
+        pieces = [replace(table, columns=table.columns[low:high]) for low, high in pairwise(places)]
+        each = [console.measure(_rendered(replace(one, title=None, heading=None)), options=wide) for one in pieces]
+        if least + 2 + max(one.maximum for one in each) <= console.width:
             break
-    return pieces
+    return [pieces[0], *(replace(piece, title=None) for piece in pieces[1:])]
+
+
+def _rendered(table: Table) -> rich.table.Table:
+    """A table of numbers, which stay on one line, right of a column of names."""
+    made, rows = terminal.plain_table(table.title), [cells for _, cells in table.columns]
+    if table.heading is not None:
+        terminal.add_names(made, table.heading, table.names)
+        rows.insert(0, table.names)
+    for place, (name, _) in enumerate(table.columns, 1):
+        made.add_column(name, justify="right", no_wrap=not table.breaks or place == len(table.columns))
+    for cells in zip(*rows, strict=True):
+        made.add_row(*cells)
+    return made

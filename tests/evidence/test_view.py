@@ -18,7 +18,7 @@ ROWS = [{"run": "a", "n": 3, "value": 0.1}, {"run": "b", "n": None, "value": 1e-
 
 def settings(root, **more):
     """The settings of a view that has those."""
-    names = {name: None for name in ("tasks", "models", "methods", "where")}
+    names = dict.fromkeys(("tasks", "models", "methods", "where"))
     return OmegaConf.create({"results_dir": str(root), "code": "newest", "out": None, **names, **more})
 
 

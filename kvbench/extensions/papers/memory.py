@@ -214,10 +214,10 @@ def markdown(title: str, found: Sequence[Size]) -> str:
         word = "-" if mark is None else "yes" if mark else "no"
         lines.append([one.row, one.task, one.subset or "all", *numbers, *shares, word])
     return (
-        f"# {title}: memory\n\n{markdown_table(lines)}\n\n- by the paper: the size as the paper counts it, and its share of"
-        " the full cache's; it leaves out some of what the resident bytes have, such as scales, buffers, tables and started"
-        " pages\n- front: no other row of the task has a better score at no more of the paper's size, by best"
-        " estimates alone\n"
+        f"# {title}: memory\n\n{markdown_table(lines)}\n\n- by the paper: the size as the paper counts it, and its "
+        "share of the full cache's; it leaves out some of what the resident bytes have, such as scales, buffers, "
+        "tables and started pages\n- front: no other row of the task has a better score at no more of the paper's "
+        "size, by best estimates alone\n"
     )
 
 

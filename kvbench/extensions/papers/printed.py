@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvbench.evidence import view
 from kvbench.evidence.load import StoredRun
 from kvbench.evidence.samples import by_subset, curve_of
 from kvbench.extensions.papers.papers import Entry, Paper
@@ -266,5 +267,5 @@ def show(paper: Paper, entry: Entry, cells: Sequence[Cell]) -> None:
     for first in range(0, len(columns), ACROSS):
         title = None if first else f"{paper.name}, {entry.at}: {entry.shows}"
         shown = [model, *columns[first : first + ACROSS]]
-        console.print(terminal.table_of(title, "row", [line[0] for line in rest], shown))
-    terminal.print_notes(notes(entry, cells), console)
+        view.show([view.Table(title=title, heading="row", names=[line[0] for line in rest], columns=shown)], console)
+    view.show(view.notes(notes(entry, cells)), console)
