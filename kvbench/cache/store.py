@@ -86,7 +86,8 @@ class CompressedStore:
         )
         if options.budget_bytes is not None and self.beside:
             held = sum(
-                each.budget.bytes_of(max_prompt_tokens, max_prompt_tokens, max_new_tokens) for each in self.beside
+                each.ledger.budget.bytes_of(max_prompt_tokens, max_prompt_tokens, max_new_tokens)
+                for each in self.beside
             )
             options = less_windows(options, rows, held)
         self.holding = make_places(
