@@ -313,7 +313,7 @@ class CompressedStore:
         self.holding.forget(row)
         out = append_segment(part, row, layer - part.first_layer, q, k, v, scale)
         if layer + 1 == self.shape.num_layers:
-            self.holding.hold(row, self.counters.seen[row] + k.shape[0])
+            self.holding.hold(row, self.counters.seen[row] + k.shape[1])
             self.ledger.hold(row)
         return out
 
