@@ -47,9 +47,8 @@ class KVCompress(kv.Policy):
             tokens.
         protected: Last tokens that are never evicted in the `full` variant, the incoming one counted.
         block: Tokens per block.
-        continual: Also evict while decoding, before every step that begins with more blocks than the budget allows; so
-            it is with a share of all tokens seen. `pages`: from all requests, where the pages that they share run out
-            and before one of them begins again; in `bench what=serve` alone.
+        continual: Also evict while decoding, before every step that begins with more blocks than the budget allows, as
+            a share of all tokens seen does. `pages`: from all requests, where shared pages run out; `bench what=serve`.
         floor_tokens: Tokens per head below which no budget goes; the released compression-rate mode has 128.
         tier: Precision of what is kept.
 
@@ -89,10 +88,8 @@ class KVCompress(kv.Policy):
         self.compaction = self._over if self._is_continual else None
         if self.continual == "pages":
             if self._budget.of_seen:
-                raise ValueError(
-                    f"budget={self.budget} with continual=pages: a share of all tokens seen is kept to at every step; "
-                    "give a ratio of the prompt or tokens, or set continual=true"
-                )
+                why = "a share of all tokens seen is kept to at every step; give a ratio or tokens, or continual=true"
+                raise ValueError(f"budget={self.budget} with continual=pages: {why}")
             self.compaction = replace(self._over, when_full="continual=pages")
         self.budget_step = self.block
         self.fewest_tokens = kv.num_blocks(max(self._protected, self.floor_tokens), self.block) * self.block
@@ -131,17 +128,16 @@ class KVCompress(kv.Policy):
         return kv.CompactPlan(keep=[keep.view(slots.valid.shape)])
 
     def bounds(self, extent: kv.Extent) -> kv.Bounds:
-        at_end = 1 if self.continual is True else None  # every step begins within the budget and adds a token
-        unspent = 0
-        if self._budget.of_seen:  # blocks are rounded down, and a list's last one may be part-filled
-            at_end, unspent = None, 2 * self.block
+        # A step begins within the budget and adds a token; a share of all tokens is rounded down to whole blocks.
+        of_seen = self._budget.of_seen
+        at_end = 1 if self.continual is True and not of_seen else None
         return kv.within(
             extent,
             self._budget,
             at_least=self.fewest_tokens,
             mean=True,
             block=self.block,
-            unspent=unspent,
+            unspent=2 * self.block if of_seen else 0,
             at_end=at_end,
             floor=self.fewest_tokens + 1,
         )

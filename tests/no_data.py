@@ -54,8 +54,13 @@ def without_data() -> Iterator[None]:
         patch.setattr(decode, "_num_processors", lambda device: 132)
         for name, *modules in (("byte_map", pages, table, backend), ("_numbers", quant)):
             for module in modules:
-                patch.setattr(module, name, _made_before(getattr(module, name).__wrapped__))
+                patch.setattr(module, name, _made_before(_plain(getattr(module, name))))
         yield
+
+
+def _plain(made):
+    """What makes a table, not what keeps it."""
+    return getattr(made, "__wrapped__", made)
 
 
 def _made_before(make):

@@ -15,7 +15,7 @@ from kvbench.evidence.compared import EQUAL_LEVEL, ComparedRun, count, differenc
 from kvbench.evidence.load import Group, StoredRun, fits_settings, sentences
 from kvbench.evidence.samples import Change, Curve, NoCommonSample, changes, curve_of, measure, noise, pair
 from kvbench.evidence.settings import Bytes, bytes_wanted
-from kvbench.evidence.view import Found, Part, Table, View, frame_of, line, notes
+from kvbench.evidence.view import Found, Grid, Part, View, frame_of, line, notes
 from kvbench.results.measures import Measure
 from kvbench.show.csv_file import Cell, csv_row
 from kvbench.show.terminal import NO_INTERVAL, number, p_text
@@ -208,7 +208,7 @@ def texts(tables: Sequence[tuple[Group, list[ComparedRun], list[str]]], cfg: Dic
             title = f"{group.title}: {rows[0].what.title} ({direction} is better), difference to {beside}"
             yield from notes(filter(None, [rows[0].pairs.unfit]))
             columns, names = list(_columns(rows).items()), [row.label for row in rows]
-            yield Table(title=title, names=names, columns=columns, ends=("verdict", "would\nshow"))
+            yield Grid(title=title, names=names, columns=columns, ends=("verdict", "would\nshow"))
         yield from notes([*group.notes, *(note for note in said if not rows or note != rows[0].pairs.unfit)])
         for row in rows:
             shown = [c for lost in (True, False) for c in [c for c in row.changes if c.lost == lost][: cfg.regressions]]

@@ -13,7 +13,7 @@ from kvbench.evidence.dominance import MEANING, standing
 from kvbench.evidence.frontier import NO_EVIDENCE, Panel, Point, averages, build
 from kvbench.evidence.load import Group, patterns, sentences
 from kvbench.evidence.settings import check as check_settings
-from kvbench.evidence.view import Figure, Found, Part, Table, View, frame_of, notes
+from kvbench.evidence.view import Figure, Found, Grid, Part, View, frame_of, notes
 from kvbench.results.measures import COSTS, SCORE
 from kvbench.show.csv_file import Cell, csv_row
 from kvbench.show.terminal import NO_INTERVAL, number, span, three_digits
@@ -82,7 +82,7 @@ def texts(panel: Panel, axis: str) -> list[Part]:
         ("standing", [places.get(point.key, "-") for point in shown]),
     ]
     title, names = f"{panel.title}: {cost.title}", [point.label for point in shown]
-    table = Table(title=title, names=names, columns=columns, breaks=True)
+    table = Grid(title=title, names=names, columns=columns, breaks=True)
     return [*notes(filter(None, [panel.unfit])), table, *notes(panel.notes)]
 
 

@@ -33,7 +33,7 @@ NAME_LENGTH = 16  # characters of a name that stay on one line; the rest may go 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class Grid:
     """A table of texts."""
 
     title: str | None
@@ -49,7 +49,7 @@ class Table:
     """Headings behind which a table that is too wide for the terminal goes on as another, the first one first."""
 
 
-Part = Table | Text
+Part = Grid | Text
 Figure = tuple[str, str, Callable[[str], bytes | None]]
 """Title, end of the file's name, and what draws it as `png`, `svg` or `pdf`; None where there is nothing to draw."""
 
@@ -176,7 +176,7 @@ def show(parts: Iterable[Part], console: Console) -> None:
             console.print(_rendered(piece))
 
 
-def _pieces(table: Table, console: Console) -> list[Table]:
+def _pieces(table: Grid, console: Console) -> list[Grid]:
     """A table, or several where it is too wide."""
     headings, wide = [heading for heading, _ in table.columns], console.options.update(max_width=WIDEST)
     least = min(NAME_LENGTH, max(map(len, table.names), default=0))
@@ -189,7 +189,7 @@ def _pieces(table: Table, console: Console) -> list[Table]:
     return [pieces[0], *(replace(piece, title=None) for piece in pieces[1:])]
 
 
-def _rendered(table: Table) -> rich.table.Table:
+def _rendered(table: Grid) -> rich.table.Table:
     """A table of numbers, which stay on one line, right of a column of names."""
     made, rows = terminal.plain_table(table.title), [cells for _, cells in table.columns]
     if table.heading is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -143,15 +143,14 @@ def _parsed_once() -> Iterator[None]:
     tensors' names once: transformers and `_read` ask for the header three times, and transformers for the list in
     every module of a model. Each takes seconds."""
     import gguf
-    import numpy
 
     real, name_map = gguf.GGUFReader, gguf.get_tensor_name_map
 
     class Reader(real):  # type: ignore[misc, valid-type]
         """A reader whose file is a plain array, of which slices are made five times as fast."""
 
-        def __setattr__(self, name: str, value: object) -> None:
-            super().__setattr__(name, numpy.asarray(value) if name == "data" else value)
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value.view(type(value).__mro__[1]) if name == "data" else value)
 
     once = cache(Reader)
     gguf.GGUFReader = lambda file: once(os.path.realpath(file))  # type: ignore[misc, assignment]

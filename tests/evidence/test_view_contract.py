@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from rich.text import Text
 from stored import store
 
-from kvbench.evidence.view import Found, Table, View, csv_of, frame_of, line, notes, show
+from kvbench.evidence.view import Found, Grid, View, csv_of, frame_of, line, notes, show
 from kvbench.show import terminal
 from kvbench.show.formats import FORMATS, Sheet
 
@@ -27,7 +27,7 @@ def view(**more):
 
     def compute(groups, cfg):
         labels = [run.label for group in groups for run in group.runs]
-        table = Table(title="all", names=labels, columns=[("n", ["1"] * len(labels))])
+        table = Grid(title="all", names=labels, columns=[("n", ["1"] * len(labels))])
         draw = {"png": b"picture", "svg": None}.get
         return Found(frame=frame_of(ROWS), parts=[table, *notes(["a note"])], figures=[("x with y", "_z", draw)])
 
@@ -70,7 +70,7 @@ def test_a_table_that_is_too_wide_goes_on_below(width, headings):
     columns = [(name, ["x" * 9]) for name in "bcd"]
     text = io.StringIO()
     show(
-        [Table(title=None, names=["me"], columns=columns, ends=("b", "c")), Text(), line("word " * 30)],
+        [Grid(title=None, names=["me"], columns=columns, ends=("b", "c")), Text(), line("word " * 30)],
         terminal.console(width, file=text),
     )
     found = [" ".join(shown.split()) for shown in text.getvalue().splitlines()]

@@ -97,13 +97,13 @@ STAGES = (
     ),
     Stage(
         "check-cuda",
-        120,
+        60,
         "kvbench.kernels.check_device --decode cuda --only attention --jobs 16",
         "kvbench.kernels.check_device --quick --device cpu --only bounds --decode host",
     ),
     Stage(
         "check-methods-cuda",
-        180,
+        90,
         "kvbench.extensions.bench.check_methods --decode cuda --dtype bfloat16 --case 'a row that ends early' "
         "--jobs 16",
         f"{DRY_METHODS} --decode host --dtype float16 --case 'one token'",

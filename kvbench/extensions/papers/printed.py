@@ -267,5 +267,5 @@ def show(paper: Paper, entry: Entry, cells: Sequence[Cell]) -> None:
     for first in range(0, len(columns), ACROSS):
         title = None if first else f"{paper.name}, {entry.at}: {entry.shows}"
         shown = [model, *columns[first : first + ACROSS]]
-        view.show([view.Table(title=title, heading="row", names=[line[0] for line in rest], columns=shown)], console)
+        view.show([view.Grid(title=title, heading="row", names=[line[0] for line in rest], columns=shown)], console)
     view.show(view.notes(notes(entry, cells)), console)

@@ -9,7 +9,7 @@ from kvbench.evidence.compare import compare_group, correct
 from kvbench.evidence.compared import EQUAL_LEVEL, ComparedRun, difference
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.settings import check
-from kvbench.evidence.view import Table, notes, show
+from kvbench.evidence.view import Grid, notes, show
 from kvbench.show import terminal
 from kvbench.show.terminal import number
 from kvbench.stats.paired import ALPHA
@@ -49,7 +49,7 @@ def main(cfg: DictConfig) -> int:
         console.print()
         if rows:
             names = [row.label for row in rows]
-            show([Table(title=group.title, names=names, columns=list(columns(rows).items()))], console)
+            show([Grid(title=group.title, names=names, columns=list(columns(rows).items()))], console)
         show(notes([*group.notes, *said]), console)
     for line in (
         f"\nn to show: samples that show a true difference of the margin with 80 % probability, p < {ALPHA:.2g} "

@@ -13,7 +13,7 @@ from rich.text import Text
 from kvbench.config.files import FULL
 from kvbench.errors import check_whole
 from kvbench.evidence.load import Group, StoredRun
-from kvbench.evidence.view import Found, Part, Table, View, frame_of, line, notes
+from kvbench.evidence.view import Found, Grid, Part, View, frame_of, line, notes
 from kvbench.results.measures import NATS_TOLERANCE
 from kvbench.results.sample import SampleRecord
 from kvbench.show.csv_file import Cell, csv_row
@@ -262,7 +262,7 @@ def texts(drawing: Drawing) -> list[Part]:
     bins = [f"{first + 1}-{first + drawing.width}" for first in drawing.band]
     columns = [(curve.run.label, [cell(curve.bins.get(first)) for first in drawing.band]) for curve in drawing.curves]
     columns.append(("noise", [f"{high:.2g}" for high in drawing.band.values()]))
-    parts: list[Part] = [Table(title=title, heading=drawing.axis, names=bins, columns=columns, breaks=True)]
+    parts: list[Part] = [Grid(title=title, heading=drawing.axis, names=bins, columns=columns, breaks=True)]
     for curve in drawing.curves:
         if curve.run.method == FULL:
             continue

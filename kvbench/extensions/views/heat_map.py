@@ -13,7 +13,7 @@ from rich.text import Text
 from kvbench.config.files import FULL
 from kvbench.evidence.load import Group, StoredRun
 from kvbench.evidence.samples import SampleName, curve_of, measure
-from kvbench.evidence.view import Found, Part, Table, View, frame_of, notes
+from kvbench.evidence.view import Found, Grid, Part, View, frame_of, notes
 from kvbench.results.measures import Measure
 from kvbench.show.csv_file import Cell, csv_row
 from kvbench.show.picture import BLUE, VERMILION, drawn
@@ -167,7 +167,7 @@ def tables(panels: Panels) -> list[Part]:
 
         columns = [("depth, %", [str(depth) for depth in values.index])]
         columns += [(f"{n}", [cell(*both) for both in zip(values[n], differences[n], strict=True)]) for n in values]
-        parts += [Table(title=f"{run}: {panels.title}", heading=None, columns=columns), Text()]
+        parts += [Grid(title=f"{run}: {panels.title}", heading=None, columns=columns), Text()]
     return [*parts, *notes(panels.notes)]
 
 

@@ -16,7 +16,7 @@ from kvbench.evidence.frontier import Questions, question, together
 from kvbench.evidence.load import Group, patterns, sentences
 from kvbench.evidence.samples import Curve, by_subset, curve_of, measure, shared, strata_of
 from kvbench.evidence.settings import Bytes, bytes_wanted
-from kvbench.evidence.view import Found, Part, Table, View, frame_of, line, notes
+from kvbench.evidence.view import Found, Grid, Part, View, frame_of, line, notes
 from kvbench.results.measures import Measure
 from kvbench.show import terminal
 from kvbench.show.csv_file import Cell, csv_row
@@ -171,7 +171,7 @@ def texts(ranking: Ranking) -> list[Part]:
     for what, lead in zip(ranking.measures, ("", "other_"), strict=True):
         columns.append((f"{what.title}, {what.unit}", [number(value, what.scale) for value in runs[f"{lead}value"]]))
         columns.append(("rank", [f"{place:g}" for place in runs[f"{lead}rank"]]))
-    return [Text(), Table(title=ranking.title, names=list(runs["run"]), columns=columns), *map(line, words(ranking))]
+    return [Text(), Grid(title=ranking.title, names=list(runs["run"]), columns=columns), *map(line, words(ranking))]
 
 
 def _correlation(found: Agreement) -> dict[str, Cell]:

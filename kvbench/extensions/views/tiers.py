@@ -11,7 +11,7 @@ from rich.text import Text
 from kvbench.config.files import FULL
 from kvbench.evidence.load import Group, StoredRun
 from kvbench.evidence.report_bars import named, tier_names
-from kvbench.evidence.view import Found, Table, View, frame_of, notes
+from kvbench.evidence.view import Found, Grid, View, frame_of, notes
 from kvbench.show.csv_file import csv_row
 from kvbench.show.picture import drawn, share_bars
 from kvbench.show.terminal import number, span
@@ -92,7 +92,7 @@ def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
     ]
     return Found(
         parts=[
-            Table(title=None, names=[shares.name for shares in found], columns=columns),
+            Grid(title=None, names=[shares.name for shares in found], columns=columns),
             Text("[a, b]: 95 % interval over samples.", style="dim"),
             *notes(dict.fromkeys(note for group in groups for note in group.notes)),
         ],
