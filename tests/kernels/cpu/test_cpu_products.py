@@ -113,6 +113,10 @@ def test_what_is_not_finite_shows_where_it_is_used(dtype, bad, products):
     weight[8, 36] = bad
     broken = ~products(x, weight).isfinite()
     assert broken[:, 8].all() and int(broken.sum()) == 5
+    weight = numbers(32, 37, dtype=dtype)  # whole tiles of outputs, whose rows end within a step
+    weight[8, 0] = bad
+    broken = ~products(x, weight).isfinite()
+    assert broken[:, 8].all() and int(broken.sum()) == 5
 
 
 def test_numbers_that_no_kernel_reads_are_refused(products):
