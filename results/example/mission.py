@@ -31,6 +31,8 @@ SUITES = HERE.parents[1] / "kvbench" / "extensions" / "suite" / "conf" / "suite"
 PACKED = HERE / "mission"
 # Answers of every method at each look.
 LOOKS = {"humaneval_plus": (40, 80), "gsm8k": (40, 80), "math500": (35, 70)}
+# Its primary measure, by name: a run that was stopped has none in its record, of which `score` is taken.
+MEASURES = {"humaneval_plus": "plus", "gsm8k": "correct", "math500": "correct"}
 STOP = 0.005  # at a look, of the p value times the number of methods; what is left of 0.05 is for the end
 FLOOR = 0.1  # of the full cache's score at the first look: below it a benchmark tells nothing of this model
 POLL_S = 15.0
@@ -128,14 +130,21 @@ def _fewest(folder: Path, task: str, left: Sequence[str]) -> int:
 def _decide(folder: Path, task: str, every: Sequence[str], left: Sequence[str], look: int, ledger: Path) -> None:
     """Write down which settings stop at a look, and the benchmark itself where the full cache is at the floor."""
     out = folder / f"look_{look}_{ledger.stem}.csv"
-    words = ["compare", "regressions=0", f"results_dir={folder}", f"tasks={task}", f"out={out}"]
+    words = [
+        "compare",
+        f"metric={MEASURES[task]}",
+        "regressions=0",
+        f"results_dir={folder}",
+        f"tasks={task}",
+        f"out={out}",
+    ]
     subprocess.run([sys.executable, "-m", "kvbench", *words], check=True, stdout=subprocess.DEVNULL)
     by_hash = {row["hash"][:12]: row for row in _read(out)}
     runs, rows, tests = _stored(folder, task), _read(ledger), len(every) - 1
     for words in left:
         one = find(runs, words)
         row = by_hash.get(one["hash"][:12]) if one else None
-        if words == "method=full" and one is not None and one["score"] < FLOOR:
+        if words == "method=full" and one is not None and _mean(Path(one["folder"]), MEASURES[task]) < FLOOR:
             rows.append({"setting": words, "look": look, "n": one["num_samples"], "p": "", "lost": "", "gained": ""})
         elif row and float(row["difference"]) < 0 and tests * float(row["p"]) <= STOP:
             rows.append({"setting": words, "look": look, **{key: row[key] for key in ("n", "p", "lost", "gained")}})
@@ -143,6 +152,12 @@ def _decide(folder: Path, task: str, every: Sequence[str], left: Sequence[str], 
         writer = csv.DictWriter(file, ["setting", "look", "n", "p", "lost", "gained"])
         writer.writeheader()
         writer.writerows(rows)
+
+
+def _mean(folder: Path, name: str) -> float:
+    """Mean of a measure over the answers of a run."""
+    answers = map(json.loads, (folder / "samples.jsonl").read_text().splitlines())
+    return float(np.mean([answer["scores"][name] for answer in answers if answer["status"] == "ok"]))
 
 
 def _read(path: Path) -> list[dict[str, str]]:
