@@ -2,8 +2,8 @@
 docs/findings.md are those of the committed files, and these those of the samples."""
 
 import csv
-import json
 import importlib.util
+import json
 import re
 import sys
 from collections import Counter
