@@ -157,6 +157,18 @@ def nvidia_tool(name: str, *options: str, binary: bytes) -> str:
         return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=False).stdout
 
 
+def parse_sass(sass: str) -> tuple[list[str], dict[str, int]]:
+    """Instructions in a disassembly by nvdisasm, and of each label the index of the instruction behind it."""
+    lines: list[str] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(lines)
+        elif found := re.search(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);", line):
+            lines.append(found[1].strip())
+    return lines, labels
+
+
 # What a thread may keep in memory: the reduction of a large angle before its cosine takes a table of 28 bytes there;
 # one warp that attends over two tiers of codes keeps 64 (80 on sm_120), and on sm_80 quest's choice of pages 72.
 SPILLS_AT_MOST = {target: 0 if target.startswith("gfx") else 64 for target in TARGETS} | {"sm_80": 72, "sm_120": 80}

@@ -7,19 +7,15 @@ the running maximum; the producer copies the pages; the last block of a list mer
 
 import argparse
 import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
-from pathlib import Path
 from typing import Any
-
-import triton
 
 from kvbench.kernels.bench.caches import slot_format
 from kvbench.kernels.format import PageFormat, choose_page_bytes
+from kvbench.kernels.gpu.compile import nvidia_tool, parse_sass
 from kvbench.kernels.gpu.cuda_build import compiled, nvrtc_version
 from kvbench.kernels.gpu.cuda_form import LEAST_SLOTS, MOST_PARTS, TURN, WARPS, Form
 
@@ -39,7 +35,6 @@ OTHERS: tuple[tuple[str, int, dict], ...] = (
 )
 # Lists of so many tokens, 8 heads of 8 sequences, on a card of so many multiprocessors with so many blocks each.
 _TOKENS, _LISTS, _PROCESSORS, _BLOCKS = 16_384, 64, 132, 3
-_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _PREDICATE = re.compile(r"@!?U?P\w+\s+")
 _COPY = "UBLKCP|LDGSTS"
 
@@ -56,10 +51,6 @@ class Usage:
     in_turns: float
 
 
-def _said(tool: str, *arguments: str) -> str:
-    return subprocess.run([_TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
-
-
 @dataclass(frozen=True)
 class Code:
     """A kernel's instructions in order, and where its labels are."""
@@ -71,13 +62,7 @@ class Code:
     def of(disassembled: str, kernel: str) -> "Code":
         """One kernel of what nvdisasm prints."""
         part = re.split(r"\n//-{10,}", disassembled.split(f".text.{kernel}:")[1])[0]
-        lines: list[str] = []
-        labels: dict[str, int] = {}
-        for line in part.splitlines():
-            if found := re.match(r"\s*(\.L_x_\d+):", line):
-                labels[found[1]] = len(lines)
-            elif found := re.search(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);", line):
-                lines.append(found[1].strip())
+        lines, labels = parse_sass(part)
         return Code(tuple(lines), labels)
 
     @cached_property
@@ -168,11 +153,9 @@ def _instructions(code: Code, form: Form, tokens: int) -> tuple[float, float]:
 
 def usage(form: Form, target: str) -> Usage:
     """Compiles a form and counts."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled(form, target))
-        file.flush()
-        said = _said("cuobjdump", "-res-usage", file.name)
-        code = Code.of(_said("nvdisasm", "-c", file.name), "kvb_decode")
+    cubin = compiled(form, target)
+    said = nvidia_tool("cuobjdump", "-res-usage", binary=cubin)
+    code = Code.of(nvidia_tool("nvdisasm", "-c", binary=cubin), "kvb_decode")
     found = re.search(r"Function kvb_decode:\s*REG:(\d+) STACK:(\d+)", said)
     assert found is not None
     all_of_them, in_turns = _instructions(code, form, _TOKENS)

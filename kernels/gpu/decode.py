@@ -81,7 +81,7 @@ def _block_slots(fmt: PageFormat, wide: bool, scores: bool) -> int:
 
     On an H100, one warp that reads 64 slots of codes of 4 bits at a time was faster than more warps, or fewer slots.
     More do not fit into a thread's registers: compiled for sm_90, they spill, and so do 64 with scores, of 8 bits, or
-    of 256 channels (`registers` beside this file counts it).
+    of 256 channels (`python -m kvbench.kernels.gpu.registers` counts registers).
     """
     slot, slots = fmt.slot, fmt.tokens_per_page
     is_coded = slot.k_coded or slot.v_coded
@@ -114,7 +114,7 @@ def _num_parts(lists: int, most: int, at_once: int) -> int:
 
 
 _REGISTERS = 65_536  # of a multiprocessor, on every NVIDIA GPU that triton compiles for
-_WARP = 32  # threads, likewise
+_WARP = 32  # threads of a warp, on the same GPUs
 _resident: dict[tuple, int] = {}  # programs of a compiled kernel that one multiprocessor holds
 
 

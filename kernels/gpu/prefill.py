@@ -86,10 +86,10 @@ def _sum_columns(
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, OP: tl.constexpr, CAP: tl.constexpr,
     POWER: tl.constexpr, BELOW: tl.constexpr,
 ):  # fmt: skip
-    """What one block of keys receives from the counted queries of one head; with BELOW, minus one from each query that
-    gives less than an equal share of what it sees.
+    """Column sums of one block of keys over the counted queries of one head; with BELOW, less one for each query whose
+    weight is below an equal share of the keys that it sees.
 
-    `tops` are the queries' log-sum-exp of base 2; with BELOW their maxima, beside the `sums` of exponentials.
+    `tops`: log-sum-exp of the queries, base 2; with BELOW their maxima, and `sums` their sums of exponentials.
     """
     block = tl.program_id(0)  # the first keys have the most work, and begin first
     head = tl.program_id(1).to(tl.int64)

@@ -17,7 +17,7 @@ import triton
 from kvbench.kernels.bench.caches import slot_format
 from kvbench.kernels.format import PageFormat, choose_page_bytes
 from kvbench.kernels.gpu.backend import Gpu
-from kvbench.kernels.gpu.compile import TARGETS, Compiled, compile_launches, nvidia_tool
+from kvbench.kernels.gpu.compile import TARGETS, Compiled, compile_launches, nvidia_tool, parse_sass
 from kvbench.kernels.gpu.decode import programs_by_size
 from kvbench.kernels.operands import ColumnSums, StepRing, StepScores
 
@@ -121,13 +121,7 @@ def compiled(form: Form, target: str, kernels: tuple[str, ...] = KERNELS) -> Ite
 
 def loops(sass: str) -> list[list[str]]:
     """The instructions of the innermost loops with matrix products, as the disassembly of a cubin has them."""
-    lines: list[str] = []
-    labels: dict[str, int] = {}
-    for line in sass.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(lines)
-        elif found := re.search(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);", line):
-            lines.append(found[1].strip())
+    lines, labels = parse_sass(sass)
     spans = []
     for index, line in enumerate(lines):
         target = re.search(r"BRA(?!\.DIV).*`\((\.L_x_\d+)\)", line)

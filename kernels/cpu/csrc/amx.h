@@ -152,10 +152,7 @@ static void tile_block(const PackedRows& x, const Matrix& matrix, long o, long c
 
 static int tile_products(const Products& p) {
   static thread_local std::vector<uint8_t> packed, room;
-  long blocks = 0;
-  const auto blocks_of = [](const Matrix& matrix) { return (matrix.out + kTileOutputs - 1) / kTileOutputs; };
-  for (long i = 0; i < p.count; i++) blocks += blocks_of(p.matrices[i]);
-  const long parts = (p.rows + kPartRows - 1) / kPartRows;
+  const long blocks = blocks_of(p, kTileOutputs), parts = (p.rows + kPartRows - 1) / kPartRows;
   int status = kDone;
   for (long part = 0; part < parts && status == kDone; part++) {
     const long first = part * p.rows / parts;
@@ -174,12 +171,9 @@ static int tile_products(const Products& p) {
       _tile_loadconfig(&config);
 #pragma omp for schedule(dynamic)
       for (long i = 0; i < blocks; i++) {
-        const Matrix* matrix = p.matrices;
-        long begin = i;
-        for (; begin >= blocks_of(*matrix); matrix++) begin -= blocks_of(*matrix);
-        begin *= kTileOutputs;
+        const At at = block_at(p, kTileOutputs, i);
         try {
-          tile_block(x, *matrix, begin, std::min(kTileOutputs, matrix->out - begin), room);
+          tile_block(x, *at.matrix, at.begin, std::min(kTileOutputs, at.matrix->out - at.begin), room);
         } catch (const std::bad_alloc&) {
 #pragma omp atomic write
           status = kNoMemory;

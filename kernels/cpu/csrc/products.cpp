@@ -109,6 +109,22 @@ struct BF16 {
   KVB_INLINE void put_lanes(Vec x, uint8_t* to) { put_of<BitsAll, HalvesAll>(&x, kLanes, to); }
 };
 
+// The i-th of all matrices' blocks of `size` outputs: its matrix, and its first output.
+struct At {
+  const Matrix* matrix;
+  long begin;
+};
+static At block_at(const Products& p, long size, long i) {
+  const Matrix* matrix = p.matrices;
+  for (long own; i >= (own = (matrix->out + size - 1) / size); matrix++) i -= own;
+  return {matrix, i * size};
+}
+static long blocks_of(const Products& p, long size) {
+  long blocks = 0;
+  for (long i = 0; i < p.count; i++) blocks += (p.matrices[i].out + size - 1) / size;
+  return blocks;
+}
+
 }  // namespace kvb
 #ifdef KVB_AMX
 #include "amx.h"
@@ -280,12 +296,11 @@ template <class E> static int products(const Products& p) {
   if constexpr (E::kNumbers)
     if (p.rows >= kMany) return panel_products<E>(p);
   const long most = kBlocks * kTiles * kMostRows<E>, parts = (p.rows + most - 1) / most;
-  long outputs = 0, blocks = 0;
+  long outputs = 0;
   for (long i = 0; i < p.count; i++) outputs += p.matrices[i].out;
   // Fewer outputs at a time where every thread would not get some otherwise.
   const long size = std::clamp((outputs / p.num_threads + 7) / 8 * 8, 8L, kOutputs);
-  const auto blocks_of = [size](const Matrix& matrix) { return (matrix.out + size - 1) / size; };
-  for (long i = 0; i < p.count; i++) blocks += blocks_of(p.matrices[i]);
+  const long blocks = blocks_of(p, size);
   for (long part = 0; part < parts; part++) {
     const long first = part * p.rows / parts;
     Tiles<E> tiles(p, first, (part + 1) * p.rows / parts - first);
@@ -302,10 +317,8 @@ template <class E> static int products(const Products& p) {
       for (long i = 0; i < tiles.count; i++) tiles.keep(i, to);
 #pragma omp for schedule(dynamic)
       for (long i = 0; i < blocks; i++) {
-        const Matrix* matrix = p.matrices;
-        long begin = i;
-        for (; begin >= blocks_of(*matrix); matrix++) begin -= blocks_of(*matrix);
-        block<E>(tiles, *matrix, begin * size, std::min(size, matrix->out - begin * size));
+        const At at = block_at(p, size, i);
+        block<E>(tiles, *at.matrix, at.begin, std::min(size, at.matrix->out - at.begin));
       }
     }
   }

@@ -96,7 +96,7 @@ def render(lines: Sequence[Line], prompt: int, batch: int, title: str, kind: str
             style = STYLES[before[line.method] % len(STYLES)]
             before[line.method] += 1
             counts = [batch * count for count in line.counts]
-            wide = 1.1 + 1.6 * (1 - (place + 1) / len(lines))  # what lies under another line is seen beside it
+            wide = 1.1 + 1.6 * (1 - (place + 1) / len(lines))  # earlier lines show under later ones
             axes.plot(line.tokens, counts, color=colour, linestyle=":" if line.is_read else style, linewidth=wide)
             ends.append((line.name, (line.tokens[-1], counts[-1]), colour))
         axes.set(xlim=(0, max(line.tokens[-1] for line in lines)))

@@ -97,7 +97,7 @@ def main(cfg: DictConfig) -> int:
 
 
 def _kind_of_picture(path: str | None, answer: int) -> str:
-    """The file type of the picture that is asked for; empty for none."""
+    """File type of the picture, or an empty string without one."""
     kind = Path(path).suffix.removeprefix(".") if path else ""
     if path and kind not in PICTURES:
         raise ValueError(f"picture={path} must end with {', '.join('.' + each for each in PICTURES)}")

@@ -119,6 +119,11 @@ def test_what_is_not_finite_shows_where_it_is_used(dtype, bad, products):
     for rows in (5, 110):
         broken = ~products(numbers(rows, 37, dtype=dtype), weight).isfinite()
         assert broken[:, 8].all() and int(broken.sum()) == rows
+    weight = numbers(32, 37, dtype=dtype)  # whole tiles of outputs, whose rows end within a step
+    weight[8, 0] = bad
+    for rows in (5, 110):
+        broken = ~products(numbers(rows, 37, dtype=dtype), weight).isfinite()
+        assert broken[:, 8].all() and int(broken.sum()) == rows
 
 
 def test_numbers_that_no_kernel_reads_are_refused(products):

@@ -6,13 +6,14 @@ pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbe
 
 from kvbench.kernels.cpu.build import BuildError
 from kvbench.kernels.gpu import cuda_build
-from kvbench.kernels.gpu.cuda_counts import _TOOLS, BARS, GOALS, OTHERS, Code, form_named, usage
+from kvbench.kernels.gpu.compile import nvidia_tool
+from kvbench.kernels.gpu.cuda_counts import BARS, GOALS, OTHERS, Code, form_named, usage
 
 try:
     cuda_build.nvrtc()
 except BuildError as error:
     pytest.skip(str(error), allow_module_level=True)
-if not (_TOOLS / "nvdisasm").is_file():
+if not nvidia_tool("nvdisasm", "--version", binary=b""):
     pytest.skip("triton's package has no nvdisasm here", allow_module_level=True)
 
 
