@@ -93,9 +93,8 @@ class KVCompress(kv.Policy):
             self.compaction = replace(self._over, when_full="continual=pages")
         self.budget_step = self.block
         self.fewest_tokens = kv.num_blocks(max(self._protected, self.floor_tokens), self.block) * self.block
-        both = kv.ScoreSpec(
-            power=self.power, group_reduce="sum", decode_update=self._is_continual, track=("score", "pos")
-        )
+        upkeep = self._is_continual
+        both = kv.ScoreSpec(power=self.power, group_reduce="sum", decode_update=upkeep, track=("score", "pos"))
         if self.variant == "window":
             self.score = replace(
                 both,

@@ -186,7 +186,7 @@ class _Lane:
         """No other run can measure its prompts for it."""
         from kvbench.engine.prompt_cache import from_queries, how_measured
 
-        store = None if self._engine is None or self.at == -math.inf else self._engine.store
+        store = None if self._engine is None or not math.isfinite(self.at) else self._engine.store
         return store is not None and how_measured(store) is not None and from_queries(store) is None
 
     @property

@@ -76,7 +76,7 @@ STAGES = (
     ),
     Stage(
         "check-all",
-        360,
+        310,
         "kvbench.kernels.check_device --jobs 16",
         "kvbench.kernels.check_device --quick --device cpu --only bounds",
     ),
@@ -144,7 +144,7 @@ STAGES = (
     ),
     Stage(
         "decode-16k",
-        420,
+        380,
         f"{DECODE} model='random preset=llama3.1-8b dtype=bfloat16' context=16384 batches=[1,4] rounds=5 "
         "prefill_rounds=0",
         f"{DECODE} {DRY_WHOLE} batches=[1] prefill_rounds=0 methods=[full]",
@@ -162,7 +162,7 @@ STAGES = (
         f"kvbench.kernels.bench.manager {DRY} lists=[4] start_tokens=8 tokens_per_page=4 out={{out}}",
     ),
     Stage("attention-32k", 180, f"{GRAPHED} shapes=[32x8x128] lengths=[32768] batches=[1,8,32]", DRY_ATTENTION),
-    Stage("attention-64", 240, f"{GRAPHED} shapes=[9x3x64,32x8x64] lengths=[4096,16384] batches=[1,32]", DRY_ATTENTION),
+    Stage("attention-64", 190, f"{GRAPHED} shapes=[9x3x64,32x8x64] lengths=[4096,16384] batches=[1,32]", DRY_ATTENTION),
 )
 
 
