@@ -48,7 +48,7 @@ def at_home(place: Path, own: Sequence[Path]) -> Iterator[None]:
     """Let a worker find files and the user's own configuration as the process that started it does: workers may be
     started anywhere."""
     os.chdir(place)
-    sys.path += [str(folder) for folder in own if str(folder) not in sys.path]
+    sys.path += [folder for folder in files.import_folders(own) if folder not in sys.path]
     with files.with_own_folders(own):
         yield
 
