@@ -40,7 +40,7 @@ def check_launcher(arguments: Sequence[str]) -> None:
         if name in PLUGINS and not is_installed(name):
             raise ValueError(
                 f"{LAUNCHER}={name} needs the package {PLUGINS[name]}, which is not installed; "
-                f"pip install {PLUGINS[name]}, or pip install 'kvbench[cluster]' for all launchers"
+                f"pip install {PLUGINS[name]}, or pip install -e '.[cluster]' for all launchers"
             )
         if not is_sweep(arguments):
             raise ValueError(f"{LAUNCHER}={name} launches the jobs of a sweep, and this is one run; add -m")

@@ -88,7 +88,7 @@ class _Root:
         made = made or [choice for word in words for choice in self._by_experiment(word, group)]
         known = files.options(group)
         named = [name for name in dict.fromkeys(made or [self.default[group]]) if name in known]
-        return {*self.groups[group], *(key for name in named for key in _settings(group, name))}
+        return {*self.groups[group], *(key for name in named for key in settings_of(group, name))}
 
     def _by_experiment(self, word: str, group: str) -> Iterator[str]:
         """The choices that the file of an experiment makes."""
@@ -110,15 +110,15 @@ def _choices(word: str, group: str) -> list[str]:
     return value.strip("[]").split(",")
 
 
-def _settings(group: str, name: str) -> set[str]:
+def settings_of(group: str, name: str) -> set[str]:
     """The settings of one choice of a group."""
     if group == "method":
-        return {str(key) for key in methods.method_settings(name)} | set(files.SHARED)
+        return {str(key) for key in methods.method_settings(name) if not str(key).startswith("_")} | set(files.SHARED)
     found: Any = read_config(files.path_of(group, name))
     keys: set[str] = set()
     for entry in found.pop("defaults", ()):
         if isinstance(entry, str) and entry in files.options(group):
-            keys |= _settings(group, entry)
+            keys |= settings_of(group, entry)
     inner = found.get(group)
     return keys | {str(key) for key in (inner if isinstance(inner, Mapping) else found)}
 

@@ -92,10 +92,10 @@ def check_row(row: Mapping[str, Any], *, metric: str, needs_context: bool) -> di
     """Check the object of a line.
 
     Args:
-        row: `question` and, where there is one, `context` (`with_question` takes a `prompt`); or `messages`, each with `role` and `content`, the last of
-            the user. `answers`, a text or a list of texts. For the metric `choice`, `choices`, and `answers` is one of
-            them or its place from 0. `turns`, further questions with their answers, makes it a conversation. `subset`
-            and `id` may be there.
+        row: `question` (`with_question` takes a `prompt`) and, where there is one, `context`; or `messages`, each with
+            `role` and `content`, the last of the user. `answers`, a text or a list of texts. For the metric `choice`,
+            `choices`, and `answers` is one of them or its place from 0. `turns`, further questions with their answers,
+            makes it a conversation. `subset` and `id` may be there.
         metric: What the row is graded by.
         needs_context: The context is compressed before the question is seen.
     """
