@@ -1,5 +1,5 @@
-"""Words of a run while it works: a live bar on a terminal, a line for each stage and each tenth anywhere else. All of it
-goes to stderr."""
+"""Words of a run while it works: a live bar on a terminal, a line for each stage and each tenth anywhere else. All goes
+to stderr."""
 
 import sys
 import threading
