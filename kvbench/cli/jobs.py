@@ -124,7 +124,7 @@ class Jobs:
     def _single(self, cfg: "DictConfig") -> int:
         """An experiment by itself: its tables and its picture; gives the exit code."""
         from kvbench.runs.run import run_experiment
-        from kvbench.show import table
+        from kvbench.show import closing, table
 
         try:
             method, origin = self._origin()
@@ -132,6 +132,8 @@ class Jobs:
             if finished.ended:  # else the last shard shows the whole run
                 folder, picture = finished.folder, _draw(finished)
                 table.show(finished.records, [folder / "run.json", folder / "samples.jsonl", picture])
+                for line in closing.lines(finished.records, str(cfg.results_dir)):
+                    print(line)
         except Exception as error:
             return report(error)
         return _code(finished)
@@ -254,7 +256,7 @@ class Jobs:
 def show_sweep(sweep: Sweep) -> int:
     """Say what became of every job, show the table of all runs and one picture for each task and model; the worst exit
     code, 1 for a job that ended without one, as after a kill."""
-    from kvbench.show import figure, table
+    from kvbench.show import closing, figure, table
 
     jobs, states, root = sweep.jobs(), sweep.states(), sweep.results_dir
     labels = dict(enumerate(sweep.record().jobs, 1))
@@ -270,6 +272,10 @@ def show_sweep(sweep: Sweep) -> int:
     ]
     if groups:
         table.show([record for records in groups.values() for record in records], pictures)
+    for records in groups.values():
+        once = list({record.hash: record for record in records}.values())
+        for line in closing.lines(once, str(root))[: None if len(groups) == 1 else -1]:
+            print(line)
     tally: Counter[str] = Counter(states.values())
     counted = ", ".join(f"{tally[state]} {state}" for state in ("done", "failed", *OPEN) if tally[state])
     note(f"{len(states)} jobs: {counted}; log: {sweep.log}")
