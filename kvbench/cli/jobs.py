@@ -123,17 +123,26 @@ class Jobs:
 
     def _single(self, cfg: "DictConfig") -> int:
         """An experiment by itself: its tables and its picture; gives the exit code."""
-        from kvbench.runs.run import run_experiment
-        from kvbench.show import closing, table
+        from hydra.core.hydra_config import HydraConfig
+
+        from kvbench.runs import known
 
         try:
-            method, origin = self._origin()
+            method = HydraConfig.get().runtime.choices["method"]
+            if (there := known.find(cfg, method)) is not None:
+                for folder in filter(None, (there.reference_folder, there.folder)):
+                    note(f"already there: {folder} (resume=false runs it again)")
+                records = [record for record in (there.reference, there.record) if record is not None]
+                _show_one(records, there.folder, str(cfg.results_dir))
+                return 0
+            from kvbench.runs.run import run_experiment
+
+            digest, (method, origin) = known.digest_of(cfg, method), self._origin()
             finished = run_experiment(cfg, method=method, parts=self.loaders, origin=origin)
             if finished.ended:  # else the last shard shows the whole run
-                folder, picture = finished.folder, _draw(finished)
-                table.show(finished.records, [folder / "run.json", folder / "samples.jsonl", picture])
-                for line in closing.lines(finished.records, str(cfg.results_dir)):
-                    print(line)
+                _draw(finished)
+                _show_one(finished.records, finished.folder, str(cfg.results_dir))
+                known.keep(digest, cfg, finished.folder, finished.record)
         except Exception as error:
             return report(error)
         return _code(finished)
@@ -310,6 +319,18 @@ def check_files(jobs: Sequence[Sequence[str]]) -> Path | None:
     for job in models.values():
         loaders.check_model(composed(*job).model)
     return Path(composed(*jobs[0]).results_dir) if jobs else None
+
+
+def _show_one(records: "Sequence[RunRecord]", folder: Path, results_dir: str) -> None:
+    """Show the table of one experiment, where its files are, and what it means."""
+    from kvbench.show import closing, figure, table
+
+    picture = folder / "result.png"
+    if not picture.is_file():
+        figure.draw(records, picture)
+    table.show(records, [folder / "run.json", folder / "samples.jsonl", picture])
+    for line in closing.lines(records, results_dir):
+        print(line)
 
 
 def _code(finished: "Run") -> int:

@@ -31,7 +31,8 @@ FOLDER = CONF / "method"
 # A folder of somebody's own, or a file, whose methods are held to these tests (`kvbench check`); else kvbench's own.
 CHECKED = os.environ.get("KVBENCH_CHECKED", "")
 if CHECKED:
-    files.with_own_folders([Path(CHECKED)]).__enter__()  # for as long as the tests run
+    _OWN = files.with_own_folders([Path(CHECKED)])
+    _OWN.__enter__()  # for as long as the tests run
     sys.path += files.import_folders([Path(CHECKED)])
 METHODS = sorted(files.options("method", Path(os.path.realpath(CHECKED)) if CHECKED else CONF))
 SHAPES = ("mha", "gqa3", "gqa7")  # 1, 3 and 7 query heads per KV head

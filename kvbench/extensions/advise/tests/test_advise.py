@@ -94,7 +94,7 @@ def test_what_was_measured_here_comes_first(results, capsys):
     ]
     assert f"Measured on {MODEL}, it fits and loses no more than the margin: snapkv (240 samples)." in said
     assert f"Not measured on {MODEL}, so not advised: int8" in said
-    assert "Too few samples to tell: tova; about " in said and "samples would tell (there are 16)" in said
+    assert "Too few samples to tell" not in said  # of tova: its estimate is beyond the margin
     assert "*" in rows["int8"] and "*" not in rows["snapkv"]
 
 
