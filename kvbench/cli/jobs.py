@@ -129,7 +129,8 @@ class Jobs:
 
         try:
             method = HydraConfig.get().runtime.choices["method"]
-            if (there := known.find(cfg, method)) is not None:
+            digest = known.digest_of(cfg, method)
+            if (there := known.find(digest, cfg)) is not None:
                 for folder in filter(None, (there.reference_folder, there.folder)):
                     note(f"already there: {folder} (resume=false runs it again)")
                 records = [record for record in (there.reference, there.record) if record is not None]
@@ -137,7 +138,7 @@ class Jobs:
                 return 0
             from kvbench.runs.run import run_experiment
 
-            digest, (method, origin) = known.digest_of(cfg, method), self._origin()
+            method, origin = self._origin()
             finished = run_experiment(cfg, method=method, parts=self.loaders, origin=origin)
             if finished.ended:  # else the last shard shows the whole run
                 _draw(finished)

@@ -27,18 +27,8 @@ from kvbench.results.writing import write_atomic
 FOLDER = ".known"  # in the folder of results
 # Beginnings of the names of variables that can change how something is computed or found.
 VARIABLES = (
-    "ATEN",
-    "CUBLAS",
-    "CUDA",
-    "DNNL",
-    "HF_",
-    "HUGGING",
-    "KVBENCH",
-    "MKL",
-    "ONEDNN",
-    "PYTORCH",
-    "TORCH",
-    "TRITON",
+    *("ATEN", "CUBLAS", "CUDA_", "DNNL", "HF_HOME", "HF_HUB", "KVBENCH", "MKL"),
+    *("NVIDIA_", "ONEDNN", "PYTORCH_", "TORCH_"),
 )
 APART = ("resume", "prompt_cache_bytes")  # settings that do not say which run it is
 MOST_FILES = 5000  # below a folder that a setting names
@@ -62,9 +52,8 @@ class Known:
     reference_folder: Path | None
 
 
-def find(cfg: DictConfig, method: str) -> Known | None:
-    """The finished run that a configuration means, if it is noted and is as it was."""
-    digest = digest_of(cfg, method)
+def find(digest: str | None, cfg: DictConfig) -> Known | None:
+    """The finished run that a configuration means, by its digest, if it is noted and is as it was."""
     if digest is None:
         return None
     root = Path(str(cfg.results_dir))
@@ -92,7 +81,7 @@ def keep(digest: str | None, cfg: DictConfig, folder: Path, record: RunRecord) -
     """Note which run a command ended with.
 
     Args:
-        digest: `digest_of` before it ran.
+        digest: That of its configuration before it ran: libraries set variables of their own.
     """
     root = Path(str(cfg.results_dir))
     if digest is None or record.status != "complete":
