@@ -283,8 +283,12 @@ def record_of(group: Group, row: ComparedRun) -> dict[str, Cell]:
     )
 
 
-def main(cfg: DictConfig) -> int:
-    """Carry out `kvbench compare`."""
+def compared(cfg: DictConfig) -> list[tuple[Group, list[ComparedRun], list[str]]]:
+    """The comparisons that a command names: each group with its rows, corrected together, and its notes.
+
+    Raises:
+        ValueError: There is nothing to compare.
+    """
     check(cfg)
     groups = together(load_groups(cfg, also=(str(cfg.against),)), cfg)
     tables = [(group, *compare_group(group, cfg)) for group in groups]
@@ -293,6 +297,12 @@ def main(cfg: DictConfig) -> int:
         reasons = [note for group, _, notes in tables for note in (*notes, *group.notes)]
         raise ValueError(f"nothing to compare. {sentences(reasons) or 'There is only one run.'}")
     correct(rows)
+    return tables
+
+
+def main(cfg: DictConfig) -> int:
+    """Carry out `kvbench compare`."""
+    tables = compared(cfg)
     show(tables, cfg, terminal.console(120))
     if cfg.out is not None:
         records = [record_of(group, row) for group, found, _ in tables for row in found]

@@ -163,6 +163,11 @@ class Loaders:
             check_sizes(policy, max_tokens=outline.max_tokens, num_layers=shape.num_layers)
             check_pass(outline.model, small_store(policy, shape, config.store))
 
+    def take_model(self, group: Mapping[str, Any], model: "LoadedModel") -> None:
+        """Take a model that was loaded elsewhere as the one of a model group."""
+        for what, found in (("begun", ""), ("outline", model), ("model", model)):
+            self._kept(what, as_dict(group), lambda found=found: found)
+
     def load_model(self, group: Mapping[str, Any]) -> "LoadedModel":
         """The model of a model group."""
 
