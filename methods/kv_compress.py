@@ -48,7 +48,8 @@ class KVCompress(kv.Policy):
         protected: Last tokens that are never evicted in the `full` variant, the incoming one counted.
         block: Tokens per block.
         continual: Also evict while decoding, before every step that begins with more blocks than the budget allows; so
-            it is with a share of all tokens seen, whatever this says.
+            it is with a share of all tokens seen. `pages`: from all requests, where the pages that they share run out
+            and before one of them begins again; in `bench what=serve` alone.
         floor_tokens: Tokens per head below which no budget goes; the released compression-rate mode has 128.
         tier: Precision of what is kept.
 
@@ -60,8 +61,9 @@ class KVCompress(kv.Policy):
         in batches, and needs no limit of what is sorted at once; a budget is rounded up to blocks (the released rate
         mode rounds down) and may lie below 128 tokens, which `floor_tokens` forbids: the maximum of 128 and the rate's
         share, where the paper prints the minimum. Of the paper's four schedules there are evictions after every prompt
-        and, with `continual`, before every step; none every c steps, by a count of uncompressed tokens, or where pages
-        run out. A share of all tokens seen, which evicts continually, is kvbench's.
+        (3) and, with `continual=pages`, where pages run out (4), of all requests at once and not of those that a limit
+        of sorted tokens admits; with `continual=true` before every step; none every c steps (1) or by a count of
+        uncompressed tokens (2). A share of all tokens seen, which evicts continually, is kvbench's.
         `obs_window`, `protected` and `skip_near` are those of its README's commands; the defaults of run_longbench.py
         are 32, 50 and 0, and it can protect another number of tokens than it observes. No bias per head, as there.
     """
@@ -73,7 +75,7 @@ class KVCompress(kv.Policy):
     skip_near: Annotated[int, kv.Whole(0, unit="tokens")] = 10
     protected: Annotated[int, kv.Whole(1, unit="tokens")] = 32
     block: Annotated[int, kv.Whole(1, 1024, unit="tokens")] = 16
-    continual: bool = False
+    continual: Annotated[bool | str, kv.Choice((False, True, "pages"))] = False
     floor_tokens: Annotated[int, kv.Whole(0, unit="tokens")] = 0
     tier: kv.TierText = "fp16"
     no_upkeep = ""
@@ -85,6 +87,13 @@ class KVCompress(kv.Policy):
         self.limit = self._budget = kv.Budget.parse(self.budget)
         self._over = OverBudget(budget=self._budget, block=self.block, floor_tokens=self.floor_tokens)
         self.compaction = self._over if self._is_continual else None
+        if self.continual == "pages":
+            if self._budget.of_seen:
+                raise ValueError(
+                    f"budget={self.budget} with continual=pages: a share of all tokens seen is kept to at every step; "
+                    "give a ratio of the prompt or tokens, or set continual=true"
+                )
+            self.compaction = replace(self._over, when_full="continual=pages")
         self.budget_step = self.block
         self.fewest_tokens = kv.num_blocks(max(self._protected, self.floor_tokens), self.block) * self.block
         both = kv.ScoreSpec(
@@ -122,7 +131,7 @@ class KVCompress(kv.Policy):
         return kv.CompactPlan(keep=[keep.view(slots.valid.shape)])
 
     def bounds(self, extent: kv.Extent) -> kv.Bounds:
-        at_end = 1 if self.continual else None  # every step begins within the budget and adds a token
+        at_end = 1 if self.continual is True else None  # every step begins within the budget and adds a token
         unspent = 0
         if self._budget.of_seen:  # blocks are rounded down, and a list's last one may be part-filled
             at_end, unspent = None, 2 * self.block
@@ -139,7 +148,7 @@ class KVCompress(kv.Policy):
 
     @property
     def _is_continual(self) -> bool:
-        return self.continual or self._budget.of_seen
+        return bool(self.continual) or self._budget.of_seen
 
     @property
     def _protected(self) -> int:

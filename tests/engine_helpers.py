@@ -51,6 +51,7 @@ def engine(
     fidelity_per_token=False,
     prefill_chunk=None,
     capture="auto",
+    shares_pool=False,
     **store,
 ):
     """Gives an Engine, and takes its attention out of the model again, which other tests share."""
@@ -67,6 +68,7 @@ def engine(
             fidelity_per_token=fidelity_per_token,
             prefill_chunk=prefill_chunk,
             capture=capture,
+            shares_pool=shares_pool,
         )
     finally:
         loaded.model.set_attn_implementation("sdpa")

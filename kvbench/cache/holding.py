@@ -64,7 +64,8 @@ class EvictionDue:
     """
 
     def __init__(self, policy: Policy, plans: CheckedPlans, counts: AsyncCounts, is_told: bool) -> None:
-        self._happens = policy.compaction is not None and policy.residual is None  # tokens behind rings are not evicted
+        asked = policy.compaction is not None and not policy.compaction.when_full
+        self._happens = asked and policy.residual is None  # tokens behind rings are not evicted
         self._plans, self._counts, self._is_told = plans, counts, is_told
         self._told: dict[int, int] = {}
 

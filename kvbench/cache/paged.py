@@ -89,6 +89,9 @@ class Places:
     def view(self, rows: Rows) -> DecodeView:
         raise NotImplementedError
 
+    def compact(self, rows: Rows) -> None:
+        raise NotImplementedError
+
     @property
     def takes_chunks(self) -> bool:
         """True if `Paged.append` may be called; alike in all places."""
@@ -245,10 +248,13 @@ class Paged(Holding, Places):
         `CompressedStore.begin_step` does."""
         whose = self.due.whose(rows.numbers, lambda: self.view(rows))
         if whose:
-            due = rows if len(whose) == len(rows) else Rows.of(whose, self.shape.device)
-            self.pages.table.own_all(self.pages.lists_of(due.tensor))  # before the plan, which could not be carried out
-            self.evict(due, self.plans.compact(self.view(due, measured=True)))
+            self.compact(rows if len(whose) == len(rows) else Rows.of(whose, self.shape.device))
         return [self.step(rows)]
+
+    def compact(self, rows: Rows) -> None:
+        """Evicts in bulk from rows, by the policy's plan."""
+        self.pages.table.own_all(self.pages.lists_of(rows.tensor))  # before the plan, which could not be carried out
+        self.evict(rows, self.plans.compact(self.view(rows, measured=True)))
 
     def step(self, rows: Rows, plan: DecodePlan | None = None) -> "PagedStep":
         return PagedStep(self, rows, plan)

@@ -132,7 +132,8 @@ class Split(Places):
     def open(self, rows: Rows) -> list[PagedStep]:
         """Does what `Paged.open` does, by a plan over everything before any place changes. Where one of the places has
         no page, others may have reserved theirs by then, so that the rows can only be closed."""
-        self._compact(self.due.whose(rows.numbers, lambda: self.view(rows)))
+        if whose := self.due.whose(rows.numbers, lambda: self.view(rows)):
+            self.compact(Rows.of(whose, self.parts[0].shape.device))
         asks = self.policy.residual is None and self.policy.decides_steps
         plan = self.plans.decode(self.view(rows)) if asks else DecodePlan()
         steps: list[PagedStep] = []
@@ -146,10 +147,8 @@ class Split(Places):
             steps.append(part.step(rows.on(part.shape.device), own))
         return steps
 
-    def _compact(self, whose: list[int]) -> None:
-        if not whose:
-            return
-        due = [Rows.of(whose, part.shape.device) for part in self.parts]
+    def compact(self, rows: Rows) -> None:
+        due = [rows.on(part.shape.device) for part in self.parts]
         for part, own in zip(self.parts, due, strict=True):
             part.pages.table.own_all(part.pages.lists_of(own.tensor))
         views = [part.view(own, measured=True) for part, own in zip(self.parts, due, strict=True)]

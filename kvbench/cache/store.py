@@ -356,6 +356,15 @@ class CompressedStore:
             each._steps = each.holding.open(rows)
             each._doors = [step.door() for step in each._steps]
 
+    def compact(self, rows: Sequence[int]) -> None:
+        """Evicts in bulk from rows, between two steps, by the policy's `plan_compact`: for methods that do so where
+        pages run out. Raises PoolExhausted where rows share pages of which there is no room for copies, and ValueError
+        as `begin_step` does."""
+        self._end()
+        self.holding.collect()
+        self.holding.compact(Rows.of(list(rows), self.shape.device))
+        self.holding.send()
+
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, *turn: tuple[Tensor, Tensor]
     ) -> Tensor:  # fmt: skip

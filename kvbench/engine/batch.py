@@ -2,9 +2,9 @@
 
 Which request joins next is known from the requests alone (`Waiting`), and when it joins, from what rows hold, never
 from a clock. A prompt is tried where the free pages are enough for what prompts have taken so far; answers get their
-pages as they grow. Where a step has no page left, the request that came last gives way: its rows are closed, and it is
-read and answered again from its beginning, by the same steps, once another one has ended. So the first in order always
-goes on, and only what does not fit alone is lost.
+pages as they grow. Where a step has no page left, a method that evicts there does so, and where that frees none the
+request that came last gives way: its rows are closed, and it is read and answered again from its beginning, by the same
+steps, once another one has ended. So the first in order always goes on, and only what does not fit alone is lost.
 """
 
 from collections.abc import Callable, Generator
@@ -37,6 +37,7 @@ class Batch:
         most: Requests at once at most.
         reason: Why there is no memory for any.
         preemptions: Requests that had to give up their rows for want of pages, and began again.
+        compressions: Times that pages ran out and a bulk eviction freed some.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Batch:
         self._page_rate = 0.0  # most pages per token of a prompt so far
         loop.awaited = self._is_awaited
         self._careful: dict[str, int] = {}  # after memory ran out: requests until whose end so many run at once
-        self.most, self.reason, self.preemptions = 1, "", 0
+        self.most, self.reason, self.preemptions, self.compressions = 1, "", 0, 0
         self._modes = modes.read(quick=True)
 
     def answer(self) -> Generator[Request | Step]:
@@ -189,6 +190,19 @@ class Batch:
         self._is_full = True
         self.preemptions += 1
 
+    def _compress(self) -> bool:
+        """Evicts from all rows at once, where the method does so as pages run out; True if that freed pages."""
+        compaction, free = self._runner.policy.compaction, self._free_pages()
+        if compaction is None or not compaction.when_full or not self._runner.shape.is_whole:
+            return False
+        try:
+            self._runner.compact([state.row for state, _ in self._live])
+        except PoolExhausted:  # rows that share pages cannot have their own
+            return False
+        freed = self._free_pages() > free
+        self.compressions += freed
+        return freed
+
     def _forget(self, sample: Sample) -> None:
         """Takes a sample out of the batch, as it is."""
         self._samples.pop(sample.request.sample_id, None)
@@ -287,16 +301,21 @@ class Batch:
         for state in states:
             assert state.token is not None, "it was chosen"
             tokens.append(state.token)
-        try:
-            bad, rate, steps = yield from self._loop.making(states, tokens)
-        except BrokenRule as error:
-            names = ", ".join(dict.fromkeys(sample.request.sample_id for _, sample in live))
-            raise BrokenRule(f"{error} (samples {names})") from error
-        except PoolExhausted:
-            if len(self._samples) == 1 or not self._runner.shape.is_whole:
-                raise
-            self._give_way(max(self._samples.values(), key=lambda each: self._waiting.place(each.request.sample_id)))
-            return False
+        while True:
+            try:
+                bad, rate, steps = yield from self._loop.making(states, tokens)
+                break
+            except BrokenRule as error:
+                names = ", ".join(dict.fromkeys(sample.request.sample_id for _, sample in live))
+                raise BrokenRule(f"{error} (samples {names})") from error
+            except PoolExhausted:
+                if self._compress():
+                    continue
+                if len(self._samples) == 1 or not self._runner.shape.is_whole:
+                    raise
+                last = max(self._samples.values(), key=lambda each: self._waiting.place(each.request.sample_id))
+                self._give_way(last)
+                return False
         for state in states:
             state.token = None
         spoiled = {live[index][1].request.sample_id: layer for index, layer in bad.items()}

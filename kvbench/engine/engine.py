@@ -56,6 +56,7 @@ class Engine:
         prefill_chunk: Tokens of a prompt that are read before the method compresses; None = all.
         capture: What captures decode steps; `auto` = a CUDA graph on a GPU, and nothing elsewhere; None = nothing.
         make: Makes the runner; a simulation has one that runs no model.
+        shares_pool: What a request keeps may depend on its neighbours, for methods that evict where pages run out.
 
     Attributes:
         gives_steps: Whoever goes through `running` is given decode steps too, before they are made, where no answer
@@ -79,11 +80,12 @@ class Engine:
         prefill_chunk: int | None = None,
         capture: Capture | Literal["auto"] | None = "auto",
         make: Callable[..., Runner] = make_runner,
+        shares_pool: bool = False,
     ) -> None:
         if isinstance(batch_size, int) and batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be >= 1")
         how: dict[str, Any] = {"options": store, "backend": backend, "decode": decode, "prompts": prompts}
-        self.runner = make(model, policy, chunk=prefill_chunk, **how)
+        self.runner = make(model, policy, chunk=prefill_chunk, shares_pool=shares_pool, **how)
         self.loaded, self.policy = model, policy
         self.batch_size, self.seed, self.fidelity_max_tokens = batch_size, seed, fidelity_max_tokens
         self.fidelity_per_token, self.group = fidelity_per_token, group

@@ -17,7 +17,7 @@ from kvbench.models import processes
 from kvbench.models.load import LoadedModel, load_model
 
 # What all processes do together; whatever else a runner offers is made of these, or looks at this process alone.
-TOGETHER = ("reserve", "read", "full_logits", "append", "try_step", "fork", "close", "bytes", "report")
+TOGETHER = ("reserve", "read", "full_logits", "append", "try_step", "compact", "fork", "close", "bytes", "report")
 
 
 class OneProcessFailed(RuntimeError):

@@ -62,6 +62,7 @@ class Runner:
         prompts: Shared by runners that read the same prompts of one model under other settings; None reads every one.
         chunk: Tokens of a prompt that are read at once; the method drops or quantises what it will before it reads on.
             None = all: the prompt is read with everything before it uncompressed.
+        shares_pool: What a row keeps may depend on the others, for methods that evict where pages run out.
 
     Attributes:
         probe_s: Seconds that the second pass over the last prompt took, compression included; 0 without one.
@@ -84,10 +85,11 @@ class Runner:
         decode: str = TRITON,
         prompts: PromptCache | None = None,
         chunk: int | None = None,
+        shares_pool: bool = False,
     ) -> None:
         self.loaded, self.policy, self.options, self.chunk = model, policy, options or StoreOptions(), chunk
         self.prompts = prompts or PromptCache()
-        shape = check_fit(model, policy, self.options, chunk)
+        shape = check_fit(model, policy, self.options, chunk, shares_pool)
         self.states, self.lengths = States(model.model, layer_kinds(model.model.config).states), model.lengths
         self.focus()
         self.shape = replace(shape, state_bytes=self.states.row_bytes)
@@ -275,6 +277,10 @@ class Runner:
             by_row.update(zip(part, logits, strict=True))
             bad.update({part[at]: layer for at, layer in wrong.items()})
         return torch.stack([by_row[index] for index in range(len(rows))]), bad
+
+    def compact(self, rows: Sequence[int]) -> None:
+        """Evicts in bulk from rows, where the method does so once pages run out (`CompressedStore.compact`)."""
+        self.store.compact(rows)
 
     def fork(self, row: int, *, share: bool = True) -> int:
         """Opens a row that holds what another one holds; `share` as in `CompressedStore.fork_row`."""

@@ -147,7 +147,9 @@ def _own_caches(module: ModuleType) -> str:
     return ", ".join(name for name in own if name.endswith("Cache"))
 
 
-def check_fit(model: LoadedModel, policy: Policy, options: StoreOptions, chunk: int | None) -> ModelShape:
+def check_fit(
+    model: LoadedModel, policy: Policy, options: StoreOptions, chunk: int | None, shares_pool: bool = False
+) -> ModelShape:
     """Refuses a method, or settings, that a model's layers cannot do with: with an outline, before there are weights.
 
     Args:
@@ -155,6 +157,7 @@ def check_fit(model: LoadedModel, policy: Policy, options: StoreOptions, chunk: 
         policy: The method.
         options: The layout of its memory.
         chunk: Tokens of a prompt that are read at once; None = all.
+        shares_pool: What a request keeps may depend on those that share the pool with it.
 
     Returns:
         The model's shape, without the bytes of states.
@@ -164,6 +167,12 @@ def check_fit(model: LoadedModel, policy: Policy, options: StoreOptions, chunk: 
         ValueError: The policy or the options do not fit it.
     """
     check_chunk(policy, chunk)
+    if policy.compaction is not None and policy.compaction.when_full and not shares_pool:
+        raise ValueError(
+            f"method.{policy.compaction.when_full} evicts where the pages that requests share run out, so that what a "
+            "request keeps depends on its neighbours; `kvbench bench what=serve` alone takes it, elsewhere choose "
+            "another value"
+        )
     check_key_offset(options.key_offset, policy, chunk)
     check_supported(model.model, len(model.places), model.tensor_parallel)
     shape = model_shape(model.model, model.places)

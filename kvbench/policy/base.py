@@ -51,7 +51,7 @@ class Policy:
             where there are several tiers, the first ones of a prompt lie in the later tiers, in all heads alike.
         granularity: `kv_head`, or `q_head`, which stores every query head's copy and is billed for it.
         acts_in_decode: `plan_decode` may displace a token; question segments are then fed token by token.
-        compaction: Before which steps `plan_compact` evicts in bulk; None = never.
+        compaction: Before which steps `plan_compact` evicts in bulk, or that it does where pages run out; None = never.
         needs_instruction: The method asks how many first tokens of a prompt are its instruction.
         needs_prompt_slots: `plan_decode` asks what the prompt's plan gave each list, as `plan_compact` may anyhow.
         no_upkeep: Why the method cannot keep to a share of all tokens seen while an answer grows (`50%seen`), as the
@@ -144,8 +144,9 @@ class Policy:
             num_new_tokens: Those read behind it.
         """
         everything = num_prompt_tokens + num_new_tokens
-        if self.acts_in_decode or self.compaction is not None:
-            return min(everything, budget + min(num_new_tokens, self.compaction.every if self.compaction else 1))
+        compaction = self.compaction if self.compaction is not None and not self.compaction.when_full else None
+        if self.acts_in_decode or compaction is not None:
+            return min(everything, budget + min(num_new_tokens, compaction.every if compaction else 1))
         return min(budget, num_prompt_tokens) + num_new_tokens
 
     def bounds(self, extent: Extent) -> Bounds | None:
@@ -185,7 +186,8 @@ class Policy:
         return type(self).plan_decode is not Policy.plan_decode
 
     def plan_compact(self, view: DecodeView) -> CompactPlan:
-        """Decides a bulk eviction for the sequences for which `compaction` is due."""
+        """Decides a bulk eviction for the sequences for which `compaction` is due, or for all that are decoded where
+        pages run out."""
         raise NotImplementedError(f"{type(self).__name__} sets compaction but does not define plan_compact")
 
     def cache_positions(self, view: DecodeView, num_slots: int) -> Tensor:

@@ -145,10 +145,13 @@ class Compaction:
     Args:
         every: Most tokens of a sequence that come in between two of them.
         from_start: The first one is before the first token behind the prompt.
+        when_full: The setting, as messages name it, by which there is one only where the pages that requests share run
+            out; `due` is not called then. Empty = before the steps for which it is due.
     """
 
     every: int = 1
     from_start: bool = False
+    when_full: str = ""
 
     def due(self, view: DecodeView) -> Tensor:
         """bool [S]: the sequences that evict before this step. Default: after every `every` tokens behind the

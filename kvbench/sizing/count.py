@@ -246,7 +246,9 @@ class _Kinds:
         for name in ("plan_prefill", "plan_decode", "plan_compact"):
             vars(few)[name] = getattr(self, name)
         if few.compaction is not None:
-            few.compaction = _Due(few.compaction.every, real=few.compaction, of=self.of)
+            few.compaction = _Due(
+                few.compaction.every, when_full=few.compaction.when_full, real=few.compaction, of=self.of
+            )
         return few
 
     def of(self, view: DecodeView) -> "_AllLists":

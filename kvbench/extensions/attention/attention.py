@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvbench.engine.supported import model_shape
 from kvbench.errors import check_whole, unknown_name
-from kvbench.extensions.attention.figures import FIGURES, Seen
+from kvbench.extensions.attention.figures import BEHIND, FIGURES, Seen
 from kvbench.extensions.calibrate.tables import Looks, look_at
 from kvbench.policy import ALL_QUERIES, LayerTensors, Need, ScoreSpec
 from kvbench.results.writing import write_files
@@ -38,9 +38,11 @@ class Attention(Looks):
     Args:
         share: Of a query's attention that its critical tokens have together, in (0, 1).
         mapped: Layers of which the whole map is kept too, the mean over heads: 4 bytes x tokens^2 for each.
+        top: Tokens that count as the heaviest ones of a head at a step.
     """
 
     share: float = 0.95
+    top: int = 150
     mapped: frozenset[int] = frozenset()
     found: dict[int, list[Any]] = field(default_factory=dict, compare=False)
     needs: ClassVar[frozenset[Need]] = frozenset()
@@ -49,11 +51,15 @@ class Attention(Looks):
         heads, tokens = seen.q.shape[0], seen.k.shape[1]
         step = max(1, MOST_NUMBERS // (heads * tokens))
         windows, needed, rows = torch.zeros(WINDOWS, heads, tokens), torch.zeros(heads), []
+        ends = steps_of(tokens)
+        sums = torch.zeros(len(ends), heads, ends[0] - 1)
         last = torch.arange(tokens) * WINDOWS // tokens == WINDOWS - 1  # queries that see nearly all of the prompt
         for first in range(0, tokens, step):
             places = torch.arange(first, min(first + step, tokens))
             found = seen.softmax(seen.logits(slice(first, first + step))).float().cpu()  # [query heads, step, tokens]
             windows.index_add_(0, places * WINDOWS // tokens, found.transpose(0, 1))
+            counts = (places < torch.tensor(ends)[:, None]).float()
+            sums += torch.einsum("sp,hpt->sht", counts, found[..., : ends[0] - 1])
             late = places[last[places]]
             needed += (critical_tokens(found[:, last[places]], self.share) / (late + 1)).sum(1)
             rows += [found.mean(0)] if seen.layer in self.mapped else []
@@ -65,7 +71,15 @@ class Attention(Looks):
             values=seen.v.float().cpu(),
             variance=float(windows.sum(0).view(seen.k.shape[0], -1, tokens).sum(1).var(-1, correction=0).mean()),
             mapped=torch.cat(rows) if rows else None,
+            heaviest=sums.topk(min(self.top, sums.shape[-1]), -1).indices,
         )
+
+
+def steps_of(tokens: int) -> tuple[int, int, int]:
+    """The queries that have been read at the first, the middle and the last step of the end of a prompt that stands for
+    an answer: of 64 tokens and more its last 32, so that these are steps 1, 16 and 32."""
+    behind = min(BEHIND, tokens // 2)
+    return tokens - behind + 1, tokens - behind + behind // 2, tokens
 
 
 def critical_tokens(probabilities: Tensor, share: float) -> Tensor:
@@ -92,6 +106,7 @@ def main(cfg: DictConfig) -> int:
             raise unknown_name("attention.what", name, ["all", *FIGURES])
     count = check_whole("attention.prompts", own.prompts, 1)
     check_whole("attention.maps", own.maps, 1)
+    check_whole("attention.top", own.top, 1)
     Number(0, 1, above=True).check("attention.share", own.share)
     parts = Loaders()
     parts.check_task(cfg)
@@ -102,7 +117,7 @@ def main(cfg: DictConfig) -> int:
         raise ValueError(f"task={task.name} has no prompt of {2 * WINDOWS} tokens; task=longctx has")
     last = model_shape(model.model).num_layers - 1
     mapped = {round(place) for place in torch.linspace(0, last, own.maps).tolist()} if "maps" in wanted else ()
-    spec = Attention(share=own.share, mapped=frozenset(mapped))
+    spec = Attention(share=own.share, mapped=frozenset(mapped), top=own.top)
     with Progress(f"attention of {model.name} on {task.name}", len(prompts), 0) as progress:
         found = measure(model, prompts, spec, progress.advance)
     tokens = sorted(map(len, prompts))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HEAVY = 0.2  # share of the tokens that count as heavy hitters
+BEHIND = 32  # last tokens of a prompt that stand for an answer
 MAPS = 4  # maps beside one another
 SHADES = "cividis"  # even in brightness
 LEAST = 1e-8  # of a score that is drawn on a scale of powers
@@ -34,6 +35,8 @@ class Seen:
         keys, values: fp32 [KV heads, tokens, head dim].
         variance: Over tokens, of the attention accumulated over all queries, as the mean over KV heads.
         mapped: fp32 [tokens, tokens] attention of query by key, the mean over query heads; None unless asked for.
+        heaviest: int64 [3, query heads, top] the tokens with the most accumulated attention, at the first, the middle
+            and the last step of the prompt's end.
     """
 
     received: Tensor
@@ -43,6 +46,7 @@ class Seen:
     values: Tensor
     variance: float
     mapped: Tensor | None
+    heaviest: Tensor
 
 
 Prompts = Sequence[Sequence[Seen]]
@@ -245,6 +249,51 @@ def _persisting(windows: Tensor) -> list[float]:
     return [float((heavy[1] * later).sum(-1).mean() / count) for later in heavy[2:]]
 
 
+def steps(prompts: Prompts, share: float) -> Made:
+    """Which tokens are the heaviest of single heads at three steps of the end of the first prompt, and the share of
+    those of the first step that still are, of all prompts."""
+    names = ("first", "middle", "last")
+    stays = np.array([[_staying(one.heaviest).numpy() for one in layers] for layers in prompts]).mean(0)
+    records = [
+        csv_row(layer=layer, head=head, still_at_middle=float(both[0]), still_at_last=float(both[1]))
+        for layer, heads in enumerate(stays.transpose(0, 2, 1))
+        for head, both in enumerate(heads)
+    ]
+    first = prompts[0]
+    shown = [(layer, head) for layer in sorted({0, len(first) // 2, len(first) - 1}) for head in (0, 1)]
+    shown = [(layer, head) for layer, head in shown if head < first[layer].heaviest.shape[1]]
+    width = first[0].received.shape[1]
+
+    def panels(axes: "Sequence[Axes]") -> None:
+        marks = torch.zeros(3 * len(shown), width)
+        for place, (layer, head) in enumerate(shown):
+            marks[3 * place : 3 * place + 3].scatter_(1, first[layer].heaviest[:, head], 1.0)
+        axes[0].imshow(marks.numpy(), cmap="Greens", aspect="auto", interpolation="nearest", vmin=0, vmax=1.4)
+        axes[0].set_yticks([3 * place + 1 for place in range(len(shown))])
+        axes[0].set_yticklabels([f"layer {layer}, head {head}" for layer, head in shown])
+        for place in range(1, len(shown)):
+            axes[0].axhline(3 * place - 0.5, color=GREY, lw=0.5)
+        axes[0].set(xlabel="token of the first prompt", title=f"heaviest at the {', '.join(names)} step, from above")
+        for line, (name, colour) in enumerate(zip(names[1:], (BLUE, VERMILION), strict=True)):
+            axes[1].plot(100 * stays[:, line].mean(-1), color=colour, marker="o", ms=2, lw=1, label=f"{name} step")
+        axes[1].set(xlabel="layer", ylabel="% of the first step's, mean over heads", ylim=(0, 105))
+        axes[1].legend(frameon=False)
+
+    count, before = first[0].heaviest.shape[2], width - min(BEHIND, width // 2)
+    said = (
+        f"of the {count} heaviest tokens at the first of the last steps, {100 * stays[:, 1].mean():.0f} % are so at "
+        f"the last (mean over layers and heads; chance {100 * count / before:.0f} %)"
+    )
+    return Made(panels=panels, size=(7.2, 2.8), columns=2, records=records, said=said)
+
+
+def _staying(heaviest: Tensor) -> Tensor:
+    """Of tokens int64 [3, heads, k] the share of the first ones that are among the second, and the third; fp32 [2,
+    heads]."""
+    same = heaviest[1:, :, None, :] == heaviest[0][None, :, :, None]
+    return same.any(-1).float().mean(-1)
+
+
 def maps(prompts: Prompts, share: float) -> Made:
     """Attention of query by key in some layers of the first prompt."""
     found = {layer: one.mapped for layer, one in enumerate(prompts[0]) if one.mapped is not None}
@@ -306,5 +355,5 @@ def variance(prompts: Prompts, share: float) -> Made:
 
 
 FIGURES: dict[str, Callable[[Prompts, float], Made]] = {
-    each.__name__: each for each in (spread, tokens, critical, outliers, persistence, maps, variance)
+    each.__name__: each for each in (spread, tokens, critical, outliers, persistence, steps, maps, variance)
 }

@@ -209,8 +209,8 @@ class Serving:
 
     Attributes:
         runs: Of each call: seconds to the first token and per further one of each request that was answered, its
-            tokens, the seconds that all took, `oom`, preemptions, rows of every step, bytes of pages over time, and the
-            times of steps and prompts (`times.summary`).
+            tokens, the seconds that all took, `oom`, preemptions, compressions where pages ran out, rows of every step,
+            bytes of pages over time, and the times of steps and prompts (`times.summary`).
         most_requests: Requests at once at most.
     """
 
@@ -237,7 +237,11 @@ class Serving:
             "backend": settings.kernels,
             "fidelity_max_tokens": 0,
             "prefill_chunk": chunk,
+            "shares_pool": True,
         }
+        shared = f"{method}: what a request keeps depends on its neighbours, which share the pool with it"
+        if policy.compaction is not None and policy.compaction.when_full and shared not in bench.notes:
+            bench.notes.append(shared)
         self._is_whole, make = chunk is None, partial(machine.engine, policy, **given)
         memory = method, settings.kv_mb
         if memory not in settings.shares:
@@ -295,6 +299,7 @@ class Serving:
                 "took_s": took,
                 "oom": len(self._requests) - len(self._ended),
                 "preemptions": self._batch.preemptions,
+                "compressions": self._batch.compressions,
                 "rows": [rows for rows, _, _ in self._steps],
                 "pages": self._pages[::every],
                 "times": times.summary(self._steps, self._prompts, self._ends) if self._is_whole else None,
@@ -356,6 +361,7 @@ def figures(runs: list[dict], ttft_s: float, tpot_s: float) -> dict[str, Any]:
         "goodput_per_s": within / total("took_s"),
         "mean_batch": sum(rows) / len(rows) if rows else None,
         "preemptions": None if None in (run["preemptions"] for run in runs) else total("preemptions") / len(runs),
+        "compressions": sum(run.get("compressions", 0) for run in runs) / len(runs),
         "oom": total("oom") / len(runs),
         "pages": runs[0]["pages"],
         "times": runs[0]["times"],

@@ -23,9 +23,11 @@ MEASURED = ("tokens_per_s", "ttft_p50_s", "tpot_p50_s")
 
 
 def table(cells: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
-    """Headings and lines: one for each method at each rate; of a simulation, over what was measured where it was."""
+    """Headings and lines: one for each method at each rate; where pages ran out, how often that led to compressions; of
+    a simulation, over what was measured where it was."""
     rows = [(cell["cell"], row) for cell in cells for row in cell["variants"]]
     beside = ["x measured"] if any(row.get("measured") for _, row in rows) else []
+    squeezed = ["compressed"] if any(row.get("compressions") for _, row in rows) else []
     lines = []
     for cell, row in rows:
         when = cell["arrivals"] + (f", {cell['rate']:g}/s" if "rate" in cell else "")
@@ -37,9 +39,9 @@ def table(cells: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
         counts = [f"{_figure(row['mean_batch'], 1.0)} of {row['most_requests']}"]
         counts += [_figure(row[name], 1.0) for name in ("preemptions", "oom")]
         pages = format_bytes(max((held for _, held in row["pages"]), default=None))
-        found = [_beside(row) for _ in beside]
+        found = [_figure(row.get("compressions"), 1.0) for _ in squeezed] + [_beside(row) for _ in beside]
         lines.append([when, row["name"], ttft, tpot, *rates, *counts, pages, *found])
-    return [*HEADINGS, *beside], lines
+    return [*HEADINGS, *squeezed, *beside], lines
 
 
 def _beside(row: dict) -> str:

@@ -5,15 +5,15 @@ import torch
 from engine_helpers import random_tokens
 
 from kvbench.extensions.attention import attention
-from kvbench.extensions.attention.attention import Attention, critical_tokens, measure
-from kvbench.extensions.attention.figures import FIGURES, _persisting
+from kvbench.extensions.attention.attention import Attention, critical_tokens, measure, steps_of
+from kvbench.extensions.attention.figures import FIGURES, _persisting, _staying
 
 
 @pytest.fixture
 def looked(tiny_model):
     """A tiny model, two prompts of odd lengths, what was seen of them, and the model's own attention."""
     loaded, prompts = tiny_model(), [random_tokens(37), random_tokens(50, seed=1)]
-    found = measure(loaded, prompts, Attention(share=0.9, mapped=frozenset({0, 1})))
+    found = measure(loaded, prompts, Attention(share=0.9, mapped=frozenset({0, 1}), top=5))
     model = loaded.model
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -27,6 +27,7 @@ def looked(tiny_model):
 def test_what_is_seen_is_the_models_own_attention(looked, monkeypatch):
     """Received, accumulated, mapped and critical, layer by layer, and the same in blocks of few queries."""
     prompts, found, own = looked
+    assert all(seen.heaviest.shape[-1] == 5 for layers in found for seen in layers)
     for prompt, layers, weights in zip(prompts, found, own, strict=True):
         n = len(prompt)
         late = [i for i in range(n) if i * attention.WINDOWS // n == attention.WINDOWS - 1]
@@ -39,6 +40,10 @@ def test_what_is_seen_is_the_models_own_attention(looked, monkeypatch):
             first = [i for i in range(n) if i * attention.WINDOWS // n == 1]
             expected = whole[:, first, : n // attention.WINDOWS].sum(1)
             torch.testing.assert_close(seen.windows[1], expected, atol=1e-5, rtol=1e-4)
+            ends = (n - n // 2 + 1, n - n // 2 + n // 4, n) if n < 64 else (n - 31, n - 16, n)
+            for end, heaviest in zip(ends, seen.heaviest, strict=True):
+                sums = whole[:, :end, : ends[0] - 1].sum(1)
+                assert (sums.gather(1, heaviest).amin(1) >= sums.sort(descending=True)[0][:, 4] - 1e-4).all()
             variance = whole.sum(1).view(2, -1, n).sum(1).var(-1, correction=0).mean()
             assert seen.variance == pytest.approx(float(variance), rel=1e-3)
             counts = [
@@ -77,6 +82,9 @@ def test_critical_tokens_and_persistence_by_hand():
     windows[:, 0, :2] = 1.0
     windows[3] = windows[3].flip(-1)
     assert _persisting(windows) == [1.0, 0.0]
+    heaviest = torch.tensor([[[3, 1]], [[1, 3]], [[5, 3]]])
+    assert _staying(heaviest).tolist() == [[1.0], [0.5]]
+    assert steps_of(100) == (69, 84, 100) and steps_of(64) == (33, 48, 64) and steps_of(17) == (10, 13, 17)
 
 
 @pytest.mark.parametrize("name", sorted(FIGURES))

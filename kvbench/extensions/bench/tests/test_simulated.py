@@ -85,6 +85,9 @@ class Timed:
         return engine
 
 
+SQUEEZED = "kv_compress budget=24 block=8 obs_window=4 continual=pages store.page_bytes=2112"
+
+
 @pytest.mark.parametrize("method", ["full", "snapkv budget=0.5", "kivi bits=2 residual_tokens=32"])
 def test_the_same_join_and_give_way(model, method):
     """In a memory that is too small for all, every figure of a load is that of a model whose passes take as long."""
@@ -105,6 +108,23 @@ def test_the_same_join_and_give_way(model, method):
     for name in ("ttft_s", "tpot_s", "took_s"):
         assert simulated[name] == pytest.approx(real[name]), name
     assert [held for _, held in simulated["pages"]] == [held for _, held in real["pages"]]
+
+
+def test_pages_that_run_out_are_freed_before_anybody_gives_way(model):
+    """A real one and a simulated one count compressions and no preemption, and the document says who shares a pool."""
+    settings, notes = serve.Settings(**GIVEN, kv_mb=1, max_batch=4), []
+    settings.kv_mb = 0.06
+    load = settings.load(20.0)
+    told = SimpleNamespace(notes=notes, stage=lambda _: None, advance=lambda: None)
+    for machine in (Timed(model), Simulated(measured(model, [SQUEEZED]), SQUEEZED)):
+        texts = [[5] * prompt for _, prompt, _ in load]
+        serving = serve.Serving(settings, told, SQUEEZED, load, texts, machine)
+        serving.open()
+        serving.answer(0)
+        (run,) = serving.runs
+        assert run["oom"] == run["preemptions"] == 0 < run["compressions"]
+        assert serve.figures([run, run], 1.0, 1.0)["compressions"] == run["compressions"]
+    assert len(notes) == 1 and notes[0].startswith(SQUEEZED) and "pool" in notes[0]
 
 
 def test_a_method_that_attention_decides_has_the_bytes_that_were_measured(model):
