@@ -28,12 +28,7 @@ def compare(results_dir: str | Path = "results", **settings: Any) -> "DataFrame"
     Raises:
         ValueError: A setting is unknown, or there is nothing to compare.
     """
-    import pandas as pd
-
-    tables = comparing.compared(_command("compare", results_dir, settings))
-    frame = pd.DataFrame([comparing.record_of(group, row) for group, rows, _ in tables for row in rows])
-    frame.attrs["notes"] = [text for group, _, notes in tables for text in (*group.notes, *notes)]
-    return frame
+    return comparing.main.found(_command("compare", results_dir, settings)).frame
 
 
 def table(results_dir: str | Path = "results", **settings: Any) -> "DataFrame":

@@ -13,6 +13,7 @@ from kvbench.config.methods import method_settings
 from kvbench.config.settings import as_dict
 from kvbench.policy import ALL_QUERIES, ByLayer, Compaction, Policy, Ranked, Scored
 from kvbench.runs.parts import make_policy
+from kvbench.show.formats import markdown_table
 
 HEAD = """# Methods
 
@@ -173,8 +174,7 @@ def composition() -> str:
 
 def table(head: list[str], rows: list[list[str]]) -> str:
     """A Markdown table."""
-    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    return markdown_table([head, *([cell.replace("|", "\\|") for cell in row] for row in rows)]) + "\n"
 
 
 def render() -> str:

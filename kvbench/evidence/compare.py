@@ -2,28 +2,22 @@
 with intervals and tests, verdicts, and the table of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
-from pathlib import Path
 
 from omegaconf import DictConfig
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from kvbench.config.files import FULL
 from kvbench.evidence import argued
 from kvbench.evidence.budget_curves import OutOfRange, at_bytes, series_of
 from kvbench.evidence.compared import EQUAL_LEVEL, ComparedRun, count, difference, worst
-from kvbench.evidence.load import Group, StoredRun, fits_settings, load_groups, sentences
+from kvbench.evidence.load import Group, StoredRun, fits_settings, sentences
 from kvbench.evidence.samples import Change, Curve, NoCommonSample, changes, curve_of, measure, noise, pair
-from kvbench.evidence.settings import Bytes, bytes_wanted, check
-from kvbench.evidence.together import together
+from kvbench.evidence.settings import Bytes, bytes_wanted
+from kvbench.evidence.view import Found, Part, Table, View, frame_of, line, notes
 from kvbench.results.measures import Measure
-from kvbench.results.writing import write_file
-from kvbench.show import terminal
-from kvbench.show.csv_file import Cell, csv_row, records_csv
+from kvbench.show.csv_file import Cell, csv_row
 from kvbench.show.terminal import NO_INTERVAL, number, p_text
 from kvbench.show.text import safe
 from kvbench.stats.paired import ALPHA, holm
@@ -34,8 +28,6 @@ ESTIMATORS = (
     "bootstrap's; of shares Fieller's, or Donner and Zou's for yes or no; it reaches zero where the test does not "
     "exclude zero"
 )
-WIDEST = 10_000  # columns, more than a table needs
-NAME_LENGTH = 16  # characters of a name that stay on one line
 TEXT_LENGTH = 160  # characters of an answer on the terminal
 
 
@@ -195,22 +187,6 @@ def _columns(rows: Sequence[ComparedRun]) -> dict[str, list[str]]:
     }
 
 
-def _tables(title: str, rows: Sequence[ComparedRun], console: Console) -> list[Table]:
-    """One table, or where it is too wide for the console two or three: up to the verdict, its grounds, the answers."""
-    columns, names = _columns(rows), [row.label for row in rows]
-    ends = [len(columns), list(columns).index("verdict") + 1, list(columns).index("would\nshow") + 1]
-    wide = console.options.update(max_width=WIDEST)
-    least = min(NAME_LENGTH, max(map(len, names)))  # of a name, which may go on in the next line; numbers may not
-    for parts in range(1, len(ends) + 1):
-        pieces = [list(columns.items())[low:high] for low, high in pairwise(sorted({0, *ends[:parts]}))]
-        widths = [
-            console.measure(terminal.table_of(None, None, names, piece), options=wide).maximum for piece in pieces
-        ]
-        if least + 2 + max(widths) <= console.width:
-            break
-    return [terminal.table_of(None if place else title, "run", names, part) for place, part in enumerate(pieces)]
-
-
 def change_lines(change: Change, scale: float, names: tuple[str, str]) -> list[str]:
     """A lost or gained answer as lines of text; `names` are those of the other run and of the run."""
     head = f"{'lost' if change.lost else 'gained'} {safe(change.sample)} ({safe(change.subset)}): "
@@ -222,32 +198,27 @@ def change_lines(change: Change, scale: float, names: tuple[str, str]) -> list[s
     return lines
 
 
-def show(tables: Sequence[tuple[Group, list[ComparedRun], list[str]]], cfg: DictConfig, console: Console) -> None:
-    """Print one table for each group, what must be known to read it, and `cfg.regressions` answers that changed."""
-    for group, rows, notes in tables:
-        console.print()
+def texts(tables: Sequence[tuple[Group, list[ComparedRun], list[str]]], cfg: DictConfig) -> Iterator[Part]:
+    """One table for each group, what must be known to read it, and `cfg.regressions` answers that changed."""
+    for group, rows, said in tables:
+        yield Text()
         if rows:
             beside = " and ".join(dict.fromkeys(row.pairs.theirs.label for row in rows))
             direction = "higher" if rows[0].what.higher_is_better else "lower"
             title = f"{group.title}: {rows[0].what.title} ({direction} is better), difference to {beside}"
-            terminal.print_notes(filter(None, [rows[0].pairs.unfit]), console)
-            first, *others = _tables(title, rows, console)
-            console.print(first)
-            for table in others:
-                console.print("", table)
-        terminal.print_notes(
-            [*group.notes, *(note for note in notes if not rows or note != rows[0].pairs.unfit)], console
-        )
+            yield from notes(filter(None, [rows[0].pairs.unfit]))
+            columns, names = list(_columns(rows).items()), [row.label for row in rows]
+            yield Table(title=title, names=names, columns=columns, ends=("verdict", "would\nshow"))
+        yield from notes([*group.notes, *(note for note in said if not rows or note != rows[0].pairs.unfit)])
         for row in rows:
             shown = [c for lost in (True, False) for c in [c for c in row.changes if c.lost == lost][: cfg.regressions]]
             if shown:
-                console.print(Text(f"\n{row.label}: {row.num_lost} lost, {row.num_gained} gained", style="bold"))
+                yield Text(f"\n{row.label}: {row.num_lost} lost, {row.num_gained} gained", style="bold")
             for change in shown:
-                for line in change_lines(change, row.what.scale, (row.pairs.theirs.label, row.label)):
-                    console.print(Text(line), soft_wrap=True)
-    console.print()
-    for line in legend(sum(len(rows) for _, rows, _ in tables)):
-        console.print(Text(line, style="dim"))
+                yield from map(line, change_lines(change, row.what.scale, (row.pairs.theirs.label, row.label)))
+    yield Text()
+    for words in legend(sum(len(rows) for _, rows, _ in tables)):
+        yield Text(words, style="dim")
 
 
 def legend(num_family: int) -> list[str]:
@@ -283,28 +254,17 @@ def record_of(group: Group, row: ComparedRun) -> dict[str, Cell]:
     )
 
 
-def compared(cfg: DictConfig) -> list[tuple[Group, list[ComparedRun], list[str]]]:
-    """The comparisons that a command names: each group with its rows, corrected together, and its notes.
-
-    Raises:
-        ValueError: There is nothing to compare.
-    """
-    check(cfg)
-    groups = together(load_groups(cfg, also=(str(cfg.against),)), cfg)
+def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
+    """The comparisons of all groups, corrected together; raises ValueError where there is none."""
     tables = [(group, *compare_group(group, cfg)) for group in groups]
     rows = [row for _, found, _ in tables for row in found]
     if not rows:
-        reasons = [note for group, _, notes in tables for note in (*notes, *group.notes)]
+        reasons = [note for group, _, said in tables for note in (*said, *group.notes)]
         raise ValueError(f"nothing to compare. {sentences(reasons) or 'There is only one run.'}")
     correct(rows)
-    return tables
+    frame = frame_of(record_of(group, row) for group, found, _ in tables for row in found)
+    frame.attrs["notes"] = [text for group, _, said in tables for text in (*group.notes, *said)]
+    return Found(parts=list(texts(tables, cfg)), frame=frame, names_files=False)
 
 
-def main(cfg: DictConfig) -> int:
-    """Carry out `kvbench compare`."""
-    tables = compared(cfg)
-    show(tables, cfg, terminal.console(120))
-    if cfg.out is not None:
-        records = [record_of(group, row) for group, found, _ in tables for row in found]
-        write_file(Path(str(cfg.out)), records_csv(records))
-    return 0
+main = View(name="compare", compute=compute)

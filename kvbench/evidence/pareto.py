@@ -1,9 +1,9 @@
 """`kvbench report view=pareto`: quality against bytes or time, with intervals, as pictures, a table and a CSV."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 
 from omegaconf import DictConfig
-from rich.console import Console
 from rich.text import Text
 
 from kvbench.config.extensions import hooks
@@ -11,18 +11,15 @@ from kvbench.evidence import frontier_figure, multiples
 from kvbench.evidence.compare import ESTIMATORS
 from kvbench.evidence.dominance import MEANING, standing
 from kvbench.evidence.frontier import NO_EVIDENCE, Panel, Point, averages, build
-from kvbench.evidence.load import Group, load_groups, patterns, sentences
+from kvbench.evidence.load import Group, patterns, sentences
 from kvbench.evidence.settings import check as check_settings
-from kvbench.evidence.settings import write_drawn
-from kvbench.evidence.together import together
+from kvbench.evidence.view import Figure, Found, Part, Table, View, frame_of, notes
 from kvbench.results.measures import COSTS, SCORE
-from kvbench.show import terminal
-from kvbench.show.csv_file import Cell, csv_row, records_csv
-from kvbench.show.terminal import number, span, three_digits
+from kvbench.show.csv_file import Cell, csv_row
+from kvbench.show.terminal import NO_INTERVAL, number, span, three_digits
 
 KINDS = ("png", "svg", "pdf")
 PANELS = "panels"  # the layout of the report, and of pareto where nothing else is asked for
-DRAWN = ("png", "svg")  # where kinds=null
 QUALITIES = ("difference", "score")
 
 
@@ -67,14 +64,14 @@ def add_published(group: Group, panel: Panel) -> None:
         panel.notes.append(f"no paper printed a score with its memory for {group.task} and these methods")
 
 
-def render(panel: Panel, axis: str, console: Console) -> None:
-    """Print the points of one panel, the cheapest first."""
+def texts(panel: Panel, axis: str) -> list[Part]:
+    """The points of one panel as a table, the cheapest first, and what must be known."""
     shown = sorted((p for p in panel.points if axis in p.costs), key=lambda p: p.costs[axis].value)
     places, cost = standing(panel, axis), panel.axes[axis]
 
     def held(point: Point) -> str:
         mine = point.costs[axis]
-        ends = three_digits(mine.interval, cost.scale) if mine.interval else terminal.NO_INTERVAL
+        ends = three_digits(mine.interval, cost.scale) if mine.interval else NO_INTERVAL
         return f"{mine.value * cost.scale:.3g}" + ("" if axis in NO_EVIDENCE else f" {ends}")
 
     quality = "share" if panel.what.of else "difference" if panel.reference else panel.what.title
@@ -85,9 +82,8 @@ def render(panel: Panel, axis: str, console: Console) -> None:
         ("standing", [places.get(point.key, "-") for point in shown]),
     ]
     title, names = f"{panel.title}: {cost.title}", [point.label for point in shown]
-    terminal.print_notes(filter(None, [panel.unfit]), console)
-    console.print(terminal.table_of(title, "run", names, columns, breaks=True))
-    terminal.print_notes(panel.notes, console)
+    table = Table(title=title, names=names, columns=columns, breaks=True)
+    return [*notes(filter(None, [panel.unfit])), table, *notes(panel.notes)]
 
 
 def quality_text(panel: Panel, point: Point) -> str:
@@ -99,9 +95,8 @@ def quality_text(panel: Panel, point: Point) -> str:
     return f"{text} {span(point.interval, scale, signed)}"
 
 
-def csv_of(panels: Sequence[Panel]) -> bytes:
+def records(panels: Sequence[Panel]) -> Iterator[dict[str, Cell]]:
     """Every point of every panel with all its costs, unrounded: ratios, seconds, and the metric's own unit."""
-    records: list[dict[str, Cell]] = []
     names = dict.fromkeys(name for panel in panels for name in panel.axes)
     axes = [name for name in names if name not in NO_EVIDENCE]  # a time in a table looks like a measurement
     for panel in panels:
@@ -119,35 +114,27 @@ def csv_of(panels: Sequence[Panel]) -> bytes:
                 where = places[name].get(point.key) if cost else None
                 record |= {name: cost.value if cost else None, f"{name}_low": low, f"{name}_high": high}
                 record[f"{name}_standing"] = where
-            records.append(record)
-    return records_csv(records)
+            yield record
 
 
-def main(cfg: DictConfig) -> int:
-    """Carry out `kvbench report view=pareto`."""
-    check(cfg)
-    groups = together(load_groups(cfg), cfg)
+def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
+    """The panels of all groups and averages, and the small ones of `by`; raises ValueError as `panels_of`."""
     panels = panels_of(groups, cfg)
-    console = terminal.console(120)
-    pictures: list[tuple[str, str, bytes]] = []
+    parts, figures = list[Part](), list[Figure]()
     small = {group.title: multiples.panels_of(group, cfg) for group in groups} if cfg.by is not None else {}
-    for title, parts in small.items():
-        for axis in axes_of(parts[0], cfg) if parts else ():
-            for kind in patterns(cfg.kinds) or DRAWN:
-                picture = multiples.render(title, parts, axis, kind)
-                if picture is not None:
-                    pictures.append((title, f"_{axis}_by_{cfg.by}.{kind}", picture))
+    for title, several in small.items():
+        for axis in axes_of(several[0], cfg) if several else ():
+            figures.append((title, f"_{axis}_by_{cfg.by}", partial(multiples.render, title, several, axis)))
+    layout = "" if cfg.layout == PANELS else f"_{cfg.layout}"
     for panel in panels:
         for axis in axes_of(panel, cfg):
-            console.print()
-            render(panel, axis, console)
-            for kind in patterns(cfg.kinds) or DRAWN:
-                picture = frontier_figure.render(panel, axis, kind, cfg.layout)
-                if picture is not None:
-                    layout = "" if cfg.layout == PANELS else f"_{cfg.layout}"
-                    pictures.append((panel.title, f"_{axis}{layout}.{kind}", picture))
+            parts += [Text(), *texts(panel, axis)]
+            draw = partial(frontier_figure.render, panel, axis, layout=cfg.layout)
+            figures.append((panel.title, f"_{axis}{layout}", draw))
     words = [f"[a, b]: 95 % interval, {ESTIMATORS}", *(f"{name}: {text}" for name, text in MEANING.items())]
-    console.print(Text("\n" + ". ".join(words) + ".", style="dim"))
-    parts = [panel for found in small.values() for panel in found]
-    write_drawn(cfg, "pareto", csv_of([*panels, *parts]), pictures, console)
-    return 0
+    parts.append(Text("\n" + ". ".join(words) + ".", style="dim"))
+    every = [*panels, *(panel for several in small.values() for panel in several)]
+    return Found(parts=parts, frame=frame_of(records(every)), figures=figures)
+
+
+main = View(name="pareto", compute=compute, lists={}, check=check)

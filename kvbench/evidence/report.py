@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kvbench.config.extensions import hooks
 from kvbench.config.files import FULL
-from kvbench.evidence import across, frontier_figure, pareto
+from kvbench.evidence import across, frontier_figure, pareto, view
 from kvbench.evidence.argued import argued_table, mean_of
 from kvbench.evidence.compare import compare_group, correct, legend
 from kvbench.evidence.compared import ComparedRun, count, difference, worst
@@ -360,7 +360,7 @@ def main(cfg: DictConfig) -> int:
     console = terminal.console()
     for item in found:
         console.print(Text(f"{item['title']}: {len(item['settings'])} runs"), soft_wrap=True)
-        terminal.print_notes(item["notes"], console)
-    terminal.print_notes([cut] if cut else [], console)
+        view.show(view.notes(item["notes"]), console)
+    view.show(view.notes([cut] if cut else []), console)
     console.print(Text(f"{out} ({format_bytes(len(made))})", overflow="fold"), soft_wrap=True)
     return 0

@@ -1,17 +1,12 @@
-"""Settings of the evidence commands, checked before anything is read; and where pictures are written."""
+"""Settings of the evidence commands, checked before anything is read."""
 
-from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
 
 from omegaconf import DictConfig, ListConfig
-from rich.console import Console
 
 from kvbench.errors import check_whole, unknown_name
 from kvbench.evidence.load import patterns
-from kvbench.results.identity import folder_name
-from kvbench.results.writing import write_files
 from kvbench.rules import Number
-from kvbench.show import terminal
 
 LEAST = {"resamples": 100, "seed": 0, "regressions": 0, "answers": 1, "answer_length": 1, "digits": 0}
 FLAGS = ("incomplete", "published", "intervals")
@@ -72,15 +67,3 @@ def bytes_wanted(wanted: object) -> Bytes | None:
             "write at_bytes=25 or 'at_bytes=[12.5,50]'"
         )
     return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
-
-
-def write_drawn(
-    cfg: DictConfig, name: str, csv: bytes, pictures: Iterable[tuple[str, str, bytes]], console: Console
-) -> None:
-    """Write the CSV of a command and, beside it, pictures (title, end of the file's name, content), into the folder
-    `out` or one below the results; the console names them."""
-    folder = Path(str(cfg.out)) if cfg.out is not None else Path(cfg.results_dir) / name
-    contents = {folder / f"{name}.csv": csv}
-    for title, end, content in pictures:
-        contents[folder / f"{folder_name(title.replace(' with ', '_')).lower()}{end}"] = content
-    terminal.print_paths(write_files(folder if cfg.out is not None else Path(cfg.results_dir), contents), console)

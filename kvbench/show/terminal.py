@@ -55,34 +55,6 @@ def add_names(table: Table, heading: str, names: Iterable[str]) -> None:
     table.add_column(heading, overflow="fold", min_width=min(16, max(map(len, names), default=0)))
 
 
-def table_of(
-    title: str | None,
-    heading: str | None,
-    names: Sequence[str],
-    columns: Sequence[tuple[str, Sequence[str]]],
-    *,
-    breaks: bool = False,
-) -> Table:
-    """A table of numbers, which stay on one line, right of a column of names, left out where its heading is None. With
-    `breaks`, where the terminal is narrow, an interval goes below its number in all columns but the last."""
-    table = plain_table(title)
-    rows = [cells for _, cells in columns]
-    if heading is not None:
-        add_names(table, heading, names)
-        rows.insert(0, names)
-    for place, (name, _) in enumerate(columns, 1):
-        table.add_column(name, justify="right", no_wrap=not breaks or place == len(columns))
-    for cells in zip(*rows, strict=True):
-        table.add_row(*cells)
-    return table
-
-
-def print_notes(notes: Iterable[str], target: Console) -> None:
-    """Print what must be known to read the numbers, a line for each."""
-    for note in notes:
-        target.print(Text(f"! {note}"), soft_wrap=True)
-
-
 def print_paths(paths: Sequence[Path], target: Console) -> None:
     """Name the files that were written, each on one line that a terminal can take as a path."""
     for path in paths:

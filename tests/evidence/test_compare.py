@@ -14,6 +14,7 @@ from kvbench.cli.main import main
 from kvbench.evidence import compare, samples
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.report import environment
+from kvbench.evidence.view import show
 from kvbench.results.lines import read_samples
 from kvbench.results.record import RunRecord
 from kvbench.show import terminal
@@ -69,7 +70,7 @@ def test_what_is_too_wide_for_a_terminal_is_several_tables(tmp_path, width, part
     cfg, text = settings(tmp_path), io.StringIO()
     tables = [(group, *compare.compare_group(group, cfg)) for group in load_groups(cfg)]
     compare.correct(tables[0][1])
-    compare.show(tables, cfg, terminal.console(width, file=text))
+    show(compare.texts(tables, cfg), terminal.console(width, file=text))
     lines = text.getvalue().split("p Holm:")[0].splitlines()
     assert "…" not in text.getvalue() and max(map(len, lines)) <= width
     assert sum(line.startswith("run ") for line in lines) == parts
@@ -189,7 +190,7 @@ def test_a_run_without_scores_hides_no_other(tmp_path, capsys, monkeypatch, odd)
     """The newest version of the code is that of the newest run with scores; another is named by each command."""
     store(tmp_path, "full", SCORES)
     store(tmp_path, "half", SCORES)
-    monkeypatch.setattr("kvbench.evidence.frontier_figure.render", lambda *given: b"")
+    monkeypatch.setattr("kvbench.evidence.frontier_figure.render", lambda *given, **named: b"")
     for task in ("toy", "other"):  # of the other task there is nothing else
         new = {"task": task, "harness": "0" * 64, "started": "2026-02-02T00:00:00+00:00"}
         if odd == "memory":

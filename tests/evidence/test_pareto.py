@@ -19,7 +19,8 @@ from kvbench.evidence.dominance import best_so_far, standing
 from kvbench.evidence.drawing import STYLE, Drawing, lines_of, short_label, ticks
 from kvbench.evidence.frontier import averages
 from kvbench.evidence.load import load_groups
-from kvbench.evidence.pareto import panels_of, render
+from kvbench.evidence.pareto import panels_of, texts
+from kvbench.evidence.view import show
 from kvbench.show import terminal
 from kvbench.show.picture import METHODS, method_style, spread
 
@@ -435,7 +436,7 @@ def test_names_stay_whole_in_a_narrow_terminal(tmp_path, width):
     store(tmp_path, "full", few)
     store(tmp_path, "keydiff", few, settings={"budget": 0.25})
     text = io.StringIO()
-    render(panel_of(tmp_path), "resident", terminal.console(width, file=text))
+    show(texts(panel_of(tmp_path), "resident"), terminal.console(width, file=text))
     table = text.getvalue().split("!")[0].splitlines()
     assert max(map(len, table)) <= width and "…" not in text.getvalue()
     assert any(line.startswith("keydiff ") for line in table)

@@ -1,7 +1,6 @@
 """Models together: whose samples are paired, what the bytes are, and which run is better at equal bytes."""
 
 import csv
-import io
 
 import pytest
 from stored import command_settings, flips, store, yes_no
@@ -11,6 +10,7 @@ from kvbench.evidence import compare, pareto, report
 from kvbench.evidence.dominance import standing
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.together import Total, together
+from kvbench.evidence.view import frame_of
 from kvbench.results.measures import TOTAL
 
 tables_of = pytest.importorskip("kvbench.extensions.views.table_content").tables_of
@@ -95,8 +95,8 @@ def test_a_smaller_model_at_equal_bytes(two) -> None:
     (panel,) = pareto.panels_of(together(load_groups(cfg), cfg), cfg)
     places = {panel.find(key).label: place for key, place in standing(panel, "total").items()}
     assert places["small full"] == "dominated" and places["big half budget=0.1"] == "best estimate"
-    rows = list(csv.DictReader(io.StringIO(pareto.csv_of([panel]).decode())))
-    assert {row["total_standing"] for row in rows if row["run"] == "small full"} == {"dominated"}
+    frame = frame_of(pareto.records([panel]))
+    assert set(frame[frame["run"] == "small full"]["total_standing"]) == {"dominated"}
 
 
 def test_curves_are_read_at_equal_bytes(two) -> None:

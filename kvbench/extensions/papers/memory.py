@@ -16,6 +16,7 @@ from kvbench.results.measures import RESIDENT, plain_subset
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import SampleRecord
 from kvbench.show.csv_file import csv_row, records_csv
+from kvbench.show.formats import markdown_table
 from kvbench.sizing.stored import tier_shares
 
 FP16_BITS, SCALE_BYTES = 16, 4  # of an element; of the scale and zero of a group, of which MiniKV counts each
@@ -206,18 +207,17 @@ def csv_of(found: Sequence[Size]) -> bytes:
 
 def markdown(title: str, found: Sequence[Size]) -> str:
     """The table as a page."""
-    lines = [HEADINGS, ["---"] * len(HEADINGS)]
+    lines = [HEADINGS]
     for one, mark in zip(found, front(found), strict=True):
         numbers = (_text(one.score, 100), _text(one.share, 100), _text(one.size_bytes, 1e-9, ".3f"))
         shares = (_text(one.printed, 1), _text(one.resident, 100))
         word = "-" if mark is None else "yes" if mark else "no"
         lines.append([one.row, one.task, one.subset or "all", *numbers, *shares, word])
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return (
-        f"# {title}: memory\n\n{table}\n\n- by the paper: the size as the paper counts it, and its share of the full"
-        " cache's; it leaves out some of what the resident bytes have, such as scales, buffers, tables and started"
-        " pages\n- front: no other row of the task has a better score at no more of the paper's size, by best"
-        " estimates alone\n"
+        f"# {title}: memory\n\n{markdown_table(lines)}\n\n- by the paper: the size as the paper counts it, and its "
+        "share of the full cache's; it leaves out some of what the resident bytes have, such as scales, buffers, "
+        "tables and started pages\n- front: no other row of the task has a better score at no more of the paper's "
+        "size, by best estimates alone\n"
     )
 
 

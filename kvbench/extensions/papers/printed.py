@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvbench.evidence import view
 from kvbench.evidence.load import StoredRun
 from kvbench.evidence.samples import by_subset, curve_of
 from kvbench.extensions.papers.papers import Entry, Paper
@@ -17,6 +18,7 @@ from kvbench.results.measures import score
 from kvbench.results.record import RunRecord
 from kvbench.show import terminal
 from kvbench.show.csv_file import csv_row, records_csv
+from kvbench.show.formats import markdown_table
 from kvbench.show.terminal import number, span
 from kvbench.stats.intervals import Estimate
 from kvbench.stats.shares import share_of_pairs
@@ -240,9 +242,7 @@ def _ours(cell: Cell | None) -> str:
 
 def markdown(paper: Paper, entry: Entry, cells: Sequence[Cell]) -> str:
     """The table as a page, with what must be known to read it."""
-    first, *rest = grid(cells)
-    lines = [first, ["---"] * len(first), *rest]
-    table = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+    table = markdown_table([[cell.replace("|", "/") for cell in row] for row in grid(cells)])
     said = "\n".join(f"- {note}" for note in notes(entry, cells))
     return f"# {paper.name}, {entry.at}: {entry.shows}\n\n{table}\n\n{said}\n"
 
@@ -267,5 +267,5 @@ def show(paper: Paper, entry: Entry, cells: Sequence[Cell]) -> None:
     for first in range(0, len(columns), ACROSS):
         title = None if first else f"{paper.name}, {entry.at}: {entry.shows}"
         shown = [model, *columns[first : first + ACROSS]]
-        console.print(terminal.table_of(title, "row", [line[0] for line in rest], shown))
-    terminal.print_notes(notes(entry, cells), console)
+        view.show([view.Table(title=title, heading="row", names=[line[0] for line in rest], columns=shown)], console)
+    view.show(view.notes(notes(entry, cells)), console)

@@ -3,11 +3,10 @@
 import csv
 import io
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.resources import files
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from omegaconf import DictConfig
@@ -17,9 +16,8 @@ from rich.text import Text
 from kvbench.errors import unknown_name
 from kvbench.evidence.load import patterns
 from kvbench.evidence.printed import PrintedPoint
-from kvbench.results.writing import write_file
+from kvbench.evidence.view import write_frame
 from kvbench.show import terminal
-from kvbench.show.csv_file import Cell, csv_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -241,11 +239,6 @@ def _show(found: "pd.DataFrame", limit: int, console: Console) -> None:
     console.print(Text(NOTE, style="dim"))
 
 
-def _write(out: object, names: Sequence[str], cells: Iterable[Sequence[Cell]]) -> None:
-    if out is not None:
-        write_file(Path(str(out)), csv_bytes(names, cells))
-
-
 def main(cfg: DictConfig) -> int:
     """Carry out `kvbench report view=published`."""
     wanted = {name: patterns(cfg[name]) for name in (*SPELLINGS, "places")}
@@ -255,6 +248,5 @@ def main(cfg: DictConfig) -> int:
         raise ValueError(f"no printed number has all of {asked}; leave one out")
     console = terminal.console(150)
     _show(found, len(found) if cfg.limit is None else int(cfg.limit), console)
-    cells = found.astype(object).where(found.notna(), None)
-    _write(cfg.out, list(cells), cells.to_numpy().tolist())
+    write_frame(found.astype(object).where(found.notna(), None), cfg.out)
     return 0

@@ -7,6 +7,7 @@ from kvbench.config import files
 from kvbench.extensions.papers import papers
 from kvbench.extensions.papers.paper import here
 from kvbench.extensions.papers.papers import Entry, Paper
+from kvbench.show.formats import markdown_table
 
 WIDTH = 120
 HEAD = """# The papers beside kvbench
@@ -60,8 +61,7 @@ def section(paper: Paper) -> str:
     """One paper."""
     about = f"{paper.about} {paper.note}".strip()
     head = ["at", "shows", "command", "printed cells", "took"]
-    rows = [head, ["---"] * len(head), *(_row(paper, entry) for entry in paper.entries)]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    table = markdown_table([head, *(_row(paper, entry) for entry in paper.entries)])
     models = ", ".join(f"{printed} = `{hub}`" for printed, hub in paper.models.items())
     said = f"Models that count as the paper's: {models}." if models else "It names no model."
     parts = [f"## {paper.name}", _filled(about), _filled(said), table, *_details(paper)]

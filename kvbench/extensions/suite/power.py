@@ -9,6 +9,7 @@ from kvbench.evidence.compare import compare_group, correct
 from kvbench.evidence.compared import EQUAL_LEVEL, ComparedRun, difference
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.settings import check
+from kvbench.evidence.view import Table, notes, show
 from kvbench.show import terminal
 from kvbench.show.terminal import number
 from kvbench.stats.paired import ALPHA
@@ -44,13 +45,12 @@ def main(cfg: DictConfig) -> int:
         raise ValueError(f"nothing to plan with under {cfg.results_dir}: run a few samples first, such as limit=20")
     correct(family)
     console = terminal.console(120)
-    for group, rows, notes in tables:
+    for group, rows, said in tables:
         console.print()
         if rows:
-            console.print(
-                terminal.table_of(group.title, "run", [row.label for row in rows], list(columns(rows).items()))
-            )
-        terminal.print_notes([*group.notes, *notes], console)
+            names = [row.label for row in rows]
+            show([Table(title=group.title, names=names, columns=list(columns(rows).items()))], console)
+        show(notes([*group.notes, *said]), console)
     for line in (
         f"\nn to show: samples that show a true difference of the margin with 80 % probability, p < {ALPHA:.2g} "
         f"divided by the {len(family)} rows that are corrected together, at the upper end of the share of answers that "

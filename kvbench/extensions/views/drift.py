@@ -1,24 +1,22 @@
 """`kvbench report view=drift`: how far each method strays from the full cache along long answers and streams."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
-from rich.console import Console
 from rich.text import Text
 
 from kvbench.config.files import FULL
 from kvbench.errors import check_whole
-from kvbench.evidence.load import Group, StoredRun, load_groups, patterns
-from kvbench.evidence.settings import KINDS, check, write_drawn
+from kvbench.evidence.load import Group, StoredRun
+from kvbench.evidence.view import Found, Part, Table, View, frame_of, line, notes
 from kvbench.results.measures import NATS_TOLERANCE
 from kvbench.results.sample import SampleRecord
-from kvbench.show import terminal
-from kvbench.show.csv_file import csv_row, records_csv
+from kvbench.show.csv_file import Cell, csv_row
 from kvbench.show.picture import GREY, STYLES, drawn, legend_below, method_style
 from kvbench.stats.intervals import Estimate, estimate
 
@@ -253,66 +251,62 @@ def _draw_curve(
         axes.plot(middle, points[middle], marker=marker, **style)
 
 
-def render(drawing: Drawing, console: Console) -> None:
-    """Print the curves as a table, and where each run leaves the noise band."""
-    table = terminal.plain_table(f"{drawing.title}: KL to the full cache, nats per token (same first choice, %)")
-    table.add_column(drawing.axis, no_wrap=True)
-    for curve in drawing.curves:
-        table.add_column(curve.run.label, justify="right")
-    table.add_column("noise", justify="right", no_wrap=True)
-    for first, high in drawing.band.items():
-        cells = []
-        for curve in drawing.curves:
-            values = curve.bins.get(first)
-            kl, same = (values[KL].value, values[SAME].value) if values else (None, None)
-            cells.append(f"{kl:.2g} ({100 * same:.0f})" if kl is not None and same is not None else "-")
-        table.add_row(f"{first + 1}-{first + drawing.width}", *cells, f"{high:.2g}")
-    console.print(table)
+def texts(drawing: Drawing) -> list[Part]:
+    """The curves as a table, where each run leaves the noise band, and what must be known."""
+
+    def cell(values: Mapping[str, Estimate] | None) -> str:
+        kl, same = (values[KL].value, values[SAME].value) if values else (None, None)
+        return f"{kl:.2g} ({100 * same:.0f})" if kl is not None and same is not None else "-"
+
+    title = f"{drawing.title}: KL to the full cache, nats per token (same first choice, %)"
+    bins = [f"{first + 1}-{first + drawing.width}" for first in drawing.band]
+    columns = [(curve.run.label, [cell(curve.bins.get(first)) for first in drawing.band]) for curve in drawing.curves]
+    columns.append(("noise", [f"{high:.2g}" for high in drawing.band.values()]))
+    parts: list[Part] = [Table(title=title, heading=drawing.axis, names=bins, columns=columns, breaks=True)]
     for curve in drawing.curves:
         if curve.run.method == FULL:
             continue
         where = "does not leave the noise for good" if curve.leaves is None else f"leaves it at {curve.leaves + 1}"
         whole = " (it compresses the prompt alone, and keeps all that follows whole)" if curve.prompt_only else ""
         said = where if drawing.judged else "cannot be judged: too few samples"
-        console.print(Text(f"{curve.run.label}{whole} {said}"))
-    terminal.print_notes(drawing.notes, console)
-    console.print()
+        parts.append(Text(f"{curve.run.label}{whole} {said}"))
+    return [*parts, *notes(drawing.notes), Text()]
 
 
-def csv_of(several: Sequence[Drawing]) -> bytes:
+def records(drawing: Drawing) -> Iterator[dict[str, Cell]]:
     """Every bin of every curve, unrounded, with 95 % intervals."""
-    records = []
-    for drawing, curve in [(one, curve) for one in several for curve in one.curves]:
+    for curve in drawing.curves:
         leaves = None if curve.leaves is None else curve.leaves + 1
         for first, column in [(first, column) for first in curve.bins for column in COLUMNS]:
             found = curve.bins[first][column]
-            records.append(
+            yield (
                 csv_row(group=drawing.title, run=curve.run.label, metric=column, first_token=first + 1)
                 | csv_row(last_token=first + drawing.width, n=found.num_samples, value=found.value)
                 | csv_row(low=found.low, high=found.high)
                 | csv_row(noise_kl=drawing.band[first] if column == KL else None, leaves_at=leaves)
             )
-    return records_csv(records)
 
 
-def main(cfg: DictConfig) -> int:
-    """Carry out `kvbench report view=drift`."""
-    check(cfg, lists={"kinds": KINDS})
-    width = None if cfg.width is None else check_whole("width", cfg.width, 1, ", or null")
-    several = [drawing for group in load_groups(cfg) if (drawing := drawing_of(group, width)) is not None]
+def _width(cfg: DictConfig) -> int | None:
+    return None if cfg.width is None else check_whole("width", cfg.width, 1, ", or null")
+
+
+def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
+    """The curves of all groups; raises ValueError where no run says what was measured of every token."""
+    several = [drawing for group in groups if (drawing := drawing_of(group, _width(cfg))) is not None]
     if not several:
         raise ValueError(
             f"no run under results_dir={cfg.results_dir} that fits the filters says what was measured of every token; "
             "`python -m kvbench task=drift` or `task=stream` makes one, and so does any task with "
             "fidelity.per_token=true"
         )
-    console = terminal.console(100)
-    for drawing in several:
-        render(drawing, console)
-    kinds = patterns(cfg.kinds) or KINDS
-    pictures = [(d.title, f".{kind}", drawn(partial(figure, d), kind, STYLE)) for d in several for kind in kinds]
     tolerance = "noise: the full cache beside itself (upper end of its interval), 0.0025 nats at least. "
     rule = "A method leaves it at the first bin from which on the lower end of its interval stays above."
-    console.print(Text(tolerance + rule, style="dim"), soft_wrap=True)
-    write_drawn(cfg, "drift", csv_of(several), pictures, console)
-    return 0
+    return Found(
+        parts=[*(part for drawing in several for part in texts(drawing)), line(tolerance + rule, style="dim")],
+        frame=frame_of(record for drawing in several for record in records(drawing)),
+        figures=[(drawing.title, "", partial(drawn, partial(figure, drawing), style=STYLE)) for drawing in several],
+    )
+
+
+main = View(name="drift", compute=compute, check=_width, width=100)

@@ -1,5 +1,6 @@
 """`kvbench report view=heatmap`: what a method finds at each depth of a text and each length, beside the full cache."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -7,16 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from omegaconf import DictConfig
-from rich.console import Console
 from rich.text import Text
 
 from kvbench.config.files import FULL
-from kvbench.evidence.load import Group, StoredRun, load_groups, patterns
+from kvbench.evidence.load import Group, StoredRun
 from kvbench.evidence.samples import SampleName, curve_of, measure
-from kvbench.evidence.settings import KINDS, check, write_drawn
+from kvbench.evidence.view import Found, Part, Table, View, frame_of, notes
 from kvbench.results.measures import Measure
-from kvbench.show import terminal
-from kvbench.show.csv_file import csv_row, records_csv
+from kvbench.show.csv_file import Cell, csv_row
 from kvbench.show.picture import BLUE, VERMILION, drawn
 from kvbench.show.terminal import number
 from kvbench.stats.intervals import estimate
@@ -156,9 +155,9 @@ def _map(
         axes.text(column, row, text, ha="center", va="center", fontsize=6, color="black" if bright > 0.5 else "white")
 
 
-def render(panels: Panels, console: Console) -> None:
-    """Print the maps as tables."""
-    scale = panels.what.scale
+def tables(panels: Panels) -> list[Part]:
+    """The maps as tables, and what must be known."""
+    scale, parts = panels.what.scale, list[Part]()
     for run in panels.runs:
         values, differences = panels.grid(run), panels.grid(run, "difference")
 
@@ -168,42 +167,37 @@ def render(panels: Panels, console: Console) -> None:
 
         columns = [("depth, %", [str(depth) for depth in values.index])]
         columns += [(f"{n}", [cell(*both) for both in zip(values[n], differences[n], strict=True)]) for n in values]
-        console.print(terminal.table_of(f"{run}: {panels.title}", None, (), columns))
-        console.print()
-    terminal.print_notes(panels.notes, console)
+        parts += [Table(title=f"{run}: {panels.title}", heading=None, columns=columns), Text()]
+    return [*parts, *notes(panels.notes)]
 
 
-def csv_of(several: list[Panels]) -> bytes:
+def records(panels: Panels) -> Iterator[dict[str, Cell]]:
     """Every cell of every map, unrounded, with Wilson's or the bootstrap's 95 % interval."""
-    records = []
-    for panels in several:
-        bounds = (0.0, 1.0) if panels.what.bounded else None
-        for (run, depth, length), cell in panels.samples.groupby(["run", "depth", "length"], sort=False):
-            found, minus = estimate({"": cell["value"].tolist()}, bounds=bounds), fmean(cell["difference"])
-            records.append(
-                csv_row(group=panels.title, run=run, metric=panels.what.key, depth_percent=depth)
-                | csv_row(length_tokens=length, n=len(cell), value=found.value)
-                | csv_row(low=found.low, high=found.high, difference=None if minus != minus else minus)
-            )
-    return records_csv(records)
+    bounds = (0.0, 1.0) if panels.what.bounded else None
+    for (run, depth, length), cell in panels.samples.groupby(["run", "depth", "length"], sort=False):
+        found, minus = estimate({"": cell["value"].tolist()}, bounds=bounds), fmean(cell["difference"])
+        yield (
+            csv_row(group=panels.title, run=run, metric=panels.what.key, depth_percent=depth)
+            | csv_row(length_tokens=length, n=len(cell), value=found.value)
+            | csv_row(low=found.low, high=found.high, difference=None if minus != minus else minus)
+        )
 
 
-def main(cfg: DictConfig) -> int:
-    """Carry out `kvbench report view=heatmap`."""
-    check(cfg, lists={"kinds": KINDS})
-    groups = [group for group in load_groups(cfg) if any(place_of(run) for run in group.runs)]
+def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
+    """The maps of all groups; raises ValueError where no run has depths and lengths."""
+    groups = [group for group in groups if any(place_of(run) for run in group.runs)]
     several = [panels for group in groups if (panels := panels_of(group, str(cfg.metric))) is not None]
     if not several:
         raise ValueError(
             f"no run under results_dir={cfg.results_dir} that fits the filters has depths and lengths; "
             "`python -m kvbench task=needle` makes one"
         )
-    console = terminal.console(120)
-    for panels in several:
-        render(panels, console)
-    kinds = patterns(cfg.kinds) or KINDS
-    pictures = [(p.title, f".{kind}", drawn(partial(figure, p), kind, STYLE)) for p in several for kind in kinds]
     words = "cell: mean over its samples (run minus full cache, the same samples); the CSV has n and 95 % intervals."
-    console.print(Text(words, style="dim"))
-    write_drawn(cfg, "heatmap", csv_of(several), pictures, console)
-    return 0
+    return Found(
+        parts=[*(part for panels in several for part in tables(panels)), Text(words, style="dim")],
+        frame=frame_of(record for panels in several for record in records(panels)),
+        figures=[(panels.title, "", partial(drawn, partial(figure, panels), style=STYLE)) for panels in several],
+    )
+
+
+main = View(name="heatmap", compute=compute)

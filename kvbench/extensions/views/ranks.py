@@ -1,13 +1,11 @@
 """`kvbench report view=ranks`: rank correlation of the runs by two measures, or in two groups."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from omegaconf import DictConfig
-from rich.console import Console
 from rich.text import Text
 from scipy.stats import rankdata
 
@@ -15,14 +13,13 @@ from kvbench.config.files import FULL
 from kvbench.evidence.across import between
 from kvbench.evidence.budget_curves import OutOfRange, at_bytes, series_of
 from kvbench.evidence.frontier import Questions, question, together
-from kvbench.evidence.load import Group, load_groups, patterns, sentences
+from kvbench.evidence.load import Group, patterns, sentences
 from kvbench.evidence.samples import Curve, by_subset, curve_of, measure, shared, strata_of
 from kvbench.evidence.settings import Bytes, bytes_wanted
-from kvbench.evidence.settings import check as check_settings
+from kvbench.evidence.view import Found, Part, Table, View, frame_of, line, notes
 from kvbench.results.measures import Measure
-from kvbench.results.writing import write_file
 from kvbench.show import terminal
-from kvbench.show.csv_file import csv_row, records_csv
+from kvbench.show.csv_file import Cell, csv_row
 from kvbench.show.terminal import number
 from kvbench.stats.ranks import FEWEST_RUNS, Agreement, agreement
 from kvbench.stats.strata import Strata
@@ -62,7 +59,7 @@ def _sign(what: Measure) -> int:
 
 
 def check(cfg: DictConfig) -> None:
-    """Check the settings; raises ValueError as `settings.check`, or where `metrics` are neither two nor one."""
+    """Raises ValueError where `metrics` are neither two nor one, or one with `at_bytes`."""
     names = patterns(cfg.metrics) or []
     if not 1 <= len(names) == len(set(names)) <= 2:
         raise ValueError(
@@ -72,7 +69,6 @@ def check(cfg: DictConfig) -> None:
         raise ValueError(
             f"at_bytes={cfg.at_bytes} is for two measures; groups are compared by their runs: leave it out"
         )
-    check_settings(cfg)
 
 
 def _curves(group: Group, what: Measure, wanted: Bytes | None, notes: list[str]) -> dict[str, tuple[str, Curve]]:
@@ -168,71 +164,62 @@ def words(ranking: Ranking) -> list[str]:
     return [f"{text}{found.value:+.2f} {ends}", last]
 
 
-def _show(ranking: Ranking, console: Console) -> None:
+def texts(ranking: Ranking) -> list[Part]:
+    """An order as a table, and its correlation."""
     runs = ranking.runs.sort_values("rank", kind="stable")
     columns: list[tuple[str, list[str]]] = []
     for what, lead in zip(ranking.measures, ("", "other_"), strict=True):
         columns.append((f"{what.title}, {what.unit}", [number(value, what.scale) for value in runs[f"{lead}value"]]))
         columns.append(("rank", [f"{place:g}" for place in runs[f"{lead}rank"]]))
-    console.print()
-    console.print(terminal.table_of(ranking.title, "run", list(runs["run"]), columns))
-    for line in words(ranking):
-        console.print(Text(line), soft_wrap=True)
+    return [Text(), Table(title=ranking.title, names=list(runs["run"]), columns=columns), *map(line, words(ranking))]
 
 
-def csv_of(found: Sequence[Ranking]) -> bytes:
-    """Every run of every order, unrounded, with the correlation of its table."""
-    records = []
-    for ranking in found:
-        (first, second), (low, high) = ranking.measures, ranking.found.interval or (None, None)
-        (half, other_half), group = ranking.found.halves, csv_row(group=ranking.title, n=ranking.num_questions)
-        for row in ranking.runs.to_dict("records"):
-            names = csv_row(run=row.pop("run"), metric=first.key, other=second.key)
-            last = csv_row(correlation=ranking.found.value, low=low, high=high, half=half, other_half=other_half)
-            records.append({**group, **names, **row, **last})
-    return records_csv(records)
+def _correlation(found: Agreement) -> dict[str, Cell]:
+    (low, high), (half, other_half) = found.interval or (None, None), found.halves
+    return csv_row(correlation=found.value, low=low, high=high, half=half, other_half=other_half)
 
 
-def _main_between(groups: Sequence[Group], metric: str, cfg: DictConfig) -> int:
-    """`kvbench report view=ranks` of one measure: whether the groups rank the runs alike."""
-    found, console = between(groups, metric, cfg), terminal.console(120)
+def records(ranking: Ranking) -> Iterator[dict[str, Cell]]:
+    """Every run of an order, unrounded, with the correlation of its table."""
+    group = csv_row(group=ranking.title, n=ranking.num_questions)
+    metric, other = (what.key for what in ranking.measures)
+    for row in ranking.runs.to_dict("records"):
+        yield group | csv_row(run=row.pop("run"), metric=metric, other=other) | row | _correlation(ranking.found)
+
+
+def _between(groups: Sequence[Group], metric: str, cfg: DictConfig) -> Found:
+    """Of one measure: whether the groups rank the runs alike."""
+    found = between(groups, metric, cfg)
     if not found:
         raise ValueError(f"nothing to rank: no two of {len(groups)} groups share {FEWEST_RUNS} complete runs")
-    for one in found:
-        console.print(Text(one.words), soft_wrap=True)
-    terminal.print_notes([note for group in groups for note in group.notes], console)
-    console.print(
-        Text("\n[a, b]: 95 % percentile interval, the questions of each group resampled by themselves.", style="dim")
-    )
-    if cfg.out is not None:
-        rows = [
-            csv_row(
-                group=one.titles[0], other=one.titles[1], metric=metric, n=one.num_runs, correlation=one.found.value
-            )
-            | csv_row(**dict(zip(("low", "high"), one.found.interval or (None, None), strict=True)))
-            | csv_row(**dict(zip(("half", "other_half"), one.found.halves, strict=True)))
+    legend = "\n[a, b]: 95 % percentile interval, the questions of each group resampled by themselves."
+    return Found(
+        parts=[
+            *(line(one.words) for one in found),
+            *notes(note for group in groups for note in group.notes),
+            Text(legend, style="dim"),
+        ],
+        frame=frame_of(
+            csv_row(group=one.titles[0], other=one.titles[1], metric=metric, n=one.num_runs) | _correlation(one.found)
             for one in found
-        ]
-        write_file(Path(str(cfg.out)), records_csv(rows))
-    return 0
+        ),
+        names_files=False,
+    )
 
 
-def main(cfg: DictConfig) -> int:
-    """Carry out `kvbench report view=ranks`."""
-    check(cfg)
-    groups = load_groups(cfg)
+def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
+    """The orders of all groups; raises ValueError where there is none."""
     if len(names := patterns(cfg.metrics) or []) == 1:
-        return _main_between(groups, names[0], cfg)
-    found, notes = rankings(groups, cfg)
-    notes += [note for group in groups for note in group.notes]
+        return _between(groups, names[0], cfg)
+    found, said = rankings(groups, cfg)
+    said += [note for group in groups for note in group.notes]
     if not found:
-        raise ValueError(f"nothing to rank. {sentences(notes)}")
-    console = terminal.console(120)
-    for ranking in found:
-        _show(ranking, console)
-    terminal.print_notes(notes, console)
-    console.print(Text("\n[a, b]: 95 % percentile interval, questions resampled with all their answers.", style="dim"))
-    if cfg.out is not None:
-        write_file(Path(str(cfg.out)), csv_of(found))
-        terminal.print_paths([Path(str(cfg.out))], console)
-    return 0
+        raise ValueError(f"nothing to rank. {sentences(said)}")
+    legend = "\n[a, b]: 95 % percentile interval, questions resampled with all their answers."
+    return Found(
+        parts=[*(part for one in found for part in texts(one)), *notes(said), Text(legend, style="dim")],
+        frame=frame_of(record for one in found for record in records(one)),
+    )
+
+
+main = View(name="ranks", compute=compute, check=check)

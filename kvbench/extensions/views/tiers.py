@@ -9,11 +9,10 @@ from omegaconf import DictConfig
 from rich.text import Text
 
 from kvbench.config.files import FULL
-from kvbench.evidence.load import Group, StoredRun, load_groups
+from kvbench.evidence.load import Group, StoredRun
 from kvbench.evidence.report_bars import named, tier_names
-from kvbench.evidence.settings import KINDS, check, write_drawn
-from kvbench.show import terminal
-from kvbench.show.csv_file import csv_row, records_csv
+from kvbench.evidence.view import Found, Table, View, frame_of, notes
+from kvbench.show.csv_file import csv_row
 from kvbench.show.picture import drawn, share_bars
 from kvbench.show.terminal import number, span
 from kvbench.sizing.stored import tier_shares
@@ -73,34 +72,37 @@ def figure(found: Sequence[Shares]) -> "Figure":
     return share_bars(rows, PRUNED, "% of the tokens over layers and KV heads, as an answer ends")
 
 
-def main(cfg: DictConfig) -> int:
-    """Carry out `kvbench report view=tiers`."""
-    check(cfg, lists={"kinds": KINDS})
-    groups = load_groups(cfg)
+def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
+    """The shares of every run; raises ValueError where no run says them."""
     found = [
         shares for group in groups for run in group.runs if run.method != FULL and (shares := shares_of(group, run))
     ]
     if not found:
         raise ValueError(f"no run under results_dir={cfg.results_dir} says what it holds; run a method beside full")
-    console = terminal.console(120)
     names = list(dict.fromkeys(name for shares in found for name in shares.parts))
     columns = [
         (f"{name}, %", [_text(shares.parts.get(name)) for shares in found])
         for name in [*(name for name in names if name != PRUNED), PRUNED]
     ]
-    console.print(terminal.table_of(None, "run", [shares.name for shares in found], columns))
-    console.print(Text("[a, b]: 95 % interval over samples.", style="dim"))
-    terminal.print_notes(dict.fromkeys(note for group in groups for note in group.notes), console)
     records = [
         csv_row(task=shares.task, model=shares.model, run=shares.run, part=name, share=own.value)
         | csv_row(low=own.low, high=own.high, n=own.num_samples)
         for shares in found
         for name, own in shares.parts.items()
     ]
-    pictures = [("tiers", f".{kind}", drawn(lambda: figure(found), kind, STYLE)) for kind in cfg.kinds or KINDS]
-    write_drawn(cfg, "tiers", records_csv(records), pictures, console)
-    return 0
+    return Found(
+        parts=[
+            Table(title=None, names=[shares.name for shares in found], columns=columns),
+            Text("[a, b]: 95 % interval over samples.", style="dim"),
+            *notes(dict.fromkeys(note for group in groups for note in group.notes)),
+        ],
+        frame=frame_of(records),
+        figures=[("tiers", "", partial(drawn, lambda: figure(found), style=STYLE))],
+    )
 
 
 def _text(own: Estimate | None) -> str:
     return "-" if own is None else f"{number(own.value, 100)} {span(own.ends, 100)}"
+
+
+main = View(name="tiers", compute=compute)

@@ -3,12 +3,14 @@
 import csv
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from stored import command_settings, flips, store, yes_no
 
 from kvbench.cli.main import main
 from kvbench.evidence.load import load_groups
+from kvbench.extensions.views import table
 from kvbench.extensions.views.table_content import AVERAGE, tables_of
 from kvbench.results.measures import CATEGORIES, LONGBENCH, RESIDENT
 from kvbench.tasks.longbench import ENGLISH, LONGBENCH_E
@@ -220,7 +222,7 @@ def test_names_cannot_break_a_table(tmp_path, capsys):
 @pytest.mark.parametrize("words", [[], ["by=method"], ["intervals=true"], ["by=category"]])
 def test_the_terminal_is_never_overrun(bench, words, capsys, monkeypatch):
     """At 80 columns the table goes on below; every heading is still there."""
-    monkeypatch.setattr("kvbench.extensions.views.table.WIDTH", 80)
+    monkeypatch.setattr(table, "main", replace(table.main, width=80))
     assert main(["table", f"results_dir={bench}", *words]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
