@@ -277,7 +277,7 @@ def _words(
     elsewhere = {name.rpartition(".")[2] for name in known} - {name[7:] for name in known if name[:7] == "method."}
     others = {name: value for name, value in method_settings.items() if name in elsewhere}
     own = {name: value for name, value in method_settings.items() if name not in elsewhere}
-    return asked + words_of((settings or {}) | others) + words_of(own, "method.")
+    return asked + words_of({**(settings or {}), **others}) + words_of(own, "method.")
 
 
 def sweep(method: str | Sequence[str] = "diffkv", **choices: Any) -> Results:

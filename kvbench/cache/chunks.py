@@ -187,3 +187,12 @@ class Chunks:
         self._prompts.finish(row, reading.total)
         at_once = 2 * together * reading.total * k.shape[0] * k.shape[2] * k.element_size()
         self._ledger.note_chunks(row, reading.chunks, at_once)
+
+
+def append_segment(part: Paged, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Appends a segment to a layer of a part; see `CompressedStore.append_chunk`."""
+    orders = None if part.channels is None else part.channels.of(one_row(row, k.device))
+    offsets = None if part.offsets is None else part.offsets.of(one_row(row, k.device))
+    q, k, v = part.to_pages(layer, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), orders, offsets)
+    out = part.append(row, layer, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), scale)
+    return part.rotations.values.back(out)

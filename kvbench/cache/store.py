@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.again import SecondOpinion
-from kvbench.cache.async_counts import AsyncCounts, ReplayLog, Rows, one_row
-from kvbench.cache.chunks import Chunks
+from kvbench.cache.async_counts import AsyncCounts, ReplayLog, Rows
+from kvbench.cache.chunks import Chunks, append_segment
 from kvbench.cache.counters import CountsBeforeStep
 from kvbench.cache.layout import ModelShape, StoreOptions, most_slots
 from kvbench.cache.ledger import Ledger
 from kvbench.cache.places import make_places
 from kvbench.cache.prompts import Prompts, ScoredLayer
 from kvbench.cache.steps import Attend, PagedStep
-from kvbench.cache.windows import Windows, tier_beside
+from kvbench.cache.windows import Windows, less_windows, tier_beside
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.operands import Softmax
 from kvbench.kernels.pool import PagePool, PoolExhausted
@@ -33,6 +33,9 @@ from kvbench.policy import AttentionCall, DecodeView, Policy, Replay
 __all__ = ["CompressedStore", "PoolExhausted"]
 
 PromptWatcher = Callable[[ScoredLayer, Tensor | None, float], None]  # a layer, its queries, the factor on the logits
+
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines
 
 
 class CompressedStore:
@@ -82,7 +85,10 @@ class CompressedStore:
             for each in shape.beside
         )
         if options.budget_bytes is not None and self.beside:
-            options = self._less_windows(options, rows, max_prompt_tokens, max_new_tokens)
+            held = sum(
+                each.budget.bytes_of(max_prompt_tokens, max_prompt_tokens, max_new_tokens) for each in self.beside
+            )
+            options = less_windows(options, rows, held)
         self.holding = make_places(
             policy,
             shape,
@@ -107,17 +113,6 @@ class CompressedStore:
         self._doors: list[Attend] = []
         self._rows = Rows.of((), shape.device)  # of the last step: they change seldom
         self.watcher: PromptWatcher | None = None
-
-    def _less_windows(self, options: StoreOptions, rows: int, prompt_tokens: int, new_tokens: int) -> StoreOptions:
-        """The same options with what a limit on pages leaves beside the windows of so many rows."""
-        windows = rows * sum(each.budget.bytes_of(prompt_tokens, prompt_tokens, new_tokens) for each in self.beside)
-        assert options.budget_bytes is not None, "the caller looked"
-        if options.budget_bytes <= windows:
-            raise ValueError(
-                f"store.budget_bytes={options.budget_bytes} leaves nothing beside the windows of {rows} rows, which "
-                f"take {windows} B; raise it, or lower batch_size"
-            )
-        return replace(options, budget_bytes=options.budget_bytes - windows)
 
     def ask_again(self) -> None:
         """From now on asks the policy and its statistic a second time now and then, and refuses another answer."""
@@ -161,8 +156,6 @@ class CompressedStore:
         """The policy's view of rows (int64 [S])."""
         return self.holding.view(Rows(rows))
 
-    # Rows.
-
     def open_row(self, new_tokens: int | None = None, instruction_tokens: int = 0, number: int | None = None) -> int:
         """Takes an empty row, of any `number` unless one is given. Most `new_tokens` will be read behind the prompt,
         for which a budget in bytes is solved (None = as many as the store was made for); its first `instruction_tokens`
@@ -177,10 +170,8 @@ class CompressedStore:
         return row
 
     def close_row(self, row: int) -> None:
-        """Returns all pages of a row and the row itself, and ends a step that is under way.
-
-        When it fails for want of memory it may be called again: what was returned already is not returned twice.
-        """
+        """Returns all pages of a row and the row itself, and ends a step that is under way. When it fails for want of
+        memory it may be called again: what was returned already is not returned twice."""
         self._chunks.forget(row)
         self.prompts.forget(row)  # first, since this needs no memory and gives some back
         self._end()
@@ -193,8 +184,7 @@ class CompressedStore:
 
     def fork_row(self, source: int, *, share: bool = True) -> int:
         """Opens a row that holds what another one holds: in the same pages, of which one is copied once one of the rows
-        writes to it, unless `share` is False. Raises PoolExhausted without room; like after any other error, no new row
-        is open."""
+        writes to it, unless `share` is False. Raises PoolExhausted without room; after an error no new row is open."""
         row = self.open_row()
         try:
             for each in self.kinds:
@@ -206,8 +196,6 @@ class CompressedStore:
             self.close_row(row)
             raise
         return row
-
-    # Prompts.
 
     def prompt_attention(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float
@@ -303,8 +291,7 @@ class CompressedStore:
         self.prompts.place(row, layer, scored)
 
     def open_chunks(self, row: int, prompt_tokens: int) -> None:
-        """Says that the prompt of an empty row, of so many tokens, comes in chunks (`read_chunk`); refuses a budget in
-        bytes that is too small for it."""
+        """Says that the prompt of an empty row comes in chunks (`read_chunk`); refuses a budget too small for it."""
         assert self.shape.is_whole, "check_chunk_place refuses chunks of a prompt elsewhere"
         for each in self.kinds:
             each._chunks.open(row, prompt_tokens)
@@ -323,17 +310,11 @@ class CompressedStore:
         _, part = self.holding.part_of(layer)
         part.pages.counts.collect()
         self.holding.forget(row)
-        own = layer - part.first_layer
-        orders = None if part.channels is None else part.channels.of(one_row(row, k.device))
-        offsets = None if part.offsets is None else part.offsets.of(one_row(row, k.device))
-        q, k, v = part.to_pages(own, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), orders, offsets)
-        out = part.append(row, own, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), scale)
+        out = append_segment(part, row, layer - part.first_layer, q, k, v, scale)
         if layer + 1 == self.shape.num_layers:
             self.holding.hold(row, self.counters.seen[row] + k.shape[0])
             self.ledger.hold(row)
-        return part.rotations.values.back(out)
-
-    # Decode steps.
+        return out
 
     def begin_step(self, rows: Tensor | Sequence[int] | Rows) -> None:
         """Plans one decode step for all layers and heads of the rows (int64 [S], or as the host knows them), applies
@@ -357,17 +338,14 @@ class CompressedStore:
             each._doors = [step.door() for step in each._steps]
 
     def compact(self, rows: Sequence[int]) -> None:
-        """Evicts in bulk from rows, between two steps, by the policy's `plan_compact`: for methods that do so where
-        pages run out. Raises PoolExhausted where rows share pages of which there is no room for copies, and ValueError
-        as `begin_step` does."""
+        """Evicts in bulk from rows, between two steps, by the policy's `plan_compact`. Raises PoolExhausted where rows
+        share pages that there is no room to copy, and ValueError as `begin_step` does."""
         self._end()
         self.holding.collect()
         self.holding.compact(Rows.of(list(rows), self.shape.device))
         self.holding.send()
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, *turn: tuple[Tensor, Tensor]
-    ) -> Tensor:  # fmt: skip
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, *turn: Rotation) -> Tensor:
         """Writes the new token of one layer, attends over everything held, and adds to the scores: q [S, Hq, D], k and
         v [S, KV heads, D], post-RoPE, or to be rotated by cosines and sines [S, D / 2], where the step `turns`. Returns
         [S, Hq, D], fp32 or the dtype of `q`."""

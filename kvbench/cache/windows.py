@@ -1,10 +1,11 @@
 """What layers with a window keep: all that the next query can still see, and nothing else."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from kvbench.cache.layout import StoreOptions
 from kvbench.cache.paged import SCRATCH_SLOTS
 from kvbench.kernels.operands import Window
 from kvbench.policy import (
@@ -19,6 +20,17 @@ from kvbench.policy import (
     PrefillView,
     Tier,
 )
+
+
+def less_windows(options: StoreOptions, rows: int, held_bytes: int) -> StoreOptions:
+    """The same options with what a limit on pages leaves of the windows of so many rows, of `held_bytes` each."""
+    assert options.budget_bytes is not None, "the caller looked"
+    if options.budget_bytes <= rows * held_bytes:
+        raise ValueError(
+            f"store.budget_bytes={options.budget_bytes} leaves nothing beside the windows of {rows} rows, which "
+            f"take {rows * held_bytes} B; raise it, or lower batch_size"
+        )
+    return replace(options, budget_bytes=options.budget_bytes - rows * held_bytes)
 
 
 def tier_beside(policy: Policy, how: str) -> Tier:

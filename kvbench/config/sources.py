@@ -32,8 +32,8 @@ class Folder(ConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         path = self._file(config_path)
         if one_file.is_method_file(path):
-            found = with_defaults(read_method(path))
-            return ConfigResult(provider=self.provider, path=self.full_path(), config=found, header={"package": None})
+            method = with_defaults(read_method(path))
+            return ConfigResult(provider=self.provider, path=self.full_path(), config=method, header={"package": None})
         with faults_of(path):
             text, found = path.read_text(encoding="utf-8"), OmegaConf.load(path)
         if not isinstance(found, DictConfig):

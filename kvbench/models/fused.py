@@ -5,7 +5,7 @@ launch each. The rotary embedding is left to whoever attends (`TURN`), which rot
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -61,9 +61,9 @@ def fuse(model: torch.nn.Module) -> tuple[int, int]:
     rotary = base._modules.get("rotary_emb")
     if done == len(layers) and rotary is not None and _is_fixed(rotary):
         rotary.forward = partial(_angles, rotary)
-    last = base._modules.get("norm") if done else None
+    last: Any = base._modules.get("norm") if done else None
     if last is not None and type(last) is type(layers[0]._modules[_NORMS[0]]):  # as those that were tried
-        last.forward = partial(_last_norm, last)  # type: ignore[method-assign]
+        vars(last)["forward"] = partial(_last_norm, last)
     return done, len(layers)
 
 
@@ -235,7 +235,7 @@ def _fuse_layer(layer: torch.nn.Module, turns: Turns) -> bool:
         with torch.no_grad():
             usual = type(layer).forward(layer, rows.clone(), **given).float()
             _join(heads, "qkv")
-            _join(layer.mlp, "gate_up")
+            _join(cast(torch.nn.Module, layer.mlp), "gate_up")
             heads.forward = partial(_attention, heads, turns)
             layer.forward = partial(_layer, layer)
             found = layer(rows.clone(), **given).float()

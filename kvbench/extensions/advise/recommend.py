@@ -101,9 +101,10 @@ def recommendation(ranked: Sequence[Advice], asked: Asked, card: Card | None) ->
         lines.append(_of_nothing(full, asked))
         return _folded(lines)
     item, evidence = choice.item, choice.evidence
+    assert item.total_bytes is not None, "what is ranked is counted"
     saved = (
         "" if full is None or not full.total_bytes else f", {100 * item.total_bytes / full.total_bytes:.0f} % of full's"
-    )  # type: ignore[operator]
+    )
     word = "Recommended" if choice.is_proven else "Try first"
     lines += ["", f"{word}: {safe(item.label)}. Its caches take {format_bytes(item.total_bytes)}{saved}."]
     if flags := _flags(item)[:MOST_FLAGS]:
