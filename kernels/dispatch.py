@@ -40,7 +40,7 @@ def _triton(decode: str) -> "Gpu":
     """The GPU kernels, imported here because triton is an optional package."""
     if importlib.util.find_spec("triton") is None:
         raise BuildError(
-            "the package triton is not installed; run pip install triton (or pip install 'kvbench[gpu]'), or choose "
+            "the package triton is not installed; run pip install triton (or pip install -e '.[gpu]'), or choose "
             "backend=torch"
         )
     from kvbench.kernels.gpu.backend import Gpu

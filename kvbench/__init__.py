@@ -1,6 +1,7 @@
 """kvbench: compares KV-cache compression methods on real pages.
 
-From Python: `run` and `sweep` make and store results, `load` reads them, `generate` and `compress` put a model over a
+From Python: `run` and `sweep` make and store results, `load`, `table` and `compare` read them, `bytes` counts what a
+method would hold, `methods` lists the methods, `generate` and `compress` put a model over a
 compressed cache, and `load_model` and `Runner` are the parts for a loop of one's own. See docs/python.md.
 """
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from kvbench.api.generate import Generation, generate
     from kvbench.api.load import load
     from kvbench.api.run import Result, Results, release, run, sweep
+    from kvbench.api.stored import bytes, compare, methods, table
     from kvbench.engine.runner import Runner
     from kvbench.models.load import load_model
 
@@ -24,13 +26,17 @@ __all__ = [
     "Results",
     "Runner",
     "__version__",
+    "bytes",
+    "compare",
     "compress",
     "generate",
     "load",
     "load_model",
+    "methods",
     "release",
     "run",
     "sweep",
+    "table",
 ]
 
 # Where each name comes from; imported when it is asked for, since the command line answers without torch.
@@ -39,6 +45,7 @@ _MODULES = {
     "kvbench.api.generate": ("Generation", "generate"),
     "kvbench.api.load": ("load",),
     "kvbench.api.run": ("Result", "Results", "release", "run", "sweep"),
+    "kvbench.api.stored": ("bytes", "compare", "methods", "table"),
     "kvbench.engine.runner": ("Runner",),
     "kvbench.models.load": ("load_model",),
 }
@@ -49,8 +56,11 @@ def __getattr__(name: str) -> object:
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(module), name)
-    raise AttributeError(f"module 'kvbench' has no attribute {name!r}")
+    from kvbench.errors import did_you_mean
+
+    hint = "" if name.startswith("_") else did_you_mean(name, __all__)
+    raise AttributeError(f"module 'kvbench' has no attribute {name!r}.{hint}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

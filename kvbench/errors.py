@@ -89,9 +89,17 @@ def check_name(what: str, value: object, known: Iterable[str]) -> str:
     return value
 
 
-def unknown_setting(name: str, known: Iterable[str]) -> ValueError:
-    """Build the error for a setting that does not exist: those that do, and the nearest."""
-    return ValueError(f"there is no setting {name}.{_near(name, known)}")
+def unknown_setting(name: str, known: Iterable[str], inner: Iterable[str] = ()) -> ValueError:
+    """Build the error for a setting that does not exist: those that do, and the nearest.
+
+    Args:
+        inner: Settings inside groups, such as `method.budget`, of which one may be meant; they are not listed.
+    """
+    names = list(known)
+    meant = {setting.rpartition(".")[2]: setting for setting in inner} | {setting: setting for setting in names}
+    near = get_close_matches(name, list(meant), n=1, cutoff=0.4)
+    hint = f" Did you mean {meant[near[0]]}?" if near else ""
+    return ValueError(f"there is no setting {name}.{hint} Known: {', '.join(sorted(names))}.")
 
 
 def did_you_mean(value: object, known: Iterable[str]) -> str:

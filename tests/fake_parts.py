@@ -195,7 +195,9 @@ def make_parts(
         engine: Settings of the engine.
     """
 
-    def make_engine(cfg, model, policy):
+    def make_engine(cfg, model, policy, prompts=None):
+        if prompts is not None:  # of a method that is tried before its run
+            return FakeEngine(cfg, policy)
         made = FakeEngine(cfg, policy, **engine)
         made.group = None if model.rows_are_alone else made.group
         if engines is not None:

@@ -2,6 +2,7 @@
 
 import html
 import io
+import sys
 from abc import ABC, abstractmethod
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
@@ -11,11 +12,15 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench.api.given import method_of, shared
 from kvbench.api.load import run_row, sample_row
 from kvbench.config import files
 from kvbench.config.code import check_unchanged
 from kvbench.config.compose import compose, for_their_methods, words_of
 from kvbench.config.files import FULL
+from kvbench.config.one_file import is_method_file
+from kvbench.config.shorthand import every_setting
+from kvbench.policy import Policy
 from kvbench.results import provenance
 from kvbench.results.record import RunRecord
 from kvbench.runs.parts import Loaders, policy_class
@@ -26,6 +31,7 @@ from kvbench.show.progress import note
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _WIDTH = 100  # columns of a table
 
@@ -148,13 +154,15 @@ def run(
     method: str = "diffkv",
     *,
     task: str = "longctx",
-    model: str = "smollm2-135m",
+    model: "str | PreTrainedModel" = "smollm2-135m",
     protocol: str = "default",
     limit: int | str | None = None,
     results_dir: str | Path = "results",
     resume: bool = True,
     config_dir: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
+    policy: Policy | None = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
     **method_settings: Any,
 ) -> Result:
     """Run one experiment as the command line does: resumed where it was stopped, stored, compared with the full cache.
@@ -163,9 +171,9 @@ def run(
     lets them go.
 
     Args:
-        method: Name in conf/method.
+        method: Name in conf/method, or the path of a Python file with a method of one's own.
         task: Name in conf/task.
-        model: Name in conf/model.
+        model: Name in conf/model, a folder or a hub id; or a model that is loaded already, with its tokenizer.
         protocol: Name in conf/protocol.
         limit: Samples per subset, or `first:n`; None for all.
         results_dir: Where runs land.
@@ -173,34 +181,64 @@ def run(
         config_dir: A folder with `method/NAME.yaml` of one's own, as `--config-dir` takes it.
         settings: Any other settings by the names of the command line, such as `{"task.subsets": ["trec"],
             "protocol.max_new_tokens": 64}`.
-        **method_settings: Settings of the method, such as `budget=0.25`.
+        policy: A policy that was made already, in place of a method.
+        tokenizer: That of a model that is loaded already.
+        **method_settings: Settings of the method, such as `budget=0.25`, and others that one group alone has, such as
+            `length=512` of the task.
 
     Raises:
         ValueError: A setting is unknown or out of range, or data or weights are missing.
         RuntimeError: The method's source, or the task's, was changed after Python had imported it.
     """
-    given = {name: value for name, value in locals().items() if name not in ("config_dir", "method_settings")}
-    return _run([given | method_settings], config_dir)[0]
+    apart = ("config_dir", "method_settings", "policy", "tokenizer")
+    given = {name: value for name, value in locals().items() if name not in apart} | method_settings
+    if policy is not None and method_settings:
+        raise ValueError(f"{', '.join(method_settings)} cannot be set of a policy that was made already; give it there")
+    if isinstance(model, str):
+        return _run([given], config_dir, policy=policy)[0]
+    if not hasattr(model, "state_dict"):
+        raise ValueError(f"model is a {type(model).__name__}; give a name, a folder, a hub id, or a loaded model")
+    with shared(model, tokenizer) as (group, loaders):
+        return _run([given | {"model": "hf"}], config_dir, policy=policy, model=group, loaders=loaders)[0]
 
 
-def _run(asked: Sequence[Mapping[str, Any]], config_dir: str | Path | None) -> list[Result]:
+def _run(
+    asked: Sequence[Mapping[str, Any]],
+    config_dir: str | Path | None,
+    *,
+    policy: Policy | None = None,
+    model: Mapping[str, Any] | None = None,
+    loaders: Loaders | None = None,
+) -> list[Result]:
     """Runs by the arguments of `run`, those that can go together together; raises what the first to fail raised, once
-    all have ended."""
+    all have ended.
+
+    Args:
+        policy: In place of the method of each.
+        model: The group of a model that `loaders` have, in place of that of each.
+    """
     from kvbench.show import figure
 
-    own = files.own_folders() if config_dir is None else [Path(config_dir).expanduser()]
+    own = list(files.own_folders()) if config_dir is None else [Path(config_dir).expanduser()]
+    asked, method_files = _without_files(asked)
+    own += [path for path in method_files if path not in own]
     found: dict[int, Run | Exception] = {}
     with files.with_own_folders(own):
+        sys.path += [folder for folder in files.import_folders(method_files) if folder not in sys.path]
         jobs = []
         wanted, said = for_their_methods([_words(**each) for each in asked])
         for sentence in said:
             note(sentence)
         for words in wanted:
-            cfg = compose(words)
+            cfg, name = compose(words), words[0].removeprefix("method=")
+            if policy is not None:
+                name, cfg.method = method_of(policy)
+            if model is not None:
+                cfg.model = model
             check_unchanged(provenance.method_files(policy_class(cfg.method._target_)))
-            jobs.append(Asked(cfg=cfg, method=words[0].removeprefix("method="), say=note, origin=Origin()))
+            jobs.append(Asked(cfg=cfg, method=name, say=note, origin=Origin()))
         for numbers in groups([job.cfg for job in jobs]):
-            for place, ended in run_together([jobs[number] for number in numbers], _loaders()):
+            for place, ended in run_together([jobs[number] for number in numbers], loaders or _loaders()):
                 found[numbers[place]] = ended
     results = []
     for _, ended in sorted(found.items()):
@@ -210,6 +248,13 @@ def _run(asked: Sequence[Mapping[str, Any]], config_dir: str | Path | None) -> l
         if ended.ended:
             figure.draw(result._records, result.picture)
     return results
+
+
+def _without_files(asked: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Path]]:
+    """The arguments of `run` with a method's name in place of its file; and these files."""
+    found = [one["method"] for one in asked if is_method_file(one["method"])]
+    named = [{**one, "method": Path(one["method"]).stem} if is_method_file(one["method"]) else one for one in asked]
+    return named, [Path(path).expanduser() for path in dict.fromkeys(found)]
 
 
 def _words(
@@ -228,7 +273,11 @@ def _words(
     choices = {"method": method, "task": task, "model": model, "protocol": protocol}
     asked = [f"{group}={name}" for group, name in choices.items()]
     asked += words_of({"limit": limit, "results_dir": str(results_dir), "resume": resume})
-    return asked + words_of(settings or {}) + words_of(method_settings, "method.")
+    known = every_setting(asked) if method_settings else []
+    elsewhere = {name.rpartition(".")[2] for name in known} - {name[7:] for name in known if name[:7] == "method."}
+    others = {name: value for name, value in method_settings.items() if name in elsewhere}
+    own = {name: value for name, value in method_settings.items() if name not in elsewhere}
+    return asked + words_of({**(settings or {}), **others}) + words_of(own, "method.")
 
 
 def sweep(method: str | Sequence[str] = "diffkv", **choices: Any) -> Results:

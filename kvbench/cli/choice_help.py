@@ -8,8 +8,8 @@ import re
 import textwrap
 from pathlib import Path
 
-from kvbench.cli import texts
-from kvbench.config import extensions, files
+from kvbench.cli import glossary, texts
+from kvbench.config import extensions, files, shorthand
 from kvbench.errors import did_you_mean
 
 
@@ -25,6 +25,8 @@ def _one(word: str, width: int) -> str:
         found = [group] if name in files.options(group) else []
         names, known = name, files.options(group)
     else:
+        if word == "glossary":
+            return glossary.glossary(width)
         if word in texts.commands() or word in texts.moved():
             return texts.command_help(word, width)
         if {word, word.removesuffix("s")} & files.all_groups().keys():
@@ -32,9 +34,21 @@ def _one(word: str, width: int) -> str:
         found = [group for group in (*files.all_groups(), "launcher") if word in files.options(group)]
         names = word
         known = texts.commands() | {name: "" for group in files.GROUPS for name in files.options(group)}
+    if not found and (lines := _of_word(word, width)):
+        return "\n".join(lines)
     if not found:
         raise ValueError(f"there is no help for {word}.{did_you_mean(names, known)} `kvbench list` shows what there is")
     return "\n\n".join(choice_help(group, names, width) for group in found)
+
+
+def _of_word(word: str, width: int) -> list[str]:
+    """The meaning of a word, and the choices that have a setting of that name."""
+    lines = glossary.meaning(word, width) if word in glossary.GLOSSARY else []
+    for group in ("method", "task", "protocol", "model"):
+        if names := [name for name in files.options(group) if word in shorthand.settings_of(group, name)]:
+            shown = f"{group}.{word}= is a setting of {group}={' '.join(names)}; `kvbench help {names[0]}` says more"
+            lines += _wrap(shown, width, "  ")
+    return lines
 
 
 def choice_help(group: str, name: str, width: int = 80) -> str:

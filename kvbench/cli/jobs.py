@@ -48,7 +48,7 @@ def at_home(place: Path, own: Sequence[Path]) -> Iterator[None]:
     """Let a worker find files and the user's own configuration as the process that started it does: workers may be
     started anywhere."""
     os.chdir(place)
-    sys.path += [str(folder) for folder in own if str(folder) not in sys.path]
+    sys.path += [folder for folder in files.import_folders(own) if folder not in sys.path]
     with files.with_own_folders(own):
         yield
 
@@ -123,15 +123,27 @@ class Jobs:
 
     def _single(self, cfg: "DictConfig") -> int:
         """An experiment by itself: its tables and its picture; gives the exit code."""
-        from kvbench.runs.together import Asked, run_one
-        from kvbench.show import table
+        from hydra.core.hydra_config import HydraConfig
+
+        from kvbench.runs import known
 
         try:
+            method = HydraConfig.get().runtime.choices["method"]
+            digest = known.digest_of(cfg, method)
+            if (there := known.find(digest, cfg)) is not None:
+                for folder in filter(None, (there.reference_folder, there.folder)):
+                    note(f"already there: {folder} (resume=false runs it again)")
+                records = [record for record in (there.reference, there.record) if record is not None]
+                _show_one(records, there.folder, str(cfg.results_dir))
+                return 0
+            from kvbench.runs.together import Asked, run_one
+
             method, origin = self._origin()
             finished = run_one(Asked(cfg=cfg, method=method, say=note, origin=origin), self.loaders)
             if finished.ended:  # else the last shard shows the whole run
-                folder, picture = finished.folder, _draw(finished)
-                table.show(finished.records, [folder / "run.json", folder / "samples.jsonl", picture])
+                _draw(finished)
+                _show_one(finished.records, finished.folder, str(cfg.results_dir))
+                known.keep(digest, cfg, finished.folder, finished.record)
         except Exception as error:
             return report(error)
         return _code(finished)
@@ -254,7 +266,7 @@ class Jobs:
 def show_sweep(sweep: Sweep) -> int:
     """Say what became of every job, show the table of all runs and one picture for each task and model; the worst exit
     code, 1 for a job that ended without one, as after a kill."""
-    from kvbench.show import figure, table
+    from kvbench.show import closing, figure, table
 
     jobs, states, root = sweep.jobs(), sweep.states(), sweep.results_dir
     labels = dict(enumerate(sweep.record().jobs, 1))
@@ -270,6 +282,10 @@ def show_sweep(sweep: Sweep) -> int:
     ]
     if groups:
         table.show([record for records in groups.values() for record in records], pictures)
+    for records in groups.values():
+        once = list({record.hash: record for record in records}.values())
+        for line in closing.lines(once, str(root))[: None if len(groups) == 1 else -1]:
+            print(line)
     tally: Counter[str] = Counter(states.values())
     counted = ", ".join(f"{tally[state]} {state}" for state in ("done", "failed", *OPEN) if tally[state])
     note(f"{len(states)} jobs: {counted}; log: {sweep.log}")
@@ -304,6 +320,18 @@ def check_files(jobs: Sequence[Sequence[str]]) -> Path | None:
     for job in models.values():
         loaders.check_model(composed(*job).model)
     return Path(composed(*jobs[0]).results_dir) if jobs else None
+
+
+def _show_one(records: "Sequence[RunRecord]", folder: Path, results_dir: str) -> None:
+    """Show the table of one experiment, where its files are, and what it means."""
+    from kvbench.show import closing, figure, table
+
+    picture = folder / "result.png"
+    if not picture.is_file():
+        figure.draw(records, picture)
+    table.show(records, [folder / "run.json", folder / "samples.jsonl", picture])
+    for line in closing.lines(records, results_dir):
+        print(line)
 
 
 def _code(finished: "Run") -> int:

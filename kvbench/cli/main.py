@@ -136,13 +136,12 @@ def _keeps(arguments: list[str]) -> str:
 
 def run_command(overrides: list[str], listed: "Listed | None" = None) -> int:
     """Compose the configuration and run one experiment, or a sweep, whose jobs may be listed; the worst exit code."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
     from kvbench.cli import showing, sweeping
-    from kvbench.config.compose import check_choices, explain, with_swept_groups
+    from kvbench.config.compose import check_choices, explained, with_swept_groups
+    from kvbench.config.shorthand import long_form
     from kvbench.results.writing import check_writable, is_full, write_error
 
+    overrides = sweeping.with_multirun(words.from_habits(long_form(overrides)))
     check_choices(overrides)
     sweeping.check_launcher(overrides)
     overrides = sweeping.with_preset(overrides)
@@ -150,13 +149,12 @@ def run_command(overrides: list[str], listed: "Listed | None" = None) -> int:
     flags = words.read_flags(dashed)
     name, root = flags.get("--config-name", "config"), Path(flags.get("--config-path", files.conf_folder())).absolute()
     try:
-        if words.SHOWING & flags.keys():
-            return showing.show(flags, settings, name, root)
-        if sweeping.is_sweep(overrides):
-            return sweeping.run(overrides, settings, name, root, listed)
-        return sweeping.run_one(settings, name, root)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise explain(error, overrides) from error
+        with explained(overrides):
+            if words.SHOWING & flags.keys():
+                return showing.show(flags, settings, name, root)
+            if sweeping.is_sweep(overrides):
+                return sweeping.run(overrides, settings, name, root, listed)
+            return sweeping.run_one(settings, name, root)
     except OSError as error:
         folder = sweeping.hydra_folder(overrides)
         if not is_full(error):

@@ -40,7 +40,7 @@ def check_launcher(arguments: Sequence[str]) -> None:
         if name in PLUGINS and not is_installed(name):
             raise ValueError(
                 f"{LAUNCHER}={name} needs the package {PLUGINS[name]}, which is not installed; "
-                f"pip install {PLUGINS[name]}, or pip install 'kvbench[cluster]' for all launchers"
+                f"pip install {PLUGINS[name]}, or pip install -e '.[cluster]' for all launchers"
             )
         if not is_sweep(arguments):
             raise ValueError(f"{LAUNCHER}={name} launches the jobs of a sweep, and this is one run; add -m")
@@ -76,10 +76,26 @@ def with_preset(arguments: Sequence[str]) -> list[str]:
     return [*own, *(f"++{key}={json.dumps(value)}" for key, value in preset.items() if key not in given)]
 
 
+def with_multirun(arguments: Sequence[str]) -> list[str]:
+    """The arguments with `-m` where a word has several values, as `method=snapkv,kivi`."""
+    from kvbench.config.compose import sweeps_over
+
+    several = not _is_declared(arguments) and any(sweeps_over(word) for word in arguments)
+    return ["-m", *arguments] if several and not _shows(arguments) else list(arguments)
+
+
 def is_sweep(arguments: Sequence[str]) -> bool:
     """True for a command line that runs a sweep: it says so, and does not ask for something to be shown instead."""
-    shows = any(words.SHORT.get(flag, flag) in words.SHOWING for flag in (word.partition("=")[0] for word in arguments))
-    return not shows and bool({"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments))
+    return not _shows(arguments) and _is_declared(arguments)
+
+
+def _is_declared(arguments: Sequence[str]) -> bool:
+    return bool({"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments))
+
+
+def _shows(arguments: Sequence[str]) -> bool:
+    """True where a flag has something shown instead of run."""
+    return any(words.SHORT.get(flag, flag) in words.SHOWING for flag in (word.partition("=")[0] for word in arguments))
 
 
 def hydra_folder(arguments: Sequence[str]) -> Path:
@@ -165,10 +181,13 @@ def run(arguments: list[str], settings: Sequence[str], name: str, root: Path, li
 
     from kvbench.cli import launching
     from kvbench.config.compose import for_their_methods, started
+    from kvbench.config.shorthand import long_form
 
     with started(root) as loader:
         cfg = launching.compose_job(loader, name, settings, RunMode.MULTIRUN)
         words = listed.jobs if listed else launching.planned(loader, cfg)
+        if words is not None:
+            words = [long_form(job) for job in words]
         if words is not None and not listed:
             words, said = for_their_methods(words)
             for sentence in said:

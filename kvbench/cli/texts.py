@@ -7,6 +7,7 @@ import re
 import textwrap
 from typing import Any
 
+from kvbench.cli.glossary import glossary
 from kvbench.config import files
 from kvbench.errors import did_you_mean
 
@@ -24,30 +25,33 @@ USAGES = {
     "help": "kvbench help [a command, a method, a task, a model, ...]",
 }
 TAGLINE = "kvbench: what does a compressed KV cache cost, in quality, bytes and time?"
-STARTS = (
-    ("run", "diffkv beside the full cache, on a small model: minutes"),
-    ("method=snapkv method.budget=0.25", "another method and setting"),
-    ("-m method=snapkv,kivi limit=8", "several methods, 8 samples of each subset"),
-    ("task=longbench task.data_dir=DIR", "another task"),
-    ("model=hf model.path=FOLDER_OR_ID", "another model"),
-    ("compare", "what the stored results prove"),
+# What people come for, by purpose; each begins with the command that it needs.
+NEEDED = (
+    ("run", "method=snapkv budget=0.25", "measure a method beside the full cache: minutes"),
+    ("run", "method=snapkv,kivi limit=8", "several methods, 8 samples of each subset"),
+    ("run", "model=FOLDER_OR_HUB_ID", "another model; task=NAME: another task"),
+    ("compare", "compare", "what the stored results prove"),
+    ("report", "report", "one page with tables and pictures"),
+    ("advise", "advise gpu=L4 context=32k", "which method fits my card"),
+    ("engine", 'engine "vllm serve ..."', "what my engine's flags save and cost"),
+    ("status", "status", "what lies there; delete=, move=, tag="),
 )
 LOOKS = (
     ("list", "methods, tasks, models, ..."),
-    ("help snapkv", "one method (task, model, ...) and its settings"),
-    ("help compare", "one command and its settings"),
+    ("help snapkv", "a method, task, model or command and its settings"),
+    ("help glossary", "what list, tier, slack, forced, ... mean"),
     ("--help", "everything"),
 )
 EXAMPLES = (
     ("run", "diffkv beside the full cache, generated task, small model"),
     ("method=snapkv limit=8", "another method, 8 samples per subset"),
-    ("-m method=snapkv,kivi,diffkv", "one run for each"),
+    ("method=snapkv,kivi,diffkv", "one run for each"),
     ("suite=quick", "a protocol of several tasks and methods, and one page"),
     ("-m 'method=glob(*)' seed=0,1", "every method, two seeds"),
     ("task=longbench task.data_dir=DIR", "data from a folder of jsonl files"),
-    ("model=hf model.path=FOLDER_OR_ID", "another model"),
+    ("model=FOLDER_OR_HUB_ID", "another model"),
     ("-m method=h2o,kivi hydra/launcher=joblib", "two runs at once; also submitit_slurm, submitit_local, ray"),
-    ("--config-dir mine method=toy", "a method of your own: mine/method/toy.yaml and mine/toy.py"),
+    ("method=toy.py", "a method of your own in one file"),
     ("--cfg job method=kivi", "show the whole configuration and stop"),
 )
 FLAGS = (
@@ -88,11 +92,17 @@ def rows(pairs: "tuple[tuple[str, str], ...]", width: int, lead: str = "") -> st
     return "\n".join(lines)
 
 
+def needed() -> tuple[tuple[str, str], ...]:
+    """What people come for, of the commands that there are."""
+    known = commands()
+    return tuple((words, purpose) for command, words, purpose in NEEDED if command in known)
+
+
 def overview(width: int = 80) -> str:
     """The answer to `kvbench` alone: what it can do, in one screen of 80 x 24."""
     names = textwrap.fill("  " + " ".join(commands()), width, subsequent_indent="  ")
     return (
-        f"{TAGLINE}\n\nstart\n{rows(STARTS, width, 'kvbench ')}\n\n"
+        f"{TAGLINE}\n\nstart\n{rows(needed(), width, 'kvbench ')}\n\n"
         f"look around\n{rows(LOOKS, width, 'kvbench ')}\n\ncommands\n{names}"
     )
 
@@ -124,7 +134,10 @@ def help_text(width: int = 80) -> str:
 
 usage: kvbench [command] [key=value ...]      (or python -m kvbench)
 
-commands
+what people come for
+{rows(needed(), width, "kvbench ")}
+
+all commands
 {rows(tuple(commands().items()), width)}
 
 examples
@@ -133,8 +146,11 @@ examples
 {textwrap.fill(choices, width)}
 {rows(groups, width)}
 
-settings
+settings (of a group without its name, where one group alone has it: budget=0.5)
 {settings}
+
+words
+{glossary(width)}
 
 flags
 {rows(FLAGS, width)}

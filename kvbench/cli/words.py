@@ -1,7 +1,6 @@
 """The words of a command line before Hydra reads them: the command, flags, and the habits that people bring from other
 tools."""
 
-import os
 import re
 import shlex
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from kvbench.cli import texts
 from kvbench.config import extensions, files
+from kvbench.config.one_file import SUFFIX
 from kvbench.errors import did_you_mean, unknown_name
 
 # Flags of Hydra by their short names.
@@ -101,27 +101,43 @@ def _settings_meant(words: list[str]) -> list[str]:
 
 
 def take_config_dir(arguments: list[str]) -> tuple[list[Path], list[str]]:
-    """Take `--config-dir DIR` out of the words: the folder that is named last, if there is one; and the other words."""
-    folders, others = [], []
+    """Take `--config-dir DIR` and the file in `method=FILE.py` out of the words: the folder that is named last, if
+    there is one, the files; and the other words, in which a file's method has its name."""
+    folders, method_files, others = [], list[Path](), []
     rest = iter(arguments)
     for word in rest:
         flag, sign, value = word.partition("=")
+        if flag == "method" and SUFFIX in value:
+            word, found = with_names(word)
+            method_files += found
         if flag not in ("--config-dir", "-cd"):
             others.append(word)
             continue
         value = value if sign else next(rest, "")
         if not value:
             raise ValueError(f"{flag} needs a folder: {flag} DIR")
-        folders = [Path(value).expanduser()]
-    return folders, others
+        if value.endswith(SUFFIX):
+            method_files.append(Path(value).expanduser())
+        else:
+            folders = [Path(value).expanduser()]
+    return [*folders, *dict.fromkeys(method_files)], others
+
+
+def with_names(word: str) -> tuple[str, list[Path]]:
+    """`method=FILE.py,snapkv` with the names of methods in place of their files; and these files."""
+    group, _, value = word.partition("=")
+    parts = value.strip("[]'\"").split(",")
+    found = [Path(part).expanduser() for part in parts if part.endswith(SUFFIX)]
+    names = [Path(part).stem if part.endswith(SUFFIX) else part for part in parts]
+    return f"{group}={','.join(names)}", found
 
 
 @contextmanager
 def own_choices(folders: Sequence[Path]) -> Iterator[None]:
     """Let the choices of the user's own folders count like kvbench's."""
     # Modules of the user's own methods lie beside their YAMLs; at the end they hide nobody else's.
-    sys.path += [folder for folder in map(os.path.realpath, folders) if folder not in sys.path]
     with files.with_own_folders(folders):
+        sys.path += [folder for folder in files.import_folders(folders) if folder not in sys.path]
         yield
 
 
@@ -201,6 +217,22 @@ def check_flags(arguments: Sequence[str]) -> None:
     shown = ", ".join(sorted(flag for flag in FLAGS if flag.startswith("--")))
     near = did_you_mean(wrong[0], FLAGS)
     raise ValueError(f"{text}.{near} Settings are key=value, without dashes; flags are {shown}.")
+
+
+def from_habits(arguments: Sequence[str]) -> list[str]:
+    """The arguments with the group before a setting that has the same name elsewhere, as `budget`.
+
+    Raises:
+        ValueError: A setting has another name elsewhere; says its name here.
+    """
+    found = []
+    for word in arguments:
+        key, sign, value = word.partition("=")
+        here = HABITS.get(key, key) if sign else key
+        if here.rpartition(".")[2] != key.rpartition(".")[2]:
+            raise ValueError(f"there is no setting {key}. Did you mean `{shlex.join([f'{here}={value}'])}`?")
+        found.append(f"{here}={value}" if sign else word)
+    return found
 
 
 def _is_setting(name: str) -> bool:

@@ -2,6 +2,8 @@
 exists, what is nearest."""
 
 import re
+import shlex
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
@@ -18,8 +20,10 @@ from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.config import files, methods, sources
+from kvbench.config.shorthand import every_setting, long_form
 from kvbench.errors import unknown_name, unknown_setting
 
+_LIBRARY = {"hydra", "omegaconf", "antlr4"}  # packages of the configuration library
 JOB = "jobs"  # hydra.job.name, which launchers show where they list what runs
 
 
@@ -34,12 +38,11 @@ def compose(overrides: Sequence[str], *, name: str = "config", with_choices: boo
     Raises:
         ValueError: A group, a choice or a setting does not exist, or a word cannot be read.
     """
+    overrides = long_form(overrides, name)
     check_choices(overrides)
     overrides = with_shared_settings(overrides)
-    try:
+    with explained(overrides):
         composed = _compose(name, overrides, return_hydra_config=with_choices)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise explain(error, overrides) from error
     if with_choices:
         with open_dict(composed):
             chosen = composed.pop("hydra").runtime.choices
@@ -105,9 +108,37 @@ def words_of(settings: Mapping[str, object], prefix: str = "") -> list[str]:
     return [f"{prefix}{key}={hydra_value(prefix + key, value)}" for key, value in settings.items()]
 
 
+@contextmanager
+def explained(words: Sequence[str]) -> Iterator[None]:
+    """Raises what the configuration library raises as one message for the user.
+
+    Args:
+        words: What the user wrote.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, HydraException | OmegaConfBaseException) or _is_librarys(error):
+            raise explain(error, words) from error
+        raise
+
+
+def _is_librarys(error: Exception) -> bool:
+    """True for an error that the configuration library did not mean to raise, as one of its assertions."""
+    place = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return not isinstance(error, OSError) and bool(_LIBRARY.intersection(place.parts))
+
+
 def explain(error: Exception, arguments: Sequence[str]) -> ValueError:
     """Turn an error of the configuration library into one message for the user."""
     parsed = list(_parse(arguments))
+    lost = re.search(r"Could not find '(\w+)/([^']+)'", str(error))
+    if lost and lost[1] in files.GROUPS:
+        return unknown_name(lost[1], lost[2], files.options(lost[1]))
+    if several := re.search(r"Ambiguous value for argument '(.+?)'\s", str(error)):
+        return ValueError(f"{several[1]} has several values, and this takes one; give one, or a list as key=[a,b]")
+    if twice := re.search(r"Multiple values for (\w+)", str(error)):
+        return ValueError(f"{twice[1]} is chosen twice; choose it once, or several as {twice[1]}=a,b")
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
         if group in files.GROUPS:
@@ -120,7 +151,10 @@ def explain(error: Exception, arguments: Sequence[str]) -> ValueError:
     found = re.search(r"Could not (?:override|append|delete)[^']*'([^'@]+)", str(error))
     if found:
         key = re.split(r"[=\s]", found.group(1).lstrip("+~"))[0]
-        return _unknown_key(key, parsed) or ValueError(_first_lines(error))
+        return _unknown_key(key, parsed, arguments) or ValueError(_first_lines(error))
+    if not isinstance(error, HydraException | OmegaConfBaseException):
+        own = [word for word in arguments if word.lstrip("+~").startswith("hydra")] or arguments
+        return ValueError(f"{shlex.join(own)} cannot be applied to the configuration; leave out what you can")
     return ValueError(_first_lines(error))
 
 
@@ -197,7 +231,7 @@ def for_their_methods(jobs: Sequence[Sequence[str]]) -> tuple[list[list[str]], l
 
 
 def _first_lines(error: Exception) -> str:
-    text = str(error).strip()
+    text = str(error).partition("Config search path:")[0].strip()
     cause = error.__cause__
     if isinstance(cause, OmegaConfBaseException | HydraException) and str(cause) not in text:
         text = f"{text} {cause}"
@@ -212,6 +246,11 @@ def _parse(arguments: Sequence[str]) -> Iterator[Override]:
                 yield parser.parse_override(argument)
             except (HydraException, OmegaConfBaseException):
                 continue
+
+
+def sweeps_over(word: str) -> bool:
+    """True for a word with several values, as `method=a,b`."""
+    return any(override.is_sweep_override() for override in _parse([word]))
 
 
 def choices(arguments: Sequence[str], group: str) -> list[str]:
@@ -241,7 +280,7 @@ def _composed(choices: Mapping[str, str]) -> DictConfig | None:
         return None
 
 
-def _unknown_key(key: str, parsed: list[Override]) -> ValueError | None:
+def _unknown_key(key: str, parsed: list[Override], words: Sequence[str]) -> ValueError | None:
     """The error for a key that the chosen configuration does not have, with the keys it does have; None when it has
     it."""
     top = key.split(".")[0]
@@ -259,7 +298,8 @@ def _unknown_key(key: str, parsed: list[Override]) -> ValueError | None:
                 known = [".".join([*where, str(item)]) for item in node if not str(item).startswith("_")]
                 if not where:
                     known += [group for group in files.GROUPS if group not in known]
-                error = unknown_setting(".".join([*where, part]), known)
+                inner = [] if where else every_setting(words)
+                error = unknown_setting(".".join([*where, part]), known, inner)
                 chosen = f" ({top}={name})" if name and where else ""
                 return ValueError(f"{error}{chosen}")
             where.append(part)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvbench.config import extensions
+from kvbench.config import extensions, one_file
 
 FULL = "full"  # conf/method/full.yaml: the one method the harness knows by name, the reference of every other
 # The store of the full cache that others are compared with, whatever theirs is: see `RunConfig.of_full`.
@@ -35,7 +35,7 @@ _own_folders: tuple[Path, ...] = ()  # of this process: what `--config-dir` name
 
 
 def own_folders() -> tuple[Path, ...]:
-    """The user's own folders with method/, task/, ... files, which add to the choices."""
+    """The user's own folders with method/, task/, ... files, which add to the choices; and files of one method each."""
     return _own_folders
 
 
@@ -49,7 +49,10 @@ def with_own_folders(folders: Sequence[Path]) -> Iterator[None]:
     global _own_folders
     before, found = _own_folders, tuple(Path(os.path.realpath(folder)) for folder in folders)
     for folder, given in zip(found, folders, strict=True):
-        if not folder.is_dir():
+        if one_file.is_method_file(folder):
+            one_file.check_name(folder)
+            one_file.target_of(folder)
+        elif not folder.is_dir():
             raise ValueError(
                 f"--config-dir {given} is no folder; give one that has method/, task/, ... with YAML files"
             )
@@ -57,9 +60,8 @@ def with_own_folders(folders: Sequence[Path]) -> Iterator[None]:
             both = _paths(group, folder).keys() & {name for root in shipped_folders() for name in _paths(group, root)}
             if both:
                 name = min(both)
-                raise ValueError(
-                    f"{folder / group / name}.yaml has the name of kvbench's own {group}={name}; rename it"
-                )
+                place = folder if one_file.is_method_file(folder) else f"{folder / group / name}.yaml"
+                raise ValueError(f"{place} has the name of kvbench's own {group}={name}; rename it")
     _own_folders = found
     try:
         yield
@@ -99,6 +101,8 @@ def all_groups() -> dict[str, str]:
 
 def describe(path: Path) -> str:
     """The leading comment of a YAML file up to its first full stop, on one line."""
+    if one_file.is_method_file(path):
+        return one_file.summary_of(path)
     words: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         text = line.strip()
@@ -156,7 +160,7 @@ def options(group: str, conf: Path | None = None) -> dict[str, str]:
 
 def _fault(path: Path) -> str:
     """Why a file of the user's own cannot be read, in brackets; empty where it can."""
-    if _own_folders and any(folder in path.parents for folder in _own_folders):
+    if _own_folders and any(folder in path.parents for folder in _own_folders):  # a method's own file was checked
         from kvbench.config.settings import read_config
 
         try:
@@ -164,6 +168,12 @@ def _fault(path: Path) -> str:
         except (ValueError, OSError) as error:
             return f"({error})"
     return ""
+
+
+def import_folders(folders: Sequence[Path]) -> list[str]:
+    """Where the modules of the user's own folders, and of methods of one file, are imported from."""
+    places = (folder.parent if one_file.is_method_file(folder) else folder for folder in folders)
+    return list(dict.fromkeys(os.path.realpath(place) for place in places))
 
 
 def path_of(group: str, name: str) -> Path:
@@ -175,6 +185,9 @@ def _paths(group: str, conf: Path | None = None) -> dict[str, Path]:
     """The files of a group by name, kvbench's own first."""
     found: dict[str, Path] = {}
     for root in [conf] if conf else [*shipped_folders(), *_own_folders]:
+        if one_file.is_method_file(root):
+            found |= {root.stem: root} if group == "method" else {}
+            continue
         folder = root / group
         found |= {str(path.relative_to(folder).with_suffix("")): path for path in sorted(folder.rglob("*.yaml"))}
     return found

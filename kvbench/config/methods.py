@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench.config import files
+from kvbench.config import files, one_file
 from kvbench.config.settings import read_config
 from kvbench.rules import modes
 
@@ -29,7 +29,14 @@ class UnreadableError(Exception):
 
 def method_settings(name: str) -> DictConfig:
     """All settings of a method, kvbench's or the user's own, with their values."""
-    return with_defaults(read_config(files.path_of("method", name)))
+    return with_defaults(read_method(files.path_of("method", name)))
+
+
+def read_method(path: Path) -> DictConfig:
+    """What the file of a method lists: its YAML, or the Python file that is all of it."""
+    if one_file.is_method_file(path):
+        return OmegaConf.create({"_target_": one_file.target_of(path)})
+    return read_config(path)
 
 
 def with_defaults(listed: DictConfig) -> DictConfig:

@@ -1,6 +1,7 @@
 """Hydra's plugins for configuration files: what is searched, and how a file is read.
 
-`kvbench://FOLDER` on the search path is a folder whose methods have the defaults of their classes.
+`kvbench://FOLDER` on the search path is a folder whose methods have the defaults of their classes, and
+`kvbench://FILE.py` one that has a single method.
 """
 
 from collections.abc import Iterator
@@ -14,8 +15,8 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench.config import extensions, files
-from kvbench.config.methods import with_defaults
+from kvbench.config import extensions, files, one_file
+from kvbench.config.methods import read_method, with_defaults
 from kvbench.config.settings import faults_of
 
 _root: Path | None = None  # while kvbench starts Hydra; another program's Hydra in this process is left alone
@@ -30,6 +31,9 @@ class Folder(ConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         path = self._file(config_path)
+        if one_file.is_method_file(path):
+            method = with_defaults(read_method(path))
+            return ConfigResult(provider=self.provider, path=self.full_path(), config=method, header={"package": None})
         with faults_of(path):
             text, found = path.read_text(encoding="utf-8"), OmegaConf.load(path)
         if not isinstance(found, DictConfig):
@@ -43,6 +47,8 @@ class Folder(ConfigSource):
         return self.is_group("")
 
     def is_group(self, config_path: str) -> bool:
+        if one_file.is_method_file(self.path):
+            return config_path in ("", "method")
         return Path(self.path, config_path).is_dir()
 
     def is_config(self, config_path: str) -> bool:
@@ -50,12 +56,17 @@ class Folder(ConfigSource):
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         names: list[str] = []
+        if one_file.is_method_file(self.path):
+            return [Path(self.path).stem] if config_path == "method" else []
         for path in Path(self.path, config_path).iterdir():
             self._list_add_result(names, str(Path(config_path, path.name)), path.name, results_filter)
         return sorted(set(names))
 
     def _file(self, config_path: str) -> Path:
-        return Path(self.path, self._normalize_file_name(config_path))
+        name = self._normalize_file_name(config_path)
+        if one_file.is_method_file(self.path) and name == f"method/{Path(self.path).stem}.yaml":
+            return Path(self.path)
+        return Path(self.path, name)
 
 
 class Folders(SearchPathPlugin):

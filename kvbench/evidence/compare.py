@@ -263,6 +263,7 @@ def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
         raise ValueError(f"nothing to compare. {sentences(reasons) or 'There is only one run.'}")
     correct(rows)
     frame = frame_of(record_of(group, row) for group, found, _ in tables for row in found)
+    frame.attrs["notes"] = [text for group, _, said in tables for text in (*group.notes, *said)]
     return Found(parts=list(texts(tables, cfg)), frame=frame, names_files=False)
 
 

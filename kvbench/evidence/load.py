@@ -11,7 +11,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from kvbench.config.files import FULL
+from kvbench.config.files import FULL, GROUPS
+from kvbench.errors import unknown_name
 from kvbench.evidence.group import CONDITIONS, OF_TASK, Group, StoredRun
 from kvbench.results.claims import direction, unchecked
 from kvbench.results.faults import Read
@@ -38,6 +39,12 @@ def patterns(value: object) -> list[str] | None:
 def lets_through(wanted: Sequence[str] | None, name: str) -> bool:
     """True where one of some patterns is that of a name; None lets all through."""
     return wanted is None or any(fnmatch.fnmatchcase(name, one) for one in wanted)
+
+
+def _short(key: str) -> str:
+    """The name of a setting without that of its group."""
+    group, _, name = key.partition(".")
+    return name if name and group in GROUPS else key
 
 
 def fits_settings(settings: Mapping[str, object], where: Mapping[str, object]) -> bool:
@@ -93,12 +100,12 @@ def load_groups(cfg: DictConfig, also: Sequence[str] = ()) -> list[Group]:
     where = OmegaConf.to_container(cfg.where, resolve=True) if OmegaConf.is_config(cfg.where) else cfg.where or {}
     if not isinstance(where, dict):
         raise ValueError(f"where={cfg.where} is not a list of settings; write it like 'where={{budget:0.25}}'")
-    wanted_settings = {str(key): value for key, value in where.items()}
+    wanted_settings = {_short(str(key)): value for key, value in where.items()}
     filters = [patterns(cfg.get(name)) for name in ("tasks", "models", "methods")]
     # The reference is always there: without it nothing can be said of the others.
     if filters[2] is not None:
         filters[2] = [*filters[2], FULL, *also]
-    runs: list[StoredRun] = []
+    runs, seen = list[StoredRun](), list[StoredRun]()
     reasons: dict[str, str] = {}
     damages: dict[str, int] = {}
     for folder, record in find_runs(root, reasons, filters):
@@ -117,8 +124,13 @@ def load_groups(cfg: DictConfig, also: Sequence[str] = ()) -> list[Group]:
                 reasons[name] = f"none of the {damaged} lines of samples.jsonl is a {kind} record of this run"
                 continue
             reasons[name], damages[name] = "", damaged
+        seen.append(run)
         if record.method in (FULL, *also) or fits_settings(run.settings, wanted_settings):
             runs.append(run)
+    known = {key for run in seen for key in run.settings}
+    for key in wanted_settings if seen else ():
+        if key not in known:
+            raise unknown_name("where", key, known)
     unreadable = [
         f"{name}: {damages[name]} lines of samples.jsonl are no whole record of this run and do not count"
         if name in damages

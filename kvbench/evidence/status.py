@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.text import Text
 
 from kvbench.errors import check_whole, unknown_name
-from kvbench.evidence.load import find_runs, results_root
+from kvbench.evidence import housekeeping
+from kvbench.evidence.load import find_runs, patterns, results_root
 from kvbench.results import shards
 from kvbench.results.journal import is_held
 from kvbench.results.lines import read_samples
@@ -110,6 +111,27 @@ def _more(state: State, job: JobRecord | None) -> str:
     return f": since {job.started} on {safe(job.host)}, process {job.process}"
 
 
+def _changed(cfg: DictConfig, root: Path) -> str:
+    """Delete, move or tag runs, where that is asked for; says what was done."""
+    asked = [name for name in ("delete", "move", "tag") if cfg[name] is not None]
+    if not asked:
+        return ""
+    if len(asked) > 1:
+        raise ValueError(f"{' and '.join(asked)} exclude one another; give one")
+    name = asked[0]
+    wanted = patterns(cfg.delete if name == "delete" else cfg.runs)
+    if wanted is None:
+        raise ValueError(f"{name}={cfg[name]} needs runs=: the first digits of a hash, a tag, or a pattern of folders")
+    found = housekeeping.entries(root, wanted)
+    if not found:
+        raise ValueError(f"{'delete' if name == 'delete' else 'runs'}={', '.join(wanted)} names no run under {root}")
+    if name == "delete":
+        return housekeeping.delete(found, cfg.sure is True)
+    if name == "move":
+        return housekeeping.move(found, Path(str(cfg.move)))
+    return housekeeping.tag(found, str(cfg.tag))
+
+
 def main(cfg: DictConfig) -> int:
     """Carry out `kvbench status`."""
     root = results_root(cfg.results_dir)
@@ -119,7 +141,18 @@ def main(cfg: DictConfig) -> int:
     if cfg.sweeps != "all":
         found = found[-(1 if cfg.sweeps == "newest" else check_whole("sweeps", cfg.sweeps, 1)) :]
     most = None if cfg.jobs is None else check_whole("jobs", cfg.jobs, 1)
+    rows = None if cfg.rows is None else check_whole("rows", cfg.rows, 1)
     console = terminal.console(100)
+    if changed := _changed(cfg, root):
+        console.print(Text(changed), soft_wrap=True)
+        return 0
+    listed = housekeeping.entries(root, patterns(cfg.runs))
+    if cfg.runs is not None and not listed:
+        raise ValueError(f"runs={cfg.runs} names no run under results_dir={cfg.results_dir}")
+    if listed:
+        housekeeping.show(listed, rows, console)
+    if cfg.runs is not None:
+        return 0
     states, split = run_states(root)
     console.print(Text(f"{cfg.results_dir}: {sum(states.values())} runs: {counted(states)}"))
     for folder, record in split.items():

@@ -94,11 +94,8 @@ class View:
     width: int = 120
 
     def __call__(self, cfg: DictConfig) -> int:
-        """Check the settings before anything is read; then read the runs, compute, print and write."""
-        check(cfg, self.lists, self.choices)
-        self.check(cfg)
-        against = (str(cfg.against),) if "against" in cfg else ()
-        found = self.compute(together(load_groups(cfg, also=against), cfg), cfg)
+        """Compute the view, then print and write it."""
+        found = self.found(cfg)
         if "format" in cfg:
             self._format(found, cfg)
             return 0
@@ -107,6 +104,13 @@ class View:
         written = self._drawn(found, cfg) if "kinds" in cfg else write_frame(found.frame, cfg.out)
         terminal.print_paths(written if found.names_files else (), console)
         return 0
+
+    def found(self, cfg: DictConfig) -> Found:
+        """Check the settings before anything is read; then read the runs and compute the view."""
+        check(cfg, self.lists, self.choices)
+        self.check(cfg)
+        against = (str(cfg.against),) if "against" in cfg else ()
+        return self.compute(together(load_groups(cfg, also=against), cfg), cfg)
 
     def _format(self, found: Found, cfg: DictConfig) -> None:
         """Write sheets, or the frame as CSV, into the file `out` or to the terminal."""

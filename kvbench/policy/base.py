@@ -151,8 +151,16 @@ class Policy:
 
     def bounds(self, extent: Extent) -> Bounds | None:
         """How many tokens a sequence of these lengths may hold at its end; a run whose ledger shows another number
-        fails. Default: any."""
-        return None
+        fails. Default: of the prompt, on average, a page more than a setting `budget` allows; any without one."""
+        value = getattr(self, "budget", None)
+        try:
+            budget = None if value is None else Budget.parse(value)
+        except ValueError:  # a setting of that name that says something else
+            budget = None
+        if budget is None:
+            return None
+        most = extent.allowed(budget, extent.prompt_tokens) + extent.page_tokens
+        return Bounds(why=f"the budget {budget.text} allows", prompt_mean=(0, most))
 
     @property
     def prompt_only(self) -> bool:

@@ -10,6 +10,7 @@ import yaml
 
 from kvbench.cache.layout import StoreOptions
 from kvbench.config.files import options, path_of
+from kvbench.config.one_file import is_method_file, target_of
 from kvbench.errors import check_keys, unknown_name
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
@@ -25,7 +26,11 @@ def read_choice(group: str, text: str, *more: str) -> dict[str, Any]:
     known = options(group)
     if name not in known:
         raise unknown_name(group, name, known)
-    found = yaml.safe_load(path_of(group, name).read_text(encoding="utf-8"))
+    path = path_of(group, name)
+    if is_method_file(path):
+        found: dict[str, Any] = {"_target_": target_of(path)}
+    else:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
     settings = list(found)
     if group == "method":  # a file lists what differs from its class
         from kvbench.runs.parts import policy_class

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from importlib import import_module
+from itertools import repeat
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -162,6 +163,11 @@ class Loaders:
             shape = check_fit(outline, policy, config.store, config.prefill.chunk)
             check_sizes(policy, max_tokens=outline.max_tokens, num_layers=shape.num_layers)
             check_pass(outline.model, small_store(policy, shape, config.store))
+
+    def take_model(self, group: Mapping[str, Any], model: "LoadedModel") -> None:
+        """Take a model that was loaded elsewhere as the one of a model group."""
+        for what, found in (("begun", ""), ("outline", model), ("model", model)):
+            self._kept(what, as_dict(group), repeat(found).__next__)
 
     def load_model(self, group: Mapping[str, Any]) -> "LoadedModel":
         """The model of a model group."""

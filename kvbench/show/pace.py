@@ -86,10 +86,24 @@ class Pace:
         return self.read_s / self.read_tokens if self.read_tokens else None
 
     @property
+    def usual_steps(self) -> float:
+        """Decode steps of an answer: the mean of those that have ended and of those under way that are longer; without
+        any that ended, as many as it may take."""
+        if not self.num_ended:
+            return max(1.0, self.most_steps)
+        mean = self._ended_steps / self.num_ended
+        longer = [taken for begin in self._begun if (taken := self._steps - begin) > mean]
+        return max(1.0, (self._ended_steps + sum(longer)) / (self.num_ended + len(longer)))
+
+    @property
+    def is_settled(self) -> bool:
+        """As many answers have ended as are under way: those that ended first were the shortest."""
+        return 0 < self.num_ended >= len(self._begun)
+
+    @property
     def answered(self) -> float:
-        """Answers given, and of those under way the share of the steps that the others took, or that one may take."""
-        usual = max(1.0, self._ended_steps / self.num_ended if self.num_ended else self.most_steps)
-        return self.num_ended + sum(min(1.0, (self._steps - begin) / usual) for begin in self._begun)
+        """Answers given, and of those under way the share of the steps that an answer takes."""
+        return self.num_ended + sum(min(1.0, (self._steps - begin) / self.usual_steps) for begin in self._begun)
 
     @property
     def answer_s(self) -> float | None:
@@ -98,19 +112,17 @@ class Pace:
 
 
 def left_s(paces: Sequence[Pace]) -> tuple[str, float] | None:
-    """Seconds that runs still take, and `at least`, `at most` or nothing: at least while no answer was begun, at most
-    while none has ended. A run that has not come to it is taken to be as fast as the fastest reader, and to decode as
-    the others do on average. None before the first prompt was read."""
+    """Seconds that runs still take, and `at most` or nothing: at most while fewer answers have ended than are under
+    way. A run that has not come to it is taken to be as fast as the fastest reader, and to decode as the others do on
+    average. None before the first step of decoding: until then most of the work may still be unknown."""
     read = [pace.token_s for pace in paces if pace.token_s is not None]
     answers = [pace.answer_s for pace in paces if pace.answer_s is not None]
-    if not read:
+    if not read or not answers:
         return None
-    usual, total = sum(answers) / len(answers) if answers else 0.0, 0.0
+    usual, total = sum(answers) / len(answers), 0.0
     for pace in paces:
         token_s = min(read) if pace.token_s is None else pace.token_s
         answer_s = usual if pace.answer_s is None else pace.answer_s
         total += token_s * max(0, pace.prompt_tokens - pace.read_tokens)  # some may be read twice
         total += answer_s * max(0.0, pace.answers - pace.answered)
-    if not answers:
-        return "at least ", total
-    return ("" if any(pace.num_ended for pace in paces) else "at most "), total
+    return ("" if any(pace.is_settled for pace in paces) else "at most "), total

@@ -1,4 +1,4 @@
-"""Words of a run while it works: a live bar on a terminal, a plain line now and then anywhere else. All of it goes
+"""Words of a run while it works: a live bar on a terminal, a line for each stage and each tenth anywhere else. All goes
 to stderr."""
 
 import sys
@@ -14,7 +14,9 @@ from kvbench.show.pace import Pace, left_s
 from kvbench.show.text import visible
 
 PATIENCE_S = 2.0
-PLAIN_EVERY_S = 10.0  # a log of an hour then has at most 360 lines
+PLAIN_EVERY_S = 10.0  # between two lines of a log, at least; each has a new tenth or a new stage of the work
+SIGN_EVERY_S = 600.0  # between two lines where neither is new, so that it is seen to be at work
+LEAST_LEFT_S = 1.0  # a rest of less is not told: something is still to be done
 
 
 def format_bytes(count: float | None) -> str:
@@ -120,6 +122,8 @@ class Progress:
         self._paces: list[Pace] = []
         self._stream = stream or sys.stderr
         self._started = self._spoken = time.monotonic()
+        self._said: tuple[bool, int] = (False, 0)
+        self._last = ""
         self._rate: float | None = None
         self._cache_bytes: float | None = None
         self._live: LiveBar | None = None
@@ -158,7 +162,7 @@ class Progress:
         left = left_s(self._paces)
         if not self._paces and finished:
             left = "", (time.monotonic() - self._started) / finished * (self.total - self.done)
-        if left is not None and self.done < self.total:
+        if left is not None and self.done < self.total and left[1] >= LEAST_LEFT_S:
             parts.append(f"{left[0]}{format_seconds(left[1])} left")
         return ", ".join(parts)
 
@@ -167,15 +171,18 @@ class Progress:
         self.total, self.done, self._first = self.total + total, self.done + done, self._first + done
 
     def follow(self, pace: Pace) -> None:
-        """Tell the time that is left from this pace, too."""
+        """Take this pace into the time that is left, too."""
         self._paces.append(pace)
 
     def show(self) -> None:
         """Show the numbers, now or when it is time."""
         if self._live is not None:
             self._live.update(self.done, self.total, self.state())
-        elif time.monotonic() - self._spoken >= PLAIN_EVERY_S:
-            self._spoken = time.monotonic()
+            return
+        passed_s = time.monotonic() - self._spoken
+        stage = any(pace.decode_s for pace in self._paces), 10 * self.done // max(1, self.total)
+        if passed_s >= SIGN_EVERY_S or (passed_s >= PLAIN_EVERY_S and stage != self._said):
+            self._spoken, self._said = time.monotonic(), stage
             self._write(f"{self.label}: {self.state()}")
 
     def advance(self) -> None:
@@ -190,6 +197,9 @@ class Progress:
         self.show()
 
     def _write(self, text: str) -> None:
+        if text == self._last:
+            return
+        self._last = text
         print(visible(text), file=self._stream, flush=True)
 
 

@@ -114,7 +114,7 @@ def read_rows(source: Source, check: RowCheck, max_line_bytes: int | None = None
         first = quarantined[0]
         raise ValueError(
             f"all {len(quarantined)} rows of {source.name} are broken; the first, line {first['line']}: "
-            f"{first['reason']}; fetch or copy the file again"
+            f"{first['reason']}; mend the rows, or fetch the file again"
         )
     return Rows(rows, quarantined=quarantined, copies=copies, file=source.name)
 

@@ -10,21 +10,31 @@ method is held to all of this a second time: a *case*, written "name key=value .
 
 import copy
 import inspect
+import os
 import re
+import sys
 from functools import cache
+from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
 from open_settings import open_settings
 from places import CONF
 
-from kvbench.config.methods import method_settings
+from kvbench.config import files
+from kvbench.config.methods import method_settings, read_method
 from kvbench.policy import EVICT, Budget, CompactPlan, DecodePlan, Policy, PrefillPlan
 from kvbench.rules import declared
 from kvbench.runs.parts import policy_class
 
 FOLDER = CONF / "method"
-METHODS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+# A folder of somebody's own, or a file, whose methods are held to these tests (`kvbench check`); else kvbench's own.
+CHECKED = os.environ.get("KVBENCH_CHECKED", "")
+if CHECKED:
+    _OWN = files.with_own_folders([Path(CHECKED)])
+    _OWN.__enter__()  # for as long as the tests run
+    sys.path += files.import_folders([Path(CHECKED)])
+METHODS = sorted(files.options("method", Path(os.path.realpath(CHECKED)) if CHECKED else CONF))
 SHAPES = ("mha", "gqa3", "gqa7")  # 1, 3 and 7 query heads per KV head
 
 # Values of fields, by name, at which nothing is lost. A `k8v4` becomes the model's own dtype.
@@ -35,7 +45,7 @@ LOSSLESS = {"budget": 1_000_000, "native": True, "alpha_l": 0.0} | dict.fromkeys
 
 def lines_of(name: str, word: str) -> list[str]:
     """What the lines `# word: ...` of a method's YAML say."""
-    return re.findall(rf"^# {word}: (.+)$", (FOLDER / f"{name}.yaml").read_text(), re.MULTILINE)
+    return re.findall(rf"^# {word}: (.+)$", files.path_of("method", name).read_text(), re.MULTILINE)
 
 
 def parsed(settings: str) -> dict:
@@ -84,7 +94,7 @@ def fields_of(case: str) -> set[str]:
 
 @cache
 def _fields_of(name: str) -> set[str]:
-    listed = OmegaConf.load(FOLDER / f"{name}.yaml")
+    listed = read_method(files.path_of("method", name))
     return set(declared(policy_class(listed["_target_"])))
 
 

@@ -18,7 +18,7 @@ from kvbench.results.measures import FIDELITY, SCORE
 from kvbench.runs.choices import make_method
 from kvbench.sizing.outline import outline
 from kvbench.sizing.project import Projection
-from kvbench.sizing.shapes import NamedShape
+from kvbench.sizing.shapes import NamedShape, presets
 from kvbench.sizing.stored import changed_settings, policy_of, tier_shares, usual_settings
 
 ADVISED, ELSEWHERE, OPEN, UNMEASURED = "advised", "other model", "cannot tell", "not measured"
@@ -32,6 +32,8 @@ MEANING = {  # the best first
     LOSES: "the whole interval is beyond the margin, whether it fits or not",
     UNSIZED: "its method is not for this model, or keeps what the text decides",
 }
+NEAR = 4  # a model, or a context, up to this many times as large as one that was measured is near it
+FEW = 4  # a measurement with fewer than one in so many of another's samples does not count beside it
 HERE, STUDY, BYTES = "yours", "study", "bytes"
 WHOSE = {  # the evidence of a row, the best first
     HERE: "your runs, under results_dir",
@@ -39,6 +41,7 @@ WHOSE = {  # the evidence of a row, the best first
     BYTES: "counted, and nothing measured",
 }
 # What is listed where nothing was measured by anybody.
+SHIPPED = ("fp8", "engine_format tier=q8_0")  # of serving engines, where nothing was measured near the model
 COUNTED = ("fp8", "int8", "int4", "kivi", "minikv", "snapkv", "pyramidkv", "h2o", "streaming_llm", "turboquant_4bit")
 
 
@@ -91,6 +94,18 @@ class Quality:
     unit: str
     study: str = ""
     """The folder of the repository's study that measured it; empty for others."""
+
+
+def counts(quality: Quality, asked: Asked) -> bool:
+    """Whether a measurement is evidence for a model and a context: the own model's, or that of one of nearly its size
+    on prompts of nearly the length."""
+    if quality.own:
+        return True
+    known = presets().get(quality.model)
+    mine, theirs = asked.shape.parameters, known.parameters if known else None
+    if mine is None or theirs is None or asked.context_tokens > NEAR * quality.longest_tokens:
+        return False
+    return max(mine, theirs) <= NEAR * min(mine, theirs)
 
 
 def _quality(row: ComparedRun, margin: float, **where: Any) -> Quality:
@@ -151,10 +166,12 @@ class Advice:
 
     @cached_property
     def worst(self) -> Quality | None:
-        """The task that counts: of those on the own model, where there is any, the one that leaves most loss open."""
-        level = lambda item: (not item.own, item.whose != HERE)  # noqa: E731
-        best = min(map(level, self.quality), default=None)
-        found = [item for item in self.quality if level(item) == best]
+        """The measurement that counts: on the own model, where there is any; of one task that with the most samples;
+        of tasks with as many samples, nearly, the one that leaves most loss open."""
+        best = any(item.own for item in self.quality)
+        found = [item for item in self.quality if item.own == best]
+        most = max((item.num_samples for item in found), default=0)
+        found = [item for item in found if FEW * item.num_samples >= most]
         return max(found, key=lambda item: (item.most is None, item.most or 0.0, item.lost), default=None)
 
     @property
@@ -234,6 +251,10 @@ def gather(
         for label, quality_there in _of_study(cfg, asked):
             _add(found, label, asked, speeds).quality.append(quality_there)
     nothing = not any(item.quality for item in found.values())
+    far = not any(counts(quality, asked) for item in found.values() for quality in item.quality)
+    for label in SHIPPED if far and not nothing else ():
+        if _wanted(cfg.methods, label.split()[0]):
+            _add(found, label, asked, speeds)
     for name in (FULL, *(COUNTED if nothing else ())):
         if not any(item.method == name for item in found.values()) and (name == FULL or _wanted(cfg.methods, name)):
             _add(found, name, asked, speeds)

@@ -1,7 +1,6 @@
 """The command `advise`: which method fits a card and loses no more than is accepted, by whose evidence, and which run
 would settle it."""
 
-import math
 import re
 import shlex
 from collections import Counter
@@ -17,7 +16,7 @@ from kvbench.config.settings import as_dict, read_config
 from kvbench.errors import check_whole
 from kvbench.evidence.load import RUNS, Group, load_groups
 from kvbench.evidence.settings import check_margin
-from kvbench.extensions.advise import shipped
+from kvbench.extensions.advise import recommend, shipped
 from kvbench.extensions.advise.advice import (
     ADVISED,
     ELSEWHERE,
@@ -28,17 +27,18 @@ from kvbench.extensions.advise.advice import (
     WHOSE,
     Advice,
     Asked,
+    Quality,
     Speed,
     gather,
 )
-from kvbench.extensions.advise.cards import REACHED, Card, find_card
+from kvbench.extensions.advise.cards import Card, find_card
 from kvbench.extensions.advise.engines import flags_of
 from kvbench.extensions.advise.printed import carried, show_printed, studies
 from kvbench.policy import MAX_TOKENS
 from kvbench.rules import Whole
 from kvbench.runs.config import read_bytes
 from kvbench.show import terminal
-from kvbench.show.progress import format_bytes, format_seconds, said_when_slow
+from kvbench.show.progress import format_bytes, said_when_slow
 from kvbench.show.terminal import NO_INTERVAL, number
 from kvbench.show.text import LINE_LENGTH, safe
 from kvbench.sizing.shapes import NamedShape, find_shape
@@ -46,7 +46,6 @@ from kvbench.sizing.shapes import NamedShape, find_shape
 FAR = 2  # a context this many times as long as the longest measured prompt is another question
 NAMED = 3  # methods that a command names
 BENCHES = ("throughput", "decode")  # what of `kvbench bench` measures tokens per second of a whole model
-RULER_TASKS, SAMPLES = 11, 200  # of the run that would settle it; as many samples as the repository's study has
 
 
 def main(cfg: DictConfig) -> int:
@@ -54,8 +53,9 @@ def main(cfg: DictConfig) -> int:
     card = None if cfg.gpu is None else find_card(cfg.gpu)
     asked, room = read_asked(cfg, card)
     most = None if cfg.rows is None else check_whole("rows", cfg.rows, 1)
-    if not isinstance(cfg.study, bool):
-        raise ValueError(f"study={cfg.study} must be true or false")
+    for name in ("study", "why"):
+        if not isinstance(cfg[name], bool):
+            raise ValueError(f"{name}={cfg[name]} must be true or false")
     comparing = OmegaConf.create(as_dict(cfg) | {"against": FULL, "at_bytes": None, "where": None})
     bench = Path(str(cfg.bench)) if cfg.bench is not None else Path(str(cfg.results_dir)) / "bench"
     speeds, notes = read_speeds(bench)
@@ -72,8 +72,19 @@ def main(cfg: DictConfig) -> int:
         name, made = asked.shape.name, asked.shape.context
         missing.append(f"{name} was made for {made} tokens; context={asked.context_tokens} is more.")
     metric, has_speeds = str(cfg.metric), bool(speeds)
-    show(ranked, asked, [*missing, *notes, *said], room, card, has_speeds=has_speeds, most=most, metric=metric)
-    show_printed(asked, metric)
+    if cfg.why:
+        show(ranked, asked, [*missing, *notes, *said], room, card, has_speeds=has_speeds, most=most, metric=metric)
+        show_printed(asked, metric)
+        print()
+    console = terminal.console(recommend.WIDTH)
+    for line in recommend.recommendation(ranked, asked, card):
+        console.print(Text(line), soft_wrap=True)
+    if asked.memory_bytes is not None and asked.memory_bytes < 0:
+        console.print(Text("The weights alone do not fit; weights=BYTES says what quantised ones take."))
+    if not cfg.why:
+        left = len(missing) + len(notes) + len(said)
+        others = f"why=true shows all {len(ranked)} methods, whose evidence there is, and {left} notes."
+        console.print(Text(others, style="dim"))
     return 0
 
 
@@ -213,7 +224,7 @@ def show(
         if memory < 0:
             console.print(Text("The weights alone do not fit; weights=BYTES says what quantised ones take."))
     known = [*summary(ranked, asked), *studies(ranked), *carried(ranked, asked, metric)]
-    for line in (*known, *settling(ranked, asked, card), *unknown(ranked, asked, has_speeds)):
+    for line in (*known, *unknown(ranked, asked, has_speeds)):
         console.print(Text(line), soft_wrap=line.startswith(" "))  # a command is copied
     for note in notes:
         console.print(Text(f"! {note}"), soft_wrap=True)
@@ -263,39 +274,16 @@ def summary(ranked: Sequence[Advice], asked: Asked) -> list[str]:
     ]
 
 
-def settling(ranked: Sequence[Advice], asked: Asked, card: Card | None) -> list[str]:
-    """Name the run that would settle the question for the most promising method that is not measured, and its time."""
-    first = next((one for one in ranked if one.says in (ELSEWHERE, OPEN, UNMEASURED) and one.method != FULL), None)
-    if first is None or any(one.says == ADVISED and one.method != FULL for one in ranked):
-        return []
-    wanted = (first.worst.needed if first.worst else None) or SAMPLES
-    items = math.ceil(wanted / RULER_TASKS)
-    lines = [f"The most promising is {safe(first.label)}. This run tells most, at {asked.context_tokens} tokens:"]
-    words = ["task=ruler", f"task.lengths=[{asked.context_tokens}]", f"task.items={items}", *_model_words(asked.shape)]
-    lines.append(_command(first, [*words, *(["model.device=cuda", "model.dtype=bfloat16"] if card else [])]))
-    lines += _flags(first, asked)
-    if card is None:
-        return [*lines, "How long that takes, gpu=NAME says of a card."]
-    count = items * RULER_TASKS
-    seconds = card.seconds(asked.shape, 2 * count, asked.context_tokens - asked.answer_tokens, asked.answer_tokens)
-    if seconds is not None:
-        lines.append(
-            f"It takes about {format_seconds(seconds)} on one {card.name}: {count} prompts, read for the method and "
-            f"for the full cache, at {100 * REACHED:.0f} % of the card's peak. That is computed, not measured."
-        )
-    return lines
-
-
 def unknown(ranked: Sequence[Advice], asked: Asked, has_speeds: bool) -> list[str]:
     """Name what is not known, and the commands that would find out."""
     methods, name = [item for item in ranked if item.method != FULL], asked.shape.name
-    lines, model = [], _model_words(asked.shape)
+    lines, model = [], recommend.model_words(asked.shape)
     if elsewhere := [item for item in methods if item.says in (ELSEWHERE, UNMEASURED)]:
         task = next((item.worst.task for item in elsewhere if item.worst), "longctx")
         lines.append(f"Not measured on {name}, so not advised: {_named(elsewhere)}. To find out:")
         lines += [_command(item, [*_task_words(task), *model]) for item in elsewhere[:NAMED]]
     # First the one that fewest more samples would settle.
-    undecided = [(item.worst, item) for item in methods if item.says == OPEN and item.worst]
+    undecided = [(one, item) for item in methods if item.says == OPEN and (one := item.worst) and _is_open(one, asked)]
     if undecided:
         undecided.sort(key=lambda pair: pair[0].needed or float("inf"))
         worst, first = undecided[0]
@@ -324,11 +312,9 @@ def unknown(ranked: Sequence[Advice], asked: Asked, has_speeds: bool) -> list[st
     return lines
 
 
-def _model_words(shape: NamedShape) -> list[str]:
-    """The words of a run that choose the model: one of kvbench's own, a file, a folder, or the page of a preset."""
-    if shape.name in files.options("model"):
-        return [f"model={shape.name}"]
-    return [f"model={'gguf' if shape.place.endswith('.gguf') else 'hf'}", f"model.path={shape.place}"]
+def _is_open(worst: Quality, asked: Asked) -> bool:
+    """Whether more samples may show that a method keeps to the margin: its estimate does, and so many can be had."""
+    return worst.lost <= asked.margin and (worst.needed or 0) <= recommend.MOST_SAMPLES
 
 
 def _task_words(task: str) -> list[str]:

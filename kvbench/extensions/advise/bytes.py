@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 from rich.table import Table
@@ -10,6 +11,7 @@ from rich.text import Text
 
 from kvbench.cache.layout import StoreOptions, compile_formats
 from kvbench.cache.offsets import KINDS
+from kvbench.cli.commands import compose_command
 from kvbench.config.files import FULL
 from kvbench.extensions.advise import along, shipped
 from kvbench.extensions.papers import published
@@ -38,6 +40,7 @@ PARTS = {
     "rest": ("slack_bytes", "table_bytes", "free_list_bytes", "book_bytes"),
 }
 BESIDE = {"windows": ("window_bytes",), "states": ("state_bytes",)}
+COLUMNS = ("method", "model", "tokens", "batch", "ratio", "fp16_bytes")  # of the CSV file, before the ledger's items
 PICTURES = ("png", "svg", "pdf")
 Row = tuple[str, int, Projection]  # what the row is, tokens of a sequence, its bytes
 
@@ -53,9 +56,38 @@ class Asked:
     store: StoreOptions = field(default_factory=StoreOptions)
 
 
+def frame_rows(words: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of the table for Python, by the names of the CSV file's columns; `words` as on the command line."""
+    cfg = compose_command("bytes", list(words))
+    rows, shape, *_ = _counted(cfg)
+    names = [*COLUMNS, *rows[0][2].items]
+    return [dict(zip(names, line, strict=True)) for line in _lines(rows, shape, cfg.batch)]
+
+
 def main(cfg: DictConfig) -> int:
     """Print the table."""
     kind = _kind_of_picture(cfg.picture, cfg.answer)
+    rows, shape, notes, asked, lengths = _counted(cfg)
+    console = terminal.console(100)
+    console.print(_table(rows, shape, cfg.batch))
+    for line in (*_notes(rows, shape, cfg.answer), *notes):
+        console.print(Text(line, style="dim"))
+    if cfg.out:
+        write_file(Path(cfg.out), _csv(rows, shape, cfg.batch))
+        terminal.print_paths([Path(cfg.out)], console)
+    if cfg.picture:
+        prompt = max(lengths) - cfg.answer
+        with said_when_slow(f"counting the bytes of {len(asked)} methods along an answer"):
+            sizes = shape.store_shape, prompt, cfg.answer
+            lines = [line for one in asked for line in along.lines_of(one.name, one.policy, *sizes, one.store)]
+        title = f"Cache of {shape.name}, counted, nothing was run"
+        write_file(Path(cfg.picture), along.render(lines, prompt, cfg.batch, title, kind))
+        terminal.print_paths([Path(cfg.picture)], console)
+    return 0
+
+
+def _counted(cfg: DictConfig) -> tuple[list[Row], NamedShape, list[str], list[Asked], list[int]]:
+    """Rows of a command's methods and lengths, its model, what must be known to read them, the methods, the lengths."""
     lengths = [int(x) for x in cfg.length] if isinstance(cfg.length, ListConfig) else [cfg.length]
     for length in lengths:
         Whole(1, MAX_TOKENS, unit="tokens").check("length", length)
@@ -78,22 +110,7 @@ def main(cfg: DictConfig) -> int:
             found, said = _of_method(one, shape, lengths, cfg.answer)
             rows += found
             notes += said
-    console = terminal.console(100)
-    console.print(_table(rows, shape, cfg.batch))
-    for line in (*_notes(rows, shape, cfg.answer), *notes):
-        console.print(Text(line, style="dim"))
-    if cfg.out:
-        write_file(Path(cfg.out), _csv(rows, shape, cfg.batch))
-        terminal.print_paths([Path(cfg.out)], console)
-    if cfg.picture:
-        prompt = max(lengths) - cfg.answer
-        with said_when_slow(f"counting the bytes of {len(asked)} methods along an answer"):
-            sizes = shape.store_shape, prompt, cfg.answer
-            lines = [line for one in asked for line in along.lines_of(one.name, one.policy, *sizes, one.store)]
-        title = f"Cache of {shape.name}, counted, nothing was run"
-        write_file(Path(cfg.picture), along.render(lines, prompt, cfg.batch, title, kind))
-        terminal.print_paths([Path(cfg.picture)], console)
-    return 0
+    return rows, shape, notes, asked, lengths
 
 
 def _kind_of_picture(path: str | None, answer: int) -> str:
@@ -248,7 +265,13 @@ def _notes(rows: Sequence[Row], shape: NamedShape, answer: int) -> list[str]:
 def _csv(rows: Sequence[Row], shape: NamedShape, batch: int) -> bytes:
     """Every item of every row, for all sequences together."""
     items = list(rows[0][2].items)
-    lines: list[list[Cell]] = [
+    return csv_bytes([*COLUMNS, *items], _lines(rows, shape, batch))
+
+
+def _lines(rows: Sequence[Row], shape: NamedShape, batch: int) -> list[list[Cell]]:
+    """Each row as the cells of `COLUMNS` and the items of the ledger."""
+    items = list(rows[0][2].items)
+    return [
         [
             name,
             shape.name,
@@ -260,4 +283,3 @@ def _csv(rows: Sequence[Row], shape: NamedShape, batch: int) -> bytes:
         ]
         for name, length, found in rows
     ]
-    return csv_bytes(["method", "model", "tokens", "batch", "ratio", "fp16_bytes", *items], lines)

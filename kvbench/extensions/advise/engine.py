@@ -5,7 +5,8 @@ import shlex
 from omegaconf import DictConfig
 from rich.text import Text
 
-from kvbench.extensions.advise.engines import engines, read_command
+from kvbench.extensions.advise.engines import read_command
+from kvbench.extensions.advise.saves import answer
 from kvbench.show import terminal
 from kvbench.show.text import safe
 
@@ -13,7 +14,8 @@ LONGEST = 2000  # of a command line that is shown
 
 
 def main(cfg: DictConfig) -> int:
-    """Print the setting that a command of an engine means, and run it where settings of a run are given."""
+    """Print the setting that a command of an engine means, what it saves and the loss that is known; run it where
+    settings of a run are given."""
     if not cfg.command:
         raise ValueError('give the command of an engine in quotes: kvbench engine "llama-server -ctk q8_0 -ctv q8_0"')
     found = read_command(str(cfg.command))
@@ -25,9 +27,12 @@ def main(cfg: DictConfig) -> int:
     words += own
     console = terminal.console(100)
     console.print(Text(safe(shlex.join(["kvbench", *words]), LONGEST)), soft_wrap=True)
-    for note in [*found.notes, f"The words of {found.engine}: {engines()[found.engine]['source']}"]:
+    for line in answer(words, found.context_tokens):
+        console.print(Text(safe(line, LONGEST)))
+    for note in found.notes:
         console.print(Text(safe(note, LONGEST), style="dim"), soft_wrap=True)
     if cfg.run is None:
+        console.print(Text('run="task=longctx limit=8" measures it on your model.', style="dim"))
         return 0
     from kvbench.cli.main import main as command
 

@@ -30,6 +30,8 @@ class Reading:
     engine: str
     words: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    context_tokens: int | None = None
+    """Most tokens of a sequence, where the command says so."""
 
 
 @cache
@@ -235,6 +237,8 @@ def _all(given: Mapping[str, list[str]], names: Sequence[str]) -> list[str]:
 def _read_model(found: Reading, known: Mapping[str, Any], given: Mapping[str, list[str]], words: Sequence[str]) -> None:
     """Words of the model, where the command names one."""
     flags = known["flags"]
+    if match := re.fullmatch(r"([0-9]{1,9})([kK]?)", _value(given, flags["context"])):
+        found.context_tokens = int(match[1]) * (1024 if match[2] else 1) or None
     path = _value(given, flags["model"])
     if not path and "serve" in words[1:2] and len(words) > 2 and not words[2].startswith("-"):
         path = words[2]

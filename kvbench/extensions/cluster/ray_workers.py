@@ -110,7 +110,7 @@ def carry_out(
     """
     size, prompts = check_whole("ray", cfg.ray, 1), check_whole("item_prompts", cfg.item_prompts, 1)
     if find_spec("ray") is None:
-        raise ValueError(f"ray={size} needs the package ray, which is not installed; pip install 'kvbench[ray]'")
+        raise ValueError(f"ray={size} needs the package ray, which is not installed; pip install -e '.[ray]'")
     check_writable(Path(cfg.results_dir), "results_dir")
     with on_ray(size, jobs) as crew:
         members = [crew.hire() for _ in range(size)]

@@ -79,7 +79,7 @@ def main(cfg: DictConfig, parts: Loaders | None = None) -> int:
 def _wanted(cfg: DictConfig) -> Wanted:
     """Check the settings of the command."""
     if find_spec("optuna") is None:
-        raise ValueError("search needs the package optuna, which is not installed; pip install 'kvbench[search]'")
+        raise ValueError("search needs the package optuna, which is not installed; pip install -e '.[search]'")
     for least, names in enumerate(("seed split_seed", "trials winners by_hand", "tuning_samples held_out_samples")):
         for name in names.split():
             check_whole(f"search.{name}", cfg[name], least)

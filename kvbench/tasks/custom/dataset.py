@@ -31,12 +31,21 @@ def read_file(file: str, metric: str, needs_context: bool, settings: Collection[
     unused: dict[str, None] = {}
 
     def check(row: Mapping[str, Any]) -> dict[str, Any]:
+        row = with_question(row)
         unused.update(dict.fromkeys(unused_fields(row, metric, settings)))
         return check_row(row, metric=metric, needs_context=needs_context)
 
     rows = read_rows(source, check, MAX_LINE_BYTES)
     rows.unused = list(unused)
     return rows
+
+
+def with_question(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row with `prompt` as its `question`, or as its `messages` where it is a list, unless it has one of them."""
+    if row.get("prompt") is None or row.get("question") is not None or row.get("messages") is not None:
+        return row
+    name = "messages" if isinstance(row["prompt"], list) else "question"
+    return {**{key: value for key, value in row.items() if key != "prompt"}, name: row["prompt"]}
 
 
 def unused_fields(row: Mapping[str, Any], metric: str, settings: Collection[str] = ()) -> list[str]:
@@ -83,10 +92,10 @@ def check_row(row: Mapping[str, Any], *, metric: str, needs_context: bool) -> di
     """Check the object of a line.
 
     Args:
-        row: `question` and, where there is one, `context`; or `messages`, each with `role` and `content`, the last of
-            the user. `answers`, a text or a list of texts. For the metric `choice`, `choices`, and `answers` is one of
-            them or its place from 0. `turns`, further questions with their answers, makes it a conversation. `subset`
-            and `id` may be there.
+        row: `question` (`with_question` takes a `prompt`) and, where there is one, `context`; or `messages`, each with
+            `role` and `content`, the last of the user. `answers`, a text or a list of texts. For the metric `choice`,
+            `choices`, and `answers` is one of them or its place from 0. `turns`, further questions with their answers,
+            makes it a conversation. `subset` and `id` may be there.
         metric: What the row is graded by.
         needs_context: The context is compressed before the question is seen.
     """

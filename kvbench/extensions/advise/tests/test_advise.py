@@ -24,7 +24,7 @@ from kvbench.sizing.project import project
 from kvbench.sizing.shapes import find_shape
 
 MODEL = "smollm2-135m"
-WORDS = ["advise", f"model={MODEL}", "context=1k", "batch=4", "margin=0.05", "resamples=500", "study=false"]
+WORDS = ["advise", f"model={MODEL}", "context=1k", "batch=4", "margin=0.05", "resamples=500", "study=false", "why=true"]
 
 
 def run(root, method, scores, **changes):
@@ -94,7 +94,7 @@ def test_what_was_measured_here_comes_first(results, capsys):
     ]
     assert f"Measured on {MODEL}, it fits and loses no more than the margin: snapkv (240 samples)." in said
     assert f"Not measured on {MODEL}, so not advised: int8" in said
-    assert "Too few samples to tell: tova; about " in said and "samples would tell (there are 16)" in said
+    assert "Too few samples to tell" not in said  # of tova: its estimate is beyond the margin
     assert "*" in rows["int8"] and "*" not in rows["snapkv"]
 
 
@@ -159,7 +159,7 @@ def test_missing_answers_are_as_bad_as_they_can_be(tmp_path, capsys):
     assert rows["int8"].endswith("cannot tell") and "so none is advised" in said
 
 
-ASKED = ["advise", "model=llama3.1-8b", "gpu=l4", "context=8k", "batch=16", "margin=0.05"]
+ASKED = ["advise", "model=llama3.1-8b", "gpu=l4", "context=8k", "batch=16", "margin=0.05", "why=true"]
 
 
 def test_without_a_run_others_evidence_answers_and_is_marked(tmp_path, monkeypatch, capsys):
@@ -175,8 +175,8 @@ def test_without_a_run_others_evidence_answers_and_is_marked(tmp_path, monkeypat
     assert "7.94 GB (24.0 GB of L4 less 16.1 GB of weights)" in said and "so none is advised" in said
     assert "No run of yours counts: results_dir=results is not a folder" in said
     assert "Printed by papers for Llama3.1-8B" in said and "DiffKV, Table 2" in said and "not measured here" in said
-    assert re.search(r"It takes about [0-9]+ (min|h) [0-9]+ (s|min) on one L4: 209 prompts", said)
-    command = next(line for line in out.splitlines() if line.startswith("  kvbench method=kivi") and "ruler" in line)
+    assert re.search(r"It takes about [0-9]+ (min|h) [0-9]+ (s|min) on one L4", said) and "with 209 questions" in said
+    command = next(line for line in out.splitlines() if line.startswith("  kvbench method=kivi") and "items" in line)
     cfg = compose(shlex.split(command)[1:])
     assert cfg.task.lengths == [8192] and cfg.model.path == "meta-llama/Llama-3.1-8B" and cfg.method.bits == 4
 
@@ -202,7 +202,7 @@ def test_what_nobody_measured_has_the_order_of_others_and_not_their_losses(tmp_p
     shipped.losses.cache_clear()
     said = {}
     for model in ("llama3-8b", mine["model"], MODEL):
-        words = ["context=1k", "margin=0.05", "methods=int4", f"results_dir={tmp_path}"]
+        words = ["context=1k", "margin=0.05", "methods=int4", "why=true", f"results_dir={tmp_path}"]
         assert main(["advise", f"model={model}", *words]) == 0
         said[model] = " ".join(capsys.readouterr().out.split())
     shipped.losses.cache_clear()
@@ -229,7 +229,7 @@ def test_a_package_without_the_study_counts_bytes(tmp_path, monkeypatch, capsys)
     """Where nothing was measured by anybody, methods stand with their bytes, and it is said where the study is."""
     monkeypatch.setattr(shipped, "study_folders", list)
     shipped.losses.cache_clear()
-    assert main([*WORDS[:-1], f"results_dir={tmp_path}"]) == 0
+    assert main([*WORDS[:-2], "why=true", f"results_dir={tmp_path}"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     shipped.losses.cache_clear()
     assert (
@@ -260,6 +260,54 @@ def test_a_folder_above_the_runs_is_named(results, capsys):
     assert f"Runs lie in results_dir={inner}." in said
 
 
+def recommended(capsys, root, *words):
+    """The lines of the answer without `why`, each of which fits 80 columns unless it is a command."""
+    assert main([*WORDS[:-1], f"results_dir={root}", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 25 and all(len(line) <= 80 for line in lines if not line.startswith("  "))
+    return lines, " ".join(" ".join(lines).split())
+
+
+def test_the_answer_is_one_recommendation(results, capsys):
+    """What is proven here: its bytes, what was measured, the risk with its bound, and no run that would settle it."""
+    lines, said = recommended(capsys, results)
+    assert "Recommended: snapkv." in said and "n=240 (your runs)" in said
+    assert re.search(r"Risk: no loss shown; at most [0-9.]+ points by 95 %", said)
+    assert not [line for line in lines if line.startswith("  kvbench")]
+
+
+def test_what_an_estimate_refutes_is_not_proposed(tmp_path, capsys):
+    """Eight samples that lose 50 points and prove nothing: neither that method nor more samples of it; the full cache
+    fits and is kept."""
+    scores = yes_no(0.9, {"a": 8})
+    run(tmp_path, "full", scores)
+    run(tmp_path, "snapkv", flips(scores, 4, 0))
+    lines, said = recommended(capsys, tmp_path)
+    assert "snapkv" not in said and "Keep the full cache" in said
+    assert not [line for line in lines if line.startswith("  kvbench")]
+
+
+def test_the_run_with_more_samples_counts(tmp_path, capsys):
+    """A quick try of 16 does not count beside 240 samples of another task."""
+    scores, few = yes_no(0.7, {"a": 120, "b": 120}), yes_no(0.7, {"a": 8, "b": 8})
+    for task, each, lost in (("longctx", scores, 1), ("short", few, 0)):
+        run(tmp_path, "full", each, task=task)
+        run(tmp_path, "int8", flips(each, lost, 1), task=task)
+    _, said = recommended(capsys, tmp_path)
+    assert "Recommended: int8." in said and "n=240" in said
+
+
+def test_a_small_model_is_no_evidence_for_a_large_one(results, capsys):
+    """Runs of 135M weights on 90 tokens are not shown for 8B at 8k; what to try first is in the words of engines, and
+    the run that would settle it can be given as it is, within the model's context."""
+    lines, said = recommended(capsys, results, "model=llama3-8b", "context=32k", "gpu=L40S")
+    assert "Risk: unknown." in said and "n=240" not in said and "snapkv" not in said
+    assert "In an engine:" in said and "was made for 8192 tokens" in said
+    (command,) = (line for line in lines if line.startswith("  kvbench"))
+    cfg = compose(shlex.split(command)[1:])
+    assert cfg.task.lengths == [8192] and re.search(r"It takes about .* on one L40S", said)
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [
@@ -274,6 +322,7 @@ def test_a_folder_above_the_runs_is_named(results, capsys):
         ("batch=0", "batch=0 must be a whole number of sequences"),
         ("answer=1024", "answer=1024 must be a whole number of tokens"),
         ("rows=0", "rows=0"),
+        ("why=maybe", "why=maybe must be true or false"),
         ("model=gpt5", "model=gpt5 does not exist"),
     ],
 )

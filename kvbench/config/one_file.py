@@ -1,0 +1,69 @@
+"""A method that is one Python file: `method=FILE.py` needs no YAML.
+
+The file is read and not imported, so that a command answers without torch.
+"""
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+
+SUFFIX = ".py"
+
+
+def is_method_file(name: object) -> bool:
+    """True for the path of a Python file."""
+    return isinstance(name, str | Path) and str(name).endswith(SUFFIX)
+
+
+def target_of(path: Path) -> str:
+    """The class of the method in a file, as `_target_` names it.
+
+    It is the dataclass that no other class of the file derives from.
+
+    Raises:
+        ValueError: The file cannot be read, or has none or several such classes.
+    """
+    return f"{path.stem}.{_class_of(path).name}"
+
+
+def summary_of(path: Path) -> str:
+    """The first line of the docstring of the method in a file."""
+    return (ast.get_docstring(_class_of(path)) or "").partition("\n")[0]
+
+
+def check_name(path: Path) -> None:
+    """Refuse a file whose name is that of another module, which Python would import in its place.
+
+    Raises:
+        ValueError: Its name is no identifier, or is taken.
+    """
+    if not path.stem.isidentifier():
+        raise ValueError(f"method={path}: {path.stem} is no name of a Python module; rename the file")
+    found = find_spec(path.stem)
+    if found is not None and (not found.origin or Path(found.origin).resolve() != path.resolve()):
+        raise ValueError(f"method={path}: Python has a module {path.stem} already, {found.origin}; rename the file")
+
+
+def _class_of(path: Path) -> ast.ClassDef:
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except OSError as error:
+        raise ValueError(f"method={path} cannot be read: {error.strerror}") from error
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise ValueError(f"method={path}{line} is no Python: {getattr(error, 'msg', error)}") from error
+    classes = [item for item in body if isinstance(item, ast.ClassDef) and item.bases]
+    bases = {ast.unparse(base) for item in classes for base in item.bases}
+    found = [item for item in classes if item.name not in bases and any(map(_is_dataclass, item.decorator_list))]
+    if len(found) != 1:
+        several = f"several: {', '.join(item.name for item in found)}" if found else "none"
+        raise ValueError(
+            f"method={path} must have one class `@dataclass(kw_only=True) class NAME(Policy)`, and has {several}; "
+            "keep one, or choose by a file method/NAME.yaml with `_target_: MODULE.CLASS` and --config-dir"
+        )
+    return found[0]
+
+
+def _is_dataclass(decorator: ast.expr) -> bool:
+    called = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return ast.unparse(called).rpartition(".")[2] == "dataclass"

@@ -1,0 +1,84 @@
+"""The bytes that an engine's flags save, and the loss that is known of them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvbench.config.compose import compose
+from kvbench.config.files import FULL
+from kvbench.extensions.advise import shipped
+from kvbench.extensions.advise.advice import Asked, Quality, counts
+from kvbench.results.measures import SCORE
+from kvbench.runs.choices import make_method
+from kvbench.runs.parts import make_policy
+from kvbench.show.progress import format_bytes
+from kvbench.show.terminal import number
+from kvbench.sizing.outline import outline
+from kvbench.sizing.shapes import HEADLINE, NamedShape, find_shape, presets
+
+ANSWER = 64  # tokens of the sequence that are written
+MOST_LOSSES = 3
+
+
+def answer(words: Sequence[str], context_tokens: int | None) -> list[str]:
+    """What a setting holds of the full cache, and what was measured of it, in lines of text.
+
+    Args:
+        words: The words of a run that the engine's command means.
+        context_tokens: Of one sequence, where the command says; else what the model was made for.
+    """
+    group = compose([word for word in words if word.startswith("method")]).method
+    policy = make_policy({name: value for name, value in group.items() if name != "scales"})
+    shape, whose = _shape(words)
+    tokens = context_tokens or shape.context or HEADLINE[1]
+    tokens = max(ANSWER + 1, tokens)
+    sizes = shape.store_shape, tokens - ANSWER, ANSWER
+    held = outline(policy, *sizes)
+    lines = []
+    if held is not None:
+        share = f"{100 * held.resident_bytes / held.fp16_bytes:.1f} %"
+        lines.append(
+            f"Bytes: {format_bytes(held.resident_bytes)} of the full cache's {format_bytes(held.fp16_bytes)} ({share}) "
+            f"for one sequence of {tokens} tokens on {shape.name}{whose}."
+        )
+    if group._target_ == compose([f"method={FULL}"]).method._target_:
+        return [*lines, "Loss: none; this is the full cache."]
+    found = [one for one in shipped.losses(SCORE.key) if repr(make_method(one.label)) == repr(policy)]
+    if not found:
+        lines.append("Loss: not measured by the repository's studies; run=... measures it, as below.")
+    asked = Asked(shape=shape, context_tokens=tokens, answer_tokens=ANSWER, batch=1, memory_bytes=None, margin=0.01)
+    for one in found[:MOST_LOSSES]:
+        difference, low, high = (
+            number(value, SCORE.scale, signed=True) for value in (one.difference, one.low, one.high)
+        )
+        near = "" if counts(_quality(one, asked), asked) else "; another model or length, so no evidence for yours"
+        lines.append(
+            f"Loss: {difference} {SCORE.unit} [{low}, {high}] on {one.task} with {one.model}, n={one.samples}{near}."
+        )
+    return lines
+
+
+def _quality(one: shipped.StudyLoss, asked: Asked) -> Quality:
+    return Quality(
+        task=one.task,
+        model=one.model,
+        whose="study",
+        own=one.model == asked.shape.name,
+        lost=-one.difference,
+        least=-one.high,
+        most=-one.low,
+        num_samples=one.samples,
+        needed=None,
+        longest_tokens=one.longest_tokens,
+        scale=SCORE.scale,
+        unit=SCORE.unit,
+    )
+
+
+def _shape(words: Sequence[str]) -> tuple[NamedShape, str]:
+    """The model of a command, where it is known or its files are there; else a usual one, and a word that says so."""
+    path = next((word.partition("=")[2] for word in words if word.startswith("model.path=")), "")
+    if known := next((shape for shape in presets().values() if path and shape.place.lower() == path.lower()), None):
+        return known, ""
+    if path and Path(path).expanduser().exists():
+        return find_shape(path), ""
+    return find_shape(HEADLINE[0]), (f" ({path} is not known here)" if path else " (the command names no model)")
