@@ -190,16 +190,25 @@ def run(
         ValueError: A setting is unknown or out of range, or data or weights are missing.
         RuntimeError: The method's source, or the task's, was changed after Python had imported it.
     """
-    apart = ("config_dir", "method_settings", "policy", "tokenizer")
-    given = {name: value for name, value in locals().items() if name not in apart} | method_settings
+    wanted = {
+        "method": method,
+        "task": task,
+        "model": model,
+        "protocol": protocol,
+        "limit": limit,
+        "results_dir": results_dir,
+        "resume": resume,
+        "settings": settings,
+        **method_settings,
+    }
     if policy is not None and method_settings:
         raise ValueError(f"{', '.join(method_settings)} cannot be set of a policy that was made already; give it there")
     if isinstance(model, str):
-        return _run([given], config_dir, policy=policy)[0]
+        return _run([wanted], config_dir, policy=policy)[0]
     if not hasattr(model, "state_dict"):
         raise ValueError(f"model is a {type(model).__name__}; give a name, a folder, a hub id, or a loaded model")
     with shared(model, tokenizer) as (group, loaders):
-        return _run([given | {"model": "hf"}], config_dir, policy=policy, model=group, loaders=loaders)[0]
+        return _run([wanted | {"model": "hf"}], config_dir, policy=policy, model=group, loaders=loaders)[0]
 
 
 def _run(
