@@ -76,7 +76,7 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
         composed[EACH] = {choice: part[group] for choice, part in parts.items()}
         return composed
     bare = listed.get(BARE, [])
-    places = [bare] if isinstance(bare, str) else list(bare)
+    places, named = [bare] if isinstance(bare, str) else list(bare), list[tuple[list[str], str]]()
     for word in list(arguments):
         key, has_value, value = word.partition("=")
         sentence = " " in word and key.partition(".")[0] not in {*listed, *files.GROUPS}  # a command of an engine
@@ -94,6 +94,10 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
             )
         elif word.lstrip("+~").startswith("_"):
             raise ValueError(f"{word}: names that begin with an underscore are not settings of {name}")
+        elif _names_freely(listed, key):  # a name of the user's own and any text, for which Hydra has no place
+            named.append((key.split(".", 1), value.strip("'\"")))
+            arguments = [other for other in arguments if other is not word]
+            continue
         elif key in listed and value[:1].isalpha() and re.search(" .*=|=.* ", value):
             pass  # words of settings, which Hydra's grammar has no place for
         # Hydra takes the name of a group for the group, also where a command has a plain setting of that name.
@@ -107,9 +111,17 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
         _check_keys(name, arguments)  # it knows the command's own settings, so its error is the plainer one
         raise
     composed.update(plain)
+    for (mapping, key), value in named:
+        composed[mapping] = {**composed[mapping], key: value}
     if each:
         composed[EACH] = {composed._choices_[each]: composed[each]}
     return composed
+
+
+def _names_freely(listed: DictConfig, key: str) -> bool:
+    """True for a key in a mapping that is empty in the command's file, as `labels.NAME`."""
+    mapping, dot, name = key.partition(".")
+    return bool(dot and name) and isinstance(listed.get(mapping), DictConfig) and not listed[mapping]
 
 
 def _check_keys(name: str, arguments: list[str]) -> None:

@@ -195,13 +195,16 @@ def frame(axes: "Axes", drawing: Drawing, most_ticks: int = 6) -> None:
     axes.step([*(xs[index] for index in front), right], steps, where="post", color=PALE, linewidth=2.2, zorder=1)
 
 
-def draw_point(axes: "Axes", drawing: Drawing, point: Point, colour: str, marker: str, size: float = 4.2) -> None:
-    """Draw a point with its whiskers; hollow where another one beats it beyond chance, ringed at the best estimates."""
+def draw_point(
+    axes: "Axes", drawing: Drawing, point: Point, colour: str, marker: str, size: float = 4.2, whiskers: bool = True
+) -> None:
+    """Draw a point: hollow where another one beats it beyond chance, ringed at the best estimates."""
     (x, y), where = drawing.at(point), drawing.standing.get(point.key)
-    pairs = zip((x, y), drawing.whiskers(point), strict=True)
-    across, along = ([[max(0.0, middle - low)], [max(0.0, high - middle)]] for middle, (low, high) in pairs)
-    whiskers: dict[str, Any] = {"fmt": "none", "ecolor": colour, "elinewidth": 0.7, "alpha": 0.45, "zorder": 2}
-    axes.errorbar(x, y, xerr=across, yerr=along, **whiskers)
+    if whiskers:
+        pairs = zip((x, y), drawing.whiskers(point), strict=True)
+        across, along = ([[max(0.0, middle - low)], [max(0.0, high - middle)]] for middle, (low, high) in pairs)
+        style: dict[str, Any] = {"fmt": "none", "ecolor": colour, "elinewidth": 0.7, "alpha": 0.45, "zorder": 2}
+        axes.errorbar(x, y, xerr=across, yerr=along, **style)
     axes.plot(
         x,
         y,

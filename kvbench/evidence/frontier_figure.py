@@ -1,4 +1,4 @@
-"""The pictures of a frontier: small panels by what the methods do, or one panel for a paper's column."""
+"""Pictures of a frontier: small panels by what the methods do; the choice between them and one panel."""
 
 import math
 import textwrap
@@ -22,8 +22,9 @@ from kvbench.evidence.drawing import (
     short_label,
 )
 from kvbench.evidence.frontier import Panel
+from kvbench.evidence.one_panel import MOST, Look, one_figure
 from kvbench.results.measures import RESIDENT
-from kvbench.show.picture import LINE_HEIGHT, NAMES_LEFT, drawn, method_style, width_in
+from kvbench.show.picture import NAMES_LEFT, drawn, method_style, width_in
 from kvbench.show.terminal import three_digits
 from kvbench.stats.paired import ALPHA
 
@@ -36,10 +37,6 @@ SHAPES = {"o": "circle", "s": "square", "^": "triangle", "D": "diamond"}
 WIDTH_IN = 7.2
 LEFT_IN, PANEL_IN, NAMES_IN, BETWEEN_IN, RIGHT_IN = 0.7, 1.95, 1.08, 0.4, 0.04
 FOOT_LINE_IN, FOOT_LENGTH = 0.125, 128  # height and characters of a line under the picture
-# Of the picture for a paper's column: its width, which is more where names are longer than `ONE_NAMES_IN`; axis words,
-# names, and what is between them and the panel; above and below the panel; its least height; characters of a line.
-ONE_WIDTH_IN, ONE_LEFT_IN, ONE_NAMES_IN, BESIDE_IN = 3.4, 0.68, 0.92, 0.12
-ONE_TOP_IN, ONE_BOTTOM_IN, LEAST_HEIGHT_IN, ONE_FOOT_LENGTH = 0.1, 0.4, 1.75, 62
 
 
 def _overview(axes: "Axes", drawing: Drawing, height_in: float) -> None:
@@ -154,49 +151,24 @@ def panels_figure(drawing: Drawing) -> "Figure":
     return made
 
 
-def one_figure(drawing: Drawing) -> "Figure":
-    """One panel as wide as a paper's column, names outside of it, and no more words than it needs."""
-    from matplotlib.figure import Figure
-
-    lines, words = lines_of(drawing.methods()), _one_words(drawing)
-    # As high as the names need, so that none covers another.
-    tall = max(LEAST_HEIGHT_IN, (len(lines) + 1) * LINE_HEIGHT * SIZE / 72)
-    foot = 0.06 + LINE_HEIGHT * (SIZE - 1) / 72 * len(words)
-    height = ONE_TOP_IN + tall + ONE_BOTTOM_IN + foot
-    width = (
-        ONE_WIDTH_IN - ONE_NAMES_IN + max([ONE_NAMES_IN, *(width_in(line.name, SIZE) + BESIDE_IN for line in lines)])
-    )
-    made = Figure(figsize=(width, height))
-    across = (ONE_WIDTH_IN - ONE_LEFT_IN - ONE_NAMES_IN) / width
-    axes = made.add_axes((ONE_LEFT_IN / width, (ONE_BOTTOM_IN + foot) / height, across, tall / height))
-    frame(axes, drawing)
-    ends = draw_lines(axes, drawing, lines, 3.6)
-    draw_names(axes, drawing, [*ends, *([(FULL, drawing.full, "black")] if drawing.full else [])], height)
-    axes.set_xlabel(f"{drawing.axis.title}, {drawing.axis.unit}", x=0.6)
-    axes.set_ylabel(f"{drawing.quality},\ndifference to the full cache" if drawing.is_difference else drawing.quality)
-    made.text(0.02, 0.03 / height, "\n".join(words), fontsize=SIZE - 1, color=INK, va="bottom", linespacing=1.3)
-    return made
+LAYOUTS = {"panels": lambda drawing, look: panels_figure(drawing), "one": one_figure}
 
 
-def _one_words(drawing: Drawing) -> list[str]:
-    """Words without which the picture cannot be read; a caption says the rest."""
-    panel, places = drawing.panel, set(drawing.standing.values())
-    words = [f"{panel.unfit}. {panel.title}, n = {panel.num_samples}; whiskers: 95 % intervals.".removeprefix(". ")]
-    if BEST in places:
-        words.append("Ringed: the best estimates.")
-    if DOMINATED in places:
-        words.append("Hollow: a cheaper run is better.")
-    if drawing.lacks_intervals:
-        words.append("Half-filled: NO interval could be computed.")
-    if panel.published and drawing.axis.name == RESIDENT.name:
-        words.append("Crosses: printed in papers, NOT measured here.")
-    return textwrap.wrap(" ".join(words), ONE_FOOT_LENGTH)
+def render(panel: Panel, axis: str, kind: str, layout: str | None = None, look: Look | None = None) -> bytes | None:
+    """Draw one group on one axis.
 
+    Args:
+        axis: Name of the cost.
+        kind: `png`, `svg` or `pdf`.
+        layout: One of `LAYOUTS`; None for one panel up to `MOST` settings, and several beyond.
+        look: Appearance.
 
-LAYOUTS = {"panels": panels_figure, "one": one_figure}
-
-
-def render(panel: Panel, axis: str, kind: str, layout: str = "panels") -> bytes | None:
-    """Draw one group on one axis, in one of `LAYOUTS`, as `png`, `svg` or `pdf`; None when no point has the cost."""
-    drawing = Drawing(panel, axis)
-    return drawn(lambda: LAYOUTS[layout](drawing), kind, STYLE, dpi=220) if drawing.points else None
+    Returns:
+        Content of the file; None where no point has the cost.
+    """
+    drawing, look = Drawing(panel, axis), look or Look()
+    if not drawing.points:
+        return None
+    style = STYLE | {"font.size": look.size} | ({"font.family": look.font} if look.font else {})
+    draw = LAYOUTS[layout or ("one" if len(drawing.points) <= MOST else "panels")]
+    return drawn(lambda: draw(drawing, look), kind, style, dpi=220)

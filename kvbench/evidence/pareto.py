@@ -7,11 +7,14 @@ from omegaconf import DictConfig
 from rich.text import Text
 
 from kvbench.config.extensions import hooks
+from kvbench.errors import unknown_name
 from kvbench.evidence import frontier_figure, multiples
 from kvbench.evidence.compare import ESTIMATORS
 from kvbench.evidence.dominance import MEANING, standing
 from kvbench.evidence.frontier import NO_EVIDENCE, Panel, Point, averages, build
 from kvbench.evidence.load import Group, patterns, sentences
+from kvbench.evidence.one_panel import WHISKERS, Look
+from kvbench.evidence.settings import POSITIVE
 from kvbench.evidence.settings import check as check_settings
 from kvbench.evidence.view import Figure, Found, Grid, Part, View, frame_of, notes
 from kvbench.results.measures import COSTS, SCORE
@@ -19,16 +22,28 @@ from kvbench.show.csv_file import Cell, csv_row
 from kvbench.show.terminal import NO_INTERVAL, number, span, three_digits
 
 KINDS = ("png", "svg", "pdf")
-PANELS = "panels"  # the layout of the report, and of pareto where nothing else is asked for
 QUALITIES = ("difference", "score")
 
 
 def check(cfg: DictConfig) -> None:
     """Check the settings of the picture; raises ValueError as `settings.check`."""
-    layouts: dict[str, Collection[str]] = {"layout": frontier_figure.LAYOUTS} if "layout" in cfg else {}
+    layouts: dict[str, Collection[str]] = {"layout": frontier_figure.LAYOUTS} if cfg.get("layout") is not None else {}
     if cfg.get("by") is not None:
         layouts["by"] = multiples.BY
     check_settings(cfg, lists={"axes": COSTS, "kinds": KINDS}, choices=layouts | {"quality": QUALITIES})
+    look = look_of(cfg)
+    if look.whiskers not in WHISKERS:
+        raise unknown_name("figure.whiskers", look.whiskers, WHISKERS)
+
+
+def look_of(cfg: DictConfig) -> Look:
+    """Appearance of the pictures, from `figure` and `labels`; raises ValueError for a value out of range."""
+    given = dict(cfg.get("figure") or {})
+    for name in ("width", "size"):
+        if given.get(name) is not None and not POSITIVE.fits(given[name]):
+            raise ValueError(f"figure.{name}={given[name]} is not a number above 0")
+    labels = {str(key): str(value) for key, value in (cfg.get("labels") or {}).items()}
+    return Look(**given, labels=labels)
 
 
 def panels_of(groups: Sequence[Group], cfg: DictConfig) -> list[Panel]:
@@ -125,12 +140,12 @@ def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
     for title, several in small.items():
         for axis in axes_of(several[0], cfg) if several else ():
             figures.append((title, f"_{axis}_by_{cfg.by}", partial(multiples.render, title, several, axis)))
-    layout = "" if cfg.layout == PANELS else f"_{cfg.layout}"
+    look = look_of(cfg)
     for panel in panels:
         for axis in axes_of(panel, cfg):
             parts += [Text(), *texts(panel, axis)]
-            draw = partial(frontier_figure.render, panel, axis, layout=cfg.layout)
-            figures.append((panel.title, f"_{axis}{layout}", draw))
+            draw = partial(frontier_figure.render, panel, axis, layout=cfg.layout, look=look)
+            figures.append((panel.title, f"_{axis}" + (f"_{cfg.layout}" if cfg.layout else ""), draw))
     words = [f"[a, b]: 95 % interval, {ESTIMATORS}", *(f"{name}: {text}" for name, text in MEANING.items())]
     parts.append(Text("\n" + ". ".join(words) + ".", style="dim"))
     every = [*panels, *(panel for several in small.values() for panel in several)]

@@ -19,11 +19,13 @@ from kvbench.evidence.dominance import best_so_far, standing
 from kvbench.evidence.drawing import STYLE, Drawing, lines_of, short_label, ticks
 from kvbench.evidence.frontier import averages
 from kvbench.evidence.load import load_groups
+from kvbench.evidence.one_panel import HUES, MOST, WHISKERS, Look
 from kvbench.evidence.pareto import panels_of, texts
 from kvbench.evidence.view import show
 from kvbench.show import terminal
 from kvbench.show.picture import METHODS, method_style, spread
 
+LOOK = Look()
 SCORES = yes_no(0.8, {"a": 40, "b": 40}, seed=1)
 
 
@@ -44,10 +46,10 @@ def places_of(panel):
     return {panel.find(key).label: place for key, place in standing(panel, "resident").items()}
 
 
-def figure_of(panel, layout="panels"):
+def figure_of(panel, layout="panels", look=LOOK):
     """The figure of a panel by resident bytes, drawn."""
     with rc_context(STYLE):
-        made = frontier_figure.LAYOUTS[layout](Drawing(panel, "resident"))
+        made = frontier_figure.LAYOUTS[layout](Drawing(panel, "resident"), look)
         FigureCanvasAgg(made).draw()
     return made
 
@@ -343,13 +345,17 @@ def test_no_name_is_cut_off_at_the_edge(tmp_path, kinds):
 
 
 def test_a_method_has_one_colour_in_every_picture(sweep):
-    """Whatever else is drawn, in one panel or many, and in the picture of a run."""
-    pictures = [figure_of(panel_of(sweep), layout) for layout in frontier_figure.LAYOUTS]
-    pictures.append(figure_of(panel_of(sweep, "methods=[dear]"), "one"))
-    for text in (text for made in pictures for axes in made.axes for text in axes.texts):
+    """In small panels every method has its colour, whatever else is drawn; in one panel every kind has."""
+    panel = panel_of(sweep)
+    for text in (text for axes in figure_of(panel).axes for text in axes.texts):
         method = text.get_text().split()[0]
         assert method == "full" or text.get_color() == method_style(method)[0]
-    assert "dear" in [text.get_text() for text in pictures[-1].axes[0].texts]
+    family = {point.method: point.family for point in panel.points}
+    names = [text for text in figure_of(panel, "one").axes[0].texts if text.get_text()]
+    assert len(names) == len(panel.points) and len(set(HUES.values())) == len(HUES)
+    for text in names:
+        method = text.get_text().split()[0]
+        assert method == "full" or text.get_color() == HUES[family[method]]
 
 
 def test_every_method_of_the_repository_looks_its_own_way():
@@ -376,17 +382,63 @@ def test_no_colour_is_twice_in_a_panel(tmp_path):
         assert len(set(colours)) == len(colours)
 
 
-def test_one_panel_fits_a_column(sweep):
-    """3.4 inches wide; every method's name is there once, outside the panel, and no text is cut or covers another."""
-    made = figure_of(panel_of(sweep), "one")
+@pytest.mark.parametrize("width", [None, 3.3], ids=["as it comes", "a column"])
+def test_one_panel_names_every_setting_at_its_point(sweep, width):
+    """No name covers another or is cut, whatever the width, also of points that coincide; the legend is one line."""
+    scores = flips(SCORES, 2, 1)
+    for method in ("twin_a", "twin_b"):
+        store(sweep, method, scores, ratio=0.45)
+    made = figure_of(panel_of(sweep), "one", Look(width=width))
     (axes,) = made.axes
-    assert made.get_figwidth() == pytest.approx(3.4)
-    assert sorted(text.get_text() for text in axes.texts) == ["close", "dear", "fp8", "full", "good"]
-    boxes, right = boxes_of(axes), axes.get_window_extent().x1
-    assert all(right <= box.x0 and box.x1 <= made.bbox.x1 for box in boxes) and not overlap(boxes)
-    for text in (axes.xaxis.label, axes.yaxis.label, *made.texts):
-        box = text.get_window_extent()
-        assert box.x0 >= 0 and box.x1 <= made.bbox.x1 and box.y0 >= -1
+    assert made.get_figwidth() == pytest.approx(width or 6.4)
+    names = {text.get_text(): Text.get_window_extent(text) for text in axes.texts if text.get_text()}
+    assert set(names) == {"close", "dear", "fp8", "full", "good 0.2", "good 0.4", "twin_a", "twin_b"}
+    for one, two in itertools.combinations(names.values(), 2):
+        across = min(one.x1, two.x1) - max(one.x0, two.x0)
+        assert across < 1 or min(one.y1, two.y1) - max(one.y0, two.y0) < 1
+    legend = axes.get_legend()
+    every = [*names.values(), axes.xaxis.label.get_window_extent(), axes.yaxis.label.get_window_extent()]
+    for box in (*every, *(text.get_window_extent() for text in made.texts), legend.get_window_extent()):
+        assert box.x0 >= 0 and box.x1 <= made.bbox.x1 + 1 and box.y0 >= -1 and box.y1 <= made.bbox.y1 + 1
+    if width is None:
+        heights = {round(text.get_window_extent().y0) for text in legend.get_texts()}
+        assert len(heights) == 1
+
+
+def test_names_sizes_and_whiskers_of_a_picture_are_settings(sweep, tmp_path, monkeypatch, capsys):
+    """Labels of methods and of settings, widths and whiskers reach the picture; what is out of range is named."""
+    seen = []
+    monkeypatch.setattr(frontier_figure, "render", lambda *args, **named: seen.append(named["look"]) or b"")
+    words = ["report", "view=pareto", f"results_dir={sweep}", f"out={tmp_path}", "kinds=[pdf]", "resamples=100"]
+    wanted = ["figure.width=3.3", "figure.size=8", "figure.whiskers=all", 'labels.good="Good (ours)"']
+    assert main([*words, *wanted]) == 0
+    assert (seen[0].width, seen[0].size, seen[0].whiskers) == (3.3, 8, "all")
+    assert seen[0].name("good budget=0.4") == "Good (ours) 0.4" and seen[0].name("dear") == "dear"
+    assert Look(labels={"good budget=0.4": "Ours"}).name("good budget=0.4") == "Ours"
+    for word, named in (("figure.width=0", "figure.width"), ("figure.whiskers=most", "figure.whiskers")):
+        assert main([*words, word]) == 2
+        assert named in capsys.readouterr().err
+    bars = {kind: len(figure_of(panel_of(sweep), "one", Look(whiskers=kind)).axes[0].collections) for kind in WHISKERS}
+    assert bars["none"] == 0 < bars["frontier"] < bars["all"]
+
+
+def test_many_settings_have_small_panels(tmp_path, monkeypatch):
+    """Up to `MOST` runs stand in one panel, and more in small ones; the setting chooses otherwise."""
+    few = {"a": [1] * 6, "b": [1] * 8}
+    for index in range(MOST + 1):
+        store(tmp_path, f"method_{index}", flips(few, 1, 0), ratio=0.3 + index / 100)
+    many, less = panel_of(tmp_path), panel_of(tmp_path, "methods=[method_1*]")
+    drawn = []
+    for name, draw in dict(frontier_figure.LAYOUTS).items():
+
+        def noted(drawing, look, name=name, draw=draw):
+            drawn.append(name)
+            return draw(drawing, look)
+
+        monkeypatch.setitem(frontier_figure.LAYOUTS, name, noted)
+    for panel, layout in ((many, None), (less, None), (many, "one"), (less, "panels")):
+        assert frontier_figure.render(panel, "resident", "png", layout)
+    assert drawn == ["panels", "one", "one", "panels"]
 
 
 def test_a_few_runs_have_one_panel_that_names_all(sweep):

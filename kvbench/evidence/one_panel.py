@@ -1,0 +1,145 @@
+"""Frontier of one group in a single panel: every setting by name at its point, one hue per kind of method."""
+
+import math
+import textwrap
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvbench.config.files import FULL
+from kvbench.evidence.dominance import BEST, DOMINATED, NEAR
+from kvbench.evidence.drawing import INK, PALE, Drawing, End, draw_point, frame, lines_of, short_label
+from kvbench.show.picture import BLUE, LINE_HEIGHT, PURPLE, TEAL, VERMILION, method_style, width_in
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+MOST = 20  # settings whose names stand in one panel
+HUES = {"evicts": VERMILION, "quantises": BLUE, "quantises and evicts": PURPLE, "16 bits, keeps all": TEAL}
+WHISKERS = ("frontier", "all", "none")
+WIDTH_IN, ASPECT, LEAST_IN = 6.4, 0.6, 2.6  # width by default; height over width; least height
+ROOM = 1.15  # for names right of the dearest point: a factor of the axis' end
+TURNS = 400  # of the search for free space: a limit in seconds would give other pictures on other machines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """Appearance of a picture.
+
+    Args:
+        width: Inches; None for the layout's.
+        font: Family of fonts; None for DejaVu Sans.
+        size: Size of text, points.
+        labels: Method or setting -> its name in the picture.
+        whiskers: Which points have theirs, one of `WHISKERS`.
+    """
+
+    width: float | None = None
+    font: str | None = None
+    size: float = 7.0
+    labels: "Mapping[str, str]" = field(default_factory=dict)
+    whiskers: str = "frontier"
+
+    def name(self, label: str) -> str:
+        """Name of a point in the picture, by its label in tables."""
+        method, _, rest = short_label(label).partition(" ")
+        return str(self.labels.get(label) or " ".join(filter(None, [str(self.labels.get(method, method)), rest])))
+
+
+def one_figure(drawing: Drawing, look: Look) -> "Figure":
+    """One panel with the names at their points.
+
+    Names are moved apart by adjustText; a thin line ties a name that stands away from its point.
+    """
+    from matplotlib.figure import Figure
+
+    width, line_in = look.width or WIDTH_IN, LINE_HEIGHT * look.size / 72
+    keys = _legend(drawing)
+    wide = max(width_in(key.get_label(), look.size) for key in keys) + 4 * look.size / 72 if keys else width
+    columns = max(1, min(len(keys), int(width / wide))) if width < WIDTH_IN else len(keys)
+    title = _wrapped(_title(drawing), 0.97 * width, look.size + 1)
+    quality = f"{drawing.quality}, difference to full" if drawing.is_difference else drawing.quality
+    side = _wrapped(quality, LEAST_IN, look.size)
+    above = line_in * (1.3 * len(title) + math.ceil(len(keys) / max(1, columns)) + 0.4)
+    left, below = 0.36 + line_in * len(side), 0.16 + 2 * line_in
+    height = above + below + max(LEAST_IN, ASPECT * width - above - below)
+    figure = Figure(figsize=(width, height))
+    where = (left / width, below / height, 1 - (left + 0.08) / width, 1 - (above + below) / height)
+    axes = figure.add_axes(where)
+    frame(axes, drawing)
+    axes.set_xlim(right=axes.get_xlim()[1] * ROOM)
+    ends = _draw(axes, drawing, look)
+    axes.set_xlabel(f"{drawing.axis.title}, {drawing.axis.unit}")
+    axes.set_ylabel("\n".join(side))
+    figure.text(0.01, 1 - 0.04 / height, "\n".join(title), fontsize=look.size + 1, va="top", linespacing=1.2)
+    corner: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "frameon": False, "borderpad": 0.1}
+    axes.legend(handles=keys, ncols=columns, columnspacing=0.9, handletextpad=0.2, labelspacing=0.2, **corner)
+    _place_names(axes, drawing, ends, look)
+    return figure
+
+
+def _draw(axes: "Axes", drawing: Drawing, look: Look) -> list[End]:
+    """Draw the lines and points; gives each point's name and colour."""
+    ends = [("full", drawing.full, "black")] if drawing.full else []
+    for line in lines_of(drawing.methods()):
+        colour, marker = HUES.get(line.points[0].family, INK), method_style(line.method)[1]
+        xs, ys = zip(*map(drawing.at, line.points), strict=True)
+        axes.plot(xs, ys, color=colour, linewidth=0.7, alpha=0.5, linestyle=line.style, zorder=3)
+        for point in line.points:
+            on_frontier = drawing.standing.get(point.key) in (BEST, NEAR)
+            whole = look.whiskers == "all" or (look.whiskers == "frontier" and on_frontier)
+            draw_point(axes, drawing, point, colour, marker, 4.2, whiskers=whole)
+            ends.append((look.name(point.label), point, colour))
+        for x, y in drawing.printed(line.method):
+            axes.plot(x, y, "+", color=colour, markersize=5, markeredgewidth=0.8, alpha=0.9, zorder=2)
+    return ends
+
+
+def _title(drawing: Drawing) -> str:
+    panel = drawing.panel
+    return f"{panel.title}, n = {panel.num_samples}" + (f"; {panel.unfit}" if panel.unfit else "")
+
+
+def _wrapped(text: str, width: float, size: float) -> list[str]:
+    """Lines of a text that are no wider than so many inches."""
+    return textwrap.wrap(text, max(12, int(len(text) * width / max(width, width_in(text, size)))))
+
+
+def _legend(drawing: Drawing) -> "list[Line2D]":
+    """Handles of the legend: the kinds by colour, and what marks mean."""
+    from matplotlib.lines import Line2D
+
+    kinds = dict.fromkeys(point.family for point in drawing.points if point.method != FULL)
+    point: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 4}
+    handles = [Line2D([], [], color=HUES.get(kind, INK), label=kind, **point) for kind in kinds]
+    if DOMINATED in drawing.standing.values():
+        hollow = {"color": INK, "markerfacecolor": "white", "label": "a cheaper one is better"}
+        handles.append(Line2D([], [], **(point | hollow)))
+    if not drawing.panel.unfit:
+        handles.append(Line2D([], [], color=PALE, linewidth=2.2, label="best estimates"))
+    if any(map(drawing.printed, drawing.methods())):
+        handles.append(Line2D([], [], **(point | {"marker": "+", "color": INK, "label": "printed, NOT measured"})))
+    return handles
+
+
+def _place_names(axes: "Axes", drawing: Drawing, ends: list[End], look: Look) -> None:
+    """Write the names beside their points, none over another."""
+    from adjustText import adjust_text
+    from matplotlib.patheffects import withStroke
+
+    halo = [withStroke(linewidth=1.8, foreground="white")]
+    places = [drawing.at(point) for _, point, _ in ends]
+    pixels, line = axes.transData.transform(places), LINE_HEIGHT * look.size / 72 * axes.figure.dpi
+    texts = []
+    for number, (name, _, colour) in enumerate(ends):
+        # Names of points that cover one another begin on lines of their own: adjustText parts none that coincide.
+        near = sum(abs(pixels[number] - other).max() < line / 2 for other in pixels[:number])
+        x, y = axes.transData.inverted().transform(pixels[number] + (0, line * near))
+        texts.append(axes.text(x, y, name, fontsize=look.size, color=colour, zorder=3.5, path_effects=halo))
+    xs, ys = zip(*places, strict=True)
+    tie: dict[str, Any] = {"arrowstyle": "-", "color": INK, "linewidth": 0.4, "alpha": 0.7}
+    where: dict[str, Any] = {"x": xs, "y": ys, "target_x": xs, "target_y": ys, "ax": axes}
+    adjust_text(texts, **where, iter_lim=TURNS, expand=(1.2, 1.35), arrowprops=tie)
