@@ -87,9 +87,8 @@ class KVCompress(kv.Policy):
         self._over = OverBudget(budget=self._budget, block=self.block, floor_tokens=self.floor_tokens)
         self.compaction = self._over if self._is_continual else None
         if self.continual == "pages":
-            if self._budget.of_seen:
-                why = "a share of all tokens seen is kept to at every step; give a ratio or tokens, or continual=true"
-                raise ValueError(f"budget={self.budget} with continual=pages: {why}")
+            if self._budget.of_seen:  # which is kept to at every step
+                raise ValueError(f"budget={self.budget} with continual=pages; give a ratio, tokens or continual=true")
             self.compaction = replace(self._over, when_full="continual=pages")
         self.budget_step = self.block
         self.fewest_tokens = kv.num_blocks(max(self._protected, self.floor_tokens), self.block) * self.block
