@@ -1,7 +1,7 @@
 """kvbench: compares KV-cache compression methods on real pages.
 
 From Python: `run` and `sweep` make and store results, `load`, `table` and `compare` read them, `bytes` counts what a
-method would hold, `methods` lists the methods, `generate` and `compress` put a model over a
+method would hold, `list_methods` names the methods, `generate` and `compress` put a model over a
 compressed cache, and `load_model` and `Runner` are the parts for a loop of one's own. See docs/python.md.
 """
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvbench.api.generate import Generation, generate
     from kvbench.api.load import load
     from kvbench.api.run import Result, Results, release, run, sweep
-    from kvbench.api.stored import bytes, compare, methods, table
+    from kvbench.api.stored import bytes, compare, list_methods, table
     from kvbench.engine.runner import Runner
     from kvbench.models.load import load_model
 
@@ -31,8 +31,8 @@ __all__ = [
     "compress",
     "generate",
     "load",
+    "list_methods",
     "load_model",
-    "methods",
     "release",
     "run",
     "sweep",
@@ -45,7 +45,7 @@ _MODULES = {
     "kvbench.api.generate": ("Generation", "generate"),
     "kvbench.api.load": ("load",),
     "kvbench.api.run": ("Result", "Results", "release", "run", "sweep"),
-    "kvbench.api.stored": ("bytes", "compare", "methods", "table"),
+    "kvbench.api.stored": ("bytes", "compare", "list_methods", "table"),
     "kvbench.engine.runner": ("Runner",),
     "kvbench.models.load": ("load_model",),
 }

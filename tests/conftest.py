@@ -88,8 +88,8 @@ def processor_s() -> float:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Collects what the tests of all processes took."""
-    if report.when == "call":
-        spent, wall, limit = dict(report.user_properties)["taken"]
+    if report.when == "call" and (taken := dict(report.user_properties).get("taken")):  # none of a process that ended
+        spent, wall, limit = taken
         TAKEN.append((spent, wall, report.nodeid, limit))
 
 

@@ -195,9 +195,7 @@ def make_parts(
         engine: Settings of the engine.
     """
 
-    def make_engine(cfg, model, policy, prompts=None):
-        if prompts is not None:  # of a method that is tried before its run
-            return FakeEngine(cfg, policy)
+    def make_engine(cfg, model, policy):
         made = FakeEngine(cfg, policy, **engine)
         made.group = None if model.rows_are_alone else made.group
         if engines is not None:
@@ -223,6 +221,7 @@ def make_parts(
         check_task=lambda config: None,
         check_fit=lambda config, policy: None,
         check_chat=lambda config: None,
+        try_out=lambda experiment, say: None,
     )
 
 

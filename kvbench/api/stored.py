@@ -1,4 +1,4 @@
-"""The answers of commands that run nothing, as data: `compare`, `table`, `bytes` and `methods`."""
+"""The answers of commands that run nothing, as data: `compare`, `table`, `bytes` and `list_methods`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -81,7 +81,7 @@ def bytes(method: str = "full", *, model: str = "llama3-8b", length: int = 32768
     return pd.DataFrame(counting([f"method={method}", *words_of({"model": model, "length": length, **settings})]))
 
 
-def methods() -> dict[str, str]:
+def list_methods() -> dict[str, str]:
     """List the methods by name, with what each one does in a sentence."""
     return files.options("method")
 

@@ -20,7 +20,7 @@ GLOSSARY = {
     "points": "percentage points of a score: from 75 % to 70 % is a loss of 5 points.",
     "embedded": "the embedded model is SmolLM2-135M-Instruct, which is fetched from the package index.",
     "hash": "names a run: SHA-256 over everything that can change an answer. The same settings are the same run.",
-    "seal": "a checksum on each line of samples.jsonl, so that a changed or half-written line does not count.",
+    "seal": "a checksum on each line of samples.jsonl, so that a changed or half a line does not count.",
 }
 
 

@@ -3,6 +3,7 @@
 import math
 import textwrap
 from dataclasses import dataclass, field
+from logging import ERROR, getLogger
 from typing import TYPE_CHECKING, Any
 
 from kvbench.config.files import FULL
@@ -130,6 +131,7 @@ def _place_names(axes: "Axes", drawing: Drawing, ends: list[End], look: Look) ->
     from adjustText import adjust_text
     from matplotlib.patheffects import withStroke
 
+    getLogger("adjustText").setLevel(ERROR)  # it warns of names that are wider than the panel, which nobody can mend
     halo = [withStroke(linewidth=1.8, foreground="white")]
     places = [drawing.at(point) for _, point, _ in ends]
     pixels, line = axes.transData.transform(places), LINE_HEIGHT * look.size / 72 * axes.figure.dpi
@@ -138,7 +140,9 @@ def _place_names(axes: "Axes", drawing: Drawing, ends: list[End], look: Look) ->
         # Names of points that cover one another begin on lines of their own: adjustText parts none that coincide.
         near = sum(abs(pixels[number] - other).max() < line / 2 for other in pixels[:number])
         x, y = axes.transData.inverted().transform(pixels[number] + (0, line * near))
-        texts.append(axes.text(x, y, name, fontsize=look.size, color=colour, zorder=3.5, path_effects=halo))
+        texts.append(
+            axes.text(x, y, name, fontsize=look.size, color=colour, zorder=3.5, path_effects=halo, parse_math=False)
+        )
     xs, ys = zip(*places, strict=True)
     tie: dict[str, Any] = {"arrowstyle": "-", "color": INK, "linewidth": 0.4, "alpha": 0.7}
     where: dict[str, Any] = {"x": xs, "y": ys, "target_x": xs, "target_y": ys, "ax": axes}

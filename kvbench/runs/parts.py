@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvbench.models.load import LoadedModel
     from kvbench.policy import Policy
     from kvbench.runs.config import RunConfig
+    from kvbench.runs.experiment import Experiment
     from kvbench.tasks.taskset import TaskSet
 
 
@@ -163,6 +164,12 @@ class Loaders:
             shape = check_fit(outline, policy, config.store, config.prefill.chunk)
             check_sizes(policy, max_tokens=outline.max_tokens, num_layers=shape.num_layers)
             check_pass(outline.model, small_store(policy, shape, config.store))
+
+    def try_out(self, experiment: "Experiment", say: Callable[[str], None]) -> None:
+        """Run a method of the user's own on one short prompt; raises what `tryout.try_out` raises."""
+        from kvbench.runs.tryout import try_out
+
+        try_out(experiment, self.make_engine, say)
 
     def take_model(self, group: Mapping[str, Any], model: "LoadedModel") -> None:
         """Take a model that was loaded elsewhere as the one of a model group."""

@@ -27,7 +27,6 @@ from kvbench.runs.experiment import Experiment, keys_of, prepare
 from kvbench.runs.parts import Loaders
 from kvbench.runs.portions import compute_portion
 from kvbench.runs.sessions import Origin, describe, other_machine, says_what_ended_it, session_of
-from kvbench.runs.tryout import try_out
 from kvbench.show.progress import Progress, note
 
 if TYPE_CHECKING:
@@ -353,7 +352,7 @@ def plan(
             f"task={experiment.task.name} asks for no answer, and {given} leaves nothing to force either; set "
             "fidelity.on=gold fidelity.max_tokens=null"
         )
-    try_out(experiment, parts, say)
+    parts.try_out(experiment, say)
     for what, rows in (("set aside", experiment.task.quarantined), ("counted again", experiment.task.copies)):
         for row in rows[:5]:
             say(f"{what}: {row['file']}:{row['line']}: {row['reason']}")

@@ -2,21 +2,28 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.requests import Outcome, Request
 from kvbench.errors import BrokenRule
 from kvbench.results.record import RunRecord
 from kvbench.runs.experiment import Experiment
-from kvbench.runs.parts import Loaders
 from kvbench.runs.verdict import complaint
+
+if TYPE_CHECKING:
+    from kvbench.engine.engine import Engine
 
 MOST_TOKENS = 512  # of the prompt; a longer one loses its beginning
 NEW_TOKENS = 4
 
 
-def try_out(experiment: Experiment, parts: Loaders, say: Callable[[str], None]) -> None:
+def try_out(experiment: Experiment, make_engine: "Callable[..., Engine]", say: Callable[[str], None]) -> None:
     """Run a method that is none of kvbench's on one short prompt of the task, where it has a run to make.
+
+    Args:
+        make_engine: Takes the configuration, the model and the policy, and `prompts`.
+        say: Takes a line of text.
 
     Raises:
         BrokenRule: Its numbers are not finite, or it keeps more or less than it declares.
@@ -27,7 +34,7 @@ def try_out(experiment: Experiment, parts: Loaders, say: Callable[[str], None]) 
         return
     shortest = min(experiment.task.requests, key=lambda request: request.num_prompt_tokens)
     cut, request = shortest.num_prompt_tokens > MOST_TOKENS, _short(shortest)
-    engine = parts.make_engine(experiment.config, experiment.model, experiment.policy, prompts=PromptCache())
+    engine = make_engine(experiment.config, experiment.model, experiment.policy, prompts=PromptCache())
     outcomes: list[Outcome] = []
     engine.run([request], on_outcome=outcomes.append)
     for outcome in outcomes:

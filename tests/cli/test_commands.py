@@ -72,12 +72,12 @@ def test_every_command_names_a_function():
 
 
 def test_a_command_of_an_engine_is_said_and_run(tmp_path, capsys):
-    """The setting and its source are printed; with words of a run it runs, and those words win."""
+    """The setting, its bytes and its known loss are printed; with words of a run it runs, and those words win."""
     command = "llama-server --model=model.gguf -ctk q8_0 -ctv q4_0 -fa on"
     assert main(["engine", command]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "kvbench method=engine_format method.tier=q8_0-q4_0 model=gguf model.path=model.gguf"
-    assert "llama.cpp" in said[1] and "https://" in said[1]
+    assert said[1].startswith("Bytes: ") and "%" in said[1]
     words = f"task=longctx task.items=1 limit=1 model=random model.preset=tiny results_dir={tmp_path}"
     assert main(["engine", command, f"run={words}"]) == 0
     assert list(tmp_path.glob("longctx/*/engine_format/*/run.json"))

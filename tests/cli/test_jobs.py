@@ -195,7 +195,7 @@ def test_status(fakes, capsys):
     capsys.readouterr()
     assert main(["status"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("results: 2 runs: 2 done\n")
+    assert "\nresults: 2 runs: 2 done\n" in out
     assert "4 jobs: 2 done, 2 failed" in out
     assert "failed   job 2 snapkv ratio=1.5: method.ratio=1.5 is outside (0, 1]" in " ".join(out.split()).replace(
         "failed job", "failed   job"
