@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.api.given import method_of, shared
 from kvbench.api.load import run_row, sample_row
-from kvbench.config import files
+from kvbench.config import calibrated, files
 from kvbench.config.code import check_unchanged
 from kvbench.config.compose import compose, for_their_methods, words_of
 from kvbench.config.files import FULL
@@ -240,6 +240,7 @@ def _run(
             note(sentence)
         for words in wanted:
             cfg, name = compose(words), words[0].removeprefix("method=")
+            calibrated.resolve(cfg, words)
             if policy is not None:
                 name, cfg.method = method_of(policy)
             if model is not None:

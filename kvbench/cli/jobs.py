@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from kvbench.cli import endings, gpus
 from kvbench.cli.endings import EXIT_FAILED, report
 from kvbench.cli.words import config_dir_flags
-from kvbench.config import files
+from kvbench.config import calibrated, files
 from kvbench.errors import NotForModel, what_happened
 from kvbench.results.record import RunRecord
 from kvbench.results.sweep import JobRecord, Sweep
@@ -96,11 +96,13 @@ class Jobs:
         """One experiment; called by Hydra."""
         from hydra.core.hydra_config import HydraConfig
 
+        settings = HydraConfig.get()
+        words = list(settings.overrides.task)
+        calibrated.resolve(cfg, words)
         if self.sweep is None:
             self.codes.append(self._single(cfg))
             return
-        settings = HydraConfig.get()
-        number, words = settings.job.num + 1, list(settings.overrides.task)
+        number = settings.job.num + 1
         job = _Job(number, cfg, self.labels[number - 1] if self.labels else " ".join(words), *self._origin())
         if self.waits:
             self.waiting.append(job)

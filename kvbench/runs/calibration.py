@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.config import files
+from kvbench.config.calibrated import AUTO, KEY, shipped
 from kvbench.config.code import hash_files
 from kvbench.config.files import BY_LAYER
 from kvbench.config.settings import as_dict, read_data
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from kvbench.policy import Policy
 
 SCHEMA_VERSION = 1
-KEY = "calibration"  # the setting method.calibration
-FOLDER = "calibration"  # files that come with kvbench lie in conf/calibration/
 NEEDED = ("target", "method", "settings", "replaces", "base", "model", "code", "confirmed")
 
 
@@ -40,11 +38,6 @@ class Calibration:
     def settings(self) -> dict[str, Any]:
         """Setting of the method -> calibrated value."""
         return self.content["settings"]
-
-
-def shipped() -> dict[str, Path]:
-    """The files that come with kvbench, by name."""
-    return {path.stem: path for path in sorted((files.conf_folder() / FOLDER).glob("*.yaml"))}
 
 
 def load(where: str) -> Calibration:
@@ -106,7 +99,7 @@ def apply(method: Mapping[str, Any]) -> tuple[dict[str, Any], Calibration | None
     """
     changed = as_dict(method)
     where = changed.get(KEY)
-    if where is None:
+    if where is None or where == AUTO:  # which whoever composes a run resolves
         return changed, None
     found, asked = load(str(where)), f"method.calibration={where}"
     if found.content["target"] != changed["_target_"]:
@@ -120,6 +113,24 @@ def apply(method: Mapping[str, Any]) -> tuple[dict[str, Any], Calibration | None
             )
         changed[name] = value
     return changed, found
+
+
+def said(found: Calibration) -> str:
+    """The settings that a file gives a run, in a line."""
+    values = " ".join(f"{name}={value}" for name, value in found.settings.items())
+    return f"{found.content['method']}: {values}, calibrated for {found.content['model']['name']} ({found.path.name})"
+
+
+def lacks(method: Mapping[str, Any], model: str) -> str:
+    """Say that a method has the settings of its paper where files exist for other models; empty where it needs none."""
+    for path in shipped().values():
+        content = read_data(path, str(path))
+        replaced = content["replaces"]
+        if content["target"] == method.get("_target_") and all(method.get(key) == replaced[key] for key in replaced):
+            values = " ".join(f"{name}={value}" for name, value in replaced.items())
+            remedy = f"kvbench calibrate method={content['method']} model={model}"
+            return f"{content['method']}: {values}, its paper's for another model; `{remedy}` finds this one's"
+    return ""
 
 
 def notes(method: Mapping[str, Any], model: "LoadedModel", policy: "Policy") -> list[str]:

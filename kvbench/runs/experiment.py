@@ -159,9 +159,12 @@ def load_method(
     parts.check_chat(config)
     model = parts.load_model(config.model)
     if found is not None:
+        say(calibration.said(found))
         for remark in calibration.notes(config.method, model, policy):
             say(remark)
         config, policy = config.with_method(method), parts.make_policy(method)
+    elif remedy := calibration.lacks(config.method, model.name):
+        say(remedy)
     return config, policy, model
 
 

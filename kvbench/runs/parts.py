@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from kvbench.models.load import LoadedModel
     from kvbench.policy import Policy
     from kvbench.runs.config import RunConfig
-    from kvbench.runs.experiment import Experiment
     from kvbench.tasks.taskset import TaskSet
 
 
@@ -165,7 +164,7 @@ class Loaders:
             check_sizes(policy, max_tokens=outline.max_tokens, num_layers=shape.num_layers)
             check_pass(outline.model, small_store(policy, shape, config.store))
 
-    def try_out(self, experiment: "Experiment", say: Callable[[str], None]) -> None:
+    def try_out(self, experiment: Any, say: Callable[[str], None]) -> None:
         """Run a method of the user's own on one short prompt; raises what `tryout.try_out` raises."""
         from kvbench.runs.tryout import try_out
 

@@ -70,7 +70,7 @@ def remark(policy: Policy, records: Sequence[Mapping[str, Any]]) -> str:
     held: list[Kept] = [record["kept"] for record in records if record.get("kept")]
     if isinstance(policy, Ranked) and policy.threshold is not None and policy.protect != "prompt":
         return _of_threshold(policy.threshold, [(kept, policy.fewest_of_prompt(extent(kept))) for kept in held])
-    return _of_bits(policy, held) if policy.chooses_bits else ""
+    return _of_bits(policy, held) if policy.chooses_bits else _of_tiers(policy, held)
 
 
 def _of_threshold(threshold: float, samples: Sequence[tuple[Kept, int]]) -> str:
@@ -89,6 +89,15 @@ def _of_threshold(threshold: float, samples: Sequence[tuple[Kept, int]]) -> str:
     if all(kept["prompt_slots"] <= kept["lists"] * (least + 1) for kept, least in samples):
         return f"{said}: no score reaches it, so that only what always stays and each head's best did; lower it"
     return said
+
+
+def _of_tiers(policy: Policy, held: Sequence[Kept]) -> str:
+    """Say that a method with several tiers had use for one, and dropped nothing."""
+    slots = [sum(counts) for counts in zip(*(kept["slots_per_tier"] for kept in held), strict=True)]
+    used = [number for number, count in enumerate(slots) if count]
+    if len(policy.tiers) < 2 or len(used) != 1 or any(kept["slot_ratio"] < 1 for kept in held):
+        return ""
+    return f"every token is in the tier {policy.tiers[used[0]].name}: here it only quantises"
 
 
 def _of_bits(policy: Policy, held: Sequence[Kept]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.cli import commands, sweeping
-from kvbench.config import files
+from kvbench.config import calibrated, files
 from kvbench.config.compose import compose
 from kvbench.config.files import FULL
 from kvbench.config.settings import as_dict, read_config
@@ -72,7 +72,10 @@ def ask(cfg: "DictConfig", words: Sequence[str]) -> Head:
     lines, known = b"", dict[str, tuple[str, "LoadedModel"]]()
     jobs = _jobs(cfg, words)
     for label, job in zip(sweeping.job_labels(jobs), jobs, strict=True):
-        given = as_dict(compose(job, with_choices=True))
+        composed = compose(job, with_choices=True)
+        calibrated.resolve(composed, job)
+        given = as_dict(composed)
+        given["method"] = calibrated.settled(given["method"])  # what answers has no file to read
         method = given.pop("_choices_")["method"]
         config = RunConfig.read(given)
         _check_travels(config)

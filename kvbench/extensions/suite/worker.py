@@ -103,9 +103,11 @@ class Worker:
     def _ask(self, words: list[str], flags: list[str]) -> Asked:
         from omegaconf import open_dict
 
+        from kvbench.config import calibrated
         from kvbench.config.compose import compose
 
         cfg = compose(words, with_choices=True)
+        calibrated.resolve(cfg, words)
         with open_dict(cfg):
             chosen = cfg.pop("_choices_")
         if not cfg.resume or cfg.shard:

@@ -1,0 +1,58 @@
+"""Calibration files that come with kvbench, and the choice among them: `method.calibration=auto`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from kvbench.config import files
+from kvbench.config.settings import read_data
+
+AUTO = "auto"
+KEY = "calibration"  # the setting method.calibration
+FOLDER = "calibration"  # conf/calibration
+SAME_MODEL = ("dtype", "device", "linear", "max_tokens", "tensor_parallel")  # settings that leave a model's weights
+
+
+def shipped() -> dict[str, Path]:
+    """The files, by name."""
+    return {path.stem: path for path in sorted((files.conf_folder() / FOLDER).glob("*.yaml"))}
+
+
+def resolve(composed: DictConfig, words: Sequence[str]) -> None:
+    """Replace `method.calibration=auto` by the name of the shipped file for the method and the model, or by null.
+
+    Null where there is none, where a setting that it has is given, or where others are not as they were for it.
+
+    Args:
+        composed: Configuration of a run; changed in place.
+        words: `key=value` words that it was composed of.
+    """
+    method: Any = composed.get("method")
+    if isinstance(method, DictConfig) and method.get(KEY) == AUTO:
+        method[KEY] = _fitting(composed, words)
+
+
+def settled(method: Mapping[str, Any]) -> dict[str, Any]:
+    """A method's settings with those of the shipped file that it names, which it then names no more."""
+    where = method.get(KEY)
+    if where not in shipped():
+        return dict(method)
+    return {**method, **read_data(shipped()[where], str(where))["settings"], KEY: None}
+
+
+def _fitting(composed: DictConfig, words: Sequence[str]) -> str | None:
+    given = {word.lstrip("+~").partition("=")[0] for word in words}
+    if any(key.startswith("model.") and key.removeprefix("model.") not in SAME_MODEL for key in given):
+        return None
+    for name, path in shipped().items():
+        if not name.endswith(f"_{composed.get('model', {}).get('name')}"):  # reads no file in vain
+            continue
+        found = read_data(path, str(path))
+        was = {"_target_": found["target"]} | found["base"] | found["replaces"]
+        if not any(f"method.{key}" in given for key in found["settings"]) and all(
+            composed.method.get(key) == value for key, value in was.items()
+        ):
+            return name
+    return None
