@@ -59,7 +59,7 @@ def one_figure(drawing: Drawing, look: Look) -> "Figure":
 
     width, line_in = look.width or WIDTH_IN, LINE_HEIGHT * look.size / 72
     keys = _legend(drawing)
-    wide = max(width_in(key.get_label(), look.size) for key in keys) + 4 * look.size / 72 if keys else width
+    wide = max(width_in(str(key.get_label()), look.size) for key in keys) + 4 * look.size / 72 if keys else width
     columns = max(1, min(len(keys), int(width / wide))) if width < WIDTH_IN else len(keys)
     title = _wrapped(_title(drawing), 0.97 * width, look.size + 1)
     quality = f"{drawing.quality}, difference to full" if drawing.is_difference else drawing.quality

@@ -133,7 +133,7 @@ def test_what_workers_did_not_do_is_done_at_the_end(quick, capsys):
         ("selection=part ray=2", "selection= is one way to share the work, and ray another"),
         ("manifest=a hydra/launcher=joblib", "manifest= is one way to share the work, and a launcher another"),
         ("ray=0.5", "ray=0.5 must be a whole number of at least 1"),
-        ("ray=2", r"needs the package ray, which is not installed; pip install 'kvbench\[ray\]'"),
+        ("ray=2", r"needs the package ray, which is not installed; pip install -e '\.\[ray\]'"),
     ],
 )
 def test_what_workers_refuse(quick, capsys, monkeypatch, line, message):
