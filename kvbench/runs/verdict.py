@@ -93,9 +93,11 @@ def _of_threshold(threshold: float, samples: Sequence[tuple[Kept, int]]) -> str:
 
 def _of_tiers(policy: Policy, held: Sequence[Kept]) -> str:
     """Say that a method with several tiers had use for one, and dropped nothing."""
+    if len(policy.tiers) < 2 or any(kept.get("slot_ratio", 0) < 1 or "slots_per_tier" not in kept for kept in held):
+        return ""
     slots = [sum(counts) for counts in zip(*(kept["slots_per_tier"] for kept in held), strict=True)]
     used = [number for number, count in enumerate(slots) if count]
-    if len(policy.tiers) < 2 or len(used) != 1 or any(kept["slot_ratio"] < 1 for kept in held):
+    if len(used) != 1:
         return ""
     return f"every token is in the tier {policy.tiers[used[0]].name}: here it only quantises"
 
