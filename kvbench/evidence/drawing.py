@@ -55,9 +55,13 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def short_label(label: str) -> str:
-    """A label without the names of its settings, which the table has: `snapkv 0.25`, `diffkv 5, 0`."""
+    """A label without the names of its settings, which the table has: `snapkv 0.25`, `diffkv 5, 0`. Names stay of
+    those that are on or off, or none."""
     method, *words = label.split(" ")
-    values = [word.partition("=")[2].removesuffix(".0") for word in words if "=" in word]
+    values = []
+    for name, _, value in (word.partition("=") for word in words if "=" in word):
+        said = {"True": name, "False": f"no {name}", "off": f"{name} off", "none": f"{name} none"}
+        values.append(said.get(value, value.removesuffix(".0")))
     return " ".join(filter(None, [method, ", ".join(values), *(word for word in words if "=" not in word)]))
 
 

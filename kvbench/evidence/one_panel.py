@@ -3,8 +3,11 @@
 import math
 import textwrap
 from dataclasses import dataclass, field
+from itertools import combinations
 from logging import ERROR, getLogger
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kvbench.config.files import FULL
 from kvbench.evidence.dominance import BEST, DOMINATED, NEAR
@@ -12,17 +15,21 @@ from kvbench.evidence.drawing import INK, PALE, Drawing, End, draw_point, frame,
 from kvbench.show.picture import BLUE, LINE_HEIGHT, PURPLE, TEAL, VERMILION, method_style, width_in
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
+    from matplotlib.transforms import Bbox
 
 MOST = 20  # settings whose names stand in one panel
 HUES = {"evicts": VERMILION, "quantises": BLUE, "quantises and evicts": PURPLE, "16 bits, keeps all": TEAL}
 WHISKERS = ("frontier", "all", "none")
 WIDTH_IN, ASPECT, LEAST_IN = 6.4, 0.6, 2.6  # width by default; height over width; least height
+EDGE_IN = 0.04  # left of the words of the upright axis
+ROOM_Y = 0.05  # for names below the lowest point and above the highest, in heights of the axis
 ROOM = 1.15  # for names right of the dearest point: a factor of the axis' end
+FORCES = (0.1, 0.3, 1.0)  # with which names push one another away, until none covers another
 TURNS = 400  # of the search for free space: a limit in seconds would give other pictures on other machines
 
 
@@ -72,12 +79,18 @@ def one_figure(drawing: Drawing, look: Look) -> "Figure":
     axes = figure.add_axes(where)
     frame(axes, drawing)
     axes.set_xlim(right=axes.get_xlim()[1] * ROOM)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low - ROOM_Y * (high - low), high + ROOM_Y * (high - low))
     ends = _draw(axes, drawing, look)
     axes.set_xlabel(f"{drawing.axis.title}, {drawing.axis.unit}")
     axes.set_ylabel("\n".join(side))
     figure.text(0.01, 1 - 0.04 / height, "\n".join(title), fontsize=look.size + 1, va="top", linespacing=1.2)
     corner: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "frameon": False, "borderpad": 0.1}
     axes.legend(handles=keys, ncols=columns, columnspacing=0.9, handletextpad=0.2, labelspacing=0.2, **corner)
+    outside = -axes.get_tightbbox().x0 / figure.dpi  # ticks of three digits need more room than is left of the axes
+    if outside > -EDGE_IN:
+        left += outside + EDGE_IN
+        axes.set_position((left / width, where[1], 1 - (left + 0.08) / width, where[3]))
     _place_names(axes, drawing, ends, look)
     return figure
 
@@ -106,7 +119,7 @@ def _title(drawing: Drawing) -> str:
 
 def _wrapped(text: str, width: float, size: float) -> list[str]:
     """Lines of a text that are no wider than so many inches."""
-    return textwrap.wrap(text, max(12, int(len(text) * width / max(width, width_in(text, size)))))
+    return textwrap.wrap(text, max(12, round(len(text) * min(1.0, width / width_in(text, size)))))
 
 
 def _legend(drawing: Drawing) -> "list[Line2D]":
@@ -144,6 +157,18 @@ def _place_names(axes: "Axes", drawing: Drawing, ends: list[End], look: Look) ->
             axes.text(x, y, name, fontsize=look.size, color=colour, zorder=3.5, path_effects=halo, parse_math=False)
         )
     xs, ys = zip(*places, strict=True)
-    tie: dict[str, Any] = {"arrowstyle": "-", "color": INK, "linewidth": 0.4, "alpha": 0.7}
-    where: dict[str, Any] = {"x": xs, "y": ys, "target_x": xs, "target_y": ys, "ax": axes}
-    adjust_text(texts, **where, iter_lim=TURNS, expand=(1.2, 1.35), arrowprops=tie)
+    for force in FORCES:
+        adjust_text(texts, x=xs, y=ys, ax=axes, iter_lim=TURNS, expand=(1.2, 1.35), force_text=force)
+        if not _overlap([text.get_window_extent() for text in texts]):
+            break
+    for text, place, pixel in zip(texts, places, pixels, strict=True):
+        box = text.get_window_extent()
+        nearest = np.clip(pixel, (box.x0, box.y0), (box.x1, box.y1))
+        if np.hypot(*(nearest - pixel)) > line / 2:
+            end = axes.transData.inverted().transform(nearest)
+            axes.plot(*zip(place, end, strict=True), color=INK, linewidth=0.4, alpha=0.7, zorder=2.5)
+
+
+def _overlap(boxes: "Sequence[Bbox]") -> bool:
+    """True where two of some boxes cover one another."""
+    return any(one.overlaps(two) for one, two in combinations(boxes, 2))

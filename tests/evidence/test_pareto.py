@@ -300,6 +300,7 @@ def test_names_of_the_best_estimates_are_short():
     labels = ["full", "snapkv budget=0.25", "diffkv alpha_h=5.0 alpha_l=0.02", "full batch 8"]
     short = [short_label(label) for label in labels]
     assert short == ["full", "snapkv 0.25", "diffkv 5, 0.02", "full batch 8"]
+    assert short_label("int4 pre_rope=True rotation=off key_offset=prompt") == "int4 pre_rope, rotation off, prompt"
 
 
 def test_ticks_and_the_staircase():

@@ -147,3 +147,16 @@ def test_a_protected_prompt_is_held_to_its_budget():
     assert complaint(SnapKV(protect="prompt", decode_every=1), {}) is None
     assert complaint(H2O(budget=0.1, protect="prompt"), {"kept": kept | {"slots_per_tier": [4 * 106]}}) is None
     assert "106.25" in complaint(H2O(budget=0.1, protect="prompt"), {"kept": kept | {"slots_per_tier": [425]}})
+
+
+def test_a_method_that_used_one_of_its_tiers_says_so():
+    """Where nothing is low or dropped, it only quantises; a token elsewhere, or a list that is shorter, ends that."""
+    from kvbench.methods.diffkv import DiffKV
+
+    def sample(*slots, ratio=1.0):
+        return {"kept": {"slots_per_tier": list(slots), "slot_ratio": ratio}}
+
+    policy = DiffKV(alpha_h=0.0, alpha_l=0.0)
+    assert "k8v4" in remark(policy, [sample(90, 0), sample(30, 0), {"kept": {}}])
+    for samples in ([sample(90, 0), sample(30, 1)], [sample(90, 0, ratio=0.99)], []):
+        assert remark(policy, samples) == ""

@@ -177,7 +177,9 @@ def test_a_run_says_where_its_thresholds_are_from():
     """The shipped file's values and model, or that they are the paper's for another one and what finds this one's."""
     name = sorted(shipped())[0]
     found = calibration.load(name)
-    assert all(text in calibration.said(found) for text in (found.path.name, found.content["model"]["name"], "alpha_h="))
+    assert all(
+        text in calibration.said(found) for text in (found.path.name, found.content["model"]["name"], "alpha_h=")
+    )
     assert "calibrate method=diffkv model=gemma-3-270m" in calibration.lacks(method_cfg(), "gemma-3-270m")
     assert calibration.lacks(method_cfg(alpha_h=3.0), "gemma-3-270m") == ""
     assert calibration.lacks(method_settings("kivi"), "gemma-3-270m") == ""
