@@ -285,6 +285,20 @@ def test_a_study_stops_what_is_worse_and_goes_on_with_the_rest(tmp_path):
 
 
 @need_extension("suite")
+def test_slow_settings_of_the_mission_go_by_themselves(tmp_path, monkeypatch):
+    """Up to each look and to the end, behind the others, and all of them are judged at the look."""
+    mission = script("mission")
+    every, went, judged = ["method=full", f"method=int4 {mission.SLOW}", "method=h2o"], [], []
+    monkeypatch.setattr(mission, "settings", lambda suite: every)
+    monkeypatch.setattr(mission, "_command", lambda suite, task, data, folder, part, words: part)
+    monkeypatch.setattr(mission, "_reach", lambda command, folder, task, part, look: went.append((part, look)) or True)
+    monkeypatch.setattr(mission, "_decide", lambda folder, task, all_, left, *more: judged.append(left))
+    assert mission.run("humaneval_plus", "data", tmp_path, []) == 0
+    fast, slow = [every[0], every[2]], [every[1]]
+    assert went == [(part, look) for look in (*mission.LOOKS["humaneval_plus"], None) for part in (fast, slow)]
+    assert judged == [every] * 2
+
+
 def test_settings_of_the_mission_are_composed_and_told_apart():
     """Each line of a suite is as many settings as its commas say, all of them different."""
     mission = script("mission")
