@@ -1,13 +1,14 @@
 """Calibration files that come with kvbench, and the choice among them: `method.calibration=auto`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from omegaconf import DictConfig
+from typing import TYPE_CHECKING, Any
 
 from kvbench.config import files
 from kvbench.config.settings import read_data
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 AUTO = "auto"
 KEY = "calibration"  # the setting method.calibration
@@ -20,7 +21,7 @@ def shipped() -> dict[str, Path]:
     return {path.stem: path for path in sorted((files.conf_folder() / FOLDER).glob("*.yaml"))}
 
 
-def resolve(composed: DictConfig, words: Sequence[str]) -> None:
+def resolve(composed: "DictConfig", words: Sequence[str]) -> None:
     """Replace `method.calibration=auto` by the name of the shipped file for the method and the model, or by null.
 
     Null where there is none, where a setting that it has is given, or where others are not as they were for it.
@@ -30,7 +31,7 @@ def resolve(composed: DictConfig, words: Sequence[str]) -> None:
         words: `key=value` words that it was composed of.
     """
     method: Any = composed.get("method")
-    if isinstance(method, DictConfig) and method.get(KEY) == AUTO:
+    if isinstance(method, MutableMapping) and method.get(KEY) == AUTO:
         method[KEY] = _fitting(composed, words)
 
 
@@ -42,7 +43,7 @@ def settled(method: Mapping[str, Any]) -> dict[str, Any]:
     return {**method, **read_data(shipped()[where], str(where))["settings"], KEY: None}
 
 
-def _fitting(composed: DictConfig, words: Sequence[str]) -> str | None:
+def _fitting(composed: "DictConfig", words: Sequence[str]) -> str | None:
     given = {word.lstrip("+~").partition("=")[0] for word in words}
     if any(key.startswith("model.") and key.removeprefix("model.") not in SAME_MODEL for key in given):
         return None

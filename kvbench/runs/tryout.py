@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.requests import Outcome, Request
 from kvbench.errors import BrokenRule
 from kvbench.results.record import RunRecord
-from kvbench.runs.experiment import Experiment
 from kvbench.runs.verdict import complaint
 
 if TYPE_CHECKING:
@@ -18,10 +17,11 @@ MOST_TOKENS = 512  # of the prompt; a longer one loses its beginning
 NEW_TOKENS = 4
 
 
-def try_out(experiment: Experiment, make_engine: "Callable[..., Engine]", say: Callable[[str], None]) -> None:
+def try_out(experiment: Any, make_engine: "Callable[..., Engine]", say: Callable[[str], None]) -> None:
     """Run a method that is none of kvbench's on one short prompt of the task, where it has a run to make.
 
     Args:
+        experiment: The run's `Experiment`.
         make_engine: Takes the configuration, the model and the policy, and `prompts`.
         say: Takes a line of text.
 

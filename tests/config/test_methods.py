@@ -50,7 +50,7 @@ def test_defaults_are_those_of_the_class(name):
     for setting in set(plain) - set(listed):
         default = type(policy).__dataclass_fields__[setting].default
         assert plain[setting] == (list(default) if isinstance(default, tuple) else default)
-    assert OmegaConf.to_container(compose([f"method={name}"]).method) == plain | {"calibration": None}
+    assert OmegaConf.to_container(compose([f"method={name}"]).method) == plain | {"calibration": "auto"}
 
 
 def test_composing_imports_neither_the_method_nor_torch():
