@@ -87,7 +87,8 @@ def one_figure(drawing: Drawing, look: Look) -> "Figure":
     figure.text(0.01, 1 - 0.04 / height, "\n".join(title), fontsize=look.size + 1, va="top", linespacing=1.2)
     corner: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "frameon": False, "borderpad": 0.1}
     axes.legend(handles=keys, ncols=columns, columnspacing=0.9, handletextpad=0.2, labelspacing=0.2, **corner)
-    outside = -axes.get_tightbbox().x0 / figure.dpi  # ticks of three digits need more room than is left of the axes
+    box = axes.get_tightbbox()
+    outside = -box.x0 / figure.dpi if box else -EDGE_IN  # ticks of three digits need more room than is left of the axes
     if outside > -EDGE_IN:
         left += outside + EDGE_IN
         axes.set_position((left / width, where[1], 1 - (left + 0.08) / width, where[3]))

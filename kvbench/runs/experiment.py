@@ -84,6 +84,8 @@ def keys_of(requests: "Sequence[Request]") -> list[Key]:
 def prepare(config: RunConfig, method: str, parts: Loaders, task: "TaskSet | None" = None) -> Experiment:
     """Load what the configuration names, but for a task at hand, and work out which run it is."""
     config, policy, model = load_method(config, parts, note)
+    if config.method.get(calibration.KEY) is None and (remedy := calibration.lacks(config.method, model.name)):
+        note(remedy)
     task = load_task(config, model, parts, config.limit, task)
     engine = parts.make_engine(config, model, policy)
     ingredients = _ingredients(config, policy, model, task, engine)
@@ -163,8 +165,6 @@ def load_method(
         for remark in calibration.notes(config.method, model, policy):
             say(remark)
         config, policy = config.with_method(method), parts.make_policy(method)
-    elif remedy := calibration.lacks(config.method, model.name):
-        say(remedy)
     return config, policy, model
 
 
