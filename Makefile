@@ -49,6 +49,7 @@ site: ## build the documents as a site with search and the Python reference, int
 findings: ## make the tables and pictures of docs/findings.md again from its samples (minutes)
 	PYTHONPATH=$(CURDIR) $(PYTHON) results/example/findings.py
 	PYTHONPATH=$(CURDIR) $(PYTHON) results/example/benchmarks.py
+	PYTHONPATH=$(CURDIR) $(PYTHON) results/example/mission_report.py
 
 FOLDER ?= composition
 composition: ## which score with which allocation at equal bytes, every combination at three budgets, into FOLDER (hours)

@@ -144,11 +144,33 @@ def test_a_study_goes_on_past_what_cannot_be_run(tmp_path, monkeypatch, capsys):
     assert "not run: too small" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["findings", pytest.param("benchmarks", marks=need_extension("papers"))])
+@pytest.mark.parametrize(
+    "name",
+    ["findings", *(pytest.param(name, marks=need_extension("papers")) for name in ("benchmarks", "mission_report"))],
+)
 def test_the_tables_are_those_of_the_files(name):
     """`make findings` would leave the document as it is."""
     text, made = (ROOT / "docs" / "findings.md").read_text(), dict(script(name).tables())
-    assert len(made) >= 4 and script("findings").put(text, made.items()) == text
+    assert made and script("findings").put(text, made.items()) == text
+
+
+@need_extension("papers")
+def test_rows_of_the_mission_are_those_of_the_samples():
+    """Answers, scores and bytes of each setting, computed again from the packed samples; those that were stopped are as
+    the ledger has them."""
+    with (EXAMPLE / "mission.csv").open(newline="") as file:
+        rows = {row["hash"]: row for row in csv.DictReader(file) if row["metric"] == "score"}
+    folders = [path.parent for path in (EXAMPLE / "mission").glob("*/*/*/*/run.json")]
+    assert len(folders) == len(rows)
+    for folder in folders[::5]:
+        run = RunRecord.load(folder)
+        samples, damaged = read_samples(folder / "samples.jsonl", run.hash)
+        good = [record for record in samples.values() if record["status"] == "ok"]
+        row, name = rows[run.hash], script("mission").MEASURES[run.task]
+        assert not damaged and int(row["answers"]) == len(good)
+        assert float(row["value"]) == pytest.approx(sum(record["scores"][name] for record in good) / len(good))
+        held, whole = (sum(record["ledger"][key] for record in good) for key in ("resident_bytes", "fp16_bytes"))
+        assert float(row["bytes"]) == pytest.approx(held / whole)
 
 
 @pytest.mark.parametrize("metric", ["nll", "partial"])
@@ -297,6 +319,17 @@ def test_slow_settings_of_the_mission_go_by_themselves(tmp_path, monkeypatch):
     fast, slow = [every[0], every[2]], [every[1]]
     assert went == [(part, look) for look in (*mission.LOOKS["humaneval_plus"], None) for part in (fast, slow)]
     assert judged == [every] * 2
+
+
+def test_a_look_is_made_once(tmp_path, monkeypatch):
+    """A study that goes on looks no second time where it has looked: each look is one more chance of a false stop."""
+    mission, judged = script("mission"), []
+    monkeypatch.setattr(mission, "settings", lambda suite: ["method=full", "method=h2o"])
+    monkeypatch.setattr(mission, "_reach", lambda *given: True)
+    monkeypatch.setattr(mission, "_decide", lambda folder, task, all_, left, look, ledger: judged.append(look))
+    (tmp_path / "look_40_stopped_mission_humaneval_plus.csv").touch()
+    assert mission.run("humaneval_plus", "data", tmp_path, []) == 0
+    assert judged == [80]
 
 
 def test_settings_of_the_mission_are_composed_and_told_apart():

@@ -36,7 +36,7 @@ MEASURES = {"humaneval_plus": "plus", "gsm8k": "correct", "math500": "correct"}
 STOP = 0.005  # at a look, of the p value times the number of methods; what is left of 0.05 is for the end
 FLOOR = 0.1  # of the full cache's score at the first look: below it a benchmark tells nothing of this model
 POLL_S = 15.0
-# Of settings whose keys are rotated as they are read, in plain torch on a CPU: they go by themselves, since runs that go
+# Of settings whose keys are rotated as they are read, in plain torch on a CPU. They go by themselves: runs that go
 # together take their steps in turns, and these take most of the time.
 SLOW = "method.pre_rope=true"
 # Of what tells the settings of a suite apart.
@@ -85,7 +85,7 @@ def run(task: str, data: str, folder: Path, words: Sequence[str]) -> int:
         for part in ([one for one in left if SLOW not in one], [one for one in left if SLOW in one]):
             if part and not _reach(_command(suite, task, data, folder, part, words), folder, task, part, look):
                 return 1
-        if look is not None:
+        if look is not None and not _look(folder, look, ledger).is_file():  # a second look would be one more chance
             _decide(folder, task, every, left, look, ledger)
     return 0
 
@@ -131,9 +131,14 @@ def _fewest(folder: Path, task: str, left: Sequence[str]) -> int:
     return min(counts)
 
 
+def _look(folder: Path, look: int, ledger: Path) -> Path:
+    """Where the comparison that a look decided by lies."""
+    return folder / f"look_{look}_{ledger.stem}.csv"
+
+
 def _decide(folder: Path, task: str, every: Sequence[str], left: Sequence[str], look: int, ledger: Path) -> None:
     """Write down which settings stop at a look, and the benchmark itself where the full cache is at the floor."""
-    out = folder / f"look_{look}_{ledger.stem}.csv"
+    out = _look(folder, look, ledger)
     words = [
         "compare",
         f"metric={MEASURES[task]}",

@@ -1,0 +1,153 @@
+"""Makes the tables and pictures of the study of docs/study.md in docs/findings.md, from the runs that are packed.
+
+    python results/example/mission_report.py [FOLDER]    # `make findings` does this; FOLDER has runs before packing
+
+A study that is under way has what is there: every row names its number of problems.
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+from benchmarks import DIFFERENCE, rows_of, shown, words
+from findings import DOCUMENT, HERE, markdown, picture, put, read, write
+from mission import MEASURES, PACKED, find
+
+import kvbench as kb
+from kvbench.cli.commands import compose_command
+from kvbench.cli.main import main as kvbench
+from kvbench.evidence.load import StoredRun, load_groups
+from kvbench.show.terminal import p_text
+
+METRICS = ("score", "kl", "kl_new")  # a run that was stopped has its score by the name of the task's measure alone
+PAIRED = "n of difference low high lost gained p p_holm".split()
+# Pictures of each benchmark: name -> methods, and whether settings that were stopped are drawn. What is drawn has the
+# problems that all have, so that with them it has few.
+SHOWN = {
+    "methods": ("full h2o snapkv pyramidkv ada_snapkv kv_compress random kivi minikv diffkv".split(), False),
+    "formats": ("full int4 engine_format kivi diffkv".split(), True),
+}
+LABELS = ("labels.engine_format=q4_0", "figure.width=7")
+
+
+def measure(task: str, metric: str) -> str:
+    """The name that a metric has for a task."""
+    return MEASURES.get(task, metric) if metric == "score" else metric
+
+
+def compared(study: Path) -> pd.DataFrame:
+    """A row for each setting and metric: the paired difference to the full cache, with bytes and lengths."""
+    answers = kb.load(study, samples=True)
+    found = []
+    for (task, model), here in answers.groupby(["task", "model"]):
+        for metric in METRICS:
+            paired = kb.compare(study, tasks=task, models=model, metric=measure(task, metric), regressions=0)
+            by_hash = {row["hash"]: row for row in paired.to_dict("records")}
+            for group in load_groups(
+                compose_command("compare", [f"results_dir={study}", f"tasks={task}", f"models={model}"])
+            ):
+                found += [_cells(group.title, one, metric, by_hash, here) for one in group.runs]
+    return pd.DataFrame(found)
+
+
+def _cells(group: str, one: StoredRun, metric: str, by_hash: dict, answers: pd.DataFrame) -> dict[str, object]:
+    mine = answers[(answers["hash"] == one.record.hash) & (answers["status"] == "ok")]
+    column = {"score": f"scores.{MEASURES.get(one.record.task, '')}"}.get(metric, metric)
+    values = mine[column if column in mine else "score"].astype(float)
+    row = by_hash.get(one.record.hash[:12], {})
+    return {
+        "group": group,
+        "task": one.record.task,
+        "run": words(one),
+        "hash": one.record.hash,
+        "metric": metric,
+        "answers": len(mine),
+        "total": one.record.counts.total,
+        "value": values.mean(),
+        "bytes": mine["resident_bytes"].sum() / mine["fp16_bytes"].sum(),
+        "prompt_tokens": mine["num_prompt_tokens"].median(),
+        **{key: row.get(key, "") for key in PAIRED},
+        "commit": one.record.git.commit,
+    }
+
+
+def pictures(study: Path, folder: Path) -> None:
+    """The frontiers of each benchmark, methods and formats apart."""
+    for (task, model), here in kb.load(study).groupby(["task", "model"]):
+        whole = folder / f"{task}_{model}"
+        for run in _whole(study, here.to_dict("records")):
+            (whole / run.relative_to(study)).parent.mkdir(parents=True, exist_ok=True)
+            (whole / run.relative_to(study)).symlink_to(run)
+        for name, (methods, with_stopped) in SHOWN.items():
+            asked = [
+                f"tasks={task}",
+                f"models={model}",
+                f"metric={measure(task, 'score')}",
+                f"methods=[{','.join(methods)}]",
+            ]
+            out = folder / f"{task}_{model}_{name}"
+            more = [
+                "incomplete=true",
+                "kinds=[png]",
+                "axes=[resident]",
+                f"out={out}",
+                f"results_dir={study if with_stopped else whole}",
+                *LABELS,
+            ]
+            more.append(f"methods=[{','.join(methods)}]")
+            if kvbench(["report", "view=pareto", *asked, *more]):
+                continue  # nothing of it is there
+            for number, path in enumerate(sorted(out.glob("*_resident.png"))):
+                picture(path, HERE / f"mission_{task}_{model}_{name}{number or ''}.png")
+
+
+def _whole(study: Path, runs: list[dict]) -> Iterator[Path]:
+    """Folders of the runs that were not stopped, of several seeds the first."""
+    stopped = set()
+    for ledger in study.glob("stopped_*.csv"):
+        stopped |= {found["hash"] for row in read(ledger).to_dict("records") if (found := find(runs, row["setting"]))}
+    for run in runs:
+        seed = run.get("method.seed")
+        if run["hash"] not in stopped and (pd.isna(seed) or seed == 0):
+            yield Path(run["folder"])
+
+
+def tables() -> Iterator[tuple[str, str]]:
+    """Name and text of the table of every group."""
+    groups: dict[str, dict[str, dict[str, dict]]] = {}
+    for row in rows_of("mission"):
+        groups.setdefault(row["group"], {}).setdefault(row["run"], {})[row["metric"]] = row
+    headings = (
+        "setting|answers|bytes, %|score, %|n|score - full's [95 %]|p (Holm)|lost, gained|KL to full|KL of what is new"
+    )
+    for title, runs in groups.items():
+        lines = sorted(runs.values(), key=lambda own: -float(own["score"]["difference"] or 1))
+        yield f"mission: {title}", markdown(headings.split("|"), map(_line, lines))
+
+
+def _line(own: dict[str, dict]) -> list[str]:
+    score, kl, new = (own.get(metric, {}) for metric in METRICS)
+    stopped = "" if score["answers"] == score["total"] else f" of {score['total']}"
+    paired = ["", "", "", ""]  # the full cache is compared with nothing
+    if score["difference"]:
+        changed = f"{float(score['lost']):.0f}, {float(score['gained']):.0f}"
+        p = p_text(float(score["p_holm"]))
+        paired = [f"{float(score['n']):.0f}", shown(score, DIFFERENCE, form="+.1f"), p, changed]
+    nats = [f"{float(row['value']):.3f}" if row.get("value") else "" for row in (kl, new)]
+    percent = [f"{100 * float(score[name]):.1f}" for name in ("bytes", "value")]
+    return [f"`{score['run']}`", f"{score['answers']}{stopped}", *percent, *paired, *nats]
+
+
+def main(study: Path) -> None:
+    """Make everything."""
+    if study.is_dir():
+        write(HERE / "mission.csv", compared(study))
+        with tempfile.TemporaryDirectory() as name:
+            pictures(study, Path(name))
+    DOCUMENT.write_text(put(DOCUMENT.read_text(), tables()))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else PACKED)
