@@ -35,6 +35,7 @@ def test_table_shows_the_numbers(tmp_path):
     """The table fits 80 columns and shows score, n, paired difference, bytes, speed, and the warning about the
     reference backend."""
     task = {"quarantined": [{"file": "f", "line": 3, "reason": "bad"}], "unused": ["f: source, meta"]}
+    task["missing"] = ["lcc", "trec"]
     finished = run_of(make_cfg(tmp_path, reference="auto"), statuses={"a/0": "nan"}, count=24, task=task)
     text = shown([finished.reference, finished.record, finished.record])
     metric = finished.record.metrics["exact"]
@@ -46,6 +47,7 @@ def test_table_shows_the_numbers(tmp_path):
         assert part in text, part
     assert "were set aside (listed in run.json): 1." in text
     assert "Fields of the data that nothing reads: f: source, meta." in text
+    assert "Subsets that were left out, as their data was not at hand: lcc, trec." in text
     assert "..." not in text and "\u2026" not in text
     rows = [line for line in text.splitlines() if line.startswith(("full", "half")) and ":" not in line]
     assert [line.split()[0] for line in rows] == ["full", "half"] * 2

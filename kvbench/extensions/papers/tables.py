@@ -19,7 +19,7 @@ none.
 ```
 python -m kvbench paper                                    # the papers
 python -m kvbench paper diffkv                             # its tables and figures
-python -m kvbench paper diffkv table=1 plan=true allow_code_execution=true   # what would run; plan=timed: how long, how large
+python -m kvbench paper diffkv table=1 plan=true allow_code_execution=true   # what would run; plan=timed: how long
 python -m kvbench paper diffkv table=2 model=hf model.path=meta-llama/Llama-3.1-8B-Instruct task.data_dir=DIR
 python -m kvbench paper minikv table=1 model=hf model.path=meta-llama/Llama-2-7b-chat-hf hydra/launcher=submitit_slurm
 python -m kvbench paper diffkv figure=13 quick=true        # a figure that a bench makes
