@@ -90,9 +90,14 @@ def run(
 ) -> int:
     """Run an entry's jobs, put the printed cells beside them, and carry out its further commands."""
     codes, began, heading = [0], time.time(), heading_of(paper, entry, others)
-    further = command_lines(entry, cfg, others)  # first: a wrong word should not be told behind hours of work
+    further = command_lines(entry, cfg, others)  # now: a wrong word should not be told behind hours of work
+    before = command_lines(entry, cfg, others, entry.first)
     rows: list[str] = []
     with headed(heading):
+        for name, words in before:
+            terminal.console().print(Text(f"kvbench {files.spelled(name)} {shlex.join(words)}"), soft_wrap=True)
+            if code := commands.run(name, words):
+                return code
         if entry.tasks:
             from kvbench.extensions.suite.preview import announce
 
@@ -179,7 +184,8 @@ def _documents(further: Sequence[tuple[str, list[str]]], began: float) -> Iterat
 
 def jobs_of(paper: Paper, entry: Entry, cfg: DictConfig, others: Sequence[str]) -> list[tuple[str, list[str]]]:
     """The printed row that each job stands for, and the words of the job; a method that the user adds has no row."""
-    rows = entry.rows(paper.printed_model(model_name(others)))
+    of_model = entry.rows(paper.printed_model(model_name(others)))
+    rows = {row: line.replace("{results}", str(cfg.results_dir)) for row, line in of_model.items()}
     of_line = {tuple(sweeping.combinations(shlex.split(line))[0]): row for row, line in rows.items()}
     asked = suite.Suite(every=entry.every, tasks=entry.tasks, methods=tuple(rows.values()))
     return [(of_line.get(tuple(line), ""), job) for line, job in suite.by_method(asked, cfg, others)]
@@ -191,8 +197,11 @@ def model_name(words: Sequence[str]) -> str:
     return Path(given.get("model.path") or given.get("model", "")).name
 
 
-def command_lines(entry: Entry, cfg: DictConfig, others: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """The further commands of an entry, each its name and words, with the user's words that it has a setting for.
+def command_lines(
+    entry: Entry, cfg: DictConfig, others: Sequence[str], lines: Sequence[str] | None = None
+) -> list[tuple[str, list[str]]]:
+    """The further commands of an entry, or these lines of it, each its name and words, with the user's words that it
+    has a setting for.
 
     Raises:
         ValueError: Nothing of the entry has a setting of the user's, or it has no jobs for a launcher.
@@ -200,7 +209,7 @@ def command_lines(entry: Entry, cfg: DictConfig, others: Sequence[str]) -> list[
     model = " ".join(word.removeprefix("model=").removeprefix("model.") for word in others if word[:5] == "model")
     data, found, taken = suite.data_words(cfg), [], set[str]()
     methods = ",".join(f"'{line}'" for line in dict.fromkeys(entry.rows().values()))
-    for line in entry.then:
+    for line in entry.then if lines is None else lines:
         name, *words = shlex.split(line.replace("{results}", str(cfg.results_dir)).replace("{at}", entry.slug))
         words = [
             word.replace("{model}", f"'{model or DEFAULT_MODEL}'").replace("{methods}", f"[{methods}]")

@@ -98,9 +98,10 @@ def _lines(entry: Entry) -> str:
     for name, given in entry.methods.items():
         each = {"": given} if isinstance(given, str) else given
         lines += [f"{name}{f' on {model}' if model else ''}: {line}" for model, line in each.items()]
-    for line in entry.then:
-        name, *words = shlex.split(line)
-        lines.append(f"then: kvbench {files.spelled(name)} {shlex.join(words)}")
+    for word, commands in (("first", entry.first), ("then", entry.then)):
+        for line in commands:
+            name, *words = shlex.split(line)
+            lines.append(f"{word}: kvbench {files.spelled(name)} {shlex.join(words)}")
     lines += [f"{metric}: {said}" for metric, said in entry.measured.items()]
     return "\n".join(lines)
 

@@ -124,6 +124,21 @@ def test_what_would_run(toy, capsys):
     assert "plan=later is no plan" in capsys.readouterr().err
 
 
+def test_a_command_runs_before_the_jobs(monkeypatch):
+    """It writes where the jobs read, has the user's model, and where it fails nothing else runs."""
+    methods = {"A": "method=kvquant method.books={results}/b.tsv"}
+    first, then = ("books books.out={results}/b.tsv",), ("drift results_dir={results}",)
+    entry = papers.Entry(at="claim 1", shows="", tasks=("task=longctx",), first=first, methods=methods, then=then)
+    toy = papers.Paper(key="toy", name="Toy", about="", models={}, entries=(entry,))
+    cfg = compose_command("paper", ["results_dir=R"])
+    ((row, words),) = paper.jobs_of(toy, entry, cfg, ["model=mini"])
+    assert row == "A" and "method.books=R/b.tsv" in words
+    ran, swept = [], []
+    monkeypatch.setattr(paper.commands, "run", lambda name, words: ran.append([name, *words]) or 3)
+    assert paper.run(toy, entry, cfg, ["model=mini"], [], lambda *given: swept.append(given)) == 3
+    assert ran == [["books", "books.out=R/b.tsv", "model=mini"]] and not swept
+
+
 def test_a_plan_loads_no_model(monkeypatch, capsys, tmp_path):
     """It counts samples as they are published, under a limit too, names what is not at hand."""
     monkeypatch.setattr("kvbench.runs.parts.Loaders.load_model", lambda self, group: pytest.fail("it was loaded"))
@@ -243,7 +258,7 @@ def test_every_line_of_a_shipped_paper_names_what_there_is():
                 has = has.get("task", has) if group == "task" else has
                 keys = {word.partition("=")[0].removeprefix(f"{group}.") for word in words if word.startswith(group)}
                 assert keys <= set(has), line
-            assert {line.partition(" ")[0] for line in entry.then} <= {
+            assert {line.partition(" ")[0] for line in (*entry.first, *entry.then)} <= {
                 name.rpartition("/")[2] for name in files.options("command")
             }
 
@@ -272,7 +287,9 @@ def test_the_papers_that_kvbench_ships(name):
             if is_new(*(word.partition("=")[0] if "." in word else word for word in shlex.split(line))):
                 make_policy(compose(shlex.split(line)).method)
         cfg = compose_command("paper", [f"paper={name}", "results_dir=r"])
-        for command, words in paper.command_lines(entry, cfg, ["model=hf", "model.path=a/b"]):
+        told = ["model=hf", "model.path=a/b"]
+        before = paper.command_lines(entry, cfg, told, entry.first)
+        for command, words in [*before, *paper.command_lines(entry, cfg, told)]:
             if is_new(command, *(word for word in words if not word.startswith(("out=", "attention.out=")))):
                 compose_command(command, words)
 
