@@ -91,7 +91,7 @@ def run(
     """Run an entry's jobs, put the printed cells beside them, and carry out its further commands."""
     codes, began, heading = [0], time.time(), heading_of(paper, entry, others)
     further = command_lines(entry, cfg, others)  # now: a wrong word should not be told behind hours of work
-    before = command_lines(entry, cfg, others, entry.first)
+    before = command_lines(entry, cfg, _of_model(others), entry.first)
     rows: list[str] = []
     with headed(heading):
         for name, words in before:
@@ -229,6 +229,11 @@ def command_lines(
         if word not in taken and not word.startswith("model"):
             raise unknown_setting(word.partition("=")[0], read_config(files.path_of("command", GROUP)))
     return found
+
+
+def _of_model(words: Sequence[str]) -> list[str]:
+    """The user's words about the model, which alone go to commands before the jobs: these have a task of their own."""
+    return [word for word in words if word.startswith("model")]
 
 
 def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], arguments: list[str]) -> int:

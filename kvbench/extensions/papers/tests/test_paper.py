@@ -135,7 +135,8 @@ def test_a_command_runs_before_the_jobs(monkeypatch):
     assert row == "A" and "method.books=R/b.tsv" in words
     ran, swept = [], []
     monkeypatch.setattr(paper.commands, "run", lambda name, words: ran.append([name, *words]) or 3)
-    assert paper.run(toy, entry, cfg, ["model=mini"], [], lambda *given: swept.append(given)) == 3
+    words = ["model=mini", "task.length=300", "limit=1"]
+    assert paper.run(toy, entry, cfg, words, [], lambda *given: swept.append(given)) == 3
     assert ran == [["books", "books.out=R/b.tsv", "model=mini"]] and not swept
 
 
@@ -288,7 +289,7 @@ def test_the_papers_that_kvbench_ships(name):
                 make_policy(compose(shlex.split(line)).method)
         cfg = compose_command("paper", [f"paper={name}", "results_dir=r"])
         told = ["model=hf", "model.path=a/b"]
-        before = paper.command_lines(entry, cfg, told, entry.first)
+        before = paper.command_lines(entry, cfg, told, entry.first)  # which go with a model alone
         for command, words in [*before, *paper.command_lines(entry, cfg, told)]:
             if is_new(command, *(word for word in words if not word.startswith(("out=", "attention.out=")))):
                 compose_command(command, words)
