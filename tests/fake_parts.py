@@ -50,6 +50,7 @@ class FakeTask:
     grading_workers: int = 0
     copies: list = field(default_factory=list)
     unused: list = field(default_factory=list)
+    missing: list = field(default_factory=list)
     weighting: str = "subset"
     scorer: Callable[[Request, str], float] = lambda asked, text: float(text == asked.meta["answer"])
 

@@ -5,6 +5,7 @@ not rows: all answers to one question stay together, and n is the number of dist
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -42,6 +43,8 @@ class Cost:
     value: float
     shares: Strata | None
     """The part that each sample adds to the value, to first order; None for what is no evidence."""
+    within: Interval = (-math.inf, math.inf)
+    """The least and the largest share of a sample."""
 
     @cached_property
     def interval(self) -> Interval | None:
@@ -51,7 +54,8 @@ class Cost:
             return None
         value = float(shares.mean())
         pooled = Strata((shares.flat,), (1.0,)) if shares.weighs_samples_alike else shares
-        return studentised.interval(pooled) if any(map(has_spread, pooled.values)) else (value, value)
+        varies = any(map(has_spread, pooled.values))
+        return studentised.interval(pooled, within=self.within) if varies else (value, value)
 
 
 @dataclass(kw_only=True)
@@ -189,12 +193,15 @@ def costs_of(axis: Measure, runs: Sequence[StoredRun], samples: list[list[Sample
     found: list[Cost | None] = []
     with np.errstate(invalid="ignore", divide="ignore"):
         ratios = np.concatenate(above).sum(axis=0) / np.concatenate(below).sum(axis=0)
+        each = np.concatenate(above) / np.concatenate(below)
         scale = np.concatenate(below).mean(axis=0)
     for index, value in enumerate(ratios):
         both = zip(above, below, strict=True)
         own = [value + (a[:, index] - value * b[:, index]) / scale[index] for a, b in both]
         shares = None if axis.name in NO_EVIDENCE else weighed(own, "sample")
-        found.append(Cost(value=float(value), shares=shares) if np.isfinite(value) and value > LEAST_COST else None)
+        known = np.isfinite(value) and value > LEAST_COST
+        within = float(each[:, index].min()), float(each[:, index].max())
+        found.append(Cost(value=float(value), shares=shares, within=within) if known else None)
     return found
 
 
@@ -399,7 +406,8 @@ def _mean_point(parts: Sequence[Point], questions: Sequence[Questions], what: Me
             continue
         known = [cost.shares for cost in held if cost.shares is not None]
         shares = together(questions, known) if len(known) == len(held) else None
-        costs[name] = Cost(value=float(np.mean([cost.value for cost in held])), shares=shares)
+        low, high = (float(np.mean(ends)) for ends in zip(*(cost.within for cost in held), strict=True))
+        costs[name] = Cost(value=float(np.mean([cost.value for cost in held])), shares=shares, within=(low, high))
     scores = together(questions, [part.scores for part in parts])
     return replace(
         parts[0],

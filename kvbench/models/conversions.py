@@ -43,6 +43,12 @@ def models_folder() -> Path:
     return cache.cache_root() / "models"
 
 
+def kept_folder(folder: Path) -> Path:
+    """The folder of what a conversion is made from: it outlives one that breaks off, and goes with the first whole one.
+    It belongs to who holds the lock of `ensure`."""
+    return folder.with_name(f"{folder.name}.fetched")
+
+
 def ensure(
     folder: Path, name: str, needed_bytes: int, make: Callable[[Path, Path], dict[str, str]], by: str = ""
 ) -> dict[str, str]:
@@ -53,8 +59,9 @@ def ensure(
         folder: Its folder.
         name: The model's name, for messages.
         needed_bytes: What making it takes on the disk.
-        make: Writes the conversion into a folder that it makes, the second one; the first may be used, and goes. It
-            gives what is to be known of the conversion.
+        make: Writes the conversion into a folder that it makes, the second one; the first may be used, and goes.
+            What should outlive a conversion that breaks off goes to `kept_folder`. It gives what is to be known of the
+            conversion.
         by: What converts, if that is no part of the folder's name; another one's conversion is made again.
 
     Returns:
@@ -87,6 +94,8 @@ def ensure(
         with tempfile.TemporaryDirectory(prefix=folder.name + ".tmp-", dir=folder.parent) as scratch:
             converted = Path(scratch) / "converted"
             _seal(converted, {"by": by, **make(Path(scratch), converted)})
+            if (kept := kept_folder(folder)).exists():
+                kept.rename(Path(scratch) / "kept")
             if folder.exists():
                 folder.rename(Path(scratch) / "replaced")
             converted.rename(folder)

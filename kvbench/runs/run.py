@@ -142,7 +142,7 @@ def _count(experiment: Experiment, record: RunRecord, journal: Journal) -> None:
         damaged=max(record.counts.damaged, journal.damaged),
     )
     record.quarantined = list(task.quarantined[:MAX_LISTED])
-    record.unused_fields = list(task.unused)
+    record.unused_fields, record.missing_subsets = list(task.unused), list(task.missing)
 
 
 def _opened(experiment: Experiment, stack: ExitStack, say: Callable[[str], None]) -> tuple[Journal, RunRecord]:
@@ -358,6 +358,8 @@ def plan(
             say(f"{what}: {row['file']}:{row['line']}: {row['reason']}")
     for names in experiment.task.unused:
         say(f"fields that nothing reads: {names}")
+    if experiment.task.missing:
+        say(f"left out, as their data is not at hand: {', '.join(experiment.task.missing)}")
     return Wanted(method=method, experiment=experiment, say=say, origin=origin)
 
 

@@ -15,6 +15,7 @@ from kvbench.show.text import safe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.text import Text
 
 SIZE = 10  # of names, in points
 ABOUT_IN = 1.5  # above and below the panels: title, legend and words at the axis, at most
@@ -71,13 +72,13 @@ def _point(record: RunRecord) -> tuple[float, float, float, float] | None:
     return RESIDENT.scale * ratio, value, low, high
 
 
-def _bytes(axes: "Axes", records: Sequence[RunRecord]) -> None:
+def _bytes(axes: "Axes", records: Sequence[RunRecord]) -> "list[Text]":
     """The bytes that every method holds, item by item, as shares of an FP16 cache of the same tokens: a bar is as long
-    as the percentage that it is labelled with."""
+    as the percentage that it is labelled with, right of it and of the line at 100 %; gives these labels."""
     from matplotlib.patches import Patch
 
     shown: dict[str, dict[str, Any]] = {}
-    right = 100.0
+    right, named = 100.0, list["Text"]()
     for row, record in enumerate(records):
         left = 0.0
         scale = RESIDENT.scale / (record.ledger.get("fp16_bytes") or 1.0)
@@ -91,7 +92,8 @@ def _bytes(axes: "Axes", records: Sequence[RunRecord]) -> None:
             shown[name] = style
             axes.barh(row, count * scale, left=left, height=0.5, linewidth=0.6, **style)
             left += count * scale
-        axes.text(left + 1.5, row, f"{left:.1f} %, {format_bytes(record.ledger.get(RESIDENT.key))}", va="center")
+        words = f"{left:.1f} %, {format_bytes(record.ledger.get(RESIDENT.key))}"
+        named.append(axes.text(max(left, 100.0) + 2, row, words, va="center"))
         right = max(right, left)
     labels = label_runs(records)
     if differ_in_length(records):
@@ -99,7 +101,7 @@ def _bytes(axes: "Axes", records: Sequence[RunRecord]) -> None:
         labels = [f"{label}\n{tokens:.0f} tokens" for label, tokens in zip(labels, seen, strict=True)]
     axes.set_yticks(range(len(records)), labels)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.7 * right)
+    axes.set_xlim(0, 1.05 * right)
     axes.axvline(100, color="black", linewidth=0.8, linestyle=":")
     axes.set_xlabel("% of an FP16 full cache of the same tokens")
     handles = [Patch(label=item_title(name), **style) for name, style in shown.items()]
@@ -113,6 +115,14 @@ def _bytes(axes: "Axes", records: Sequence[RunRecord]) -> None:
             handlelength=1.2,
             columnspacing=1.2,
         )
+    return named
+
+
+def _make_room(axes: "Axes", named: "Sequence[Text]") -> None:
+    """Let an axis that begins at 0 end right of all labels; the layout is that of the figure as it is drawn."""
+    width = axes.get_window_extent().width
+    ends = [text.get_position()[0] / (1 - min(0.8, text.get_window_extent().width / width)) for text in named]
+    axes.set_xlim(0, max(axes.get_xlim()[1], 1.02 * max(ends)))
 
 
 def draw(records: Sequence[RunRecord], path: Path) -> Path:
@@ -131,11 +141,13 @@ def draw(records: Sequence[RunRecord], path: Path) -> Path:
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     ends = _quality(left, records)
-    _bytes(right, records)
+    named = _bytes(right, records)
     counts = sorted({metric.num_samples for record in records if (metric := record.metrics.get(record.primary))})
     number = "-".join(map(str, dict.fromkeys([counts[0], counts[-1]]))) if counts else "0"
     title = f"{safe(last.task)} with {safe(last.model)}, {number} samples; bars: 95 % intervals"
     figure.suptitle(title, fontsize=10.5)
     name_points(left, ends, figure.get_figheight() - ABOUT_IN, SIZE)
+    figure.draw_without_rendering()
+    _make_room(right, named)
     write_atomic(path, picture_bytes(figure, "png"))
     return path

@@ -234,8 +234,9 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
         (last.copies, "Rows of the data that are copies of others, or have the same id, and count again"),
     ):
         notes += [f"{words}: {count}."] if count else []
-    unused = [safe(names, MESSAGE_LENGTH) for names in records[-1].unused_fields]
-    return notes + [f"Fields of the data that nothing reads: {names}." for names in unused]
+    listed = [("Fields of the data that nothing reads", names) for names in records[-1].unused_fields]
+    listed += [("Subsets that were left out, as their data was not at hand", ", ".join(records[-1].missing_subsets))]
+    return notes + [f"{words}: {safe(names, MESSAGE_LENGTH)}." for words, names in listed if names]
 
 
 def _fidelity_notes(record: RunRecord) -> list[str]:

@@ -107,13 +107,20 @@ def t_statistics(strata: Strata, resamples: int, seed: int) -> np.ndarray:
     return np.concatenate([block[:, 0] for block in t_blocks(columns, resamples, seed)])
 
 
-def interval(strata: Strata, *, resamples: int = RESAMPLES, seed: int = SEED) -> tuple[float, float] | None:
+def interval(
+    strata: Strata, *, resamples: int = RESAMPLES, seed: int = SEED, within: tuple[float, float] = (-math.inf, math.inf)
+) -> tuple[float, float] | None:
     """95 % interval of the weighted mean of values [n] of each subset; None where nothing can be said: fewer than eight
-    samples, a subset with one, no value that differs, or too few that differ for a finite end."""
+    samples, a subset with one, no value that differs, or too few that differ for a finite end.
+
+    No end leaves the range `within`: a ratio of sums lies among the ratios of its samples, and a t statistic of few of
+    them, of which one is apart, does not know it.
+    """
     error = standard_error(strata)
     if error is None or strata.count < FEWEST_SAMPLES:
         return None
-    return ends(np.sort(t_statistics(strata, resamples, seed)), float(strata.mean()), error[0])
+    found = ends(np.sort(t_statistics(strata, resamples, seed)), float(strata.mean()), error[0])
+    return found and (max(found[0], within[0]), min(found[1], within[1]))
 
 
 def quantiles(t: np.ndarray) -> tuple[float, float]:

@@ -32,6 +32,7 @@ class DataFile:
         url: Address of a gzip file that holds it, for what is not on the hub.
         official: SHA-256 of the authors' own file, where it is known.
         by_hand: How to get it otherwise, an imperative.
+        asked: Its rows are asked; False where they are examples in front of those.
     """
 
     task: str
@@ -48,6 +49,7 @@ class DataFile:
     url: str = ""
     official: str = ""
     by_hand: str
+    asked: bool = True
 
     @property
     def name(self) -> str:
@@ -103,6 +105,12 @@ def find_rows(file: DataFile, data_dir: str | None) -> Rows:
             return read_rows(found, file.check)
         looked += [found] if found else []
     raise _missing(file, looked, data_dir)
+
+
+def at_hand(file: DataFile, data_dir: str | None) -> bool:
+    """Tell whether a file's rows lie in a folder or in the local caches; nothing is read or fetched."""
+    places = (in_folder, _in_local_files, _in_hub_cache, _in_datasets_cache)
+    return any(isinstance(place(file, data_dir), Source) for place in places)
 
 
 def check_folder(files: Sequence[DataFile], data_dir: str | None) -> None:

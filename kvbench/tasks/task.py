@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvbench.engine.requests import Request
 from kvbench.rules import Choice, Form, Several, Text, Whole, check_settings
-from kvbench.tasks.files import DataFile
+from kvbench.tasks.files import DataFile, at_hand
 from kvbench.tasks.prompts import fitting
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.rows import Rows
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 MIN_PROMPT_TOKENS = 256
 MAX_ITEMS = 2**20
+AVAILABLE = "available"  # among the names of a setting: those whose rows are at hand
 
 # What many tasks have: where their files lie, how many prompts are made, which k of pass@k are reported, how long
 # prompts may be before they lose their middle (None: what the model takes).
@@ -249,9 +250,12 @@ def source(rows: Rows, whole: int = 0) -> dict[str, Any]:
     return {"file": "/".join(Path(rows.file).parts[-2:]), "rows": len(rows), **({"of": whole} if whole else {})}
 
 
-def names_of(known: Sequence[str], groups: Mapping[str, Sequence[str]] | None = None) -> Several:
-    """The rule of a setting that lists names; `groups` are short names that stand for several of the known ones."""
-    name = Choice((*(groups or ()), *known))
+def names_of(
+    known: Sequence[str], groups: Mapping[str, Sequence[str]] | None = None, *, of_files: bool = False
+) -> Several:
+    """The rule of a setting that lists names; `groups` are short names that stand for several of the known ones. Names
+    `of_files` may have `AVAILABLE` among them, see `at_hand_of`."""
+    name = Choice((*(groups or ()), *known, *((AVAILABLE,) if of_files else ())))
     return Several(name, alone=name)
 
 
@@ -259,6 +263,31 @@ def name_list(value: str | Sequence[str], groups: Mapping[str, Sequence[str]] | 
     """The names that a setting of `names_of` lists: in the order given, groups as their members, each name once."""
     names = [value] if isinstance(value, str) else value
     return list(dict.fromkeys(name for item in names for name in (groups or {}).get(item, (item,))))
+
+
+def at_hand_of(
+    value: str | Sequence[str],
+    groups: Mapping[str, Sequence[str]],
+    usual: str,
+    file_of: Callable[[str], DataFile],
+    data_dir: str | None,
+) -> tuple[list[str], list[str]]:
+    """The names that a setting chooses, and those that it leaves out as their rows lie neither in the folder nor in the
+    local caches. It leaves out none unless `AVAILABLE` stands there: alone, it is of the usual names. Where no row of
+    any lies there, all are chosen, so that who reads them names all.
+
+    Args:
+        value: The setting, of the rule `names_of` with files.
+        groups: Short name -> the names it stands for.
+        usual: The short name that is the setting's default.
+        file_of: Gives the file of a name.
+        data_dir: See `files.at_hand`.
+    """
+    words = [value] if isinstance(value, str) else list(value)
+    others = [word for word in words if word != AVAILABLE]
+    names = name_list(others or usual, groups)
+    here = [name for name in names if len(others) == len(words) or at_hand(file_of(name), data_dir)]
+    return (here, [name for name in names if name not in here]) if here else (names, [])
 
 
 def listed(value: int | Sequence[int]) -> list[int]:

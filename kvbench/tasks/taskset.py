@@ -43,6 +43,7 @@ class TaskSet:
         unused: Fields of the rows that nothing reads, as `file: field, field`, a text for each file.
         sources: Where the rows were read: `file` (its name and folder), how many `rows` it had, and `of` how many that
             of the benchmark has, where it is known.
+        missing: Subsets that were left out, as their data is not at hand.
         weighting: What weighs the same in the mean over subsets: every `subset`, or every `sample`.
         metrics: Name -> meaning of every score that `score` returns.
         primary: The metric that stands for the task.
@@ -68,6 +69,7 @@ class TaskSet:
     copies: list[dict] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     sources: list[dict] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
     grading_limit_s: float | None = 120.0
     grading_workers: int = 0
     weighting: Weighting = "subset"

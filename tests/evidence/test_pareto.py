@@ -4,6 +4,7 @@ import csv
 import io
 import itertools
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,11 +18,12 @@ from kvbench.cli.main import main
 from kvbench.evidence import frontier_figure, multiples
 from kvbench.evidence.dominance import best_so_far, standing
 from kvbench.evidence.drawing import STYLE, Drawing, lines_of, short_label, ticks
-from kvbench.evidence.frontier import averages
+from kvbench.evidence.frontier import averages, costs_of
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.one_panel import HUES, MOST, WHISKERS, Look
 from kvbench.evidence.pareto import panels_of, texts
 from kvbench.evidence.view import show
+from kvbench.results.measures import RESIDENT
 from kvbench.show import terminal
 from kvbench.show.picture import METHODS, method_style, spread
 
@@ -111,6 +113,28 @@ def test_points_and_their_standing(sweep):
     }
     assert points["full"].family == "16 bits, keeps all" and points["fp8"].family == "quantises"
     assert points["good budget=0.4"].family == "quantises and evicts"
+
+
+def test_bytes_have_the_interval_of_what_varies():
+    """Ends are among the samples' own shares, of one group and of the mean over groups, where one sample of eight
+    holds more than the others; no width where all hold the same share."""
+    fp16 = [500.0, 510, 505, 498, 512, 508, 503, 120]
+    held = [size / 2 for size in fp16]
+
+    def cost_of(held):
+        records = [
+            {"subset": "s", "sample_id": f"{n}", "repeat": 0, "status": "ok",
+             "ledger": {"resident_bytes": mine, "fp16_bytes": whole}}
+            for n, (mine, whole) in enumerate(zip(held, fp16, strict=True))
+        ]  # fmt: skip
+        run = SimpleNamespace(samples={(record["sample_id"], 0): record for record in records})
+        return costs_of(RESIDENT, [run], [[("s", record["sample_id"]) for record in records]])[0]
+
+    assert cost_of(held).interval == (0.5, 0.5)
+    held[2] += 15
+    cost = cost_of(held)
+    low, high = cost.interval
+    assert 0.5 <= low < cost.value < high <= held[2] / fp16[2] and cost.within == (0.5, held[2] / fp16[2])
 
 
 def test_dominance_needs_both_axes(tmp_path):

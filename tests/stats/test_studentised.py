@@ -24,6 +24,14 @@ def test_interval_is_that_of_a_plain_loop():
     assert (low, high) == pytest.approx(tuple(ends), abs=0.12 * (high - low))
 
 
+def test_ends_stay_within_a_range():
+    """Of ratios of which one is apart the t statistic goes far beyond all of them; an end within is as it was."""
+    values = np.array([0.5, 0.5, 0.5, 0.5, 0.501, 0.499, 0.5, 0.53])
+    low, high = studentised.interval(weighed([values]))
+    assert high > 0.6
+    assert studentised.interval(weighed([values]), within=(0.49, 0.53)) == (max(low, 0.49), 0.53)
+
+
 def test_p_values_turn_the_interval_round():
     """A null just inside the interval is not refused at 2.5 %, one just outside is; columns share their draws.
 

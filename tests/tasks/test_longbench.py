@@ -58,6 +58,22 @@ def load(model, folder: Path, subsets: object, **more: object):
     return load_task(settings, model, limit=limit and f"first:{limit}", seed=0, protocol=protocol)
 
 
+def test_available_takes_the_subsets_that_are_at_hand(tiny_model, tmp_path, monkeypatch) -> None:
+    """Alone of the 16, with `e` of the 13, with the identity of a list of the same names; the others are named, and the
+    hub is not tried for them. Where none is at hand all are missing."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("kvbench.models.files.hub_reachable", lambda *given: False)
+    model, folder = tiny_model(), folder_of(tmp_path, "trec", "lcc", "samsum_e")
+    found, named = load(model, folder, "available"), load(model, folder, ["trec", "lcc"])
+    assert {request.subset for request in found.requests} == {"trec", "lcc"}
+    assert (found.fingerprint, found.protocol) == (named.fingerprint, named.protocol)
+    assert found.missing == [name for name in ENGLISH if name not in ("trec", "lcc")] and named.missing == []
+    found = load(model, folder, ["e", "available"])
+    assert {request.subset for request in found.requests} == {"samsum_e"} and len(found.missing) == 12
+    with pytest.raises(ValueError, match="no data for hotpotqa, qmsum"):
+        load(model, folder, ["available", "hotpotqa", "qmsum"])
+
+
 @pytest.mark.parametrize("subset", ENGLISH)
 def test_prompts_are_the_official_ones(configs, subset: str) -> None:
     """Ten prompts equal lm-eval's; the six that lm-eval changed differ from it exactly as the official file does."""

@@ -214,7 +214,9 @@ def _bytes(records: Sequence[SampleRecord], rule: Rule) -> tuple[Estimate, float
     fp16 = np.array([RESIDENT.below(record) for record in records], dtype=float)
     value = float(resident.sum() / fp16.sum())
     shares = value + (resident - value * fp16) / fp16.mean()
-    found = studentised.interval(weighed([shares]), resamples=rule.resamples, seed=rule.seed)
+    each = resident / fp16
+    within = float(each.min()), float(each.max())
+    found = studentised.interval(weighed([shares]), resamples=rule.resamples, seed=rule.seed, within=within)
     if found is None and len(records) >= FEWEST_SAMPLES and not has_spread(shares):
         found = (value, value)
     low, high = found or (None, None)

@@ -33,6 +33,7 @@ CLUSTER = "hydra/launcher=submitit_slurm hydra.launcher.partition=NAME hydra.lau
 IN_A_JOB = "on a Slurm cluster put it into a job:"
 EXAMPLE = "a checked example, printed from the store's own code"
 BYTES, DEFAULT_MODEL = "bytes", "smollm2-135m"
+TIMED = "timed"  # a plan for which a model is loaded
 # Words of the user's that change no answer, or nothing that a paper states; every other one is another protocol.
 NEUTRAL = {"model", "model.path", "model.name", "model.device", "model.dtype", "model.linear", "model.tensor_parallel"}
 NEUTRAL |= {"batch_size", "backend", "results_dir", "shard", "resume", "prompt_cache_bytes", "tracker", "reference"}
@@ -53,6 +54,10 @@ def main(arguments: Sequence[str], sweep: suite.Sweeping) -> int:
     if cfg.paper is None:
         return _list_papers()
     paper = papers.find(str(cfg.paper))
+    if cfg.plan not in (True, False, TIMED):
+        raise ValueError(
+            f"plan={cfg.plan} is no plan; write true for what would run, {TIMED} for how long it takes, too"
+        )
     wanted = [(kind, cfg[kind]) for kind in KINDS if cfg[kind] is not None]
     if not wanted:
         return _list(paper)
@@ -85,9 +90,14 @@ def run(
 ) -> int:
     """Run an entry's jobs, put the printed cells beside them, and carry out its further commands."""
     codes, began, heading = [0], time.time(), heading_of(paper, entry, others)
-    further = command_lines(entry, cfg, others)  # first: a wrong word should not be told behind hours of work
+    further = command_lines(entry, cfg, others)  # now: a wrong word should not be told behind hours of work
+    before = command_lines(entry, cfg, _of_model(others), entry.first)
     rows: list[str] = []
     with headed(heading):
+        for name, words in before:
+            terminal.console().print(Text(f"kvbench {files.spelled(name)} {shlex.join(words)}"), soft_wrap=True)
+            if code := commands.run(name, words):
+                return code
         if entry.tasks:
             from kvbench.extensions.suite.preview import announce
 
@@ -174,7 +184,8 @@ def _documents(further: Sequence[tuple[str, list[str]]], began: float) -> Iterat
 
 def jobs_of(paper: Paper, entry: Entry, cfg: DictConfig, others: Sequence[str]) -> list[tuple[str, list[str]]]:
     """The printed row that each job stands for, and the words of the job; a method that the user adds has no row."""
-    rows = entry.rows(paper.printed_model(model_name(others)))
+    of_model = entry.rows(paper.printed_model(model_name(others)))
+    rows = {row: line.replace("{results}", str(cfg.results_dir)) for row, line in of_model.items()}
     of_line = {tuple(sweeping.combinations(shlex.split(line))[0]): row for row, line in rows.items()}
     asked = suite.Suite(every=entry.every, tasks=entry.tasks, methods=tuple(rows.values()))
     return [(of_line.get(tuple(line), ""), job) for line, job in suite.by_method(asked, cfg, others)]
@@ -186,8 +197,11 @@ def model_name(words: Sequence[str]) -> str:
     return Path(given.get("model.path") or given.get("model", "")).name
 
 
-def command_lines(entry: Entry, cfg: DictConfig, others: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """The further commands of an entry, each its name and words, with the user's words that it has a setting for.
+def command_lines(
+    entry: Entry, cfg: DictConfig, others: Sequence[str], lines: Sequence[str] | None = None
+) -> list[tuple[str, list[str]]]:
+    """The further commands of an entry, or these lines of it, each its name and words, with the user's words that it
+    has a setting for.
 
     Raises:
         ValueError: Nothing of the entry has a setting of the user's, or it has no jobs for a launcher.
@@ -195,7 +209,7 @@ def command_lines(entry: Entry, cfg: DictConfig, others: Sequence[str]) -> list[
     model = " ".join(word.removeprefix("model=").removeprefix("model.") for word in others if word[:5] == "model")
     data, found, taken = suite.data_words(cfg), [], set[str]()
     methods = ",".join(f"'{line}'" for line in dict.fromkeys(entry.rows().values()))
-    for line in entry.then:
+    for line in entry.then if lines is None else lines:
         name, *words = shlex.split(line.replace("{results}", str(cfg.results_dir)).replace("{at}", entry.slug))
         words = [
             word.replace("{model}", f"'{model or DEFAULT_MODEL}'").replace("{methods}", f"[{methods}]")
@@ -217,15 +231,22 @@ def command_lines(entry: Entry, cfg: DictConfig, others: Sequence[str]) -> list[
     return found
 
 
+def _of_model(words: Sequence[str]) -> list[str]:
+    """The user's words about the model, which alone go to commands before the jobs: these have a task of their own."""
+    return [word for word in words if word.startswith("model")]
+
+
 def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], arguments: list[str]) -> int:
-    """Say what an entry would run: samples, time by a rate measured here, memory, disk; its further commands; and the
-    words that start it, here and on a cluster."""
+    """Say what an entry would run: samples and data that are missing, with no model loaded; `plan=timed` also time by a
+    rate measured here, memory and disk; its further commands; and the words that start it, here and on a cluster."""
     console = terminal.console()
     launcher = [word for word in others if word.startswith("hydra")]
     sweeping.check_launcher(["-m", *launcher])
     console.print(Text(f"{paper.name}, {entry.at}: {entry.shows}"), soft_wrap=True)
     further = command_lines(entry, cfg, others)
-    start = shlex.join(["python", "-m", "kvbench", GROUP, *(word for word in arguments if word != "plan=true")])
+    start = shlex.join(
+        ["python", "-m", "kvbench", GROUP, *(word for word in arguments if not word.startswith("plan="))]
+    )
     lines = list[str]()
     if entry.tasks:
         from kvbench.config.compose import compose
@@ -233,8 +254,11 @@ def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], argumen
         jobs = jobs_of(paper, entry, cfg, others)
         for row, words in jobs:
             console.print(Text(f"{row or '(no printed row)'}: kvbench {shlex.join(words)}"), soft_wrap=True)
-        methods = [suite.choice(words, "method") for _, words in jobs]
-        lines += _ahead([(compose(words), name) for (_, words), name in zip(jobs, methods, strict=True)])
+        if cfg.plan == TIMED:
+            methods = [suite.choice(words, "method") for _, words in jobs]
+            lines += _ahead([(compose(words), name) for (_, words), name in zip(jobs, methods, strict=True)])
+        else:
+            lines += _counted([words for _, words in jobs])
         each = f", each a job of {shlex.join(launcher)}" if launcher else ""
         lines.append(f"{len(jobs)} runs{each}; to start them: {start}")
         if not launcher:
@@ -243,7 +267,7 @@ def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], argumen
         lines.append(
             f"{'then ' if entry.tasks else ''}kvbench {files.spelled(name)} {shlex.join(words)}{_size(name, words)}"
         )
-        if name == "calibrate":
+        if name == "calibrate" and cfg.plan == TIMED:
             lines += _ahead(_calibrated(words))
     if not entry.tasks:
         lines += [f"to start it: {start}", f"{IN_A_JOB} srun --gres=gpu:1 {start}"]
@@ -257,6 +281,38 @@ def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], argumen
     for line in lines:
         console.print(Text(line), soft_wrap=True)
     return 0
+
+
+def _counted(jobs: Sequence[list[str]]) -> list[str]:
+    """Count the samples of jobs, task by task, as they are published, and name what of the data is not at hand; no
+    model is loaded, no row read and nothing fetched."""
+    from kvbench.config.compose import compose
+    from kvbench.tasks import data_files
+    from kvbench.tasks.files import at_hand
+    from kvbench.tasks.task import Limit
+
+    of_task: dict[tuple[str, ...], list[list[str]]] = {}
+    for words in jobs:
+        of_task.setdefault(tuple(word for word in words if not word.startswith("method")), []).append(words)
+    lines = []
+    for words, *others in of_task.values():
+        runs, cfg = 1 + len(others), compose(words)
+        name = suite.choice(words, "task")
+        try:
+            limit, listed = Limit.read(cfg.limit), [file for file in data_files(cfg.task) if file.asked]
+            missing = [file.called for file in listed if not at_hand(file, cfg.task.get("data_dir"))]
+        except ValueError as error:
+            lines.append(f"! nothing is known of {runs} of {len(jobs)} runs: {error}")
+            continue
+        if listed and all(file.rows for file in listed):
+            samples = sum(len(limit.of(file.rows, file.called)) if limit else file.rows for file in listed)
+            answers = samples * runs * cfg.protocol.num_samples
+            lines.append(f"{name}: {samples} samples as published, through {runs} runs, {answers} answers")
+        else:
+            lines.append(f"{name}: as many samples as its data or its settings say, through {runs} runs")
+        if missing:
+            lines.append(f"! {name}: no data at hand for {', '.join(missing)}; see `kvbench data task={name}`")
+    return [*lines, f"how long and how large: plan={TIMED} times a few answers; so does the sweep before it begins"]
 
 
 def _ahead(asked: Sequence[tuple[DictConfig, str]]) -> list[str]:

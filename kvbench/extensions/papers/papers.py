@@ -31,7 +31,9 @@ class Entry:
         every, tasks: Words of every job, and lines of tasks, as a suite has them.
         methods: Name of a printed row -> line of words; or printed model -> line, of which another model takes the
             first. The name is the printed method and variant; `C={128,256}` in it is a row for each value, which
-            stands for `{}` in the line. Without tasks, the line is the method as `bench` or `bytes` names it.
+            stands for `{}` in the line, as `{results}` does for the folder of results. Without tasks, the line is the
+            method as `bench` or `bytes` names it.
+        first: Lines of commands that run before the jobs and make what these take, written as those of `then`.
         then: Lines of commands that run behind the jobs. `{results}` is the folder of results, `{at}` the entry as
             names of files have it, `{model}` the model as `bench` names it, and `{methods}` the list of the methods'
             lines.
@@ -50,6 +52,7 @@ class Entry:
     every: str = "seed=0"
     tasks: tuple[str, ...] = ()
     methods: Mapping[str, Any] = field(default_factory=dict)
+    first: tuple[str, ...] = ()
     then: tuple[str, ...] = ()
     example: str = ""
     measured: Mapping[str, str] = field(default_factory=dict)
@@ -163,6 +166,8 @@ def _entry(key: str, given: Mapping[str, Any]) -> Entry:
         raise ValueError(f"{prefix}at must begin with one of {', '.join(KINDS)}")
     if bool(made.tasks or made.then) + bool(made.example) + bool(made.cannot) != 1:
         raise ValueError(f"{prefix}an entry has tasks or then, or `example`, or `cannot`, and one of these alone")
+    if made.first and not made.tasks:
+        raise ValueError(f"{prefix}first needs tasks; what runs without jobs is `then`")
     if made.tasks and not made.methods:
         raise ValueError(f"{prefix}tasks need methods")
     return made

@@ -19,7 +19,7 @@ none.
 ```
 python -m kvbench paper                                    # the papers
 python -m kvbench paper diffkv                             # its tables and figures
-python -m kvbench paper diffkv table=1 plan=true allow_code_execution=true   # what would run, how long, how large
+python -m kvbench paper diffkv table=1 plan=true allow_code_execution=true   # what would run; plan=timed: how long
 python -m kvbench paper diffkv table=2 model=hf model.path=meta-llama/Llama-3.1-8B-Instruct task.data_dir=DIR
 python -m kvbench paper minikv table=1 model=hf model.path=meta-llama/Llama-2-7b-chat-hf hydra/launcher=submitit_slurm
 python -m kvbench paper diffkv figure=13 quick=true        # a figure that a bench makes
@@ -98,9 +98,10 @@ def _lines(entry: Entry) -> str:
     for name, given in entry.methods.items():
         each = {"": given} if isinstance(given, str) else given
         lines += [f"{name}{f' on {model}' if model else ''}: {line}" for model, line in each.items()]
-    for line in entry.then:
-        name, *words = shlex.split(line)
-        lines.append(f"then: kvbench {files.spelled(name)} {shlex.join(words)}")
+    for word, commands in (("first", entry.first), ("then", entry.then)):
+        for line in commands:
+            name, *words = shlex.split(line)
+            lines.append(f"{word}: kvbench {files.spelled(name)} {shlex.join(words)}")
     lines += [f"{metric}: {said}" for metric, said in entry.measured.items()]
     return "\n".join(lines)
 

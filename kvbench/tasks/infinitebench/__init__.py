@@ -11,13 +11,14 @@ Differs: in a chat, what their templates end with begins the model's answer.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvbench.tasks.files import DataFile, find_rows, read_each
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.rows import Rows, text_field
-from kvbench.tasks.task import Ask, DataDir, MaxPromptTokens, Task, name_list, names_of
+from kvbench.tasks.task import Ask, DataDir, MaxPromptTokens, Task, at_hand_of, names_of
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class InfiniteBench(Task):
     """The task.
 
     Args:
-        subsets: Subsets, or `retrieval` for all three.
+        subsets: Subsets, `available` for those at hand, or `retrieval` for all three.
         answer_prefix: The prompt ends with the beginning of the answer.
         data_dir: Folder with their files; None for the local caches, then the hub.
         max_prompt_tokens: Longer prompts lose their middle; None for what the model takes, `fit:N` for N at most.
@@ -75,16 +76,21 @@ class InfiniteBench(Task):
         "score": MetricInfo(True, "the first number is the right one; kv_retrieval: the value stands in the answer")
     }
 
-    subsets: Annotated[str | Sequence[str], names_of(tuple(SUBSETS), GROUPS)] = "retrieval"
+    subsets: Annotated[str | Sequence[str], names_of(tuple(SUBSETS), GROUPS, of_files=True)] = "retrieval"
     answer_prefix: bool = True
     data_dir: DataDir = None
     max_prompt_tokens: MaxPromptTokens = None
 
+    @cached_property
+    def chosen(self) -> tuple[list[str], list[str]]:
+        """The subsets, and those that are left out as they are not at hand."""
+        return at_hand_of(self.subsets, GROUPS, "retrieval", data_file, self.data_dir)
+
     def files(self) -> list[DataFile]:
-        return [data_file(name) for name in name_list(self.subsets, GROUPS)]
+        return [data_file(name) for name in self.chosen[0]]
 
     def data(self, seed: int, protocol: Protocol) -> dict[str, Rows]:
-        return read_each(name_list(self.subsets, GROUPS), lambda name: find_rows(data_file(name), self.data_dir))
+        return read_each(self.chosen[0], lambda name: find_rows(data_file(name), self.data_dir))
 
     def load(self, ask: Ask) -> TaskSet:
         found = self.data(ask.seed, ask.protocol)
@@ -117,6 +123,7 @@ class InfiniteBench(Task):
             right,
             lambda sample_id, answer: {"score": float(is_right(*right[sample_id], answer))},
             rows=found.values(),
+            missing=self.chosen[1],
         )
 
 

@@ -15,7 +15,7 @@ Differs: the chat template is the tokenizer's own (the official code has hand-wr
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeGuard
 
 from kvbench.tasks.files import DataFile, find_rows
@@ -24,7 +24,7 @@ from kvbench.tasks.longbench.metrics import REFERENCE
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.rows import Rows, kind_of, text_field
-from kvbench.tasks.task import Ask, DataDir, MaxPromptTokens, Task, name_list, names_of
+from kvbench.tasks.task import Ask, DataDir, MaxPromptTokens, Task, at_hand_of, names_of
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class LongBench(Task):
     """The task.
 
     Args:
-        subsets: Subsets, or groups of `GROUPS`.
+        subsets: Subsets, `available` for those at hand, or groups of `GROUPS`.
         data_dir: Folder with their files; None for the local caches, then the hub.
         max_prompt_tokens: Longer prompts lose their middle; None for what the model takes, `fit:N` for N at most.
         next_line: The prompts about code end with `NEXT_LINE`, as the official ones do. KV-Compress leaves it out for
@@ -76,16 +76,21 @@ class LongBench(Task):
         )
     }
 
-    subsets: Annotated[str | Sequence[str], names_of((*ENGLISH, *LONGBENCH_E), GROUPS)] = "en"
+    subsets: Annotated[str | Sequence[str], names_of((*ENGLISH, *LONGBENCH_E), GROUPS, of_files=True)] = "en"
     data_dir: DataDir = None
     max_prompt_tokens: MaxPromptTokens = None
     next_line: bool = True
 
+    @cached_property
+    def chosen(self) -> tuple[list[str], list[str]]:
+        """The subsets, and those that are left out as they are not at hand."""
+        return at_hand_of(self.subsets, GROUPS, "en", data_file, self.data_dir)
+
     def files(self) -> list[DataFile]:
-        return [data_file(subset) for subset in name_list(self.subsets, GROUPS)]
+        return [data_file(subset) for subset in self.chosen[0]]
 
     def data(self, seed: int, protocol: Protocol) -> "dict[str, LmEvalTask]":
-        names = [f"kvbench_longbench_{subset}" for subset in name_list(self.subsets, GROUPS)]
+        names = [f"kvbench_longbench_{subset}" for subset in self.chosen[0]]
         return load_lmeval_tasks(self.folder(), names, {"data_dir": self.data_dir})
 
     def load(self, ask: Ask) -> TaskSet:
@@ -115,6 +120,7 @@ class LongBench(Task):
             scorer_of(scored),
             rows=[task.dataset["test"] for task in tasks.values()],
             by=("category",),
+            missing=self.chosen[1],
         )
 
 

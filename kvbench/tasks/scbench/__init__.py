@@ -13,6 +13,7 @@ Differs: a conversation goes on behind the model's own answer, where the origina
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvbench.rules import Choice
@@ -20,7 +21,7 @@ from kvbench.tasks.files import DataFile, find_rows, read_each
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.rows import Rows, text_field
-from kvbench.tasks.task import Ask, DataDir, MaxPromptTokens, Task, name_list, names_of
+from kvbench.tasks.task import Ask, DataDir, MaxPromptTokens, Task, at_hand_of, names_of
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class ScBench(Task):
     """The task.
 
     Args:
-        subsets: Subsets, or `all` for these five.
+        subsets: Subsets, `available` for those at hand, or `all` for these five.
         form: `turns`: one conversation for each context; `requests`: each question by itself.
         data_dir: Folder with their files; None for the local caches, then the hub.
         max_prompt_tokens: Longer prompts lose their middle; None for what the model takes, `fit:N` for N at most.
@@ -74,16 +75,21 @@ class ScBench(Task):
         "score": MetricInfo(True, "a right text stands in the answer; vt: the share of the right names that do")
     }
 
-    subsets: Annotated[str | Sequence[str], names_of(tuple(SUBSETS), GROUPS)] = "all"
+    subsets: Annotated[str | Sequence[str], names_of(tuple(SUBSETS), GROUPS, of_files=True)] = "all"
     form: Annotated[str, Choice((TURNS, REQUESTS))] = TURNS
     data_dir: DataDir = None
     max_prompt_tokens: MaxPromptTokens = None
 
+    @cached_property
+    def chosen(self) -> tuple[list[str], list[str]]:
+        """The subsets, and those that are left out as they are not at hand."""
+        return at_hand_of(self.subsets, GROUPS, "all", data_file, self.data_dir)
+
     def files(self) -> list[DataFile]:
-        return [data_file(name) for name in name_list(self.subsets, GROUPS)]
+        return [data_file(name) for name in self.chosen[0]]
 
     def data(self, seed: int, protocol: Protocol) -> dict[str, Rows]:
-        return read_each(name_list(self.subsets, GROUPS), lambda name: find_rows(data_file(name), self.data_dir))
+        return read_each(self.chosen[0], lambda name: find_rows(data_file(name), self.data_dir))
 
     def load(self, ask: Ask) -> TaskSet:
         found = self.data(ask.seed, ask.protocol)
@@ -123,6 +129,7 @@ class ScBench(Task):
             lambda sample_id, answer: score_turn(sample_id, 0, answer),
             turn_scorer=score_turn,
             rows=found.values(),
+            missing=self.chosen[1],
         )
 
 

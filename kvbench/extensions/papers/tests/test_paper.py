@@ -5,6 +5,7 @@ import os
 import shlex
 from pathlib import Path
 
+import problem_rows
 import pytest
 
 from kvbench.cli.commands import compose_command
@@ -95,8 +96,8 @@ def test_only_this_processs_sweep_is_joined(tmp_path):
 
 
 def test_what_would_run(toy, capsys):
-    """`plan=true` names each row's words, samples and time, and begins nothing; the further command of a figure."""
-    assert main(["paper", "toy", "table=1", "plan=true", "methods=snapkv", "limit=3"]) == 0
+    """`plan=timed` names each row's words, samples and time, and begins nothing; the further command of a figure."""
+    assert main(["paper", "toy", "table=1", "plan=timed", "methods=snapkv", "limit=3"]) == 0
     said = capsys.readouterr()
     assert "SnapKV 50%: kvbench seed=0 task=longctx method=snapkv method.ratio=0.5 limit=3" in said.out
     assert "Llama3-8B: model=hf model.path=meta-llama/Meta-Llama-3-8B-Instruct" in said.out
@@ -114,9 +115,45 @@ def test_what_would_run(toy, capsys):
     )
     assert "put it into a job: srun --gres=gpu:1 python -m kvbench paper toy figure=1\n" in said
     assert said.endswith("a small run of it took 1 s\n")
-    assert main(["paper", "toy", "table=1", "plan=true", "limit=-1"]) == 0
-    said = capsys.readouterr()
-    assert "! nothing is known of 4 of 4 runs: limit=-1 " in said.out and "samples of about" not in said.err
+    for kind in ("true", "timed"):
+        assert main(["paper", "toy", "table=1", f"plan={kind}", "limit=-1"]) == 0
+        said = capsys.readouterr()
+        assert "! nothing is known of 4 of 4 runs: limit=-1 " in said.out, kind
+        assert "samples of about" not in said.err
+    assert main(["paper", "toy", "table=1", "plan=later"]) == 2
+    assert "plan=later is no plan" in capsys.readouterr().err
+
+
+def test_a_command_runs_before_the_jobs(monkeypatch):
+    """It writes where the jobs read, has the user's model, and where it fails nothing else runs."""
+    methods = {"A": "method=kvquant method.books={results}/b.tsv"}
+    first, then = ("books books.out={results}/b.tsv",), ("drift results_dir={results}",)
+    entry = papers.Entry(at="claim 1", shows="", tasks=("task=longctx",), first=first, methods=methods, then=then)
+    toy = papers.Paper(key="toy", name="Toy", about="", models={}, entries=(entry,))
+    cfg = compose_command("paper", ["results_dir=R"])
+    ((row, words),) = paper.jobs_of(toy, entry, cfg, ["model=mini"])
+    assert row == "A" and "method.books=R/b.tsv" in words
+    ran, swept = [], []
+    monkeypatch.setattr(paper.commands, "run", lambda name, words: ran.append([name, *words]) or 3)
+    words = ["model=mini", "task.length=300", "limit=1"]
+    assert paper.run(toy, entry, cfg, words, [], lambda *given: swept.append(given)) == 3
+    assert ran == [["books", "books.out=R/b.tsv", "model=mini"]] and not swept
+
+
+def test_a_plan_loads_no_model(monkeypatch, capsys, tmp_path):
+    """It counts samples as they are published, under a limit too, names what is not at hand."""
+    monkeypatch.setattr("kvbench.runs.parts.Loaders.load_model", lambda self, group: pytest.fail("it was loaded"))
+    monkeypatch.setattr("kvbench.models.files.hub_reachable", lambda *given: pytest.fail("the hub was tried"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    problem_rows.folder_of(tmp_path, "gsm8k")
+    words = ["paper", "diffkv", "table=1", "plan=true", "methods=[full,kivi]", "tasks=[gsm8k,math]"]
+    assert main([*words, f"task.data_dir={tmp_path}"]) == 0
+    said = capsys.readouterr().out
+    assert "gsm8k: 1319 samples as published, through 2 runs, 2638 answers\nmath: 5000 samples" in said
+    assert "! math: no data at hand for algebra, counting_and_probability" in said and "! gsm8k" not in said
+    assert "4 runs; to start them: python -m kvbench paper diffkv table=1 'methods=[full,kivi]'" in said
+    assert main([*words, f"task.data_dir={tmp_path}", "limit=5"]) == 0
+    assert "math: 35 samples as published, through 2 runs, 70 answers" in capsys.readouterr().out
 
 
 def test_how_much_a_bench_and_a_calibration_measure():
@@ -222,7 +259,7 @@ def test_every_line_of_a_shipped_paper_names_what_there_is():
                 has = has.get("task", has) if group == "task" else has
                 keys = {word.partition("=")[0].removeprefix(f"{group}.") for word in words if word.startswith(group)}
                 assert keys <= set(has), line
-            assert {line.partition(" ")[0] for line in entry.then} <= {
+            assert {line.partition(" ")[0] for line in (*entry.first, *entry.then)} <= {
                 name.rpartition("/")[2] for name in files.options("command")
             }
 
@@ -251,7 +288,9 @@ def test_the_papers_that_kvbench_ships(name):
             if is_new(*(word.partition("=")[0] if "." in word else word for word in shlex.split(line))):
                 make_policy(compose(shlex.split(line)).method)
         cfg = compose_command("paper", [f"paper={name}", "results_dir=r"])
-        for command, words in paper.command_lines(entry, cfg, ["model=hf", "model.path=a/b"]):
+        told = ["model=hf", "model.path=a/b"]
+        before = paper.command_lines(entry, cfg, told, entry.first)  # which go with a model alone
+        for command, words in [*before, *paper.command_lines(entry, cfg, told)]:
             if is_new(command, *(word for word in words if not word.startswith(("out=", "attention.out=")))):
                 compose_command(command, words)
 
