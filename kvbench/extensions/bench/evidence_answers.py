@@ -89,8 +89,8 @@ def prepare_dry(folder: Path, device: str) -> None:
 
 
 def summary(files: list[Path], answers: Path, device: str, begin: float) -> dict:
-    """What lies in the folder of answers, as a document of the benches: a cell for each file, a row for each method with
-    the seconds that it took and the answers that there are."""
+    """What lies in the folder of answers, as a document of the benches: a cell for each file, a row for each method
+    with the seconds that it took and the answers that there are."""
     cells = []
     for file in files:
         head, requests = requests_file.read(file)
@@ -100,7 +100,14 @@ def summary(files: list[Path], answers: Path, device: str, begin: float) -> dict
                 record = RunRecord.load(path.parent)
                 seconds = sum(session.wall_s for session in record.sessions)
                 times = {"seconds": [seconds], "median": seconds, "q1": seconds, "q3": seconds, "ratios": {}}
-                rows.append({"name": run.label, **times, "answers": record.counts.done, "status": record.status})
+                rows.append(
+                    {
+                        "name": run.label,
+                        **times,
+                        "answers": sum(session.num_done for session in record.sessions),
+                        "status": record.status,
+                    }
+                )
         cells.append({"cell": {"file": file.stem, "requests": len(requests)}, "variants": rows, "refused": []})
     return {
         "schema": SCHEMA,
