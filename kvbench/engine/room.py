@@ -60,7 +60,7 @@ class PromptRoom:
         if index:
             read_tokens = ordered[index].num_prompt_tokens if index < len(ordered) else 0
             warnings.warn(
-                f"{min(index, len(ordered))} of {len(ordered)} prompts, of up to {ordered[0].num_prompt_tokens} tokens, "
+                f"{min(index, len(ordered))} of {len(ordered)} prompts, up to {ordered[0].num_prompt_tokens} tokens, "
                 f"may not fit next to the model: {read_tokens} tokens could be read. They are tried, and what does not "
                 "fit is recorded as oom; prefill.chunk reads prompts in pieces",
                 stacklevel=2,

@@ -51,7 +51,7 @@ STAGES = (
         "check-cuda",
         60,
         "kvbench.kernels.check_device --decode cuda --only attention --jobs 16",
-        "kvbench.kernels.check_device --quick --device cpu --only attention --decode host",
+        "kvbench.kernels.check_device --quick --device cpu --only bounds --decode host",
     ),
     Stage(
         "check-methods-cuda",

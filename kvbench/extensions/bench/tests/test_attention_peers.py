@@ -135,14 +135,14 @@ def measured(*words):
 def test_newest_tokens_lie_in_a_residual_buffer(name):
     """Attention and scores over pages and a full buffer are those of all tokens; bytes are of both."""
     q, k, v = drawn(160)
-    held = caches.build_caches(name, k, v, REFERENCE, num_buffers=2, seed=0, ring_tokens=48)
+    held = caches.build_caches(name, k, v, REFERENCE, num_buffers=2, seed=0, ring_tokens=64)
     for group in (None, "max"):
         assert caches.paged_error(REFERENCE, held, q, 0.125, group, 1) < 1e-5
     slot = caches.slot_format(name, 64)
-    per_list = 112 * caches.slot_read_bytes(slot) + 48 * 2 * 64 * 2
+    per_list = 96 * caches.slot_read_bytes(slot) + 64 * 2 * 64 * 2
     assert held.read_bytes == pytest.approx(4 * per_list) and held.token_bytes == pytest.approx(per_list / 160)
     newest = held.rings[1]
-    assert torch.equal(newest.k[:, :, 130 % 48], k[:, :, 130].half())
+    assert torch.equal(newest.k[:, :, 130 % 64], k[:, :, 130].half())
     if name == "K16V16":  # whose pages round no more than the buffer does
         out, *_ = REFERENCE.paged_decode(q, held.pages, held.buffers[0], newest, 0.125)
         assert caches.dense_error(out, q, k, v, 0.125) < 1e-2

@@ -13,7 +13,7 @@ from kvbench.kernels.gpu.parts import Tuning, recording, tuned, tuning
 
 WORDS = "shapes=[2x1x64] lengths=[160] batches=[1] rounds=1 threads=[1] working_set_mb=1 max_buffers=1".split()
 WORDS += (
-    "device=cpu kernels=triton block_slots=[16,32] warps=[1,2] stages=[3] stage_kb=[24,36] page_slots=[0,64]".split()
+    "device=cpu kernels=triton block_slots=[16,32] warps=[1,2] stages=[3] stage_kb=[24,36] page_slots=[0,128]".split()
 )
 
 
@@ -36,7 +36,7 @@ def test_every_size_is_a_row():
     assert not cell["refused"]
     names = [row["name"] for row in cell["variants"]]
     sizes = [f"triton, {slots} slots, {warps} warps, 3 stages" for slots in (16, 32) for warps in (1, 2)]
-    pages = [f"{decode}, pages of 64 slots" for decode in ("triton", "host")]
+    pages = [f"{decode}, pages of 128 slots" for decode in ("triton", "host")]
     assert names == ["triton, as it is", *sizes, "host, as it is", "host, 24 KiB under way", *pages]
     assert all({"triton, as it is", "host, as it is"} <= set(row["ratios"]) for row in cell["variants"])
 
@@ -54,7 +54,7 @@ def test_sizes_reach_the_launch(monkeypatch):
     attended = [constants for name, constants in seen if name == "_attend"]
     found = [(each["A_BT"], each["num_warps"], each["num_stages"]) for each in attended]
     assert found[1:5] == [(16, 1, 3), (16, 2, 3), (32, 1, 3), (32, 2, 3)] and len(found) == len(made) == 6
-    assert attended[0]["A_T"] != attended[5]["A_T"] == 64
+    assert attended[0]["A_T"] != attended[5]["A_T"] == 128
     with tuned(Tuning(block_slots=16)):
         assert tuning().block_slots == 16
     assert tuning() == Tuning()
