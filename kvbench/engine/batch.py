@@ -34,6 +34,7 @@ class Batch:
         on_outcome, on_step: As `Engine.run` takes them.
         make_room: Makes the cache, which has no rows, anew with a smaller pool, where memory beside it ran out; False
             where it cannot.
+        restore_room: Makes it anew as it was at first, once that did not help.
 
     Attributes:
         most: Requests at once at most.
@@ -54,10 +55,12 @@ class Batch:
         on_outcome: Callable[[Outcome], None],
         on_step: Callable[[dict], None] | None,
         make_room: Callable[[], bool] = lambda: False,
+        restore_room: Callable[[], None] = lambda: None,
     ) -> None:
         self._runner, self._loop, self._reader, self._waiting = runner, loop, reader, waiting
         self._forced_tokens, self._per_token = forced_tokens, per_token
-        self._on_outcome, self._on_step, self._make_room = on_outcome, on_step, make_room
+        self._on_outcome, self._on_step = on_outcome, on_step
+        self._make_room, self._restore_room = make_room, restore_room
         self._callers: BaseException | None = None  # what `on_outcome` raised
         self._samples: dict[str, Sample] = {}  # those with rows, in the order in which they joined
         self._reading: tuple[Sample, Generator[list[Row] | None]] | None = None  # a prompt of which chunks are to come
@@ -189,6 +192,7 @@ class Batch:
             self._waiting.put_back([request])
         else:
             self._end(Sample(request), "oom", reason, None)
+            self._restore_room()
 
     def _give_way(self, sample: Sample) -> None:
         """Closes the rows of a sample, which begins again once another one has ended."""
@@ -250,6 +254,7 @@ class Batch:
             self._loop.alone.update(sample.request.sample_id for sample in samples)
         elif len(samples) == 1 and not held and (in_pool or not self._make_room()):
             self._end(samples[0], "oom", reason, None)
+            self._restore_room()
             return
         else:
             half = max(1, len(samples) // 2)

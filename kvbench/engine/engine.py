@@ -203,6 +203,7 @@ class Engine:
             on_outcome=on_outcome,
             on_step=on_step,
             make_room=self._make_room,
+            restore_room=self._restore_room,
         )
         if not everything:
             return batch
@@ -229,8 +230,9 @@ class Engine:
 
     def _measure_prompts(self, requests: Sequence[Request], needs: Needs, reader: Reader) -> None:
         """Reads the longest prompt, where a GPU's pool has to leave room for it, into a cache for one request."""
-        self.runner.spare_bytes, self.room.shrinks = 0, 0
-        if not self.room.applies:
+        rows = max(needs.rows(request) for request in requests) + reader.contexts.num_rows
+        sizes = self._sizes(requests, needs)
+        if not self.room.applies or not self.room.begin((rows, *sizes.values())):
             return
 
         def read(request: Request) -> None:
@@ -240,9 +242,8 @@ class Engine:
             reader.close(sample)
             reader.contexts.close()
 
-        rows = max(needs.rows(request) for request in requests) + reader.contexts.num_rows
         try:
-            self._make_cache(rows, self._sizes(requests, needs))
+            self._make_cache(rows, sizes)
         except Exception as error:
             if memory.is_out_of_memory(error):
                 return  # which `_reserve` says
@@ -270,6 +271,12 @@ class Engine:
         self.steps.forget()
         self._made()
         return True
+
+    def _restore_room(self) -> None:
+        """Makes the cache anew, with its first pool, where it has a smaller one."""
+        if self.room.restore():
+            self.steps.forget()
+            self._made()
 
     def _reserve(self, requests: Sequence[Request], needs: Needs, further_rows: int) -> tuple[int, str]:
         """Makes the cache, for fewer requests at once where there is no memory for `batch_size` of them: how many, and

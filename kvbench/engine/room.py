@@ -1,7 +1,7 @@
 """Memory of a GPU that the page pool leaves to prompts.
 
 The pool of a GPU is made once. How much reading takes beside it is measured by reading the longest prompt before; where
-that was too little, as with a library that takes memory later, the pool is made anew, half as large, and no sample is
+that was too little, as with a library that takes memory later, the pool is made anew, half as large, before a sample is
 lost.
 """
 
@@ -28,7 +28,8 @@ class PromptRoom:
     """
 
     def __init__(self, runner: Runner) -> None:
-        self._runner, self.shrinks = runner, 0
+        self._runner, self.shrinks, self._measured = runner, 0, 0
+        self._needs: tuple[int, ...] | None = None
 
     @property
     def applies(self) -> bool:
@@ -46,11 +47,11 @@ class PromptRoom:
             read: Reads a request's prompt into a cache that is there, and forgets it.
         """
         ordered = sorted(requests, key=lambda request: max(map(len, request.segments)), reverse=True)
-        index = 0
+        index = self._measured = 0
         while index < len(ordered):
             try:
                 peak = memory.peak_bytes(self._runner.device, lambda: _read(read, ordered[index]))  # noqa: B023
-                self._runner.spare_bytes = int(SPARE * peak)
+                self._runner.spare_bytes = self._measured = int(SPARE * peak)
                 break
             except Exception as error:
                 if not memory.is_out_of_memory(error):
@@ -81,6 +82,19 @@ class PromptRoom:
             stacklevel=2,
         )
         return True
+
+    def begin(self, needs: tuple[int, ...]) -> bool:
+        """Begins requests that need such a cache; False where prompts of the same were measured before."""
+        is_known, self._needs = needs == self._needs, needs
+        self.shrinks, self._measured = 0, self._measured if is_known else 0
+        self._runner.spare_bytes = self._measured
+        return not is_known
+
+    def restore(self) -> bool:
+        """Has the next cache leave what the longest prompt took; False where the present one does."""
+        had, self.shrinks = self.shrinks, 0
+        self._runner.spare_bytes = self._measured
+        return had > 0
 
 
 def _read(read: Callable[[Request], object], request: Request) -> None:

@@ -78,6 +78,7 @@ class Runner:
     """
 
     lengths = Lengths()
+    spare_bytes = 0
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class Runner:
         self.device = self.shape.device
         self.backend: Backend = get_backend(backend, self.device, decode)
         self.open_rows: list[int] = []
-        self.probe_s, self.spare_bytes = 0.0, 0
+        self.probe_s = 0.0
         self._store: CompressedStore | None = None
 
     @property

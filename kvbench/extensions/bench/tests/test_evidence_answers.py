@@ -16,8 +16,8 @@ from kvbench.kernels.bench.bench import REFUSED, read_document
 
 @pytest.mark.long  # interpreted kernels
 def test_requests_are_answered_and_counted(tmp_path, capsys):
-    """Of a model with random weights, by each method; a second call answers nothing anew, and the document says how many
-    answers there are."""
+    """Of a model with random weights, by each method; a second call answers nothing anew, and the document says how
+    many answers there are."""
     out = tmp_path / "answers.json"
     words = ["--dry", "--device", "cpu", "--out", str(out)]
     assert evidence_answers.main(words) == 0

@@ -182,6 +182,9 @@ def test_a_cell_fits_the_smallest_card(card, name):
             variant.before_round()
         if variant.check is None:
             variant.call(0)
+        elif variant.name.startswith("K16V16, cuda"):
+            with pytest.raises(ValueError, match="take no keys of 16 bits"):
+                variant.check()
         else:
             variant.check()
     assert card.peak_bytes <= (1 - SPARE) * CARD_BYTES, f"{card.peak_bytes / 1e9:.1f} GB"
