@@ -55,8 +55,10 @@ def test_what_is_asked_for_composes(tmp_path):
         jobs = [job for line in lines for job in sweeping.combinations(
             [*shared, *(shlex.split(line) if "=" in line else [f"method={line}"])]
         )]  # fmt: skip
+        assert len(jobs) == 11
+        jobs = jobs if words is asked[0] else jobs[:1]  # the methods are the same
         composed = [compose(job, with_choices=True) for job in jobs]
-        assert len(composed) == 11 and composed[0]["_choices_"]["method"] == "full"
+        assert composed[0]["_choices_"]["method"] == "full"
         assert {str(cfg["model"]["dtype"]) for cfg in composed} == {"bfloat16"}
         assert all(cfg["batch_size"] == "auto" for cfg in composed)
     assert offline.main and requests_file.FORMAT  # which carry them out
