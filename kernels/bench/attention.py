@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,9 @@ from kvbench.kernels.bench.bench import DTYPES, Bench, Common, Skipped, main, pa
 from kvbench.kernels.bench.rounds import Variant, cuda_graph, failed_variant
 from kvbench.kernels.dispatch import DECODES, HOST, TRITON, gpu_backend
 from kvbench.kernels.operands import Reduce
+
+if TYPE_CHECKING:
+    from kvbench.kernels.gpu.cuda_form import Form
 
 SCORES = {"none": "", "return": " + scores"}
 GROUPS: dict[str, Reduce | None] = {"none": None, "return": "max"}
@@ -104,6 +107,29 @@ class Settings(Common):
         dense = [f"sdpa {dtype}{way}" for dtype in self.dense for way in ("", " grouped")]
         capture = cuda_graph if self.graph and bench.device != "cpu" else None
         return {"baselines": [*dense, "K16V16"], "probe": bench.bandwidth.variant(), "capture": capture}
+
+    def prepare(self, bench: Bench) -> None:
+        """Compiles the kernels in CUDA C++ together, which else come one after the other."""
+        if "cuda" not in self.decodes or not (target := bench.environment.get("target")):
+            return
+        from kvbench.kernels.gpu.cuda_build import compile_together
+
+        forms = self._forms()
+        bench.stage(f"compiling {len(forms)} forms in CUDA C++ in {machine.num_cpus()} threads")
+        bench.notes += compile_together(forms, target, machine.num_cpus())
+
+    def _forms(self) -> "list[Form]":
+        """The forms of the kernels in CUDA C++ that the cells have."""
+        from kvbench.kernels.gpu.cuda_counts import form_named
+
+        forms: dict[Form, None] = {}
+        every = product(self.shapes, self.formats, self.scores, self.rings)
+        for shape, name, scores, ring in every:
+            queries, heads, dim = parse_shape(shape)
+            how = {"queries": queries // heads, "query": self.queries, "ring": self.queries if ring else ""}
+            with suppress(ValueError):  # what they do not take is refused with its rows
+                forms[form_named(name, dim, out="fp32", scores=scores != "none", **how)] = None
+        return list(forms)
 
     def variants(self, bench: Bench, cell: dict) -> list[Variant]:
         queries, heads, dim = parse_shape(cell["shape"])

@@ -3,7 +3,6 @@ and runs the kernels' build for this CPU."""
 
 import ctypes
 import re
-import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -18,8 +17,9 @@ from kvbench.kernels.dispatch import get_backend
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.gpu import cuda_build, cuda_load
 from kvbench.kernels.gpu.backend import Gpu
+from kvbench.kernels.gpu.compile import nvidia_tool
 from kvbench.kernels.gpu.cuda_call import Call, _host_library
-from kvbench.kernels.gpu.cuda_counts import _TOOLS, _said, form_named
+from kvbench.kernels.gpu.cuda_counts import form_named
 from kvbench.kernels.gpu.cuda_form import Form
 from kvbench.kernels.gpu.cuda_load import CudaKernels, LaunchError
 
@@ -196,16 +196,12 @@ def test_the_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
 
 def test_sizes_are_in_the_build():
     """What is read from a cubin is what the host's build says, and what ctypes has."""
-    if not (_TOOLS / "nvdisasm").is_file():
-        pytest.skip("triton's package has no nvdisasm here")
     try:
         built = cuda_build.compiled(form := form_named("K4V4", 64), "sm_90")
     except BuildError as error:
         pytest.skip(str(error))
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built)
-        file.flush()
-        text = _said("nvdisasm", file.name)
+    if not (text := nvidia_tool("nvdisasm", binary=built)):
+        pytest.skip("triton's package has no nvdisasm here")
     listed = re.search(r"\nkvb_sizes:\n((?:\s*/\*[0-9a-f]+\*/\s+\.byte[^\n]*\n)+)", text)
     assert listed is not None
     found = bytes(int(x, 16) for x in re.findall(r"0x([0-9a-f]{2})\b", re.sub(r"/\*.*?\*/", "", listed[1])))

@@ -193,6 +193,37 @@ def test_the_kernels_in_cuda_have_rows_of_their_own():
     assert all("keys of 16 bits" in entry["reason"] for entry in cell["refused"])
 
 
+def test_forms_in_cuda_are_compiled_together(monkeypatch):
+    """Those that the cells' rows will ask for, by as many threads as there are cores; what fails is noted. Without such
+    rows, or without a card, nothing is compiled."""
+    pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+    from kvbench.kernels.cpu.build import BuildError
+    from kvbench.kernels.gpu import cuda_build
+
+    compiled = []
+
+    def compiled_for(form, target):
+        compiled.append((form, target))
+        if form.head_dim == 128 and form.scores:
+            raise BuildError("no NVRTC")
+
+    monkeypatch.setattr(cuda_build, "compiled", compiled_for)
+    words = ["formats=[K4V4,K16V16,K8V4+K4V2]", "shapes=[32x8x128,9x3x64]", "queries=bf16", "decodes=[triton,cuda]"]
+    settings = bench.read_words(attention.Settings, [*words, "threads=[1]", "rings=[0,128]"])
+    made = type("Made", (), {"environment": CARD, "notes": [], "stage": lambda self, text: None})()
+    settings.prepare(made)
+    forms = [form for form, _ in compiled]
+    assert (
+        len(forms) == len(set(forms)) == 2 * 2 * (2 + 1)
+    )  # head dims x scores x (one tier with and without a ring, two)
+    assert {target for _, target in compiled} == {"sm_90"} and {form.queries for form in forms} == {3, 4}
+    assert len(made.notes) == 3 and all("no NVRTC" in note for note in made.notes)
+    for other in (made, type("Cpu", (), {"environment": {}})()):
+        compiled.clear()
+        bench.read_words(attention.Settings, words[: 3 if other is made else 4]).prepare(other)
+        assert not compiled
+
+
 # Of a card with 4 TB/s, and 528 schedulers at 2 GHz.
 CARD = {"target": "sm_90", "peak_bytes_per_s": 4e12, "peak_instructions_per_s": 528 * 2e9}
 PAGED = {"name": "K4V4", "kind": "paged", "format": "K4V4", "scores": "none", "token_bytes": 136.0, "ratios": {}}
