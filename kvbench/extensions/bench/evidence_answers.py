@@ -21,6 +21,7 @@ from kvbench.engine.requests import Request
 from kvbench.extensions.bench import evidence_gpu
 from kvbench.extensions.offline import answer, requests_file
 from kvbench.extensions.offline.requests_file import Head, OfflineRun, tokenizer_hash
+from kvbench.kernels.bench import machine
 from kvbench.kernels.bench.bench import REFUSED, SCHEMA, check_document, write
 from kvbench.results import shards
 from kvbench.results.record import RunRecord
@@ -115,7 +116,7 @@ def summary(files: list[Path], answers: Path, device: str, begin: float) -> dict
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begin)),
         "elapsed_s": time.time() - begin,
         "settings": {},
-        "environment": evidence_gpu.describe(device),
+        "environment": evidence_gpu.describe(device) | {"load_average_end": machine.load_average()},
         "notes": [],
         "cells": cells,
     }

@@ -294,6 +294,8 @@ def _rate_or_seconds(row: dict, base: str) -> dict:
 
 VIEWS = {
     "attention": View(("shape", "threads"), _speed, "speed relative to {}", is_log=True),
+    "sweep": View(("format", "shape", "threads"), lambda row, _: scaled(row, 1e6), "microseconds", is_log=True),
+    "answers": View(("file",), lambda row, _: scaled(row, 1.0), "seconds for all answers"),
     "prefill": View(("shape", "threads"), _time, "time relative to the prompt's {} alone", is_log=True),
     "manager": View(("operation", "threads"), lambda row, _: scaled(row, 1e3), "ms", is_log=True),
     "products": View(("dtype", "threads"), _rate_or_seconds, "tokens/s through the matrices", is_log=True),

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbe
 
 from kvbench.cli import sweeping
 from kvbench.config.compose import compose
-from kvbench.extensions.bench import evidence_answers
+from kvbench.extensions.bench import evidence_answers, show
 from kvbench.extensions.offline import offline, requests_file
 from kvbench.kernels.bench.bench import REFUSED, read_document
 
@@ -32,6 +32,9 @@ def test_requests_are_answered_and_counted(tmp_path, capsys):
     assert evidence_answers.main(words) == 0
     assert [path.read_bytes() for path in journals] == before
     assert "2 answers" in capsys.readouterr().out
+    document = read_document(out)
+    assert "kivi bits=2" in "".join(map(str, show._cell_table(document, document["cells"][0]).columns[0].cells))
+    assert show.draw(document, tmp_path / "answers.png") == tmp_path / "answers.png"
 
 
 def test_without_requests_it_says_where_they_come_from(tmp_path, capsys):

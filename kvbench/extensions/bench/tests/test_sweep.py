@@ -4,9 +4,11 @@ import json
 import subprocess
 
 import pytest
+from rich.console import Console
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
+from kvbench.extensions.bench import show
 from kvbench.kernels.bench import bench, machine, sweep
 from kvbench.kernels.cpu.build import find_compiler
 from kvbench.kernels.gpu.parts import Tuning, recording, tuned, tuning
@@ -28,16 +30,22 @@ def swept(*words):
     return bench.run(bench.read_words(sweep.Settings, [*WORDS, "jobs=0", *words]))
 
 
-def test_every_size_is_a_row():
+def test_every_size_is_a_row(tmp_path):
     """Slots, warps and stages of Triton's kernel, bytes under way of that in CUDA C++, and pages of both, next to each
     as it is; all are verified."""
     find_compiler()
-    (cell,) = swept("formats=[K4V4]", "decodes=[triton,host]")["cells"]
+    document = swept("formats=[K4V4]", "decodes=[triton,host]")
+    (cell,) = document["cells"]
     assert not cell["refused"]
     names = [row["name"] for row in cell["variants"]]
     sizes = [f"triton, {slots} slots, {warps} warps, 3 stages" for slots in (16, 32) for warps in (1, 2)]
     pages = [f"{decode}, pages of 128 slots" for decode in ("triton", "host")]
     assert names == ["triton, as it is", *sizes, "host, as it is", "host, 24 KiB under way", *pages]
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(show.render(document))
+    assert all(name in captured.get() for name in names)
+    assert show.draw(document, tmp_path / "sweep.png") == tmp_path / "sweep.png"
     assert all({"triton, as it is", "host, as it is"} <= set(row["ratios"]) for row in cell["variants"])
 
 
