@@ -274,8 +274,7 @@ class Attention:
         wide = half > 0 or operand == tl.float32
         slots = [tier.columns * tier.fmt.tokens_per_page + max(lengths) for tier in tiers]
         spans = [min(_MOST_PARTS, -(-count // _LEAST_SLOTS)) for count in slots]
-        sizes = tuning()
-        self._block_slots = [sizes.block_slots or _block_slots(tier.fmt, wide, bool(how.group)) for tier in tiers]
+        self._block_slots = [tuning().block_slots or _block_slots(tier.fmt, wide, bool(how.group)) for tier in tiers]
         made: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
         self._lse = torch.empty(count, 1, group_size, **made)
         self._absent = absent = self._lse  # where a kernel does not look at a tensor
@@ -303,8 +302,8 @@ class Attention:
             "HP": power_of_two(half, MIN_DOT),
             "REST": power_of_two(head_dim - 2 * half, MIN_DOT) if half and head_dim > 2 * half else 0,
             "CAP": softmax.cap * LOG2_E,
-            "num_warps": sizes.warps or (8 if wide else 4 if not ptx_level() else 2 if head_dim > 128 else 1),
-            "num_stages": sizes.stages or _STAGES,
+            "num_warps": tuning().warps or (8 if wide else 4 if not ptx_level() else 2 if head_dim > 128 else 1),
+            "num_stages": tuning().stages or _STAGES,
         }  # fmt: skip
         merging = shared | {
             "GP": power_of_two(group_size), "DP": power_of_two(head_dim), "POWER": how.power,
