@@ -173,7 +173,7 @@ def test_a_cell_fits_the_smallest_card(card, name):
     """Weights, every cache of a cell, its checks, and what its calls take beside; a tenth of the card is spare. What a
     cell of attention says before it is built that it needs is what it takes."""
     stage, settings, cell = CELLS[NAMES.index(name)]
-    bench = SimpleNamespace(device="meta", backend=Gpu(), notes=[], more={}, stage=lambda text: None)
+    bench = SimpleNamespace(device="meta", backend=Gpu(), notes=[], more={}, environment={}, stage=lambda text: None)
     bench.bandwidth = machine.Bandwidth("meta")
     settings.kernels = "triton"
     settings.prepare(bench)
