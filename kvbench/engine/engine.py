@@ -237,10 +237,12 @@ class Engine:
 
         def read(request: Request) -> None:
             sample = Sample(request)
-            for _ in reader.open(sample):
-                pass
-            reader.close(sample)
-            reader.contexts.close()
+            try:
+                for _ in reader.open(sample):
+                    pass
+            finally:
+                reader.close(sample)
+                reader.contexts.close()
 
         try:
             self._make_cache(rows, sizes)
