@@ -100,8 +100,9 @@ def _variant(peer: Peer, q: Tensor, k: Tensor, v: Tensor, size: int, count: int)
     def error() -> float:
         factors, out, errors = held.scales or (1.0, 1.0), call(count - 1), []
         for index in range(len(q)):  # one by one, as in fp32 they take several times their memory
-            one = [x[index].float() * factor for x, factor in zip((held.k, held.v), factors, strict=True)]
-            errors.append(caches.relative_error(out[index], caches.exact_attention(q[index], *one, scale)[0]))
+            keys, values = held.k[index].float() * factors[0], held.v[index].float() * factors[1]
+            exact, _ = caches.exact_attention(q[index], keys, values, scale)
+            errors.append(caches.relative_error(out[index], exact))
         return caches.worst(errors)
 
     return Variant(
