@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kvbench.extensions.bench import show
 from kvbench.kernels.backend import REFERENCE
-from kvbench.kernels.bench import attention, bench, caches, machine, peers, roofline
+from kvbench.kernels.bench import attention, bench, caches, instructions, machine, peers, roofline
 from kvbench.kernels.bench.rounds import measure_cell, refuse_wrong
 from kvbench.kernels.cpu.build import find_compiler
 
@@ -275,19 +275,19 @@ def test_instructions_are_counted_for_a_document(monkeypatch):
     tokens = 8 * 8 * 16_384
     times = {"median": 1e-4, "q1": 1e-4, "q3": 1e-4, "bytes_per_call": 136 * tokens}
     dense = times | {"name": "sdpa bf16", "kind": "dense", "ratios": {}}
-    monkeypatch.setattr(roofline, "_in_triton", lambda *form: 25.0)
+    monkeypatch.setattr(instructions, "_in_triton", lambda *form: 25.0)
     document = document_of(PAGED | times, PAGED | times | {"decode": "cuda"}, dense)
-    assert roofline.count(document) == 2
+    assert instructions.count(document) == 2
     triton_row, cuda_row, dense_row = document["cells"][0]["variants"]
     wanted = usage(form_named("K4V4", 128, out="fp32"), "sm_90").per_token
     assert cuda_row["instructions_per_call"] == pytest.approx(wanted * tokens, rel=1e-6)
     assert triton_row["instructions_per_call"] == 25 * tokens and "instructions_per_call" not in dense_row
     with pytest.raises(ValueError, match="NVIDIA GPU"):
-        roofline.count(document | {"environment": {}})
+        instructions.count(document | {"environment": {}})
 
 
 def test_mainloops_of_triton_are_counted():
     """A form's warp instructions per token, as `registers` counts them; kernels that are interpreted cannot be."""
     pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET"):
-        roofline._in_triton("K4V4", 64, 4, "bf16", False, False, "sm_90")
+        instructions._in_triton("K4V4", 64, 4, "bf16", False, False, "sm_90")
