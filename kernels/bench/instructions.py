@@ -1,4 +1,4 @@
-"""Counts the machine instructions of rows of the attention bench: `python -m kvbench.kernels.bench.instructions FILE.json`.
+"""Counts machine instructions for the attention bench: `python -m kvbench.kernels.bench.instructions FILE.json`.
 
 No GPU is needed: they are those of the kernels that the installed libraries make of a format, and go into a document
 that was measured. Its table then says how near each row is to the rate at which the device issues them (`roofline`).
