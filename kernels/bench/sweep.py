@@ -106,8 +106,9 @@ class Settings(Common):
                 continue
             read = caches.slot_read_bytes(slot) * cell["batch"] * heads * cell["length"]
             count = caches.num_buffers(read, self.working_set(device), self.max_buffers)
-            how = {"num_buffers": count, "seed": self.seed, "kind": kind, "page_slots": slots}
-            held = caches.build_caches(cell["format"], k, v, bench.backend, **how)
+            held = caches.build_caches(
+                cell["format"], k, v, bench.backend, num_buffers=count, seed=self.seed, kind=kind, page_slots=slots
+            )
             options = [option for decode in self.decodes for option in self._options(decode, slots, slot.group_tokens)]
             for label, backend, sizes_of in options:
                 try:

@@ -80,7 +80,7 @@ def prepare_dry(folder: Path, device: str) -> None:
         settings |= {"model": choices.read_choice("model", "random preset=tiny num_layers=1 device=cpu")}
         settings |= {"backend": {"name": "triton"}, "fidelity": {"max_tokens": 0}}
         full = runs[0].key if runs else None
-        values = plain(RunConfig.read(settings).settings())
+        values: Any = plain(RunConfig.read(settings).settings())
         runs.append(OfflineRun(label=text, method=text.split()[0], protocol={}, settings=values, reference=full))
     head = Head(
         format=requests_file.FORMAT, task="dry", model="tiny", tokenizer=tokenizer_hash(model.tokenizer),
@@ -98,7 +98,8 @@ def summary(files: list[Path], answers: Path, device: str, begin: float) -> dict
         rows = []
         for run in head.runs:
             for path in sorted((requests_file.folder_of(answers / file.stem, run)).glob(f"*/*/{shards.RECORD}")):
-                record = RunRecord.load(path.parent)
+                if (record := RunRecord.load(path.parent)) is None:
+                    continue
                 seconds = sum(session.wall_s for session in record.sessions)
                 times = {"seconds": [seconds], "median": seconds, "q1": seconds, "q3": seconds, "ratios": {}}
                 rows.append(

@@ -198,8 +198,9 @@ def test_forms_in_cuda_are_compiled_together(monkeypatch):
     rows, or without a card, nothing is compiled."""
     pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
     from kvbench.kernels.cpu.build import BuildError
-    from kvbench.kernels.gpu import cuda_build
+    from kvbench.kernels.gpu import cuda_build, cuda_counts
 
+    assert cuda_counts.compiled is cuda_build.compiled  # imported before it is replaced
     compiled = []
 
     def compiled_for(form, target):

@@ -23,8 +23,9 @@ from kvbench.engine.runner import Runner
 from kvbench.extensions.bench import decode, decoders, throughput
 from kvbench.extensions.bench.evidence_gpu import STAGES, words_of
 from kvbench.kernels import memory
-from kvbench.kernels.bench import attention, machine
+from kvbench.kernels.bench import attention, machine, peers
 from kvbench.kernels.bench.bench import read_words
+from kvbench.kernels.bench.rounds import Absent
 from kvbench.kernels.gpu import parts
 from kvbench.kernels.gpu.backend import Gpu
 from kvbench.kernels.gpu.table import DevicePool
@@ -182,6 +183,9 @@ def test_a_cell_fits_the_smallest_card(card, name):
             variant.before_round()
         if variant.check is None:
             variant.call(0)
+        elif variant.name in [peer.name for peer in peers.PEERS if not peer.is_there]:
+            with pytest.raises(Absent):
+                variant.check()
         elif variant.name.startswith("K16V16, cuda"):
             with pytest.raises(ValueError, match="take no keys of 16 bits"):
                 variant.check()
