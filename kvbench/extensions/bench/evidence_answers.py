@@ -101,7 +101,13 @@ def summary(files: list[Path], answers: Path, device: str, begin: float) -> dict
                 if (record := RunRecord.load(path.parent)) is None:
                     continue
                 seconds = sum(session.wall_s for session in record.sessions)
-                times = {"seconds": [seconds], "median": seconds, "q1": seconds, "q3": seconds, "ratios": {}}
+                times: dict[str, Any] = {
+                    "seconds": [seconds],
+                    "median": seconds,
+                    "q1": seconds,
+                    "q3": seconds,
+                    "ratios": {},
+                }
                 rows.append(
                     {
                         "name": run.label,
