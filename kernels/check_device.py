@@ -1,9 +1,9 @@
 """Checks the GPU backend against the reference on a device: `python -m kvbench.kernels.check_device`.
 
 Needs torch and triton alone. Every operation runs on the device and, by the plain torch reference, in main memory, on
-the same random pages; page bytes must be identical, results within a bound. On a GPU, operations also run under torch's
-detector of synchronisation, and a whole decode step is captured in a CUDA graph and replayed. Exit status 0 when
-everything passed.
+the same random pages; page bytes must be identical, results within a bound. What made the attention of steps is named
+behind the findings. On a GPU, operations also run under torch's detector of synchronisation, and a whole decode step is
+captured in a CUDA graph and replayed. Exit status 0 when everything passed, with the decoder that was asked for.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from kvbench.kernels.device_checks import CHECKS
-from kvbench.kernels.device_inputs import ALL, QUICK, SHORT, Finding, Plan
+from kvbench.kernels.device_inputs import ALL, QUICK, QUICK_CUDA, SHORT, Finding, Plan
 from kvbench.kernels.dispatch import DECODES, HOST, TRITON, gpu_backend
 
 
@@ -46,9 +46,14 @@ def main(argv: list[str] | None = None) -> int:
         words += ["--quick"] if chosen.quick else []
         return in_shares("kvbench.kernels.check_device", words, chosen.jobs)
     part, parts = (int(x) for x in chosen.share.split("/"))
-    kinds, tokens = (QUICK, SHORT) if chosen.quick else (ALL, Plan.tokens)
+    in_cuda = chosen.decode not in (TRITON, "torch")
+    kinds, tokens = (QUICK_CUDA if in_cuda else QUICK, SHORT) if chosen.quick else (ALL, Plan.tokens)
     plan = Plan(device, backend, kinds, tokens, (part, parts))
-    return report((finding for check in chosen.only for finding in CHECKS[check](plan)), may_be_empty=parts > 1)
+    failed = report((finding for check in chosen.only for finding in CHECKS[check](plan)), may_be_empty=parts > 1)
+    for said in sorted(backend.decodes):
+        print(f"{DECODED}{said}")
+    is_checked = not in_cuda or parts > 1 or "attention" not in chosen.only or "cuda" in backend.decodes
+    return int(failed or not is_checked)
 
 
 def in_shares(module: str, words: list[str], jobs: int) -> int:
@@ -76,11 +81,14 @@ def in_shares(module: str, words: list[str], jobs: int) -> int:
     passed = [line for line in lines if line.startswith(VERDICTS[True])]
     for line in passed:
         print(line)
+    for line in sorted({line for line in lines if line.startswith(DECODED)}):
+        print(line)
     wrong = sum(line.startswith(VERDICTS[False]) for line in lines)
     print(f"{len(passed)} passed, {wrong} failed, {len(failed)} of {jobs} processes ended with an error")
     return int(bool(failed) or not passed)
 
 
+DECODED = "decode attention by "
 VERDICTS = {True: "ok  ", False: "FAIL"}
 
 

@@ -59,6 +59,7 @@ Kinds = tuple[tuple[int, torch.dtype, tuple[str, ...]], ...]
 FEW = ("k16v16", "k8v4", "k4v2", "kivi 2 bits")
 # Head dims and query dtypes, and the formats to check with each: every kernel is compiled, a second or two.
 QUICK: Kinds = ((64, torch.float32, FEW),)
+QUICK_CUDA: Kinds = ((64, torch.bfloat16, FEW),)  # the kernels in CUDA C++ take queries of 16 bits
 ALL: Kinds = (
     (64, torch.float32, tuple(FORMATS)),
     (128, torch.float16, tuple(FORMATS)),

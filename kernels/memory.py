@@ -36,6 +36,15 @@ def free_bytes(device: torch.device | str) -> int | None:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
+def peak_bytes(device: torch.device | str, work: Callable[[], object]) -> int:
+    """Bytes that a call takes on a GPU at its worst moment, beyond what was taken before."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
 # torch has a class of its own for a GPU alone. Its allocator for CPUs, libraries below it, and older versions raise a
 # RuntimeError that differs from others only by these words.
 _OUT_OF_MEMORY = (

@@ -84,6 +84,7 @@ class FakeEngine:
         pause_s: float = 0.0,
         statuses: dict | None = None,
         group: int | None = None,
+        is_free: bool = False,
     ) -> None:
         self.cfg, self.policy, self.pause_s, self.statuses = cfg, policy, pause_s, statuses or {}
         self.store = None
@@ -92,7 +93,7 @@ class FakeEngine:
         sizes = {"fp16_bytes": lambda tokens: tokens, "num_q_heads": 2, "num_kv_heads": 1}
         self.shape = SimpleNamespace(device="cpu", dtype=torch.float32, **sizes)
         self.group = group or (None if cfg.batch_size == "auto" else cfg.batch_size)
-        self.batch_size = self.group or "auto"
+        self.batch_size, self.is_free = self.group or "auto", is_free
 
     @property
     def most_requests(self) -> int:

@@ -8,31 +8,34 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import product
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.kernels import memory
-from kvbench.kernels.backend import Backend
-from kvbench.kernels.bench import caches, machine
+from kvbench.kernels.bench import caches, machine, peers
 from kvbench.kernels.bench.bench import DTYPES, Bench, Common, Skipped, main, parse_shape, setting
 from kvbench.kernels.bench.rounds import Variant, cuda_graph, failed_variant
+from kvbench.kernels.dispatch import DECODES, HOST, TRITON, gpu_backend
 from kvbench.kernels.operands import Reduce
 
+if TYPE_CHECKING:
+    from kvbench.kernels.gpu.cuda_form import Form
+
 SCORES = {"none": "", "return": " + scores"}
+GROUPS: dict[str, Reduce | None] = {"none": None, "return": "max"}
 # Of the largest exact element. The kernels are held to 1e-5 by their own tests; here only a wrong one must be caught.
 TOLERANCE = {"cpu": 1e-4, "cuda": 5e-3}
 BF16_TOLERANCE = 2e-2  # of bf16 queries and elements, whose weights have 8 bits
 DENSE_TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 6e-2}
-PAGE_TOKENS = 16  # FlashInfer's and vLLM's usual page
-WORKSPACE_BYTES = 128 << 20
-PEER_TOLERANCE = 1e-2  # fp16 keys, values and result
+LISTS = ("equal", "unlike")
+# Of attention in CUDA C++, as kernels/gpu/cuda_form.py has them: parts of a list, slots of each, tokens of a turn.
+MOST_PARTS, LEAST_SLOTS, TURN = 24, 256, 32
+GROUP_TOKENS = 128  # tokens of lists of unlike length are a multiple: whole key groups of two tiers
+LEAST_LIST = 1 / 8  # of a cell's length: the shortest of lists of unlike length
 FITS = 0.9  # of the free memory may be taken
 
 
@@ -65,7 +68,23 @@ class Settings(Common):
     queries: str = setting(
         "fp16", "Type of the queries, and of elements of 16 bits, on a GPU: fp16, bf16.", among=("fp16", "bf16")
     )
-    peers: bool = setting(True, "Time FlashAttention and FlashInfer where they can be imported.")
+    decodes: list[str] = setting(
+        [TRITON],
+        "What attends to pages on a GPU, a row each: triton, cuda; host = the source in CUDA C++, built for this CPU.",
+        among=(*DECODES[:2], HOST),
+    )
+    rings: list[int] = setting(
+        [0],
+        "Newest tokens of each list in a residual buffer of 16 bits, in cells of their own; formats of one tier.",
+        0,
+    )
+    lists: list[str] = setting(
+        ["equal"],
+        "equal, unlike = each KV head's list has from an eighth of a length up to all of it, in cells of their own; "
+        "dense attention reads all.",
+        among=LISTS,
+    )
+    peers: bool = setting(True, "On a GPU, time FlashAttention and FlashInfer, or say that they are not installed.")
 
     def check(self) -> None:
         super().check()
@@ -76,13 +95,41 @@ class Settings(Common):
                 caches.slot_format(part, 64)
 
     def cells(self, threads: list[int]) -> list[dict]:
-        every = product(self.shapes, threads, self.batches, self.lengths)
-        return [{"shape": s, "length": length, "batch": batch, "threads": n} for s, n, batch, length in every]
+        every = product(self.shapes, threads, self.batches, self.lengths, self.rings, self.lists)
+        cells = []
+        for shape, n, batch, length, ring, lists in every:
+            special = ({"ring": ring} if ring else {}) | ({"lists": lists} if lists != LISTS[0] else {})
+            if len(special) < 2:
+                cells.append({"shape": shape, "length": length, "batch": batch, **special, "threads": n})
+        return cells
 
     def timing(self, bench: Bench, cell: dict) -> dict[str, Any]:
         dense = [f"sdpa {dtype}{way}" for dtype in self.dense for way in ("", " grouped")]
         capture = cuda_graph if self.graph and bench.device != "cpu" else None
         return {"baselines": [*dense, "K16V16"], "probe": bench.bandwidth.variant(), "capture": capture}
+
+    def prepare(self, bench: Bench) -> None:
+        """Compiles the kernels in CUDA C++ together, which else come one after the other."""
+        if "cuda" not in self.decodes or not (target := bench.environment.get("target")):
+            return
+        from kvbench.kernels.gpu.cuda_build import compile_together
+
+        forms = self._forms()
+        bench.stage(f"compiling {len(forms)} forms in CUDA C++ in {machine.num_cpus()} threads")
+        bench.notes += compile_together(forms, target, machine.num_cpus())
+
+    def _forms(self) -> "list[Form]":
+        """The forms of the kernels in CUDA C++ that the cells have."""
+        from kvbench.kernels.gpu.cuda_counts import form_named
+
+        forms: dict[Form, None] = {}
+        every = product(self.shapes, self.formats, self.scores, self.rings)
+        for shape, name, scores, ring in every:
+            queries, heads, dim = parse_shape(shape)
+            how = {"queries": queries // heads, "query": self.queries, "ring": self.queries if ring else ""}
+            with suppress(ValueError):  # what they do not take is refused with its rows
+                forms[form_named(name, dim, out="fp32", scores=scores != "none", **how)] = None
+        return list(forms)
 
     def variants(self, bench: Bench, cell: dict) -> list[Variant]:
         queries, heads, dim = parse_shape(cell["shape"])
@@ -95,14 +142,18 @@ class Settings(Common):
         made = []
         for name in self.dense:
             made += self._dense(name, q, k, v)
-        for name in self.formats:
+        for name in self._formats(cell):
             try:
-                made += self._paged(name, q, k, v, bench.backend)
+                made += self._paged(name, q, k, v, bench, cell)
             except Exception as problem:  # a writer that does not compile, memory: the others are still measured
                 made.append(failed_variant(name, problem))
         if device != "cpu" and self.peers:
-            made += peer_variants(q, k, v, self.working_set(device), self.max_buffers)
+            made += peers.variants(q, k, v, self.working_set(device), self.max_buffers)
         return made
+
+    def _formats(self, cell: dict) -> list[str]:
+        """The formats of a cell: one tier alone lies behind a residual buffer."""
+        return [name for name in self.formats if not (cell.get("ring") and "+" in name)]
 
     def need_bytes(self, cell: dict, device: str) -> int:
         """Memory that a cell takes at its worst moment: all of its variants at once, the probe, and whichever is the
@@ -116,19 +167,34 @@ class Settings(Common):
 
         dense = [numbers * DTYPES[name].itemsize for name in self.dense]
         paged = []
-        for name in self.formats:
+        ring, lists, prepared = cell.get("ring", 0), batch * heads, 0.0
+        for name in self._formats(cell):
             with suppress(ValueError):  # of tokens that fill no whole groups: its own rows are refused
-                layout, lists = caches.lay_out(name, length, dim, device.split(":")[0]), batch * heads
+                layout = caches.lay_out(name, length - ring, dim, device.split(":")[0])
                 read = layout.token_bytes * lists * length
                 count = caches.num_buffers(read, self.working_set(device), self.max_buffers)
-                paged.append((lists * layout.list_pages * layout.page_bytes, count))
-        peers = device != "cpu" and self.peers and any(find_spec(module) for module, _ in PEERS.values())
-        held = 4 * numbers + sum(map(of_buffers, dense)) + sum(size * count for size, count in paged)
-        # 16-bit keys and values for all of them, buffers for each, and one buffer on its way into pages.
-        held += peers * (4 * numbers + len(PEERS) * of_buffers(2 * numbers) + WORKSPACE_BYTES)
+                paged.append((lists * (layout.list_pages * layout.page_bytes + 4 * ring * dim), count))
+                prepared += count * sum(
+                    self._prepared_bytes(layout, lists, queries // heads, dim, scores) for scores in self.scores
+                )
+        prepared *= len(self.decodes) - 1
+        held = 4 * numbers + sum(map(of_buffers, dense)) + sum(size * count for size, count in paged) + prepared
+        if device != "cpu" and self.peers:
+            for peer in filter(lambda each: each.is_there, peers.PEERS):
+                size = numbers * peer.kind.itemsize
+                count = caches.num_buffers(size, self.working_set(device), self.max_buffers)
+                held += size + peer.need_bytes(numbers, count)  # beside its buffers, what they are copies of
         on_its_way = max([0, *(size for size, count in paged if count > 1)])
         exact = 8 * (numbers // batch + 3 * queries * length)
         return int(held + max(on_its_way, exact) + machine.PROBE_BYTES + machine.PROBE_STEP_BYTES)
+
+    @staticmethod
+    def _prepared_bytes(layout: caches.Layout, lists: int, group: int, dim: int, scores: str) -> float:
+        """What attention in CUDA C++ that is prepared for a buffer keeps: results of parts, and weights of slots."""
+        slots = [width * fmt.tokens_per_page for fmt, width in zip(layout.formats, layout.widths, strict=True)]
+        parts = sum(min(MOST_PARTS, -(-each // LEAST_SLOTS)) for each in slots)
+        weights = 0 if scores == "none" else 2 * sum(slots) * (1 + 2 / TURN)
+        return lists * group * (4 * parts * (dim + 2) + weights)
 
     def _check_memory(self, cell: dict, device: str) -> None:
         """Raises Skipped where a cell does not fit in memory."""
@@ -170,104 +236,79 @@ class Settings(Common):
             for label, call in ((f"sdpa {name}", models), (f"sdpa {name} grouped", grouped))
         ]
 
-    def _paged(self, name: str, q: Tensor, k: Tensor, v: Tensor, backend: Backend) -> list[Variant]:
-        """Attention over pages of a format, with and without scores."""
+    def _paged(self, name: str, q: Tensor, k: Tensor, v: Tensor, bench: Bench, cell: dict) -> list[Variant]:
+        """Attention over pages of a format, with and without scores, by everything that can attend to it."""
         batch, heads, length, dim = k.shape
         parts, device = name.split("+"), k.device.type
         read = sum(caches.slot_read_bytes(caches.slot_format(part, dim)) for part in parts) / len(parts)
         count = caches.num_buffers(read * batch * heads * length, self.working_set(device), self.max_buffers)
-        kind = DTYPES["fp16" if device == "cpu" else self.queries]
-        held = caches.build_caches(name, k, v, backend, num_buffers=count, seed=self.seed, kind=kind)
-        query, scale = q if device == "cpu" else q.to(kind), dim**-0.5
-
-        def call(group: Reduce | None, index: int) -> object:
-            return backend.paged_decode(query, held.pages, held.buffers[index], None, scale, group=group)
-
-        groups: dict[str, Reduce | None] = {"none": None, "return": "max"}
-        return [
-            Variant(
-                name=name + SCORES[wanted],
-                call=partial(call, groups[wanted]),
-                num_buffers=count,
-                bytes_per_call=round(held.token_bytes * batch * heads * length),
-                check=partial(caches.paged_error, backend, held, query, scale, groups[wanted], count - 1),
-                tolerance=BF16_TOLERANCE if kind == torch.bfloat16 else TOLERANCE[device],
-                versus=name if groups[wanted] else None,
-                extra={"kind": "paged", "format": name, "scores": wanted, "token_bytes": held.token_bytes},
+        kind, held = DTYPES["fp16" if device == "cpu" else self.queries], None
+        if cell.get("lists"):
+            held = unlike_lengths(batch, heads, length, self.seed)
+        made = caches.build_caches(
+            name, k, v, bench.backend, num_buffers=count, seed=self.seed, kind=kind,
+            ring_tokens=cell.get("ring", 0), held=held,
+        )  # fmt: skip
+        variants = []
+        for decode, scores in product(self.decodes, self.scores):
+            is_fp32 = device == "cpu" and decode != HOST
+            query, group = q if is_fp32 else q.to(kind), GROUPS[scores]
+            label = name + (f", {decode}" if decode != self.decodes[0] else "")
+            try:
+                call = self._call(decode, bench, made, query, group)
+            except Exception as problem:  # such as a form that the kernels do not take
+                variants.append(failed_variant(label + SCORES[scores], problem))
+                continue
+            check = partial(caches.paged_error, bench.backend, made, query, dim**-0.5, group, count - 1, call)
+            tolerance = TOLERANCE["cpu" if is_fp32 else "cuda"] if kind != torch.bfloat16 else BF16_TOLERANCE
+            extra = {"kind": "paged", "format": name, "scores": scores, "token_bytes": made.token_bytes}
+            variants.append(
+                Variant(
+                    name=label + SCORES[scores],
+                    call=call,
+                    num_buffers=count,
+                    bytes_per_call=made.read_bytes,
+                    check=check,
+                    tolerance=tolerance,
+                    versus=label if group else None,
+                    extra=extra if decode == TRITON else extra | {"decode": decode},
+                )
             )
-            for wanted in self.scores
-        ]
+        return variants
+
+    def _call(
+        self, decode: str, bench: Bench, made: caches.PagedCaches, query: Tensor, group: Reduce | None
+    ) -> caches.Call:
+        """Attention over a buffer. That in CUDA C++ is prepared before, as a step does it once for all layers.
+
+        Raises:
+            ValueError: The kernels do not take such a form; Triton would stand in.
+        """
+        scale = query.shape[-1] ** -0.5
+        if decode == TRITON:
+            backend = bench.backend
+            return lambda index: backend.paged_decode(
+                query, made.pages, made.buffers[index], made.rings[index], scale, group=group
+            )
+        kernels = gpu_backend(bench.device, decode)
+        buffers = zip(made.buffers, made.rings, strict=True)
+        prepared = [kernels.prepared_decode(query, made.pages, tiers, ring, group=group) for tiers, ring in buffers]
+        if stood_in := [said for said in kernels.decodes if said.startswith(TRITON)]:
+            raise ValueError(stood_in[0])
+        return lambda index: prepared[index](query, made.rings[index], scale)
 
 
-def peer_variants(q: Tensor, k: Tensor, v: Tensor, working_set_mb: int, most: int) -> list[Variant]:
-    """FlashAttention and FlashInfer as further variants, where they can be imported; neither is required.
+def unlike_lengths(batch: int, heads: int, length: int, seed: int) -> Tensor:
+    """Tokens of lists, int64 [S, H], from an eighth of a length up to all of it, log-uniform, in whole groups; one has
+    all of it."""
+    share = LEAST_LIST ** torch.rand(batch * heads, generator=torch.Generator().manual_seed(seed))
+    share[0] = 1.0
+    return (
+        ((share * length / GROUP_TOKENS).round().clamp(min=1).long() * GROUP_TOKENS)
+        .clamp(max=length)
+        .view(batch, heads)
+    )
 
-    Both are called with 16-bit pages or tensors, as their users do. Written from their documentation; not yet run on a
-    GPU.
-    """
-    there = {f"{name} fp16": (module, build) for name, (module, build) in PEERS.items() if find_spec(module)}
-    if not there:
-        return []
-    size, scale = 2 * (k.numel() + v.numel()), q.shape[-1] ** -0.5
-    count = caches.num_buffers(size, working_set_mb, most)
-    q, k, v = q.half(), k.half(), v.half()
-    calls = {}
-    for name, (module, build) in there.items():
-        with suppress(ImportError):
-            calls[name] = build(import_module(module), q, k, v, scale, count)
-    return [
-        Variant(
-            name=name,
-            call=call,
-            num_buffers=count,
-            bytes_per_call=size,
-            tolerance=PEER_TOLERANCE,
-            check=partial(lambda call: caches.dense_error(call(count - 1), q, k, v, scale), call),
-            extra={"kind": "dense", "dtype": "fp16"},
-        )
-        for name, call in calls.items()
-    ]
-
-
-def _flash_attention(
-    library: ModuleType, q: Tensor, k: Tensor, v: Tensor, scale: float, count: int
-) -> Callable[[int], Tensor]:
-    """`flash_attn_with_kvcache` with [S, n, H, D] caches: its split-KV decode kernel."""
-    keys, values = ([x.transpose(1, 2).contiguous() for _ in range(count)] for x in (k, v))
-    lengths = torch.full((len(q),), k.shape[2], dtype=torch.int32, device=q.device)
-
-    def call(index: int) -> Tensor:
-        where = {"cache_seqlens": lengths, "softmax_scale": scale}
-        return library.flash_attn_with_kvcache(q[:, None], keys[index], values[index], **where)[:, 0]
-
-    return call
-
-
-def _flash_infer(
-    library: ModuleType, q: Tensor, k: Tensor, v: Tensor, scale: float, count: int
-) -> Callable[[int], Tensor]:
-    """`BatchDecodeWithPagedKVCacheWrapper` over pages of 16 tokens, planned once per buffer."""
-    sequences, heads, length, dim = k.shape
-    if length % PAGE_TOKENS:
-        raise ImportError(f"{length} tokens are no whole number of pages")
-    width = length // PAGE_TOKENS
-    per_buffer = sequences * width
-    paged = [x.transpose(1, 2).reshape(per_buffer, PAGE_TOKENS, heads, dim) for x in (k, v)]
-    keys, values = (x.repeat(count, 1, 1, 1) for x in paged)
-    indptr = torch.arange(0, per_buffer + 1, width, dtype=torch.int32, device=q.device)
-    last = torch.full((sequences,), PAGE_TOKENS, dtype=torch.int32, device=q.device)
-    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)  # one for all: they run in turn
-    shape, more = (q.shape[1], heads, dim, PAGE_TOKENS), {"q_data_type": q.dtype, "kv_data_type": k.dtype}
-    planned = []
-    for index in range(count):
-        wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
-        ids = torch.arange(index * per_buffer, (index + 1) * per_buffer, dtype=torch.int32, device=q.device)
-        wrapper.plan(indptr, ids, last, *shape, **more, sm_scale=scale)
-        planned.append(wrapper)
-    return lambda index: planned[index].run(q, (keys, values))
-
-
-PEERS = {"flash-attn": ("flash_attn", _flash_attention), "flashinfer": ("flashinfer", _flash_infer)}
 
 if __name__ == "__main__":
     sys.exit(main(Settings, sys.argv[1:]))

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from kvbench.kernels.bench import machine
+from kvbench.kernels.bench import machine, roofline
 from kvbench.kernels.bench.rounds import CLOCKS, Variant, choose_timer, measure_cell
 from kvbench.kernels.dispatch import get_backend
 
@@ -24,6 +24,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 S = TypeVar("S", bound="Common")
 Progress = Callable[[int, int, str], object]  # rounds done, rounds in all, what is being measured
 Keep = Callable[[dict], object]  # the document so far
+NOT_TIMED = "not timed"  # of a row that was refused, whose reason is among the notes
 REFUSED = 3  # exit status: all was measured but what is named with its reason; again would give the same
 
 
@@ -295,8 +296,8 @@ def read_document(path: Path) -> dict:
 
 
 def is_complete(document: dict) -> bool:
-    """True when no variant was refused."""
-    return not any(cell["refused"] for cell in document["cells"])
+    """True when no variant was refused but for want of its library."""
+    return all(entry.get("absent") for cell in document["cells"] for entry in cell["refused"])
 
 
 def plain_table(document: dict) -> str:
@@ -310,10 +311,14 @@ def plain_table(document: dict) -> str:
         # The other ways to compute the same are rows of their own; a column each would be too wide.
         baselines = [name for row in cell["variants"][:1] for name in row["ratios"] if not name.endswith(" grouped")]
         table = [["variant", "ms [quartiles]", *(f"x {name}" for name in baselines), "share of bandwidth"]]
+        has_limits = document["what"] == "attention"
+        table[0] += ["of the limit"] * has_limits
         for row in cell["variants"]:
             span = f"{1e3 * row['median']:.4g} [{1e3 * row['q1']:.4g}, {1e3 * row['q3']:.4g}]"
             shares = [*(row["ratios"].get(name) for name in baselines), row.get("bandwidth_share")]
-            table.append([row["name"], span, *map(_span, shares)])
+            limit = [roofline.share(row, cell, document["environment"])] if has_limits else []
+            table.append([row["name"], span, *map(_span, shares), *limit])
+        table += [[entry["name"], NOT_TIMED, *["-"] * (len(table[0]) - 2)] for entry in cell["refused"]]
         width = max([24, *(len(first) + 1 for first, *_ in table)])
         lines += ["  " + first.ljust(width) + "".join(text.rjust(28) for text in rest) for first, *rest in table]
         lines += [f"  {remark}" for remark in remarks(cell)]

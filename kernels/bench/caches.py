@@ -1,6 +1,7 @@
 """Paged caches to time: filled by the backend's own quantise-and-write, copied about in memory, and checked."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from kvbench.kernels import memory
 from kvbench.kernels.backend import REFERENCE, Backend
 from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
-from kvbench.kernels.operands import Channels, InOrder, Reduce, TierPages
+from kvbench.kernels.operands import Channels, InOrder, Reduce, Ring, TierPages
 from kvbench.kernels.reference.attention import reduce_group
 
 ROPE_BASE = 10000.0  # of the rotary frequencies, where keys are turned
@@ -65,11 +66,13 @@ def slot_format(name: str, head_dim: int) -> SlotFormat:
 
 @dataclass
 class PagedCaches:
-    """Equal caches at different places of one pool: pages uint8 [P, page_bytes], the tiers of each buffer, and the
-    bytes that attention reads per token and KV head, on average over the tiers."""
+    """Equal caches at different places of one pool: pages uint8 [P, page_bytes], the tiers of each buffer and its
+    residual buffers (or None), and the bytes that attention reads of all lists, and per token and KV head."""
 
     pages: Tensor
     buffers: list[list[TierPages]]
+    rings: list[Ring | None]
+    read_bytes: int
     token_bytes: float
 
 
@@ -97,13 +100,18 @@ class Layout:
         return read / sum(self.counts)
 
 
-def lay_out(name: str, length: int, head_dim: int, device: str, kind: torch.dtype = torch.float16) -> Layout:
+def lay_out(
+    name: str, length: int, head_dim: int, device: str, kind: torch.dtype = torch.float16, page_slots: int = 0
+) -> Layout:
     """The layout of lists of so many tokens in a format of `slot_format`, in pages as a run on this kind of device has
-    them, elements of 16 bits of type `kind`; of `A+B` the first half of the tokens is in A. Raises ValueError for an
-    unknown format, or a length that does not fill whole key groups."""
+    them, elements of 16 bits of type `kind`; of `A+B` the first half of the tokens is in A; pages that hold
+    `page_slots` slots of the largest format, where that is not 0. Raises ValueError for an unknown format, or a length
+    that does not fill whole key groups."""
     slots = [slot_format(part, head_dim) for part in name.split("+")]
     slots = [replace(slot, dtype=kind) if 16 in (slot.k_bits, slot.v_bits) else slot for slot in slots]
     size = choose_page_bytes(slots, tiled=device == "cuda")
+    if page_slots:
+        size = -(-round(max(slot.slot_bytes for slot in slots) * page_slots) // 16) * 16
     formats = [PageFormat(slot, size) for slot in slots]
     bounds = [length * i // len(slots) for i in range(len(slots) + 1)]
     counts = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
@@ -120,16 +128,37 @@ def slot_read_bytes(slot: SlotFormat) -> float:
 
 
 def build_caches(
-    name: str, k: Tensor, v: Tensor, backend: Backend, *, num_buffers: int, seed: int, kind: torch.dtype = torch.float16
+    name: str,
+    k: Tensor,
+    v: Tensor,
+    backend: Backend,
+    *,
+    num_buffers: int,
+    seed: int,
+    kind: torch.dtype = torch.float16,
+    ring_tokens: int = 0,
+    held: Tensor | None = None,
+    page_slots: int = 0,
 ) -> PagedCaches:
     """Quantises keys and values fp32 [S, H, n, D] into pages once, and copies those pages to all buffers; page ids are
     shuffled by `seed`.
 
     Args:
-        name: As `lay_out` takes it, with `kind`; raises what that does.
+        name: As `lay_out` takes it, with `kind` and `page_slots`; raises what that does.
+        ring_tokens: Newest tokens of each list that lie in a residual buffer of `kind`, which is full; of one tier.
+        held: int64 [S, H] tokens of each list, in whole groups of each tier; None = all.
+
+    Raises:
+        ValueError: A residual buffer before two tiers.
     """
+    if ring_tokens and "+" in name:
+        raise ValueError(f"{name}: a residual buffer is in front of one tier; leave rings out, or name one format")
     sequences, heads, length, dim = k.shape
-    layout = lay_out(name, length, dim, k.device.type, kind)
+    ring, lists = None, sequences * heads
+    if ring_tokens:
+        length -= ring_tokens
+        ring = [_in_ring(x[:, :, length:].to(kind), length, num_buffers) for x in (k, v)]
+    layout = lay_out(name, length, dim, k.device.type, kind, page_slots)
     formats, counts, widths, size = layout.formats, layout.counts, layout.widths, layout.page_bytes
     per_buffer = sequences * heads * layout.list_pages
     pages = memory.empty(num_buffers * per_buffer, size, dtype=torch.uint8, device=k.device).zero_()
@@ -147,12 +176,28 @@ def build_caches(
         begin = end
     for index in range(1, num_buffers):
         pages[ids[index].flatten()] = pages[ids[0].flatten()]
-    held = [torch.full((sequences, heads), count, dtype=torch.int64, device=k.device) for count in counts]
-    tiers = list(zip(formats, split, held, beside, strict=True))
+    in_tier = [torch.full((sequences, heads), count, dtype=torch.int64, device=k.device) for count in counts]
+    if held is not None:
+        in_tier = [held.to(k.device) * count // length for count in counts]
+    tiers = list(zip(formats, split, in_tier, beside, strict=True))
     buffers = [
         [TierPages(f, ids[i].contiguous(), n, n, *more) for f, ids, n, more in tiers] for i in range(num_buffers)
     ]
-    return PagedCaches(pages, buffers, layout.token_bytes)
+    read = sum(slot_read_bytes(f.slot) * int(n.sum()) for f, n in zip(formats, in_tier, strict=True))
+    tokens = sum(int(n.sum()) for n in in_tier) + lists * ring_tokens
+    rings: list[Ring | None] = [None] * num_buffers
+    if ring is not None:
+        read += lists * ring_tokens * 2 * dim * kind.itemsize
+        total = in_tier[0] + ring_tokens
+        rings = [Ring(keys, values, total) for keys, values in zip(*ring, strict=True)]
+    return PagedCaches(pages, buffers, rings, round(read), read / tokens)
+
+
+def _in_ring(newest: Tensor, first: int, num_buffers: int) -> list[Tensor]:
+    """Copies of a full residual buffer [S, H, R, D] whose oldest token is number `first` of its list."""
+    count = newest.shape[2]
+    buffer = newest.roll(first % count, 2)
+    return [buffer.clone() for _ in range(num_buffers)]
 
 
 def _as_stored(fmt: PageFormat, k: Tensor, begin: int) -> tuple[Tensor, Channels | None, InOrder | None]:
@@ -177,11 +222,14 @@ def _write(backend: Backend, pages: Tensor, fmt: PageFormat, ids: Tensor, k: Ten
     backend.write_values(pages, fmt, page, slot, v.flatten(0, 1))
 
 
-def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Decode attention of one sequence in fp64, written out: q [Hq, D] over k and v [H, n, D]; out [Hq, D] and
-    probabilities [H, G, n]."""
+def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Decode attention of one sequence in fp64, written out: q [Hq, D] over those of k and v [H, n, D] that are `live`,
+    bool [H, n]; out [Hq, D] and probabilities [H, G, n]."""
     grouped = q.double().view(len(k), -1, q.shape[-1])
-    prob = torch.softmax(torch.matmul(grouped, k.double().transpose(1, 2)) * scale, -1)
+    logits = torch.matmul(grouped, k.double().transpose(1, 2)) * scale
+    if live is not None:
+        logits.masked_fill_(~live[:, None], -torch.inf)
+    prob = torch.softmax(logits, -1)
     return torch.matmul(prob, v.double()).flatten(0, 1), prob
 
 
@@ -191,23 +239,44 @@ def dense_error(found: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) ->
     return worst([relative_error(row, exact_attention(a, b, c, scale)[0]) for row, a, b, c in rows])
 
 
+Call = Callable[[int], tuple[Tensor, Tensor, list[Tensor]]]  # of a buffer: as `Backend.paged_decode` returns it
+
+
 def paged_error(
-    backend: Backend, caches: PagedCaches, q: Tensor, scale: float, group: Reduce | None, buffer: int
+    backend: Backend,
+    caches: PagedCaches,
+    q: Tensor,
+    scale: float,
+    group: Reduce | None,
+    buffer: int,
+    call: Call | None = None,
 ) -> float:
     """Largest error of a backend's paged attention (and scores) relative to the largest exact element, over what the
-    pages hold as the reference dequantises it."""
-    tiers = caches.buffers[buffer]
-    out, _, scores = backend.paged_decode(q, caches.pages, tiers, None, scale, group=group)
+    pages hold as the reference dequantises it.
+
+    Args:
+        call: What is compared; None = the backend's `paged_decode`.
+    """
+    tiers, ring = caches.buffers[buffer], caches.rings[buffer]
+    if call is None:
+        out, _, scores = backend.paged_decode(q, caches.pages, tiers, ring, scale, group=group)
+    else:
+        out, _, scores = call(buffer)
     errors = []
     for index in range(len(q)):
-        own = [_of_sequence(tier, index) for tier in tiers]
-        k, v, live = (x[0] for x in REFERENCE.gather_dense(caches.pages, own, None))
-        kept = live[0]
-        exact, prob = exact_attention(q[index], k[:, kept], v[:, kept], scale)
+        own, one = [_of_sequence(tier, index) for tier in tiers], slice(index, index + 1)
+        newest = None if ring is None else Ring(ring.k[one], ring.v[one], ring.num_tokens[one])
+        k, v, live = (x[0] for x in REFERENCE.gather_dense(caches.pages, own, newest))
+        exact, prob = exact_attention(q[index], k, v, scale, live)
         errors.append(relative_error(out[index], exact))
         if group:
-            found = torch.cat([s[index] for s in scores], -1)[:, kept]
-            errors.append(relative_error(found, reduce_group(prob, group, 1)))
+            found, wanted = torch.cat([s[index] for s in scores], -1), reduce_group(prob, group, 1)
+            width = min(found.shape[-1], wanted.shape[-1])  # a page's slots behind the last token, or the ring's tokens
+            paged = live[:, :width]
+            if ring is not None:
+                paged = torch.arange(width, device=k.device) < tiers[0].num_k[index, :, None]
+            found, wanted = (x[:, :width].where(paged, 0.0) for x in (found, wanted))
+            errors.append(relative_error(found, wanted))
     return worst(errors)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvbench.kernels import memory
 from kvbench.kernels.backend import Backend
+from kvbench.kernels.bench import roofline
 from kvbench.kernels.bench.rounds import Variant
 
 PROBE_BYTES = 1 << 30  # far larger than any cache that one process has to itself
@@ -101,6 +102,7 @@ def describe(device: str, backend: Backend) -> dict:
         "gomp_spincount": os.environ.get("GOMP_SPINCOUNT", ""),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
         "load_average": load_average(),
+        **roofline.peaks(device),
     }
 
 

@@ -86,6 +86,10 @@ def cuda_graph(work: Work) -> Work:
     return graph.replay
 
 
+class Absent(Exception):
+    """What a variant needs is not installed; the message says how it comes there."""
+
+
 def failed_variant(name: str, problem: Exception) -> Variant:
     """A variant that could not even be prepared: it is refused with the reason."""
 
@@ -112,7 +116,8 @@ def choose_timer(clock: str, device: str) -> Timer:
 
 
 def refuse_wrong(variants: Sequence[Variant]) -> tuple[list[Variant], list[dict]]:
-    """The variants whose output is right, with `max_error` in their `extra`, and name and reason of each other one."""
+    """The variants whose output is right, with `max_error` in their `extra`, and name and reason of each other one;
+    `absent` of those that are not installed."""
     right: list[Variant] = []
     refused: list[dict] = []
     for variant in variants:
@@ -121,6 +126,9 @@ def refuse_wrong(variants: Sequence[Variant]) -> tuple[list[Variant], list[dict]
             continue
         try:
             error = float(variant.check())
+        except Absent as problem:
+            refused.append({"name": variant.name, "reason": str(problem), "absent": True})
+            continue
         except Exception as problem:  # compilers and drivers have kinds of their own; one variant must not end the run
             refused.append({"name": variant.name, "reason": f"failed: {_in_line(problem, 300)}"})
             continue

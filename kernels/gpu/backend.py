@@ -10,7 +10,7 @@ lists are; of `DeviceTable` those that do not look at the pool.
 
 import os
 from collections.abc import Set
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,9 +20,9 @@ from kvbench.kernels.backend import Backend, FusedStep
 from kvbench.kernels.codes import every_code
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.bounds import KEYS, _widen_pages, choose, page_bounds
-from kvbench.kernels.gpu.cuda_decode import Build, Decoder
+from kvbench.kernels.gpu.cuda_decode import Build, CudaAttention, Decoder
 from kvbench.kernels.gpu.cuda_load import cuda_kernels
-from kvbench.kernels.gpu.decode import Lists, ListTier, _add_scores, score_offset
+from kvbench.kernels.gpu.decode import Attention, Lists, ListTier, _add_scores, score_offset
 from kvbench.kernels.gpu.pages import (
     BLOCK,
     TILE,
@@ -45,6 +45,7 @@ from kvbench.kernels.operands import (
     PageChoice,
     Reduce,
     Ring,
+    ScoreUpdate,
     Softmax,
     StepRing,
     StepScores,
@@ -212,10 +213,20 @@ class Gpu(Backend):
         if self.decoder is None or turned or not self._covers(*(tier.fmt for tier in tiers)):
             assert not accumulate, "the reference returns the scores"
             return super().paged_decode(q, pages, tiers, ring, scale, power=power, group=group, softmax=softmax)
+        update: ScoreUpdate | None = "add" if accumulate and group else None
+        how: dict[str, Any] = {"power": power, "group": group, "update": update, "softmax": softmax}
+        return self.prepared_decode(q, pages, tiers, ring, **how)(q, ring, scale)
+
+    def prepared_decode(
+        self, q: Tensor, pages: Tensor, tiers: list[TierPages], ring: Ring | None, *, power: int = 1,
+        group: Reduce | None = None, update: ScoreUpdate | None = None, softmax: Softmax = PLAIN,
+    ) -> CudaAttention | Attention:  # fmt: skip
+        """`paged_decode` prepared for queries and residual buffers like these: a call with both and `scale` is its
+        launches."""
+        assert self.decoder is not None, "plain torch prepares nothing"
         checks.decode(q, pages, tiers, ring, power, group, softmax)
-        found = [ListTier.of(tier) for tier in tiers]
-        scores = StepScores(power=power, group=group, update="add" if accumulate and group else None)
-        return self.decoder(q, pages, found, Lists.of(tiers[0]), ring, scores, softmax=softmax)(q, ring, scale)
+        lists, scores = Lists.of(tiers[0]), StepScores(power=power, group=group, update=update)
+        return self.decoder(q, pages, [ListTier.of(tier) for tier in tiers], lists, ring, scores, softmax=softmax)
 
     def open_tables(
         self,

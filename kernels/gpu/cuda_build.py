@@ -7,7 +7,8 @@ import hashlib
 import importlib.util
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -78,6 +79,20 @@ def compiled(form: Form, target: str) -> bytes:
             f"the compiled kernels cannot be stored: {error}; set KVBENCH_CACHE to a folder that can be written"
         ) from error
     return built
+
+
+def compile_together(forms: Iterable[Form], target: str, workers: int) -> list[str]:
+    """Compiles forms by threads into the cache; returns what could not be compiled, with the reason."""
+
+    def build(form: Form) -> str:
+        try:
+            compiled(form, target)
+        except BuildError as error:
+            return f"{form}: {error}"
+        return ""
+
+    with ThreadPoolExecutor(workers) as pool:
+        return [reason for reason in pool.map(build, forms) if reason]
 
 
 def _intact(stored: bytes) -> bytes:

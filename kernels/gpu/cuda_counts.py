@@ -151,24 +151,24 @@ def _instructions(code: Code, form: Form, tokens: int) -> tuple[float, float]:
     return in_turns + parts * (WARPS * item + made) + WARPS * merge + begun, in_turns
 
 
-def usage(form: Form, target: str) -> Usage:
-    """Compiles a form and counts."""
+def usage(form: Form, target: str, tokens: int = _TOKENS) -> Usage:
+    """Compiles a form and counts, for lists of so many tokens."""
     cubin = compiled(form, target)
     said = nvidia_tool("cuobjdump", "-res-usage", binary=cubin)
     code = Code.of(nvidia_tool("nvdisasm", "-c", binary=cubin), "kvb_decode")
     found = re.search(r"Function kvb_decode:\s*REG:(\d+) STACK:(\d+)", said)
     assert found is not None
-    all_of_them, in_turns = _instructions(code, form, _TOKENS)
-    return Usage(int(found[1]), int(found[2]), 16 * len(code.lines), all_of_them / _TOKENS, in_turns / _TOKENS)
+    all_of_them, in_turns = _instructions(code, form, tokens)
+    return Usage(int(found[1]), int(found[2]), 16 * len(code.lines), all_of_them / tokens, in_turns / tokens)
 
 
 def form_named(name: str, head_dim: int, **more: Any) -> Form:
     """The form of a format of `bench.caches.slot_format`, or two joined by +, on pages as a GPU has them; 4 bf16 query
-    heads per KV head."""
+    heads per KV head, unless `more` says otherwise."""
     slots = [slot_format(part, head_dim) for part in name.split("+")]
     size = choose_page_bytes(slots, tiled=True)
     tiers = tuple(PageFormat(slot, size) for slot in slots)
-    return Form(tiers=tiers, queries=4, query="bf16", **{"out": "bf16", **more})
+    return Form(tiers=tiers, **{"queries": 4, "query": "bf16", "out": "bf16", **more})
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -19,7 +19,7 @@ TURN, WARPS, MOST_PARTS, LEAST_SLOTS = 32, 4, 24, 256
 BLOCK = 256  # threads of the kernels that plan and make scores: a list or a slot each
 _BITS = (2, 4, 8)
 _GRAIN = 32  # tokens of a turn, and channels that lie in one group of values
-_STAGE_BYTES = 36 << 10  # of pages under way in a block, of which four lie on a multiprocessor
+STAGE_BYTES = 36 << 10  # of pages under way in a block, of which four lie on a multiprocessor
 Element = Literal["fp32", "fp16", "bf16"]
 _NUMBERS: dict[Element, int] = {"fp32": 0, "fp16": 1, "bf16": 2}
 ELEMENTS: dict[torch.dtype, Element] = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -36,6 +36,7 @@ class Form:
         out: Type of the output.
         ring: Type of the residual buffers; empty = there are none.
         scores: Exponentials are kept.
+        stage_bytes: Of pages under way in a block.
     """
 
     tiers: tuple[PageFormat, ...]
@@ -44,6 +45,7 @@ class Form:
     out: Element = "fp32"
     ring: Element | Literal[""] = ""
     scores: bool = False
+    stage_bytes: int = STAGE_BYTES
 
     def __post_init__(self) -> None:
         if reason := refusal(self):
@@ -70,7 +72,7 @@ class Form:
             sides.append("using B = A;")
         form = {
             "D": self.head_dim, "G": self.queries, "QUERY": _NUMBERS[self.query], "OUT": _NUMBERS[self.out],
-            "RING": _NUMBERS[self.ring] if self.ring else 0, "STAGE_BYTES": _STAGE_BYTES,
+            "RING": _NUMBERS[self.ring] if self.ring else 0, "STAGE_BYTES": self.stage_bytes,
             "REGISTERS": self.registers(target),
         }  # fmt: skip
         flags = {"SCORES": self.scores, "TWO": len(self.tiers) == 2}

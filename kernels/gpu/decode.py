@@ -1,8 +1,8 @@
 """GPU backend: attention of one query token per sequence over pages, and the scores it gives.
 
-The kernels are in `attend` beside this file: one launch attends over all tiers (two for three tiers), and one merges
-its parts and makes the scores. How the work is cut depends on shapes alone, and each part's share on the device, from
-how much its list holds: nothing is read back to the host, and a call can be captured in a CUDA graph.
+The kernels are in `attend`: one launch attends over all tiers (two for three), and one merges parts and makes scores.
+How the work is cut depends on shapes alone, and each part's share on the device, from how much its list holds: nothing
+is read back to the host, and a call can be captured in a CUDA graph.
 """
 
 from collections.abc import Sequence
@@ -27,6 +27,7 @@ from kvbench.kernels.gpu.parts import (
     power_of_two,
     ptx_level,
     side_layout,
+    tuning,
 )
 from kvbench.kernels.operands import (
     NO_SCORES,
@@ -273,7 +274,7 @@ class Attention:
         wide = half > 0 or operand == tl.float32
         slots = [tier.columns * tier.fmt.tokens_per_page + max(lengths) for tier in tiers]
         spans = [min(_MOST_PARTS, -(-count // _LEAST_SLOTS)) for count in slots]
-        self._block_slots = [_block_slots(tier.fmt, wide, bool(how.group)) for tier in tiers]
+        self._block_slots = [tuning().block_slots or _block_slots(tier.fmt, wide, bool(how.group)) for tier in tiers]
         made: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
         self._lse = torch.empty(count, 1, group_size, **made)
         self._absent = absent = self._lse  # where a kernel does not look at a tensor
@@ -301,7 +302,8 @@ class Attention:
             "HP": power_of_two(half, MIN_DOT),
             "REST": power_of_two(head_dim - 2 * half, MIN_DOT) if half and head_dim > 2 * half else 0,
             "CAP": softmax.cap * LOG2_E,
-            "num_warps": 8 if wide else 4 if not ptx_level() else 2 if head_dim > 128 else 1, "num_stages": _STAGES,
+            "num_warps": tuning().warps or (8 if wide else 4 if not ptx_level() else 2 if head_dim > 128 else 1),
+            "num_stages": tuning().stages or _STAGES,
         }  # fmt: skip
         merging = shared | {
             "GP": power_of_two(group_size), "DP": power_of_two(head_dim), "POWER": how.power,

@@ -103,6 +103,35 @@ def compiled_for(level: int) -> AbstractContextManager[None]:
     return _while_open(_compiled_for, level)
 
 
+@dataclass(frozen=True)
+class Tuning:
+    """Sizes of the kernel of decode attention in place of those that it is launched with otherwise; 0 = those.
+
+    Args:
+        block_slots: Slots that a turn of the loop reads, a power of two from 16 on; of keys with a scale per group of
+            tokens no more than a group has.
+        warps: Of a program.
+        stages: Turns whose loads are under way.
+    """
+
+    block_slots: int = 0
+    warps: int = 0
+    stages: int = 0
+
+
+_tunings = [Tuning()]
+
+
+def tuning() -> Tuning:
+    """The sizes in force."""
+    return _tunings[-1]
+
+
+def tuned(sizes: Tuning) -> AbstractContextManager[None]:
+    """While open, decode attention is prepared with these sizes."""
+    return _while_open(_tunings, sizes)
+
+
 def power_of_two(n: int, least: int = 1) -> int:
     """The smallest power of two that is at least `n` and `least`."""
     return max(least, triton.next_power_of_2(max(1, n)))

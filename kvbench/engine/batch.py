@@ -32,6 +32,9 @@ class Batch:
         forced_tokens: Most tokens of an own answer that are forced; None = all.
         per_token: Outcomes say what was measured of each forced token.
         on_outcome, on_step: As `Engine.run` takes them.
+        make_room: Makes the cache, which has no rows, anew with a smaller pool, where memory beside it ran out; False
+            where it cannot.
+        restore_room: Makes it anew as it was at first, once that did not help.
 
     Attributes:
         most: Requests at once at most.
@@ -51,10 +54,13 @@ class Batch:
         per_token: bool,
         on_outcome: Callable[[Outcome], None],
         on_step: Callable[[dict], None] | None,
+        make_room: Callable[[], bool] = lambda: False,
+        restore_room: Callable[[], None] = lambda: None,
     ) -> None:
         self._runner, self._loop, self._reader, self._waiting = runner, loop, reader, waiting
         self._forced_tokens, self._per_token = forced_tokens, per_token
         self._on_outcome, self._on_step = on_outcome, on_step
+        self._make_room, self._restore_room = make_room, restore_room
         self._callers: BaseException | None = None  # what `on_outcome` raised
         self._samples: dict[str, Sample] = {}  # those with rows, in the order in which they joined
         self._reading: tuple[Sample, Generator[list[Row] | None]] | None = None  # a prompt of which chunks are to come
@@ -90,12 +96,13 @@ class Batch:
             return bool(self._samples or self._reading or len(self._waiting))
         except BaseException as error:
             was_spoiled, reason = isinstance(error, Spoiled), first_line(error)
+            in_pool = isinstance(error, PoolExhausted)
             goes_on = (was_spoiled or is_out_of_memory(error)) and (self._samples or self._reading)
             if error is self._callers or not goes_on:
                 self._close_all()
                 raise
         # Here, not in the handler: until that ends, the error holds every tensor of the pass that failed.
-        self._begin_again(reason, was_spoiled)
+        self._begin_again(reason, was_spoiled, in_pool)
         return True
 
     # Who is in the batch.
@@ -148,7 +155,7 @@ class Batch:
         """Reads on in a prompt; False where a part of it is still to come."""
         assert self._reading is not None
         sample, pieces = self._reading
-        free, held, reason = self._free_pages(), self._reader.contexts.is_open, ""
+        free, held, reason, in_pool = self._free_pages(), self._reader.contexts.is_open, "", False
         rows: list[Row] | None = []
         try:
             rows = next(pieces)
@@ -160,10 +167,10 @@ class Batch:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            reason = first_line(error)
-        if reason:
+            reason, in_pool = first_line(error), isinstance(error, PoolExhausted)
+        if reason:  # here, not in the handler: until that ends, the error holds every tensor of the pass that failed
             self._reading = None
-            self._refuse(sample.request, reason, held)
+            self._refuse(sample.request, reason, held, in_pool)
         elif rows is not None:
             self._reading = None
             self._samples[sample.request.sample_id] = sample
@@ -173,15 +180,19 @@ class Batch:
             self._page_rate = max(self._page_rate, (free - self._free_pages()) / tokens)
         return rows is not None
 
-    def _refuse(self, request: Request, reason: str, held: bool) -> None:
-        """Has a request wait for which there was no memory while others had theirs; alone, it is recorded as `oom`."""
+    def _refuse(self, request: Request, reason: str, held: bool, in_pool: bool) -> None:
+        """Has a request wait for which there was no memory while others had theirs; alone, it is tried with a smaller
+        pool, where the pool was not what was too small, and else recorded as `oom`."""
         if self._num_live or held:
             self._waiting.put_back([request])
             self._is_full = True
             if not self._num_live:
                 self._reader.contexts.close()
+        elif not in_pool and self._make_room():
+            self._waiting.put_back([request])
         else:
             self._end(Sample(request), "oom", reason, None)
+            self._restore_room()
 
     def _give_way(self, sample: Sample) -> None:
         """Closes the rows of a sample, which begins again once another one has ended."""
@@ -233,16 +244,17 @@ class Batch:
             pieces.close()
             self._note_end(sample.request)
 
-    def _begin_again(self, reason: str, was_spoiled: bool) -> None:
+    def _begin_again(self, reason: str, was_spoiled: bool, in_pool: bool) -> None:
         """Closes all rows; their requests begin again, step by step or half as many at once; a single one that found no
-        memory is recorded as `oom`."""
+        memory begins again with a smaller pool, or is recorded as `oom`."""
         samples = [*self._samples.values(), *([self._reading[0]] if self._reading else ())]
         held = self._reader.contexts.is_open
         self._close_all()
         if was_spoiled:  # step by step it is known which layer began it
             self._loop.alone.update(sample.request.sample_id for sample in samples)
-        elif len(samples) == 1 and not held:
+        elif len(samples) == 1 and not held and (in_pool or not self._make_room()):
             self._end(samples[0], "oom", reason, None)
+            self._restore_room()
             return
         else:
             half = max(1, len(samples) // 2)

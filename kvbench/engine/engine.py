@@ -1,6 +1,7 @@
 """Generation through the compressed store: one prompt at a time in, many rows at once on, no padding anywhere."""
 
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from kvbench.cache.layout import StoreOptions
@@ -14,9 +15,12 @@ from kvbench.engine.probe import plan_passes
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.reading import Reader
 from kvbench.engine.requests import Outcome, Request
+from kvbench.engine.room import PromptRoom
+from kvbench.engine.rows import Sample
 from kvbench.engine.runner import Runner
 from kvbench.engine.waiting import Waiting
 from kvbench.errors import nobody_leaves
+from kvbench.kernels import memory
 from kvbench.kernels.bench import machine
 from kvbench.kernels.dispatch import TRITON, get_backend
 from kvbench.kernels.graphs import Capture
@@ -26,6 +30,8 @@ from kvbench.policy import Policy
 
 AUTO = "auto"
 GROUP = 4  # requests that are answered together where nobody says how many and an answer may hang on its neighbours
+FREE = "free"  # in a run's identity: rows come and go, and an answer's last bits may hang on those next to it
+GPU_ROWS = 256  # of a GPU, if memory holds them
 AUTO_ROWS = 32  # docs/performance.md has the curve: more rows make a step of a CPU's hardly cheaper per token
 
 
@@ -33,9 +39,12 @@ def grouped(
     model: LoadedModel, backend: str, batch_size: int | Literal["auto"]
 ) -> tuple[int | Literal["auto"], int | None]:
     """The `batch_size` and `group` of an engine whose answers somebody reads: groups only where the last bits of a
-    row's products depend on the rows that pass with it, so that these have to be the same every time. Rows that would
-    have each other's rotary tables never pass together (`Runner.apart`)."""
+    row's products depend on the rows that pass with it, so that these have to be the same every time. On a GPU, where
+    few rows leave it idle, `auto` has no groups all the same, and the run is `FREE`. Rows that would have each other's
+    rotary tables never pass together (`Runner.apart`)."""
     if model.rows_are_alone and get_backend(backend, model.device).rows_are_alone:
+        return batch_size, None
+    if batch_size == AUTO and model.device.type != "cpu":
         return batch_size, None
     size = GROUP if batch_size == AUTO else int(batch_size)
     return size, size
@@ -45,7 +54,8 @@ class Engine:
     """Answers requests under one policy, with a loaded model whose attention is routed through kvbench from here on.
 
     Args:
-        batch_size: Requests whose answers are decoded together at most; `auto` = `AUTO_ROWS`, or what memory takes.
+        batch_size: Requests whose answers are decoded together at most; `auto` = `AUTO_ROWS` (of a GPU
+            `GPU_ROWS`), or what memory takes.
         decode: What makes the attention of decode steps on a GPU, as of `get_backend`.
         group: Requests that are answered together before the next ones begin, so that neighbours are always the same;
             None = a request joins as soon as another one ends.
@@ -92,6 +102,7 @@ class Engine:
         self.backend, self.shape = self.runner.backend, self.runner.shape
         self.end_ids = tuple(model.eos_token_ids)
         self.steps, self.gives_steps = DecodeLoop(self.runner, capture), False
+        self.room = PromptRoom(self.runner)
 
     @property
     def store(self) -> CompressedStore:
@@ -103,9 +114,16 @@ class Engine:
         return self.steps.counts if self.steps.runs and any(self.steps.counts.values()) else {}
 
     @property
+    def is_free(self) -> bool:
+        """Whether the last bits of an answer may hang on when others come and go."""
+        return self.group is None and not (self.loaded.rows_are_alone and self.backend.rows_are_alone)
+
+    @property
     def most_requests(self) -> int:
         """Requests at once at most."""
-        return self.batch_size if isinstance(self.batch_size, int) else AUTO_ROWS
+        if isinstance(self.batch_size, int):
+            return self.batch_size
+        return AUTO_ROWS if memory.free_bytes(self.shape.device) is None else GPU_ROWS
 
     def text_of(self, ids: Sequence[int]) -> str:
         """The text of tokens, special tokens shown."""
@@ -184,9 +202,12 @@ class Engine:
             per_token=self.fidelity_per_token,
             on_outcome=on_outcome,
             on_step=on_step,
+            make_room=self._make_room,
+            restore_room=self._restore_room,
         )
         if not everything:
             return batch
+        self._measure_prompts(everything, needs, reader)
         batch.most, batch.reason = self._reserve(everything, needs, reader.contexts.num_rows)
         if not batch.reason and self.policy.byte_budget is not None:
             for request in requests:  # a budget that is too small for one stops the run before the first is read
@@ -207,20 +228,68 @@ class Engine:
                 prompt = asked.segments[0]
                 plan_passes(probe, self.loaded.tokenizer, prompt, asked.closing, self.runner.probe_room(prompt))
 
+    def _measure_prompts(self, requests: Sequence[Request], needs: Needs, reader: Reader) -> None:
+        """Reads the longest prompt, where a GPU's pool has to leave room for it, into a cache for one request."""
+        rows = max(needs.rows(request) for request in requests) + reader.contexts.num_rows
+        sizes = self._sizes(requests, needs)
+        if not self.room.applies or not self.room.begin((rows, *sizes.values())):
+            return
+
+        def read(request: Request) -> None:
+            sample = Sample(request)
+            try:
+                for _ in reader.open(sample):
+                    pass
+            finally:
+                reader.close(sample)
+                reader.contexts.close()
+
+        try:
+            self._make_cache(rows, sizes)
+        except Exception as error:
+            if memory.is_out_of_memory(error):
+                return  # which `_reserve` says
+            raise
+        self.room.measure(requests, read)
+
+    @staticmethod
+    def _sizes(requests: Sequence[Request], needs: Needs) -> dict[str, int]:
+        """The longest prompt, and most tokens behind one."""
+        return {
+            "prompt_tokens": max(request.num_prompt_tokens for request in requests),
+            "new_tokens": max(needs.most_behind(request) for request in requests),
+        }
+
+    def _make_cache(self, rows: int, sizes: dict[str, int]) -> None:
+        """Makes the cache for so many rows."""
+        self.steps.forget()
+        self._made = partial(self.runner.reserve, rows=rows, **sizes)
+        self._made()
+
+    def _make_room(self) -> bool:
+        """Makes the cache anew, with a smaller pool; False where that cannot help."""
+        if not self.room.shrink():
+            return False
+        self.steps.forget()
+        self._made()
+        return True
+
+    def _restore_room(self) -> None:
+        """Makes the cache anew, with its first pool, where it has a smaller one."""
+        if self.room.restore():
+            self.steps.forget()
+            self._made()
+
     def _reserve(self, requests: Sequence[Request], needs: Needs, further_rows: int) -> tuple[int, str]:
         """Makes the cache, for fewer requests at once where there is no memory for `batch_size` of them: how many, and
         why not even one fits (empty: it does)."""
         rows_of = max(needs.rows(request) for request in requests)
-        sizes = {
-            "prompt_tokens": max(request.num_prompt_tokens for request in requests),
-            "new_tokens": max(needs.most_behind(request) for request in requests),
-        }
+        sizes = self._sizes(requests, needs)
         size = self.most_requests if isinstance(self.batch_size, int) else self._that_fit(rows_of, sizes)
         size = min(size, len(requests))  # never more rows than there is to answer
         while True:
             try:
-                self.steps.forget()
-                self.runner.reserve(rows=rows_of * size + further_rows, **sizes)
+                self._make_cache(rows_of * size + further_rows, sizes)
                 return size, ""
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -230,15 +299,23 @@ class Engine:
             size //= 2
 
     def _that_fit(self, rows_of: int, sizes: dict[str, int]) -> int:
-        """Requests at once where nobody said: as many as make steps cheaper, and, where the pool grows in main memory,
-        no more than fit in half of what is free if every one became as long as it may."""
-        most, free = max(1, self.most_requests // rows_of), machine.available_bytes("cpu")
-        if self.runner.options.budget_bytes is not None or self.shape.device.type != "cpu" or free is None:
+        """Requests at once where nobody said: as many as make steps cheaper, and no more than fit, if every one became
+        as long as it may, in what a GPU's pool takes, or in half of what is free in main memory, where it grows."""
+        most, device = max(1, self.most_requests // rows_of), self.shape.device
+        on_gpu = memory.free_bytes(device) is not None
+        if self.runner.options.budget_bytes is not None or not (on_gpu or device.type == "cpu"):
             return most
-        self.steps.forget()
-        self.runner.reserve(rows=1, **sizes)
-        row_bytes = sum(
-            part.pages.lists_per_row * part.pages.table.max_pages * part.pages.pool.page_bytes
-            for part in self.store.holding.parts
-        )
-        return max(1, min(most, free // 2 // (row_bytes * rows_of)))
+        self._make_cache(1, sizes)
+        fits = [most]
+        row_bytes = 0
+        for part in self.store.holding.parts:
+            pages = part.pages
+            part_bytes = pages.lists_per_row * pages.table.max_pages * pages.pool.page_bytes
+            row_bytes += part_bytes
+            if on_gpu:
+                free = (memory.free_bytes(part.shape.device) or 0) + pages.pool.allocated_bytes
+                room = min(self.runner.options.memory_share * free, free - self.runner.spare_bytes)
+                fits.append(int(room // (part_bytes * rows_of)))
+        if not on_gpu and (free_bytes := machine.available_bytes("cpu")) is not None:
+            fits.append(free_bytes // 2 // (row_bytes * rows_of))
+        return max(1, min(fits))

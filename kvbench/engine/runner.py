@@ -20,11 +20,14 @@ from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.sessions import Decode, Dense, Prefill, PromptChunk, Replay, Segment, Session
 from kvbench.engine.states import States
 from kvbench.engine.supported import check_fit, layer_kinds
+from kvbench.kernels import memory
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.dispatch import TRITON, get_backend
 from kvbench.models.load import LoadedModel
 from kvbench.models.rotary import Lengths, forget_lengths
 from kvbench.policy import Policy
+
+LEAST_SHARE = 1e-3  # of a GPU's free memory, for the page pool
 
 
 class NotFinite(ArithmeticError):
@@ -66,6 +69,7 @@ class Runner:
 
     Attributes:
         probe_s: Seconds that the second pass over the last prompt took, compression included; 0 without one.
+        spare_bytes: Of a GPU, that the next cache's pool leaves where its size follows from what is free.
         lengths: The model's rotary tables that depend on a row's length.
 
     Raises:
@@ -74,6 +78,7 @@ class Runner:
     """
 
     lengths = Lengths()
+    spare_bytes = 0
 
     def __init__(
         self,
@@ -112,13 +117,17 @@ class Runner:
 
     def reserve(self, *, rows: int, prompt_tokens: int, new_tokens: int) -> None:
         """Makes an empty cache for sequences held at once, the longest prompt, and most tokens added after a prompt."""
+        options = self.options
         self.open_rows, self._store = [], None  # the old cache goes before the new one comes
         self.states.clear()
+        if self.spare_bytes and (free := memory.free_bytes(self.device)) is not None:
+            share = max(LEAST_SHARE, 1 - self.spare_bytes / free)
+            options = replace(options, memory_share=min(options.memory_share, share))
         self._store = CompressedStore(
             self.policy,
             self.shape,
             rows=rows,
-            options=self.options,
+            options=options,
             backend=self.backend,
             max_prompt_tokens=prompt_tokens,
             max_new_tokens=new_tokens,

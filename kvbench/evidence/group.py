@@ -14,7 +14,7 @@ from kvbench.results.record import RunRecord
 from kvbench.results.sample import Key, SampleRecord
 from kvbench.show.unfit import unfit
 
-CONDITIONS = ("batch_size", "backend")  # may differ inside a group: they change rounding, not the question
+CONDITIONS = ("batch_size", "batch", "backend")  # may differ inside a group: they change rounding, not the question
 OF_TASK = ("task", "python")  # entries of a run's code, up to a colon, that say how its answers are posed and scored
 
 

@@ -5,6 +5,7 @@ import io
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 from rich.text import Text
@@ -29,6 +30,9 @@ from kvbench.show.terminal import number, p_text
 from kvbench.show.text import safe
 from kvbench.sizing.shapes import HEADLINE, find_shape
 from kvbench.sizing.stored import policy_of, projected
+
+if TYPE_CHECKING:
+    from kvbench.results.record import RunRecord
 
 MAX_BYTES = 2_000_000
 SHORTEST = 160  # characters of an answer below which it tells little
@@ -289,11 +293,19 @@ def environment(group: Group) -> list[tuple[str, str]]:
         ("device", all_of(m.device for m in machines)),
         ("system", all_of(f"{m.host}, {m.num_cpus} CPUs, {m.num_threads} threads" for m in machines)),
         ("backend", all_of(r.backend for r in records)),
-        ("batch size", all_of(r.identity.get("batch_size", "any: no answer depends on it") for r in records)),
+        ("batch size", all_of(map(_batch, records))),
         ("seed", all_of(r.seed for r in records)),
         ("model", all_of(json.dumps(r.identity.get("model"), sort_keys=True) for r in records)),
         ("protocol", all_of(json.dumps(r.protocol, sort_keys=True) for r in records)),
     ]
+
+
+def _batch(record: "RunRecord") -> str:
+    """The batch size of a run, or what its answers have of it."""
+    if record.identity.get("batch") != "free":
+        return str(record.identity.get("batch_size", "any: no answer depends on it"))
+    again, differ = (sum(getattr(each, name) for each in record.sessions) for name in ("asked_again", "differing"))
+    return f"free: rows come and go, and {differ} of {again} answers differ in another order of the requests"
 
 
 def _flags(run: StoredRun) -> list[str]:

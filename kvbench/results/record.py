@@ -126,6 +126,11 @@ class Session:
     """Seconds spent on the samples of this session, model loading apart."""
     num_done: int = 0
     """Answers finished in this session."""
+    asked_again: int = 0
+    """Answers that were given once more, with the requests in another order, where they may hang on the rows next to
+    them (`batch: free`)."""
+    differing: int = 0
+    """Of those asked again: answers with another token or status."""
     command: list[str] = field(default_factory=list)
     """The words after `python -m kvbench` that began it, those of one job of a sweep; empty when called from Python. A
     full-cache run that another run needed has that run's."""

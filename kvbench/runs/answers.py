@@ -1,6 +1,6 @@
 """The engine over the samples of a run that are not there yet: every answer is graded and goes to a journal."""
 
-from collections.abc import Callable, Container, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from functools import partial
 from statistics import fmean
@@ -10,7 +10,7 @@ from kvbench.config.files import FULL
 from kvbench.engine.requests import Outcome, Request
 from kvbench.results.journal import Journal
 from kvbench.results.record import Session
-from kvbench.results.sample import TAIL_TOKENS, Key, journal_record
+from kvbench.results.sample import TAIL_TOKENS, Key, SampleRecord, journal_record
 from kvbench.runs.experiment import Experiment, keys_of
 from kvbench.runs.graders import GraderPool, grade_outcome
 from kvbench.show.pace import Pace
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvbench.engine.joined import Step
     from kvbench.tasks.taskset import TaskSet
 
+ASKED_AGAIN = 32  # requests of a session whose answers are compared with those in another order
 Result = TypeVar("Result")
 Shown = Callable[[str, int, int], AbstractContextManager[Progress]]  # label, answers of the run, those that are there
 
@@ -109,6 +110,26 @@ def record_answers(
                 pace.read(due.num_prompt_tokens, due.num_samples)
 
 
+def _ask_again(
+    experiment: Experiment, requests: Sequence[Request], records: Mapping[Key, SampleRecord], session: Session
+) -> "Generator[Request | Step, bool | None]":
+    """Answer some of the requests once more, in another order, and count in the session which answers differ."""
+    asked = list(requests[:: -max(1, len(requests) // ASKED_AGAIN)])[:ASKED_AGAIN]
+
+    def compare(outcome: Outcome) -> None:
+        first = records.get((outcome.sample_id, outcome.repeat))
+        if first is not None:
+            session.asked_again += 1
+            same = first["status"] == outcome.status and list(first["token_ids"]) == list(outcome.token_ids)
+            session.differing += not same
+
+    steps = experiment.engine.running(asked, on_outcome=compare, sizing=experiment.task.requests)
+    with closing(steps):
+        for due in steps:
+            while (yield due) and isinstance(due, Request):  # whoever has something written gets it once more
+                pass
+
+
 def compute_missing(
     experiment: Experiment,
     journal: Journal,
@@ -136,6 +157,8 @@ def compute_missing(
         progress.follow(pace)
         try:
             yield from record_answers(experiment.engine, task, todo, journal, progress, done=done, own=own, pace=pace)
+            if todo and experiment.engine.is_free:
+                yield from _ask_again(experiment, todo, journal.records, session)
         finally:
             session.wall_s -= pace.paused_s
             session.num_done = len(journal.records) - before

@@ -220,6 +220,7 @@ def answering(config: RunConfig, policy: "Policy", model: "LoadedModel", engine:
         "generation": Protocol.from_mapping(config.protocol),
         **counted(dataclasses.replace(config, store=config.store.on(torch.device(model.device)))),
         **({} if engine.group is None else {"batch_size": engine.group}),
+        **({"batch": "free"} if engine.is_free else {}),
         "backend": backend.name,
         **({} if config.backend.decode == TRITON else {"backend_decode": config.backend.decode}),
         "code": {

@@ -103,4 +103,6 @@ def _as_one(sessions: Sequence[Session]) -> Session:
         started=sessions[0].started,
         wall_s=sum(session.wall_s for session in sessions),
         num_done=sum(session.num_done for session in sessions),
+        asked_again=sum(session.asked_again for session in sessions),
+        differing=sum(session.differing for session in sessions),
     )

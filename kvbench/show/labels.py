@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 LONGEST = 24  # characters of a value; a table of numbers would fill the line
 ALIKE = 0.02  # of the tokens: texts that differ by less are as long as each other
-APART = ("seed", "batch_size", "backend", "limit")  # parts of the identity that may differ when the method does not
+# Parts of the identity that may differ when the method does not.
+APART = ("seed", "batch_size", "batch", "backend", "limit")
 
 
 def label_runs(records: "Sequence[RunRecord]", separator: str = " ") -> list[str]:

@@ -402,3 +402,33 @@ def test_a_results_folder_that_cannot_be_written_comes_first(tmp_path):
     with pytest.raises(ValueError, match=r"^results_dir=.*file/results cannot be written: Not a directory; give ano"):
         run_fake(tmp_path / "file" / "results", parts)
     assert [item.name for item in tmp_path.iterdir()] == ["file"]
+
+
+def test_answers_in_another_order_are_counted(tmp_path):
+    """Where rows come and go and an answer hangs on its neighbours, the identity says so, and the record how many
+    answers another order of the requests changes; answers are stored once. Groups have neither."""
+    engines = []
+    parts = make_parts(count=10, engines=engines, is_free=True)
+    finished = run_fake(tmp_path / "free", parts, batch_size="auto", reference="none")
+    assert finished.record.identity["batch"] == "free" and "batch_size" not in finished.record.identity
+    (session,) = finished.record.sessions
+    assert engines[0].seen[10:] == engines[0].seen[9::-1] and len(engines[0].seen) == 20
+    assert (session.asked_again, session.differing, session.num_done) == (10, 10, 10)  # they name their neighbours
+    assert len(samples(finished.folder)) == 10
+    again = run_fake(tmp_path / "free", parts, batch_size="auto", reference="none")
+    assert again.record.sessions[0].asked_again == 10 and sum(s.asked_again for s in again.record.sessions) == 10
+    groups = run_fake(tmp_path / "groups", make_parts(count=10), batch_size=4, reference="none")
+    assert "batch" not in groups.record.identity and groups.record.identity["batch_size"] == 4
+    assert groups.record.sessions[0].asked_again == 0
+
+
+def test_few_of_many_answers_are_asked_for_again(tmp_path):
+    """As many as tell a share, spread over the run."""
+    engines = []
+    finished = run_fake(
+        tmp_path, make_parts(count=100, engines=engines, is_free=True), batch_size="auto", reference="none"
+    )
+    (session,) = finished.record.sessions
+    assert session.asked_again == 32
+    again = [int(name.partition("/")[2]) for name in engines[0].seen[100:]]
+    assert again == sorted(again, reverse=True) and len(again) == 32 and again[0] == 99 and again[-1] < 10

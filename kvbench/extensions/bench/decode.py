@@ -29,6 +29,7 @@ from kvbench.extensions.bench.decoders import (
 from kvbench.kernels.bench import machine
 from kvbench.kernels.bench.bench import Bench, Common, main, setting
 from kvbench.kernels.bench.rounds import Variant, failed_variant
+from kvbench.kernels.dispatch import DECODES, HOST, TRITON
 from kvbench.models import matrices
 from kvbench.models.load import LoadedModel
 from kvbench.runs import choices
@@ -45,6 +46,11 @@ REFERENCE_TOLERANCE = {torch.float32: 5e-3}
 FULL_TOLERANCE = {torch.float32: 2e-2}
 LOW_PRECISION_TOLERANCE = 5e-2
 PROMPT_BYTES = 2 << 30  # of prompts that the model reads once for all methods
+# What the names of rows stand for.
+CACHES = "transformers is its growing cache (DynamicCache), in eager steps"
+STATIC_CACHE = (
+    f"; {STATIC} is its static one (StaticCache), whose step is replayed from a CUDA graph, as kvbench's{GRAPH}"
+)
 LENGTHS = "Prompt tokens, each in cells of their own; 0 = context."
 HAS_PACKAGE = {"quanto": is_optimum_quanto_available, "hqq": is_hqq_available}
 
@@ -77,6 +83,7 @@ class WholeModel(Methods):
 
     context: int = setting(4096, "Prompt tokens.", 1)
     steps: int = setting(4, "Decode steps in each timing.", 1)
+    decode: str = setting(TRITON, "What attends in steps on a GPU: triton, cuda, torch.", among=(*DECODES, HOST))
 
     def contexts(self) -> list[int]:
         """The prompts' lengths of a bench that has `lengths`."""
@@ -85,7 +92,7 @@ class WholeModel(Methods):
     def decoder(self, model: LoadedModel, method: str, **more: Any) -> StoreDecoder:
         """A decoder by the settings; see `StoreDecoder`."""
         more.setdefault("context", self.context)
-        return StoreDecoder(model, method, kernels=self.kernels, **more)
+        return StoreDecoder(model, method, kernels=self.kernels, decode=self.decode, **more)
 
     def stepping(self, name: str, decoder: Decoder | Graphed, answers: list[list[int]], **extra: Any) -> Variant:
         """`steps` decode steps at a time, with the tokens of each row that follow the prompts, which the decoder has
@@ -152,6 +159,7 @@ class Settings(WholeModel):
         each = self.contexts() if self.peak else []
         self._peaks = {length: measure_peaks(replace(self, context=length), bench) for length in each}
         self._models = make_models(self, bench.device, bench.notes)
+        bench.notes.append(CACHES + STATIC_CACHE * (bench.device != "cpu"))
         bench.more["model"] = choices.describe_model(self._models[""])
 
     def timing(self, bench: Bench, cell: dict) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from kvbench.engine.decode_loop import CapturedSteps, State
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.runner import Runner
 from kvbench.kernels.bench.rounds import cuda_graph
+from kvbench.kernels.dispatch import TRITON
 from kvbench.kernels.graphs import Capture, cuda_graphs
 from kvbench.models.load import LoadedModel
 from kvbench.runs import choices
@@ -34,6 +35,7 @@ class StoreDecoder:
     Args:
         model: The model, shared with other decoders.
         method: The method's string, see `choices.make_cache`.
+        kernels, decode: The backend's name, and what attends in its steps.
         prompts: Keeps what was read of prompts, for decoders whose reading is not timed.
         budget_bytes: What the cache's pool may take; None = no limit of its own.
 
@@ -52,13 +54,14 @@ class StoreDecoder:
         context: int,
         new_tokens: int,
         kernels: str = "auto",
+        decode: str = TRITON,
         prompts: PromptCache | None = None,
         budget_bytes: int | None = None,
     ) -> None:
         policy, options = choices.make_cache(method)
         if budget_bytes is not None:
             options = replace(options, budget_bytes=budget_bytes)
-        self.runner = Runner(model, policy, options=options, backend=kernels, prompts=prompts)
+        self.runner = Runner(model, policy, options=options, backend=kernels, decode=decode, prompts=prompts)
         # The row that the check copies counts among all rows, so that the bytes of a row are what they are in a run.
         self.runner.reserve(rows=rows + REFERENCE_ROWS, prompt_tokens=context, new_tokens=new_tokens)
         self.rows: list[int] = []

@@ -21,12 +21,12 @@ import tarfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from kvbench.extensions.bench.evidence_stages import STAGES, Stage
 from kvbench.kernels.bench import machine
 from kvbench.kernels.bench.bench import REFUSED, write
 from kvbench.kernels.dispatch import gpu_backend
@@ -37,133 +37,6 @@ CACHE_BYTES = 40 << 20  # of compiled kernels that go into the archive
 # Runs a command beside a shell that waits for the collector to let go of a pipe, as it does however it ends, and then
 # ends the command's whole process group: what the command has started, too.
 GUARDED = 'exec 3<&0 </dev/null; (read -r _ <&3; kill -9 0) & exec "$@" 3<&-'
-MODEL = "random preset=llama3-8b dtype=bfloat16"
-GRAPHED = "kvbench.kernels.bench.attention out={out} rounds=7 dense=[bf16] scores=[none,return]"
-DECODE = "kvbench.extensions.bench.decode out={out} peak=false quantised=false apart=true"
-PREFILL, THROUGHPUT = "kvbench.kernels.bench.prefill out={out}", "kvbench.extensions.bench.throughput out={out}"
-SERVE = "kvbench.extensions.bench.serve out={out} rounds=1 peers=false"
-DRY = "device=cpu kernels=triton rounds=1 threads=[1]"
-DRY_WHOLE = f"{DRY} model='random preset=tiny num_layers=1 dtype=float32' steps=1 context=16"
-DRY_ATTENTION = f"kvbench.kernels.bench.attention {DRY} shapes=[2x1x16] lengths=[16] batches=[1] dense=[fp32]"
-DRY_ATTENTION += " formats=[K8V4] working_set_mb=1 max_buffers=1 scores=[none] out={out}"
-DRY_METHODS = "kvbench.extensions.bench.check_methods --device cpu --method full"
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One part of the evidence, whose files have its name: the seconds it may take, what `python -m` runs, with `{out}`
-    for its JSON document, and the same on a CPU with interpreted kernels and tiny shapes."""
-
-    name: str
-    limit_s: int
-    module: str
-    dry: str
-
-
-# What decides most comes first: does it run, is it right, and only then how fast it is.
-STAGES = (
-    Stage(
-        "probe",
-        40,
-        "kvbench.extensions.bench.evidence_gpu --describe",
-        "kvbench.extensions.bench.evidence_gpu --describe --device cpu",
-    ),
-    Stage(
-        "check-quick",
-        120,
-        "kvbench.kernels.check_device --quick --jobs 16",
-        "kvbench.kernels.check_device --quick --device cpu --only prompts --jobs 2",
-    ),
-    Stage(
-        "check-all",
-        310,
-        "kvbench.kernels.check_device --jobs 16",
-        "kvbench.kernels.check_device --quick --device cpu --only bounds",
-    ),
-    Stage(
-        "check-methods", 360, "kvbench.extensions.bench.check_methods --jobs 16", f"{DRY_METHODS} --case 'one token'"
-    ),
-    Stage(
-        "check-graphs",
-        180,
-        "kvbench.extensions.bench.check_methods --graphs --case 'a row that ends early' --jobs 16",
-        f"{DRY_METHODS} --graphs --case 'one token'",
-    ),
-    Stage(
-        "check-methods-bf16",
-        180,
-        "kvbench.extensions.bench.check_methods --dtype bfloat16 --case 'a row that ends early' --jobs 16",
-        f"{DRY_METHODS} --dtype bfloat16 --case 'one token'",
-    ),
-    Stage(
-        "check-cuda",
-        60,
-        "kvbench.kernels.check_device --decode cuda --only attention --jobs 16",
-        "kvbench.kernels.check_device --quick --device cpu --only bounds --decode host",
-    ),
-    Stage(
-        "check-methods-cuda",
-        90,
-        "kvbench.extensions.bench.check_methods --decode cuda --dtype bfloat16 --case 'a row that ends early' "
-        "--jobs 16",
-        f"{DRY_METHODS} --decode host --dtype float16 --case 'one token'",
-    ),
-    Stage(
-        "decode-4k",
-        300,
-        f"{DECODE} model='{MODEL}' context=4096 batches=[1,8] rounds=5 prefill_rounds=2",
-        f"{DECODE} {DRY_WHOLE} batches=[1] prefill_rounds=1",
-    ),
-    Stage("attention", 240, f"{GRAPHED} shapes=[32x8x128] lengths=[4096,16384] batches=[1,8,32]", DRY_ATTENTION),
-    # As models of this type ask, with queries that are no fp16; one sequence and many.
-    Stage(
-        "attention-bf16",
-        110,
-        f"{GRAPHED} queries=bf16 shapes=[32x8x128] lengths=[4096,16384] batches=[1,8]",
-        f"{DRY_ATTENTION} queries=bf16",
-    ),
-    Stage(
-        "throughput",
-        240,
-        f"{THROUGHPUT} model='{MODEL}' kv_mb=6000 context=4096 new_tokens=128 max_batch=128 rounds=5",
-        f"{THROUGHPUT} {DRY_WHOLE} kv_mb=1 new_tokens=12 max_batch=2",
-    ),
-    Stage(
-        "serve",
-        330,
-        f"{SERVE} model='{MODEL}' kv_mb=4000 prompts=[1024,3072] answers=[256,768] requests=32 rates=[2,4,8] "
-        "max_batch=64 ttft_s=2 tpot_s=0.05",
-        f"{SERVE} device=cpu kernels=triton threads=[1] model='random preset=tiny num_layers=1 dtype=float32' kv_mb=1 "
-        "prompts=[8,16] answers=[2,4] requests=2 rates=[50]",
-    ),
-    Stage(
-        "decode-4k-32",
-        300,
-        f"{DECODE} model='{MODEL}' context=4096 batches=[32] rounds=5 prefill_rounds=0",
-        f"{DECODE} {DRY_WHOLE} batches=[2] prefill_rounds=0 methods=[full]",
-    ),
-    Stage(
-        "decode-16k",
-        380,
-        f"{DECODE} model='random preset=llama3.1-8b dtype=bfloat16' context=16384 batches=[1,4] rounds=5 "
-        "prefill_rounds=0",
-        f"{DECODE} {DRY_WHOLE} batches=[1] prefill_rounds=0 methods=[full]",
-    ),
-    Stage(
-        "prefill",
-        200,
-        f"{PREFILL} shapes=[32x8x128] dtype=bf16 eager=false lengths=[8192,32768] rounds=3",
-        f"{PREFILL} {DRY} shapes=[2x1x16] lengths=[64] windows=[8]",
-    ),
-    Stage(
-        "manager",
-        90,
-        "kvbench.kernels.bench.manager lists=[8192,32768,262144] out={out}",
-        f"kvbench.kernels.bench.manager {DRY} lists=[4] start_tokens=8 tokens_per_page=4 out={{out}}",
-    ),
-    Stage("attention-32k", 180, f"{GRAPHED} shapes=[32x8x128] lengths=[32768] batches=[1,8,32]", DRY_ATTENTION),
-    Stage("attention-64", 190, f"{GRAPHED} shapes=[9x3x64,32x8x64] lengths=[4096,16384] batches=[1,32]", DRY_ATTENTION),
-)
 
 
 def words_of(stage: Stage, folder: Path, dry: bool) -> list[str]:

@@ -19,7 +19,8 @@ from rich.text import Text
 
 from kvbench.extensions.bench import capacity_show, parts_show, serve_show
 from kvbench.kernels.bench import bench
-from kvbench.kernels.bench.bench import label_of
+from kvbench.kernels.bench.bench import NOT_TIMED, label_of
+from kvbench.kernels.bench.roofline import share
 from kvbench.models.matrices import PLAIN
 from kvbench.results.writing import write_atomic
 from kvbench.show import terminal
@@ -145,8 +146,9 @@ def _baseline(name: str, model: dict | None) -> str:
     return f"x {name} ({', '.join(filter(None, how))})"
 
 
-def _cell_table(document: dict, rows: Sequence[dict]) -> Table:
-    """One row per variant; what no variant has is no column."""
+def _cell_table(document: dict, cell: dict) -> Table:
+    """One row per variant, also of those that were refused; what no variant has is no column."""
+    rows: list[dict] = cell["variants"]
     more: dict[str, Callable[[dict], str]]
     names = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
     if document["what"] == "attention":
@@ -156,7 +158,12 @@ def _cell_table(document: dict, rows: Sequence[dict]) -> Table:
         names = dense[:2]  # the third is a row like any other, and all ratios are in the JSON
         columns: dict[str, Callable[[dict], str]]
         columns = {"": lambda row: row["name"] + (" *" if row["name"] == best else ""), "time": duration}
-        more = {"x fastest dense": lambda row: ratio(row, best), "GB/s (share)": _share, "scores cost": _cost}
+        more = {
+            "x fastest dense": lambda row: ratio(row, best),
+            "GB/s (share)": _share,
+            "of the limit": lambda row: share(row, cell, document["environment"]),
+            "scores cost": _cost,
+        }
     else:
         columns = {"": lambda row: row["name"]}
         if rows[0].get("tokens_per_call"):
@@ -176,7 +183,8 @@ def _cell_table(document: dict, rows: Sequence[dict]) -> Table:
         }
     model = document.get("model") if rows[0].get("tokens_per_call") else None
     columns |= {_baseline(name, model): partial(ratio, name=name) for name in names} | more
-    return _table(list(columns), [[show(row) for show in columns.values()] for row in rows])
+    refused = [[entry["name"], NOT_TIMED, *[""] * (len(columns) - 2)] for entry in cell["refused"]]
+    return _table(list(columns), [*([show(row) for show in columns.values()] for row in rows), *refused])
 
 
 def _manager(cells: Sequence[dict]) -> Table:
@@ -215,7 +223,7 @@ def _tables(document: dict) -> list[Table | Text]:
     for cell in document["cells"]:
         title = f"{what}: {label_of(cell['cell'])}"
         if cell["variants"]:
-            parts += [Text(title, style="bold"), _cell_table(document, cell["variants"])]
+            parts += [Text(title, style="bold"), _cell_table(document, cell)]
             parts += [Text(remark, style="dim") for remark in bench.remarks(cell)]
         else:
             parts.append(Text(f"{title}: {cell.get('skipped') or 'nothing could be timed'}"))
@@ -286,6 +294,8 @@ def _rate_or_seconds(row: dict, base: str) -> dict:
 
 VIEWS = {
     "attention": View(("shape", "threads"), _speed, "speed relative to {}", is_log=True),
+    "sweep": View(("format", "shape", "threads"), lambda row, _: scaled(row, 1e6), "microseconds", is_log=True),
+    "answers": View(("file",), lambda row, _: scaled(row, 1.0), "seconds for all answers"),
     "prefill": View(("shape", "threads"), _time, "time relative to the prompt's {} alone", is_log=True),
     "manager": View(("operation", "threads"), lambda row, _: scaled(row, 1e3), "ms", is_log=True),
     "products": View(("dtype", "threads"), _rate_or_seconds, "tokens/s through the matrices", is_log=True),
