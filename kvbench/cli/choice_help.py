@@ -27,6 +27,10 @@ def _one(word: str, width: int) -> str:
     else:
         if word == "glossary":
             return glossary.glossary(width)
+        if word == "columns":
+            from kvbench.show.columns import explained
+
+            return explained(width)
         if word in texts.commands() or word in texts.moved():
             return texts.command_help(word, width)
         if {word, word.removesuffix("s")} & files.all_groups().keys():

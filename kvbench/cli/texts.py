@@ -40,6 +40,7 @@ LOOKS = (
     ("list", "methods, tasks, models, ..."),
     ("help snapkv", "a method, task, model or command and its settings"),
     ("help glossary", "what list, tier, slack, forced, ... mean"),
+    ("help columns", "what the columns of a table mean"),
     ("--help", "everything"),
 )
 EXAMPLES = (

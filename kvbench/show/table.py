@@ -28,6 +28,7 @@ from kvbench.results.measures import (
 from kvbench.results.record import CHUNK_LABEL, RunRecord
 from kvbench.show import terminal
 from kvbench.show.across import NONE, across, along_answers, long_tables
+from kvbench.show.columns import LEGEND
 from kvbench.show.labels import differ_in_length, label_runs
 from kvbench.show.progress import format_bytes
 from kvbench.show.terminal import number, span
@@ -121,13 +122,6 @@ def _table(title: str, records: Sequence[RunRecord], columns: Sequence[tuple[str
     return table
 
 
-def _estimators(records: Sequence[RunRecord]) -> str:
-    """The names of the intervals in the table, as `compare` and `pareto` name them."""
-    found = [metric.interval for r in records if (metric := r.metrics.get(r.primary))]
-    found += [record.comparison.difference.interval for record in records if record.comparison]
-    return ", ".join(dict.fromkeys(name for name in found if name)) or "too few samples for one"
-
-
 def _seen(record: RunRecord) -> str:
     """The mean tokens of a prompt and of what follows it: `100 + 65`."""
     prompt, seen = (record.kept.get(name) for name in ("prompt_tokens", "tokens_seen"))
@@ -153,11 +147,6 @@ def _shares(records: Sequence[RunRecord]) -> list[str]:
 def _speed_notes(records: Sequence[RunRecord]) -> list[str]:
     """Says which speeds are no claim, and why."""
     notes = []
-    if len(records) > 1:
-        notes.append(
-            "Speeds are no evidence of a difference: each run was timed by itself, with whatever else the machine did, "
-            "and a batch whose answers end early is emptier and slower. `kvbench bench` times methods in turn."
-        )
     if slow := ", ".join(record.method for record in records if record.backend == "torch"):
         notes.append(f"Speed is no claim for {slow}: backend torch is the plain reference, made to be right.")
     for record in records:
@@ -169,17 +158,11 @@ def _speed_notes(records: Sequence[RunRecord]) -> list[str]:
 
 def _notes(records: Sequence[RunRecord]) -> list[str]:
     """Sentences without which the numbers are read wrong."""
-    notes = [
-        f"[a, b] is a 95 % interval ({_estimators(records)}); vs full is measured on the same samples; % of bytes is "
-        "of an FP16 full cache."
-    ]
-    if _reads_parts(records):
-        notes.append("read: bytes that attention read while decoding, of what reading all that is kept takes.")
+    notes = [LEGEND]
     if _chunked(records):
         notes.append(
             "prefill.chunk: prompts were read so many tokens at a time, and compressed before the next, so that later "
-            "tokens saw a compressed past: another protocol, with its own full cache. peak at once: what the row held "
-            "after its prompt, and the uncompressed layers beside it, had it been read at once."
+            "tokens saw a compressed past: another protocol, with its own full cache."
         )
     notes += _fidelity_notes(records[-1])
     alone = [r.method for r in records if r.prompt_only and r.method != FULL and r.task_aggregate.get("tokens")]
@@ -188,15 +171,10 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
     notes += _shares(records)
     if differ_in_length(records):
         notes.append(
-            "tokens: of a prompt and of what follows it. Answers differ in length here, so bytes are of different "
-            "texts: each % is of an FP16 full cache of the row's own."
+            "Answers differ in length here, so bytes are of different texts: each % is of an FP16 full cache of the "
+            "row's own."
         )
     notes += _speed_notes(records)
-    full = [record.identity.get("method") or {} for record in records if record.method == FULL]
-    tiers = {str(settings["tier"]) for settings in full if settings.get("tier")}
-    notes += [
-        f"full: every token is kept, as {t} (method.tier; native is the model's own type)." for t in sorted(tiers)
-    ]
     notes += [f"{remark}." for remark in dict.fromkeys(record.model_remark for record in records) if remark]
     whole = next((RESIDENT.of_run(record) for record in records if record.method == FULL), None)
     chance = next((record for record in records if record.method == "random" and record.status == "complete"), None)
@@ -240,33 +218,18 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
 
 
 def _fidelity_notes(record: RunRecord) -> list[str]:
-    """Says over what NLL and KL are: which answer, which tokens, which weights, how many samples."""
+    """Says of NLL and KL that they are of fewer samples than the score."""
     if KL.key not in record.fidelity:
         return []
-    settings = record.identity.get("fidelity", {})
-    is_gold = settings.get("on") != "own"
-    whose = "the gold answer" if is_gold else "the full cache's own answer"
-    most = settings.get("max_tokens")
-    length = f"its first {most} tokens" if most else "all its tokens"
     held = [(what.short, record.fidelity.get(what.key)) for what in (NLL, KL)]
     counts = [(name, one.num_samples) for name, one in held if one and one.num_samples]
     metric = record.metrics.get(record.primary)
     most = max([count for _, count in counts] + ([metric.num_samples] if metric else []), default=0)
     each = ", ".join(f"{name} n={count}" + (f" of {most}" if count < most else "") for name, count in counts)
-    few = any(count < most for _, count in counts)
-    new = []
-    if KL_NEW.of_run(record) is not None:
-        new.append(
-            f"{KL_NEW.short}: over the tokens that do not end a run of three which the prompt has, too."
-            + (" A gold answer may copy much of its prompt: its KL need not rank runs as scores do." if is_gold else "")
-        )
-    return [
-        f"{NLL.short} and {KL.short}: {whose} is forced, {length} but the first, which every method predicts exactly; "
-        f"mean over a sample's tokens, then over a subset's samples, then over subsets ({each}"
-        + ("; the others' answer to force has one token, or none" if few else "")
-        + ").",
-        *new,
-    ]
+    if not any(count < most for _, count in counts):
+        return []
+    why = "the others' answer to force has one token, or none"
+    return [f"{NLL.short} and {KL.short} have fewer samples: {each}; {why}."]
 
 
 def _by(records: Sequence[RunRecord]) -> list[Table]:
