@@ -79,7 +79,7 @@ class Engine:
 
     def __init__(self, bench: Bench, cfg, policy: Graded) -> None:
         self.bench, self.policy, self.backend = bench, policy, SimpleNamespace(name="torch", isa="")
-        self.group, self.most_requests = None, 4
+        self.group, self.most_requests, self.is_free = None, 4, False
 
     def text_of(self, ids) -> str:
         """Every token is a word."""

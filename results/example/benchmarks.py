@@ -98,7 +98,7 @@ def words(one: StoredRun) -> str:
     """Method and settings of a run as `method=` takes them today, which are the same in every version of the code."""
     stored = one.record.identity.get("method", {})
     changed = changed_settings(one.method, stored)
-    own = [f"{key}={stored[key]}" for key in stored if key in changed or key in NAMED]
+    own = [f"{key}={stored[key]}" for key in stored if key in changed or (key in NAMED and stored[key] is not None)]
     held = one.record.identity.get("store", {})
     return " ".join(
         [one.method, *own, *(f"store.{key}={held[key]}" for key in HELD if held.get(key, "none") != "none")]

@@ -260,7 +260,7 @@ def test_work_does_not_grow_with_layers_and_heads(monkeypatch):
         *(
             pytest.param(*case, marks=need_extension("advise"))
             for case in (
-                (["engine", "llama-server -ctk q8_0"], "torch transformers pandas"),
+                (["engine", "llama-server -ctk q8_0"], "transformers pandas"),  # its bytes are counted by the method
                 (["bytes", "method=diffkv", "model=llama3-8b", "length=100"], "transformers pandas scipy"),
             )
         ),

@@ -21,7 +21,7 @@ def test_every_published_method_runs(tiny_model):
     for line in dict.fromkeys(line for entry in entries for line in entry.rows().values()):
         words = shlex.split(line)
         kind = tuple(word if FULL or "." not in word else word.partition("=")[0] for word in words)
-        if kind in seen:
+        if kind in seen or "{results}" in line:  # a table that the entry's own commands make
             continue
         seen.add(kind)
         policy = make_policy(compose(words).method)
