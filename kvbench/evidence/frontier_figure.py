@@ -169,6 +169,8 @@ def render(panel: Panel, axis: str, kind: str, layout: str | None = None, look: 
     drawing, look = Drawing(panel, axis), look or Look()
     if not drawing.points:
         return None
-    style = STYLE | {"font.size": look.size, "text.parse_math": False} | ({"font.family": look.font} if look.font else {})
+    style = (
+        STYLE | {"font.size": look.size, "text.parse_math": False} | ({"font.family": look.font} if look.font else {})
+    )
     draw = LAYOUTS[layout or ("one" if len(drawing.points) <= MOST else "panels")]
     return drawn(lambda: draw(drawing, look), kind, style, dpi=220)

@@ -9,7 +9,16 @@ from kvbench.results.measures import RESIDENT, SCORE, item_title, ledger_items
 from kvbench.results.record import RunRecord
 from kvbench.results.writing import write_atomic
 from kvbench.show.labels import differ_in_length, label_runs
-from kvbench.show.picture import HATCHES, ITEM_COLOURS, STYLES, item_place, method_style, name_points, picture_bytes
+from kvbench.show.picture import (
+    HATCHES,
+    ITEM_COLOURS,
+    STYLES,
+    item_place,
+    lay_out,
+    method_style,
+    name_points,
+    picture_bytes,
+)
 from kvbench.show.progress import format_bytes
 from kvbench.show.text import safe
 
@@ -147,7 +156,7 @@ def draw(records: Sequence[RunRecord], path: Path) -> Path:
     title = f"{safe(last.task)} with {safe(last.model)}, {number} samples; bars: 95 % intervals"
     figure.suptitle(title, fontsize=10.5)
     name_points(left, ends, figure.get_figheight() - ABOUT_IN, SIZE)
-    figure.draw_without_rendering()
+    lay_out(figure)
     _make_room(right, named)
     write_atomic(path, picture_bytes(figure, "png"))
     return path

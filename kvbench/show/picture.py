@@ -202,16 +202,19 @@ def drawn(make: "Callable[[], Figure]", kind: str, style: Mapping[Any, Any], **o
         return picture_bytes(figure, kind, **options)
 
 
-def picture_bytes(figure: "Figure", kind: str, **options: Any) -> bytes:
-    """Draw a figure, which has its canvas, as `png`, `svg` or `pdf`, with further options of `savefig`.
-
-    No text is a formula: a dollar in a name is a dollar. What no font can show becomes a question mark.
-    """
+def lay_out(figure: "Figure") -> None:
+    """Give every part of a figure, which has its canvas, the place that it has when the figure is drawn."""
     import matplotlib as mpl
+
+    _write_plainly(figure)
+    with mpl.rc_context({"text.parse_math": False}):
+        figure.draw_without_rendering()
+
+
+def _write_plainly(figure: "Figure") -> None:
+    """Let no text be a formula, and what no font can show a question mark."""
     from matplotlib.text import Text
 
-    if _heading:
-        options = {"bbox_inches": _with_heading(figure)} | options
     for text in figure.findobj(Text):
         assert isinstance(text, Text)
         text.set_parse_math(False)
@@ -219,6 +222,18 @@ def picture_bytes(figure: "Figure", kind: str, **options: Any) -> bytes:
             text.set_text(shown)
         if "$" in shown:
             text.set_wrap(False)  # to measure a line, matplotlib takes it for a formula all the same
+
+
+def picture_bytes(figure: "Figure", kind: str, **options: Any) -> bytes:
+    """Draw a figure, which has its canvas, as `png`, `svg` or `pdf`, with further options of `savefig`.
+
+    No text is a formula: a dollar in a name is a dollar. What no font can show becomes a question mark.
+    """
+    import matplotlib as mpl
+
+    if _heading:
+        options = {"bbox_inches": _with_heading(figure)} | options
+    _write_plainly(figure)
     buffer = io.BytesIO()
     with mpl.rc_context({"text.parse_math": False}):  # of the texts that are made while it is drawn
         figure.savefig(buffer, format=kind, **{"metadata": METADATA[kind]} | options)
