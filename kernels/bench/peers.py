@@ -30,8 +30,7 @@ Call = Callable[[int], Tensor]
 
 @dataclass(frozen=True)
 class Cache:
-    """What a peer reads: keys and values [S, H, n, D] of its type, the factors that they were divided by, and copies of
-    them to go through.
+    """Keys and values [S, H, n, D] of a peer's type, their scales, and the number of copies that calls cycle through.
 
     Args:
         scales: Of keys and of values; None where their type needs none.
@@ -63,7 +62,7 @@ class Peer:
 
     @property
     def is_there(self) -> bool:
-        """Whether its module can be found."""
+        """True if the module is installed."""
         return find_spec(self.module) is not None
 
     def need_bytes(self, numbers: int, num_buffers: int) -> int:
@@ -136,9 +135,7 @@ def _flash_attention(library: ModuleType, q: Tensor, held: Cache, scale: float) 
     return call
 
 
-def _flash_infer(
-    library: ModuleType, q: Tensor, held: Cache, scale: float, *, tensor_cores: bool = False
-) -> Call:  # fmt: skip
+def _flash_infer(library: ModuleType, q: Tensor, held: Cache, scale: float, tensor_cores: bool = False) -> Call:
     """`BatchDecodeWithPagedKVCacheWrapper` over pages of 16 tokens, planned once per buffer."""
     sequences, heads, length, dim = held.k.shape
     if length % PAGE_TOKENS:
@@ -162,9 +159,8 @@ def _flash_infer(
 
 
 _FLASH_INFER = "pip install --no-deps flashinfer-python==0.5.3 apache-tvm-ffi"
-_ON_TENSOR_CORES = partial(
-    _flash_infer, tensor_cores=True
-)  # which it recommends where many query heads share a KV head
+# Which FlashInfer recommends where many query heads share a KV head.
+_ON_TENSOR_CORES = partial(_flash_infer, tensor_cores=True)
 PEERS = (
     Peer("flash-attn bf16", "flash_attn", "pip install flash-attn", torch.bfloat16, _flash_attention),
     Peer("flashinfer bf16", "flashinfer", _FLASH_INFER, torch.bfloat16, _flash_infer),

@@ -1,5 +1,4 @@
-"""How near rows of the attention bench come to what a device can do: bytes over its bandwidth, instructions over the
-rate at which it issues them, whichever takes longer.
+"""Roofline of the attention bench: bytes over bandwidth, instructions over issue rate, whichever takes longer.
 
 Instructions are counted afterwards, without a GPU (`kernels.bench.instructions`).
 """
@@ -12,8 +11,8 @@ SCHEDULERS = 4  # of a multiprocessor of NVIDIA's, each of which issues a warp i
 
 
 def peaks(device: torch.device | str) -> dict[str, Any]:
-    """What an NVIDIA GPU can do by its clocks: `target`, such as sm_90, `peak_bytes_per_s` of its memory, and
-    `peak_instructions_per_s` of warps; empty for other devices, without what the driver does not say."""
+    """Peak rates of an NVIDIA GPU by its clocks: `target`, such as sm_90, `peak_bytes_per_s` of its memory, and
+    `peak_instructions_per_s` of warps; empty for other devices, without what the driver does not report."""
     if torch.device(device).type != "cuda" or torch.version.hip is not None:
         return {}
     properties = torch.cuda.get_device_properties(device)

@@ -47,7 +47,7 @@ def _one(word: str, width: int) -> str:
 
 def _of_word(word: str, width: int) -> list[str]:
     """The meaning of a word, and the choices that have a setting of that name."""
-    lines = glossary.meaning(word, width) if word in glossary.GLOSSARY else []
+    lines = glossary.meaning(word, glossary.GLOSSARY[word], width) if word in glossary.GLOSSARY else []
     for group in ("method", "task", "protocol", "model"):
         if names := [name for name in files.options(group) if word in shorthand.settings_of(group, name)]:
             shown = f"{group}.{word}= is a setting of {group}={' '.join(names)}; `kvbench help {names[0]}` says more"

@@ -1,6 +1,6 @@
 """Words that kvbench uses in a sense of its own; `kvbench help glossary` shows them, `kvbench help tier` one."""
 
-import textwrap
+from kvbench.show.text import meaning
 
 GLOSSARY = {
     "list": "the keys and values of one KV head in one layer. A method decides for each list which tokens stay.",
@@ -20,16 +20,10 @@ GLOSSARY = {
     "points": "percentage points of a score: from 75 % to 70 % is a loss of 5 points.",
     "embedded": "the embedded model is SmolLM2-135M-Instruct, which is fetched from the package index.",
     "hash": "names a run: SHA-256 over everything that can change an answer. The same settings are the same run.",
-    "seal": "a checksum on each line of samples.jsonl, so that a changed or half a line does not count.",
+    "seal": "a checksum on each line of samples.jsonl, so that a changed or half-written line does not count.",
 }
 
 
 def glossary(width: int) -> str:
     """Every word with its meaning."""
-    return "\n".join(line for word in GLOSSARY for line in meaning(word, width))
-
-
-def meaning(word: str, width: int) -> list[str]:
-    """The meaning of one word, as lines."""
-    text = f"{word}: {GLOSSARY[word]}"
-    return textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="      ", break_long_words=False)
+    return "\n".join(line for word, text in GLOSSARY.items() for line in meaning(word, text, width))

@@ -125,12 +125,10 @@ class Jobs:
 
     def _single(self, cfg: "DictConfig") -> int:
         """An experiment by itself: its tables and its picture; gives the exit code."""
-        from hydra.core.hydra_config import HydraConfig
-
         from kvbench.runs import known
 
         try:
-            method = HydraConfig.get().runtime.choices["method"]
+            method, origin = self._origin()
             digest = known.digest_of(cfg, method)
             if (there := known.find(digest, cfg)) is not None:
                 for folder in filter(None, (there.reference_folder, there.folder)):
@@ -140,7 +138,6 @@ class Jobs:
                 return 0
             from kvbench.runs.together import Asked, run_one
 
-            method, origin = self._origin()
             finished = run_one(Asked(cfg=cfg, method=method, say=note, origin=origin), self.loaders)
             if finished.ended:  # else the last shard shows the whole run
                 _draw(finished)

@@ -1,6 +1,6 @@
 """Calibration files that come with kvbench, and the choice among them: `method.calibration=auto`."""
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,17 +43,28 @@ def settled(method: Mapping[str, Any]) -> dict[str, Any]:
     return {**method, **read_data(shipped()[where], str(where))["settings"], KEY: None}
 
 
+def of_method(target: object, model: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and content of each shipped file of a method, by its class; of one model where it is named.
+
+    A file is called METHOD_MODEL, so that those of other methods and models are not read.
+    """
+    method, ending = str(target).rpartition(".")[0].rpartition(".")[2], f"_{model}" if model else ""
+    for name, path in shipped().items():
+        if name.startswith(f"{method}_") and name.endswith(ending):
+            content = read_data(path, str(path))
+            if content["target"] == target:
+                yield name, content
+
+
 def _fitting(composed: "DictConfig", words: Sequence[str]) -> str | None:
     given = {word.lstrip("+~").partition("=")[0] for word in words}
     if any(key.startswith("model.") and key.removeprefix("model.") not in SAME_MODEL for key in given):
         return None
-    for name, path in shipped().items():
-        if not name.endswith(f"_{composed.get('model', {}).get('name')}"):  # reads no file in vain
-            continue
-        found = read_data(path, str(path))
-        was = {"_target_": found["target"]} | found["base"] | found["replaces"]
+    method = composed.method
+    for name, found in of_method(method.get("_target_"), str(composed.get("model", {}).get("name"))):
+        was = found["base"] | found["replaces"]
         if not any(f"method.{key}" in given for key in found["settings"]) and all(
-            composed.method.get(key) == value for key, value in was.items()
+            method.get(key) == value for key, value in was.items()
         ):
             return name
     return None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.config.calibrated import AUTO, KEY, shipped
+from kvbench.config.calibrated import AUTO, KEY, of_method, shipped
 from kvbench.config.code import hash_files
 from kvbench.config.files import BY_LAYER
 from kvbench.config.settings import as_dict, read_data
@@ -123,10 +123,9 @@ def said(found: Calibration) -> str:
 
 def lacks(method: Mapping[str, Any], model: str) -> str:
     """Say that a method has the settings of its paper where files exist for other models; empty where it needs none."""
-    for path in shipped().values():
-        content = read_data(path, str(path))
+    for _, content in of_method(method.get("_target_")):
         replaced = content["replaces"]
-        if content["target"] == method.get("_target_") and all(method.get(key) == replaced[key] for key in replaced):
+        if all(method.get(key) == replaced[key] for key in replaced):
             values = " ".join(f"{name}={value}" for name, value in replaced.items())
             remedy = f"kvbench calibrate method={content['method']} model={model}"
             return f"{content['method']}: {values}, its paper's for another model; `{remedy}` finds this one's"

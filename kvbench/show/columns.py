@@ -1,9 +1,7 @@
 """Columns of the tables of runs, for `kvbench help columns`; a table itself has one line that points here."""
 
-import textwrap
-from collections.abc import Iterator
-
 from kvbench.results.measures import AVERAGE, KL, KL_NEW, NLL, PEAK, PREFILL, RATE, READ, RESIDENT
+from kvbench.show.text import meaning
 
 LEGEND = "[a, b]: 95 % interval; vs full: same samples. More: `kvbench help columns`"
 COLUMNS = {
@@ -33,10 +31,4 @@ COLUMNS = {
 
 def explained(width: int) -> str:
     """Every column with its meaning, as lines of a width."""
-    return "\n".join(_lines(width))
-
-
-def _lines(width: int) -> Iterator[str]:
-    for name, text in COLUMNS.items():
-        how = {"initial_indent": "  ", "subsequent_indent": "      ", "break_long_words": False}
-        yield from textwrap.wrap(f"{name}: {text}", width, break_on_hyphens=False, **how)  # type: ignore[arg-type]
+    return "\n".join(line for name, text in COLUMNS.items() for line in meaning(name, text, width))

@@ -1,5 +1,7 @@
 """Names from outside as plain text: what a model, a task or a stored run is called may hold anything."""
 
+import textwrap
+
 NAME_LENGTH = 100  # characters of one name
 LINE_LENGTH = 400  # characters of a label or a title, which hold several names
 MESSAGE_LENGTH = 2000  # characters of a sentence, which may list names
@@ -25,6 +27,18 @@ def safe(text: object, length: int = NAME_LENGTH) -> str:
         return flat
     half = (length - 5) // 2
     return f"{flat[:half]} ... {flat[-half:]}"
+
+
+def meaning(word: str, text: str, width: int) -> list[str]:
+    """A word with its meaning, as lines of a width; no part of a word is broken off."""
+    return textwrap.wrap(
+        f"{word}: {text}",
+        width,
+        initial_indent="  ",
+        subsequent_indent="      ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _flat(text: str) -> str:

@@ -14,7 +14,7 @@ from kvbench.evidence.compared import ComparedRun
 from kvbench.evidence.load import Group, StoredRun, lets_through, patterns
 from kvbench.extensions.advise import shipped
 from kvbench.policy import Policy
-from kvbench.results.measures import FIDELITY, SCORE
+from kvbench.results.measures import FIDELITY, SCORE, Measure
 from kvbench.runs.choices import make_method
 from kvbench.sizing.outline import outline
 from kvbench.sizing.project import Projection
@@ -271,6 +271,27 @@ def _add(found: dict[str, Advice], label: str, asked: Asked, speeds: Mapping[str
     return found[key]
 
 
+def of_study(row: shipped.StudyLoss, what: Measure, asked: Asked) -> Quality:
+    """A loss that a study of the repository measured, as evidence for what is asked."""
+    sign = -1 if what.higher_is_better else 1
+    least, most = sorted((sign * row.low, sign * row.high))
+    return Quality(
+        task=row.task,
+        model=row.model,
+        whose=STUDY,
+        own=row.model == asked.shape.name,
+        lost=sign * row.difference,
+        least=least,
+        most=most,
+        num_samples=row.samples,
+        needed=None,
+        longest_tokens=row.longest_tokens,
+        scale=what.scale,
+        unit=what.unit,
+        study=row.study,
+    )
+
+
 def _of_study(cfg: DictConfig, asked: Asked) -> Iterator[tuple[str, Quality]]:
     """The losses of the repository's studies that the filters let through, by the words of their methods."""
     what = FIDELITY.get(str(cfg.metric), SCORE)
@@ -278,24 +299,7 @@ def _of_study(cfg: DictConfig, asked: Asked) -> Iterator[tuple[str, Quality]]:
         named = {"models": row.model, "tasks": row.task, "methods": row.method}
         if not all(_wanted(cfg[name], value) for name, value in named.items()):
             continue
-        sign = -1 if what.higher_is_better else 1
-        least, most = sorted((sign * row.low, sign * row.high))
-        found = Quality(
-            task=row.task,
-            model=row.model,
-            whose=STUDY,
-            own=row.model == asked.shape.name,
-            lost=sign * row.difference,
-            least=least,
-            most=most,
-            num_samples=row.samples,
-            needed=None,
-            longest_tokens=row.longest_tokens,
-            scale=what.scale,
-            unit=what.unit,
-            study=row.study,
-        )
-        yield row.label, found
+        yield row.label, of_study(row, what, asked)
 
 
 def _wanted(wanted: object, name: str) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 from kvbench.config.compose import compose
 from kvbench.config.files import FULL
 from kvbench.extensions.advise import shipped
-from kvbench.extensions.advise.advice import Asked, Quality, counts
+from kvbench.extensions.advise.advice import Asked, counts, of_study
 from kvbench.results.measures import SCORE
 from kvbench.runs.choices import make_method
 from kvbench.runs.parts import make_policy
@@ -50,28 +50,12 @@ def answer(words: Sequence[str], context_tokens: int | None) -> list[str]:
         difference, low, high = (
             number(value, SCORE.scale, signed=True) for value in (one.difference, one.low, one.high)
         )
-        near = "" if counts(_quality(one, asked), asked) else "; another model or length, so no evidence for yours"
+        is_near = counts(of_study(one, SCORE, asked), asked)
+        near = "" if is_near else "; another model or length, so no evidence for yours"
         lines.append(
             f"Loss: {difference} {SCORE.unit} [{low}, {high}] on {one.task} with {one.model}, n={one.samples}{near}."
         )
     return lines
-
-
-def _quality(one: shipped.StudyLoss, asked: Asked) -> Quality:
-    return Quality(
-        task=one.task,
-        model=one.model,
-        whose="study",
-        own=one.model == asked.shape.name,
-        lost=-one.difference,
-        least=-one.high,
-        most=-one.low,
-        num_samples=one.samples,
-        needed=None,
-        longest_tokens=one.longest_tokens,
-        scale=SCORE.scale,
-        unit=SCORE.unit,
-    )
 
 
 def _shape(words: Sequence[str]) -> tuple[NamedShape, str]:
