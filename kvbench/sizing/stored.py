@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Iterable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from kvbench.config import files
@@ -38,9 +39,14 @@ def policy_of(identity: Mapping[str, Any]) -> Policy | None:
         return None
 
 
-@cache
 def usual_settings(method: str) -> dict[str, Any]:
-    """The settings of a method's configuration; none of a method that is not here."""
+    """Settings of a method's configuration; none of a method that is not here."""
+    return _usual(method, files.conf_folder(), *files.own_folders())
+
+
+@cache
+def _usual(method: str, *folders: Path) -> dict[str, Any]:
+    """The same; folders of the user's own come and go within a process, and may have a method of the same name."""
     return as_dict(method_settings(method)) if method in files.options("method") else {}
 
 

@@ -276,3 +276,17 @@ sys.exit(code or " ".join({*sys.argv[1].split()} & {*sys.modules}) or 0)
 """
     done = run([sys.executable, "-c", script, absent, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_usual_settings_are_those_of_the_folders_at_hand(tmp_path, monkeypatch):
+    """A method of another configuration folder leaves nothing behind for a method of its name."""
+    from kvbench.config import files
+    from kvbench.sizing.stored import usual_settings
+
+    usual = usual_settings("kivi")
+    (tmp_path / "method").mkdir()
+    (tmp_path / "method" / "kivi.yaml").write_text("# Another.\n_target_: kvbench.methods.kivi.Kivi\nbits: 4\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "conf_folder", lambda: tmp_path)
+        assert usual_settings("kivi")["bits"] == 4 and usual_settings("snapkv") == {}
+    assert usual_settings("kivi") == usual and usual["bits"] == 2 and usual_settings("snapkv")
