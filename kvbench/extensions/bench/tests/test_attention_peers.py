@@ -292,3 +292,14 @@ def test_mainloops_of_triton_are_counted():
     pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET"):
         instructions._in_triton("K4V4", 64, 4, "bf16", False, False, "sm_90")
+
+
+def test_keys_and_values_in_8_bits_have_scales_of_their_own():
+    """Either, times its scale, is what was stored, within half a step of three bits of mantissa; the largest element is
+    the type's largest."""
+    generator = torch.Generator().manual_seed(3)
+    k, v = (factor * torch.randn(2, 3, 5, 8, generator=generator) for factor in (1.0, 20.0))
+    held = peers._stored(torch.float8_e4m3fn, k, v, 4)
+    for stored, scale, exact in zip((held.k, held.v), held.scales, (k, v), strict=True):
+        assert stored.float().abs().max() == peers.E4M3_MOST
+        torch.testing.assert_close(stored.float() * scale, exact, rtol=2**-4, atol=2**-9 * scale)
