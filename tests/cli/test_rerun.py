@@ -103,29 +103,39 @@ def test_a_folder_without_a_run_is_refused(stored, words, capsys):
     assert "stored run" in capsys.readouterr().err
 
 
-def test_a_config_that_is_no_experiment_is_named(stored, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("name: tiny", "name: ${oc.env:SECRET}", "has an interpolation"),
+        ("", "more: &x [*x]\n", "has an alias"),
+        ("", "seed: 1\n", "found duplicate key seed"),
+        ("", "a: [1\n", "cannot be read as YAML"),
+        ("fidelity:", "fidelity: 5\nother:", "fidelity=5 is no group of settings"),
+        ("task:", "task: null\nother:", "task=None is no group of settings"),
+        ("method:", "other:", "method={} is no group of settings"),
+    ],
+    ids=["variable", "alias", "twice", "no YAML", "number", "null", "missing"],
+)
+def test_a_config_that_is_no_experiment_is_named(stored, monkeypatch, capsys, old, new, said):
     """Of an environment variable, aliases, a missing group and a wrong kind nothing runs, and the file is named."""
     path = stored / "config.yaml"
     good = path.read_text()
     monkeypatch.setenv("SECRET", "hunter2")
-    for text, said in (
-        (good.replace("name: tiny", "name: ${oc.env:SECRET}"), "has an interpolation"),
-        (good + "more: &x [*x]\n", "has an alias"),
-        (good + "seed: 1\n", "found duplicate key seed"),
-        (good + "a: [1\n", "cannot be read as YAML"),
-        (good.replace("fidelity:", "fidelity: 5\nother:"), "fidelity=5 is no group of settings"),
-        (good.replace("task:", "task: null\nother:"), "task=None is no group of settings"),
-        (good.replace("method:", "other:"), "method={} is no group of settings"),
-    ):
-        assert text != good
-        path.write_text(text)
-        for words in (["rerun", str(stored), "trust=true"], ["show", str(stored), "a/0"]):
-            main_rc, shown = cli.main(words), "".join(capsys.readouterr())
-            assert main_rc == (2 if words[0] == "rerun" else 0)  # a sample is shown without its prompt's beginning
-            assert "config.yaml" in shown and said in " ".join(shown.split()), shown
-            assert "fault of kvbench" not in shown and "hunter2" not in shown
+    text = good.replace(old, new) if old else good + new
+    assert text != good
+    path.write_text(text)
+    for words in (["rerun", str(stored), "trust=true"], ["show", str(stored), "a/0"]):
+        main_rc, shown = cli.main(words), "".join(capsys.readouterr())
+        assert main_rc == (2 if words[0] == "rerun" else 0)  # a sample is shown without its prompt's beginning
+        assert "config.yaml" in shown and said in " ".join(shown.split()), shown
+        assert "fault of kvbench" not in shown and "hunter2" not in shown
     assert not list(stored.parents[4].rglob("results-rerun"))
-    path.write_text(good.replace("fidelity:", "other:"))  # what a run of before lacks takes its default
+
+
+def test_a_config_with_a_setting_that_is_none_is_named(stored, capsys):
+    """A group that a run of before lacks takes its default, and one that no run has is an error."""
+    path = stored / "config.yaml"
+    path.write_text(path.read_text().replace("fidelity:", "other:"))
     assert cli.main(["rerun", str(stored), "trust=true"]) == 2 and "no setting other" in capsys.readouterr().err
 
 
