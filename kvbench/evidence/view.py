@@ -159,8 +159,12 @@ def write_frame(frame: "pd.DataFrame", out: object) -> list[Path]:
 
 
 def notes(said: Iterable[str]) -> list[Part]:
-    """What must be known to read the numbers, a line for each."""
-    return [line(f"! {note}") for note in said]
+    """What must be known to read the numbers, a note for each."""
+    return [Note(f"! {note}") for note in said]
+
+
+class Note(Text):
+    """A text of words, which a terminal does not break within one."""
 
 
 def line(text: str, style: str = "") -> Text:
@@ -171,8 +175,11 @@ def line(text: str, style: str = "") -> Text:
 def show(parts: Iterable[Part], console: Console) -> None:
     """Print the parts of a view."""
     for part in parts:
+        if isinstance(part, Note):
+            terminal.print_note(part, console)
+            continue
         if isinstance(part, Text):
-            console.print(part, soft_wrap=part.no_wrap)
+            console.print(part, soft_wrap=bool(part.no_wrap))
             continue
         for place, piece in enumerate(_pieces(part, console)):
             if place:

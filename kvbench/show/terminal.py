@@ -4,10 +4,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.segment import Segment
-from rich.table import Table
-from rich.text import Text
+from rich.table import Column, Table
+from rich.text import Text, TextType
 
 from kvbench.show.text import visible
 
@@ -45,9 +46,73 @@ def console(width: int | None = None, *, file: TextIO | None = None) -> Console:
     return found if found.is_terminal or width is None else PlainConsole(file=file, width=width)
 
 
+class PlainTable(Table):
+    """A table that is split by columns where a word of a heading or of a cell would be cut; each part has the first
+    column."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The table, or its parts with an empty line between two."""
+        groups = self._groups(console, options)
+        if len(groups) == 1:
+            yield from super().__rich_console__(console, options)
+            return
+        for index, group in enumerate(groups):
+            if index:
+                yield Text("")
+            yield self._part([self.columns[0], *group], self.title if index == 0 else None)
+
+    def _groups(self, console: Console, options: ConsoleOptions) -> list[list[Column]]:
+        """The columns behind the first one, as many together as fit."""
+        if len(self.columns) < 3:
+            return [list(self.columns[1:])]
+        first, *widths = (_least_width(column, console, options) for column in self.columns)
+        groups: list[list[Column]] = [[]]
+        taken = first
+        for column, width in zip(self.columns[1:], widths, strict=True):
+            if groups[-1] and taken + 2 + width > options.max_width:
+                groups.append([])
+                taken = first
+            groups[-1].append(column)
+            taken += 2 + width
+        return groups
+
+    def _part(self, columns: Sequence[Column], title: TextType | None) -> Table:
+        """A table of some of the columns."""
+        part = plain_table(None)
+        part.title, part.title_style, part.show_header = title, self.title_style, self.show_header
+        for each in columns:
+            part.add_column(
+                each.header,
+                style=each.style,
+                justify=each.justify,
+                overflow=each.overflow,
+                min_width=each.min_width,
+                no_wrap=each.no_wrap,
+            )
+        for cells, row in zip(zip(*(each.cells for each in columns), strict=True), self.rows, strict=True):
+            part.add_row(*cells, style=row.style, end_section=row.end_section)
+        return part
+
+
+def _least_width(column: Column, console: Console, options: ConsoleOptions) -> int:
+    """The width in which no word of a column is cut."""
+    wide = options.update(max_width=1 << 16)
+    measured = [Measurement.get(console, wide, cell) for cell in (column.header, *column.cells)]
+    if column.overflow == "fold":  # its words may be divided
+        return column.min_width or 1
+    return max(column.min_width or 0, *(each.maximum if column.no_wrap else each.minimum for each in measured))
+
+
 def plain_table(title: str | None = None, *, title_style: str | None = "bold") -> Table:
-    """A table without lines, one space beside each column; the title stands above it, at the left."""
-    return Table(title=title, title_justify="left", title_style=title_style, box=None, padding=(0, 1), pad_edge=False)
+    """A table without lines, one space between two columns; the title stands above it, at the left."""
+    return PlainTable(
+        title=title, title_justify="left", title_style=title_style, box=None, padding=(0, 1), pad_edge=False
+    )
+
+
+def print_note(note: Text, target: Console) -> None:
+    """Print a note, on a terminal in lines that end between two words, elsewhere on one line."""
+    target.print(note, soft_wrap=not target.is_terminal)
 
 
 def add_names(table: Table, heading: str, names: Iterable[str]) -> None:

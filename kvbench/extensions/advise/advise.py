@@ -227,7 +227,7 @@ def show(
     for line in (*known, *unknown(ranked, asked, has_speeds)):
         console.print(Text(line), soft_wrap=line.startswith(" "))  # a command is copied
     for note in notes:
-        console.print(Text(f"! {note}"), soft_wrap=True)
+        terminal.print_note(Text(f"! {note}"), console)
     says, whose = ({getattr(item, name) for item in ranked} for name in ("says", "whose"))
     console.print(
         Text(
