@@ -17,6 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -145,6 +146,18 @@ def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter") -> None
         for spent, wall, test, limit in sorted(TAKEN, reverse=True)[:number]:
             said = f"  > {limit * slowness():.1f} s, TOO LONG" * too_long(spent, limit)
             terminalreporter.line(f"{spent:6.1f} {wall:6.1f} {test}{said}")
+        terminalreporter.section("processor seconds by folder")
+        terminalreporter.line(", ".join(f"{name} {spent:.0f}" for name, spent in by_folder().most_common()))
+
+
+def by_folder() -> Counter[str]:
+    """Processor seconds of the tests of each folder of tests/, and of each extension."""
+    taken: Counter[str] = Counter()
+    for spent, _, test, _ in TAKEN:
+        parts = Path(test.partition("::")[0]).parts[1:]
+        parts = parts[1:] if parts[0] == "extensions" else parts
+        taken[parts[0].removesuffix(".py")] += spent
+    return taken
 
 
 def pytest_configure(config: pytest.Config) -> None:
