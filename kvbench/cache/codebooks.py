@@ -28,27 +28,27 @@ class Codebooks:
     """
 
     def __init__(
-        self, found: CodeBooks, formats: Sequence[PageFormat], shape: ModelShape, first_layer: int, first_head: int
+        self, books: CodeBooks, formats: Sequence[PageFormat], shape: ModelShape, first_layer: int, first_head: int
     ) -> None:
         layers, heads, dim = slice(first_layer, first_layer + shape.num_layers), shape.num_kv_heads, shape.head_dim
-        if len(found.scale[0]) != heads * shape.ranks.size * dim:
+        if len(books.scale[0]) != heads * shape.ranks.size * dim:
             raise NotForModel(
-                f"the books have {len(found.scale[0])} key channels per layer, but the model has "
+                f"the books have {len(books.scale[0])} key channels per layer, but the model has "
                 f"{heads * shape.ranks.size} KV heads of {dim}; measure books of this model"
             )
 
-        def own(rows: Sequence[Sequence[float]]) -> Tensor:
+        def local(rows: Sequence[Sequence[float]]) -> Tensor:
             whole = torch.tensor([list(row) for row in rows[layers]]).unflatten(1, (-1, dim))
             return whole[:, first_head : first_head + heads].half().to(shape.device)
 
-        self._scale, self._zero = own(found.scale), own(found.zero)  # [L, H, D]
+        self._scale, self._zero = local(books.scale), local(books.zero)  # [L, H, D]
         self._tables = torch.tensor(
-            [[*keys, *values] for keys, values in zip(found.keys[layers], found.values[layers], strict=True)],
+            [[*keys, *values] for keys, values in zip(books.keys[layers], books.values[layers], strict=True)],
             dtype=torch.uint8,
         )
         self._formats = [
             [_with(fmt, keys, values) for fmt in formats]
-            for keys, values in zip(found.keys[layers], found.values[layers], strict=True)
+            for keys, values in zip(books.keys[layers], books.values[layers], strict=True)
         ]
 
     @property
@@ -110,7 +110,7 @@ class Scales(Codebooks):
 
     def __init__(
         self,
-        found: HeadScales,
+        scales: HeadScales,
         formats: Sequence[PageFormat],
         shape: ModelShape,
         first_layer: int,
@@ -119,15 +119,15 @@ class Scales(Codebooks):
     ) -> None:
         """`tiers`: of each list here, by layer; the other arguments as for `Codebooks`."""
         layers, heads = slice(first_layer, first_layer + shape.num_layers), shape.num_kv_heads
-        self._of_heads = len(found.keys[0]) > 1
+        self._of_heads = len(scales.keys[0]) > 1
 
-        def own(rows: Sequence[Sequence[float]]) -> Tensor:
-            given = torch.tensor([list(row) for row in rows[layers]])
-            return given[:, first_head : first_head + heads] if self._of_heads else given.expand(-1, heads)
+        def local(rows: Sequence[Sequence[float]]) -> Tensor:
+            values = torch.tensor([list(row) for row in rows[layers]])
+            return values[:, first_head : first_head + heads] if self._of_heads else values.expand(-1, heads)
 
         coded = torch.tensor([[formats[tier].slot.fp8 for tier in row] for row in tiers])
         self._keys, self._values = (
-            torch.where(coded, own(rows), 1.0).to(shape.device) for rows in (found.keys, found.values)
+            torch.where(coded, local(rows), 1.0).to(shape.device) for rows in (scales.keys, scales.values)
         )  # fp32 [L, H]
         self._formats = [list(formats)] * shape.num_layers
 
@@ -181,8 +181,8 @@ class KeyBiases(Codebooks):
                 "store.key_offset=bias: of a model with latent attention keys and values are the same vectors, held "
                 "once; set store.key_offset=none"
             )
-        own = torch.stack([*shape.key_biases[first_layer : first_layer + shape.num_layers]])
-        self._biases = own.unflatten(1, (shape.num_kv_heads, -1)).to(shape.device, formats[0].slot.dtype)
+        biases = torch.stack([*shape.key_biases[first_layer : first_layer + shape.num_layers]])
+        self._biases = biases.unflatten(1, (shape.num_kv_heads, -1)).to(shape.device, formats[0].slot.dtype)
         self._formats = [list(formats)] * shape.num_layers
 
     @property

@@ -63,10 +63,10 @@ class EvictionDue:
         is_told: The device tells `counts` whether an eviction is due, and nobody asks it before every step.
     """
 
-    def __init__(self, policy: Policy, plans: CheckedPlans, counts: AsyncCounts, is_told: bool) -> None:
-        asked = policy.compaction is not None and not policy.compaction.when_full
-        self._happens = asked and policy.residual is None  # tokens behind rings are not evicted
-        self._plans, self._counts, self._is_told = plans, counts, is_told
+    def __init__(self, policy: Policy, plans: CheckedPlans, counts: AsyncCounts, posts: bool) -> None:
+        is_periodic = policy.compaction is not None and not policy.compaction.when_full
+        self._happens = is_periodic and policy.residual is None  # tokens behind rings are not evicted
+        self._plans, self._counts, self._is_told = plans, counts, posts
         self._told: dict[int, int] = {}
 
     def forget(self, numbers: Sequence[int]) -> None:
@@ -91,11 +91,11 @@ class EvictionDue:
         """The rows whose eviction is due now, of those that a step begins with; `view` shows these."""
         if not self._happens:
             return []
-        told = [self._told.get(number) for number in numbers]
+        due = [self._told.get(number) for number in numbers]
         self.forget(numbers)
-        if None in told:
-            told = self._plans.due(view()).tolist()
-        return [number for number, is_due in zip(numbers, told, strict=False) if is_due]
+        if None in due:
+            due = self._plans.due(view()).tolist()
+        return [number for number, is_due in zip(numbers, due, strict=False) if is_due]
 
 
 class Holding:
@@ -183,10 +183,10 @@ class Holding:
     def layer(self, rows: Tensor, layer: int, width: list[int] | None = None) -> tuple[list[TierPages], Ring | None]:
         """The kernels' description of one layer of rows; `width` is the pages to read per tier, found when absent."""
         lists = self.pages.layer_lists(rows, layer)
-        found = [self.pages.tier(tier, lists, width[tier] if width else None) for tier in self.pages.tiers_in(layer)]
+        tiers = [self.pages.tier(tier, lists, width[tier] if width else None) for tier in self.pages.tiers_in(layer)]
         if self.pages.codebooks is not None:
-            self.pages.codebooks.attach(found, layer)
-        return found, None
+            self.pages.codebooks.attach(tiers, layer)
+        return tiers, None
 
     def view(self, rows: Rows, measured: bool = False) -> PagesView:
         """The policy's view of rows; of a bulk eviction, with the scores that its statistic gives the slots now."""

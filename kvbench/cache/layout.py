@@ -124,7 +124,7 @@ class ModelShape:
         beside it), and which layer of that."""
         shapes = (self, *self.beside)
         each = [(kind, shape.numbers or range(shape.num_layers)) for kind, shape in enumerate(shapes)]
-        return {number: (kind, own) for kind, numbers in each for own, number in enumerate(numbers)}
+        return {number: (kind, index) for kind, numbers in each for index, number in enumerate(numbers)}
 
     @cached_property
     def attending(self) -> tuple[int, ...]:
@@ -139,24 +139,24 @@ class ModelShape:
     def parts(self) -> "list[tuple[int, ModelShape]]":
         """The places that lie here, one after another: the number of a place's first layer, and the shape of its layers
         with the heads of this process."""
-        found, first = [], 0
+        parts, first = [], 0
         num_q_heads, num_kv_heads = self.heads_here
-        for place in self.places or (Place(self.device, self.num_layers),):
-            inv_freq = None if self.inv_freq is None else self.inv_freq.to(place.device)
-            sinks, here = self.softmax.sinks, slice(first, first + place.num_layers)
-            own = replace(
+        for span in self.places or (Place(self.device, self.num_layers),):
+            inv_freq = None if self.inv_freq is None else self.inv_freq.to(span.device)
+            sinks, here = self.softmax.sinks, slice(first, first + span.num_layers)
+            shape = replace(
                 self,
-                num_layers=place.num_layers,
+                num_layers=span.num_layers,
                 num_q_heads=num_q_heads,
                 num_kv_heads=num_kv_heads,
-                device=place.device,
+                device=span.device,
                 inv_freq=inv_freq,
                 places=(),
-                softmax=Softmax(self.softmax.cap, None if sinks is None else sinks[here].to(place.device)),
+                softmax=Softmax(self.softmax.cap, None if sinks is None else sinks[here].to(span.device)),
             )
-            found.append((first, own))
-            first += place.num_layers
-        return found
+            parts.append((first, shape))
+            first += span.num_layers
+        return parts
 
     def on_host(self) -> "ModelShape":
         """The same in one place, in main memory, with other numbers in its tensors."""
@@ -175,8 +175,8 @@ class ModelShape:
     def fp16_bytes(self, num_tokens: int) -> int:
         """Bytes of an uncompressed 16-bit cache of this many tokens, as the model itself would hold it, windows and
         states included: the denominator of every ratio."""
-        own = self.own_fp16_bytes(num_tokens) + self.state_bytes
-        return own + sum(each.fp16_bytes(num_tokens) for each in self.beside)
+        total = self.own_fp16_bytes(num_tokens) + self.state_bytes
+        return total + sum(each.fp16_bytes(num_tokens) for each in self.beside)
 
     def own_fp16_bytes(self, num_tokens: int) -> int:
         """The same of these layers alone, without states."""
@@ -278,8 +278,8 @@ def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) ->
         )
     if policy.reading is not None:
         return (_readable_format(policy, policy.reading, slots, options),)
-    asked = options.on(shape.device).page_bytes
-    size = asked if isinstance(asked, int) else choose_page_bytes(slots, tiled=asked == "tiles")
+    page_bytes = options.on(shape.device).page_bytes
+    size = page_bytes if isinstance(page_bytes, int) else choose_page_bytes(slots, tiled=page_bytes == "tiles")
     formats = tuple(PageFormat(slot, size) for slot in slots)
     if options.budget_bytes is not None and options.budget_bytes < size:
         raise ValueError(
@@ -289,17 +289,18 @@ def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) ->
 
 
 def _check_layers(policy: Policy, shape: ModelShape) -> None:
-    name, given = type(policy).__name__, "method.tiers_by_layer or method.protect_layers"
+    name, setting = type(policy).__name__, "method.tiers_by_layer or method.protect_layers"
     if policy.acts_in_decode or policy.compaction or policy.score.decode_update or policy.reading is not None:
         raise ValueError(
             f"{name} ranks or reads single slots while decoding, for which all layers have one precision; leave "
-            f"{given} out, or choose a method that decides about the prompt alone"
+            f"{setting} out, or choose a method that decides about the prompt alone"
         )
     assert policy.by_layer is not None, "the caller looked"
     table = policy.by_layer.of_model(shape.num_layers, shape.num_kv_heads)
     if policy.residual is not None and any(len(set(row)) > 1 for row in table):
         raise ValueError(
-            f"{name} has a residual buffer, which leaves a layer's heads together; give {given} one precision per layer"
+            f"{name} has a residual buffer, which leaves a layer's heads together; give {setting} one precision per "
+            "layer"
         )
 
 
@@ -318,8 +319,8 @@ def _check_channels(policy: Policy, options: StoreOptions) -> None:
         )
     if policy.position_mode != "absolute" or policy.granularity != "kv_head":
         raise ValueError(f"{name} orders the channels of KV heads' keys, which are stored with their positions")
-    own = options.rotation != "off" and any(tier.turned != "none" for tier in policy.tiers)
-    if options.rotation == "hadamard" or own:
+    by_tier = options.rotation != "off" and any(tier.turned != "none" for tier in policy.tiers)
+    if options.rotation == "hadamard" or by_tier:
         raise ValueError(
             f"store.rotation={options.rotation} mixes the key channels that {name} tells apart; set store.rotation=none"
         )

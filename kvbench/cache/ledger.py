@@ -65,9 +65,9 @@ class Ledger:
     """
 
     def __init__(
-        self, policy: Policy, holding: Paged | Split, shape: ModelShape, beside: "Sequence[Ledger]" = ()
+        self, policy: Policy, holding: Paged | Split, shape: ModelShape, other_kinds: "Sequence[Ledger]" = ()
     ) -> None:
-        self._parts, self._shape, self._ranks, self._beside = holding.parts, shape, shape.ranks, beside
+        self._parts, self._shape, self._ranks, self._beside = holding.parts, shape, shape.ranks, other_kinds
         self._policy = policy
         first = self._parts[0]
         self._counters, self._pages = first.counters, first.pages
@@ -76,7 +76,7 @@ class Ledger:
             self._pages,
             lambda prompt, new: sum(self.fixed_row_bytes(prompt, new)) + shape.state_bytes,
             first.paged_slots,
-            [each.budget for each in beside],
+            [each.budget for each in other_kinds],
         )
         self._open: set[int] = set()
         self._sizes: dict[int, tuple[int, int]] = {}  # of rows with a prompt: its tokens, and most that follow it
@@ -104,8 +104,8 @@ class Ledger:
     def book_bytes(self) -> int:
         """Bytes of a model's codebooks and offsets of keys, which all rows share and each is billed as if it were
         alone."""
-        found = [part.pages.codebooks for part in self._parts if part.pages.codebooks is not None]
-        books = sum(books.table_bytes + books.channel_bytes * self._ranks.size for books in found)
+        codebooks = [part.pages.codebooks for part in self._parts if part.pages.codebooks is not None]
+        books = sum(books.table_bytes + books.channel_bytes * self._ranks.size for books in codebooks)
         offsets = [part.offsets for part in self._parts if part.offsets is not None]
         return books + sum(each.table_bytes for each in offsets) * self._ranks.size
 
@@ -122,8 +122,8 @@ class Ledger:
 
     def _paged_bytes(self, rows: Tensor) -> Tensor:
         """int64 [S]: bytes of the pages of rows, of all kinds of layers."""
-        own = self._num_pages(rows) * self._page_bytes
-        return sum((each._paged_bytes(rows) for each in self._beside), own)
+        local = self._num_pages(rows) * self._page_bytes
+        return sum((each._paged_bytes(rows) for each in self._beside), local)
 
     def _fixed_of(self, row: int) -> int:
         """Bytes of a row that no page holds, of all kinds of layers."""
@@ -132,16 +132,16 @@ class Ledger:
     @property
     def table_slack_bytes(self) -> int:
         """Bytes of page tables that rows were allocated and do not need, being shorter than the longest of the run."""
-        own = sum(self._widest - fixed for fixed in self._fixed.values())
-        return own + sum(each.table_slack_bytes for each in self._beside)
+        local = sum(self._widest - fixed for fixed in self._fixed.values())
+        return local + sum(each.table_slack_bytes for each in self._beside)
 
     def _num_pages(self, rows: Tensor) -> Tensor:
         """int64 [S]: pages of rows, on the first place's device."""
         first, *others = self._parts
-        found = first.pages.num_pages(rows)
+        total = first.pages.num_pages(rows)
         for part in others:
-            found = found + part.pages.num_pages(rows.to(part.shape.device)).to(rows.device)
-        return self._ranks.total(found)
+            total = total + part.pages.num_pages(rows.to(part.shape.device)).to(rows.device)
+        return self._ranks.total(total)
 
     @property
     def shared_bytes(self) -> int:
@@ -149,8 +149,8 @@ class Ledger:
         a row is billed what it would hold alone, so that its bytes do not depend on what is beside it."""
         shared = [part.pages.pool.others for part in self._parts]
         (num_pages,) = self._ranks.totals([sum(int(others.sum()) for others in shared if others is not None)])
-        own = num_pages * self._page_bytes + max(0, len(self._open) - 1) * self.book_bytes
-        return own + sum(each.shared_bytes for each in self._beside)
+        local = num_pages * self._page_bytes + max(0, len(self._open) - 1) * self.book_bytes
+        return local + sum(each.shared_bytes for each in self._beside)
 
     def row_bytes(self, row: int) -> int:
         return int(self.resident_bytes(one_row(row, self._shape.device))[0])
@@ -174,8 +174,8 @@ class Ledger:
             lists = part.lists(row)
             for tier, fmt in enumerate(formats):
                 held = part.pages.held(tier, lists)
-                found = held, -(-held // fmt.tokens_per_page), *part.sides(tier, lists)
-                for index, count in enumerate(found, 4 * tier):
+                per_list = held, -(-held // fmt.tokens_per_page), *part.sides(tier, lists)
+                for index, count in enumerate(per_list, 4 * tier):
                     counts[index] += int(count.sum())
             counts[-1] += part.ring_bytes(lists)
         *counts, total["residual_bytes"] = self._ranks.totals(counts)
@@ -331,8 +331,8 @@ class Ledger:
             def receive(num_pages: list[int]) -> None:
                 width = len(num_pages) // len(kinds)  # rows that pad come last
                 for index, (meter, tokens, fixed) in enumerate(stepped):
-                    own = num_pages[index::width]
-                    resident = fixed + sum(n * kind._page_bytes for n, kind in zip(own, kinds, strict=True))
+                    pages_by_kind = num_pages[index::width]
+                    resident = fixed + sum(n * kind._page_bytes for n, kind in zip(pages_by_kind, kinds, strict=True))
                     meter.peak_bytes = max(meter.peak_bytes, resident)
                     meter.sum_bytes += resident
                     meter.sum_ratio += resident / self._shape.fp16_bytes(tokens)
@@ -343,9 +343,9 @@ class Ledger:
         counts = self._pages.counts
         counted = [kind._num_pages(rows.tensor) for kind in kinds]
         counts.post(counted[0] if len(counted) == 1 else torch.cat(counted), bind)
-        found = [step.reads.totals() for step in steps if step.reads is not None]
-        if found:  # whole numbers, whose sums are exact
-            reads = torch.stack([each.to(found[0].device) for each in found]).sum(0)
+        totals = [step.reads.totals() for step in steps if step.reads is not None]
+        if totals:  # whole numbers, whose sums are exact
+            reads = torch.stack([each.to(totals[0].device) for each in totals]).sum(0)
             counts.post(self._ranks.total(reads).view(torch.int64), lambda: self._reads_into(rows.numbers))
 
     def _reads_into(self, numbers: Sequence[int]) -> Receiver:
@@ -380,12 +380,12 @@ class Ledger:
             "page_bytes": self._pages.pool.page_bytes,
         }
         if not self._shape.is_uniform:
-            own = resident - items["window_bytes"] - items["state_bytes"]
-            ledger |= {"full_layers_bytes": own, "full_layers_fp16_bytes": self._shape.own_fp16_bytes(seen)}
+            full_bytes = resident - items["window_bytes"] - items["state_bytes"]
+            ledger |= {"full_layers_bytes": full_bytes, "full_layers_fp16_bytes": self._shape.own_fp16_bytes(seen)}
         if meter.one_shot_peak_bytes:
             ledger["one_shot_peak_bytes"] = max(meter.one_shot_peak_bytes, resident)
-        found = [[int(count.sum()) for count in part.slots_per_tier(part.lists(row))] for part in self._parts]
-        slots = self._ranks.totals([sum(counts) for counts in zip(*found, strict=True)])
+        by_part = [[int(count.sum()) for count in part.slots_per_tier(part.lists(row))] for part in self._parts]
+        slots = self._ranks.totals([sum(counts) for counts in zip(*by_part, strict=True)])
         kept = {
             "tokens_seen": seen,
             "slots_per_tier": slots,

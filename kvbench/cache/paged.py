@@ -226,15 +226,15 @@ class Paged(Holding, Places):
         for tier, heads in pages.tiers_of_layer(layer):
             lists = self.lists_of_layer(row, layer)
             head = torch.arange(len(lists), device=k.device)
-            lists, own_k, own_v, head = (x if heads is None else x[heads] for x in (lists, stripped, v, head))
+            lists, new_k, new_v, head = (x if heads is None else x[heads] for x in (lists, stripped, v, head))
             first = pages.table.reserve(lists, tier, torch.full_like(lists, chunk))
             each, ordinal = lists.repeat_interleave(chunk), (first[:, None] + offset).flatten()
             pages.table.own([(tier, each, ordinal)])
             pages.put(
                 tier,
                 *pages.table.lookup(each, tier, ordinal),
-                own_k.flatten(0, 1),
-                own_v.flatten(0, 1),
+                new_k.flatten(0, 1),
+                new_v.flatten(0, 1),
                 score=self.scores.of_token(k, v, less).flatten() if self.scores.writes_tokens else 0.0,
                 pos=position.repeat(len(lists)),
                 of=(layer, head.repeat_interleave(chunk)),
@@ -293,11 +293,11 @@ def replan(
     changes its tier is encoded again, and the newest chunk is written. Lists int64 [H] share no page with others."""
     first = tier_of.shape[1] - k.shape[1]
     arrivals: list[list[Arrivals]] = [[] for _ in pages.formats]
-    stays = [_leaving(pages, tier, lists, tier_of, own, arrivals) for tier, own in enumerate(pos)]
-    for tier, own in enumerate(stays):
-        if bool((own != (pos[tier] >= 0)).any()):
-            _keep(pages, tier, lists, own, k.shape[1], peak)
-            pos[tier] = _packed(pos[tier], own)
+    stays = [_leaving(pages, tier, lists, tier_of, kept, arrivals) for tier, kept in enumerate(pos)]
+    for tier, kept in enumerate(stays):
+        if bool((kept != (pos[tier] >= 0)).any()):
+            _keep(pages, tier, lists, kept, k.shape[1], peak)
+            pos[tier] = _packed(pos[tier], kept)
     for tier in range(len(pages.formats)):
         head, token = (tier_of[:, first:] == tier).nonzero(as_tuple=True)
         chunk = head, first + token, k[head, token], v[head, token]
@@ -314,13 +314,13 @@ def _keep(pages: Pages, tier: int, lists: Tensor, stays: Tensor, room: int, peak
     target = stays.cumsum(1) - 1
     moves = stays & (target != slot)
     if bool(moves.any()):
-        place, width = moves.cumsum(1) - 1, min(SCRATCH_SLOTS, room)
+        rank, width = moves.cumsum(1) - 1, min(SCRATCH_SLOTS, room)
         most = moves.sum(1)
         table.reserve(lists, tier, most.clamp(max=width))
         peak()
         for first in range(0, int(most.max()), width):
-            head, source = (moves & (place >= first) & (place < first + width)).nonzero(as_tuple=True)
-            scratch = before[head] + place[head, source] - first
+            head, source = (moves & (rank >= first) & (rank < first + width)).nonzero(as_tuple=True)
+            scratch = before[head] + rank[head, source] - first
             for old, new in ((source, scratch), (scratch, target[head, source])):
                 pages.backend.move_slots(
                     pages.pool.pages,
@@ -377,15 +377,15 @@ def _packed(pos: Tensor, stays: Tensor) -> Tensor:
 def track(pages: Pages, lists: Tensor, pos: list[Tensor], score: Tensor | None) -> None:
     """Writes the tracked fields of everything that lists hold, by `pos` per tier and fp32 [H, N] scores by position, or
     None for 0."""
-    for tier, own in enumerate(pos):
+    for tier, positions in enumerate(pos):
         fmt = pages.formats[tier]
-        head, slot = (own >= 0).nonzero(as_tuple=True)
+        head, slot = (positions >= 0).nonzero(as_tuple=True)
         if not fmt.slot.track or not head.numel():
             continue
-        position = own[head, slot].long()
-        given = 0.0 if score is None else score[head, position]
-        page, place = pages.table.lookup(lists[head], tier, slot)
-        pages.backend.write_tracked(pages.pool.pages, fmt, page, place, given, position)
+        position = positions[head, slot].long()
+        value = 0.0 if score is None else score[head, position]
+        page, offset = pages.table.lookup(lists[head], tier, slot)
+        pages.backend.write_tracked(pages.pool.pages, fmt, page, offset, value, position)
 
 
 def padded(pos: Tensor, width: int) -> Tensor:

@@ -60,7 +60,7 @@ class TierMap:
 
 
 def _places_of(tier: int, tiers: list[int] | tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor([place for place, own in enumerate(tiers) if own == tier], dtype=torch.int64, device=device)
+    return torch.tensor([index for index, other in enumerate(tiers) if other == tier], dtype=torch.int64, device=device)
 
 
 class Pages:
@@ -242,12 +242,12 @@ class Pages:
     ) -> list[TierTable]:
         """The tiers of all lists (int64 [S, L, H]) as a step of rows reads them, only on a device; `rotation_of` says
         how keys of so many slots per list at most are turned."""
-        found = []
+        tables = []
         for tier, fmt in enumerate(self.formats):
             width = self.width(rows.numbers, tier)
             width = self.widest(tier, self.held(tier, lists)) if width is None else width
-            found.append(self.table.tier(tier, fmt, width, rotation_of(width * fmt.tokens_per_page)))
-        return found
+            tables.append(self.table.tier(tier, fmt, width, rotation_of(width * fmt.tokens_per_page)))
+        return tables
 
     def field(self, tier: int, name: str) -> Tensor:
         """A region of every page as a typed view; `name` as in `PageFormat.regions`."""
@@ -261,15 +261,15 @@ class Pages:
         fmt, pages = self.formats[tier], self.width(rows.numbers, tier)
         if self.on_device and pages is not None:
             return self.table.tracked_slots(lists, tier, fmt, pages * fmt.tokens_per_page)
-        found = self.tier(tier, lists, pages, known)
-        slot = torch.arange(found.ids.shape[-1] * fmt.tokens_per_page, device=found.ids.device)
+        tier_pages = self.tier(tier, lists, pages, known)
+        slot = torch.arange(tier_pages.ids.shape[-1] * fmt.tokens_per_page, device=tier_pages.ids.device)
 
         def field(name: str, missing: float) -> Tensor:
             if name not in fmt.slot.track:
-                return torch.full((len(lists), len(slot)), missing, device=found.ids.device)
-            return self.field(tier, name)[found.ids].flatten(1)
+                return torch.full((len(lists), len(slot)), missing, device=tier_pages.ids.device)
+            return self.field(tier, name)[tier_pages.ids].flatten(1)
 
-        held = found.num_k
+        held = tier_pages.num_k
         return field("score", 0.0).float(), field("pos", -1).long(), slot < held[:, None], held
 
     def find_extreme(
@@ -283,9 +283,9 @@ class Pages:
             return self.table.find_extreme(rows.tensor, tier, fmt, search, over_layer=over_layer)
         if over_layer or isinstance(search.first, Tensor) or not self.backend.searches_slots:
             return None
-        found = self.tier(tier, self.lists_of(rows.tensor), self.width(rows.numbers, tier), known)
+        pages = self.tier(tier, self.lists_of(rows.tensor), self.width(rows.numbers, tier), known)
         by_list = search.per_list(self.lists_per_row)
-        extreme = self.backend.slot_extreme(self.pool.pages, fmt, found.ids, found.num_k, by_list)
+        extreme = self.backend.slot_extreme(self.pool.pages, fmt, pages.ids, pages.num_k, by_list)
         value, slot, pos = (x.view(len(rows), *self.shape[1:]) for x in extreme)
         return value, slot, pos
 

@@ -75,8 +75,8 @@ class Prompts:
             self._place(row, 0, layers)
             return
         for layer in range(len(layers)):
-            own = layers.pop(0)
-            self._place(row, layer, [own], beside_bytes=sum(each.staged_bytes for each in layers))
+            layer_tensors = layers.pop(0)
+            self._place(row, layer, [layer_tensors], beside_bytes=sum(each.staged_bytes for each in layers))
 
     def forget(self, row: int) -> None:
         self._waiting.pop(row, None)
@@ -91,16 +91,16 @@ class Prompts:
         heads, num_tokens = layers[0].k.shape[:2]
         numbers = range(first, first + len(layers))
         plan, begins_with = self.plan(row, numbers, heads * self._ranks.size, num_tokens, score, channels=channels)
-        for layer, own in enumerate(layers, first):
+        for layer, tensors in enumerate(layers, first):
             _, part = self._holding.part_of(layer)
-            index, place, k = layer - first, layer - part.first_layer, own.k
+            index, part_layer, k = layer - first, layer - part.first_layer, tensors.k
             if part.channels is not None and plan.channels is not None:
                 order = self._ranks.own(plan.channels[index], 0).to(k.device).long()
-                part.channels.hold(row, place, order)
+                part.channels.hold(row, part_layer, order)
                 k = reorder(k.transpose(0, 1), order[None]).transpose(0, 1)
             tier_of = self._ranks.own(plan.tier_of[index], 0).to(k.device)
             stored = None if begins_with is None else self._ranks.own(begins_with[index], 0).to(k.device)
-            part.write_prompt(row, place, k, own.v, tier_of, stored)
+            part.write_prompt(row, part_layer, k, tensors.v, tier_of, stored)
         # Pages only grow: of layers that come one by one, the last has the most.
         if beside_bytes or first + len(layers) == self._shape.num_layers:
             self._ledger.hold(row, staging_bytes=beside_bytes + sum(each.staged_bytes for each in layers))

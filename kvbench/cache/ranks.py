@@ -53,10 +53,10 @@ class ProcessRanks(Ranks):
 
     def _all(self, x: Tensor) -> Tensor:
         """[size, ...] the tensors of all processes, which have one shape."""
-        given = x.to(torch.uint8) if x.dtype == torch.bool else x.contiguous()
-        found = torch.empty(self.size, *given.shape, dtype=given.dtype, device=given.device)
-        self._distributed.all_gather(list(found.unbind(0)), given)
-        return found.to(x.dtype)
+        local = x.to(torch.uint8) if x.dtype == torch.bool else x.contiguous()
+        gathered = torch.empty(self.size, *local.shape, dtype=local.dtype, device=local.device)
+        self._distributed.all_gather(list(gathered.unbind(0)), local)
+        return gathered.to(x.dtype)
 
     def total(self, x: Tensor) -> Tensor:
         summed = x.clone()

@@ -85,8 +85,8 @@ class PagedStep:
         page, slot = self._take(lists, plan, which)
         if pages.formats[self.tier].slot.track:
             pos = self.tokens_seen.repeat_interleave(pages.lists_per_row)
-            for tier, own in which:
-                pages.put(tier, page[own], slot[own], pos=pos[own])
+            for tier, chosen in which:
+                pages.put(tier, page[chosen], slot[chosen], pos=pos[chosen])
         self.page, self.slot = page.view(self.lists.shape), slot.view(self.lists.shape)
         if reading is not None:
             held, most = pages.held(0, self.lists), pages.width(self.rows.numbers, 0)
@@ -98,27 +98,27 @@ class PagedStep:
         pages, policy = self.pages, self.holding.policy
         page, slot = torch.empty_like(lists), torch.empty_like(lists)
         with pages.undone() as done:
-            for tier, own in which:
-                named = (x if x is None else x.flatten()[own] for x in (plan.slot, plan.demote_to, plan.demote_slot))
-                found, inside, broken = pages.table.take(
-                    lists[own],
+            for tier, chosen in which:
+                named = (x if x is None else x.flatten()[chosen] for x in (plan.slot, plan.demote_to, plan.demote_slot))
+                taken, inside, broken = pages.table.take(
+                    lists[chosen],
                     tier,
                     *named,
                     acts=policy.acts_in_decode,
                     own_all=policy.score.decode_update,  # scores are added to all slots
                     done=done,
-                    live=self.live if self.live is None else self.live[own],
+                    live=self.live if self.live is None else self.live[chosen],
                 )
-                if isinstance(own, slice):  # all lists
-                    page, slot = found[tier], inside[tier]
+                if isinstance(chosen, slice):  # all lists
+                    page, slot = taken[tier], inside[tier]
                 else:
-                    page[own], slot[own] = found[tier], inside[tier]
+                    page[chosen], slot[chosen] = taken[tier], inside[tier]
         if broken is not None:
             self.holding.plans.judge_step(self.view)(broken)
         if plan.slot is not None and plan.demote_to is not None:
             for other in range(pages.num_planned):
                 if other != tier:
-                    pages.demote(tier, other, (found[tier], inside[tier]), (found[other], inside[other]))
+                    pages.demote(tier, other, (taken[tier], inside[tier]), (taken[other], inside[other]))
         return page, slot
 
     def end(self) -> None:
@@ -179,8 +179,8 @@ class PagedStep:
             page, slot, keys, values = (x.flatten(0, 1) if heads is None else x[:, heads].flatten(0, 1) for x in chosen)
             of = None
             if pages.codebooks is not None:
-                own = torch.arange(k.shape[1], device=k.device) if heads is None else heads
-                of = layer, own.repeat(len(k))
+                indices = torch.arange(k.shape[1], device=k.device) if heads is None else heads
+                of = layer, indices.repeat(len(k))
             pages.put(tier, page, slot, keys, values, distinct=True, of=of)
             if scores.writes_tokens:
                 pos = self.tokens_seen.repeat_interleave(len(page) // len(self.rows))
@@ -236,8 +236,8 @@ class PagedStep:
         if tiers.by_head:  # a call knows one format to write in
             return None
         steps = {tier: self._fuse_tiers([tier]) for tier in tiers.tiers}
-        found = [step for row in tiers.table if (step := steps[row[0]]) is not None]
-        return MappedStep(found) if len(found) == len(tiers.table) else None
+        by_layer = [step for row in tiers.table if (step := steps[row[0]]) is not None]
+        return MappedStep(by_layer) if len(by_layer) == len(tiers.table) else None
 
     def _fuse_tiers(self, numbers: Sequence[int]) -> FusedStep | None:
         """The same for layers that hold tokens in no tiers but these."""
@@ -247,8 +247,8 @@ class PagedStep:
             update = "replace" if spec.decode_replace else "add"
         if not self.pages.on_device:
             named = [self._named(tier) for tier in numbers]
-            turned = self.holding.rope.attach_all_layers(named, self.view)
-            return self._open_layers(named, target=target, update=update) if turned else None
+            attached = self.holding.rope.attach_all_layers(named, self.view)
+            return self._open_layers(named, target=target, update=update) if attached else None
         tables = [self._tables[tier] for tier in numbers]
         if not self.holding.scores.settles:
             choice = None if self.reads is None else self.reads.choice
@@ -269,29 +269,29 @@ class PagedStep:
         """The angles that take the position out of the new token's key."""
         return self.holding.rope.stripping(self.tokens_seen)
 
-    def _open_layers(self, tiers: list[TierPages], **given: Any) -> FusedStep | None:
+    def _open_layers(self, tiers: list[TierPages], **operands: Any) -> FusedStep | None:
         """Asks the backend for the step; `tiers` describe all layers, ids [S, L, H, m]."""
-        return self.pages.backend.open_step(self.pages.pool.pages, tiers, **self._opened(**given))
+        return self.pages.backend.open_step(self.pages.pool.pages, tiers, **self._opened(**operands))
 
-    def _open_tables(self, tiers: list[TierTable], **given: Any) -> FusedStep | None:
+    def _open_tables(self, tiers: list[TierTable], **operands: Any) -> FusedStep | None:
         pages = self.pages
         return pages.backend.open_tables(
-            pages.pool.pages, tiers, pages.shape[1:], self.rows.tensor, **self._opened(**given)
+            pages.pool.pages, tiers, pages.shape[1:], self.rows.tensor, **self._opened(**operands)
         )
 
-    def _opened(self, update: ScoreUpdate | None = None, gives: bool = False, **given: Any) -> dict[str, Any]:
+    def _opened(self, update: ScoreUpdate | None = None, gives: bool = False, **operands: Any) -> dict[str, Any]:
         """The operands that both take: scores that are added or replaced, or that the step `gives`, and what is
         `given`."""
         spec = self.holding.policy.score
         near = 0 if gives else spec.skip_near
         scores = StepScores(power=spec.power, group=spec.group_reduce, update=update, gives=gives, skip_near=near)
         model = {"num_q_heads": self.holding.shape.num_q_heads, "softmax": self.holding.shape.softmax}
-        return model | {"seen": self.tokens_seen, "target": None, "scores": scores} | given
+        return model | {"seen": self.tokens_seen, "target": None, "scores": scores} | operands
 
-    def _settle(self, first: int, given: list[Sequence[Tensor]]) -> None:
+    def _settle(self, first: int, by_layer: list[Sequence[Tensor]]) -> None:
         """Brings the scores of some layers up to date, from the first of them on; of each, per tier, [S, H, n]."""
-        lists, pages = self.lists[:, first : first + len(given)].flatten(1), self.pages
-        reduced = [torch.stack(scores, 1).flatten(1, 2) for scores in zip(*given, strict=True)]
+        lists, pages = self.lists[:, first : first + len(by_layer)].flatten(1), self.pages
+        reduced = [torch.stack(scores, 1).flatten(1, 2) for scores in zip(*by_layer, strict=True)]
         tiers = [
             pages.tier(tier, lists, scores.shape[-1] // pages.formats[tier].tokens_per_page)
             for tier, scores in enumerate(reduced)
@@ -320,8 +320,8 @@ class SettledStep(FusedStep):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         out = self._step.attend(layer, q, k, v, scale)
         self._given.append(self._step.given)
-        given_bytes = sum(scores.nbytes for scores in self._step.given) * len(self._given)
-        if layer + 1 == self._num_layers or given_bytes > MOST_GIVEN_BYTES:
+        score_bytes = sum(scores.nbytes for scores in self._step.given) * len(self._given)
+        if layer + 1 == self._num_layers or score_bytes > MOST_GIVEN_BYTES:
             self._settle(layer + 1 - len(self._given), self._given)
             self._given = []
         return out

@@ -66,7 +66,7 @@ class CompressedStore:
         self.policy, self.shape, self.backend = policy, shape, backend
         counts = {} if counts is None else counts  # of all kinds of layers, so that one copy tells the host of a step
         as_method = options.windows == "method"
-        beside = StoreOptions(
+        other_options = StoreOptions(
             rotation=options.rotation if as_method else "none",
             key_offset="prompt" if as_method and options.key_offset == "prompt" else "none",
         )
@@ -77,7 +77,7 @@ class CompressedStore:
                 rows=rows,
                 max_prompt_tokens=max_prompt_tokens,
                 max_new_tokens=max_new_tokens,
-                options=beside,
+                options=other_options,
                 backend=backend,
                 pool=pool,
                 counts=counts,
@@ -128,8 +128,8 @@ class CompressedStore:
 
     @property
     def allocated_bytes(self) -> int:
-        own = self.budget.tokens.nbytes + self.holding.allocated_bytes
-        return own + sum(each.allocated_bytes for each in self.beside)
+        total = self.budget.tokens.nbytes + self.holding.allocated_bytes
+        return total + sum(each.allocated_bytes for each in self.beside)
 
     @property
     def used_bytes(self) -> int:
@@ -150,8 +150,8 @@ class CompressedStore:
         """The store that holds a layer of the model, or the layer whose keys it shares; and that one's number there."""
         if self.shape.is_uniform:
             return self, layer
-        kind, own = self.shape.kinds[self.shape.shared.get(layer, layer)]
-        return self.kinds[kind], own
+        kind, index = self.shape.kinds[self.shape.shared.get(layer, layer)]
+        return self.kinds[kind], index
 
     def view(self, rows: Tensor) -> DecodeView:
         """The policy's view of rows (int64 [S])."""
@@ -272,10 +272,10 @@ class CompressedStore:
         _, part = self.holding.part_of(layer)
         scores, score, last, channels = part.scores, None, None, None
         if not scores.spec.only_keys_and_values:
-            own = tuple(replace(each, k=part.copied(each.k, 0)) for each in replays)
+            part_replays = tuple(replace(each, k=part.copied(each.k, 0)) for each in replays)
             if lse is None and q is not None and scores.takes_lse:
                 _, lse = self.prompt_attention(layer, q, k, v, scale)
-            score = scores.of_prompt(layer, q, part.copied(k, 0), part.copied(v, 0), scale, call, own, lse)
+            score = scores.of_prompt(layer, q, part.copied(k, 0), part.copied(v, 0), scale, call, part_replays, lse)
         if q is not None:
             last = None if scores.queries is None else scores.queries.last(q, scale)
             channels = scores.of_channels(layer, q, k, v, scale)

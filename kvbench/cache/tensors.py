@@ -198,10 +198,10 @@ class ChunkTensors(MeasuredTensors):
     def _with_earlier(self, columns: Tensor) -> Tensor:
         """Columns fp32 [Hq, m], pooled and reduced to [h, m], and what earlier chunks' queries gave."""
         spec = self.measurer.spec
-        found = self._pooled(columns, ALL_QUERIES if spec.prefill_queries == ALL_QUERIES else self.q.shape[1])
+        summed = self._pooled(columns, ALL_QUERIES if spec.prefill_queries == ALL_QUERIES else self.q.shape[1])
         if self._before is not None:
-            found = self.summed = self._before + found
-        return found
+            summed = self.summed = self._before + summed
+        return summed
 
     def _columns(self, below_uniform: bool) -> Tensor:
         """Column sums as of `reference.prompts`, fp32 [Hq, m], for queries that stand behind keys with gaps."""
@@ -211,8 +211,8 @@ class ChunkTensors(MeasuredTensors):
         out, counted = torch.zeros(shape, device=keys.device), torch.zeros(heads, 1, shape[2], device=keys.device)
         rows = max(1, min(ROWS, MOST_NUMBERS // out.numel()))
         for begin in range(0, len(q_pos), rows):
-            own = grouped[:, :, begin : begin + rows].float() * self.scale
-            logits = self.capped(torch.matmul(own.flatten(1, 2), keys).unflatten(1, (-1, own.shape[2])))
+            queries = grouped[:, :, begin : begin + rows].float() * self.scale
+            logits = self.capped(torch.matmul(queries.flatten(1, 2), keys).unflatten(1, (-1, queries.shape[2])))
             distance = (q_pos[begin : begin + rows, None] - self.pos[:, None]).int()
             prob = self.softmax(logits.masked_fill_((distance < 0)[:, None], float("-inf")))
             if below_uniform:
