@@ -48,7 +48,7 @@ class Batch:
         runner: Runner,
         loop: DecodeLoop,
         reader: Reader,
-        waiting: Waiting,
+        queue: Waiting,
         *,
         forced_tokens: int | None,
         per_token: bool,
@@ -57,7 +57,7 @@ class Batch:
         make_room: Callable[[], bool] = lambda: False,
         restore_room: Callable[[], None] = lambda: None,
     ) -> None:
-        self._runner, self._loop, self._reader, self._waiting = runner, loop, reader, waiting
+        self._runner, self._loop, self._reader, self._waiting = runner, loop, reader, queue
         self._forced_tokens, self._per_token = forced_tokens, per_token
         self._on_outcome, self._on_step = on_outcome, on_step
         self._make_room, self._restore_room = make_room, restore_room
@@ -87,10 +87,10 @@ class Batch:
         """Lets requests join, reads on in a prompt, and makes a step, or a run of them; False once nobody is left."""
         try:
             self._leave_cancelled()
-            joined = True
-            while joined:  # who ends before it has made a step leaves its place at once
+            admitted = True
+            while admitted:  # who ends before it has made a step leaves its place at once
                 yield from self._read_on()
-                joined = self._choose() and self._may_join() is not None
+                admitted = self._choose() and self._may_join() is not None
             if self._live:
                 yield from self._step()
             return bool(self._samples or self._reading or len(self._waiting))
@@ -291,9 +291,9 @@ class Batch:
                 self._give_way(sample)
             else:
                 if state.token is None:
-                    if (following := self._force_own(state, sample)) is not None:
-                        waits.append((following, sample))
-                        self._live.append((following, sample))
+                    if (forced := self._force_own(state, sample)) is not None:
+                        waits.append((forced, sample))
+                        self._live.append((forced, sample))
                     self._finish(state, sample)
                     ended = True
         return ended
@@ -334,8 +334,8 @@ class Batch:
         for name, layer in spoiled.items():
             self._end(self._samples[name], "nan", str(NotFinite(layer)), layer)
         if self._on_step:
-            told = {"decode_tokens_per_s": rate, "cache_bytes": self._runner.store.used_bytes}
-            self._on_step(told | {"live_rows": len(tokens), "steps": steps})
+            progress = {"decode_tokens_per_s": rate, "cache_bytes": self._runner.store.used_bytes}
+            self._on_step(progress | {"live_rows": len(tokens), "steps": steps})
         return True
 
     def _force_own(self, state: Row, sample: Sample) -> ForcedRow | None:
@@ -377,15 +377,15 @@ class Batch:
         steps = state.timing.pop("row_steps")
         state.timing["batch_rows"] = steps / state.timing["decode_tokens"] if state.timing["decode_tokens"] else 0.0
         held, kept = state.report or self._runner.report(state.row)
-        told = Outcome(sample_id=state.request.sample_id, repeat=repeat, ledger=held, kept=kept)
-        told.num_prompt_tokens = state.request.num_prompt_tokens
-        told.timing = {"prefill_s": sample.prefill_s, **state.timing}
+        outcome = Outcome(sample_id=state.request.sample_id, repeat=repeat, ledger=held, kept=kept)
+        outcome.num_prompt_tokens = state.request.num_prompt_tokens
+        outcome.timing = {"prefill_s": sample.prefill_s, **state.timing}
         if sample.probe_s is not None:
-            told.timing["probe_s"] = sample.probe_s
+            outcome.timing["probe_s"] = sample.probe_s
         if sample.shares_context:
-            told.timing["shares_context"] = 1.0
-        state.describe(told)
-        return told
+            outcome.timing["shares_context"] = 1.0
+        state.describe(outcome)
+        return outcome
 
     def fail(self, request: Request, status: str, message: str, layer: int | None) -> None:
         """Hands out the outcomes of a request that has no answer."""

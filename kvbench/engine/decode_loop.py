@@ -94,17 +94,17 @@ class CapturedSteps:
         self,
         numbers: Sequence[int],
         tokens: Sequence[int],
-        told: Callable[[list[int], list[bool]], None],
+        receive: Callable[[list[int], list[bool]], None],
         drawing: Sequence[Drawing | None] = (),
     ) -> State:
         """The state of rows before a step: their numbers, the tokens to be read, and what draws the next ones."""
         device, spare, count = self._runner.device, self._store.spare_row, len(numbers)
         if self._capture is None or spare is None:
-            return State(Rows.of(list(numbers), device), to_device(tokens, device), told, draws_of(drawing, device))
+            return State(Rows.of(list(numbers), device), to_device(tokens, device), receive, draws_of(drawing, device))
         size = min(1 << (count - 1).bit_length(), spare)  # at most all rows of the cache
         rows, pads = Rows.padded(list(numbers), spare, size, device), size - count
         fed, draws = to_device([*tokens, *[0] * pads], device), draws_of([*drawing, *[None] * pads], device)
-        return State(rows, fed, told, draws)
+        return State(rows, fed, receive, draws)
 
     def step(self, state: State) -> None:
         """One step on the device: plan, room, forward, choice, counts."""
@@ -120,8 +120,8 @@ class CapturedSteps:
         finite_rows(logits, out=numbers[1])
 
         def bind() -> Receiver:
-            told, live = state.told, len(rows.numbers)
-            return lambda values: told(values[:live], [bool(value) for value in values[size : size + live]])
+            receive, live = state.told, len(rows.numbers)
+            return lambda values: receive(values[:live], [bool(value) for value in values[size : size + live]])
 
         store.pages.counts.post(numbers, bind)
         store.end_step()
@@ -292,8 +292,8 @@ class DecodeLoop:
         self.counts["one_at_a_time"] += 1
         answers = any(isinstance(row, AnswerRow) for row in rows)  # what is forced has nothing to choose
         chosen = choose(logits, [row.drawing for row in rows]) if answers else [None] * len(rows)
-        for row, own, token in zip(rows, logits.unbind(), chosen, strict=True):
-            row.logits, row.picked = own, token
+        for row, row_logits, token in zip(rows, logits.unbind(), chosen, strict=True):
+            row.logits, row.picked = row_logits, token
             row.note_step(elapsed, len(rows))
         return bad, len(tokens) / elapsed, 1
 
@@ -307,35 +307,35 @@ class DecodeLoop:
         (graphs, before), numbers = self._loop(), [row.row for row in rows]
         counts, device = self._runner.store.pages.counts, self._runner.device
         replays, eager, captures = graphs.replays, graphs.eager, graphs.captures
-        told = _Run(rows, most, device)
-        state = graphs.begin(numbers, tokens, told.choose, [row.drawing for row in rows])
+        run = _Run(rows, most, device)
+        state = graphs.begin(numbers, tokens, run.choose, [row.drawing for row in rows])
         # Whether a bulk eviction is due has to be known before the next step.
-        ahead = 0 if self._runner.policy.compaction else 1
+        in_flight = 0 if self._runner.policy.compaction else 1
         made, begin = 0, time.perf_counter()
-        while made < most and not told.over and (not made or (self._is_free(numbers) and not self.awaited())):
+        while made < most and not run.over and (not made or (self._is_free(numbers) and not self.awaited())):
             before.note()
             try:
                 state = graphs.advance(state)
             except NotCaptured:
                 self._give_up()
                 raise
-            sent = told.force(state, made, counts.post)
+            sent = run.force(state, made, counts.post)
             counts.send()
             made += 1
-            counts.collect(leave=ahead * sent)
-            told.take()
-        ended = list(told.over) if told.steps < made else []
+            counts.collect(leave=in_flight * sent)
+            run.take()
+        ended = list(run.over) if run.steps < made else []
         for index in ended:
             self._runner.store.ledger.leave(numbers[index])
         counts.collect()
         for index in ended:
             with before.restored(numbers[index]):
                 rows[index].report = self._runner.report(numbers[index])
-        told.take()
+        run.take()
         self.counts["replayed"] += graphs.replays - replays
         self.counts["eager_in_runs"] += graphs.eager - eager
         self.counts["captures"] += graphs.captures - captures
-        return told.num_tokens / (time.perf_counter() - begin), made
+        return run.num_tokens / (time.perf_counter() - begin), made
 
 
 class _Run:
@@ -394,12 +394,12 @@ class _Run:
                 row = self._rows[index]
                 row.note_step(now - self._since, len(live))
                 if isinstance(row, ForcedRow):
-                    following = row.take(values[index])
+                    token = row.take(values[index])
                 else:
                     assert isinstance(row, AnswerRow), "rows are answers, or forced"
-                    following = row.take(chosen[index])
-                row.ready = [following]
-                if following is None:
+                    token = row.take(chosen[index])
+                row.ready = [token]
+                if token is None:
                     self.over[index] = None
             self._since = now
             self.steps += 1

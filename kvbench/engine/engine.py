@@ -168,13 +168,13 @@ class Engine:
         """Does what `run` does, and stops before each prompt that it reads, which it gives: several engines that share
         their prompts then take turns. With `gives_steps` it gives each decode step too, which may be made with those
         of others."""
-        waiting = Waiting(requests, group=self.group)
-        batch = self.open_batch(waiting, on_outcome=on_outcome, on_step=on_step, sizing=sizing, own=own)
+        queue = Waiting(requests, group=self.group)
+        batch = self.open_batch(queue, on_outcome=on_outcome, on_step=on_step, sizing=sizing, own=own)
         yield from batch.answer()
 
     def open_batch(
         self,
-        waiting: Waiting,
+        queue: Waiting,
         *,
         on_outcome: Callable[[Outcome], None],
         on_step: Callable[[dict], None] | None = None,
@@ -186,18 +186,18 @@ class Engine:
         Raises:
             ValueError: A request does not fit the model or the method.
         """
-        requests, everything = waiting.requests, list(sizing or waiting.requests)
+        requests, everything = queue.requests, list(sizing or queue.requests)
         forces = self.fidelity_max_tokens != 0
         runner = self.runner
-        needs = Needs(self.loaded, self.fidelity_max_tokens, own and forces, runner.lengths, runner.chunk)
-        self._check(everything, needs)
+        limits = Needs(self.loaded, self.fidelity_max_tokens, own and forces, runner.lengths, runner.chunk)
+        self._check(everything, limits)
         self.steps.shared = self.gives_steps and self.group is None and can_join(self.runner)
-        reader = Reader(self.runner, self.steps, needs, requests, self.end_ids, self.seed)
+        reader = Reader(self.runner, self.steps, limits, requests, self.end_ids, self.seed)
         batch = Batch(
             self.runner,
             self.steps,
             reader,
-            waiting,
+            queue,
             forced_tokens=self.fidelity_max_tokens,
             per_token=self.fidelity_per_token,
             on_outcome=on_outcome,
@@ -207,31 +207,31 @@ class Engine:
         )
         if not everything:
             return batch
-        self._measure_prompts(everything, needs, reader)
-        batch.most, batch.reason = self._reserve(everything, needs, reader.contexts.num_rows)
+        self._measure_prompts(everything, limits, reader)
+        batch.most, batch.reason = self._reserve(everything, limits, reader.contexts.num_rows)
         if not batch.reason and self.policy.byte_budget is not None:
             for request in requests:  # a budget that is too small for one stops the run before the first is read
-                self.store.budget.solve(len(request.segments[0]), needs.new_tokens(request))
+                self.store.budget.solve(len(request.segments[0]), limits.new_tokens(request))
         return batch
 
-    def _check(self, requests: Sequence[Request], needs: Needs) -> None:
+    def _check(self, requests: Sequence[Request], limits: Needs) -> None:
         """Refuses requests that do not fit the model or the method."""
         for request in requests:
-            needs.check(request)
+            limits.check(request)
         if self.policy.needs_instruction and not all(request.instruction_tokens for request in requests):
             raise ValueError(
                 "the method protects the instruction before the user's text, and prompts of this task begin without "
                 "one; use a model with a chat template, with protocol.chat_template=auto, or protect something else"
             )
         if (probe := self.policy.score.probe) is not None:  # a prompt without room for it stops the run here
-            for asked in requests:
-                prompt = asked.segments[0]
-                plan_passes(probe, self.loaded.tokenizer, prompt, asked.closing, self.runner.probe_room(prompt))
+            for each in requests:
+                prompt = each.segments[0]
+                plan_passes(probe, self.loaded.tokenizer, prompt, each.closing, self.runner.probe_room(prompt))
 
-    def _measure_prompts(self, requests: Sequence[Request], needs: Needs, reader: Reader) -> None:
+    def _measure_prompts(self, requests: Sequence[Request], limits: Needs, reader: Reader) -> None:
         """Reads the longest prompt, where a GPU's pool has to leave room for it, into a cache for one request."""
-        rows = max(needs.rows(request) for request in requests) + reader.contexts.num_rows
-        sizes = self._sizes(requests, needs)
+        rows = max(limits.rows(request) for request in requests) + reader.contexts.num_rows
+        sizes = self._sizes(requests, limits)
         if not self.room.applies or not self.room.begin((rows, *sizes.values())):
             return
 
@@ -253,11 +253,11 @@ class Engine:
         self.room.measure(requests, read)
 
     @staticmethod
-    def _sizes(requests: Sequence[Request], needs: Needs) -> dict[str, int]:
+    def _sizes(requests: Sequence[Request], limits: Needs) -> dict[str, int]:
         """The longest prompt, and most tokens behind one."""
         return {
             "prompt_tokens": max(request.num_prompt_tokens for request in requests),
-            "new_tokens": max(needs.most_behind(request) for request in requests),
+            "new_tokens": max(limits.most_behind(request) for request in requests),
         }
 
     def _make_cache(self, rows: int, sizes: dict[str, int]) -> None:
@@ -280,11 +280,11 @@ class Engine:
             self.steps.forget()
             self._made()
 
-    def _reserve(self, requests: Sequence[Request], needs: Needs, further_rows: int) -> tuple[int, str]:
+    def _reserve(self, requests: Sequence[Request], limits: Needs, further_rows: int) -> tuple[int, str]:
         """Makes the cache, for fewer requests at once where there is no memory for `batch_size` of them: how many, and
         why not even one fits (empty: it does)."""
-        rows_of = max(needs.rows(request) for request in requests)
-        sizes = self._sizes(requests, needs)
+        rows_of = max(limits.rows(request) for request in requests)
+        sizes = self._sizes(requests, limits)
         size = self.most_requests if isinstance(self.batch_size, int) else self._that_fit(rows_of, sizes)
         size = min(size, len(requests))  # never more rows than there is to answer
         while True:

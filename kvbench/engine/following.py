@@ -42,15 +42,15 @@ class LeadingRunner(Runner):
 
 def _led(name: str) -> Callable[..., Any]:
     """A call of a `Runner` that the other processes are told of, unless it is part of one that they know."""
-    own = getattr(Runner, name)
+    method = getattr(Runner, name)
 
     def call(self: LeadingRunner, *args: Any, **named: Any) -> Any:
         if self._leads:
-            return own(self, *args, **named)
+            return method(self, *args, **named)
         processes.tell(("call", self._number, name, args, named))
         self._leads = True
         try:
-            return own(self, *args, **named)
+            return method(self, *args, **named)
         except Exception as error:
             if name == "reserve" or not is_out_of_memory(error):
                 raise
@@ -61,7 +61,7 @@ def _led(name: str) -> Callable[..., Any]:
         finally:
             self._leads = False
 
-    call.__name__, call.__doc__ = name, own.__doc__
+    call.__name__, call.__doc__ = name, method.__doc__
     return call
 
 
@@ -80,25 +80,25 @@ def follow() -> None:
     model: LoadedModel | None = None
     runners: dict[int, Runner] = {}
     while True:
-        kind, *told = processes.hear()
+        kind, *message = processes.hear()
         if kind == "end":
             return
         try:
             if kind == "load":
                 model = None
                 runners.clear()
-                model = load_model(told[0])
+                model = load_model(message[0])
             elif kind == "runner":
-                number, alive, args, named = told
+                number, alive, args, named = message
                 runners = {each: runners[each] for each in alive if each in runners}
                 assert model is not None, "a model is loaded before anything runs it"
                 runners[number] = Runner(model, *args, **named)
             else:
-                number, name, args, named = told
+                number, name, args, named = message
                 getattr(runners[number], name)(*args, **named)
         except (ValueError, NotFinite):
             continue  # the first process says so
         except Exception as error:
-            if kind == "call" and told[1] == "reserve" and is_out_of_memory(error):
+            if kind == "call" and message[1] == "reserve" and is_out_of_memory(error):
                 continue  # it may ask for less
             raise

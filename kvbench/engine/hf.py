@@ -78,13 +78,13 @@ class SessionCache(Cache):
         self._both = [
             (held, layers[index]) for index, held in session.states.items() if index in session.store.shape.kinds
         ]
-        super().__init__(layers=[session.states.get(index) or own for index, own in enumerate(layers)])
+        super().__init__(layers=[session.states.get(index) or layer for index, layer in enumerate(layers)])
 
     @contextmanager
     def in_both(self) -> Iterator[None]:
         """Lets layers with a state beside keys and values hand these on."""
-        for held, own in self._both:
-            vars(held).update({name: getattr(own, name) for name in HANDS_ON})
+        for held, native in self._both:
+            vars(held).update({name: getattr(native, name) for name in HANDS_ON})
         try:
             yield
         finally:
@@ -120,27 +120,27 @@ def attention(
             "the kvbench attention runs only with a kvbench cache; call the model inside kvbench.compress(model, ...), "
             "or give it back its own attention with model.set_attn_implementation('sdpa')"
         )
-    asked = {name for name, value in kwargs.items() if value is not None} - HARMLESS
+    options = {name for name, value in kwargs.items() if value is not None} - HARMLESS
     session, scale = layer.session, scaling if scaling is not None else query.shape[-1] ** -0.5
     number, shape = layer.index, session.store.kind_of(layer.index)[0].shape
     attend = session.attend
-    if session.store.shape.shared.get(own := getattr(module, "layer_idx", number)) == number:
-        number, attend = own, session.attend_again
-    if "sliding_window" in asked and is_known(shape.window, kwargs["sliding_window"], module.config):
-        asked.remove("sliding_window")
+    if session.store.shape.shared.get(index := getattr(module, "layer_idx", number)) == number:
+        number, attend = index, session.attend_again
+    if "sliding_window" in options and is_known(shape.window, kwargs["sliding_window"], module.config):
+        options.remove("sliding_window")
     if attention_mask is not None:  # `_no_mask` makes none, so the model made this one
-        asked.add("a mask of its own")
+        options.add("a mask of its own")
     if getattr(module, "is_causal", True) is False:
-        asked.add("later tokens (is_causal=False)")
+        options.add("later tokens (is_causal=False)")
     knows_cap = (kwargs.get("softcap") or 0.0) == shape.softmax.cap
     knows_sinks = kwargs.get("s_aux") is getattr(module, "sinks", None)
     for name, is_known_one in (("softcap", knows_cap), ("s_aux", knows_sinks)):  # as `softmax_of` found them
-        asked = asked - {name} if is_known_one else asked | {name}
+        options = options - {name} if is_known_one else options | {name}
     if session.store.shape.attending.index(number) != len(session.traces):
-        asked.add("another number of calls of attention than one per layer")
-    if asked:
+        options.add("another number of calls of attention than one per layer")
+    if options:
         raise UnsupportedModel(
-            f"layer {number} uses {', '.join(sorted(asked))}, which the compressed store does not reproduce; {REMEDY}"
+            f"layer {number} uses {', '.join(sorted(options))}, which the compressed store does not reproduce; {REMEDY}"
         )
     heads = query.shape[1], key.shape[1]
     if heads != (wanted := shape.heads_here):

@@ -67,17 +67,17 @@ class _Pass(Session):
         return self._each("attend_again", layer, q, k, v, scale)
 
     def _each(self, name: str, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        found = []
-        for step, own, rows in self.parts:
+        outputs = []
+        for step, session, rows in self.parts:
             begin, out = time.perf_counter(), None
             if step.error is None:
                 try:
-                    out = getattr(own, name)(layer, q[rows], k[rows], v[rows], scale)
+                    out = getattr(session, name)(layer, q[rows], k[rows], v[rows], scale)
                 except Exception as error:
                     step.error = error
-            found.append(q.new_zeros(*q[rows].shape[:3], v.shape[3]) if out is None else out)
+            outputs.append(q.new_zeros(*q[rows].shape[:3], v.shape[3]) if out is None else out)
             self.own_s[step] = self.own_s.get(step, 0.0) + time.perf_counter() - begin
-        return cat(found)
+        return cat(outputs)
 
     def trace(self, out: Tensor) -> Tensor:
         return out

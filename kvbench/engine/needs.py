@@ -27,18 +27,18 @@ class Forced:
         """Puts the first answer and that of each turn together, up to the first that is empty."""
         gold: list[int] = []
         behind: list[int] = []
-        places: list[int] = []
+        indices: list[int] = []
         ends = []
-        for place, answer in enumerate(answers):
+        for number, answer in enumerate(answers):
             if not answer:
                 break
-            if place:
+            if number:
                 ends.append(len(gold))
-                behind += request.turns[place - 1].tokens
-            places += range(len(behind), len(behind) + len(answer))
+                behind += request.turns[number - 1].tokens
+            indices += range(len(behind), len(behind) + len(answer))
             behind += answer
             gold += answer
-        return cls(tuple(gold), tuple(ends), tuple(behind[:-1]), tuple(places))
+        return cls(tuple(gold), tuple(ends), tuple(behind[:-1]), tuple(indices))
 
 
 @dataclass(frozen=True)

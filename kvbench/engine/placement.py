@@ -20,31 +20,31 @@ def places_of(model: PreTrainedModel) -> tuple[Place, ...]:
     devices = {weight.device for weight in model.parameters()}
     if len(devices) < 2:
         return ()
-    found: list[Place] = []
+    spans: list[Place] = []
     for index, layer in enumerate(_layers(model)):
-        own = {weight.device for weight in layer.parameters()}
-        if len(own) != 1:
+        layer_devices = {weight.device for weight in layer.parameters()}
+        if len(layer_devices) != 1:
             raise UnsupportedModel(
-                f"layer {index} lies on {' and '.join(sorted(map(str, own)))}, and its part of the cache on one; give "
-                "whole layers to each device (model.device=[cuda:0,cuda:1] does)"
+                f"layer {index} lies on {' and '.join(sorted(map(str, layer_devices)))}, and its part of the cache on "
+                "one; give whole layers to each device (model.device=[cuda:0,cuda:1] does)"
             )
-        (device,) = own
-        last = found[-1] if found else None
+        (device,) = layer_devices
+        last = spans[-1] if spans else None
         if last is not None and last.device == device:
-            found[-1] = Place(device, last.num_layers + 1)
+            spans[-1] = Place(device, last.num_layers + 1)
         else:
-            found.append(Place(device, 1))
-    return tuple(found)
+            spans.append(Place(device, 1))
+    return tuple(spans)
 
 
-def of_layers(places: Sequence[Place], numbers: Sequence[int]) -> tuple[Place, ...]:
+def of_layers(spans: Sequence[Place], numbers: Sequence[int]) -> tuple[Place, ...]:
     """The places of some of the layers, by their numbers."""
-    found, first = [], 0
-    for place in places:
-        count = sum(first <= number < first + place.num_layers for number in numbers)
-        found += [Place(place.device, count)] if count else []
-        first += place.num_layers
-    return tuple(found)
+    parts, first = [], 0
+    for span in spans:
+        count = sum(first <= number < first + span.num_layers for number in numbers)
+        parts += [Place(span.device, count)] if count else []
+        first += span.num_layers
+    return tuple(parts)
 
 
 def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:

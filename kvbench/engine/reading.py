@@ -32,12 +32,12 @@ class Reader:
         self,
         runner: Runner,
         loop: DecodeLoop,
-        needs: Needs,
+        limits: Needs,
         requests: Sequence[Request],
         end_ids: tuple[int, ...],
         seed: int,
     ) -> None:
-        self._runner, self._loop, self._needs, self._end_ids, self._seed = runner, loop, needs, end_ids, seed
+        self._runner, self._loop, self._needs, self._end_ids, self._seed = runner, loop, limits, end_ids, seed
         self.contexts = SharedContexts(runner, requests, self._begins_with, self._read)
 
     def open(self, sample: Sample) -> Generator[list[Row] | None]:
@@ -47,14 +47,14 @@ class Reader:
         sample.shares_context = self.contexts.holds(request)
         rows: list[Row] = []
         try:
-            for found in self._prefill(sample):
-                if found is None:
+            for prefilled in self._prefill(sample):
+                if prefilled is None:
                     spent_s += time.perf_counter() - begin
                     yield None
                     begin = time.perf_counter()
                 else:
                     self._note_time(sample, spent_s + time.perf_counter() - begin)
-                    rows = self._rows(sample, *found)
+                    rows = self._rows(sample, *prefilled)
         except BaseException as error:
             self.close(sample)
             if isinstance(error, BrokenRule):
@@ -94,10 +94,12 @@ class Reader:
         request, room = sample.request, self._needs.room(sample.request)
         rows: list[Row] = []
         for repeat in range(request.num_samples if request.max_new_tokens else 0):
-            own = row if repeat == 0 else self._fork(row, sample)
+            answer_row = row if repeat == 0 else self._fork(row, sample)
             answer = Answer(request, self._needs.model.tokenizer, self._end_ids, room)
             seed = answer_seed(self._seed, request.sample_id, repeat) if request.temperature > 0 else None
-            rows.append(AnswerRow(row=own, request=request, logits=logits, repeat=repeat, answer=answer, seed=seed))
+            rows.append(
+                AnswerRow(row=answer_row, request=request, logits=logits, repeat=repeat, answer=answer, seed=seed)
+            )
         if self._needs.own and request.max_new_tokens:
             sample.own = self._fork(row, sample), logits
         forced: list[Row] = []
@@ -105,8 +107,8 @@ class Reader:
             forced.append(self.force(row, request, logits, self._needs.forced(request), reference))
         for index, tokens in enumerate(request.choices):
             forced.append(ForcedRow(row=row, request=request, logits=logits, meter=ChoiceMeter(tokens), choice=index))
-        for place, state in enumerate(forced):
-            if place or request.max_new_tokens:
+        for number, state in enumerate(forced):
+            if number or request.max_new_tokens:
                 state.row = self._fork(row, sample)
         return rows + forced
 
@@ -126,16 +128,16 @@ class Reader:
             row = self.contexts.open_row(request)
             runner.store.ledger.resize(row, self._needs.new_tokens(request))  # it may have been read for another one
         elif sees_all:
-            ahead = () if runner.states.row_bytes else forced.behind
-            row, read = self._read(request, ahead)
-            reference, logits = (read if forced.gold and len(ahead) == len(forced.behind) else None), read[0]
+            lookahead = () if runner.states.row_bytes else forced.behind
+            row, read = self._read(request, lookahead)
+            reference, logits = (read if forced.gold and len(lookahead) == len(forced.behind) else None), read[0]
         else:
             new_tokens = self._needs.new_tokens(request)
-            for found in runner.read_chunks(request.segments[0], new_tokens, request.instruction_tokens):
-                if found is None:
+            for chunk in runner.read_chunks(request.segments[0], new_tokens, request.instruction_tokens):
+                if chunk is None:
                     yield None
                 else:
-                    row, logits = found[0], found[1][0]
+                    row, logits = chunk[0], chunk[1][0]
         sample.open_rows.append(row)
         for segment in rest:
             logits = runner.append(row, segment)
@@ -155,6 +157,6 @@ class Reader:
         closing = request.closing if policy.score.probe is not None else None
         return request.segments[0], request.instruction_tokens, planned, closing
 
-    def _read(self, request: Request, ahead: tuple[int, ...] = ()) -> tuple[int, Logits]:
+    def _read(self, request: Request, lookahead: tuple[int, ...] = ()) -> tuple[int, Logits]:
         new_tokens, instruction_tokens = self._needs.new_tokens(request), request.instruction_tokens
-        return self._runner.read(request.segments[0], ahead, new_tokens, instruction_tokens, request.closing)
+        return self._runner.read(request.segments[0], lookahead, new_tokens, instruction_tokens, request.closing)

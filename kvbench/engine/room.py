@@ -83,9 +83,9 @@ class PromptRoom:
         )
         return True
 
-    def begin(self, needs: tuple[int, ...]) -> bool:
+    def begin(self, sizes: tuple[int, ...]) -> bool:
         """Begins requests that need such a cache; False where prompts of the same were measured before."""
-        is_known, self._needs = needs == self._needs, needs
+        is_known, self._needs = sizes == self._needs, sizes
         self.shrinks, self._measured = 0, self._measured if is_known else 0
         self._runner.spare_bytes = self._measured
         return not is_known

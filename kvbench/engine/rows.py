@@ -128,8 +128,8 @@ class AnswerRow(Row):
 
     @property
     def drawing(self) -> Drawing | None:
-        asked = self.request
-        return None if self.seed is None else (self.seed, self.chosen, asked.temperature, asked.top_p)
+        request = self.request
+        return None if self.seed is None else (self.seed, self.chosen, request.temperature, request.top_p)
 
     def settle(self, sample: "Sample") -> int | None:
         return self.repeat

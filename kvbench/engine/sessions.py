@@ -74,20 +74,20 @@ class Decode(Session):
     """One token for many rows."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        store, own = self.store.kind_of(layer)
-        return store.attend(own, q[:, :, 0], k[:, :, 0], v[:, :, 0], scale)[:, :, None]
+        store, index = self.store.kind_of(layer)
+        return store.attend(index, q[:, :, 0], k[:, :, 0], v[:, :, 0], scale)[:, :, None]
 
     def turns(self, layer: int) -> bool:
-        store, own = self.store.kind_of(layer)
-        return store.turns(own)
+        store, index = self.store.kind_of(layer)
+        return store.turns(index)
 
     def attend_turned(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, turn: Turn) -> Tensor:
-        store, own = self.store.kind_of(layer)
-        return store.attend(own, q[:, :, 0], k[:, :, 0], v[:, :, 0], scale, turn)[:, :, None]
+        store, index = self.store.kind_of(layer)
+        return store.attend(index, q[:, :, 0], k[:, :, 0], v[:, :, 0], scale, turn)[:, :, None]
 
     def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        store, own = self.store.kind_of(layer)
-        return store.attend_again(own, q[:, :, 0], k[:, :, 0], v[:, :, 0], scale)[:, :, None]
+        store, index = self.store.kind_of(layer)
+        return store.attend_again(index, q[:, :, 0], k[:, :, 0], v[:, :, 0], scale)[:, :, None]
 
     def trace(self, out: Tensor) -> Tensor:
         return out
@@ -109,19 +109,19 @@ class Dense(Session):
     replay_tokens: int = field(default=0, init=False)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        store, own = self.store.kind_of(layer)
-        out, lse = store.prompt_attention(own, q[0], k[0], v[0], scale)
+        store, index = self.store.kind_of(layer)
+        out, lse = store.prompt_attention(index, q[0], k[0], v[0], scale)
         self.keep(layer, q[0], k[0], v[0], scale, lse)
         return out[None]
 
     def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        store, own = self.store.kind_of(layer)
+        store, index = self.store.kind_of(layer)
         past = k.shape[2] - q.shape[2]
         if not past:
-            return store.prompt_attention(own, q[0], k[0], v[0], scale)[0][None]
-        return store.replay_attention(own, q[0], k[0, :, past:], v[0, :, past:], k[0, :, :past], v[0, :, :past], scale)[
-            None
-        ]
+            return store.prompt_attention(index, q[0], k[0], v[0], scale)[0][None]
+        return store.replay_attention(
+            index, q[0], k[0, :, past:], v[0, :, past:], k[0, :, :past], v[0, :, :past], scale
+        )[None]
 
     def keep(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, lse: Tensor | None) -> None:
         """Stores what is to be stored of a layer; q [Hq, n, D], k and v [H, n, D], lse fp32 [Hq, n]."""
@@ -137,14 +137,14 @@ class Prefill(Dense):
 
     def keep(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, lse: Tensor | None) -> None:
         kept = self.num_prompt_tokens
-        own = q[:, :kept], k[:, :kept], v[:, :kept]
+        tensors = q[:, :kept], k[:, :kept], v[:, :kept]
         call = None if self.call is None else first_tokens(self.call, kept)
         if self.uncompressed is not None:
-            self.uncompressed.hold(layer, *own, scale, call)
+            self.uncompressed.hold(layer, *tensors, scale, call)
         else:
             lse = None if lse is None else lse[:, :kept]
             store, number = self.store.kind_of(layer)
-            store.prefill_layer(self.row, number, *own, scale, call, lse=lse)
+            store.prefill_layer(self.row, number, *tensors, scale, call, lse=lse)
 
 
 @dataclass
@@ -175,8 +175,8 @@ class PromptChunk(_Piece):
     """The next chunk of a row's prompt."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        store, own = self.store.kind_of(layer)
-        return store.read_chunk(self.row, own, q[0], k[0], v[0], scale)[None]
+        store, index = self.store.kind_of(layer)
+        return store.read_chunk(self.row, index, q[0], k[0], v[0], scale)[None]
 
 
 @dataclass
@@ -184,5 +184,5 @@ class Segment(_Piece):
     """Tokens behind all that a row holds."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        store, own = self.store.kind_of(layer)
-        return store.append_chunk(self.row, own, q[0], k[0], v[0], scale)[None]
+        store, index = self.store.kind_of(layer)
+        return store.append_chunk(self.row, index, q[0], k[0], v[0], scale)[None]

@@ -62,7 +62,10 @@ class States:
                 self._rows.setdefault(row, self.anew())
             if len(numbers) > 1:
                 each = [self._rows[row] for row in numbers]
-                self._joined = numbers, {number: _together([own[number] for own in each]) for number in self._made}
+                self._joined = (
+                    numbers,
+                    {number: _together([layers[number] for layers in each]) for number in self._made},
+                )
         return self._rows[numbers[0]] if len(numbers) == 1 else self._joined[1]
 
     def copied(self, row: int) -> Layers:
@@ -85,13 +88,13 @@ class States:
 
     def _part(self) -> None:
         """Gives states that were put together back to their rows."""
-        numbers, joined = self._joined
-        for place, row in enumerate(numbers):
-            for number, layer in joined.items():
+        numbers, batched = self._joined
+        for index, row in enumerate(numbers):
+            for number, layer in batched.items():
                 for part in _PARTS:
                     states = getattr(layer, part, {})
-                    own = {i: None if x is None else x[place : place + 1].clone() for i, x in states.items()}
-                    setattr(self._rows[row][number], part, own)
+                    row_states = {i: None if x is None else x[index : index + 1].clone() for i, x in states.items()}
+                    setattr(self._rows[row][number], part, row_states)
         self._joined = (), {}
 
 
@@ -101,11 +104,11 @@ def _tensors(layer: Any) -> list[Tensor]:
 
 def _together(layers: Sequence[Any]) -> Any:
     """One layer for several sequences."""
-    joined = copy.copy(layers[0])
+    batched = copy.copy(layers[0])
     for part in _PARTS:
         first = getattr(layers[0], part, {})
         each = {
             i: None if x is None else torch.cat([getattr(layer, part)[i] for layer in layers]) for i, x in first.items()
         }
-        setattr(joined, part, each)
-    return joined
+        setattr(batched, part, each)
+    return batched

@@ -45,9 +45,9 @@ def binds(window: int, config: Any) -> bool:
     return window < (rotary.context_of(config) or float("inf"))
 
 
-def is_known(window: Window | None, asked: int, config: Any) -> bool:
+def is_known(window: Window | None, num_tokens: int, config: Any) -> bool:
     """True if the window that a layer asks for is the one that its store has, or never binds."""
-    return asked == window.num_tokens if window is not None else not binds(asked, config)
+    return num_tokens == window.num_tokens if window is not None else not binds(num_tokens, config)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,9 @@ def layer_kinds(config: Any) -> LayerKinds:
         )
     if not full:
         raise UnsupportedModel(f"{config.model_type}: no layer has keys and values of the whole text; {REMEDY}")
-    return LayerKinds(tuple(full), {window: tuple(own) for window, own in windows.items()}, tuple(states), shared)
+    return LayerKinds(
+        tuple(full), {window: tuple(indices) for window, indices in windows.items()}, tuple(states), shared
+    )
 
 
 def num_full_layers(config: Any) -> int:
@@ -105,7 +107,7 @@ def num_full_layers(config: Any) -> int:
     return len(layer_kinds(config).full)
 
 
-def check_supported(model: PreTrainedModel, places: int = 1, processes: int = 1) -> None:
+def check_supported(model: PreTrainedModel, num_devices: int = 1, processes: int = 1) -> None:
     """Refuses models whose attention the store does not reproduce (`UnsupportedModel`), with the reason and what works
     instead. Of an outline, whose weights lie nowhere yet, say how many devices and processes will share them."""
     config, module = model.config.get_text_config(), sys.modules[type(model).__module__]
@@ -123,15 +125,15 @@ def check_supported(model: PreTrainedModel, places: int = 1, processes: int = 1)
             f"{name}: kv_lora_rank={rank} changes attention in a way the store does not reproduce; {REMEDY}"
         )
     values = None if rank else getattr(config, "v_head_dim", None)
-    if values and values != (own := heads_of(config, 0)[2]):
+    if values and values != (key_channels := heads_of(config, 0)[2]):
         raise UnsupportedModel(
-            f"{name}: its values have {values} channels (v_head_dim) and its keys {own}, and a page holds both in one "
-            f"width; {REMEDY}"
+            f"{name}: its values have {values} channels (v_head_dim) and its keys {key_channels}, and a page holds "
+            f"both in one width; {REMEDY}"
         )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder model; {REMEDY}")
     placement.check(model, name)
-    if (rank or kinds.shared) and (processes > 1 or max(places, len(placement.places_of(model))) > 1):
+    if (rank or kinds.shared) and (processes > 1 or max(num_devices, len(placement.places_of(model))) > 1):
         raise UnsupportedModel(
             f"{name}: its layers {'have latent attention' if rank else 'share keys'}, and lie on several devices or in "
             "several processes, which the store does not reproduce; name one device (model.device=cuda:0)"
@@ -143,8 +145,8 @@ def check_supported(model: PreTrainedModel, places: int = 1, processes: int = 1)
 
 def _own_caches(module: ModuleType) -> str:
     """The classes of caches that the module of a model defines; empty where it takes transformers' common ones."""
-    own = [name for name, found in vars(module).items() if getattr(found, "__module__", "") == module.__name__]
-    return ", ".join(name for name in own if name.endswith("Cache"))
+    names = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    return ", ".join(name for name in names if name.endswith("Cache"))
 
 
 def check_fit(
@@ -200,11 +202,11 @@ def small_store(policy: Policy, shape: ModelShape, options: StoreOptions) -> Com
     )
 
 
-def model_shape(model: PreTrainedModel, places: Sequence[tuple[torch.device, int]] = ()) -> ModelShape:
-    """Heads, dims, dtype and rotary frequencies of a supported model; `places` are devices and how many layers each has
+def model_shape(model: PreTrainedModel, spans: Sequence[tuple[torch.device, int]] = ()) -> ModelShape:
+    """Heads, dims, dtype and rotary frequencies of a supported model; `spans` are devices and how many layers each has
     of the cache, where that was said, else as the weights lie."""
     config = model.config.get_text_config()
-    parts = tuple(Place(*each) for each in places) or placement.places_of(model)
+    parts = tuple(Place(*each) for each in spans) or placement.places_of(model)
     kinds = layer_kinds(config)
 
     def of_kind(numbers: tuple[int, ...], **more: Any) -> ModelShape:
@@ -237,9 +239,9 @@ def model_shape(model: PreTrainedModel, places: Sequence[tuple[torch.device, int
         output_projections=None if latents else _output_projections(model, kinds.full),
         key_biases=None if latents else _key_biases(model, kinds.full),
         beside=tuple(
-            of_kind(tuple(own), window=window)
+            of_kind(tuple(layers), window=window)
             for window, numbers in kinds.windows.items()
-            for _, own in groupby(sorted(numbers, key=partial(heads_of, config)), partial(heads_of, config))
+            for _, layers in groupby(sorted(numbers, key=partial(heads_of, config)), partial(heads_of, config))
         ),
         shared=kinds.shared,
     )
@@ -248,24 +250,26 @@ def model_shape(model: PreTrainedModel, places: Sequence[tuple[torch.device, int
 def heads_of(config: Any, layer: int) -> tuple[int, int, int]:
     """Query heads, KV heads and head dim of a layer, as the cache has them: of latent attention one head, as wide as a
     latent vector and a rotary key."""
-    own = config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
+    layer_config = config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
     by_layer = getattr(config, "num_attention_heads_per_layer", None)  # Laguna
-    heads = by_layer[layer] if by_layer else own.num_attention_heads
+    heads = by_layer[layer] if by_layer else layer_config.num_attention_heads
     if rank := getattr(config, "kv_lora_rank", None):
         return heads, 1, rank + config.qk_rope_head_dim
-    head_dim = getattr(own, "head_dim", None) or own.hidden_size // heads
-    return heads, getattr(own, "num_key_value_heads", None) or heads, head_dim
+    head_dim = getattr(layer_config, "head_dim", None) or layer_config.hidden_size // heads
+    return heads, getattr(layer_config, "num_key_value_heads", None) or heads, head_dim
 
 
 def softmax_of(model: PreTrainedModel, layers: Sequence[int]) -> Softmax:
     """Caps and sinks of these layers: what a layer without sinks has of them is minus infinity."""
     sinks: Tensor | None = None
     for number, module in _modules(model).items():
-        if number in layers and isinstance(own := getattr(module, "sinks", None), Tensor):
-            own = getattr(own, "to_local", lambda own=own: own)().detach().float()  # of a DTensor this process's part
+        if number in layers and isinstance(sink := getattr(module, "sinks", None), Tensor):
+            sink = (
+                getattr(sink, "to_local", lambda sink=sink: sink)().detach().float()
+            )  # of a DTensor this process's part
             if sinks is None:
-                sinks = own.new_full((len(layers), len(own)), float("-inf"))
-            sinks[layers.index(number)] = own
+                sinks = sink.new_full((len(layers), len(sink)), float("-inf"))
+            sinks[layers.index(number)] = sink
     return Softmax(getattr(model.config.get_text_config(), "attn_logit_softcapping", None) or 0.0, sinks)
 
 
@@ -287,10 +291,12 @@ def _key_biases(model: PreTrainedModel, layers: Sequence[int]) -> list[Tensor] |
     """The biases of the key projections of these layers; None where not every layer has one, or normalises keys."""
     modules = _modules(model)
     owners = [modules[layer] for layer in layers if layer in modules]
-    found = [getattr(getattr(module, "k_proj", None), "bias", None) for module in owners]
+    biases = [getattr(getattr(module, "k_proj", None), "bias", None) for module in owners]
     normalised = any(getattr(module, "k_norm", None) is not None for module in owners)
-    own = [getattr(bias, "to_local", lambda bias=bias: bias)().detach() for bias in found if isinstance(bias, Tensor)]
-    return own if len(own) == len(layers) and not normalised else None
+    local = [
+        getattr(bias, "to_local", lambda bias=bias: bias)().detach() for bias in biases if isinstance(bias, Tensor)
+    ]
+    return local if len(local) == len(layers) and not normalised else None
 
 
 def _plain_inv_freq(model: PreTrainedModel) -> Tensor | None:

@@ -61,7 +61,7 @@ class Waiting:
         clock: Clock | None = None,
     ) -> None:
         self.requests, self._group, self._arrivals_s, self.clock = requests, group, arrivals_s, clock or Clock()
-        self._places = {request.sample_id: place for place, request in enumerate(requests)}
+        self._places = {request.sample_id: index for index, request in enumerate(requests)}
         self._left = list(range(len(requests)))
         self._now = 0  # the group whose requests may come
         self.cancelled: set[str] = set()
@@ -80,14 +80,14 @@ class Waiting:
             heappop(self._left)
         if not self._left:
             return None
-        place = self._left[0]
-        if self._group is not None and place // self._group != self._now:
+        index = self._left[0]
+        if self._group is not None and index // self._group != self._now:
             if num_live:
                 return None
-            self._now = place // self._group
-        if self._arrivals_s is not None and self._arrivals_s[place] > self.clock.now_s():
+            self._now = index // self._group
+        if self._arrivals_s is not None and self._arrivals_s[index] > self.clock.now_s():
             return None
-        return self.requests[place]
+        return self.requests[index]
 
     def take(self) -> Request:
         """Takes the request that `first` gave."""

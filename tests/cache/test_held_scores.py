@@ -191,7 +191,7 @@ def test_hidden_states_and_projections_are_the_model_s(tiny_model, monkeypatch):
 
     with engine(loaded, Reading(budget=9)) as running:
         running.runner.reserve(rows=1, prompt_tokens=20, new_tokens=2)
-        row, _ = running.runner.read(random_tokens(17), ahead=random_tokens(2))
+        row, _ = running.runner.read(random_tokens(17), lookahead=random_tokens(2))
         running.runner.step([row], [5])
         running.runner.close(row)
     assert len(shown) == 2  # once per layer; nothing is noted while decoding

@@ -339,7 +339,7 @@ def test_states_are_billed_and_follow_their_rows(small, kind):
             assert ledger["fp16_bytes"] == whole + ledger["state_bytes"]
             assert ledger["full_layers_bytes"] + ledger["state_bytes"] == ledger["resident_bytes"]
         with pytest.raises(ValueError, match="3 tokens ahead cannot be read with a prompt where layers hold a state"):
-            runner.read(prompts_of(1)[0], ahead=(1, 2, 3))
+            runner.read(prompts_of(1)[0], lookahead=(1, 2, 3))
     finally:
         loaded.model.set_attn_implementation("sdpa")
     found = torch.stack([first[1], second[1], third[0]]), torch.stack([first[2], second[0], third[1]])
