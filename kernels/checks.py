@@ -40,8 +40,8 @@ _REDUCES = {*get_args(Reduce)}
 _COUNTS = ("num_tokens", "before", "before", "after", "after")  # of a step's residual buffers
 
 
-def _refuse(name: str, found: object, rule: str) -> AssertionError:
-    return AssertionError(f"{name} is {found}, but {rule}")
+def _refuse(name: str, value: object, rule: str) -> AssertionError:
+    return AssertionError(f"{name} is {value}, but {rule}")
 
 
 def _said(x: Tensor) -> str:
@@ -60,16 +60,16 @@ def vectors(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) 
         raise _refuse(name, _said(x), f"it must be floating-point {list(shape)} on {device}")
 
 
-def choice(name: str, found: object, allowed: set) -> None:
+def choice(name: str, value: object, allowed: set) -> None:
     """Refuses a word or number that is not among those that an operation knows."""
-    if found not in allowed:
-        raise _refuse(name, repr(found), f"it must be one of {sorted(allowed, key=str)}")
+    if value not in allowed:
+        raise _refuse(name, repr(value), f"it must be one of {sorted(allowed, key=str)}")
 
 
-def at_least(name: str, found: object, low: int) -> None:
+def at_least(name: str, value: object, low: int) -> None:
     """Refuses a number that is no integer from `low` on."""
-    if not isinstance(found, int) or found < low:
-        raise _refuse(name, repr(found), f"it must be an integer from {low} on")
+    if not isinstance(value, int) or value < low:
+        raise _refuse(name, repr(value), f"it must be an integer from {low} on")
 
 
 def pool(pages: Tensor, fmt: PageFormat) -> None:

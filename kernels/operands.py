@@ -168,8 +168,8 @@ class InOrder:
 
     def angles(self, num_slots: int, step: int = 1) -> Tensor:
         """fp32 [S, num_slots, D / 2] angles of every `step`-th slot."""
-        places = self.first[:, None] + step * torch.arange(num_slots, device=self.first.device)
-        return places[..., None].float() * self.frequencies
+        positions = self.first[:, None] + step * torch.arange(num_slots, device=self.first.device)
+        return positions[..., None].float() * self.frequencies
 
 
 @dataclass
@@ -293,8 +293,8 @@ class SlotSearch:
 
     def per_list(self, lists: int) -> "SlotSearch":
         """The same with every sequence's numbers repeated for its lists."""
-        given = {name: getattr(self, name) for name in ("seen", "floor", "before", "exact")}
-        return replace(self, **{name: x.repeat_interleave(lists) for name, x in given.items() if x is not None})
+        bounds = {name: getattr(self, name) for name in ("seen", "floor", "before", "exact")}
+        return replace(self, **{name: x.repeat_interleave(lists) for name, x in bounds.items() if x is not None})
 
 
 @dataclass(frozen=True)

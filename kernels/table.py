@@ -162,7 +162,7 @@ class PageTable:
         """
         if self.pool.others is None:
             return
-        found = []
+        shared = []
         for table in (self.entries, self.further):
             entries = [
                 (lists * self.max_pages + self._column(tier, slot // self.tokens_per_page[tier]))[slot >= 0]
@@ -173,19 +173,19 @@ class PageTable:
             where = torch.cat(entries).unique() if entries else nothing
             old = table.view(-1)[where].long()
             is_shared = self.pool.others[old] > 0
-            found.append((table.view(-1), where[is_shared], old[is_shared]))
-        old = torch.cat([pages for _, _, pages in found])
+            shared.append((table.view(-1), where[is_shared], old[is_shared]))
+        old = torch.cat([pages for _, _, pages in shared])
         if not old.numel():
             return
         new, _ = self.pool.allocate(torch.tensor([old.numel()], device=old.device))
         try:
             self.pool.pages[new] = self.pool.pages[old]
-            parts = new.to(torch.int32).split([len(where) for _, where, _ in found])
+            parts = new.to(torch.int32).split([len(where) for _, where, _ in shared])
             self.pool.release(old)
         except BaseException:
             self.pool.undo_allocate(old.numel())
             raise
-        for (table, where, _), ids in zip(found, parts, strict=True):
+        for (table, where, _), ids in zip(shared, parts, strict=True):
             table.scatter_(0, where, ids)  # needs no memory
 
     def own_all(self, lists: Tensor) -> None:
@@ -291,18 +291,18 @@ class PageTable:
             moved = (goes_to.reshape(-1) == other) & ~fresh
             if other == tier or not bool(moved.any()):
                 continue
-            own = torch.full_like(lists, -1) if goes_at is None else goes_at.reshape(-1).long()
-            appended = moved & (own < 0)
-            own = torch.where(appended, reserved(other, appended), own)
-            at[other] = torch.where(moved, own, -1)
+            target = torch.full_like(lists, -1) if goes_at is None else goes_at.reshape(-1).long()
+            appended = moved & (target < 0)
+            target = torch.where(appended, reserved(other, appended), target)
+            at[other] = torch.where(moved, target, -1)
         if own_all:
             self.own_all(lists)
         else:
-            self.own([(which, lists, own) for which, own in at.items()])
+            self.own([(which, lists, target) for which, target in at.items()])
         page, inside = lists.new_full((self.num_tiers, len(lists)), -1), lists.new_zeros(self.num_tiers, len(lists))
-        for which, own in at.items():
-            found, inside[which] = self.lookup(lists, which, own.clamp(min=0))
-            page[which] = torch.where(own < 0, -1, found)
+        for which, target in at.items():
+            page_ids, inside[which] = self.lookup(lists, which, target.clamp(min=0))
+            page[which] = torch.where(target < 0, -1, page_ids)
         return page, inside, None
 
     # What tables on a device do in a launch or two (`kernels.gpu.table`); those in main memory go their own ways.
@@ -334,11 +334,11 @@ class PageTable:
 
     def _pages_of(self, lists: Tensor) -> Tensor:
         """The page ids of lists (int64 [M]), tier by tier."""
-        found = []
+        ids = []
         for tier in range(self.num_tiers):
             owner, index = _spread(self.num_pages(tier)[lists])
-            found.append(self._table(tier)[lists[owner], self._column(tier, index)].long())
-        return torch.cat(found)
+            ids.append(self._table(tier)[lists[owner], self._column(tier, index)].long())
+        return torch.cat(ids)
 
     def _table(self, tier: int) -> Tensor:
         return self.further if tier >= 2 else self.entries
@@ -371,7 +371,7 @@ def most_pages(max_slots: int, tokens_per_page: tuple[int, ...]) -> int:
 def _spread(count: Tensor) -> tuple[Tensor, Tensor]:
     """For `count[m]` (int64 [M]) places of every list m, list by list: whose each one is, and its number among them."""
     end = count.cumsum(0)
-    place = torch.arange(int(count.sum()), device=count.device)
+    index = torch.arange(int(count.sum()), device=count.device)
     # Not repeat_interleave, which wakes other threads on a CPU, for two numbers too.
-    owner = torch.searchsorted(end, place, right=True)
-    return owner, place - (end - count)[owner]
+    owner = torch.searchsorted(end, index, right=True)
+    return owner, index - (end - count)[owner]

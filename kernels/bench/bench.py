@@ -105,7 +105,7 @@ class Common:
         """Arguments of `measure_cell`, `baselines` at least."""
         raise NotImplementedError
 
-    def finish(self, found: dict) -> None:
+    def finish(self, figures: dict) -> None:
         """Adds to the figures of a cell."""
 
 
@@ -206,7 +206,7 @@ class Bench:
         if held is not None and goes_on(held, document):
             document |= {name: held[name] for name in ("started", "cells", "elapsed_s")}
             self.notes += [note for note in held["notes"] if note not in self.notes]
-        done, begin = [found["cell"] for found in document["cells"]], time.time() - document.get("elapsed_s", 0.0)
+        done, begin = [figures["cell"] for figures in document["cells"]], time.time() - document.get("elapsed_s", 0.0)
         try:
             if left := [cell for cell in self.cells if cell not in done]:
                 self.settings.prepare(self)
@@ -227,8 +227,8 @@ class Bench:
         if cell.get("threads"):
             torch.set_num_threads(cell["threads"])
         self.stage()
-        asked: dict[str, Any] = {"rounds": self.settings.rounds, "seed": self.settings.seed}
-        asked |= {"timer": self._timer, "on_round": self.advance}
+        options: dict[str, Any] = {"rounds": self.settings.rounds, "seed": self.settings.seed}
+        options |= {"timer": self._timer, "on_round": self.advance}
         try:
             variants = self.settings.variants(self, cell)
         except Skipped as reason:
@@ -236,17 +236,17 @@ class Bench:
             self._done = begin + self._rounds
             return {"cell": cell, "variants": [], "refused": [], "skipped": str(reason)}
         self.stage("first round")
-        found = measure_cell(cell, variants, **asked | self.settings.timing(self, cell))
+        figures = measure_cell(cell, variants, **options | self.settings.timing(self, cell))
         self._done = begin + self._rounds
-        self.settings.finish(found)
-        self.notes += [f"{entry['name']} at {self._label} {entry['reason']}" for entry in found["refused"]]
-        distance, cache = found["reuse_distance_bytes"], self.environment["cpu_cache_bytes"]
+        self.settings.finish(figures)
+        self.notes += [f"{entry['name']} at {self._label} {entry['reason']}" for entry in figures["refused"]]
+        distance, cache = figures["reuse_distance_bytes"], self.environment["cpu_cache_bytes"]
         if self.device == "cpu" and self.settings.what == "attention" and cache and distance < 2 * cache:
             self.notes.append(
                 f"{self._label}: only {distance / 1e6:.0f} MB pass between two uses of a buffer; the cache is said "
                 f"to hold {cache / 1e6:.0f} MB; raise working_set_mb or max_buffers"
             )
-        return found
+        return figures
 
 
 def goes_on(held: dict, document: dict) -> bool:
@@ -328,15 +328,15 @@ def plain_table(document: dict) -> str:
 
 def remarks(cell: dict) -> list[str]:
     """The A/A pair and the bandwidth of a cell in words; documents of before have none."""
-    found = []
+    lines = []
     if twice := cell.get("twice"):
         noise = f"ratios within {100 * twice['noise']:.0f} % of 1 are noise"
-        found.append(f"A/A: {twice['name']} timed twice is {_span(twice)} times itself; {noise}")
+        lines.append(f"A/A: {twice['name']} timed twice is {_span(twice)} times itself; {noise}")
     if probe := cell.get("probe"):
-        found.append(f"{probe['name']} in the same rounds: {probe['bytes_per_s'] / 1e9:.1f} GB/s")
+        lines.append(f"{probe['name']} in the same rounds: {probe['bytes_per_s'] / 1e9:.1f} GB/s")
     if product := cell.get("product"):
-        found.append(f"{product['name']} in the same rounds: {product['flops_per_s'] / 1e9:.0f} GFLOP/s")
-    return found
+        lines.append(f"{product['name']} in the same rounds: {product['flops_per_s'] / 1e9:.0f} GFLOP/s")
+    return lines
 
 
 def _span(ratio: dict | None) -> str:
@@ -349,11 +349,11 @@ def main(kind: type[Common], words: list[str]) -> int:
     if {"-h", "--help"} & set(words):
         _print_help(kind)
         return 0
-    told: set[str] = set()
+    shown: set[str] = set()
 
     def speak(done: int, total: int, label: str) -> None:
-        if label not in told:
-            told.add(label)
+        if label not in shown:
+            shown.add(label)
             print(f"{done}/{total} rounds: {label}", file=sys.stderr, flush=True)
 
     paths = [Path(word.partition("=")[2]) for word in words if word.startswith("out=")]

@@ -289,9 +289,9 @@ def fill_tier(entry: ctypes.Structure, tier: TierPages, scores: Tensor | None, k
         for name, x in zip(("cos", "sin", "first_cos", "first_sin"), tables, strict=False):
             setattr(entry, name, x.data_ptr())
     if tier.channels is not None:
-        own = plain(tier.channels.scale), plain(tier.channels.zero)
-        keep += own
-        entry.channel_scale, entry.channel_zero = (x.data_ptr() for x in own)
+        scales = plain(tier.channels.scale), plain(tier.channels.zero)
+        keep += scales
+        entry.channel_scale, entry.channel_zero = (x.data_ptr() for x in scales)
 
 
 def ring_struct(ring: Ring | StepRing, keep: Kept) -> ctypes.Structure:

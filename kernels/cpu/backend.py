@@ -270,8 +270,8 @@ class Cpu(Backend):
             struct.flush_first = int(ring.flush_first)
         else:
             assert target is not None, "checks.step wants one of them"
-            struct.tier, *places = target
-            where = [x.long().contiguous() for x in places]
+            struct.tier, *location = target
+            where = [x.long().contiguous() for x in location]
             struct.page, struct.slot = (x.data_ptr() for x in where)
         return CompiledStep(struct, [*keep, seen, *where])
 

@@ -67,7 +67,7 @@ def load_library(
     try:
         return kind(str(build_library(name, sources, flags=flags)))
     except OSError:  # built on a machine with newer libraries, for example
-        path = build_library(name, sources, flags=flags, again=True)
+        path = build_library(name, sources, flags=flags, rebuild=True)
     try:
         return kind(str(path))
     except OSError as error:
@@ -83,7 +83,7 @@ def build_library(
     source_dir: Path = SOURCE_DIR,
     *,
     flags: tuple[str, ...] = (),
-    again: bool = False,
+    rebuild: bool = False,
 ) -> Path:
     """The shared library of these sources, compiled now unless an equal build is cached.
 
@@ -96,7 +96,7 @@ def build_library(
             include.
         source_dir: Where they are.
         flags: Compiler flags beside `FLAGS`.
-        again: True compiles although an equal build is cached.
+        rebuild: True compiles although an equal build is cached.
 
     Returns:
         The library's path; its content was checked against the digest in the record.
@@ -109,13 +109,13 @@ def build_library(
         parts += [" ".join((*FLAGS, *flags)), os.environ.get("CXX") or "", platform.machine()]
         key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
         record = cache_dir() / f"{name}-{key}.json"
-        cached = None if again else _cached(record)
+        cached = None if rebuild else _cached(record)
         if cached is not None:
             return cached
         compiler = find_compiler()
         _make_folder(record.parent)
         with _alone(record.parent):
-            cached = None if again else _cached(record)  # another process may have built it meanwhile
+            cached = None if rebuild else _cached(record)  # another process may have built it meanwhile
             if cached is not None:
                 return cached
             _remove_left_overs(record.parent)
@@ -168,10 +168,10 @@ def _store(built: Path, record: Path, compiler: str) -> Path:
     target = record.with_name(_library_name(record, digest))
     written = built.with_suffix(".json")
     written.write_text(json.dumps({"sha256": digest, "compiler": _version(compiler)}, indent=1))
-    for source, place in ((built, target), (written, record)):
+    for source, path in ((built, target), (written, record)):
         _sync(source)
-        os.replace(source, place)
-        _sync(place.parent)
+        os.replace(source, path)
+        _sync(path.parent)
     return target
 
 

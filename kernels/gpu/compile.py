@@ -142,8 +142,8 @@ def _usage(asm: Mapping[str, Any]) -> tuple[int | None, int | None]:
         )
         return max(registers, default=None), sum(spilled)
     said = nvidia_tool("cuobjdump", "-res-usage", binary=asm["cubin"])
-    found = re.findall(r"REG:(\d+) STACK:(\d+)", said)
-    return (max(int(count) for count, _ in found), max(int(size) for _, size in found)) if found else (None, None)
+    matches = re.findall(r"REG:(\d+) STACK:(\d+)", said)
+    return (max(int(count) for count, _ in matches), max(int(size) for _, size in matches)) if matches else (None, None)
 
 
 def nvidia_tool(name: str, *options: str, binary: bytes) -> str:
@@ -164,8 +164,8 @@ def parse_sass(sass: str) -> tuple[list[str], dict[str, int]]:
     for line in sass.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label[1]] = len(lines)
-        elif found := re.search(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);", line):
-            lines.append(found[1].strip())
+        elif match := re.search(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);", line):
+            lines.append(match[1].strip())
     return lines, labels
 
 

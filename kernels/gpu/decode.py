@@ -220,15 +220,15 @@ class ListTier:
     @property
     def half(self) -> int:
         """Angles per key; 0 where keys are not rotated."""
-        turned = self.angles if self.rotation is None else self.rotation.frequencies
-        return 0 if turned is None else turned.shape[-1]
+        angles = self.angles if self.rotation is None else self.rotation.frequencies
+        return 0 if angles is None else angles.shape[-1]
 
     def in_kernels(self, prefix: str) -> dict[str, Any]:
         """Its compile-time constants in `_attend`."""
         turn = 0 if not self.half else 1 if self.rotation is None else 3 if self.rotation.ages is None else 2
-        found = {"T": self.fmt.tokens_per_page, "REVERSED": self.is_reversed, "TURN": turn}
+        constants = {"T": self.fmt.tokens_per_page, "REVERSED": self.is_reversed, "TURN": turn}
         sides = {prefix + side.upper(): side_layout(self.fmt, side) for side in "kv"}
-        return {f"{prefix}_{name}": value for name, value in found.items()} | sides
+        return {f"{prefix}_{name}": value for name, value in constants.items()} | sides
 
 
 @dataclass(frozen=True)
@@ -315,8 +315,8 @@ class Attention:
         at_once = _num_processors(q.device) * _ATTENDING
         if q.device.type == "cuda" and ptx_level():
             first, buffers = self._reads(pairs[0], count, step, reading), _ring_arguments(ring, absent)
-            given = [q, buffers[2], *buffers[:2], *buffers[3], LOG2_E, lists.offset, *first.given]
-            at_once = _num_processors(q.device) * programs_per_processor(_attend, given, first.constants)
+            operands = [q, buffers[2], *buffers[:2], *buffers[3], LOG2_E, lists.offset, *first.given]
+            at_once = _num_processors(q.device) * programs_per_processor(_attend, operands, first.constants)
         self._cut([_num_parts(count, span, at_once) for span in spans], count, group_size, head_dim)
         self._reading = [self._reads(pair, count, step, reading) for pair in pairs]
         self._merging = [self._merges(pair, count, step, merging, how) for pair in (pairs if how.group else pairs[:1])]
@@ -342,29 +342,29 @@ class Attention:
         """Of `_attend`, over one tier or two."""
         (first, second), (pages, rows, seen) = pair, step
         rotation = self._tiers[first].rotation
-        given: list[Any] = [pages, rows, seen, self._absent if rotation is None else rotation.frequencies]
-        given += [*self._partial, pages.shape[1], sum(self._parts), sum(self._parts[:first])]
-        given += [self._lists.heads, self._lists.per_row]
+        operands: list[Any] = [pages, rows, seen, self._absent if rotation is None else rotation.frequencies]
+        operands += [*self._partial, pages.shape[1], sum(self._parts), sum(self._parts[:first])]
+        operands += [self._lists.heads, self._lists.per_row]
         constants = constants | {"TWO": first != second}
         for index, prefix in zip(pair, "AB", strict=True):
             tier = self._tiers[index]
             angles = tier.angles if tier.rotation is None else tier.rotation.ages
             angles = self._absent if angles is None else angles
-            given += [tier.table, tier.num_k, tier.num_v, angles, *self._kept[index], self._parts[index]]
-            given += [tier.columns, tier.entries, angles.stride(0)]
+            operands += [tier.table, tier.num_k, tier.num_v, angles, *self._kept[index], self._parts[index]]
+            operands += [tier.columns, tier.entries, angles.stride(0)]
             size = self._block_slots[index]
             rest = power_of_two((tier.fmt.tokens_per_page - 1) % size + 1, MIN_DOT)
             constants |= tier.in_kernels(prefix) | {f"{prefix}_BT": size, f"{prefix}_LAST": rest}
-        return _Launch((count, sum(self._parts[first : second + 1])), given, constants)
+        return _Launch((count, sum(self._parts[first : second + 1])), operands, constants)
 
     def _merges(
         self, pair: tuple[int, int], count: int, step: tuple[Tensor, ...], constants: dict, how: StepScores
     ) -> _Launch:
         """Of `_finish`; the first one merges the parts, too."""
         (first, second), pages = pair, step[0]
-        given: list[Any] = [self._lse, *self._partial, *step[1:], self._sinks, pages, pages.shape[1]]
-        given += [sum(self._parts)]
-        given += [self._lists.heads, self._lists.per_row]
+        operands: list[Any] = [self._lse, *self._partial, *step[1:], self._sinks, pages, pages.shape[1]]
+        operands += [sum(self._parts)]
+        operands += [self._lists.heads, self._lists.per_row]
         merged = constants["G"] if first == 0 else 0
         constants = constants | {"TWO": first != second, "MERGED": merged, "BP": self._merged_at_once(constants["DP"])}
         scoring = _SCORING * _num_processors(pages.device)
@@ -372,11 +372,15 @@ class Attention:
         tasks = [min(most, max(1, scoring // max(1, count))) if how.group else 0 for most in tiles]
         for index, prefix in zip(pair, "AB", strict=True):
             tier = self._tiers[index]
-            given += [*self._kept[index], tier.num_k, tier.table, tasks[index], tier.columns, tier.entries]
-            found = {"T": tier.fmt.tokens_per_page, "BT": self._block_slots[index], "REVERSED": tier.is_reversed}
-            found |= {"TRACK": score_offset(tier.fmt) if how.update else -1, "POS": tier.fmt.regions["pos"][0]}
-            constants |= {f"{prefix}_{name}": value for name, value in found.items()}
-        return _Launch((count, merged + sum(tasks[first : second + 1])), given, constants)
+            operands += [*self._kept[index], tier.num_k, tier.table, tasks[index], tier.columns, tier.entries]
+            tier_constants = {
+                "T": tier.fmt.tokens_per_page,
+                "BT": self._block_slots[index],
+                "REVERSED": tier.is_reversed,
+            }
+            tier_constants |= {"TRACK": score_offset(tier.fmt) if how.update else -1, "POS": tier.fmt.regions["pos"][0]}
+            constants |= {f"{prefix}_{name}": value for name, value in tier_constants.items()}
+        return _Launch((count, merged + sum(tasks[first : second + 1])), operands, constants)
 
     def __call__(
         self, q: Tensor, ring: Ring | None, scale: float, offset: int | None = None
@@ -393,8 +397,8 @@ class Attention:
                 **made.constants,
             )  # fmt: skip
         for index, made in enumerate(self._merging):
-            own = [*scores[2 * index : 2 * index + 2], self._absent, self._absent][:2]
-            launch(_finish, made.grid, out, *own, offset, *made.given, **made.constants)
+            tier_scores = [*scores[2 * index : 2 * index + 2], self._absent, self._absent][:2]
+            launch(_finish, made.grid, out, *tier_scores, offset, *made.given, **made.constants)
         return out, self._lse.view(q.shape[:2]), scores
 
 

@@ -50,9 +50,9 @@ class _Recorder(TorchDispatchMode):
         if name in FROM_HOST:
             raise NotCapturable(f"numbers of the host become a tensor {list(args[0].shape)}: make it before the step")
         out = function(*args, **kwargs)
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        inputs = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         made = [x.untyped_storage() for x in _as_tuple(out) if isinstance(x, torch.Tensor)]
-        self.allocated += [storage for storage in made if storage.data_ptr() not in given]
+        self.allocated += [storage for storage in made if storage.data_ptr() not in inputs]
         if name not in ALLOCATES:
             self.tape.append(lambda: self._again(function, args, kwargs, out))
         return out
@@ -96,7 +96,7 @@ def record(step: Callable[[], object]) -> Callable[[], None]:
     def replay() -> None:
         for storage in recorder.allocated:
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(GARBAGE)
-        for again in recorder.tape:
-            again()
+        for operation in recorder.tape:
+            operation()
 
     return replay

@@ -65,25 +65,25 @@ def _settle(
 
 @triton.jit
 def _place_tier(
-    table, goes_to, goes_at, first, page, inside, i, mask, which, given, count, width, tier: tl.constexpr,
+    table, goes_to, goes_at, first, page, inside, i, mask, which, settled, count, width, tier: tl.constexpr,
     T: tl.constexpr, REVERSED: tl.constexpr, TIER: tl.constexpr, MOVES: tl.constexpr, NAMED: tl.constexpr,
 ):  # fmt: skip
     """Page and slot in it of what a step writes in one tier; see `_place`."""
-    at = given
+    at = settled
     live = mask
     if tier != TIER:
         if MOVES:
-            live = mask & (given >= 0) & (tl.load(goes_to + i, mask=mask, other=-1) == tier)
+            live = mask & (settled >= 0) & (tl.load(goes_to + i, mask=mask, other=-1) == tier)
         else:
             live = mask & (i < 0)
-        at = tl.zeros_like(given) - 1
+        at = tl.zeros_like(settled) - 1
         if NAMED:
             at = tl.load(goes_at + i, mask=mask, other=-1).to(tl.int64)
     at = tl.where(at < 0, tl.load(first + tier * count + i, mask=live & (at < 0), other=0), at)
     live = live & (at >= 0)  # -1: there were too few pages, and the step is given up
     at = tl.maximum(at, 0)
-    found = table_page(table, which, width, at // T, live, REVERSED)
-    tl.store(page + tier * count + i, tl.where(live, found, -1), mask=mask)
+    page_id = table_page(table, which, width, at // T, live, REVERSED)
+    tl.store(page + tier * count + i, tl.where(live, page_id, -1), mask=mask)
     tl.store(inside + tier * count + i, at % T, mask=mask)
 
 
@@ -97,24 +97,24 @@ def _place(
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
     which = tl.load(lists + i, mask=mask, other=0).to(tl.int64)
-    given = tl.load(settled + i, mask=mask, other=-1)
+    slot = tl.load(settled + i, mask=mask, other=-1)
     _place_tier(
-        entries, goes_to, goes_at, first, page, inside, i, mask, which, given, count, width, 0, T0, False, TIER,
+        entries, goes_to, goes_at, first, page, inside, i, mask, which, slot, count, width, 0, T0, False, TIER,
         MOVES, NAMED,
     )  # fmt: skip
     if TIERS > 1:
         _place_tier(
-            entries, goes_to, goes_at, first, page, inside, i, mask, which, given, count, width, 1, T1, True, TIER,
+            entries, goes_to, goes_at, first, page, inside, i, mask, which, slot, count, width, 1, T1, True, TIER,
             MOVES, NAMED,
         )  # fmt: skip
     if TIERS > 2:
         _place_tier(
-            further, goes_to, goes_at, first, page, inside, i, mask, which, given, count, width, 2, T2, False, TIER,
+            further, goes_to, goes_at, first, page, inside, i, mask, which, slot, count, width, 2, T2, False, TIER,
             MOVES, NAMED,
         )  # fmt: skip
     if TIERS > 3:
         _place_tier(
-            further, goes_to, goes_at, first, page, inside, i, mask, which, given, count, width, 3, T3, True, TIER,
+            further, goes_to, goes_at, first, page, inside, i, mask, which, slot, count, width, 3, T3, True, TIER,
             MOVES, NAMED,
         )  # fmt: skip
 

@@ -122,9 +122,9 @@ def _rows(x: Tensor) -> Tensor:
 
 def _operand(*tensors: Tensor) -> torch.dtype:
     """Type of the matrix products' operands: the one that all tensors have, as tensor cores take 16 bits; else fp32."""
-    found = {x.dtype for x in tensors}
-    exact = len(found) == 1 and not (INTERPRETED and torch.bfloat16 in found)
-    return found.pop() if exact else torch.float32
+    dtypes = {x.dtype for x in tensors}
+    exact = len(dtypes) == 1 and not (INTERPRETED and torch.bfloat16 in dtypes)
+    return dtypes.pop() if exact else torch.float32
 
 
 def sum_columns(

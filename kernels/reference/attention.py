@@ -73,10 +73,10 @@ class DecodeOperations(PageOperations):
         if softmax.sinks is not None:
             logits.append(softmax.sinks.view(num_heads, -1, 1).expand(num_seq, -1, -1, -1))
             widths.append(1)
-        joined = torch.cat(logits, -1)
-        lse = joined.logsumexp(-1)
+        all_logits = torch.cat(logits, -1)
+        lse = all_logits.logsumexp(-1)
         # exp(x - lse) would carry the rounding of lse into every weight
-        parts = list(joined.softmax(-1).split(widths, -1))
+        parts = list(all_logits.softmax(-1).split(widths, -1))
         if softmax.sinks is not None:
             parts.pop()
         if ring is None:

@@ -50,17 +50,17 @@ class PromptOperations(Operations):
             return self.prefill_attention(q, k, v, scale, softmax), None
         if not softmax.is_plain:
             return self._prefill_beside(q, k, v, scale, softmax)
-        found = attention_with_lse(q, k, v, scale)
-        return (self.prefill_attention(q, k, v, scale), None) if found is None else found
+        output = attention_with_lse(q, k, v, scale)
+        return (self.prefill_attention(q, k, v, scale), None) if output is None else output
 
     def _prefill_beside(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax
     ) -> tuple[Tensor, Tensor | None]:
         """The same where the softmax is not plain: sinks join the log-sum-exp of a fused kernel, and what that has not
         is a chunk behind nothing."""
-        found = None if softmax.cap else attention_with_lse(q, k, v, scale)
-        if found is not None:
-            return softmax.beside_sinks(*found)
+        output = None if softmax.cap else attention_with_lse(q, k, v, scale)
+        if output is not None:
+            return softmax.beside_sinks(*output)
         nothing = k[:, :0], v[:, :0], None
         return self.chunk_attention(q, k, v, nothing, scale, softmax).to(q.dtype), None
 
@@ -92,7 +92,7 @@ class PromptOperations(Operations):
         past_k, past_v, live = history
         heads, chunk, head_dim = k.shape
         live = torch.ones(past_k.shape[:2], dtype=torch.bool, device=q.device) if live is None else live
-        keys, values = (torch.cat([past, own.float()], 1)[:, None] for past, own in ((past_k, k), (past_v, v)))
+        keys, values = (torch.cat([past, new.float()], 1)[:, None] for past, new in ((past_k, k), (past_v, v)))
         grouped = q.view(heads, -1, chunk, head_dim)
         out = torch.empty(grouped.shape, device=q.device)
         for begin in range(0, chunk, CHUNK_ROWS):
@@ -192,8 +192,8 @@ class PromptOperations(Operations):
         Returns:
             fp32 [H, N].
         """
-        found = self.column_scores(q, k, scale, columns, lse, softmax)
-        return reduce_scores(found, k.shape[0], columns.queries, reduction)
+        scores = self.column_scores(q, k, scale, columns, lse, softmax)
+        return reduce_scores(scores, k.shape[0], columns.queries, reduction)
 
     def prompt_low_counts(
         self,
@@ -220,8 +220,8 @@ class PromptOperations(Operations):
             fp32 [H, N].
         """
         columns = ColumnSums(queries=queries, skip_near=skip_near, below_uniform=True)
-        found = self.column_scores(q, k, scale, columns, softmax=softmax)
-        return reduce_group(found.view(k.shape[0], -1, k.shape[1]), group, 1)
+        scores = self.column_scores(q, k, scale, columns, softmax=softmax)
+        return reduce_group(scores.view(k.shape[0], -1, k.shape[1]), group, 1)
 
 
 def has_flash(q: Tensor) -> bool:
