@@ -268,14 +268,14 @@ class TierTable:
             )
         chosen = _counted("tiers_by_layer", self.named, num_layers)
         chosen |= _counted("protect_layers", self.protected, num_layers)
-        found = [(chosen[layer],) if layer in chosen else row for layer, row in enumerate(rows)]
-        for layer, row in enumerate(found):
+        by_layer = [(chosen[layer],) if layer in chosen else row for layer, row in enumerate(rows)]
+        for layer, row in enumerate(by_layer):
             if len(row) not in (1, num_kv_heads):
                 raise NotForModel(
                     f"method.tiers_by_layer has {len(row)} heads in layer {layer}, but the model has {num_kv_heads} KV "
                     "heads; give one precision for each, or one for all"
                 )
-        return tuple(row * num_kv_heads if len(row) == 1 else row for row in found)
+        return tuple(row * num_kv_heads if len(row) == 1 else row for row in by_layer)
 
 
 def _counted(setting: str, layers: Mapping[int, int], num_layers: int) -> dict[int, int]:
@@ -284,14 +284,14 @@ def _counted(setting: str, layers: Mapping[int, int], num_layers: int) -> dict[i
     Raises:
         NotForModel: A layer does not exist, or is named twice.
     """
-    found: dict[int, int] = {}
+    tier_of: dict[int, int] = {}
     for layer, tier in layers.items():
         if not -num_layers <= layer < num_layers:
             raise NotForModel(
                 f"method.{setting} names layer {layer}, but the model has layers 0 to {num_layers - 1}, of which -1 is "
                 "the last; name one of these"
             )
-        if layer % num_layers in found:
+        if layer % num_layers in tier_of:
             raise NotForModel(f"method.{setting} names layer {layer % num_layers} twice; name it once")
-        found[layer % num_layers] = tier
-    return found
+        tier_of[layer % num_layers] = tier
+    return tier_of

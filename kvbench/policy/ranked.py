@@ -245,12 +245,12 @@ class Ranked(ByLayer):
         free = slice(first, view.num_tokens - last)
         score, held = self._scores(view, free), _held(view, free)
         # A head without a token would be none; where nothing stays anyhow, each begins with its best one.
-        own = self.shares.own(view, score, budget - first - last, int(first + last == 0), self.layer_weights)
+        counts = self.shares.own(view, score, budget - first - last, int(first + last == 0), self.layer_weights)
         if self.value_aware:
             mean = self.per_query(score, view.num_tokens)
-            chosen = self.stages.choose(mean, view.extra["norm"][..., free], held, own)
+            chosen = self.stages.choose(mean, view.extra["norm"][..., free], held, counts)
         else:
-            chosen = rank_descending(score) < own
+            chosen = rank_descending(score) < counts
         if not self.cut_chunk:
             chosen = whole_chunks(chosen, held, self.chunk, may_be_none=first + last > 0)
         keep = torch.ones(*view.filled(0).shape, dtype=torch.bool, device=score.device)
@@ -298,13 +298,13 @@ class Ranked(ByLayer):
 
     def _first_held(self, view: DecodeView) -> int | Tensor:
         """First tokens that stay, of a prompt and behind it: int64 [S] where sequences differ, else one number."""
-        own, protected = self.always(MAX_TOKENS)[0], self.protection.first_held(view)
-        return protected.clamp(min=own) if isinstance(protected, Tensor) else max(own, protected)
+        first, protected = self.always(MAX_TOKENS)[0], self.protection.first_held(view)
+        return protected.clamp(min=first) if isinstance(protected, Tensor) else max(first, protected)
 
-    def _seen_target(self, view: DecodeView, window: int | Tensor, ahead: int = 0) -> Tensor:
-        """int64 [S, L, H]: tokens that a list may hold once the incoming one and `ahead` more are there: its share of
-        all tokens seen, and what stays whatever that is."""
-        target = seen_share(view, self._budget, self.protection, ahead)
+    def _seen_target(self, view: DecodeView, window: int | Tensor, lookahead: int = 0) -> Tensor:
+        """int64 [S, L, H]: tokens that a list may hold with the incoming one and `lookahead` more: its share of all
+        tokens seen, and at least what always stays."""
+        target = seen_share(view, self._budget, self.protection, lookahead)
         for least in (window, self._first_held(view) + 1):
             target = target.clamp(min=least) if isinstance(least, int) else torch.maximum(target, least[:, None, None])
         return target
@@ -371,13 +371,13 @@ class Ranked(ByLayer):
             return self.within_budget(extent, floor=floor)
         if self.compaction is None:
             return self.within_budget(extent)
-        stays, given = self.last_tokens(), extent.allowed(self._budget, extent.tokens_seen)
+        stays, allowed = self.last_tokens(), extent.allowed(self._budget, extent.tokens_seen)
         if self.protect == "prompt":
             return of_answer(extent, self._budget, stays, self.compaction.every)
         if self.protect == "answer" and extent.new_tokens:
             # Where lists share the budget, some hold little else, others their share.
-            stays = max(stays, extent.new_tokens + (given if self.budget_is_mean else 0))
-        stays = max(stays, self.protection.first(extent.instruction_tokens), given)
+            stays = max(stays, extent.new_tokens + (allowed if self.budget_is_mean else 0))
+        stays = max(stays, self.protection.first(extent.instruction_tokens), allowed)
         most = stays + self.compaction.every + self.shares.spare_pages * extent.page_tokens
         return replace(self.within_budget(extent), end_mean=(0, most))
 

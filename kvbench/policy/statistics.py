@@ -103,8 +103,8 @@ class LayerTensors(ABC):
     @property
     def hidden_states(self) -> Tensor:
         """[n, E] what the layer's projections were computed from; of a prompt only."""
-        found = self._call.hidden_states if self._call is not None and "hidden_states" in self._needs else None
-        return self._given(found, "hidden states", "add 'hidden_states' to its needs, and use them in of_prompt")
+        states = self._call.hidden_states if self._call is not None and "hidden_states" in self._needs else None
+        return self._given(states, "hidden states", "add 'hidden_states' to its needs, and use them in of_prompt")
 
     @property
     def attention_call(self) -> AttentionCall:
@@ -328,9 +328,9 @@ class WithValueNorms(Statistic):
     def answers(self, what: Answer) -> bool:
         return self.ranks.answers(what)
 
-    def _beside(self, found: Tensor, seen: LayerTensors) -> Tensor:
+    def _beside(self, score: Tensor, seen: LayerTensors) -> Tensor:
         shape = seen.k.shape[:2]
-        return torch.cat([found.view(-1, *shape), self._norm(seen)[None]])
+        return torch.cat([score.view(-1, *shape), self._norm(seen)[None]])
 
     def _norm(self, seen: LayerTensors) -> Tensor:
         """fp32 [H, n], one query head at a time: a head's projected values are as wide as the model."""

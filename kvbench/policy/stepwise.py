@@ -90,6 +90,6 @@ class Stepwise(Ranked):
             return of_answer(extent, self._budget, 0, 1)
         spare, new = 1, extent.new_tokens
         if self.protect == "answer":
-            given = extent.allowed(self._budget, extent.prompt_tokens)
-            spare += new if self.budget_is_mean else max(0, new - given)
+            allowed = extent.allowed(self._budget, extent.prompt_tokens)
+            spare += new if self.budget_is_mean else max(0, new - allowed)
         return self.within_budget(extent, at_end=spare)

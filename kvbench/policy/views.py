@@ -90,8 +90,8 @@ class PrefillView(View):
         self._score, self._channels = score, channels
 
     def _copied(self) -> dict[str, Any]:
-        found = {name: x.clone() if isinstance(x, Tensor) else x for name, x in vars(self).items()}
-        return found | {"extra": {name: x.clone() for name, x in self.extra.items()}}
+        fields = {name: x.clone() if isinstance(x, Tensor) else x for name, x in vars(self).items()}
+        return fields | {"extra": {name: x.clone() for name, x in self.extra.items()}}
 
     @property
     def score(self) -> Tensor:
