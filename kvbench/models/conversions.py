@@ -107,9 +107,9 @@ def save(source: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder
     """Writes a model that came from a GGUF file, and its tokenizer, into a folder. Raises NotAlike where the tokenizer
     would be another one there."""
     tokenizer.save_pretrained(folder)
-    again = read_tokenizer(folder)
+    reread = read_tokenizer(folder)
     for name, what in _TOLD.items():
-        if what(again) != what(tokenizer):
+        if what(reread) != what(tokenizer):
             raise NotAlike(f"its tokenizer has other {name} when it is read from a folder")
     # A model that came from a GGUF file refuses to be saved: a fresh one takes its weights, where they are.
     with torch.device("meta"):
@@ -125,8 +125,10 @@ def read_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     rules of its own in the place of some."""
     import transformers
 
-    found: PreTrainedTokenizerBase = transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    return found
+    tokenizer: PreTrainedTokenizerBase = transformers.PreTrainedTokenizerFast.from_pretrained(
+        folder, local_files_only=True
+    )
+    return tokenizer
 
 
 def _seal(folder: Path, known: dict[str, str]) -> None:
@@ -144,8 +146,8 @@ def _seal(folder: Path, known: dict[str, str]) -> None:
 
 
 def _known(folder: Path) -> dict[str, str]:
-    found: dict[str, str] = json.loads((folder / _MARKER).read_text())
-    return found
+    marker: dict[str, str] = json.loads((folder / _MARKER).read_text())
+    return marker
 
 
 def find_damage(folder: Path, by: str | None = None) -> str:

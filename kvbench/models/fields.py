@@ -78,12 +78,12 @@ def read_object(file: Path) -> dict[str, Any]:
         ValueError: It is no JSON, or holds something else.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        settings = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no JSON ({error}); fetch the folder again") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds {type(found).__name__} and not settings; fetch the folder again")
-    return found
+    if not isinstance(settings, dict):
+        raise ValueError(f"{file} holds {type(settings).__name__} and not settings; fetch the folder again")
+    return settings
 
 
 def check_fields(file: Path, settings: Mapping[str, Any], rules: Mapping[str, _Rule], part: str = "") -> None:

@@ -140,8 +140,8 @@ def check_config(folder: Path, *, has_weights: bool = True) -> None:
 
 def _files_beside_weights(folder: Path) -> list[Path]:
     """The files of a tokenizer, its chat templates and the settings of generation, sorted."""
-    found = {file for pattern in _FINGERPRINT_PATTERNS for file in folder.glob(pattern) if file.is_file()}
-    return sorted(found)
+    files = {file for pattern in _FINGERPRINT_PATTERNS for file in folder.glob(pattern) if file.is_file()}
+    return sorted(files)
 
 
 def _count_tensors(folder: Path) -> int | None:

@@ -265,8 +265,8 @@ def load_outline(cfg: Mapping[str, Any]) -> LoadedModel:
     settings = as_dict(cfg)
     if settings.get("kind") == "random":
         _, tokenizer = _random_outline(settings)
-    elif found := _folder_of(settings):
-        folder, read_tokenizer = found
+    elif folder_and_tokenizer := _folder_of(settings):
+        folder, read_tokenizer = folder_and_tokenizer
         tokenizer = read_tokenizer(folder)
         fields.check_growth(folder, tokenizer)
     else:
@@ -287,9 +287,9 @@ def outline(cfg: Mapping[str, Any]) -> LoadedModel:
         elif settings.get("kind") == "gguf" or (settings.get("kind") == "hf" and _is_gguf(settings)):
             gguf.check_gguf(file := _gguf_path(settings))
             config = gguf.config_of(file, dtype)
-        elif found := _folder_of(settings):
-            files.check_config(found[0])
-            config = config_of(found[0])
+        elif folder_and_tokenizer := _folder_of(settings):
+            files.check_config(folder_and_tokenizer[0])
+            config = config_of(folder_and_tokenizer[0])
         else:
             raise ValueError(f"model.kind={settings.get('kind')} is not known")
         model = outline_of(config, dtype)
@@ -359,9 +359,9 @@ def _read_folder(
     files.check_config(folder)
     with _reading(f"the model in {folder}"):
         with conversions.quiet_transformers():
-            model, found = read_weights(folder, how)
+            model, loaded = read_weights(folder, how)
         tokenizer = read_tokenizer(folder)
-    check_complete(found, str(folder))
+    check_complete(loaded, str(folder))
     fields.check_growth(folder, tokenizer)
     return model, tokenizer
 
