@@ -28,8 +28,8 @@ class ExpectedAttentionScore(Statistic):
         logit = torch.einsum("hnd,hgd->hgn", keys, seen.grouped(mean)) * seen.scale
         if self.covariance:
             group = seen.grouped(spread)
-            turned = torch.einsum("hnd,hgde->hgne", keys, group)
-            logit = logit + torch.einsum("hgne,hne->hgn", turned, keys) * (seen.scale**2 / 2)
+            rotated = torch.einsum("hnd,hgde->hgne", keys, group)
+            logit = logit + torch.einsum("hgne,hne->hgn", rotated, keys) * (seen.scale**2 / 2)
         is_sink = seen.pos < self.sinks
         hidden = is_sink & ~is_sink.all(-1, keepdim=True)  # a prompt of sinks alone is ranked as it is
         score = logit.masked_fill(hidden[:, None], float("-inf")).softmax(-1).mean(1)

@@ -29,25 +29,25 @@ def scorer(press: str, settings: tuple[str, ...]) -> Any:
         import kvpress as package  # by its own name, so that its version counts in a run's identity
     except ImportError as error:
         raise NotForModel(f"method=kvpress needs the package kvpress ({error}); install it with: {INSTALL}") from None
-    found = {
+    scorers = {
         name: kind
         for name, kind in vars(package).items()
         if isinstance(kind, type) and issubclass(kind, package.ScorerPress) and kind is not package.ScorerPress
     }
-    if press not in found:
+    if press not in scorers:
         raise ValueError(
-            f"method.press={press} is no scorer of kvpress; those installed are {', '.join(sorted(found))}"
+            f"method.press={press} is no scorer of kvpress; those installed are {', '.join(sorted(scorers))}"
         )
-    kind: Any = found[press]
+    kind: Any = scorers[press]
     if kind.compress is not package.ScorerPress.compress:
         raise ValueError(
             f"method.press={press} does not keep its best scores but chooses otherwise; run kvpress itself"
         )
-    given = dict(text.partition("=")[::2] for text in settings)
+    options = dict(text.partition("=")[::2] for text in settings)
     known = set(inspect.signature(kind).parameters) - {"compression_ratio"}
-    if unknown := sorted(set(given) - known):
+    if unknown := sorted(set(options) - known):
         raise ValueError(f"method.settings has {', '.join(unknown)}, and {press} {', '.join(sorted(known)) or 'none'}")
-    return kind(**{name: value_of(text) for name, text in given.items()})
+    return kind(**{name: value_of(text) for name, text in options.items()})
 
 
 @lru_cache(maxsize=2)
