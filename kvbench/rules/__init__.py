@@ -350,8 +350,8 @@ def _parts(annotation: object) -> tuple[list[Rule], list[object]]:
         rules, kinds = _parts(inner)
         return [item for item in more if isinstance(item, Rule)] + rules, kinds
     if get_origin(annotation) in (Union, types.UnionType):
-        found = [_parts(item) for item in get_args(annotation)]
-        return [rule for rules, _ in found for rule in rules], [kind for _, kinds in found for kind in kinds]
+        members = [_parts(item) for item in get_args(annotation)]
+        return [rule for rules, _ in members for rule in rules], [kind for _, kinds in members for kind in kinds]
     return [], [annotation]
 
 

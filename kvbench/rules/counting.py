@@ -54,7 +54,7 @@ def counted(settings: Any) -> dict[str, Any]:
     Args:
         settings: A dataclass object. A nested one whose fields are all marked is left out.
     """
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name, mark in marks_of(type(settings)).items():
         value = getattr(settings, name)
         if isinstance(mark, Outside | Through) or (isinstance(mark, Unless) and value == mark.value):
@@ -63,8 +63,8 @@ def counted(settings: Any) -> dict[str, Any]:
             value = counted(value)
             if not value:
                 continue
-        found[name] = value
-    return found
+        entries[name] = value
+    return entries
 
 
 def unmarked(settings: Mapping[str, Any], marks: Mapping[str, Mark]) -> dict[str, Any]:
