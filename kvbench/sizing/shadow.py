@@ -60,14 +60,14 @@ def measured(store: CompressedStore, num_tokens: int) -> tuple[Tensor | None, Te
     backend = store.backend
     assert isinstance(backend, Shadow), "of a shadow_store"
     score = _prompt_scores(spec, num_tokens, backend.is_even)
-    given = None if score is None else score.expand(heads * store.copies, -1)
-    if given is not None and (also := spec.statistic.also):
-        given = given.expand(1 + len(also), -1, -1)
-    if given is not None and store.policy.scope != "head" and hasattr(store.policy, "budget"):
+    scores = None if score is None else score.expand(heads * store.copies, -1)
+    if scores is not None and (also := spec.statistic.also):
+        scores = scores.expand(1 + len(also), -1, -1)
+    if scores is not None and store.policy.scope != "head" and hasattr(store.policy, "budget"):
         # Heads that compete for a budget get unequal shares, and pages that are not full.
-        share = torch.linspace(0.5, 1.5, given.shape[-2])[:, None]  # of each list, whatever else is ranked beside
-        given = given * share * torch.rand(given.shape, generator=torch.Generator().manual_seed(0))
-    return given, torch.zeros(heads, shape.head_dim) if spec.orders_channels else None
+        share = torch.linspace(0.5, 1.5, scores.shape[-2])[:, None]  # of each list, whatever else is ranked beside
+        scores = scores * share * torch.rand(scores.shape, generator=torch.Generator().manual_seed(0))
+    return scores, torch.zeros(heads, shape.head_dim) if spec.orders_channels else None
 
 
 def shadow_step(store: CompressedStore, rows: Sequence[int]) -> None:
@@ -113,7 +113,7 @@ def _nowhere(shape: ModelShape) -> ModelShape:
     return replace(
         shape,
         device=CPU,
-        places=tuple(replace(place, device=CPU) for place in shape.places),
+        places=tuple(replace(span, device=CPU) for span in shape.places),
         beside=tuple(map(_nowhere, shape.beside)),
         # Keys have one channel, which nobody looks at: it turns by no angle.
         inv_freq=None if shape.inv_freq is None else torch.zeros(0),
@@ -200,7 +200,7 @@ class Shadow(Backend):
             field = self._fields[fmt, name] = torch.cat([field, more])
         return field
 
-    def _ignore(self, *given: Any, **named: Any) -> None:
+    def _ignore(self, *operands: Any, **named: Any) -> None:
         """There are no keys, no values and no bounds to write."""
 
     write_keys = write_values = widen_bounds = _ignore
@@ -224,7 +224,13 @@ class Shadow(Backend):
         field.index_add_(0, tier.ids[live], scores.unflatten(-1, (-1, tokens))[live])
 
     def paged_decode(
-        self, q: Tensor, pages: Tensor, tiers: list[TierPages], *given: Any, group: Reduce | None = None, **named: Any
+        self,
+        q: Tensor,
+        pages: Tensor,
+        tiers: list[TierPages],
+        *operands: Any,
+        group: Reduce | None = None,
+        **named: Any,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         return torch.zeros(q.shape), torch.zeros(q.shape[:2]), [] if group is None else self._attention(tiers)
 
@@ -233,7 +239,7 @@ class Shadow(Backend):
         nothing = torch.zeros(*(live := _live(tier)).shape, 1)
         return nothing, nothing, live
 
-    def choose_pages(self, q: Tensor, pages: Tensor, tier: TierPages, *given: Any) -> TierPages:
+    def choose_pages(self, q: Tensor, pages: Tensor, tier: TierPages, *operands: Any) -> TierPages:
         return tier  # what is read is not what is held
 
     def _attention(self, tiers: list[TierPages]) -> list[Tensor]:
@@ -241,12 +247,12 @@ class Shadow(Backend):
         held = torch.stack([tier.num_k for tier in tiers]).sum(0)
         if self.is_even:
             return [_live(tier) / held[..., None] for tier in tiers]
-        found, before = [], torch.zeros_like(held)
+        shares, before = [], torch.zeros_like(held)
         for tier in tiers:
             live = _live(tier)
-            found.append((live & (before == 0)[..., None] & (torch.arange(live.shape[-1]) == 0)).float())
+            shares.append((live & (before == 0)[..., None] & (torch.arange(live.shape[-1]) == 0)).float())
             before = before + tier.num_k
-        return found
+        return shares
 
 
 def _live(tier: TierPages) -> Tensor:

@@ -103,13 +103,13 @@ def sized(
         keys_only=latent,
     )
     if windows or states:
-        beside: tuple[ModelShape, ...] = ()
+        other_kinds: tuple[ModelShape, ...] = ()
         if windows:
             numbers = tuple(range(layers, layers + windows["layers"]))
             window = Window(windows["tokens"], bool(windows.get("in_chunks")))
-            beside = (replace(shape, num_layers=len(numbers), numbers=numbers, window=window, inv_freq=None),)
+            other_kinds = (replace(shape, num_layers=len(numbers), numbers=numbers, window=window, inv_freq=None),)
         state_bytes = states["layers"] * states["bytes"] if states else 0
-        shape = replace(shape, numbers=tuple(range(layers)), beside=beside, state_bytes=state_bytes)
+        shape = replace(shape, numbers=tuple(range(layers)), beside=other_kinds, state_bytes=state_bytes)
     return NamedShape(
         name=name,
         source=source,
@@ -122,10 +122,10 @@ def sized(
 
 def size_of_weights(key: str, value: object) -> float:
     """Read a setting that is the bytes of weights: a number, or text such as 4.5GiB; ValueError for others."""
-    found = read_size(value) if isinstance(value, str) else value
-    if not Number(0, above=True).fits(found):
+    size = read_size(value) if isinstance(value, str) else value
+    if not Number(0, above=True).fits(size):
         raise ValueError(f"{key}={value!r} is no number of bytes; write one, or text such as 4.5GiB")
-    return float(found)  # type: ignore[arg-type]  # a number fits
+    return float(size)  # type: ignore[arg-type]  # a number fits
 
 
 @cache
