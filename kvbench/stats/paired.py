@@ -85,9 +85,9 @@ class Paired:
             return None
         t = (self.value - null) / self.error[0]
         draws = self._t(resamples_for(self.num_tests, self.resamples))
-        place = int(np.searchsorted(draws, t, "left" if above else "right"))
-        found = len(draws) - place if above else place
-        p = (1 + found) / (1 + len(draws))
+        rank = int(np.searchsorted(draws, t, "left" if above else "right"))
+        reached = len(draws) - rank if above else rank
+        p = (1 + reached) / (1 + len(draws))
         if null == 0 or p >= ALPHA:
             return p
         # Of few samples no tail is known: the signs about the null are the second witness, as they are about zero.
@@ -147,10 +147,10 @@ class Paired:
     @cached_property
     def interval(self) -> tuple[tuple[float, float] | None, str]:
         """95 % interval of the mean and how it was computed; None and an empty name where nothing can be said."""
-        found, name = self._raw_interval()
-        if found is None or self.p is None:
+        ends, name = self._raw_interval()
+        if ends is None or self.p is None:
             return None, ""
-        low, high = found
+        low, high = ends
         if self.bounded:
             low, high = max(-1.0, low), min(1.0, high)
         if self.p >= ALPHA:
@@ -161,9 +161,9 @@ class Paired:
         if self.pairs is not None:
             return self._newcombe(), NEWCOMBE
         if self.error is not None and not self.few_differ:
-            found = studentised.ends(self._t(self.resamples), self.value, self.error[0])
-            if found is not None:
-                return found, BOOTSTRAP
+            ends = studentised.ends(self._t(self.resamples), self.value, self.error[0])
+            if ends is not None:
+                return ends, BOOTSTRAP
         if self.bounded:
             return self._clopper_pearson(), FEW_DIFFER
         return None, ""
@@ -235,17 +235,17 @@ class Paired:
             return yes_no.samples_needed(difference, self.churn, level)
         if self.error is None:
             return None
-        found = self.strata.count
+        count = self.strata.count
         for _ in range(20):  # the t quantile depends weakly on the number looked for
-            shows = _noncentral(max(2.0, found - 1.0), level) * self.error[0]
+            shows = _noncentral(max(2.0, count - 1.0), level) * self.error[0]
             if not shows < MOST_TIMES * difference:
                 return None
             ratio = shows / difference
             wanted = max(FEWEST_SAMPLES, math.ceil(self.strata.count * ratio**2))
-            if wanted == found:
+            if wanted == count:
                 break
-            found = wanted
-        return found
+            count = wanted
+        return count
 
     def needed_equal(self, margin: float, level: float) -> int | None:
         """Number of samples at which a run that does not differ is found within a margin with 80 % probability, by two
@@ -313,14 +313,14 @@ def paired(groups: Mapping[str, Sequence[Pair]], weighting: Weighting = "subset"
 
 def paired_difference(groups: Mapping[str, Sequence[Pair]], weighting: Weighting = "subset") -> Estimate:
     """Weighted mean difference (first - second) of scores in [0, 1], with its 95 % interval; empty without a pair."""
-    found = paired(groups, weighting)
-    return Estimate() if found is None else found.estimate()
+    result = paired(groups, weighting)
+    return Estimate() if result is None else result.estimate()
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
     """The p values after Holm's correction for having asked all of them; one that is not known counts as 1."""
     # Four lines of numpy: statsmodels' multipletests looks for garbage in the whole process at each call.
     known = np.array([1.0 if p is None else p for p in p_values])
-    order, found = np.argsort(known), np.empty(len(known))
-    found[order] = np.maximum.accumulate(known[order] * np.arange(len(known), 0, -1)).clip(max=1.0)
-    return [None if p is None else float(q) for p, q in zip(p_values, found, strict=True)]
+    order, adjusted = np.argsort(known), np.empty(len(known))
+    adjusted[order] = np.maximum.accumulate(known[order] * np.arange(len(known), 0, -1)).clip(max=1.0)
+    return [None if p is None else float(q) for p, q in zip(p_values, adjusted, strict=True)]

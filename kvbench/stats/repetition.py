@@ -18,7 +18,7 @@ def repeated_share(ids: Sequence[int]) -> float:
 
     Source: Welleck et al. 2020 (arXiv 1908.04319), seq-rep-n.
     """
-    grams = [tuple(ids[place : place + GRAM]) for place in range(len(ids) - GRAM + 1)]
+    grams = [tuple(ids[start : start + GRAM]) for start in range(len(ids) - GRAM + 1)]
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 
 
