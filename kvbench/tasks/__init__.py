@@ -51,12 +51,12 @@ def settings_class(task_cfg: Mapping[str, Any]) -> type[Task]:
     name, harness = task_cfg.get("name"), task_cfg.get("harness")
     if harness not in (None, HARNESS):
         raise unknown_name("task.harness", harness, (HARNESS,))
-    place = "harness.HarnessTask" if harness else BENCHMARKS.get(str(name))
-    if place is None:
+    location = "harness.HarnessTask" if harness else BENCHMARKS.get(str(name))
+    if location is None:
         raise unknown_name("task.name", name, BENCHMARKS)
-    module, _, kind = place.rpartition(".")
-    found: type[Task] = getattr(import_module(f"kvbench.tasks.{module}"), kind)
-    return found
+    module, _, kind = location.rpartition(".")
+    task_class: type[Task] = getattr(import_module(f"kvbench.tasks.{module}"), kind)
+    return task_class
 
 
 def _task(task_cfg: Mapping[str, Any]) -> Task:

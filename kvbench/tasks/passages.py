@@ -51,9 +51,9 @@ def begin_ids(model: "LoadedModel") -> list[int]:
     """The special tokens that the tokenizer puts before a text; most have one or none."""
     with_special = model.tokenizer.encode("a", add_special_tokens=True)
     plain = model.tokenizer.encode("a", add_special_tokens=False)
-    for place in range(len(with_special) - len(plain) + 1):
-        if with_special[place : place + len(plain)] == plain:
-            return with_special[:place]
+    for start in range(len(with_special) - len(plain) + 1):
+        if with_special[start : start + len(plain)] == plain:
+            return with_special[:start]
     return []
 
 
@@ -77,13 +77,13 @@ def passages(
             f"the text {text.origin} has {len(ids)} tokens, and {items or 1} pieces of {step} take "
             f"{(start + (items or 1)) * step}; lower task.items or task.tokens, or give a longer text as task.file"
         )
-    found = []
-    for place in range(start, start + count):
-        piece = ids[place * step : (place + 1) * step]
+    result = []
+    for number in range(start, start + count):
+        piece = ids[number * step : (number + 1) * step]
         rest = piece[head - len(begin) :] if tail else []
         said = decode(model.tokenizer, rest, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        found.append(Passage((*begin, *piece), len(said.split()), len(said.encode())))
-    return found
+        result.append(Passage((*begin, *piece), len(said.split()), len(said.encode())))
+    return result
 
 
 def check_no_question(name: str, protocol: Protocol) -> None:

@@ -184,15 +184,19 @@ class Problems(Task):
                 f"task={self.name} has no row that answers can be graded against; the last, {first['file']}:"
                 f"{first['line']}: {first['reason']}; compare the file with its release, or raise limit"
             )
-        asked = builders[0]
-        rules = {"chat_template": asked.chat, "max_new_tokens": asked.max_new_tokens, "truncation": "middle"}
+        first_builder = builders[0]
+        rules = {
+            "chat_template": first_builder.chat,
+            "max_new_tokens": first_builder.max_new_tokens,
+            "truncation": "middle",
+        }
         return self.asked(
             ask,
             requests,
             self.told()
             | ({"instruction": self.instruction} if self.moved else {})
             | rules
-            | {"thinking": asked.thinking, "thoughts": "not graded"},
+            | {"thinking": first_builder.thinking, "thoughts": "not graded"},
             {key: self.reference(doc) for key, (_, doc) in scored.items()},
             scorer_of(scored),
             quarantined=quarantined,

@@ -87,14 +87,14 @@ class Limit:
         """
         if value is None or isinstance(value, Limit):
             return value
-        found = re.fullmatch(r"(?:(first|after):)?(\d{1,9})", value) if isinstance(value, str) else None
-        count = int(found[2]) if found else value
+        match = re.fullmatch(r"(?:(first|after):)?(\d{1,9})", value) if isinstance(value, str) else None
+        count = int(match[2]) if match else value
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(
                 f"limit={value!r} is no number of samples; write a whole number for a random sample of each subset, "
                 "first:20 for the first 20, after:20 for all but these, or null for all samples"
             )
-        return cls(count, **({found[1]: True} if found and found[1] else {}))
+        return cls(count, **({match[1]: True} if match and match[1] else {}))
 
     @property
     def setting(self) -> int | str:
@@ -212,7 +212,7 @@ class Task(ABC):
         self,
         ask: Ask,
         requests: list[Request],
-        told: Mapping[str, Any],
+        notes: Mapping[str, Any],
         references: Mapping[str, object] | None = None,
         scorer: Callable[[str, str], Mapping[str, float]] = lambda sample_id, answer: {},
         rows: Iterable[Rows] = (),
@@ -223,7 +223,7 @@ class Task(ABC):
         Args:
             ask: Its protocol goes into each result row.
             requests: What is asked.
-            told: What else goes into each result row.
+            notes: What else goes into each result row.
             references: Sample id -> what its answer is scored against, as JSON types; None where there is nothing.
             scorer: See `TaskSet`, as for `more`.
             rows: Where samples were read from; the rows that were set aside, the copies, and unused fields are named.
@@ -237,7 +237,7 @@ class Task(ABC):
         more.setdefault("sources", [source(some) for some in rows if some.file])
         more.setdefault("unused", [f"{Path(some.file).name}: {', '.join(some.unused)}" for some in rows if some.unused])
         return self.kind(
-            protocol=asdict(ask.protocol) | dict(told),
+            protocol=asdict(ask.protocol) | dict(notes),
             fingerprint=fingerprint(requests, references, self.folder()),
             requests=requests,
             scorer=scorer,

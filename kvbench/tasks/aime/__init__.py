@@ -119,10 +119,10 @@ def to_integer(text: str) -> int | None:
 
 def find_answer(text: str) -> str | None:
     """The last box; without a box, the number behind the last "answer is"; else None, as for an absurdly long one."""
-    found = last_boxed(text)
-    if found is None:
-        found = next(reversed(_PHRASE.findall(text)), None)
-    return None if found is None or len(found) > MAX_ANSWER_CHARS else found
+    answer = last_boxed(text)
+    if answer is None:
+        answer = next(reversed(_PHRASE.findall(text)), None)
+    return None if answer is None or len(answer) > MAX_ANSWER_CHARS else answer
 
 
 def is_right(reference: str, answer: str) -> bool | None:

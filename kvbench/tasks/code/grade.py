@@ -83,10 +83,10 @@ def _run_group(task: str, row: CodeRow, program: str, group: Group, limits: Limi
     verdict: list[tuple[str, str]] = []
 
     def judge(output: Output) -> bool:
-        found = _judge(task, row, group, output)
-        if found is not None:
-            verdict.append(found)
-        return found is None
+        judged = _judge(task, row, group, output)
+        if judged is not None:
+            verdict.append(judged)
+        return judged is None
 
     room = 2 * group.sent_bytes + _SPARE_BYTES
     call_s = [max(_MIN_CALL_S, _CALL_FACTOR * cpu_s) for cpu_s in group.cpu_s]

@@ -74,19 +74,19 @@ def reference(task: str, row: CodeRow, limits: Limits) -> list[Group]:
     inputs = [row["base_input"], row["plus_input"]]
     if task == "mbpp_plus":
         inputs = [restore_inputs(row["task_id"], calls) for calls in inputs]
-    found = _known(key)
-    if found is None:
+    entry = _known(key)
+    if entry is None:
         try:
             groups = [_run(task, row, [list(call) for call in calls], limits) for calls in inputs]
-            found = {
+            entry = {
                 "groups": [{name: value for name, value in vars(one).items() if name != "calls"} for one in groups]
             }
         except UnusableRow as error:
-            found = {"failed": str(error)}
-        _remember(key, found)
-    if "failed" in found:
-        raise UnusableRow(found["failed"])
-    return [Group([list(call) for call in calls], **one) for one, calls in zip(found["groups"], inputs, strict=True)]
+            entry = {"failed": str(error)}
+        _remember(key, entry)
+    if "failed" in entry:
+        raise UnusableRow(entry["failed"])
+    return [Group([list(call) for call in calls], **one) for one, calls in zip(entry["groups"], inputs, strict=True)]
 
 
 def unusable(task: str, rows: Iterable[tuple[int, CodeRow]]) -> dict[int, str]:
@@ -136,9 +136,9 @@ def _attempt(
     """The group; or what went wrong, and which outputs were too large to send."""
     program, entry_point, jobs = job(row["prompt"] + row["canonical_solution"], row["entry_point"], calls, large)
     report = cage.run(program, entry_point, jobs, allow_code_execution=True, call_s=_CALL_S, limits=limits)
-    found = asks_whether_found(task, row["entry_point"])
+    is_truth = asks_whether_found(task, row["entry_point"])
     outputs = report.outputs[1:]
-    wrong = [output for output in report.outputs if output.kind not in ("vu" if found or output.index < 0 else "v")]
+    wrong = [output for output in report.outputs if output.kind not in ("vu" if is_truth or output.index < 0 else "v")]
     if report.status != "done" or wrong:
         said = wrong[0].payload[:300].decode("utf-8", "replace") if wrong else report.message
         too_large = [output.kind == "u" and b"too large" in output.payload for output in outputs]
@@ -146,7 +146,7 @@ def _attempt(
         return None, f"{report.status}: {said}", too_large if fits and not any(large) else [False] * len(calls)
     expected: list[object] = []
     for number, output in enumerate(outputs):
-        if found:
+        if is_truth:
             expected.append(output.kind == "u" or decode(output.payload) is not None)
             continue
         try:
@@ -231,13 +231,13 @@ def _ran(key: str) -> bool:
     return begin == _OUTPUTS
 
 
-def _remember(key: str, found: dict) -> None:
+def _remember(key: str, entry: dict) -> None:
     """Keep a result; in the cache folder where that can be written, and no failure that another try may not have."""
-    _memory[key] = found
-    if "Error: " not in found.get("failed", "Error: ") or "MemoryError" in found.get("failed", ""):
+    _memory[key] = entry
+    if "Error: " not in entry.get("failed", "Error: ") or "MemoryError" in entry.get("failed", ""):
         return
     with contextlib.suppress(OSError, ValueError):
-        place = _place(key)
-        place.parent.mkdir(parents=True, exist_ok=True)
+        path = _place(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
         # One that was cut off or mixed with another does not pass `_known`, and is computed again.
-        place.write_bytes(zlib.compress(encode({**found, "key": key}, max_bytes=1 << 31), 1))
+        path.write_bytes(zlib.compress(encode({**entry, "key": key}, max_bytes=1 << 31), 1))

@@ -107,12 +107,12 @@ def check_row(row: Mapping[str, Any], *, metric: str, needs_context: bool) -> di
     if needs_context and not context.strip() and len(messages or ()) < 2:
         raise ValueError("no context, and protocol.query_aware=false compresses it before the question is seen")
     choices = [] if metric != CHOICE else _texts("choices", row.get("choices"))
-    given = row["answers"] if row.get("answers") is not None else row.get("answer")
-    if metric == CHOICE and isinstance(given, int) and not isinstance(given, bool):
-        if not 0 <= given < len(choices):
-            raise ValueError(f"field answers is {given}, and the places of its {len(choices)} choices begin with 0")
-        given = choices[given]
-    answers = _texts("answers", given)
+    stated = row["answers"] if row.get("answers") is not None else row.get("answer")
+    if metric == CHOICE and isinstance(stated, int) and not isinstance(stated, bool):
+        if not 0 <= stated < len(choices):
+            raise ValueError(f"field answers is {stated}, and the places of its {len(choices)} choices begin with 0")
+        stated = choices[stated]
+    answers = _texts("answers", stated)
     if metric == CHOICE and (len(choices) < 2 or len(set(choices)) < len(choices) or answers[0] not in choices):
         raise ValueError("field choices must be two or more different texts, with the answer among them")
     check_answers(metric, answers)
@@ -135,8 +135,8 @@ def _turns(value: object, metric: str) -> list[dict[str, Any]]:
         raise ValueError("field turns must be a list of objects with question and answers")
     turns = []
     for item in value:
-        given = item["answers"] if item.get("answers") is not None else item.get("answer")
-        answers = _texts("turns.answers", given)
+        stated = item["answers"] if item.get("answers") is not None else item.get("answer")
+        answers = _texts("turns.answers", stated)
         turns.append({"question": _text("turns.question", item.get("question")), "answers": answers})
         check_answers(metric, answers)
     return turns

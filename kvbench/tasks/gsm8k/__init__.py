@@ -192,12 +192,12 @@ def find_answer(text: str, last: bool = False) -> Decimal | None:
         answer by where a pattern ends, which a broken cache finds often.
     """
     for pattern in _MARKS:
-        found = pattern.findall(text)
-        if found:
-            return to_number(found[-1 if last else 0])
+        matches = pattern.findall(text)
+        if matches:
+            return to_number(matches[-1 if last else 0])
     boxed = last_boxed(text)
-    found = _TERM.findall(boxed if boxed is not None else text) or _TERM.findall(text)
-    return to_number(found[-1]) if found else None
+    matches = _TERM.findall(boxed if boxed is not None else text) or _TERM.findall(text)
+    return to_number(matches[-1]) if matches else None
 
 
 def is_marked(text: str) -> bool:

@@ -109,8 +109,8 @@ def letter_of(answer: str) -> str | None:
 
     Source: extract_answer of LongBench v2's pred.py, written from memory and not compared with the file.
     """
-    found = list(_ANSWER.finditer(answer.replace("*", "")))
-    return next((match[1] for match in found if match[1]), next((match[2] for match in found), None))
+    matches = list(_ANSWER.finditer(answer.replace("*", "")))
+    return next((match[1] for match in matches if match[1]), next((match[2] for match in matches), None))
 
 
 def check_row(row: Mapping[str, object]) -> dict[str, Any]:

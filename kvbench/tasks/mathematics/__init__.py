@@ -75,8 +75,8 @@ class Math500(Problems):
         return [f"kvbench_{part if part == MATH500 else f'math_{part}'}{end}" for part in self.parts()]
 
     def told(self) -> dict[str, Any]:
-        told = {"form": self.form} | ({} if self.form == FORMS[0] else {"split": "after the examples"})
-        return told | ({} if self.levels is None else {"levels": sorted(listed(self.levels))})
+        notes = {"form": self.form} | ({} if self.form == FORMS[0] else {"split": "after the examples"})
+        return notes | ({} if self.levels is None else {"levels": sorted(listed(self.levels))})
 
     def asks(self, doc: dict) -> bool:
         return self.levels is None or doc["level"] in listed(self.levels)
@@ -201,7 +201,7 @@ def load(
 def grade(reference: str, text: str) -> dict[str, float]:
     """Score one answer."""
     answer, marked = found_in(text, find_answer), bool(found_in(text, is_marked))
-    return graded(answer, lambda found: judge(reference, found), marked)
+    return graded(answer, lambda given_answer: judge(reference, given_answer), marked)
 
 
 def process(doc: dict, results: list[str]) -> dict[str, float]:

@@ -123,5 +123,5 @@ class Stream(TextTask):
             )
             for index, piece in enumerate(passages(model, text, prompt_tokens, tokens, items))
         ]
-        told = {"tokens": tokens, "prompt_tokens": prompt_tokens, "items": len(requests), "text": text.origin}
-        return self.asked(ask, requests, told | {"chat": False, "past_context": past})
+        notes = {"tokens": tokens, "prompt_tokens": prompt_tokens, "items": len(requests), "text": text.origin}
+        return self.asked(ask, requests, notes | {"chat": False, "past_context": past})

@@ -77,11 +77,11 @@ class Transcript(Task):
                 meta = {"length": length, "index": index, "quarter": f"{int(4 * depth) + 1} of 4"}
                 requests.append(document.request(builder, sample_id, str(length), meta))
                 documents[sample_id] = document
-        told = {"lengths": lengths, "items": items, "seed": ask.seed, "split": "before the question"}
+        notes = {"lengths": lengths, "items": items, "seed": ask.seed, "split": "before the question"}
         return self.asked(
             ask,
             requests,
-            told | {"chat": builder.chat},
+            notes | {"chat": builder.chat},
             {key: list(document.answers) for key, document in documents.items()},
             lambda sample_id, answer: self.grade(documents[sample_id], answer),
             by=("length", "quarter"),

@@ -156,11 +156,11 @@ def interpreter_needs() -> Needs:
     Raises:
         OSError: The interpreter does not run.
     """
-    asked = subprocess.run([*bare_python(), _ASK], capture_output=True, env={}, cwd="/", check=False)
-    if asked.returncode:
-        said = asked.stderr.decode("utf-8", "replace").strip()[-300:]
+    ended = subprocess.run([*bare_python(), _ASK], capture_output=True, env={}, cwd="/", check=False)
+    if ended.returncode:
+        said = ended.stderr.decode("utf-8", "replace").strip()[-300:]
         raise OSError(f"{bare_python()[0]} does not say what it needs: {said}")
-    imported, loaded = json.loads(asked.stdout)
+    imported, loaded = json.loads(ended.stdout)
     return trace([bare_python()[0], *imported, *loaded, *_SYSTEM])
 
 
@@ -187,7 +187,7 @@ def _jail(limits: Limits, user: int | None) -> dict[str, object]:
 
 
 def _bubblewrap(limits: Limits, user: int | None) -> dict[str, object]:
-    needs = interpreter_needs()
+    files = interpreter_needs()
     argv = [shutil.which("bwrap") or "bwrap", *"--die-with-parent --clearenv --hostname cage --cap-drop ALL".split()]
     argv += "--unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try".split()
     if user is None:
@@ -197,12 +197,12 @@ def _bubblewrap(limits: Limits, user: int | None) -> dict[str, object]:
     # Before what is bound: the interpreter may be installed below a folder of that name.
     argv += ["--perms", "1777", "--size", str(limits.scratch_bytes), "--tmpfs", "/tmp"]
     devices = [f"/dev/{name}" for name in ("null", "zero", "random", "urandom")]
-    above = {str(parent) for path in (*needs.shown, *devices) for parent in Path(path).parents}
+    above = {str(parent) for path in (*files.shown, *devices) for parent in Path(path).parents}
     for path in sorted(above - {"/", "/tmp"}):
         argv += ["--perms", "755", "--dir", path]
-    for path, source in needs.shown.items():
+    for path, source in files.shown.items():
         argv += ["--ro-bind", source, path]
-    for path in needs.hidden:
+    for path in files.hidden:
         argv += ["--perms", "555", "--size", "4096", "--tmpfs", path, "--remount-ro", path]
     for path in devices:
         argv += ["--dev-bind", path, path]
@@ -212,9 +212,9 @@ def _bubblewrap(limits: Limits, user: int | None) -> dict[str, object]:
 @cache
 def mechanisms() -> dict[str, Mechanism]:
     """All mechanisms that could work for this user, the best kept first; whether one does, `probe` finds out."""
-    found = {"user namespaces": Mechanism(_jail), "namespaces by root": Mechanism(_jail, by_root=True)}
+    known = {"user namespaces": Mechanism(_jail), "namespaces by root": Mechanism(_jail, by_root=True)}
     if shutil.which("bwrap"):
         bubblewrap = {"bubblewrap": Mechanism(_bubblewrap), "bubblewrap by root": Mechanism(_bubblewrap, by_root=True)}
-        found = bubblewrap | found
+        known = bubblewrap | known
     # A namespace built by somebody who owns nothing fails for root where the interpreter is in root's home.
-    return {name: one for name, one in found.items() if os.geteuid() == 0 or not one.by_root}
+    return {name: one for name, one in known.items() if os.geteuid() == 0 or not one.by_root}
