@@ -33,12 +33,12 @@ class FusedStep(ABC):
     Attributes:
         strips: It takes the rotary position off keys itself before it writes them.
         turns: Its `attend` takes a rotation of the query and the key, as a fifth operand.
-        given: Of a step that `gives`, the last layer's scores: per tier, fp32 [S, H, n].
+        layer_scores: Of a step that `gives`, the last layer's scores: per tier, fp32 [S, H, n].
     """
 
     strips: bool = False
     turns: bool = False
-    given: Sequence[Tensor] = ()
+    layer_scores: Sequence[Tensor] = ()
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

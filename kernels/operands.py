@@ -50,7 +50,7 @@ class Softmax:
         sink = self.sinks.view(*logits.shape[:-2], 1, 1).expand(*logits.shape[:-1], 1)
         return torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
 
-    def beside_sinks(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    def with_sinks(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Attention [Hq, N, D] and its log-sum-exp fp32 [Hq, N], which knew of no sinks, with them."""
         if self.sinks is None:
             return out, lse
@@ -88,7 +88,7 @@ class StepScores:
         group: How the query heads of a KV head are reduced into scores; None = no scores.
         update: Add each layer's scores to the tracked ones, or replace them; None leaves them alone.
         skip_near: A slot nearer to the query than this gets no score.
-        gives: Hand out each layer's scores (`FusedStep.given`); then `update` is None and `skip_near` 0.
+        gives: Hand out each layer's scores (`FusedStep.layer_scores`); then `update` is None and `skip_near` 0.
     """
 
     power: int = 1

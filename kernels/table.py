@@ -126,7 +126,7 @@ class PageTable:
             raise
 
     def share(self, old: Tensor, new: Tensor) -> None:
-        """Lets empty lists hold what others hold; a page is copied once one of its holders writes to it (`own`).
+        """Lets empty lists hold what others hold; a page is copied once one of its holders writes to it (`unshare`).
 
         Args:
             old, new: int64 [M] lists.
@@ -147,7 +147,7 @@ class PageTable:
             self.further[new] = self.further[old]
         self.num_slots[:, new] = self.num_slots[:, old]  # last: until then the new lists hold nothing
 
-    def own(self, slots: list[tuple[int, Tensor, Tensor]]) -> None:
+    def unshare(self, slots: list[tuple[int, Tensor, Tensor]]) -> None:
         """Gives lists pages of their own where a page with a slot of theirs is held by others, too.
 
         Call it before anything is written to these slots. One page more than needed is taken where all holders of a
@@ -188,15 +188,15 @@ class PageTable:
         for (table, where, _), ids in zip(shared, parts, strict=True):
             table.scatter_(0, where, ids)  # needs no memory
 
-    def own_all(self, lists: Tensor) -> None:
-        """As `own`, for everything that lists (int64 [M]) hold."""
+    def unshare_all(self, lists: Tensor) -> None:
+        """As `unshare`, for everything that lists (int64 [M]) hold."""
         if self.pool.others is None:
             return
         slots = []
         for tier, size in enumerate(self.tokens_per_page):
             owner, index = _spread(self.num_pages(tier)[lists])
             slots.append((tier, lists[owner], index * size))
-        self.own(slots)
+        self.unshare(slots)
 
     def plan_compaction(self, lists: Tensor, tier: int, keep: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Which slots move so that the kept ones become the first ones; survivors from the end fill the lowest holes
@@ -253,7 +253,7 @@ class PageTable:
         goes_at: Tensor | None,
         *,
         acts: bool,
-        own_all: bool,
+        unshare_all: bool,
         done: list[tuple[Tensor, int, Tensor]],
         live: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -264,7 +264,7 @@ class PageTable:
             tier: Where new tokens go.
             slot, goes_to, goes_at: The plan, whole numbers [M] or of a shape with M entries; None as in `DecodePlan`.
             acts: Slots may be overwritten.
-            own_all: Take everything that the lists hold out of shared pages, not only what is written to.
+            unshare_all: Take everything that the lists hold out of shared pages, not only what is written to.
             done: Takes (lists, tier, slots before) of everything that was reserved.
             live: int64 [M], 0 for lists that take no part, whatever the plan says of them; only on a device.
 
@@ -295,10 +295,10 @@ class PageTable:
             appended = moved & (target < 0)
             target = torch.where(appended, reserved(other, appended), target)
             at[other] = torch.where(moved, target, -1)
-        if own_all:
-            self.own_all(lists)
+        if unshare_all:
+            self.unshare_all(lists)
         else:
-            self.own([(which, lists, target) for which, target in at.items()])
+            self.unshare([(which, lists, target) for which, target in at.items()])
         page, inside = lists.new_full((self.num_tiers, len(lists)), -1), lists.new_zeros(self.num_tiers, len(lists))
         for which, target in at.items():
             page_ids, inside[which] = self.lookup(lists, which, target.clamp(min=0))

@@ -206,7 +206,7 @@ def make_parts(
 
     def load_model(cfg):
         chosen = {"name": "tiny", "fingerprint": "weights-1", "dtype": "float32", "device": "cpu", "linear": "plain"}
-        chosen |= {"remark": "", "places": (), "quantisation": "", "tensor_parallel": 1}
+        chosen |= {"remark": "", "device_spans": (), "quantisation": "", "tensor_parallel": 1}
         chosen |= {"weights_bytes": 4096} | dict(cfg)
         return SimpleNamespace(**{"chat_template": False, "max_tokens": 512, "rows_are_alone": False} | chosen)
 

@@ -32,7 +32,14 @@ class Graded(Policy):
             raise ValueError(f"alpha_l={self.alpha_l} and alpha_h={self.alpha_h} do not fit")
 
 
-MODEL = {"name": "tiny", "fingerprint": "ab" * 32, "dtype": "float32", "device": "cpu", "max_tokens": 64, "places": ()}
+MODEL = {
+    "name": "tiny",
+    "fingerprint": "ab" * 32,
+    "dtype": "float32",
+    "device": "cpu",
+    "max_tokens": 64,
+    "device_spans": (),
+}
 MODEL |= {"chat_template": False, "quantisation": "", "tensor_parallel": 1, "linear": "plain", "remark": ""}
 
 

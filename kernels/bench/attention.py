@@ -112,11 +112,11 @@ class Settings(Common):
         """Compiles the kernels in CUDA C++ together, which else come one after the other."""
         if "cuda" not in self.decodes or not (target := bench.environment.get("target")):
             return
-        from kvbench.kernels.gpu.cuda_build import compile_together
+        from kvbench.kernels.gpu.cuda_build import compile_parallel
 
         forms = self._forms()
         bench.stage(f"compiling {len(forms)} forms in CUDA C++ in {machine.num_cpus()} threads")
-        bench.notes += compile_together(forms, target, machine.num_cpus())
+        bench.notes += compile_parallel(forms, target, machine.num_cpus())
 
     def _forms(self) -> "list[Form]":
         """The forms of the kernels in CUDA C++ that the cells have."""

@@ -81,7 +81,7 @@ class Common:
             raise ValueError(f"clock=cpu counts one thread, but threads={self.threads}; set threads=[1]")
 
     @property
-    def rounds_told(self) -> int:
+    def reported_rounds(self) -> int:
         """Rounds of a cell in what is told of progress, with the one that warms up."""
         return self.rounds + 1
 
@@ -173,7 +173,7 @@ class Bench:
         self.notes = machine.doubts(self.environment, settings.clock, self.backend)
         self.more: dict[str, Any] = {}
         self._progress, self._label = progress, ""
-        self._done, self._rounds = 0, settings.rounds_told
+        self._done, self._rounds = 0, settings.reported_rounds
 
     @cached_property
     def bandwidth(self) -> machine.Bandwidth:

@@ -220,7 +220,7 @@ def _compile(compiler: str, sources: list[Path], target: Path, flags: tuple[str,
             [[*start, "-c", str(source), "-o", str(made)] for source, made in zip(sources, objects, strict=True)],
             [[*start, *map(str, objects), "-o", str(target)]],
         ):
-            ended = _run_together(step, COMPILE_LIMIT_S)
+            ended = _run_parallel(step, COMPILE_LIMIT_S)
             output = output or "".join(said for status, said in ended if status)
             if any(status for status, _ in ended):
                 break
@@ -235,11 +235,11 @@ def _compile(compiler: str, sources: list[Path], target: Path, flags: tuple[str,
 
 def _version(compiler: str) -> str:
     """The compiler's path and the first line that it prints of its version, for people who look at the cache."""
-    ((_, said),) = _run_together([[compiler, "--version"]], VERSION_LIMIT_S)
+    ((_, said),) = _run_parallel([[compiler, "--version"]], VERSION_LIMIT_S)
     return " ".join([compiler, *said.splitlines()[:1]])
 
 
-def _run_together(commands: list[list[str]], limit_s: float) -> list[tuple[int, str]]:
+def _run_parallel(commands: list[list[str]], limit_s: float) -> list[tuple[int, str]]:
     """The exit status of each command and what it said; all run side by side. A BuildError where one cannot be started,
     or they took longer than they may; then all were ended, with what they had started."""
     deadline_s = time.monotonic() + limit_s

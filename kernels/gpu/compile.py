@@ -231,8 +231,8 @@ def _step(dtype: torch.dtype, *names: str, ring: bool = False, rotated: bool = F
         table.find_extreme(rows, tier, fmt, SlotSearch(by="mean", seen=seen, floor=seen, exact=seen))
         table.tracked_slots(lists, tier, fmt, fmt.tokens_per_page)
     to = None if len(formats) == 1 else page
-    table.take(lists, 0, page, to, to, acts=True, own_all=False, done=[])
-    table.take(lists, 0, None, None, None, acts=False, own_all=False, done=[])
+    table.take(lists, 0, page, to, to, acts=True, unshare_all=False, done=[])
+    table.take(lists, 0, None, None, None, acts=False, unshare_all=False, done=[])
     table.count_rows(rows)
     Gpu().write_tracked(pages, formats[0], page.flatten(), page.flatten(), 0.0, page.flatten())
     copy_pages(pages, page.flatten(), page.flatten())

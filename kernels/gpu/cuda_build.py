@@ -81,7 +81,7 @@ def compiled(form: Form, target: str) -> bytes:
     return built
 
 
-def compile_together(forms: Iterable[Form], target: str, workers: int) -> list[str]:
+def compile_parallel(forms: Iterable[Form], target: str, workers: int) -> list[str]:
     """Compiles forms by threads into the cache; returns what could not be compiled, with the reason."""
 
     def build(form: Form) -> str:

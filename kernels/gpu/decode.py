@@ -236,7 +236,7 @@ class _Launch:
     """What launches of a kernel share: its grid, the arguments behind a layer's own, and its constants."""
 
     grid: tuple[int, int]
-    given: list[Any]
+    operands: list[Any]
     constants: dict[str, Any]
 
 
@@ -315,7 +315,7 @@ class Attention:
         at_once = _num_processors(q.device) * _ATTENDING
         if q.device.type == "cuda" and ptx_level():
             first, buffers = self._reads(pairs[0], count, step, reading), _ring_arguments(ring, absent)
-            operands = [q, buffers[2], *buffers[:2], *buffers[3], LOG2_E, lists.offset, *first.given]
+            operands = [q, buffers[2], *buffers[:2], *buffers[3], LOG2_E, lists.offset, *first.operands]
             at_once = _num_processors(q.device) * programs_per_processor(_attend, operands, first.constants)
         self._cut([_num_parts(count, span, at_once) for span in spans], count, group_size, head_dim)
         self._reading = [self._reads(pair, count, step, reading) for pair in pairs]
@@ -393,12 +393,12 @@ class Attention:
         k, v, num_tokens, strides = _ring_arguments(ring, self._absent)
         for made in self._reading:
             launch(
-                _attend, made.grid, q, num_tokens, k, v, *strides, scale * LOG2_E, offset, *made.given,
+                _attend, made.grid, q, num_tokens, k, v, *strides, scale * LOG2_E, offset, *made.operands,
                 **made.constants,
             )  # fmt: skip
         for index, made in enumerate(self._merging):
             tier_scores = [*scores[2 * index : 2 * index + 2], self._absent, self._absent][:2]
-            launch(_finish, made.grid, out, *tier_scores, offset, *made.given, **made.constants)
+            launch(_finish, made.grid, out, *tier_scores, offset, *made.operands, **made.constants)
         return out, self._lse.view(q.shape[:2]), scores
 
 

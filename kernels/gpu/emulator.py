@@ -54,11 +54,11 @@ class _Recorder(TorchDispatchMode):
         made = [x.untyped_storage() for x in _as_tuple(out) if isinstance(x, torch.Tensor)]
         self.allocated += [storage for storage in made if storage.data_ptr() not in inputs]
         if name not in ALLOCATES:
-            self.tape.append(lambda: self._again(function, args, kwargs, out))
+            self.tape.append(lambda: self._rerun(function, args, kwargs, out))
         return out
 
     @staticmethod
-    def _again(function: Callable, args: tuple, kwargs: dict, out: object) -> None:
+    def _rerun(function: Callable, args: tuple, kwargs: dict, out: object) -> None:
         for new, old in zip(_as_tuple(function(*args, **kwargs)), _as_tuple(out), strict=True):
             if isinstance(old, torch.Tensor) and new.data_ptr() != old.data_ptr():
                 old.copy_(new)

@@ -13,7 +13,7 @@ def _pages(slots, T: tl.constexpr):
 
 
 @triton.jit
-def _needs_of(
+def _pages_needed(
     lists, count, num_slots, row, num, num_lists, max_pages, TIER: tl.constexpr, OTHER: tl.constexpr, T: tl.constexpr,
     T_OTHER: tl.constexpr, RELEASE: tl.constexpr,
 ):  # fmt: skip
@@ -82,13 +82,13 @@ def _close(state, status, total, fault, RELEASE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num", "num_lists", "max_pages"])
-def _sum_needs(
+def _sum_pages_needed(
     lists, count, num_slots, sums, faults, num, num_lists, max_pages, TIER: tl.constexpr, OTHER: tl.constexpr,
     T: tl.constexpr, T_OTHER: tl.constexpr, RELEASE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sums the pages that a block of lists takes or returns, and notes whether one of the lists must not."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    _, _, _, need, fault = _needs_of(
+    _, _, _, need, fault = _pages_needed(
         lists, count, num_slots, row, num, num_lists, max_pages, TIER, OTHER, T, T_OTHER, RELEASE
     )
     tl.store(sums + tl.program_id(0), tl.sum(need, 0))
@@ -103,7 +103,7 @@ def _assign(
     """Moves page ids between the free list and the table rows of a block of lists, unless the whole call is refused."""
     pid = tl.program_id(0)
     row = pid * BLOCK + tl.arange(0, BLOCK)
-    which, before, wanted, need, _ = _needs_of(
+    which, before, wanted, need, _ = _pages_needed(
         lists, count, num_slots, row, num, num_lists, max_pages, TIER, -1, T, T, RELEASE
     )
     b = tl.arange(0, BP)
@@ -144,7 +144,7 @@ def _change_at_once(
     fault = tl.full([], 0, tl.int32)
     for begin in range(0, num, BLOCK):
         row = begin + tl.arange(0, BLOCK)
-        _, _, _, need, wrong = _needs_of(
+        _, _, _, need, wrong = _pages_needed(
             lists, count, num_slots, row, num, num_lists, max_pages, TIER, OTHER, T, T_OTHER, RELEASE
         )
         total += tl.sum(need.to(tl.int64), 0)
@@ -160,7 +160,7 @@ def _change_at_once(
             if not RELEASE:
                 tl.store(first + row, tl.zeros([BLOCK], tl.int64) - 1, mask=row < num)
         else:
-            which, before, wanted, need, _ = _needs_of(
+            which, before, wanted, need, _ = _pages_needed(
                 lists, count, num_slots, row, num, num_lists, max_pages, TIER, -1, T, T, RELEASE
             )
             _exchange(

@@ -155,7 +155,7 @@ class DeviceStep(FusedStep):
             how: dict = {"seen": self._seen, "out": q.dtype, "softmax": self._softmax}
             stored = q, self._pages, self._tiers, lists, ring, self._scores
             self._attention = self._decoder(*stored, layers=self._layers, **how)
-        out, _, self.given = self._attention(q, ring, scale, lists.offset)
+        out, _, self.layer_scores = self._attention(q, ring, scale, lists.offset)
         return out
 
     def _attended_in_part(self, layer: int, lists: Lists, q: Tensor, choice: PageChoice, scale: float) -> Tensor:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from kvbench.kernels import checks
 from kvbench.kernels.format import PageFormat
-from kvbench.kernels.gpu.exchange import _assign, _change_at_once, _commit, _move_listed, _pair_moves, _sum_needs
+from kvbench.kernels.gpu.exchange import _assign, _change_at_once, _commit, _move_listed, _pair_moves, _sum_pages_needed
 from kvbench.kernels.gpu.lookup import _count_rows, _find_extreme, _lookup, _tracked_slots
 from kvbench.kernels.gpu.pages import byte_map, copy_pages
 from kvbench.kernels.gpu.parts import launch, power_of_two
-from kvbench.kernels.gpu.placing import place, settle
+from kvbench.kernels.gpu.slot_plan import locate, settle
 from kvbench.kernels.operands import ExtremeOf, KeyRotation, SlotSearch, TierTable
 from kvbench.kernels.pool import PagePool, PoolExhausted
 from kvbench.kernels.table import Move, PageTable
@@ -212,7 +212,7 @@ class DeviceTable(PageTable):
         goes_at: Tensor | None,
         *,
         acts: bool,
-        own_all: bool,
+        unshare_all: bool,
         done: list[tuple[Tensor, int, Tensor]],
         live: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -234,15 +234,15 @@ class DeviceTable(PageTable):
         if live is not None:
             first = torch.where(live > 0, first, -1)
         if self.pool.others is not None:
-            if own_all:
-                self.own_all(lists)
+            if unshare_all:
+                self.unshare_all(lists)
             else:
                 targets = (
                     [first[tier]] if plan is None else [plan.target(each, first[each]) for each in (tier, *others)]
                 )
-                self.own([(which, lists, target) for which, target in zip((tier, *others), targets, strict=True)])
+                self.unshare([(which, lists, target) for which, target in zip((tier, *others), targets, strict=True)])
         if plan is not None:
-            return *place(plan, first, self.entries, self.further, self.tokens_per_page), plan.broken
+            return *locate(plan, first, self.entries, self.further, self.tokens_per_page), plan.broken
         page, inside = self.lookup(lists, tier, first[tier])
         return page.expand(self.num_tiers, -1), inside.expand(self.num_tiers, -1), None
 
@@ -286,7 +286,17 @@ class DeviceTable(PageTable):
                 **other_constants, BLOCK=min(1024, power_of_two(num)),
             )  # fmt: skip
         elif num:
-            launch(_sum_needs, (blocks,), *operands, sums, faults, *sizes, **constants, **other_constants, BLOCK=BLOCK)
+            launch(
+                _sum_pages_needed,
+                (blocks,),
+                *operands,
+                sums,
+                faults,
+                *sizes,
+                **constants,
+                **other_constants,
+                BLOCK=BLOCK,
+            )
             launch(
                 _assign, (blocks,), *operands, *stores, sums, faults, first, *sizes, pool.num_pages, blocks,
                 **constants, BLOCK=BLOCK, BP=padded,
@@ -343,19 +353,19 @@ class DeviceTable(PageTable):
         self._copy_entries(old, new)
         pool.others = others
 
-    def own(self, slots: list[tuple[int, Tensor, Tensor]]) -> None:
-        """As `PageTable.own`, for slots of different pages."""
+    def unshare(self, slots: list[tuple[int, Tensor, Tensor]]) -> None:
+        """As `PageTable.unshare`, for slots of different pages."""
         for tier, lists, slot in slots:
             index = slot.clamp(min=0) // self.tokens_per_page[tier]
-            self._own(lists, tier, index[:, None], (slot >= 0)[:, None])
+            self._unshare(lists, tier, index[:, None], (slot >= 0)[:, None])
 
-    def own_all(self, lists: Tensor) -> None:
+    def unshare_all(self, lists: Tensor) -> None:
         if self.pool.others is None:
             return
         for tier in range(self.num_tiers):
             _, there = self._named(lists, tier)
             index = torch.arange(self.max_pages, device=lists.device).expand(len(lists), -1)
-            self._own(lists, tier, index, there)
+            self._unshare(lists, tier, index, there)
         self._forget_holders()
 
     def _forget_holders(self) -> None:
@@ -369,7 +379,7 @@ class DeviceTable(PageTable):
         index = torch.arange(self.max_pages, device=lists.device)
         return self.page_ids(lists, tier, self.max_pages), index < held[:, None]
 
-    def _own(self, lists: Tensor, tier: int, index: Tensor, wanted: Tensor) -> None:
+    def _unshare(self, lists: Tensor, tier: int, index: Tensor, wanted: Tensor) -> None:
         """Copies the wanted pages (bool [M, n]) number `index` [M, n] of lists that others hold, too."""
         pool, table = self.pool, self._table(tier).view(-1)
         if pool.others is None:

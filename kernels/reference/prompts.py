@@ -33,7 +33,7 @@ class PromptOperations(Operations):
         """
         checks.prompt(q, k, v, softmax)
         if not softmax.is_plain:
-            return self._prefill_beside(q, k, v, scale, softmax)[0]
+            return self._prefill_with_sinks(q, k, v, scale, softmax)[0]
         if q.device.type != "cpu" and not has_flash(q):  # torch's other fused kernel knows no groups of query heads
             k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
         grouped = len(k) != len(q)
@@ -49,18 +49,18 @@ class PromptOperations(Operations):
         if not self.takes_lse:
             return self.prefill_attention(q, k, v, scale, softmax), None
         if not softmax.is_plain:
-            return self._prefill_beside(q, k, v, scale, softmax)
+            return self._prefill_with_sinks(q, k, v, scale, softmax)
         output = attention_with_lse(q, k, v, scale)
         return (self.prefill_attention(q, k, v, scale), None) if output is None else output
 
-    def _prefill_beside(
+    def _prefill_with_sinks(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax
     ) -> tuple[Tensor, Tensor | None]:
         """The same where the softmax is not plain: sinks join the log-sum-exp of a fused kernel, and what that has not
         is a chunk behind nothing."""
         output = None if softmax.cap else attention_with_lse(q, k, v, scale)
         if output is not None:
-            return softmax.beside_sinks(*output)
+            return softmax.with_sinks(*output)
         nothing = k[:, :0], v[:, :0], None
         return self.chunk_attention(q, k, v, nothing, scale, softmax).to(q.dtype), None
 

@@ -128,7 +128,7 @@ class AsyncCounts:
             return
         self._start(numbers, [(x.numel(), receive) for x, receive in posted])
 
-    def send_again(self, log: ReplayLog) -> None:
+    def resend(self, log: ReplayLog) -> None:
         """Starts the copy of what a replay of a captured step counted, once it is launched."""
         if log.numbers is not None:
             self._start(log.numbers, [(count, bind()) for count, bind in log.posts])

@@ -151,8 +151,8 @@ class Buffered(Paged):
         return False  # a later segment comes token by token, through the rings
 
     @property
-    def beside_bytes(self) -> int:
-        return super().beside_bytes + self.ring.allocated_bytes
+    def off_page_bytes(self) -> int:
+        return super().off_page_bytes + self.ring.allocated_bytes
 
     @property
     def row_bytes(self) -> tuple[int, int]:
@@ -304,12 +304,12 @@ class BufferedStep(PagedStep):
                 done.append((named, tier, held))
             if pages.pool.others is not None:
                 for tier, chosen, named in by_tier:
-                    self._own(tier, chosen, named, before, after)
+                    self._unshare(tier, chosen, named, before, after)
         ring.num_tokens[lists] += new
         self._before = before[0].view(self.lists.shape), before[1].view(self.lists.shape)
         self._after = after[0].view(self.lists.shape), after[1].view(self.lists.shape)
 
-    def _own(
+    def _unshare(
         self,
         tier: int,
         chosen: Tensor | slice,
@@ -322,7 +322,7 @@ class BufferedStep(PagedStep):
         for old, new, most in zip(before, after, self.holding.ring.most_leaving, strict=True):
             for page in range(-(-most // size) + 1):
                 slot = torch.maximum(old, old // size * size + page * size)
-                self.pages.table.own([(tier, lists, torch.where(slot < new, slot, -1)[chosen])])
+                self.pages.table.unshare([(tier, lists, torch.where(slot < new, slot, -1)[chosen])])
 
     @property
     def strips(self) -> bool:

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvbench.cache.again import NOISE, RULE, SecondOpinion, differ
 from kvbench.cache.pages import Pages
+from kvbench.cache.replay_check import NOISE, RULE, ReplayCheck, differ
 from kvbench.cache.view import SlotsView
 from kvbench.errors import BrokenRule, call_of
 from kvbench.kernels.memory import is_out_of_memory
@@ -29,7 +29,7 @@ _OURS = "kvbench.methods."  # whose plans change no mode, which spares the look
 _WHOLE = frozenset((torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8))
 
 
-class _Asked:
+class _PolicyCall:
     """A call of a policy about a view: checks the form of the answer, and names class, call and moment in errors."""
 
     def __init__(self, policy: Policy, call: str, view: PrefillView | DecodeView, device: torch.device) -> None:
@@ -109,13 +109,13 @@ class CheckedPlans:
 
     def __init__(self, policy: Policy, pages: Pages) -> None:
         self._policy, self._pages = policy, pages
-        self.second: SecondOpinion[Policy] | None = None
+        self.second: ReplayCheck[Policy] | None = None
         last = pages.num_planned - 1
         self._tiers = f"EVICT (-1) or tier 0{f' to {last}' if last else ''}, the tiers of the method"
         self._demote_rule = f"demote_to must hold {self._tiers}, and no token goes to the tier that it leaves"
 
-    def _ask(self, call: str, view: PrefillView | DecodeView) -> _Asked:
-        return _Asked(self._policy, call, view, self._pages.table.num_slots.device)
+    def _ask(self, call: str, view: PrefillView | DecodeView) -> _PolicyCall:
+        return _PolicyCall(self._policy, call, view, self._pages.table.num_slots.device)
 
     def prefill(self, view: PrefillView, score: Tensor | None, begins: bool = True) -> PrefillPlan:
         """The plan for a prompt; `score` fp32 [V, H, N] is the view's statistics, or None; `begins` says whether these
@@ -155,7 +155,7 @@ class CheckedPlans:
             judge(order.long().sort(-1).values != each, "channels must name every key channel of a list once")
         elif plan.channels is not None:
             raise call.error("channels are ordered, but the method's statistic measures none")
-        self._ask_again(call, plan, lambda other, shown: other.plan_prefill(shown), begins, sound)
+        self._check_replay(call, plan, lambda other, shown: other.plan_prefill(shown), begins, sound)
         return plan
 
     def decode(self, view: DecodeView) -> DecodePlan:
@@ -166,7 +166,7 @@ class CheckedPlans:
             raise call.error(f"tier={plan.tier!r}, but it must be a whole number of 0 to {last}")
         if plan.tier and self._policy.position_mode == "pre_rope":
             raise call.error(f"tier={plan.tier}, but position_mode='pre_rope' appends to tier 0")
-        self._ask_again(call, plan, lambda other, shown: other.plan_decode(shown))
+        self._check_replay(call, plan, lambda other, shown: other.plan_decode(shown))
         return self._check_slots(call, plan, view) if plan.slot is not None else plan
 
     def due(self, view: DecodeView) -> Tensor:
@@ -175,7 +175,7 @@ class CheckedPlans:
         assert self._policy.compaction is not None, "the caller looked"
         due = call.mask(self._policy.compaction.due(call.see()), "the answer", (view.shape[0],))
         call.check_modes()
-        self._ask_again(call, due, lambda other, shown: other.compaction and other.compaction.due(shown))
+        self._check_replay(call, due, lambda other, shown: other.compaction and other.compaction.due(shown))
         return due
 
     def compact(self, view: SlotsView) -> CompactPlan:
@@ -197,7 +197,7 @@ class CheckedPlans:
         # A list of one token may give it up: the incoming one takes its place.
         emptied = (reduce(torch.add, held) > 1) > reduce(torch.logical_or, stays)  # the first, and not the second
         self._judge(call, emptied, "keep must leave at least one token in every list that holds more than one")
-        self._ask_again(call, plan, lambda other, shown: other.plan_compact(shown))
+        self._check_replay(call, plan, lambda other, shown: other.plan_compact(shown))
         return plan
 
     def find(self, position: Tensor, view: DecodeView) -> None:
@@ -218,7 +218,7 @@ class CheckedPlans:
 
         return lambda broken: self._pages.counts.post(broken, lambda: receive)
 
-    def _check_slots(self, call: _Asked, plan: DecodePlan, view: DecodeView) -> DecodePlan:
+    def _check_slots(self, call: _PolicyCall, plan: DecodePlan, view: DecodeView) -> DecodePlan:
         """Holds the slots of a step to its lists; the plan to carry out."""
         slot = call.whole(plan.slot, "slot", view.shape)
         for name in ("demote_to", "demote_slot"):
@@ -256,9 +256,9 @@ class CheckedPlans:
         wrong = ((target < APPEND) | (target >= held)) & (slot != APPEND) & (to != EVICT)
         return wrong, lambda: f"demote_{_where(wrong, target, held)}; it is APPEND (-1) or lies within its list"
 
-    def _ask_again(
+    def _check_replay(
         self,
-        call: _Asked,
+        call: _PolicyCall,
         answer: object,
         ask: Callable[[Policy, Any], object],
         begins: bool = True,
@@ -283,7 +283,7 @@ class CheckedPlans:
             differs = torch.ones((), dtype=torch.bool, device=self._pages.table.num_slots.device)
         self._judge(call, differs, RULE, sound)
 
-    def _judge(self, call: _Asked, broken: Tensor, rule: Rule, sound: Sound = None) -> None:
+    def _judge(self, call: _PolicyCall, broken: Tensor, rule: Rule, sound: Sound = None) -> None:
         """Raises where an entry of `broken` is True, now or later; never where statistics are not `sound`."""
         flag, counts = broken.any(), self._pages.counts
         if not counts.is_late:

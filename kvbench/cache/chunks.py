@@ -34,13 +34,13 @@ class _Reading:
     sums: list[Tensor]
     seen: int = 0
     chunks: int = 0
-    waiting: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list)
+    staged: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
         """Bytes held beside the pages."""
         held = [*self.sums, *(pos for tiers in self.pos for pos in tiers)]
-        return sum(x.nbytes for x in held) + sum(k.nbytes + v.nbytes for k, v, _ in self.waiting)
+        return sum(x.nbytes for x in held) + sum(k.nbytes + v.nbytes for k, v, _ in self.staged)
 
 
 class Chunks:
@@ -84,12 +84,12 @@ class Chunks:
             queries.hold_prompt(row, layer, queries.last(q, scale), end)
         if self._offsets is not None:
             k = less(k, self._offsets.of_layer(row, layer, len(k)))
-        reading.waiting.append((self._rotations.keys.apply(k), self._rotations.values.apply(v), score))
+        reading.staged.append((self._rotations.keys.apply(k), self._rotations.values.apply(v), score))
         self._ledger.hold(row, staging_bytes=reading.nbytes + past_k.nbytes + past_v.nbytes)
         del past_k, past_v
         last = layer + 1 == self._shape.num_layers
         if last or self._policy.scope != "model":
-            self._place(row, layer, reading, end)
+            self._write(row, layer, reading, end)
         if last:
             reading.seen, reading.chunks = end, reading.chunks + 1
             self._counters.hold(row, end)
@@ -146,9 +146,9 @@ class Chunks:
         sums = reading.sums[layer][:, :end] if reading.sums else None
         return self._holding.scores.of_chunk(layer, q, keys, values, torch.cat([pos, new_pos], 1), end, scale, sums)
 
-    def _place(self, row: int, layer: int, reading: _Reading, end: int) -> None:
+    def _write(self, row: int, layer: int, reading: _Reading, end: int) -> None:
         """Plans the layers that wait, the last of which is `layer`, and carries the plan out."""
-        staged, reading.waiting = reading.waiting, []
+        staged, reading.staged = reading.staged, []
         first = layer + 1 - len(staged)
         layers, begin = range(first, layer + 1), reading.seen
         tier_of = torch.stack([self._tiers(reading.pos[index], end) for index in layers])

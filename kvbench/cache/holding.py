@@ -60,38 +60,38 @@ class EvictionDue:
     """The host's knowledge of the bulk evictions of rows. It is about all layers and heads, wherever they lie.
 
     Args:
-        is_told: The device tells `counts` whether an eviction is due, and nobody asks it before every step.
+        posts: The device tells `counts` whether an eviction is due, and nobody asks it before every step.
     """
 
     def __init__(self, policy: Policy, plans: CheckedPlans, counts: AsyncCounts, posts: bool) -> None:
         is_periodic = policy.compaction is not None and not policy.compaction.when_full
         self._happens = is_periodic and policy.residual is None  # tokens behind rings are not evicted
-        self._plans, self._counts, self._is_told = plans, counts, posts
-        self._told: dict[int, int] = {}
+        self._plans, self._counts, self._posts = plans, counts, posts
+        self._due: dict[int, int] = {}
 
     def forget(self, numbers: Sequence[int]) -> None:
         """Notes that what the host was told of rows holds no longer."""
         for number in numbers:
-            self._told.pop(number, None)
+            self._due.pop(number, None)
 
     def tell(self, numbers: Sequence[int], view: Callable[[], DecodeView]) -> None:
         """Tells the host, later, of which rows an eviction is due before the next step; `view` shows them."""
-        if self._happens and self._is_told:
+        if self._happens and self._posts:
             self._counts.post(self._plans.due(view()), lambda: partial(self.learn, tuple(numbers)))
 
     def learn(self, numbers: Sequence[int], due: Sequence[int]) -> None:
         """Takes in whether the bulk evictions of rows are due, and perhaps of what pads them."""
-        self._told |= zip(numbers, due, strict=False)
+        self._due |= zip(numbers, due, strict=False)
 
     def may_be(self, numbers: Sequence[int]) -> bool:
         """True if an eviction of rows is due before the next step, or the host was not told that it is not."""
-        return self._happens and any(self._told.get(number) != 0 for number in numbers)
+        return self._happens and any(self._due.get(number) != 0 for number in numbers)
 
     def whose(self, numbers: Sequence[int], view: Callable[[], DecodeView]) -> list[int]:
         """The rows whose eviction is due now, of those that a step begins with; `view` shows these."""
         if not self._happens:
             return []
-        due = [self._told.get(number) for number in numbers]
+        due = [self._due.get(number) for number in numbers]
         self.forget(numbers)
         if None in due:
             due = self._plans.due(view()).tolist()
@@ -122,7 +122,7 @@ class Holding:
         self.budget: SolvedBudget | None = None  # the store's, which knows what else a row holds
 
     @property
-    def beside_bytes(self) -> int:
+    def off_page_bytes(self) -> int:
         orders = 0 if self.channels is None else self.channels.allocated_bytes
         orders += 0 if self.offsets is None else self.offsets.allocated_bytes
         return orders + (0 if self.scores.queries is None else self.scores.queries.allocated_bytes)

@@ -58,7 +58,7 @@ class StoreOptions:
 
 
 @dataclass(frozen=True)
-class Place:
+class DeviceSpan:
     """Some layers of a model that follow one another, and the device of their weights, and so of their part of the
     cache."""
 
@@ -69,7 +69,7 @@ class Place:
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """A model as the store knows it: all its layers and heads, wherever they lie. Layers of another kind have a shape
-    of their own `beside`: the policy acts on these, which see everything, and numbers them from 0.
+    of their own `other_kinds`: the policy acts on these, which see everything, and numbers them from 0.
 
     Args:
         device: Where the cache lives; of a model in several places, its first one, where plans are made.
@@ -99,11 +99,11 @@ class ModelShape:
     inv_freq: Tensor | None = None
     output_projections: Sequence[Tensor] | None = None
     key_biases: Sequence[Tensor] | None = None
-    places: tuple[Place, ...] = ()
+    device_spans: tuple[DeviceSpan, ...] = ()
     ranks: Ranks = ALONE
     softmax: Softmax = PLAIN
     window: Window | None = None
-    beside: "tuple[ModelShape, ...]" = ()
+    other_kinds: "tuple[ModelShape, ...]" = ()
     numbers: tuple[int, ...] = ()
     state_bytes: int = 0
     keys_only: bool = False
@@ -111,7 +111,7 @@ class ModelShape:
 
     @property
     def is_whole(self) -> bool:
-        return len(self.places) < 2 and self.ranks.size == 1
+        return len(self.device_spans) < 2 and self.ranks.size == 1
 
     @property
     def is_uniform(self) -> bool:
@@ -122,7 +122,7 @@ class ModelShape:
     def kinds(self) -> dict[int, tuple[int, int]]:
         """Where the model's layers are found, by their own numbers: which of the shapes (0 for this one, then those
         beside it), and which layer of that."""
-        shapes = (self, *self.beside)
+        shapes = (self, *self.other_kinds)
         each = [(kind, shape.numbers or range(shape.num_layers)) for kind, shape in enumerate(shapes)]
         return {number: (kind, index) for kind, numbers in each for index, number in enumerate(numbers)}
 
@@ -141,7 +141,7 @@ class ModelShape:
         with the heads of this process."""
         parts, first = [], 0
         num_q_heads, num_kv_heads = self.heads_here
-        for span in self.places or (Place(self.device, self.num_layers),):
+        for span in self.device_spans or (DeviceSpan(self.device, self.num_layers),):
             inv_freq = None if self.inv_freq is None else self.inv_freq.to(span.device)
             sinks, here = self.softmax.sinks, slice(first, first + span.num_layers)
             shape = replace(
@@ -151,7 +151,7 @@ class ModelShape:
                 num_kv_heads=num_kv_heads,
                 device=span.device,
                 inv_freq=inv_freq,
-                places=(),
+                device_spans=(),
                 softmax=Softmax(self.softmax.cap, None if sinks is None else sinks[here].to(span.device)),
             )
             parts.append((first, shape))
@@ -164,21 +164,21 @@ class ModelShape:
         return replace(
             self,
             device=torch.device("cpu"),
-            places=(),
+            device_spans=(),
             ranks=ALONE,
             inv_freq=None if self.inv_freq is None else torch.ones(self.inv_freq.shape),
             key_biases=None if self.key_biases is None else [torch.zeros(bias.shape) for bias in self.key_biases],
             softmax=Softmax(self.softmax.cap, None if sinks is None else torch.zeros(sinks.shape)),
-            beside=tuple(each.on_host() for each in self.beside),
+            other_kinds=tuple(each.on_host() for each in self.other_kinds),
         )
 
     def fp16_bytes(self, num_tokens: int) -> int:
         """Bytes of an uncompressed 16-bit cache of this many tokens, as the model itself would hold it, windows and
         states included: the denominator of every ratio."""
-        total = self.own_fp16_bytes(num_tokens) + self.state_bytes
-        return total + sum(each.fp16_bytes(num_tokens) for each in self.beside)
+        total = self.layers_fp16_bytes(num_tokens) + self.state_bytes
+        return total + sum(each.fp16_bytes(num_tokens) for each in self.other_kinds)
 
-    def own_fp16_bytes(self, num_tokens: int) -> int:
+    def layers_fp16_bytes(self, num_tokens: int) -> int:
         """The same of these layers alone, without states."""
         if self.window is not None:
             num_tokens = min(num_tokens, self.window.num_tokens)

@@ -10,8 +10,8 @@ from torch import Tensor
 from kvbench.cache.async_counts import Receiver, one_row
 from kvbench.cache.layout import ModelShape, most_slots
 from kvbench.cache.paged import Paged
-from kvbench.cache.places import Split
 from kvbench.cache.solve_budget import SolvedBudget
+from kvbench.cache.split import Split
 from kvbench.cache.steps import PagedStep
 from kvbench.policy import Policy
 
@@ -58,7 +58,8 @@ class Ledger:
     """Counts the bytes of every row, wherever its layers and heads lie.
 
     What a row has in several places is summed over them. Counters of tokens, which every place repeats (16 or 24 bytes
-    a row), count once, so that no number depends on where a model lies. What layers of other kinds have is `beside`.
+    a row), count once, so that no number depends on where a model lies. `other_kinds` are the ledgers of layers of
+    other kinds.
 
     Page tables are made for the longest prompt and answer of a run. A row is billed the entries that its own prompt and
     its own limit of new tokens need, as if it were alone; the others are `table_slack_bytes`, which no row is billed.
@@ -67,7 +68,7 @@ class Ledger:
     def __init__(
         self, policy: Policy, holding: Paged | Split, shape: ModelShape, other_kinds: "Sequence[Ledger]" = ()
     ) -> None:
-        self._parts, self._shape, self._ranks, self._beside = holding.parts, shape, shape.ranks, other_kinds
+        self._parts, self._shape, self._ranks, self._other_kinds = holding.parts, shape, shape.ranks, other_kinds
         self._policy = policy
         first = self._parts[0]
         self._counters, self._pages = first.counters, first.pages
@@ -123,17 +124,17 @@ class Ledger:
     def _paged_bytes(self, rows: Tensor) -> Tensor:
         """int64 [S]: bytes of the pages of rows, of all kinds of layers."""
         local = self._num_pages(rows) * self._page_bytes
-        return sum((each._paged_bytes(rows) for each in self._beside), local)
+        return sum((each._paged_bytes(rows) for each in self._other_kinds), local)
 
     def _fixed_of(self, row: int) -> int:
         """Bytes of a row that no page holds, of all kinds of layers."""
-        return self._fixed.get(row, self._widest) + sum(each._fixed_of(row) for each in self._beside)
+        return self._fixed.get(row, self._widest) + sum(each._fixed_of(row) for each in self._other_kinds)
 
     @property
     def table_slack_bytes(self) -> int:
         """Bytes of page tables that rows were allocated and do not need, being shorter than the longest of the run."""
         local = sum(self._widest - fixed for fixed in self._fixed.values())
-        return local + sum(each.table_slack_bytes for each in self._beside)
+        return local + sum(each.table_slack_bytes for each in self._other_kinds)
 
     def _num_pages(self, rows: Tensor) -> Tensor:
         """int64 [S]: pages of rows, on the first place's device."""
@@ -150,7 +151,7 @@ class Ledger:
         shared = [part.pages.pool.others for part in self._parts]
         (num_pages,) = self._ranks.totals([sum(int(others.sum()) for others in shared if others is not None)])
         local = num_pages * self._page_bytes + max(0, len(self._open) - 1) * self.book_bytes
-        return local + sum(each.shared_bytes for each in self._beside)
+        return local + sum(each.shared_bytes for each in self._other_kinds)
 
     def row_bytes(self, row: int) -> int:
         return int(self.resident_bytes(one_row(row, self._shape.device))[0])
@@ -194,7 +195,7 @@ class Ledger:
         total["table_bytes"], rings, total["book_bytes"] = self.fixed_row_bytes(*self._sizes.get(row, ()))
         total["residual_slack_bytes"] = rings - total["residual_bytes"]
         if not self._shape.is_uniform:
-            total["window_bytes"] = sum(each.row_bytes(row) for each in self._beside)
+            total["window_bytes"] = sum(each.row_bytes(row) for each in self._other_kinds)
             total["state_bytes"] = self._shape.state_bytes
         total["resident_bytes"] = sum(total.values())
         return total
@@ -217,7 +218,7 @@ class Ledger:
 
     def begin_prompt(self, row: int, prompt_tokens: int, new_tokens: int) -> None:
         """Notes the size of a row whose prompt is about to be planned, and solves its budget where that is in bytes."""
-        for kind in (self, *self._beside):  # the other kinds' layers may come later, and what they hold counts now
+        for kind in (self, *self._other_kinds):  # the other kinds' layers may come later, and what they hold counts now
             kind._size(row, prompt_tokens, new_tokens)
         self.budget.open(row, prompt_tokens, new_tokens)
 
@@ -232,7 +233,7 @@ class Ledger:
             return
         self._settle()
         meter, before = self.meters[row], self._fixed_of(row)
-        for kind in (self, *self._beside):
+        for kind in (self, *self._other_kinds):
             kind._size(row, kind._sizes[row][0], new_tokens)
         more = self._fixed_of(row) - before
         meter.peak_bytes += more
@@ -323,7 +324,7 @@ class Ledger:
 
     def step(self, steps: Sequence[PagedStep]) -> None:
         """Notes a decode step, which has a part for each place."""
-        rows, kinds = steps[0].rows, (self, *self._beside)
+        rows, kinds = steps[0].rows, (self, *self._other_kinds)
 
         def bind() -> Receiver:
             stepped = [(self.meters[row], self._counters.seen[row], self._fixed_of(row)) for row in rows.numbers]
@@ -381,7 +382,7 @@ class Ledger:
         }
         if not self._shape.is_uniform:
             full_bytes = resident - items["window_bytes"] - items["state_bytes"]
-            ledger |= {"full_layers_bytes": full_bytes, "full_layers_fp16_bytes": self._shape.own_fp16_bytes(seen)}
+            ledger |= {"full_layers_bytes": full_bytes, "full_layers_fp16_bytes": self._shape.layers_fp16_bytes(seen)}
         if meter.one_shot_peak_bytes:
             ledger["one_shot_peak_bytes"] = max(meter.one_shot_peak_bytes, resident)
         by_part = [[int(count.sum()) for count in part.slots_per_tier(part.lists(row))] for part in self._parts]

@@ -127,10 +127,10 @@ def key_offsets(
         )
     if offset == "prompt":
         return KeyOffsets(rows, shape, dtype)
-    return KeyOffsets(rows, shape, dtype, _of_place(cast(Table, offset), whole, shape, first_layer))
+    return KeyOffsets(rows, shape, dtype, _part_table(cast(Table, offset), whole, shape, first_layer))
 
 
-def _of_place(table: Table, whole: ModelShape, shape: ModelShape, first_layer: int) -> Tensor:
+def _part_table(table: Table, whole: ModelShape, shape: ModelShape, first_layer: int) -> Tensor:
     """The share of a table that a place has, fp32 [L, H, D]."""
     layers, heads, dim = whole.num_layers, whole.num_kv_heads, whole.head_dim
     if (len(table), len(table[0])) != (layers, heads * dim):

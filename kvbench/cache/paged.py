@@ -74,7 +74,7 @@ class Kept:
         return x.flatten(0, 1).contiguous() if self.in_order else x[self.head, self.token]
 
 
-class Places:
+class Parts:
     """The places that hold the layers of a model, in their order: a `Paged` is the only one, a `Split` stands for
     several. `plans` asks the policy about all of them together, and `due` knows the bulk evictions of their rows."""
 
@@ -101,7 +101,7 @@ class Places:
     def allocated_bytes(self) -> int:
         """Bytes that the allocator holds: pools, tables, counters, rings."""
         return sum(
-            part.pages.allocated_bytes + part.counters.allocated_bytes + part.beside_bytes for part in self.parts
+            part.pages.allocated_bytes + part.counters.allocated_bytes + part.off_page_bytes for part in self.parts
         )
 
     @property
@@ -124,7 +124,7 @@ class Places:
         for part in self.parts:
             part.share(source, row)
             if not share:
-                part.pages.table.own_all(part.lists(row))
+                part.pages.table.unshare_all(part.lists(row))
             part.counters.copy(source, row)
             part.pages.host.copy(source, row)
 
@@ -157,7 +157,7 @@ class Places:
             part.pages.counts.drop()
 
 
-class Paged(Holding, Places):
+class Paged(Holding, Parts):
     """Holds every token in pages, and lets the policy act on them."""
 
     @property
@@ -229,7 +229,7 @@ class Paged(Holding, Places):
             lists, new_k, new_v, head = (x if heads is None else x[heads] for x in (lists, stripped, v, head))
             first = pages.table.reserve(lists, tier, torch.full_like(lists, chunk))
             each, ordinal = lists.repeat_interleave(chunk), (first[:, None] + offset).flatten()
-            pages.table.own([(tier, each, ordinal)])
+            pages.table.unshare([(tier, each, ordinal)])
             pages.put(
                 tier,
                 *pages.table.lookup(each, tier, ordinal),
@@ -253,7 +253,9 @@ class Paged(Holding, Places):
 
     def compact(self, rows: Rows) -> None:
         """Evicts in bulk from rows, by the policy's plan."""
-        self.pages.table.own_all(self.pages.lists_of(rows.tensor))  # before the plan, which could not be carried out
+        self.pages.table.unshare_all(
+            self.pages.lists_of(rows.tensor)
+        )  # before the plan, which could not be carried out
         self.evict(rows, self.plans.compact(self.view(rows, measured=True)))
 
     def step(self, rows: Rows, plan: DecodePlan | None = None) -> "PagedStep":

@@ -41,9 +41,9 @@ class TierMap:
         """The heads of a layer differ."""
         flat = [tier for row in table for tier in row]
         self._flat = torch.tensor(flat, device=device)
-        self._within = {tier: _places_of(tier, flat, device) for tier in self.tiers}
+        self._within = {tier: _indices_of(tier, flat, device) for tier in self.tiers}
         self.in_layer = [
-            [(tier, None if len(set(row)) == 1 else _places_of(tier, row, device)) for tier in sorted(set(row))]
+            [(tier, None if len(set(row)) == 1 else _indices_of(tier, row, device)) for tier in sorted(set(row))]
             for row in table
         ]
         """By layer, its tiers with the heads int64 [h] of each; None = all heads."""
@@ -59,7 +59,7 @@ class TierMap:
         return (rows + within).flatten()
 
 
-def _places_of(tier: int, tiers: list[int] | tuple[int, ...], device: torch.device) -> Tensor:
+def _indices_of(tier: int, tiers: list[int] | tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([index for index, other in enumerate(tiers) if other == tier], dtype=torch.int64, device=device)
 
 
@@ -382,7 +382,7 @@ class Pages:
 
     def compact(self, tier: int, lists: Tensor, keep: Tensor) -> None:
         """Drops the slots of lists (int64 [M]) that `keep` (bool [M, n]) does not name, closes the gaps, and returns
-        the emptied pages. The lists share no page with others (`PageTable.own_all`)."""
+        the emptied pages. The lists share no page with others (`PageTable.unshare_all`)."""
         fmt = self.formats[tier]
         self.table.compact(lists, tier, keep, fmt, partial(self.backend.move_slots, self.pool.pages, fmt))
 

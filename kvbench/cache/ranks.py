@@ -30,7 +30,7 @@ class Ranks:
         """The largest of the processes' numbers."""
         return number
 
-    def own(self, x: Tensor, dim: int) -> Tensor:
+    def local(self, x: Tensor, dim: int) -> Tensor:
         """This process's share of a tensor of all heads along `dim`."""
         return x.unflatten(dim, (self.size, -1)).select(dim, self.index) if self.size > 1 else x
 

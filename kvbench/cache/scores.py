@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kvbench.cache.again import RULE, SecondOpinion, differ
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.offsets import KeyOffsets, back
 from kvbench.cache.pages import Pages
+from kvbench.cache.replay_check import RULE, ReplayCheck, differ
 from kvbench.cache.rotation import Rotations
 from kvbench.cache.tensors import ChunkTensors, Measurer, PromptTensors, SlotTensors
 from kvbench.errors import BrokenRule, call_of
@@ -82,7 +82,7 @@ class Scores:
         self.spec, self._pages, self._rotations, self._first_layer = policy.score, pages, rotations, first_layer
         self._offsets = offsets
         self._measurer = Measurer(policy.score, shape, pages.backend, first_layer)
-        self.second: SecondOpinion[Statistic] | None = None
+        self.second: ReplayCheck[Statistic] | None = None
         self.measures_slots = policy.compaction is not None and self.spec.statistic.answers("of_slots")
         _check_fit(policy, shape, self.measures_slots)
         self.queries: QueryRing | None = None
@@ -120,10 +120,10 @@ class Scores:
             return _checked(statistic, "of_prompt", statistic.of_prompt(seen), k, v, q, hidden)
 
         score = ask(self.spec.statistic)
-        self._ask_again(layer, score, ask)
+        self._check_replay(layer, score, ask)
         return score
 
-    def _ask_again(self, layer: int, score: Tensor, ask: Callable[[Statistic], Tensor]) -> None:
+    def _check_replay(self, layer: int, score: Tensor, ask: Callable[[Statistic], Tensor]) -> None:
         """Refuses scores of a prompt that a statistic of the same settings does not give, by one layer of some prompts,
         another layer each time. Not on a device: the host would wait."""
         if self.second is None or score.device.type != "cpu":

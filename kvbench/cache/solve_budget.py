@@ -16,7 +16,7 @@ class SolvedBudget:
     The row is sized for the longest answer that it was opened for, and misses the budget then by less than a page per
     list. Where lists share the budget unequally, the waste of their last pages is not known before the plan, so the
     most that it can be is taken. `fixed_bytes` gives the bytes of a row beside its pages, by the tokens of its prompt
-    and the most that follow it, and `beside` count what layers of other kinds hold.
+    and the most that follow it, and `other_kinds` count what layers of other kinds hold.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class SolvedBudget:
         other_kinds: "Sequence[SolvedBudget]" = (),
     ) -> None:
         self._policy, self._pages, self._fixed, self._paged = policy, pages, fixed_bytes, paged_slots
-        self._beside = other_kinds
+        self._other_kinds = other_kinds
         self.budget = policy.byte_budget
         rows = pages.shape[0] if self.budget is not None else 0
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=pages.table.num_slots.device)
@@ -89,4 +89,4 @@ class SolvedBudget:
 
     def _windows(self, prompt_tokens: int, new_tokens: int) -> int:
         """Most bytes that layers of other kinds come to hold."""
-        return sum(each.bytes_of(prompt_tokens, prompt_tokens, new_tokens) for each in self._beside)
+        return sum(each.bytes_of(prompt_tokens, prompt_tokens, new_tokens) for each in self._other_kinds)

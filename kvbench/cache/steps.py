@@ -15,7 +15,7 @@ from kvbench.kernels.format import PageFormat
 from kvbench.kernels.operands import PageChoice, Ring, ScoreUpdate, StepScores, TierPages, TierTable
 from kvbench.policy import DecodePlan, DecodeView, ReadSpec
 
-MOST_GIVEN_BYTES = 2**27  # of scores that wait for the other layers'
+MAX_SCORE_BYTES = 2**27  # of scores that wait for the other layers'
 Attend = Callable[..., Tensor]  # layer, q, k, v, scale; of a step that `turns` also a rotation
 
 
@@ -66,7 +66,7 @@ class PagedStep:
     reads: PageSelection | None = None  # chooses what to read of each layer, and counts it; None = everything is read
 
     def __init__(self, holding: Holding, rows: Rows, plan: DecodePlan | None = None) -> None:
-        self.holding, self.pages, self.rows, self._given = holding, holding.pages, rows, plan
+        self.holding, self.pages, self.rows, self._plan = holding, holding.pages, rows, plan
         self.view = holding.view(rows)
         self.tokens_seen = self.view.tokens_seen  # looked up here: it grows while the step goes on
         self.queries: list[tuple[Tensor, float]] = []  # of the layers so far, and their scales, where they are kept
@@ -78,7 +78,7 @@ class PagedStep:
     def _make_room(self) -> None:
         """Reserves the slots of the step, takes those it writes to out of shared pages, and moves what it demotes."""
         pages, lists, reading = self.pages, self.lists.flatten(), self.holding.policy.reading
-        plan = self.holding.plans.decode(self.view) if self._given is None else self._given
+        plan = self.holding.plans.decode(self.view) if self._plan is None else self._plan
         self.tier = plan.tier
         pages.host.advance(self.rows.numbers, self.holding.most_new_slots)
         which = pages.tiers_of_rows(len(self.rows), self.tier)
@@ -105,7 +105,7 @@ class PagedStep:
                     tier,
                     *named,
                     acts=policy.acts_in_decode,
-                    own_all=policy.score.decode_update,  # scores are added to all slots
+                    unshare_all=policy.score.decode_update,  # scores are added to all slots
                     done=done,
                     live=self.live if self.live is None else self.live[chosen],
                 )
@@ -199,7 +199,7 @@ class PagedStep:
         scores.add_step(self.tokens_seen, self.view.prompt_tokens, tiers, reduced)
         return out
 
-    def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention of other queries [S, Hq, D] over a layer that has its token, of the keys and values that `door` was
         given; [S, Hq, D]."""
         holding, pages = self.holding, self.pages
@@ -280,8 +280,8 @@ class PagedStep:
         )
 
     def _opened(self, update: ScoreUpdate | None = None, gives: bool = False, **operands: Any) -> dict[str, Any]:
-        """The operands that both take: scores that are added or replaced, or that the step `gives`, and what is
-        `given`."""
+        """Operands that both take: scores that are added or replaced, or that the step `gives`, and further
+        `operands`."""
         spec = self.holding.policy.score
         near = 0 if gives else spec.skip_near
         scores = StepScores(power=spec.power, group=spec.group_reduce, update=update, gives=gives, skip_near=near)
@@ -315,13 +315,13 @@ class SettledStep(FusedStep):
 
     def __init__(self, step: FusedStep, num_layers: int, settle: Callable[[int, list[Sequence[Tensor]]], None]) -> None:
         self._step, self._num_layers, self._settle, self.strips = step, num_layers, settle, step.strips
-        self._given: list[Sequence[Tensor]] = []
+        self._scores: list[Sequence[Tensor]] = []
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         out = self._step.attend(layer, q, k, v, scale)
-        self._given.append(self._step.given)
-        score_bytes = sum(scores.nbytes for scores in self._step.given) * len(self._given)
-        if layer + 1 == self._num_layers or score_bytes > MOST_GIVEN_BYTES:
-            self._settle(layer + 1 - len(self._given), self._given)
-            self._given = []
+        self._scores.append(self._step.layer_scores)
+        score_bytes = sum(scores.nbytes for scores in self._step.layer_scores) * len(self._scores)
+        if layer + 1 == self._num_layers or score_bytes > MAX_SCORE_BYTES:
+            self._settle(layer + 1 - len(self._scores), self._scores)
+            self._scores = []
         return out

@@ -89,7 +89,7 @@ class MeasuredTensors(LayerTensors):
         return self._softmax.probabilities(logits)
 
     def of_these_heads(self, x: Tensor) -> Tensor:
-        return self._chosen(self.measurer.shape.ranks.own(x, 0))
+        return self._chosen(self.measurer.shape.ranks.local(x, 0))
 
     def _chosen(self, x: Tensor) -> Tensor:
         """Of what this process has of all heads, along the first dimension, that of `heads`."""

@@ -33,7 +33,7 @@ def less_windows(options: StoreOptions, rows: int, held_bytes: int) -> StoreOpti
     return replace(options, budget_bytes=options.budget_bytes - rows * held_bytes)
 
 
-def tier_beside(policy: Policy, how: str) -> Tier:
+def window_tier(policy: Policy, how: str) -> Tier:
     """The precision of windows beside a method: `exact`, which is 16 bits, or the model's own dtype where the method
     keeps that; or that of the `method`, which is refused where a slot cannot have it by itself."""
     (first, *others), reason = policy.tiers, ""

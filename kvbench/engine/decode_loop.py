@@ -172,7 +172,7 @@ class CapturedSteps:
         finally:
             counts.log = None
             self._forget_lists()
-        counts.send_again(log)  # the host's part took place while it was captured
+        counts.resend(log)  # the host's part took place while it was captured
         size = len(state.rows)  # lists are alike
         most = [(pages.pool.taken - first) // size for pages, first in zip(kinds, before, strict=True)]
         return _Captured(state, replay, log, most)
@@ -222,7 +222,7 @@ class DecodeLoop:
         self._runner, self._capture = runner, capture
         shape, self.runs = runner.shape, capture is not None and runner.backend.keeps_tables and not runner.lengths
         self.runs = self.runs and shape.is_whole and not (shape.state_bytes or shape.shared or shape.keys_only)
-        self.runs = self.runs and not any(each.window and each.window.in_chunks for each in shape.beside)
+        self.runs = self.runs and not any(each.window and each.window.in_chunks for each in shape.other_kinds)
         self.counts = dict.fromkeys(("replayed", "eager_in_runs", "one_at_a_time", "captures", "failed_captures"), 0)
         self.alone: set[str] = set()
         self.shared = False

@@ -96,7 +96,7 @@ class FidelityMeter(ChoiceMeter):
 
     @property
     def first(self) -> int:
-        """Place of the first token that is measured."""
+        """Index of the first token that is measured."""
         return max(int(self.exact_first), self.warmup)
 
     def measure(self, index: int, logits: Tensor) -> Tensor:

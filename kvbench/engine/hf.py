@@ -125,7 +125,7 @@ def attention(
     number, shape = layer.index, session.store.kind_of(layer.index)[0].shape
     attend = session.attend
     if session.store.shape.shared.get(index := getattr(module, "layer_idx", number)) == number:
-        number, attend = index, session.attend_again
+        number, attend = index, session.attend_stored
     if "sliding_window" in options and is_known(shape.window, kwargs["sliding_window"], module.config):
         options.remove("sliding_window")
     if attention_mask is not None:  # `_no_mask` makes none, so the model made this one
@@ -293,7 +293,7 @@ class _Outlined(Session):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return torch.empty_like(q)
 
-    attend_again = attend
+    attend_stored = attend
 
 
 def check_pass(model: PreTrainedModel, store: CompressedStore) -> None:

@@ -63,8 +63,8 @@ class _Pass(Session):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return self._each("attend", layer, q, k, v, scale)
 
-    def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return self._each("attend_again", layer, q, k, v, scale)
+    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return self._each("attend_stored", layer, q, k, v, scale)
 
     def _each(self, name: str, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         outputs = []

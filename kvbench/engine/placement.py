@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.cache.layout import Place
+from kvbench.cache.layout import DeviceSpan
 from kvbench.cache.ranks import ALONE, ProcessRanks, Ranks
 from kvbench.engine.calls import attention_modules
 from kvbench.errors import UnsupportedModel
@@ -14,13 +14,13 @@ from kvbench.models.processes import too_few_heads
 OFFLOADED = {"meta", "disk"}
 
 
-def places_of(model: PreTrainedModel) -> tuple[Place, ...]:
+def places_of(model: PreTrainedModel) -> tuple[DeviceSpan, ...]:
     """The runs of layers that share a device, in the order of the layers; empty where all of the model shares one.
     Refuses a layer that lies on more than one device."""
     devices = {weight.device for weight in model.parameters()}
     if len(devices) < 2:
         return ()
-    spans: list[Place] = []
+    spans: list[DeviceSpan] = []
     for index, layer in enumerate(_layers(model)):
         layer_devices = {weight.device for weight in layer.parameters()}
         if len(layer_devices) != 1:
@@ -31,18 +31,18 @@ def places_of(model: PreTrainedModel) -> tuple[Place, ...]:
         (device,) = layer_devices
         last = spans[-1] if spans else None
         if last is not None and last.device == device:
-            spans[-1] = Place(device, last.num_layers + 1)
+            spans[-1] = DeviceSpan(device, last.num_layers + 1)
         else:
-            spans.append(Place(device, 1))
+            spans.append(DeviceSpan(device, 1))
     return tuple(spans)
 
 
-def of_layers(spans: Sequence[Place], numbers: Sequence[int]) -> tuple[Place, ...]:
+def of_layers(spans: Sequence[DeviceSpan], numbers: Sequence[int]) -> tuple[DeviceSpan, ...]:
     """The places of some of the layers, by their numbers."""
     parts, first = [], 0
     for span in spans:
         count = sum(first <= number < first + span.num_layers for number in numbers)
-        parts += [Place(span.device, count)] if count else []
+        parts += [DeviceSpan(span.device, count)] if count else []
         first += span.num_layers
     return tuple(parts)
 

@@ -89,7 +89,7 @@ class Uncompressed:
         held.replays.append(Replay(first=self.part[0], end=self.part[1], q=q, k=k))
         return held.store.replay_attention(held.number, q, k, v, held.k, held.v, scale)
 
-    def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention of the last tokens of a pass, q [Hq, n, D], in a layer that shares the keys of a held one, k and v
         [H, m, D] of the whole pass; notes nothing."""
         held, num_new = self._layers[layer], q.shape[1]

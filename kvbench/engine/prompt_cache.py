@@ -132,7 +132,7 @@ class PromptCache:
             for (layer_store, number), held in zip(
                 store.layers, layers, strict=False
             ):  # none, where nothing was stored
-                layer_store.place_layer(session.row, number, held if measured else ScoredLayer(held.k, held.v))
+                layer_store.write_layer(session.row, number, held if measured else ScoredLayer(held.k, held.v))
         elif entry is not None and entry.queries and not session.wants_calls and session.uncompressed is None:
             for (layer_store, number), held, (q, scale) in zip(store.layers, entry.layers, entry.queries, strict=True):
                 layer_store.prefill_layer(session.row, number, q, held.k, held.v, scale)
@@ -153,7 +153,7 @@ class PromptCache:
             if other.backend.name == store.backend.name and (how := from_queries(other)) not in (None, measured):
                 others[how] = other
         recording = Recording(self.limit_bytes - self.used_bytes, self.keeps_queries, others)
-        stores = store, *store.beside
+        stores = store, *store.other_kinds
         try:
             for each in stores:
                 each.watcher = recording.add

@@ -132,7 +132,7 @@ class Runner:
             max_prompt_tokens=prompt_tokens,
             max_new_tokens=new_tokens,
         )
-        self._store.ask_again()
+        self._store.enable_replay_check()
 
     # Rows.
 

@@ -39,7 +39,7 @@ class Session(ABC):
         """Attention of one layer of the model, q [B, Hq, n, D], k and v [B, H, n, D], post-RoPE; [B, Hq, n, D]."""
 
     @abstractmethod
-    def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """The same in a layer that shares the keys and values of `layer`, which `attend` was given before. Of a prompt,
         some models ask for their last tokens alone: q [B, Hq, m, D], m <= n."""
 
@@ -85,9 +85,9 @@ class Decode(Session):
         store, index = self.store.kind_of(layer)
         return store.attend(index, q[:, :, 0], k[:, :, 0], v[:, :, 0], scale, turn)[:, :, None]
 
-    def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         store, index = self.store.kind_of(layer)
-        return store.attend_again(index, q[:, :, 0], k[:, :, 0], v[:, :, 0], scale)[:, :, None]
+        return store.attend_stored(index, q[:, :, 0], k[:, :, 0], v[:, :, 0], scale)[:, :, None]
 
     def trace(self, out: Tensor) -> Tensor:
         return out
@@ -114,7 +114,7 @@ class Dense(Session):
         self.keep(layer, q[0], k[0], v[0], scale, lse)
         return out[None]
 
-    def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         store, index = self.store.kind_of(layer)
         past = k.shape[2] - q.shape[2]
         if not past:
@@ -156,8 +156,8 @@ class Replay(Session):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return self.uncompressed.attend(layer, q[0], k[0], v[0], scale)[None]
 
-    def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return self.uncompressed.attend_again(layer, q[0], k[0], v[0], scale)[None]
+    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return self.uncompressed.attend_stored(layer, q[0], k[0], v[0], scale)[None]
 
 
 @dataclass
@@ -166,7 +166,7 @@ class _Piece(Session):
 
     row: int
 
-    def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         raise AssertionError("the runner refuses chunks where layers share keys, and takes segments token by token")
 
 

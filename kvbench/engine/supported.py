@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.layout import ModelShape, Place, StoreOptions
+from kvbench.cache.layout import DeviceSpan, ModelShape, StoreOptions
 from kvbench.cache.offsets import check_key_offset
 from kvbench.cache.store import CompressedStore
 from kvbench.engine import latent, placement
@@ -23,7 +23,7 @@ from kvbench.kernels.operands import Softmax, Window
 from kvbench.models import rotary
 from kvbench.models.load import LoadedModel
 from kvbench.models.matrices import PackedLinear
-from kvbench.policy import Policy, check_chunk, check_chunk_place
+from kvbench.policy import Policy, check_chunk, check_chunk_devices
 
 REMEDY = "use a model with full attention in some layers and windows in the others (Llama, Qwen3, Gemma 3, ...)"
 # Rotary layouts in which channel i is paired with channel i + D_rot / 2, at frequencies that do not depend on the
@@ -52,8 +52,8 @@ def is_known(window: Window | None, num_tokens: int, config: Any) -> bool:
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """The layers of a model by what they hold of a text: everything, what a window sees, a state or nothing (`beside`:
-    that may lie beside keys and values, too); or nothing, because they look at what another layer holds."""
+    """Layers of a model by what they hold of a text: everything, a window, a state (some hold keys and values, too), or
+    nothing, because they share another layer's keys and values."""
 
     full: tuple[int, ...]
     windows: dict[Window, tuple[int, ...]]
@@ -176,9 +176,9 @@ def check_fit(
             "another value"
         )
     check_key_offset(options.key_offset, policy, chunk)
-    check_supported(model.model, len(model.places), model.tensor_parallel)
-    shape = model_shape(model.model, model.places)
-    check_chunk_place(chunk, len(shape.places), max(shape.ranks.size, model.tensor_parallel))
+    check_supported(model.model, len(model.device_spans), model.tensor_parallel)
+    shape = model_shape(model.model, model.device_spans)
+    check_chunk_devices(chunk, len(shape.device_spans), max(shape.ranks.size, model.tensor_parallel))
     if chunk is not None and shape.shared:
         raise UnsupportedModel(
             f"prefill.chunk={chunk}: {model.model.config.model_type} has layers that share the keys of others, which "
@@ -206,7 +206,7 @@ def model_shape(model: PreTrainedModel, spans: Sequence[tuple[torch.device, int]
     """Heads, dims, dtype and rotary frequencies of a supported model; `spans` are devices and how many layers each has
     of the cache, where that was said, else as the weights lie."""
     config = model.config.get_text_config()
-    parts = tuple(Place(*each) for each in spans) or placement.places_of(model)
+    parts = tuple(DeviceSpan(*each) for each in spans) or placement.places_of(model)
     kinds = layer_kinds(config)
 
     def of_kind(numbers: tuple[int, ...], **more: Any) -> ModelShape:
@@ -220,7 +220,7 @@ def model_shape(model: PreTrainedModel, spans: Sequence[tuple[torch.device, int]
             keys_only=bool(getattr(config, "kv_lora_rank", None)),
             dtype=model.dtype,
             device=lie[0].device if lie else model.device,
-            places=lie if len(lie) > 1 else (),
+            device_spans=lie if len(lie) > 1 else (),
             ranks=placement.ranks_of(model),
             softmax=softmax_of(model, numbers),
             numbers=numbers if len(numbers) < config.num_hidden_layers else (),
@@ -238,7 +238,7 @@ def model_shape(model: PreTrainedModel, spans: Sequence[tuple[torch.device, int]
         inv_freq=_plain_inv_freq(model),
         output_projections=None if latents else _output_projections(model, kinds.full),
         key_biases=None if latents else _key_biases(model, kinds.full),
-        beside=tuple(
+        other_kinds=tuple(
             of_kind(tuple(layers), window=window)
             for window, numbers in kinds.windows.items()
             for _, layers in groupby(sorted(numbers, key=partial(heads_of, config)), partial(heads_of, config))

@@ -76,7 +76,7 @@ class LoadedModel:
     chat_template: bool
     linear: str = matrices.PLAIN
     remark: str = ""
-    places: tuple[tuple[torch.device, int], ...] = ()
+    device_spans: tuple[tuple[torch.device, int], ...] = ()
     """Devices and how many layers each has, in the order of the layers, where `model.device` named several."""
     quantisation: str = ""
     """The quantisation of the weights, and the package that made it; empty = none."""
@@ -86,7 +86,7 @@ class LoadedModel:
     @property
     def decides(self) -> tuple[str, ...]:
         """Everything that decides the numbers of a forward pass, to the last bit, and where they lie."""
-        layers = str([(str(device), count) for device, count in self.places])
+        layers = str([(str(device), count) for device, count in self.device_spans])
         return self.fingerprint, str(self.dtype), str(self.device), self.linear, self.quantisation, layers
 
     @property
@@ -157,7 +157,7 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
         chat_template=bool(tokenizer.chat_template),
         linear=linear,
         remark=remark,
-        places=devices.places(model.config.get_text_config().num_hidden_layers),
+        device_spans=devices.places(model.config.get_text_config().num_hidden_layers),
         quantisation=quantised.in_words(quantisation),
         tensor_parallel=processes,
     )
@@ -302,7 +302,7 @@ def outline(cfg: Mapping[str, Any]) -> LoadedModel:
         dtype=dtype,
         device=torch.device("meta"),
         chat_template=False,
-        places=devices.places(config.get_text_config().num_hidden_layers),
+        device_spans=devices.places(config.get_text_config().num_hidden_layers),
         tensor_parallel=check_whole("model.tensor_parallel", settings.get("tensor_parallel") or 1, 1),
     )
 

@@ -208,7 +208,7 @@ class Loaders:
         from kvbench.engine.supported import check_supported
 
         if (outline := self._outline(group)) is not None:
-            check_supported(outline.model, len(outline.places), outline.tensor_parallel)
+            check_supported(outline.model, len(outline.device_spans), outline.tensor_parallel)
 
     def load_task(
         self, group: Mapping[str, Any], model: "LoadedModel", *, limit: int | str | None, seed: int, protocol: Mapping

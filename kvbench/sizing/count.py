@@ -59,13 +59,13 @@ def count(
         ValueError: The method does not fit the model.
     """
     sizes = policy, shape, prompt_tokens, new_tokens, options
-    if not all(each.is_whole for each in (shape, *shape.beside)):
+    if not all(each.is_whole for each in (shape, *shape.other_kinds)):
         return act_out(*sizes, is_even=is_even)
     store = shadow_store(*sizes, is_even=is_even)
     row = store.open_row()
     try:
         _fill(store, row, prompt_tokens, new_tokens, replace(options or StoreOptions(), budget_bytes=None))
-        for each in store.beside:
+        for each in store.other_kinds:
             _fill(each, row, prompt_tokens, new_tokens, StoreOptions())
     except Unlike:
         return act_out(*sizes, is_even=is_even)
@@ -189,7 +189,7 @@ def _stepped(
         output_projections=None,
         softmax=PLAIN,
         window=None,
-        beside=(),
+        other_kinds=(),
         numbers=(),
         state_bytes=0,
         shared={},
@@ -200,7 +200,7 @@ def _stepped(
     few_row = few.open_row()
     nothing = torch.zeros(1, 1, 1, dtype=shape.dtype).expand(1, prompt_tokens, 1)
     for layer in range(number):
-        few.place_layer(few_row, layer, ScoredLayer(nothing, nothing))
+        few.write_layer(few_row, layer, ScoredLayer(nothing, nothing))
     for _ in range(new_tokens):
         shadow_step(few, [few_row])
     each = few.holding.parts[0].lists(few_row)

@@ -81,7 +81,7 @@ def _text_decides(policy: Policy, shape: ModelShape, prompt_tokens: int, steps: 
         is_one = is_one_number(least, most)
         if not is_one and prompt_tokens > EXACT_TOKENS:
             return True  # thresholds of a long prompt hardly come to one number again, and to see it takes long
-        full_bytes = shape.own_fp16_bytes(tokens + new)
+        full_bytes = shape.layers_fp16_bytes(tokens + new)
         if is_one and not keeps_all(
             policy, least, full_bytes
         ):  # it has begun to decide, and alike: so it does at any length

@@ -14,7 +14,7 @@ import torch
 from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.policy import Policy
 from kvbench.sizing.count import count
-from kvbench.sizing.shadow import place_prompt, shadow_store
+from kvbench.sizing.shadow import fill_prompt, shadow_store
 
 SAME = 0.01  # two projections this close are one number: how even attention is then decides about nothing but slack
 GLANCE_TOKENS = 1024  # a prompt long enough to tell whether it decides
@@ -62,7 +62,7 @@ def project(
     least, most = _both(policy, shape, min(prompt_tokens, GLANCE_TOKENS), 0, options)
     measures = policy.score.measures_prompts or policy.score.decode_update
     is_one = is_one_number(least, most)
-    full_bytes = shape.own_fp16_bytes(min(prompt_tokens, GLANCE_TOKENS))
+    full_bytes = shape.layers_fp16_bytes(min(prompt_tokens, GLANCE_TOKENS))
     if is_one and not (measures and prompt_tokens > GLANCE_TOKENS and keeps_all(policy, least, full_bytes)):
         # Then it is one at any length, and half the work shows which. A method that keeps all of a short prompt may be
         # one whose windows are longer, and decides later.
@@ -122,8 +122,8 @@ def project_shares(
         each = share * tokens * len(lists) / max(1, len(used))
         slots = (each + (spread if tier % 2 else -spread)).round().long()
         store.pages.table.reserve(used, tier, slots.clamp(min=0) if share else torch.zeros_like(used))
-    for windows in store.beside:
-        place_prompt(windows, row, tokens)
+    for windows in store.other_kinds:
+        fill_prompt(windows, row, tokens)
     return Projection(items=store.ledger.itemise(row), fp16_bytes=shape.fp16_bytes(tokens), measured=True)
 
 

@@ -37,21 +37,21 @@ def act_out(
     one: every list of every layer takes every token."""
     store = shadow_store(policy, shape, prompt_tokens, new_tokens, options, is_even=is_even)
     row = store.open_row()
-    place_prompt(store, row, prompt_tokens)
+    fill_prompt(store, row, prompt_tokens)
     for _ in range(new_tokens):
         shadow_step(store, [row])
     return store.ledger.itemise(row)
 
 
-def place_prompt(store: CompressedStore, row: int, num_tokens: int) -> None:
+def fill_prompt(store: CompressedStore, row: int, num_tokens: int) -> None:
     """Puts a prompt that is not there into an empty row of a `shadow_store`."""
     shape = store.shape
     prompt = torch.zeros(1, 1, 1, dtype=shape.dtype).expand(shape.num_kv_heads, num_tokens, 1)
     score, channels = measured(store, num_tokens)
     for layer in range(shape.num_layers):
-        store.place_layer(row, layer, ScoredLayer(prompt, prompt, score, channels=channels))
-    for each in store.beside:
-        place_prompt(each, row, num_tokens)
+        store.write_layer(row, layer, ScoredLayer(prompt, prompt, score, channels=channels))
+    for each in store.other_kinds:
+        fill_prompt(each, row, num_tokens)
 
 
 def measured(store: CompressedStore, num_tokens: int) -> tuple[Tensor | None, Tensor | None]:
@@ -113,8 +113,8 @@ def _nowhere(shape: ModelShape) -> ModelShape:
     return replace(
         shape,
         device=CPU,
-        places=tuple(replace(span, device=CPU) for span in shape.places),
-        beside=tuple(map(_nowhere, shape.beside)),
+        device_spans=tuple(replace(span, device=CPU) for span in shape.device_spans),
+        other_kinds=tuple(map(_nowhere, shape.other_kinds)),
         # Keys have one channel, which nobody looks at: it turns by no angle.
         inv_freq=None if shape.inv_freq is None else torch.zeros(0),
     )

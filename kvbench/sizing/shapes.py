@@ -46,7 +46,7 @@ class NamedShape:
     def is_plain(self) -> bool:
         """True if every layer holds keys and values of the whole text."""
         shape = self.store_shape
-        return shape.is_uniform and not (shape.beside or shape.shared or shape.keys_only)
+        return shape.is_uniform and not (shape.other_kinds or shape.shared or shape.keys_only)
 
     @property
     def place(self) -> str:
@@ -109,7 +109,7 @@ def sized(
             window = Window(windows["tokens"], bool(windows.get("in_chunks")))
             other_kinds = (replace(shape, num_layers=len(numbers), numbers=numbers, window=window, inv_freq=None),)
         state_bytes = states["layers"] * states["bytes"] if states else 0
-        shape = replace(shape, numbers=tuple(range(layers)), beside=other_kinds, state_bytes=state_bytes)
+        shape = replace(shape, numbers=tuple(range(layers)), other_kinds=other_kinds, state_bytes=state_bytes)
     return NamedShape(
         name=name,
         source=source,

@@ -115,7 +115,7 @@ def test_bytes_of_a_family_are_those_of_a_walk(kind, method):
     with run(tiny_model(kind), ids, method, **SETTINGS[method]) as (runner, rows, found):
         assert bool(torch.isfinite(found).all())
         held = sum(runner.report(row)[0]["resident_bytes"] for row in rows)
-        pools = [each.pages.pool for each in (runner.store, *runner.store.beside)]
+        pools = [each.pages.pool for each in (runner.store, *runner.store.other_kinds)]
         free = sum(pool.num_free * (pool.page_bytes + pool.free_list.element_size()) for pool in pools)
         layers = [vars(layer) for row in rows for layer in runner.states.of([row]).values()]
         states = [x for layer in layers for part in ("conv_states", "recurrent_states") for x in layer[part].values()]

@@ -207,7 +207,7 @@ def test_windows_are_billed_as_a_walk_over_their_pages_counts(small, policy, kin
     loaded, steps = small(kind), 20
     tokens = torch.tensor([random_tokens(PROMPT + steps, seed) for seed in range(2)])
     _, runner, rows = runner_logits(loaded, policy, tokens, PROMPT)
-    store, (windows,) = runner.store, runner.store.beside
+    store, (windows,) = runner.store, runner.store.other_kinds
     held, seen = {}, PROMPT + steps
     for row in rows:
         ledger, kept = runner.report(row)
@@ -245,7 +245,7 @@ def test_prompts_in_chunks_see_the_same_windows_and_states(small, kind, chunk):
     tokens = torch.tensor([random_tokens(110, seed) for seed in range(2)])
     found, runner, rows = runner_logits(loaded, Full(tier="native"), tokens, 100, chunk)
     assert difference(found, own_steps(loaded, tokens, 100)) < TOLERANCE["native"]
-    for windows in runner.store.beside:
+    for windows in runner.store.other_kinds:
         slots = windows.pages.table.num_slots[0, windows.pages.lists_of(torch.tensor(rows))]
         assert int(slots.max()) <= WINDOW
 

@@ -112,7 +112,7 @@ def test_windows_that_a_family_has_by_default_are_counted(fields, wanted, tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(fields))
     shape = find_shape(tmp_path / "config.json")
     assert shape.layers == full and not shape.is_plain
-    assert [(each.num_layers, each.window) for each in shape.store_shape.beside] == [(count, Window(window))]
+    assert [(each.num_layers, each.window) for each in shape.store_shape.other_kinds] == [(count, Window(window))]
     assert shape.store_shape.fp16_bytes(32768) == 4 * width * (full * 32768 + count * window)
 
 
@@ -148,7 +148,7 @@ def alike(shape: NamedShape) -> tuple:
     """What of a shape is counted."""
     store = shape.store_shape
     heads = store.num_layers, store.num_q_heads, store.num_kv_heads, store.head_dim, store.dtype, store.keys_only
-    beside = [(each.num_layers, each.window, each.num_kv_heads, each.head_dim) for each in store.beside]
+    beside = [(each.num_layers, each.window, each.num_kv_heads, each.head_dim) for each in store.other_kinds]
     states = shape.state_layers, store.state_bytes
     return heads, beside, states, store.inv_freq is None, shape.context, shape.parameters, store.fp16_bytes(LENGTH)
 
@@ -222,7 +222,7 @@ def test_a_gguf_file_is_read_as_a_run_reads_it(tmp_path):
     windows = {"attention.sliding_window": 16, "attention.key_length": 16, "attention.value_length": 16}
     write_gguf(tmp_path / "small.gguf", kind="gemma3", blocks=6, fields=windows)
     shape = find_shape(tmp_path / "small.gguf")
-    assert shape.layers == 1 and [(each.num_layers, each.window) for each in shape.store_shape.beside] == [
+    assert shape.layers == 1 and [(each.num_layers, each.window) for each in shape.store_shape.other_kinds] == [
         (5, Window(16))
     ]
     assert shape.name == "small" and shape.place == str(tmp_path / "small.gguf")

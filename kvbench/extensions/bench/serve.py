@@ -90,7 +90,7 @@ class Settings(Methods):
         return [{"arrivals": self.arrivals, **rate, "kv_mb": self.kv_mb, "threads": threads[-1]} for rate in rates]
 
     @property
-    def rounds_told(self) -> int:
+    def reported_rounds(self) -> int:
         return len(self.methods) + (self.peers and not self.times)
 
     def prepare(self, bench: Bench) -> None:

@@ -1,9 +1,9 @@
-"""The places that hold a cache, made of a policy and a model's shape: one, or several behind a `Split`.
+"""Parts of a cache, made of a policy and a model's shape: one, or several behind a `Split`.
 
-The layers of a model may lie on several devices of one process (`ModelShape.places`), and the heads of every layer in
-several processes (`ModelShape.ranks`). Each place has pages, tables and counters of its own, and attention never leaves
-it. All that a policy looks at is brought together on the first device, and in every process, before it is asked; each
-place then carries out its share of the plan. So a plan is the one that a single cache would get, and methods whose
+The layers of a model may lie on several devices of one process (`ModelShape.device_spans`), and the heads of every
+layer in several processes (`ModelShape.ranks`). Each part has pages, tables and counters of its own, and attention
+never leaves it. The policy's view is gathered on the first device, and in every process, before a plan is made; each
+part then carries out its share of the plan. So a plan is the one that a single cache would get, and methods whose
 tokens compete across heads or layers need not know.
 """
 
@@ -24,7 +24,7 @@ from kvbench.cache.counters import Counters
 from kvbench.cache.holding import EvictionDue
 from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats
 from kvbench.cache.offsets import check_key_offset, key_offsets
-from kvbench.cache.paged import Paged, Places
+from kvbench.cache.paged import Paged, Parts
 from kvbench.cache.pages import Pages, TierMap
 from kvbench.cache.ranks import Ranks
 from kvbench.cache.rotation import rotations_of
@@ -35,7 +35,7 @@ from kvbench.kernels.pool import PagePool
 from kvbench.policy import Budget, DecodePlan, Extreme, Policy, ScoreSpec, SlotArrays
 
 
-def make_places(
+def make_holding(
     policy: Policy,
     shape: ModelShape,
     *,
@@ -102,7 +102,7 @@ def make_places(
     return parts[0] if shape.is_whole else Split(policy, shape, parts)
 
 
-class Split(Places):
+class Split(Parts):
     """Holds the layers of a model in several places, and the heads in several processes; refuses a policy whose
     statistic cannot be computed from some of the heads."""
 
@@ -124,9 +124,9 @@ class Split(Places):
         return index, self.parts[index]
 
     def view(self, rows: Rows) -> "SplitView":
-        return self._joined([part.view(rows.on(part.shape.device)) for part in self.parts])
+        return self._merged([part.view(rows.on(part.shape.device)) for part in self.parts])
 
-    def _joined(self, views: Sequence[PagesView]) -> "SplitView":
+    def _merged(self, views: Sequence[PagesView]) -> "SplitView":
         return SplitView(views, self._ranks, self.policy.score)
 
     def open(self, rows: Rows) -> list[PagedStep]:
@@ -150,9 +150,9 @@ class Split(Places):
     def compact(self, rows: Rows) -> None:
         due = [rows.on(part.shape.device) for part in self.parts]
         for part, part_rows in zip(self.parts, due, strict=True):
-            part.pages.table.own_all(part.pages.lists_of(part_rows.tensor))
+            part.pages.table.unshare_all(part.pages.lists_of(part_rows.tensor))
         views = [part.view(part_rows, measured=True) for part, part_rows in zip(self.parts, due, strict=True)]
-        plan = self.plans.compact(self._joined(views))
+        plan = self.plans.compact(self._merged(views))
         for part, part_rows in zip(self.parts, due, strict=True):
             part.evict(part_rows, replace(plan, keep=[self._share(part, each) for each in plan.keep]))
 
@@ -161,7 +161,7 @@ class Split(Places):
         if x is None:
             return None
         layers = slice(part.first_layer, part.first_layer + part.shape.num_layers)
-        return self._ranks.own(x[:, layers], 2).to(part.shape.device)
+        return self._ranks.local(x[:, layers], 2).to(part.shape.device)
 
 
 class SplitView(SlotsView):
@@ -179,7 +179,7 @@ class SplitView(SlotsView):
         if hasattr(first, "instruction_tokens"):
             self.instruction_tokens = first.instruction_tokens
         if hasattr(first, "prompt_slots"):
-            self.prompt_slots = self._joined(lambda view: view.prompt_slots)
+            self.prompt_slots = self._gathered(lambda view: view.prompt_slots)
 
     def _copied(self) -> dict[str, Any]:
         return vars(SplitView([view.shown() for view in self._views], self._ranks, self._spec))
@@ -187,7 +187,7 @@ class SplitView(SlotsView):
     def num_columns(self, tier: int) -> int:
         return self._ranks.most(max(view.num_columns(tier) for view in self._views))
 
-    def _joined(self, of: Callable[[PagesView], Tensor], lead: int = 0) -> Tensor:
+    def _gathered(self, of: Callable[[PagesView], Tensor], lead: int = 0) -> Tensor:
         """The places' tensors [.., S, L, H] or [.., S, L, H, n], with `lead` dimensions before, as one; what is
         shorter than the longest n is filled up."""
         tensors = [of(view).to(self.tokens_seen.device) for view in self._views]
@@ -201,20 +201,20 @@ class SplitView(SlotsView):
 
     def num_slots(self, tier: int) -> Tensor:
         if tier not in self._counts:
-            self._counts[tier] = self._joined(lambda view: view.num_slots(tier))
+            self._counts[tier] = self._gathered(lambda view: view.num_slots(tier))
         return self._counts[tier]
 
     def slots(self, tier: int) -> SlotArrays:
         if tier not in self._arrays:
 
             def extra(name: str) -> Tensor:
-                return self._joined(lambda view: view.slots(tier).extra[name])
+                return self._gathered(lambda view: view.slots(tier).extra[name])
 
             self._arrays[tier] = SlotArrays(
-                score=self._joined(lambda view: view.slots(tier).score),
+                score=self._gathered(lambda view: view.slots(tier).score),
                 extra={name: extra(name) for name in self._views[0].slots(tier).extra},
-                pos=self._joined(lambda view: view.slots(tier).pos),
-                valid=self._joined(lambda view: view.slots(tier).valid),
+                pos=self._gathered(lambda view: view.slots(tier).pos),
+                valid=self._gathered(lambda view: view.slots(tier).valid),
             )
         return self._arrays[tier]
 
@@ -229,5 +229,5 @@ class SplitView(SlotsView):
             # One message, in which whole numbers are exact, too.
             return torch.stack([extreme.value.double(), extreme.slot.double(), extreme.pos.double()])
 
-        value, slot, pos = self._joined(search_part, lead=1)
+        value, slot, pos = self._gathered(search_part, lead=1)
         return Extreme(value=value.float(), slot=slot.long(), pos=pos.long())

@@ -23,7 +23,7 @@ RULE = (
 NOISE = 1e-3  # share of an answer that may differ on a device, whose sums have no fixed order
 
 
-class SecondOpinion(Generic[Subject]):
+class ReplayCheck(Generic[Subject]):
     """Copies of a policy or of a statistic as it is at first."""
 
     def __init__(self, subject: Subject) -> None:
