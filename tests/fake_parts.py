@@ -104,7 +104,7 @@ class FakeEngine:
         """Every token is a word."""
         return " ".join(map(str, ids))
 
-    def running(self, requests, *, on_outcome, on_step=None, sizing=None, own=False):
+    def running(self, requests, *, on_outcome, on_step=None, sizing=None, force_generated=False):
         """Answer group by group; give each request before it is answered."""
         self.sizing = len(sizing or requests)
         size = self.most_requests

@@ -92,7 +92,7 @@ class Engine:
         """Every token is a word."""
         return " ".join(map(str, ids))
 
-    def running(self, requests, *, on_outcome, on_step=None, sizing=None, own=False):
+    def running(self, requests, *, on_outcome, on_step=None, sizing=None, force_generated=False):
         """One outcome per request, each given before; Ctrl-C after as many as the test says."""
         policy, bench = self.policy, self.bench
         for request in requests:

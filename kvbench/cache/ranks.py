@@ -40,7 +40,7 @@ ALONE = Ranks()
 
 class ProcessRanks(Ranks):
     """The processes of torch.distributed's default group, which make the same calls in the same order
-    (`engine/following.py`)."""
+    (`engine/tensor_parallel.py`)."""
 
     def __init__(self, device: torch.device) -> None:
         from torch import distributed

@@ -24,7 +24,7 @@ from torch import Tensor
 from kvbench.cache.async_counts import Receiver, ReplayLog, Rows, to_device
 from kvbench.cache.counters import CountsBeforeStep
 from kvbench.engine import hf, sessions
-from kvbench.engine.joined import Step
+from kvbench.engine.cross_run_batch import Step
 from kvbench.engine.requests import Request
 from kvbench.engine.rows import AnswerRow, ForcedRow, Row
 from kvbench.engine.runner import Runner, finite_rows
@@ -39,12 +39,12 @@ MOST_STEPS = 64  # of a run: in between, progress is shown and what graders foun
 @dataclass
 class State:
     """Static tensors of a captured step: rows (their numbers in a list) with padding, int64 [S] next tokens, sampler
-    state (None = greedy), fp32 [S, vocabulary] logits of the last step. `told` takes each step's chosen tokens, and
+    state (None = greedy), fp32 [S, vocabulary] logits of the last step. `receive` takes each step's chosen tokens, and
     which logits were finite."""
 
     rows: Rows
     tokens: Tensor
-    told: Callable[[list[int], list[bool]], None]
+    receive: Callable[[list[int], list[bool]], None]
     draws: Draws | None = None
     logits: Tensor | None = None
 
@@ -120,7 +120,7 @@ class CapturedSteps:
         finite_rows(logits, out=numbers[1])
 
         def bind() -> Receiver:
-            receive, live = state.told, len(rows.numbers)
+            receive, live = state.receive, len(rows.numbers)
             return lambda values: receive(values[:live], [bool(value) for value in values[size : size + live]])
 
         store.pages.counts.post(numbers, bind)
@@ -185,7 +185,7 @@ class CapturedSteps:
         """Puts rows and tokens where a captured step reads them."""
         if held is state:
             return
-        held.told = state.told
+        held.receive = state.receive
         held.rows.take(state.rows)
         held.tokens.copy_(state.tokens)
         if held.draws is not None and state.draws is not None:

@@ -6,19 +6,19 @@ from typing import Any, Literal
 
 from kvbench.cache.layout import StoreOptions
 from kvbench.cache.store import CompressedStore
+from kvbench.engine.admission import Admission
 from kvbench.engine.batch import Batch
+from kvbench.engine.cross_run_batch import Step, can_join
 from kvbench.engine.decode_loop import DecodeLoop
-from kvbench.engine.following import make_runner
-from kvbench.engine.joined import Step, can_join
-from kvbench.engine.needs import Needs
 from kvbench.engine.probe import plan_passes
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.reading import Reader
+from kvbench.engine.request_queue import RequestQueue
 from kvbench.engine.requests import Outcome, Request
 from kvbench.engine.room import PromptRoom
 from kvbench.engine.rows import Sample
 from kvbench.engine.runner import Runner
-from kvbench.engine.waiting import Waiting
+from kvbench.engine.tensor_parallel import make_runner
 from kvbench.errors import nobody_leaves
 from kvbench.kernels import memory
 from kvbench.kernels.bench import machine
@@ -137,7 +137,7 @@ class Engine:
         on_outcome: Callable[[Outcome], None],
         on_step: Callable[[dict], None] | None = None,
         sizing: Sequence[Request] | None = None,
-        own: bool = False,
+        force_generated: bool = False,
     ) -> None:
         """Answers requests, in their order as far as there is room (`engine.batch`).
 
@@ -150,10 +150,12 @@ class Engine:
                 `cache_bytes`, `live_rows`, and how many `steps` it was.
             sizing: Requests that the page tables are sized for, when `requests` is only a part of a run: a resumed run
                 must count the same bytes as an uninterrupted one.
-            own: Force the first answer that each request gets here, in place of its gold answer; for the full cache,
-                whose answer other methods are then forced to give.
+            force_generated: Force the first answer that each request gets here, in place of its gold answer; for the
+                full cache, whose answer other methods are then forced to give.
         """
-        for _ in self.running(requests, on_outcome=on_outcome, on_step=on_step, sizing=sizing, own=own):
+        for _ in self.running(
+            requests, on_outcome=on_outcome, on_step=on_step, sizing=sizing, force_generated=force_generated
+        ):
             pass
 
     def running(
@@ -163,23 +165,25 @@ class Engine:
         on_outcome: Callable[[Outcome], None],
         on_step: Callable[[dict], None] | None = None,
         sizing: Sequence[Request] | None = None,
-        own: bool = False,
+        force_generated: bool = False,
     ) -> Generator[Request | Step]:
         """Does what `run` does, and stops before each prompt that it reads, which it gives: several engines that share
         their prompts then take turns. With `gives_steps` it gives each decode step too, which may be made with those
         of others."""
-        queue = Waiting(requests, group=self.group)
-        batch = self.open_batch(queue, on_outcome=on_outcome, on_step=on_step, sizing=sizing, own=own)
+        queue = RequestQueue(requests, group=self.group)
+        batch = self.open_batch(
+            queue, on_outcome=on_outcome, on_step=on_step, sizing=sizing, force_generated=force_generated
+        )
         yield from batch.answer()
 
     def open_batch(
         self,
-        queue: Waiting,
+        queue: RequestQueue,
         *,
         on_outcome: Callable[[Outcome], None],
         on_step: Callable[[dict], None] | None = None,
         sizing: Sequence[Request] | None = None,
-        own: bool = False,
+        force_generated: bool = False,
     ) -> Batch:
         """A new cache, and the batch that answers the requests that wait; the other arguments are those of `run`.
 
@@ -189,10 +193,12 @@ class Engine:
         requests, everything = queue.requests, list(sizing or queue.requests)
         forces = self.fidelity_max_tokens != 0
         runner = self.runner
-        limits = Needs(self.loaded, self.fidelity_max_tokens, own and forces, runner.lengths, runner.chunk)
-        self._check(everything, limits)
+        admission = Admission(
+            self.loaded, self.fidelity_max_tokens, force_generated and forces, runner.lengths, runner.chunk
+        )
+        self._check(everything, admission)
         self.steps.shared = self.gives_steps and self.group is None and can_join(self.runner)
-        reader = Reader(self.runner, self.steps, limits, requests, self.end_ids, self.seed)
+        reader = Reader(self.runner, self.steps, admission, requests, self.end_ids, self.seed)
         batch = Batch(
             self.runner,
             self.steps,
@@ -207,17 +213,17 @@ class Engine:
         )
         if not everything:
             return batch
-        self._measure_prompts(everything, limits, reader)
-        batch.most, batch.reason = self._reserve(everything, limits, reader.contexts.num_rows)
+        self._measure_prompts(everything, admission, reader)
+        batch.most, batch.reason = self._reserve(everything, admission, reader.contexts.num_rows)
         if not batch.reason and self.policy.byte_budget is not None:
             for request in requests:  # a budget that is too small for one stops the run before the first is read
-                self.store.budget.solve(len(request.segments[0]), limits.new_tokens(request))
+                self.store.budget.solve(len(request.segments[0]), admission.new_tokens(request))
         return batch
 
-    def _check(self, requests: Sequence[Request], limits: Needs) -> None:
+    def _check(self, requests: Sequence[Request], admission: Admission) -> None:
         """Refuses requests that do not fit the model or the method."""
         for request in requests:
-            limits.check(request)
+            admission.check(request)
         if self.policy.needs_instruction and not all(request.instruction_tokens for request in requests):
             raise ValueError(
                 "the method protects the instruction before the user's text, and prompts of this task begin without "
@@ -228,10 +234,10 @@ class Engine:
                 prompt = each.segments[0]
                 plan_passes(probe, self.loaded.tokenizer, prompt, each.closing, self.runner.probe_room(prompt))
 
-    def _measure_prompts(self, requests: Sequence[Request], limits: Needs, reader: Reader) -> None:
+    def _measure_prompts(self, requests: Sequence[Request], admission: Admission, reader: Reader) -> None:
         """Reads the longest prompt, where a GPU's pool has to leave room for it, into a cache for one request."""
-        rows = max(limits.rows(request) for request in requests) + reader.contexts.num_rows
-        sizes = self._sizes(requests, limits)
+        rows = max(admission.rows(request) for request in requests) + reader.contexts.num_rows
+        sizes = self._sizes(requests, admission)
         if not self.room.applies or not self.room.begin((rows, *sizes.values())):
             return
 
@@ -253,11 +259,11 @@ class Engine:
         self.room.measure(requests, read)
 
     @staticmethod
-    def _sizes(requests: Sequence[Request], limits: Needs) -> dict[str, int]:
+    def _sizes(requests: Sequence[Request], admission: Admission) -> dict[str, int]:
         """The longest prompt, and most tokens behind one."""
         return {
             "prompt_tokens": max(request.num_prompt_tokens for request in requests),
-            "new_tokens": max(limits.most_behind(request) for request in requests),
+            "new_tokens": max(admission.most_behind(request) for request in requests),
         }
 
     def _make_cache(self, rows: int, sizes: dict[str, int]) -> None:
@@ -280,11 +286,11 @@ class Engine:
             self.steps.forget()
             self._made()
 
-    def _reserve(self, requests: Sequence[Request], limits: Needs, further_rows: int) -> tuple[int, str]:
+    def _reserve(self, requests: Sequence[Request], admission: Admission, further_rows: int) -> tuple[int, str]:
         """Makes the cache, for fewer requests at once where there is no memory for `batch_size` of them: how many, and
         why not even one fits (empty: it does)."""
-        rows_of = max(limits.rows(request) for request in requests)
-        sizes = self._sizes(requests, limits)
+        rows_of = max(admission.rows(request) for request in requests)
+        sizes = self._sizes(requests, admission)
         size = self.most_requests if isinstance(self.batch_size, int) else self._that_fit(rows_of, sizes)
         size = min(size, len(requests))  # never more rows than there is to answer
         while True:

@@ -153,7 +153,7 @@ def attention(
     with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
         if (turn := getattr(query, fused.TURN, None)) is not None:
             if attend == session.attend and session.turns(layer.index):
-                attend = partial(session.attend_turned, turn=turn)
+                attend = partial(session.attend_unrotated, turn=turn)
             else:
                 query, key = fused.turned(query, key, turn)
         if shape.keys_only:
@@ -182,7 +182,7 @@ def attach(model: PreTrainedModel) -> None:
     check_supported(model)
     for module in attention_modules(model):
         if latent.is_latent(module):
-            setattr(module, latent.EXPAND, partial(latent.joined, module, TAG))
+            setattr(module, latent.EXPAND, partial(latent.merged, module, TAG))
     model.set_attn_implementation(NAME)
 
 
@@ -208,10 +208,10 @@ def generate_cache_name() -> str:
     return cache_name(GenerationMixin.prepare_inputs_for_generation)
 
 
-OWN_CACHES = ("dynamic", "fp8", "quanto-4", "quanto-2", "hqq-4", "hqq-2")
+NATIVE_CACHES = ("dynamic", "fp8", "quanto-4", "quanto-2", "hqq-4", "hqq-2")
 
 
-def own_cache(model: PreTrainedModel, kind: str, max_tokens: int = 0) -> Cache:
+def native_cache(model: PreTrainedModel, kind: str, max_tokens: int = 0) -> Cache:
     """One of transformers' own caches, empty, to compare with; the model must not be attached then. The kind is
     `dynamic`; `static`, which holds `max_tokens`; `fp8`; or a package that quantises and its bits, such as `quanto-4`.
     Raises ImportError where transformers is too old for it, or the package is missing."""
@@ -238,12 +238,12 @@ def rewind(cache: Cache, tokens: int) -> None:
         count.fill_(tokens)
 
 
-def own_cache_rows(cache: Cache) -> int:
+def native_cache_rows(cache: Cache) -> int:
     """Sequences that one of transformers' own caches holds."""
     return next(keys.shape[0] for layer in cache.layers if isinstance(keys := getattr(layer, "keys", None), Tensor))
 
 
-def own_cache_bytes(cache: Cache) -> int:
+def native_cache_bytes(cache: Cache) -> int:
     """Bytes of the tensors that one of transformers' own caches holds."""
 
     def held(value: object) -> int:
@@ -299,7 +299,7 @@ class _Outlined(Session):
 def check_pass(model: PreTrainedModel, store: CompressedStore) -> None:
     """Refuses an outline of a model, on the meta device, that asks of attention what the store does not reproduce
     (`attention`). What torch cannot do without numbers ends the pass; then the first one with weights refuses."""
-    session, held = _Outlined(store), own_cache(model, "dynamic").layers
+    session, held = _Outlined(store), native_cache(model, "dynamic").layers
     session.states = {number: held[number] for number in layer_kinds(model.config).states}
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     try:

@@ -14,7 +14,7 @@ from kvbench.models.processes import too_few_heads
 OFFLOADED = {"meta", "disk"}
 
 
-def places_of(model: PreTrainedModel) -> tuple[DeviceSpan, ...]:
+def spans_of(model: PreTrainedModel) -> tuple[DeviceSpan, ...]:
     """The runs of layers that share a device, in the order of the layers; empty where all of the model shares one.
     Refuses a layer that lies on more than one device."""
     devices = {weight.device for weight in model.parameters()}
@@ -74,7 +74,7 @@ def check(model: PreTrainedModel, name: str) -> None:
             "load it onto GPUs alone, without offload (model.device=cuda:0, or [cuda:0,cuda:1] for several)"
         )
     if len(devices) > 1:
-        places_of(model)
+        spans_of(model)
     if not _is_cut(model):
         return
     if len(devices) > 1:

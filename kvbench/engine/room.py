@@ -29,7 +29,7 @@ class PromptRoom:
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self.shrinks, self._measured = runner, 0, 0
-        self._needs: tuple[int, ...] | None = None
+        self._sizes: tuple[int, ...] | None = None
 
     @property
     def applies(self) -> bool:
@@ -85,7 +85,7 @@ class PromptRoom:
 
     def begin(self, sizes: tuple[int, ...]) -> bool:
         """Begins requests that need such a cache; False where prompts of the same were measured before."""
-        is_known, self._needs = sizes == self._needs, sizes
+        is_known, self._sizes = sizes == self._sizes, sizes
         self.shrinks, self._measured = 0, self._measured if is_known else 0
         self._runner.spare_bytes = self._measured
         return not is_known

@@ -44,10 +44,10 @@ class Session(ABC):
         some models ask for their last tokens alone: q [B, Hq, m, D], m <= n."""
 
     def turns(self, layer: int) -> bool:
-        """Whether `attend_turned` is there for a layer."""
+        """Whether `attend_unrotated` is there for a layer."""
         return False
 
-    def attend_turned(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, turn: Turn) -> Tensor:
+    def attend_unrotated(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, turn: Turn) -> Tensor:
         """As `attend`, of queries and keys before their rotation, whose cosines and sines [B * n, D / 2] are given."""
         raise NotImplementedError(f"{type(self).__name__} takes queries and keys as attention sees them")
 
@@ -81,7 +81,7 @@ class Decode(Session):
         store, index = self.store.kind_of(layer)
         return store.turns(index)
 
-    def attend_turned(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, turn: Turn) -> Tensor:
+    def attend_unrotated(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, turn: Turn) -> Tensor:
         store, index = self.store.kind_of(layer)
         return store.attend(index, q[:, :, 0], k[:, :, 0], v[:, :, 0], scale, turn)[:, :, None]
 

@@ -26,17 +26,17 @@ class States:
 
     def __init__(self, model: PreTrainedModel, kinds: Sequence[int]) -> None:
         self._rows: dict[int, Layers] = {}
-        self._joined: tuple[tuple[int, ...], Layers] = (), {}
+        self._batched: tuple[tuple[int, ...], Layers] = (), {}
         self._made: Layers = {}
         self.row_bytes = 0
         if kinds:
-            layers = hf.own_cache(model, "dynamic").layers
+            layers = hf.native_cache(model, "dynamic").layers
             self._made = {number: layers[number] for number in kinds}
             self.row_bytes = self._measured(model)
 
     def _measured(self, model: PreTrainedModel) -> int:
         """The bytes of the states behind one token, which are those behind any text."""
-        cache = hf.own_cache(model, "dynamic")
+        cache = hf.native_cache(model, "dynamic")
         hf.detach(model)
         with torch.no_grad():
             token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
@@ -49,24 +49,24 @@ class States:
         return copy.deepcopy(self._made)
 
     def clear(self) -> None:
-        self._rows, self._joined = {}, ((), {})
+        self._rows, self._batched = {}, ((), {})
 
     def of(self, rows: Sequence[int]) -> Layers:
         """The layers for a forward pass over rows; of a single row its own, which is new where nothing was read."""
         if not self._made:
             return {}
         numbers = tuple(rows)
-        if numbers != self._joined[0]:
+        if numbers != self._batched[0]:
             self._part()
             for row in numbers:
                 self._rows.setdefault(row, self.anew())
             if len(numbers) > 1:
                 each = [self._rows[row] for row in numbers]
-                self._joined = (
+                self._batched = (
                     numbers,
-                    {number: _together([layers[number] for layers in each]) for number in self._made},
+                    {number: _batch([layers[number] for layers in each]) for number in self._made},
                 )
-        return self._rows[numbers[0]] if len(numbers) == 1 else self._joined[1]
+        return self._rows[numbers[0]] if len(numbers) == 1 else self._batched[1]
 
     def copied(self, row: int) -> Layers:
         """The layers of a row for a pass that leaves them as they are."""
@@ -88,21 +88,21 @@ class States:
 
     def _part(self) -> None:
         """Gives states that were put together back to their rows."""
-        numbers, batched = self._joined
+        numbers, batched = self._batched
         for index, row in enumerate(numbers):
             for number, layer in batched.items():
                 for part in _PARTS:
                     states = getattr(layer, part, {})
                     row_states = {i: None if x is None else x[index : index + 1].clone() for i, x in states.items()}
                     setattr(self._rows[row][number], part, row_states)
-        self._joined = (), {}
+        self._batched = (), {}
 
 
 def _tensors(layer: Any) -> list[Tensor]:
     return [x for part in _PARTS for x in getattr(layer, part, {}).values() if x is not None]
 
 
-def _together(layers: Sequence[Any]) -> Any:
+def _batch(layers: Sequence[Any]) -> Any:
     """One layer for several sequences."""
     batched = copy.copy(layers[0])
     for part in _PARTS:

@@ -118,7 +118,7 @@ def check_supported(model: PreTrainedModel, num_devices: int = 1, processes: int
             f"{name}: some of its layers hold a state, which is not divided over processes; spread the layers instead "
             "(model.device=[cuda:0,cuda:1])"
         )
-    if kinds.states and (caches := _own_caches(module)):
+    if kinds.states and (caches := _native_caches(module)):
         raise UnsupportedModel(f"{name}: its layers with a state want a cache of their own ({caches}); {REMEDY}")
     if rank and not all(latent.is_latent(module) for number, module in _modules(model).items() if number in kinds.full):
         raise UnsupportedModel(
@@ -133,7 +133,7 @@ def check_supported(model: PreTrainedModel, num_devices: int = 1, processes: int
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder model; {REMEDY}")
     placement.check(model, name)
-    if (rank or kinds.shared) and (processes > 1 or max(num_devices, len(placement.places_of(model))) > 1):
+    if (rank or kinds.shared) and (processes > 1 or max(num_devices, len(placement.spans_of(model))) > 1):
         raise UnsupportedModel(
             f"{name}: its layers {'have latent attention' if rank else 'share keys'}, and lie on several devices or in "
             "several processes, which the store does not reproduce; name one device (model.device=cuda:0)"
@@ -143,7 +143,7 @@ def check_supported(model: PreTrainedModel, num_devices: int = 1, processes: int
         raise UnsupportedModel(f"{name}: this transformers class does not go through AttentionInterface; {REMEDY}")
 
 
-def _own_caches(module: ModuleType) -> str:
+def _native_caches(module: ModuleType) -> str:
     """The classes of caches that the module of a model defines; empty where it takes transformers' common ones."""
     names = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
     return ", ".join(name for name in names if name.endswith("Cache"))
@@ -206,7 +206,7 @@ def model_shape(model: PreTrainedModel, spans: Sequence[tuple[torch.device, int]
     """Heads, dims, dtype and rotary frequencies of a supported model; `spans` are devices and how many layers each has
     of the cache, where that was said, else as the weights lie."""
     config = model.config.get_text_config()
-    parts = tuple(DeviceSpan(*each) for each in spans) or placement.places_of(model)
+    parts = tuple(DeviceSpan(*each) for each in spans) or placement.spans_of(model)
     kinds = layer_kinds(config)
 
     def of_kind(numbers: tuple[int, ...], **more: Any) -> ModelShape:

@@ -26,7 +26,7 @@ class Devices:
         """The place to put a model together that is not read from a folder: on the one device, or in main memory."""
         return self.first if len(set(self.all)) == 1 else torch.device("cpu")
 
-    def places(self, num_layers: int) -> tuple[tuple[torch.device, int], ...]:
+    def spans(self, num_layers: int) -> tuple[tuple[torch.device, int], ...]:
         """Each device with its number of layers, the first ones with one more where they do not divide evenly; empty
         for one device."""
         if len(self.all) == 1:
@@ -49,7 +49,7 @@ class Devices:
         last = self.first
         for name, child in base.named_children():
             if isinstance(child, torch.nn.ModuleList):
-                order = [device for device, count in self.places(len(child)) for _ in range(count)]
+                order = [device for device, count in self.spans(len(child)) for _ in range(count)]
                 device_of |= {f"{inner}.{name}.{index}": device for index, device in enumerate(order)}
                 last = order[-1]
             else:  # what comes before the layers takes tokens, and the norm behind them what the last layer gives

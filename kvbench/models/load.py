@@ -157,7 +157,7 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
         chat_template=bool(tokenizer.chat_template),
         linear=linear,
         remark=remark,
-        device_spans=devices.places(model.config.get_text_config().num_hidden_layers),
+        device_spans=devices.spans(model.config.get_text_config().num_hidden_layers),
         quantisation=quantised.in_words(quantisation),
         tensor_parallel=processes,
     )
@@ -302,7 +302,7 @@ def outline(cfg: Mapping[str, Any]) -> LoadedModel:
         dtype=dtype,
         device=torch.device("meta"),
         chat_template=False,
-        device_spans=devices.places(config.get_text_config().num_hidden_layers),
+        device_spans=devices.spans(config.get_text_config().num_hidden_layers),
         tensor_parallel=check_whole("model.tensor_parallel", settings.get("tensor_parallel") or 1, 1),
     )
 

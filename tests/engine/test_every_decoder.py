@@ -68,7 +68,7 @@ def test_an_outline_is_refused_as_the_model_is(kind, document):
 def greedy(model, ids: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor, object]:
     """What transformers' own cache gives: the prompts with that many tokens behind, the logits that chose them, and the
     cache."""
-    cache, found, new = hf.own_cache(model, "dynamic"), [], ids
+    cache, found, new = hf.native_cache(model, "dynamic"), [], ids
     named = {hf.cache_name(type(model).forward): cache, "use_cache": True}
     with torch.no_grad():
         for _ in range(steps + 1):

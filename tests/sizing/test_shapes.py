@@ -12,7 +12,7 @@ from decoders import KINDS, MADE, PROMPT, RUN, run, tiny_model
 from gguf_bytes import write_gguf
 from selection import few
 
-from kvbench.engine.hf import own_cache_bytes
+from kvbench.engine.hf import native_cache_bytes
 from kvbench.engine.states import States
 from kvbench.engine.supported import check_supported, heads_of, layer_kinds, model_shape
 from kvbench.errors import UnsupportedModel
@@ -252,4 +252,4 @@ def test_states_are_those_that_transformers_keeps():
             model(torch.arange(1, 8)[None], past_key_values=cache, use_cache=True)
         cache.layers = cache.layers[:1]
         shape = presets()[name]
-        assert shape.store_shape.state_bytes == shape.state_layers * own_cache_bytes(cache)
+        assert shape.store_shape.state_bytes == shape.state_layers * native_cache_bytes(cache)

@@ -36,7 +36,7 @@ class Clock:
         self.idle_s = max(self.idle_s, at_s - self.busy_s() + 1e-9)
 
 
-class Waiting:
+class RequestQueue:
     """Requests in their own order, which depends on nothing else: one that had to give up its place comes back to where
     it was.
 
@@ -61,7 +61,7 @@ class Waiting:
         clock: Clock | None = None,
     ) -> None:
         self.requests, self._group, self._arrivals_s, self.clock = requests, group, arrivals_s, clock or Clock()
-        self._places = {request.sample_id: index for index, request in enumerate(requests)}
+        self._index = {request.sample_id: index for index, request in enumerate(requests)}
         self._left = list(range(len(requests)))
         self._now = 0  # the group whose requests may come
         self.cancelled: set[str] = set()
@@ -70,9 +70,9 @@ class Waiting:
     def __len__(self) -> int:
         return len(self._left)
 
-    def place(self, sample_id: str) -> int:
+    def index(self, sample_id: str) -> int:
         """The place of a request in the order."""
-        return self._places[sample_id]
+        return self._index[sample_id]
 
     def first(self, num_live: int) -> Request | None:
         """The next request, while `num_live` are being answered; None where it may not come yet."""
@@ -100,7 +100,7 @@ class Waiting:
     def put_back(self, requests: Sequence[Request]) -> None:
         """Takes back requests that have to begin again."""
         for request in requests:
-            heappush(self._left, self._places[request.sample_id])
+            heappush(self._left, self._index[request.sample_id])
 
     def wait(self) -> None:
         """Passes over the time until the next request is there."""

@@ -17,7 +17,18 @@ from kvbench.models import processes
 from kvbench.models.load import LoadedModel, load_model
 
 # What all processes do together; whatever else a runner offers is made of these, or looks at this process alone.
-TOGETHER = ("reserve", "read", "full_logits", "append", "try_step", "compact", "fork", "close", "bytes", "report")
+COLLECTIVE_CALLS = (
+    "reserve",
+    "read",
+    "full_logits",
+    "append",
+    "try_step",
+    "compact",
+    "fork",
+    "close",
+    "bytes",
+    "report",
+)
 
 
 class OneProcessFailed(RuntimeError):
@@ -65,7 +76,7 @@ def _led(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in TOGETHER:
+for _name in COLLECTIVE_CALLS:
     setattr(LeadingRunner, _name, _led(_name))
 
 

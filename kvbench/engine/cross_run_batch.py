@@ -58,7 +58,7 @@ class _Pass(Session):
     """The steps of one pass, each with its session; a step whose cache raises an error is out of it from there on."""
 
     parts: list[tuple[Step, Decode, slice]]
-    own_s: dict[Step, float] = field(default_factory=dict)
+    attention_s: dict[Step, float] = field(default_factory=dict)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return self._each("attend", layer, q, k, v, scale)
@@ -76,7 +76,7 @@ class _Pass(Session):
                 except Exception as error:
                     step.error = error
             outputs.append(q.new_zeros(*q[rows].shape[:3], v.shape[3]) if out is None else out)
-            self.own_s[step] = self.own_s.get(step, 0.0) + time.perf_counter() - begin
+            self.attention_s[step] = self.attention_s.get(step, 0.0) + time.perf_counter() - begin
         return cat(outputs)
 
     def trace(self, out: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def _make(steps: Sequence[Step]) -> None:
         for step, _, _ in parts:
             step.error = step.error or error
         return
-    rest_s = time.perf_counter() - begin - sum(whole.own_s.values())
+    rest_s = time.perf_counter() - begin - sum(whole.attention_s.values())
     for step, _, rows in parts:
         if step.error is None:
             step.runner.store.end_step()
@@ -139,4 +139,4 @@ def _make(steps: Sequence[Step]) -> None:
             if not are_finite:
                 at = (~finite[rows]).nonzero()[:, 0].tolist()
                 step.bad = {index: whole.first_bad_layer(rows.start + index) for index in at}
-        step.taken_s = whole.own_s[step] + rest_s * len(step.rows) / end
+        step.taken_s = whole.attention_s[step] + rest_s * len(step.rows) / end
