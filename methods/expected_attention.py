@@ -43,13 +43,13 @@ class ExpectedAttentionScore(Statistic):
         """Mean [Hq, D] and covariance [Hq, D, D] of the queries, turned to the mean of the next positions."""
         counted = seen.q_pos >= self.sinks
         which = counted if bool(counted.any()) else ~counted
-        plain = seen.turned(seen.q[:, which], -seen.q_pos[which])
+        plain = seen.rotated(seen.q[:, which], -seen.q_pos[which])
         mean = plain.mean(1)
         centred = plain - mean[:, None]
         spread = centred.mT @ centred / plain.shape[1]
         come = torch.arange(seen.tokens_seen, seen.tokens_seen + self.future, device=plain.device)
         axes = torch.eye(plain.shape[-1], device=plain.device)
-        turn = seen.turned(axes.expand(len(come), -1, -1), come[:, None]).mean(0)  # row i: where axis i comes to lie
+        turn = seen.rotated(axes.expand(len(come), -1, -1), come[:, None]).mean(0)  # row i: where axis i comes to lie
         return mean @ turn, turn.mT @ spread @ turn
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvbench.policy import Budget, LayerTensors, Need, NotForModel, Ranked, ScoreSpec, Several, Statistic, Text
-from kvbench.policy.presses import rotary_beside, value_of
+from kvbench.policy.presses import attached_rotary, value_of
 
 # kvpress asks for an older transformers than kvbench; its scorers run with kvbench's.
 INSTALL = "pip install --no-deps kvpress && pip install peft 'fire<0.7' 'cachetools<6' accelerate datasets pandas"
@@ -106,7 +106,7 @@ class PressScore(Statistic):
         made.compression_ratio = ratio
         named = {"position_embeddings": call.position_embeddings, "hidden_states": call.hidden_states[None]}
         try:
-            with torch.no_grad(), torch.random.fork_rng(), rotary_beside(call.module, call.rotary):
+            with torch.no_grad(), torch.random.fork_rng(), attached_rotary(call.module, call.rotary):
                 torch.manual_seed(0)
                 score = made.score(call.module, call.hidden_states[None], seen.k[None], seen.v[None], None, named)
         except Exception as error:  # code of others may fail with any error

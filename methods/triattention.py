@@ -34,7 +34,7 @@ class TrigonometricScore(kv.Statistic):
         keys = seen.k.float()
         # A key that is rotated by its position meets a query rotated by its own: the mean over offsets is one query.
         future = seen.tokens_seen + 2 ** torch.arange(self.reach.bit_length(), device=keys.device)
-        query = seen.turned(mean.expand(len(future), *mean.shape), future[:, None]).mean(0)
+        query = seen.rotated(mean.expand(len(future), *mean.shape), future[:, None]).mean(0)
         spread = length - torch.hypot(mean[:, :half], mean[:, half:])
         logit = torch.einsum("hgd,hnd->hgn", seen.grouped(query), keys)
         longer = torch.einsum("hgd,hnd->hgn", seen.grouped(spread), torch.hypot(keys[..., :half], keys[..., half:]))

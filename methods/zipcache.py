@@ -92,7 +92,7 @@ class ZipCache(kv.Policy):
         lower = int((1 - self.salient) * self.window + 1e-9)
         tier = torch.where(above.sum(-1) < self.window - lower, 1, 2)
         return kv.DecodePlan(
-            slot=torch.where(leaving.found, leaving.slot, -1), demote_to=tier, demote_slot=torch.full_like(tier, -1)
+            slot=torch.where(leaving.exists, leaving.slot, -1), demote_to=tier, demote_slot=torch.full_like(tier, -1)
         )
 
     def bounds(self, extent: kv.Extent) -> kv.Bounds:

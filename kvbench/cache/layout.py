@@ -319,7 +319,7 @@ def _check_channels(policy: Policy, options: StoreOptions) -> None:
         )
     if policy.position_mode != "absolute" or policy.granularity != "kv_head":
         raise ValueError(f"{name} orders the channels of KV heads' keys, which are stored with their positions")
-    by_tier = options.rotation != "off" and any(tier.turned != "none" for tier in policy.tiers)
+    by_tier = options.rotation != "off" and any(tier.rotated != "none" for tier in policy.tiers)
     if options.rotation == "hadamard" or by_tier:
         raise ValueError(
             f"store.rotation={options.rotation} mixes the key channels that {name} tells apart; set store.rotation=none"

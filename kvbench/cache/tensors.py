@@ -75,11 +75,11 @@ class MeasuredTensors(LayerTensors):
         projection = measurer.output_projection(layer)
         self._output_projection = None if projection is None else self._chosen(projection)
 
-    def turned(self, x: Tensor, position: Tensor) -> Tensor:
+    def rotated(self, x: Tensor, position: Tensor) -> Tensor:
         inv_freq = self.measurer.shape.inv_freq
         if "before_rope" not in self.measurer.spec.statistic.needs:
             inv_freq = None
-        turns = self._given(inv_freq, "rotary positions", "add 'before_rope' to its needs")
+        turns = self._require(inv_freq, "rotary positions", "add 'before_rope' to its needs")
         return rotate(x.float(), position[..., None].float() * turns.to(x.device))
 
     def capped(self, products: Tensor) -> Tensor:

@@ -155,7 +155,7 @@ def attention(
             if attend == session.attend and session.turns(layer.index):
                 attend = partial(session.attend_unrotated, turn=turn)
             else:
-                query, key = fused.turned(query, key, turn)
+                query, key = fused.rotated(query, key, turn)
         if shape.keys_only:
             out = latent.attend(module, partial(attend, layer.index), query, key, scale)
         else:

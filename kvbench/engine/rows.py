@@ -214,9 +214,7 @@ class Sample:
     fidelity: dict | None = None
     drift: dict[str, list[float]] | None = None
     per_token: dict[str, list[float]] | None = None
-    generated_row: tuple[int, Tensor] | None = (
-        None  # a copy of the prompt's row, and its logits, that the own answer will take
-    )
+    generated_row: tuple[int, Tensor] | None = None  # copy of the prompt's row, and logits, to force its answer in
     choices: dict[int, dict] = field(default_factory=dict)
     shares_context: bool = False
     probe_s: float | None = None  # of prefill_s; None without a second pass, or not measured

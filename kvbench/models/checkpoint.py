@@ -89,11 +89,11 @@ def config_of(folder: Path, gguf_file: str | None = None) -> "PretrainedConfig":
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder, gguf_file=gguf_file, **SAFELY)
-    config._attn_implementation = own_attention(config)
+    config._attn_implementation = native_attention(config)
     return config
 
 
-def own_attention(config: "PretrainedConfig") -> str:
+def native_attention(config: "PretrainedConfig") -> str:
     """The attention of transformers that a model is loaded with: `sdpa`, or `eager` where its class has no other."""
     import transformers
 
@@ -113,7 +113,7 @@ def outline_of(config: "PretrainedConfig", dtype: torch.dtype | None = None) -> 
     """Builds a model of a configuration on the meta device, without weights."""
     with torch.device("meta"):
         model: PreTrainedModel = _auto_class(config).from_config(
-            config, dtype=dtype, attn_implementation=own_attention(config)
+            config, dtype=dtype, attn_implementation=native_attention(config)
         )
     torch.nn.Module.to(model, "meta")  # some draw numbers in a way that no context of a device reaches
     return model

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _MARKER = "complete.json"
 # What makes a tokenizer, apart from its class.
-_TOLD = {
+_COMPARED = {
     "words or rules": lambda tokenizer: tokenizer.backend_tokenizer.to_str(),
     "special tokens": lambda tokenizer: tokenizer.special_tokens_map,
     "chats": lambda tokenizer: tokenizer.chat_template,
@@ -108,7 +108,7 @@ def save(source: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder
     would be another one there."""
     tokenizer.save_pretrained(folder)
     reread = read_tokenizer(folder)
-    for name, what in _TOLD.items():
+    for name, what in _COMPARED.items():
         if what(reread) != what(tokenizer):
             raise NotAlike(f"its tokenizer has other {name} when it is read from a folder")
     # A model that came from a GGUF file refuses to be saved: a fresh one takes its weights, where they are.

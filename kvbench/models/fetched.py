@@ -65,7 +65,7 @@ class Source:
         check_settings(self, "model.fetch.")
 
     @property
-    def place(self) -> Path:
+    def path(self) -> Path:
         """Where it lies in the cache, or will lie."""
         stem, suffix = os.path.splitext(self.file)
         return cache.cache_root() / "models" / f"{stem}-{self.sha256[:12]}{suffix}"
@@ -108,7 +108,7 @@ def ensure(source: Source, name: str) -> Path:
     """
     from filelock import FileLock
 
-    path = source.place
+    path = source.path
     if _is_whole(source, path):
         return path
     durable.make_folder(path.parent)

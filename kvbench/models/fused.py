@@ -40,7 +40,7 @@ class Turns:
         return self._halves
 
 
-def turned(query: Tensor, key: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+def rotated(query: Tensor, key: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
     """Queries [B, Hq, n, D] and keys [B, H, n, D] with their rotation."""
     from kvbench.kernels.gpu.rows import turn_rows
 
@@ -177,7 +177,7 @@ def _attention(
     if kind == TAKES_TURNS:
         setattr(q, TURN, turn)
     else:
-        q, k = turned(q, k, turn)
+        q, k = rotated(q, k, turn)
     cache = kwargs.pop("cache", None)
     if (older := kwargs.pop("past_key_values", None)) is not None:
         cache = older

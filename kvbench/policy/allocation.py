@@ -83,7 +83,7 @@ class Shares:
                 f"{num_kv_heads} KV heads; give allocation=table the weights of this model as method.table=PATH"
             )
 
-    def own(
+    def targets(
         self, view: PrefillView, score: Tensor, mean: int, reserve: int, worth: Callable[[PrefillView], Tensor]
     ) -> Tensor:
         """Tokens that each list keeps of those ranked, int64 and broadcast against [V, H, 1]; their mean is `mean`.

@@ -181,5 +181,5 @@ def displace_lightest(
     slot = lightest.slot
     if not grows:
         oldest = view.argmin(0, by="pos", before=before, first=first, over_layer=over_layer)
-        slot = torch.where(lightest.found, slot, oldest.slot)
+        slot = torch.where(lightest.exists, slot, oldest.slot)
     return DecodePlan(slot=torch.where(view.num_slots(0) >= target, slot, APPEND))  # -1, too, where none may go

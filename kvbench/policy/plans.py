@@ -39,7 +39,7 @@ class Extreme:
     pos: Tensor
 
     @cached_property
-    def found(self) -> Tensor:
+    def exists(self) -> Tensor:
         """bool [S, L, H]: an eligible slot existed."""
         return self.slot >= 0
 

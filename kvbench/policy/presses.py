@@ -19,7 +19,7 @@ def value_of(text: str) -> bool | int | float | str:
 
 
 @contextmanager
-def rotary_beside(module: torch.nn.Module, rotary: torch.nn.Module | None) -> Iterator[None]:
+def attached_rotary(module: torch.nn.Module, rotary: torch.nn.Module | None) -> Iterator[None]:
     """Lets an attention module have the model's rotary embedding for a while, where kvpress looks for it."""
     missing = rotary is not None and not hasattr(module, "rotary_emb")
     if missing:

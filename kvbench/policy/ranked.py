@@ -38,7 +38,7 @@ class Ranked(ByLayer):
 
         first, last = always(budget)                    # tokens at the ends stay
         score = ranking(view)[..., first:-last]         # the others compete: by default with what `rank_by` declared
-        own = shares.own(score, budget - first - last)  # how many of them each list keeps
+        own = shares.targets(score, budget - first - last)  # how many of them each list keeps
         keep = rank_descending(score) < own
 
     With `decode_every` all held tokens are ranked again before every so many steps, and lists go back to their share.
@@ -245,7 +245,7 @@ class Ranked(ByLayer):
         free = slice(first, view.num_tokens - last)
         score, held = self._scores(view, free), _held(view, free)
         # A head without a token would be none; where nothing stays anyhow, each begins with its best one.
-        counts = self.shares.own(view, score, budget - first - last, int(first + last == 0), self.layer_weights)
+        counts = self.shares.targets(view, score, budget - first - last, int(first + last == 0), self.layer_weights)
         if self.value_aware:
             mean = self.per_query(score, view.num_tokens)
             chosen = self.stages.choose(mean, view.extra["norm"][..., free], held, counts)

@@ -84,7 +84,7 @@ class LayerTensors(ABC):
         """The last queries [Hq, w, D], with their rotary positions `q_pos`: of a prompt those that the ScoreSpec's
         `prefill_queries` counts, at a bulk eviction its `slot_queries` (multiplied by the model's factor on logits, so
         that `scale` is 1); fewer where fewer were seen. Query heads of one KV head follow one another."""
-        return self._given(
+        return self._require(
             self._q,
             "queries",
             "declare how many: self.score_by(..., prefill_queries=32), and slot_queries=32 for of_slots",
@@ -98,19 +98,19 @@ class LayerTensors(ABC):
     @property
     def output_projection(self) -> Tensor:
         """[Hq, D, E]: a query head's part of the output is its attention output times its matrix."""
-        return self._given(self._output_projection, "output projection", "add 'output_projection' to its needs")
+        return self._require(self._output_projection, "output projection", "add 'output_projection' to its needs")
 
     @property
     def hidden_states(self) -> Tensor:
         """[n, E] what the layer's projections were computed from; of a prompt only."""
         states = self._call.hidden_states if self._call is not None and "hidden_states" in self._needs else None
-        return self._given(states, "hidden states", "add 'hidden_states' to its needs, and use them in of_prompt")
+        return self._require(states, "hidden states", "add 'hidden_states' to its needs, and use them in of_prompt")
 
     @property
     def attention_call(self) -> AttentionCall:
         """What the model called the layer's attention with, of a prompt only; for bridges to code of others."""
         if self._call is None or "attention_call" not in self._needs:
-            self._given(None, "call of attention", "add 'attention_call' to its needs, and use it in of_prompt")
+            self._require(None, "call of attention", "add 'attention_call' to its needs, and use it in of_prompt")
         assert self._call is not None
         return self._call
 
@@ -118,7 +118,7 @@ class LayerTensors(ABC):
     def replays(self) -> tuple[Replay, ...]:
         """The passes that the ScoreSpec's `probe` asked for, in the order of what they repeat; of a prompt only."""
         remedy = "set probe of the ScoreSpec, add 'replays' to its needs, and use them in of_prompt"
-        self._given(self._replays[0].k if self._replays else None, "second pass over the prompt", remedy)
+        self._require(self._replays[0].k if self._replays else None, "second pass over the prompt", remedy)
         return self._replays
 
     @abstractmethod
@@ -131,7 +131,7 @@ class LayerTensors(ABC):
         """fp32 [H, n]: minus the queries that attend to a key with less than 1 / (keys they see); of a prompt only."""
 
     @abstractmethod
-    def turned(self, x: Tensor, position: Tensor) -> Tensor:
+    def rotated(self, x: Tensor, position: Tensor) -> Tensor:
         """x [..., D] with rotary positions put on (negative ones take them off), fp32; `position` broadcasts against
         x[..., 0]. For statistics that declare `before_rope`."""
 
@@ -167,7 +167,7 @@ class LayerTensors(ABC):
         """x [Hq, ...] as [H, Hq / H, ...]."""
         return x.unflatten(0, (self.k.shape[0], -1))
 
-    def _given(self, tensor: Tensor | None, what: str, remedy: str) -> Tensor:
+    def _require(self, tensor: Tensor | None, what: str, remedy: str) -> Tensor:
         if tensor is None:
             raise ValueError(f"the statistic looks at the {what}, which it did not ask for; {remedy}")
         return tensor
@@ -311,10 +311,10 @@ class WithValueNorms(Statistic):
             object.__setattr__(self, name, value)  # what other classes know of themselves, it has from an object
 
     def of_prompt(self, seen: LayerTensors) -> Tensor:
-        return self._beside(self.ranks.of_prompt(seen), seen)
+        return self._with_norms(self.ranks.of_prompt(seen), seen)
 
     def of_slots(self, seen: LayerTensors) -> Tensor:
-        return self._beside(self.ranks.of_slots(seen), seen)
+        return self._with_norms(self.ranks.of_slots(seen), seen)
 
     def of_token(self, k: Tensor, v: Tensor) -> Tensor:
         return self.ranks.of_token(k, v)
@@ -328,7 +328,7 @@ class WithValueNorms(Statistic):
     def answers(self, what: Answer) -> bool:
         return self.ranks.answers(what)
 
-    def _beside(self, score: Tensor, seen: LayerTensors) -> Tensor:
+    def _with_norms(self, score: Tensor, seen: LayerTensors) -> Tensor:
         shape = seen.k.shape[:2]
         return torch.cat([score.view(-1, *shape), self._norm(seen)[None]])
 

@@ -69,7 +69,7 @@ class Stepwise(Ranked):
             full = view.num_slots(0) > (view.prompt_tokens + allowed)[:, None, None]
         else:  # whatever a list's share is: from the prompt's end on one comes and one goes
             full = (view.tokens_seen > torch.maximum(view.prompt_tokens, allowed))[:, None, None]
-        goes = lightest.found & full
+        goes = lightest.exists & full
         if self.threshold is not None:
             goes = goes & (lightest.value < self.threshold)
         return DecodePlan(slot=torch.where(goes, lightest.slot, APPEND))

@@ -93,7 +93,7 @@ def shadow_store(
 ) -> CompressedStore:
     """A store for so many rows that holds no keys and values; queries attend to all tokens alike, or to one."""
     policy = copy(policy)
-    policy.tiers = tuple(replace(tier, turned="none") for tier in policy.tiers)
+    policy.tiers = tuple(replace(tier, rotated="none") for tier in policy.tiers)
     if policy.score.measures_prompts and not isinstance(policy.score.statistic, Probability | BelowUniform):
         policy.score = replace(policy.score, statistic=standing_for(policy.score.statistic))
     return CompressedStore(

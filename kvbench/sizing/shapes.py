@@ -49,7 +49,7 @@ class NamedShape:
         return shape.is_uniform and not (shape.other_kinds or shape.shared or shape.keys_only)
 
     @property
-    def place(self) -> str:
+    def path(self) -> str:
         """What `model.path` of a run takes: the file, the folder, or the name of the page."""
         return self.source.removesuffix(", the header").removesuffix("/config.json")
 

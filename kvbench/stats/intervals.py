@@ -10,7 +10,7 @@ from kvbench.stats import studentised
 from kvbench.stats.strata import Strata, Weighting, has_spread, unit_of, weighed
 
 Z_95 = 1.959963984540054  # two-sided 95 % point of the normal distribution
-YES_NO = (0.0, 1.0)
+BINARY = (0.0, 1.0)
 WILSON, NEWCOMBE, BOOTSTRAP, FEW_DIFFER = "wilson", "newcombe", "studentised bootstrap", "clopper-pearson"
 
 
@@ -122,7 +122,7 @@ def estimate(
     if not groups.values:
         return Estimate(num_nonfinite=num_nonfinite)
     result = Estimate(value=float(groups.mean()), num_samples=groups.count, num_nonfinite=num_nonfinite)
-    if all(item in YES_NO for item in groups.flat):
+    if all(item in BINARY for item in groups.flat):
         result.low, result.high = rate_interval(groups)
         result.interval = WILSON
         return result
@@ -137,7 +137,7 @@ def estimate(
 def _graded(strata: Strata) -> tuple[float, float] | None:
     """Interval of a weighted mean of values that are not all yes or no. A subset that is all right has no spread, yet
     doubt remains: it contributes Wilson's interval. The others contribute one bootstrap interval together."""
-    same = [bool(all(item in YES_NO for item in values)) and not has_spread(values) for values in strata.values]
+    same = [bool(all(item in BINARY for item in values)) and not has_spread(values) for values in strata.values]
     if not any(same):
         return studentised.interval(strata)
     rest = [(v, w) for v, w, is_same in zip(strata.values, strata.weights, same, strict=True) if not is_same]

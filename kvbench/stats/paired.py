@@ -20,14 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.stats import studentised, yes_no
-from kvbench.stats.intervals import BOOTSTRAP, FEW_DIFFER, NEWCOMBE, YES_NO, Z_95, Estimate, mover, newcombe, wilson
-from kvbench.stats.signs import DRAWS, sign_flip
+from kvbench.stats import binomial, studentised
+from kvbench.stats.intervals import BINARY, BOOTSTRAP, FEW_DIFFER, NEWCOMBE, Z_95, Estimate, mover, newcombe, wilson
+from kvbench.stats.sign_test import DRAWS, sign_flip
 from kvbench.stats.strata import FEWEST_SAMPLES, Strata, Weighting, standard_error, weighed
 from kvbench.stats.studentised import LEVEL, RESAMPLES, SEED, resamples_for
 
 ALPHA = 1 - LEVEL
-POWER = yes_no.POWER
+POWER = binomial.POWER
 MOST_TIMES = 1e9  # a difference that is this many times smaller than what the samples show is shown by none
 FEWEST_DIFFERENT = 6  # fewer than six differing samples, all one way, are no p < 0.05: 2 * 0.5^6 = 0.03
 Pair = tuple[float, float]
@@ -139,7 +139,7 @@ class Paired:
                 lost, gained = (float(each[sign * self.strata.flat * side > 0].sum()) * count for side in (1, -1))
                 gained = gained if self.pairs is not None else 0.0
                 whole = min(count, math.ceil(lost - 1e-9))
-                sides.append(yes_no.within(whole, min(count - whole, int(gained + 1e-9)), count, margin))
+                sides.append(binomial.within(whole, min(count - whole, int(gained + 1e-9)), count, margin))
             return max(sides)
         above, below = self._tail(-margin, True), self._tail(margin, False)
         return None if above is None or below is None else max(above, below)
@@ -223,7 +223,7 @@ class Paired:
         """The smallest true difference that `p` shows with 80 % probability, below a level that is divided by the rows
         corrected together; None where it cannot be known, or none would."""
         if self.pairs is not None or self.few_differ:
-            return yes_no.detectable(self.churn, int(self.strata.effective_count + 1e-9), level)
+            return binomial.detectable(self.churn, int(self.strata.effective_count + 1e-9), level)
         if self.error is None or 2.0 ** (1 - self.num_different) >= level:
             return None
         return self.error[0] * _noncentral(self.error[1], level)
@@ -232,7 +232,7 @@ class Paired:
         """Number of samples that would show a true difference of this size with 80 % probability, at the churn or the
         spread seen here; None where that is not known, or without bounds."""
         if self.pairs is not None or self.few_differ:
-            return yes_no.samples_needed(difference, self.churn, level)
+            return binomial.samples_needed(difference, self.churn, level)
         if self.error is None:
             return None
         count = self.strata.count
@@ -258,7 +258,7 @@ class Paired:
 
         if self.pairs is not None or self.few_differ:
             spread = math.sqrt(self.churn)
-            at_margin = math.sqrt(yes_no.restricted_churn(self.churn, margin) - margin**2)
+            at_margin = math.sqrt(binomial.restricted_churn(self.churn, margin) - margin**2)
         elif self.error is not None:
             spread = at_margin = self.error[0] * math.sqrt(self.strata.count)
         else:
@@ -289,10 +289,10 @@ def difference(
 ) -> Paired:
     """Pair the values of two runs on the same samples, first minus second; `bounded` ones are in [0, 1]."""
     both = [list(zip(a.tolist(), b.tolist(), strict=True)) for a, b in zip(mine.values, theirs.values, strict=True)]
-    is_yes_no = bounded and bool(np.isin(mine.flat, YES_NO).all() and np.isin(theirs.flat, YES_NO).all())
+    is_binary = bounded and bool(np.isin(mine.flat, BINARY).all() and np.isin(theirs.flat, BINARY).all())
     return Paired(
         strata=Strata(tuple(a - b for a, b in zip(mine.values, theirs.values, strict=True)), mine.weights),
-        pairs=both if is_yes_no else None,
+        pairs=both if is_binary else None,
         bounded=bounded,
         resamples=resamples,
         seed=seed,

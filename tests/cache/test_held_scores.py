@@ -181,7 +181,7 @@ def test_hidden_states_and_projections_are_the_model_s(tiny_model, monkeypatch):
         needs: ClassVar = frozenset({"hidden_states", "output_projection", "before_rope"})
 
         def of_prompt(self, seen):
-            shown.append((seen.hidden_states, seen.output_projection, seen.turned(seen.k, -seen.pos)))
+            shown.append((seen.hidden_states, seen.output_projection, seen.rotated(seen.k, -seen.pos)))
             return seen.pos.float()
 
     class Reading(Scored):

@@ -107,13 +107,13 @@ def test_searches_equal_plain_loops(backend, queries):
                     least, most = rule.get("first", 0), int(rule["before"][row]) if "before" in rule else math.inf
                     slots = [s for s in plain(view, tier, row, layer, head, queries) if least <= s[1] < most]
                     if not slots:
-                        assert not found.found[row, layer, head] and int(found.pos[row, layer, head]) == -1
+                        assert not found.exists[row, layer, head] and int(found.pos[row, layer, head]) == -1
                         continue
                     best = min(slots, key=lambda s: (s[number], s[1]))
                     assert (int(found.slot[row, layer, head]), int(found.pos[row, layer, head])) == best[:2]
                     assert (
                         float(found.value[row, layer, head]) == pytest.approx(best[number])
-                        and found.found[row, layer, head]
+                        and found.exists[row, layer, head]
                     )
         for position in ([0, 0, 0], [1, 2, 3], [12, 16, 27], [5, 0, 24]):
             found = view.find(tier, torch.tensor(position))

@@ -164,7 +164,7 @@ def test_gemma_3_goes_on_as_with_its_own_cache():
     """A real model with windows of 512: 200 greedy tokens behind a prompt of 2,000, in 16 bits."""
     settings = OmegaConf.to_container(read_config(CONF / "model" / "gemma-3-270m.yaml"))
     settings |= {"kind": "gguf", "path": os.environ.get("KVBENCH_TEST_GEMMA"), "device": "cpu", "dtype": "float32"}
-    if not settings["path"] and not read_settings(Source, settings["fetch"], "").place.exists():
+    if not settings["path"] and not read_settings(Source, settings["fetch"], "").path.exists():
         pytest.skip("gemma-3-270m is not in the cache (`python -m kvbench model=gemma-3-270m` fetches it)")
     loaded = load_model({key: value for key, value in settings.items() if key != "defaults"})
     text = "".join((ROOT / "docs" / name).read_text() for name in ("measures.md", "usage.md"))

@@ -186,7 +186,7 @@ class Acting(kv.Policy):
 
     def plan_decode(self, view):
         goes, lightest = self.drops(view)
-        return kv.DecodePlan(slot=torch.where(goes & lightest.found, lightest.slot, kv.APPEND))
+        return kv.DecodePlan(slot=torch.where(goes & lightest.exists, lightest.slot, kv.APPEND))
 
 
 def by_layer(view):

@@ -186,7 +186,7 @@ def test_a_folder_is_a_shape_and_what_is_neither_is_named(tmp_path):
         found = shape.store_shape
         assert (found.num_layers, found.num_q_heads, found.num_kv_heads, found.head_dim) == (2, 4, 2, 16)
         assert found.dtype == torch.float16 and shape.is_plain and shape.name == tmp_path.name
-        assert shape.place == str(tmp_path) and shape.context == 2048
+        assert shape.path == str(tmp_path) and shape.context == 2048
     with pytest.raises(ValueError, match=r"Did you mean llama3-8b\?.*A config.json"):
         find_shape("llama-3-8b")
 
@@ -225,7 +225,7 @@ def test_a_gguf_file_is_read_as_a_run_reads_it(tmp_path):
     assert shape.layers == 1 and [(each.num_layers, each.window) for each in shape.store_shape.other_kinds] == [
         (5, Window(16))
     ]
-    assert shape.name == "small" and shape.place == str(tmp_path / "small.gguf")
+    assert shape.name == "small" and shape.path == str(tmp_path / "small.gguf")
 
 
 def test_parameters_of_tied_weights_count_once(tmp_path):
