@@ -180,7 +180,7 @@ class KvbenchLM(LM):
                 self.model,
                 sample_id=str(group[0]),
                 subset=requests[group[0]].task_name or "loglikelihood",
-                context=self._told(context),
+                context=self._with_system(context),
                 continuations=[requests[index].args[1] for index in group],
                 rendered=self._rendered,
             )
@@ -197,7 +197,7 @@ class KvbenchLM(LM):
                 self.cache_hook.add_partial("loglikelihood", requests[index].args, results[index])
         return [results[index] for index in range(len(requests))]
 
-    def _told(self, context: str) -> str:
+    def _with_system(self, context: str) -> str:
         """A prompt with what the system says in front of it, where it is no chat."""
         return context if self._rendered or self.protocol.system is None else f"{self.protocol.system}\n\n{context}"
 

@@ -126,9 +126,11 @@ class Loaders:
         Raises:
             ValueError: Names the task, the model and the remedy.
         """
-        from kvbench.tasks import check_chat, needs_chat
+        from kvbench.tasks import check_chat, requires_chat
 
-        if needs_chat(config.task) and config.model.get("kind") == "hf":  # others' tokenizers come with their weights
+        if (
+            requires_chat(config.task) and config.model.get("kind") == "hf"
+        ):  # others' tokenizers come with their weights
             from kvbench.models.load import load_outline
 
             check_chat(config.task, load_outline(config.model), config.protocol)

@@ -109,7 +109,7 @@ def load_task(
     return loaded
 
 
-def needs_chat(task_cfg: Mapping[str, Any]) -> bool:
+def requires_chat(task_cfg: Mapping[str, Any]) -> bool:
     """True for a task whose prompts not every chat template can hold."""
     return settings_class(task_cfg).check_chat is not Task.check_chat
 

@@ -42,7 +42,7 @@ def after_thinking(text: str, opened: bool = False) -> str | None:
     return None if opened or _START_OF_THOUGHT in text else text
 
 
-def found_in(text: str, find: Callable[[str], T | None], opened: bool = False) -> T | None:
+def final_answer(text: str, find: Callable[[str], T | None], opened: bool = False) -> T | None:
     """The final answer that `find` finds behind the thoughts; None for none, and where the thoughts have no end.
 
     Characters that nobody sees are no part of an answer."""

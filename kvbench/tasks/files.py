@@ -32,7 +32,7 @@ class DataFile:
         url: Address of a gzip file that holds it, for what is not on the hub.
         official: SHA-256 of the authors' own file, where it is known.
         by_hand: How to get it otherwise, an imperative.
-        asked: Its rows are asked; False where they are examples in front of those.
+        is_asked: Its rows are asked; False where they are examples in front of those.
     """
 
     task: str
@@ -49,7 +49,7 @@ class DataFile:
     url: str = ""
     official: str = ""
     by_hand: str
-    asked: bool = True
+    is_asked: bool = True
 
     @property
     def name(self) -> str:
@@ -57,7 +57,7 @@ class DataFile:
         return self.stems[0]
 
     @property
-    def called(self) -> str:
+    def label(self) -> str:
         """Its name in messages."""
         return self.part or self.name
 
@@ -122,7 +122,7 @@ def check_folder(files: Sequence[DataFile], data_dir: str | None) -> None:
     """
     found = [in_folder(file, data_dir) for file in files] if data_dir else []
     if found and not any(isinstance(source, Source) for source in found):
-        raise MissingDataError(_missing(files[0], [str(found[0])], data_dir).text, *(file.called for file in files))
+        raise MissingDataError(_missing(files[0], [str(found[0])], data_dir).text, *(file.label for file in files))
 
 
 def _missing(file: DataFile, looked: Sequence[str], data_dir: str | None) -> MissingDataError:
@@ -137,7 +137,7 @@ def _missing(file: DataFile, looked: Sequence[str], data_dir: str | None) -> Mis
             f"set task.data_dir={file.task}{other}. Without it, `kvbench task=longctx` runs on generated data."
         )
 
-    return MissingDataError(text, file.called)
+    return MissingDataError(text, file.label)
 
 
 def in_folder(file: DataFile, folder: str | None) -> Source | str:

@@ -37,7 +37,7 @@ MAX_DEPTH = 16  # brackets inside of brackets
 _SIGN = re.compile(r"\\[{}]|[()\[\]{},]|\\.", re.DOTALL)
 
 
-def plain_signs(latex: str) -> str:
+def plain_symbols(latex: str) -> str:
     """The same with the hyphen for a minus, LaTeX's names of other signs, no sizes of brackets, and no marks between
     thousands but commas."""
     for sign, name in _NAMES.items():
@@ -50,7 +50,7 @@ def plain_signs(latex: str) -> str:
 
 def normalise(latex: str) -> str:
     """A light normal form for equality as text: no spaces, sizes, degrees or text commands; one kind of fraction."""
-    latex = _TEXT.sub(r"\1", plain_signs(latex).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
+    latex = _TEXT.sub(r"\1", plain_symbols(latex).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
     return _DEGREES.sub("", _DROPPED.sub("", latex).rstrip(".")).replace("\\%", "")
 
 
@@ -129,7 +129,7 @@ def equivalent(reference: str, answer: str) -> bool:
         return False
     if bool(_CLOSED_INFINITY.search(normalise(reference))) != bool(_CLOSED_INFINITY.search(normalise(answer))):
         return False
-    return verifier.shared.equal(plain_signs(reference), plain_signs(answer))
+    return verifier.shared.equal(plain_symbols(reference), plain_symbols(answer))
 
 
 def judge(reference: str, answer: str) -> bool | None:
@@ -151,4 +151,4 @@ def judge(reference: str, answer: str) -> bool | None:
 @cache
 def check_reference(reference: str) -> None:
     """Compare a reference with 0; raises TimeoutError where even that takes too long."""
-    verifier.shared.equal(plain_signs(reference), "0")
+    verifier.shared.equal(plain_symbols(reference), "0")

@@ -10,7 +10,7 @@ from kvbench.tasks.protocol import Protocol
 if TYPE_CHECKING:
     from kvbench.models.load import LoadedModel
 
-OWN = "kvbench"
+BUILT_IN = "kvbench"
 
 
 class LongText(NamedTuple):
@@ -31,7 +31,7 @@ class Passage(NamedTuple):
 def read_text(file: object) -> LongText:
     """The setting `task.file`: a text file of the user's, or None for the documentation that ships with Python."""
     if file is None:
-        return LongText("\n\n".join(paragraphs()), OWN)
+        return LongText("\n\n".join(paragraphs()), BUILT_IN)
     path = Path(str(file)).expanduser()
     if not path.is_file():
         raise ValueError(

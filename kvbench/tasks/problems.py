@@ -101,7 +101,7 @@ class Problems(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        form = self.told().get("form")
+        form = self.protocol_notes().get("form")
         if self.instruction is not None and form not in self.instructions:
             raise ValueError(
                 f"task.instruction={self.instruction} needs prompts with an instruction beside the problem, and those "
@@ -112,7 +112,7 @@ class Problems(Task):
     @property
     def moved(self) -> Instruction | None:
         """The instruction that stands at the other end than the form has it; None where it stays."""
-        known = self.instructions.get(self.told().get("form", ""))
+        known = self.instructions.get(self.protocol_notes().get("form", ""))
         return known if known and self.instruction not in (None, known.stands) else None
 
     def yamls(self) -> list[str]:
@@ -123,7 +123,7 @@ class Problems(Task):
         """The settings for the function that reads the data."""
         return {"data_dir": self.data_dir}
 
-    def told(self) -> dict[str, Any]:
+    def protocol_notes(self) -> dict[str, Any]:
         """Choices of this task that go into each result row; `form` among them where there are several."""
         return {}
 
@@ -190,10 +190,10 @@ class Problems(Task):
             "max_new_tokens": first_builder.max_new_tokens,
             "truncation": "middle",
         }
-        return self.asked(
+        return self.task_set(
             ask,
             requests,
-            self.told()
+            self.protocol_notes()
             | ({"instruction": self.instruction} if self.moved else {})
             | rules
             | {"thinking": first_builder.thinking, "thoughts": "not graded"},

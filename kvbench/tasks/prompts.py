@@ -246,7 +246,7 @@ class PromptBuilder:
         """See `thinking_label`."""
         return thinking_label(self.protocol, self.chat or self.rendered)
 
-    def told(self) -> dict[str, Any]:
+    def protocol_notes(self) -> dict[str, Any]:
         """The note of result rows on how it asks."""
         notes: dict[str, Any] = {"chat": self.chat, "max_prompt_tokens": self.max_prompt_tokens, "truncation": "middle"}
         return notes | {"thinking": self.thinking, "thoughts": "not graded"}

@@ -208,7 +208,7 @@ class Task(ABC):
             ValueError: As `data`, or a setting does not fit the model.
         """
 
-    def asked(
+    def task_set(
         self,
         ask: Ask,
         requests: list[Request],

@@ -103,7 +103,7 @@ class _Search:
             tree, _ = parse("\n".join(whole))
             if tree is None:
                 return "\n".join(whole) + "\n"  # a prompt without its docstring, or with code that is none
-            missing = needs(tree, self.entry_point).missing
+            missing = dependencies(tree, self.entry_point).missing
             more = {at for at, (tree, _, _) in enumerate(regions) if self._helps(tree, missing, at < chosen)} - taken
             if not more:
                 always = sum(statement.lineno <= head.count("\n") + 1 for statement in tree.body) if head.strip() else 0
@@ -115,7 +115,7 @@ class _Search:
         return bool(bound & missing) and (before or self.entry_point not in bound)
 
     def _needed(self, lines: list[str], tree: ast.Module, always: int) -> str:
-        return without(lines, tree, needs(tree, self.entry_point, always).kept) + "\n"
+        return without(lines, tree, dependencies(tree, self.entry_point, always).kept) + "\n"
 
     def _regions(self, lines: list[str]) -> Iterator[tuple[ast.Module, int, int]]:
         """Runs of lines that parse, each as long as can be: the tree, and the first line and the one behind."""
@@ -282,7 +282,7 @@ def _use(statement: ast.stmt, imported: set[str]) -> _Use:
 
 
 @dataclass(frozen=True)
-class Needs:
+class Dependencies:
     """The needs of a program for one of its names.
 
     Args:
@@ -294,7 +294,7 @@ class Needs:
     missing: set[str]
 
 
-def needs(tree: ast.Module, name: str, always: int = 0) -> Needs:
+def dependencies(tree: ast.Module, name: str, always: int = 0) -> Dependencies:
     """Find the statements that a name needs; what only shows or tests it is left out.
 
     A statement is needed that binds a needed name, or changes what one stands for, or sets something in a module
@@ -328,7 +328,7 @@ def needs(tree: ast.Module, name: str, always: int = 0) -> Needs:
             reached.add(one)
             todo += by_name[one]
     bound = set().union(*(use.bound for use in uses))
-    return Needs(kept, reached - bound - _BUILTINS)
+    return Dependencies(kept, reached - bound - _BUILTINS)
 
 
 def without(lines: Sequence[str], tree: ast.Module, kept: set[int]) -> str:

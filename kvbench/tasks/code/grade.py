@@ -13,7 +13,7 @@ from kvbench.tasks.code.cage.process import Limits, Output, guard_s
 from kvbench.tasks.code.cage.wire import WireError, decode
 from kvbench.tasks.code.dataset import CodeRow
 from kvbench.tasks.code.extract import build_program
-from kvbench.tasks.code.oracle import asks_whether_found, is_right
+from kvbench.tasks.code.oracle import is_match_question, is_right
 from kvbench.tasks.code.reference import Group, job, reference
 
 # Source: EvalPlus 0.3.1, config.py and eval/__init__.py: four times the reference's time but at least 1 s for a call,
@@ -131,7 +131,7 @@ def _judge(task: str, row: CodeRow, group: Group, output: Output) -> tuple[str, 
     expected = group.expected[output.index]
     if output.kind == "u":
         # Something, of whatever type, is all that these tasks ask for.
-        if asks_whether_found(task, row["entry_point"]):
+        if is_match_question(task, row["entry_point"]):
             return None if expected else ("fail", f"{where}: found something where nothing is")
         return "unsupported", f"{where}: {text}"
     try:

@@ -19,7 +19,7 @@ from kvbench.tasks.code.cage import run as cage
 from kvbench.tasks.code.cage.process import Limits
 from kvbench.tasks.code.cage.wire import WireError, decode, encode
 from kvbench.tasks.code.dataset import CodeRow, restore_inputs
-from kvbench.tasks.code.oracle import asks_whether_found, has_own_rule
+from kvbench.tasks.code.oracle import has_special_rule, is_match_question
 from kvbench.tasks.task import long_work
 
 _CALL_S, _CPU_S, _WALL_S = 100.0, 400.0, 3600.0
@@ -43,7 +43,7 @@ class Group:
 
     Args:
         calls: Arguments of each call.
-        expected: What each returned; for `FOUND_TASKS` whether it was not None; of a large output its `digest`.
+        expected: What each returned; for `MATCH_TASKS` whether it was not None; of a large output its `digest`.
         large: Which outputs are too large to send.
         cpu_s: CPU time of each call, in seconds.
         sent_bytes: Size of all outputs, as sent.
@@ -136,7 +136,7 @@ def _attempt(
     """The group; or what went wrong, and which outputs were too large to send."""
     program, entry_point, jobs = job(row["prompt"] + row["canonical_solution"], row["entry_point"], calls, large)
     report = cage.run(program, entry_point, jobs, allow_code_execution=True, call_s=_CALL_S, limits=limits)
-    is_truth = asks_whether_found(task, row["entry_point"])
+    is_truth = is_match_question(task, row["entry_point"])
     outputs = report.outputs[1:]
     wrong = [output for output in report.outputs if output.kind not in ("vu" if is_truth or output.index < 0 else "v")]
     if report.status != "done" or wrong:
@@ -157,7 +157,7 @@ def _attempt(
             return None, str(error), [large or number == at for at, large in enumerate(large)]
         if large[number]:
             assert isinstance(value, list)  # `digest.digest` made it
-            if row["atol"] or value[1] or has_own_rule(task, row["entry_point"]):
+            if row["atol"] or value[1] or has_special_rule(task, row["entry_point"]):
                 return None, "its output is too large to be compared with a tolerance", [False] * len(calls)
         expected.append(value)
     sent_bytes = sum(len(output.payload) for output in outputs)
@@ -204,7 +204,7 @@ def _key(task: str, row: CodeRow, limits: Limits) -> str:
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 
-def _place(key: str) -> Path:
+def _cache_path(key: str) -> Path:
     return cache_root() / "code-references" / key[:2] / key
 
 
@@ -212,7 +212,7 @@ def _known(key: str) -> dict | None:
     if key in _memory:
         return _memory[key]
     try:
-        data = decode(zlib.decompress(_place(key).read_bytes()), max_nodes=1 << 40)
+        data = decode(zlib.decompress(_cache_path(key).read_bytes()), max_nodes=1 << 40)
     except (OSError, ValueError, zlib.error):
         return None
     if not isinstance(data, dict) or data.pop("key", None) != key:
@@ -225,7 +225,7 @@ def _ran(key: str) -> bool:
     if key in _memory:
         return "failed" not in _memory[key]
     try:
-        begin = zlib.decompressobj().decompress(_place(key).read_bytes(), len(_OUTPUTS))
+        begin = zlib.decompressobj().decompress(_cache_path(key).read_bytes(), len(_OUTPUTS))
     except (OSError, zlib.error):
         return False
     return begin == _OUTPUTS
@@ -237,7 +237,7 @@ def _remember(key: str, entry: dict) -> None:
     if "Error: " not in entry.get("failed", "Error: ") or "MemoryError" in entry.get("failed", ""):
         return
     with contextlib.suppress(OSError, ValueError):
-        path = _place(key)
+        path = _cache_path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         # One that was cut off or mixed with another does not pass `_known`, and is computed again.
         path.write_bytes(zlib.compress(encode({**entry, "key": key}, max_bytes=1 << 31), 1))

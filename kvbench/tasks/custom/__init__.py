@@ -56,7 +56,7 @@ class Custom(Task):
     def data(self, seed: int, protocol: Protocol) -> Rows:
         named = [("task", item.name) for item in fields(self)] + [("protocol", item.name) for item in fields(protocol)]
         settings = [f"{group}.{name}" for group, name in named if name not in _FREE_FIELDS]
-        return read_file(self.file, self.metric, needs_context=not protocol.query_aware, settings=settings)
+        return read_file(self.file, self.metric, requires_context=not protocol.query_aware, settings=settings)
 
     def load(self, ask: Ask) -> TaskSet:
         rows, metric = self.data(ask.seed, ask.protocol), self.metric
@@ -75,7 +75,7 @@ class Custom(Task):
 
         notes: dict[str, Any] = {"file": Path(rows.file).name, "metric": metric, "split": "before the question"}
         notes |= {"chat": asker.chat, "separator": self.separator, "answer_prefix": self.answer_prefix}
-        return self.asked(
+        return self.task_set(
             ask,
             requests,
             notes | {"truncation": "middle", "thoughts": "not graded"},

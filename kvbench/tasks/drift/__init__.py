@@ -112,4 +112,4 @@ class Drift(Task):
             for index, piece in enumerate(passages(model, text, prompt_tokens, 0, items))
         ]
         notes = {"tokens": tokens, "prompt_tokens": prompt_tokens, "items": items, "text": text.origin, "chat": False}
-        return self.asked(ask, requests, notes | {"end": "not before the last token"})
+        return self.task_set(ask, requests, notes | {"end": "not before the last token"})

@@ -142,7 +142,7 @@ class HarnessTask(Task):
             rules["max_new_tokens"] = requests[0].max_new_tokens if requests else None
         if self.metric is not None and self.metric not in metrics:
             raise unknown_name("task.metric", self.metric, metrics)
-        return self.asked(
+        return self.task_set(
             ask,
             requests,
             rules,

@@ -116,10 +116,10 @@ class InfiniteBench(Task):
                 )
                 requests.append(request)
                 right[request.sample_id] = name, row["answer"]
-        return self.asked(
+        return self.task_set(
             ask,
             requests,
-            builder.told() | {"answer_prefix": self.answer_prefix, "split": "after the text"},
+            builder.protocol_notes() | {"answer_prefix": self.answer_prefix, "split": "after the text"},
             right,
             lambda sample_id, answer: {"score": float(is_right(*right[sample_id], answer))},
             rows=rows_by_subset.values(),

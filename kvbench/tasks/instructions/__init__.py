@@ -106,7 +106,7 @@ class TwoRules(Task):
 
         notes: dict[str, Any] = {"pairs": pairs, "lengths": lengths, "items": items, "turns": self.turns}
         notes |= {"seed": ask.seed, "split": "before the question", "chat": requests[0].thoughts is not None}
-        return self.asked(
+        return self.task_set(
             ask,
             requests,
             notes | {"essays": text.origin},

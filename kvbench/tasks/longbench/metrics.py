@@ -49,7 +49,7 @@ def rouge(prediction: str, reference: str, all_classes: Sequence[str] | None = N
         return 0.0
     common: set[str] = set()
     # An answer that repeats itself has few different sentences.
-    different = {words: _places(words) for words in dict.fromkeys(map(tuple, predicted))}
+    different = {words: _positions(words) for words in dict.fromkeys(map(tuple, predicted))}
     for sentence in wanted:
         known = set(sentence)
         for words, positions in different.items():
@@ -66,7 +66,7 @@ def _sentences(text: str) -> list[list[str]]:
     return [" ".join(piece.split()).split(" ") for piece in text.split(".") if piece]
 
 
-def _places(words: Sequence[str]) -> dict[str, list[int]]:
+def _positions(words: Sequence[str]) -> dict[str, list[int]]:
     """The places of each word."""
     positions: dict[str, list[int]] = {}
     for index, word in enumerate(words):

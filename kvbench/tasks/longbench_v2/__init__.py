@@ -86,10 +86,10 @@ class LongBenchV2(Task):
                 request = with_choices(request, ask.model, continuations, LETTERS.index(answer))
             requests.append(request)
             answers[request.sample_id] = answer
-        return self.asked(
+        return self.task_set(
             ask,
             requests,
-            builder.told() | {"form": self.form, "split": "after the text"},
+            builder.protocol_notes() | {"form": self.form, "split": "after the text"},
             answers,
             lambda sample_id, text: {"score": float(letter_of(text) == answers[sample_id])},
             rows=[rows],

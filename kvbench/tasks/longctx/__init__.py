@@ -90,7 +90,7 @@ class LongContext(Task):
                 scored[request.sample_id] = (task, doc)
         notes = {"length": length, "items": items, "seed": ask.seed, "split": "before the question"}
         references = {key: doc["answer"] for key, (_, doc) in scored.items()}
-        return self.asked(ask, requests, notes | {"chat": builder.chat}, references, scorer_of(scored))
+        return self.task_set(ask, requests, notes | {"chat": builder.chat}, references, scorer_of(scored))
 
 
 def load(

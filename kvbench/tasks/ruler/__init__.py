@@ -101,7 +101,7 @@ class Ruler(Task):
 
         notes: dict[str, Any] = {"tasks": names, "lengths": lengths, "items": items, "seed": ask.seed}
         notes |= {"split": "before the question", "chat": builder.chat, "answer_prefix": self.answer_prefix}
-        return self.asked(
+        return self.task_set(
             ask,
             requests,
             notes | {"essays": text.origin, "words": vocabulary().origin},

@@ -84,7 +84,7 @@ class Needle(Task):
                     answers[sample_id] = document.answers
         notes: dict[str, Any] = {"lengths": lengths, "depths": depths, "items": items, "needles": self.needles}
         notes |= {"values": self.values, "seed": ask.seed, "split": "before the question", "chat": builder.chat}
-        return self.asked(
+        return self.task_set(
             ask,
             requests,
             notes | {"answer_prefix": prefix, "essays": text.origin, "words": vocabulary().origin},

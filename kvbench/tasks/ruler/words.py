@@ -16,7 +16,7 @@ from kvbench.tasks.formats import PACKERS, READ, find_source, read_json, source_
 from kvbench.tasks.haystack import paragraphs
 from kvbench.tasks.rows import Source
 
-OWN = "kvbench"
+BUILT_IN = "kvbench"
 ESSAYS = ("PaulGrahamEssays", "paul_graham_essays")  # names without their ending
 FOLDERS = ("ruler", "data", "needle", "instructions")  # below `task.data_dir`
 QA_FILES = {"qa_1": ("dev-v2.0.json", "squad.json"), "qa_2": ("hotpot_dev_distractor_v1.json", "hotpotqa.json")}
@@ -57,7 +57,7 @@ def vocabulary() -> Vocabulary:
 
     singles = sorted({word for text in paragraphs() for word in _WORD.findall(text)})
     compounds = [f"{first}-{second}" for first in (*ADJECTIVES, *NOUNS) for second in NOUNS if first != second]
-    return Vocabulary(tuple(ADJECTIVES), tuple(NOUNS), tuple(sorted({*singles, *compounds})), 2, OWN)
+    return Vocabulary(tuple(ADJECTIVES), tuple(NOUNS), tuple(sorted({*singles, *compounds})), 2, BUILT_IN)
 
 
 def _wonderwords() -> Vocabulary | None:
@@ -103,7 +103,7 @@ def essays(data_dir: str | None, *, needed: bool = True) -> Essays:
     """
     source = None if data_dir is None else _essay_source(data_dir, needed)
     if source is None:
-        return Essays(tuple(" ".join(paragraphs()).split()), OWN)
+        return Essays(tuple(" ".join(paragraphs()).split()), BUILT_IN)
     try:
         texts = [json.loads(line.removeprefix(BOM_UTF8))["text"] for line in source.lines if line.strip()]
         words = tuple(" ".join(texts).split())

@@ -121,10 +121,10 @@ class ScBench(Task):
             name, answers = right[sample_id]
             return {"score": grade(SUBSETS[name], answers[turn], answer)}
 
-        return self.asked(
+        return self.task_set(
             ask,
             requests,
-            builder.told() | {"form": self.form, "split": "after the context"},
+            builder.protocol_notes() | {"form": self.form, "split": "after the context"},
             right,
             lambda sample_id, answer: score_turn(sample_id, 0, answer),
             turn_scorer=score_turn,

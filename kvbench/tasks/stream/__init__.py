@@ -124,4 +124,4 @@ class Stream(TextTask):
             for index, piece in enumerate(passages(model, text, prompt_tokens, tokens, items))
         ]
         notes = {"tokens": tokens, "prompt_tokens": prompt_tokens, "items": len(requests), "text": text.origin}
-        return self.asked(ask, requests, notes | {"chat": False, "past_context": past})
+        return self.task_set(ask, requests, notes | {"chat": False, "past_context": past})

@@ -67,4 +67,4 @@ class Perplexity(TextTask):
                 )
             )
         notes = {"chunk_tokens": size, "chunks": count, "text": text.origin, "chat": False}
-        return self.asked(ask, requests, notes | {"measured": "second half of each chunk"})
+        return self.task_set(ask, requests, notes | {"measured": "second half of each chunk"})

@@ -78,7 +78,7 @@ class Transcript(Task):
                 requests.append(document.request(builder, sample_id, str(length), meta))
                 documents[sample_id] = document
         notes = {"lengths": lengths, "items": items, "seed": ask.seed, "split": "before the question"}
-        return self.asked(
+        return self.task_set(
             ask,
             requests,
             notes | {"chat": builder.chat},
