@@ -156,12 +156,12 @@ def raised_by(error: BaseException) -> tuple[str, str] | None:
     """
     if isinstance(error, SyntaxError) and error.filename and not _is_harness(Path(error.filename).resolve()):
         return Path(error.filename).stem, f"{Path(error.filename).name}:{error.lineno}"  # no line of it ever ran
-    was_called, origin = False, None  # (call, file, line)
+    in_harness, origin = False, None  # (call, file, line)
     for frame, line in traceback.walk_tb(error.__traceback__):
         path = Path(frame.f_code.co_filename).resolve()
         if origin is None:
-            was_called |= _is_harness(path)
-            if was_called and _is_guest(frame, path):
+            in_harness |= _is_harness(path)
+            if in_harness and _is_guest(frame, path):
                 origin = _call(frame), path, line
         elif path == origin[1]:
             origin = *origin[:2], line

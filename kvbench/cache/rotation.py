@@ -51,7 +51,7 @@ class Rotation:
         return x if self._turn_back is None else self._turn_back(x.float()).to(x.dtype)
 
 
-def hadamard(head_dim: int, most: int | None = None, *, random_signs: bool = True) -> Tensor:
+def hadamard(head_dim: int, most: int | None = None, *, randomised: bool = True) -> Tensor:
     """The matrix, fp32 [D, D] and orthogonal: signs times a Hadamard matrix, in blocks of the largest power of two that
     divides the head dim, of `most` channels at most."""
     block = min(head_dim & -head_dim, most or head_dim)
@@ -59,7 +59,7 @@ def hadamard(head_dim: int, most: int | None = None, *, random_signs: bool = Tru
     while len(matrix) < block:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     blocks = torch.block_diag(*[matrix] * (head_dim // block)) / math.sqrt(block)
-    if not random_signs:
+    if not randomised:
         return blocks
     dice = random.Random(0)  # Python's generator gives the same numbers in every version
     return torch.tensor([dice.choice((-1.0, 1.0)) for _ in range(head_dim)])[:, None] * blocks
@@ -83,7 +83,7 @@ def rotations_of(kind: Kind, policy: Policy, head_dim: int, device: torch.device
     sides = []
     for bits, most in (([t.k_bits for t in policy.tiers], None), ([t.v_bits for t in policy.tiers], GGML_BLOCK)):
         turns = min(bits) < 16 and head_dim % GGML_BLOCK == 0
-        sides.append(Rotation(hadamard(head_dim, most, random_signs=False).to(device) if turns else None, backend))
+        sides.append(Rotation(hadamard(head_dim, most, randomised=False).to(device) if turns else None, backend))
     return Rotations(*sides)
 
 

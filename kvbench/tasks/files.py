@@ -32,7 +32,7 @@ class DataFile:
         url: Address of a gzip file that holds it, for what is not on the hub.
         official: SHA-256 of the authors' own file, where it is known.
         by_hand: How to get it otherwise, an imperative.
-        is_asked: Its rows are asked; False where they are examples in front of those.
+        has_questions: Its rows are questions; False where they are examples in front of those.
     """
 
     task: str
@@ -49,7 +49,7 @@ class DataFile:
     url: str = ""
     official: str = ""
     by_hand: str
-    is_asked: bool = True
+    has_questions: bool = True
 
     @property
     def name(self) -> str:
@@ -120,9 +120,9 @@ def check_folder(files: Sequence[DataFile], data_dir: str | None) -> None:
         MissingDataError: It has none.
         ValueError: See `find_rows`.
     """
-    found = [in_folder(file, data_dir) for file in files] if data_dir else []
-    if found and not any(isinstance(source, Source) for source in found):
-        raise MissingDataError(_missing(files[0], [str(found[0])], data_dir).text, *(file.label for file in files))
+    sources = [in_folder(file, data_dir) for file in files] if data_dir else []
+    if sources and not any(isinstance(source, Source) for source in sources):
+        raise MissingDataError(_missing(files[0], [str(sources[0])], data_dir).text, *(file.label for file in files))
 
 
 def _missing(file: DataFile, looked: Sequence[str], data_dir: str | None) -> MissingDataError:

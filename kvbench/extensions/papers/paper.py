@@ -299,7 +299,7 @@ def _counted(jobs: Sequence[list[str]]) -> list[str]:
         runs, cfg = 1 + len(others), compose(words)
         name = suite.choice(words, "task")
         try:
-            limit, listed = Limit.read(cfg.limit), [file for file in data_files(cfg.task) if file.is_asked]
+            limit, listed = Limit.read(cfg.limit), [file for file in data_files(cfg.task) if file.has_questions]
             missing = [file.label for file in listed if not at_hand(file, cfg.task.get("data_dir"))]
         except ValueError as error:
             lines.append(f"! nothing is known of {runs} of {len(jobs)} runs: {error}")

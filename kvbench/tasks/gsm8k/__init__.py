@@ -131,7 +131,7 @@ def data_file(split: str) -> DataFile:
         prepared=("gsm8k", "main", split),
         official=official,
         by_hand=f"put {split}.jsonl of the repository openai/grade-school-math (grade_school_math/data) into a folder",
-        is_asked=split == "test",
+        has_questions=split == "test",
     )
 
 

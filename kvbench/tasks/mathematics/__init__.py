@@ -201,7 +201,7 @@ def load(
 def grade(reference: str, text: str) -> dict[str, float]:
     """Score one answer."""
     answer, marked = final_answer(text, find_answer), bool(final_answer(text, is_marked))
-    return graded(answer, lambda given_answer: judge(reference, given_answer), marked)
+    return graded(answer, lambda other: judge(reference, other), marked)
 
 
 def process(doc: dict, results: list[str]) -> dict[str, float]:
