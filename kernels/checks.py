@@ -1,4 +1,4 @@
-"""What every backend refuses before it touches memory: tensors of a shape, dtype or device that an operation does not
+"""Checks of every backend before it touches memory: tensors of a shape, dtype or device that an operation does not
 take.
 
 One function per operation of `Backend`, called by everything that does it. They look at what tensors say of themselves

@@ -130,7 +130,7 @@ class PagePool:
         self.end, self.num_free, self.others = self._before
 
     def _released(self, ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Which of the pages nobody holds any more, and the holders beyond the first of all pages then."""
+        """Pages without a holder after a release, and the holders beyond the first of all pages then."""
         pages, holders = ids.unique(return_counts=True)
         left = others[pages] - holders
         if bool((left < -1).any()):
@@ -147,7 +147,7 @@ class PagePool:
         return self.num_free
 
     def takes(self, most: int) -> bool:
-        """Whether so many pages are free for sure; notes them as taken where they are."""
+        """True if so many pages are free for sure; counts them as taken then."""
         return self.surely_free >= most
 
     def free_ids(self) -> Tensor:

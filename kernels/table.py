@@ -17,7 +17,7 @@ Move = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 class PageTable:
-    """Which page holds slot i of tier t of every list.
+    """Map of slot i of tier t of every list to its page.
 
     Args:
         pool: Where pages come from.
@@ -199,8 +199,7 @@ class PageTable:
         self.unshare(slots)
 
     def plan_compaction(self, lists: Tensor, tier: int, keep: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Which slots move so that the kept ones become the first ones; survivors from the end fill the lowest holes
-        first.
+        """Moves that make the kept slots the first ones; survivors from the end fill the lowest holes first.
 
         Args:
             lists: int64 [M].
@@ -320,8 +319,8 @@ class PageTable:
     def tracked_slots(
         self, lists: Tensor, tier: int, fmt: PageFormat, width: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What the first `width` slots of lists (int64 [M]) track: score fp32, position int64, and bool: the list holds
-        the slot; [M, width] each. And int64 [M] slots held."""
+        """Tracked fields of the first `width` slots of lists (int64 [M]): score fp32, position int64, and bool: the
+        list holds the slot; [M, width] each. And int64 [M] slots held."""
         raise NotImplementedError("in main memory the fields of pages are gathered")
 
     def tell(self, post: Callable[[Tensor, Callable[[], Callable[[list[int]], None]]], None]) -> None:
@@ -344,7 +343,7 @@ class PageTable:
         return self.further if tier >= 2 else self.entries
 
     def _entry(self, lists: Tensor, owner: Tensor, tier: int, index: Tensor) -> Tensor:
-        """Where page `index` of list `lists[owner]` stands in a table read as one row."""
+        """Index of page `index` of list `lists[owner]` in a table read as one row."""
         return (lists * self.max_pages)[owner] + self._column(tier, index)
 
     def _column(self, tier: int, index: Tensor) -> Tensor:

@@ -135,7 +135,8 @@ def nobody_leaves() -> Iterator[None]:
 
 
 def what_happened(error: BaseException) -> str:
-    """What was raised, in one sentence, and by whose code where that is none of the harness: the class and the call."""
+    """The exception in one sentence, with the class and the call of the code that raised it where that is none of the
+    harness."""
     if isinstance(error, AskedToLeave):
         return str(error)
     what = f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -129,8 +129,8 @@ class KvbenchLM(LM):
         return hash_identity({name: canonical(value) for name, value in ingredients.items()})
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval puts into the configuration of its results: the bytes that were held since it asked last, as
-        means over the prompts of each task, the ratio as in kvbench's tables."""
+        """Entries for the configuration of lm-eval's results: the bytes held since the last call, as means over the
+        prompts of each task, the ratio as in kvbench's tables."""
         held, self._held = self._held, {}
         means = {
             task: {"prompts": len(each), "resident_bytes": fmean(size), "resident_ratio": sum(size) / sum(full)}

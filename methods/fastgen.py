@@ -93,5 +93,5 @@ class FastGen(kv.Policy):
 
 
 def local_tokens(share: float, length: int) -> int:
-    """How many tokens are near."""
+    """Number of near tokens."""
     return max(1, int(share * length))

@@ -52,7 +52,7 @@ def scorer(press: str, settings: tuple[str, ...]) -> Any:
 
 @lru_cache(maxsize=2)
 def prepared(press: str, settings: tuple[str, ...], model: str, dtype: torch.dtype) -> Any:
-    """The same, prepared for a model of which it sees the name and the type alone: KVzapPress and QFilterPress fetch
+    """The scorer, prepared for a model of which it sees the name and the type alone: KVzapPress and QFilterPress fetch
     what was trained for a model of that name. It is fetched once.
 
     Raises:

@@ -190,7 +190,7 @@ class Settings(Common):
 
     @staticmethod
     def _prepared_bytes(layout: caches.Layout, lists: int, group: int, dim: int, scores: str) -> float:
-        """What attention in CUDA C++ that is prepared for a buffer keeps: results of parts, and weights of slots."""
+        """Bytes that prepared CUDA C++ attention keeps per buffer: results of parts, and weights of slots."""
         slots = [width * fmt.tokens_per_page for fmt, width in zip(layout.formats, layout.widths, strict=True)]
         parts = sum(min(MOST_PARTS, -(-each // LEAST_SLOTS)) for each in slots)
         weights = 0 if scores == "none" else 2 * sum(slots) * (1 + 2 / TURN)

@@ -78,8 +78,7 @@ class PagedCaches:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tokens of a cache lie: for each format of a name how many tokens of a list it holds, and in how many
-    pages."""
+    """Layout of a cache's tokens: for each format of a name the tokens of a list that it holds, and its pages."""
 
     formats: list[PageFormat]
     counts: list[int]

@@ -87,7 +87,7 @@ def cuda_graph(work: Work) -> Work:
 
 
 class Absent(Exception):
-    """What a variant needs is not installed; the message says how it comes there."""
+    """A dependency of a variant is not installed; the message says how to install it."""
 
 
 def failed_variant(name: str, problem: Exception) -> Variant:

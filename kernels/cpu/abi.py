@@ -59,7 +59,7 @@ _LEVELS = 3
 
 # These mirror the structs of the same names in csrc/plan.h, reduce.h and step.h.
 class CodeStruct(ctypes.Structure):
-    """How the numbers of one side are written."""
+    """Code of the numbers of one side."""
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("kind", "groups", "scale", "fit", "zero", "centre", "apart", "unused")),

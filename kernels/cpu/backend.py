@@ -300,7 +300,7 @@ class CompiledStep(FusedStep):
 
 
 def _covers(pages: Tensor, fmt: PageFormat) -> bool:
-    """Whether the C++ code covers these pages; a copy of them would take the bytes and be thrown away."""
+    """True if the C++ code covers these pages; a copy of them would take the bytes and be thrown away."""
     return pages.device.type == "cpu" and pages.is_contiguous() and _has_code(fmt)
 
 

@@ -98,7 +98,7 @@ class Gpu(Backend):
         )
 
     def _covers(self, *formats: PageFormat) -> bool:
-        """Whether all codes of the formats have kernels, and values of their own."""
+        """True if all codes of the formats have kernels, and values of their own."""
         if any(fmt.slot.keys_only for fmt in formats):
             return False
         sides = [code for fmt in formats for code in (fmt.slot.keys, fmt.slot.values)]

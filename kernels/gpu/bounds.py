@@ -53,8 +53,8 @@ def _bound_pages(
 
 
 def page_bounds(q: Tensor, pages: Tensor, tier: ListTier, lists: Lists, group: Reduce) -> Tensor:
-    """What no logit in a page exceeds, fp32 [S, H, m], as `reference.attention.page_bounds`; behind a list's end, any
-    number. Capture-safe."""
+    """Upper bound of the logits in a page, fp32 [S, H, m], as `reference.attention.page_bounds`; behind a list's end,
+    any number. Capture-safe."""
     num_seq, heads, columns = lists.num_seq, lists.heads, tier.columns
     head_dim, group_size = q.shape[-1], q.shape[1] // heads
     bounds = torch.empty(num_seq, heads, columns, device=q.device)
@@ -147,7 +147,7 @@ def _ranks_of(bounds, pid, columns, begin, last, BLOCK: tl.constexpr):
 
 @triton.jit
 def _count_from(first, bounds, pid, columns, last, least, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """How many ranks of a list are at least so large; `first` are those of its first block."""
+    """Number of ranks of a list that are at least so large; `first` are those of its first block."""
     count = tl.sum((first >= least).to(tl.int32), 0)
     for block in range(1, BLOCKS):
         rank = _ranks_of(bounds, pid, columns, block * BLOCK, last, BLOCK)

@@ -97,7 +97,7 @@ def _magnitudes(index, SIDE: tl.constexpr):
 
 @triton.jit
 def level_values(codes, SIDE: tl.constexpr, dtype: tl.constexpr):
-    """What codes stand for before scale and zero, without rounding; those of tables are signed."""
+    """Values of codes before scale and zero, without rounding; those of tables are signed."""
     if SIDE.CODE == IQ4_NL:
         return code_values(_magnitudes(codes, SIDE), 8, dtype) - _NL_CENTRE
     elif SIDE.CODE >= LLOYD:
@@ -137,7 +137,7 @@ def _halves(raw, asm: tl.constexpr):
 
 @triton.jit
 def plane_levels(raw, plane: tl.constexpr, SIDE: tl.constexpr, dtype: tl.constexpr):
-    """What the codes of a plane stand for before scale and zero, without rounding."""
+    """Values of the codes of a plane before scale and zero, without rounding."""
     if SIDE.PTX > 0 and dtype == tl.float16 and SIDE.CODE < LLOYD and SIDE.BITS != 3 and SIDE.BITS != 5:
         return _halves(raw, _unpacked(SIDE.BITS, plane))
     else:
@@ -146,7 +146,7 @@ def plane_levels(raw, plane: tl.constexpr, SIDE: tl.constexpr, dtype: tl.constex
 
 @triton.jit
 def float8_levels(raw, SIDE: tl.constexpr, dtype: tl.constexpr):
-    """What bytes that are floats stand for before their scale; all of them are exact in fp16."""
+    """Values of 8-bit floats before their scale; all of them are exact in fp16."""
     if SIDE.PTX > 0 and dtype == tl.float16 and SIDE.CODE < 0:
         return _halves(raw, _E5M2_HALVES)
     elif SIDE.PTX >= 89 and dtype == tl.float16:

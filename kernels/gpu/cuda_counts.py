@@ -67,7 +67,7 @@ class Code:
 
     @cached_property
     def successors(self) -> list[tuple[int, ...]]:
-        """Which instructions can come next; a warp that is together takes no BRA.DIV."""
+        """Instructions that can come next; a converged warp takes no BRA.DIV."""
         successors: list[tuple[int, ...]] = []
         for at, line in enumerate(self.lines):
             bare = _PREDICATE.sub("", line)

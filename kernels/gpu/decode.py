@@ -130,7 +130,7 @@ def programs_by_size(registers: int, shared_bytes: int, warps: int, has_bytes: i
 
 
 def programs_per_processor(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> int:
-    """How many programs of a kernel fit on a multiprocessor of NVIDIA's, by the registers and the shared memory that it
+    """Programs of a kernel that fit on a multiprocessor of NVIDIA's, by the registers and the shared memory that it
     takes when it is compiled.
 
     Source: Triton's tutorial 2 (fused softmax), which asks a compiled kernel for both.
@@ -233,7 +233,7 @@ class ListTier:
 
 @dataclass(frozen=True)
 class _Launch:
-    """What launches of a kernel share: its grid, the arguments behind a layer's own, and its constants."""
+    """Shared part of a kernel's launches: its grid, the arguments behind a layer's own, and its constants."""
 
     grid: tuple[int, int]
     operands: list[Any]
@@ -373,13 +373,9 @@ class Attention:
         for index, prefix in zip(pair, "AB", strict=True):
             tier = self._tiers[index]
             operands += [*self._kept[index], tier.num_k, tier.table, tasks[index], tier.columns, tier.entries]
-            tier_constants = {
-                "T": tier.fmt.tokens_per_page,
-                "BT": self._block_slots[index],
-                "REVERSED": tier.is_reversed,
-            }
-            tier_constants |= {"TRACK": score_offset(tier.fmt) if how.update else -1, "POS": tier.fmt.regions["pos"][0]}
-            constants |= {f"{prefix}_{name}": value for name, value in tier_constants.items()}
+            extra = {"T": tier.fmt.tokens_per_page, "BT": self._block_slots[index], "REVERSED": tier.is_reversed}
+            extra |= {"TRACK": score_offset(tier.fmt) if how.update else -1, "POS": tier.fmt.regions["pos"][0]}
+            constants |= {f"{prefix}_{name}": value for name, value in extra.items()}
         return _Launch((count, merged + sum(tasks[first : second + 1])), operands, constants)
 
     def __call__(
@@ -409,7 +405,7 @@ def _angles(rotation: Tensor) -> Tensor:
 
 
 def score_offset(fmt: PageFormat) -> int:
-    """Where a page tracks scores."""
+    """Offset of tracked scores in a page."""
     offset, length = fmt.regions["score"]
     if not length:
         raise ValueError("the format tracks no scores to add to; track score, or take the scores as a result")

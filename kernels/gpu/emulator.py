@@ -71,7 +71,7 @@ class _Recorder(TorchDispatchMode):
 
 @contextmanager
 def _without_a_look() -> Iterator[None]:
-    """What indices hold is looked at in main memory alone, which stands for a device's here."""
+    """Skips `checks.within`: contents of indices are checked in main memory alone, which stands for a device's here."""
     within, checks.within = checks.within, lambda *_: None
     try:
         yield

@@ -27,7 +27,7 @@ def patch_once() -> None:
     launch: list[Any] = []
 
     class Scope(scope_type):  # type: ignore[valid-type,misc]
-        """What a launch puts in place, and the device functions that it calls."""
+        """Patches of a launch, and of the device functions that it calls."""
 
         def restore(self) -> None:
             super().restore()

@@ -304,8 +304,8 @@ def _demote_both(
 
 @cache
 def byte_map(fmt: PageFormat, names: tuple[str, ...], device: torch.device) -> Tensor:
-    """Where the bytes of a slot lie in some regions of a format whose slots stand alone: int32 [bytes, 2], byte j of
-    slot i at first[j] + i * step[j] within its page."""
+    """Positions of a slot's bytes in some regions of a format whose slots stand alone: int32 [bytes, 2], byte j of slot
+    i at first[j] + i * step[j] within its page."""
     slot, table = fmt.slot, []
     for name in names:
         offset, length = fmt.regions[name]

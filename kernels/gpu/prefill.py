@@ -165,7 +165,7 @@ def sum_columns(
 
 @triton.jit
 def _take_tile(query, key, value, seen, top, norm, acc, scale2, CAP: tl.constexpr):
-    """What an online softmax comes to with one more tile of keys [BN, DP]; `seen`: bool, which of them a query sees."""
+    """State of an online softmax after one more tile of keys [BN, DP]; `seen`: bool, the keys that a query sees."""
     logit = tl.dot(query, tl.trans(key), input_precision="ieee") * scale2
     if CAP > 0:
         logit = capped(logit, CAP)

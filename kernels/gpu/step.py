@@ -106,7 +106,7 @@ def _find_leaving(
 
 
 def _rows_are_whole(x: Tensor) -> bool:
-    """Whether the heads of each row of [S, H, D] are contiguous, as kernels read them."""
+    """True if the heads of each row of [S, H, D] are contiguous, as kernels read them."""
     return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 

@@ -18,7 +18,7 @@ LARGEST_DIM = 256  # of a head, in torch's fused kernels for GPUs
 
 
 class PromptOperations(Operations):
-    """What a prompt asks; `Backend` has the legend."""
+    """Operations of a prompt; `Backend` has the legend."""
 
     def prefill_attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax = PLAIN) -> Tensor:
         """Causal attention of a whole prompt on uncompressed keys and values.
@@ -56,8 +56,8 @@ class PromptOperations(Operations):
     def _prefill_with_sinks(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax
     ) -> tuple[Tensor, Tensor | None]:
-        """The same where the softmax is not plain: sinks join the log-sum-exp of a fused kernel, and what that has not
-        is a chunk behind nothing."""
+        """`prefill_attention_with_lse` of a softmax that is not plain: sinks join the log-sum-exp of a fused kernel,
+        and anything else is a chunk behind nothing."""
         output = None if softmax.cap else attention_with_lse(q, k, v, scale)
         if output is not None:
             return softmax.with_sinks(*output)
@@ -122,8 +122,8 @@ class PromptOperations(Operations):
         lse: Tensor | None = None,
         softmax: Softmax = PLAIN,
     ) -> Tensor:
-        """How much attention each key of a prompt receives from each query head, reduced over queries, in O(N) memory:
-        the step of `prompt_scores` and `prompt_low_counts` that backends speed up.
+        """Attention that each key of a prompt receives from each query head, reduced over queries, in O(N) memory: the
+        step of `prompt_scores` and `prompt_low_counts` that backends speed up.
 
         `out[h, j] = sum over counted queries i >= j + skip_near of softmax_j(scale * q_i k_j)^power`, the softmax over
         keys 0..i.
@@ -225,7 +225,7 @@ class PromptOperations(Operations):
 
 
 def has_flash(q: Tensor) -> bool:
-    """Whether torch's flash attention for GPUs takes queries, and keys and values that are like them; others raise."""
+    """True if torch's flash attention for GPUs takes queries, and keys and values that are like them; others raise."""
     if q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] % 8 or q.shape[-1] > LARGEST_DIM:
         return False
     return not q.is_cuda or torch.cuda.get_device_capability(q.device) >= FLASH_CAPABILITY

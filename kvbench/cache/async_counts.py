@@ -27,7 +27,7 @@ def one_row(row: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Padding:
-    """What tells rows from those that pad them, on their device.
+    """Device tensors that tell live rows from padding rows.
 
     Args:
         live: int64 [S], 1 for a row and 0 behind the last one.

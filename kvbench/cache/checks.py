@@ -37,7 +37,7 @@ class _PolicyCall:
         self._modes = None if type(policy).__module__.startswith(_OURS) else modes.read(quick=True)
 
     def see(self) -> Any:
-        """What the policy sees of the view."""
+        """Copy of the view that the policy gets."""
         self._shown = self.view.shown()
         self._before = _versions(self._shown)
         return self._shown
@@ -84,14 +84,14 @@ class _PolicyCall:
         return value
 
     def whole(self, value: object, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Likewise of whole numbers."""
+        """The value, checked as by `tensor`, of an integer dtype."""
         tensor = self.tensor(value, name, shape)
         if tensor.dtype not in _WHOLE:
             raise self.error(f"{name} is {_dtype(tensor)}, but it must hold integers")
         return tensor
 
     def mask(self, value: object, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Likewise of bools."""
+        """The value, checked as by `tensor`, of dtype bool."""
         tensor = self.tensor(value, name, shape)
         if tensor.dtype != torch.bool:
             raise self.error(f"{name} is {_dtype(tensor)}, but it must be bool")

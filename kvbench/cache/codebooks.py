@@ -1,5 +1,4 @@
-"""What a calibration found, beside the pages: the tables of each layer's codes and the scales of its key channels, or
-the scales of its heads."""
+"""Calibration tables kept outside the pages: code levels and key channel scales per layer, or scales per head."""
 
 from collections.abc import Sequence
 from dataclasses import replace

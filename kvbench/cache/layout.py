@@ -52,7 +52,7 @@ class StoreOptions:
         check_settings(self, "store.")
 
     def on(self, device: torch.device) -> "StoreOptions":
-        """The same where `page_bytes=auto` is what this device takes."""
+        """These options with `page_bytes=auto` resolved for a device."""
         is_tiled = self.page_bytes == "auto" and device.type == "cuda"
         return replace(self, page_bytes="tiles") if is_tiled else self
 
@@ -120,8 +120,8 @@ class ModelShape:
 
     @cached_property
     def kinds(self) -> dict[int, tuple[int, int]]:
-        """Where the model's layers are found, by their own numbers: which of the shapes (0 for this one, then those
-        beside it), and which layer of that."""
+        """Lookup by a layer's own number: index of its shape (0 for this one, then `other_kinds`), and index of the
+        layer in it."""
         shapes = (self, *self.other_kinds)
         each = [(kind, shape.numbers or range(shape.num_layers)) for kind, shape in enumerate(shapes)]
         return {number: (kind, index) for kind, numbers in each for index, number in enumerate(numbers)}
@@ -159,7 +159,7 @@ class ModelShape:
         return parts
 
     def on_host(self) -> "ModelShape":
-        """The same in one place, in main memory, with other numbers in its tensors."""
+        """This shape on one device, in main memory, with placeholder numbers in its tensors."""
         sinks = self.softmax.sinks
         return replace(
             self,
@@ -179,7 +179,7 @@ class ModelShape:
         return total + sum(each.fp16_bytes(num_tokens) for each in self.other_kinds)
 
     def layers_fp16_bytes(self, num_tokens: int) -> int:
-        """The same of these layers alone, without states."""
+        """Bytes of an uncompressed 16-bit cache of these layers alone, without states and other kinds."""
         if self.window is not None:
             num_tokens = min(num_tokens, self.window.num_tokens)
         return num_tokens * self.num_layers * self.num_kv_heads * self.head_dim * (2 if self.keys_only else 4)

@@ -59,7 +59,7 @@ class Kept:
 
     @staticmethod
     def on_device(chosen: Tensor) -> "Kept":
-        """The same without a wait for the device."""
+        """Indices of kept tokens made without a wait for the device."""
         ordinal = torch.where(chosen, chosen.cumsum(1) - 1, -1)
         return Kept(*Kept._each(chosen), ordinal.flatten(), chosen.sum(1), in_order=True)
 
@@ -70,7 +70,7 @@ class Kept:
         return head[:, None].expand(chosen.shape).flatten(), token.expand(chosen.shape).flatten()
 
     def of(self, x: Tensor) -> Tensor:
-        """What x [H, N, ...] has of them, [M, ...]."""
+        """Entries of x [H, N, ...] that belong to kept tokens, [M, ...]."""
         return x.flatten(0, 1).contiguous() if self.in_order else x[self.head, self.token]
 
 

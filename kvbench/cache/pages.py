@@ -341,14 +341,14 @@ class Pages:
     def attend(
         self, layer: int, q: Tensor, tiers: list[TierPages], ring: Ring | None, scale: float, **more: Any
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """What `Backend.paged_decode` says of a layer, whatever lies beside the pages; `more` is handed on to it."""
+        """`Backend.paged_decode` of a layer, with residual buffers and calibration tables; `more` is passed on."""
         books = self.codebooks
         q = q if books is None else books.queries(layer, q)
         out, lse, scores = self.backend.paged_decode(q, self.pool.pages, tiers, ring, scale, **more)
         return out if books is None else books.outputs(layer, out), lse, scores
 
     def gather(self, layer: int, tiers: list[TierPages], ring: Ring | None) -> tuple[Tensor, Tensor, Tensor]:
-        """What `Backend.gather_dense` says of a layer, likewise."""
+        """`Backend.gather_dense` of a layer, with residual buffers and calibration tables."""
         k, v, live = self.backend.gather_dense(self.pool.pages, tiers, ring)
         return (k, v, live) if self.codebooks is None else (*self.codebooks.read(layer, k, v), live)
 

@@ -41,7 +41,7 @@ class ReplayCheck(Generic[Subject]):
         return self._now
 
     def number(self, call: str) -> int:
-        """How many such calls there were before this one."""
+        """Number of such calls before this one."""
         return self._counts[call] - 1
 
 

@@ -88,8 +88,8 @@ def rotations_of(kind: Kind, policy: Policy, head_dim: int, device: torch.device
 
 
 def check_rotation(kind: Kind, policy: Policy) -> set[str]:
-    """What is turned: nothing, `keys`, `both`, or as `llama.cpp` does. Refuses it where stored keys get their position
-    on reading, in the model's own channels, and where formats ask for different ones."""
+    """Rotated sides: none, `keys`, `both`, or as `llama.cpp` does. Refuses a rotation where stored keys get their
+    position on reading, in the model's own channels, and formats with different ones."""
     tier_kinds: set[str] = {tier.rotated for tier in policy.tiers if kind != "off" and tier.rotated != "none"}
     kinds: set[str] = {"both"} if kind == "hadamard" else tier_kinds
     if "llama.cpp" in kinds and len(kinds) > 1:

@@ -209,7 +209,7 @@ class Scores:
         return out
 
     def _of_layer(self, row: int, layer: int, tokens_seen: int, tier: TierPages) -> Tensor:
-        """The same for one layer of a row, [1 + len(also), H, n]."""
+        """Scores of the slots of one layer of a row, [1 + len(also), H, n]."""
         pages, statistic = self._pages, self.spec.statistic
         (k,), (v,), _ = pages.backend.gather_dense(pages.pool.pages, [tier], None)
         k, v = self._rotations.keys.back(k), self._rotations.values.back(v)

@@ -212,7 +212,7 @@ class PagedStep:
         return holding.rotations.values.back(out)
 
     def _held(self, layer: int) -> tuple[list[TierPages], Ring | None]:
-        """What a layer holds once it has its token."""
+        """Pages and residual buffer of a layer that has its token."""
         return self.holding.layer(self.rows.tensor, layer, self.width[layer])
 
     # Whole layers in one call.
@@ -240,7 +240,7 @@ class PagedStep:
         return MappedStep(by_layer) if len(by_layer) == len(tiers.table) else None
 
     def _fuse_tiers(self, numbers: Sequence[int]) -> FusedStep | None:
-        """The same for layers that hold tokens in no tiers but these."""
+        """A fused step of layers whose tokens are in these tiers only."""
         spec, target = self.holding.policy.score, (self.tier, self.page, self.slot)
         update: ScoreUpdate | None = None
         if spec.decode_update:

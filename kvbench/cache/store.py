@@ -139,9 +139,7 @@ class CompressedStore:
     def takes_chunks(self) -> bool:
         """True if a later prompt segment may come at once (`append_chunk`); otherwise it comes token by token."""
         # Once a layer has written a chunk, others that share its keys could not tell it from what came before.
-        return (
-            self.holding.takes_chunks and not self.shape.shared and all(each.takes_chunks for each in self.other_kinds)
-        )
+        return self.holding.takes_chunks and not self.shape.shared and all(x.takes_chunks for x in self.other_kinds)
 
     @property
     def layers(self) -> "list[tuple[CompressedStore, int]]":
@@ -363,7 +361,7 @@ class CompressedStore:
         return self._steps[0].tokens_seen
 
     def turns(self, layer: int) -> bool:
-        """Whether `attend` takes the rotation of a layer's queries and keys."""
+        """True if `attend` takes the rotation of a layer's queries and keys."""
         return self._steps[self.holding.part_of(layer)[0]].turns
 
     def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

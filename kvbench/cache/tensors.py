@@ -178,9 +178,9 @@ class SlotTensors(MeasuredTensors):
 
 
 class ChunkTensors(MeasuredTensors):
-    """What is held of a prompt that is read in chunks, the newest chunk included, whose queries of all heads are q [Hq,
-    n, D]. `before`, fp32 [h, m], is what all queries of earlier chunks gave, None where only the newest queries count;
-    `summed` has what the chunk's gave, too, once a statistic has asked."""
+    """Held tokens of a prompt that is read in chunks, the newest chunk included, whose queries of all heads are q [Hq,
+    n, D]. `before`, fp32 [h, m], are the sums over the queries of earlier chunks, None where only the newest queries
+    count; `summed` adds those of this chunk, once a statistic has read them."""
 
     def __init__(self, measurer: Measurer, layer: int, *, q: Tensor, before: Tensor | None, **held: Any) -> None:
         super().__init__(measurer, layer, **held)

@@ -63,7 +63,7 @@ def calls_noted(model: PreTrainedModel, note: Callable[[AttentionCall | None], N
 
 
 def first_tokens(call: AttentionCall, count: int) -> AttentionCall:
-    """The same call with its first tokens alone."""
+    """This call, cut to its first tokens."""
 
     def cut(angles: Tensor) -> Tensor:
         return angles[:, :count]

@@ -44,7 +44,7 @@ class Step:
     error: Exception | None = field(default=None, init=False)
 
     def finish(self) -> tuple[Tensor, dict[int, int]]:
-        """What `Runner.try_step` gives, or raises."""
+        """Result of `Runner.try_step`, or its exception."""
         if self.error is not None:
             error, self.error = self.error, None  # it holds every tensor of the pass that failed
             raise error

@@ -50,7 +50,7 @@ class State:
 
     @property
     def kind(self) -> tuple[int, bool, bool]:
-        """What a captured step is made for: its size, whether rows draw, and whether from a part of the mass."""
+        """Key of a captured step: its size, whether rows draw, and whether from a part of the mass."""
         return len(self.rows), self.draws is not None, self.draws is not None and self.draws.top_p is not None
 
 

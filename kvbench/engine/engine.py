@@ -115,7 +115,7 @@ class Engine:
 
     @property
     def is_free(self) -> bool:
-        """Whether the last bits of an answer may hang on when others come and go."""
+        """True if the last bits of an answer may depend on the rows that come and go."""
         return self.group is None and not (self.loaded.rows_are_alone and self.backend.rows_are_alone)
 
     @property

@@ -17,7 +17,7 @@ COPIED_RUN_TOKENS = 3  # of which the last one is copied where the prompt has th
 
 
 def copied_tokens(prompt: Sequence[int], behind: Sequence[int], positions: Sequence[int]) -> tuple[bool, ...]:
-    """Which forced tokens copy the prompt: together with the two tokens before them they stand in it, in this order.
+    """Flags of forced tokens that copy the prompt: with the two tokens before them they occur in it, in this order.
 
     Args:
         prompt: Token ids of the prompt.
@@ -148,7 +148,7 @@ class FidelityMeter(ChoiceMeter):
         }
 
     def drift(self) -> dict[str, list[float]]:
-        """The same along the answer (`SampleRecord.drift`), without the tokens that are not measured."""
+        """Fidelity along the answer (`SampleRecord.drift`), without the tokens that are not measured."""
         first = self.first
         last = bisect_right(BINS, len(self.nll) - 1)
         sums = {name: [0.0] * last for name in ("tokens", "nll", "nll_full", "kl", "same_first_choice")}
@@ -160,7 +160,7 @@ class FidelityMeter(ChoiceMeter):
         return {name: [float(f"{value:.7g}") for value in values] for name, values in sums.items()}
 
     def per_token(self) -> dict[str, list[float]]:
-        """The same token by token, from the first of the answer on (`SampleRecord.per_token`)."""
+        """Fidelity token by token, from the first of the answer on (`SampleRecord.per_token`)."""
         columns: dict[str, list[float] | list[bool]] = {
             "nll": self.nll,
             "nll_full": self.nll_full,

@@ -199,12 +199,12 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
 
 @functools.lru_cache
 def cache_name(method: Callable[..., Any]) -> str:
-    """What a method of a model calls the cache; code that came with weights may use the older name for ever."""
+    """Name of the cache argument of a model's method; code that came with weights may use the older one for ever."""
     return CACHE_NAMES[0] if CACHE_NAMES[0] in inspect.signature(method).parameters else CACHE_NAMES[1]
 
 
 def generate_cache_name() -> str:
-    """What `generate` calls the cache that it is given."""
+    """Name of the cache argument of `generate`."""
     return cache_name(GenerationMixin.prepare_inputs_for_generation)
 
 

@@ -203,7 +203,7 @@ def how_measured(store: CompressedStore) -> tuple[ScoreSpec, str] | None:
 
 
 def from_queries(store: CompressedStore) -> tuple[ScoreSpec, str] | None:
-    """The same where queries, keys and values are all that decides; else None."""
+    """Key of measurements that depend on queries, keys and values alone; else None."""
     spec = store.policy.score
     more = spec.probe is not None or not spec.statistic.needs.isdisjoint({"hidden_states", "attention_call"})
     return None if more else how_measured(store)

@@ -33,7 +33,7 @@ class PromptRoom:
 
     @property
     def applies(self) -> bool:
-        """Whether the size of the pool follows from what is free on one GPU."""
+        """True if the size of the pool follows from the free memory of one GPU."""
         runner = self._runner
         is_free = runner.options.budget_bytes is None and runner.shape.is_whole
         return is_free and memory.free_bytes(runner.device) is not None

@@ -64,7 +64,7 @@ class Row(ABC):
 
     @property
     def drawing(self) -> Drawing | None:
-        """What draws the row's next token; None where it is no draw."""
+        """Sampling state of the row's next token; None for the likeliest."""
         return None
 
     def next_turn(self, runner: Runner) -> bool:

@@ -278,7 +278,7 @@ class Runner:
     def _steps(
         self, parts: list[list[int]], rows: Sequence[int], tokens: Sequence[int]
     ) -> tuple[Tensor, dict[int, int]]:
-        """What `try_step` gives, by one pass for each part."""
+        """Result of `try_step`, by one pass for each part."""
         by_row: dict[int, Tensor] = {}
         bad: dict[int, int] = {}
         for part in parts:

@@ -1,4 +1,4 @@
-"""How a row's next token is chosen: the likeliest, or one drawn by a request's temperature and top_p.
+"""Sampling of a row's next token: the likeliest, or one drawn by a request's temperature and top_p.
 
 A draw is a function of the logits, the seed of the answer and the number of choices before it. Its sums are of whole
 numbers, which have no order, so that a token does not depend on the batch, on the device, or on who steps. No state of
@@ -55,7 +55,7 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 @dataclass
 class Draws:
-    """What draws the next tokens of rows, on their device, where it stays.
+    """Sampling state of rows, on their device, where it stays.
 
     Args:
         seeds: int64 [S] of their random numbers.
@@ -87,7 +87,7 @@ class Draws:
 
 
 def draws_of(rows: Sequence[Drawing | None], device: torch.device) -> Draws | None:
-    """What draws the tokens of rows, of which those with None take the likeliest; None where all of them do."""
+    """Sampling state of rows, of which those with None take the likeliest token; None where all of them do."""
     if not any(rows):
         return None
     each = [(0, 0, 0.0, 1.0) if row is None else row for row in rows]
@@ -166,7 +166,7 @@ def _pick(weights: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _pick_in_fronts(weights: Tensor, need: Tensor, numbers: Tensor) -> Tensor:
-    """What `_pick` finds in nuclei: in each row's largest weights, or in more where they lie beyond."""
+    """`_pick` over nuclei: over each row's largest weights, or over more where they lie beyond."""
     vocabulary, device = weights.shape[1], weights.device
     picked, rows = (
         torch.zeros(len(weights), dtype=torch.int64, device=device),

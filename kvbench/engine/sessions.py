@@ -40,11 +40,11 @@ class Session(ABC):
 
     @abstractmethod
     def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """The same in a layer that shares the keys and values of `layer`, which `attend` was given before. Of a prompt,
-        some models ask for their last tokens alone: q [B, Hq, m, D], m <= n."""
+        """Attention of a layer that shares the keys and values of `layer`, after its `attend`. In a prompt, some models
+        pass their last tokens alone: q [B, Hq, m, D], m <= n."""
 
     def turns(self, layer: int) -> bool:
-        """Whether `attend_unrotated` is there for a layer."""
+        """True if a layer has `attend_unrotated`."""
         return False
 
     def attend_unrotated(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, turn: Turn) -> Tensor:

@@ -15,7 +15,7 @@ _PARTS = ("conv_states", "recurrent_states")  # of an object: number of a state 
 
 
 class States:
-    """What layers with a state (a gated delta net, Mamba, a short convolution) hold of the rows of a cache.
+    """States of layers (a gated delta net, Mamba, a short convolution) of the rows of a cache.
 
     A forward pass over one row writes to the row's own objects. Of several rows, the states are put together, and taken
     apart again once other rows come: rows that stay together are copied once.

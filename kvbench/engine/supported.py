@@ -1,4 +1,4 @@
-"""Which models are taken, and what the store has to know of one."""
+"""Supported models, and the shape of one for the store."""
 
 import sys
 from collections.abc import Sequence

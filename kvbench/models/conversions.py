@@ -35,7 +35,7 @@ class NoRoom(ValueError):
 
 
 class NotAlike(ValueError):
-    """What would be read from a conversion is not what was converted."""
+    """A conversion does not read back as the model that was converted."""
 
 
 def models_folder() -> Path:

@@ -66,7 +66,7 @@ class Source:
 
     @property
     def path(self) -> Path:
-        """Where it lies in the cache, or will lie."""
+        """Path of the file in the cache, whether it is there or not."""
         stem, suffix = os.path.splitext(self.file)
         return cache.cache_root() / "models" / f"{stem}-{self.sha256[:12]}{suffix}"
 

@@ -136,8 +136,7 @@ def check_growth(where: Path, tokenizer: object) -> None:
 
 
 def _growths(step: object) -> Iterator[float]:
-    """How many times as long each replacement within a step may make a text; what an expression matches may be one
-    character, or none."""
+    """Factors by which each replacement within a step may lengthen a text; a match may be one character, or none."""
     if isinstance(step, list):
         for inner in step:
             yield from _growths(inner)

@@ -68,7 +68,7 @@ def fuse(model: torch.nn.Module) -> tuple[int, int]:
 
 
 def _is_fixed(rotary: Any) -> bool:
-    """Whether angles are positions times frequencies, whatever a row's length: tried, far out as well."""
+    """True if angles are positions times frequencies whatever a row's length; tried, far out as well."""
     frequencies, scale = getattr(rotary, "inv_freq", None), getattr(rotary, "attention_scaling", None)
     if not isinstance(frequencies, Tensor) or frequencies.dim() != 1 or not isinstance(scale, float):
         return False
@@ -88,7 +88,7 @@ def _is_fixed(rotary: Any) -> bool:
 
 
 def _is_step(position_ids: Tensor) -> bool:
-    """Whether a pass is a decode step of the engine, of whose angles nobody but the layers knows."""
+    """True for a decode step of the engine, whose angles only the layers use."""
     return position_ids.shape[1] == 1 and torch.is_inference_mode_enabled()
 
 
@@ -205,7 +205,7 @@ def _layer(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_candidate(layer: torch.nn.Module) -> bool:
-    """Whether the parts of a layer have the names and kinds that `_layer` knows."""
+    """True if the parts of a layer have the names and kinds that `_layer` takes."""
     parts, heads = layer._modules, layer._modules["self_attn"]
     if set(parts) != _PARTS or "forward" in vars(layer) or heads is None or parts["mlp"] is None:
         return False

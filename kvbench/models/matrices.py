@@ -355,7 +355,7 @@ def rows_are_alone(model: torch.nn.Module) -> bool:
 
 
 def _alone_measured(model: torch.nn.Module) -> bool:
-    """Whether one row of random numbers gives the same bits alone as beside others, in each kind of part that a model
+    """True if one row of random numbers gives the same bits alone as with other rows, in each kind of part that a model
     has between its attention."""
     tried: set[tuple] = set()
     with torch.random.fork_rng(devices=()), torch.no_grad():

@@ -46,7 +46,7 @@ class Lengths:
         return bool(self.tables)
 
     def kind(self, length: int) -> tuple[int, ...]:
-        """What two texts have to share for one pass to serve both; `length` in tokens, the next one included."""
+        """Key that two texts have to share for one pass to serve both; `length` in tokens, the next one included."""
         return tuple(0 if length <= one.border else length if one.grows else 1 for one in self.tables)
 
     def limit(self, length: int) -> int:

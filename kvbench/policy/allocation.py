@@ -1,4 +1,4 @@
-"""How the lists of a cache share one budget: by layer, by how many of the best tokens are theirs, or by a table."""
+"""Allocation of one budget over the lists of a cache: by layer, by the number of best tokens, or by a table."""
 
 import json
 import math
@@ -26,7 +26,7 @@ MAX_TABLE_BYTES = 1 << 27  # of a file; the mean queries of the largest models h
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Who shares a budget, and by what.
+    """Allocation of a budget over layers and heads.
 
     Args:
         allocation: The rule.
@@ -65,7 +65,7 @@ class Shares:
 
     @property
     def scope(self) -> Literal["head", "layer", "model"]:
-        """Whose tokens have to be seen together."""
+        """Lists whose tokens have to be ranked together."""
         if self.allocation in ("global", "preference"):
             return "model"
         return "layer" if self.allocation in ("ada", "ada_pyramid") else "head"

@@ -1,4 +1,4 @@
-"""How many tokens a sequence may hold: what a method promises, and results are held to (`kvbench/runs/verdict.py`).
+"""Bounds on the tokens of a sequence: a method's promise, which results are held to (`kvbench/runs/verdict.py`).
 Methods import these from `kvbench.policy`."""
 
 from collections.abc import Sequence

@@ -17,7 +17,7 @@ MAX_LAYERS = 1024
 
 @dataclass(frozen=True)
 class TiersByLayer(Readable):
-    """What `read_table` reads."""
+    """Rule of settings that `read_table` reads."""
 
     text = (
         "one precision per layer, such as '2*fp16 26*int4 2*fp16', with one per KV head where they differ, such as "
@@ -54,7 +54,7 @@ def read_table(text: str, name: str = "tiers_by_layer") -> tuple[list[tuple[str,
 
 
 def write_table(tiers: Sequence[str]) -> str:
-    """The same for one precision per layer, equal neighbours together: `2*fp16 26*int4 2*fp16`."""
+    """Text of a table with one precision per layer, equal neighbours joined: `2*fp16 26*int4 2*fp16`."""
     runs: list[tuple[str, int]] = []
     for tier in tiers:
         last = runs.pop() if runs and runs[-1][0] == tier else (tier, 0)

@@ -1,5 +1,5 @@
-"""What lists may hold while decoding, how they get back to it by evictions of many tokens at once, and which tokens no
-eviction takes beside those that a method keeps itself."""
+"""Slots that lists may hold while decoding, the bulk evictions that keep them to it, and tokens that no eviction takes
+beside those that a method keeps itself."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -81,7 +81,7 @@ Protect = Literal["none", "sinks", "instruction", "prompt", "answer"]
 
 @dataclass(frozen=True)
 class Protection:
-    """What is protected, of a prompt and while decoding."""
+    """Protected tokens of a prompt and of an answer."""
 
     of: Protect = "none"
     tokens: int = 4

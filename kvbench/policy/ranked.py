@@ -1,4 +1,4 @@
-"""What all methods share that rank a prompt's tokens and keep the best."""
+"""Base of the methods that rank a prompt's tokens and keep the best."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -183,8 +183,8 @@ class Ranked(ByLayer):
     # What a subclass may say.
 
     def always(self, budget: int) -> tuple[int, int]:
-        """How many first and last tokens of a prompt stay whatever their score is; the first ones come first where the
-        budget holds not all of them. Default: none."""
+        """Numbers of first and last tokens of a prompt that stay whatever their score; first ones take precedence where
+        the budget is too small for all. Default: none."""
         return 0, 0
 
     def last_tokens(self) -> int:
@@ -206,12 +206,12 @@ class Ranked(ByLayer):
         return max(view.budget_tokens(self._budget), min(first, view.num_tokens))
 
     def make_stages(self) -> TwoStages:
-        """How `value_aware` chooses. Default: as CriticalKV."""
+        """The selection of `value_aware`. Default: as CriticalKV."""
         return TwoStages()
 
     @property
     def evicts_later(self) -> bool:
-        """Whether held tokens are ranked again behind the prompt. Known once `Ranked.declare` has read the budget."""
+        """True if held tokens are ranked again behind the prompt. Valid once `Ranked.declare` has read the budget."""
         return bool(self.decode_every) or self._budget.of_seen
 
     @property
@@ -220,7 +220,8 @@ class Ranked(ByLayer):
 
     @property
     def no_eviction(self) -> str:
-        """What to set so that the method evicts while decoding; empty = it does. Asked before `declare` has ended."""
+        """Settings that make the method evict while decoding, for messages; empty = it does. Read before `declare` has
+        ended."""
         settable = type(self).__dataclass_fields__["decode_every"].init
         remedy = "set decode_every" if settable else "the method decides about prompts alone, so set protect=none"
         return "" if self.decode_every else remedy

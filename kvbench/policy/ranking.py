@@ -114,7 +114,7 @@ def num_blocks(held: Count, block: int) -> Count:
 
 
 def keep_blocks(cost: Tensor, held: Tensor, block: int, surplus: Tensor | int) -> Tensor:
-    """Which slots stay when `surplus` blocks become free, cheapest blocks first; bool [..., M, n].
+    """Mask of slots that stay when `surplus` blocks become free, cheapest blocks first; bool [..., M, n].
 
     Freeing e blocks of a list costs the metric of the last slot that has to go, slots going in ascending order; the
     first block is freed once as many slots are gone as its last block holds. Lists compete with the others of their

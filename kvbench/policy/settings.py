@@ -13,7 +13,7 @@ from kvbench.rules import Readable, Whole, declared
 
 @dataclass(frozen=True)
 class TierRule(Readable):
-    """What `Tier.parse` reads."""
+    """Rule of settings that `Tier.parse` reads."""
 
     text = f"a precision: {', '.join(NAMED)}, k<bits>v<bits> such as k8v4, or lloyd-k<bits>v<bits>"
 

@@ -1,4 +1,4 @@
-"""What a method may rank tokens by: a `Statistic` turns one layer's tensors into numbers per KV head and token.
+"""Statistics that methods rank tokens by: a `Statistic` turns one layer's tensors into numbers per KV head and token.
 
 A statistic sees queries, keys and values, so that the policy need not: the store runs it and shows the policy its
 numbers. It is a frozen dataclass whose fields are its settings; two are the same measurement when class and fields are.
@@ -20,7 +20,7 @@ Answer = Literal["of_slots", "of_token", "of_step", "of_channels"]
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What the model called a layer's attention with while it read a prompt.
+    """Arguments of the model's call of a layer's attention during a prompt.
 
     Args:
         module: The model's own attention module.
@@ -37,7 +37,7 @@ class AttentionCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """What one layer computed of one pass over a prompt that was read already; see `Probe`.
+    """Tensors of one layer from a second pass over a prompt; see `Probe`.
 
     Args:
         first, end: The pass repeated the prompt's tokens from `first` up to `end`.
@@ -52,7 +52,7 @@ class Replay:
 
 
 class LayerTensors(ABC):
-    """What a statistic sees of one layer of one sequence: a whole prompt, or the slots that its pages hold.
+    """Tensors of one layer of one sequence, as a statistic reads them: a whole prompt, or the slots of its pages.
 
     Slots come in the order of their positions, with keys and values as the pages give them back. KV heads that hold
     different numbers of slots come in separate calls, so that no entry here is padding.
@@ -108,7 +108,7 @@ class LayerTensors(ABC):
 
     @property
     def attention_call(self) -> AttentionCall:
-        """What the model called the layer's attention with, of a prompt only; for bridges to code of others."""
+        """Arguments of the model's call of the layer's attention, of a prompt only; for bridges to other packages."""
         if self._call is None or "attention_call" not in self._needs:
             self._require(None, "call of attention", "add 'attention_call' to its needs, and use it in of_prompt")
         assert self._call is not None
@@ -210,7 +210,7 @@ class Statistic(ABC):
         """fp32 [H, n], or with names in `also` [1 + len(also), H, n]; finite where the tensors are."""
 
     def of_slots(self, seen: LayerTensors) -> Tensor:
-        """The same for the slots of pages."""
+        """Numbers of the slots of pages."""
         raise NotImplementedError(f"{type(self).__name__} does not define of_slots")
 
     def of_token(self, k: Tensor, v: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ class Statistic(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not define of_token")
 
     def of_step(self, probability: Tensor, num_keys: Tensor, step: Tensor) -> Tensor:
-        """What a decode step adds to tracked scores under `decode_update`.
+        """Summand of a decode step for tracked scores under `decode_update`.
 
         Args:
             probability: fp32 [S, H, n], the group reduced.
@@ -233,13 +233,13 @@ class Statistic(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not define of_channels")
 
     def answers(self, what: Answer) -> bool:
-        """Whether it defines one of the optional answers."""
+        """True if it defines an optional method."""
         return getattr(type(self), what) is not getattr(Statistic, what)
 
 
 @dataclass(frozen=True)
 class Probability(Statistic):
-    """What queries attend to a key with."""
+    """Attention probability of a key, reduced over queries."""
 
     by_queries: ClassVar[bool] = True
     in_chunks: ClassVar[bool] = True

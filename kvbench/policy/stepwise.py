@@ -1,4 +1,4 @@
-"""What the methods share that make room for each new token: one goes at every step, from the first on."""
+"""Base of the methods that make room for each new token: one goes at every step, from the first on."""
 
 from dataclasses import dataclass, field
 from typing import Literal

@@ -116,11 +116,11 @@ class Tier:
         return max(1, math.ceil(self.k_kept * head_dim - 1e-9))
 
     def split_by_bits(self, splits: dict[int, int]) -> "Tier":
-        """The same tier with each side's vectors cut into `splits[bits]` groups; sides of other bits stay whole."""
+        """This tier with each side's vectors cut into `splits[bits]` groups; sides of other bits stay whole."""
         return replace(self, k_splits=splits.get(self.k_bits, 1), v_splits=splits.get(self.v_bits, 1))
 
     def per_channel(self, group: int, **more: int) -> "Tier":
-        """The same tier with scales of keys per channel over so many tokens, and other fields; formats that say their
+        """This tier with scales of keys per channel over so many tokens, and other fields; formats that define their
         scales themselves, or have none, stay."""
         if self.native or self.fp8 or self.has_form or min(self.k_bits, self.v_bits) == 16:
             return self

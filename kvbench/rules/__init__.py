@@ -1,4 +1,4 @@
-"""What a setting may be: type, range and unit, declared once beside the field that holds it, in words and in code.
+"""Rules of settings: type, range and unit, declared once beside the field that holds it, in words and in code.
 
 A field says it in its annotation: `window: Annotated[int, Whole(1, unit="tokens")] = 32`. A `bool`, a `Literal`, and an
 `int`, `float` or `str` without more, need no rule of their own. `| None` allows None beside it.
@@ -18,7 +18,7 @@ MAX_BYTES = 2**50
 
 
 class Rule(ABC):
-    """What one setting may be."""
+    """Values that one setting may have."""
 
     unit: str = ""
     """What a number counts: `tokens`, `layers`, `bits`, ...; empty where it counts nothing."""
@@ -26,7 +26,7 @@ class Rule(ABC):
     @property
     @abstractmethod
     def text(self) -> str:
-        """What is allowed, as the end of `x must be ...`."""
+        """Allowed values, as the end of `x must be ...`."""
 
     @abstractmethod
     def fits(self, value: object) -> bool:
@@ -47,7 +47,7 @@ class Rule(ABC):
 
 
 class Readable(Rule):
-    """What a function reads; a subclass defines `check`, which lets it refuse the rest in its own words."""
+    """Values that a function reads; a subclass defines `check`, which lets it refuse the rest in its own words."""
 
     def fits(self, value: object) -> bool:
         try:
@@ -255,7 +255,7 @@ PLAIN: Mapping[object, Rule] = {bool: FLAG, int: Whole(), float: Number(), str: 
 
 
 class Declared:
-    """What is declared of one field, by its annotation, evaluated, with what `Annotated` adds."""
+    """Declaration of one field: its annotation, evaluated, with what `Annotated` adds."""
 
     def __init__(self, name: str, annotation: object) -> None:
         self.name = name
@@ -269,7 +269,7 @@ class Declared:
 
     @property
     def text(self) -> str:
-        """What is allowed, in words, where a rule says it."""
+        """Allowed values, in words, where a rule has them."""
         return (self.rule.text if self.rule else "a value") + (", or null" if self.optional else "")
 
     def read(self, value: Any) -> Any:
@@ -333,7 +333,7 @@ def is_same(value: object, other: object) -> bool:
 
 
 def is_half(text: str) -> bool:
-    """Whether a text holds half of a character pair (a lone surrogate), which no tokenizer reads and no file holds."""
+    """True if a text holds half of a character pair (a lone surrogate), which no tokenizer reads and no file holds."""
     return not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text)
 
 

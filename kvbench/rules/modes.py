@@ -94,7 +94,7 @@ def counted() -> dict[str, str]:
 
 
 def changed_since(before: Modes) -> str:
-    """What was changed since `read`, with both values, once all is as it was before; empty where nothing was."""
+    """Modes that changed since `read`, with both values, once all are restored; empty where none did."""
     now = read(quick=_FLUSH not in before)
     changed = [name for name in before if now[name] != before[name] and not {now[name], before[name]} <= {*_FULL}]
     for name in changed:

@@ -311,7 +311,7 @@ class _AllLists(SlotsView):
         return {**vars(self), "_arrays": {}}
 
     def __getattr__(self, name: str) -> Tensor:
-        """What few policies ask for."""
+        """Attributes that few policies read."""
         if name == "prompt_slots":
             return self._of(self._few.prompt_slots)
         if name == "instruction_tokens":

@@ -1,5 +1,5 @@
-"""What a method would hold on a deep model, from shallow ones of the same heads and length: within 1 % of `project`, in
-a fraction of its time.
+"""Bytes of a method on a deep model, from shallow ones of the same heads and length: within 1 % of `project`, in a
+fraction of its time.
 
 Bytes are a line over layers once a method's exceptions (first or last ones, of another precision) are all there. Two
 small caches say which line; nothing here knows what a method does.
@@ -70,7 +70,7 @@ def _whole(policy: Policy, shape: ModelShape, prompt: int, new: int, shares: Seq
 
 
 def _text_decides(policy: Policy, shape: ModelShape, prompt_tokens: int, steps: int) -> bool:
-    """What attention looks like moves the bytes of a prompt, or of the steps behind it."""
+    """True if the attention pattern changes the bytes of a prompt, or of the steps behind it."""
     if not (policy.score.measures_prompts or policy.score.decode_update):
         return False
     is_one = False

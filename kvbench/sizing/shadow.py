@@ -55,7 +55,7 @@ def fill_prompt(store: CompressedStore, row: int, num_tokens: int) -> None:
 
 
 def measured(store: CompressedStore, num_tokens: int) -> tuple[Tensor | None, Tensor | None]:
-    """What is measured of each layer of a prompt that is not there: the score and the channels of a `ScoredLayer`."""
+    """Placeholder measurements of each layer of a prompt: the score and the channels of a `ScoredLayer`."""
     spec, shape, heads = store.policy.score, store.shape, store.shape.num_kv_heads
     backend = store.backend
     assert isinstance(backend, Shadow), "of a shadow_store"

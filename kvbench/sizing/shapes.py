@@ -50,7 +50,7 @@ class NamedShape:
 
     @property
     def path(self) -> str:
-        """What `model.path` of a run takes: the file, the folder, or the name of the page."""
+        """Value for `model.path` of a run: the file, the folder, or the name of the page."""
         return self.source.removesuffix(", the header").removesuffix("/config.json")
 
     @property

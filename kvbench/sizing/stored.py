@@ -46,7 +46,8 @@ def usual_settings(method: str) -> dict[str, Any]:
 
 @cache
 def _usual(method: str, *folders: Path) -> dict[str, Any]:
-    """The same; folders of the user's own come and go within a process, and may have a method of the same name."""
+    """Usual settings by folders; folders of the user's own come and go within a process, and may have a method of the
+    same name."""
     return as_dict(method_settings(method)) if method in files.options("method") else {}
 
 

@@ -62,7 +62,7 @@ class Share:
         return self.gap.test
 
     def among(self, num_tests: int) -> "Share":
-        """The same, as one of so many tests."""
+        """This test as one of so many."""
         return replace(self, gap=self.gap.among(num_tests))
 
     def p_beyond(self, margin: float) -> float | None:

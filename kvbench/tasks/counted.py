@@ -1,4 +1,4 @@
-"""What a task adds to the `code` of a run's identity: files of the user's own, their libraries, the interpreter."""
+"""A task's part of the `code` of a run's identity: files of the user's own, their libraries, the interpreter."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping

@@ -143,7 +143,7 @@ def read_json(path: Path) -> Any:
 
 
 def _endings() -> Iterator[str]:
-    """What the name of a file with rows may end in, best first."""
+    """Endings of the names of files with rows, best first."""
     yield from FORMATS
     for ending in JSON:
         yield from (f"{ending}{packed}" for packed in PACKERS)

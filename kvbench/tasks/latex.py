@@ -38,7 +38,7 @@ _SIGN = re.compile(r"\\[{}]|[()\[\]{},]|\\.", re.DOTALL)
 
 
 def plain_symbols(latex: str) -> str:
-    """The same with the hyphen for a minus, LaTeX's names of other signs, no sizes of brackets, and no marks between
+    """The text with the hyphen for a minus, LaTeX's names of other symbols, no sizes of brackets, and no marks between
     thousands but commas."""
     for sign, name in _NAMES.items():
         latex = latex.replace(sign, name)

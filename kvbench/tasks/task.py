@@ -98,7 +98,7 @@ class Limit:
 
     @property
     def setting(self) -> int | str:
-        """How it is written."""
+        """The limit as the setting is written."""
         return f"first:{self.count}" if self.first else f"after:{self.count}" if self.after else self.count
 
     def of(self, total: int, subset: str) -> list[int]:

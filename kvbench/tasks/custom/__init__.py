@@ -116,7 +116,7 @@ class _Asker:
         )
 
     def _right(self, row: dict[str, Any]) -> dict[str, Any]:
-        """How the answer to a row or turn begins, and what is right."""
+        """Beginning of the answer to a row or turn, and the right answers."""
         answers = row["answers"]
         return {"prefix": self.prefix, "answers": answers, "gold": answers[0] if self.forces else ""}
 
@@ -169,6 +169,6 @@ class _Asker:
 
 
 def _known(row: dict[str, Any]) -> dict[str, Any]:
-    """What a request is called, and what its record keeps of the row."""
+    """Id of a request, and the fields of the row that its record keeps."""
     kept = {key: row[key] for key in ("index", "id", "answers")}
     return {"sample_id": f"{row['subset']}/{row['index']}", "subset": row["subset"], "meta": kept}

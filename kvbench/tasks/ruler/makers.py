@@ -1,4 +1,4 @@
-"""What writes RULER's documents: needles, variable tracking, counted words, and questions about documents.
+"""Writers of RULER's documents: needles, variable tracking, counted words, and questions about documents.
 
 Source: lm-eval 0.4.13, tasks/ruler, the port of RULER's scripts.
 """

@@ -134,7 +134,7 @@ class ScBench(Task):
 
 
 def _right(subset: Subset, answers: list[str]) -> dict[str, Any]:
-    """What is right, and the text that is forced for it."""
+    """The right answers, and the text that is forced for them."""
     return {"answers": answers, "gold": ", ".join(answers) if subset.all_of else answers[0]}
 
 

@@ -23,7 +23,7 @@ _HEAD = (
 
 @dataclass(frozen=True)
 class Service:
-    """What is looked up of a person, and what is then done with it."""
+    """A tool pair of the transcripts: one looks up a thing of a person, the other acts on it."""
 
     thing: str
     find: str  # the tool that looks it up
@@ -100,7 +100,7 @@ class Case:
 
     @property
     def request(self) -> str:
-        """What is asked to be done with it."""
+        """The request to act on it."""
         return f"Request: {self.service.request.format(self.person, self.way)}\n"
 
     @property
@@ -182,7 +182,7 @@ def _same(mine: object, right: object) -> bool:
 
 
 def _allows(schema: Mapping[str, Any], call: Mapping[str, Any]) -> bool:
-    """Whether a call is one of a tool: its name, all that it requires, nothing else, each of its type."""
+    """True if a call is one of a tool: its name, all that it requires, nothing else, each of its type."""
     arguments = call.get("arguments")
     if call.get("name") != schema["name"] or not isinstance(arguments, dict):
         return False
