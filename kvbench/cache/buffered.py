@@ -66,8 +66,8 @@ class ResidualBuffer:
         return size, 1 if self.spec.v_flush == "oldest" else size
 
     def of_layer(self, rows: Tensor, layer: int, numbers: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-        """The key and value rings [S, H, R, D] of one layer; views, not copies, when `rows`, which the host knows as
-        `numbers`, follow one another."""
+        """Key and value rings [S, H, R, D] of one layer; views, not copies, when `rows`, whose host `numbers` are
+        these, follow one another."""
         numbers = rows.tolist() if numbers is None else list(numbers)
         if numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
             chosen = slice(numbers[0], numbers[0] + len(numbers))
@@ -226,8 +226,8 @@ class Buffered(Paged):
         self.pages.put(tier, page, slot, v=prompt.v[head[paged], token[paged]])
 
     def _write_all(self, prompt: PromptLayer, tier: int, kept: Kept) -> None:
-        """Writes a prompt of which all tokens are kept: heads are alike, and what goes where are slices, which the host
-        knows. Masks would be waited for."""
+        """Writes a prompt of which all tokens are kept: heads are alike, and targets are slices known on the host.
+        Masks would be waited for."""
         heads, length, _ = prompt.k.shape
         head, token = (index.view(heads, length) for index in (kept.head, kept.token))
         rings, sides = (self.ring.k, self.ring.v), ((prompt.paged_k, None), (None, prompt.v))
@@ -329,7 +329,7 @@ class BufferedStep(PagedStep):
         return False  # a ring holds keys as they come; they lose their position on the way to a page
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Appends to the rings, then attends and flushes in the order that the residual asks for."""
+        """Appends to the rings, then attends and flushes in the order that the residual declares."""
         rings, rows = self.holding.ring, self.rows.tensor
         (tier,), _ = Paged.layer(self.holding, rows, layer, self.width[layer])
         lists = self.lists[:, layer]

@@ -1,4 +1,4 @@
-"""Holds every plan of a policy to the rules, in every run, where the plan is carried out.
+"""Checks every plan of a policy against the rules before it is carried out.
 
 A slot past the end of its list belongs to another sequence; a tier that does not exist loses a token without a word.
 Neither may reach the pages. What breaks a rule is a ValueError of one sentence: which class, when, and which rule.
@@ -264,7 +264,7 @@ class CheckedPlans:
         begins: bool = True,
         sound: Sound = None,
     ) -> None:
-        """Refuses an answer that another policy of the same settings does not give. A captured step asks once."""
+        """Refuses an answer that a fresh policy of the same settings does not give. A captured step is checked once."""
         if self.second is None or self._pages.counts.log is not None:
             return
         if (other := self.second.of(call.call, begins)) is None:

@@ -135,8 +135,8 @@ class Chunks:
         scale: float,
         reading: _Reading,
     ) -> Tensor | None:
-        """fp32 [1 + len(also), H, N] numbers of what is held and of the chunk, `GONE` (and 0 beside it) for the others;
-        None where the policy asks for none."""
+        """fp32 [1 + len(also), H, N] numbers of held tokens and of the chunk, `GONE` (and 0 for the further ones) for
+        the others; None where the policy needs none."""
         if not self._holding.scores.spec.measures_prompts:
             return None
         past_k, past_v, pos = past

@@ -102,7 +102,7 @@ class Scales(Codebooks):
     """Scales of a layer's keys and values, one for all of its heads or one for each, that never change.
 
     A page holds floats of 8 bits of keys and values that are divided by them. Queries are multiplied by the keys' scale
-    and attention's output by the values', so that kernels know of neither. Other formats have scales of 1.
+    and attention's output by the values', so that kernels take neither. Other formats have scales of 1.
 
     Source: vLLM's `k_scale` and `v_scale` (layers/quantization/kv_cache.py), per tensor or, since PR 30141, per head.
     """
@@ -154,14 +154,14 @@ class Scales(Codebooks):
         return k * self._keys[layer, :, None, None], v * self._values[layer, :, None, None]
 
     def attach(self, tiers: Sequence[TierPages], layer: int) -> None:
-        """Gives the tiers nothing: kernels know no such scales."""
+        """Attaches nothing to the tiers: kernels take no such scales."""
 
 
 class KeyBiases(Codebooks):
     """The biases of a model's key projections, which keys without their positions are stored less.
 
-    They are put on again, exactly, where attention reads keys, before these are rotated. In plain torch alone: no
-    kernel knows them yet.
+    They are added back, exactly, where attention reads keys, before these are rotated. In plain torch alone: no kernel
+    takes them yet.
     """
 
     def __init__(self, formats: Sequence[PageFormat], shape: ModelShape, first_layer: int) -> None:

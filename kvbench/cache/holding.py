@@ -57,10 +57,10 @@ def reorder(x: Tensor, order: Tensor) -> Tensor:
 
 
 class EvictionDue:
-    """The host's knowledge of the bulk evictions of rows. It is about all layers and heads, wherever they lie.
+    """Host-side state of the bulk evictions that are due for rows, over all layers and heads, wherever they lie.
 
     Args:
-        posts: The device tells `counts` whether an eviction is due, and nobody asks it before every step.
+        posts: The device posts to `counts` whether an eviction is due, so that no step reads it back.
     """
 
     def __init__(self, policy: Policy, plans: CheckedPlans, counts: AsyncCounts, posts: bool) -> None:
@@ -99,8 +99,8 @@ class EvictionDue:
 
 
 class Holding:
-    """Tokens in pages, with what a step and a prompt need to know of them; `first_layer` is the model's number of the
-    first layer that is held here, from which other arguments count."""
+    """Tokens in pages, with the state of steps and prompts; `first_layer` is the model's number of the first layer that
+    is held here, from which other arguments count."""
 
     def __init__(
         self,

@@ -68,23 +68,23 @@ class DeviceSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A model as the store knows it: all its layers and heads, wherever they lie. Layers of another kind have a shape
-    of their own `other_kinds`: the policy acts on these, which see everything, and numbers them from 0.
+    """Shape of a model for the store: all its layers and heads, wherever they lie. Layers of another kind have shapes
+    of their own, `other_kinds`: the policy acts on these layers, which see everything, and numbers them from 0.
 
     Args:
-        device: Where the cache lives; of a model in several places, its first one, where plans are made.
+        device: Device of the cache; of a model on several, the first one, where plans are made.
         inv_freq: Rotary inverse frequencies fp32 [D_rot / 2], or None when keys cannot be re-rotated.
         output_projections: Per layer, the model's own weight [E, Hq * D] behind attention, or None when not found; of
             heads that are divided among processes, this one's columns.
         key_biases: Per layer, the bias of the key projection [H * D], of the heads of this process; None where not
             every layer has one that is added to keys as they are.
-        places: Where the layers lie, in their order; empty = all on `device`.
+        device_spans: Devices of the layers, in their order; empty = all on `device`.
         ranks: The processes among which the heads are divided.
         softmax: Caps and sinks of all layers, of the query heads that this process holds.
-        window: How far these layers look back; None = to everything.
-        beside: The shapes of layers of other kinds that hold keys and values.
+        window: Look-back of these layers; None = to everything.
+        other_kinds: Shapes of layers of other kinds that hold keys and values.
         numbers: The model's own numbers of these layers; empty = they are all of its layers.
-        state_bytes: Bytes of what the model's further layers hold of a sequence, whatever its length.
+        state_bytes: Bytes of the states of further layers per sequence, whatever its length.
         keys_only: The keys are the values, too, and are held once (latent attention).
         shared: The model's layers that attend over the keys and values of another one, and which one that is, by the
             model's own numbers.
@@ -137,7 +137,7 @@ class ModelShape:
         return self.num_q_heads // self.ranks.size, self.num_kv_heads // self.ranks.size
 
     def parts(self) -> "list[tuple[int, ModelShape]]":
-        """The places that lie here, one after another: the number of a place's first layer, and the shape of its layers
+        """Parts of this process, one after another: the number of a part's first layer, and the shape of its layers
         with the heads of this process."""
         parts, first = [], 0
         num_q_heads, num_kv_heads = self.heads_here

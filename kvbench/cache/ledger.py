@@ -1,4 +1,4 @@
-"""The byte ledger: what a row of the cache really holds, item by item, now and over time."""
+"""Byte ledger: bytes that a row of the cache really holds, item by item, now and over time."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -313,7 +313,7 @@ class Ledger:
 
     @contextmanager
     def aside(self, row: int) -> Iterator[None]:
-        """Leaves what happens to a row out of its averages: what is read between two answers is no answer."""
+        """Leaves what happens to a row out of its averages: tokens read between two answers are no answer."""
         self._pages.counts.collect()
         before = self.meters[row]
         kept = before.sum_bytes, before.sum_ratio, before.steps

@@ -19,12 +19,12 @@ class KeyOffsets:
     """One vector per layer and KV head, in the model's own channels, that all keys of a list are stored less.
 
     A query's logits over a list then all miss its product with the vector. The softmax of logits that are shifted alike
-    is the same, so attention over what is stored puts nothing back, and no kernel knows. Whatever else looks at keys
-    gets them with the vector added again.
+    is the same, so attention over stored keys adds nothing back, and kernels are unchanged. Any other reader of keys
+    gets them with the vector added back.
 
     Args:
         rows: Sequences, each with vectors of its own unless there is a table.
-        shape: The layers and heads of one place.
+        shape: The layers and heads of one part.
         dtype: Of the vectors.
         table: [L, H, D] vectors of all rows; None = the mean of the keys of each row's prompt.
 

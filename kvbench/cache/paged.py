@@ -75,8 +75,8 @@ class Kept:
 
 
 class Parts:
-    """The places that hold the layers of a model, in their order: a `Paged` is the only one, a `Split` stands for
-    several. `plans` asks the policy about all of them together, and `due` knows the bulk evictions of their rows."""
+    """Parts of a cache that hold the layers of a model, in their order: a `Paged` is the only one, a `Split` stands for
+    several. `plans` makes the policy's plans for all of them, and `due` tracks the bulk evictions of their rows."""
 
     parts: "Sequence[Paged]"
     plans: CheckedPlans
@@ -139,7 +139,7 @@ class Parts:
         self.due.forget((number,))
 
     def tell(self, rows: Rows) -> None:
-        """Tells the host, once a step has ended and later where it does not wait, what the next one has to know."""
+        """Sends the host, after a step and without a wait, the counts that the next step reads."""
         for part in self.parts:
             part.pages.tell(rows.on(part.shape.device))
         self.due.tell(rows.numbers, lambda: self.view(rows))
@@ -262,7 +262,7 @@ class Paged(Holding, Parts):
         return PagedStep(self, rows, plan)
 
     def evict(self, rows: Rows, plan: CompactPlan) -> None:
-        """Carries out a bulk eviction on all lists of rows, whose pages nobody shares."""
+        """Carries out a bulk eviction on all lists of rows, whose pages are shared with no other row."""
         pages, lists = self.pages, self.pages.lists_of(rows.tensor)
         for tier, keep in enumerate(plan.keep):
             if keep is not None:
@@ -291,8 +291,8 @@ def replan(
     v: Tensor,
     peak: Callable[[], None],
 ) -> None:
-    """Carries out a plan for one layer of a prompt, as `Paged.extend_prompt` describes it: what goes leaves, what
-    changes its tier is encoded again, and the newest chunk is written. Lists int64 [H] share no page with others."""
+    """Carries out a plan for one layer of a prompt, as `Paged.extend_prompt` describes it: dropped tokens leave, tokens
+    of another tier are encoded again, and the newest chunk is written. Lists int64 [H] share no page with others."""
     first = tier_of.shape[1] - k.shape[1]
     arrivals: list[list[Arrivals]] = [[] for _ in pages.formats]
     stays = [_leaving(pages, tier, lists, tier_of, kept, arrivals) for tier, kept in enumerate(pos)]

@@ -1,8 +1,8 @@
 """Pages of all lists of a cache: where slots lie, what is written to them and read from them.
 
-A list is one head of one layer of one row. This file knows no policy: callers say which slots, and it does the rest.
-Tables lie in main memory, or a backend keeps them on its device; what differs then is said here and in the table's
-class, so that no caller asks. Legend: S rows of a step, L layers, H heads, D head dim, M lists or slots.
+A list is one head of one layer of one row. This file is independent of policies: callers name the slots. Tables lie in
+main memory, or a backend keeps them on its device; the differences are handled here and in the table's class, not by
+callers. Legend: S rows of a step, L layers, H heads, D head dim, M lists or slots.
 """
 
 import math
@@ -30,8 +30,8 @@ SPARE_PAGES = 2  # of a list, on a device
 
 
 class TierMap:
-    """The tier that a plan's tier 0 stands for in every list of a row, where formats differ from layer to layer or head
-    to head. The host knows them all, so that what is done tier by tier has sizes that no device is asked for."""
+    """Tier that a plan's tier 0 stands for in every list of a row, where formats differ from layer to layer or head to
+    head. It is kept on the host, so that work tier by tier has sizes that are read from no device."""
 
     def __init__(self, table: tuple[tuple[int, ...], ...], device: torch.device) -> None:
         self.table, self._device = table, device
@@ -71,11 +71,11 @@ class Pages:
         budget_bytes: Limit on the pool. None lets it grow in main memory. On a GPU the pool is as large as the lists
             can need, at most `memory_share` of what is free: growing would hold the old pool beside the new one, and
             move the pages under a captured graph.
-        tier_map: Where tier 0 of a plan stands for one tier here and another there; None = each is what it is.
-        codebooks: Tables of codes, and scales of key channels or of heads, where a calibration found some.
+        tier_map: Tier that tier 0 of a plan stands for, list by list; None = tier 0 everywhere.
+        codebooks: Calibrated tables of codes, and scales of key channels or of heads; None without any.
         lists_by_tier: Lists of a row of the whole model that have each of the tiers that tier 0 of a plan stands for;
-            None = those of this place.
-        counts: What devices tell the host, shared with other pages; gets an entry for this device if there is none.
+            None = those of this part.
+        counts: Asynchronous counts by device, shared with other pages; gets an entry for this device if there is none.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Pages:
         return self._numbered[1]
 
     def forget_lists(self) -> None:
-        """Lets `lists_of` find the lists of the next rows anew, even of a tensor that it knows."""
+        """Makes `lists_of` compute the lists of the next rows anew, even of a cached tensor."""
         self._numbered = self._nobody
 
     def layer_lists(self, rows: Tensor, layer: int) -> Tensor:
@@ -188,8 +188,8 @@ class Pages:
         return base[:, None] + torch.arange(self.shape[2], device=rows.device)
 
     def taking_part(self, wanted: Tensor) -> Tensor | slice:
-        """The places of True in bool [n]; on a device all places, since no size may depend on content: what takes no
-        part has slot or page -1 there, which every kernel passes over."""
+        """Indices of True in bool [n]; on a device all indices, since no size may depend on content: an entry that
+        takes no part has slot or page -1 there, which every kernel skips."""
         return slice(None) if self.on_device else wanted.nonzero()[:, 0]
 
     # What lies where.
@@ -211,7 +211,8 @@ class Pages:
         return int(-(-held.max() // self.formats[tier].tokens_per_page)) if held.numel() else 0
 
     def width(self, numbers: Sequence[int], tier: int) -> int | None:
-        """Pages of a tier that no list of rows has more of, as far as the host knows; None where it has to ask."""
+        """Upper bound of the pages that a list of these rows has in a tier, from host counts; None where it is
+        unknown."""
         if self.counts.at_full_width or self.counts.log is not None:  # a captured step runs again for longer lists
             return self.table.max_pages
         slots = self.host.longest(numbers, tier) if self.on_device else None
@@ -321,7 +322,7 @@ class Pages:
             page: int64 [M] page ids; slot: int64 [M] slots in them.
             distinct: No page comes twice, as in a decode step.
             score: fp32 [M] or one number, where the format tracks it and `pos` int64 [M] is given.
-            of: Whose slots they are: the layer, and the heads int64 [M]; only codebooks ask for it.
+            of: Owners of the slots: the layer, and the heads int64 [M]; only codebooks read it.
         """
         fmt, pages = self.formats[tier], self.pool.pages
         if self.codebooks is not None and (k is not None or v is not None):

@@ -19,10 +19,10 @@ from kvbench.policy import Policy, PrefillPlan, PrefillView
 
 @dataclass(frozen=True)
 class ScoredLayer:
-    """One layer of a prompt, uncompressed, and what was measured of it: k, v [KV heads, N, D] post-RoPE keys and
-    values, [H, N, D] once they are at the cache's granularity; the score as the policy's `ScoreSpec` says, None when it
-    asks for none, or looks only at keys and values; the part of the last queries that the cache keeps
-    (`QueryRing.last`); and fp32 [H, D] what the key channels are worth, where the policy asks."""
+    """One layer of a prompt, uncompressed, with its measurements: k, v [KV heads, N, D] post-RoPE keys and values, [H,
+    N, D] once they are at the cache's granularity; the score of the policy's `ScoreSpec`, None without one, or where it
+    is of keys and values alone; the part of the last queries that the cache keeps (`QueryRing.last`); and fp32 [H, D]
+    the worth of key channels, where the policy orders them."""
 
     k: Tensor
     v: Tensor

@@ -1,7 +1,7 @@
-"""Asks a method again, now and then, what it was asked: a copy of it that knows of no earlier call.
+"""Replay check: repeats a call on a fresh copy of the policy, to catch hidden state and unseeded randomness.
 
-An answer that hangs on earlier calls or on chance is another one then. Such a method's numbers would hang on the order
-of the samples, and on which of them a resumed run computes.
+An answer that depends on earlier calls or on chance differs then. Such a method's numbers would depend on the order of
+the samples, and on the part of them that a resumed run computes.
 """
 
 import copy
@@ -24,7 +24,7 @@ NOISE = 1e-3  # share of an answer that may differ on a device, whose sums have 
 
 
 class ReplayCheck(Generic[Subject]):
-    """Copies of a policy or of a statistic as it is at first."""
+    """Fresh copies of a policy or of a statistic."""
 
     def __init__(self, subject: Subject) -> None:
         self._first = _copied(subject)
@@ -32,8 +32,8 @@ class ReplayCheck(Generic[Subject]):
         self._counts: Counter[str] = Counter()
 
     def of(self, call: str, begins: bool = True) -> Subject | None:
-        """The copy to ask now, or None. Calls that `begin` nothing, such as those about a prompt's later layers, go to
-        the copy that was asked before, or to none."""
+        """Copy to call now, or None. Calls that `begin` nothing, such as those about a prompt's later layers, go to the
+        copy of the call before, or to none."""
         if begins:
             number = self._counts[call]
             self._counts[call] += 1

@@ -18,7 +18,7 @@ class Rope:
     policy that would move slots away from their tokens.
 
     Args:
-        on_device: Page tables lie where nothing is read back, so that nobody asks what tensors hold.
+        on_device: Page tables lie on a device; the contents of tensors are not read back.
     """
 
     def __init__(self, policy: Policy, shape: ModelShape, on_device: bool = False) -> None:

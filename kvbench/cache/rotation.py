@@ -74,8 +74,8 @@ class Rotations:
 
 
 def rotations_of(kind: Kind, policy: Policy, head_dim: int, device: torch.device, backend: Backend) -> Rotations:
-    """The rotations of a store: those that its option asks for, and those that belong to a tier's format; raises
-    ValueError where `check_rotation` does."""
+    """Rotations of a store: those of its option, and those that belong to a tier's format; raises ValueError where
+    `check_rotation` does."""
     kinds = check_rotation(kind, policy)
     if "llama.cpp" not in kinds:
         matrix = hadamard(head_dim).to(device) if kinds else None

@@ -17,9 +17,8 @@ from kvbench.policy import ALL_QUERIES, GONE, AttentionCall, Policy, Replay, Sta
 
 
 class QueryRing:
-    """The last queries of every row and layer, in 16 bits, for statistics that look at them at a bulk eviction; that at
-    position p lies at p modulo the ring's length. Queries are multiplied by the factor on attention logits before they
-    are kept, so that nobody has to remember it."""
+    """Last queries of every row and layer, in 16 bits, for statistics that read them at a bulk eviction; the query of
+    position p is entry p modulo the ring's length. Queries are stored with the factor on attention logits applied."""
 
     def __init__(self, num_queries: int, rows: int, shape: ModelShape, dtype: torch.dtype) -> None:
         self.num_queries = num_queries
@@ -105,11 +104,11 @@ class Scores:
         Args:
             q: [Hq, N, D]; None for a statistic of keys and values only.
             k, v: [H, N, D], at the cache's granularity.
-            call, replays: What the model called the layer's attention with, and what the probe's passes gave.
+            call, replays: Arguments of the model's call of the layer's attention, and results of the probe's passes.
             lse: fp32 [Hq, N] the log-sum-exp of every query's logits; only where `takes_lse`.
 
         Returns:
-            fp32 [H, N], or [1 + len(also), H, N]; None when the method asks for none.
+            fp32 [H, N], or [1 + len(also), H, N]; None when the method has no statistic.
         """
         if not self.spec.measures_prompts:
             return None
@@ -135,7 +134,7 @@ class Scores:
             raise BrokenRule(f"{name}, prompt of {score.shape[-1]} tokens, layer {layer}: {RULE}")
 
     def of_channels(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:
-        """The worth of the key channels of one layer of a prompt, fp32 [H, D]; None where the method does not ask."""
+        """Worth of the key channels of one layer of a prompt, fp32 [H, D]; None where the method orders none."""
         if not self.spec.orders_channels:
             return None
         seen = PromptTensors(self._measurer, layer, q=q, k=k, v=v, scale=scale)

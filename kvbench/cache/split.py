@@ -3,8 +3,8 @@
 The layers of a model may lie on several devices of one process (`ModelShape.device_spans`), and the heads of every
 layer in several processes (`ModelShape.ranks`). Each part has pages, tables and counters of its own, and attention
 never leaves it. The policy's view is gathered on the first device, and in every process, before a plan is made; each
-part then carries out its share of the plan. So a plan is the one that a single cache would get, and methods whose
-tokens compete across heads or layers need not know.
+part then carries out its share of the plan. So a plan equals that of a single cache, also of methods whose tokens
+compete across heads or layers.
 """
 
 from bisect import bisect_right
@@ -46,8 +46,8 @@ def make_holding(
     pool: type[PagePool],
     counts: dict[torch.device, AsyncCounts],
 ) -> "Paged | Split":
-    """Makes the places of a cache, empty; `max_slots` is the most of one list, and `counts` gets what devices tell the
-    host, where they have none yet. Raises ValueError where the policy does not fit the model or the options."""
+    """Makes the parts of a cache, empty; `max_slots` is the most of one list, and `counts` gets an `AsyncCounts` per
+    device, where there is none yet. Raises ValueError where the policy does not fit the model or the options."""
     rows += backend.keeps_tables  # the spare one, which pads captured steps
     copies = shape.num_q_heads // shape.num_kv_heads if policy.granularity == "q_head" else 1
     table: list[list[int]] | None = None  # the tier of every list of the model, where these differ
@@ -103,8 +103,8 @@ def make_holding(
 
 
 class Split(Parts):
-    """Holds the layers of a model in several places, and the heads in several processes; refuses a policy whose
-    statistic cannot be computed from some of the heads."""
+    """Layers of a model in several parts, and heads in several processes; refuses a policy whose statistic cannot be
+    computed from some of the heads."""
 
     def __init__(self, policy: Policy, shape: ModelShape, parts: Sequence[Paged]) -> None:
         self.policy, self.parts, self._ranks = policy, parts, shape.ranks
@@ -165,7 +165,7 @@ class Split(Parts):
 
 
 class SplitView(SlotsView):
-    """The policy's view of rows whose layers or heads lie in several places: the places' views, put together."""
+    """View of rows whose layers or heads lie in several parts: the parts' views, joined."""
 
     def __init__(self, views: Sequence[PagesView], ranks: Ranks, spec: ScoreSpec) -> None:
         super().__init__(spec)
@@ -188,8 +188,8 @@ class SplitView(SlotsView):
         return self._ranks.most(max(view.num_columns(tier) for view in self._views))
 
     def _gathered(self, of: Callable[[PagesView], Tensor], lead: int = 0) -> Tensor:
-        """The places' tensors [.., S, L, H] or [.., S, L, H, n], with `lead` dimensions before, as one; what is
-        shorter than the longest n is filled up."""
+        """Tensors [.., S, L, H] or [.., S, L, H, n] of all parts, with `lead` dimensions before, as one; shorter ones
+        are padded to the longest n."""
         tensors = [of(view).to(self.tokens_seen.device) for view in self._views]
         if tensors[0].ndim == lead + 4:
             widest = self._ranks.most(max(x.shape[-1] for x in tensors))

@@ -168,7 +168,7 @@ class PagedStep:
 
     @cached_property
     def width(self) -> list[list[int]]:
-        """Per layer and tier, the pages to read; only a step that goes layer by layer asks."""
+        """Pages to read per layer and tier; computed only by a step that goes layer by layer."""
         return self.pages.widths(self.lists, self.rows.numbers)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

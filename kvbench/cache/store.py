@@ -116,7 +116,8 @@ class CompressedStore:
         self.watcher: PromptWatcher | None = None
 
     def enable_replay_check(self) -> None:
-        """From now on asks the policy and its statistic a second time now and then, and refuses another answer."""
+        """Repeats calls of the policy and its statistic on fresh copies from now on (`ReplayCheck`), and refuses other
+        answers."""
         self.holding.plans.second = ReplayCheck(self.policy)
         for part in self.holding.parts:
             part.scores.second = ReplayCheck(self.policy.score.statistic)
@@ -171,8 +172,8 @@ class CompressedStore:
         return row
 
     def close_row(self, row: int) -> None:
-        """Returns all pages of a row and the row itself, and ends a step that is under way. When it fails for want of
-        memory it may be called again: what was returned already is not returned twice."""
+        """Returns all pages of a row and the row itself, and ends a step that is under way. When it fails for lack of
+        memory it may be called again: returned pages are not returned twice."""
         self._chunks.forget(row)
         self.prompts.forget(row)  # first, since this needs no memory and gives some back
         self._end()
@@ -262,10 +263,10 @@ class CompressedStore:
         """Scores one layer of a prompt, and stores nothing.
 
         Args:
-            q: [Hq, N, D] post-RoPE queries, or None where a probe is all that is looked at; k, v: [KV heads, N, D]
+            q: [Hq, N, D] post-RoPE queries, or None where only a probe is read; k, v: [KV heads, N, D]
                 post-RoPE keys and values, uncompressed.
-            call: The model's call of the layer's attention, for statistics that ask for it.
-            replays: Findings of the passes that the policy's probe asks for.
+            call: The model's call of the layer's attention, for statistics that need it.
+            replays: Results of the passes of the policy's probe.
             lse: As `prompt_attention` gave it beside its output; made again where it is missing and wanted, so that
                 scores do not depend on where a prompt came from.
         """

@@ -39,7 +39,7 @@ class Measurer:
         )
 
     def output_projection(self, layer: int) -> Tensor | None:
-        """[Hq, D, E] of a layer, where the statistic asks for it."""
+        """[Hq, D, E] of a layer, where the statistic needs it."""
         weights = self.shape.output_projections
         if "output_projection" not in self.spec.statistic.needs or weights is None:
             return None
@@ -102,7 +102,7 @@ class MeasuredTensors(LayerTensors):
 
 class PromptTensors(MeasuredTensors):
     """One layer of a prompt: q [Hq, N, D] or None where the prompt comes without; k, v [H, N, D] at the cache's
-    granularity; what the model called attention with, what further passes gave, and fp32 [Hq, N] the log-sum-exp of
+    granularity; the arguments of the attention call, the results of further passes, and fp32 [Hq, N] the log-sum-exp of
     every query's logits, where they are at hand."""
 
     def __init__(

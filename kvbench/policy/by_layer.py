@@ -81,7 +81,7 @@ class ByLayer(Policy):
     protect_tier: TierText = "fp16"
 
     def other_tier(self, text: str) -> Tier:
-        """The format that a precision of some layers stands for. Default: what it says."""
+        """Format of a precision of some layers. Default: the precision's own."""
         return Tier.parse(text)
 
     def spread(self) -> None:

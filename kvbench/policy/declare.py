@@ -18,7 +18,7 @@ ALL_QUERIES = -1  # in a ScoreSpec: every prompt query counts
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """A second pass over a prompt while it is still uncompressed, made for what it shows and not kept.
+    """A second pass over a prompt while it is still uncompressed; its tokens are measured and not kept.
 
     The model is asked to repeat the prompt and is fed what it would answer, in parts: behind the whole prompt it reads
     a request, what closes a user's turn in the prompt, and a part of the prompt again. A statistic finds the passes

@@ -14,7 +14,7 @@ from kvbench.policy.views import DecodeView
 
 
 def prompt_share(view: DecodeView, budget: Budget, base: Tensor | None = None) -> Tensor:
-    """int64 [S, L, H]: what each list may hold now, from what the prompt's plan gave it, or what counts as `base`.
+    """int64 [S, L, H]: slots that each list may hold now, from its share of the prompt's plan, or from `base`.
 
     With a ratio budget a list's share grows with the sequence (a prompt too short to have a share gets the ratio);
     otherwise it stays, and a prompt that fitted the budget grows up to it first.

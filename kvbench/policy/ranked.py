@@ -196,7 +196,7 @@ class Ranked(ByLayer):
         return view.score
 
     def layer_weights(self, view: PrefillView) -> Tensor:
-        """fp64 [L], >= 0: what each layer of a prompt is worth, for `allocation=preference`; the view has them all."""
+        """fp64 [L], >= 0: worth of each layer of a prompt, for `allocation=preference`; the view has them all."""
         raise NotImplementedError(f"{type(self).__name__} does not define layer_weights")
 
     def prompt_budget(self, view: PrefillView) -> int:
@@ -314,7 +314,8 @@ class Ranked(ByLayer):
         return self.shrink(view)
 
     def shrink(self, view: DecodeView, score: Tensor | None = None) -> CompactPlan:
-        """Every list goes back to its share, or to what reaches the threshold; what is protected stays."""
+        """Bulk eviction of every list down to its share, or to the tokens that reach the threshold; protected tokens
+        stay."""
         slots, window = view.slots(0), self.last_tokens()
         stays = self.protection.slots(view, slots.pos) & slots.valid
         if self._budget.of_seen:
@@ -331,7 +332,8 @@ class Ranked(ByLayer):
         return CompactPlan(keep=[(ranked >= self.threshold) | stays | best])
 
     def _share(self, view: DecodeView) -> Tensor:
-        """int64 [S, L, H]: `prompt_share`; what first tokens took beyond the budget does not grow with the sequence."""
+        """int64 [S, L, H]: `prompt_share`; slots that first tokens took beyond the budget do not grow with the
+        sequence."""
         if not self.protection.is_first:
             return prompt_share(view, self._budget)
         allowed = view.budget_tokens(self._budget)

@@ -78,7 +78,7 @@ def pyramid_budgets(
 
 
 def share_with_cap(weight: Tensor, total: int, cap: int, at_least: int = 1) -> list[int]:
-    """Whole shares proportional to `weight` [L], none above `cap`; what a cap cuts off is shared again among the
+    """Whole shares proportional to `weight` [L], none above `cap`; the excess over a cap is shared again among the
     others.
 
     Args:

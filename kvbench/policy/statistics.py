@@ -229,7 +229,7 @@ class Statistic(ABC):
         return probability
 
     def of_channels(self, seen: LayerTensors) -> Tensor:
-        """fp32 [H, D]: what each channel of the keys of a prompt is worth; the plan finds it as `view.channels`."""
+        """fp32 [H, D]: worth of each channel of the keys of a prompt; plans get it as `view.channels`."""
         raise NotImplementedError(f"{type(self).__name__} does not define of_channels")
 
     def answers(self, what: Answer) -> bool:

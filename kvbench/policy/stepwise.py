@@ -42,8 +42,8 @@ class Stepwise(Ranked):
         return self.make_room(view)
 
     def make_room(self, view: DecodeView, over_layer: bool = False) -> DecodePlan:
-        """The lightest token of each list that is full makes room; what is protected stays. With a threshold it goes
-        once its score, per query that counted, is below it, however full the list is.
+        """The lightest token of each full list makes room; protected ones stay. With a threshold it goes once its
+        score, per query that counted, is below it, however full the list is.
 
         Args:
             view: The view.

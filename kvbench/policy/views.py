@@ -20,7 +20,7 @@ class View(ABC):
     _shown: Any = None
 
     def shown(self) -> Self:
-        """The view of the same for a policy, whose tensors are nobody else's."""
+        """Copy of the view for a policy, whose tensors are shared with nothing."""
         if self._shown is None:
             self._shown = self.anew()
         return self._shown
