@@ -61,7 +61,7 @@ def vectors(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) 
 
 
 def choice(name: str, value: object, allowed: set) -> None:
-    """Refuses a word or number that is not among those that an operation knows."""
+    """Refuses a word or number that is not among those of an operation."""
     if value not in allowed:
         raise _refuse(name, repr(value), f"it must be one of {sorted(allowed, key=str)}")
 

@@ -38,8 +38,8 @@ def _write(backend: Backend, pages: Tensor, fmt: PageFormat, page: Tensor, slot:
 
 
 def check_pages(plan: Plan) -> Iterator[Finding]:
-    """Checks the bytes that are written, the values that are read, and slots that are demoted or moved; what has page
-    -1 is passed over."""
+    """Checks the bytes that are written, the values that are read, and slots that are demoted or moved; page -1 is
+    skipped."""
     make = torch.Generator().manual_seed(1)
     for head_dim, _, names in plan.kinds:
         for name in names:

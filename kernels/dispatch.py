@@ -69,7 +69,7 @@ BACKENDS: dict[str, Callable[[torch.device], Backend]] = {
 
 
 def get_backend(name: str = "auto", device: torch.device | str = "cpu", decode: str = TRITON) -> Backend:
-    """The operations of a backend.
+    """Backend by name.
 
     Args:
         name: A key of `BACKENDS`, or `auto`, the fastest one present: `triton` on a GPU with that package, `cpu` on a

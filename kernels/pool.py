@@ -99,7 +99,7 @@ class PagePool:
         self.num_free += count
 
     def release(self, ids: Tensor) -> None:
-        """Gives up pages; those that nobody else holds are free again.
+        """Releases pages; those without another holder are free again.
 
         Args:
             ids: int64 [M] in use, each listed once for every holder that gives it up.

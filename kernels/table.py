@@ -256,7 +256,7 @@ class PageTable:
         done: list[tuple[Tensor, int, Tensor]],
         live: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Holds a step's plan to the lists that it is about, and takes the slots that it needs.
+        """Checks a step's plan against its lists, and takes the slots that it needs.
 
         Args:
             lists: int64 [M].
@@ -324,7 +324,7 @@ class PageTable:
         raise NotImplementedError("in main memory the fields of pages are gathered")
 
     def tell(self, post: Callable[[Tensor, Callable[[], Callable[[list[int]], None]]], None]) -> None:
-        """Posts what the host has to know of the pool, where tables are on a device."""
+        """Posts the pool's state to the host, where tables are on a device."""
 
     def used_page_ids(self) -> Tensor:
         """All page ids that the tables name, int64, once for every holder; walks every list. For checks and

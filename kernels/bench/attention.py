@@ -203,8 +203,8 @@ class Settings(Common):
             raise Skipped(f"needs about {need / 1e9:.1f} GB and {free / 1e9:.1f} GB are free")
 
     def _dense(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> list[Variant]:
-        """Two ways to ask torch for the same attention: the group as query heads, as models do, and as query tokens,
-        which reads every key once."""
+        """Two forms of the same attention in torch: the group as query heads, as models do, and as query tokens, which
+        reads every key once."""
         dtype, scale = DTYPES[name], q.shape[-1] ** -0.5
         size = (k.numel() + v.numel()) * dtype.itemsize
         count = caches.num_buffers(size, self.working_set(k.device.type), self.max_buffers)

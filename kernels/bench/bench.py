@@ -159,8 +159,8 @@ def label_of(cell: dict) -> str:
 
 
 class Bench:
-    """One start of a bench: notes the machine and its load before anything runs, then fills the document; `notes` are
-    what a reader must know, `more` further parts of the document."""
+    """One start of a bench: records the machine and its load before anything runs, then fills the document; `notes` are
+    for its reader, `more` are further parts of the document."""
 
     def __init__(self, settings: Common, progress: Progress | None = None, keep: Keep = lambda _: None) -> None:
         self.settings, self._keep = settings, keep
@@ -177,7 +177,7 @@ class Bench:
 
     @cached_property
     def bandwidth(self) -> machine.Bandwidth:
-        """The probe, made when a cell first asks for it: it takes a gigabyte."""
+        """The probe, made when a cell first uses it: it takes a gigabyte."""
         return machine.Bandwidth(self.device)
 
     def stage(self, text: str = "") -> None:
@@ -222,7 +222,7 @@ class Bench:
         return document
 
     def _measured(self, cell: dict) -> dict:
-        """The figures of one cell; what it held is free when it returns."""
+        """The figures of one cell; its buffers are free when it returns."""
         begin, self._label = self._done, label_of(cell)
         if cell.get("threads"):
             torch.set_num_threads(cell["threads"])
@@ -296,7 +296,7 @@ def read_document(path: Path) -> dict:
 
 
 def is_complete(document: dict) -> bool:
-    """True when no variant was refused but for want of its library."""
+    """True when no variant was refused except for lack of its library."""
     return all(entry.get("absent") for cell in document["cells"] for entry in cell["refused"])
 
 

@@ -231,7 +231,7 @@ def _code_struct(fmt: PageFormat, code: Code | None, groups: int, apart: int) ->
 
 @cache
 def format_struct(fmt: PageFormat) -> ctypes.Structure:
-    """A struct with what the C++ side must know of a format, to be copied: filling one field by field takes longer."""
+    """Struct of a format for the C++ side, to be copied: filling one field by field takes longer."""
     slot = fmt.slot
     regions = ("codes", "scale", "zero", "apart", "where")
     offsets = {name: fmt.regions[name][0] for name in (f"{side}_{each}" for side in "kv" for each in regions)}

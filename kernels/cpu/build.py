@@ -132,7 +132,7 @@ def build_library(
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Waits until no other process builds into a folder; where its disk or system has no locks, nobody waits.
+    """Waits until no other process builds into a folder; where its disk or system has no locks, there is no wait.
 
     Without it, every process of a sweep that begins with an empty cache would compile the same sources at once. The
     lock ends with its process, however that ends, and the compilers that the process started do not have it.
@@ -176,7 +176,7 @@ def _store(built: Path, record: Path, compiler: str) -> Path:
 
 
 def _remove_left_overs(folder: Path) -> None:
-    """Removes what killed builds left behind: what is older than a build may take."""
+    """Removes leftovers of killed builds: files older than a build may take."""
     for scratch in folder.glob(".build-*"):
         try:
             if time.time() - scratch.stat().st_mtime > 4 * COMPILE_LIMIT_S:

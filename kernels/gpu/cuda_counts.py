@@ -83,8 +83,8 @@ class Code:
 
     @cached_property
     def loops(self) -> list[tuple[int, int]]:
-        """First and last instruction of each loop, inner ones first. What lies behind the kernel's own code, where
-        warps wait for a barrier, is none."""
+        """First and last instruction of each loop, inner ones first. The code behind the kernel's own, where warps wait
+        for a barrier, is none."""
         end = next(at for at in reversed(range(len(self.lines))) if self.lines[at].endswith("EXIT"))
         pairs = {(to, at) for at, follows in enumerate(self.successors) for to in follows if to <= at <= end}
         latest = {head: max(at for to, at in pairs if to == head) for head, _ in pairs}

@@ -244,7 +244,7 @@ class Attention:
     """Attention of one query token per sequence over lists of pages, as `Backend.paged_decode`, prepared once for
     layers that are alike: a call is two launches (four for three tiers) and makes nothing but its results.
 
-    What lies between the launches of a layer is the next one's again.
+    Buffers between the launches of a layer are reused by the next one.
 
     Args:
         q: [S, Hq, D] queries of the first layer; those of others are alike.
@@ -252,8 +252,7 @@ class Attention:
         tiers: One to four.
         lists: The first layer's lists, which a call moves to its own.
         ring: The first layer's residual buffers, or None.
-        how: What happens to the scores; they are returned where they are neither added to what the pages track nor
-            put there.
+        how: Use of the scores; they are returned where they are neither added to what the pages track nor put there.
         seen: int64 [S] position of the queries, where near slots are skipped.
         out: Type of the output.
         softmax: Caps and sinks; of a step those of all layers, from the first of its lists' table on.

@@ -1,4 +1,4 @@
-"""GPU backend: what its kernels share on both sides of a launch.
+"""GPU backend: shared parts of its kernels, on both sides of a launch.
 
 The kernels are written once for NVIDIA and AMD. A page's layout reaches them as compile-time constants, so every
 format is a kernel of its own. Tiles have power-of-two sides: where a slot has W bytes of codes, tiles have WP, the

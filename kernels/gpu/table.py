@@ -32,7 +32,7 @@ _BY: dict[ExtremeOf, int] = {"mean": 0, "score": 1, "pos": 2}
 
 
 class DevicePool(PagePool):
-    """Pages on a device, and what the host knows of how many are free.
+    """Pages on a device, with the host's lower bound of the free ones.
 
     Args:
         page_bytes, num_pages, device: As for `PagePool`.
@@ -399,7 +399,7 @@ class DeviceTable(PageTable):
         self._give_up(old, copied)
 
     def _give_up(self, pages: Tensor, wanted: Tensor) -> None:
-        """Takes a holder off the wanted pages; those that nobody holds any more are free."""
+        """Takes a holder off the wanted pages; those without a holder are free."""
         pool, total = self.pool, self.pool.num_pages
         assert pool.others is not None
         gone = torch.zeros_like(pool.others).scatter_add_(0, pages.flatten(), wanted.flatten().to(torch.int32))

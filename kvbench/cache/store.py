@@ -116,8 +116,7 @@ class CompressedStore:
         self.watcher: PromptWatcher | None = None
 
     def enable_replay_check(self) -> None:
-        """Repeats calls of the policy and its statistic on fresh copies from now on (`ReplayCheck`), and refuses other
-        answers."""
+        """Checks calls of policy and statistic on fresh copies from now on (`ReplayCheck`); refuses other answers."""
         self.holding.plans.second = ReplayCheck(self.policy)
         for part in self.holding.parts:
             part.scores.second = ReplayCheck(self.policy.score.statistic)

@@ -60,7 +60,7 @@ class Admission:
     chunk: int | None = None
 
     def check(self, request: Request) -> None:
-        """Raises ValueError for a request that does not fit the model, or that asks for nothing."""
+        """Raises ValueError for a request that does not fit the model, or that wants no tokens."""
         if not 0 < request.num_prompt_tokens < self.model.max_tokens or not all(request.segments):
             raise ValueError(
                 f"{request.sample_id}: a prompt of {request.num_prompt_tokens} tokens (segments "

@@ -1,10 +1,10 @@
-"""The rows that are decoded together: requests join as others end, and one gives way where pages run out.
+"""Batch of rows that are decoded together: requests join as others end, and one is preempted where pages run out.
 
 The next request follows from the requests alone (`RequestQueue`), and its moment from what rows hold, never from a
 clock. A prompt is tried where the free pages are enough for what prompts have taken so far; answers get their
 pages as they grow. Where a step has no page left, a method that evicts there does so, and where that frees none the
-request that came last gives way: its rows are closed, and it is read and answered again from its beginning, by the same
-steps, once another one has ended. So the first in order always goes on, and only what does not fit alone is lost.
+last request is preempted: its rows are closed, and it is read and answered again from its beginning, by the same steps,
+once another one has ended. So the first in order always goes on, and only a request that does not fit alone is lost.
 """
 
 from collections.abc import Callable, Generator
@@ -84,7 +84,7 @@ class Batch:
         self._reader.contexts.close()  # it is still open where the last questions could not be answered
 
     def advance(self) -> Generator[Request | Step, None, bool]:
-        """Lets requests join, reads on in a prompt, and makes a step, or a run of them; False once nobody is left."""
+        """Admits requests, reads on in a prompt, and makes a step, or a run of them; False once no row is left."""
         try:
             self._leave_cancelled()
             admitted = True
@@ -122,7 +122,7 @@ class Batch:
         return request
 
     def _is_awaited(self) -> bool:
-        """True if a prompt is being read, or somebody has come, or left, since rows began a run of steps."""
+        """True if a prompt is being read, or a request has come, or left, since rows began a run of steps."""
         left = not self._queue.cancelled.isdisjoint(self._samples)
         return left or self._reading is not None or self._may_join() is not None
 
@@ -299,7 +299,7 @@ class Batch:
         return ended
 
     def _step(self) -> Generator[Step]:
-        """Makes a step of all rows, or several; where there is no page for it, the sample that comes last gives way."""
+        """Makes a step of all rows, or several; where there is no page for it, the last sample is preempted."""
         live = self._live
         for part in self._runner.apart([state.row for state, _ in live]):
             left = {id(state) for state, _ in self._live}  # without those of a sample that has just ended

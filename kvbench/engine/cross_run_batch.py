@@ -1,4 +1,4 @@
-"""Decode steps of several caches in one pass of the model.
+"""Cross-run batch: decode steps of several caches in one pass of the model.
 
 Runs of one model under several methods have a batch each. Towards its end a batch has few rows, and a step of few rows
 costs nearly as much as one of many: so the small ones are fed to the model together, and only attention is each
@@ -32,7 +32,7 @@ class Step:
 
     Attributes:
         taken_s: Seconds that it took within a pass: those of its own attention, and of the rest its rows' share.
-        logits, bad, error: What the pass left of it.
+        logits, bad, error: Results of the pass.
     """
 
     runner: Runner
@@ -107,7 +107,7 @@ def _groups(steps: Sequence[Step], most: int) -> list[list[Step]]:
 
 
 def _make(steps: Sequence[Step]) -> None:
-    """Makes steps in one pass. What one cache raises is its own step's error, and anything else every step's."""
+    """Makes steps in one pass. An exception of one cache is its own step's error, any other every step's."""
     begin, parts, end = time.perf_counter(), list[tuple[Step, Decode, slice]](), 0
     for step in steps:
         try:

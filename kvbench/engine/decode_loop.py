@@ -206,14 +206,14 @@ class DecodeLoop:
     """Makes the decode steps of an engine.
 
     Attributes:
-        runs: Whether runs are made: of a cache in one place, where the backend keeps its tables, with what captures a
-            step (`auto` = a CUDA graph where there is CUDA). Not of a model with rotary tables that depend on a
-            row's length, which is the host's business, nor with states, shared keys, latent or chunked attention.
+        runs: True if runs are made: of a cache on one device, where the backend keeps its tables, with a capture of
+            steps (`auto` = a CUDA graph where there is CUDA). Not of a model with rotary tables that depend on a
+            row's length, which are chosen on the host, nor with states, shared keys, latent or chunked attention.
         counts: Steps that replayed a graph, that ran eagerly within a run, and that were made one at a time; captures,
             and those that failed, after which none is tried.
-        alone: Requests whose steps are made one at a time, come what may.
-        shared: Whoever goes through `making` is given single steps before they are made, and may make them with others.
-        awaited: Says whether somebody waits for a run to end: asked behind each of its steps.
+        alone: Requests whose steps are always made one at a time.
+        shared: Yield single steps from `making` before they are made, so that a caller can batch them with others.
+        awaited: Returns True if a request waits for a run to end; called behind each of its steps.
     """
 
     def __init__(self, runner: Runner, capture: Capture | Literal["auto"] | None = "auto") -> None:
@@ -303,7 +303,8 @@ class DecodeLoop:
         return store.next_step_is_plain(numbers) and store.has_pages_for(len(numbers))
 
     def _run(self, rows: Sequence[Row], tokens: Sequence[int], most: int) -> tuple[float, int]:
-        """Makes up to `most` steps, until a row has ended or somebody waits; tokens per second, and how many."""
+        """Makes up to `most` steps, until a row has ended or a request waits; tokens per second, and number of
+        steps."""
         (graphs, before), numbers = self._loop(), [row.row for row in rows]
         counts, device = self._runner.store.pages.counts, self._runner.device
         replays, eager, captures = graphs.replays, graphs.eager, graphs.captures

@@ -38,10 +38,10 @@ AUTO_ROWS = 32  # docs/performance.md has the curve: more rows make a step of a 
 def grouped(
     model: LoadedModel, backend: str, batch_size: int | Literal["auto"]
 ) -> tuple[int | Literal["auto"], int | None]:
-    """The `batch_size` and `group` of an engine whose answers somebody reads: groups only where the last bits of a
-    row's products depend on the rows that pass with it, so that these have to be the same every time. On a GPU, where
-    few rows leave it idle, `auto` has no groups all the same, and the run is `FREE`. Rows that would have each other's
-    rotary tables never pass together (`Runner.apart`)."""
+    """`batch_size` and `group` of an engine whose answers are kept: groups only where the last bits of a row's products
+    depend on the rows that pass with it, so that these have to be the same every time. On a GPU, where few rows leave
+    it idle, `auto` has no groups all the same, and the run is `FREE`. Rows that would have each other's rotary tables
+    never pass together (`Runner.apart`)."""
     if model.rows_are_alone and get_backend(backend, model.device).rows_are_alone:
         return batch_size, None
     if batch_size == AUTO and model.device.type != "cpu":
@@ -56,21 +56,22 @@ class Engine:
     Args:
         batch_size: Requests whose answers are decoded together at most; `auto` = `AUTO_ROWS` (of a GPU
             `GPU_ROWS`), or what memory takes.
-        decode: What makes the attention of decode steps on a GPU, as of `get_backend`.
+        decode: Kernel for the attention of decode steps on a GPU, as of `get_backend`.
         group: Requests that are answered together before the next ones begin, so that neighbours are always the same;
             None = a request joins as soon as another one ends.
         seed: Base of every answer's own random numbers.
         fidelity_max_tokens: Tokens to force per sample at most, None for all; 0 switches teacher forcing off.
-        fidelity_per_token: Outcomes say what was measured of each forced token.
+        fidelity_per_token: Outcomes hold the measurements of each forced token.
         prompts: Shared by engines that run the same prompts of one model under other settings; None reads every prompt.
         prefill_chunk: Tokens of a prompt that are read before the method compresses; None = all.
-        capture: What captures decode steps; `auto` = a CUDA graph on a GPU, and nothing elsewhere; None = nothing.
+        capture: Capture of decode steps; `auto` = a CUDA graph on a GPU, and none elsewhere; None = none.
         make: Makes the runner; a simulation has one that runs no model.
-        shares_pool: What a request keeps may depend on its neighbours, for methods that evict where pages run out.
+        shares_pool: The tokens that a request keeps may depend on its neighbours, for methods that evict where pages
+            run out.
 
     Attributes:
-        gives_steps: Whoever goes through `running` is given decode steps too, before they are made, where no answer
-            depends on its neighbours.
+        gives_steps: Also yield decode steps from `running`, so that a caller can batch them across engines; only where
+            no answer depends on its neighbours.
     """
 
     def __init__(
@@ -167,9 +168,8 @@ class Engine:
         sizing: Sequence[Request] | None = None,
         force_generated: bool = False,
     ) -> Generator[Request | Step]:
-        """Does what `run` does, and stops before each prompt that it reads, which it gives: several engines that share
-        their prompts then take turns. With `gives_steps` it gives each decode step too, which may be made with those
-        of others."""
+        """Does what `run` does, and yields before each prompt that it reads: several engines that share their prompts
+        then take turns. With `gives_steps` it also yields each decode step, which may be made with those of others."""
         queue = RequestQueue(requests, group=self.group)
         batch = self.open_batch(
             queue, on_outcome=on_outcome, on_step=on_step, sizing=sizing, force_generated=force_generated
@@ -305,8 +305,9 @@ class Engine:
             size //= 2
 
     def _that_fit(self, rows_of: int, sizes: dict[str, int]) -> int:
-        """Requests at once where nobody said: as many as make steps cheaper, and no more than fit, if every one became
-        as long as it may, in what a GPU's pool takes, or in half of what is free in main memory, where it grows."""
+        """Default number of concurrent requests: as many as make steps cheaper, and no more than fit, if every one
+        became as long as it may, in what a GPU's pool takes, or in half of what is free in main memory, where it
+        grows."""
         most, device = max(1, self.most_requests // rows_of), self.shape.device
         on_gpu = memory.free_bytes(device) is not None
         if self.runner.options.budget_bytes is not None or not (on_gpu or device.type == "cpu"):

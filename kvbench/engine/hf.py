@@ -260,7 +260,7 @@ def forward(
     model: PreTrainedModel, session: Session, token_ids: Tensor, positions: Tensor, past: int, num_logits: int
 ) -> Tensor:
     """One forward pass through a session over tokens int64 [B, n] at their true positions int64 [B, n], behind `past`
-    tokens as far as transformers wants to know. Returns the last logits, fp32 [B, num_logits, vocabulary]."""
+    tokens in transformers' count. Returns the last logits, fp32 [B, num_logits, vocabulary]."""
     cache = SessionCache(session, model.config.get_text_config().num_hidden_layers, past)
     try:
         calls = calls_noted(model, session.note) if session.wants_calls else nullcontext()

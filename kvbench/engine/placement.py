@@ -1,4 +1,4 @@
-"""The places of a model's weights: on one device, layer by layer on several, or cut over processes by heads."""
+"""Devices of a model's weights: one for all, several layer by layer, or several processes by heads."""
 
 from collections.abc import Sequence
 
@@ -15,8 +15,8 @@ OFFLOADED = {"meta", "disk"}
 
 
 def spans_of(model: PreTrainedModel) -> tuple[DeviceSpan, ...]:
-    """The runs of layers that share a device, in the order of the layers; empty where all of the model shares one.
-    Refuses a layer that lies on more than one device."""
+    """Runs of layers that share a device, in the order of the layers; empty where all of the model shares one. Refuses
+    a layer that lies on more than one device."""
     devices = {weight.device for weight in model.parameters()}
     if len(devices) < 2:
         return ()
@@ -38,7 +38,7 @@ def spans_of(model: PreTrainedModel) -> tuple[DeviceSpan, ...]:
 
 
 def of_layers(spans: Sequence[DeviceSpan], numbers: Sequence[int]) -> tuple[DeviceSpan, ...]:
-    """The places of some of the layers, by their numbers."""
+    """Device spans of some of the layers, by their numbers."""
     parts, first = [], 0
     for span in spans:
         count = sum(first <= number < first + span.num_layers for number in numbers)
@@ -48,7 +48,7 @@ def of_layers(spans: Sequence[DeviceSpan], numbers: Sequence[int]) -> tuple[Devi
 
 
 def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The layers, in their order: what holds each attention module."""
+    """Layers in their order: parents of the attention modules."""
     attentions = attention_modules(model)
     return [module for module in model.modules() if any(child in attentions for child in module.children())]
 

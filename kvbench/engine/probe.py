@@ -1,4 +1,5 @@
-"""Second passes over a prompt, for methods that ask for one: the passes, and the prompt that they look back at."""
+"""Second passes over a prompt, for methods with a probe: the passes, and the uncompressed prompt that they attend
+to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -102,7 +102,7 @@ class PromptCache:
     three query heads per KV head takes 2.5 times the bytes then.
 
     Attributes:
-        others: Stores that are given the prompt next: what they measure of it is kept, and needs no queries.
+        others: Stores that read the prompt next: their measurements of it are kept, and need no queries.
         num_read, num_reused: Forward passes over prompts, and those that were saved.
     """
 

@@ -41,8 +41,8 @@ class Reader:
         self.contexts = SharedContexts(runner, requests, self._begins_with, self._read)
 
     def open(self, sample: Sample) -> Generator[list[Row] | None]:
-        """Reads a prompt; gives its rows at last, and None wherever other rows may make a step before it is read on.
-        Whatever is raised, or when nobody asks for the rest, no row of it stays open."""
+        """Reads a prompt; yields its rows at last, and None wherever other rows may make a step before it is read on.
+        After an exception, or when the generator is closed, no row of it stays open."""
         request, spent_s, begin = sample.request, 0.0, time.perf_counter()
         sample.shares_context = self.contexts.holds(request)
         rows: list[Row] = []

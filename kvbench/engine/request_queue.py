@@ -1,4 +1,4 @@
-"""Requests that wait for their turn: in which order they come, and from when on."""
+"""Queue of requests: their order, and the time from which each may come."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,13 +8,13 @@ from kvbench.engine.requests import Request
 
 
 class Clock:
-    """Seconds since the first look, of which nobody waits for those until the next request comes: they are passed over.
+    """Clock of a run that skips idle time: seconds since the first look, without the waits for the next request.
 
     Args:
         tick: Seconds that work has taken so far, from any beginning; a simulation has its own.
 
     Attributes:
-        idle_s: Seconds that were passed over.
+        idle_s: Seconds that were skipped.
     """
 
     def __init__(self, tick: Callable[[], float] = time.perf_counter) -> None:
@@ -37,19 +37,18 @@ class Clock:
 
 
 class RequestQueue:
-    """Requests in their own order, which depends on nothing else: one that had to give up its place comes back to where
-    it was.
+    """Requests in their own order, which depends on nothing else: a preempted one comes back to its index.
 
     Args:
         requests: In the order in which they are answered.
         group: Requests that are answered together before the next ones begin; None = each comes as soon as there is
             room.
         arrivals_s: Seconds of the clock, ascending, at which each request is there; None = all are.
-        clock: Says how late it is.
+        clock: Clock of the run.
 
     Attributes:
-        cancelled: Requests that nobody waits for any longer.
-        read_s: When the prompt of each request had been read for the first time, so that its first token was known.
+        cancelled: Requests that were cancelled.
+        read_s: Time at which the prompt of each request was first read, so that its first token was known.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class RequestQueue:
         return len(self._left)
 
     def index(self, sample_id: str) -> int:
-        """The place of a request in the order."""
+        """Index of a request in the order."""
         return self._index[sample_id]
 
     def first(self, num_live: int) -> Request | None:

@@ -47,7 +47,7 @@ class Row(ABC):
 
     @abstractmethod
     def steps_alone(self) -> int:
-        """Steps, up to the row's end, whose tokens nobody but the device has to know before the next one; 0 = none."""
+        """Steps, up to the row's end, whose tokens only the device needs before the next one; 0 = none."""
 
     @abstractmethod
     def settle(self, sample: "Sample") -> int | None:
@@ -59,8 +59,8 @@ class Row(ABC):
 
     @abstractmethod
     def leave_answer(self, runner: Runner) -> tuple[Turn, list[int]] | None:
-        """Ends an answer of a conversation: what is said next, and the tokens of the answer that the model has not
-        read; None where the conversation is over."""
+        """Ends an answer of a conversation: the next turn, and the tokens of the answer that the model has not read;
+        None where the conversation is over."""
 
     @property
     def drawing(self) -> Drawing | None:

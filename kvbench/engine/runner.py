@@ -61,7 +61,7 @@ class Runner:
         policy: The method.
         options: Memory layout.
         backend: `auto` or a backend's name.
-        decode: What makes the attention of decode steps on a GPU, as of `get_backend`.
+        decode: Kernel for the attention of decode steps on a GPU, as of `get_backend`.
         prompts: Shared by runners that read the same prompts of one model under other settings; None reads every one.
         chunk: Tokens of a prompt that are read at once; the method drops or quantises what it will before it reads on.
             None = all: the prompt is read with everything before it uncompressed.
@@ -152,9 +152,9 @@ class Runner:
                 uncompressed prompt, so their logits are those of the full cache.
             new_tokens: Most tokens that will follow the prompt, which a budget in bytes has to have room for; None = as
                 many as were reserved.
-            instruction_tokens: First tokens of the prompt that are its instruction, for methods that ask.
-            closing: Token ids that close what the user says and open the answer, for methods with a probe; empty
-                outside of chats.
+            instruction_tokens: First tokens of the prompt that are its instruction, for methods that need it.
+            closing: Token ids that close the user's text and open the answer, for methods with a probe; empty outside
+                of chats.
 
         Returns:
             The row, and logits fp32 [1 + len(lookahead), vocabulary]: after the prompt and after each token ahead; of
@@ -200,12 +200,12 @@ class Runner:
     def read_chunks(
         self, prompt: Sequence[int], new_tokens: int | None = None, instruction_tokens: int = 0
     ) -> Iterator[tuple[int, Tensor] | None]:
-        """Reads a prompt into a new row chunk by chunk, as `read` does; other rows may make steps in between. Gives
-        None after every chunk but the last, and then what `read` returns; whoever stops before has no row open.
+        """Reads a prompt into a new row chunk by chunk, as `read` does; other rows may make steps in between. Yields
+        None after every chunk but the last, and then the result of `read`; after an early close no row is open.
 
         The first chunk is the shorter one where the prompt is no multiple, so that the last queries, which many methods
-        rank by, are a whole chunk's. No prompt cache is asked or told: what a chunk sees depends on what the method has
-        left of those before."""
+        rank by, are a whole chunk's. No prompt cache is used: the tokens that a chunk sees depend on the method's plans
+        for those before."""
         assert self.chunk is not None
         row = self._opened(self.store.open_row(new_tokens, min(instruction_tokens, len(prompt))))
         try:
@@ -354,7 +354,7 @@ class Runner:
         return min(self.loaded.max_tokens, self.lengths.limit(len(prompt)))
 
     def _probe(self, session: Dense, prompt: list[int], closing: tuple[int, ...]) -> None:
-        """Makes the passes that the policy's probe asks for, and then compresses the prompt."""
+        """Makes the passes of the policy's probe, and then compresses the prompt."""
         probe, held, begin = self.policy.score.probe, session.uncompressed, time.perf_counter()
         assert probe is not None and held is not None
         passes = plan_passes(probe, self.loaded.tokenizer, prompt, closing, self.probe_room(prompt))

@@ -115,8 +115,8 @@ def draw(logits: Tensor, temperature: Tensor, top_p: Tensor | None, numbers: Ten
         temperature: fp32 [S], > 0; of rows where it is 0 some token comes out, too.
         top_p: fp64 [S] nucleus mass in (0, 1]; None = 1.
         numbers: fp64 [S] random numbers in [0, 1).
-        waits: The host may ask whether nuclei lie in few tokens, as they mostly do: to go through a whole vocabulary
-            takes a third of a small model's time. The tokens are the same.
+        waits: The host may read back whether nuclei lie in few tokens, as they mostly do: to go through a whole
+            vocabulary takes a third of a small model's time. The tokens are the same.
     """
     weights = _weigh(logits, temperature)
     if top_p is None:
@@ -138,7 +138,7 @@ def _needed(weights: Tensor, top_p: Tensor) -> Tensor:
 
 
 def nucleus(weights: Tensor, need: Tensor) -> Tensor:
-    """Weights int64 [S, n], 0 but for the largest that make at least `need` int64 [S, 1] together, with the one that
+    """Weights int64 [S, n], 0 except for the largest that make at least `need` int64 [S, 1] together, with the one that
     crosses it; of equals the first."""
     least = torch.zeros_like(need)  # the largest number that what weighs at least as much is enough for
     for bit in reversed(range(_BITS + 1)):

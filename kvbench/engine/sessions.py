@@ -1,4 +1,4 @@
-"""The work of the attention function in one forward pass: of a prompt, of what comes behind it, or of a decode step."""
+"""Attention sessions of one forward pass: of a prompt, of the tokens behind it, or of a decode step."""
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
@@ -18,11 +18,11 @@ Turn = tuple[Tensor, Tensor]
 
 @dataclass
 class Session(ABC):
-    """The work of the attention function in one forward pass over a store.
+    """Handler of the attention function in one forward pass over a store.
 
     Attributes:
-        call: The call of the layer's attention that runs; None unless a statistic asks.
-        states: By their numbers, what layers hold beside keys and values, as transformers knows them.
+        call: The call of the layer's attention that runs; None unless a statistic needs it.
+        states: States of layers, by their numbers, in transformers' classes.
         traces: Per layer of attention, a tensor [batch, ...] that is finite where its output was; looked at only once
             logits are not finite.
         wants_calls: The calls of attention have to be handed on.

@@ -46,7 +46,7 @@ def binds(window: int, config: Any) -> bool:
 
 
 def is_known(window: Window | None, num_tokens: int, config: Any) -> bool:
-    """True if the window that a layer asks for is the one that its store has, or never binds."""
+    """True if the window of a layer's attention call is the one that its store has, or never binds."""
     return num_tokens == window.num_tokens if window is not None else not binds(num_tokens, config)
 
 
@@ -152,7 +152,7 @@ def _native_caches(module: ModuleType) -> str:
 def check_fit(
     model: LoadedModel, policy: Policy, options: StoreOptions, chunk: int | None, shares_pool: bool = False
 ) -> ModelShape:
-    """Refuses a method, or settings, that a model's layers cannot do with: with an outline, before there are weights.
+    """Refuses a method, or settings, that do not fit a model's layers: with an outline, before there are weights.
 
     Args:
         model: A loaded model, or an outline.
@@ -260,7 +260,7 @@ def heads_of(config: Any, layer: int) -> tuple[int, int, int]:
 
 
 def softmax_of(model: PreTrainedModel, layers: Sequence[int]) -> Softmax:
-    """Caps and sinks of these layers: what a layer without sinks has of them is minus infinity."""
+    """Caps and sinks of these layers; a layer without sinks has minus infinity."""
     sinks: Tensor | None = None
     for number, module in _modules(model).items():
         if number in layers and isinstance(sink := getattr(module, "sinks", None), Tensor):

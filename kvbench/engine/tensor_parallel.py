@@ -1,10 +1,9 @@
-"""One model in several processes: the first one leads, the others do what it does.
+"""One model in several processes: the first one leads, the others follow its calls.
 
-The first process has the tasks, the journal and the requests. It tells the others which model to load and every call of
-its `Runner`, and all of them make it together, since each holds some of the heads. What a process raises for what it
-was asked (a bad setting, logits that are not finite), all raise alike, and the others wait for the next call. After
-anything else, such as memory that one of them lacks, they cannot be told any more: the process ends, and torchrun ends
-the others.
+The first process has the tasks, the journal and the requests. It broadcasts the model to load and every call of its
+`Runner`, and all processes make the call, since each holds some of the heads. Errors of a call itself (a bad setting,
+logits that are not finite) are raised by all alike, and the others wait for the next call. After any other error, such
+as one of them lacking memory, the processes are out of step: the process ends, and torchrun ends the others.
 """
 
 import weakref
@@ -52,7 +51,7 @@ class LeadingRunner(Runner):
 
 
 def _led(name: str) -> Callable[..., Any]:
-    """A call of a `Runner` that the other processes are told of, unless it is part of one that they know."""
+    """Call of a `Runner` that is broadcast to the other processes, unless it is part of one that was."""
     method = getattr(Runner, name)
 
     def call(self: LeadingRunner, *args: Any, **named: Any) -> Any:

@@ -73,7 +73,7 @@ def read_weights(
 
 
 def _auto_class(config: "PretrainedConfig") -> Any:
-    """The class that builds a model: a decoder, or a decoder that can also be shown pictures, which nobody shows it."""
+    """Class that builds a model: a decoder, or a decoder that can also take pictures, of which it gets none here."""
     import transformers
 
     sees = (

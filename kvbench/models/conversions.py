@@ -52,7 +52,7 @@ def kept_folder(folder: Path) -> Path:
 def ensure(
     folder: Path, name: str, needed_bytes: int, make: Callable[[Path, Path], dict[str, str]], by: str = ""
 ) -> dict[str, str]:
-    """Makes sure that a whole conversion is in the cache. Several processes may ask at once: one works, the others wait
+    """Makes sure that a whole conversion is in the cache. Of several processes at once one works, and the others wait
     for it.
 
     Args:

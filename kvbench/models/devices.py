@@ -1,4 +1,4 @@
-"""The devices that a model is spread over: what `model.device` names, and which layers each gets."""
+"""Devices that a model is spread over (`model.device`), and the layers that each gets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

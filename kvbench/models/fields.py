@@ -87,7 +87,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def check_fields(file: Path, settings: Mapping[str, Any], rules: Mapping[str, _Rule], part: str = "") -> None:
-    """Check the types of what is read of a file, and that a list by layers has an item for each.
+    """Check the types of fields read from a file, and that a list by layers has an item for each.
 
     Args:
         file: Named in the error.

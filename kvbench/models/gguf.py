@@ -140,8 +140,8 @@ def header_config(path: Path) -> "PretrainedConfig":
 @contextmanager
 def _parsed_once() -> Iterator[None]:
     """Parses a file's header once, without a memory map's own class for each of its words, and makes the list of the
-    tensors' names once: transformers and `_read` ask for the header three times, and transformers for the list in
-    every module of a model. Each takes seconds."""
+    tensors' names once: transformers and `_read` read the header three times, and transformers the list in every module
+    of a model. Each takes seconds."""
     import gguf
 
     real, name_map = gguf.GGUFReader, gguf.get_tensor_name_map

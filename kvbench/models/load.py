@@ -48,7 +48,7 @@ MARKS: dict[str, Mark] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model that is ready to run, with what the rest of the harness needs to know about it.
+    """A model that is ready to run, with its properties for the rest of the harness.
 
     Args:
         model: A causal language model of transformers, in eval mode, without gradients, with the attention that

@@ -54,9 +54,9 @@ def read_linear(value: object, quantisation: str | None, processes: int) -> str:
 
 
 def lay(model: torch.nn.Module, linear: str, dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
-    """Does to a model's matrices what `model.linear` asks for, where that can be had: what was done, one of `LINEAR`,
-    and why it is not what was asked for, in a sentence; empty where it is. `AUTO` asks for `STREAMED` where its kernel
-    is faster than torch's products, which portable C++ is not."""
+    """Lays a model's matrices out as `model.linear` says, where that can be had: the layout, one of `LINEAR`, and the
+    reason why it is another one, in a sentence; empty where it is not. `AUTO` takes `STREAMED` where its kernel is
+    faster than torch's products, which portable C++ is not."""
     if linear == AUTO:
         linear = PLAIN if why_not(STREAMED, dtype, device) or chosen_isa() == "portable" else STREAMED
     if linear == PLAIN:
@@ -141,7 +141,7 @@ class PackedLinear(torch.nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """A plain copy [out, in] of the matrix, the same bits; for whoever looks at weights now and then."""
+        """A plain copy [out, in] of the matrix, the same bits; for occasional looks at weights."""
         plain: Tensor = self._matrix.to_dense()
         return plain
 
@@ -252,7 +252,7 @@ def _norm(module: Any, products: RowProducts, x: Tensor) -> Tensor:
 
 
 def _gated(module: Any, products: RowProducts, x: Tensor) -> Tensor:
-    """The forward pass of a feed-forward layer with a gate, likewise."""
+    """The forward pass of a feed-forward layer with a gate, in the same way."""
     if not _is_ours(x):
         usual: Tensor = type(module).forward(module, x)
         return usual

@@ -41,7 +41,7 @@ def tell(what: tuple[Any, ...]) -> None:
 
 
 def hear() -> tuple[Any, ...]:
-    """Waits for what the first process tells next."""
+    """Receives the next message of the first process."""
     received: list[Any] = [None]
     torch.distributed.broadcast_object_list(received, src=0, device=torch.device("cpu"))
     message: tuple[Any, ...] = received[0]

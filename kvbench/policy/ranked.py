@@ -67,7 +67,7 @@ class Ranked(ByLayer):
         alpha: Share of a head's budget that `ada`, `global` and `table` do not touch, in [0, 1].
         beta: Steepness of a pyramid: the last layer keeps base / beta beside what always stays; >= 1.
         table: Weights for `allocation=table`, >= 0, one per layer and KV head: a path, or a list of lists.
-        chunk: Rank chunks of so many consecutive tokens by their mean: they stay or go together, but for one per head
+        chunk: Rank chunks of so many consecutive tokens by their mean: they stay or go together, except one per head
             that `cut_chunk` is about. 1 = single tokens.
         cut_chunk: A chunk that the budget has room for in part stays in part, so that the budget is met; false = it
             goes, and up to `chunk` - 1 tokens per head stay unspent.

@@ -220,7 +220,7 @@ class Text(Rule):
 
 @dataclass(frozen=True)
 class Form(Rule):
-    """A value of a form that a function knows, and what it is in words."""
+    """A value that a function accepts, and its form in words."""
 
     text: str = ""
     fits: Callable[[object], bool] = bool  # type: ignore[assignment]  # a field in place of a method
@@ -314,7 +314,7 @@ def declared(kind: type) -> Mapping[str, Declared]:
 
 
 def check_settings(held: object, prefix: str = "") -> None:
-    """Refuses an object one of whose settings may not be what it is.
+    """Refuses an object with a setting outside its rule.
 
     Args:
         held: A dataclass object.

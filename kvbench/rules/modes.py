@@ -1,4 +1,4 @@
-"""The global modes of torch and of its libraries that decide how numbers come out, whoever set them.
+"""Global modes of torch and of its libraries that change how numbers come out.
 
 A mode holds for a whole process. One that the user's script or environment sets before a run counts in the run's
 identity (`counted`). One that a method's module, a plan or a grader switches would change the runs of every other

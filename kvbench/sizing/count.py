@@ -1,5 +1,4 @@
-"""The bytes of a row, counted: what a method plans is asked once for lists that cannot differ, and lists that hold the
-same are one.
+"""The bytes of a row, counted: a plan is made once for lists that cannot differ, and lists that hold the same are one.
 
 A plan that treats two lists of the same content in two ways is acted out in all of them (`kvbench.sizing.shadow`), so
 that no method has to say what it does.
@@ -235,7 +234,7 @@ class _Kinds:
         self.first = torch.tensor(first)
 
     def policy(self) -> Policy:
-        """The policy for a store of one list of each kind, which asks the real one about all lists."""
+        """Policy for a store of one list of each kind, which plans with the real one over all lists."""
         few = copy(self._policy)
         # What is said of heads and layers of the model, and a budget of its bytes, is not about these.
         vars(few).update(scope="head", granularity="kv_head", limit=None, codebooks=None, head_scales=None)

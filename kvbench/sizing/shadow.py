@@ -147,7 +147,7 @@ _ALIKE = {
 
 
 def _prompt_scores(spec: ScoreSpec, num_tokens: int, is_even: bool) -> Tensor | None:
-    """fp32 [N]: what the queries of a prompt give its keys, as `Shadow` says; None where no query counts."""
+    """fp32 [N]: scores of a prompt's keys from its queries, as `Shadow` says; None where no query counts."""
     if not spec.measures_prompts:
         return None
     if spec.statistic.extremes is not None:

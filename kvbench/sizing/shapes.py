@@ -1,5 +1,5 @@
-"""The shape that a projection must know of a model: a preset of config/shapes.yaml, or what a run reads of it in a
-config.json or in the header of a GGUF file."""
+"""Model shapes for a projection: a preset of config/shapes.yaml, or a run's reading of a config.json or of the header
+of a GGUF file."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -52,8 +52,8 @@ def _usual(method: str, *folders: Path) -> dict[str, Any]:
 
 
 def changed_settings(method: str, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a stored method that are not those of its configuration today; what it had and today's code has
-    no more is left out, so that runs of two versions of the code find each other."""
+    """Settings of a stored method that are not those of its configuration today; settings that today's code lacks are
+    left out, so that runs of two versions of the code find each other."""
     usual = usual_settings(method)
     return {name: value for name, value in stored.items() if name in usual and value != usual[name]}
 

@@ -115,7 +115,8 @@ class Paired:
         return max(flipped, min(1.0, 2 * min(tails[0], tails[1])))
 
     def p_beyond(self, margin: float) -> float | None:
-        """Two-sided p value of a difference that is no larger than a margin; `p` with margin 0, None likewise."""
+        """Two-sided p value of a difference that is no larger than a margin; `p` with margin 0, None where that is
+        None."""
         if margin == 0:
             return self.p
         if abs(self.value) <= margin or self.few_differ:

@@ -70,7 +70,7 @@ class Share:
         return self.gap.p_beyond(margin * self.whole)
 
     def p_within(self, margin: float) -> float | None:
-        """As `Paired.p_within`, likewise."""
+        """As `Paired.p_within`, with a margin in shares of the whole as it was measured."""
         return self.gap.p_within(margin * self.whole)
 
     def detectable(self, level: float = ALPHA) -> float | None:
@@ -79,11 +79,11 @@ class Share:
         return None if least is None else least / self.whole
 
     def needed(self, difference: float, level: float = ALPHA) -> int | None:
-        """As `Paired.needed`, likewise."""
+        """As `Paired.needed`, in shares of the whole."""
         return self.gap.needed(difference * self.whole, level)
 
     def needed_equal(self, margin: float, level: float) -> int | None:
-        """As `Paired.needed_equal`, likewise."""
+        """As `Paired.needed_equal`, in shares of the whole."""
         return self.gap.needed_equal(margin * self.whole, level)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The tasks: what a model is asked, and how its answers are scored."""
+"""Tasks: their prompts, and the scores of answers."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext

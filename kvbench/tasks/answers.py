@@ -43,7 +43,8 @@ def after_thinking(text: str, opened: bool = False) -> str | None:
 
 
 def final_answer(text: str, find: Callable[[str], T | None], opened: bool = False) -> T | None:
-    """The final answer that `find` finds behind the thoughts; None for none, and where the thoughts have no end.
+    """The answer that `find` extracts from the text behind the thoughts; None for none, and where the thoughts have no
+    end.
 
     Characters that nobody sees are no part of an answer."""
     rest = after_thinking(text, opened)
@@ -51,7 +52,7 @@ def final_answer(text: str, find: Callable[[str], T | None], opened: bool = Fals
 
 
 def visible(text: str) -> str:
-    """The text without the characters that nobody sees."""
+    """The text without invisible characters."""
     return _INVISIBLE.sub("", text)
 
 

@@ -34,7 +34,7 @@ class NoSystemMessage(ValueError):
 
 
 def check_template(model: "LoadedModel", protocol: Protocol) -> None:
-    """Try out a model's chat template with what a protocol tells it.
+    """Try out a model's chat template with the settings of a protocol.
 
     Raises:
         ValueError: The protocol switches thinking and the template has no switch for it; or the template cannot be
@@ -66,14 +66,14 @@ def check_template(model: "LoadedModel", protocol: Protocol) -> None:
 
 
 def system_messages(protocol: Protocol) -> list[dict[str, str]]:
-    """The messages before those of a chat: what the system says, where it says something."""
+    """Messages before those of a chat: the protocol's system message, where there is one."""
     return [] if protocol.system is None else [{"role": "system", "content": protocol.system}]
 
 
 def render_chat(
     model: "LoadedModel", messages: list[dict[str, str]], protocol: Protocol, add_generation_prompt: bool = True
 ) -> str:
-    """The text that a chat template makes of messages.
+    """Text of messages under a chat template.
 
     Args:
         model: Its tokenizer has the template.
@@ -132,8 +132,8 @@ def _faulty(model: "LoadedModel", fault: str) -> ValueError:
 
 @contextmanager
 def _same_always(now: datetime) -> Iterator[None]:
-    """Let chat templates find this time where they ask transformers (`strftime_now`), which takes no function, and the
-    same random numbers (Jinja's `random` and `lipsum`)."""
+    """Fix the time that chat templates get from transformers (`strftime_now`), which takes no function, and the random
+    numbers of Jinja (`random` and `lipsum`)."""
     from transformers.utils import chat_template_utils
 
     class Stopped(datetime):

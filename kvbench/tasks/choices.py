@@ -1,4 +1,4 @@
-"""Requests that ask for the log-likelihoods of continuations instead of an answer."""
+"""Requests for the log-likelihoods of continuations instead of an answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class DataFile:
-    """One file of a benchmark: what it holds and where it may be.
+    """One file of a benchmark: its contents and its possible locations.
 
     Args:
         task: Name of the task, for messages.

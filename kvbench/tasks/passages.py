@@ -1,4 +1,4 @@
-"""Pieces of one long text, cut by tokens: what the tasks go on from that generate long answers or read streams."""
+"""Pieces of one long text, cut by tokens, for tasks that generate long answers or read streams."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -87,7 +87,7 @@ def passages(
 
 
 def check_no_question(name: str, protocol: Protocol) -> None:
-    """Raises ValueError for a protocol that asks something of a question or a chat, of a task that has none."""
+    """Raises ValueError for a protocol with settings of questions or chats, of a task that has none."""
     if not protocol.query_aware:
         raise ValueError(
             f"protocol.query_aware=false compresses before a question is seen, and task={name} asks none; leave it at "

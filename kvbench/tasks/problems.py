@@ -116,7 +116,7 @@ class Problems(Task):
         return known if known and self.instruction not in (None, known.stands) else None
 
     def yamls(self) -> list[str]:
-        """The names of its YAMLs, one group of problems each; those of one form ask alike."""
+        """Names of its YAMLs, one group of problems each; those of one form have the same prompt."""
         return [f"kvbench_{self.name}"]
 
     def metadata(self, seed: int) -> dict[str, Any]:

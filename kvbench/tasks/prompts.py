@@ -247,7 +247,7 @@ class PromptBuilder:
         return thinking_label(self.protocol, self.chat or self.rendered)
 
     def protocol_notes(self) -> dict[str, Any]:
-        """The note of result rows on how it asks."""
+        """Fields of result rows about its prompts."""
         notes: dict[str, Any] = {"chat": self.chat, "max_prompt_tokens": self.max_prompt_tokens, "truncation": "middle"}
         return notes | {"thinking": self.thinking, "thoughts": "not graded"}
 
@@ -267,7 +267,7 @@ class PromptBuilder:
     def turn(
         self, said: str, *, gold: str = "", answers: Sequence[str] = (), prefix: str = "", separator: str = "\n\n"
     ) -> Turn:
-        """Make a turn of a conversation: what the user says, behind `separator` where the prompt is no chat."""
+        """Make a turn of a conversation: the user's text, behind `separator` where the prompt is no chat."""
         if self.chat or self.rendered:
             text = between(self.model, said, self.protocol)
             text += prefix.lstrip() if text[-1:].isspace() else prefix

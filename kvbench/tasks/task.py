@@ -1,4 +1,4 @@
-"""A task: what may be set of it, what it reads, and how it becomes the requests of a run."""
+"""Base of tasks: their settings, their data, and the requests of a run."""
 
 import inspect
 import random
@@ -52,7 +52,7 @@ _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Let somebody see the long work that is done inside."""
+    """Report the progress of the long work that is done inside."""
     before = _watcher.set(watcher)
     try:
         yield
@@ -68,7 +68,7 @@ def long_work(label: str, steps: int) -> AbstractContextManager[Callable[[], Non
 
 @dataclass(frozen=True)
 class Limit:
-    """The samples of each subset that a run asks: at most `count` of them, or all `after` so many.
+    """The samples of each subset in a run: at most `count` of them, or all `after` so many.
 
     They are a random sample, or the `first` ones of the file: files are often sorted, by length or by topic, and their
     beginning is no sample of the benchmark. Those after the first 100 are none that `first:100` asks.
@@ -102,7 +102,7 @@ class Limit:
         return f"first:{self.count}" if self.first else f"after:{self.count}" if self.after else self.count
 
     def of(self, total: int, subset: str) -> list[int]:
-        """The indices of the samples to ask, ascending, of a subset that has `total`.
+        """Indices of the samples to take, ascending, of a subset that has `total`.
 
         Every run draws the same ones, whatever its seed, and a larger limit keeps those of a smaller one.
         """
@@ -218,11 +218,11 @@ class Task(ABC):
         rows: Iterable[Rows] = (),
         **more: Any,
     ) -> TaskSet:
-        """Put together what an experiment gets.
+        """Task set of a run, from its requests and references.
 
         Args:
             ask: Its protocol goes into each result row.
-            requests: What is asked.
+            requests: The prompts.
             notes: What else goes into each result row.
             references: Sample id -> what its answer is scored against, as JSON types; None where there is nothing.
             scorer: See `TaskSet`, as for `more`.

@@ -31,7 +31,7 @@ class MetricInfo:
 
 @dataclass(kw_only=True)
 class TaskSet:
-    """Everything that an experiment consumes of a task.
+    """Requests, references and scores of a task, for one experiment.
 
     Args:
         name: Name of the task.
@@ -184,13 +184,13 @@ def _group(records: Iterable[dict], key: Callable[[dict], str]) -> dict[str, lis
 
 
 def fingerprint(requests: Iterable[Request], references: Mapping[str, object], folder: Path) -> str:
-    """Hash what decides a task's answers and scores.
+    """Hash the inputs and the code of a task's answers and scores.
 
     Args:
         requests: Their prompts, gold tokens, limits and stop rules count.
         references: Sample id -> what its answer is scored against, as JSON types.
-        folder: The benchmark's folder; its Python and YAML files count, but for the cage that programs run in, and so
-            do the modules of other folders of tasks that they import, at any remove. The versions of the libraries that
+        folder: The benchmark's folder; its Python and YAML files count, except for the cage of programs, and so do the
+            modules of other folders of tasks that they import, at any remove. The versions of the libraries that
             all these import count too.
     """
     paths = [*folder.rglob("*.py"), *folder.rglob("*.yaml")]

@@ -295,7 +295,7 @@ class Dependencies:
 
 
 def dependencies(tree: ast.Module, name: str, always: int = 0) -> Dependencies:
-    """Find the statements that a name needs; what only shows or tests it is left out.
+    """Find the statements that a name needs; demonstrations and tests of it are left out.
 
     A statement is needed that binds a needed name, or changes what one stands for, or sets something in a module
     (`sys.setrecursionlimit`), and so are the first ones (`always`). One that only uses the name (a print, an assertion,

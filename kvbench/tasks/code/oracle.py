@@ -50,12 +50,12 @@ def is_right(task: str, entry_point: str, inputs: Sequence[Value], output: Value
 
 
 def has_special_rule(task: str, entry_point: str) -> bool:
-    """Tell whether a problem asks something else of an output than to be equal, or near, to the reference's."""
+    """True for a problem whose output is judged otherwise than by equality, or nearness, to the reference's."""
     return entry_point == "find_zero" if task == "humaneval_plus" else entry_point in _MBPP
 
 
 def is_match_question(task: str, entry_point: str) -> bool:
-    """Tell whether a problem only asks if something, of whatever type, was found."""
+    """True for a problem whose output only says whether there is a match, of whatever type."""
     return task == "mbpp_plus" and entry_point in MATCH_TASKS
 
 

@@ -39,7 +39,7 @@ class UnusableRow(ValueError):
 
 @dataclass(frozen=True)
 class Group:
-    """One set of inputs with what the reference made of it.
+    """One set of inputs with the reference's outputs.
 
     Args:
         calls: Arguments of each call.

@@ -169,7 +169,7 @@ class HarnessTask(Task):
         return rendered
 
     def _requests(self, ask: Ask, leaf: str, task: "LmEvalTask", rendered: bool) -> "list[tuple[Request, Doc]]":
-        """The requests of a task's documents that a run asks, each with what scores it."""
+        """Requests of a task's documents, each with its scorer."""
         requests = []
         for doc_id, doc in ask.drawn(list(enumerate(task.eval_docs)), leaf):
             try:

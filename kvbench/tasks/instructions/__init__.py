@@ -38,7 +38,7 @@ _SHOW = "Here is a text. You need not remember it.\n\n"
 
 @dataclass(frozen=True, kw_only=True)
 class TwoRules(Task):
-    """The task; what the protocol's system says stands before the instructions.
+    """The task; the protocol's system message stands before the instructions.
 
     Args:
         pairs: Which two kinds of instructions.

@@ -35,7 +35,7 @@ class Document:
         return replace(self, prefix="", gold=self.prefix + self.gold)
 
     def request(self, builder: PromptBuilder, sample_id: str, subset: str, meta: dict[str, Any]) -> Request:
-        """The request that asks it."""
+        """The request of its question."""
         if self.prefix:
             builder.check_prefix()
         return builder.build(

@@ -65,7 +65,7 @@ def by_words(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class TextTask(Task):
-    """A task that forces texts and asks nothing."""
+    """A task that forces texts and has no questions."""
 
     metrics: ClassVar = {"accuracy": MetricInfo(True, "share of the measured tokens that are the model's first choice")}
     primary: ClassVar = "accuracy"

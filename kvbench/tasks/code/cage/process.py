@@ -52,7 +52,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Output:
-    """The outcome of one call, as the cage says; `payload` comes from code nobody trusts.
+    """The outcome of one call, as the cage reports it; `payload` comes from untrusted code.
 
     Args:
         index: Number of the call; -1 is the loading of the program.
