@@ -1,4 +1,5 @@
-"""The operations that the store calls: what every backend is, and plain torch, which does them where no kernel can."""
+"""Operations that the store calls: the interface of every backend, and plain torch, which does them where no kernel
+can."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set
@@ -33,12 +34,12 @@ class FusedStep(ABC):
     Attributes:
         strips: It takes the rotary position off keys itself before it writes them.
         turns: Its `attend` takes a rotation of the query and the key, as a fifth operand.
-        given: Of a step that `gives`, the last layer's scores: per tier, fp32 [S, H, n].
+        layer_scores: Of a step that `gives`, the last layer's scores: per tier, fp32 [S, H, n].
     """
 
     strips: bool = False
     turns: bool = False
-    given: Sequence[Tensor] = ()
+    layer_scores: Sequence[Tensor] = ()
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -69,19 +70,19 @@ class Backend(DecodeOperations, PromptOperations, WindowOperations):
     the operations that write; `fmt` is the format of the pages that a call names; `scale` is the factor on the logits.
 
     Attributes:
-        name: What `get_backend` knows it by; part of a run's identity.
-        is_reference: Made to be right, not fast: its speed is no claim for anything.
-        fuses_layers: Whether it has `open_step`.
-        searches_slots: Whether it has `slot_extreme`.
-        takes_lse: Whether its scores of a prompt take the log-sum-exp that the prompt's attention makes anyway.
-        keeps_tables: Whether it keeps pool and page tables itself (`tables`), where its operations pass over page ids
-            below 0, and nothing of a decode step waits for the device.
-        rows_are_alone: Whether what it makes of a sequence is the same bits whatever other sequences there are, and for
-            any number of threads.
+        name: Name for `get_backend`; part of a run's identity.
+        is_reference: Correct but slow: never report its timings.
+        fuses_layers: It has `open_step`.
+        searches_slots: It has `slot_extreme`.
+        takes_lse: Its scores of a prompt take the log-sum-exp that the prompt's attention computes anyway.
+        keeps_tables: It keeps pool and page tables itself (`tables`), where its operations skip page ids below 0, and
+            nothing of a decode step waits for the device.
+        rows_are_alone: Its results for a sequence are the same bits whatever other sequences there are, and for any
+            number of threads.
         isa: The instruction set that its own compiled kernels use; part of a run's identity, since sums in another
             order, or products in whole numbers, are other answers. Empty where it has no such choice.
-        decodes: What made the attention of decode steps so far, where `backend.decode` is a choice, and why where
-            it is not what was asked for; on record with a run.
+        decodes: Kernels of decode steps so far, where `backend.decode` is a choice, with the reason where it is not
+            the requested one; on record with a run.
         fallbacks: Operations that the plain reference has done in its place so far, by name; on record with a run.
     """
 

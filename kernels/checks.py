@@ -1,4 +1,4 @@
-"""What every backend refuses before it touches memory: tensors of a shape, dtype or device that an operation does not
+"""Checks of every backend before it touches memory: tensors of a shape, dtype or device that an operation does not
 take.
 
 One function per operation of `Backend`, called by everything that does it. They look at what tensors say of themselves
@@ -40,8 +40,8 @@ _REDUCES = {*get_args(Reduce)}
 _COUNTS = ("num_tokens", "before", "before", "after", "after")  # of a step's residual buffers
 
 
-def _refuse(name: str, found: object, rule: str) -> AssertionError:
-    return AssertionError(f"{name} is {found}, but {rule}")
+def _refuse(name: str, value: object, rule: str) -> AssertionError:
+    return AssertionError(f"{name} is {value}, but {rule}")
 
 
 def _said(x: Tensor) -> str:
@@ -60,16 +60,16 @@ def vectors(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) 
         raise _refuse(name, _said(x), f"it must be floating-point {list(shape)} on {device}")
 
 
-def choice(name: str, found: object, allowed: set) -> None:
-    """Refuses a word or number that is not among those that an operation knows."""
-    if found not in allowed:
-        raise _refuse(name, repr(found), f"it must be one of {sorted(allowed, key=str)}")
+def choice(name: str, value: object, allowed: set) -> None:
+    """Refuses a word or number that is not among those of an operation."""
+    if value not in allowed:
+        raise _refuse(name, repr(value), f"it must be one of {sorted(allowed, key=str)}")
 
 
-def at_least(name: str, found: object, low: int) -> None:
+def at_least(name: str, value: object, low: int) -> None:
     """Refuses a number that is no integer from `low` on."""
-    if not isinstance(found, int) or found < low:
-        raise _refuse(name, repr(found), f"it must be an integer from {low} on")
+    if not isinstance(value, int) or value < low:
+        raise _refuse(name, repr(value), f"it must be an integer from {low} on")
 
 
 def pool(pages: Tensor, fmt: PageFormat) -> None:

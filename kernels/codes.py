@@ -56,7 +56,7 @@ _UNIFORM_BITS = (1, 2, 3, 4, 8)
 
 @dataclass(frozen=True, kw_only=True)
 class Code:
-    """How numbers are written.
+    """Code of stored numbers.
 
     Args:
         name: One of `NAMES`.
@@ -120,7 +120,7 @@ class Code:
 
     @property
     def midpoints(self) -> tuple[float, ...]:
-        """Where one magnitude (or level) ends and the next begins; a number on the border takes the even code."""
+        """Borders between neighbouring magnitudes (or levels); a number on the border takes the even code."""
         sizes = self.magnitudes or self.levels
         return tuple((a + b) / 2 for a, b in zip(sizes, sizes[1:], strict=False))
 

@@ -38,8 +38,8 @@ def _write(backend: Backend, pages: Tensor, fmt: PageFormat, page: Tensor, slot:
 
 
 def check_pages(plan: Plan) -> Iterator[Finding]:
-    """Checks the bytes that are written, the values that are read, and slots that are demoted or moved; what has page
-    -1 is passed over."""
+    """Checks the bytes that are written, the values that are read, and slots that are demoted or moved; page -1 is
+    skipped."""
     make = torch.Generator().manual_seed(1)
     for head_dim, _, names in plan.kinds:
         for name in names:
@@ -52,12 +52,12 @@ def check_pages(plan: Plan) -> Iterator[Finding]:
             slot, kept = torch.arange(size).repeat(3), page != 1
             k, v = hard_vectors(len(page), head_dim), hard_vectors(len(page), head_dim).flip(0)
             want = torch.randint(256, (6, fmt.page_bytes), dtype=torch.uint8, generator=make)
-            got, *given = plan.there(want, page.where(kept, -1), slot, k, v)
+            got, *operands = plan.there(want, page.where(kept, -1), slot, k, v)
             _write(REFERENCE, want, fmt, page[kept], slot[kept], k[kept], v[kept])
             with no_synchronisation(plan.device):
-                _write(plan.backend, got, fmt, *given)
+                _write(plan.backend, got, fmt, *operands)
             yield Finding(f"write {name}, dim {head_dim}: bytes", bytes_differ(got, want), 0)
-            read = plan.backend.read_slots(got, fmt, given[0], given[1])
+            read = plan.backend.read_slots(got, fmt, operands[0], operands[1])
             known = REFERENCE.read_slots(want, fmt, page, slot)
             worst = max(differ(a, b.masked_fill(~kept[:, None], 0.0)) for a, b in zip(read, known, strict=True))
             yield Finding(f"read {name}, dim {head_dim}", worst, 0)
@@ -80,11 +80,11 @@ def _demotion(plan: Plan, names: tuple[str, str], head_dim: int) -> Finding:
     REFERENCE.write_tracked(want, upper, page, slot, torch.rand(9), slot)
     onto, at = torch.where(slot % 3 == 1, -1, 3 + slot % 2), 7 - slot
     onto[8] = 2  # no two may go to one slot: on a GPU either can be the last
-    got, *given = plan.there(want, page, slot, onto, at)
+    got, *operands = plan.there(want, page, slot, onto, at)
     page, slot, onto, at = (x[onto >= 0] for x in (page, slot, onto, at))
     _write(REFERENCE, want, lower, onto, at, *REFERENCE.read_slots(want, upper, page, slot))
     REFERENCE.write_tracked(want, lower, onto, at, *REFERENCE.read_tracked(want, upper, page, slot))
-    plan.backend.demote(got, upper, lower, *given)
+    plan.backend.demote(got, upper, lower, *operands)
     return Finding(f"demote {names[0]} to {names[1]}, dim {head_dim}: bytes", bytes_differ(got, want), 0)
 
 
@@ -326,10 +326,10 @@ def check_graph(plan: Plan) -> Iterator[Finding]:
         torch.cuda.synchronize()
         held.pool.check()
         results.append((result.clone(), held.num_slots.clone(), held.pool.pages.clone()))
-    (out, slots, pages), (again, slots_again, pages_again) = results
-    yield Finding("captured step: output", differ(again, out), 0)
+    (out, slots, pages), (replayed, replayed_slots, replayed_pages) = results
+    yield Finding("captured step: output", differ(replayed, out), 0)
     yield Finding(
-        "captured step: slots and bytes", bytes_differ(slots_again, slots) + bytes_differ(pages_again, pages), 0
+        "captured step: slots and bytes", bytes_differ(replayed_slots, slots) + bytes_differ(replayed_pages, pages), 0
     )
 
 

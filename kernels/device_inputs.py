@@ -1,4 +1,4 @@
-"""What the checks of a device need: how much to check, random pages in every format, and comparisons with their bounds.
+"""Inputs of the device checks: their extent, random pages in every format, and comparisons with their bounds.
 
 `check_device.py` is the command.
 """
@@ -80,13 +80,13 @@ class Finding:
 
     @property
     def passed(self) -> bool:
-        """Whether the difference is within the bound; NaN is not."""
+        """True if the difference is within the bound; NaN is not."""
         return self.difference <= self.bound
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where and how much to check.
+    """Device and extent of a check.
 
     Args:
         device: Where the backend under test works.
@@ -104,7 +104,7 @@ class Plan:
     share: tuple[int, int] = (0, 1)
 
     def takes(self, name: str) -> bool:
-        """Whether a check belongs to this share; every name belongs to one."""
+        """True if a check belongs to this share; every name belongs to one."""
         return zlib.crc32(name.encode()) % self.share[1] == self.share[0]
 
     def there(self, *tensors: Tensor) -> list[Any]:
@@ -146,7 +146,7 @@ def differ(a: Tensor, b: Tensor) -> float:
 
 
 def bytes_differ(a: Tensor, b: Tensor) -> float:
-    """How many elements of two tensors differ."""
+    """Number of elements in which two tensors differ."""
     return float((a.cpu() != b.cpu()).sum())
 
 
@@ -189,7 +189,7 @@ def filled(plan: Plan, formats: list[PageFormat], counts: list[Tensor]) -> tuple
 
 
 def moved_to(tiers: list[TierPages], device: torch.device) -> list[TierPages]:
-    """The same tiers on a device."""
+    """These tiers on a device."""
     moved = [TierPages(t.fmt, t.ids.to(device), t.num_k.to(device), t.num_v.to(device)) for t in tiers]
     for mine, tier in zip(moved, tiers, strict=True):
         mine.rotation = None if (angles := tier.angles) is None else angles.to(device)

@@ -69,7 +69,7 @@ BACKENDS: dict[str, Callable[[torch.device], Backend]] = {
 
 
 def get_backend(name: str = "auto", device: torch.device | str = "cpu", decode: str = TRITON) -> Backend:
-    """The operations of a backend.
+    """Backend by name.
 
     Args:
         name: A key of `BACKENDS`, or `auto`, the fastest one present: `triton` on a GPU with that package, `cpu` on a
@@ -104,7 +104,7 @@ def get_backend(name: str = "auto", device: torch.device | str = "cpu", decode: 
 
 @cache
 def _auto_gpu(kind: str) -> bool:
-    """Whether a kind of device gets the GPU kernels, as CUDA and ROCm devices do; else says once why not."""
+    """True if a kind of device gets the GPU kernels, as CUDA and ROCm devices do; else warns once why not."""
     if kind != "cuda":
         warnings.warn(f"no kernels for {kind}; going on with backend=torch, the plain reference", stacklevel=4)
         return False

@@ -130,12 +130,12 @@ class SlotFormat:
 
     @cached_property
     def keys(self) -> Code | None:
-        """How keys are coded; None = elements of `dtype`."""
+        """Code of keys; None = elements of `dtype`."""
         return self._code(self.k_code, self.k_bits, self.k_table)
 
     @cached_property
     def values(self) -> Code | None:
-        """How values are coded; None = elements of `dtype`, or none are stored."""
+        """Code of values; None = elements of `dtype`, or none are stored."""
         return None if self.keys_only else self._code(self.v_code, self.v_bits, self.v_table)
 
     @property

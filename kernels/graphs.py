@@ -33,7 +33,7 @@ def capturing(graph: torch.cuda.CUDAGraph, **how: Any) -> Iterator[None]:
 
 
 def cuda_graphs() -> Capture:
-    """What captures steps in CUDA graphs of one memory pool, which ends with them: another cache needs another one."""
+    """Capture of steps in CUDA graphs of one memory pool, which ends with them: another cache needs another one."""
     pool = torch.cuda.graph_pool_handle()
 
     def capture(step: Callable[[], None]) -> Callable[[], None]:

@@ -1,5 +1,5 @@
-"""What the operations of a backend take: the tiers of a layer, residual buffers, how scores are reduced, and what a
-search of slots goes by."""
+"""Operands of a backend: the tiers of a layer, residual buffers, reductions of scores, and criteria of a search of
+slots."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -20,7 +20,7 @@ StepTarget = tuple[int, Tensor, Tensor]  # tier, page and slot (int64 [S, L, H])
 
 @dataclass(frozen=True, eq=False)
 class Softmax:
-    """What a model makes of its logits beside a factor on them, before and in the softmax.
+    """A model's softmax: cap of its logits, and attention sinks.
 
     Args:
         cap: A logit x becomes cap * tanh(x / cap); 0 = it stays as it is.
@@ -50,7 +50,7 @@ class Softmax:
         sink = self.sinks.view(*logits.shape[:-2], 1, 1).expand(*logits.shape[:-1], 1)
         return torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
 
-    def beside_sinks(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    def with_sinks(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Attention [Hq, N, D] and its log-sum-exp fp32 [Hq, N], which knew of no sinks, with them."""
         if self.sinks is None:
             return out, lse
@@ -63,7 +63,7 @@ PLAIN = Softmax()
 
 @dataclass(frozen=True)
 class Window:
-    """How far a layer looks back: to the last `num_tokens` tokens, the query's own among them; or `in_chunks`, to the
+    """Look-back of a layer: the last `num_tokens` tokens, the query's own among them; or `in_chunks`, back to the
     beginning of the query's own chunk of so many."""
 
     num_tokens: int
@@ -81,14 +81,14 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class StepScores:
-    """What a decode step makes of its queries' attention.
+    """Scores that a decode step makes of its queries' attention.
 
     Args:
         power: Probabilities are raised to this power (1 or 2) before the group is reduced.
         group: How the query heads of a KV head are reduced into scores; None = no scores.
         update: Add each layer's scores to the tracked ones, or replace them; None leaves them alone.
         skip_near: A slot nearer to the query than this gets no score.
-        gives: Hand out each layer's scores (`FusedStep.given`); then `update` is None and `skip_near` 0.
+        gives: Hand out each layer's scores (`FusedStep.layer_scores`); then `update` is None and `skip_near` 0.
     """
 
     power: int = 1
@@ -103,7 +103,7 @@ NO_SCORES = StepScores()
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnSums:
-    """How the columns of a prompt's attention matrix are summed: which queries count for a key, and as what.
+    """Reduction of the columns of a prompt's attention matrix: the queries that count for a key, and their weight.
 
     Args:
         queries: The last `queries` tokens count; -1 = all.
@@ -123,7 +123,7 @@ class ColumnSums:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadScores:
-    """How the column sums of query heads become the scores of a KV head.
+    """Reduction of the column sums of query heads to the scores of a KV head.
 
     Args:
         group: How the query heads of a KV head are reduced.
@@ -142,8 +142,7 @@ class HeadScores:
 
 @dataclass(frozen=True)
 class Channels:
-    """What the levels that key codes stand for are multiplied by, and what is added then, channel by channel; before
-    keys are rotated.
+    """Scale and zero of key codes, channel by channel, applied to their levels before keys are rotated.
 
     Args:
         scale: fp32 [H, D].
@@ -168,8 +167,8 @@ class InOrder:
 
     def angles(self, num_slots: int, step: int = 1) -> Tensor:
         """fp32 [S, num_slots, D / 2] angles of every `step`-th slot."""
-        places = self.first[:, None] + step * torch.arange(num_slots, device=self.first.device)
-        return places[..., None].float() * self.frequencies
+        positions = self.first[:, None] + step * torch.arange(num_slots, device=self.first.device)
+        return positions[..., None].float() * self.frequencies
 
 
 @dataclass
@@ -227,7 +226,7 @@ class Ring:
 
 @dataclass(frozen=True, kw_only=True)
 class PageChoice:
-    """Which pages the layers of a step read, by their bounds.
+    """Choice of the pages that the layers of a step read, by their bounds.
 
     Args:
         count: int64 [S] pages per list, >= 1; fewer where a list has fewer.
@@ -271,7 +270,8 @@ class StepRing:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotSearch:
-    """What the slot with the smallest value is sought by; ties go to the lower position, then to the lower slot.
+    """Criteria of the search for the slot with the smallest value; ties go to the lower position, then to the lower
+    slot.
 
     Tensors are int64, one number per sequence, or per list (`per_list`).
 
@@ -292,9 +292,9 @@ class SlotSearch:
     first: int | Tensor = 0
 
     def per_list(self, lists: int) -> "SlotSearch":
-        """The same with every sequence's numbers repeated for its lists."""
-        given = {name: getattr(self, name) for name in ("seen", "floor", "before", "exact")}
-        return replace(self, **{name: x.repeat_interleave(lists) for name, x in given.items() if x is not None})
+        """This search with every sequence's numbers repeated for its lists."""
+        bounds = {name: getattr(self, name) for name in ("seen", "floor", "before", "exact")}
+        return replace(self, **{name: x.repeat_interleave(lists) for name, x in bounds.items() if x is not None})
 
 
 @dataclass(frozen=True)

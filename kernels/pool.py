@@ -1,7 +1,7 @@
 """The page pool: one flat array of pages and a circular list of the free ones.
 
-A page may have several holders. Whoever writes to a page first makes sure that nobody else holds it (`PageTable.own`);
-the holders are counted only while there is a page with more than one.
+A page may have several holders. Before a page is written to, it is made sure that it has one (`PageTable.unshare`);
+holders are counted only while there is a page with more than one.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvbench.kernels.memory import empty, is_out_of_memory
 
-AHEAD = 8  # times the pages that a growing pool needs, for which it asks the operating system at once
+GROWTH_FACTOR = 8  # times the pages that a growing pool needs, for which it asks the operating system at once
 
 
 class PoolExhausted(MemoryError):
@@ -99,14 +99,14 @@ class PagePool:
         self.num_free += count
 
     def release(self, ids: Tensor) -> None:
-        """Gives up pages; those that nobody else holds are free again.
+        """Releases pages; those without another holder are free again.
 
         Args:
             ids: int64 [M] in use, each listed once for every holder that gives it up.
         """
         others = self.others
         if others is not None:
-            ids, others = self._given_up(ids, others)
+            ids, others = self._released(ids, others)
         count = ids.numel()
         if count > self.num_used:
             raise AssertionError(f"{count} pages returned but only {self.num_used} are in use: a page was freed twice")
@@ -129,8 +129,8 @@ class PagePool:
         """Undoes the last `release` or `share`; needs no memory."""
         self.end, self.num_free, self.others = self._before
 
-    def _given_up(self, ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Which of the pages nobody holds any more, and the holders beyond the first of all pages then."""
+    def _released(self, ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Pages without a holder after a release, and the holders beyond the first of all pages then."""
         pages, holders = ids.unique(return_counts=True)
         left = others[pages] - holders
         if bool((left < -1).any()):
@@ -147,7 +147,7 @@ class PagePool:
         return self.num_free
 
     def takes(self, most: int) -> bool:
-        """Whether so many pages are free for sure; notes them as taken where they are."""
+        """True if so many pages are free for sure; counts them as taken then."""
         return self.surely_free >= most
 
     def free_ids(self) -> Tensor:
@@ -185,7 +185,7 @@ class PagePool:
         """Memory for so many pages, and where there is any for more, which it takes no part of before it is written to:
         the pool goes on growing there without a copy."""
         try:
-            return self._make_pages(AHEAD * num_pages, self.pages.device)
+            return self._make_pages(GROWTH_FACTOR * num_pages, self.pages.device)
         except Exception as problem:
             if not is_out_of_memory(problem):
                 raise

@@ -16,7 +16,7 @@ from kvbench.kernels.dispatch import DECODES, HOST
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")
-FOUND = 9  # its exit status where it finds an error; the checks have others
+ERROR_STATUS = 9  # its exit status where it finds an error; the checks have others
 NOT_CHECKED = 3
 REMEDY = "it is in the CUDA toolkit (package cuda-sanitizer) and in conda's cuda-sanitizer-api"
 
@@ -35,7 +35,7 @@ def command(sanitizer: str | None, tool: str, words: list[str]) -> list[str]:
     checks = [sys.executable, "-m", "kvbench.kernels.check_device", *words]
     if sanitizer is None:
         return checks
-    return [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20", *checks]
+    return [sanitizer, "--tool", tool, "--error-exitcode", str(ERROR_STATUS), "--print-limit", "20", *checks]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,7 +17,7 @@ Move = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 class PageTable:
-    """Which page holds slot i of tier t of every list.
+    """Map of slot i of tier t of every list to its page.
 
     Args:
         pool: Where pages come from.
@@ -126,7 +126,7 @@ class PageTable:
             raise
 
     def share(self, old: Tensor, new: Tensor) -> None:
-        """Lets empty lists hold what others hold; a page is copied once one of its holders writes to it (`own`).
+        """Lets empty lists hold what others hold; a page is copied once one of its holders writes to it (`unshare`).
 
         Args:
             old, new: int64 [M] lists.
@@ -147,7 +147,7 @@ class PageTable:
             self.further[new] = self.further[old]
         self.num_slots[:, new] = self.num_slots[:, old]  # last: until then the new lists hold nothing
 
-    def own(self, slots: list[tuple[int, Tensor, Tensor]]) -> None:
+    def unshare(self, slots: list[tuple[int, Tensor, Tensor]]) -> None:
         """Gives lists pages of their own where a page with a slot of theirs is held by others, too.
 
         Call it before anything is written to these slots. One page more than needed is taken where all holders of a
@@ -162,7 +162,7 @@ class PageTable:
         """
         if self.pool.others is None:
             return
-        found = []
+        shared = []
         for table in (self.entries, self.further):
             entries = [
                 (lists * self.max_pages + self._column(tier, slot // self.tokens_per_page[tier]))[slot >= 0]
@@ -173,34 +173,33 @@ class PageTable:
             where = torch.cat(entries).unique() if entries else nothing
             old = table.view(-1)[where].long()
             is_shared = self.pool.others[old] > 0
-            found.append((table.view(-1), where[is_shared], old[is_shared]))
-        old = torch.cat([pages for _, _, pages in found])
+            shared.append((table.view(-1), where[is_shared], old[is_shared]))
+        old = torch.cat([pages for _, _, pages in shared])
         if not old.numel():
             return
         new, _ = self.pool.allocate(torch.tensor([old.numel()], device=old.device))
         try:
             self.pool.pages[new] = self.pool.pages[old]
-            parts = new.to(torch.int32).split([len(where) for _, where, _ in found])
+            parts = new.to(torch.int32).split([len(where) for _, where, _ in shared])
             self.pool.release(old)
         except BaseException:
             self.pool.undo_allocate(old.numel())
             raise
-        for (table, where, _), ids in zip(found, parts, strict=True):
+        for (table, where, _), ids in zip(shared, parts, strict=True):
             table.scatter_(0, where, ids)  # needs no memory
 
-    def own_all(self, lists: Tensor) -> None:
-        """As `own`, for everything that lists (int64 [M]) hold."""
+    def unshare_all(self, lists: Tensor) -> None:
+        """As `unshare`, for everything that lists (int64 [M]) hold."""
         if self.pool.others is None:
             return
         slots = []
         for tier, size in enumerate(self.tokens_per_page):
             owner, index = _spread(self.num_pages(tier)[lists])
             slots.append((tier, lists[owner], index * size))
-        self.own(slots)
+        self.unshare(slots)
 
     def plan_compaction(self, lists: Tensor, tier: int, keep: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Which slots move so that the kept ones become the first ones; survivors from the end fill the lowest holes
-        first.
+        """Moves that make the kept slots the first ones; survivors from the end fill the lowest holes first.
 
         Args:
             lists: int64 [M].
@@ -253,18 +252,18 @@ class PageTable:
         goes_at: Tensor | None,
         *,
         acts: bool,
-        own_all: bool,
+        unshare_all: bool,
         done: list[tuple[Tensor, int, Tensor]],
         live: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Holds a step's plan to the lists that it is about, and takes the slots that it needs.
+        """Checks a step's plan against its lists, and takes the slots that it needs.
 
         Args:
             lists: int64 [M].
             tier: Where new tokens go.
             slot, goes_to, goes_at: The plan, whole numbers [M] or of a shape with M entries; None as in `DecodePlan`.
             acts: Slots may be overwritten.
-            own_all: Take everything that the lists hold out of shared pages, not only what is written to.
+            unshare_all: Take everything that the lists hold out of shared pages, not only what is written to.
             done: Takes (lists, tier, slots before) of everything that was reserved.
             live: int64 [M], 0 for lists that take no part, whatever the plan says of them; only on a device.
 
@@ -291,18 +290,18 @@ class PageTable:
             moved = (goes_to.reshape(-1) == other) & ~fresh
             if other == tier or not bool(moved.any()):
                 continue
-            own = torch.full_like(lists, -1) if goes_at is None else goes_at.reshape(-1).long()
-            appended = moved & (own < 0)
-            own = torch.where(appended, reserved(other, appended), own)
-            at[other] = torch.where(moved, own, -1)
-        if own_all:
-            self.own_all(lists)
+            target = torch.full_like(lists, -1) if goes_at is None else goes_at.reshape(-1).long()
+            appended = moved & (target < 0)
+            target = torch.where(appended, reserved(other, appended), target)
+            at[other] = torch.where(moved, target, -1)
+        if unshare_all:
+            self.unshare_all(lists)
         else:
-            self.own([(which, lists, own) for which, own in at.items()])
+            self.unshare([(which, lists, target) for which, target in at.items()])
         page, inside = lists.new_full((self.num_tiers, len(lists)), -1), lists.new_zeros(self.num_tiers, len(lists))
-        for which, own in at.items():
-            found, inside[which] = self.lookup(lists, which, own.clamp(min=0))
-            page[which] = torch.where(own < 0, -1, found)
+        for which, target in at.items():
+            page_ids, inside[which] = self.lookup(lists, which, target.clamp(min=0))
+            page[which] = torch.where(target < 0, -1, page_ids)
         return page, inside, None
 
     # What tables on a device do in a launch or two (`kernels.gpu.table`); those in main memory go their own ways.
@@ -320,12 +319,12 @@ class PageTable:
     def tracked_slots(
         self, lists: Tensor, tier: int, fmt: PageFormat, width: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What the first `width` slots of lists (int64 [M]) track: score fp32, position int64, and bool: the list holds
-        the slot; [M, width] each. And int64 [M] slots held."""
+        """Tracked fields of the first `width` slots of lists (int64 [M]): score fp32, position int64, and bool: the
+        list holds the slot; [M, width] each. And int64 [M] slots held."""
         raise NotImplementedError("in main memory the fields of pages are gathered")
 
     def tell(self, post: Callable[[Tensor, Callable[[], Callable[[list[int]], None]]], None]) -> None:
-        """Posts what the host has to know of the pool, where tables are on a device."""
+        """Posts the pool's state to the host, where tables are on a device."""
 
     def used_page_ids(self) -> Tensor:
         """All page ids that the tables name, int64, once for every holder; walks every list. For checks and
@@ -334,17 +333,17 @@ class PageTable:
 
     def _pages_of(self, lists: Tensor) -> Tensor:
         """The page ids of lists (int64 [M]), tier by tier."""
-        found = []
+        ids = []
         for tier in range(self.num_tiers):
             owner, index = _spread(self.num_pages(tier)[lists])
-            found.append(self._table(tier)[lists[owner], self._column(tier, index)].long())
-        return torch.cat(found)
+            ids.append(self._table(tier)[lists[owner], self._column(tier, index)].long())
+        return torch.cat(ids)
 
     def _table(self, tier: int) -> Tensor:
         return self.further if tier >= 2 else self.entries
 
     def _entry(self, lists: Tensor, owner: Tensor, tier: int, index: Tensor) -> Tensor:
-        """Where page `index` of list `lists[owner]` stands in a table read as one row."""
+        """Index of page `index` of list `lists[owner]` in a table read as one row."""
         return (lists * self.max_pages)[owner] + self._column(tier, index)
 
     def _column(self, tier: int, index: Tensor) -> Tensor:
@@ -371,7 +370,7 @@ def most_pages(max_slots: int, tokens_per_page: tuple[int, ...]) -> int:
 def _spread(count: Tensor) -> tuple[Tensor, Tensor]:
     """For `count[m]` (int64 [M]) places of every list m, list by list: whose each one is, and its number among them."""
     end = count.cumsum(0)
-    place = torch.arange(int(count.sum()), device=count.device)
+    index = torch.arange(int(count.sum()), device=count.device)
     # Not repeat_interleave, which wakes other threads on a CPU, for two numbers too.
-    owner = torch.searchsorted(end, place, right=True)
-    return owner, place - (end - count)[owner]
+    owner = torch.searchsorted(end, index, right=True)
+    return owner, index - (end - count)[owner]

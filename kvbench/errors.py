@@ -49,11 +49,11 @@ def check_whole(key: str, value: object, minimum: int, otherwise: str = "") -> i
     return value
 
 
-def check_keys(given: Iterable[object], known: Iterable[str], *, what: str | None = None, prefix: str = "") -> None:
+def check_keys(keys: Iterable[object], known: Iterable[str], *, what: str | None = None, prefix: str = "") -> None:
     """Refuse settings that do not exist.
 
     Args:
-        given: The keys that were set.
+        keys: The keys that were set.
         what: The kind of key, as the message says it; a setting of the command line by default.
         prefix: What stands before each key where the user writes it, for example `store.`.
 
@@ -61,11 +61,11 @@ def check_keys(given: Iterable[object], known: Iterable[str], *, what: str | Non
         ValueError: Names the first unknown key, those that exist, and the nearest.
     """
     names = list(known)
-    for key in given:
+    for key in keys:
         if key not in names:
             all_names = [f"{prefix}{name}" for name in names]
-            asked = f"{prefix}{key}"
-            raise unknown_name(what, asked, all_names) if what else unknown_setting(asked, all_names)
+            full_name = f"{prefix}{key}"
+            raise unknown_name(what, full_name, all_names) if what else unknown_setting(full_name, all_names)
 
 
 def unknown_name(what: str, value: object, known: Iterable[str]) -> ValueError:
@@ -135,12 +135,13 @@ def nobody_leaves() -> Iterator[None]:
 
 
 def what_happened(error: BaseException) -> str:
-    """What was raised, in one sentence, and by whose code where that is none of the harness: the class and the call."""
+    """The exception in one sentence, with the class and the call of the code that raised it where that is none of the
+    harness."""
     if isinstance(error, AskedToLeave):
         return str(error)
     what = f"{type(error).__name__}: {error}".removesuffix(": ")
-    if found := raised_by(error):
-        return f"{found[0]} raised {what} ({found[1]})"
+    if origin := raised_by(error):
+        return f"{origin[0]} raised {what} ({origin[1]})"
     last = traceback.extract_tb(error.__traceback__)[-1:]
     if isinstance(error, Exception) or not last:
         return what
@@ -156,16 +157,16 @@ def raised_by(error: BaseException) -> tuple[str, str] | None:
     """
     if isinstance(error, SyntaxError) and error.filename and not _is_harness(Path(error.filename).resolve()):
         return Path(error.filename).stem, f"{Path(error.filename).name}:{error.lineno}"  # no line of it ever ran
-    called, found = False, None  # (call, file, line)
+    in_harness, origin = False, None  # (call, file, line)
     for frame, line in traceback.walk_tb(error.__traceback__):
-        place = Path(frame.f_code.co_filename).resolve()
-        if found is None:
-            called |= _is_harness(place)
-            if called and _is_guest(frame, place):
-                found = _call(frame), place, line
-        elif place == found[1]:
-            found = *found[:2], line
-    return None if found is None else (found[0], f"{found[1].name}:{found[2]}")
+        path = Path(frame.f_code.co_filename).resolve()
+        if origin is None:
+            in_harness |= _is_harness(path)
+            if in_harness and _is_guest(frame, path):
+                origin = _call(frame), path, line
+        elif path == origin[1]:
+            origin = *origin[:2], line
+    return None if origin is None else (origin[0], f"{origin[1].name}:{origin[2]}")
 
 
 def call_of(owner: object, name: str) -> str:
@@ -184,15 +185,15 @@ def _call(frame: FrameType) -> str:
     return local if owner is None else f"{type(owner).__name__}.{name}"
 
 
-def _is_guest(frame: FrameType, place: Path) -> bool:
+def _is_guest(frame: FrameType, path: Path) -> bool:
     """True for the code of a method, and for what is neither of the harness nor of a library."""
-    if frame.f_code.co_filename.startswith("<") or _is_harness(place):  # Python made it, as a dataclass's __init__
+    if frame.f_code.co_filename.startswith("<") or _is_harness(path):  # Python made it, as a dataclass's __init__
         return False
-    is_library = _PYTHON in place.parents or not {"site-packages", "dist-packages"}.isdisjoint(place.parts)
+    is_library = _PYTHON in path.parents or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
     bases = type(frame.f_locals.get("self")).__mro__
-    return not is_library or _METHODS in place.parents or any(base.__module__.startswith(_RULES) for base in bases)
+    return not is_library or _METHODS in path.parents or any(base.__module__.startswith(_RULES) for base in bases)
 
 
-def _is_harness(place: Path) -> bool:
+def _is_harness(path: Path) -> bool:
     """True for kvbench's own code, the methods apart."""
-    return not _HARNESS.isdisjoint(place.parents) and _METHODS not in place.parents
+    return not _HARNESS.isdisjoint(path.parents) and _METHODS not in path.parents

@@ -88,9 +88,9 @@ class KvbenchLM(LM):
             wanted["model.device"] = device
         self._parts = Loaders()
         wanted |= full_names(method, overrides)
-        asked = RunConfig.read(compose([f"{key}={_hydra(value)}" for key, value in wanted.items()]))
-        asked = replace(asked, fidelity=replace(asked.fidelity, max_tokens=0))  # lm-eval forces no answers
-        self.config, self.policy, self.model = load_method(asked, self._parts, _log.warning)
+        config = RunConfig.read(compose([f"{key}={_hydra(value)}" for key, value in wanted.items()]))
+        config = replace(config, fidelity=replace(config.fidelity, max_tokens=0))  # lm-eval forces no answers
+        self.config, self.policy, self.model = load_method(config, self._parts, _log.warning)
         self.protocol = Protocol.from_mapping(self.config.protocol)
         self._device = self.model.device
         self.rolling_prompt_tokens = check_whole("rolling_prompt_tokens", rolling_prompt_tokens, 1)
@@ -120,17 +120,17 @@ class KvbenchLM(LM):
     def _answering(self) -> str:
         """The hash of what decides an answer to one and the same request."""
         engine = self._parts.make_engine(self.config, self.model, self.policy)
-        found = answering(self.config, self.policy, self.model, engine)
+        ingredients = answering(self.config, self.policy, self.model, engine)
         package = TASKS_FOLDER.parent
         door = package / "lm.py"
         files = (door, *reached([door], "kvbench.tasks", TASKS_FOLDER))
-        found["door"] = hash_files({str(path.relative_to(package)): path for path in files})
-        found["rolling_prompt_tokens"] = self.rolling_prompt_tokens
-        return hash_identity({name: canonical(value) for name, value in found.items()})
+        ingredients["door"] = hash_files({str(path.relative_to(package)): path for path in files})
+        ingredients["rolling_prompt_tokens"] = self.rolling_prompt_tokens
+        return hash_identity({name: canonical(value) for name, value in ingredients.items()})
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval puts into the configuration of its results: the bytes that were held since it asked last, as
-        means over the prompts of each task, the ratio as in kvbench's tables."""
+        """Entries for the configuration of lm-eval's results: the bytes held since the last call, as means over the
+        prompts of each task, the ratio as in kvbench's tables."""
         held, self._held = self._held, {}
         means = {
             task: {"prompts": len(each), "resident_bytes": fmean(size), "resident_ratio": sum(size) / sum(full)}
@@ -147,20 +147,20 @@ class KvbenchLM(LM):
         """Render a chat for a task that is not kvbench's own."""
         self._rendered = True
         check_template(self.model, self.protocol)
-        told = system_messages(self.protocol) if chat_history[0]["role"] != "system" else []
-        return render_chat(self.model, [*told, *chat_history], self.protocol, add_generation_prompt)
+        system = system_messages(self.protocol) if chat_history[0]["role"] != "system" else []
+        return render_chat(self.model, [*system, *chat_history], self.protocol, add_generation_prompt)
 
     def generate_until(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[str]:
         """Answer each prompt; an answer that could not be computed is empty and logged, and thoughts are left out."""
-        built = [self._generation_request(str(place), instance) for place, instance in enumerate(requests)]
-        asked = [request for request, _ in built]
-        outcomes = self._run(asked)
+        built = [self._generation_request(str(index), instance) for index, instance in enumerate(requests)]
+        batch = [request for request, _ in built]
+        outcomes = self._run(batch)
         texts = []
-        for place, instance in enumerate(requests):
-            outcome = outcomes[str(place)]
+        for index, instance in enumerate(requests):
+            outcome = outcomes[str(index)]
             if outcome.status != "ok":
-                _log.warning("%s: sample %d counts as an empty answer (%s)", outcome.status, place, outcome.message)
-            opened = built[place][1]
+                _log.warning("%s: sample %d counts as an empty answer (%s)", outcome.status, index, outcome.message)
+            opened = built[index][1]
             text = (after_thinking(outcome.text, opened) or "") if opened or self._rendered else outcome.text
             texts.append(text)
             self.cache_hook.add_partial("generate_until", instance.args, text)
@@ -172,32 +172,32 @@ class KvbenchLM(LM):
         The last token of the prompt is read after compression, so that even one-token continuations depend on the
         method; see `kvbench.tasks.choices`.
         """
-        places: dict[str, list[int]] = {}
-        for place, instance in enumerate(requests):
-            places.setdefault(instance.args[0], []).append(place)
-        asked = [
+        by_context: dict[str, list[int]] = {}
+        for index, instance in enumerate(requests):
+            by_context.setdefault(instance.args[0], []).append(index)
+        batch = [
             choice_request(
                 self.model,
                 sample_id=str(group[0]),
                 subset=requests[group[0]].task_name or "loglikelihood",
-                context=self._told(context),
-                continuations=[requests[place].args[1] for place in group],
+                context=self._with_system(context),
+                continuations=[requests[index].args[1] for index in group],
                 rendered=self._rendered,
             )
-            for context, group in places.items()
+            for context, group in by_context.items()
         ]
-        outcomes = self._run(asked)
+        outcomes = self._run(batch)
         results: dict[int, tuple[float, bool]] = {}
-        for group in places.values():
+        for group in by_context.values():
             outcome = outcomes[str(group[0])]
             if outcome.status != "ok":
                 raise ValueError(f"loglikelihood of request {group[0]} could not be computed: {outcome.message}")
-            for place, scored in zip(group, outcome.choices, strict=True):
-                results[place] = (scored["loglikelihood"], scored["greedy"])
-                self.cache_hook.add_partial("loglikelihood", requests[place].args, results[place])
-        return [results[place] for place in range(len(requests))]
+            for index, scored in zip(group, outcome.choices, strict=True):
+                results[index] = (scored["loglikelihood"], scored["greedy"])
+                self.cache_hook.add_partial("loglikelihood", requests[index].args, results[index])
+        return [results[index] for index in range(len(requests))]
 
-    def _told(self, context: str) -> str:
+    def _with_system(self, context: str) -> str:
         """A prompt with what the system says in front of it, where it is no chat."""
         return context if self._rendered or self.protocol.system is None else f"{self.protocol.system}\n\n{context}"
 
@@ -209,17 +209,17 @@ class KvbenchLM(LM):
         """
         check_rolling(self.policy, self.rolling_prompt_tokens)
         totals = [0.0] * len(requests)
-        asked: list[Request] = []
+        batch: list[Request] = []
         exact: list[tuple[int, list[int], int]] = []
-        for place, instance in enumerate(requests):
+        for index, instance in enumerate(requests):
             for number, (context, scored) in enumerate(self._windows(instance.args[0])):
                 inside = min(max(0, self.rolling_prompt_tokens - len(context)), len(scored))
                 prompt, rest = [*context, *scored[:inside]], scored[inside:]
                 if inside:
-                    exact.append((place, prompt, inside))
+                    exact.append((index, prompt, inside))
                 if rest:
-                    name = f"{place}/{number}"
-                    asked.append(
+                    name = f"{index}/{number}"
+                    batch.append(
                         Request(
                             sample_id=name,
                             subset=instance.task_name or "rolling",
@@ -228,12 +228,12 @@ class KvbenchLM(LM):
                             max_new_tokens=0,
                         )
                     )
-        for name, outcome in self._run(asked).items():
+        for name, outcome in self._run(batch).items():
             if outcome.status != "ok":
                 raise ValueError(f"loglikelihood_rolling of text {name} could not be computed: {outcome.message}")
             totals[int(name.partition("/")[0])] += outcome.choices[0]["loglikelihood"]
-        for place, found in zip([place for place, _, _ in exact], self._exact(exact), strict=True):
-            totals[place] += found
+        for index, log_likelihood in zip([index for index, _, _ in exact], self._exact(exact), strict=True):
+            totals[index] += log_likelihood
         for instance, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", instance.args, total)
         return totals
@@ -260,15 +260,15 @@ class KvbenchLM(LM):
     def _generation_request(self, sample_id: str, instance: "Instance") -> tuple[Request, bool]:
         """The request, and whether its prompt ends inside thoughts."""
         text, generation = instance.args
-        own = metadata_of(instance.task_name or "")
-        if own is not None and self._rendered:
+        metadata = metadata_of(instance.task_name or "")
+        if metadata is not None and self._rendered:
             raise ValueError(
                 f"task {instance.task_name} decides itself which prompts get a chat template; run it without "
                 "apply_chat_template (protocol.chat_template=always wraps all of them)"
             )
-        rules, protocol = generation_rules(generation, self.protocol, own)
+        rules, protocol = generation_rules(generation, self.protocol, metadata)
         builder = PromptBuilder(self.model, protocol, rules, rendered=self._rendered)
-        border = _border(text, instance.doc, own)
+        border = _border(text, instance.doc, metadata)
         request = builder.build(
             sample_id=sample_id, subset=instance.task_name or "", context=text[:border], question=text[border:]
         )
@@ -290,7 +290,7 @@ class KvbenchLM(LM):
         return outcomes
 
 
-def full_names(method: str, given: Mapping[str, object]) -> dict[str, object]:
+def full_names(method: str, settings: Mapping[str, object]) -> dict[str, object]:
     """Settings by their full names: `budget` is the method's, as in `kvbench.generate`, unless a run has one of that
     name.
 
@@ -298,8 +298,8 @@ def full_names(method: str, given: Mapping[str, object]) -> dict[str, object]:
         ValueError: There is no such method.
     """
     run = compose([f"method={method}"])
-    own = {name for name in (*run.method, *SHARED) if name not in run}
-    return {f"method.{name}" if name in own else name: value for name, value in given.items()}
+    method_settings = {name for name in (*run.method, *SHARED) if name not in run}
+    return {f"method.{name}" if name in method_settings else name: value for name, value in settings.items()}
 
 
 def check_rolling(policy: "Policy", prompt_tokens: int) -> None:
@@ -312,9 +312,9 @@ def check_rolling(policy: "Policy", prompt_tokens: int) -> None:
         )
 
 
-def _border(text: str, doc: object, own: dict[str, Any] | None) -> int:
+def _border(text: str, doc: object, metadata: dict[str, Any] | None) -> int:
     """Find where the question begins in a prompt of one of our tasks; the end of the text for any other."""
-    context = doc.get("context") if own is not None and isinstance(doc, dict) else None
+    context = doc.get("context") if metadata is not None and isinstance(doc, dict) else None
     if not context or (start := text.find(context)) < 0:
         return len(text)
     return start + len(context)

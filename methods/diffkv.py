@@ -114,17 +114,17 @@ class DiffKV(kv.Policy):
         before = leaving + 1
         high, low = (view.argmin(tier, by="mean", before=before) for tier in (HIGH, LOW))
         # The candidate: pruned, demoted (perhaps over a low victim), or it stays and a high victim is looked for.
-        prune = candidate.found & (candidate.value < at_low)
-        demote = candidate.found & ~prune & (candidate.value < at_high)
+        prune = candidate.exists & (candidate.value < at_low)
+        demote = candidate.exists & ~prune & (candidate.value < at_high)
         goes = prune | demote
-        stays = candidate.found & ~goes & high.found
+        stays = candidate.exists & ~goes & high.exists
         prune_high = stays & (high.value < at_low)
         demote_high = stays & ~prune_high & (high.value < at_high)
         victim = torch.where(prune_high | demote_high, high.slot, kv.APPEND)
         return kv.DecodePlan(
             slot=torch.where(goes, candidate.slot, victim),
             demote_to=torch.where(demote | demote_high, LOW, kv.EVICT),
-            demote_slot=torch.where(demote & low.found & (low.value < at_low), low.slot, kv.APPEND),
+            demote_slot=torch.where(demote & low.exists & (low.value < at_low), low.slot, kv.APPEND),
         )
 
     def _released(self, view: kv.DecodeView, at_high: torch.Tensor, at_low: torch.Tensor) -> kv.DecodePlan:
@@ -135,10 +135,10 @@ class DiffKV(kv.Policy):
             before = torch.where(scored < self.window, torch.zeros_like(before), before)
         high, low = (view.argmin(tier, by="mean", before=before) for tier in (HIGH, LOW))
         room = view.num_slots(HIGH) + view.num_slots(LOW) + 1 <= self.window
-        prune = ~room & high.found & (high.value < at_low) & (high.value < low.value)
-        demote = ~room & ~prune & high.found & (high.value < at_high)
+        prune = ~room & high.exists & (high.value < at_low) & (high.value < low.value)
+        demote = ~room & ~prune & high.exists & (high.value < at_high)
         return kv.DecodePlan(
             slot=torch.where(prune | demote, high.slot, kv.APPEND),
             demote_to=torch.where(demote, LOW, kv.EVICT),
-            demote_slot=torch.where(demote & low.found & (low.value < at_low), low.slot, kv.APPEND),
+            demote_slot=torch.where(demote & low.exists & (low.value < at_low), low.slot, kv.APPEND),
         )

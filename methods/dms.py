@@ -49,7 +49,7 @@ class DMS(kv.Policy):
         """The incoming token takes the slot of the one that leaves the window, where that goes."""
         leaving = view.find(0, view.tokens_seen - self.window)
         share = leaving.value * view.tokens_seen[:, None, None]
-        return kv.DecodePlan(slot=torch.where(leaving.found & (share < self.threshold), leaving.slot, -1))
+        return kv.DecodePlan(slot=torch.where(leaving.exists & (share < self.threshold), leaving.slot, -1))
 
     def bounds(self, extent: kv.Extent) -> kv.Bounds:
         least = min(extent.prompt_tokens, self.window)

@@ -58,10 +58,10 @@ class DuoAttention(kv.Policy):
                 f"{num_layers} lines (layers) with {num_kv_heads} numbers (KV heads) as method.table=PATH; "
                 "`kvbench calibrate what=gates` measures them"
             )
-        found = tuple(self._streams.shape)
-        if found != (num_layers, num_kv_heads):
+        shape = tuple(self._streams.shape)
+        if shape != (num_layers, num_kv_heads):
             raise kv.NotForModel(
-                f"method.table has {found[0]} layers x {found[1]} heads, but the model has {num_layers} layers x "
+                f"method.table has {shape[0]} layers x {shape[1]} heads, but the model has {num_layers} layers x "
                 f"{num_kv_heads} KV heads; gates belong to one model, give those of this one "
                 "(`kvbench calibrate what=gates` measures them)"
             )

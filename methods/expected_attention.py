@@ -28,8 +28,8 @@ class ExpectedAttentionScore(Statistic):
         logit = torch.einsum("hnd,hgd->hgn", keys, seen.grouped(mean)) * seen.scale
         if self.covariance:
             group = seen.grouped(spread)
-            turned = torch.einsum("hnd,hgde->hgne", keys, group)
-            logit = logit + torch.einsum("hgne,hne->hgn", turned, keys) * (seen.scale**2 / 2)
+            rotated = torch.einsum("hnd,hgde->hgne", keys, group)
+            logit = logit + torch.einsum("hgne,hne->hgn", rotated, keys) * (seen.scale**2 / 2)
         is_sink = seen.pos < self.sinks
         hidden = is_sink & ~is_sink.all(-1, keepdim=True)  # a prompt of sinks alone is ranked as it is
         score = logit.masked_fill(hidden[:, None], float("-inf")).softmax(-1).mean(1)
@@ -43,13 +43,13 @@ class ExpectedAttentionScore(Statistic):
         """Mean [Hq, D] and covariance [Hq, D, D] of the queries, turned to the mean of the next positions."""
         counted = seen.q_pos >= self.sinks
         which = counted if bool(counted.any()) else ~counted
-        plain = seen.turned(seen.q[:, which], -seen.q_pos[which])
+        plain = seen.rotated(seen.q[:, which], -seen.q_pos[which])
         mean = plain.mean(1)
         centred = plain - mean[:, None]
         spread = centred.mT @ centred / plain.shape[1]
         come = torch.arange(seen.tokens_seen, seen.tokens_seen + self.future, device=plain.device)
         axes = torch.eye(plain.shape[-1], device=plain.device)
-        turn = seen.turned(axes.expand(len(come), -1, -1), come[:, None]).mean(0)  # row i: where axis i comes to lie
+        turn = seen.rotated(axes.expand(len(come), -1, -1), come[:, None]).mean(0)  # row i: where axis i comes to lie
         return mean @ turn, turn.mT @ spread @ turn
 
 

@@ -22,13 +22,13 @@ class Profile(kv.Statistic):
 
     def of_prompt(self, seen: kv.LayerTensors) -> Tensor:
         length = seen.k.shape[1]
-        found = torch.zeros(2, *seen.pos.shape, device=seen.k.device)
+        sums = torch.zeros(2, *seen.pos.shape, device=seen.k.device)
         for begin in range(0, length, ROWS):
             rows = slice(begin, begin + ROWS)
             attention = seen.grouped(seen.probabilities(rows)).mean(1)
             far = seen.q_pos[rows, None] - seen.pos[:, None] >= local_tokens(self.local, length)
-            found += torch.stack([attention.sum(1), (attention * far).sum(1)])
-        return found
+            sums += torch.stack([attention.sum(1), (attention * far).sum(1)])
+        return sums
 
 
 @dataclass(kw_only=True)
@@ -69,12 +69,12 @@ class FastGen(kv.Policy):
         first, last = position < self.sinks, position >= length - local_tokens(self.local, length)
         keep, done = torch.ones_like(share, dtype=torch.bool), torch.zeros_like(share[..., :1], dtype=torch.bool)
         for frequent, local in ((False, False), (True, False), (True, True)):
-            own = (first | last if local else first).expand_as(keep)
-            rank = kv.rank_descending(share.masked_fill(own, -1.0))
+            fixed = (first | last if local else first).expand_as(keep)
+            rank = kv.rank_descending(share.masked_fill(fixed, -1.0))
             chosen = first | (rank < self._frequent(length)) if frequent else first.expand_as(keep)
             received = torch.where(chosen, share, near if local else torch.zeros_like(near)).sum(-1, keepdim=True)
             fits = (received >= self.recovery) & ~done if self.recovery < 1 else torch.zeros_like(done)
-            keep = torch.where(fits, chosen | own, keep)
+            keep = torch.where(fits, chosen | fixed, keep)
             done = done | fits
         return kv.PrefillPlan(tier_of=torch.where(keep, 0, kv.EVICT).to(torch.int8))
 
@@ -93,5 +93,5 @@ class FastGen(kv.Policy):
 
 
 def local_tokens(share: float, length: int) -> int:
-    """How many tokens are near."""
+    """Number of near tokens."""
     return max(1, int(share * length))

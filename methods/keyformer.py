@@ -74,6 +74,6 @@ class Keyformer(Stepwise):
         )
 
 
-def gumbel(seed: int, *place: Tensor) -> Tensor:
+def gumbel(seed: int, *indices: Tensor) -> Tensor:
     """Gumbel noise that depends on whole numbers alone, fp32 in their common shape (`uniform`)."""
-    return -(-uniform(seed, *place).log()).log()
+    return -(-uniform(seed, *indices).log()).log()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvbench.policy import Budget, LayerTensors, Need, NotForModel, Ranked, ScoreSpec, Several, Statistic, Text
-from kvbench.policy.presses import rotary_beside, value_of
+from kvbench.policy.presses import attached_rotary, value_of
 
 # kvpress asks for an older transformers than kvbench; its scorers run with kvbench's.
 INSTALL = "pip install --no-deps kvpress && pip install peft 'fire<0.7' 'cachetools<6' accelerate datasets pandas"
@@ -29,30 +29,30 @@ def scorer(press: str, settings: tuple[str, ...]) -> Any:
         import kvpress as package  # by its own name, so that its version counts in a run's identity
     except ImportError as error:
         raise NotForModel(f"method=kvpress needs the package kvpress ({error}); install it with: {INSTALL}") from None
-    found = {
+    scorers = {
         name: kind
         for name, kind in vars(package).items()
         if isinstance(kind, type) and issubclass(kind, package.ScorerPress) and kind is not package.ScorerPress
     }
-    if press not in found:
+    if press not in scorers:
         raise ValueError(
-            f"method.press={press} is no scorer of kvpress; those installed are {', '.join(sorted(found))}"
+            f"method.press={press} is no scorer of kvpress; those installed are {', '.join(sorted(scorers))}"
         )
-    kind: Any = found[press]
+    kind: Any = scorers[press]
     if kind.compress is not package.ScorerPress.compress:
         raise ValueError(
             f"method.press={press} does not keep its best scores but chooses otherwise; run kvpress itself"
         )
-    given = dict(text.partition("=")[::2] for text in settings)
+    options = dict(text.partition("=")[::2] for text in settings)
     known = set(inspect.signature(kind).parameters) - {"compression_ratio"}
-    if unknown := sorted(set(given) - known):
+    if unknown := sorted(set(options) - known):
         raise ValueError(f"method.settings has {', '.join(unknown)}, and {press} {', '.join(sorted(known)) or 'none'}")
-    return kind(**{name: value_of(text) for name, text in given.items()})
+    return kind(**{name: value_of(text) for name, text in options.items()})
 
 
 @lru_cache(maxsize=2)
 def prepared(press: str, settings: tuple[str, ...], model: str, dtype: torch.dtype) -> Any:
-    """The same, prepared for a model of which it sees the name and the type alone: KVzapPress and QFilterPress fetch
+    """The scorer, prepared for a model of which it sees the name and the type alone: KVzapPress and QFilterPress fetch
     what was trained for a model of that name. It is fetched once.
 
     Raises:
@@ -106,7 +106,7 @@ class PressScore(Statistic):
         made.compression_ratio = ratio
         named = {"position_embeddings": call.position_embeddings, "hidden_states": call.hidden_states[None]}
         try:
-            with torch.no_grad(), torch.random.fork_rng(), rotary_beside(call.module, call.rotary):
+            with torch.no_grad(), torch.random.fork_rng(), attached_rotary(call.module, call.rotary):
                 torch.manual_seed(0)
                 score = made.score(call.module, call.hidden_states[None], seen.k[None], seen.v[None], None, named)
         except Exception as error:  # code of others may fail with any error

@@ -54,11 +54,11 @@ class KVQuant(kv.Policy):
 
     def check_model(self, num_layers: int, num_kv_heads: int) -> None:
         super().check_model(num_layers, num_kv_heads)
-        found = 0 if self.codebooks is None else len(self.codebooks.scale)
+        layers = 0 if self.codebooks is None else len(self.codebooks.scale)
         fits = self.codebooks is not None and len(self.codebooks.scale[0]) % num_kv_heads == 0
-        if not self.native and (found != num_layers or not fits):
+        if not self.native and (layers != num_layers or not fits):
             raise kv.NotForModel(
-                f"method.books has {found} layers, but the model has {num_layers} layers x {num_kv_heads} KV heads; "
+                f"method.books has {layers} layers, but the model has {num_layers} layers x {num_kv_heads} KV heads; "
                 "kvquant needs the books of this model, which `kvbench calibrate what=books` measures: give them as "
                 "method.books=PATH"
             )

@@ -30,9 +30,9 @@ class Reconstruction(Statistic):
             best = score[:, replay.first : replay.end]
             for begin in range(0, queries.shape[2], QUERIES):
                 logits = seen.capped(torch.einsum("hgid,hjd->hgij", queries[:, :, begin : begin + QUERIES], keys))
-                own = begin + torch.arange(logits.shape[2], device=keys.device)
-                found = seen.softmax(logits.masked_fill(later > own[:, None], float("-inf")))[..., sinks:behind]
-                best = torch.maximum(best, found.amax((1, 2)))
+                query_pos = begin + torch.arange(logits.shape[2], device=keys.device)
+                prob = seen.softmax(logits.masked_fill(later > query_pos[:, None], float("-inf")))[..., sinks:behind]
+                best = torch.maximum(best, prob.amax((1, 2)))
             score[:, replay.first : replay.end] = best
         return score
 

@@ -102,8 +102,8 @@ class MiniKV(kv.Policy):
         tier_of = view.filled(0)
         prefix = max(0, view.num_tokens - self._shares(view)[1])
         if prefix:
-            own = torch.tensor(self.heavy_counts(view), device=view.layers.device)[:, None, None]
-            tier_of[..., :prefix] = torch.where(kv.rank_descending(view.score[..., :prefix]) < own, 0, kv.EVICT)
+            counts = torch.tensor(self.heavy_counts(view), device=view.layers.device)[:, None, None]
+            tier_of[..., :prefix] = torch.where(kv.rank_descending(view.score[..., :prefix]) < counts, 0, kv.EVICT)
         return kv.PrefillPlan(tier_of=tier_of)
 
     def bounds(self, extent: kv.Extent) -> kv.Bounds:

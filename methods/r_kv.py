@@ -51,8 +51,8 @@ class Redundancy(Statistic):
         for begin in range(0, length, ROWS):
             rows = unit[:, begin : begin + ROWS]
             cosine = rows @ unit.mT
-            own = index[begin : begin + ROWS]
-            cosine[:, own - begin, own] = 0.0
+            block = index[begin : begin + ROWS]
+            cosine[:, block - begin, block] = 0.0
             last = torch.where(cosine > self.threshold, index, 0).amax(-1, keepdim=True)
             total += cosine.scatter_(-1, last, 0.0).sum(1)
         return (total / length).softmax(-1)

@@ -85,8 +85,8 @@ class StreamingLLM(kv.Policy):
         held = torch.minimum(view.tokens_seen + 1, self._room(view))[:, None]
         age = pos - (view.tokens_seen[:, None] + 1 - held)
         is_new = ~valid | ((age < self.sinks) & (pos >= self.sinks))
-        found = torch.where(is_new, held - 1, torch.where(pos < self.sinks, pos, age))
-        return torch.cat([found, (held - 1).expand(-1, num_slots - found.shape[1])], 1)
+        ages = torch.where(is_new, held - 1, torch.where(pos < self.sinks, pos, age))
+        return torch.cat([ages, (held - 1).expand(-1, num_slots - ages.shape[1])], 1)
 
     def _ring(self, view: kv.DecodeView) -> tuple[Tensor, Tensor]:
         """Recent tokens per sequence, and how many overwrites came before this step (negative: the cache is not full

@@ -33,8 +33,8 @@ class TrigonometricScore(kv.Statistic):
         mean, length = seen.of_these_heads(table).split([2 * half, half], -1)
         keys = seen.k.float()
         # A key that is rotated by its position meets a query rotated by its own: the mean over offsets is one query.
-        ahead = seen.tokens_seen + 2 ** torch.arange(self.reach.bit_length(), device=keys.device)
-        query = seen.turned(mean.expand(len(ahead), *mean.shape), ahead[:, None]).mean(0)
+        future = seen.tokens_seen + 2 ** torch.arange(self.reach.bit_length(), device=keys.device)
+        query = seen.rotated(mean.expand(len(future), *mean.shape), future[:, None]).mean(0)
         spread = length - torch.hypot(mean[:, :half], mean[:, half:])
         logit = torch.einsum("hgd,hnd->hgn", seen.grouped(query), keys)
         longer = torch.einsum("hgd,hnd->hgn", seen.grouped(spread), torch.hypot(keys[..., :half], keys[..., half:]))
@@ -75,10 +75,10 @@ class TriAttention(kv.Scored):
 
     def check_model(self, num_layers: int, num_kv_heads: int) -> None:
         super().check_model(num_layers, num_kv_heads)
-        found = len(self.centres) if self.centres is not None else 0
-        if self.centres is None or found != num_layers or len(self.centres[0]) % (3 * num_kv_heads):
+        layers = len(self.centres) if self.centres is not None else 0
+        if self.centres is None or layers != num_layers or len(self.centres[0]) % (3 * num_kv_heads):
             raise kv.NotForModel(
-                f"method.centres has {found} layers, but the model has {num_layers} layers x {num_kv_heads} KV heads; "
+                f"method.centres has {layers} layers, but the model has {num_layers} layers x {num_kv_heads} KV heads; "
                 "triattention needs the table of this model, which `kvbench calibrate what=centres` measures: give it "
                 "as method.centres=PATH"
             )

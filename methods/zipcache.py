@@ -87,12 +87,12 @@ class ZipCache(kv.Policy):
         score, pos, valid = (torch.cat([getattr(one, name) for one in tiers], -1) for name in ("score", "pos", "valid"))
         first = oldest - (oldest - view.prompt_tokens[:, None, None, None]) % self.window
         judged = valid & (pos >= first) & (pos < first + self.window)  # together with it, wherever they are by now
-        own = score.masked_fill(~judged | (pos != oldest), float("-inf")).amax(-1, keepdim=True)
-        above = judged & ((score > own) | ((score == own) & (pos < oldest)))
+        oldest_score = score.masked_fill(~judged | (pos != oldest), float("-inf")).amax(-1, keepdim=True)
+        above = judged & ((score > oldest_score) | ((score == oldest_score) & (pos < oldest)))
         lower = int((1 - self.salient) * self.window + 1e-9)
         tier = torch.where(above.sum(-1) < self.window - lower, 1, 2)
         return kv.DecodePlan(
-            slot=torch.where(leaving.found, leaving.slot, -1), demote_to=tier, demote_slot=torch.full_like(tier, -1)
+            slot=torch.where(leaving.exists, leaving.slot, -1), demote_to=tier, demote_slot=torch.full_like(tier, -1)
         )
 
     def bounds(self, extent: kv.Extent) -> kv.Bounds:

@@ -86,7 +86,7 @@ def answers(loaded, policy, requests, *, on_step=None, sizing=None, own=False, c
 
     with engine(loaded, policy, **settings) as running:
         watch = (lambda step: on_step(running, step)) if on_step else None
-        running.run(requests, on_outcome=keep, on_step=watch, sizing=sizing, own=own)
+        running.run(requests, on_outcome=keep, on_step=watch, sizing=sizing, force_generated=own)
         if counts is not None:
             counts |= running.steps.counts
         store = running.store

@@ -104,7 +104,7 @@ class FakeEngine:
         """Every token is a word."""
         return " ".join(map(str, ids))
 
-    def running(self, requests, *, on_outcome, on_step=None, sizing=None, own=False):
+    def running(self, requests, *, on_outcome, on_step=None, sizing=None, force_generated=False):
         """Answer group by group; give each request before it is answered."""
         self.sizing = len(sizing or requests)
         size = self.most_requests
@@ -206,7 +206,7 @@ def make_parts(
 
     def load_model(cfg):
         chosen = {"name": "tiny", "fingerprint": "weights-1", "dtype": "float32", "device": "cpu", "linear": "plain"}
-        chosen |= {"remark": "", "places": (), "quantisation": "", "tensor_parallel": 1}
+        chosen |= {"remark": "", "device_spans": (), "quantisation": "", "tensor_parallel": 1}
         chosen |= {"weights_bytes": 4096} | dict(cfg)
         return SimpleNamespace(**{"chat_template": False, "max_tokens": 512, "rows_are_alone": False} | chosen)
 

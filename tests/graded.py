@@ -32,7 +32,14 @@ class Graded(Policy):
             raise ValueError(f"alpha_l={self.alpha_l} and alpha_h={self.alpha_h} do not fit")
 
 
-MODEL = {"name": "tiny", "fingerprint": "ab" * 32, "dtype": "float32", "device": "cpu", "max_tokens": 64, "places": ()}
+MODEL = {
+    "name": "tiny",
+    "fingerprint": "ab" * 32,
+    "dtype": "float32",
+    "device": "cpu",
+    "max_tokens": 64,
+    "device_spans": (),
+}
 MODEL |= {"chat_template": False, "quantisation": "", "tensor_parallel": 1, "linear": "plain", "remark": ""}
 
 
@@ -85,7 +92,7 @@ class Engine:
         """Every token is a word."""
         return " ".join(map(str, ids))
 
-    def running(self, requests, *, on_outcome, on_step=None, sizing=None, own=False):
+    def running(self, requests, *, on_outcome, on_step=None, sizing=None, force_generated=False):
         """One outcome per request, each given before; Ctrl-C after as many as the test says."""
         policy, bench = self.policy, self.bench
         for request in requests:

@@ -36,7 +36,7 @@ def path_of(policy: Policy) -> tuple:
         buffer and (buffer.v_flush, buffer.when, buffer.hold_prompt),
         (policy.reading is None, policy.codebooks is None, policy.by_layer is None, len(policy.tiers)),
         (score.decode_update, score.decode_replace, score.probe is None),
-        frozenset((tier.k_axis, tier.k_code, tier.fp8, tier.turned, tier.k_kept < 1) for tier in policy.tiers),
+        frozenset((tier.k_axis, tier.k_code, tier.fp8, tier.rotated, tier.k_kept < 1) for tier in policy.tiers),
     )
 
 

@@ -34,7 +34,7 @@ def make_store(
     dtype=torch.float32,
     inv_freq=None,
     softmax=PLAIN,
-    places=(),
+    device_spans=(),
     device="cpu",
     backend="torch",
     **options,
@@ -54,7 +54,7 @@ def make_store(
         device=torch.device(device),
         inv_freq=inv_freq,
         softmax=softmax,
-        places=places,
+        device_spans=device_spans,
     )
     return CompressedStore(
         policy,

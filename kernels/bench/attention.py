@@ -112,11 +112,11 @@ class Settings(Common):
         """Compiles the kernels in CUDA C++ together, which else come one after the other."""
         if "cuda" not in self.decodes or not (target := bench.environment.get("target")):
             return
-        from kvbench.kernels.gpu.cuda_build import compile_together
+        from kvbench.kernels.gpu.cuda_build import compile_parallel
 
         forms = self._forms()
         bench.stage(f"compiling {len(forms)} forms in CUDA C++ in {machine.num_cpus()} threads")
-        bench.notes += compile_together(forms, target, machine.num_cpus())
+        bench.notes += compile_parallel(forms, target, machine.num_cpus())
 
     def _forms(self) -> "list[Form]":
         """The forms of the kernels in CUDA C++ that the cells have."""
@@ -190,7 +190,7 @@ class Settings(Common):
 
     @staticmethod
     def _prepared_bytes(layout: caches.Layout, lists: int, group: int, dim: int, scores: str) -> float:
-        """What attention in CUDA C++ that is prepared for a buffer keeps: results of parts, and weights of slots."""
+        """Bytes that prepared CUDA C++ attention keeps per buffer: results of parts, and weights of slots."""
         slots = [width * fmt.tokens_per_page for fmt, width in zip(layout.formats, layout.widths, strict=True)]
         parts = sum(min(MOST_PARTS, -(-each // LEAST_SLOTS)) for each in slots)
         weights = 0 if scores == "none" else 2 * sum(slots) * (1 + 2 / TURN)
@@ -203,8 +203,8 @@ class Settings(Common):
             raise Skipped(f"needs about {need / 1e9:.1f} GB and {free / 1e9:.1f} GB are free")
 
     def _dense(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> list[Variant]:
-        """Two ways to ask torch for the same attention: the group as query heads, as models do, and as query tokens,
-        which reads every key once."""
+        """Two forms of the same attention in torch: the group as query heads, as models do, and as query tokens, which
+        reads every key once."""
         dtype, scale = DTYPES[name], q.shape[-1] ** -0.5
         size = (k.numel() + v.numel()) * dtype.itemsize
         count = caches.num_buffers(size, self.working_set(k.device.type), self.max_buffers)

@@ -81,7 +81,7 @@ class Common:
             raise ValueError(f"clock=cpu counts one thread, but threads={self.threads}; set threads=[1]")
 
     @property
-    def rounds_told(self) -> int:
+    def reported_rounds(self) -> int:
         """Rounds of a cell in what is told of progress, with the one that warms up."""
         return self.rounds + 1
 
@@ -105,7 +105,7 @@ class Common:
         """Arguments of `measure_cell`, `baselines` at least."""
         raise NotImplementedError
 
-    def finish(self, found: dict) -> None:
+    def finish(self, figures: dict) -> None:
         """Adds to the figures of a cell."""
 
 
@@ -159,8 +159,8 @@ def label_of(cell: dict) -> str:
 
 
 class Bench:
-    """One start of a bench: notes the machine and its load before anything runs, then fills the document; `notes` are
-    what a reader must know, `more` further parts of the document."""
+    """One start of a bench: records the machine and its load before anything runs, then fills the document; `notes` are
+    for its reader, `more` are further parts of the document."""
 
     def __init__(self, settings: Common, progress: Progress | None = None, keep: Keep = lambda _: None) -> None:
         self.settings, self._keep = settings, keep
@@ -173,11 +173,11 @@ class Bench:
         self.notes = machine.doubts(self.environment, settings.clock, self.backend)
         self.more: dict[str, Any] = {}
         self._progress, self._label = progress, ""
-        self._done, self._rounds = 0, settings.rounds_told
+        self._done, self._rounds = 0, settings.reported_rounds
 
     @cached_property
     def bandwidth(self) -> machine.Bandwidth:
-        """The probe, made when a cell first asks for it: it takes a gigabyte."""
+        """The probe, made when a cell first uses it: it takes a gigabyte."""
         return machine.Bandwidth(self.device)
 
     def stage(self, text: str = "") -> None:
@@ -206,7 +206,7 @@ class Bench:
         if held is not None and goes_on(held, document):
             document |= {name: held[name] for name in ("started", "cells", "elapsed_s")}
             self.notes += [note for note in held["notes"] if note not in self.notes]
-        done, begin = [found["cell"] for found in document["cells"]], time.time() - document.get("elapsed_s", 0.0)
+        done, begin = [figures["cell"] for figures in document["cells"]], time.time() - document.get("elapsed_s", 0.0)
         try:
             if left := [cell for cell in self.cells if cell not in done]:
                 self.settings.prepare(self)
@@ -222,13 +222,13 @@ class Bench:
         return document
 
     def _measured(self, cell: dict) -> dict:
-        """The figures of one cell; what it held is free when it returns."""
+        """The figures of one cell; its buffers are free when it returns."""
         begin, self._label = self._done, label_of(cell)
         if cell.get("threads"):
             torch.set_num_threads(cell["threads"])
         self.stage()
-        asked: dict[str, Any] = {"rounds": self.settings.rounds, "seed": self.settings.seed}
-        asked |= {"timer": self._timer, "on_round": self.advance}
+        options: dict[str, Any] = {"rounds": self.settings.rounds, "seed": self.settings.seed}
+        options |= {"timer": self._timer, "on_round": self.advance}
         try:
             variants = self.settings.variants(self, cell)
         except Skipped as reason:
@@ -236,17 +236,17 @@ class Bench:
             self._done = begin + self._rounds
             return {"cell": cell, "variants": [], "refused": [], "skipped": str(reason)}
         self.stage("first round")
-        found = measure_cell(cell, variants, **asked | self.settings.timing(self, cell))
+        figures = measure_cell(cell, variants, **options | self.settings.timing(self, cell))
         self._done = begin + self._rounds
-        self.settings.finish(found)
-        self.notes += [f"{entry['name']} at {self._label} {entry['reason']}" for entry in found["refused"]]
-        distance, cache = found["reuse_distance_bytes"], self.environment["cpu_cache_bytes"]
+        self.settings.finish(figures)
+        self.notes += [f"{entry['name']} at {self._label} {entry['reason']}" for entry in figures["refused"]]
+        distance, cache = figures["reuse_distance_bytes"], self.environment["cpu_cache_bytes"]
         if self.device == "cpu" and self.settings.what == "attention" and cache and distance < 2 * cache:
             self.notes.append(
                 f"{self._label}: only {distance / 1e6:.0f} MB pass between two uses of a buffer; the cache is said "
                 f"to hold {cache / 1e6:.0f} MB; raise working_set_mb or max_buffers"
             )
-        return found
+        return figures
 
 
 def goes_on(held: dict, document: dict) -> bool:
@@ -296,7 +296,7 @@ def read_document(path: Path) -> dict:
 
 
 def is_complete(document: dict) -> bool:
-    """True when no variant was refused but for want of its library."""
+    """True when no variant was refused except for lack of its library."""
     return all(entry.get("absent") for cell in document["cells"] for entry in cell["refused"])
 
 
@@ -328,15 +328,15 @@ def plain_table(document: dict) -> str:
 
 def remarks(cell: dict) -> list[str]:
     """The A/A pair and the bandwidth of a cell in words; documents of before have none."""
-    found = []
+    lines = []
     if twice := cell.get("twice"):
         noise = f"ratios within {100 * twice['noise']:.0f} % of 1 are noise"
-        found.append(f"A/A: {twice['name']} timed twice is {_span(twice)} times itself; {noise}")
+        lines.append(f"A/A: {twice['name']} timed twice is {_span(twice)} times itself; {noise}")
     if probe := cell.get("probe"):
-        found.append(f"{probe['name']} in the same rounds: {probe['bytes_per_s'] / 1e9:.1f} GB/s")
+        lines.append(f"{probe['name']} in the same rounds: {probe['bytes_per_s'] / 1e9:.1f} GB/s")
     if product := cell.get("product"):
-        found.append(f"{product['name']} in the same rounds: {product['flops_per_s'] / 1e9:.0f} GFLOP/s")
-    return found
+        lines.append(f"{product['name']} in the same rounds: {product['flops_per_s'] / 1e9:.0f} GFLOP/s")
+    return lines
 
 
 def _span(ratio: dict | None) -> str:
@@ -349,11 +349,11 @@ def main(kind: type[Common], words: list[str]) -> int:
     if {"-h", "--help"} & set(words):
         _print_help(kind)
         return 0
-    told: set[str] = set()
+    shown: set[str] = set()
 
     def speak(done: int, total: int, label: str) -> None:
-        if label not in told:
-            told.add(label)
+        if label not in shown:
+            shown.add(label)
             print(f"{done}/{total} rounds: {label}", file=sys.stderr, flush=True)
 
     paths = [Path(word.partition("=")[2]) for word in words if word.startswith("out=")]

@@ -42,13 +42,13 @@ def slot_format(name: str, head_dim: int) -> SlotFormat:
     per channel and before the rotary embedding, one number of each vector apart), or a key of `_NAMED`; ValueError for
     another."""
     more: dict[str, Any]
-    if found := _PLAIN.fullmatch(name):
-        bits, more = (int(found[1]), int(found[2])), {}
-    elif found := re.fullmatch("KIVI([24])", name):
-        bits = (int(found[1]),) * 2
+    if match := _PLAIN.fullmatch(name):
+        bits, more = (int(match[1]), int(match[2])), {}
+    elif match := re.fullmatch("KIVI([24])", name):
+        bits = (int(match[1]),) * 2
         more = {"k_channel_group": KIVI_GROUP, "v_groups": head_dim // KIVI_GROUP}
-    elif found := re.fullmatch("KVQ([234])", name):
-        bits = (int(found[1]),) * 2
+    elif match := re.fullmatch("KVQ([234])", name):
+        bits = (int(match[1]),) * 2
         more = {"k_code": "book_channels", "v_code": "book", "k_apart": 1, "v_apart": 1}
     elif name == "FP8":
         bits, more = (8, 8), {"fp8": True}
@@ -78,8 +78,7 @@ class PagedCaches:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tokens of a cache lie: for each format of a name how many tokens of a list it holds, and in how many
-    pages."""
+    """Layout of a cache's tokens: for each format of a name the tokens of a list that it holds, and its pages."""
 
     formats: list[PageFormat]
     counts: list[int]
@@ -165,12 +164,12 @@ def build_caches(
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randperm(len(pages), generator=generator).to(k.device).view(num_buffers, sequences, heads, -1)
     split = list(ids.split(widths, -1))
-    beside = []
+    key_parts = []
     begin = 0
     for fmt, mine, count in zip(formats, split, counts, strict=True):
         end = begin + count
         keys, channels, rotation = _as_stored(fmt, k[:, :, begin:end], begin)
-        beside.append((rotation, channels))
+        key_parts.append((rotation, channels))
         for index in range(sequences):
             _write(backend, pages, fmt, mine[0, index], keys[index], v[index, :, begin:end])
         begin = end
@@ -179,7 +178,7 @@ def build_caches(
     in_tier = [torch.full((sequences, heads), count, dtype=torch.int64, device=k.device) for count in counts]
     if held is not None:
         in_tier = [held.to(k.device) * count // length for count in counts]
-    tiers = list(zip(formats, split, in_tier, beside, strict=True))
+    tiers = list(zip(formats, split, in_tier, key_parts, strict=True))
     buffers = [
         [TierPages(f, ids[i].contiguous(), n, n, *more) for f, ids, n, more in tiers] for i in range(num_buffers)
     ]
@@ -233,9 +232,9 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, live: Tensor 
     return torch.matmul(prob, v.double()).flatten(0, 1), prob
 
 
-def dense_error(found: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> float:
+def dense_error(outputs: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> float:
     """Largest error of attention [S, Hq, D] over keys and values [S, H, n, D] that are exact."""
-    rows = zip(found, q, k, v, strict=True)
+    rows = zip(outputs, q, k, v, strict=True)
     return worst([relative_error(row, exact_attention(a, b, c, scale)[0]) for row, a, b, c in rows])
 
 
@@ -264,19 +263,19 @@ def paged_error(
         out, _, scores = call(buffer)
     errors = []
     for index in range(len(q)):
-        own, one = [_of_sequence(tier, index) for tier in tiers], slice(index, index + 1)
+        sequence_tiers, one = [_of_sequence(tier, index) for tier in tiers], slice(index, index + 1)
         newest = None if ring is None else Ring(ring.k[one], ring.v[one], ring.num_tokens[one])
-        k, v, live = (x[0] for x in REFERENCE.gather_dense(caches.pages, own, newest))
+        k, v, live = (x[0] for x in REFERENCE.gather_dense(caches.pages, sequence_tiers, newest))
         exact, prob = exact_attention(q[index], k, v, scale, live)
         errors.append(relative_error(out[index], exact))
         if group:
-            found, wanted = torch.cat([s[index] for s in scores], -1), reduce_group(prob, group, 1)
-            width = min(found.shape[-1], wanted.shape[-1])  # a page's slots behind the last token, or the ring's tokens
+            got, wanted = torch.cat([s[index] for s in scores], -1), reduce_group(prob, group, 1)
+            width = min(got.shape[-1], wanted.shape[-1])  # a page's slots behind the last token, or the ring's tokens
             paged = live[:, :width]
             if ring is not None:
                 paged = torch.arange(width, device=k.device) < tiers[0].num_k[index, :, None]
-            found, wanted = (x[:, :width].where(paged, 0.0) for x in (found, wanted))
-            errors.append(relative_error(found, wanted))
+            got, wanted = (x[:, :width].where(paged, 0.0) for x in (got, wanted))
+            errors.append(relative_error(got, wanted))
     return worst(errors)
 
 
@@ -287,9 +286,9 @@ def _of_sequence(tier: TierPages, index: int) -> TierPages:
     return TierPages(tier.fmt, tier.ids[one], tier.num_k[one], tier.num_v[one], rotation, tier.channels)
 
 
-def relative_error(found: Tensor, exact: Tensor) -> float:
+def relative_error(got: Tensor, exact: Tensor) -> float:
     """Largest difference, as a share of the largest exact element; NaN when anything is NaN."""
-    return float((found.double() - exact).abs().max() / exact.abs().max())
+    return float((got.double() - exact).abs().max() / exact.abs().max())
 
 
 def worst(errors: list[float]) -> float:

@@ -80,12 +80,12 @@ def pick_device(name: str) -> str:
 
 def describe(device: str, backend: Backend) -> dict:
     """The machine, the libraries and the load at this moment, in JSON types."""
-    found: dict[str, str | None] = {}
+    versions: dict[str, str | None] = {}
     for name in ("triton", "transformers", "flash-attn", "flashinfer-python"):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
+            versions[name] = None
     return {
         "device": device,
         "device_name": torch.cuda.get_device_name(device) if device != "cpu" else _processor(),
@@ -96,7 +96,7 @@ def describe(device: str, backend: Backend) -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "libraries": found,
+        "libraries": versions,
         "backend": backend.name,
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", ""),
         "gomp_spincount": os.environ.get("GOMP_SPINCOUNT", ""),
@@ -166,16 +166,16 @@ def product(device: str, dtype: torch.dtype) -> Variant:
     return Variant(name="torch's product", call=lambda _: torch.nn.functional.linear(x, weight), extra=extra)
 
 
-def tell_limits(found: dict) -> None:
+def tell_limits(figures: dict) -> None:
     """Says how fast this machine can be at rows of a cell that name their bytes and `flops_per_token`: whichever takes
     longer, the bytes at the probe's bandwidth, or the operations at those of `product`, whose row becomes a figure of
     the cell."""
-    for row in [row for row in found["variants"] if "flops_per_call" in row]:
-        found["variants"].remove(row)
-        found["product"] = {"name": row["name"], "flops_per_s": row["flops_per_call"] / row["median"]}
-    if not found.get("product") or not found["probe"]:
+    for row in [row for row in figures["variants"] if "flops_per_call" in row]:
+        figures["variants"].remove(row)
+        figures["product"] = {"name": row["name"], "flops_per_s": row["flops_per_call"] / row["median"]}
+    if not figures.get("product") or not figures["probe"]:
         return
-    for row in found["variants"]:
-        read_s = row["bytes_per_call"] / found["probe"]["bytes_per_s"]
-        multiply_s = row["flops_per_token"] * row["tokens_per_call"] / found["product"]["flops_per_s"]
+    for row in figures["variants"]:
+        read_s = row["bytes_per_call"] / figures["probe"]["bytes_per_s"]
+        multiply_s = row["flops_per_token"] * row["tokens_per_call"] / figures["product"]["flops_per_s"]
         row["limit_tokens_per_s"] = row["tokens_per_call"] / max(read_s, multiply_s)

@@ -59,17 +59,17 @@ class OneByOne:
         """Appends `count[i]` slots to list i."""
         for index, more in enumerate(count):
             self.slots[index] += more
-            own = self.pages[index]
-            while len(own) * self.size < self.slots[index]:
-                own.append(self.free.popleft())
+            pages = self.pages[index]
+            while len(pages) * self.size < self.slots[index]:
+                pages.append(self.free.popleft())
 
     def truncate(self, count: list[int]) -> None:
         """Keeps the first `count[i]` slots of list i."""
         for index, left in enumerate(count):
-            own, self.slots[index] = self.pages[index], left
+            pages, self.slots[index] = self.pages[index], left
             keep = -(-left // self.size)
-            self.free.extend(own[keep:])
-            del own[keep:]
+            self.free.extend(pages[keep:])
+            del pages[keep:]
 
     def plan_compaction(self, keep: list[list[bool]]) -> tuple[list[tuple[int, int, int]], list[int]]:
         """The moves (list, from, to) that bring the kept slots to the front, and the counts left."""
@@ -133,9 +133,9 @@ class _State:
     def variants(self, operation: str) -> list[Variant]:
         """The variants of one operation; each is checked by running it once and comparing every page of every list."""
         slots = _OPERATIONS[operation]
-        given = self.keep if slots is None else torch.full_like(self.start, slots or self.table.tokens_per_page[0])
+        targets = self.keep if slots is None else torch.full_like(self.start, slots or self.table.tokens_per_page[0])
         work: Any = _compact if slots is None else _grow_and_shrink
-        both = self.start, given
+        both = self.start, targets
         calls = {
             name: partial(work, manager, *([x.tolist() for x in both] if manager is self.host else both))
             for name, manager in self.managers.items()
@@ -158,15 +158,15 @@ class _State:
         """0 when both managers hold the same pages in every list, else the share of lists that differ."""
         counts = self.table.num_pages(0)
         ids = self.table.page_ids(self.lists, 0, self.table.max_pages).tolist()
-        own = [row[:count] for row, count in zip(ids, counts.tolist(), strict=True)]
-        return sum(a != b for a, b in zip(own, self.host.pages, strict=True)) / len(own)
+        table_pages = [row[:count] for row, count in zip(ids, counts.tolist(), strict=True)]
+        return sum(a != b for a, b in zip(table_pages, self.host.pages, strict=True)) / len(table_pages)
 
     def moves_differ(self) -> float:
         """Share of moves that the two plans do not have in common."""
         owner, source, target, _ = self.table.plan_compaction(self.lists, 0, self.keep)
-        own = set(zip(owner.tolist(), source.tolist(), target.tolist(), strict=True))
+        moves = set(zip(owner.tolist(), source.tolist(), target.tolist(), strict=True))
         other = set(self.host.plan_compaction(self.keep.tolist())[0])
-        return len(own ^ other) / max(1, len(own | other))
+        return len(moves ^ other) / max(1, len(moves | other))
 
     def kernels_agree(self) -> float:
         """0 when the manager on the device holds as many slots in every list, and every page once, else 1."""

@@ -24,7 +24,7 @@ from kvbench.kernels.operands import ColumnSums, HeadScores
 TOLERANCE = {"fp32": 1e-4, "bf16": 6e-2, "fp16": 1e-2}
 GPU_TOLERANCE = 1e-2
 CHECKED_TOKENS = 300  # of the same tensors; the exact result is a full matrix in fp64
-Found = Tensor | tuple[Tensor, Tensor]  # attention's output, alone or with the scores of the keys
+Output = Tensor | tuple[Tensor, Tensor]  # attention's output, alone or with the scores of the keys
 
 
 @dataclass(kw_only=True)
@@ -75,10 +75,10 @@ class Settings(Common):
             half = n // 2
             live = None if whole else torch.ones(heads, half, dtype=torch.bool, device=device)
             past = k[:, :half], v[:, :half], live
-            own = backend.chunk_attention(q[:, half:n], k[:, half:n], v[:, half:n], past, scale)
-            return torch.cat([attend(half), own.to(dtype)], 1)
+            tail = backend.chunk_attention(q[:, half:n], k[:, half:n], v[:, half:n], past, scale)
+            return torch.cat([attend(half), tail.to(dtype)], 1)
 
-        made: dict[str, tuple[Callable[[int], Found], int]] = {"attention": (attend, -1), "sdpa": (sdpa, -1)}
+        made: dict[str, tuple[Callable[[int], Output], int]] = {"attention": (attend, -1), "sdpa": (sdpa, -1)}
         made |= {"attention in two chunks": (partial(behind, False), -1)}
         made |= {"attention, then that of a replay": (partial(behind, True), -1)}
         if self.eager:
@@ -129,14 +129,14 @@ class _Exact:
         self.prob, values = _probabilities(q, k, v, scale, torch.float64)
         self.out = torch.matmul(self.prob, values)
 
-    def error(self, call: Callable[[int], Found], window: int) -> float:
+    def error(self, call: Callable[[int], Output], window: int) -> float:
         """Largest error of the output, and of the scores where the call gives some."""
-        found = call(self.length)
-        if not isinstance(found, tuple):
-            return caches.relative_error(found, self.out)
+        output = call(self.length)
+        if not isinstance(output, tuple):
+            return caches.relative_error(output, self.out)
         first = 0 if window < 0 else max(0, self.length - window)
         scores = self.prob[:, first:].sum(1).unflatten(0, (self.heads, -1)).mean(1)
-        return caches.worst([caches.relative_error(found[0], self.out), caches.relative_error(found[1], scores)])
+        return caches.worst([caches.relative_error(output[0], self.out), caches.relative_error(output[1], scores)])
 
 
 if __name__ == "__main__":

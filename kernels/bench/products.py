@@ -70,17 +70,17 @@ class Settings(Common):
         def check() -> float:
             return max(_error(products, x, weight) for x, weight in zip(rows, first, strict=True))
 
-        found = [
+        timed = [
             Variant(name="torch", call=of(torch.nn.functional.linear)),
             Variant(name="streamed", call=of(products), check=check, tolerance=tolerance),
         ]
-        for each in found:
+        for each in timed:
             each.num_buffers, each.bytes_per_call = copies, numbers * dtype.itemsize
             each.extra |= {"tokens_per_call": cell["rows"], "flops_per_token": 2 * numbers}
-        return [*found, machine.product(bench.device, dtype)]
+        return [*timed, machine.product(bench.device, dtype)]
 
-    def finish(self, found: dict) -> None:
-        machine.tell_limits(found)
+    def finish(self, figures: dict) -> None:
+        machine.tell_limits(figures)
 
 
 def _error(products: RowProducts, x: Tensor, weight: Tensor) -> float:

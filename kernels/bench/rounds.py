@@ -87,7 +87,7 @@ def cuda_graph(work: Work) -> Work:
 
 
 class Absent(Exception):
-    """What a variant needs is not installed; the message says how it comes there."""
+    """A dependency of a variant is not installed; the message says how to install it."""
 
 
 def failed_variant(name: str, problem: Exception) -> Variant:
@@ -152,8 +152,8 @@ def time_rounds(
     """Seconds per call of every variant in every round, by name; `seed` decides the orders, and the times of `warmup`
     rounds before them are thrown away."""
     order = random.Random(seed)
-    found: dict[str, list[float]] = {variant.name: [] for variant in variants}
-    assert len(found) == len(variants), "two variants of a cell have the same name"
+    samples: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    assert len(samples) == len(variants), "two variants of a cell have the same name"
     for index in range(-warmup, rounds):
         queue = list(variants)
         order.shuffle(queue)
@@ -162,9 +162,9 @@ def time_rounds(
                 variant.before_round()
             seconds = timer(variant.sweep) / variant.num_buffers
             if index >= 0:
-                found[variant.name].append(seconds)
+                samples[variant.name].append(seconds)
         on_round()
-    return found
+    return samples
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -212,8 +212,8 @@ def measure_cell(
     right, refused = refuse_wrong(variants)
     by_name = {variant.name: variant for variant in right}
     first = [by_name[name] for name in [*baselines, *by_name] if name in by_name][: int(twice)]
-    again = [replace(variant, name=f"{variant.name} (again)") for variant in first]
-    for variant in [*right, *again]:
+    repeats = [replace(variant, name=f"{variant.name} (again)") for variant in first]
+    for variant in [*right, *repeats]:
         if capture is None:
             break
         try:
@@ -222,7 +222,7 @@ def measure_cell(
             variant.extra["no_graph"] = _in_line(problem, 200)
         variant.extra["graph"] = variant.replay is not None
     probes = [probe] if probe else []
-    timed = [*right, *probes, *again]
+    timed = [*right, *probes, *repeats]
     seconds = time_rounds(timed, **how)
     rates = [probe.bytes_per_call / s for s in seconds[probe.name]] if probe else []
     known = [name for name in baselines if name in seconds]
@@ -245,16 +245,16 @@ def _row(
     variant: Variant, seconds: dict[str, list[float]], rates: Sequence[float], baselines: Sequence[str]
 ) -> dict[str, object]:
     """The figures of one variant; `rates` are the probe's bytes per second in each round, empty without one."""
-    own = seconds[variant.name]
-    span = spread(own)
-    row = {"name": variant.name, "seconds": own, **span}
+    samples = seconds[variant.name]
+    span = spread(samples)
+    row = {"name": variant.name, "seconds": samples, **span}
     row |= {"bytes_per_call": variant.bytes_per_call, "num_buffers": variant.num_buffers}
     if variant.bytes_per_call:
         row["bytes_per_s"] = variant.bytes_per_call / span["median"]
         if rates:
-            shares = [variant.bytes_per_call / s / rate for s, rate in zip(own, rates, strict=True)]
+            shares = [variant.bytes_per_call / s / rate for s, rate in zip(samples, rates, strict=True)]
             row["bandwidth_share"] = spread(shares)
-    row["ratios"] = {name: ratios(seconds[name], own) for name in baselines}
+    row["ratios"] = {name: ratios(seconds[name], samples) for name in baselines}
     if variant.versus in seconds:
-        row["versus"] = {"name": variant.versus, **ratios(seconds[variant.versus], own)}
+        row["versus"] = {"name": variant.versus, **ratios(seconds[variant.versus], samples)}
     return row | variant.extra

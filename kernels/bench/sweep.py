@@ -197,12 +197,12 @@ def compile_share(settings: Settings) -> None:
 
 def run(words: list[str]) -> int:
     """Carries out the command; exit status as of `bench.main`."""
-    asked = None
+    settings = None
     with suppress(ValueError):  # which `main` says
-        asked = read_words(Settings, words)
-    if asked is None or not asked.share:
+        settings = read_words(Settings, words)
+    if settings is None or not settings.share:
         return main(Settings, words)
-    compile_share(asked)
+    compile_share(settings)
     return 0
 
 

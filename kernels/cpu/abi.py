@@ -59,7 +59,7 @@ _LEVELS = 3
 
 # These mirror the structs of the same names in csrc/plan.h, reduce.h and step.h.
 class CodeStruct(ctypes.Structure):
-    """How the numbers of one side are written."""
+    """Code of the numbers of one side."""
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("kind", "groups", "scale", "fit", "zero", "centre", "apart", "unused")),
@@ -231,7 +231,7 @@ def _code_struct(fmt: PageFormat, code: Code | None, groups: int, apart: int) ->
 
 @cache
 def format_struct(fmt: PageFormat) -> ctypes.Structure:
-    """A struct with what the C++ side must know of a format, to be copied: filling one field by field takes longer."""
+    """Struct of a format for the C++ side, to be copied: filling one field by field takes longer."""
     slot = fmt.slot
     regions = ("codes", "scale", "zero", "apart", "where")
     offsets = {name: fmt.regions[name][0] for name in (f"{side}_{each}" for side in "kv" for each in regions)}
@@ -289,9 +289,9 @@ def fill_tier(entry: ctypes.Structure, tier: TierPages, scores: Tensor | None, k
         for name, x in zip(("cos", "sin", "first_cos", "first_sin"), tables, strict=False):
             setattr(entry, name, x.data_ptr())
     if tier.channels is not None:
-        own = plain(tier.channels.scale), plain(tier.channels.zero)
-        keep += own
-        entry.channel_scale, entry.channel_zero = (x.data_ptr() for x in own)
+        scales = plain(tier.channels.scale), plain(tier.channels.zero)
+        keep += scales
+        entry.channel_scale, entry.channel_zero = (x.data_ptr() for x in scales)
 
 
 def ring_struct(ring: Ring | StepRing, keep: Kept) -> ctypes.Structure:

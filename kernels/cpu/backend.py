@@ -270,8 +270,8 @@ class Cpu(Backend):
             struct.flush_first = int(ring.flush_first)
         else:
             assert target is not None, "checks.step wants one of them"
-            struct.tier, *places = target
-            where = [x.long().contiguous() for x in places]
+            struct.tier, *location = target
+            where = [x.long().contiguous() for x in location]
             struct.page, struct.slot = (x.data_ptr() for x in where)
         return CompiledStep(struct, [*keep, seen, *where])
 
@@ -300,7 +300,7 @@ class CompiledStep(FusedStep):
 
 
 def _covers(pages: Tensor, fmt: PageFormat) -> bool:
-    """Whether the C++ code covers these pages; a copy of them would take the bytes and be thrown away."""
+    """True if the C++ code covers these pages; a copy of them would take the bytes and be thrown away."""
     return pages.device.type == "cpu" and pages.is_contiguous() and _has_code(fmt)
 
 

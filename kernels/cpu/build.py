@@ -67,7 +67,7 @@ def load_library(
     try:
         return kind(str(build_library(name, sources, flags=flags)))
     except OSError:  # built on a machine with newer libraries, for example
-        path = build_library(name, sources, flags=flags, again=True)
+        path = build_library(name, sources, flags=flags, rebuild=True)
     try:
         return kind(str(path))
     except OSError as error:
@@ -83,7 +83,7 @@ def build_library(
     source_dir: Path = SOURCE_DIR,
     *,
     flags: tuple[str, ...] = (),
-    again: bool = False,
+    rebuild: bool = False,
 ) -> Path:
     """The shared library of these sources, compiled now unless an equal build is cached.
 
@@ -96,7 +96,7 @@ def build_library(
             include.
         source_dir: Where they are.
         flags: Compiler flags beside `FLAGS`.
-        again: True compiles although an equal build is cached.
+        rebuild: True compiles although an equal build is cached.
 
     Returns:
         The library's path; its content was checked against the digest in the record.
@@ -109,13 +109,13 @@ def build_library(
         parts += [" ".join((*FLAGS, *flags)), os.environ.get("CXX") or "", platform.machine()]
         key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
         record = cache_dir() / f"{name}-{key}.json"
-        cached = None if again else _cached(record)
+        cached = None if rebuild else _cached(record)
         if cached is not None:
             return cached
         compiler = find_compiler()
         _make_folder(record.parent)
         with _alone(record.parent):
-            cached = None if again else _cached(record)  # another process may have built it meanwhile
+            cached = None if rebuild else _cached(record)  # another process may have built it meanwhile
             if cached is not None:
                 return cached
             _remove_left_overs(record.parent)
@@ -132,7 +132,7 @@ def build_library(
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Waits until no other process builds into a folder; where its disk or system has no locks, nobody waits.
+    """Waits until no other process builds into a folder; where its disk or system has no locks, there is no wait.
 
     Without it, every process of a sweep that begins with an empty cache would compile the same sources at once. The
     lock ends with its process, however that ends, and the compilers that the process started do not have it.
@@ -168,15 +168,15 @@ def _store(built: Path, record: Path, compiler: str) -> Path:
     target = record.with_name(_library_name(record, digest))
     written = built.with_suffix(".json")
     written.write_text(json.dumps({"sha256": digest, "compiler": _version(compiler)}, indent=1))
-    for source, place in ((built, target), (written, record)):
+    for source, path in ((built, target), (written, record)):
         _sync(source)
-        os.replace(source, place)
-        _sync(place.parent)
+        os.replace(source, path)
+        _sync(path.parent)
     return target
 
 
 def _remove_left_overs(folder: Path) -> None:
-    """Removes what killed builds left behind: what is older than a build may take."""
+    """Removes leftovers of killed builds: files older than a build may take."""
     for scratch in folder.glob(".build-*"):
         try:
             if time.time() - scratch.stat().st_mtime > 4 * COMPILE_LIMIT_S:
@@ -220,7 +220,7 @@ def _compile(compiler: str, sources: list[Path], target: Path, flags: tuple[str,
             [[*start, "-c", str(source), "-o", str(made)] for source, made in zip(sources, objects, strict=True)],
             [[*start, *map(str, objects), "-o", str(target)]],
         ):
-            ended = _run_together(step, COMPILE_LIMIT_S)
+            ended = _run_parallel(step, COMPILE_LIMIT_S)
             output = output or "".join(said for status, said in ended if status)
             if any(status for status, _ in ended):
                 break
@@ -235,11 +235,11 @@ def _compile(compiler: str, sources: list[Path], target: Path, flags: tuple[str,
 
 def _version(compiler: str) -> str:
     """The compiler's path and the first line that it prints of its version, for people who look at the cache."""
-    ((_, said),) = _run_together([[compiler, "--version"]], VERSION_LIMIT_S)
+    ((_, said),) = _run_parallel([[compiler, "--version"]], VERSION_LIMIT_S)
     return " ".join([compiler, *said.splitlines()[:1]])
 
 
-def _run_together(commands: list[list[str]], limit_s: float) -> list[tuple[int, str]]:
+def _run_parallel(commands: list[list[str]], limit_s: float) -> list[tuple[int, str]]:
     """The exit status of each command and what it said; all run side by side. A BuildError where one cannot be started,
     or they took longer than they may; then all were ended, with what they had started."""
     deadline_s = time.monotonic() + limit_s

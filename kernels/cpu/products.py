@@ -72,14 +72,14 @@ class RowProducts:
         for matrix in matrices:
             _look(x, *matrix)
         x = x.contiguous()
-        found = [x.new_empty(*x.shape[:-1], len(weight)) for weight, _ in matrices]
+        outputs = [x.new_empty(*x.shape[:-1], len(weight)) for weight, _ in matrices]
         num_rows, size_in = _shape(x)
         threads = _threads(matrices, num_rows)
         kind = ELEMENT_KINDS[x.dtype]
-        status = self._call(kind, x.data_ptr(), num_rows, size_in, _table(matrices, found), len(matrices), threads)
+        status = self._call(kind, x.data_ptr(), num_rows, size_in, _table(matrices, outputs), len(matrices), threads)
         if status:
             check(status)
-        return found
+        return outputs
 
     def gated(self, x: Tensor, gate: Matrix, up: Matrix, down: Matrix) -> Tensor:
         """A feed-forward layer, down(silu(gate(x)) * up(x)); between the products there is one rounding, not two.

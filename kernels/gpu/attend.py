@@ -111,7 +111,7 @@ def _attend_block(
 @triton.jit
 def _attend_tier(
     q, pages, table, num_k, num_v, angles, frequencies, seen, weights, tops, ring_tokens, ring_k, ring_v, part_top,
-    part_sum, part_out, pid, row, which, flat, part, parts, place, num_parts, scale2, page_bytes, columns, entries,
+    part_sum, part_out, pid, row, which, flat, part, parts, part_index, num_parts, scale2, page_bytes, columns, entries,
     heads, rk_row, rk_head, rv_row, rv_head, angle_row, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
     T: tl.constexpr, BT: tl.constexpr, LAST: tl.constexpr, OP: tl.constexpr, SCORES: tl.constexpr, RK: tl.constexpr,
     RV: tl.constexpr, HELD: tl.constexpr, REVERSED: tl.constexpr, TURN: tl.constexpr, HALF: tl.constexpr,
@@ -161,7 +161,7 @@ def _attend_tier(
             weights, tops, ring_k, ring_v, held_k, held_v, total, pid, row, columns, heads, rk_row, rk_head, rv_row,
             rv_head, angle_row, G, GP, D, T, BT, LAST, OP, SCORES, RK, RV, TURN, HALF, HP, REST, CAP, K, V,
         )  # fmt: skip
-    at = (pid * num_parts + place) * G + g
+    at = (pid * num_parts + part_index) * G + g
     tl.store(part_top + at, top, mask=g < G)
     tl.store(part_sum + at, norm, mask=g < G)
     w = tl.arange(0, V.WP)
@@ -236,8 +236,8 @@ def _merge_head(part_top, part_sum, part_out, out, lse, sinks, row, head, g, num
         top = new_top
     empty = total == 0.0
     divisor = tl.where(empty, 1.0, total)
-    found = tl.where(empty, float("nan"), acc / divisor)
-    tl.store(out + (row * G + g) * D + d, elements(found, OUT), mask=d < D)
+    merged = tl.where(empty, float("nan"), acc / divisor)
+    tl.store(out + (row * G + g) * D + d, elements(merged, OUT), mask=d < D)
     tl.store(lse + row * G + g, tl.where(empty, float("-inf"), (top + tl.log2(divisor)) * 0.6931471805599453))
 
 
@@ -277,10 +277,10 @@ def _reduce_part(
             total = tl.where(top > LOWEST, 1.0, 0.0)
         for begin in range(0, num_parts, BP):
             other = begin + tl.arange(0, BP)
-            asked = (g < G)[:, None] & (other < num_parts)[None, :]
+            mask = (g < G)[:, None] & (other < num_parts)[None, :]
             at = (pid * num_parts + other)[None, :] * G + g[:, None]
-            its_top = tl.load(part_top + at, mask=asked, other=LOWEST)
-            its_sum = tl.load(part_sum + at, mask=asked, other=0.0)
+            its_top = tl.load(part_top + at, mask=mask, other=LOWEST)
+            its_sum = tl.load(part_sum + at, mask=mask, other=0.0)
             new_top = tl.maximum(top, tl.max(its_top, 1))
             total = total * tl.exp2(top - new_top) + tl.sum(its_sum * tl.exp2(its_top - new_top[:, None]), 1)
             top = new_top

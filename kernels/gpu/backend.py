@@ -98,7 +98,7 @@ class Gpu(Backend):
         )
 
     def _covers(self, *formats: PageFormat) -> bool:
-        """Whether all codes of the formats have kernels, and values of their own."""
+        """True if all codes of the formats have kernels, and values of their own."""
         if any(fmt.slot.keys_only for fmt in formats):
             return False
         sides = [code for fmt in formats for code in (fmt.slot.keys, fmt.slot.values)]
@@ -209,8 +209,8 @@ class Gpu(Backend):
         Args:
             accumulate: Add the scores to what the pages track, instead of returning them.
         """
-        turned = any(tier.offset is not None for tier in tiers)
-        if self.decoder is None or turned or not self._covers(*(tier.fmt for tier in tiers)):
+        has_offsets = any(tier.offset is not None for tier in tiers)
+        if self.decoder is None or has_offsets or not self._covers(*(tier.fmt for tier in tiers)):
             assert not accumulate, "the reference returns the scores"
             return super().paged_decode(q, pages, tiers, ring, scale, power=power, group=group, softmax=softmax)
         update: ScoreUpdate | None = "add" if accumulate and group else None
@@ -286,19 +286,19 @@ class Gpu(Backend):
             in_table=True,
             counts_in_table=held is None,
         )
-        found = [ListTier.in_table(tier, held) for tier in tiers]
+        list_tiers = [ListTier.in_table(tier, held) for tier in tiers]
         onto = None if target is None else (tiers[target[0]].fmt, target[1], target[2])
         return DeviceStep(
-            pages, found, lists, num_layers, seen, onto, ring, scores, strip, choice, softmax, self.decoder
+            pages, list_tiers, lists, num_layers, seen, onto, ring, scores, strip, choice, softmax, self.decoder
         )
 
     def choose_pages(
         self, q: Tensor, pages: Tensor, tier: TierPages, count: Tensor, width: int, group: Reduce
     ) -> TierPages:
         checks.choose(q, pages, tier, count, width, group)
-        found, lists = ListTier.of(tier), Lists.of(tier)
-        bounds = page_bounds(q, pages, found, lists, group)
-        ids, held = choose(bounds, found, lists, count, min(width, tier.ids.shape[2]))
+        list_tier, lists = ListTier.of(tier), Lists.of(tier)
+        bounds = page_bounds(q, pages, list_tier, lists, group)
+        ids, held = choose(bounds, list_tier, lists, count, min(width, tier.ids.shape[2]))
         return TierPages(tier.fmt, ids, held, held)
 
     def add_scores(self, pages: Tensor, tier: TierPages, scores: Tensor) -> None:

@@ -39,8 +39,8 @@ def _bound_pages(
     base = pages + page * page_bytes
     low = tl.load((base + LOW).to(tl.pointer_type(ELEM))[:, None] + d[None, :], mask=cells, other=0.0).to(tl.float32)
     high = tl.load((base + HIGH).to(tl.pointer_type(ELEM))[:, None] + d[None, :], mask=cells, other=0.0).to(tl.float32)
-    asked = (g < G)[:, None] & (d < D)[None, :]
-    query = tl.load(q + pid * G * D + g[:, None] * D + d[None, :], mask=asked, other=0.0).to(tl.float32)
+    mask = (g < G)[:, None] & (d < D)[None, :]
+    query = tl.load(q + pid * G * D + g[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
     bound = tl.dot(tl.maximum(query, 0.0), tl.trans(high), input_precision="ieee")
     bound += tl.dot(tl.minimum(query, 0.0), tl.trans(low), input_precision="ieee")
     if RULE == 2:
@@ -53,8 +53,8 @@ def _bound_pages(
 
 
 def page_bounds(q: Tensor, pages: Tensor, tier: ListTier, lists: Lists, group: Reduce) -> Tensor:
-    """What no logit in a page exceeds, fp32 [S, H, m], as `reference.attention.page_bounds`; behind a list's end, any
-    number. Capture-safe."""
+    """Upper bound of the logits in a page, fp32 [S, H, m], as `reference.attention.page_bounds`; behind a list's end,
+    any number. Capture-safe."""
     num_seq, heads, columns = lists.num_seq, lists.heads, tier.columns
     head_dim, group_size = q.shape[-1], q.shape[1] // heads
     bounds = torch.empty(num_seq, heads, columns, device=q.device)
@@ -147,12 +147,12 @@ def _ranks_of(bounds, pid, columns, begin, last, BLOCK: tl.constexpr):
 
 @triton.jit
 def _count_from(first, bounds, pid, columns, last, least, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """How many ranks of a list are at least so large; `first` are those of its first block."""
-    found = tl.sum((first >= least).to(tl.int32), 0)
+    """Number of ranks of a list that are at least so large; `first` are those of its first block."""
+    count = tl.sum((first >= least).to(tl.int32), 0)
     for block in range(1, BLOCKS):
         rank = _ranks_of(bounds, pid, columns, block * BLOCK, last, BLOCK)
-        found += tl.sum((rank >= least).to(tl.int32), 0)
-    return found
+        count += tl.sum((rank >= least).to(tl.int32), 0)
+    return count
 
 
 @triton.jit(do_not_specialize=["columns", "width", "entries", "per_row", "offset"])
@@ -176,12 +176,12 @@ def _choose_pages(
     if pages > most:
         first, step = _ranks_of(bounds, pid, columns, 0, last, BLOCK), least
         for _ in range(32):  # the sign first, whose absence is more; then as of any number
-            found = _count_from(first, bounds, pid, columns, last, least ^ step, BLOCK, BLOCKS)
-            least = tl.where(found >= most, least ^ step, least)
+            passing = _count_from(first, bounds, pid, columns, last, least ^ step, BLOCK, BLOCKS)
+            least = tl.where(passing >= most, least ^ step, least)
             step = (step >> 1) & 0x7FFFFFFF
         if least < 0x7FFFFFFF:
             above = _count_from(first, bounds, pid, columns, last, least + 1, BLOCK, BLOCKS)
-    ties, place = most.to(tl.int32) - above, tl.zeros([], tl.int32)
+    ties, base = most.to(tl.int32) - above, tl.zeros([], tl.int32)
     for block in range(BLOCKS):
         column = block * BLOCK + tl.arange(0, BLOCK)
         rank = _ranks_of(bounds, pid, columns, block * BLOCK, last, BLOCK)
@@ -189,10 +189,10 @@ def _choose_pages(
         number = (rank > least).to(tl.int32) + equal * (tl.cumsum(equal, 0) <= ties).to(tl.int32)
         number = tl.where(column <= last, tl.where(pages <= most, 1, number), 0)
         chosen = number > 0
-        target = place + tl.cumsum(number, 0) - 1
+        target = base + tl.cumsum(number, 0) - 1
         page = table_page(table, which, entries, column, chosen, REVERSED)
         tl.store(ids + pid * width + target, page, mask=chosen & (target < width))
-        place += tl.sum(number, 0)
+        base += tl.sum(number, 0)
         ties -= tl.sum(equal, 0)
     tl.store(held + pid, slots - (pages - most) * T)
 

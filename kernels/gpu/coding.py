@@ -32,18 +32,18 @@ _D2, _D3, _D4 = (tl.constexpr(code_of("lloyd", bits).deviation) for bits in (2, 
 
 
 @triton.jit
-def load_codes(place, step, mask, SIDE: tl.constexpr):
+def load_codes(base, step, mask, SIDE: tl.constexpr):
     """The bytes of codes from their first ones on, `step` between the bytes of a slot; of 3 and 5 bits, several in one
     word."""
-    raw = tl.load(place, mask=mask, other=0)
+    raw = tl.load(base, mask=mask, other=0)
     if SIDE.BITS == 3:
-        odd = tl.load(place + SIDE.W * step, mask=mask, other=0).to(tl.int32)
-        third = tl.load(place + 2 * SIDE.W * step, mask=mask, other=0).to(tl.int32)
+        odd = tl.load(base + SIDE.W * step, mask=mask, other=0).to(tl.int32)
+        third = tl.load(base + 2 * SIDE.W * step, mask=mask, other=0).to(tl.int32)
         raw = raw.to(tl.int32) | (odd << 8) | (third << 16)
     elif SIDE.BITS == 5:
         raw = raw.to(tl.int64)
         for j in tl.static_range(1, 5):
-            raw |= tl.load(place + j * SIDE.W * step, mask=mask, other=0).to(tl.int64) << (8 * j)
+            raw |= tl.load(base + j * SIDE.W * step, mask=mask, other=0).to(tl.int64) << (8 * j)
     return raw
 
 
@@ -61,21 +61,21 @@ def plane_codes(raw, plane, SIDE: tl.constexpr):
 
 
 @triton.jit
-def store_codes(place, codes, plane, step, mask, SIDE: tl.constexpr):
-    """Packs codes [n, P, m] over their planes and stores them from `place` [n, m] on."""
+def store_codes(base, codes, plane, step, mask, SIDE: tl.constexpr):
+    """Packs codes [n, P, m] over their planes and stores them from `base` [n, m] on."""
     wide, p = codes.to(tl.int32), plane[None, :, None]
     if SIDE.BITS == 3:
         lower = (wide & 3) << (2 * (p // 2))
-        tl.store(place, tl.sum(tl.where(p % 2 == 0, lower, 0), 1).to(tl.uint8), mask=mask)
-        tl.store(place + SIDE.W * step, tl.sum(tl.where(p % 2 == 1, lower, 0), 1).to(tl.uint8), mask=mask)
-        tl.store(place + 2 * SIDE.W * step, tl.sum((wide >> 2) << p, 1).to(tl.uint8), mask=mask)
+        tl.store(base, tl.sum(tl.where(p % 2 == 0, lower, 0), 1).to(tl.uint8), mask=mask)
+        tl.store(base + SIDE.W * step, tl.sum(tl.where(p % 2 == 1, lower, 0), 1).to(tl.uint8), mask=mask)
+        tl.store(base + 2 * SIDE.W * step, tl.sum((wide >> 2) << p, 1).to(tl.uint8), mask=mask)
     elif SIDE.BITS == 5:
         lower = (wide & 15) << (4 * (p // 4))
         for j in tl.static_range(4):
-            tl.store(place + j * SIDE.W * step, tl.sum(tl.where(p % 4 == j, lower, 0), 1).to(tl.uint8), mask=mask)
-        tl.store(place + 4 * SIDE.W * step, tl.sum((wide >> 4) << p, 1).to(tl.uint8), mask=mask)
+            tl.store(base + j * SIDE.W * step, tl.sum(tl.where(p % 4 == j, lower, 0), 1).to(tl.uint8), mask=mask)
+        tl.store(base + 4 * SIDE.W * step, tl.sum((wide >> 4) << p, 1).to(tl.uint8), mask=mask)
     else:
-        tl.store(place, tl.sum(wide << (p * SIDE.BITS), 1).to(tl.uint8), mask=mask)
+        tl.store(base, tl.sum(wide << (p * SIDE.BITS), 1).to(tl.uint8), mask=mask)
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def _magnitudes(index, SIDE: tl.constexpr):
 
 @triton.jit
 def level_values(codes, SIDE: tl.constexpr, dtype: tl.constexpr):
-    """What codes stand for before scale and zero, without rounding; those of tables are signed."""
+    """Values of codes before scale and zero, without rounding; those of tables are signed."""
     if SIDE.CODE == IQ4_NL:
         return code_values(_magnitudes(codes, SIDE), 8, dtype) - _NL_CENTRE
     elif SIDE.CODE >= LLOYD:
@@ -137,7 +137,7 @@ def _halves(raw, asm: tl.constexpr):
 
 @triton.jit
 def plane_levels(raw, plane: tl.constexpr, SIDE: tl.constexpr, dtype: tl.constexpr):
-    """What the codes of a plane stand for before scale and zero, without rounding."""
+    """Values of the codes of a plane before scale and zero, without rounding."""
     if SIDE.PTX > 0 and dtype == tl.float16 and SIDE.CODE < LLOYD and SIDE.BITS != 3 and SIDE.BITS != 5:
         return _halves(raw, _unpacked(SIDE.BITS, plane))
     else:
@@ -146,7 +146,7 @@ def plane_levels(raw, plane: tl.constexpr, SIDE: tl.constexpr, dtype: tl.constex
 
 @triton.jit
 def float8_levels(raw, SIDE: tl.constexpr, dtype: tl.constexpr):
-    """What bytes that are floats stand for before their scale; all of them are exact in fp16."""
+    """Values of 8-bit floats before their scale; all of them are exact in fp16."""
     if SIDE.PTX > 0 and dtype == tl.float16 and SIDE.CODE < 0:
         return _halves(raw, _E5M2_HALVES)
     elif SIDE.PTX >= 89 and dtype == tl.float16:
@@ -326,9 +326,9 @@ def encode_up(x, channel, mine, SIDE: tl.constexpr):
     elif SIDE.FIT == _UP:
         scale = tl.div_rn(most, most * 0.0 + (HALF - 1.0))
     else:  # of several that are alike, the first one
-        place = tl.where(mine & (size == most[:, None, None]), channel, 65536)
-        first = tl.min(tl.min(place, 2), 1)
-        extreme = tl.sum(tl.sum(tl.where(mine & (place == first[:, None, None]), x, 0.0), 2), 1)
+        position = tl.where(mine & (size == most[:, None, None]), channel, 65536)
+        first = tl.min(tl.min(position, 2), 1)
+        extreme = tl.sum(tl.sum(tl.where(mine & (position == first[:, None, None]), x, 0.0), 2), 1)
         if SIDE.FIT == _SQUARES:
             scale = tl.div_rn(extreme, most * 0.0 - _NL_CENTRE)
         else:

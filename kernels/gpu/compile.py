@@ -142,8 +142,8 @@ def _usage(asm: Mapping[str, Any]) -> tuple[int | None, int | None]:
         )
         return max(registers, default=None), sum(spilled)
     said = nvidia_tool("cuobjdump", "-res-usage", binary=asm["cubin"])
-    found = re.findall(r"REG:(\d+) STACK:(\d+)", said)
-    return (max(int(count) for count, _ in found), max(int(size) for _, size in found)) if found else (None, None)
+    matches = re.findall(r"REG:(\d+) STACK:(\d+)", said)
+    return (max(int(count) for count, _ in matches), max(int(size) for _, size in matches)) if matches else (None, None)
 
 
 def nvidia_tool(name: str, *options: str, binary: bytes) -> str:
@@ -164,8 +164,8 @@ def parse_sass(sass: str) -> tuple[list[str], dict[str, int]]:
     for line in sass.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label[1]] = len(lines)
-        elif found := re.search(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);", line):
-            lines.append(found[1].strip())
+        elif match := re.search(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);", line):
+            lines.append(match[1].strip())
     return lines, labels
 
 
@@ -231,8 +231,8 @@ def _step(dtype: torch.dtype, *names: str, ring: bool = False, rotated: bool = F
         table.find_extreme(rows, tier, fmt, SlotSearch(by="mean", seen=seen, floor=seen, exact=seen))
         table.tracked_slots(lists, tier, fmt, fmt.tokens_per_page)
     to = None if len(formats) == 1 else page
-    table.take(lists, 0, page, to, to, acts=True, own_all=False, done=[])
-    table.take(lists, 0, None, None, None, acts=False, own_all=False, done=[])
+    table.take(lists, 0, page, to, to, acts=True, unshare_all=False, done=[])
+    table.take(lists, 0, None, None, None, acts=False, unshare_all=False, done=[])
     table.count_rows(rows)
     Gpu().write_tracked(pages, formats[0], page.flatten(), page.flatten(), 0.0, page.flatten())
     copy_pages(pages, page.flatten(), page.flatten())

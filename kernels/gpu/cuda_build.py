@@ -30,11 +30,11 @@ def nvrtc() -> ctypes.CDLL:
     """
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
-    found = [str(path) for folder in folders for name in _NAMES for path in sorted(folder.glob(f"*/lib/{name}"))]
-    for path in [*found, *_NAMES]:
+    paths = [str(path) for folder in folders for name in _NAMES for path in sorted(folder.glob(f"*/lib/{name}"))]
+    for path in [*paths, *_NAMES]:
         try:
             # NVRTC opens its library of builtins by name, and a package's folder is on no path of the loader.
-            for builtins in Path(path).parent.glob("libnvrtc-builtins.so.*") if path in found else ():
+            for builtins in Path(path).parent.glob("libnvrtc-builtins.so.*") if path in paths else ():
                 ctypes.CDLL(str(builtins))
             return ctypes.CDLL(path)
         except OSError:
@@ -81,7 +81,7 @@ def compiled(form: Form, target: str) -> bytes:
     return built
 
 
-def compile_together(forms: Iterable[Form], target: str, workers: int) -> list[str]:
+def compile_parallel(forms: Iterable[Form], target: str, workers: int) -> list[str]:
     """Compiles forms by threads into the cache; returns what could not be compiled, with the reason."""
 
     def build(form: Form) -> str:

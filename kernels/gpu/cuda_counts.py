@@ -67,24 +67,24 @@ class Code:
 
     @cached_property
     def successors(self) -> list[tuple[int, ...]]:
-        """Which instructions can come next; a warp that is together takes no BRA.DIV."""
-        found: list[tuple[int, ...]] = []
+        """Instructions that can come next; a converged warp takes no BRA.DIV."""
+        successors: list[tuple[int, ...]] = []
         for at, line in enumerate(self.lines):
             bare = _PREDICATE.sub("", line)
             follows: tuple[int, ...] = (at + 1,) if at + 1 < len(self.lines) else ()
             if bare.startswith(("EXIT", "RET")):
-                found.append(follows if bare != line else ())
+                successors.append(follows if bare != line else ())
             elif bare.startswith("BRA") and "BRA.DIV" not in bare and (to := re.search(r"`\((\.L_x_\d+)\)", bare)):
                 conditional = bare != line or re.match(r"BRA\S*\s+!?U?P\d", bare)
-                found.append((self.labels[to[1]], *(follows if conditional else ())))
+                successors.append((self.labels[to[1]], *(follows if conditional else ())))
             else:
-                found.append(follows)
-        return found
+                successors.append(follows)
+        return successors
 
     @cached_property
     def loops(self) -> list[tuple[int, int]]:
-        """First and last instruction of each loop, inner ones first. What lies behind the kernel's own code, where
-        warps wait for a barrier, is none."""
+        """First and last instruction of each loop, inner ones first. The code behind the kernel's own, where warps wait
+        for a barrier, is none."""
         end = next(at for at in reversed(range(len(self.lines))) if self.lines[at].endswith("EXIT"))
         pairs = {(to, at) for at, follows in enumerate(self.successors) for to in follows if to <= at <= end}
         latest = {head: max(at for to, at in pairs if to == head) for head, _ in pairs}
@@ -103,8 +103,8 @@ class Code:
         behind = {head: end for head, end in closed if first <= head and end <= last and (head, end) != loop}
         best: dict[int, tuple[float, ...]] = {last: value(last)}
         for at in range(last - 1, first - 1, -1):
-            following = (behind[at] + 1,) if at in behind else self.successors[at]
-            options = [best[to] for to in following if at < to <= last and to in best]
+            targets = (behind[at] + 1,) if at in behind else self.successors[at]
+            options = [best[to] for to in targets if at < to <= last and to in best]
             if options:
                 best[at] = tuple(a + b for a, b in zip(value(at), max(options), strict=True))
         return best[first]
@@ -117,8 +117,8 @@ def _instructions(code: Code, form: Form, tokens: int) -> tuple[float, float]:
     """
 
     def along(loop: tuple[int, int], wanted: str, closed: Iterable[tuple[int, int]] = ()) -> float:
-        found = [len(re.findall(wanted, line)) for line in code.lines]
-        return -code.path(loop, lambda at: (found[at], -1), closed)[-1]
+        counts = [len(re.findall(wanted, line)) for line in code.lines]
+        return -code.path(loop, lambda at: (counts[at], -1), closed)[-1]
 
     turns = next(loop for loop in code.loops if code.count(loop, "HMMA") > 8)
     pages = next(loop for loop in code.loops if code.count(loop, _COPY) and code.count(loop, "SHFL"))
@@ -156,10 +156,10 @@ def usage(form: Form, target: str, tokens: int = _TOKENS) -> Usage:
     cubin = compiled(form, target)
     said = nvidia_tool("cuobjdump", "-res-usage", binary=cubin)
     code = Code.of(nvidia_tool("nvdisasm", "-c", binary=cubin), "kvb_decode")
-    found = re.search(r"Function kvb_decode:\s*REG:(\d+) STACK:(\d+)", said)
-    assert found is not None
+    match = re.search(r"Function kvb_decode:\s*REG:(\d+) STACK:(\d+)", said)
+    assert match is not None
     all_of_them, in_turns = _instructions(code, form, tokens)
-    return Usage(int(found[1]), int(found[2]), 16 * len(code.lines), all_of_them / tokens, in_turns / tokens)
+    return Usage(int(match[1]), int(match[2]), 16 * len(code.lines), all_of_them / tokens, in_turns / tokens)
 
 
 def form_named(name: str, head_dim: int, **more: Any) -> Form:
@@ -183,14 +183,14 @@ def main(argv: list[str] | None = None) -> int:
     print("|---|---|---:|---:|---:|---:|---:|---:|")
     for target in parser.parse_args(argv).target:
         for name, dim, more in (*GOALS, *OTHERS):
-            found = usage(form_named(name, dim, **more), target)
+            counts = usage(form_named(name, dim, **more), target)
             shown = " ".join([name, *(key if value is True else f"{key} {value}" for key, value in more.items())])
             print(
-                f"| {target} | {shown} | {dim} | {found.registers} | {found.spilled} | {found.code} "
-                f"| {found.per_token:.1f} | {found.in_turns:.1f} |"
+                f"| {target} | {shown} | {dim} | {counts.registers} | {counts.spilled} | {counts.code} "
+                f"| {counts.per_token:.1f} | {counts.in_turns:.1f} |"
             )
-            over = found.registers > BARS["registers"] or found.per_token > BARS["per_token"]
-            missed += found.spilled > 0 or (over and (name, dim, more) in GOALS and target == "sm_90")
+            over = counts.registers > BARS["registers"] or counts.per_token > BARS["per_token"]
+            missed += counts.spilled > 0 or (over and (name, dim, more) in GOALS and target == "sm_90")
     return int(missed > 0)
 
 

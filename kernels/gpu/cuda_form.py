@@ -1,6 +1,4 @@
-"""GPU backend, decode attention in CUDA C++ (`csrc/`): which calls it can do, and what its source must know of one when
-it is compiled.
-"""
+"""GPU backend, decode attention in CUDA C++ (`csrc/`): calls that it covers, and the compile-time constants of one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

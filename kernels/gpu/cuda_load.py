@@ -96,10 +96,10 @@ class CudaKernels:
         call("cuDevicePrimaryCtxRetain", at(self._context), device)
         call("cuCtxSetCurrent", self._context)
         call("cuModuleLoadData", at(module), ctypes.c_char_p(built))
-        found = [ctypes.c_void_p() for _ in KERNELS]
-        for function, name in zip(found, KERNELS, strict=True):
+        functions = [ctypes.c_void_p() for _ in KERNELS]
+        for function, name in zip(functions, KERNELS, strict=True):
             call("cuModuleGetFunction", at(function), module, name.encode())
-        self._plan, self._decode, self._scores = found
+        self._plan, self._decode, self._scores = functions
         where, size, sizes = ctypes.c_uint64(), ctypes.c_size_t(), (ctypes.c_int * 2)()
         call("cuModuleGetGlobal_v2", at(where), at(size), module, b"kvb_sizes")
         call("cuMemcpyDtoH_v2", sizes, where, ctypes.c_size_t(ctypes.sizeof(sizes)))

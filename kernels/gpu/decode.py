@@ -130,7 +130,7 @@ def programs_by_size(registers: int, shared_bytes: int, warps: int, has_bytes: i
 
 
 def programs_per_processor(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> int:
-    """How many programs of a kernel fit on a multiprocessor of NVIDIA's, by the registers and the shared memory that it
+    """Programs of a kernel that fit on a multiprocessor of NVIDIA's, by the registers and the shared memory that it
     takes when it is compiled.
 
     Source: Triton's tutorial 2 (fused softmax), which asks a compiled kernel for both.
@@ -220,23 +220,23 @@ class ListTier:
     @property
     def half(self) -> int:
         """Angles per key; 0 where keys are not rotated."""
-        turned = self.angles if self.rotation is None else self.rotation.frequencies
-        return 0 if turned is None else turned.shape[-1]
+        angles = self.angles if self.rotation is None else self.rotation.frequencies
+        return 0 if angles is None else angles.shape[-1]
 
     def in_kernels(self, prefix: str) -> dict[str, Any]:
         """Its compile-time constants in `_attend`."""
         turn = 0 if not self.half else 1 if self.rotation is None else 3 if self.rotation.ages is None else 2
-        found = {"T": self.fmt.tokens_per_page, "REVERSED": self.is_reversed, "TURN": turn}
+        constants = {"T": self.fmt.tokens_per_page, "REVERSED": self.is_reversed, "TURN": turn}
         sides = {prefix + side.upper(): side_layout(self.fmt, side) for side in "kv"}
-        return {f"{prefix}_{name}": value for name, value in found.items()} | sides
+        return {f"{prefix}_{name}": value for name, value in constants.items()} | sides
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """What launches of a kernel share: its grid, the arguments behind a layer's own, and its constants."""
+    """Shared part of a kernel's launches: its grid, the arguments behind a layer's own, and its constants."""
 
     grid: tuple[int, int]
-    given: list[Any]
+    operands: list[Any]
     constants: dict[str, Any]
 
 
@@ -244,7 +244,7 @@ class Attention:
     """Attention of one query token per sequence over lists of pages, as `Backend.paged_decode`, prepared once for
     layers that are alike: a call is two launches (four for three tiers) and makes nothing but its results.
 
-    What lies between the launches of a layer is the next one's again.
+    Buffers between the launches of a layer are reused by the next one.
 
     Args:
         q: [S, Hq, D] queries of the first layer; those of others are alike.
@@ -252,8 +252,7 @@ class Attention:
         tiers: One to four.
         lists: The first layer's lists, which a call moves to its own.
         ring: The first layer's residual buffers, or None.
-        how: What happens to the scores; they are returned where they are neither added to what the pages track nor
-            put there.
+        how: Use of the scores; they are returned where they are neither added to what the pages track nor put there.
         seen: int64 [S] position of the queries, where near slots are skipped.
         out: Type of the output.
         softmax: Caps and sinks; of a step those of all layers, from the first of its lists' table on.
@@ -315,8 +314,8 @@ class Attention:
         at_once = _num_processors(q.device) * _ATTENDING
         if q.device.type == "cuda" and ptx_level():
             first, buffers = self._reads(pairs[0], count, step, reading), _ring_arguments(ring, absent)
-            given = [q, buffers[2], *buffers[:2], *buffers[3], LOG2_E, lists.offset, *first.given]
-            at_once = _num_processors(q.device) * programs_per_processor(_attend, given, first.constants)
+            operands = [q, buffers[2], *buffers[:2], *buffers[3], LOG2_E, lists.offset, *first.operands]
+            at_once = _num_processors(q.device) * programs_per_processor(_attend, operands, first.constants)
         self._cut([_num_parts(count, span, at_once) for span in spans], count, group_size, head_dim)
         self._reading = [self._reads(pair, count, step, reading) for pair in pairs]
         self._merging = [self._merges(pair, count, step, merging, how) for pair in (pairs if how.group else pairs[:1])]
@@ -342,29 +341,29 @@ class Attention:
         """Of `_attend`, over one tier or two."""
         (first, second), (pages, rows, seen) = pair, step
         rotation = self._tiers[first].rotation
-        given: list[Any] = [pages, rows, seen, self._absent if rotation is None else rotation.frequencies]
-        given += [*self._partial, pages.shape[1], sum(self._parts), sum(self._parts[:first])]
-        given += [self._lists.heads, self._lists.per_row]
+        operands: list[Any] = [pages, rows, seen, self._absent if rotation is None else rotation.frequencies]
+        operands += [*self._partial, pages.shape[1], sum(self._parts), sum(self._parts[:first])]
+        operands += [self._lists.heads, self._lists.per_row]
         constants = constants | {"TWO": first != second}
         for index, prefix in zip(pair, "AB", strict=True):
             tier = self._tiers[index]
             angles = tier.angles if tier.rotation is None else tier.rotation.ages
             angles = self._absent if angles is None else angles
-            given += [tier.table, tier.num_k, tier.num_v, angles, *self._kept[index], self._parts[index]]
-            given += [tier.columns, tier.entries, angles.stride(0)]
+            operands += [tier.table, tier.num_k, tier.num_v, angles, *self._kept[index], self._parts[index]]
+            operands += [tier.columns, tier.entries, angles.stride(0)]
             size = self._block_slots[index]
             rest = power_of_two((tier.fmt.tokens_per_page - 1) % size + 1, MIN_DOT)
             constants |= tier.in_kernels(prefix) | {f"{prefix}_BT": size, f"{prefix}_LAST": rest}
-        return _Launch((count, sum(self._parts[first : second + 1])), given, constants)
+        return _Launch((count, sum(self._parts[first : second + 1])), operands, constants)
 
     def _merges(
         self, pair: tuple[int, int], count: int, step: tuple[Tensor, ...], constants: dict, how: StepScores
     ) -> _Launch:
         """Of `_finish`; the first one merges the parts, too."""
         (first, second), pages = pair, step[0]
-        given: list[Any] = [self._lse, *self._partial, *step[1:], self._sinks, pages, pages.shape[1]]
-        given += [sum(self._parts)]
-        given += [self._lists.heads, self._lists.per_row]
+        operands: list[Any] = [self._lse, *self._partial, *step[1:], self._sinks, pages, pages.shape[1]]
+        operands += [sum(self._parts)]
+        operands += [self._lists.heads, self._lists.per_row]
         merged = constants["G"] if first == 0 else 0
         constants = constants | {"TWO": first != second, "MERGED": merged, "BP": self._merged_at_once(constants["DP"])}
         scoring = _SCORING * _num_processors(pages.device)
@@ -372,11 +371,11 @@ class Attention:
         tasks = [min(most, max(1, scoring // max(1, count))) if how.group else 0 for most in tiles]
         for index, prefix in zip(pair, "AB", strict=True):
             tier = self._tiers[index]
-            given += [*self._kept[index], tier.num_k, tier.table, tasks[index], tier.columns, tier.entries]
-            found = {"T": tier.fmt.tokens_per_page, "BT": self._block_slots[index], "REVERSED": tier.is_reversed}
-            found |= {"TRACK": score_offset(tier.fmt) if how.update else -1, "POS": tier.fmt.regions["pos"][0]}
-            constants |= {f"{prefix}_{name}": value for name, value in found.items()}
-        return _Launch((count, merged + sum(tasks[first : second + 1])), given, constants)
+            operands += [*self._kept[index], tier.num_k, tier.table, tasks[index], tier.columns, tier.entries]
+            extra = {"T": tier.fmt.tokens_per_page, "BT": self._block_slots[index], "REVERSED": tier.is_reversed}
+            extra |= {"TRACK": score_offset(tier.fmt) if how.update else -1, "POS": tier.fmt.regions["pos"][0]}
+            constants |= {f"{prefix}_{name}": value for name, value in extra.items()}
+        return _Launch((count, merged + sum(tasks[first : second + 1])), operands, constants)
 
     def __call__(
         self, q: Tensor, ring: Ring | None, scale: float, offset: int | None = None
@@ -389,12 +388,12 @@ class Attention:
         k, v, num_tokens, strides = _ring_arguments(ring, self._absent)
         for made in self._reading:
             launch(
-                _attend, made.grid, q, num_tokens, k, v, *strides, scale * LOG2_E, offset, *made.given,
+                _attend, made.grid, q, num_tokens, k, v, *strides, scale * LOG2_E, offset, *made.operands,
                 **made.constants,
             )  # fmt: skip
         for index, made in enumerate(self._merging):
-            own = [*scores[2 * index : 2 * index + 2], self._absent, self._absent][:2]
-            launch(_finish, made.grid, out, *own, offset, *made.given, **made.constants)
+            tier_scores = [*scores[2 * index : 2 * index + 2], self._absent, self._absent][:2]
+            launch(_finish, made.grid, out, *tier_scores, offset, *made.operands, **made.constants)
         return out, self._lse.view(q.shape[:2]), scores
 
 
@@ -405,7 +404,7 @@ def _angles(rotation: Tensor) -> Tensor:
 
 
 def score_offset(fmt: PageFormat) -> int:
-    """Where a page tracks scores."""
+    """Offset of tracked scores in a page."""
     offset, length = fmt.regions["score"]
     if not length:
         raise ValueError("the format tracks no scores to add to; track score, or take the scores as a result")

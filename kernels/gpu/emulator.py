@@ -50,15 +50,15 @@ class _Recorder(TorchDispatchMode):
         if name in FROM_HOST:
             raise NotCapturable(f"numbers of the host become a tensor {list(args[0].shape)}: make it before the step")
         out = function(*args, **kwargs)
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        inputs = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         made = [x.untyped_storage() for x in _as_tuple(out) if isinstance(x, torch.Tensor)]
-        self.allocated += [storage for storage in made if storage.data_ptr() not in given]
+        self.allocated += [storage for storage in made if storage.data_ptr() not in inputs]
         if name not in ALLOCATES:
-            self.tape.append(lambda: self._again(function, args, kwargs, out))
+            self.tape.append(lambda: self._rerun(function, args, kwargs, out))
         return out
 
     @staticmethod
-    def _again(function: Callable, args: tuple, kwargs: dict, out: object) -> None:
+    def _rerun(function: Callable, args: tuple, kwargs: dict, out: object) -> None:
         for new, old in zip(_as_tuple(function(*args, **kwargs)), _as_tuple(out), strict=True):
             if isinstance(old, torch.Tensor) and new.data_ptr() != old.data_ptr():
                 old.copy_(new)
@@ -71,7 +71,7 @@ class _Recorder(TorchDispatchMode):
 
 @contextmanager
 def _without_a_look() -> Iterator[None]:
-    """What indices hold is looked at in main memory alone, which stands for a device's here."""
+    """Skips `checks.within`: contents of indices are checked in main memory alone, which stands for a device's here."""
     within, checks.within = checks.within, lambda *_: None
     try:
         yield
@@ -96,7 +96,7 @@ def record(step: Callable[[], object]) -> Callable[[], None]:
     def replay() -> None:
         for storage in recorder.allocated:
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(GARBAGE)
-        for again in recorder.tape:
-            again()
+        for operation in recorder.tape:
+            operation()
 
     return replay

@@ -13,7 +13,7 @@ def _pages(slots, T: tl.constexpr):
 
 
 @triton.jit
-def _needs_of(
+def _pages_needed(
     lists, count, num_slots, row, num, num_lists, max_pages, TIER: tl.constexpr, OTHER: tl.constexpr, T: tl.constexpr,
     T_OTHER: tl.constexpr, RELEASE: tl.constexpr,
 ):  # fmt: skip
@@ -22,39 +22,39 @@ def _needs_of(
     mask = row < num
     which = tl.load(lists + row, mask=mask, other=0).to(tl.int64)
     before = tl.load(num_slots + TIER * num_lists + which, mask=mask, other=0)
-    asked = tl.load(count + row, mask=mask, other=0).to(tl.int32)
+    wanted = tl.load(count + row, mask=mask, other=0).to(tl.int32)
     if RELEASE:
-        need = tl.where(mask, _pages(before, T) - _pages(asked, T), 0)
-        fault = mask & (asked > before)
+        need = tl.where(mask, _pages(before, T) - _pages(wanted, T), 0)
+        fault = mask & (wanted > before)
     else:
-        need = tl.where(mask, _pages(before + asked, T) - _pages(before, T), 0)
-        used = _pages(before + asked, T)
+        need = tl.where(mask, _pages(before + wanted, T) - _pages(before, T), 0)
+        used = _pages(before + wanted, T)
         if OTHER >= 0:
             used += _pages(tl.load(num_slots + OTHER * num_lists + which, mask=mask, other=0), T_OTHER)
         fault = mask & (used > max_pages)
-    return which, before, asked, need, fault
+    return which, before, wanted, need, fault
 
 
 @triton.jit
 def _exchange(
-    table, free_list, num_slots, first, row, mask, which, before, asked, need, offset, num_lists, max_pages, num_pages,
+    table, free_list, num_slots, first, row, mask, which, before, wanted, need, offset, num_lists, max_pages, num_pages,
     TIER: tl.constexpr, T: tl.constexpr, RELEASE: tl.constexpr,
 ):  # fmt: skip
     """Moves the pages of a block of lists, from place `offset` of the free list on, and sets their counts."""
     if RELEASE:
-        after, low = asked, _pages(asked, T)
+        after, low = wanted, _pages(wanted, T)
     else:
-        after, low = before + asked, _pages(before, T)
+        after, low = before + wanted, _pages(before, T)
     for j in range(tl.max(need, 0)):
         column = low + j
         if TIER % 2 == 1:
             column = max_pages - 1 - column
         entry = table + which * max_pages + column
-        place = free_list + (offset + j) % num_pages
+        free_entry = free_list + (offset + j) % num_pages
         if RELEASE:
-            tl.store(place, tl.load(entry, mask=j < need, other=0), mask=j < need)
+            tl.store(free_entry, tl.load(entry, mask=j < need, other=0), mask=j < need)
         else:
-            tl.store(entry, tl.load(place, mask=j < need, other=0), mask=j < need)
+            tl.store(entry, tl.load(free_entry, mask=j < need, other=0), mask=j < need)
     tl.store(num_slots + TIER * num_lists + which, after, mask=mask)
     if not RELEASE:
         tl.store(first + row, before.to(tl.int64), mask=mask)
@@ -82,13 +82,13 @@ def _close(state, status, total, fault, RELEASE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num", "num_lists", "max_pages"])
-def _sum_needs(
+def _sum_pages_needed(
     lists, count, num_slots, sums, faults, num, num_lists, max_pages, TIER: tl.constexpr, OTHER: tl.constexpr,
     T: tl.constexpr, T_OTHER: tl.constexpr, RELEASE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sums the pages that a block of lists takes or returns, and notes whether one of the lists must not."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    _, _, _, need, fault = _needs_of(
+    _, _, _, need, fault = _pages_needed(
         lists, count, num_slots, row, num, num_lists, max_pages, TIER, OTHER, T, T_OTHER, RELEASE
     )
     tl.store(sums + tl.program_id(0), tl.sum(need, 0))
@@ -103,13 +103,13 @@ def _assign(
     """Moves page ids between the free list and the table rows of a block of lists, unless the whole call is refused."""
     pid = tl.program_id(0)
     row = pid * BLOCK + tl.arange(0, BLOCK)
-    which, before, asked, need, _ = _needs_of(
+    which, before, wanted, need, _ = _pages_needed(
         lists, count, num_slots, row, num, num_lists, max_pages, TIER, -1, T, T, RELEASE
     )
     b = tl.arange(0, BP)
-    needs = tl.load(sums + b, mask=b < blocks, other=0)
-    base = tl.sum(tl.where(b < pid, needs, 0).to(tl.int64), 0)
-    total = tl.sum(needs.to(tl.int64), 0)
+    partial_sums = tl.load(sums + b, mask=b < blocks, other=0)
+    base = tl.sum(tl.where(b < pid, partial_sums, 0).to(tl.int64), 0)
+    total = tl.sum(partial_sums.to(tl.int64), 0)
     fault = tl.max(tl.load(faults + b, mask=b < blocks, other=0), 0)
     if RELEASE:
         begin, refused = tl.load(state + _END), fault > 0
@@ -120,7 +120,7 @@ def _assign(
             tl.store(first + row, tl.zeros([BLOCK], tl.int64) - 1, mask=row < num)
     else:
         _exchange(
-            table, free_list, num_slots, first, row, row < num, which, before, asked, need,
+            table, free_list, num_slots, first, row, row < num, which, before, wanted, need,
             begin + base + tl.cumsum(need, 0) - need, num_lists, max_pages, num_pages, TIER, T, RELEASE,
         )  # fmt: skip
 
@@ -144,7 +144,7 @@ def _change_at_once(
     fault = tl.full([], 0, tl.int32)
     for begin in range(0, num, BLOCK):
         row = begin + tl.arange(0, BLOCK)
-        _, _, _, need, wrong = _needs_of(
+        _, _, _, need, wrong = _pages_needed(
             lists, count, num_slots, row, num, num_lists, max_pages, TIER, OTHER, T, T_OTHER, RELEASE
         )
         total += tl.sum(need.to(tl.int64), 0)
@@ -160,11 +160,11 @@ def _change_at_once(
             if not RELEASE:
                 tl.store(first + row, tl.zeros([BLOCK], tl.int64) - 1, mask=row < num)
         else:
-            which, before, asked, need, _ = _needs_of(
+            which, before, wanted, need, _ = _pages_needed(
                 lists, count, num_slots, row, num, num_lists, max_pages, TIER, -1, T, T, RELEASE
             )
             _exchange(
-                table, free_list, num_slots, first, row, row < num, which, before, asked, need,
+                table, free_list, num_slots, first, row, row < num, which, before, wanted, need,
                 offset + tl.cumsum(need, 0) - need, num_lists, max_pages, num_pages, TIER, T, RELEASE,
             )  # fmt: skip
             offset += tl.sum(need.to(tl.int64), 0)
@@ -207,7 +207,7 @@ def _pair_moves(
 
 @triton.jit(do_not_specialize=["width", "num_bytes", "max_pages"])
 def _move_listed(
-    pages, lists, table, sources, targets, byte_places, width, num_bytes, page_bytes, max_pages, TIER: tl.constexpr,
+    pages, lists, table, sources, targets, byte_offsets, width, num_bytes, page_bytes, max_pages, TIER: tl.constexpr,
     T: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
 ):  # fmt: skip
     """Carries out a chunk of one list's moves, until an entry is -1; bytes of a slot as in `byte_map`."""
@@ -228,9 +228,9 @@ def _move_listed(
         for start in range(0, num_bytes, BB):
             j = start + tl.arange(0, BB)
             wanted = j < num_bytes
-            offset = tl.load(byte_places + 2 * j, mask=wanted, other=0)
-            step = tl.load(byte_places + 2 * j + 1, mask=wanted, other=0)
+            offset = tl.load(byte_offsets + 2 * j, mask=wanted, other=0)
+            step = tl.load(byte_offsets + 2 * j + 1, mask=wanted, other=0)
             mask = live[:, None] & wanted[None, :]
             origin = source_page[:, None] * page_bytes + offset[None, :] + (source % T)[:, None] * step[None, :]
-            place = to_page[:, None] * page_bytes + offset[None, :] + (to % T)[:, None] * step[None, :]
-            tl.store(pages + place, tl.load(pages + origin, mask=mask, other=0), mask=mask)
+            target = to_page[:, None] * page_bytes + offset[None, :] + (to % T)[:, None] * step[None, :]
+            tl.store(pages + target, tl.load(pages + origin, mask=mask, other=0), mask=mask)

@@ -23,15 +23,15 @@ def patch_once() -> None:
     patch = interpreter._patch_lang
     lists: dict[tuple, list[Change]] = {}  # what a function's modules take, beside what is in place
     of_function: dict[Callable, tuple[object, ...]] = {}
-    in_place: list[tuple[object, ...]] = []
+    patched: list[tuple[object, ...]] = []
     launch: list[Any] = []
 
     class Scope(scope_type):  # type: ignore[valid-type,misc]
-        """What a launch puts in place, and the device functions that it calls."""
+        """Patches of a launch, and of the device functions that it calls."""
 
         def restore(self) -> None:
             super().restore()
-            in_place.clear()
+            patched.clear()
             launch.clear()
 
     def patch_new(fn: Callable) -> Any:
@@ -39,19 +39,19 @@ def patch_once() -> None:
             seen = {id(value) for value in fn.__globals__.values()}
             of_function[fn] = tuple(module for module in (tl, tl.core) if id(module) in seen)
         modules = of_function[fn]
-        if modules in in_place:
+        if modules in patched:
             return scope_type()
         if not launch:
             launch.append(Scope())
-        changes = lists.get(key := (*in_place, modules))
+        changes = lists.get(key := (*patched, modules))
         if changes is None:
-            found = patch(fn)._changes
-            launch[0]._changes += found
-            lists[key] = [(changed, name, vars(changed)[name]) for changed, name, _ in found]
+            new_changes = patch(fn)._changes
+            launch[0]._changes += new_changes
+            lists[key] = [(changed, name, vars(changed)[name]) for changed, name, _ in new_changes]
         else:
             for change in changes:
                 launch[0].set_attr(*change)
-        in_place.append(modules)
+        patched.append(modules)
         return launch[0]
 
     patch_new.once = True  # type: ignore[attr-defined]

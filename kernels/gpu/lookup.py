@@ -17,8 +17,8 @@ def _lookup(lists, slot, table, page, inside, count, entries, T: tl.constexpr, R
     there = at >= 0
     at = tl.maximum(at, 0)
     which = tl.load(lists + i, mask=mask, other=0).to(tl.int64)
-    found = table_page(table, which, entries, at // T, there & (at // T < entries), REVERSED)
-    tl.store(page + i, tl.where(there, found, -1), mask=mask)
+    page_id = table_page(table, which, entries, at // T, there & (at // T < entries), REVERSED)
+    tl.store(page + i, tl.where(there, page_id, -1), mask=mask)
     tl.store(inside + i, at % T, mask=mask)
 
 

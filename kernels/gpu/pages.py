@@ -82,10 +82,10 @@ def _write_side(
     are written here, from `offset` on. Dense vectors, of which a sequence's begin `x_row` behind the one's before, are
     rotated first where HALF is not 0."""
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    place_of = (row // heads) * per_row + offset + row % heads
-    target = tl.load(page + place_of, mask=row < count, other=-1).to(tl.int64)
+    list_index = (row // heads) * per_row + offset + row % heads
+    target = tl.load(page + list_index, mask=row < count, other=-1).to(tl.int64)
     live = target >= 0
-    at = tl.load(slot + place_of, mask=row < count, other=0).to(tl.int32)
+    at = tl.load(slot + list_index, mask=row < count, other=0).to(tl.int32)
     base = (pages + target * page_bytes)[:, None, None]
     plane, w = tl.arange(0, SIDE.P), tl.arange(0, SIDE.WP)
     channel = (plane[:, None] * SIDE.W + w[None, :])[None, :, :]
@@ -101,12 +101,12 @@ def _write_side(
             begin = tl.load(source_page + row, mask=row < count, other=0).to(tl.int64) * D
         values = tl.load(x + begin[:, None, None] + channel, mask=real, other=0.0).to(tl.float32)
         if HALF > 0:
-            turned = real & (channel < 2 * HALF)
+            rotated = real & (channel < 2 * HALF)
             partner = tl.where(channel < HALF, channel + HALF, channel - HALF)
-            other = tl.load(x + begin[:, None, None] + partner, mask=turned, other=0.0).to(tl.float32)
+            other = tl.load(x + begin[:, None, None] + partner, mask=rotated, other=0.0).to(tl.float32)
             angle = (row // heads)[:, None, None] * HALF + channel % HALF
-            by_cos = values * tl.load(cos + angle, mask=turned, other=1.0).to(tl.float32)
-            by_sin = other * tl.load(sin + angle, mask=turned, other=0.0).to(tl.float32)
+            by_cos = values * tl.load(cos + angle, mask=rotated, other=1.0).to(tl.float32)
+            by_sin = other * tl.load(sin + angle, mask=rotated, other=0.0).to(tl.float32)
             values = tl.where(channel < HALF, by_cos - by_sin, by_cos + by_sin)
     if KEYS:
         step, stride = T, 1
@@ -134,8 +134,8 @@ def _write_side(
         if SIDE.BITS == 0:
             tl.store(base + SIDE.OFF + cell, codes.to(tl.uint8), mask=real)
         else:
-            place = (pages + target * page_bytes)[:, None] + SIDE.OFF + at[:, None] * stride + w[None, :] * step
-            store_codes(place, codes, plane, step, live[:, None] & (w < SIDE.W)[None, :], SIDE)
+            address = (pages + target * page_bytes)[:, None] + SIDE.OFF + at[:, None] * stride + w[None, :] * step
+            store_codes(address, codes, plane, step, live[:, None] & (w < SIDE.W)[None, :], SIDE)
     else:
         flat = base + tl.zeros([BM, 1, 1], tl.int32)
         if SIDE.CODE:
@@ -153,17 +153,17 @@ def _write_side(
             store_metadata(flat, r * T + at[:, None, None], its_scale, its_zero, live[:, None, None], SIDE)
             scale, zero = tl.where(mine, its_scale, scale), tl.where(mine, its_zero, zero)
         codes = codes_of(values, scale, zero, SIDE, META_FIRST)
-        place = (pages + target * page_bytes)[:, None] + SIDE.OFF + at[:, None] * stride + w[None, :] * step
-        store_codes(place, codes, plane, step, live[:, None] & (w < SIDE.W)[None, :], SIDE)
+        address = (pages + target * page_bytes)[:, None] + SIDE.OFF + at[:, None] * stride + w[None, :] * step
+        store_codes(address, codes, plane, step, live[:, None] & (w < SIDE.W)[None, :], SIDE)
 
 
 @triton.jit
 def _write_key_groups(
-    x, place, pages, page, slot, page_bytes, D: tl.constexpr, T: tl.constexpr, GT: tl.constexpr, BW: tl.constexpr,
+    x, source, pages, page, slot, page_bytes, D: tl.constexpr, T: tl.constexpr, GT: tl.constexpr, BW: tl.constexpr,
     NAMED: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Encodes the keys of one group of tokens with one scale per channel, BW bytes of every slot; NAMED: from the rows
-    of x that `place` names."""
+    of x that `source` names."""
     first = tl.program_id(0).to(tl.int64) * SIDE.CHANNEL
     target = tl.load(page + first).to(tl.int64)
     start = tl.load(slot + first).to(tl.int32)
@@ -175,7 +175,7 @@ def _write_key_groups(
     real = (i < tokens)[:, None, None] & (w < SIDE.W)[None, None, :]
     where = first + i
     if NAMED:
-        where = tl.load(place + where, mask=i < tokens, other=0).to(tl.int64)
+        where = tl.load(source + where, mask=i < tokens, other=0).to(tl.int64)
     values = tl.load(x + where[:, None, None] * D + channel[None, :, :], mask=real, other=0.0).to(tl.float32)
     low = tl.min(tl.where(real, values, float("inf")), 0)
     if SIDE.CODE:
@@ -270,12 +270,12 @@ def _move_bytes(
         tl.load(source_map + 2 * j, mask=wanted, other=0)[None, :]
         + there[:, None] * tl.load(source_map + 2 * j + 1, mask=wanted, other=0)[None, :]
     )
-    place = (
+    target_bytes = (
         tl.load(target_map + 2 * j, mask=wanted, other=0)[None, :]
         + at[:, None] * tl.load(target_map + 2 * j + 1, mask=wanted, other=0)[None, :]
     )
     moved = tl.load(pages + origin[:, None] * page_bytes + source, mask=mask, other=0)
-    tl.store(pages + target[:, None] * page_bytes + place, moved, mask=mask)
+    tl.store(pages + target[:, None] * page_bytes + target_bytes, moved, mask=mask)
 
 
 @triton.jit(do_not_specialize=["count", "num_bytes"])
@@ -304,8 +304,8 @@ def _demote_both(
 
 @cache
 def byte_map(fmt: PageFormat, names: tuple[str, ...], device: torch.device) -> Tensor:
-    """Where the bytes of a slot lie in some regions of a format whose slots stand alone: int32 [bytes, 2], byte j of
-    slot i at first[j] + i * step[j] within its page."""
+    """Positions of a slot's bytes in some regions of a format whose slots stand alone: int32 [bytes, 2], byte j of slot
+    i at first[j] + i * step[j] within its page."""
     slot, table = fmt.slot, []
     for name in names:
         offset, length = fmt.regions[name]
@@ -327,11 +327,11 @@ def byte_map(fmt: PageFormat, names: tuple[str, ...], device: torch.device) -> T
 
 
 def write_part(
-    name: str, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, x: Tensor, place: Tensor | None = None
+    name: str, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, x: Tensor, source: Tensor | None = None
 ) -> None:
-    """Encodes one side (`k` or `v`) of slots from the rows of x [.., D], or from those that `place` int64 [M] names."""
+    """Encodes one side (`k` or `v`) of slots from the rows of x [.., D], or from the rows that `source` [M] names."""
     if name == "v" or not fmt.slot.channel_keys:
-        _write(name, pages, fmt, page, slot, x, place=place)
+        _write(name, pages, fmt, page, slot, x, source=source)
         return
     side = side_layout(fmt, "k", least=1)
     group, num_bytes = fmt.slot.k_channel_group, side.W
@@ -339,8 +339,8 @@ def write_part(
     width = min(power_of_two(num_bytes), power_of_two(max(1, 2 * TILE // (tokens * side.P))))
     launch(
         _write_key_groups, (page.numel() // group, -(-num_bytes // width)), x.contiguous(),
-        page if place is None else place, pages, page.contiguous(), slot.contiguous(), pages.shape[1],
-        D=fmt.slot.head_dim, T=fmt.tokens_per_page, GT=tokens, BW=width, NAMED=place is not None,
+        page if source is None else source, pages, page.contiguous(), slot.contiguous(), pages.shape[1],
+        D=fmt.slot.head_dim, T=fmt.tokens_per_page, GT=tokens, BW=width, NAMED=source is not None,
         SIDE=side, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -352,15 +352,15 @@ def slots_per_program(fmt: PageFormat, side: str) -> int:
 
 
 def _write(
-    side: str, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, x: Tensor, place: Tensor | None = None
+    side: str, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, x: Tensor, source: Tensor | None = None
 ) -> None:
-    """Launches `_write_side` from dense vectors, or from the rows named by `place`."""
+    """Launches `_write_side` from dense vectors, or from the rows named by `source`."""
     layout, rows, count = side_layout(fmt, side, least=1), slots_per_program(fmt, side), page.numel()
     page, slot = page.contiguous(), slot.contiguous()
     launch(
-        _write_side, (-(-count // rows),), x.contiguous(), pages, page if place is None else place.contiguous(), slot,
+        _write_side, (-(-count // rows),), x.contiguous(), pages, page if source is None else source.contiguous(), slot,
         page, slot, pages, pages, count, pages.shape[1], count, 0, 0, 0, BM=rows, KEYS=side == "k", D=fmt.slot.head_dim,
-        T=fmt.tokens_per_page, META_FIRST=fmt.slot.channel_keys, FROM=0 if place is None else 2, HALF=0,
+        T=fmt.tokens_per_page, META_FIRST=fmt.slot.channel_keys, FROM=0 if source is None else 2, HALF=0,
         S_T=fmt.tokens_per_page, SIDE=layout, SOURCE=layout,
         enable_fp_fusion=False,  # a product that is rounded only with the sum behind it can round a code the other way
     )  # fmt: skip

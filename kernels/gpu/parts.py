@@ -1,4 +1,4 @@
-"""GPU backend: what its kernels share on both sides of a launch.
+"""GPU backend: shared parts of its kernels, on both sides of a launch.
 
 The kernels are written once for NVIDIA and AMD. A page's layout reaches them as compile-time constants, so every
 format is a kernel of its own. Tiles have power-of-two sides: where a slot has W bytes of codes, tiles have WP, the
@@ -44,7 +44,7 @@ MIN_COLUMNS = 8  # of NVIDIA's
 
 
 class Kernel(Protocol):
-    """What `triton.jit` makes of a function, compiled or interpreted."""
+    """Function under `triton.jit`, compiled or interpreted."""
 
     __name__: str
     arg_names: list[str]
@@ -139,7 +139,7 @@ def power_of_two(n: int, least: int = 1) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SideLayout:
-    """What kernels must know of one side (keys or values) of a page, when they are compiled: they take it as a whole.
+    """Compile-time layout of one side (keys or values) of a page, one constexpr of kernels.
 
     Args:
         BITS: 1 to 8 of codes, 0 for floats of 8 bits, 16 or 32 of elements.

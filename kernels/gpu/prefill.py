@@ -122,9 +122,9 @@ def _rows(x: Tensor) -> Tensor:
 
 def _operand(*tensors: Tensor) -> torch.dtype:
     """Type of the matrix products' operands: the one that all tensors have, as tensor cores take 16 bits; else fp32."""
-    found = {x.dtype for x in tensors}
-    exact = len(found) == 1 and not (INTERPRETED and torch.bfloat16 in found)
-    return found.pop() if exact else torch.float32
+    dtypes = {x.dtype for x in tensors}
+    exact = len(dtypes) == 1 and not (INTERPRETED and torch.bfloat16 in dtypes)
+    return dtypes.pop() if exact else torch.float32
 
 
 def sum_columns(
@@ -165,7 +165,7 @@ def sum_columns(
 
 @triton.jit
 def _take_tile(query, key, value, seen, top, norm, acc, scale2, CAP: tl.constexpr):
-    """What an online softmax comes to with one more tile of keys [BN, DP]; `seen`: bool, which of them a query sees."""
+    """State of an online softmax after one more tile of keys [BN, DP]; `seen`: bool, the keys that a query sees."""
     logit = tl.dot(query, tl.trans(key), input_precision="ieee") * scale2
     if CAP > 0:
         logit = capped(logit, CAP)

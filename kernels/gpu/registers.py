@@ -57,13 +57,13 @@ def forms(dims: tuple[int, ...] = DIMS, kinds: tuple[str, ...] = tuple(KINDS)) -
     """All forms of these head dims and types: every format of the attention bench without scores and with them, those
     with scales per channel behind a ring."""
     plain = ("K16V16", "K8V8", "K8V4", "K4V4", "K4V2", "K2V2", "K8V4+K4V2")
-    found = []
+    forms = []
     for dim in dims:
         for kind in kinds:
-            found += [Form(name, dim, kind, scores=scores) for name in plain for scores in (False, True)]
-            found += [Form(name, dim, kind, ring=True) for name in ("KIVI4", "KIVI2")]
-            found.append(Form("columns", dim, kind))
-    return found
+            forms += [Form(name, dim, kind, scores=scores) for name in plain for scores in (False, True)]
+            forms += [Form(name, dim, kind, ring=True) for name in ("KIVI4", "KIVI2")]
+            forms.append(Form("columns", dim, kind))
+    return forms
 
 
 def _columns(form: Form) -> None:
@@ -138,15 +138,15 @@ def loop_instructions(built: Compiled) -> float | None:
     no matrix products, or is not NVIDIA's."""
     if not built.target.startswith("sm_") or built.kernel not in ("_attend", "_sum_columns"):
         return None
-    own = [len(lines) for lines in loops(nvidia_tool("nvdisasm", "-c", binary=built.binary))]
+    sizes = [len(lines) for lines in loops(nvidia_tool("nvdisasm", "-c", binary=built.binary))]
     has = built.constants
-    if not own:
+    if not sizes:
         return None
     if built.kernel == "_sum_columns":  # the loop that is masked, and the one that is not
-        return min(own) * 32 * has.get("num_warps", 4) / (has["BM"] * has["BN"])
+        return min(sizes) * 32 * has.get("num_warps", 4) / (has["BM"] * has["BN"])
     sides = "AB" if has["TWO"] else "A"
     turns = [has[f"{side}_BT"] if has[f"{side}_LAST"] == has[f"{side}_BT"] else has[f"{side}_T"] for side in sides]
-    return sum(own) * has["num_warps"] / sum(turns)
+    return sum(sizes) * has["num_warps"] / sum(turns)
 
 
 def row(form: Form, built: Compiled) -> str:

@@ -1,6 +1,6 @@
-"""GPU backend: what a model does to rows between its matrix products (`model.linear=fused`), an operation a launch.
+"""GPU backend: row operations between a model's matrix products (`model.linear=fused`), one launch each.
 
-Numbers are rounded to the rows' type where transformers' modules round them, but for a rotation, which is rounded once.
+Numbers are rounded to the rows' type where transformers' modules round them, except a rotation, which is rounded once.
 """
 
 import torch

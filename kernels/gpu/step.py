@@ -83,7 +83,7 @@ def _append_ring(
 
 @triton.jit(do_not_specialize=["count", "num_seq", "layers", "most", "entries"])
 def _find_leaving(
-    before, after, rows, table, page, slot, place, count, num_seq, layers, heads, most, length, entries,
+    before, after, rows, table, page, slot, ring_entry, count, num_seq, layers, heads, most, length, entries,
     T: tl.constexpr, TABLED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Page (-1: it stays), slot and place in the whole buffer of the `most` oldest tokens of every list's buffer, layer
@@ -99,14 +99,14 @@ def _find_leaving(
         which = mine
     token = tl.load(before + flat, mask=mask, other=0).to(tl.int64) + i % most
     leaves = mask & (token < tl.load(after + flat, mask=mask, other=0))
-    found = table_page(table, which, entries, token // T, leaves, False)
-    tl.store(page + i, tl.where(leaves, found, -1), mask=mask)
+    page_id = table_page(table, which, entries, token // T, leaves, False)
+    tl.store(page + i, tl.where(leaves, page_id, -1), mask=mask)
     tl.store(slot + i, token % T, mask=mask)
-    tl.store(place + i, mine * length + token % length, mask=mask)
+    tl.store(ring_entry + i, mine * length + token % length, mask=mask)
 
 
 def _rows_are_whole(x: Tensor) -> bool:
-    """Whether the heads of each row of [S, H, D] are contiguous, as kernels read them."""
+    """True if the heads of each row of [S, H, D] are contiguous, as kernels read them."""
     return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 
@@ -155,7 +155,7 @@ class DeviceStep(FusedStep):
             how: dict = {"seen": self._seen, "out": q.dtype, "softmax": self._softmax}
             stored = q, self._pages, self._tiers, lists, ring, self._scores
             self._attention = self._decoder(*stored, layers=self._layers, **how)
-        out, _, self.given = self._attention(q, ring, scale, lists.offset)
+        out, _, self.layer_scores = self._attention(q, ring, scale, lists.offset)
         return out
 
     def _attended_in_part(self, layer: int, lists: Lists, q: Tensor, choice: PageChoice, scale: float) -> Tensor:
@@ -180,24 +180,24 @@ class DeviceStep(FusedStep):
         programs, count = [slots_per_program(fmt, side) for side in "kv"], k.shape[0] * k.shape[1]
         cos, sin = turn or self._strip or (page, page)
         low, high = (fmt.regions[name][0] if fmt.bounds else 0 for name in ("k_low", "k_high"))
-        turned, heads, size = q, 0, 1
+        rotated, heads, size = q, 0, 1
         blocks = max(-(-count // rows) for rows in programs)
         if turn is not None:
             q = q if _rows_are_whole(q) else q.contiguous()
-            turned, heads = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.shape[1]
+            rotated, heads = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.shape[1]
             size = heads_at_once(heads, cos.shape[1])
             blocks = max(blocks, len(q) * -(-heads // size))
         grid = (count, 3) if fmt.bounds else (blocks, 3 if heads else 2)
         launch(
             _write_both, grid, k, v, self._pages, page, slot, cos, sin,
-            count, self._pages.shape[1], lists.heads, lists.per_row, lists.offset, k.stride(0), v.stride(0), q, turned,
+            count, self._pages.shape[1], lists.heads, lists.per_row, lists.offset, k.stride(0), v.stride(0), q, rotated,
             q.stride(0), BK=programs[0], BV=programs[1],
             D=fmt.slot.head_dim, T=fmt.tokens_per_page, HALF=0 if cos is page else cos.shape[1],
             K=side_layout(fmt, "k", least=1), V=side_layout(fmt, "v", least=1),
             DP=power_of_two(fmt.slot.head_dim), LOW=low, HIGH=high, BOUND=ELEMENT[fmt.slot.dtype], HQ=heads, BH=size,
             enable_fp_fusion=False,
         )  # fmt: skip
-        return turned
+        return rotated
 
     def _append(self, lists: Lists, ring: Ring, rows: Tensor, k: Tensor, v: Tensor) -> None:
         """Puts the new keys and values [S, H, D] of a layer into their buffers."""
@@ -214,26 +214,26 @@ class DeviceStep(FusedStep):
         length = buffer.shape[3]
         most = ring.most_leaving[side] if ring.most_leaving is not None else length
         count = self._layers * lists.num_seq * lists.heads * most
-        found = [torch.empty(self._layers, count // self._layers, dtype=torch.int64, device=buffer.device)
+        outputs = [torch.empty(self._layers, count // self._layers, dtype=torch.int64, device=buffer.device)
                  for _ in range(3)]  # fmt: skip
         launch(
             _find_leaving, (-(-count // _BLOCK),), ring.before[side].contiguous(), ring.after[side].contiguous(),
-            ring.rows, tier.table, *found, count, lists.num_seq, self._layers, lists.heads, most, length, tier.entries,
-            T=tier.fmt.tokens_per_page, TABLED=lists.in_table, BLOCK=_BLOCK,
+            ring.rows, tier.table, *outputs, count, lists.num_seq, self._layers, lists.heads, most, length,
+            tier.entries, T=tier.fmt.tokens_per_page, TABLED=lists.in_table, BLOCK=_BLOCK,
         )  # fmt: skip
-        return found[0], found[1], found[2]
+        return outputs[0], outputs[1], outputs[2]
 
     def _flush(self, first: int, end: int) -> None:
         """Quantises what leaves the buffers of some layers."""
         assert self._ring is not None
-        for name, buffer, found in zip("kv", (self._ring.k, self._ring.v), self._leaving, strict=True):
-            page, slot, place = (x[first:end].flatten() for x in found)
+        for name, buffer, leaving in zip("kv", (self._ring.k, self._ring.v), self._leaving, strict=True):
+            page, slot, ring_entry = (x[first:end].flatten() for x in leaving)
             fmt, x = self._tiers[0].fmt, buffer.view(-1, buffer.shape[-1])
             frequencies = self._ring.frequencies
             if name == "k" and frequencies is not None:  # these lose their positions
                 token = self._ring.before[0][:, first:end].transpose(0, 1)[..., None]
-                token = token + torch.arange(len(place) // token.numel(), device=token.device)
-                x = rotate(x[place].float(), -token.flatten()[:, None].float() * frequencies)
+                token = token + torch.arange(len(ring_entry) // token.numel(), device=token.device)
+                x = rotate(x[ring_entry].float(), -token.flatten()[:, None].float() * frequencies)
                 write_part(name, self._pages, fmt, page, slot, x)
             else:
-                write_part(name, self._pages, fmt, page, slot, x, place)
+                write_part(name, self._pages, fmt, page, slot, x, ring_entry)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from kvbench.kernels import checks
 from kvbench.kernels.format import PageFormat
-from kvbench.kernels.gpu.exchange import _assign, _change_at_once, _commit, _move_listed, _pair_moves, _sum_needs
+from kvbench.kernels.gpu.exchange import _assign, _change_at_once, _commit, _move_listed, _pair_moves, _sum_pages_needed
 from kvbench.kernels.gpu.lookup import _count_rows, _find_extreme, _lookup, _tracked_slots
 from kvbench.kernels.gpu.pages import byte_map, copy_pages
 from kvbench.kernels.gpu.parts import launch, power_of_two
-from kvbench.kernels.gpu.placing import place, settle
+from kvbench.kernels.gpu.slot_plan import locate, settle
 from kvbench.kernels.operands import ExtremeOf, KeyRotation, SlotSearch, TierTable
 from kvbench.kernels.pool import PagePool, PoolExhausted
 from kvbench.kernels.table import Move, PageTable
@@ -32,7 +32,7 @@ _BY: dict[ExtremeOf, int] = {"mean": 0, "score": 1, "pos": 2}
 
 
 class DevicePool(PagePool):
-    """Pages on a device, and what the host knows of how many are free.
+    """Pages on a device, with the host's lower bound of the free ones.
 
     Args:
         page_bytes, num_pages, device: As for `PagePool`.
@@ -177,13 +177,13 @@ class DeviceTable(PageTable):
         value = torch.empty(shape, dtype=torch.float32, device=rows.device)
         slot, pos = (torch.empty(shape, dtype=torch.int64, device=rows.device) for _ in range(2))
         sought = (search.floor, search.before, search.exact, first if isinstance(first, Tensor) else None)
-        given, per_row = [search.seen if x is None else x for x in sought], shape[1] * shape[2]
+        operands, per_row = [search.seen if x is None else x for x in sought], shape[1] * shape[2]
         fields = _tracked_at(fmt)
         if fields["SCORE"] < 0 and search.by != "pos":
             raise AssertionError(f"the format tracks {fmt.slot.track}, and a search by {search.by} needs scores")
         launch(
             _find_extreme, (len(rows) * per_row,), self.pool.pages, self._table(tier), rows, self.num_slots[tier],
-            search.seen, *given, value, slot, pos, self.pool.page_bytes, per_row, self.max_pages,
+            search.seen, *operands, value, slot, pos, self.pool.page_bytes, per_row, self.max_pages,
             0 if isinstance(first, Tensor) else first, T=fmt.tokens_per_page, BY=_BY[search.by], **fields,
             FLOOR=search.floor is not None, BEFORE=search.before is not None, EXACT=search.exact is not None,
             LOWEST=isinstance(first, Tensor), HEADS=shape[2] if over_layer else 1, REVERSED=tier % 2 == 1, BLOCK=BLOCK,
@@ -212,7 +212,7 @@ class DeviceTable(PageTable):
         goes_at: Tensor | None,
         *,
         acts: bool,
-        own_all: bool,
+        unshare_all: bool,
         done: list[tuple[Tensor, int, Tensor]],
         live: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -225,24 +225,24 @@ class DeviceTable(PageTable):
             other for other in range(self.num_tiers) if other != tier and goes_to is not None and plan is not None
         ]
         # A list takes one slot, in whichever tier: for the incoming token, or for the one that it displaces.
-        beside = 0 if self.pool.surely_free >= len(lists) else None
+        free_bound = 0 if self.pool.surely_free >= len(lists) else None
         for which in (tier, *others):
             need = wanted[which if plan is not None else 0]
             need = need if live is None else need * live
-            self.reserve(lists, which, need, at_most=len(lists) if which == tier else beside, out=first[which])
+            self.reserve(lists, which, need, at_most=len(lists) if which == tier else free_bound, out=first[which])
             done.append((lists, which, first[which]))
         if live is not None:
             first = torch.where(live > 0, first, -1)
         if self.pool.others is not None:
-            if own_all:
-                self.own_all(lists)
+            if unshare_all:
+                self.unshare_all(lists)
             else:
                 targets = (
                     [first[tier]] if plan is None else [plan.target(each, first[each]) for each in (tier, *others)]
                 )
-                self.own([(which, lists, target) for which, target in zip((tier, *others), targets, strict=True)])
+                self.unshare([(which, lists, target) for which, target in zip((tier, *others), targets, strict=True)])
         if plan is not None:
-            return *place(plan, first, self.entries, self.further, self.tokens_per_page), plan.broken
+            return *locate(plan, first, self.entries, self.further, self.tokens_per_page), plan.broken
         page, inside = self.lookup(lists, tier, first[tier])
         return page.expand(self.num_tiers, -1), inside.expand(self.num_tiers, -1), None
 
@@ -275,21 +275,31 @@ class DeviceTable(PageTable):
         """The launches of taking or returning pages; of taken ones, `first` gets the first new slot of each list."""
         num, blocks, pool, (sums, faults) = len(lists), -(-len(lists) // BLOCK), self.pool, self._sums
         other = tier ^ 1 if tier ^ 1 < self.num_tiers else -1
-        asked = lists.contiguous(), count.contiguous(), self.num_slots
+        operands = lists.contiguous(), count.contiguous(), self.num_slots
         stores = self._table(tier), pool.free_list, pool.state
         sizes, padded = (num, self.num_lists, self.max_pages), power_of_two(blocks)
-        own = {"TIER": tier, "T": self.tokens_per_page[tier], "RELEASE": release}
-        beside: dict[str, Any] = {"OTHER": other, "T_OTHER": self.tokens_per_page[max(other, 0)]}
+        constants = {"TIER": tier, "T": self.tokens_per_page[tier], "RELEASE": release}
+        other_constants: dict[str, Any] = {"OTHER": other, "T_OTHER": self.tokens_per_page[max(other, 0)]}
         if 0 < num <= AT_ONCE:
             launch(
-                _change_at_once, (1,), *asked, *stores, pool.status, first, *sizes, pool.num_pages, **own, **beside,
-                BLOCK=min(1024, power_of_two(num)),
+                _change_at_once, (1,), *operands, *stores, pool.status, first, *sizes, pool.num_pages, **constants,
+                **other_constants, BLOCK=min(1024, power_of_two(num)),
             )  # fmt: skip
         elif num:
-            launch(_sum_needs, (blocks,), *asked, sums, faults, *sizes, **own, **beside, BLOCK=BLOCK)
             launch(
-                _assign, (blocks,), *asked, *stores, sums, faults, first, *sizes, pool.num_pages, blocks, **own,
-                BLOCK=BLOCK, BP=padded,
+                _sum_pages_needed,
+                (blocks,),
+                *operands,
+                sums,
+                faults,
+                *sizes,
+                **constants,
+                **other_constants,
+                BLOCK=BLOCK,
+            )
+            launch(
+                _assign, (blocks,), *operands, *stores, sums, faults, first, *sizes, pool.num_pages, blocks,
+                **constants, BLOCK=BLOCK, BP=padded,
             )  # fmt: skip
             launch(_commit, (1,), pool.state, pool.status, sums, faults, blocks, RELEASE=release, BP=padded)
 
@@ -315,12 +325,12 @@ class DeviceTable(PageTable):
         """
         checks.movable(fmt)
         sources, targets, counts = self.plan_compaction(lists, tier, keep)
-        width, places = keep.shape[1], byte_map(fmt, tuple(fmt.regions), self.pool.pages.device)
+        width, byte_offsets = keep.shape[1], byte_map(fmt, tuple(fmt.regions), self.pool.pages.device)
         moves = min(32, power_of_two(width))
         launch(
             _move_listed, (len(lists), -(-width // moves)), self.pool.pages, lists, self._table(tier), sources, targets,
-            places, width, len(places), self.pool.page_bytes, self.max_pages, TIER=tier, T=self.tokens_per_page[tier],
-            BM=moves, BB=32,
+            byte_offsets, width, len(byte_offsets), self.pool.page_bytes, self.max_pages, TIER=tier,
+            T=self.tokens_per_page[tier], BM=moves, BB=32,
         )  # fmt: skip
         self.truncate(lists, tier, counts)
 
@@ -343,19 +353,19 @@ class DeviceTable(PageTable):
         self._copy_entries(old, new)
         pool.others = others
 
-    def own(self, slots: list[tuple[int, Tensor, Tensor]]) -> None:
-        """As `PageTable.own`, for slots of different pages."""
+    def unshare(self, slots: list[tuple[int, Tensor, Tensor]]) -> None:
+        """As `PageTable.unshare`, for slots of different pages."""
         for tier, lists, slot in slots:
             index = slot.clamp(min=0) // self.tokens_per_page[tier]
-            self._own(lists, tier, index[:, None], (slot >= 0)[:, None])
+            self._unshare(lists, tier, index[:, None], (slot >= 0)[:, None])
 
-    def own_all(self, lists: Tensor) -> None:
+    def unshare_all(self, lists: Tensor) -> None:
         if self.pool.others is None:
             return
         for tier in range(self.num_tiers):
             _, there = self._named(lists, tier)
             index = torch.arange(self.max_pages, device=lists.device).expand(len(lists), -1)
-            self._own(lists, tier, index, there)
+            self._unshare(lists, tier, index, there)
         self._forget_holders()
 
     def _forget_holders(self) -> None:
@@ -369,7 +379,7 @@ class DeviceTable(PageTable):
         index = torch.arange(self.max_pages, device=lists.device)
         return self.page_ids(lists, tier, self.max_pages), index < held[:, None]
 
-    def _own(self, lists: Tensor, tier: int, index: Tensor, wanted: Tensor) -> None:
+    def _unshare(self, lists: Tensor, tier: int, index: Tensor, wanted: Tensor) -> None:
         """Copies the wanted pages (bool [M, n]) number `index` [M, n] of lists that others hold, too."""
         pool, table = self.pool, self._table(tier).view(-1)
         if pool.others is None:
@@ -381,24 +391,24 @@ class DeviceTable(PageTable):
             pool.look()
             pool.require(int(copied.sum()))
         rank = copied.flatten().long().cumsum(0)
-        place, count = (pool.state[0] + rank - 1) % max(1, pool.num_pages), rank[-1:].sum()
+        free_index, count = (pool.state[0] + rank - 1) % max(1, pool.num_pages), rank[-1:].sum()
         pool.state += torch.stack([count, count * 0, -count])
-        new = pool.free_list[place].long().view(copied.shape)  # anything where nothing is copied
+        new = pool.free_list[free_index].long().view(copied.shape)  # anything where nothing is copied
         copy_pages(pool.pages, old.flatten(), torch.where(copied, new, -1).flatten())
         table.scatter_(0, entry.flatten(), torch.where(copied, new, old).flatten().to(torch.int32))
         self._give_up(old, copied)
 
     def _give_up(self, pages: Tensor, wanted: Tensor) -> None:
-        """Takes a holder off the wanted pages; those that nobody holds any more are free."""
+        """Takes a holder off the wanted pages; those without a holder are free."""
         pool, total = self.pool, self.pool.num_pages
         assert pool.others is not None
         gone = torch.zeros_like(pool.others).scatter_add_(0, pages.flatten(), wanted.flatten().to(torch.int32))
         left = pool.others - gone
         free = (gone > 0) & (left < 0)
         rank = free.long().cumsum(0)
-        place = torch.where(free, (pool.state[1] + rank - 1) % total, total)
+        target = torch.where(free, (pool.state[1] + rank - 1) % total, total)
         spare = torch.cat([pool.free_list, pool.free_list[:1]])  # its last entry takes what is not freed
-        spare.scatter_(0, place, torch.arange(total, dtype=torch.int32, device=pages.device))
+        spare.scatter_(0, target, torch.arange(total, dtype=torch.int32, device=pages.device))
         pool.free_list.copy_(spare[:-1])
         count = rank[-1]
         pool.state += torch.stack([count * 0, count, count])

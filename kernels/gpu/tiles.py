@@ -25,11 +25,11 @@ from kvbench.kernels.gpu.parts import float8_values
 def query_planes(q, start, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr):
     """The queries of one list, a tile [WP, GP] per plane of key codes: channels plane * W + w."""
     g, w = tl.arange(0, GP), tl.arange(0, SIDE.WP)
-    asked = (w < SIDE.W)[:, None] & (g < G)[None, :]
-    planes = (tl.load(q + start + g[None, :] * D + w[:, None], mask=asked, other=0.0),)
+    mask = (w < SIDE.W)[:, None] & (g < G)[None, :]
+    planes = (tl.load(q + start + g[None, :] * D + w[:, None], mask=mask, other=0.0),)
     P: tl.constexpr = SIDE.P
     for plane in tl.static_range(1, P):
-        planes = planes + (tl.load(q + start + g[None, :] * D + (plane * SIDE.W + w)[:, None], mask=asked, other=0.0),)
+        planes = planes + (tl.load(q + start + g[None, :] * D + (plane * SIDE.W + w)[:, None], mask=mask, other=0.0),)
     return planes
 
 
@@ -87,12 +87,12 @@ def key_metadata(base, start, held, D: tl.constexpr, T: tl.constexpr, BT: tl.con
     if SIDE.BITS >= 16 or (SIDE.BITS == 0 and SIDE.CODE <= 0):
         return (t,)  # elements and plain floats have none
     else:
-        found = _key_scales(base, start, t, w, live, width, 0, D, T, BT, SIDE)
+        scales = _key_scales(base, start, t, w, live, width, 0, D, T, BT, SIDE)
         if SIDE.CHANNEL > 0 or SIDE.GROUPS > 1:
             P: tl.constexpr = SIDE.P
             for plane in tl.static_range(1, P):
-                found = found + _key_scales(base, start, t, w, live, width, plane, D, T, BT, SIDE)
-        return found
+                scales = scales + _key_scales(base, start, t, w, live, width, plane, D, T, BT, SIDE)
+        return scales
 
 
 @triton.jit
@@ -116,11 +116,11 @@ def value_metadata(base, t, live, D: tl.constexpr, T: tl.constexpr, SIDE: tl.con
     if SIDE.BITS >= 16 or (SIDE.BITS == 0 and SIDE.CODE <= 0):
         return (t,)
     else:
-        found = _value_scales(base, t, live, 0, D, T, SIDE)
+        scales = _value_scales(base, t, live, 0, D, T, SIDE)
         P: tl.constexpr = SIDE.P
         for plane in tl.static_range(1, P):
-            found = found + _value_scales(base, t, live, plane, D, T, SIDE)
-        return found
+            scales = scales + _value_scales(base, t, live, plane, D, T, SIDE)
+        return scales
 
 
 @triton.jit
@@ -174,8 +174,8 @@ def _keys(base, channel, wanted, t, live, D: tl.constexpr, T: tl.constexpr, SIDE
     """Keys fp32 [slots, channels], whichever planes the channels lie in; 0 where not wanted or not live."""
     cells = live[:, None] & wanted[None, :]
     if SIDE.BITS >= 16:
-        place = (base + SIDE.OFF).to(tl.pointer_type(SIDE.ELEM)) + channel[None, :] * T + t[:, None]
-        return tl.load(place, mask=cells, other=0.0).to(tl.float32)
+        address = (base + SIDE.OFF).to(tl.pointer_type(SIDE.ELEM)) + channel[None, :] * T + t[:, None]
+        return tl.load(address, mask=cells, other=0.0).to(tl.float32)
     elif SIDE.BITS == 0:
         k = float8_values(tl.load(base + SIDE.OFF + channel[None, :] * T + t[:, None], mask=cells, other=0), SIDE.CODE)
         if SIDE.CODE > 0:
@@ -200,16 +200,16 @@ def key_angles(
     """The angles of the given slots' keys, fp32 [BT, HP]: as they are given (TURN = 1), by their ages, seen from the
     newest of the list's `held` tokens (2), or by their own numbers (3)."""
     h = tl.arange(0, HP)
-    turned = h < HALF
+    mask = h < HALF
     if TURN == 1:
-        place = angles + seq * angle_row + token[:, None] * HALF + h[None, :]
-        return tl.load(place, mask=live[:, None] & turned[None, :], other=0.0)
+        address = angles + seq * angle_row + token[:, None] * HALF + h[None, :]
+        return tl.load(address, mask=live[:, None] & mask[None, :], other=0.0)
     else:
         position = token.to(tl.int64)
         if TURN == 2:
             age = tl.load(angles + seq * angle_row + token, mask=live, other=0)
             position = age + tl.load(seen + seq) - (held - 1)
-        return position.to(tl.float32)[:, None] * tl.load(frequencies + h, mask=turned, other=0.0)[None, :]
+        return position.to(tl.float32)[:, None] * tl.load(frequencies + h, mask=mask, other=0.0)[None, :]
 
 
 @triton.jit
@@ -223,19 +223,19 @@ def rotated_logits(
     values are no codes, and what a 16-bit operand would cut off is what tells positions apart.
     """
     g, h = tl.arange(0, GP), tl.arange(0, HP)
-    turned, asked = h < HALF, (h < HALF)[:, None] & (g < G)[None, :]
+    rotated, mask = h < HALF, (h < HALF)[:, None] & (g < G)[None, :]
     cos, sin = tl.cos(angle), tl.sin(angle)
-    first = _keys(base, h, turned, t, live, D, T, SIDE)
-    second = _keys(base, HALF + h, turned, t, live, D, T, SIDE)
-    upper = tl.load(q + at + g[None, :] * D + h[:, None], mask=asked, other=0.0).to(tl.float32)
-    lower = tl.load(q + at + g[None, :] * D + (HALF + h)[:, None], mask=asked, other=0.0).to(tl.float32)
+    first = _keys(base, h, rotated, t, live, D, T, SIDE)
+    second = _keys(base, HALF + h, rotated, t, live, D, T, SIDE)
+    upper = tl.load(q + at + g[None, :] * D + h[:, None], mask=mask, other=0.0).to(tl.float32)
+    lower = tl.load(q + at + g[None, :] * D + (HALF + h)[:, None], mask=mask, other=0.0).to(tl.float32)
     dots = tl.dot(first * cos - second * sin, upper, input_precision="ieee")
     dots = tl.dot(second * cos + first * sin, lower, dots, input_precision="ieee")
     if REST > 0:  # channels without a position
         r = 2 * HALF + tl.arange(0, REST)
         rest = _keys(base, r, r < D, t, live, D, T, SIDE)
-        asked = (r < D)[:, None] & (g < G)[None, :]
-        still = tl.load(q + at + g[None, :] * D + r[:, None], mask=asked, other=0.0).to(tl.float32)
+        mask = (r < D)[:, None] & (g < G)[None, :]
+        still = tl.load(q + at + g[None, :] * D + r[:, None], mask=mask, other=0.0).to(tl.float32)
         dots = tl.dot(rest, still, dots, input_precision="ieee")
     return dots
 

@@ -13,7 +13,7 @@ from kvbench.kernels.reference.pages import PageOperations, in_plain_torch, read
 
 
 class DecodeOperations(PageOperations):
-    """What a decode step asks of pages; `Backend` has the legend."""
+    """Operations of a decode step on pages; `Backend` has the legend."""
 
     @in_plain_torch
     def paged_decode(
@@ -73,10 +73,10 @@ class DecodeOperations(PageOperations):
         if softmax.sinks is not None:
             logits.append(softmax.sinks.view(num_heads, -1, 1).expand(num_seq, -1, -1, -1))
             widths.append(1)
-        joined = torch.cat(logits, -1)
-        lse = joined.logsumexp(-1)
+        all_logits = torch.cat(logits, -1)
+        lse = all_logits.logsumexp(-1)
         # exp(x - lse) would carry the rounding of lse into every weight
-        parts = list(joined.softmax(-1).split(widths, -1))
+        parts = list(all_logits.softmax(-1).split(widths, -1))
         if softmax.sinks is not None:
             parts.pop()
         if ring is None:
@@ -164,7 +164,7 @@ def _of_channels(tier: TierPages, keys: Tensor) -> Tensor:
 
 
 def _ring_ordinals(num_tokens: Tensor, start: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Which token each ring entry holds, int64 [S, H, R], and whether it is live (bool)."""
+    """Token of each ring entry, int64 [S, H, R], and whether it is live (bool)."""
     last = num_tokens[..., None] - 1
     entry = torch.arange(length, device=num_tokens.device)
     ordinal = last - (last - entry) % length
@@ -188,8 +188,8 @@ def _ring_output(
 
 
 def page_bounds(q: Tensor, pages: Tensor, tier: TierPages, group: Reduce) -> Tensor:
-    """What no logit in a page exceeds, the query heads (q [S, Hq, D]) of a group reduced, fp32 [S, H, m]; anything past
-    a list's end."""
+    """Upper bound of the logits in a page, over the query heads (q [S, Hq, D]) of a group, fp32 [S, H, m]; any number
+    past a list's end."""
     num_seq, num_heads = tier.ids.shape[:2]
     q = q.float().view(num_seq, num_heads, -1, q.shape[-1])
     low, high = (region(pages, tier.fmt, name)[tier.ids].float().transpose(2, 3) for name in ("k_low", "k_high"))
@@ -215,7 +215,7 @@ def dense_of(
     ring: Ring | None,
     read: Callable[[Tensor, PageFormat, Tensor], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `Backend.gather_dense` returns, where `read` reads whole pages."""
+    """Result of `Backend.gather_dense`, where `read` reads whole pages."""
     keys, values, live = [], [], []
     for tier in tiers:
         k, v = read(pages, tier.fmt, tier.ids.flatten())

@@ -16,7 +16,7 @@ from kvbench.kernels.reference import quant
 
 
 class Operations:
-    """What the operations of a backend share; `Backend` describes the attributes."""
+    """Shared part of a backend's operations; `Backend` describes the attributes."""
 
     is_reference: bool = True
     takes_lse: bool = False
@@ -306,7 +306,7 @@ def _with_rest(values: Tensor, dim: int, where: Tensor | None, apart: Tensor | N
 
 
 def _metadata(pages: Tensor, fmt: PageFormat, side: str, page: Tensor, slot: Tensor | None = None) -> _Meta:
-    """What lies beside the codes of pages, or of one slot of each; None for what the format has not."""
+    """Metadata of the codes of pages, or of one slot of each; None where the format has none."""
     views = [region(pages, fmt, f"{side}_{n}") if fmt.regions[f"{side}_{n}"][1] else None for n in _META]
     if slot is None:
         scale, zero, where, apart = (None if view is None else view[page] for view in views)

@@ -18,7 +18,7 @@ LARGEST_DIM = 256  # of a head, in torch's fused kernels for GPUs
 
 
 class PromptOperations(Operations):
-    """What a prompt asks; `Backend` has the legend."""
+    """Operations of a prompt; `Backend` has the legend."""
 
     def prefill_attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax = PLAIN) -> Tensor:
         """Causal attention of a whole prompt on uncompressed keys and values.
@@ -33,7 +33,7 @@ class PromptOperations(Operations):
         """
         checks.prompt(q, k, v, softmax)
         if not softmax.is_plain:
-            return self._prefill_beside(q, k, v, scale, softmax)[0]
+            return self._prefill_with_sinks(q, k, v, scale, softmax)[0]
         if q.device.type != "cpu" and not has_flash(q):  # torch's other fused kernel knows no groups of query heads
             k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
         grouped = len(k) != len(q)
@@ -49,18 +49,18 @@ class PromptOperations(Operations):
         if not self.takes_lse:
             return self.prefill_attention(q, k, v, scale, softmax), None
         if not softmax.is_plain:
-            return self._prefill_beside(q, k, v, scale, softmax)
-        found = attention_with_lse(q, k, v, scale)
-        return (self.prefill_attention(q, k, v, scale), None) if found is None else found
+            return self._prefill_with_sinks(q, k, v, scale, softmax)
+        output = attention_with_lse(q, k, v, scale)
+        return (self.prefill_attention(q, k, v, scale), None) if output is None else output
 
-    def _prefill_beside(
+    def _prefill_with_sinks(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax
     ) -> tuple[Tensor, Tensor | None]:
-        """The same where the softmax is not plain: sinks join the log-sum-exp of a fused kernel, and what that has not
-        is a chunk behind nothing."""
-        found = None if softmax.cap else attention_with_lse(q, k, v, scale)
-        if found is not None:
-            return softmax.beside_sinks(*found)
+        """`prefill_attention_with_lse` of a softmax that is not plain: sinks join the log-sum-exp of a fused kernel,
+        and anything else is a chunk behind nothing."""
+        output = None if softmax.cap else attention_with_lse(q, k, v, scale)
+        if output is not None:
+            return softmax.with_sinks(*output)
         nothing = k[:, :0], v[:, :0], None
         return self.chunk_attention(q, k, v, nothing, scale, softmax).to(q.dtype), None
 
@@ -92,7 +92,7 @@ class PromptOperations(Operations):
         past_k, past_v, live = history
         heads, chunk, head_dim = k.shape
         live = torch.ones(past_k.shape[:2], dtype=torch.bool, device=q.device) if live is None else live
-        keys, values = (torch.cat([past, own.float()], 1)[:, None] for past, own in ((past_k, k), (past_v, v)))
+        keys, values = (torch.cat([past, new.float()], 1)[:, None] for past, new in ((past_k, k), (past_v, v)))
         grouped = q.view(heads, -1, chunk, head_dim)
         out = torch.empty(grouped.shape, device=q.device)
         for begin in range(0, chunk, CHUNK_ROWS):
@@ -122,8 +122,8 @@ class PromptOperations(Operations):
         lse: Tensor | None = None,
         softmax: Softmax = PLAIN,
     ) -> Tensor:
-        """How much attention each key of a prompt receives from each query head, reduced over queries, in O(N) memory:
-        the step of `prompt_scores` and `prompt_low_counts` that backends speed up.
+        """Attention that each key of a prompt receives from each query head, reduced over queries, in O(N) memory: the
+        step of `prompt_scores` and `prompt_low_counts` that backends speed up.
 
         `out[h, j] = sum over counted queries i >= j + skip_near of softmax_j(scale * q_i k_j)^power`, the softmax over
         keys 0..i.
@@ -192,8 +192,8 @@ class PromptOperations(Operations):
         Returns:
             fp32 [H, N].
         """
-        found = self.column_scores(q, k, scale, columns, lse, softmax)
-        return reduce_scores(found, k.shape[0], columns.queries, reduction)
+        scores = self.column_scores(q, k, scale, columns, lse, softmax)
+        return reduce_scores(scores, k.shape[0], columns.queries, reduction)
 
     def prompt_low_counts(
         self,
@@ -220,12 +220,12 @@ class PromptOperations(Operations):
             fp32 [H, N].
         """
         columns = ColumnSums(queries=queries, skip_near=skip_near, below_uniform=True)
-        found = self.column_scores(q, k, scale, columns, softmax=softmax)
-        return reduce_group(found.view(k.shape[0], -1, k.shape[1]), group, 1)
+        scores = self.column_scores(q, k, scale, columns, softmax=softmax)
+        return reduce_group(scores.view(k.shape[0], -1, k.shape[1]), group, 1)
 
 
 def has_flash(q: Tensor) -> bool:
-    """Whether torch's flash attention for GPUs takes queries, and keys and values that are like them; others raise."""
+    """True if torch's flash attention for GPUs takes queries, and keys and values that are like them; others raise."""
     if q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] % 8 or q.shape[-1] > LARGEST_DIM:
         return False
     return not q.is_cuda or torch.cuda.get_device_capability(q.device) >= FLASH_CAPABILITY

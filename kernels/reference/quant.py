@@ -117,7 +117,7 @@ def encode(x: Tensor, code: Code, *, metadata_first: bool = False) -> tuple[Tens
     A vector whose scale comes to 0, or is not finite, gets codes 0.
 
     Args:
-        x: [..., n], any float dtype; computed in fp32, but for norms, which are summed in fp64: whatever the order, the
+        x: [..., n], any float dtype; computed in fp32, except norms, which are summed in fp64: whatever the order, the
             same fp32 comes out.
         code: How.
         metadata_first: See `quantize`.

@@ -12,7 +12,7 @@ WINDOW_ROWS = 256  # queries whose keys are looked at together
 
 
 class WindowOperations(Operations):
-    """What a prompt asks of layers with a window; `Backend` has the legend. Masks are as large as the product of a
+    """Operations of a prompt on layers with a window; `Backend` has the legend. Masks are as large as the product of a
     block of queries and what their windows hold, never of the prompt and itself."""
 
     def window_attention(
@@ -43,22 +43,22 @@ class WindowOperations(Operations):
         checks.prompt(q, k, v, softmax)
         heads, length, head_dim = k.shape
         grouped = q.view(heads, -1, length, head_dim)
-        own = torch.arange(first, first + length, device=q.device).expand(heads, -1)
+        positions = torch.arange(first, first + length, device=q.device).expand(heads, -1)
         out = torch.empty_like(grouped)
         for begin in range(0, length, WINDOW_ROWS):
             end, low = min(length, begin + WINDOW_ROWS), max(0, begin + 1 - window.num_tokens)
-            keys, values, position = k[:, low:end], v[:, low:end], own[:, low:end]
+            keys, values, position = k[:, low:end], v[:, low:end], positions[:, low:end]
             if history is not None and begin < window.num_tokens:  # later ones see nothing of it
                 past_k, past_v, past = history
                 keys, values = (torch.cat([x.to(y), y], 1) for x, y in ((past_k, keys), (past_v, values)))
                 position = torch.cat([past, position], 1)
-            mask, shape = window.sees(own[:, begin:end], position)[:, None], (-1, grouped.shape[1], -1, -1)
+            mask, shape = window.sees(positions[:, begin:end], position)[:, None], (-1, grouped.shape[1], -1, -1)
             rows, keys, values = grouped[:, :, begin:end], keys[:, None], values[:, None]
             if softmax.is_plain:
                 keys, values = keys.expand(shape), values.expand(shape)
-                found = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
+                output = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
             else:
                 logits = softmax.capped(torch.matmul(rows.float() * scale, keys.float().transpose(2, 3)))
-                found = torch.matmul(softmax.probabilities(logits.masked_fill(~mask, float("-inf"))), values.float())
-            out[:, :, begin:end] = found
+                output = torch.matmul(softmax.probabilities(logits.masked_fill(~mask, float("-inf"))), values.float())
+            out[:, :, begin:end] = output
         return out.flatten(0, 1)

@@ -20,7 +20,7 @@ from kvbench.api.columns import Columns
 from kvbench.api.generate import begin
 from kvbench.api.refusals import REFUSED, check
 from kvbench.engine import hf
-from kvbench.engine.needs import keep_tables
+from kvbench.engine.admission import keep_tables
 from kvbench.engine.runner import Runner
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy

@@ -27,7 +27,7 @@ def one_row(row: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Padding:
-    """What tells rows from those that pad them, on their device.
+    """Device tensors that tell live rows from padding rows.
 
     Args:
         live: int64 [S], 1 for a row and 0 behind the last one.
@@ -41,10 +41,10 @@ class Padding:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Some rows of a cache: int64 [S] on the device that holds them, and their numbers as the host knows them; of
-    captured steps a list, which a replay for other rows changes in place. Empty = the host does not know, and asks the
-    device for the length of lists. A captured step has one size for several numbers of rows: with a `padding`, S may be
-    more than they are, and the store's spare row stands behind them, which takes no slot and is told of to nobody."""
+    """Rows of a cache: int64 [S] on the device that holds them, and their numbers on the host; of captured steps a
+    list, which a replay for other rows changes in place. Empty = unknown on the host, so that the lengths of lists are
+    read from the device. A captured step has one size for several numbers of rows: with a `padding`, S may exceed them,
+    and the store's spare row stands behind them, which takes no slot and is reported to no receiver."""
 
     tensor: Tensor
     numbers: Sequence[int] = ()
@@ -84,8 +84,8 @@ class Rows:
 
 @dataclass
 class ReplayLog:
-    """Numbers that a captured step tells the host, in every replay anew: how many each receiver takes, and where every
-    replay leaves all of them."""
+    """Numbers that each replay of a captured step sends to the host: how many each receiver takes, and the tensor that
+    holds all of them after a replay."""
 
     posts: list[tuple[int, Callable[[], Receiver]]] = field(default_factory=list)
     numbers: Tensor | None = None
@@ -107,9 +107,8 @@ class AsyncCounts:
         self._sent: list[tuple[Tensor, list[tuple[int, Receiver]], torch.cuda.Event | None]] = []
 
     def post(self, numbers: Tensor, bind: Callable[[], Receiver]) -> None:
-        """Hands whole numbers (any shape and integer or bool type) to a receiver, now or later. `bind` gives the
-        receiver with whatever it has to know of the host's state at that step: it is called here, and again in every
-        replay of a captured step."""
+        """Hands whole numbers (any shape and integer or bool type) to a receiver, now or later. `bind` makes the
+        receiver with the host's state at that step: it is called here, and again in every replay of a captured step."""
         if not self.is_late:
             bind()(numbers.flatten().tolist())
             return
@@ -128,7 +127,7 @@ class AsyncCounts:
             return
         self._start(numbers, [(x.numel(), receive) for x, receive in posted])
 
-    def send_again(self, log: ReplayLog) -> None:
+    def resend(self, log: ReplayLog) -> None:
         """Starts the copy of what a replay of a captured step counted, once it is launched."""
         if log.numbers is not None:
             self._start(log.numbers, [(count, bind()) for count, bind in log.posts])
@@ -145,8 +144,8 @@ class AsyncCounts:
         self._sent.append((there, receivers, arrived))
 
     def collect(self, leave: int = 0) -> None:
-        """Hands over what was sent, but for the `leave` steps sent last; all of it, and only then raises what the first
-        receiver raised."""
+        """Hands over what was sent, except the `leave` steps sent last; all of it, and only then raises the first
+        receiver's exception."""
         end = len(self._sent) - leave
         if end <= 0:
             return
@@ -171,7 +170,7 @@ class AsyncCounts:
 
 
 class HostCounts:
-    """Most slots that a list of each row holds, as far as the host knows without asking the device."""
+    """Upper bound of the slots that a list of each row holds, kept on the host without reading the device."""
 
     def __init__(self) -> None:
         self._longest: dict[int, list[int]] = {}  # by row: most slots of a list, by tier

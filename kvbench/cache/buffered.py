@@ -66,8 +66,8 @@ class ResidualBuffer:
         return size, 1 if self.spec.v_flush == "oldest" else size
 
     def of_layer(self, rows: Tensor, layer: int, numbers: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-        """The key and value rings [S, H, R, D] of one layer; views, not copies, when `rows`, which the host knows as
-        `numbers`, follow one another."""
+        """Key and value rings [S, H, R, D] of one layer; views, not copies, when `rows`, whose host `numbers` are
+        these, follow one another."""
         numbers = rows.tolist() if numbers is None else list(numbers)
         if numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
             chosen = slice(numbers[0], numbers[0] + len(numbers))
@@ -89,13 +89,13 @@ class ResidualBuffer:
         a list which kept fewer can have for each token that it kept."""
 
         period = self.spec.num_tokens if self.spec.hold_prompt else self.group_tokens
-        given = torch.cat([torch.tensor([count]), torch.arange(period)])
-        keys, values = self.split_prompt(given)
-        total, size = given + new, self.spec.num_tokens
+        prompt = torch.cat([torch.tensor([count]), torch.arange(period)])
+        keys, values = self.split_prompt(prompt)
+        total, size = prompt + new, self.spec.num_tokens
         keys = keys + (total - keys) // size * size
         if self.spec.v_flush == "oldest":
             keys = torch.maximum(keys, torch.maximum(values, total - size))
-        return int(keys[0]), count + int((keys - given)[1:].max())
+        return int(keys[0]), count + int((keys - prompt)[1:].max())
 
     def after_append(self, lists: Tensor, new: Tensor | int = 1) -> tuple[Tensor, Tensor]:
         """The counts (keys, values in pages) once each of these lists has taken one more token, or as many as `new`
@@ -151,14 +151,14 @@ class Buffered(Paged):
         return False  # a later segment comes token by token, through the rings
 
     @property
-    def beside_bytes(self) -> int:
-        return super().beside_bytes + self.ring.allocated_bytes
+    def off_page_bytes(self) -> int:
+        return super().off_page_bytes + self.ring.allocated_bytes
 
     @property
     def row_bytes(self) -> tuple[int, int]:
-        beside, rings = super().row_bytes
+        fixed, rings = super().row_bytes
         lists = self.pages.lists_per_row
-        return beside + 3 * self.ring.num_k.element_size() * lists, rings + self.ring.list_bytes * lists
+        return fixed + 3 * self.ring.num_k.element_size() * lists, rings + self.ring.list_bytes * lists
 
     @property
     def most_new_slots(self) -> int:
@@ -172,8 +172,8 @@ class Buffered(Paged):
         keys, values = self.ring.num_k[lists].long(), self.ring.num_v[lists].long()
         if (tiers := self.pages.tier_map) is None:
             return keys, values
-        own = tiers.of(lists) == tier
-        return keys * own, values * own
+        in_tier = tiers.of(lists) == tier
+        return keys * in_tier, values * in_tier
 
     def paged_slots(self, kept: int, new: int) -> tuple[int, int]:
         return self.ring.paged_after(kept, new)
@@ -185,8 +185,8 @@ class Buffered(Paged):
     def ring_bytes(self, lists: Tensor) -> int:
         keys, values = int(self.ring.num_k[lists].sum()), int(self.ring.num_v[lists].sum())
         tokens = int(self.ring.num_tokens[lists].sum())
-        waiting = (tokens - keys) + (0 if self.shape.keys_only else tokens - values)
-        return waiting * self.shape.head_dim * self.ring.k.element_size()
+        buffered = (tokens - keys) + (0 if self.shape.keys_only else tokens - values)
+        return buffered * self.shape.head_dim * self.ring.k.element_size()
 
     def layer(self, rows: Tensor, layer: int, width: list[int] | None = None) -> tuple[list[TierPages], Ring | None]:
         (tier,), _ = super().layer(rows, layer, width)
@@ -226,8 +226,8 @@ class Buffered(Paged):
         self.pages.put(tier, page, slot, v=prompt.v[head[paged], token[paged]])
 
     def _write_all(self, prompt: PromptLayer, tier: int, kept: Kept) -> None:
-        """Writes a prompt of which all tokens are kept: heads are alike, and what goes where are slices, which the host
-        knows. Masks would be waited for."""
+        """Writes a prompt of which all tokens are kept: heads are alike, and targets are slices known on the host.
+        Masks would be waited for."""
         heads, length, _ = prompt.k.shape
         head, token = (index.view(heads, length) for index in (kept.head, kept.token))
         rings, sides = (self.ring.k, self.ring.v), ((prompt.paged_k, None), (None, prompt.v))
@@ -294,22 +294,22 @@ class BufferedStep(PagedStep):
         ring, pages, lists = self.holding.ring, self.pages, self.lists.flatten()
         new = 1 if self.live is None else self.live
         before, after = (ring.num_k[lists].long(), ring.num_v[lists].long()), ring.after_append(lists, new)
-        own = [(tier, chosen, lists[chosen]) for tier, chosen in pages.tiers_of_rows(len(self.rows))]
+        by_tier = [(tier, chosen, lists[chosen]) for tier, chosen in pages.tiers_of_rows(len(self.rows))]
         pages.host.advance(self.rows.numbers, self.holding.most_new_slots)
         with pages.undone() as done:
-            for tier, chosen, named in own:
+            for tier, chosen, named in by_tier:
                 grown = torch.maximum(*(x[chosen] for x in after)) - pages.held(tier, named)
                 at_most = len(named) * self.holding.most_new_pages
                 held = pages.table.reserve(named, tier, grown.clamp(min=0), at_most=at_most)
                 done.append((named, tier, held))
             if pages.pool.others is not None:
-                for tier, chosen, named in own:
-                    self._own(tier, chosen, named, before, after)
+                for tier, chosen, named in by_tier:
+                    self._unshare(tier, chosen, named, before, after)
         ring.num_tokens[lists] += new
         self._before = before[0].view(self.lists.shape), before[1].view(self.lists.shape)
         self._after = after[0].view(self.lists.shape), after[1].view(self.lists.shape)
 
-    def _own(
+    def _unshare(
         self,
         tier: int,
         chosen: Tensor | slice,
@@ -322,14 +322,14 @@ class BufferedStep(PagedStep):
         for old, new, most in zip(before, after, self.holding.ring.most_leaving, strict=True):
             for page in range(-(-most // size) + 1):
                 slot = torch.maximum(old, old // size * size + page * size)
-                self.pages.table.own([(tier, lists, torch.where(slot < new, slot, -1)[chosen])])
+                self.pages.table.unshare([(tier, lists, torch.where(slot < new, slot, -1)[chosen])])
 
     @property
     def strips(self) -> bool:
         return False  # a ring holds keys as they come; they lose their position on the way to a page
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Appends to the rings, then attends and flushes in the order that the residual asks for."""
+        """Appends to the rings, then attends and flushes in the order that the residual declares."""
         rings, rows = self.holding.ring, self.rows.tensor
         (tier,), _ = Paged.layer(self.holding, rows, layer, self.width[layer])
         lists = self.lists[:, layer]
@@ -371,8 +371,8 @@ class BufferedStep(PagedStep):
             if not slot.numel():
                 continue
             page, slot = pages.table.lookup(lists.expand(token.shape).flatten()[goes], tier, slot)
-            place = (token % buffer.shape[2])[..., None].expand(*token.shape, buffer.shape[3])
-            leaving, token = buffer.gather(2, place).flatten(0, 2)[goes], token.flatten()[goes]
+            index = (token % buffer.shape[2])[..., None].expand(*token.shape, buffer.shape[3])
+            leaving, token = buffer.gather(2, index).flatten(0, 2)[goes], token.flatten()[goes]
             if side == 0:
                 pages.put(tier, page, slot, k=self.holding.rope.strip(leaving, token))
             else:
@@ -397,9 +397,9 @@ class BufferedStep(PagedStep):
         )
         if self.pages.on_device:
             return self._open_tables([self._tables[tier]], held=held, ring=ring)
-        own = self._named(tier)
-        own.num_k, own.num_v = held
-        return self._open_layers([own], ring=ring)
+        pages = self._named(tier)
+        pages.num_k, pages.num_v = held
+        return self._open_layers([pages], ring=ring)
 
     def _fuse(self) -> FusedStep | None:
         # On a device a step looks up where all layers' rings flush to, in the pages of one format.

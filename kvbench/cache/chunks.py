@@ -34,13 +34,13 @@ class _Reading:
     sums: list[Tensor]
     seen: int = 0
     chunks: int = 0
-    waiting: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list)
+    staged: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
         """Bytes held beside the pages."""
         held = [*self.sums, *(pos for tiers in self.pos for pos in tiers)]
-        return sum(x.nbytes for x in held) + sum(k.nbytes + v.nbytes for k, v, _ in self.waiting)
+        return sum(x.nbytes for x in held) + sum(k.nbytes + v.nbytes for k, v, _ in self.staged)
 
 
 class Chunks:
@@ -84,12 +84,12 @@ class Chunks:
             queries.hold_prompt(row, layer, queries.last(q, scale), end)
         if self._offsets is not None:
             k = less(k, self._offsets.of_layer(row, layer, len(k)))
-        reading.waiting.append((self._rotations.keys.apply(k), self._rotations.values.apply(v), score))
+        reading.staged.append((self._rotations.keys.apply(k), self._rotations.values.apply(v), score))
         self._ledger.hold(row, staging_bytes=reading.nbytes + past_k.nbytes + past_v.nbytes)
         del past_k, past_v
         last = layer + 1 == self._shape.num_layers
         if last or self._policy.scope != "model":
-            self._place(row, layer, reading, end)
+            self._write(row, layer, reading, end)
         if last:
             reading.seen, reading.chunks = end, reading.chunks + 1
             self._counters.hold(row, end)
@@ -116,7 +116,7 @@ class Chunks:
         else:
             widths = (tier.ids.shape[-1] * tier.fmt.tokens_per_page for tier in tiers)
             each = zip((reading.pos[layer][tier] for tier in pages.tiers_in(layer)), widths, strict=True)
-            pos = torch.cat([padded(own.long(), width) for own, width in each], 1)
+            pos = torch.cat([padded(positions.long(), width) for positions, width in each], 1)
         keys = holding.rope.rotate_past(keys, live, reading.seen)
         keys = self._rotations.keys.back(keys)
         if self._offsets is not None:
@@ -135,25 +135,25 @@ class Chunks:
         scale: float,
         reading: _Reading,
     ) -> Tensor | None:
-        """fp32 [1 + len(also), H, N] numbers of what is held and of the chunk, `GONE` (and 0 beside it) for the others;
-        None where the policy asks for none."""
+        """fp32 [1 + len(also), H, N] numbers of held tokens and of the chunk, `GONE` (and 0 for the further ones) for
+        the others; None where the policy needs none."""
         if not self._holding.scores.spec.measures_prompts:
             return None
         past_k, past_v, pos = past
         begin, end = reading.seen, reading.seen + k.shape[1]
-        own = torch.arange(begin, end, device=k.device).expand(len(k), -1)
+        new_pos = torch.arange(begin, end, device=k.device).expand(len(k), -1)
         keys, values = (torch.cat([old, new.float()], 1) for old, new in ((past_k, k), (past_v, v)))
         sums = reading.sums[layer][:, :end] if reading.sums else None
-        return self._holding.scores.of_chunk(layer, q, keys, values, torch.cat([pos, own], 1), end, scale, sums)
+        return self._holding.scores.of_chunk(layer, q, keys, values, torch.cat([pos, new_pos], 1), end, scale, sums)
 
-    def _place(self, row: int, layer: int, reading: _Reading, end: int) -> None:
+    def _write(self, row: int, layer: int, reading: _Reading, end: int) -> None:
         """Plans the layers that wait, the last of which is `layer`, and carries the plan out."""
-        waiting, reading.waiting = reading.waiting, []
-        first = layer + 1 - len(waiting)
+        staged, reading.staged = reading.staged, []
+        first = layer + 1 - len(staged)
         layers, begin = range(first, layer + 1), reading.seen
         tier_of = torch.stack([self._tiers(reading.pos[index], end) for index in layers])
         tier_of[..., 0 if self._policy.residual is not None else begin :] = 0  # nothing is decided of the chunk yet
-        scores = [score for _, _, score in waiting if score is not None]
+        scores = [score for _, _, score in staged if score is not None]
         score = torch.stack(scores) if scores else None
         if score is not None and not self._policy.score.statistic.also:
             score = score[:, 0]
@@ -163,11 +163,11 @@ class Chunks:
         planned = plan.tier_of.to(torch.int8)
         later = torch.maximum(planned, tier_of)  # a token never comes back, nor to an earlier tier
         tier_of = torch.where((planned == EVICT) | (tier_of == EVICT), EVICT, later).to(torch.int8)
-        beside = sum(k.nbytes + v.nbytes for k, v, _ in waiting)
-        for index, (k, v, _) in zip(layers, waiting, strict=True):
-            own = tier_of[index - first]
-            held = partial(self._ledger.hold, row, reading.nbytes + beside)
-            self._holding.extend_prompt(row, index, k, v, own, reading.pos[index], held)
+        staged_bytes = sum(k.nbytes + v.nbytes for k, v, _ in staged)
+        for index, (k, v, _) in zip(layers, staged, strict=True):
+            layer_tiers = tier_of[index - first]
+            held = partial(self._ledger.hold, row, reading.nbytes + staged_bytes)
+            self._holding.extend_prompt(row, index, k, v, layer_tiers, reading.pos[index], held)
             if end == reading.total:
                 stored = None if begins_with is None else begins_with[index - first]
                 track(self._holding.pages, self._holding.lists_of_layer(row, index), reading.pos[index], stored)
@@ -175,17 +175,19 @@ class Chunks:
 
     def _tiers(self, pos: list[Tensor], length: int) -> Tensor:
         """int8 [H, length]: the planned tier of each position, `EVICT` where it is not held."""
-        found = torch.full((len(pos[0]), length + 1), EVICT, dtype=torch.int8, device=pos[0].device)
-        for tier, own in enumerate(pos):
-            found.scatter_(1, torch.where(own < 0, length, own).long(), min(tier, self._holding.pages.num_planned - 1))
-        return found[:, :length]
+        tier_of = torch.full((len(pos[0]), length + 1), EVICT, dtype=torch.int8, device=pos[0].device)
+        for tier, positions in enumerate(pos):
+            tier_of.scatter_(
+                1, torch.where(positions < 0, length, positions).long(), min(tier, self._holding.pages.num_planned - 1)
+            )
+        return tier_of[:, :length]
 
     def _finish(self, row: int, reading: _Reading, k: Tensor) -> None:
         """Ends a prompt whose last chunk was written."""
         del self._open[row]
-        together = self._shape.num_layers if self._policy.scope == "model" else 1
+        planned_layers = self._shape.num_layers if self._policy.scope == "model" else 1
         self._prompts.finish(row, reading.total)
-        at_once = 2 * together * reading.total * k.shape[0] * k.shape[2] * k.element_size()
+        at_once = 2 * planned_layers * reading.total * k.shape[0] * k.shape[2] * k.element_size()
         self._ledger.note_chunks(row, reading.chunks, at_once)
 
 

@@ -1,5 +1,4 @@
-"""What a calibration found, beside the pages: the tables of each layer's codes and the scales of its key channels, or
-the scales of its heads."""
+"""Calibration tables kept outside the pages: code levels and key channel scales per layer, or scales per head."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,27 +27,27 @@ class Codebooks:
     """
 
     def __init__(
-        self, found: CodeBooks, formats: Sequence[PageFormat], shape: ModelShape, first_layer: int, first_head: int
+        self, books: CodeBooks, formats: Sequence[PageFormat], shape: ModelShape, first_layer: int, first_head: int
     ) -> None:
         layers, heads, dim = slice(first_layer, first_layer + shape.num_layers), shape.num_kv_heads, shape.head_dim
-        if len(found.scale[0]) != heads * shape.ranks.size * dim:
+        if len(books.scale[0]) != heads * shape.ranks.size * dim:
             raise NotForModel(
-                f"the books have {len(found.scale[0])} key channels per layer, but the model has "
+                f"the books have {len(books.scale[0])} key channels per layer, but the model has "
                 f"{heads * shape.ranks.size} KV heads of {dim}; measure books of this model"
             )
 
-        def own(rows: Sequence[Sequence[float]]) -> Tensor:
+        def local(rows: Sequence[Sequence[float]]) -> Tensor:
             whole = torch.tensor([list(row) for row in rows[layers]]).unflatten(1, (-1, dim))
             return whole[:, first_head : first_head + heads].half().to(shape.device)
 
-        self._scale, self._zero = own(found.scale), own(found.zero)  # [L, H, D]
+        self._scale, self._zero = local(books.scale), local(books.zero)  # [L, H, D]
         self._tables = torch.tensor(
-            [[*keys, *values] for keys, values in zip(found.keys[layers], found.values[layers], strict=True)],
+            [[*keys, *values] for keys, values in zip(books.keys[layers], books.values[layers], strict=True)],
             dtype=torch.uint8,
         )
         self._formats = [
             [_with(fmt, keys, values) for fmt in formats]
-            for keys, values in zip(found.keys[layers], found.values[layers], strict=True)
+            for keys, values in zip(books.keys[layers], books.values[layers], strict=True)
         ]
 
     @property
@@ -103,14 +102,14 @@ class Scales(Codebooks):
     """Scales of a layer's keys and values, one for all of its heads or one for each, that never change.
 
     A page holds floats of 8 bits of keys and values that are divided by them. Queries are multiplied by the keys' scale
-    and attention's output by the values', so that kernels know of neither. Other formats have scales of 1.
+    and attention's output by the values', so that kernels take neither. Other formats have scales of 1.
 
     Source: vLLM's `k_scale` and `v_scale` (layers/quantization/kv_cache.py), per tensor or, since PR 30141, per head.
     """
 
     def __init__(
         self,
-        found: HeadScales,
+        scales: HeadScales,
         formats: Sequence[PageFormat],
         shape: ModelShape,
         first_layer: int,
@@ -119,15 +118,15 @@ class Scales(Codebooks):
     ) -> None:
         """`tiers`: of each list here, by layer; the other arguments as for `Codebooks`."""
         layers, heads = slice(first_layer, first_layer + shape.num_layers), shape.num_kv_heads
-        self._of_heads = len(found.keys[0]) > 1
+        self._of_heads = len(scales.keys[0]) > 1
 
-        def own(rows: Sequence[Sequence[float]]) -> Tensor:
-            given = torch.tensor([list(row) for row in rows[layers]])
-            return given[:, first_head : first_head + heads] if self._of_heads else given.expand(-1, heads)
+        def local(rows: Sequence[Sequence[float]]) -> Tensor:
+            values = torch.tensor([list(row) for row in rows[layers]])
+            return values[:, first_head : first_head + heads] if self._of_heads else values.expand(-1, heads)
 
         coded = torch.tensor([[formats[tier].slot.fp8 for tier in row] for row in tiers])
         self._keys, self._values = (
-            torch.where(coded, own(rows), 1.0).to(shape.device) for rows in (found.keys, found.values)
+            torch.where(coded, local(rows), 1.0).to(shape.device) for rows in (scales.keys, scales.values)
         )  # fp32 [L, H]
         self._formats = [list(formats)] * shape.num_layers
 
@@ -155,14 +154,14 @@ class Scales(Codebooks):
         return k * self._keys[layer, :, None, None], v * self._values[layer, :, None, None]
 
     def attach(self, tiers: Sequence[TierPages], layer: int) -> None:
-        """Gives the tiers nothing: kernels know no such scales."""
+        """Attaches nothing to the tiers: kernels take no such scales."""
 
 
 class KeyBiases(Codebooks):
     """The biases of a model's key projections, which keys without their positions are stored less.
 
-    They are put on again, exactly, where attention reads keys, before these are rotated. In plain torch alone: no
-    kernel knows them yet.
+    They are added back, exactly, where attention reads keys, before these are rotated. In plain torch alone: no kernel
+    takes them yet.
     """
 
     def __init__(self, formats: Sequence[PageFormat], shape: ModelShape, first_layer: int) -> None:
@@ -181,8 +180,8 @@ class KeyBiases(Codebooks):
                 "store.key_offset=bias: of a model with latent attention keys and values are the same vectors, held "
                 "once; set store.key_offset=none"
             )
-        own = torch.stack([*shape.key_biases[first_layer : first_layer + shape.num_layers]])
-        self._biases = own.unflatten(1, (shape.num_kv_heads, -1)).to(shape.device, formats[0].slot.dtype)
+        biases = torch.stack([*shape.key_biases[first_layer : first_layer + shape.num_layers]])
+        self._biases = biases.unflatten(1, (shape.num_kv_heads, -1)).to(shape.device, formats[0].slot.dtype)
         self._formats = [list(formats)] * shape.num_layers
 
     @property

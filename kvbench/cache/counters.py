@@ -14,8 +14,8 @@ from kvbench.cache.async_counts import Rows
 class Counters:
     """Tokens per row (int64 [rows], `tokens_seen` without the incoming one), and what the prompt's plan gave each list.
 
-    `prompt_slots` (int32 [lists]) and `instruction_tokens` are empty where nobody asks. `seen` is `tokens_seen` as the
-    host counts it, so that nobody asks a device; change both by `hold`.
+    `prompt_slots` (int32 [lists]) and `instruction_tokens` are empty where no method needs them. `seen` is the host's
+    count of `tokens_seen`, so that no device is read; change both by `hold`.
     """
 
     tokens_seen: Tensor
@@ -39,7 +39,7 @@ class Counters:
             self.instruction_tokens[row] = instruction_tokens
 
     def instruction_of(self, row: int) -> int:
-        """First tokens of a row's prompt that are its instruction; 0 where nobody asks."""
+        """First tokens of a row's prompt that are its instruction; 0 where no method needs them."""
         return int(self.instruction_tokens[row]) if self.instruction_tokens.numel() else 0
 
     def copy(self, source: int, row: int) -> None:

@@ -57,50 +57,50 @@ def reorder(x: Tensor, order: Tensor) -> Tensor:
 
 
 class EvictionDue:
-    """The host's knowledge of the bulk evictions of rows. It is about all layers and heads, wherever they lie.
+    """Host-side state of the bulk evictions that are due for rows, over all layers and heads, wherever they lie.
 
     Args:
-        is_told: The device tells `counts` whether an eviction is due, and nobody asks it before every step.
+        posts: The device posts to `counts` whether an eviction is due, so that no step reads it back.
     """
 
-    def __init__(self, policy: Policy, plans: CheckedPlans, counts: AsyncCounts, is_told: bool) -> None:
-        asked = policy.compaction is not None and not policy.compaction.when_full
-        self._happens = asked and policy.residual is None  # tokens behind rings are not evicted
-        self._plans, self._counts, self._is_told = plans, counts, is_told
-        self._told: dict[int, int] = {}
+    def __init__(self, policy: Policy, plans: CheckedPlans, counts: AsyncCounts, posts: bool) -> None:
+        is_periodic = policy.compaction is not None and not policy.compaction.when_full
+        self._happens = is_periodic and policy.residual is None  # tokens behind rings are not evicted
+        self._plans, self._counts, self._posts = plans, counts, posts
+        self._due: dict[int, int] = {}
 
     def forget(self, numbers: Sequence[int]) -> None:
         """Notes that what the host was told of rows holds no longer."""
         for number in numbers:
-            self._told.pop(number, None)
+            self._due.pop(number, None)
 
     def tell(self, numbers: Sequence[int], view: Callable[[], DecodeView]) -> None:
         """Tells the host, later, of which rows an eviction is due before the next step; `view` shows them."""
-        if self._happens and self._is_told:
+        if self._happens and self._posts:
             self._counts.post(self._plans.due(view()), lambda: partial(self.learn, tuple(numbers)))
 
     def learn(self, numbers: Sequence[int], due: Sequence[int]) -> None:
         """Takes in whether the bulk evictions of rows are due, and perhaps of what pads them."""
-        self._told |= zip(numbers, due, strict=False)
+        self._due |= zip(numbers, due, strict=False)
 
     def may_be(self, numbers: Sequence[int]) -> bool:
         """True if an eviction of rows is due before the next step, or the host was not told that it is not."""
-        return self._happens and any(self._told.get(number) != 0 for number in numbers)
+        return self._happens and any(self._due.get(number) != 0 for number in numbers)
 
     def whose(self, numbers: Sequence[int], view: Callable[[], DecodeView]) -> list[int]:
         """The rows whose eviction is due now, of those that a step begins with; `view` shows these."""
         if not self._happens:
             return []
-        told = [self._told.get(number) for number in numbers]
+        due = [self._due.get(number) for number in numbers]
         self.forget(numbers)
-        if None in told:
-            told = self._plans.due(view()).tolist()
-        return [number for number, is_due in zip(numbers, told, strict=False) if is_due]
+        if None in due:
+            due = self._plans.due(view()).tolist()
+        return [number for number, is_due in zip(numbers, due, strict=False) if is_due]
 
 
 class Holding:
-    """Tokens in pages, with what a step and a prompt need to know of them; `first_layer` is the model's number of the
-    first layer that is held here, from which other arguments count."""
+    """Tokens in pages, with the state of steps and prompts; `first_layer` is the model's number of the first layer that
+    is held here, from which other arguments count."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Holding:
         self.budget: SolvedBudget | None = None  # the store's, which knows what else a row holds
 
     @property
-    def beside_bytes(self) -> int:
+    def off_page_bytes(self) -> int:
         orders = 0 if self.channels is None else self.channels.allocated_bytes
         orders += 0 if self.offsets is None else self.offsets.allocated_bytes
         return orders + (0 if self.scores.queries is None else self.scores.queries.allocated_bytes)
@@ -183,10 +183,10 @@ class Holding:
     def layer(self, rows: Tensor, layer: int, width: list[int] | None = None) -> tuple[list[TierPages], Ring | None]:
         """The kernels' description of one layer of rows; `width` is the pages to read per tier, found when absent."""
         lists = self.pages.layer_lists(rows, layer)
-        found = [self.pages.tier(tier, lists, width[tier] if width else None) for tier in self.pages.tiers_in(layer)]
+        tiers = [self.pages.tier(tier, lists, width[tier] if width else None) for tier in self.pages.tiers_in(layer)]
         if self.pages.codebooks is not None:
-            self.pages.codebooks.attach(found, layer)
-        return found, None
+            self.pages.codebooks.attach(tiers, layer)
+        return tiers, None
 
     def view(self, rows: Rows, measured: bool = False) -> PagesView:
         """The policy's view of rows; of a bulk eviction, with the scores that its statistic gives the slots now."""

@@ -52,13 +52,13 @@ class StoreOptions:
         check_settings(self, "store.")
 
     def on(self, device: torch.device) -> "StoreOptions":
-        """The same where `page_bytes=auto` is what this device takes."""
+        """These options with `page_bytes=auto` resolved for a device."""
         is_tiled = self.page_bytes == "auto" and device.type == "cuda"
         return replace(self, page_bytes="tiles") if is_tiled else self
 
 
 @dataclass(frozen=True)
-class Place:
+class DeviceSpan:
     """Some layers of a model that follow one another, and the device of their weights, and so of their part of the
     cache."""
 
@@ -68,23 +68,23 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A model as the store knows it: all its layers and heads, wherever they lie. Layers of another kind have a shape
-    of their own `beside`: the policy acts on these, which see everything, and numbers them from 0.
+    """Shape of a model for the store: all its layers and heads, wherever they lie. Layers of another kind have shapes
+    of their own, `other_kinds`: the policy acts on these layers, which see everything, and numbers them from 0.
 
     Args:
-        device: Where the cache lives; of a model in several places, its first one, where plans are made.
+        device: Device of the cache; of a model on several, the first one, where plans are made.
         inv_freq: Rotary inverse frequencies fp32 [D_rot / 2], or None when keys cannot be re-rotated.
         output_projections: Per layer, the model's own weight [E, Hq * D] behind attention, or None when not found; of
             heads that are divided among processes, this one's columns.
         key_biases: Per layer, the bias of the key projection [H * D], of the heads of this process; None where not
             every layer has one that is added to keys as they are.
-        places: Where the layers lie, in their order; empty = all on `device`.
+        device_spans: Devices of the layers, in their order; empty = all on `device`.
         ranks: The processes among which the heads are divided.
         softmax: Caps and sinks of all layers, of the query heads that this process holds.
-        window: How far these layers look back; None = to everything.
-        beside: The shapes of layers of other kinds that hold keys and values.
+        window: Look-back of these layers; None = to everything.
+        other_kinds: Shapes of layers of other kinds that hold keys and values.
         numbers: The model's own numbers of these layers; empty = they are all of its layers.
-        state_bytes: Bytes of what the model's further layers hold of a sequence, whatever its length.
+        state_bytes: Bytes of the states of further layers per sequence, whatever its length.
         keys_only: The keys are the values, too, and are held once (latent attention).
         shared: The model's layers that attend over the keys and values of another one, and which one that is, by the
             model's own numbers.
@@ -99,11 +99,11 @@ class ModelShape:
     inv_freq: Tensor | None = None
     output_projections: Sequence[Tensor] | None = None
     key_biases: Sequence[Tensor] | None = None
-    places: tuple[Place, ...] = ()
+    device_spans: tuple[DeviceSpan, ...] = ()
     ranks: Ranks = ALONE
     softmax: Softmax = PLAIN
     window: Window | None = None
-    beside: "tuple[ModelShape, ...]" = ()
+    other_kinds: "tuple[ModelShape, ...]" = ()
     numbers: tuple[int, ...] = ()
     state_bytes: int = 0
     keys_only: bool = False
@@ -111,7 +111,7 @@ class ModelShape:
 
     @property
     def is_whole(self) -> bool:
-        return len(self.places) < 2 and self.ranks.size == 1
+        return len(self.device_spans) < 2 and self.ranks.size == 1
 
     @property
     def is_uniform(self) -> bool:
@@ -120,11 +120,11 @@ class ModelShape:
 
     @cached_property
     def kinds(self) -> dict[int, tuple[int, int]]:
-        """Where the model's layers are found, by their own numbers: which of the shapes (0 for this one, then those
-        beside it), and which layer of that."""
-        shapes = (self, *self.beside)
+        """Lookup by a layer's own number: index of its shape (0 for this one, then `other_kinds`), and index of the
+        layer in it."""
+        shapes = (self, *self.other_kinds)
         each = [(kind, shape.numbers or range(shape.num_layers)) for kind, shape in enumerate(shapes)]
-        return {number: (kind, own) for kind, numbers in each for own, number in enumerate(numbers)}
+        return {number: (kind, index) for kind, numbers in each for index, number in enumerate(numbers)}
 
     @cached_property
     def attending(self) -> tuple[int, ...]:
@@ -137,49 +137,49 @@ class ModelShape:
         return self.num_q_heads // self.ranks.size, self.num_kv_heads // self.ranks.size
 
     def parts(self) -> "list[tuple[int, ModelShape]]":
-        """The places that lie here, one after another: the number of a place's first layer, and the shape of its layers
+        """Parts of this process, one after another: the number of a part's first layer, and the shape of its layers
         with the heads of this process."""
-        found, first = [], 0
+        parts, first = [], 0
         num_q_heads, num_kv_heads = self.heads_here
-        for place in self.places or (Place(self.device, self.num_layers),):
-            inv_freq = None if self.inv_freq is None else self.inv_freq.to(place.device)
-            sinks, here = self.softmax.sinks, slice(first, first + place.num_layers)
-            own = replace(
+        for span in self.device_spans or (DeviceSpan(self.device, self.num_layers),):
+            inv_freq = None if self.inv_freq is None else self.inv_freq.to(span.device)
+            sinks, here = self.softmax.sinks, slice(first, first + span.num_layers)
+            shape = replace(
                 self,
-                num_layers=place.num_layers,
+                num_layers=span.num_layers,
                 num_q_heads=num_q_heads,
                 num_kv_heads=num_kv_heads,
-                device=place.device,
+                device=span.device,
                 inv_freq=inv_freq,
-                places=(),
-                softmax=Softmax(self.softmax.cap, None if sinks is None else sinks[here].to(place.device)),
+                device_spans=(),
+                softmax=Softmax(self.softmax.cap, None if sinks is None else sinks[here].to(span.device)),
             )
-            found.append((first, own))
-            first += place.num_layers
-        return found
+            parts.append((first, shape))
+            first += span.num_layers
+        return parts
 
     def on_host(self) -> "ModelShape":
-        """The same in one place, in main memory, with other numbers in its tensors."""
+        """This shape on one device, in main memory, with placeholder numbers in its tensors."""
         sinks = self.softmax.sinks
         return replace(
             self,
             device=torch.device("cpu"),
-            places=(),
+            device_spans=(),
             ranks=ALONE,
             inv_freq=None if self.inv_freq is None else torch.ones(self.inv_freq.shape),
             key_biases=None if self.key_biases is None else [torch.zeros(bias.shape) for bias in self.key_biases],
             softmax=Softmax(self.softmax.cap, None if sinks is None else torch.zeros(sinks.shape)),
-            beside=tuple(each.on_host() for each in self.beside),
+            other_kinds=tuple(each.on_host() for each in self.other_kinds),
         )
 
     def fp16_bytes(self, num_tokens: int) -> int:
         """Bytes of an uncompressed 16-bit cache of this many tokens, as the model itself would hold it, windows and
         states included: the denominator of every ratio."""
-        own = self.own_fp16_bytes(num_tokens) + self.state_bytes
-        return own + sum(each.fp16_bytes(num_tokens) for each in self.beside)
+        total = self.layers_fp16_bytes(num_tokens) + self.state_bytes
+        return total + sum(each.fp16_bytes(num_tokens) for each in self.other_kinds)
 
-    def own_fp16_bytes(self, num_tokens: int) -> int:
-        """The same of these layers alone, without states."""
+    def layers_fp16_bytes(self, num_tokens: int) -> int:
+        """Bytes of an uncompressed 16-bit cache of these layers alone, without states and other kinds."""
         if self.window is not None:
             num_tokens = min(num_tokens, self.window.num_tokens)
         return num_tokens * self.num_layers * self.num_kv_heads * self.head_dim * (2 if self.keys_only else 4)
@@ -278,8 +278,8 @@ def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) ->
         )
     if policy.reading is not None:
         return (_readable_format(policy, policy.reading, slots, options),)
-    asked = options.on(shape.device).page_bytes
-    size = asked if isinstance(asked, int) else choose_page_bytes(slots, tiled=asked == "tiles")
+    page_bytes = options.on(shape.device).page_bytes
+    size = page_bytes if isinstance(page_bytes, int) else choose_page_bytes(slots, tiled=page_bytes == "tiles")
     formats = tuple(PageFormat(slot, size) for slot in slots)
     if options.budget_bytes is not None and options.budget_bytes < size:
         raise ValueError(
@@ -289,17 +289,18 @@ def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) ->
 
 
 def _check_layers(policy: Policy, shape: ModelShape) -> None:
-    name, given = type(policy).__name__, "method.tiers_by_layer or method.protect_layers"
+    name, setting = type(policy).__name__, "method.tiers_by_layer or method.protect_layers"
     if policy.acts_in_decode or policy.compaction or policy.score.decode_update or policy.reading is not None:
         raise ValueError(
             f"{name} ranks or reads single slots while decoding, for which all layers have one precision; leave "
-            f"{given} out, or choose a method that decides about the prompt alone"
+            f"{setting} out, or choose a method that decides about the prompt alone"
         )
     assert policy.by_layer is not None, "the caller looked"
     table = policy.by_layer.of_model(shape.num_layers, shape.num_kv_heads)
     if policy.residual is not None and any(len(set(row)) > 1 for row in table):
         raise ValueError(
-            f"{name} has a residual buffer, which leaves a layer's heads together; give {given} one precision per layer"
+            f"{name} has a residual buffer, which leaves a layer's heads together; give {setting} one precision per "
+            "layer"
         )
 
 
@@ -318,8 +319,8 @@ def _check_channels(policy: Policy, options: StoreOptions) -> None:
         )
     if policy.position_mode != "absolute" or policy.granularity != "kv_head":
         raise ValueError(f"{name} orders the channels of KV heads' keys, which are stored with their positions")
-    own = options.rotation != "off" and any(tier.turned != "none" for tier in policy.tiers)
-    if options.rotation == "hadamard" or own:
+    by_tier = options.rotation != "off" and any(tier.rotated != "none" for tier in policy.tiers)
+    if options.rotation == "hadamard" or by_tier:
         raise ValueError(
             f"store.rotation={options.rotation} mixes the key channels that {name} tells apart; set store.rotation=none"
         )

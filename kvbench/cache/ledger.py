@@ -1,4 +1,4 @@
-"""The byte ledger: what a row of the cache really holds, item by item, now and over time."""
+"""Byte ledger: bytes that a row of the cache really holds, item by item, now and over time."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,8 +10,8 @@ from torch import Tensor
 from kvbench.cache.async_counts import Receiver, one_row
 from kvbench.cache.layout import ModelShape, most_slots
 from kvbench.cache.paged import Paged
-from kvbench.cache.places import Split
 from kvbench.cache.solve_budget import SolvedBudget
+from kvbench.cache.split import Split
 from kvbench.cache.steps import PagedStep
 from kvbench.policy import Policy
 
@@ -58,16 +58,17 @@ class Ledger:
     """Counts the bytes of every row, wherever its layers and heads lie.
 
     What a row has in several places is summed over them. Counters of tokens, which every place repeats (16 or 24 bytes
-    a row), count once, so that no number depends on where a model lies. What layers of other kinds have is `beside`.
+    a row), count once, so that no number depends on where a model lies. `other_kinds` are the ledgers of layers of
+    other kinds.
 
     Page tables are made for the longest prompt and answer of a run. A row is billed the entries that its own prompt and
     its own limit of new tokens need, as if it were alone; the others are `table_slack_bytes`, which no row is billed.
     """
 
     def __init__(
-        self, policy: Policy, holding: Paged | Split, shape: ModelShape, beside: "Sequence[Ledger]" = ()
+        self, policy: Policy, holding: Paged | Split, shape: ModelShape, other_kinds: "Sequence[Ledger]" = ()
     ) -> None:
-        self._parts, self._shape, self._ranks, self._beside = holding.parts, shape, shape.ranks, beside
+        self._parts, self._shape, self._ranks, self._other_kinds = holding.parts, shape, shape.ranks, other_kinds
         self._policy = policy
         first = self._parts[0]
         self._counters, self._pages = first.counters, first.pages
@@ -76,7 +77,7 @@ class Ledger:
             self._pages,
             lambda prompt, new: sum(self.fixed_row_bytes(prompt, new)) + shape.state_bytes,
             first.paged_slots,
-            [each.budget for each in beside],
+            [each.budget for each in other_kinds],
         )
         self._open: set[int] = set()
         self._sizes: dict[int, tuple[int, int]] = {}  # of rows with a prompt: its tokens, and most that follow it
@@ -104,8 +105,8 @@ class Ledger:
     def book_bytes(self) -> int:
         """Bytes of a model's codebooks and offsets of keys, which all rows share and each is billed as if it were
         alone."""
-        found = [part.pages.codebooks for part in self._parts if part.pages.codebooks is not None]
-        books = sum(books.table_bytes + books.channel_bytes * self._ranks.size for books in found)
+        codebooks = [part.pages.codebooks for part in self._parts if part.pages.codebooks is not None]
+        books = sum(books.table_bytes + books.channel_bytes * self._ranks.size for books in codebooks)
         offsets = [part.offsets for part in self._parts if part.offsets is not None]
         return books + sum(each.table_bytes for each in offsets) * self._ranks.size
 
@@ -122,26 +123,26 @@ class Ledger:
 
     def _paged_bytes(self, rows: Tensor) -> Tensor:
         """int64 [S]: bytes of the pages of rows, of all kinds of layers."""
-        own = self._num_pages(rows) * self._page_bytes
-        return sum((each._paged_bytes(rows) for each in self._beside), own)
+        local = self._num_pages(rows) * self._page_bytes
+        return sum((each._paged_bytes(rows) for each in self._other_kinds), local)
 
     def _fixed_of(self, row: int) -> int:
         """Bytes of a row that no page holds, of all kinds of layers."""
-        return self._fixed.get(row, self._widest) + sum(each._fixed_of(row) for each in self._beside)
+        return self._fixed.get(row, self._widest) + sum(each._fixed_of(row) for each in self._other_kinds)
 
     @property
     def table_slack_bytes(self) -> int:
         """Bytes of page tables that rows were allocated and do not need, being shorter than the longest of the run."""
-        own = sum(self._widest - fixed for fixed in self._fixed.values())
-        return own + sum(each.table_slack_bytes for each in self._beside)
+        local = sum(self._widest - fixed for fixed in self._fixed.values())
+        return local + sum(each.table_slack_bytes for each in self._other_kinds)
 
     def _num_pages(self, rows: Tensor) -> Tensor:
         """int64 [S]: pages of rows, on the first place's device."""
         first, *others = self._parts
-        found = first.pages.num_pages(rows)
+        total = first.pages.num_pages(rows)
         for part in others:
-            found = found + part.pages.num_pages(rows.to(part.shape.device)).to(rows.device)
-        return self._ranks.total(found)
+            total = total + part.pages.num_pages(rows.to(part.shape.device)).to(rows.device)
+        return self._ranks.total(total)
 
     @property
     def shared_bytes(self) -> int:
@@ -149,8 +150,8 @@ class Ledger:
         a row is billed what it would hold alone, so that its bytes do not depend on what is beside it."""
         shared = [part.pages.pool.others for part in self._parts]
         (num_pages,) = self._ranks.totals([sum(int(others.sum()) for others in shared if others is not None)])
-        own = num_pages * self._page_bytes + max(0, len(self._open) - 1) * self.book_bytes
-        return own + sum(each.shared_bytes for each in self._beside)
+        local = num_pages * self._page_bytes + max(0, len(self._open) - 1) * self.book_bytes
+        return local + sum(each.shared_bytes for each in self._other_kinds)
 
     def row_bytes(self, row: int) -> int:
         return int(self.resident_bytes(one_row(row, self._shape.device))[0])
@@ -174,8 +175,8 @@ class Ledger:
             lists = part.lists(row)
             for tier, fmt in enumerate(formats):
                 held = part.pages.held(tier, lists)
-                found = held, -(-held // fmt.tokens_per_page), *part.sides(tier, lists)
-                for index, count in enumerate(found, 4 * tier):
+                per_list = held, -(-held // fmt.tokens_per_page), *part.sides(tier, lists)
+                for index, count in enumerate(per_list, 4 * tier):
                     counts[index] += int(count.sum())
             counts[-1] += part.ring_bytes(lists)
         *counts, total["residual_bytes"] = self._ranks.totals(counts)
@@ -194,7 +195,7 @@ class Ledger:
         total["table_bytes"], rings, total["book_bytes"] = self.fixed_row_bytes(*self._sizes.get(row, ()))
         total["residual_slack_bytes"] = rings - total["residual_bytes"]
         if not self._shape.is_uniform:
-            total["window_bytes"] = sum(each.row_bytes(row) for each in self._beside)
+            total["window_bytes"] = sum(each.row_bytes(row) for each in self._other_kinds)
             total["state_bytes"] = self._shape.state_bytes
         total["resident_bytes"] = sum(total.values())
         return total
@@ -217,7 +218,7 @@ class Ledger:
 
     def begin_prompt(self, row: int, prompt_tokens: int, new_tokens: int) -> None:
         """Notes the size of a row whose prompt is about to be planned, and solves its budget where that is in bytes."""
-        for kind in (self, *self._beside):  # the other kinds' layers may come later, and what they hold counts now
+        for kind in (self, *self._other_kinds):  # the other kinds' layers may come later, and what they hold counts now
             kind._size(row, prompt_tokens, new_tokens)
         self.budget.open(row, prompt_tokens, new_tokens)
 
@@ -232,7 +233,7 @@ class Ledger:
             return
         self._settle()
         meter, before = self.meters[row], self._fixed_of(row)
-        for kind in (self, *self._beside):
+        for kind in (self, *self._other_kinds):
             kind._size(row, kind._sizes[row][0], new_tokens)
         more = self._fixed_of(row) - before
         meter.peak_bytes += more
@@ -312,7 +313,7 @@ class Ledger:
 
     @contextmanager
     def aside(self, row: int) -> Iterator[None]:
-        """Leaves what happens to a row out of its averages: what is read between two answers is no answer."""
+        """Leaves what happens to a row out of its averages: tokens read between two answers are no answer."""
         self._pages.counts.collect()
         before = self.meters[row]
         kept = before.sum_bytes, before.sum_ratio, before.steps
@@ -323,7 +324,7 @@ class Ledger:
 
     def step(self, steps: Sequence[PagedStep]) -> None:
         """Notes a decode step, which has a part for each place."""
-        rows, kinds = steps[0].rows, (self, *self._beside)
+        rows, kinds = steps[0].rows, (self, *self._other_kinds)
 
         def bind() -> Receiver:
             stepped = [(self.meters[row], self._counters.seen[row], self._fixed_of(row)) for row in rows.numbers]
@@ -331,8 +332,8 @@ class Ledger:
             def receive(num_pages: list[int]) -> None:
                 width = len(num_pages) // len(kinds)  # rows that pad come last
                 for index, (meter, tokens, fixed) in enumerate(stepped):
-                    own = num_pages[index::width]
-                    resident = fixed + sum(n * kind._page_bytes for n, kind in zip(own, kinds, strict=True))
+                    pages_by_kind = num_pages[index::width]
+                    resident = fixed + sum(n * kind._page_bytes for n, kind in zip(pages_by_kind, kinds, strict=True))
                     meter.peak_bytes = max(meter.peak_bytes, resident)
                     meter.sum_bytes += resident
                     meter.sum_ratio += resident / self._shape.fp16_bytes(tokens)
@@ -343,9 +344,9 @@ class Ledger:
         counts = self._pages.counts
         counted = [kind._num_pages(rows.tensor) for kind in kinds]
         counts.post(counted[0] if len(counted) == 1 else torch.cat(counted), bind)
-        found = [step.reads.totals() for step in steps if step.reads is not None]
-        if found:  # whole numbers, whose sums are exact
-            reads = torch.stack([each.to(found[0].device) for each in found]).sum(0)
+        totals = [step.reads.totals() for step in steps if step.reads is not None]
+        if totals:  # whole numbers, whose sums are exact
+            reads = torch.stack([each.to(totals[0].device) for each in totals]).sum(0)
             counts.post(self._ranks.total(reads).view(torch.int64), lambda: self._reads_into(rows.numbers))
 
     def _reads_into(self, numbers: Sequence[int]) -> Receiver:
@@ -380,12 +381,12 @@ class Ledger:
             "page_bytes": self._pages.pool.page_bytes,
         }
         if not self._shape.is_uniform:
-            own = resident - items["window_bytes"] - items["state_bytes"]
-            ledger |= {"full_layers_bytes": own, "full_layers_fp16_bytes": self._shape.own_fp16_bytes(seen)}
+            full_bytes = resident - items["window_bytes"] - items["state_bytes"]
+            ledger |= {"full_layers_bytes": full_bytes, "full_layers_fp16_bytes": self._shape.layers_fp16_bytes(seen)}
         if meter.one_shot_peak_bytes:
             ledger["one_shot_peak_bytes"] = max(meter.one_shot_peak_bytes, resident)
-        found = [[int(count.sum()) for count in part.slots_per_tier(part.lists(row))] for part in self._parts]
-        slots = self._ranks.totals([sum(counts) for counts in zip(*found, strict=True)])
+        by_part = [[int(count.sum()) for count in part.slots_per_tier(part.lists(row))] for part in self._parts]
+        slots = self._ranks.totals([sum(counts) for counts in zip(*by_part, strict=True)])
         kept = {
             "tokens_seen": seen,
             "slots_per_tier": slots,

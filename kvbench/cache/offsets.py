@@ -19,12 +19,12 @@ class KeyOffsets:
     """One vector per layer and KV head, in the model's own channels, that all keys of a list are stored less.
 
     A query's logits over a list then all miss its product with the vector. The softmax of logits that are shifted alike
-    is the same, so attention over what is stored puts nothing back, and no kernel knows. Whatever else looks at keys
-    gets them with the vector added again.
+    is the same, so attention over stored keys adds nothing back, and kernels are unchanged. Any other reader of keys
+    gets them with the vector added back.
 
     Args:
         rows: Sequences, each with vectors of its own unless there is a table.
-        shape: The layers and heads of one place.
+        shape: The layers and heads of one part.
         dtype: Of the vectors.
         table: [L, H, D] vectors of all rows; None = the mean of the keys of each row's prompt.
 
@@ -78,8 +78,8 @@ class KeyOffsets:
 
     def of_layer(self, row: int, layer: int, heads: int) -> Tensor:
         """The vectors of one layer of a row, fp32 [heads, 1, D], each as often as its KV head's keys are kept."""
-        own = self._vectors[0 if self._is_shared else row, layer].float()
-        return own.repeat_interleave(heads // len(own), 0)[:, None]
+        vectors = self._vectors[0 if self._is_shared else row, layer].float()
+        return vectors.repeat_interleave(heads // len(vectors), 0)[:, None]
 
 
 def less(k: Tensor, vectors: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def back(k: Tensor, vectors: Tensor) -> Tensor:
 
 
 def key_offsets(
-    asked: str | Table,
+    offset: str | Table,
     policy: Policy,
     whole: ModelShape,
     shape: ModelShape,
@@ -110,10 +110,10 @@ def key_offsets(
             model.
         ValueError: `check_key_offset` refuses it.
     """
-    check_key_offset(asked, policy)
-    if asked in ("none", "bias"):
+    check_key_offset(offset, policy)
+    if offset in ("none", "bias"):
         return None
-    setting = f"store.key_offset={asked if isinstance(asked, str) else 'a table'}"
+    setting = f"store.key_offset={offset if isinstance(offset, str) else 'a table'}"
     if not shape.softmax.is_plain:
         what = "caps its logits" if shape.softmax.cap else "has attention sinks, whose logits belong to no key"
         raise NotForModel(
@@ -125,12 +125,12 @@ def key_offsets(
             f"{setting}: of a model with latent attention keys and values are the same vectors, held once, and values "
             "cannot be shifted; set store.key_offset=none"
         )
-    if asked == "prompt":
+    if offset == "prompt":
         return KeyOffsets(rows, shape, dtype)
-    return KeyOffsets(rows, shape, dtype, _of_place(cast(Table, asked), whole, shape, first_layer))
+    return KeyOffsets(rows, shape, dtype, _part_table(cast(Table, offset), whole, shape, first_layer))
 
 
-def _of_place(table: Table, whole: ModelShape, shape: ModelShape, first_layer: int) -> Tensor:
+def _part_table(table: Table, whole: ModelShape, shape: ModelShape, first_layer: int) -> Tensor:
     """The share of a table that a place has, fp32 [L, H, D]."""
     layers, heads, dim = whole.num_layers, whole.num_kv_heads, whole.head_dim
     if (len(table), len(table[0])) != (layers, heads * dim):
@@ -143,16 +143,16 @@ def _of_place(table: Table, whole: ModelShape, shape: ModelShape, first_layer: i
     return vectors.unflatten(1, (heads, dim))[:, first_head : first_head + shape.num_kv_heads]
 
 
-def check_key_offset(asked: str | Table, policy: Policy, chunk: int | None = None) -> None:
+def check_key_offset(offset: str | Table, policy: Policy, chunk: int | None = None) -> None:
     """Refuses offsets of keys that a method's formats cannot have, or that are not known when the first key of a prompt
     is stored, which is read `chunk` tokens at a time (None = at once); by the settings alone, with a ValueError."""
-    if asked == "none":
+    if offset == "none":
         return
     name = type(policy).__name__
-    setting = f"store.key_offset={asked if isinstance(asked, str) else 'a table'}"
-    if isinstance(asked, str) and asked not in KINDS:
+    setting = f"store.key_offset={offset if isinstance(offset, str) else 'a table'}"
+    if isinstance(offset, str) and offset not in KINDS:
         raise ValueError(f"{setting} is a path, and a store takes numbers; give a table of numbers, or one of {KINDS}")
-    if asked == "bias":
+    if offset == "bias":
         _check_bias(policy, setting)
         return
     if policy.position_mode != "absolute":
@@ -171,7 +171,7 @@ def check_key_offset(asked: str | Table, policy: Policy, chunk: int | None = Non
             f"{setting}: {name} chooses pages by the largest bound of a group of query heads, and each head's bounds "
             "would be shifted by another number; set store.key_offset=none, or method.group=mean"
         )
-    if asked == "prompt" and chunk is not None:
+    if offset == "prompt" and chunk is not None:
         raise ValueError(
             f"{setting} is the mean of a whole prompt's keys, which is not known when its first {chunk} tokens are "
             "stored; set prefill.chunk=null, or give a table as store.key_offset=PATH"

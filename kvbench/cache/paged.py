@@ -59,7 +59,7 @@ class Kept:
 
     @staticmethod
     def on_device(chosen: Tensor) -> "Kept":
-        """The same without a wait for the device."""
+        """Indices of kept tokens made without a wait for the device."""
         ordinal = torch.where(chosen, chosen.cumsum(1) - 1, -1)
         return Kept(*Kept._each(chosen), ordinal.flatten(), chosen.sum(1), in_order=True)
 
@@ -70,13 +70,13 @@ class Kept:
         return head[:, None].expand(chosen.shape).flatten(), token.expand(chosen.shape).flatten()
 
     def of(self, x: Tensor) -> Tensor:
-        """What x [H, N, ...] has of them, [M, ...]."""
+        """Entries of x [H, N, ...] that belong to kept tokens, [M, ...]."""
         return x.flatten(0, 1).contiguous() if self.in_order else x[self.head, self.token]
 
 
-class Places:
-    """The places that hold the layers of a model, in their order: a `Paged` is the only one, a `Split` stands for
-    several. `plans` asks the policy about all of them together, and `due` knows the bulk evictions of their rows."""
+class Parts:
+    """Parts of a cache that hold the layers of a model, in their order: a `Paged` is the only one, a `Split` stands for
+    several. `plans` makes the policy's plans for all of them, and `due` tracks the bulk evictions of their rows."""
 
     parts: "Sequence[Paged]"
     plans: CheckedPlans
@@ -101,7 +101,7 @@ class Places:
     def allocated_bytes(self) -> int:
         """Bytes that the allocator holds: pools, tables, counters, rings."""
         return sum(
-            part.pages.allocated_bytes + part.counters.allocated_bytes + part.beside_bytes for part in self.parts
+            part.pages.allocated_bytes + part.counters.allocated_bytes + part.off_page_bytes for part in self.parts
         )
 
     @property
@@ -124,7 +124,7 @@ class Places:
         for part in self.parts:
             part.share(source, row)
             if not share:
-                part.pages.table.own_all(part.lists(row))
+                part.pages.table.unshare_all(part.lists(row))
             part.counters.copy(source, row)
             part.pages.host.copy(source, row)
 
@@ -139,7 +139,7 @@ class Places:
         self.due.forget((number,))
 
     def tell(self, rows: Rows) -> None:
-        """Tells the host, once a step has ended and later where it does not wait, what the next one has to know."""
+        """Sends the host, after a step and without a wait, the counts that the next step reads."""
         for part in self.parts:
             part.pages.tell(rows.on(part.shape.device))
         self.due.tell(rows.numbers, lambda: self.view(rows))
@@ -157,7 +157,7 @@ class Places:
             part.pages.counts.drop()
 
 
-class Paged(Holding, Places):
+class Paged(Holding, Parts):
     """Holds every token in pages, and lets the policy act on them."""
 
     @property
@@ -226,15 +226,15 @@ class Paged(Holding, Places):
         for tier, heads in pages.tiers_of_layer(layer):
             lists = self.lists_of_layer(row, layer)
             head = torch.arange(len(lists), device=k.device)
-            lists, own_k, own_v, head = (x if heads is None else x[heads] for x in (lists, stripped, v, head))
+            lists, new_k, new_v, head = (x if heads is None else x[heads] for x in (lists, stripped, v, head))
             first = pages.table.reserve(lists, tier, torch.full_like(lists, chunk))
             each, ordinal = lists.repeat_interleave(chunk), (first[:, None] + offset).flatten()
-            pages.table.own([(tier, each, ordinal)])
+            pages.table.unshare([(tier, each, ordinal)])
             pages.put(
                 tier,
                 *pages.table.lookup(each, tier, ordinal),
-                own_k.flatten(0, 1),
-                own_v.flatten(0, 1),
+                new_k.flatten(0, 1),
+                new_v.flatten(0, 1),
                 score=self.scores.of_token(k, v, less).flatten() if self.scores.writes_tokens else 0.0,
                 pos=position.repeat(len(lists)),
                 of=(layer, head.repeat_interleave(chunk)),
@@ -253,14 +253,16 @@ class Paged(Holding, Places):
 
     def compact(self, rows: Rows) -> None:
         """Evicts in bulk from rows, by the policy's plan."""
-        self.pages.table.own_all(self.pages.lists_of(rows.tensor))  # before the plan, which could not be carried out
+        self.pages.table.unshare_all(
+            self.pages.lists_of(rows.tensor)
+        )  # before the plan, which could not be carried out
         self.evict(rows, self.plans.compact(self.view(rows, measured=True)))
 
     def step(self, rows: Rows, plan: DecodePlan | None = None) -> "PagedStep":
         return PagedStep(self, rows, plan)
 
     def evict(self, rows: Rows, plan: CompactPlan) -> None:
-        """Carries out a bulk eviction on all lists of rows, whose pages nobody shares."""
+        """Carries out a bulk eviction on all lists of rows, whose pages are shared with no other row."""
         pages, lists = self.pages, self.pages.lists_of(rows.tensor)
         for tier, keep in enumerate(plan.keep):
             if keep is not None:
@@ -289,15 +291,15 @@ def replan(
     v: Tensor,
     peak: Callable[[], None],
 ) -> None:
-    """Carries out a plan for one layer of a prompt, as `Paged.extend_prompt` describes it: what goes leaves, what
-    changes its tier is encoded again, and the newest chunk is written. Lists int64 [H] share no page with others."""
+    """Carries out a plan for one layer of a prompt, as `Paged.extend_prompt` describes it: dropped tokens leave, tokens
+    of another tier are encoded again, and the newest chunk is written. Lists int64 [H] share no page with others."""
     first = tier_of.shape[1] - k.shape[1]
     arrivals: list[list[Arrivals]] = [[] for _ in pages.formats]
-    stays = [_leaving(pages, tier, lists, tier_of, own, arrivals) for tier, own in enumerate(pos)]
-    for tier, own in enumerate(stays):
-        if bool((own != (pos[tier] >= 0)).any()):
-            _keep(pages, tier, lists, own, k.shape[1], peak)
-            pos[tier] = _packed(pos[tier], own)
+    stays = [_leaving(pages, tier, lists, tier_of, kept, arrivals) for tier, kept in enumerate(pos)]
+    for tier, kept in enumerate(stays):
+        if bool((kept != (pos[tier] >= 0)).any()):
+            _keep(pages, tier, lists, kept, k.shape[1], peak)
+            pos[tier] = _packed(pos[tier], kept)
     for tier in range(len(pages.formats)):
         head, token = (tier_of[:, first:] == tier).nonzero(as_tuple=True)
         chunk = head, first + token, k[head, token], v[head, token]
@@ -314,13 +316,13 @@ def _keep(pages: Pages, tier: int, lists: Tensor, stays: Tensor, room: int, peak
     target = stays.cumsum(1) - 1
     moves = stays & (target != slot)
     if bool(moves.any()):
-        place, width = moves.cumsum(1) - 1, min(SCRATCH_SLOTS, room)
+        rank, width = moves.cumsum(1) - 1, min(SCRATCH_SLOTS, room)
         most = moves.sum(1)
         table.reserve(lists, tier, most.clamp(max=width))
         peak()
         for first in range(0, int(most.max()), width):
-            head, source = (moves & (place >= first) & (place < first + width)).nonzero(as_tuple=True)
-            scratch = before[head] + place[head, source] - first
+            head, source = (moves & (rank >= first) & (rank < first + width)).nonzero(as_tuple=True)
+            scratch = before[head] + rank[head, source] - first
             for old, new in ((source, scratch), (scratch, target[head, source])):
                 pages.backend.move_slots(
                     pages.pool.pages,
@@ -377,15 +379,15 @@ def _packed(pos: Tensor, stays: Tensor) -> Tensor:
 def track(pages: Pages, lists: Tensor, pos: list[Tensor], score: Tensor | None) -> None:
     """Writes the tracked fields of everything that lists hold, by `pos` per tier and fp32 [H, N] scores by position, or
     None for 0."""
-    for tier, own in enumerate(pos):
+    for tier, positions in enumerate(pos):
         fmt = pages.formats[tier]
-        head, slot = (own >= 0).nonzero(as_tuple=True)
+        head, slot = (positions >= 0).nonzero(as_tuple=True)
         if not fmt.slot.track or not head.numel():
             continue
-        position = own[head, slot].long()
-        given = 0.0 if score is None else score[head, position]
-        page, place = pages.table.lookup(lists[head], tier, slot)
-        pages.backend.write_tracked(pages.pool.pages, fmt, page, place, given, position)
+        position = positions[head, slot].long()
+        value = 0.0 if score is None else score[head, position]
+        page, offset = pages.table.lookup(lists[head], tier, slot)
+        pages.backend.write_tracked(pages.pool.pages, fmt, page, offset, value, position)
 
 
 def padded(pos: Tensor, width: int) -> Tensor:

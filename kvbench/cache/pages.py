@@ -1,8 +1,8 @@
 """Pages of all lists of a cache: where slots lie, what is written to them and read from them.
 
-A list is one head of one layer of one row. This file knows no policy: callers say which slots, and it does the rest.
-Tables lie in main memory, or a backend keeps them on its device; what differs then is said here and in the table's
-class, so that no caller asks. Legend: S rows of a step, L layers, H heads, D head dim, M lists or slots.
+A list is one head of one layer of one row. This file is independent of policies: callers name the slots. Tables lie in
+main memory, or a backend keeps them on its device; the differences are handled here and in the table's class, not by
+callers. Legend: S rows of a step, L layers, H heads, D head dim, M lists or slots.
 """
 
 import math
@@ -30,8 +30,8 @@ SPARE_PAGES = 2  # of a list, on a device
 
 
 class TierMap:
-    """The tier that a plan's tier 0 stands for in every list of a row, where formats differ from layer to layer or head
-    to head. The host knows them all, so that what is done tier by tier has sizes that no device is asked for."""
+    """Tier that a plan's tier 0 stands for in every list of a row, where formats differ from layer to layer or head to
+    head. It is kept on the host, so that work tier by tier has sizes that are read from no device."""
 
     def __init__(self, table: tuple[tuple[int, ...], ...], device: torch.device) -> None:
         self.table, self._device = table, device
@@ -41,9 +41,9 @@ class TierMap:
         """The heads of a layer differ."""
         flat = [tier for row in table for tier in row]
         self._flat = torch.tensor(flat, device=device)
-        self._within = {tier: _places_of(tier, flat, device) for tier in self.tiers}
+        self._within = {tier: _indices_of(tier, flat, device) for tier in self.tiers}
         self.in_layer = [
-            [(tier, None if len(set(row)) == 1 else _places_of(tier, row, device)) for tier in sorted(set(row))]
+            [(tier, None if len(set(row)) == 1 else _indices_of(tier, row, device)) for tier in sorted(set(row))]
             for row in table
         ]
         """By layer, its tiers with the heads int64 [h] of each; None = all heads."""
@@ -59,8 +59,8 @@ class TierMap:
         return (rows + within).flatten()
 
 
-def _places_of(tier: int, tiers: list[int] | tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor([place for place, own in enumerate(tiers) if own == tier], dtype=torch.int64, device=device)
+def _indices_of(tier: int, tiers: list[int] | tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor([index for index, other in enumerate(tiers) if other == tier], dtype=torch.int64, device=device)
 
 
 class Pages:
@@ -71,11 +71,11 @@ class Pages:
         budget_bytes: Limit on the pool. None lets it grow in main memory. On a GPU the pool is as large as the lists
             can need, at most `memory_share` of what is free: growing would hold the old pool beside the new one, and
             move the pages under a captured graph.
-        tier_map: Where tier 0 of a plan stands for one tier here and another there; None = each is what it is.
-        codebooks: Tables of codes, and scales of key channels or of heads, where a calibration found some.
+        tier_map: Tier that tier 0 of a plan stands for, list by list; None = tier 0 everywhere.
+        codebooks: Calibrated tables of codes, and scales of key channels or of heads; None without any.
         lists_by_tier: Lists of a row of the whole model that have each of the tiers that tier 0 of a plan stands for;
-            None = those of this place.
-        counts: What devices tell the host, shared with other pages; gets an entry for this device if there is none.
+            None = those of this part.
+        counts: Asynchronous counts by device, shared with other pages; gets an entry for this device if there is none.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Pages:
         return self._numbered[1]
 
     def forget_lists(self) -> None:
-        """Lets `lists_of` find the lists of the next rows anew, even of a tensor that it knows."""
+        """Makes `lists_of` compute the lists of the next rows anew, even of a cached tensor."""
         self._numbered = self._nobody
 
     def layer_lists(self, rows: Tensor, layer: int) -> Tensor:
@@ -188,8 +188,8 @@ class Pages:
         return base[:, None] + torch.arange(self.shape[2], device=rows.device)
 
     def taking_part(self, wanted: Tensor) -> Tensor | slice:
-        """The places of True in bool [n]; on a device all places, since no size may depend on content: what takes no
-        part has slot or page -1 there, which every kernel passes over."""
+        """Indices of True in bool [n]; on a device all indices, since no size may depend on content: an entry that
+        takes no part has slot or page -1 there, which every kernel skips."""
         return slice(None) if self.on_device else wanted.nonzero()[:, 0]
 
     # What lies where.
@@ -211,7 +211,8 @@ class Pages:
         return int(-(-held.max() // self.formats[tier].tokens_per_page)) if held.numel() else 0
 
     def width(self, numbers: Sequence[int], tier: int) -> int | None:
-        """Pages of a tier that no list of rows has more of, as far as the host knows; None where it has to ask."""
+        """Upper bound of the pages that a list of these rows has in a tier, from host counts; None where it is
+        unknown."""
         if self.counts.at_full_width or self.counts.log is not None:  # a captured step runs again for longer lists
             return self.table.max_pages
         slots = self.host.longest(numbers, tier) if self.on_device else None
@@ -242,12 +243,12 @@ class Pages:
     ) -> list[TierTable]:
         """The tiers of all lists (int64 [S, L, H]) as a step of rows reads them, only on a device; `rotation_of` says
         how keys of so many slots per list at most are turned."""
-        found = []
+        tables = []
         for tier, fmt in enumerate(self.formats):
             width = self.width(rows.numbers, tier)
             width = self.widest(tier, self.held(tier, lists)) if width is None else width
-            found.append(self.table.tier(tier, fmt, width, rotation_of(width * fmt.tokens_per_page)))
-        return found
+            tables.append(self.table.tier(tier, fmt, width, rotation_of(width * fmt.tokens_per_page)))
+        return tables
 
     def field(self, tier: int, name: str) -> Tensor:
         """A region of every page as a typed view; `name` as in `PageFormat.regions`."""
@@ -261,15 +262,15 @@ class Pages:
         fmt, pages = self.formats[tier], self.width(rows.numbers, tier)
         if self.on_device and pages is not None:
             return self.table.tracked_slots(lists, tier, fmt, pages * fmt.tokens_per_page)
-        found = self.tier(tier, lists, pages, known)
-        slot = torch.arange(found.ids.shape[-1] * fmt.tokens_per_page, device=found.ids.device)
+        tier_pages = self.tier(tier, lists, pages, known)
+        slot = torch.arange(tier_pages.ids.shape[-1] * fmt.tokens_per_page, device=tier_pages.ids.device)
 
         def field(name: str, missing: float) -> Tensor:
             if name not in fmt.slot.track:
-                return torch.full((len(lists), len(slot)), missing, device=found.ids.device)
-            return self.field(tier, name)[found.ids].flatten(1)
+                return torch.full((len(lists), len(slot)), missing, device=tier_pages.ids.device)
+            return self.field(tier, name)[tier_pages.ids].flatten(1)
 
-        held = found.num_k
+        held = tier_pages.num_k
         return field("score", 0.0).float(), field("pos", -1).long(), slot < held[:, None], held
 
     def find_extreme(
@@ -283,9 +284,9 @@ class Pages:
             return self.table.find_extreme(rows.tensor, tier, fmt, search, over_layer=over_layer)
         if over_layer or isinstance(search.first, Tensor) or not self.backend.searches_slots:
             return None
-        found = self.tier(tier, self.lists_of(rows.tensor), self.width(rows.numbers, tier), known)
+        pages = self.tier(tier, self.lists_of(rows.tensor), self.width(rows.numbers, tier), known)
         by_list = search.per_list(self.lists_per_row)
-        extreme = self.backend.slot_extreme(self.pool.pages, fmt, found.ids, found.num_k, by_list)
+        extreme = self.backend.slot_extreme(self.pool.pages, fmt, pages.ids, pages.num_k, by_list)
         value, slot, pos = (x.view(len(rows), *self.shape[1:]) for x in extreme)
         return value, slot, pos
 
@@ -321,7 +322,7 @@ class Pages:
             page: int64 [M] page ids; slot: int64 [M] slots in them.
             distinct: No page comes twice, as in a decode step.
             score: fp32 [M] or one number, where the format tracks it and `pos` int64 [M] is given.
-            of: Whose slots they are: the layer, and the heads int64 [M]; only codebooks ask for it.
+            of: Owners of the slots: the layer, and the heads int64 [M]; only codebooks read it.
         """
         fmt, pages = self.formats[tier], self.pool.pages
         if self.codebooks is not None and (k is not None or v is not None):
@@ -341,14 +342,14 @@ class Pages:
     def attend(
         self, layer: int, q: Tensor, tiers: list[TierPages], ring: Ring | None, scale: float, **more: Any
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """What `Backend.paged_decode` says of a layer, whatever lies beside the pages; `more` is handed on to it."""
+        """`Backend.paged_decode` of a layer, with residual buffers and calibration tables; `more` is passed on."""
         books = self.codebooks
         q = q if books is None else books.queries(layer, q)
         out, lse, scores = self.backend.paged_decode(q, self.pool.pages, tiers, ring, scale, **more)
         return out if books is None else books.outputs(layer, out), lse, scores
 
     def gather(self, layer: int, tiers: list[TierPages], ring: Ring | None) -> tuple[Tensor, Tensor, Tensor]:
-        """What `Backend.gather_dense` says of a layer, likewise."""
+        """`Backend.gather_dense` of a layer, with residual buffers and calibration tables."""
         k, v, live = self.backend.gather_dense(self.pool.pages, tiers, ring)
         return (k, v, live) if self.codebooks is None else (*self.codebooks.read(layer, k, v), live)
 
@@ -382,7 +383,7 @@ class Pages:
 
     def compact(self, tier: int, lists: Tensor, keep: Tensor) -> None:
         """Drops the slots of lists (int64 [M]) that `keep` (bool [M, n]) does not name, closes the gaps, and returns
-        the emptied pages. The lists share no page with others (`PageTable.own_all`)."""
+        the emptied pages. The lists share no page with others (`PageTable.unshare_all`)."""
         fmt = self.formats[tier]
         self.table.compact(lists, tier, keep, fmt, partial(self.backend.move_slots, self.pool.pages, fmt))
 

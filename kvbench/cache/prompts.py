@@ -13,16 +13,16 @@ from kvbench.cache.layout import ModelShape
 from kvbench.cache.ledger import Ledger
 from kvbench.cache.offsets import less
 from kvbench.cache.paged import Paged
-from kvbench.cache.places import Split
+from kvbench.cache.split import Split
 from kvbench.policy import Policy, PrefillPlan, PrefillView
 
 
 @dataclass(frozen=True)
 class ScoredLayer:
-    """One layer of a prompt, uncompressed, and what was measured of it: k, v [KV heads, N, D] post-RoPE keys and
-    values, [H, N, D] once they are at the cache's granularity; the score as the policy's `ScoreSpec` says, None when it
-    asks for none, or looks only at keys and values; the part of the last queries that the cache keeps
-    (`QueryRing.last`); and fp32 [H, D] what the key channels are worth, where the policy asks."""
+    """One layer of a prompt, uncompressed, with its measurements: k, v [KV heads, N, D] post-RoPE keys and values, [H,
+    N, D] once they are at the cache's granularity; the score of the policy's `ScoreSpec`, None without one, or where it
+    is of keys and values alone; the part of the last queries that the cache keeps (`QueryRing.last`); and fp32 [H, D]
+    the worth of key channels, where the policy orders them."""
 
     k: Tensor
     v: Tensor
@@ -46,9 +46,9 @@ class Prompts:
         self._policy, self._shape, self._holding, self._ledger = policy, shape, holding, ledger
         self._ranks = shape.ranks
         self.new_tokens: dict[int, int] = {}  # row -> most tokens that come behind its prompt
-        self._waiting: dict[int, list[ScoredLayer]] = {}  # row -> layers that wait for the last one
+        self._pending: dict[int, list[ScoredLayer]] = {}  # row -> layers that wait for the last one
 
-    def place(self, row: int, layer: int, scored: ScoredLayer) -> None:
+    def write(self, row: int, layer: int, scored: ScoredLayer) -> None:
         """Plans and writes one layer of a prompt, whose keys and values are as the model gives them."""
         _, part = self._holding.part_of(layer)
         keys, values = (part.copied(x, 0) for x in (scored.k, scored.v))
@@ -60,28 +60,28 @@ class Prompts:
         if not layer:
             self._ledger.begin_prompt(row, scored.num_tokens, self.new_tokens[row])
         if self._policy.scope == "model" or self._policy.score.probe is not None:  # a probe's prompt is there anyhow
-            self._waiting.setdefault(row, []).append(scored)
+            self._pending.setdefault(row, []).append(scored)
             if not last:
                 return
-            self._place_all(row, self._waiting.pop(row))
+            self._write_all(row, self._pending.pop(row))
         else:
-            self._place(row, layer, [scored])
+            self._write(row, layer, [scored])
         if last:
             self.finish(row, scored.num_tokens)
 
-    def _place_all(self, row: int, layers: list[ScoredLayer]) -> None:
+    def _write_all(self, row: int, layers: list[ScoredLayer]) -> None:
         """Plans and writes all layers, in one plan or one by one, as the policy's scope is."""
         if self._policy.scope == "model":
-            self._place(row, 0, layers)
+            self._write(row, 0, layers)
             return
         for layer in range(len(layers)):
-            own = layers.pop(0)
-            self._place(row, layer, [own], beside_bytes=sum(each.staged_bytes for each in layers))
+            layer_tensors = layers.pop(0)
+            self._write(row, layer, [layer_tensors], later_bytes=sum(each.staged_bytes for each in layers))
 
     def forget(self, row: int) -> None:
-        self._waiting.pop(row, None)
+        self._pending.pop(row, None)
 
-    def _place(self, row: int, first: int, layers: list[ScoredLayer], beside_bytes: int = 0) -> None:
+    def _write(self, row: int, first: int, layers: list[ScoredLayer], later_bytes: int = 0) -> None:
         """Plans layers together, from layer `first` on, and writes each; others hold so many bytes meanwhile."""
         scores = [each.score.to(self._shape.device) for each in layers if each.score is not None]
         worth = [each.channels.to(self._shape.device) for each in layers if each.channels is not None]
@@ -91,19 +91,19 @@ class Prompts:
         heads, num_tokens = layers[0].k.shape[:2]
         numbers = range(first, first + len(layers))
         plan, begins_with = self.plan(row, numbers, heads * self._ranks.size, num_tokens, score, channels=channels)
-        for layer, own in enumerate(layers, first):
+        for layer, tensors in enumerate(layers, first):
             _, part = self._holding.part_of(layer)
-            index, place, k = layer - first, layer - part.first_layer, own.k
+            index, part_layer, k = layer - first, layer - part.first_layer, tensors.k
             if part.channels is not None and plan.channels is not None:
-                order = self._ranks.own(plan.channels[index], 0).to(k.device).long()
-                part.channels.hold(row, place, order)
+                order = self._ranks.local(plan.channels[index], 0).to(k.device).long()
+                part.channels.hold(row, part_layer, order)
                 k = reorder(k.transpose(0, 1), order[None]).transpose(0, 1)
-            tier_of = self._ranks.own(plan.tier_of[index], 0).to(k.device)
-            stored = None if begins_with is None else self._ranks.own(begins_with[index], 0).to(k.device)
-            part.write_prompt(row, place, k, own.v, tier_of, stored)
+            tier_of = self._ranks.local(plan.tier_of[index], 0).to(k.device)
+            stored = None if begins_with is None else self._ranks.local(begins_with[index], 0).to(k.device)
+            part.write_prompt(row, part_layer, k, tensors.v, tier_of, stored)
         # Pages only grow: of layers that come one by one, the last has the most.
-        if beside_bytes or first + len(layers) == self._shape.num_layers:
-            self._ledger.hold(row, staging_bytes=beside_bytes + sum(each.staged_bytes for each in layers))
+        if later_bytes or first + len(layers) == self._shape.num_layers:
+            self._ledger.hold(row, staging_bytes=later_bytes + sum(each.staged_bytes for each in layers))
 
     def plan(
         self, row: int, layers: Sequence[int], heads: int, num_tokens: int, score: Tensor | None, **more: Any

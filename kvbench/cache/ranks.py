@@ -30,7 +30,7 @@ class Ranks:
         """The largest of the processes' numbers."""
         return number
 
-    def own(self, x: Tensor, dim: int) -> Tensor:
+    def local(self, x: Tensor, dim: int) -> Tensor:
         """This process's share of a tensor of all heads along `dim`."""
         return x.unflatten(dim, (self.size, -1)).select(dim, self.index) if self.size > 1 else x
 
@@ -40,7 +40,7 @@ ALONE = Ranks()
 
 class ProcessRanks(Ranks):
     """The processes of torch.distributed's default group, which make the same calls in the same order
-    (`engine/following.py`)."""
+    (`engine/tensor_parallel.py`)."""
 
     def __init__(self, device: torch.device) -> None:
         from torch import distributed
@@ -53,10 +53,10 @@ class ProcessRanks(Ranks):
 
     def _all(self, x: Tensor) -> Tensor:
         """[size, ...] the tensors of all processes, which have one shape."""
-        given = x.to(torch.uint8) if x.dtype == torch.bool else x.contiguous()
-        found = torch.empty(self.size, *given.shape, dtype=given.dtype, device=given.device)
-        self._distributed.all_gather(list(found.unbind(0)), given)
-        return found.to(x.dtype)
+        local = x.to(torch.uint8) if x.dtype == torch.bool else x.contiguous()
+        gathered = torch.empty(self.size, *local.shape, dtype=local.dtype, device=local.device)
+        self._distributed.all_gather(list(gathered.unbind(0)), local)
+        return gathered.to(x.dtype)
 
     def total(self, x: Tensor) -> Tensor:
         summed = x.clone()

@@ -18,7 +18,7 @@ class Rope:
     policy that would move slots away from their tokens.
 
     Args:
-        on_device: Page tables lie where nothing is read back, so that nobody asks what tensors hold.
+        on_device: Page tables lie on a device; the contents of tensors are not read back.
     """
 
     def __init__(self, policy: Policy, shape: ModelShape, on_device: bool = False) -> None:
@@ -96,8 +96,8 @@ class Rope:
         return rotate(keys, index[..., None].float() * self._inv_freq)
 
     def attach_all_layers(self, tiers: list[TierPages], view: DecodeView | None) -> bool:
-        """The same for all layers at once, ids [S, L, H, m]; False where lists differ in length and need their own
-        angles, or where the angles depend on the layer."""
+        """Attaches angles for all layers at once, ids [S, L, H, m]; False where lists differ in length and need their
+        own angles, or where the angles depend on the layer."""
         if self.mode == "absolute":
             return True
         if self.mode == "pre_rope" or view is None or len(tiers) != 1:

@@ -51,18 +51,18 @@ class Rotation:
         return x if self._turn_back is None else self._turn_back(x.float()).to(x.dtype)
 
 
-def hadamard(head_dim: int, most: int | None = None, *, signs: bool = True) -> Tensor:
+def hadamard(head_dim: int, most: int | None = None, *, randomised: bool = True) -> Tensor:
     """The matrix, fp32 [D, D] and orthogonal: signs times a Hadamard matrix, in blocks of the largest power of two that
     divides the head dim, of `most` channels at most."""
     block = min(head_dim & -head_dim, most or head_dim)
     matrix = torch.ones(1, 1)
     while len(matrix) < block:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    turned = torch.block_diag(*[matrix] * (head_dim // block)) / math.sqrt(block)
-    if not signs:
-        return turned
+    blocks = torch.block_diag(*[matrix] * (head_dim // block)) / math.sqrt(block)
+    if not randomised:
+        return blocks
     dice = random.Random(0)  # Python's generator gives the same numbers in every version
-    return torch.tensor([dice.choice((-1.0, 1.0)) for _ in range(head_dim)])[:, None] * turned
+    return torch.tensor([dice.choice((-1.0, 1.0)) for _ in range(head_dim)])[:, None] * blocks
 
 
 @dataclass(frozen=True)
@@ -74,31 +74,31 @@ class Rotations:
 
 
 def rotations_of(kind: Kind, policy: Policy, head_dim: int, device: torch.device, backend: Backend) -> Rotations:
-    """The rotations of a store: those that its option asks for, and those that belong to a tier's format; raises
-    ValueError where `check_rotation` does."""
-    asked = check_rotation(kind, policy)
-    if "llama.cpp" not in asked:
-        matrix = hadamard(head_dim).to(device) if asked else None
-        return Rotations(Rotation(matrix, backend), Rotation(matrix if "both" in asked else None, backend))
+    """Rotations of a store: those of its option, and those that belong to a tier's format; raises ValueError where
+    `check_rotation` does."""
+    kinds = check_rotation(kind, policy)
+    if "llama.cpp" not in kinds:
+        matrix = hadamard(head_dim).to(device) if kinds else None
+        return Rotations(Rotation(matrix, backend), Rotation(matrix if "both" in kinds else None, backend))
     sides = []
     for bits, most in (([t.k_bits for t in policy.tiers], None), ([t.v_bits for t in policy.tiers], GGML_BLOCK)):
         turns = min(bits) < 16 and head_dim % GGML_BLOCK == 0
-        sides.append(Rotation(hadamard(head_dim, most, signs=False).to(device) if turns else None, backend))
+        sides.append(Rotation(hadamard(head_dim, most, randomised=False).to(device) if turns else None, backend))
     return Rotations(*sides)
 
 
 def check_rotation(kind: Kind, policy: Policy) -> set[str]:
-    """What is turned: nothing, `keys`, `both`, or as `llama.cpp` does. Refuses it where stored keys get their position
-    on reading, in the model's own channels, and where formats ask for different ones."""
-    own: set[str] = {tier.turned for tier in policy.tiers if kind != "off" and tier.turned != "none"}
-    asked: set[str] = {"both"} if kind == "hadamard" else own
-    if "llama.cpp" in asked and len(asked) > 1:
-        names = ", ".join(tier.name for tier in policy.tiers if tier.turned != "none")
+    """Rotated sides: none, `keys`, `both`, or as `llama.cpp` does. Refuses a rotation where stored keys get their
+    position on reading, in the model's own channels, and formats with different ones."""
+    tier_kinds: set[str] = {tier.rotated for tier in policy.tiers if kind != "off" and tier.rotated != "none"}
+    kinds: set[str] = {"both"} if kind == "hadamard" else tier_kinds
+    if "llama.cpp" in kinds and len(kinds) > 1:
+        names = ", ".join(tier.name for tier in policy.tiers if tier.rotated != "none")
         raise ValueError(
             f"the formats {names} are rotated in different ways, but a cache has one rotation; choose formats of one "
             "engine, or set store.rotation=hadamard or off"
         )
-    if asked and policy.position_mode != "absolute":
+    if kinds and policy.position_mode != "absolute":
         source, remedy = f"the format {policy.tiers[0].name}, which is rotated,", "set store.rotation=off"
         if kind == "hadamard":
             source, remedy = "store.rotation=hadamard", "set store.rotation=none"
@@ -107,4 +107,4 @@ def check_rotation(kind: Kind, policy: Policy) -> set[str]:
             f"without (position_mode={policy.position_mode}); {remedy}, or method.position_mode=absolute or "
             "method.pre_rope=false where the method has that option"
         )
-    return asked
+    return kinds

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kvbench.cache.again import RULE, SecondOpinion, differ
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.offsets import KeyOffsets, back
 from kvbench.cache.pages import Pages
+from kvbench.cache.replay_check import RULE, ReplayCheck, differ
 from kvbench.cache.rotation import Rotations
 from kvbench.cache.tensors import ChunkTensors, Measurer, PromptTensors, SlotTensors
 from kvbench.errors import BrokenRule, call_of
@@ -17,9 +17,8 @@ from kvbench.policy import ALL_QUERIES, GONE, AttentionCall, Policy, Replay, Sta
 
 
 class QueryRing:
-    """The last queries of every row and layer, in 16 bits, for statistics that look at them at a bulk eviction; that at
-    position p lies at p modulo the ring's length. Queries are multiplied by the factor on attention logits before they
-    are kept, so that nobody has to remember it."""
+    """Last queries of every row and layer, in 16 bits, for statistics that read them at a bulk eviction; the query of
+    position p is entry p modulo the ring's length. Queries are stored with the factor on attention logits applied."""
 
     def __init__(self, num_queries: int, rows: int, shape: ModelShape, dtype: torch.dtype) -> None:
         self.num_queries = num_queries
@@ -46,14 +45,14 @@ class QueryRing:
         where = torch.arange(num_tokens - last.shape[1], num_tokens, device=last.device) % self.num_queries
         self._ring[row, layer][:, where] = last
 
-    def hold_step(self, rows: Tensor, tokens_seen: Tensor, given: list[tuple[Tensor, float]]) -> None:
+    def hold_step(self, rows: Tensor, tokens_seen: Tensor, queries: list[tuple[Tensor, float]]) -> None:
         """Takes a decode step's queries [S, Hq, D] and factors on them, of one layer after the other; int64 [S] is
         their position."""
-        scales = {scale for _, scale in given}
+        scales = {scale for _, scale in queries}
         if len(scales) == 1:
-            scaled = torch.stack([q for q, _ in given], 1).float() * scales.pop()
+            scaled = torch.stack([q for q, _ in queries], 1).float() * scales.pop()
         else:
-            scaled = torch.stack([q.float() * scale for q, scale in given], 1)
+            scaled = torch.stack([q.float() * scale for q, scale in queries], 1)
         self._ring[rows, :, :, tokens_seen % self.num_queries] = scaled.to(self._ring.dtype)
 
     def of(self, row: int, layer: int, tokens_seen: int) -> Tensor:
@@ -82,7 +81,7 @@ class Scores:
         self.spec, self._pages, self._rotations, self._first_layer = policy.score, pages, rotations, first_layer
         self._offsets = offsets
         self._measurer = Measurer(policy.score, shape, pages.backend, first_layer)
-        self.second: SecondOpinion[Statistic] | None = None
+        self.second: ReplayCheck[Statistic] | None = None
         self.measures_slots = policy.compaction is not None and self.spec.statistic.answers("of_slots")
         _check_fit(policy, shape, self.measures_slots)
         self.queries: QueryRing | None = None
@@ -105,11 +104,11 @@ class Scores:
         Args:
             q: [Hq, N, D]; None for a statistic of keys and values only.
             k, v: [H, N, D], at the cache's granularity.
-            call, replays: What the model called the layer's attention with, and what the probe's passes gave.
+            call, replays: Arguments of the model's call of the layer's attention, and results of the probe's passes.
             lse: fp32 [Hq, N] the log-sum-exp of every query's logits; only where `takes_lse`.
 
         Returns:
-            fp32 [H, N], or [1 + len(also), H, N]; None when the method asks for none.
+            fp32 [H, N], or [1 + len(also), H, N]; None when the method has no statistic.
         """
         if not self.spec.measures_prompts:
             return None
@@ -119,23 +118,23 @@ class Scores:
             seen = PromptTensors(self._measurer, layer, q=q, k=k, v=v, scale=scale, call=call, replays=replays, lse=lse)
             return _checked(statistic, "of_prompt", statistic.of_prompt(seen), k, v, q, hidden)
 
-        found = ask(self.spec.statistic)
-        self._ask_again(layer, found, ask)
-        return found
+        score = ask(self.spec.statistic)
+        self._check_replay(layer, score, ask)
+        return score
 
-    def _ask_again(self, layer: int, found: Tensor, ask: Callable[[Statistic], Tensor]) -> None:
+    def _check_replay(self, layer: int, score: Tensor, ask: Callable[[Statistic], Tensor]) -> None:
         """Refuses scores of a prompt that a statistic of the same settings does not give, by one layer of some prompts,
         another layer each time. Not on a device: the host would wait."""
-        if self.second is None or found.device.type != "cpu":
+        if self.second is None or score.device.type != "cpu":
             return
         other = self.second.of("of_prompt", begins=layer == self._first_layer)
-        asked = self.second.number("of_prompt") % self._pages.shape[1] + self._first_layer
-        if other is not None and layer == asked and bool(differ(found, ask(other))):
+        checked = self.second.number("of_prompt") % self._pages.shape[1] + self._first_layer
+        if other is not None and layer == checked and bool(differ(score, ask(other))):
             name = call_of(self.spec.statistic, "of_prompt")
-            raise BrokenRule(f"{name}, prompt of {found.shape[-1]} tokens, layer {layer}: {RULE}")
+            raise BrokenRule(f"{name}, prompt of {score.shape[-1]} tokens, layer {layer}: {RULE}")
 
     def of_channels(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:
-        """The worth of the key channels of one layer of a prompt, fp32 [H, D]; None where the method does not ask."""
+        """Worth of the key channels of one layer of a prompt, fp32 [H, D]; None where the method orders none."""
         if not self.spec.orders_channels:
             return None
         seen = PromptTensors(self._measurer, layer, q=q, k=k, v=v, scale=scale)
@@ -171,25 +170,25 @@ class Scores:
         pos, order = pos.sort(-1)
         k, v = (x.gather(1, order[..., None].expand(-1, -1, x.shape[-1])) for x in (k, v))
         for held, heads in _alike((pos >= 0).sum(-1)):
-            own_k, own_v, own_pos = (x[heads, -held:] for x in (k, v, pos))
+            head_k, head_v, head_pos = (x[heads, -held:] for x in (k, v, pos))
             seen = ChunkTensors(
                 self._measurer,
                 layer,
                 heads=heads,
                 num_heads=len(k),
-                k=own_k,
-                v=own_v,
-                pos=own_pos,
+                k=head_k,
+                v=head_v,
+                pos=head_pos,
                 tokens_seen=tokens_seen,
                 scale=scale,
                 q=q,
-                before=None if sums is None else sums[heads].gather(1, own_pos),
+                before=None if sums is None else sums[heads].gather(1, head_pos),
             )
-            found = _checked(statistic, "of_prompt", statistic.of_prompt(seen), own_k, own_v, q)
-            where = own_pos.expand(len(out), -1, -1)
-            out[:, heads] = out[:, heads].scatter(-1, where, found.view(where.shape))
+            score = _checked(statistic, "of_prompt", statistic.of_prompt(seen), head_k, head_v, q)
+            where = head_pos.expand(len(out), -1, -1)
+            out[:, heads] = out[:, heads].scatter(-1, where, score.view(where.shape))
             if sums is not None and seen.summed is not None:
-                sums[heads] = sums[heads].scatter(-1, own_pos, seen.summed)
+                sums[heads] = sums[heads].scatter(-1, head_pos, seen.summed)
         return out
 
     def of_slots(self, rows: Tensor, tokens_seen: Tensor) -> Tensor:
@@ -209,7 +208,7 @@ class Scores:
         return out
 
     def _of_layer(self, row: int, layer: int, tokens_seen: int, tier: TierPages) -> Tensor:
-        """The same for one layer of a row, [1 + len(also), H, n]."""
+        """Scores of the slots of one layer of a row, [1 + len(also), H, n]."""
         pages, statistic = self._pages, self.spec.statistic
         (k,), (v,), _ = pages.backend.gather_dense(pages.pool.pages, [tier], None)
         k, v = self._rotations.keys.back(k), self._rotations.values.back(v)
@@ -220,22 +219,22 @@ class Scores:
         out = torch.zeros(1 + len(statistic.also), *fields["pos"].shape, device=k.device)
         for count, heads in _alike(tier.num_k[0]):
             pos, order = fields["pos"][heads, :count].long().sort(-1)
-            own_k, own_v = (x[heads, :count].gather(1, order[..., None].expand(-1, -1, x.shape[-1])) for x in (k, v))
+            head_k, head_v = (x[heads, :count].gather(1, order[..., None].expand(-1, -1, x.shape[-1])) for x in (k, v))
             seen = SlotTensors(
                 self._measurer,
                 self._first_layer + layer,
                 heads=heads,
-                k=own_k,
-                v=own_v,
+                k=head_k,
+                v=head_v,
                 pos=pos,
                 tokens_seen=tokens_seen,
                 scale=1.0,  # the ring's queries have it in them
                 q=q,
                 stored=fields["score"][heads, :count].gather(1, order) if "score" in fields else None,
             )
-            found = _checked(statistic, "of_slots", statistic.of_slots(seen), own_k, own_v, q)
-            found = found.view(len(out), len(heads), count)
-            out[:, heads, :count] = torch.empty_like(found).scatter_(-1, order.expand_as(found), found)
+            score = _checked(statistic, "of_slots", statistic.of_slots(seen), head_k, head_v, q)
+            score = score.view(len(out), len(heads), count)
+            out[:, heads, :count] = torch.empty_like(score).scatter_(-1, order.expand_as(score), score)
         return out
 
     @property
@@ -310,7 +309,7 @@ def _check_fit(policy: Policy, shape: ModelShape, measures_slots: bool) -> None:
 def _checked(
     statistic: Statistic,
     call: str,
-    found: object,
+    score: object,
     k: Tensor,
     *others: Tensor | None,
     shape: tuple[int, ...] | None = None,
@@ -320,13 +319,13 @@ def _checked(
     if shape is None:
         shape = tuple(k.shape[:2]) if not statistic.also else (1 + len(statistic.also), *k.shape[:2])
     name = call_of(statistic, call)
-    if not isinstance(found, Tensor) or tuple(found.shape) != shape or not found.is_floating_point():
-        got = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    if not isinstance(score, Tensor) or tuple(score.shape) != shape or not score.is_floating_point():
+        got = f"{score.dtype} {tuple(score.shape)}" if isinstance(score, Tensor) else type(score).__name__
         raise ValueError(f"{name} gave {got}, but it must give a floating-point tensor of shape {shape}")
     # On another device the host would wait for the answer; and what a model spoils shows in its logits.
-    if found.device.type == "cpu" and not _finite(found) and all(_finite(x) for x in (k, *others) if x is not None):
+    if score.device.type == "cpu" and not _finite(score) and all(_finite(x) for x in (k, *others) if x is not None):
         raise ValueError(f"{name} gave a number that is not finite for tensors that are; guard its quotients")
-    return found.float()
+    return score.float()
 
 
 def _finite(x: Tensor) -> bool:

@@ -16,7 +16,7 @@ class SolvedBudget:
     The row is sized for the longest answer that it was opened for, and misses the budget then by less than a page per
     list. Where lists share the budget unequally, the waste of their last pages is not known before the plan, so the
     most that it can be is taken. `fixed_bytes` gives the bytes of a row beside its pages, by the tokens of its prompt
-    and the most that follow it, and `beside` count what layers of other kinds hold.
+    and the most that follow it, and `other_kinds` count what layers of other kinds hold.
     """
 
     def __init__(
@@ -25,10 +25,10 @@ class SolvedBudget:
         pages: Pages,
         fixed_bytes: Callable[[int, int], int],
         paged_slots: Callable[[int, int], tuple[int, int]],
-        beside: "Sequence[SolvedBudget]" = (),
+        other_kinds: "Sequence[SolvedBudget]" = (),
     ) -> None:
         self._policy, self._pages, self._fixed, self._paged = policy, pages, fixed_bytes, paged_slots
-        self._beside = beside
+        self._other_kinds = other_kinds
         self.budget = policy.byte_budget
         rows = pages.shape[0] if self.budget is not None else 0
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=pages.table.num_slots.device)
@@ -53,11 +53,11 @@ class SolvedBudget:
         low = -(-self._policy.least_tokens(prompt_tokens) // step)
         high = max(low, -(-(prompt_tokens + new_tokens) // step))
         if (needed := self.bytes_of(low * step, prompt_tokens, new_tokens)) > budget:
-            beside = self._fixed(prompt_tokens, new_tokens) + self._windows(prompt_tokens, new_tokens)
+            fixed = self._fixed(prompt_tokens, new_tokens) + self._windows(prompt_tokens, new_tokens)
             raise ValueError(
                 f"budget={budget}B is too small for {type(self._policy).__name__}: {self._pages.lists_of_model} lists "
                 f"of {low * step} tokens behind a prompt of {prompt_tokens}, {new_tokens} tokens that follow it, and "
-                f"{beside} B of tables and buffers may take {needed} B; give method.budget={needed}B or more"
+                f"{fixed} B of tables and buffers may take {needed} B; give method.budget={needed}B or more"
             )
         while low < high:  # bytes never fall as tokens rise
             middle = (low + high + 1) // 2
@@ -83,10 +83,10 @@ class SolvedBudget:
                 lists * (bound + per_page - 1) // per_page,
                 lists * -(-self._paged(prompt_tokens, new_tokens)[1] // per_page),
             )
-        own = num_pages * (pool.page_bytes + pool.free_list.element_size())
-        own += self._fixed(prompt_tokens, new_tokens)
-        return own + self._windows(prompt_tokens, new_tokens)
+        total = num_pages * (pool.page_bytes + pool.free_list.element_size())
+        total += self._fixed(prompt_tokens, new_tokens)
+        return total + self._windows(prompt_tokens, new_tokens)
 
     def _windows(self, prompt_tokens: int, new_tokens: int) -> int:
         """Most bytes that layers of other kinds come to hold."""
-        return sum(each.bytes_of(prompt_tokens, prompt_tokens, new_tokens) for each in self._beside)
+        return sum(each.bytes_of(prompt_tokens, prompt_tokens, new_tokens) for each in self._other_kinds)

@@ -15,7 +15,7 @@ from kvbench.kernels.format import PageFormat
 from kvbench.kernels.operands import PageChoice, Ring, ScoreUpdate, StepScores, TierPages, TierTable
 from kvbench.policy import DecodePlan, DecodeView, ReadSpec
 
-MOST_GIVEN_BYTES = 2**27  # of scores that wait for the other layers'
+MAX_SCORE_BYTES = 2**27  # of scores that wait for the other layers'
 Attend = Callable[..., Tensor]  # layer, q, k, v, scale; of a step that `turns` also a rotation
 
 
@@ -66,7 +66,7 @@ class PagedStep:
     reads: PageSelection | None = None  # chooses what to read of each layer, and counts it; None = everything is read
 
     def __init__(self, holding: Holding, rows: Rows, plan: DecodePlan | None = None) -> None:
-        self.holding, self.pages, self.rows, self._given = holding, holding.pages, rows, plan
+        self.holding, self.pages, self.rows, self._plan = holding, holding.pages, rows, plan
         self.view = holding.view(rows)
         self.tokens_seen = self.view.tokens_seen  # looked up here: it grows while the step goes on
         self.queries: list[tuple[Tensor, float]] = []  # of the layers so far, and their scales, where they are kept
@@ -78,15 +78,15 @@ class PagedStep:
     def _make_room(self) -> None:
         """Reserves the slots of the step, takes those it writes to out of shared pages, and moves what it demotes."""
         pages, lists, reading = self.pages, self.lists.flatten(), self.holding.policy.reading
-        plan = self.holding.plans.decode(self.view) if self._given is None else self._given
+        plan = self.holding.plans.decode(self.view) if self._plan is None else self._plan
         self.tier = plan.tier
         pages.host.advance(self.rows.numbers, self.holding.most_new_slots)
         which = pages.tiers_of_rows(len(self.rows), self.tier)
         page, slot = self._take(lists, plan, which)
         if pages.formats[self.tier].slot.track:
             pos = self.tokens_seen.repeat_interleave(pages.lists_per_row)
-            for tier, own in which:
-                pages.put(tier, page[own], slot[own], pos=pos[own])
+            for tier, chosen in which:
+                pages.put(tier, page[chosen], slot[chosen], pos=pos[chosen])
         self.page, self.slot = page.view(self.lists.shape), slot.view(self.lists.shape)
         if reading is not None:
             held, most = pages.held(0, self.lists), pages.width(self.rows.numbers, 0)
@@ -98,27 +98,27 @@ class PagedStep:
         pages, policy = self.pages, self.holding.policy
         page, slot = torch.empty_like(lists), torch.empty_like(lists)
         with pages.undone() as done:
-            for tier, own in which:
-                named = (x if x is None else x.flatten()[own] for x in (plan.slot, plan.demote_to, plan.demote_slot))
-                found, inside, broken = pages.table.take(
-                    lists[own],
+            for tier, chosen in which:
+                named = (x if x is None else x.flatten()[chosen] for x in (plan.slot, plan.demote_to, plan.demote_slot))
+                taken, inside, broken = pages.table.take(
+                    lists[chosen],
                     tier,
                     *named,
                     acts=policy.acts_in_decode,
-                    own_all=policy.score.decode_update,  # scores are added to all slots
+                    unshare_all=policy.score.decode_update,  # scores are added to all slots
                     done=done,
-                    live=self.live if self.live is None else self.live[own],
+                    live=self.live if self.live is None else self.live[chosen],
                 )
-                if isinstance(own, slice):  # all lists
-                    page, slot = found[tier], inside[tier]
+                if isinstance(chosen, slice):  # all lists
+                    page, slot = taken[tier], inside[tier]
                 else:
-                    page[own], slot[own] = found[tier], inside[tier]
+                    page[chosen], slot[chosen] = taken[tier], inside[tier]
         if broken is not None:
             self.holding.plans.judge_step(self.view)(broken)
         if plan.slot is not None and plan.demote_to is not None:
             for other in range(pages.num_planned):
                 if other != tier:
-                    pages.demote(tier, other, (found[tier], inside[tier]), (found[other], inside[other]))
+                    pages.demote(tier, other, (taken[tier], inside[tier]), (taken[other], inside[other]))
         return page, slot
 
     def end(self) -> None:
@@ -168,7 +168,7 @@ class PagedStep:
 
     @cached_property
     def width(self) -> list[list[int]]:
-        """Per layer and tier, the pages to read; only a step that goes layer by layer asks."""
+        """Pages to read per layer and tier; computed only by a step that goes layer by layer."""
         return self.pages.widths(self.lists, self.rows.numbers)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -179,8 +179,8 @@ class PagedStep:
             page, slot, keys, values = (x.flatten(0, 1) if heads is None else x[:, heads].flatten(0, 1) for x in chosen)
             of = None
             if pages.codebooks is not None:
-                own = torch.arange(k.shape[1], device=k.device) if heads is None else heads
-                of = layer, own.repeat(len(k))
+                indices = torch.arange(k.shape[1], device=k.device) if heads is None else heads
+                of = layer, indices.repeat(len(k))
             pages.put(tier, page, slot, keys, values, distinct=True, of=of)
             if scores.writes_tokens:
                 pos = self.tokens_seen.repeat_interleave(len(page) // len(self.rows))
@@ -199,7 +199,7 @@ class PagedStep:
         scores.add_step(self.tokens_seen, self.view.prompt_tokens, tiers, reduced)
         return out
 
-    def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention of other queries [S, Hq, D] over a layer that has its token, of the keys and values that `door` was
         given; [S, Hq, D]."""
         holding, pages = self.holding, self.pages
@@ -212,7 +212,7 @@ class PagedStep:
         return holding.rotations.values.back(out)
 
     def _held(self, layer: int) -> tuple[list[TierPages], Ring | None]:
-        """What a layer holds once it has its token."""
+        """Pages and residual buffer of a layer that has its token."""
         return self.holding.layer(self.rows.tensor, layer, self.width[layer])
 
     # Whole layers in one call.
@@ -236,19 +236,19 @@ class PagedStep:
         if tiers.by_head:  # a call knows one format to write in
             return None
         steps = {tier: self._fuse_tiers([tier]) for tier in tiers.tiers}
-        found = [step for row in tiers.table if (step := steps[row[0]]) is not None]
-        return MappedStep(found) if len(found) == len(tiers.table) else None
+        by_layer = [step for row in tiers.table if (step := steps[row[0]]) is not None]
+        return MappedStep(by_layer) if len(by_layer) == len(tiers.table) else None
 
     def _fuse_tiers(self, numbers: Sequence[int]) -> FusedStep | None:
-        """The same for layers that hold tokens in no tiers but these."""
+        """A fused step of layers whose tokens are in these tiers only."""
         spec, target = self.holding.policy.score, (self.tier, self.page, self.slot)
         update: ScoreUpdate | None = None
         if spec.decode_update:
             update = "replace" if spec.decode_replace else "add"
         if not self.pages.on_device:
             named = [self._named(tier) for tier in numbers]
-            turned = self.holding.rope.attach_all_layers(named, self.view)
-            return self._open_layers(named, target=target, update=update) if turned else None
+            attached = self.holding.rope.attach_all_layers(named, self.view)
+            return self._open_layers(named, target=target, update=update) if attached else None
         tables = [self._tables[tier] for tier in numbers]
         if not self.holding.scores.settles:
             choice = None if self.reads is None else self.reads.choice
@@ -269,29 +269,29 @@ class PagedStep:
         """The angles that take the position out of the new token's key."""
         return self.holding.rope.stripping(self.tokens_seen)
 
-    def _open_layers(self, tiers: list[TierPages], **given: Any) -> FusedStep | None:
+    def _open_layers(self, tiers: list[TierPages], **operands: Any) -> FusedStep | None:
         """Asks the backend for the step; `tiers` describe all layers, ids [S, L, H, m]."""
-        return self.pages.backend.open_step(self.pages.pool.pages, tiers, **self._opened(**given))
+        return self.pages.backend.open_step(self.pages.pool.pages, tiers, **self._opened(**operands))
 
-    def _open_tables(self, tiers: list[TierTable], **given: Any) -> FusedStep | None:
+    def _open_tables(self, tiers: list[TierTable], **operands: Any) -> FusedStep | None:
         pages = self.pages
         return pages.backend.open_tables(
-            pages.pool.pages, tiers, pages.shape[1:], self.rows.tensor, **self._opened(**given)
+            pages.pool.pages, tiers, pages.shape[1:], self.rows.tensor, **self._opened(**operands)
         )
 
-    def _opened(self, update: ScoreUpdate | None = None, gives: bool = False, **given: Any) -> dict[str, Any]:
-        """The operands that both take: scores that are added or replaced, or that the step `gives`, and what is
-        `given`."""
+    def _opened(self, update: ScoreUpdate | None = None, gives: bool = False, **operands: Any) -> dict[str, Any]:
+        """Operands that both take: scores that are added or replaced, or that the step `gives`, and further
+        `operands`."""
         spec = self.holding.policy.score
         near = 0 if gives else spec.skip_near
         scores = StepScores(power=spec.power, group=spec.group_reduce, update=update, gives=gives, skip_near=near)
         model = {"num_q_heads": self.holding.shape.num_q_heads, "softmax": self.holding.shape.softmax}
-        return model | {"seen": self.tokens_seen, "target": None, "scores": scores} | given
+        return model | {"seen": self.tokens_seen, "target": None, "scores": scores} | operands
 
-    def _settle(self, first: int, given: list[Sequence[Tensor]]) -> None:
+    def _settle(self, first: int, by_layer: list[Sequence[Tensor]]) -> None:
         """Brings the scores of some layers up to date, from the first of them on; of each, per tier, [S, H, n]."""
-        lists, pages = self.lists[:, first : first + len(given)].flatten(1), self.pages
-        reduced = [torch.stack(scores, 1).flatten(1, 2) for scores in zip(*given, strict=True)]
+        lists, pages = self.lists[:, first : first + len(by_layer)].flatten(1), self.pages
+        reduced = [torch.stack(scores, 1).flatten(1, 2) for scores in zip(*by_layer, strict=True)]
         tiers = [
             pages.tier(tier, lists, scores.shape[-1] // pages.formats[tier].tokens_per_page)
             for tier, scores in enumerate(reduced)
@@ -315,13 +315,13 @@ class SettledStep(FusedStep):
 
     def __init__(self, step: FusedStep, num_layers: int, settle: Callable[[int, list[Sequence[Tensor]]], None]) -> None:
         self._step, self._num_layers, self._settle, self.strips = step, num_layers, settle, step.strips
-        self._given: list[Sequence[Tensor]] = []
+        self._scores: list[Sequence[Tensor]] = []
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         out = self._step.attend(layer, q, k, v, scale)
-        self._given.append(self._step.given)
-        given_bytes = sum(scores.nbytes for scores in self._step.given) * len(self._given)
-        if layer + 1 == self._num_layers or given_bytes > MOST_GIVEN_BYTES:
-            self._settle(layer + 1 - len(self._given), self._given)
-            self._given = []
+        self._scores.append(self._step.layer_scores)
+        score_bytes = sum(scores.nbytes for scores in self._step.layer_scores) * len(self._scores)
+        if layer + 1 == self._num_layers or score_bytes > MAX_SCORE_BYTES:
+            self._settle(layer + 1 - len(self._scores), self._scores)
+            self._scores = []
         return out

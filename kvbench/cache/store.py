@@ -15,16 +15,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvbench.cache.again import SecondOpinion
 from kvbench.cache.async_counts import AsyncCounts, ReplayLog, Rows
 from kvbench.cache.chunks import Chunks, append_segment
 from kvbench.cache.counters import CountsBeforeStep
 from kvbench.cache.layout import ModelShape, StoreOptions, most_slots
 from kvbench.cache.ledger import Ledger
-from kvbench.cache.places import make_places
 from kvbench.cache.prompts import Prompts, ScoredLayer
+from kvbench.cache.replay_check import ReplayCheck
+from kvbench.cache.split import make_holding
 from kvbench.cache.steps import Attend, PagedStep
-from kvbench.cache.windows import Windows, less_windows, tier_beside
+from kvbench.cache.windows import Windows, less_windows, window_tier
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.operands import Softmax
 from kvbench.kernels.pool import PagePool, PoolExhausted
@@ -43,9 +43,9 @@ class CompressedStore:
     the page tables. Refuses a policy that does not fit the model or the options.
 
     Attributes:
-        pages, counters: Those of the first place; counters are alike in all.
-        beside: The stores of layers of other kinds (`ModelShape.beside`), whose rows and steps follow this one's. Each
-            has layers of its own, which `kinds` finds.
+        pages, counters: Those of the first part; counters are alike in all.
+        other_kinds: The stores of layers of other kinds (`ModelShape.other_kinds`), whose rows and steps follow this
+            one's. Each has layers of its own, which `kinds` finds.
         watcher: Sees what `prefill_layer` gets and scores, for a prompt cache.
     """
 
@@ -66,31 +66,31 @@ class CompressedStore:
         self.policy, self.shape, self.backend = policy, shape, backend
         counts = {} if counts is None else counts  # of all kinds of layers, so that one copy tells the host of a step
         as_method = options.windows == "method"
-        beside = StoreOptions(
+        other_options = StoreOptions(
             rotation=options.rotation if as_method else "none",
             key_offset="prompt" if as_method and options.key_offset == "prompt" else "none",
         )
-        self.beside = tuple(
+        self.other_kinds = tuple(
             CompressedStore(
-                Windows(each.window, tier_beside(policy, options.windows)) if each.window else policy,
+                Windows(each.window, window_tier(policy, options.windows)) if each.window else policy,
                 each,
                 rows=rows,
                 max_prompt_tokens=max_prompt_tokens,
                 max_new_tokens=max_new_tokens,
-                options=beside,
+                options=other_options,
                 backend=backend,
                 pool=pool,
                 counts=counts,
             )
-            for each in shape.beside
+            for each in shape.other_kinds
         )
-        if options.budget_bytes is not None and self.beside:
+        if options.budget_bytes is not None and self.other_kinds:
             held = sum(
                 each.ledger.budget.bytes_of(max_prompt_tokens, max_prompt_tokens, max_new_tokens)
-                for each in self.beside
+                for each in self.other_kinds
             )
             options = less_windows(options, rows, held)
-        self.holding = make_places(
+        self.holding = make_holding(
             policy,
             shape,
             rows=rows,
@@ -102,7 +102,7 @@ class CompressedStore:
         )
         first = self.holding.parts[0]
         self.pages, self.counters, self.copies, self._scores = first.pages, first.counters, first.copies, first.scores
-        self.ledger: Ledger = Ledger(policy, self.holding, shape, [each.ledger for each in self.beside])
+        self.ledger: Ledger = Ledger(policy, self.holding, shape, [each.ledger for each in self.other_kinds])
         self.budget = self.ledger.budget
         for part in self.holding.parts:
             part.budget = self.budget
@@ -115,31 +115,31 @@ class CompressedStore:
         self._rows = Rows.of((), shape.device)  # of the last step: they change seldom
         self.watcher: PromptWatcher | None = None
 
-    def ask_again(self) -> None:
-        """From now on asks the policy and its statistic a second time now and then, and refuses another answer."""
-        self.holding.plans.second = SecondOpinion(self.policy)
+    def enable_replay_check(self) -> None:
+        """Checks calls of policy and statistic on fresh copies from now on (`ReplayCheck`); refuses other answers."""
+        self.holding.plans.second = ReplayCheck(self.policy)
         for part in self.holding.parts:
-            part.scores.second = SecondOpinion(self.policy.score.statistic)
+            part.scores.second = ReplayCheck(self.policy.score.statistic)
 
     @property
     def kinds(self) -> "tuple[CompressedStore, ...]":
         """The stores of all kinds of layers, this one first."""
-        return (self, *self.beside)
+        return (self, *self.other_kinds)
 
     @property
     def allocated_bytes(self) -> int:
-        own = self.budget.tokens.nbytes + self.holding.allocated_bytes
-        return own + sum(each.allocated_bytes for each in self.beside)
+        total = self.budget.tokens.nbytes + self.holding.allocated_bytes
+        return total + sum(each.allocated_bytes for each in self.other_kinds)
 
     @property
     def used_bytes(self) -> int:
-        return self.holding.used_bytes + sum(each.used_bytes for each in self.beside)
+        return self.holding.used_bytes + sum(each.used_bytes for each in self.other_kinds)
 
     @property
     def takes_chunks(self) -> bool:
         """True if a later prompt segment may come at once (`append_chunk`); otherwise it comes token by token."""
         # Once a layer has written a chunk, others that share its keys could not tell it from what came before.
-        return self.holding.takes_chunks and not self.shape.shared and all(each.takes_chunks for each in self.beside)
+        return self.holding.takes_chunks and not self.shape.shared and all(x.takes_chunks for x in self.other_kinds)
 
     @property
     def layers(self) -> "list[tuple[CompressedStore, int]]":
@@ -150,8 +150,8 @@ class CompressedStore:
         """The store that holds a layer of the model, or the layer whose keys it shares; and that one's number there."""
         if self.shape.is_uniform:
             return self, layer
-        kind, own = self.shape.kinds[self.shape.shared.get(layer, layer)]
-        return self.kinds[kind], own
+        kind, index = self.shape.kinds[self.shape.shared.get(layer, layer)]
+        return self.kinds[kind], index
 
     def view(self, rows: Tensor) -> DecodeView:
         """The policy's view of rows (int64 [S])."""
@@ -165,20 +165,20 @@ class CompressedStore:
         self.prompts.new_tokens[row] = self._max_new_tokens if new_tokens is None else new_tokens
         self.ledger.open(row)
         self.holding.open_row(row, instruction_tokens)
-        for each in self.beside:
+        for each in self.other_kinds:
             each.open_row(new_tokens, number=row)
         self._free_rows.remove(row)  # last, so that whatever fails above leaves the row free
         return row
 
     def close_row(self, row: int) -> None:
-        """Returns all pages of a row and the row itself, and ends a step that is under way. When it fails for want of
-        memory it may be called again: what was returned already is not returned twice."""
+        """Returns all pages of a row and the row itself, and ends a step that is under way. When it fails for lack of
+        memory it may be called again: returned pages are not returned twice."""
         self._chunks.forget(row)
         self.prompts.forget(row)  # first, since this needs no memory and gives some back
         self._end()
         self.holding.close_row(row)
         self.ledger.close(row)
-        for each in self.beside:
+        for each in self.other_kinds:
             if row not in each._free_rows:
                 each.close_row(row)
         self._free_rows.append(row)
@@ -246,7 +246,7 @@ class CompressedStore:
         scored = self.measure(layer, q, k, v, scale, call, replays, lse)
         if self.watcher is not None:
             self.watcher(scored, q, scale)
-        self.place_layer(row, layer, scored)
+        self.write_layer(row, layer, scored)
 
     def measure(
         self,
@@ -262,26 +262,26 @@ class CompressedStore:
         """Scores one layer of a prompt, and stores nothing.
 
         Args:
-            q: [Hq, N, D] post-RoPE queries, or None where a probe is all that is looked at; k, v: [KV heads, N, D]
+            q: [Hq, N, D] post-RoPE queries, or None where only a probe is read; k, v: [KV heads, N, D]
                 post-RoPE keys and values, uncompressed.
-            call: The model's call of the layer's attention, for statistics that ask for it.
-            replays: Findings of the passes that the policy's probe asks for.
+            call: The model's call of the layer's attention, for statistics that need it.
+            replays: Results of the passes of the policy's probe.
             lse: As `prompt_attention` gave it beside its output; made again where it is missing and wanted, so that
                 scores do not depend on where a prompt came from.
         """
         _, part = self.holding.part_of(layer)
         scores, score, last, channels = part.scores, None, None, None
         if not scores.spec.only_keys_and_values:
-            own = tuple(replace(each, k=part.copied(each.k, 0)) for each in replays)
+            part_replays = tuple(replace(each, k=part.copied(each.k, 0)) for each in replays)
             if lse is None and q is not None and scores.takes_lse:
                 _, lse = self.prompt_attention(layer, q, k, v, scale)
-            score = scores.of_prompt(layer, q, part.copied(k, 0), part.copied(v, 0), scale, call, own, lse)
+            score = scores.of_prompt(layer, q, part.copied(k, 0), part.copied(v, 0), scale, call, part_replays, lse)
         if q is not None:
             last = None if scores.queries is None else scores.queries.last(q, scale)
             channels = scores.of_channels(layer, q, k, v, scale)
         return ScoredLayer(k, v, score, last, channels)
 
-    def place_layer(self, row: int, layer: int, scored: ScoredLayer) -> None:
+    def write_layer(self, row: int, layer: int, scored: ScoredLayer) -> None:
         """Plans and writes one layer of a prompt whose scores are known, or follow from its keys and values."""
         _, part = self.holding.part_of(layer)
         if scored.score is None and part.scores.spec.only_keys_and_values:
@@ -289,11 +289,11 @@ class CompressedStore:
             scored = replace(scored, score=part.scores.of_prompt(layer, None, keys, values, math.nan))
         if part.scores.queries is not None and scored.last is not None:
             part.scores.queries.hold_prompt(row, layer - part.first_layer, scored.last, scored.num_tokens)
-        self.prompts.place(row, layer, scored)
+        self.prompts.write(row, layer, scored)
 
     def open_chunks(self, row: int, prompt_tokens: int) -> None:
         """Says that the prompt of an empty row comes in chunks (`read_chunk`); refuses a budget too small for it."""
-        assert self.shape.is_whole, "check_chunk_place refuses chunks of a prompt elsewhere"
+        assert self.shape.is_whole, "check_chunk_devices refuses chunks of a prompt elsewhere"
         for each in self.kinds:
             each._chunks.open(row, prompt_tokens)
 
@@ -361,14 +361,14 @@ class CompressedStore:
         return self._steps[0].tokens_seen
 
     def turns(self, layer: int) -> bool:
-        """Whether `attend` takes the rotation of a layer's queries and keys."""
+        """True if `attend` takes the rotation of a layer's queries and keys."""
         return self._steps[self.holding.part_of(layer)[0]].turns
 
-    def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attends over a layer that has its new token, for another layer of the model that shares its keys; arguments
         and result as of `attend`. Writes nothing, and adds nothing to scores."""
         index, part = self.holding.part_of(layer)
-        return self._steps[index].attend_again(layer - part.first_layer, q, k, v, scale)
+        return self._steps[index].attend_stored(layer - part.first_layer, q, k, v, scale)
 
     def end_step(self) -> None:
         """Counts the new token and the bytes held."""
@@ -413,7 +413,7 @@ class CompressedStore:
         """Does what the host does in a captured step of rows, once its replay is launched."""
         for each in self.kinds:
             each.holding.parts[0].note_replay(numbers)
-        self.pages.counts.send_again(log)
+        self.pages.counts.resend(log)
 
     def counts_before_step(self) -> CountsBeforeStep:
         held = [counts for each in self.kinds for counts in each.holding.parts[0].held_counts]

@@ -39,7 +39,7 @@ class Measurer:
         )
 
     def output_projection(self, layer: int) -> Tensor | None:
-        """[Hq, D, E] of a layer, where the statistic asks for it."""
+        """[Hq, D, E] of a layer, where the statistic needs it."""
         weights = self.shape.output_projections
         if "output_projection" not in self.spec.statistic.needs or weights is None:
             return None
@@ -75,11 +75,11 @@ class MeasuredTensors(LayerTensors):
         projection = measurer.output_projection(layer)
         self._output_projection = None if projection is None else self._chosen(projection)
 
-    def turned(self, x: Tensor, position: Tensor) -> Tensor:
+    def rotated(self, x: Tensor, position: Tensor) -> Tensor:
         inv_freq = self.measurer.shape.inv_freq
         if "before_rope" not in self.measurer.spec.statistic.needs:
             inv_freq = None
-        turns = self._given(inv_freq, "rotary positions", "add 'before_rope' to its needs")
+        turns = self._require(inv_freq, "rotary positions", "add 'before_rope' to its needs")
         return rotate(x.float(), position[..., None].float() * turns.to(x.device))
 
     def capped(self, products: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class MeasuredTensors(LayerTensors):
         return self._softmax.probabilities(logits)
 
     def of_these_heads(self, x: Tensor) -> Tensor:
-        return self._chosen(self.measurer.shape.ranks.own(x, 0))
+        return self._chosen(self.measurer.shape.ranks.local(x, 0))
 
     def _chosen(self, x: Tensor) -> Tensor:
         """Of what this process has of all heads, along the first dimension, that of `heads`."""
@@ -102,7 +102,7 @@ class MeasuredTensors(LayerTensors):
 
 class PromptTensors(MeasuredTensors):
     """One layer of a prompt: q [Hq, N, D] or None where the prompt comes without; k, v [H, N, D] at the cache's
-    granularity; what the model called attention with, what further passes gave, and fp32 [Hq, N] the log-sum-exp of
+    granularity; the arguments of the attention call, the results of further passes, and fp32 [Hq, N] the log-sum-exp of
     every query's logits, where they are at hand."""
 
     def __init__(
@@ -178,9 +178,9 @@ class SlotTensors(MeasuredTensors):
 
 
 class ChunkTensors(MeasuredTensors):
-    """What is held of a prompt that is read in chunks, the newest chunk included, whose queries of all heads are q [Hq,
-    n, D]. `before`, fp32 [h, m], is what all queries of earlier chunks gave, None where only the newest queries count;
-    `summed` has what the chunk's gave, too, once a statistic has asked."""
+    """Held tokens of a prompt that is read in chunks, the newest chunk included, whose queries of all heads are q [Hq,
+    n, D]. `before`, fp32 [h, m], are the sums over the queries of earlier chunks, None where only the newest queries
+    count; `summed` adds those of this chunk, once a statistic has read them."""
 
     def __init__(self, measurer: Measurer, layer: int, *, q: Tensor, before: Tensor | None, **held: Any) -> None:
         super().__init__(measurer, layer, **held)
@@ -198,10 +198,10 @@ class ChunkTensors(MeasuredTensors):
     def _with_earlier(self, columns: Tensor) -> Tensor:
         """Columns fp32 [Hq, m], pooled and reduced to [h, m], and what earlier chunks' queries gave."""
         spec = self.measurer.spec
-        found = self._pooled(columns, ALL_QUERIES if spec.prefill_queries == ALL_QUERIES else self.q.shape[1])
+        summed = self._pooled(columns, ALL_QUERIES if spec.prefill_queries == ALL_QUERIES else self.q.shape[1])
         if self._before is not None:
-            found = self.summed = self._before + found
-        return found
+            summed = self.summed = self._before + summed
+        return summed
 
     def _columns(self, below_uniform: bool) -> Tensor:
         """Column sums as of `reference.prompts`, fp32 [Hq, m], for queries that stand behind keys with gaps."""
@@ -211,8 +211,8 @@ class ChunkTensors(MeasuredTensors):
         out, counted = torch.zeros(shape, device=keys.device), torch.zeros(heads, 1, shape[2], device=keys.device)
         rows = max(1, min(ROWS, MOST_NUMBERS // out.numel()))
         for begin in range(0, len(q_pos), rows):
-            own = grouped[:, :, begin : begin + rows].float() * self.scale
-            logits = self.capped(torch.matmul(own.flatten(1, 2), keys).unflatten(1, (-1, own.shape[2])))
+            queries = grouped[:, :, begin : begin + rows].float() * self.scale
+            logits = self.capped(torch.matmul(queries.flatten(1, 2), keys).unflatten(1, (-1, queries.shape[2])))
             distance = (q_pos[begin : begin + rows, None] - self.pos[:, None]).int()
             prob = self.softmax(logits.masked_fill_((distance < 0)[:, None], float("-inf")))
             if below_uniform:

@@ -80,13 +80,13 @@ class SlotsView(DecodeView):
             nothing = torch.full(self.shape, -1, device=value.device)
             return Extreme(value=torch.full(self.shape, float("inf"), device=value.device), slot=nothing, pos=nothing)
         value = value.masked_fill(~eligible, float("inf"))
-        best, found = value.amin(-1), eligible.any(-1)
+        best, exists = value.amin(-1), eligible.any(-1)
         far = torch.iinfo(torch.int64).max
         slot = pos.masked_fill(~(eligible & (value == best[..., None])), far).argmin(-1)
         return Extreme(
             value=best,
-            slot=slot.masked_fill(~found, -1),
-            pos=pos.gather(-1, slot[..., None])[..., 0].masked_fill(~found, -1),
+            slot=slot.masked_fill(~exists, -1),
+            pos=pos.gather(-1, slot[..., None])[..., 0].masked_fill(~exists, -1),
         )
 
 
@@ -120,8 +120,8 @@ class PagesView(SlotsView):
 
     def _copied(self) -> dict[str, Any]:
         looked_up = DecodeView.__annotations__  # is looked up again: what it was is the store's
-        found = {name: value for name, value in vars(self).items() if name not in looked_up or name == "shape"}
-        return found | {"_arrays": {}, "_held": {}}
+        fields = {name: value for name, value in vars(self).items() if name not in looked_up or name == "shape"}
+        return fields | {"_arrays": {}, "_held": {}}
 
     # What not every policy asks for is looked up when one does.
 
@@ -168,7 +168,7 @@ class PagesView(SlotsView):
 
     def _count(self, tier: int) -> Tensor:
         if (tiers := self._pages.tier_map) is not None:  # a list holds nothing but in its own tier
-            held = [self._pages.held(own, self._lists) for own in tiers.tiers]
+            held = [self._pages.held(number, self._lists) for number in tiers.tiers]
             return torch.stack(held).sum(0).view(self.shape)
         return self._pages.held(tier, self._lists).view(self.shape)
 
@@ -201,10 +201,10 @@ class PagesView(SlotsView):
         # A token's queries begin `near` behind it: as many as were seen so much earlier from the token itself on.
         seen = self.tokens_seen - near if near else self.tokens_seen
         search = SlotSearch(by=by, seen=seen, floor=floor, **conditions)
-        found = self._pages.find_extreme(tier, self._rows, self._known(tier), search, over_layer)
-        if found is None:
+        extreme = self._pages.find_extreme(tier, self._rows, self._known(tier), search, over_layer)
+        if extreme is None:
             return super()._search(tier, by, over_layer=over_layer, **conditions)
-        value, slot, pos = found
+        value, slot, pos = extreme
         return Extreme(value=value, slot=slot, pos=pos)
 
     def _require(self, tier: int, name: str) -> None:

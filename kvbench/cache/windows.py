@@ -1,4 +1,4 @@
-"""What layers with a window keep: all that the next query can still see, and nothing else."""
+"""Sliding-window layers: tokens that the next query can still see, and nothing else."""
 
 from dataclasses import dataclass, replace
 
@@ -23,7 +23,7 @@ from kvbench.policy import (
 
 
 def less_windows(options: StoreOptions, rows: int, held_bytes: int) -> StoreOptions:
-    """The same options with what a limit on pages leaves of the windows of so many rows, of `held_bytes` each."""
+    """These options with the limit on pages reduced by the windows of so many rows, of `held_bytes` each."""
     assert options.budget_bytes is not None, "the caller looked"
     if options.budget_bytes <= rows * held_bytes:
         raise ValueError(
@@ -33,7 +33,7 @@ def less_windows(options: StoreOptions, rows: int, held_bytes: int) -> StoreOpti
     return replace(options, budget_bytes=options.budget_bytes - rows * held_bytes)
 
 
-def tier_beside(policy: Policy, how: str) -> Tier:
+def window_tier(policy: Policy, how: str) -> Tier:
     """The precision of windows beside a method: `exact`, which is 16 bits, or the model's own dtype where the method
     keeps that; or that of the `method`, which is refused where a slot cannot have it by itself."""
     (first, *others), reason = policy.tiers, ""

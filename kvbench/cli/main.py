@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def leads() -> bool:
     """Tell the first of the processes that torchrun started, which has the command, from the others, which do as it
     says until it has ended."""
-    from kvbench.engine.following import follow
+    from kvbench.engine.tensor_parallel import follow
     from kvbench.models import processes
 
     if processes.started()[0] == 0:

@@ -117,8 +117,8 @@ class Answer:
             return None
         text = self._decode(self.token_ids[first:])
         ignored = len(self._decode(self.token_ids[first : self.request.min_new_tokens]))
-        found = [text.find(stop, max(0, ignored - len(stop) + 1)) for stop in self.request.stop]
-        return min((index for index in found if index >= 0), default=None)
+        starts = [text.find(stop, max(0, ignored - len(stop) + 1)) for stop in self.request.stop]
+        return min((index for index in starts if index >= 0), default=None)
 
     def _marked(self, token_ids: list[int]) -> str:
         """The text with special tokens, which the marks of thoughts are for some models."""

@@ -1,22 +1,22 @@
-"""The rows that are decoded together: requests join as others end, and one gives way where pages run out.
+"""Batch of rows that are decoded together: requests join as others end, and one is preempted where pages run out.
 
-Which request joins next is known from the requests alone (`Waiting`), and when it joins, from what rows hold, never
-from a clock. A prompt is tried where the free pages are enough for what prompts have taken so far; answers get their
+The next request follows from the requests alone (`RequestQueue`), and its moment from what rows hold, never from a
+clock. A prompt is tried where the free pages are enough for what prompts have taken so far; answers get their
 pages as they grow. Where a step has no page left, a method that evicts there does so, and where that frees none the
-request that came last gives way: its rows are closed, and it is read and answered again from its beginning, by the same
-steps, once another one has ended. So the first in order always goes on, and only what does not fit alone is lost.
+last request is preempted: its rows are closed, and it is read and answered again from its beginning, by the same steps,
+once another one has ended. So the first in order always goes on, and only a request that does not fit alone is lost.
 """
 
 from collections.abc import Callable, Generator
 
+from kvbench.engine.admission import Forced
+from kvbench.engine.cross_run_batch import Step
 from kvbench.engine.decode_loop import DecodeLoop, Spoiled
-from kvbench.engine.joined import Step
-from kvbench.engine.needs import Forced
 from kvbench.engine.reading import Reader
+from kvbench.engine.request_queue import RequestQueue
 from kvbench.engine.requests import Outcome, Request
 from kvbench.engine.rows import AnswerRow, ForcedRow, Row, Sample
 from kvbench.engine.runner import NotFinite, Runner
-from kvbench.engine.waiting import Waiting
 from kvbench.errors import BrokenRule
 from kvbench.kernels.memory import first_line, is_out_of_memory
 from kvbench.kernels.pool import PoolExhausted
@@ -48,7 +48,7 @@ class Batch:
         runner: Runner,
         loop: DecodeLoop,
         reader: Reader,
-        waiting: Waiting,
+        queue: RequestQueue,
         *,
         forced_tokens: int | None,
         per_token: bool,
@@ -57,7 +57,7 @@ class Batch:
         make_room: Callable[[], bool] = lambda: False,
         restore_room: Callable[[], None] = lambda: None,
     ) -> None:
-        self._runner, self._loop, self._reader, self._waiting = runner, loop, reader, waiting
+        self._runner, self._loop, self._reader, self._queue = runner, loop, reader, queue
         self._forced_tokens, self._per_token = forced_tokens, per_token
         self._on_outcome, self._on_step = on_outcome, on_step
         self._make_room, self._restore_room = make_room, restore_room
@@ -75,25 +75,25 @@ class Batch:
     def answer(self) -> Generator[Request | Step]:
         """Answers all requests; gives each before its prompt is read, and steps that are shared (`DecodeLoop`) before
         they are made. Whatever is raised, no row stays open."""
-        while self.reason and (request := self._waiting.first(0)) is not None:
-            self._waiting.take()
+        while self.reason and (request := self._queue.first(0)) is not None:
+            self._queue.take()
             self.fail(request, "oom", self.reason, None)
         while (yield from self.advance()):
             if not self._samples and self._reading is None:
-                self._waiting.wait()
+                self._queue.wait()
         self._reader.contexts.close()  # it is still open where the last questions could not be answered
 
     def advance(self) -> Generator[Request | Step, None, bool]:
-        """Lets requests join, reads on in a prompt, and makes a step, or a run of them; False once nobody is left."""
+        """Admits requests, reads on in a prompt, and makes a step, or a run of them; False once no row is left."""
         try:
             self._leave_cancelled()
-            joined = True
-            while joined:  # who ends before it has made a step leaves its place at once
+            admitted = True
+            while admitted:  # who ends before it has made a step leaves its place at once
                 yield from self._read_on()
-                joined = self._choose() and self._may_join() is not None
+                admitted = self._choose() and self._may_join() is not None
             if self._live:
                 yield from self._step()
-            return bool(self._samples or self._reading or len(self._waiting))
+            return bool(self._samples or self._reading or len(self._queue))
         except BaseException as error:
             was_spoiled, reason = isinstance(error, Spoiled), first_line(error)
             in_pool = isinstance(error, PoolExhausted)
@@ -102,7 +102,7 @@ class Batch:
                 self._close_all()
                 raise
         # Here, not in the handler: until that ends, the error holds every tensor of the pass that failed.
-        self._begin_again(reason, was_spoiled, in_pool)
+        self._restart(reason, was_spoiled, in_pool)
         return True
 
     # Who is in the batch.
@@ -115,15 +115,15 @@ class Batch:
         """The request that joins now, if one may."""
         if self._num_live >= min([self.most, *self._careful.values()]) or (self._is_full and self._num_live):
             return None
-        request = self._waiting.first(self._num_live)
+        request = self._queue.first(self._num_live)
         if request is not None and self._num_live and not self._has_room(request):
             self._is_full = True
             return None
         return request
 
     def _is_awaited(self) -> bool:
-        """True if a prompt is being read, or somebody has come, or left, since rows began a run of steps."""
-        left = not self._waiting.cancelled.isdisjoint(self._samples)
+        """True if a prompt is being read, or a request has come, or left, since rows began a run of steps."""
+        left = not self._queue.cancelled.isdisjoint(self._samples)
         return left or self._reading is not None or self._may_join() is not None
 
     def _has_room(self, request: Request) -> bool:
@@ -144,7 +144,7 @@ class Batch:
         while self._reading is not None or (request := self._may_join()) is not None:
             if self._reading is None:
                 assert request is not None
-                self._waiting.take()
+                self._queue.take()
                 yield request
                 sample = Sample(request)
                 self._reading = sample, self._reader.open(sample)
@@ -174,7 +174,7 @@ class Batch:
         elif rows is not None:
             self._reading = None
             self._samples[sample.request.sample_id] = sample
-            self._waiting.note_read(sample.request)
+            self._queue.note_read(sample.request)
             self._live += [(row, sample) for row in rows]
             tokens = sum(map(len, sample.request.segments[sample.shares_context :]))
             self._page_rate = max(self._page_rate, (free - self._free_pages()) / tokens)
@@ -184,12 +184,12 @@ class Batch:
         """Has a request wait for which there was no memory while others had theirs; alone, it is tried with a smaller
         pool, where the pool was not what was too small, and else recorded as `oom`."""
         if self._num_live or held:
-            self._waiting.put_back([request])
+            self._queue.put_back([request])
             self._is_full = True
             if not self._num_live:
                 self._reader.contexts.close()
         elif not in_pool and self._make_room():
-            self._waiting.put_back([request])
+            self._queue.put_back([request])
         else:
             self._end(Sample(request), "oom", reason, None)
             self._restore_room()
@@ -197,7 +197,7 @@ class Batch:
     def _give_way(self, sample: Sample) -> None:
         """Closes the rows of a sample, which begins again once another one has ended."""
         self._forget(sample)
-        self._waiting.put_back([sample.request])
+        self._queue.put_back([sample.request])
         self._is_full = True
         self.preemptions += 1
 
@@ -233,18 +233,18 @@ class Batch:
 
     def _leave_cancelled(self) -> None:
         """Takes out those who are waited for no longer."""
-        if self._waiting.cancelled.isdisjoint(self._samples) and self._reading is None:
+        if self._queue.cancelled.isdisjoint(self._samples) and self._reading is None:
             return
-        for name in self._waiting.cancelled.intersection(self._samples):
+        for name in self._queue.cancelled.intersection(self._samples):
             sample = self._samples[name]
             self._forget(sample)
             self._note_end(sample.request)
-        if self._reading is not None and self._reading[0].request.sample_id in self._waiting.cancelled:
+        if self._reading is not None and self._reading[0].request.sample_id in self._queue.cancelled:
             (sample, pieces), self._reading = self._reading, None
             pieces.close()
             self._note_end(sample.request)
 
-    def _begin_again(self, reason: str, was_spoiled: bool, in_pool: bool) -> None:
+    def _restart(self, reason: str, was_spoiled: bool, in_pool: bool) -> None:
         """Closes all rows; their requests begin again, step by step or half as many at once; a single one that found no
         memory begins again with a smaller pool, or is recorded as `oom`."""
         samples = [*self._samples.values(), *([self._reading[0]] if self._reading else ())]
@@ -259,7 +259,7 @@ class Batch:
         else:
             half = max(1, len(samples) // 2)
             self._careful |= {sample.request.sample_id: half for sample in samples}
-        self._waiting.put_back([sample.request for sample in samples])
+        self._queue.put_back([sample.request for sample in samples])
 
     def _close_all(self) -> None:
         if self._reading is not None:
@@ -291,15 +291,15 @@ class Batch:
                 self._give_way(sample)
             else:
                 if state.token is None:
-                    if (following := self._force_own(state, sample)) is not None:
-                        waits.append((following, sample))
-                        self._live.append((following, sample))
+                    if (forced := self._force_generated(state, sample)) is not None:
+                        waits.append((forced, sample))
+                        self._live.append((forced, sample))
                     self._finish(state, sample)
                     ended = True
         return ended
 
     def _step(self) -> Generator[Step]:
-        """Makes a step of all rows, or several; where there is no page for it, the sample that comes last gives way."""
+        """Makes a step of all rows, or several; where there is no page for it, the last sample is preempted."""
         live = self._live
         for part in self._runner.apart([state.row for state, _ in live]):
             left = {id(state) for state, _ in self._live}  # without those of a sample that has just ended
@@ -325,7 +325,7 @@ class Batch:
                     continue
                 if len(self._samples) == 1 or not self._runner.shape.is_whole:
                     raise
-                last = max(self._samples.values(), key=lambda each: self._waiting.place(each.request.sample_id))
+                last = max(self._samples.values(), key=lambda each: self._queue.index(each.request.sample_id))
                 self._give_way(last)
                 return False
         for state in states:
@@ -334,15 +334,15 @@ class Batch:
         for name, layer in spoiled.items():
             self._end(self._samples[name], "nan", str(NotFinite(layer)), layer)
         if self._on_step:
-            told = {"decode_tokens_per_s": rate, "cache_bytes": self._runner.store.used_bytes}
-            self._on_step(told | {"live_rows": len(tokens), "steps": steps})
+            progress = {"decode_tokens_per_s": rate, "cache_bytes": self._runner.store.used_bytes}
+            self._on_step(progress | {"live_rows": len(tokens), "steps": steps})
         return True
 
-    def _force_own(self, state: Row, sample: Sample) -> ForcedRow | None:
+    def _force_generated(self, state: Row, sample: Sample) -> ForcedRow | None:
         """The row in which an answer that has just ended is forced, where that is wanted."""
-        if sample.own is None or not isinstance(state, AnswerRow) or state.repeat:
+        if sample.generated_row is None or not isinstance(state, AnswerRow) or state.repeat:
             return None
-        (row, logits), sample.own, request = sample.own, None, sample.request
+        (row, logits), sample.generated_row, request = sample.generated_row, None, sample.request
         answers = [*(turn["token_ids"] for turn in state.turns), state.answer.token_ids]
         forced = Forced.of(request, [tokens[: self._forced_tokens] for tokens in answers])
         if not forced.gold:  # it ended at once: there is nothing to compare
@@ -377,15 +377,15 @@ class Batch:
         steps = state.timing.pop("row_steps")
         state.timing["batch_rows"] = steps / state.timing["decode_tokens"] if state.timing["decode_tokens"] else 0.0
         held, kept = state.report or self._runner.report(state.row)
-        told = Outcome(sample_id=state.request.sample_id, repeat=repeat, ledger=held, kept=kept)
-        told.num_prompt_tokens = state.request.num_prompt_tokens
-        told.timing = {"prefill_s": sample.prefill_s, **state.timing}
+        outcome = Outcome(sample_id=state.request.sample_id, repeat=repeat, ledger=held, kept=kept)
+        outcome.num_prompt_tokens = state.request.num_prompt_tokens
+        outcome.timing = {"prefill_s": sample.prefill_s, **state.timing}
         if sample.probe_s is not None:
-            told.timing["probe_s"] = sample.probe_s
+            outcome.timing["probe_s"] = sample.probe_s
         if sample.shares_context:
-            told.timing["shares_context"] = 1.0
-        state.describe(told)
-        return told
+            outcome.timing["shares_context"] = 1.0
+        state.describe(outcome)
+        return outcome
 
     def fail(self, request: Request, status: str, message: str, layer: int | None) -> None:
         """Hands out the outcomes of a request that has no answer."""

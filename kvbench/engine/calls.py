@@ -13,8 +13,8 @@ from kvbench.policy import AttentionCall
 
 def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
     """The modules that project into attention and out of it, by layer."""
-    found = [module for module in model.modules() if hasattr(module, "o_proj") and hasattr(module, "layer_idx")]
-    return sorted(found, key=lambda module: int(getattr(module, "layer_idx")))  # noqa: B009 - mypy takes it for a tensor
+    modules = [module for module in model.modules() if hasattr(module, "o_proj") and hasattr(module, "layer_idx")]
+    return sorted(modules, key=lambda module: int(getattr(module, "layer_idx")))  # noqa: B009 - mypy takes it for a tensor
 
 
 class OutputProjections(Sequence[Tensor]):
@@ -63,11 +63,11 @@ def calls_noted(model: PreTrainedModel, note: Callable[[AttentionCall | None], N
 
 
 def first_tokens(call: AttentionCall, count: int) -> AttentionCall:
-    """The same call with its first tokens alone."""
+    """This call, cut to its first tokens."""
 
     def cut(angles: Tensor) -> Tensor:
         return angles[:, :count]
 
-    turned = call.position_embeddings
-    both = None if turned is None else (cut(turned[0]), cut(turned[1]))
+    angles = call.position_embeddings
+    both = None if angles is None else (cut(angles[0]), cut(angles[1]))
     return AttentionCall(call.module, call.hidden_states[:count], both, call.rotary)

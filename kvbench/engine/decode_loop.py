@@ -24,7 +24,7 @@ from torch import Tensor
 from kvbench.cache.async_counts import Receiver, ReplayLog, Rows, to_device
 from kvbench.cache.counters import CountsBeforeStep
 from kvbench.engine import hf, sessions
-from kvbench.engine.joined import Step
+from kvbench.engine.cross_run_batch import Step
 from kvbench.engine.requests import Request
 from kvbench.engine.rows import AnswerRow, ForcedRow, Row
 from kvbench.engine.runner import Runner, finite_rows
@@ -39,18 +39,18 @@ MOST_STEPS = 64  # of a run: in between, progress is shown and what graders foun
 @dataclass
 class State:
     """Static tensors of a captured step: rows (their numbers in a list) with padding, int64 [S] next tokens, sampler
-    state (None = greedy), fp32 [S, vocabulary] logits of the last step. `told` takes each step's chosen tokens, and
+    state (None = greedy), fp32 [S, vocabulary] logits of the last step. `receive` takes each step's chosen tokens, and
     which logits were finite."""
 
     rows: Rows
     tokens: Tensor
-    told: Callable[[list[int], list[bool]], None]
+    receive: Callable[[list[int], list[bool]], None]
     draws: Draws | None = None
     logits: Tensor | None = None
 
     @property
     def kind(self) -> tuple[int, bool, bool]:
-        """What a captured step is made for: its size, whether rows draw, and whether from a part of the mass."""
+        """Key of a captured step: its size, whether rows draw, and whether from a part of the mass."""
         return len(self.rows), self.draws is not None, self.draws is not None and self.draws.top_p is not None
 
 
@@ -94,17 +94,17 @@ class CapturedSteps:
         self,
         numbers: Sequence[int],
         tokens: Sequence[int],
-        told: Callable[[list[int], list[bool]], None],
+        receive: Callable[[list[int], list[bool]], None],
         drawing: Sequence[Drawing | None] = (),
     ) -> State:
         """The state of rows before a step: their numbers, the tokens to be read, and what draws the next ones."""
         device, spare, count = self._runner.device, self._store.spare_row, len(numbers)
         if self._capture is None or spare is None:
-            return State(Rows.of(list(numbers), device), to_device(tokens, device), told, draws_of(drawing, device))
+            return State(Rows.of(list(numbers), device), to_device(tokens, device), receive, draws_of(drawing, device))
         size = min(1 << (count - 1).bit_length(), spare)  # at most all rows of the cache
         rows, pads = Rows.padded(list(numbers), spare, size, device), size - count
         fed, draws = to_device([*tokens, *[0] * pads], device), draws_of([*drawing, *[None] * pads], device)
-        return State(rows, fed, told, draws)
+        return State(rows, fed, receive, draws)
 
     def step(self, state: State) -> None:
         """One step on the device: plan, room, forward, choice, counts."""
@@ -120,8 +120,8 @@ class CapturedSteps:
         finite_rows(logits, out=numbers[1])
 
         def bind() -> Receiver:
-            told, live = state.told, len(rows.numbers)
-            return lambda values: told(values[:live], [bool(value) for value in values[size : size + live]])
+            receive, live = state.receive, len(rows.numbers)
+            return lambda values: receive(values[:live], [bool(value) for value in values[size : size + live]])
 
         store.pages.counts.post(numbers, bind)
         store.end_step()
@@ -172,7 +172,7 @@ class CapturedSteps:
         finally:
             counts.log = None
             self._forget_lists()
-        counts.send_again(log)  # the host's part took place while it was captured
+        counts.resend(log)  # the host's part took place while it was captured
         size = len(state.rows)  # lists are alike
         most = [(pages.pool.taken - first) // size for pages, first in zip(kinds, before, strict=True)]
         return _Captured(state, replay, log, most)
@@ -185,7 +185,7 @@ class CapturedSteps:
         """Puts rows and tokens where a captured step reads them."""
         if held is state:
             return
-        held.told = state.told
+        held.receive = state.receive
         held.rows.take(state.rows)
         held.tokens.copy_(state.tokens)
         if held.draws is not None and state.draws is not None:
@@ -206,14 +206,14 @@ class DecodeLoop:
     """Makes the decode steps of an engine.
 
     Attributes:
-        runs: Whether runs are made: of a cache in one place, where the backend keeps its tables, with what captures a
-            step (`auto` = a CUDA graph where there is CUDA). Not of a model with rotary tables that depend on a
-            row's length, which is the host's business, nor with states, shared keys, latent or chunked attention.
+        runs: True if runs are made: of a cache on one device, where the backend keeps its tables, with a capture of
+            steps (`auto` = a CUDA graph where there is CUDA). Not of a model with rotary tables that depend on a
+            row's length, which are chosen on the host, nor with states, shared keys, latent or chunked attention.
         counts: Steps that replayed a graph, that ran eagerly within a run, and that were made one at a time; captures,
             and those that failed, after which none is tried.
-        alone: Requests whose steps are made one at a time, come what may.
-        shared: Whoever goes through `making` is given single steps before they are made, and may make them with others.
-        awaited: Says whether somebody waits for a run to end: asked behind each of its steps.
+        alone: Requests whose steps are always made one at a time.
+        shared: Yield single steps from `making` before they are made, so that a caller can batch them with others.
+        awaited: Returns True if a request waits for a run to end; called behind each of its steps.
     """
 
     def __init__(self, runner: Runner, capture: Capture | Literal["auto"] | None = "auto") -> None:
@@ -222,7 +222,7 @@ class DecodeLoop:
         self._runner, self._capture = runner, capture
         shape, self.runs = runner.shape, capture is not None and runner.backend.keeps_tables and not runner.lengths
         self.runs = self.runs and shape.is_whole and not (shape.state_bytes or shape.shared or shape.keys_only)
-        self.runs = self.runs and not any(each.window and each.window.in_chunks for each in shape.beside)
+        self.runs = self.runs and not any(each.window and each.window.in_chunks for each in shape.other_kinds)
         self.counts = dict.fromkeys(("replayed", "eager_in_runs", "one_at_a_time", "captures", "failed_captures"), 0)
         self.alone: set[str] = set()
         self.shared = False
@@ -292,8 +292,8 @@ class DecodeLoop:
         self.counts["one_at_a_time"] += 1
         answers = any(isinstance(row, AnswerRow) for row in rows)  # what is forced has nothing to choose
         chosen = choose(logits, [row.drawing for row in rows]) if answers else [None] * len(rows)
-        for row, own, token in zip(rows, logits.unbind(), chosen, strict=True):
-            row.logits, row.picked = own, token
+        for row, row_logits, token in zip(rows, logits.unbind(), chosen, strict=True):
+            row.logits, row.picked = row_logits, token
             row.note_step(elapsed, len(rows))
         return bad, len(tokens) / elapsed, 1
 
@@ -303,39 +303,40 @@ class DecodeLoop:
         return store.next_step_is_plain(numbers) and store.has_pages_for(len(numbers))
 
     def _run(self, rows: Sequence[Row], tokens: Sequence[int], most: int) -> tuple[float, int]:
-        """Makes up to `most` steps, until a row has ended or somebody waits; tokens per second, and how many."""
+        """Makes up to `most` steps, until a row has ended or a request waits; tokens per second, and number of
+        steps."""
         (graphs, before), numbers = self._loop(), [row.row for row in rows]
         counts, device = self._runner.store.pages.counts, self._runner.device
         replays, eager, captures = graphs.replays, graphs.eager, graphs.captures
-        told = _Run(rows, most, device)
-        state = graphs.begin(numbers, tokens, told.choose, [row.drawing for row in rows])
+        run = _Run(rows, most, device)
+        state = graphs.begin(numbers, tokens, run.choose, [row.drawing for row in rows])
         # Whether a bulk eviction is due has to be known before the next step.
-        ahead = 0 if self._runner.policy.compaction else 1
+        in_flight = 0 if self._runner.policy.compaction else 1
         made, begin = 0, time.perf_counter()
-        while made < most and not told.over and (not made or (self._is_free(numbers) and not self.awaited())):
+        while made < most and not run.over and (not made or (self._is_free(numbers) and not self.awaited())):
             before.note()
             try:
                 state = graphs.advance(state)
             except NotCaptured:
                 self._give_up()
                 raise
-            sent = told.force(state, made, counts.post)
+            sent = run.force(state, made, counts.post)
             counts.send()
             made += 1
-            counts.collect(leave=ahead * sent)
-            told.take()
-        ended = list(told.over) if told.steps < made else []
+            counts.collect(leave=in_flight * sent)
+            run.take()
+        ended = list(run.over) if run.steps < made else []
         for index in ended:
             self._runner.store.ledger.leave(numbers[index])
         counts.collect()
         for index in ended:
             with before.restored(numbers[index]):
                 rows[index].report = self._runner.report(numbers[index])
-        told.take()
+        run.take()
         self.counts["replayed"] += graphs.replays - replays
         self.counts["eager_in_runs"] += graphs.eager - eager
         self.counts["captures"] += graphs.captures - captures
-        return told.num_tokens / (time.perf_counter() - begin), made
+        return run.num_tokens / (time.perf_counter() - begin), made
 
 
 class _Run:
@@ -394,12 +395,12 @@ class _Run:
                 row = self._rows[index]
                 row.note_step(now - self._since, len(live))
                 if isinstance(row, ForcedRow):
-                    following = row.take(values[index])
+                    token = row.take(values[index])
                 else:
                     assert isinstance(row, AnswerRow), "rows are answers, or forced"
-                    following = row.take(chosen[index])
-                row.ready = [following]
-                if following is None:
+                    token = row.take(chosen[index])
+                row.ready = [token]
+                if token is None:
                     self.over[index] = None
             self._since = now
             self.steps += 1

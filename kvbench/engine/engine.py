@@ -6,19 +6,19 @@ from typing import Any, Literal
 
 from kvbench.cache.layout import StoreOptions
 from kvbench.cache.store import CompressedStore
+from kvbench.engine.admission import Admission
 from kvbench.engine.batch import Batch
+from kvbench.engine.cross_run_batch import Step, can_join
 from kvbench.engine.decode_loop import DecodeLoop
-from kvbench.engine.following import make_runner
-from kvbench.engine.joined import Step, can_join
-from kvbench.engine.needs import Needs
 from kvbench.engine.probe import plan_passes
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.reading import Reader
+from kvbench.engine.request_queue import RequestQueue
 from kvbench.engine.requests import Outcome, Request
 from kvbench.engine.room import PromptRoom
 from kvbench.engine.rows import Sample
 from kvbench.engine.runner import Runner
-from kvbench.engine.waiting import Waiting
+from kvbench.engine.tensor_parallel import make_runner
 from kvbench.errors import nobody_leaves
 from kvbench.kernels import memory
 from kvbench.kernels.bench import machine
@@ -38,10 +38,10 @@ AUTO_ROWS = 32  # docs/performance.md has the curve: more rows make a step of a 
 def grouped(
     model: LoadedModel, backend: str, batch_size: int | Literal["auto"]
 ) -> tuple[int | Literal["auto"], int | None]:
-    """The `batch_size` and `group` of an engine whose answers somebody reads: groups only where the last bits of a
-    row's products depend on the rows that pass with it, so that these have to be the same every time. On a GPU, where
-    few rows leave it idle, `auto` has no groups all the same, and the run is `FREE`. Rows that would have each other's
-    rotary tables never pass together (`Runner.apart`)."""
+    """`batch_size` and `group` of an engine whose answers are kept: groups only where the last bits of a row's products
+    depend on the rows that pass with it, so that these have to be the same every time. On a GPU, where few rows leave
+    it idle, `auto` has no groups all the same, and the run is `FREE`. Rows that would have each other's rotary tables
+    never pass together (`Runner.apart`)."""
     if model.rows_are_alone and get_backend(backend, model.device).rows_are_alone:
         return batch_size, None
     if batch_size == AUTO and model.device.type != "cpu":
@@ -56,21 +56,22 @@ class Engine:
     Args:
         batch_size: Requests whose answers are decoded together at most; `auto` = `AUTO_ROWS` (of a GPU
             `GPU_ROWS`), or what memory takes.
-        decode: What makes the attention of decode steps on a GPU, as of `get_backend`.
+        decode: Kernel for the attention of decode steps on a GPU, as of `get_backend`.
         group: Requests that are answered together before the next ones begin, so that neighbours are always the same;
             None = a request joins as soon as another one ends.
         seed: Base of every answer's own random numbers.
         fidelity_max_tokens: Tokens to force per sample at most, None for all; 0 switches teacher forcing off.
-        fidelity_per_token: Outcomes say what was measured of each forced token.
+        fidelity_per_token: Outcomes hold the measurements of each forced token.
         prompts: Shared by engines that run the same prompts of one model under other settings; None reads every prompt.
         prefill_chunk: Tokens of a prompt that are read before the method compresses; None = all.
-        capture: What captures decode steps; `auto` = a CUDA graph on a GPU, and nothing elsewhere; None = nothing.
+        capture: Capture of decode steps; `auto` = a CUDA graph on a GPU, and none elsewhere; None = none.
         make: Makes the runner; a simulation has one that runs no model.
-        shares_pool: What a request keeps may depend on its neighbours, for methods that evict where pages run out.
+        shares_pool: The tokens that a request keeps may depend on its neighbours, for methods that evict where pages
+            run out.
 
     Attributes:
-        gives_steps: Whoever goes through `running` is given decode steps too, before they are made, where no answer
-            depends on its neighbours.
+        gives_steps: Also yield decode steps from `running`, so that a caller can batch them across engines; only where
+            no answer depends on its neighbours.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Engine:
 
     @property
     def is_free(self) -> bool:
-        """Whether the last bits of an answer may hang on when others come and go."""
+        """True if the last bits of an answer may depend on the rows that come and go."""
         return self.group is None and not (self.loaded.rows_are_alone and self.backend.rows_are_alone)
 
     @property
@@ -137,7 +138,7 @@ class Engine:
         on_outcome: Callable[[Outcome], None],
         on_step: Callable[[dict], None] | None = None,
         sizing: Sequence[Request] | None = None,
-        own: bool = False,
+        force_generated: bool = False,
     ) -> None:
         """Answers requests, in their order as far as there is room (`engine.batch`).
 
@@ -150,10 +151,12 @@ class Engine:
                 `cache_bytes`, `live_rows`, and how many `steps` it was.
             sizing: Requests that the page tables are sized for, when `requests` is only a part of a run: a resumed run
                 must count the same bytes as an uninterrupted one.
-            own: Force the first answer that each request gets here, in place of its gold answer; for the full cache,
-                whose answer other methods are then forced to give.
+            force_generated: Force the first answer that each request gets here, in place of its gold answer; for the
+                full cache, whose answer other methods are then forced to give.
         """
-        for _ in self.running(requests, on_outcome=on_outcome, on_step=on_step, sizing=sizing, own=own):
+        for _ in self.running(
+            requests, on_outcome=on_outcome, on_step=on_step, sizing=sizing, force_generated=force_generated
+        ):
             pass
 
     def running(
@@ -163,41 +166,44 @@ class Engine:
         on_outcome: Callable[[Outcome], None],
         on_step: Callable[[dict], None] | None = None,
         sizing: Sequence[Request] | None = None,
-        own: bool = False,
+        force_generated: bool = False,
     ) -> Generator[Request | Step]:
-        """Does what `run` does, and stops before each prompt that it reads, which it gives: several engines that share
-        their prompts then take turns. With `gives_steps` it gives each decode step too, which may be made with those
-        of others."""
-        waiting = Waiting(requests, group=self.group)
-        batch = self.open_batch(waiting, on_outcome=on_outcome, on_step=on_step, sizing=sizing, own=own)
+        """Does what `run` does, and yields before each prompt that it reads: several engines that share their prompts
+        then take turns. With `gives_steps` it also yields each decode step, which may be made with those of others."""
+        queue = RequestQueue(requests, group=self.group)
+        batch = self.open_batch(
+            queue, on_outcome=on_outcome, on_step=on_step, sizing=sizing, force_generated=force_generated
+        )
         yield from batch.answer()
 
     def open_batch(
         self,
-        waiting: Waiting,
+        queue: RequestQueue,
         *,
         on_outcome: Callable[[Outcome], None],
         on_step: Callable[[dict], None] | None = None,
         sizing: Sequence[Request] | None = None,
-        own: bool = False,
+        force_generated: bool = False,
     ) -> Batch:
         """A new cache, and the batch that answers the requests that wait; the other arguments are those of `run`.
 
         Raises:
             ValueError: A request does not fit the model or the method.
         """
-        requests, everything = waiting.requests, list(sizing or waiting.requests)
+        requests, everything = queue.requests, list(sizing or queue.requests)
         forces = self.fidelity_max_tokens != 0
         runner = self.runner
-        needs = Needs(self.loaded, self.fidelity_max_tokens, own and forces, runner.lengths, runner.chunk)
-        self._check(everything, needs)
+        admission = Admission(
+            self.loaded, self.fidelity_max_tokens, force_generated and forces, runner.lengths, runner.chunk
+        )
+        self._check(everything, admission)
         self.steps.shared = self.gives_steps and self.group is None and can_join(self.runner)
-        reader = Reader(self.runner, self.steps, needs, requests, self.end_ids, self.seed)
+        reader = Reader(self.runner, self.steps, admission, requests, self.end_ids, self.seed)
         batch = Batch(
             self.runner,
             self.steps,
             reader,
-            waiting,
+            queue,
             forced_tokens=self.fidelity_max_tokens,
             per_token=self.fidelity_per_token,
             on_outcome=on_outcome,
@@ -207,31 +213,31 @@ class Engine:
         )
         if not everything:
             return batch
-        self._measure_prompts(everything, needs, reader)
-        batch.most, batch.reason = self._reserve(everything, needs, reader.contexts.num_rows)
+        self._measure_prompts(everything, admission, reader)
+        batch.most, batch.reason = self._reserve(everything, admission, reader.contexts.num_rows)
         if not batch.reason and self.policy.byte_budget is not None:
             for request in requests:  # a budget that is too small for one stops the run before the first is read
-                self.store.budget.solve(len(request.segments[0]), needs.new_tokens(request))
+                self.store.budget.solve(len(request.segments[0]), admission.new_tokens(request))
         return batch
 
-    def _check(self, requests: Sequence[Request], needs: Needs) -> None:
+    def _check(self, requests: Sequence[Request], admission: Admission) -> None:
         """Refuses requests that do not fit the model or the method."""
         for request in requests:
-            needs.check(request)
+            admission.check(request)
         if self.policy.needs_instruction and not all(request.instruction_tokens for request in requests):
             raise ValueError(
                 "the method protects the instruction before the user's text, and prompts of this task begin without "
                 "one; use a model with a chat template, with protocol.chat_template=auto, or protect something else"
             )
         if (probe := self.policy.score.probe) is not None:  # a prompt without room for it stops the run here
-            for asked in requests:
-                prompt = asked.segments[0]
-                plan_passes(probe, self.loaded.tokenizer, prompt, asked.closing, self.runner.probe_room(prompt))
+            for each in requests:
+                prompt = each.segments[0]
+                plan_passes(probe, self.loaded.tokenizer, prompt, each.closing, self.runner.probe_room(prompt))
 
-    def _measure_prompts(self, requests: Sequence[Request], needs: Needs, reader: Reader) -> None:
+    def _measure_prompts(self, requests: Sequence[Request], admission: Admission, reader: Reader) -> None:
         """Reads the longest prompt, where a GPU's pool has to leave room for it, into a cache for one request."""
-        rows = max(needs.rows(request) for request in requests) + reader.contexts.num_rows
-        sizes = self._sizes(requests, needs)
+        rows = max(admission.rows(request) for request in requests) + reader.contexts.num_rows
+        sizes = self._sizes(requests, admission)
         if not self.room.applies or not self.room.begin((rows, *sizes.values())):
             return
 
@@ -253,11 +259,11 @@ class Engine:
         self.room.measure(requests, read)
 
     @staticmethod
-    def _sizes(requests: Sequence[Request], needs: Needs) -> dict[str, int]:
+    def _sizes(requests: Sequence[Request], admission: Admission) -> dict[str, int]:
         """The longest prompt, and most tokens behind one."""
         return {
             "prompt_tokens": max(request.num_prompt_tokens for request in requests),
-            "new_tokens": max(needs.most_behind(request) for request in requests),
+            "new_tokens": max(admission.most_behind(request) for request in requests),
         }
 
     def _make_cache(self, rows: int, sizes: dict[str, int]) -> None:
@@ -280,11 +286,11 @@ class Engine:
             self.steps.forget()
             self._made()
 
-    def _reserve(self, requests: Sequence[Request], needs: Needs, further_rows: int) -> tuple[int, str]:
+    def _reserve(self, requests: Sequence[Request], admission: Admission, further_rows: int) -> tuple[int, str]:
         """Makes the cache, for fewer requests at once where there is no memory for `batch_size` of them: how many, and
         why not even one fits (empty: it does)."""
-        rows_of = max(needs.rows(request) for request in requests)
-        sizes = self._sizes(requests, needs)
+        rows_of = max(admission.rows(request) for request in requests)
+        sizes = self._sizes(requests, admission)
         size = self.most_requests if isinstance(self.batch_size, int) else self._that_fit(rows_of, sizes)
         size = min(size, len(requests))  # never more rows than there is to answer
         while True:
@@ -299,8 +305,9 @@ class Engine:
             size //= 2
 
     def _that_fit(self, rows_of: int, sizes: dict[str, int]) -> int:
-        """Requests at once where nobody said: as many as make steps cheaper, and no more than fit, if every one became
-        as long as it may, in what a GPU's pool takes, or in half of what is free in main memory, where it grows."""
+        """Default number of concurrent requests: as many as make steps cheaper, and no more than fit, if every one
+        became as long as it may, in what a GPU's pool takes, or in half of what is free in main memory, where it
+        grows."""
         most, device = max(1, self.most_requests // rows_of), self.shape.device
         on_gpu = memory.free_bytes(device) is not None
         if self.runner.options.budget_bytes is not None or not (on_gpu or device.type == "cpu"):

@@ -16,25 +16,25 @@ from kvbench.stats.tails import KL_TAILS, quantile
 COPIED_RUN_TOKENS = 3  # of which the last one is copied where the prompt has the same run
 
 
-def copied_tokens(prompt: Sequence[int], behind: Sequence[int], places: Sequence[int]) -> tuple[bool, ...]:
-    """Which forced tokens copy the prompt: together with the two tokens before them they stand in it, in this order.
+def copied_tokens(prompt: Sequence[int], behind: Sequence[int], positions: Sequence[int]) -> tuple[bool, ...]:
+    """Flags of forced tokens that copy the prompt: with the two tokens before them they occur in it, in this order.
 
     Args:
         prompt: Token ids of the prompt.
         behind: All token ids behind it.
-        places: Of the forced tokens in `behind`; the two tokens before one may belong to the prompt.
+        positions: Of the forced tokens in `behind`; the two tokens before one may belong to the prompt.
 
     Returns:
-        One flag for each of `places`. The first two tokens of a copied span are no copies, and words that any text has
-        may count as some.
+        One flag for each of `positions`. The first two tokens of a copied span are no copies, and words that any text
+        has may count as some.
     """
     text, before = torch.tensor([*prompt, *behind], dtype=torch.int64), COPIED_RUN_TOKENS - 1
     number = torch.unique(text, return_inverse=True)[1]
-    found = torch.zeros(len(text), dtype=torch.bool)
+    copied = torch.zeros(len(text), dtype=torch.bool)
     if len(text) > before:
         runs = number.unfold(0, COPIED_RUN_TOKENS, 1) @ int(number.max() + 1) ** torch.arange(COPIED_RUN_TOKENS)
-        found[before:] = torch.isin(runs, runs[: max(0, len(prompt) - before)])
-    return tuple(found[len(prompt) + torch.tensor(places, dtype=torch.int64)].tolist())
+        copied[before:] = torch.isin(runs, runs[: max(0, len(prompt) - before)])
+    return tuple(copied[len(prompt) + torch.tensor(positions, dtype=torch.int64)].tolist())
 
 
 def _sum(x: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class FidelityMeter(ChoiceMeter):
 
     @property
     def first(self) -> int:
-        """Place of the first token that is measured."""
+        """Index of the first token that is measured."""
         return max(int(self.exact_first), self.warmup)
 
     def measure(self, index: int, logits: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class FidelityMeter(ChoiceMeter):
         def mean(values: list[float] | list[bool]) -> float | None:
             return sum(values[first:]) / measured if measured else None
 
-        changes = [math.exp(-own) - math.exp(-full) for own, full in zip(self.nll, self.nll_full, strict=True)]
+        changes = [math.exp(-nll) - math.exp(-full) for nll, full in zip(self.nll, self.nll_full, strict=True)]
         copied = self.copied or (False,) * count
         new = [kl for kl, is_copied in zip(self.kl[first:], copied[first:], strict=True) if not is_copied]
         square = mean([change * change for change in changes])
@@ -148,19 +148,19 @@ class FidelityMeter(ChoiceMeter):
         }
 
     def drift(self) -> dict[str, list[float]]:
-        """The same along the answer (`SampleRecord.drift`), without the tokens that are not measured."""
+        """Fidelity along the answer (`SampleRecord.drift`), without the tokens that are not measured."""
         first = self.first
         last = bisect_right(BINS, len(self.nll) - 1)
         sums = {name: [0.0] * last for name in ("tokens", "nll", "nll_full", "kl", "same_first_choice")}
         for token in range(first, len(self.nll)):
-            place = bisect_right(BINS, token) - 1
+            index = bisect_right(BINS, token) - 1
             values = (1.0, self.nll[token], self.nll_full[token], self.kl[token], float(self.agree[token]))
             for name, value in zip(sums, values, strict=True):
-                sums[name][place] += value
+                sums[name][index] += value
         return {name: [float(f"{value:.7g}") for value in values] for name, values in sums.items()}
 
     def per_token(self) -> dict[str, list[float]]:
-        """The same token by token, from the first of the answer on (`SampleRecord.per_token`)."""
+        """Fidelity token by token, from the first of the answer on (`SampleRecord.per_token`)."""
         columns: dict[str, list[float] | list[bool]] = {
             "nll": self.nll,
             "nll_full": self.nll_full,
@@ -169,5 +169,5 @@ class FidelityMeter(ChoiceMeter):
             "right_first_choice": self.hit,
             "copied": list(self.copied or (False,) * len(self.nll)),
         }
-        told = {name: [float(f"{value:.5g}") for value in values] for name, values in columns.items()}
-        return told | {"exact": [float(self.first)]}
+        rounded = {name: [float(f"{value:.5g}") for value in values] for name, values in columns.items()}
+        return rounded | {"exact": [float(self.first)]}

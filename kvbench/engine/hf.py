@@ -78,13 +78,13 @@ class SessionCache(Cache):
         self._both = [
             (held, layers[index]) for index, held in session.states.items() if index in session.store.shape.kinds
         ]
-        super().__init__(layers=[session.states.get(index) or own for index, own in enumerate(layers)])
+        super().__init__(layers=[session.states.get(index) or layer for index, layer in enumerate(layers)])
 
     @contextmanager
     def in_both(self) -> Iterator[None]:
         """Lets layers with a state beside keys and values hand these on."""
-        for held, own in self._both:
-            vars(held).update({name: getattr(own, name) for name in HANDS_ON})
+        for held, native in self._both:
+            vars(held).update({name: getattr(native, name) for name in HANDS_ON})
         try:
             yield
         finally:
@@ -120,27 +120,27 @@ def attention(
             "the kvbench attention runs only with a kvbench cache; call the model inside kvbench.compress(model, ...), "
             "or give it back its own attention with model.set_attn_implementation('sdpa')"
         )
-    asked = {name for name, value in kwargs.items() if value is not None} - HARMLESS
+    options = {name for name, value in kwargs.items() if value is not None} - HARMLESS
     session, scale = layer.session, scaling if scaling is not None else query.shape[-1] ** -0.5
     number, shape = layer.index, session.store.kind_of(layer.index)[0].shape
     attend = session.attend
-    if session.store.shape.shared.get(own := getattr(module, "layer_idx", number)) == number:
-        number, attend = own, session.attend_again
-    if "sliding_window" in asked and is_known(shape.window, kwargs["sliding_window"], module.config):
-        asked.remove("sliding_window")
+    if session.store.shape.shared.get(index := getattr(module, "layer_idx", number)) == number:
+        number, attend = index, session.attend_stored
+    if "sliding_window" in options and is_known(shape.window, kwargs["sliding_window"], module.config):
+        options.remove("sliding_window")
     if attention_mask is not None:  # `_no_mask` makes none, so the model made this one
-        asked.add("a mask of its own")
+        options.add("a mask of its own")
     if getattr(module, "is_causal", True) is False:
-        asked.add("later tokens (is_causal=False)")
+        options.add("later tokens (is_causal=False)")
     knows_cap = (kwargs.get("softcap") or 0.0) == shape.softmax.cap
     knows_sinks = kwargs.get("s_aux") is getattr(module, "sinks", None)
     for name, is_known_one in (("softcap", knows_cap), ("s_aux", knows_sinks)):  # as `softmax_of` found them
-        asked = asked - {name} if is_known_one else asked | {name}
+        options = options - {name} if is_known_one else options | {name}
     if session.store.shape.attending.index(number) != len(session.traces):
-        asked.add("another number of calls of attention than one per layer")
-    if asked:
+        options.add("another number of calls of attention than one per layer")
+    if options:
         raise UnsupportedModel(
-            f"layer {number} uses {', '.join(sorted(asked))}, which the compressed store does not reproduce; {REMEDY}"
+            f"layer {number} uses {', '.join(sorted(options))}, which the compressed store does not reproduce; {REMEDY}"
         )
     heads = query.shape[1], key.shape[1]
     if heads != (wanted := shape.heads_here):
@@ -153,9 +153,9 @@ def attention(
     with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
         if (turn := getattr(query, fused.TURN, None)) is not None:
             if attend == session.attend and session.turns(layer.index):
-                attend = partial(session.attend_turned, turn=turn)
+                attend = partial(session.attend_unrotated, turn=turn)
             else:
-                query, key = fused.turned(query, key, turn)
+                query, key = fused.rotated(query, key, turn)
         if shape.keys_only:
             out = latent.attend(module, partial(attend, layer.index), query, key, scale)
         else:
@@ -182,7 +182,7 @@ def attach(model: PreTrainedModel) -> None:
     check_supported(model)
     for module in attention_modules(model):
         if latent.is_latent(module):
-            setattr(module, latent.EXPAND, partial(latent.joined, module, TAG))
+            setattr(module, latent.EXPAND, partial(latent.merged, module, TAG))
     model.set_attn_implementation(NAME)
 
 
@@ -199,19 +199,19 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
 
 @functools.lru_cache
 def cache_name(method: Callable[..., Any]) -> str:
-    """What a method of a model calls the cache; code that came with weights may use the older name for ever."""
+    """Name of the cache argument of a model's method; code that came with weights may use the older one for ever."""
     return CACHE_NAMES[0] if CACHE_NAMES[0] in inspect.signature(method).parameters else CACHE_NAMES[1]
 
 
 def generate_cache_name() -> str:
-    """What `generate` calls the cache that it is given."""
+    """Name of the cache argument of `generate`."""
     return cache_name(GenerationMixin.prepare_inputs_for_generation)
 
 
-OWN_CACHES = ("dynamic", "fp8", "quanto-4", "quanto-2", "hqq-4", "hqq-2")
+NATIVE_CACHES = ("dynamic", "fp8", "quanto-4", "quanto-2", "hqq-4", "hqq-2")
 
 
-def own_cache(model: PreTrainedModel, kind: str, max_tokens: int = 0) -> Cache:
+def native_cache(model: PreTrainedModel, kind: str, max_tokens: int = 0) -> Cache:
     """One of transformers' own caches, empty, to compare with; the model must not be attached then. The kind is
     `dynamic`; `static`, which holds `max_tokens`; `fp8`; or a package that quantises and its bits, such as `quanto-4`.
     Raises ImportError where transformers is too old for it, or the package is missing."""
@@ -238,12 +238,12 @@ def rewind(cache: Cache, tokens: int) -> None:
         count.fill_(tokens)
 
 
-def own_cache_rows(cache: Cache) -> int:
+def native_cache_rows(cache: Cache) -> int:
     """Sequences that one of transformers' own caches holds."""
     return next(keys.shape[0] for layer in cache.layers if isinstance(keys := getattr(layer, "keys", None), Tensor))
 
 
-def own_cache_bytes(cache: Cache) -> int:
+def native_cache_bytes(cache: Cache) -> int:
     """Bytes of the tensors that one of transformers' own caches holds."""
 
     def held(value: object) -> int:
@@ -260,7 +260,7 @@ def forward(
     model: PreTrainedModel, session: Session, token_ids: Tensor, positions: Tensor, past: int, num_logits: int
 ) -> Tensor:
     """One forward pass through a session over tokens int64 [B, n] at their true positions int64 [B, n], behind `past`
-    tokens as far as transformers wants to know. Returns the last logits, fp32 [B, num_logits, vocabulary]."""
+    tokens in transformers' count. Returns the last logits, fp32 [B, num_logits, vocabulary]."""
     cache = SessionCache(session, model.config.get_text_config().num_hidden_layers, past)
     try:
         calls = calls_noted(model, session.note) if session.wants_calls else nullcontext()
@@ -293,13 +293,13 @@ class _Outlined(Session):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return torch.empty_like(q)
 
-    attend_again = attend
+    attend_stored = attend
 
 
 def check_pass(model: PreTrainedModel, store: CompressedStore) -> None:
     """Refuses an outline of a model, on the meta device, that asks of attention what the store does not reproduce
     (`attention`). What torch cannot do without numbers ends the pass; then the first one with weights refuses."""
-    session, held = _Outlined(store), own_cache(model, "dynamic").layers
+    session, held = _Outlined(store), native_cache(model, "dynamic").layers
     session.states = {number: held[number] for number in layer_kinds(model.config).states}
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     try:

@@ -23,7 +23,7 @@ def is_latent(module: torch.nn.Module) -> bool:
     return hasattr(type(module), EXPAND) and hasattr(module, "kv_b_proj")
 
 
-def joined(module: Any, tag: str, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+def merged(module: Any, tag: str, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
     """Stands for `expand_kv` of a module: where the cache is ours, whose layer hangs on the latent vectors [B, 1, n, R]
     by the name `tag`, these and the rotary keys [B, 1, n, r] in one, which is key and value; else what the class does.
     """

@@ -44,39 +44,39 @@ class LongLogits:
     def nbytes(self) -> int:
         return self._hidden.nbytes + 4 * PIECE * self._model.config.get_text_config().vocab_size
 
-    def take(self, places: Sequence[int]) -> "LongLogits":
-        return LongLogits(self._model, self._hidden[list(places)])
+    def take(self, indices: Sequence[int]) -> "LongLogits":
+        return LongLogits(self._model, self._hidden[list(indices)])
 
 
 Logits = Tensor | LongLogits
 
 
-def take(logits: Logits, places: Sequence[int]) -> Logits:
+def take(logits: Logits, indices: Sequence[int]) -> Logits:
     """The logits of some positions; of the first ones, without a copy."""
-    if list(places) == list(range(len(places))):
+    if list(indices) == list(range(len(indices))):
         return logits
-    return logits.take(places) if isinstance(logits, LongLogits) else logits[list(places)]
+    return logits.take(indices) if isinstance(logits, LongLogits) else logits[list(indices)]
 
 
 def read_long(model: PreTrainedModel, num_logits: int, forward: Callable[[], Tensor]) -> LongLogits:
     """Runs a pass for the logits of its last positions; `forward` runs the model over the text, for the logits of its
     last position alone."""
-    found: list[Tensor] = []
+    hidden: list[Tensor] = []
 
     def note(module: torch.nn.Module, arguments: Any, output: Any) -> None:
-        found.append(output.last_hidden_state[0, -num_logits:])
+        hidden.append(output.last_hidden_state[0, -num_logits:])
 
     hook = model.base_model.register_forward_hook(note)
     try:
         forward()
     finally:
         hook.remove()
-    return LongLogits(model, found[0].clone())  # the rest of the text need not stay
+    return LongLogits(model, hidden[0].clone())  # the rest of the text need not stay
 
 
 @torch.no_grad()
 def _head(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """fp32 [n, vocabulary]: what the model does behind its last layer, scales and caps of its own included."""
+    """fp32 [n, vocabulary]: the model's operations behind its last layer, with its scales and caps."""
     with _replaced(model.base_model, BaseModelOutputWithPast(last_hidden_state=hidden[None])):
         ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
         out = model(input_ids=ids, use_cache=False, logits_to_keep=len(hidden), return_dict=True)

@@ -1,11 +1,11 @@
-"""The places of a model's weights: on one device, layer by layer on several, or cut over processes by heads."""
+"""Devices of a model's weights: one for all, several layer by layer, or several processes by heads."""
 
 from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.cache.layout import Place
+from kvbench.cache.layout import DeviceSpan
 from kvbench.cache.ranks import ALONE, ProcessRanks, Ranks
 from kvbench.engine.calls import attention_modules
 from kvbench.errors import UnsupportedModel
@@ -14,41 +14,41 @@ from kvbench.models.processes import too_few_heads
 OFFLOADED = {"meta", "disk"}
 
 
-def places_of(model: PreTrainedModel) -> tuple[Place, ...]:
-    """The runs of layers that share a device, in the order of the layers; empty where all of the model shares one.
-    Refuses a layer that lies on more than one device."""
+def spans_of(model: PreTrainedModel) -> tuple[DeviceSpan, ...]:
+    """Runs of layers that share a device, in the order of the layers; empty where all of the model shares one. Refuses
+    a layer that lies on more than one device."""
     devices = {weight.device for weight in model.parameters()}
     if len(devices) < 2:
         return ()
-    found: list[Place] = []
+    spans: list[DeviceSpan] = []
     for index, layer in enumerate(_layers(model)):
-        own = {weight.device for weight in layer.parameters()}
-        if len(own) != 1:
+        layer_devices = {weight.device for weight in layer.parameters()}
+        if len(layer_devices) != 1:
             raise UnsupportedModel(
-                f"layer {index} lies on {' and '.join(sorted(map(str, own)))}, and its part of the cache on one; give "
-                "whole layers to each device (model.device=[cuda:0,cuda:1] does)"
+                f"layer {index} lies on {' and '.join(sorted(map(str, layer_devices)))}, and its part of the cache on "
+                "one; give whole layers to each device (model.device=[cuda:0,cuda:1] does)"
             )
-        (device,) = own
-        last = found[-1] if found else None
+        (device,) = layer_devices
+        last = spans[-1] if spans else None
         if last is not None and last.device == device:
-            found[-1] = Place(device, last.num_layers + 1)
+            spans[-1] = DeviceSpan(device, last.num_layers + 1)
         else:
-            found.append(Place(device, 1))
-    return tuple(found)
+            spans.append(DeviceSpan(device, 1))
+    return tuple(spans)
 
 
-def of_layers(places: Sequence[Place], numbers: Sequence[int]) -> tuple[Place, ...]:
-    """The places of some of the layers, by their numbers."""
-    found, first = [], 0
-    for place in places:
-        count = sum(first <= number < first + place.num_layers for number in numbers)
-        found += [Place(place.device, count)] if count else []
-        first += place.num_layers
-    return tuple(found)
+def of_layers(spans: Sequence[DeviceSpan], numbers: Sequence[int]) -> tuple[DeviceSpan, ...]:
+    """Device spans of some of the layers, by their numbers."""
+    parts, first = [], 0
+    for span in spans:
+        count = sum(first <= number < first + span.num_layers for number in numbers)
+        parts += [DeviceSpan(span.device, count)] if count else []
+        first += span.num_layers
+    return tuple(parts)
 
 
 def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The layers, in their order: what holds each attention module."""
+    """Layers in their order: parents of the attention modules."""
     attentions = attention_modules(model)
     return [module for module in model.modules() if any(child in attentions for child in module.children())]
 
@@ -74,7 +74,7 @@ def check(model: PreTrainedModel, name: str) -> None:
             "load it onto GPUs alone, without offload (model.device=cuda:0, or [cuda:0,cuda:1] for several)"
         )
     if len(devices) > 1:
-        places_of(model)
+        spans_of(model)
     if not _is_cut(model):
         return
     if len(devices) > 1:

@@ -1,4 +1,5 @@
-"""Second passes over a prompt, for methods that ask for one: the passes, and the prompt that they look back at."""
+"""Second passes over a prompt, for methods with a probe: the passes, and the uncompressed prompt that they attend
+to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -89,12 +90,12 @@ class Uncompressed:
         held.replays.append(Replay(first=self.part[0], end=self.part[1], q=q, k=k))
         return held.store.replay_attention(held.number, q, k, v, held.k, held.v, scale)
 
-    def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention of the last tokens of a pass, q [Hq, n, D], in a layer that shares the keys of a held one, k and v
         [H, m, D] of the whole pass; notes nothing."""
-        held, own = self._layers[layer], q.shape[1]
-        past_k, past_v = (torch.cat([old, new[:, :-own]], 1) for old, new in ((held.k, k), (held.v, v)))
-        return held.store.replay_attention(held.number, q, k[:, -own:], v[:, -own:], past_k, past_v, scale)
+        held, num_new = self._layers[layer], q.shape[1]
+        past_k, past_v = (torch.cat([old, new[:, :-num_new]], 1) for old, new in ((held.k, k), (held.v, v)))
+        return held.store.replay_attention(held.number, q, k[:, -num_new:], v[:, -num_new:], past_k, past_v, scale)
 
     def compress(self, row: int, num_tokens: int) -> int:
         """Hands the layers to the store, each with what the passes gave of it, and forgets them; `num_tokens` are those
@@ -102,7 +103,7 @@ class Uncompressed:
         held_bytes = sum(layer.num_bytes(self._wants_queries) for layer in self._layers.values())
         self._store.ledger.note_probe(row, held_bytes, num_tokens)
         for layer in list(self._layers):
-            own = self._layers.pop(layer)
-            given = own.q, own.k, own.v, own.scale, own.call
-            own.store.prefill_layer(row, own.number, *given, tuple(own.replays))
+            held = self._layers.pop(layer)
+            tensors = held.q, held.k, held.v, held.scale, held.call
+            held.store.prefill_layer(row, held.number, *tensors, tuple(held.replays))
         return held_bytes

@@ -46,10 +46,10 @@ class Recording:
         self.overflow = self.overflow or self.num_bytes > self.limit_bytes
         try:
             if not self.overflow:
-                own = _copied(scored)
+                layer = _copied(scored)
                 for how in list(self.others) if q is not None else ():
-                    self._measure(how, own, q, scale)
-                self.layers.append(own)
+                    self._measure(how, layer, q, scale)
+                self.layers.append(layer)
                 if kept is not None:
                     self.queries.append((kept.clone(), scale))
         except Exception as error:
@@ -61,19 +61,19 @@ class Recording:
             self.measured.clear()
             self.queries.clear()
 
-    def _measure(self, how: Hashable, own: ScoredLayer, q: Tensor | None, scale: float) -> None:
+    def _measure(self, how: Hashable, scored: ScoredLayer, q: Tensor | None, scale: float) -> None:
         try:
             store, layer = self.others[how].layers[len(self.layers)]
-            found = store.measure(layer, q, own.k, own.v, scale)
+            measured = store.measure(layer, q, scored.k, scored.v, scale)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             del self.others[how]  # its own run meets the fault, and tells
             self.measured.pop(how, None)
             return
-        found = _copied(found, own.k, own.v)
-        self.num_bytes += sum(x.nbytes for x in (found.score, found.last, found.channels) if x is not None)
-        self.measured.setdefault(how, []).append(found)
+        measured = _copied(measured, scored.k, scored.v)
+        self.num_bytes += sum(x.nbytes for x in (measured.score, measured.last, measured.channels) if x is not None)
+        self.measured.setdefault(how, []).append(measured)
 
 
 def _copied(scored: ScoredLayer, k: Tensor | None = None, v: Tensor | None = None) -> ScoredLayer:
@@ -102,7 +102,7 @@ class PromptCache:
     three query heads per KV head takes 2.5 times the bytes then.
 
     Attributes:
-        others: Stores that are given the prompt next: what they measure of it is kept, and needs no queries.
+        others: Stores that read the prompt next: their measurements of it are kept, and need no queries.
         num_read, num_reused: Forward passes over prompts, and those that were saved.
     """
 
@@ -128,12 +128,14 @@ class PromptCache:
         if entry is not None and (measured is None or measured in entry.measured):
             if session.uncompressed is not None:
                 store.ledger.note_probe(session.row, *entry.probed)
-            found = entry.measured.get(measured, entry.layers)
-            for (own, number), held in zip(store.layers, found, strict=False):  # none, where nothing was stored
-                own.place_layer(session.row, number, held if measured else ScoredLayer(held.k, held.v))
+            layers = entry.measured.get(measured, entry.layers)
+            for (layer_store, number), held in zip(
+                store.layers, layers, strict=False
+            ):  # none, where nothing was stored
+                layer_store.write_layer(session.row, number, held if measured else ScoredLayer(held.k, held.v))
         elif entry is not None and entry.queries and not session.wants_calls and session.uncompressed is None:
-            for (own, number), held, (q, scale) in zip(store.layers, entry.layers, entry.queries, strict=True):
-                own.prefill_layer(session.row, number, q, held.k, held.v, scale)
+            for (layer_store, number), held, (q, scale) in zip(store.layers, entry.layers, entry.queries, strict=True):
+                layer_store.prefill_layer(session.row, number, q, held.k, held.v, scale)
         else:
             return self._run(session, key, measured, forward)
         session.states.update(copy.deepcopy(entry.states))
@@ -151,7 +153,7 @@ class PromptCache:
             if other.backend.name == store.backend.name and (how := from_queries(other)) not in (None, measured):
                 others[how] = other
         recording = Recording(self.limit_bytes - self.used_bytes, self.keeps_queries, others)
-        stores = store, *store.beside
+        stores = store, *store.other_kinds
         try:
             for each in stores:
                 each.watcher = recording.add
@@ -162,8 +164,8 @@ class PromptCache:
         size = recording.num_bytes + logits.nbytes + store.shape.state_bytes
         if not recording.overflow and self.used_bytes + size <= self.limit_bytes:
             probed, states = (session.held_bytes, session.replay_tokens), copy.deepcopy(session.states)
-            found = recording.measured | {measured: recording.layers}
-            self._entries[key] = _Entry(recording.layers, recording.queries, logits, found, size, probed, states)
+            by_measure = recording.measured | {measured: recording.layers}
+            self._entries[key] = _Entry(recording.layers, recording.queries, logits, by_measure, size, probed, states)
             self._recent.append(key)
             self.used_bytes += size
         return logits
@@ -201,7 +203,7 @@ def how_measured(store: CompressedStore) -> tuple[ScoreSpec, str] | None:
 
 
 def from_queries(store: CompressedStore) -> tuple[ScoreSpec, str] | None:
-    """The same where queries, keys and values are all that decides; else None."""
+    """Key of measurements that depend on queries, keys and values alone; else None."""
     spec = store.policy.score
     more = spec.probe is not None or not spec.statistic.needs.isdisjoint({"hidden_states", "attention_call"})
     return None if more else how_measured(store)

@@ -5,11 +5,11 @@ from collections.abc import Generator, Iterator, Sequence
 
 from torch import Tensor
 
+from kvbench.engine.admission import Admission, Forced, SharedContexts
 from kvbench.engine.answer import Answer
 from kvbench.engine.decode_loop import DecodeLoop
 from kvbench.engine.fidelity import ChoiceMeter, FidelityMeter, copied_tokens
 from kvbench.engine.long_logits import Logits, take
-from kvbench.engine.needs import Forced, Needs, SharedContexts
 from kvbench.engine.requests import Request
 from kvbench.engine.rows import AnswerRow, ForcedRow, Row, Sample
 from kvbench.engine.runner import Runner
@@ -32,29 +32,29 @@ class Reader:
         self,
         runner: Runner,
         loop: DecodeLoop,
-        needs: Needs,
+        admission: Admission,
         requests: Sequence[Request],
         end_ids: tuple[int, ...],
         seed: int,
     ) -> None:
-        self._runner, self._loop, self._needs, self._end_ids, self._seed = runner, loop, needs, end_ids, seed
+        self._runner, self._loop, self._admission, self._end_ids, self._seed = runner, loop, admission, end_ids, seed
         self.contexts = SharedContexts(runner, requests, self._begins_with, self._read)
 
     def open(self, sample: Sample) -> Generator[list[Row] | None]:
-        """Reads a prompt; gives its rows at last, and None wherever other rows may make a step before it is read on.
-        Whatever is raised, or when nobody asks for the rest, no row of it stays open."""
+        """Reads a prompt; yields its rows at last, and None wherever other rows may make a step before it is read on.
+        After an exception, or when the generator is closed, no row of it stays open."""
         request, spent_s, begin = sample.request, 0.0, time.perf_counter()
         sample.shares_context = self.contexts.holds(request)
         rows: list[Row] = []
         try:
-            for found in self._prefill(sample):
-                if found is None:
+            for prefilled in self._prefill(sample):
+                if prefilled is None:
                     spent_s += time.perf_counter() - begin
                     yield None
                     begin = time.perf_counter()
                 else:
                     self._note_time(sample, spent_s + time.perf_counter() - begin)
-                    rows = self._rows(sample, *found)
+                    rows = self._rows(sample, *prefilled)
         except BaseException as error:
             self.close(sample)
             if isinstance(error, BrokenRule):
@@ -73,10 +73,10 @@ class Reader:
         exact = self._sees_all(request)
         meter = FidelityMeter(
             forced.gold,
-            take(reference, forced.places),
+            take(reference, forced.indices),
             exact_first=exact,
             warmup=request.warmup_tokens,
-            copied=copied_tokens(request.prompt, [*forced.behind, *forced.gold[-1:]], forced.places),
+            copied=copied_tokens(request.prompt, [*forced.behind, *forced.gold[-1:]], forced.indices),
         )
         return ForcedRow(row=row, request=request, logits=logits, meter=meter, ends=forced.ends)
 
@@ -91,22 +91,24 @@ class Reader:
 
     def _rows(self, sample: Sample, row: int, logits: Tensor, reference: Logits | None) -> list[Row]:
         """The rows of a sample whose prompt is read: of each answer, of what is forced, and of each choice."""
-        request, room = sample.request, self._needs.room(sample.request)
+        request, room = sample.request, self._admission.room(sample.request)
         rows: list[Row] = []
         for repeat in range(request.num_samples if request.max_new_tokens else 0):
-            own = row if repeat == 0 else self._fork(row, sample)
-            answer = Answer(request, self._needs.model.tokenizer, self._end_ids, room)
+            answer_row = row if repeat == 0 else self._fork(row, sample)
+            answer = Answer(request, self._admission.model.tokenizer, self._end_ids, room)
             seed = answer_seed(self._seed, request.sample_id, repeat) if request.temperature > 0 else None
-            rows.append(AnswerRow(row=own, request=request, logits=logits, repeat=repeat, answer=answer, seed=seed))
-        if self._needs.own and request.max_new_tokens:
-            sample.own = self._fork(row, sample), logits
+            rows.append(
+                AnswerRow(row=answer_row, request=request, logits=logits, repeat=repeat, answer=answer, seed=seed)
+            )
+        if self._admission.force_generated and request.max_new_tokens:
+            sample.generated_row = self._fork(row, sample), logits
         forced: list[Row] = []
         if reference is not None:
-            forced.append(self.force(row, request, logits, self._needs.forced(request), reference))
+            forced.append(self.force(row, request, logits, self._admission.forced(request), reference))
         for index, tokens in enumerate(request.choices):
             forced.append(ForcedRow(row=row, request=request, logits=logits, meter=ChoiceMeter(tokens), choice=index))
-        for place, state in enumerate(forced):
-            if place or request.max_new_tokens:
+        for number, state in enumerate(forced):
+            if number or request.max_new_tokens:
                 state.row = self._fork(row, sample)
         return rows + forced
 
@@ -118,24 +120,24 @@ class Reader:
         """Reads a prompt into a new row; gives None between chunks, and at last the row, next-token logits [vocabulary]
         and the full cache's logits behind the prompt and behind each token that is forced."""
         request, runner = sample.request, self._runner
-        forced, rest, sees_all = self._needs.forced(request), request.segments[1:], self._sees_all(request)
+        forced, rest, sees_all = self._admission.forced(request), request.segments[1:], self._sees_all(request)
         # Tokens behind the prompt attend to the uncompressed prompt in the same pass, if there is one: their logits are
         # the full-cache reference.
         reference: Logits | None = None
         if rest:
             row = self.contexts.open_row(request)
-            runner.store.ledger.resize(row, self._needs.new_tokens(request))  # it may have been read for another one
+            runner.store.ledger.resize(row, self._admission.new_tokens(request))  # it may be another one's
         elif sees_all:
-            ahead = () if runner.states.row_bytes else forced.behind
-            row, read = self._read(request, ahead)
-            reference, logits = (read if forced.gold and len(ahead) == len(forced.behind) else None), read[0]
+            lookahead = () if runner.states.row_bytes else forced.behind
+            row, read = self._read(request, lookahead)
+            reference, logits = (read if forced.gold and len(lookahead) == len(forced.behind) else None), read[0]
         else:
-            new_tokens = self._needs.new_tokens(request)
-            for found in runner.read_chunks(request.segments[0], new_tokens, request.instruction_tokens):
-                if found is None:
+            new_tokens = self._admission.new_tokens(request)
+            for chunk in runner.read_chunks(request.segments[0], new_tokens, request.instruction_tokens):
+                if chunk is None:
                     yield None
                 else:
-                    row, logits = found[0], found[1][0]
+                    row, logits = chunk[0], chunk[1][0]
         sample.open_rows.append(row)
         for segment in rest:
             logits = runner.append(row, segment)
@@ -151,10 +153,10 @@ class Reader:
     def _begins_with(self, request: Request) -> tuple:
         """All that the compressed first segment depends on: a budget in bytes counts the tokens that come after it."""
         policy = self._runner.policy
-        planned = self._needs.new_tokens(request) if policy.byte_budget is not None else None
+        planned = self._admission.new_tokens(request) if policy.byte_budget is not None else None
         closing = request.closing if policy.score.probe is not None else None
         return request.segments[0], request.instruction_tokens, planned, closing
 
-    def _read(self, request: Request, ahead: tuple[int, ...] = ()) -> tuple[int, Logits]:
-        new_tokens, instruction_tokens = self._needs.new_tokens(request), request.instruction_tokens
-        return self._runner.read(request.segments[0], ahead, new_tokens, instruction_tokens, request.closing)
+    def _read(self, request: Request, lookahead: tuple[int, ...] = ()) -> tuple[int, Logits]:
+        new_tokens, instruction_tokens = self._admission.new_tokens(request), request.instruction_tokens
+        return self._runner.read(request.segments[0], lookahead, new_tokens, instruction_tokens, request.closing)

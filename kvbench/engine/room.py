@@ -29,11 +29,11 @@ class PromptRoom:
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self.shrinks, self._measured = runner, 0, 0
-        self._needs: tuple[int, ...] | None = None
+        self._sizes: tuple[int, ...] | None = None
 
     @property
     def applies(self) -> bool:
-        """Whether the size of the pool follows from what is free on one GPU."""
+        """True if the size of the pool follows from the free memory of one GPU."""
         runner = self._runner
         is_free = runner.options.budget_bytes is None and runner.shape.is_whole
         return is_free and memory.free_bytes(runner.device) is not None
@@ -83,9 +83,9 @@ class PromptRoom:
         )
         return True
 
-    def begin(self, needs: tuple[int, ...]) -> bool:
+    def begin(self, sizes: tuple[int, ...]) -> bool:
         """Begins requests that need such a cache; False where prompts of the same were measured before."""
-        is_known, self._needs = needs == self._needs, needs
+        is_known, self._sizes = sizes == self._sizes, sizes
         self.shrinks, self._measured = 0, self._measured if is_known else 0
         self._runner.spare_bytes = self._measured
         return not is_known

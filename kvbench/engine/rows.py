@@ -47,7 +47,7 @@ class Row(ABC):
 
     @abstractmethod
     def steps_alone(self) -> int:
-        """Steps, up to the row's end, whose tokens nobody but the device has to know before the next one; 0 = none."""
+        """Steps, up to the row's end, whose tokens only the device needs before the next one; 0 = none."""
 
     @abstractmethod
     def settle(self, sample: "Sample") -> int | None:
@@ -59,12 +59,12 @@ class Row(ABC):
 
     @abstractmethod
     def leave_answer(self, runner: Runner) -> tuple[Turn, list[int]] | None:
-        """Ends an answer of a conversation: what is said next, and the tokens of the answer that the model has not
-        read; None where the conversation is over."""
+        """Ends an answer of a conversation: the next turn, and the tokens of the answer that the model has not read;
+        None where the conversation is over."""
 
     @property
     def drawing(self) -> Drawing | None:
-        """What draws the row's next token; None where it is no draw."""
+        """Sampling state of the row's next token; None for the likeliest."""
         return None
 
     def next_turn(self, runner: Runner) -> bool:
@@ -128,8 +128,8 @@ class AnswerRow(Row):
 
     @property
     def drawing(self) -> Drawing | None:
-        asked = self.request
-        return None if self.seed is None else (self.seed, self.chosen, asked.temperature, asked.top_p)
+        request = self.request
+        return None if self.seed is None else (self.seed, self.chosen, request.temperature, request.top_p)
 
     def settle(self, sample: "Sample") -> int | None:
         return self.repeat
@@ -214,7 +214,7 @@ class Sample:
     fidelity: dict | None = None
     drift: dict[str, list[float]] | None = None
     per_token: dict[str, list[float]] | None = None
-    own: tuple[int, Tensor] | None = None  # a copy of the prompt's row, and its logits, that the own answer will take
+    generated_row: tuple[int, Tensor] | None = None  # copy of the prompt's row, and logits, to force its answer in
     choices: dict[int, dict] = field(default_factory=dict)
     shares_context: bool = False
     probe_s: float | None = None  # of prefill_s; None without a second pass, or not measured

@@ -44,9 +44,9 @@ def finite_rows(logits: Tensor, *, waits: bool = False, out: Tensor | None = Non
     tenth of a small model's step with many rows. Who may wait for the answer gets it from the sums first on a CPU,
     which take half as long: a finite one is of finite numbers. `out` of whole numbers gets 0 and 1."""
     if waits and logits.device.type == "cpu":
-        found = torch.isfinite(logits.sum(1))
-        if bool(found.all()):
-            return found
+        finite = torch.isfinite(logits.sum(1))
+        if bool(finite.all()):
+            return finite
     low, high = torch.aminmax(logits, dim=1)
     return torch.lt(torch.sub(high, low, alpha=0), torch.inf, out=out)  # 0 times what is not finite is no number
 
@@ -61,7 +61,7 @@ class Runner:
         policy: The method.
         options: Memory layout.
         backend: `auto` or a backend's name.
-        decode: What makes the attention of decode steps on a GPU, as of `get_backend`.
+        decode: Kernel for the attention of decode steps on a GPU, as of `get_backend`.
         prompts: Shared by runners that read the same prompts of one model under other settings; None reads every one.
         chunk: Tokens of a prompt that are read at once; the method drops or quantises what it will before it reads on.
             None = all: the prompt is read with everything before it uncompressed.
@@ -132,14 +132,14 @@ class Runner:
             max_prompt_tokens=prompt_tokens,
             max_new_tokens=new_tokens,
         )
-        self._store.ask_again()
+        self._store.enable_replay_check()
 
     # Rows.
 
     def read(
         self,
         prompt: Sequence[int],
-        ahead: Sequence[int] = (),
+        lookahead: Sequence[int] = (),
         new_tokens: int | None = None,
         instruction_tokens: int = 0,
         closing: Sequence[int] = (),
@@ -148,17 +148,17 @@ class Runner:
 
         Args:
             prompt: Token ids; they are compressed and kept.
-            ahead: Token ids behind the prompt that are read in the same pass and not kept. They attend to the
+            lookahead: Token ids behind the prompt that are read in the same pass and not kept. They attend to the
                 uncompressed prompt, so their logits are those of the full cache.
             new_tokens: Most tokens that will follow the prompt, which a budget in bytes has to have room for; None = as
                 many as were reserved.
-            instruction_tokens: First tokens of the prompt that are its instruction, for methods that ask.
-            closing: Token ids that close what the user says and open the answer, for methods with a probe; empty
-                outside of chats.
+            instruction_tokens: First tokens of the prompt that are its instruction, for methods that need it.
+            closing: Token ids that close the user's text and open the answer, for methods with a probe; empty outside
+                of chats.
 
         Returns:
-            The row, and logits fp32 [1 + len(ahead), vocabulary]: after the prompt and after each token ahead; of many
-            they are made when they are looked at.
+            The row, and logits fp32 [1 + len(lookahead), vocabulary]: after the prompt and after each token ahead; of
+            many they are made when they are looked at.
 
         Raises:
             NotFinite: A logit is not finite; no row is open.
@@ -166,26 +166,26 @@ class Runner:
             ValueError: Tokens ahead of a prompt that is read in chunks, which is nowhere uncompressed, or of a model
                 whose layers hold a state.
         """
-        if ahead and self.states.row_bytes:
+        if lookahead and self.states.row_bytes:
             raise ValueError(
-                f"{len(ahead)} tokens ahead cannot be read with a prompt where layers hold a state, which would be the "
-                "one behind them; take full_logits for them"
+                f"{len(lookahead)} tokens ahead cannot be read with a prompt where layers hold a state, which would be "
+                "the one behind them; take full_logits for them"
             )
-        if ahead and self.reads_in_chunks(prompt):
+        if lookahead and self.reads_in_chunks(prompt):
             raise ValueError(
-                f"{len(ahead)} tokens ahead cannot be read with a prompt of {len(prompt)} tokens in chunks of "
+                f"{len(lookahead)} tokens ahead cannot be read with a prompt of {len(prompt)} tokens in chunks of "
                 f"{self.chunk}, which is nowhere uncompressed; take full_logits for them"
             )
         if self.reads_in_chunks(prompt):
-            *_, found = self.read_chunks(prompt, new_tokens, instruction_tokens)
-            assert found is not None, "it comes with the last chunk"
-            return found
+            *_, row_and_logits = self.read_chunks(prompt, new_tokens, instruction_tokens)
+            assert row_and_logits is not None, "it comes with the last chunk"
+            return row_and_logits
         row = self._opened(self.store.open_row(new_tokens, min(instruction_tokens, len(prompt))))
         held = Uncompressed(self.store) if self.policy.score.probe is not None else None
         session = Prefill(self.store, row, len(prompt), held)
         session.states = self.states.of([row])
         try:
-            logits = self._read(session, [*prompt, *ahead], len(ahead) + 1, tuple(closing) if held else ())
+            logits = self._read(session, [*prompt, *lookahead], len(lookahead) + 1, tuple(closing) if held else ())
             if self.chunk is not None:
                 self.store.ledger.note_whole(row)
             return row, logits
@@ -200,12 +200,12 @@ class Runner:
     def read_chunks(
         self, prompt: Sequence[int], new_tokens: int | None = None, instruction_tokens: int = 0
     ) -> Iterator[tuple[int, Tensor] | None]:
-        """Reads a prompt into a new row chunk by chunk, as `read` does; other rows may make steps in between. Gives
-        None after every chunk but the last, and then what `read` returns; whoever stops before has no row open.
+        """Reads a prompt into a new row chunk by chunk, as `read` does; other rows may make steps in between. Yields
+        None after every chunk but the last, and then the result of `read`; after an early close no row is open.
 
         The first chunk is the shorter one where the prompt is no multiple, so that the last queries, which many methods
-        rank by, are a whole chunk's. No prompt cache is asked or told: what a chunk sees depends on what the method has
-        left of those before."""
+        rank by, are a whole chunk's. No prompt cache is used: the tokens that a chunk sees depend on the method's plans
+        for those before."""
         assert self.chunk is not None
         row = self._opened(self.store.open_row(new_tokens, min(instruction_tokens, len(prompt))))
         try:
@@ -278,7 +278,7 @@ class Runner:
     def _steps(
         self, parts: list[list[int]], rows: Sequence[int], tokens: Sequence[int]
     ) -> tuple[Tensor, dict[int, int]]:
-        """What `try_step` gives, by one pass for each part."""
+        """Result of `try_step`, by one pass for each part."""
         by_row: dict[int, Tensor] = {}
         bad: dict[int, int] = {}
         for part in parts:
@@ -338,14 +338,14 @@ class Runner:
         def forward() -> Logits:
             # Later, other processes would not make theirs; layers that share keys may read the last tokens alone.
             if num_logits <= PIECE or self.shape.ranks.size > 1 or self.shape.shared:
-                found: Logits = self._forward(session, [tokens], [0], num_logits)[0]
+                logits: Logits = self._forward(session, [tokens], [0], num_logits)[0]
             else:
-                found = read_long(self.loaded.model, num_logits, lambda: self._forward(session, [tokens], [0], 1))
-                if not found.is_finite:
+                logits = read_long(self.loaded.model, num_logits, lambda: self._forward(session, [tokens], [0], 1))
+                if not logits.is_finite:
                     raise NotFinite(session.first_bad_layer(0))
             if session.uncompressed is not None:
                 self._probe(session, tokens[: session.num_prompt_tokens], closing)
-            return found
+            return logits
 
         return self.prompts.read(session, (self.loaded.decides, num_logits, *tokens), forward, closing)
 
@@ -354,7 +354,7 @@ class Runner:
         return min(self.loaded.max_tokens, self.lengths.limit(len(prompt)))
 
     def _probe(self, session: Dense, prompt: list[int], closing: tuple[int, ...]) -> None:
-        """Makes the passes that the policy's probe asks for, and then compresses the prompt."""
+        """Makes the passes of the policy's probe, and then compresses the prompt."""
         probe, held, begin = self.policy.score.probe, session.uncompressed, time.perf_counter()
         assert probe is not None and held is not None
         passes = plan_passes(probe, self.loaded.tokenizer, prompt, closing, self.probe_room(prompt))

@@ -1,4 +1,4 @@
-"""How a row's next token is chosen: the likeliest, or one drawn by a request's temperature and top_p.
+"""Sampling of a row's next token: the likeliest, or one drawn by a request's temperature and top_p.
 
 A draw is a function of the logits, the seed of the answer and the number of choices before it. Its sums are of whole
 numbers, which have no order, so that a token does not depend on the batch, on the device, or on who steps. No state of
@@ -27,18 +27,18 @@ def answer_seed(seed: int, sample_id: str, repeat: int) -> int:
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
-def random_numbers(seeds: Tensor, chosen: Tensor, again: bool = False) -> Tensor:
+def random_numbers(seeds: Tensor, chosen: Tensor, retry: bool = False) -> Tensor:
     """The random numbers by which rows choose their next tokens, fp64 [S] in [0, 1).
 
     Args:
         seeds: int64 [S].
         chosen: int64 [S] tokens that the rows have chosen before.
-        again: Those for a second choice, where the first one may not be taken.
+        retry: Those for a second choice, where the first one may not be taken.
 
     Source: SplitMix64 (Steele, Lea and Flood 2014), whose state is a counter; a token takes two of its numbers.
     Differs: its first 53 bits, as a share.
     """
-    x = seeds + (2 * chosen + again + 1) * _signed(0x9E3779B97F4A7C15)
+    x = seeds + (2 * chosen + retry + 1) * _signed(0x9E3779B97F4A7C15)
     x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
     return _shifted(x ^ _shifted(x, 31), 11).double() * 2.0**-53
@@ -55,7 +55,7 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 @dataclass
 class Draws:
-    """What draws the next tokens of rows, on their device, where it stays.
+    """Sampling state of rows, on their device, where it stays.
 
     Args:
         seeds: int64 [S] of their random numbers.
@@ -77,17 +77,17 @@ class Draws:
         if self.top_p is not None and others.top_p is not None:
             self.top_p.copy_(others.top_p)
 
-    def next(self, logits: Tensor, again: bool = False, waits: bool = False) -> Tensor:
-        """Chooses tokens int64 [S] under logits fp32 [S, vocabulary]; `again` as in `random_numbers`, `waits` as in
+    def next(self, logits: Tensor, retry: bool = False, waits: bool = False) -> Tensor:
+        """Chooses tokens int64 [S] under logits fp32 [S, vocabulary]; `retry` as in `random_numbers`, `waits` as in
         `draw`."""
-        numbers = random_numbers(self.seeds, self.chosen, again)
+        numbers = random_numbers(self.seeds, self.chosen, retry)
         self.chosen += 1
         drawn = draw(logits, self.temperature, self.top_p, numbers, waits)
         return torch.where(self.temperature > 0, drawn, likeliest(logits))
 
 
 def draws_of(rows: Sequence[Drawing | None], device: torch.device) -> Draws | None:
-    """What draws the tokens of rows, of which those with None take the likeliest; None where all of them do."""
+    """Sampling state of rows, of which those with None take the likeliest token; None where all of them do."""
     if not any(rows):
         return None
     each = [(0, 0, 0.0, 1.0) if row is None else row for row in rows]
@@ -115,8 +115,8 @@ def draw(logits: Tensor, temperature: Tensor, top_p: Tensor | None, numbers: Ten
         temperature: fp32 [S], > 0; of rows where it is 0 some token comes out, too.
         top_p: fp64 [S] nucleus mass in (0, 1]; None = 1.
         numbers: fp64 [S] random numbers in [0, 1).
-        waits: The host may ask whether nuclei lie in few tokens, as they mostly do: to go through a whole vocabulary
-            takes a third of a small model's time. The tokens are the same.
+        waits: The host may read back whether nuclei lie in few tokens, as they mostly do: to go through a whole
+            vocabulary takes a third of a small model's time. The tokens are the same.
     """
     weights = _weigh(logits, temperature)
     if top_p is None:
@@ -138,7 +138,7 @@ def _needed(weights: Tensor, top_p: Tensor) -> Tensor:
 
 
 def nucleus(weights: Tensor, need: Tensor) -> Tensor:
-    """Weights int64 [S, n], 0 but for the largest that make at least `need` int64 [S, 1] together, with the one that
+    """Weights int64 [S, n], 0 except for the largest that make at least `need` int64 [S, 1] together, with the one that
     crosses it; of equals the first."""
     least = torch.zeros_like(need)  # the largest number that what weighs at least as much is enough for
     for bit in reversed(range(_BITS + 1)):
@@ -166,9 +166,12 @@ def _pick(weights: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _pick_in_fronts(weights: Tensor, need: Tensor, numbers: Tensor) -> Tensor:
-    """What `_pick` finds in nuclei: in each row's largest weights, or in more where they lie beyond."""
+    """`_pick` over nuclei: over each row's largest weights, or over more where they lie beyond."""
     vocabulary, device = weights.shape[1], weights.device
-    found, rows = torch.zeros(len(weights), dtype=torch.int64, device=device), torch.arange(len(weights), device=device)
+    picked, rows = (
+        torch.zeros(len(weights), dtype=torch.int64, device=device),
+        torch.arange(len(weights), device=device),
+    )
     for size in (*_FRONTS, vocabulary):
         largest, tokens = weights.topk(min(size, vocabulary))
         mass = largest.cumsum(-1)
@@ -177,11 +180,11 @@ def _pick_in_fronts(weights: Tensor, need: Tensor, numbers: Tensor) -> Tensor:
         inside = ((mass[:, -1:] >= need) & (largest[:, -1:] < least))[:, 0] | (size >= vocabulary)
         tokens, order = tokens[inside].sort(-1)
         kept = _kept(largest[inside].gather(-1, order), need[inside], least[inside])
-        found[rows[inside]] = tokens.gather(-1, _pick(kept, numbers[inside])[:, None])[:, 0]
+        picked[rows[inside]] = tokens.gather(-1, _pick(kept, numbers[inside])[:, None])[:, 0]
         weights, need, numbers, rows = weights[~inside], need[~inside], numbers[~inside], rows[~inside]
         if not len(rows):
             break
-    return found
+    return picked
 
 
 def choose(logits: Tensor, rows: Sequence[Drawing | None], banned: Sequence[int] = ()) -> list[int]:
@@ -191,5 +194,5 @@ def choose(logits: Tensor, rows: Sequence[Drawing | None], banned: Sequence[int]
         logits = logits.clone()
         logits[:, list(banned)] = float("-inf")
     draws = draws_of(rows, logits.device)
-    chosen = likeliest(logits) if draws is None else draws.next(logits, again=bool(banned), waits=True)
+    chosen = likeliest(logits) if draws is None else draws.next(logits, retry=bool(banned), waits=True)
     return [int(token) for token in chosen.tolist()]

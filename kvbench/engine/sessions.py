@@ -1,4 +1,4 @@
-"""The work of the attention function in one forward pass: of a prompt, of what comes behind it, or of a decode step."""
+"""Attention sessions of one forward pass: of a prompt, of the tokens behind it, or of a decode step."""
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
@@ -18,11 +18,11 @@ Turn = tuple[Tensor, Tensor]
 
 @dataclass
 class Session(ABC):
-    """The work of the attention function in one forward pass over a store.
+    """Handler of the attention function in one forward pass over a store.
 
     Attributes:
-        call: The call of the layer's attention that runs; None unless a statistic asks.
-        states: By their numbers, what layers hold beside keys and values, as transformers knows them.
+        call: The call of the layer's attention that runs; None unless a statistic needs it.
+        states: States of layers, by their numbers, in transformers' classes.
         traces: Per layer of attention, a tensor [batch, ...] that is finite where its output was; looked at only once
             logits are not finite.
         wants_calls: The calls of attention have to be handed on.
@@ -39,15 +39,15 @@ class Session(ABC):
         """Attention of one layer of the model, q [B, Hq, n, D], k and v [B, H, n, D], post-RoPE; [B, Hq, n, D]."""
 
     @abstractmethod
-    def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """The same in a layer that shares the keys and values of `layer`, which `attend` was given before. Of a prompt,
-        some models ask for their last tokens alone: q [B, Hq, m, D], m <= n."""
+    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Attention of a layer that shares the keys and values of `layer`, after its `attend`. In a prompt, some models
+        pass their last tokens alone: q [B, Hq, m, D], m <= n."""
 
     def turns(self, layer: int) -> bool:
-        """Whether `attend_turned` is there for a layer."""
+        """True if a layer has `attend_unrotated`."""
         return False
 
-    def attend_turned(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, turn: Turn) -> Tensor:
+    def attend_unrotated(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, turn: Turn) -> Tensor:
         """As `attend`, of queries and keys before their rotation, whose cosines and sines [B * n, D / 2] are given."""
         raise NotImplementedError(f"{type(self).__name__} takes queries and keys as attention sees them")
 
@@ -74,20 +74,20 @@ class Decode(Session):
     """One token for many rows."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        store, own = self.store.kind_of(layer)
-        return store.attend(own, q[:, :, 0], k[:, :, 0], v[:, :, 0], scale)[:, :, None]
+        store, index = self.store.kind_of(layer)
+        return store.attend(index, q[:, :, 0], k[:, :, 0], v[:, :, 0], scale)[:, :, None]
 
     def turns(self, layer: int) -> bool:
-        store, own = self.store.kind_of(layer)
-        return store.turns(own)
+        store, index = self.store.kind_of(layer)
+        return store.turns(index)
 
-    def attend_turned(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, turn: Turn) -> Tensor:
-        store, own = self.store.kind_of(layer)
-        return store.attend(own, q[:, :, 0], k[:, :, 0], v[:, :, 0], scale, turn)[:, :, None]
+    def attend_unrotated(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, turn: Turn) -> Tensor:
+        store, index = self.store.kind_of(layer)
+        return store.attend(index, q[:, :, 0], k[:, :, 0], v[:, :, 0], scale, turn)[:, :, None]
 
-    def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        store, own = self.store.kind_of(layer)
-        return store.attend_again(own, q[:, :, 0], k[:, :, 0], v[:, :, 0], scale)[:, :, None]
+    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        store, index = self.store.kind_of(layer)
+        return store.attend_stored(index, q[:, :, 0], k[:, :, 0], v[:, :, 0], scale)[:, :, None]
 
     def trace(self, out: Tensor) -> Tensor:
         return out
@@ -109,19 +109,19 @@ class Dense(Session):
     replay_tokens: int = field(default=0, init=False)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        store, own = self.store.kind_of(layer)
-        out, lse = store.prompt_attention(own, q[0], k[0], v[0], scale)
+        store, index = self.store.kind_of(layer)
+        out, lse = store.prompt_attention(index, q[0], k[0], v[0], scale)
         self.keep(layer, q[0], k[0], v[0], scale, lse)
         return out[None]
 
-    def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        store, own = self.store.kind_of(layer)
+    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        store, index = self.store.kind_of(layer)
         past = k.shape[2] - q.shape[2]
         if not past:
-            return store.prompt_attention(own, q[0], k[0], v[0], scale)[0][None]
-        return store.replay_attention(own, q[0], k[0, :, past:], v[0, :, past:], k[0, :, :past], v[0, :, :past], scale)[
-            None
-        ]
+            return store.prompt_attention(index, q[0], k[0], v[0], scale)[0][None]
+        return store.replay_attention(
+            index, q[0], k[0, :, past:], v[0, :, past:], k[0, :, :past], v[0, :, :past], scale
+        )[None]
 
     def keep(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, lse: Tensor | None) -> None:
         """Stores what is to be stored of a layer; q [Hq, n, D], k and v [H, n, D], lse fp32 [Hq, n]."""
@@ -137,14 +137,14 @@ class Prefill(Dense):
 
     def keep(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, lse: Tensor | None) -> None:
         kept = self.num_prompt_tokens
-        own = q[:, :kept], k[:, :kept], v[:, :kept]
+        tensors = q[:, :kept], k[:, :kept], v[:, :kept]
         call = None if self.call is None else first_tokens(self.call, kept)
         if self.uncompressed is not None:
-            self.uncompressed.hold(layer, *own, scale, call)
+            self.uncompressed.hold(layer, *tensors, scale, call)
         else:
             lse = None if lse is None else lse[:, :kept]
             store, number = self.store.kind_of(layer)
-            store.prefill_layer(self.row, number, *own, scale, call, lse=lse)
+            store.prefill_layer(self.row, number, *tensors, scale, call, lse=lse)
 
 
 @dataclass
@@ -156,8 +156,8 @@ class Replay(Session):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return self.uncompressed.attend(layer, q[0], k[0], v[0], scale)[None]
 
-    def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return self.uncompressed.attend_again(layer, q[0], k[0], v[0], scale)[None]
+    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return self.uncompressed.attend_stored(layer, q[0], k[0], v[0], scale)[None]
 
 
 @dataclass
@@ -166,7 +166,7 @@ class _Piece(Session):
 
     row: int
 
-    def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         raise AssertionError("the runner refuses chunks where layers share keys, and takes segments token by token")
 
 
@@ -175,8 +175,8 @@ class PromptChunk(_Piece):
     """The next chunk of a row's prompt."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        store, own = self.store.kind_of(layer)
-        return store.read_chunk(self.row, own, q[0], k[0], v[0], scale)[None]
+        store, index = self.store.kind_of(layer)
+        return store.read_chunk(self.row, index, q[0], k[0], v[0], scale)[None]
 
 
 @dataclass
@@ -184,5 +184,5 @@ class Segment(_Piece):
     """Tokens behind all that a row holds."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        store, own = self.store.kind_of(layer)
-        return store.append_chunk(self.row, own, q[0], k[0], v[0], scale)[None]
+        store, index = self.store.kind_of(layer)
+        return store.append_chunk(self.row, index, q[0], k[0], v[0], scale)[None]

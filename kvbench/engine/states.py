@@ -15,7 +15,7 @@ _PARTS = ("conv_states", "recurrent_states")  # of an object: number of a state 
 
 
 class States:
-    """What layers with a state (a gated delta net, Mamba, a short convolution) hold of the rows of a cache.
+    """States of layers (a gated delta net, Mamba, a short convolution) of the rows of a cache.
 
     A forward pass over one row writes to the row's own objects. Of several rows, the states are put together, and taken
     apart again once other rows come: rows that stay together are copied once.
@@ -26,17 +26,17 @@ class States:
 
     def __init__(self, model: PreTrainedModel, kinds: Sequence[int]) -> None:
         self._rows: dict[int, Layers] = {}
-        self._joined: tuple[tuple[int, ...], Layers] = (), {}
+        self._batched: tuple[tuple[int, ...], Layers] = (), {}
         self._made: Layers = {}
         self.row_bytes = 0
         if kinds:
-            layers = hf.own_cache(model, "dynamic").layers
+            layers = hf.native_cache(model, "dynamic").layers
             self._made = {number: layers[number] for number in kinds}
             self.row_bytes = self._measured(model)
 
     def _measured(self, model: PreTrainedModel) -> int:
         """The bytes of the states behind one token, which are those behind any text."""
-        cache = hf.own_cache(model, "dynamic")
+        cache = hf.native_cache(model, "dynamic")
         hf.detach(model)
         with torch.no_grad():
             token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
@@ -49,21 +49,24 @@ class States:
         return copy.deepcopy(self._made)
 
     def clear(self) -> None:
-        self._rows, self._joined = {}, ((), {})
+        self._rows, self._batched = {}, ((), {})
 
     def of(self, rows: Sequence[int]) -> Layers:
         """The layers for a forward pass over rows; of a single row its own, which is new where nothing was read."""
         if not self._made:
             return {}
         numbers = tuple(rows)
-        if numbers != self._joined[0]:
+        if numbers != self._batched[0]:
             self._part()
             for row in numbers:
                 self._rows.setdefault(row, self.anew())
             if len(numbers) > 1:
                 each = [self._rows[row] for row in numbers]
-                self._joined = numbers, {number: _together([own[number] for own in each]) for number in self._made}
-        return self._rows[numbers[0]] if len(numbers) == 1 else self._joined[1]
+                self._batched = (
+                    numbers,
+                    {number: _batch([layers[number] for layers in each]) for number in self._made},
+                )
+        return self._rows[numbers[0]] if len(numbers) == 1 else self._batched[1]
 
     def copied(self, row: int) -> Layers:
         """The layers of a row for a pass that leaves them as they are."""
@@ -85,27 +88,27 @@ class States:
 
     def _part(self) -> None:
         """Gives states that were put together back to their rows."""
-        numbers, joined = self._joined
-        for place, row in enumerate(numbers):
-            for number, layer in joined.items():
+        numbers, batched = self._batched
+        for index, row in enumerate(numbers):
+            for number, layer in batched.items():
                 for part in _PARTS:
                     states = getattr(layer, part, {})
-                    own = {i: None if x is None else x[place : place + 1].clone() for i, x in states.items()}
-                    setattr(self._rows[row][number], part, own)
-        self._joined = (), {}
+                    row_states = {i: None if x is None else x[index : index + 1].clone() for i, x in states.items()}
+                    setattr(self._rows[row][number], part, row_states)
+        self._batched = (), {}
 
 
 def _tensors(layer: Any) -> list[Tensor]:
     return [x for part in _PARTS for x in getattr(layer, part, {}).values() if x is not None]
 
 
-def _together(layers: Sequence[Any]) -> Any:
+def _batch(layers: Sequence[Any]) -> Any:
     """One layer for several sequences."""
-    joined = copy.copy(layers[0])
+    batched = copy.copy(layers[0])
     for part in _PARTS:
         first = getattr(layers[0], part, {})
         each = {
             i: None if x is None else torch.cat([getattr(layer, part)[i] for layer in layers]) for i, x in first.items()
         }
-        setattr(joined, part, each)
-    return joined
+        setattr(batched, part, each)
+    return batched

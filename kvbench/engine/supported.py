@@ -1,4 +1,4 @@
-"""Which models are taken, and what the store has to know of one."""
+"""Supported models, and the shape of one for the store."""
 
 import sys
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.layout import ModelShape, Place, StoreOptions
+from kvbench.cache.layout import DeviceSpan, ModelShape, StoreOptions
 from kvbench.cache.offsets import check_key_offset
 from kvbench.cache.store import CompressedStore
 from kvbench.engine import latent, placement
@@ -23,7 +23,7 @@ from kvbench.kernels.operands import Softmax, Window
 from kvbench.models import rotary
 from kvbench.models.load import LoadedModel
 from kvbench.models.matrices import PackedLinear
-from kvbench.policy import Policy, check_chunk, check_chunk_place
+from kvbench.policy import Policy, check_chunk, check_chunk_devices
 
 REMEDY = "use a model with full attention in some layers and windows in the others (Llama, Qwen3, Gemma 3, ...)"
 # Rotary layouts in which channel i is paired with channel i + D_rot / 2, at frequencies that do not depend on the
@@ -45,15 +45,15 @@ def binds(window: int, config: Any) -> bool:
     return window < (rotary.context_of(config) or float("inf"))
 
 
-def is_known(window: Window | None, asked: int, config: Any) -> bool:
-    """True if the window that a layer asks for is the one that its store has, or never binds."""
-    return asked == window.num_tokens if window is not None else not binds(asked, config)
+def is_known(window: Window | None, num_tokens: int, config: Any) -> bool:
+    """True if the window of a layer's attention call is the one that its store has, or never binds."""
+    return num_tokens == window.num_tokens if window is not None else not binds(num_tokens, config)
 
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """The layers of a model by what they hold of a text: everything, what a window sees, a state or nothing (`beside`:
-    that may lie beside keys and values, too); or nothing, because they look at what another layer holds."""
+    """Layers of a model by what they hold of a text: everything, a window, a state (some hold keys and values, too), or
+    nothing, because they share another layer's keys and values."""
 
     full: tuple[int, ...]
     windows: dict[Window, tuple[int, ...]]
@@ -97,7 +97,9 @@ def layer_kinds(config: Any) -> LayerKinds:
         )
     if not full:
         raise UnsupportedModel(f"{config.model_type}: no layer has keys and values of the whole text; {REMEDY}")
-    return LayerKinds(tuple(full), {window: tuple(own) for window, own in windows.items()}, tuple(states), shared)
+    return LayerKinds(
+        tuple(full), {window: tuple(indices) for window, indices in windows.items()}, tuple(states), shared
+    )
 
 
 def num_full_layers(config: Any) -> int:
@@ -105,7 +107,7 @@ def num_full_layers(config: Any) -> int:
     return len(layer_kinds(config).full)
 
 
-def check_supported(model: PreTrainedModel, places: int = 1, processes: int = 1) -> None:
+def check_supported(model: PreTrainedModel, num_devices: int = 1, processes: int = 1) -> None:
     """Refuses models whose attention the store does not reproduce (`UnsupportedModel`), with the reason and what works
     instead. Of an outline, whose weights lie nowhere yet, say how many devices and processes will share them."""
     config, module = model.config.get_text_config(), sys.modules[type(model).__module__]
@@ -116,22 +118,22 @@ def check_supported(model: PreTrainedModel, places: int = 1, processes: int = 1)
             f"{name}: some of its layers hold a state, which is not divided over processes; spread the layers instead "
             "(model.device=[cuda:0,cuda:1])"
         )
-    if kinds.states and (caches := _own_caches(module)):
+    if kinds.states and (caches := _native_caches(module)):
         raise UnsupportedModel(f"{name}: its layers with a state want a cache of their own ({caches}); {REMEDY}")
     if rank and not all(latent.is_latent(module) for number, module in _modules(model).items() if number in kinds.full):
         raise UnsupportedModel(
             f"{name}: kv_lora_rank={rank} changes attention in a way the store does not reproduce; {REMEDY}"
         )
     values = None if rank else getattr(config, "v_head_dim", None)
-    if values and values != (own := heads_of(config, 0)[2]):
+    if values and values != (key_channels := heads_of(config, 0)[2]):
         raise UnsupportedModel(
-            f"{name}: its values have {values} channels (v_head_dim) and its keys {own}, and a page holds both in one "
-            f"width; {REMEDY}"
+            f"{name}: its values have {values} channels (v_head_dim) and its keys {key_channels}, and a page holds "
+            f"both in one width; {REMEDY}"
         )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder model; {REMEDY}")
     placement.check(model, name)
-    if (rank or kinds.shared) and (processes > 1 or max(places, len(placement.places_of(model))) > 1):
+    if (rank or kinds.shared) and (processes > 1 or max(num_devices, len(placement.spans_of(model))) > 1):
         raise UnsupportedModel(
             f"{name}: its layers {'have latent attention' if rank else 'share keys'}, and lie on several devices or in "
             "several processes, which the store does not reproduce; name one device (model.device=cuda:0)"
@@ -141,16 +143,16 @@ def check_supported(model: PreTrainedModel, places: int = 1, processes: int = 1)
         raise UnsupportedModel(f"{name}: this transformers class does not go through AttentionInterface; {REMEDY}")
 
 
-def _own_caches(module: ModuleType) -> str:
+def _native_caches(module: ModuleType) -> str:
     """The classes of caches that the module of a model defines; empty where it takes transformers' common ones."""
-    own = [name for name, found in vars(module).items() if getattr(found, "__module__", "") == module.__name__]
-    return ", ".join(name for name in own if name.endswith("Cache"))
+    names = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    return ", ".join(name for name in names if name.endswith("Cache"))
 
 
 def check_fit(
     model: LoadedModel, policy: Policy, options: StoreOptions, chunk: int | None, shares_pool: bool = False
 ) -> ModelShape:
-    """Refuses a method, or settings, that a model's layers cannot do with: with an outline, before there are weights.
+    """Refuses a method, or settings, that do not fit a model's layers: with an outline, before there are weights.
 
     Args:
         model: A loaded model, or an outline.
@@ -174,9 +176,9 @@ def check_fit(
             "another value"
         )
     check_key_offset(options.key_offset, policy, chunk)
-    check_supported(model.model, len(model.places), model.tensor_parallel)
-    shape = model_shape(model.model, model.places)
-    check_chunk_place(chunk, len(shape.places), max(shape.ranks.size, model.tensor_parallel))
+    check_supported(model.model, len(model.device_spans), model.tensor_parallel)
+    shape = model_shape(model.model, model.device_spans)
+    check_chunk_devices(chunk, len(shape.device_spans), max(shape.ranks.size, model.tensor_parallel))
     if chunk is not None and shape.shared:
         raise UnsupportedModel(
             f"prefill.chunk={chunk}: {model.model.config.model_type} has layers that share the keys of others, which "
@@ -200,11 +202,11 @@ def small_store(policy: Policy, shape: ModelShape, options: StoreOptions) -> Com
     )
 
 
-def model_shape(model: PreTrainedModel, places: Sequence[tuple[torch.device, int]] = ()) -> ModelShape:
-    """Heads, dims, dtype and rotary frequencies of a supported model; `places` are devices and how many layers each has
+def model_shape(model: PreTrainedModel, spans: Sequence[tuple[torch.device, int]] = ()) -> ModelShape:
+    """Heads, dims, dtype and rotary frequencies of a supported model; `spans` are devices and how many layers each has
     of the cache, where that was said, else as the weights lie."""
     config = model.config.get_text_config()
-    parts = tuple(Place(*each) for each in places) or placement.places_of(model)
+    parts = tuple(DeviceSpan(*each) for each in spans) or placement.spans_of(model)
     kinds = layer_kinds(config)
 
     def of_kind(numbers: tuple[int, ...], **more: Any) -> ModelShape:
@@ -218,7 +220,7 @@ def model_shape(model: PreTrainedModel, places: Sequence[tuple[torch.device, int
             keys_only=bool(getattr(config, "kv_lora_rank", None)),
             dtype=model.dtype,
             device=lie[0].device if lie else model.device,
-            places=lie if len(lie) > 1 else (),
+            device_spans=lie if len(lie) > 1 else (),
             ranks=placement.ranks_of(model),
             softmax=softmax_of(model, numbers),
             numbers=numbers if len(numbers) < config.num_hidden_layers else (),
@@ -236,10 +238,10 @@ def model_shape(model: PreTrainedModel, places: Sequence[tuple[torch.device, int
         inv_freq=_plain_inv_freq(model),
         output_projections=None if latents else _output_projections(model, kinds.full),
         key_biases=None if latents else _key_biases(model, kinds.full),
-        beside=tuple(
-            of_kind(tuple(own), window=window)
+        other_kinds=tuple(
+            of_kind(tuple(layers), window=window)
             for window, numbers in kinds.windows.items()
-            for _, own in groupby(sorted(numbers, key=partial(heads_of, config)), partial(heads_of, config))
+            for _, layers in groupby(sorted(numbers, key=partial(heads_of, config)), partial(heads_of, config))
         ),
         shared=kinds.shared,
     )
@@ -248,24 +250,26 @@ def model_shape(model: PreTrainedModel, places: Sequence[tuple[torch.device, int
 def heads_of(config: Any, layer: int) -> tuple[int, int, int]:
     """Query heads, KV heads and head dim of a layer, as the cache has them: of latent attention one head, as wide as a
     latent vector and a rotary key."""
-    own = config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
+    layer_config = config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
     by_layer = getattr(config, "num_attention_heads_per_layer", None)  # Laguna
-    heads = by_layer[layer] if by_layer else own.num_attention_heads
+    heads = by_layer[layer] if by_layer else layer_config.num_attention_heads
     if rank := getattr(config, "kv_lora_rank", None):
         return heads, 1, rank + config.qk_rope_head_dim
-    head_dim = getattr(own, "head_dim", None) or own.hidden_size // heads
-    return heads, getattr(own, "num_key_value_heads", None) or heads, head_dim
+    head_dim = getattr(layer_config, "head_dim", None) or layer_config.hidden_size // heads
+    return heads, getattr(layer_config, "num_key_value_heads", None) or heads, head_dim
 
 
 def softmax_of(model: PreTrainedModel, layers: Sequence[int]) -> Softmax:
-    """Caps and sinks of these layers: what a layer without sinks has of them is minus infinity."""
+    """Caps and sinks of these layers; a layer without sinks has minus infinity."""
     sinks: Tensor | None = None
     for number, module in _modules(model).items():
-        if number in layers and isinstance(own := getattr(module, "sinks", None), Tensor):
-            own = getattr(own, "to_local", lambda own=own: own)().detach().float()  # of a DTensor this process's part
+        if number in layers and isinstance(sink := getattr(module, "sinks", None), Tensor):
+            sink = (
+                getattr(sink, "to_local", lambda sink=sink: sink)().detach().float()
+            )  # of a DTensor this process's part
             if sinks is None:
-                sinks = own.new_full((len(layers), len(own)), float("-inf"))
-            sinks[layers.index(number)] = own
+                sinks = sink.new_full((len(layers), len(sink)), float("-inf"))
+            sinks[layers.index(number)] = sink
     return Softmax(getattr(model.config.get_text_config(), "attn_logit_softcapping", None) or 0.0, sinks)
 
 
@@ -287,10 +291,12 @@ def _key_biases(model: PreTrainedModel, layers: Sequence[int]) -> list[Tensor] |
     """The biases of the key projections of these layers; None where not every layer has one, or normalises keys."""
     modules = _modules(model)
     owners = [modules[layer] for layer in layers if layer in modules]
-    found = [getattr(getattr(module, "k_proj", None), "bias", None) for module in owners]
+    biases = [getattr(getattr(module, "k_proj", None), "bias", None) for module in owners]
     normalised = any(getattr(module, "k_norm", None) is not None for module in owners)
-    own = [getattr(bias, "to_local", lambda bias=bias: bias)().detach() for bias in found if isinstance(bias, Tensor)]
-    return own if len(own) == len(layers) and not normalised else None
+    local = [
+        getattr(bias, "to_local", lambda bias=bias: bias)().detach() for bias in biases if isinstance(bias, Tensor)
+    ]
+    return local if len(local) == len(layers) and not normalised else None
 
 
 def _plain_inv_freq(model: PreTrainedModel) -> Tensor | None:

@@ -10,7 +10,7 @@ from kvbench.evidence.budget_curves import TIE
 from kvbench.evidence.frontier import Cost, Panel
 from kvbench.stats import studentised
 from kvbench.stats.paired import ALPHA, holm
-from kvbench.stats.signs import sign_flips
+from kvbench.stats.sign_test import sign_flips
 from kvbench.stats.strata import Strata, has_spread, standard_error
 from kvbench.stats.studentised import LEVEL
 

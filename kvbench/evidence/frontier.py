@@ -21,7 +21,7 @@ from kvbench.evidence.samples import ENOUGH, Curve, SampleName, by_subset, curve
 from kvbench.results.measures import COSTS, TIME, Measure
 from kvbench.results.summary import values_by_sample
 from kvbench.stats import studentised
-from kvbench.stats.intervals import YES_NO, estimate
+from kvbench.stats.intervals import BINARY, estimate
 from kvbench.stats.paired import Paired, difference
 from kvbench.stats.shares import share
 from kvbench.stats.strata import FEWEST_SAMPLES, Strata, has_spread, weighed
@@ -122,7 +122,7 @@ class Panel:
     @cached_property
     def is_enough(self) -> bool:
         """There are samples enough to say that one run is better than another."""
-        whole = all(np.isin(point.scores.flat, YES_NO).all() for point in self.points)
+        whole = all(np.isin(point.scores.flat, BINARY).all() for point in self.points)
         return self.num_samples >= FEWEST_SAMPLES and (whole or min(map(len, self.questions)) > 1)
 
     def find(self, key: str | None) -> Point | None:

@@ -41,8 +41,8 @@ def file_state(file: Path) -> State:
     """The state of a file, links followed, in JSON types: its real path, size, times of change and inode. The second
     time (ctime) moves even when a program puts the first one (mtime) back."""
     real = file.resolve()
-    found = real.stat()
-    return [str(real), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+    stat = real.stat()
+    return [str(real), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 def file_digest(file: Path, remember: bool = True) -> str:

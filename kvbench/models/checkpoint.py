@@ -73,7 +73,7 @@ def read_weights(
 
 
 def _auto_class(config: "PretrainedConfig") -> Any:
-    """The class that builds a model: a decoder, or a decoder that can also be shown pictures, which nobody shows it."""
+    """Class that builds a model: a decoder, or a decoder that can also take pictures, of which it gets none here."""
     import transformers
 
     sees = (
@@ -89,11 +89,11 @@ def config_of(folder: Path, gguf_file: str | None = None) -> "PretrainedConfig":
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder, gguf_file=gguf_file, **SAFELY)
-    config._attn_implementation = own_attention(config)
+    config._attn_implementation = native_attention(config)
     return config
 
 
-def own_attention(config: "PretrainedConfig") -> str:
+def native_attention(config: "PretrainedConfig") -> str:
     """The attention of transformers that a model is loaded with: `sdpa`, or `eager` where its class has no other."""
     import transformers
 
@@ -112,23 +112,23 @@ def _module_map(folder: Path, devices: Devices) -> dict[str, torch.device]:
 def outline_of(config: "PretrainedConfig", dtype: torch.dtype | None = None) -> "PreTrainedModel":
     """Builds a model of a configuration on the meta device, without weights."""
     with torch.device("meta"):
-        found: PreTrainedModel = _auto_class(config).from_config(
-            config, dtype=dtype, attn_implementation=own_attention(config)
+        model: PreTrainedModel = _auto_class(config).from_config(
+            config, dtype=dtype, attn_implementation=native_attention(config)
         )
-    torch.nn.Module.to(found, "meta")  # some draw numbers in a way that no context of a device reaches
-    return found
+    torch.nn.Module.to(model, "meta")  # some draw numbers in a way that no context of a device reaches
+    return model
 
 
-def check_complete(found: Mapping[str, Collection], what: str) -> None:
+def check_complete(loaded: Mapping[str, Collection], what: str) -> None:
     """Refuses a checkpoint that lacks tensors of its model, or has others, by what `from_pretrained(...,
     output_loading_info=True)` reports. Tied tensors, which are stored once, and buffers that the configuration decides
     are not among those. `what` says where the weights are."""
-    shapes = [f"{name} {list(there)} instead of {list(wanted)}" for name, there, wanted in found["mismatched_keys"]]
+    shapes = [f"{name} {list(there)} instead of {list(wanted)}" for name, there, wanted in loaded["mismatched_keys"]]
     faults = {
-        "lack": sorted(found["missing_keys"]),
+        "lack": sorted(loaded["missing_keys"]),
         "have in another shape": sorted(shapes),
-        "have beyond the model": sorted(found["unexpected_keys"]),
-        "could not be read": sorted(found["error_msgs"]),
+        "have beyond the model": sorted(loaded["unexpected_keys"]),
+        "could not be read": sorted(loaded["error_msgs"]),
     }
     said = [f"{fault} {_first(names)}" for fault, names in faults.items() if names]
     if said:

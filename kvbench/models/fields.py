@@ -78,16 +78,16 @@ def read_object(file: Path) -> dict[str, Any]:
         ValueError: It is no JSON, or holds something else.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        settings = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no JSON ({error}); fetch the folder again") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds {type(found).__name__} and not settings; fetch the folder again")
-    return found
+    if not isinstance(settings, dict):
+        raise ValueError(f"{file} holds {type(settings).__name__} and not settings; fetch the folder again")
+    return settings
 
 
 def check_fields(file: Path, settings: Mapping[str, Any], rules: Mapping[str, _Rule], part: str = "") -> None:
-    """Check the types of what is read of a file, and that a list by layers has an item for each.
+    """Check the types of fields read from a file, and that a list by layers has an item for each.
 
     Args:
         file: Named in the error.
@@ -136,8 +136,7 @@ def check_growth(where: Path, tokenizer: object) -> None:
 
 
 def _growths(step: object) -> Iterator[float]:
-    """How many times as long each replacement within a step may make a text; what an expression matches may be one
-    character, or none."""
+    """Factors by which each replacement within a step may lengthen a text; a match may be one character, or none."""
     if isinstance(step, list):
         for inner in step:
             yield from _growths(inner)

@@ -93,7 +93,7 @@ def folder_fingerprint(folder: Path) -> str:
     the same wherever the folder lies."""
     config = json.loads((folder / "config.json").read_text())
     parts = [json.dumps({key: config[key] for key in sorted(config) if key not in _VOLATILE_CONFIG_KEYS})]
-    for file in _files_beside_weights(folder):
+    for file in _auxiliary_files(folder):
         content = file.read_bytes()
         if file.name in ("tokenizer_config.json", "generation_config.json"):
             settings = json.loads(content)
@@ -105,7 +105,7 @@ def folder_fingerprint(folder: Path) -> str:
 
 def folder_state(folder: Path) -> list[cache.State]:
     """The state of the files that decide a model's answers; to be compared before and after a load."""
-    files = [folder / "config.json", *_files_beside_weights(folder), *weight_files(folder)]
+    files = [folder / "config.json", *_auxiliary_files(folder), *weight_files(folder)]
     return [cache.file_state(file) for file in files]
 
 
@@ -138,10 +138,10 @@ def check_config(folder: Path, *, has_weights: bool = True) -> None:
             )
 
 
-def _files_beside_weights(folder: Path) -> list[Path]:
+def _auxiliary_files(folder: Path) -> list[Path]:
     """The files of a tokenizer, its chat templates and the settings of generation, sorted."""
-    found = {file for pattern in _FINGERPRINT_PATTERNS for file in folder.glob(pattern) if file.is_file()}
-    return sorted(found)
+    files = {file for pattern in _FINGERPRINT_PATTERNS for file in folder.glob(pattern) if file.is_file()}
+    return sorted(files)
 
 
 def _count_tensors(folder: Path) -> int | None:

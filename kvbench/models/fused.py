@@ -40,7 +40,7 @@ class Turns:
         return self._halves
 
 
-def turned(query: Tensor, key: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+def rotated(query: Tensor, key: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
     """Queries [B, Hq, n, D] and keys [B, H, n, D] with their rotation."""
     from kvbench.kernels.gpu.rows import turn_rows
 
@@ -68,7 +68,7 @@ def fuse(model: torch.nn.Module) -> tuple[int, int]:
 
 
 def _is_fixed(rotary: Any) -> bool:
-    """Whether angles are positions times frequencies, whatever a row's length: tried, far out as well."""
+    """True if angles are positions times frequencies whatever a row's length; tried, far out as well."""
     frequencies, scale = getattr(rotary, "inv_freq", None), getattr(rotary, "attention_scaling", None)
     if not isinstance(frequencies, Tensor) or frequencies.dim() != 1 or not isinstance(scale, float):
         return False
@@ -81,13 +81,14 @@ def _is_fixed(rotary: Any) -> bool:
         return False
     angle = position[0, :, None] * frequencies.float()
     return all(
-        x.shape == (1, 3, 2 * len(frequencies)) and torch.allclose(x[0], torch.cat([own, own], -1) * scale, atol=1e-4)
-        for x, own in zip(usual, (angle.cos(), angle.sin()), strict=True)
+        x.shape == (1, 3, 2 * len(frequencies))
+        and torch.allclose(x[0], torch.cat([expected, expected], -1) * scale, atol=1e-4)
+        for x, expected in zip(usual, (angle.cos(), angle.sin()), strict=True)
     )
 
 
 def _is_step(position_ids: Tensor) -> bool:
-    """Whether a pass is a decode step of the engine, of whose angles nobody but the layers knows."""
+    """True for a decode step of the engine, whose angles only the layers use."""
     return position_ids.shape[1] == 1 and torch.is_inference_mode_enabled()
 
 
@@ -109,8 +110,8 @@ def _last_norm(norm: Any, x: Tensor) -> Tensor:
 
 def _linears(owner: torch.nn.Module, names: tuple[str, ...]) -> list[torch.nn.Linear]:
     """Plain linear layers of these names; empty where they are none, or differ in dtype, width or bias."""
-    found = [owner._modules.get(name) for name in names]
-    layers = [each for each in found if type(each) is torch.nn.Linear and type(each.weight) is torch.nn.Parameter]
+    modules = [owner._modules.get(name) for name in names]
+    layers = [each for each in modules if type(each) is torch.nn.Linear and type(each.weight) is torch.nn.Parameter]
     same = {(each.in_features, each.weight.dtype, each.weight.device, each.bias is None) for each in layers}
     return layers if len(layers) == len(names) and len(same) == 1 else []
 
@@ -121,10 +122,10 @@ def _join(owner: torch.nn.Module, name: str) -> None:
     weight = torch.cat([each.weight.detach() for each in layers])
     bias = None if layers[0].bias is None else torch.cat([each.bias.detach() for each in layers])
     sizes = [each.out_features for each in layers]
-    for each, own in zip(layers, weight.split(sizes), strict=True):
-        each.weight.data = own
-    for each, own in zip(layers, () if bias is None else bias.split(sizes), strict=False):
-        each.bias.data = own
+    for each, part in zip(layers, weight.split(sizes), strict=True):
+        each.weight.data = part
+    for each, part in zip(layers, () if bias is None else bias.split(sizes), strict=False):
+        each.bias.data = part
     owner.register_buffer(f"{name}_weight", weight, persistent=False)
     owner.register_buffer(f"{name}_bias", bias, persistent=False)
 
@@ -176,7 +177,7 @@ def _attention(
     if kind == TAKES_TURNS:
         setattr(q, TURN, turn)
     else:
-        q, k = turned(q, k, turn)
+        q, k = rotated(q, k, turn)
     cache = kwargs.pop("cache", None)
     if (older := kwargs.pop("past_key_values", None)) is not None:
         cache = older
@@ -204,7 +205,7 @@ def _layer(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_candidate(layer: torch.nn.Module) -> bool:
-    """Whether the parts of a layer have the names and kinds that `_layer` knows."""
+    """True if the parts of a layer have the names and kinds that `_layer` takes."""
     parts, heads = layer._modules, layer._modules["self_attn"]
     if set(parts) != _PARTS or "forward" in vars(layer) or heads is None or parts["mlp"] is None:
         return False
@@ -214,8 +215,8 @@ def _is_candidate(layer: torch.nn.Module) -> bool:
     rest = {*_INTO["qkv"], "o_proj", "q_norm", "k_norm"}
     out, down = heads._modules.get("o_proj"), parts["mlp"]._modules.get("down_proj")
     plain = all(type(each) is torch.nn.Linear and each.bias is None for each in (out, down))
-    joined = _linears(heads, _INTO["qkv"]) and _linears(parts["mlp"], _INTO["gate_up"])
-    return bool(plain and joined and set(heads._modules) <= rest and hasattr(heads, "scaling"))
+    has_linears = _linears(heads, _INTO["qkv"]) and _linears(parts["mlp"], _INTO["gate_up"])
+    return bool(plain and has_linears and set(heads._modules) <= rest and hasattr(heads, "scaling"))
 
 
 def _fuse_layer(layer: torch.nn.Module, turns: Turns) -> bool:
@@ -228,23 +229,23 @@ def _fuse_layer(layer: torch.nn.Module, turns: Turns) -> bool:
     angle = torch.rand(1, 3, dim // 2, generator=make).repeat(1, 1, 2)
     angles = angle.cos().to(weight), angle.sin().to(weight)
     rows = torch.randn(1, 3, weight.shape[1], generator=make).to(weight)
-    given = {"position_embeddings": angles, "attention_mask": None}
-    found, usual = None, torch.zeros(0)
+    inputs = {"position_embeddings": angles, "attention_mask": None}
+    fused, usual = None, torch.zeros(0)
     try:
         heads.config._attn_implementation = "sdpa"
         with torch.no_grad():
-            usual = type(layer).forward(layer, rows.clone(), **given).float()
+            usual = type(layer).forward(layer, rows.clone(), **inputs).float()
             _join(heads, "qkv")
             _join(cast(torch.nn.Module, layer.mlp), "gate_up")
             heads.forward = partial(_attention, heads, turns)
             layer.forward = partial(_layer, layer)
-            found = layer(rows.clone(), **given).float()
+            fused = layer(rows.clone(), **inputs).float()
     except (TypeError, AttributeError, RuntimeError, AssertionError, KeyError):  # its layers take something else
         pass
     finally:
         heads.config._attn_implementation = kind
     allowed = ALLOWED.get(weight.dtype, 0.0) * float(usual.abs().max())
-    if found is not None and usual.shape == found.shape and float((found - usual).abs().max()) <= allowed:
+    if fused is not None and usual.shape == fused.shape and float((fused - usual).abs().max()) <= allowed:
         return True
     for part in (heads, layer):
         vars(part).pop("forward", None)

@@ -115,9 +115,9 @@ def ensure_converted(path: Path, dtype: torch.dtype) -> tuple[Path, str] | None:
 
 def _conversion_of(path: Path, dtype: torch.dtype) -> tuple[Path, str]:
     """The folder of a file's conversion, and what converts."""
-    own = {Path(str(module.__file__)).name: Path(str(module.__file__)) for module in (checkpoint, conversions)}
+    modules = {Path(str(module.__file__)).name: Path(str(module.__file__)) for module in (checkpoint, conversions)}
     libraries = code.versions(["gguf", "tokenizers", "torch", "transformers"])
-    by = combine_fingerprints([code.hash_files(own | {"gguf.py": Path(__file__)}), str(libraries)])
+    by = combine_fingerprints([code.hash_files(modules | {"gguf.py": Path(__file__)}), str(libraries)])
     kind = str(dtype).removeprefix("torch.")
     return conversions.models_folder() / f"gguf-{file_digest(path)[:12]}-{kind}", by
 
@@ -140,8 +140,8 @@ def header_config(path: Path) -> "PretrainedConfig":
 @contextmanager
 def _parsed_once() -> Iterator[None]:
     """Parses a file's header once, without a memory map's own class for each of its words, and makes the list of the
-    tensors' names once: transformers and `_read` ask for the header three times, and transformers for the list in
-    every module of a model. Each takes seconds."""
+    tensors' names once: transformers and `_read` read the header three times, and transformers the list in every module
+    of a model. Each takes seconds."""
     import gguf
 
     real, name_map = gguf.GGUFReader, gguf.get_tensor_name_map
@@ -166,8 +166,8 @@ def _read(path: Path, dtype: torch.dtype) -> tuple["PreTrainedModel", "PreTraine
     from gguf import GGUFReader
 
     with _reading(path):
-        model, found = read_weights(path.parent, How(dtype), path.name)
-    check_complete(found, f"model.path={path}")
+        model, loaded = read_weights(path.parent, How(dtype), path.name)
+    check_complete(loaded, f"model.path={path}")
     with _reading(path):
         fields = GGUFReader(path).fields
         if "tokenizer.ggml.pre" in fields and fields["tokenizer.ggml.pre"].contents() == "smollm":
@@ -210,12 +210,12 @@ def _field(fields: Mapping[str, "ReaderField"], name: str) -> "ReaderField":
 def _special_tokens(fields: Mapping[str, "ReaderField"]) -> dict[str, str]:
     """Returns the special tokens that the file names, under transformers' names."""
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    found = {}
+    tokens = {}
     for ours, theirs in names.items():
         field = fields.get(f"tokenizer.ggml.{ours}_token_id")
         if field is not None:
-            found[theirs] = _field(fields, "tokenizer.ggml.tokens").contents(field.contents())
-    return found
+            tokens[theirs] = _field(fields, "tokenizer.ggml.tokens").contents(field.contents())
+    return tokens
 
 
 def _smollm_tokenizer(fields: Mapping[str, "ReaderField"]) -> "PreTrainedTokenizerBase":

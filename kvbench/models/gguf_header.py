@@ -1,4 +1,4 @@
-"""What the header of a GGUF file says, read within the file's own bounds: no weights, no library, no memory map.
+"""Reader of the header of a GGUF file, within the file's own bounds: no weights, no library, no memory map.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
 """

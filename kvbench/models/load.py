@@ -48,7 +48,7 @@ MARKS: dict[str, Mark] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model that is ready to run, with what the rest of the harness needs to know about it.
+    """A model that is ready to run, with its properties for the rest of the harness.
 
     Args:
         model: A causal language model of transformers, in eval mode, without gradients, with the attention that
@@ -76,7 +76,7 @@ class LoadedModel:
     chat_template: bool
     linear: str = matrices.PLAIN
     remark: str = ""
-    places: tuple[tuple[torch.device, int], ...] = ()
+    device_spans: tuple[tuple[torch.device, int], ...] = ()
     """Devices and how many layers each has, in the order of the layers, where `model.device` named several."""
     quantisation: str = ""
     """The quantisation of the weights, and the package that made it; empty = none."""
@@ -86,7 +86,7 @@ class LoadedModel:
     @property
     def decides(self) -> tuple[str, ...]:
         """Everything that decides the numbers of a forward pass, to the last bit, and where they lie."""
-        layers = str([(str(device), count) for device, count in self.places])
+        layers = str([(str(device), count) for device, count in self.device_spans])
         return self.fingerprint, str(self.dtype), str(self.device), self.linear, self.quantisation, layers
 
     @property
@@ -157,7 +157,7 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
         chat_template=bool(tokenizer.chat_template),
         linear=linear,
         remark=remark,
-        places=devices.places(model.config.get_text_config().num_hidden_layers),
+        device_spans=devices.spans(model.config.get_text_config().num_hidden_layers),
         quantisation=quantised.in_words(quantisation),
         tensor_parallel=processes,
     )
@@ -265,8 +265,8 @@ def load_outline(cfg: Mapping[str, Any]) -> LoadedModel:
     settings = as_dict(cfg)
     if settings.get("kind") == "random":
         _, tokenizer = _random_outline(settings)
-    elif found := _folder_of(settings):
-        folder, read_tokenizer = found
+    elif folder_and_tokenizer := _folder_of(settings):
+        folder, read_tokenizer = folder_and_tokenizer
         tokenizer = read_tokenizer(folder)
         fields.check_growth(folder, tokenizer)
     else:
@@ -287,9 +287,9 @@ def outline(cfg: Mapping[str, Any]) -> LoadedModel:
         elif settings.get("kind") == "gguf" or (settings.get("kind") == "hf" and _is_gguf(settings)):
             gguf.check_gguf(file := _gguf_path(settings))
             config = gguf.config_of(file, dtype)
-        elif found := _folder_of(settings):
-            files.check_config(found[0])
-            config = config_of(found[0])
+        elif folder_and_tokenizer := _folder_of(settings):
+            files.check_config(folder_and_tokenizer[0])
+            config = config_of(folder_and_tokenizer[0])
         else:
             raise ValueError(f"model.kind={settings.get('kind')} is not known")
         model = outline_of(config, dtype)
@@ -302,7 +302,7 @@ def outline(cfg: Mapping[str, Any]) -> LoadedModel:
         dtype=dtype,
         device=torch.device("meta"),
         chat_template=False,
-        places=devices.places(config.get_text_config().num_hidden_layers),
+        device_spans=devices.spans(config.get_text_config().num_hidden_layers),
         tensor_parallel=check_whole("model.tensor_parallel", settings.get("tensor_parallel") or 1, 1),
     )
 
@@ -359,9 +359,9 @@ def _read_folder(
     files.check_config(folder)
     with _reading(f"the model in {folder}"):
         with conversions.quiet_transformers():
-            model, found = read_weights(folder, how)
+            model, loaded = read_weights(folder, how)
         tokenizer = read_tokenizer(folder)
-    check_complete(found, str(folder))
+    check_complete(loaded, str(folder))
     fields.check_growth(folder, tokenizer)
     return model, tokenizer
 

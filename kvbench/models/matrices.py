@@ -54,9 +54,9 @@ def read_linear(value: object, quantisation: str | None, processes: int) -> str:
 
 
 def lay(model: torch.nn.Module, linear: str, dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
-    """Does to a model's matrices what `model.linear` asks for, where that can be had: what was done, one of `LINEAR`,
-    and why it is not what was asked for, in a sentence; empty where it is. `AUTO` asks for `STREAMED` where its kernel
-    is faster than torch's products, which portable C++ is not."""
+    """Lays a model's matrices out as `model.linear` says, where that can be had: the layout, one of `LINEAR`, and the
+    reason why it is another one, in a sentence; empty where it is not. `AUTO` takes `STREAMED` where its kernel is
+    faster than torch's products, which portable C++ is not."""
     if linear == AUTO:
         linear = PLAIN if why_not(STREAMED, dtype, device) or chosen_isa() == "portable" else STREAMED
     if linear == PLAIN:
@@ -136,12 +136,12 @@ class PackedLinear(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._matrix, self.bias, "none", [], "")
-        return found
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._matrix, self.bias, "none", [], "")
+        return product
 
     @property
     def weight(self) -> Tensor:
-        """A plain copy [out, in] of the matrix, the same bits; for whoever looks at weights now and then."""
+        """A plain copy [out, in] of the matrix, the same bits; for occasional looks at weights."""
         plain: Tensor = self._matrix.to_dense()
         return plain
 
@@ -161,18 +161,18 @@ def pack(model: torch.nn.Module) -> int:
     What other modules use too stays plain: a head that is tied to the embedding, from which single rows are read, would
     have to be held twice. The model is on the CPU, in a dtype that `why_not` has no word against, without gradients.
     """
-    places = [(parent, name, child) for parent in model.modules() for name, child in parent._modules.items() if child]
-    users = Counter(id(weight) for _, _, child in places for weight in child.parameters(recurse=False))
-    found = [(parent, name) for parent, name, child in places if _is_plain(child) and users[id(child.weight)] == 1]
-    del places  # it holds the plain layers
-    for parent, name in found:
+    linears = [(parent, name, child) for parent in model.modules() for name, child in parent._modules.items() if child]
+    users = Counter(id(weight) for _, _, child in linears for weight in child.parameters(recurse=False))
+    packed = [(parent, name) for parent, name, child in linears if _is_plain(child) and users[id(child.weight)] == 1]
+    del linears  # it holds the plain layers
+    for parent, name in packed:
         setattr(parent, name, PackedLinear(getattr(parent, name)))
     for weight in model.parameters():  # one that lies in a mapped file would keep all of the file in memory
         weight.data = weight.data.clone()
     # The C library would keep the memory of the plain matrices for later; glibc can be asked to return it.
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
-    return len(found)
+    return len(packed)
 
 
 class StreamedLinear(torch.nn.Linear):
@@ -209,9 +209,9 @@ class Joint:
     def product(self, layer: StreamedLinear, x: Tensor) -> Tensor:
         """The rows x times a layer's matrix."""
         if layer is not self.layers[0]:
-            if x is self._x and (found := self._left.pop(layer, None)) is not None:
+            if x is self._x and (product := self._left.pop(layer, None)) is not None:
                 self._x = x if self._left else None
-                return found
+                return product
         elif self._left:  # this model gives them other rows
             self._x, self._left = None, {}
             for each in self.layers:
@@ -252,7 +252,7 @@ def _norm(module: Any, products: RowProducts, x: Tensor) -> Tensor:
 
 
 def _gated(module: Any, products: RowProducts, x: Tensor) -> Tensor:
-    """The forward pass of a feed-forward layer with a gate, likewise."""
+    """The forward pass of a feed-forward layer with a gate, in the same way."""
     if not _is_ours(x):
         usual: Tensor = type(module).forward(module, x)
         return usual
@@ -285,9 +285,9 @@ def _quicken(module: torch.nn.Module, products: RowProducts) -> None:
             usual = type(module).forward(module, x).float()
         except TypeError:  # it takes more
             return
-        found = quick(module, products, x).float()
+        quicker = quick(module, products, x).float()
     allowed = (1e-4 if weight.dtype == torch.float32 else 0.02) * usual.abs().amax(-1, keepdim=True)
-    if usual.shape == found.shape and bool(((found - usual).abs() <= allowed).all()):
+    if usual.shape == quicker.shape and bool(((quicker - usual).abs() <= allowed).all()):
         module.forward = partial(quick, module, products)
 
 
@@ -309,8 +309,8 @@ class Even(torch.nn.Module):
         size, missing = x.numel(), _missing(x.numel(), torch.get_num_threads())
         if not missing:
             return self.function(x.contiguous())
-        found: Tensor = self.function(torch.nn.functional.pad(x.reshape(-1), (0, missing)))
-        return found[:size].view(x.shape)
+        out: Tensor = self.function(torch.nn.functional.pad(x.reshape(-1), (0, missing)))
+        return out[:size].view(x.shape)
 
 
 def _missing(size: int, threads: int) -> int:
@@ -328,9 +328,9 @@ def stream(model: torch.nn.Module) -> int:
     how many linear layers."""
     from transformers.activations import ACT2CLS
 
-    found = [layer for layer in model.modules() if _is_plain(layer) and layer.weight.is_contiguous()]
+    layers = [layer for layer in model.modules() if _is_plain(layer) and layer.weight.is_contiguous()]
     products = RowProducts()
-    for layer in found:
+    for layer in layers:
         layer.__class__ = StreamedLinear
         assert isinstance(layer, StreamedLinear)
         layer.products = products
@@ -342,7 +342,7 @@ def stream(model: torch.nn.Module) -> int:
     for module in model.modules():
         _join(module)
         _quicken(module, products)
-    return len(found)
+    return len(layers)
 
 
 def rows_are_alone(model: torch.nn.Module) -> bool:
@@ -355,7 +355,7 @@ def rows_are_alone(model: torch.nn.Module) -> bool:
 
 
 def _alone_measured(model: torch.nn.Module) -> bool:
-    """Whether one row of random numbers gives the same bits alone as beside others, in each kind of part that a model
+    """True if one row of random numbers gives the same bits alone as with other rows, in each kind of part that a model
     has between its attention."""
     tried: set[tuple] = set()
     with torch.random.fork_rng(devices=()), torch.no_grad():
@@ -378,9 +378,9 @@ def _alone_measured(model: torch.nn.Module) -> bool:
             tried.add(kind)
             x = torch.randn(5, 1, width).to(next(model.parameters()).dtype)
             try:
-                together = run(x)
+                batched = run(x)
             except Exception:  # it takes something else, such as scores of experts
                 continue
-            if not all(torch.equal(run(x[row : row + 1]), together[row : row + 1]) for row in (0, 3, 4)):
+            if not all(torch.equal(run(x[row : row + 1]), batched[row : row + 1]) for row in (0, 3, 4)):
                 return False
     return True

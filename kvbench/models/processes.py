@@ -41,11 +41,11 @@ def tell(what: tuple[Any, ...]) -> None:
 
 
 def hear() -> tuple[Any, ...]:
-    """Waits for what the first process tells next."""
-    told: list[Any] = [None]
-    torch.distributed.broadcast_object_list(told, src=0, device=torch.device("cpu"))
-    found: tuple[Any, ...] = told[0]
-    return found
+    """Receives the next message of the first process."""
+    received: list[Any] = [None]
+    torch.distributed.broadcast_object_list(received, src=0, device=torch.device("cpu"))
+    message: tuple[Any, ...] = received[0]
+    return message
 
 
 def read_processes(value: object, model_kind: str, devices: "Devices") -> int:

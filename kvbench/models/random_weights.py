@@ -10,7 +10,7 @@ import yaml
 from kvbench.config.files import package_folder
 from kvbench.errors import check_name, check_whole, unknown_name
 from kvbench.kernels.bench.machine import available_bytes
-from kvbench.models.checkpoint import outline_of, own_attention
+from kvbench.models.checkpoint import native_attention, outline_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -98,7 +98,7 @@ def random_model(
     with torch.random.fork_rng(devices=cuda_devices), torch.device(device):
         torch.manual_seed(seed)
         build = transformers.AutoModelForCausalLM.from_config
-        return build(config, dtype=dtype, attn_implementation=own_attention(config))
+        return build(config, dtype=dtype, attn_implementation=native_attention(config))
 
 
 def byte_tokenizer(vocab_size: int) -> "PreTrainedTokenizerFast":

@@ -46,7 +46,7 @@ class Lengths:
         return bool(self.tables)
 
     def kind(self, length: int) -> tuple[int, ...]:
-        """What two texts have to share for one pass to serve both; `length` in tokens, the next one included."""
+        """Key that two texts have to share for one pass to serve both; `length` in tokens, the next one included."""
         return tuple(0 if length <= one.border else length if one.grows else 1 for one in self.tables)
 
     def limit(self, length: int) -> int:
@@ -162,16 +162,17 @@ def _extended(scaling: dict[str, Any], base: int) -> int:
 
 def context_length(config: "PretrainedConfig", wanted: int | None) -> int:
     """The context length: the model's own, or a shorter one that the user asked for (`model.max_tokens`)."""
-    own = context_of(config)
-    if own is None:
+    length = context_of(config)
+    if length is None:
         raise UnsupportedModel(
             f"{config.model_type}: its configuration has no context length (max_position_embeddings); use a model with "
             "full attention in every layer"
         )
     if wanted is None:
-        return own
-    if not isinstance(wanted, int) or not 1 <= wanted <= own:
+        return length
+    if not isinstance(wanted, int) or not 1 <= wanted <= length:
         raise ValueError(
-            f"model.max_tokens={wanted} must be in [1, {own}], the context length of this model, or null for all of it."
+            f"model.max_tokens={wanted} must be in [1, {length}], the context length of this model, or null for all of "
+            "it."
         )
     return wanted

@@ -44,7 +44,7 @@ from kvbench.policy.ranking import (
     share_with_cap,
     uniform,
 )
-from kvbench.policy.settings import CHUNK, TierText, check_chunk, check_chunk_place, check_sizes
+from kvbench.policy.settings import CHUNK, TierText, check_chunk, check_chunk_devices, check_sizes
 from kvbench.policy.statistics import (
     AttentionCall,
     BelowUniform,

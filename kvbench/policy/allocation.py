@@ -1,4 +1,4 @@
-"""How the lists of a cache share one budget: by layer, by how many of the best tokens are theirs, or by a table."""
+"""Allocation of one budget over the lists of a cache: by layer, by the number of best tokens, or by a table."""
 
 import json
 import math
@@ -26,7 +26,7 @@ MAX_TABLE_BYTES = 1 << 27  # of a file; the mean queries of the largest models h
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Who shares a budget, and by what.
+    """Allocation of a budget over layers and heads.
 
     Args:
         allocation: The rule.
@@ -65,7 +65,7 @@ class Shares:
 
     @property
     def scope(self) -> Literal["head", "layer", "model"]:
-        """Whose tokens have to be seen together."""
+        """Lists whose tokens have to be ranked together."""
         if self.allocation in ("global", "preference"):
             return "model"
         return "layer" if self.allocation in ("ada", "ada_pyramid") else "head"
@@ -76,14 +76,14 @@ class Shares:
         Raises:
             NotForModel: The shape of the table is not the model's.
         """
-        found = (len(self.table), len(self.table[0])) if self.table is not None else (0, 0)
-        if self.allocation == "table" and found != (num_layers, num_kv_heads):
+        shape = (len(self.table), len(self.table[0])) if self.table is not None else (0, 0)
+        if self.allocation == "table" and shape != (num_layers, num_kv_heads):
             raise NotForModel(
-                f"method.table has {found[0]} layers x {found[1]} heads, but the model has {num_layers} layers x "
+                f"method.table has {shape[0]} layers x {shape[1]} heads, but the model has {num_layers} layers x "
                 f"{num_kv_heads} KV heads; give allocation=table the weights of this model as method.table=PATH"
             )
 
-    def own(
+    def targets(
         self, view: PrefillView, score: Tensor, mean: int, reserve: int, worth: Callable[[PrefillView], Tensor]
     ) -> Tensor:
         """Tokens that each list keeps of those ranked, int64 and broadcast against [V, H, 1]; their mean is `mean`.
@@ -124,8 +124,8 @@ class Shares:
             score = score.masked_fill(rank_descending(score) == 0, float("-inf"))
         if self.allocation == "global":
             score, layers = score.flatten(0, 1)[None], layers[:1]
-        found = shares_by_score(score, layers, self.alpha, official_rounding=self.official_rounding)
-        return reserve + found.view(len(view.layers), -1, 1)
+        by_score = shares_by_score(score, layers, self.alpha, official_rounding=self.official_rounding)
+        return reserve + by_score.view(len(view.layers), -1, 1)
 
 
 def shares_by_score(score: Tensor, base: Tensor, alpha: float, *, official_rounding: bool = False) -> Tensor:
@@ -195,14 +195,14 @@ def read_table(table: str | Sequence[Sequence[float]], setting: str = "table") -
     else:
         rows = table
     try:
-        found = tuple(tuple(float(value) for value in row) for row in rows)
+        parsed = tuple(tuple(float(value) for value in row) for row in rows)
     except (TypeError, ValueError, OverflowError):
-        found = ()
-    whole = found and found[0] and len({len(row) for row in found}) == 1
-    if not whole or not all(math.isfinite(value) for row in found for value in row):
+        parsed = ()
+    whole = parsed and parsed[0] and len({len(row) for row in parsed}) == 1
+    if not whole or not all(math.isfinite(value) for row in parsed for value in row):
         name = table if isinstance(table, str) else "the list"
         raise ValueError(
             f"{setting}: {name} is not one line per layer with one number per KV head in each; NaN and infinity "
             "are no numbers"
         )
-    return found
+    return parsed

@@ -150,8 +150,9 @@ class Policy:
         return min(budget, num_prompt_tokens) + num_new_tokens
 
     def bounds(self, extent: Extent) -> Bounds | None:
-        """How many tokens a sequence of these lengths may hold at its end; a run whose ledger shows another number
-        fails. Default: of the prompt, on average, a page more than a setting `budget` allows; any without one."""
+        """Bounds on the tokens that a sequence of these lengths may hold at its end; a run whose ledger shows another
+        number fails. Default: of the prompt, on average, a page more than a setting `budget` allows; any without
+        one."""
         value = getattr(self, "budget", None)
         try:
             budget = None if value is None else Budget.parse(value)
@@ -182,7 +183,7 @@ class Policy:
 
     @property
     def decides_steps(self) -> bool:
-        """Whether `plan_decode` may decide anything but the default."""
+        """True if `plan_decode` may decide anything but the default."""
         return type(self).plan_decode is not Policy.plan_decode
 
     def plan_compact(self, view: DecodeView) -> CompactPlan:

@@ -1,4 +1,4 @@
-"""How many tokens a sequence may hold: what a method promises, and results are held to (`kvbench/runs/verdict.py`).
+"""Bounds on the tokens of a sequence: a method's promise, which results are held to (`kvbench/runs/verdict.py`).
 Methods import these from `kvbench.policy`."""
 
 from collections.abc import Sequence
@@ -98,8 +98,8 @@ def within(
             spare.
         floor: Tokens per list that stay at the end of a sequence whatever a share of all tokens seen says.
     """
-    given = extent.allowed(budget, extent.prompt_tokens)
-    limit = max(at_least, -(-given // block) * block)
+    tokens = extent.allowed(budget, extent.prompt_tokens)
+    limit = max(at_least, -(-tokens // block) * block)
     allowed = min(extent.prompt_tokens, limit)
     most = allowed + spare_pages * extent.page_tokens
     # Of a prompt that was read in chunks, what an early plan dropped cannot come back when shares move.

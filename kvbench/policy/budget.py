@@ -1,4 +1,4 @@
-"""How much of the cache a method may keep. Methods import this from `kvbench.policy`."""
+"""The budget of a method. Methods import this from `kvbench.policy`."""
 
 import re
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ _NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of the cache a method may keep: a ratio of the prompt, a share of all tokens seen so far, tokens per KV
-    head, or bytes per sequence.
+    """Share of the cache that a method may keep: a ratio of the prompt, a share of all tokens seen so far, tokens per
+    KV head, or bytes per sequence.
 
     Written in a config as 0.25 or 1.0 (a ratio in (0, 1], always with a point), `50%seen` (a share of the prompt and of
     the answer so far, kept to at every step), 256 (tokens; 1 is one token) or `8MiB` (bytes; B, KiB, MiB, GiB).
@@ -57,12 +57,12 @@ class Budget:
 
     @property
     def of_seen(self) -> bool:
-        """Whether it is a share of all tokens seen, which lists keep to while an answer grows."""
+        """True for a share of all tokens seen, which lists keep to while an answer grows."""
         return self.unit == "seen"
 
     @property
     def text(self) -> str:
-        """How it is written in messages; a share of all tokens seen so everywhere."""
+        """The budget as written in messages; a share of all tokens seen is written so everywhere."""
         return f"{100 * self.value:.12g}%seen" if self.of_seen else f"{self.value:g} {self.unit}"
 
     def tokens(self, num_tokens: int, lists: int, token_bytes: float) -> int:
@@ -91,7 +91,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class BudgetRule(Readable):
-    """What `Budget.parse` reads."""
+    """Rule of settings that `Budget.parse` reads."""
 
     text = (
         "a ratio in (0, 1] of the prompt such as 0.25, a share of all tokens seen such as 50%seen, a whole number of "

@@ -17,7 +17,7 @@ MAX_LAYERS = 1024
 
 @dataclass(frozen=True)
 class TiersByLayer(Readable):
-    """What `read_table` reads."""
+    """Rule of settings that `read_table` reads."""
 
     text = (
         "one precision per layer, such as '2*fp16 26*int4 2*fp16', with one per KV head where they differ, such as "
@@ -37,24 +37,24 @@ def read_table(text: str, name: str = "tiers_by_layer") -> tuple[list[tuple[str,
     named: dict[int, str] = {}
     entries = re.split(r"[\s,]+", text.strip().lower())
     for entry in entries:
-        found = re.fullmatch(r"(?:(?P<layer>-?[0-9]{1,4}):|(?P<count>[0-9]{1,4})\*)?(?P<tiers>[a-z0-9_/-]+)", entry)
-        tiers = tuple(found["tiers"].split("/")) if found else ()
-        if found is None or not all(map(TierRule().fits, tiers)) or (found["layer"] and len(tiers) > 1):
+        match = re.fullmatch(r"(?:(?P<layer>-?[0-9]{1,4}):|(?P<count>[0-9]{1,4})\*)?(?P<tiers>[a-z0-9_/-]+)", entry)
+        tiers = tuple(match["tiers"].split("/")) if match else ()
+        if match is None or not all(map(TierRule().fits, tiers)) or (match["layer"] and len(tiers) > 1):
             raise ValueError(f"{name}={shown(text)} has {entry!r}, but it must be {TiersByLayer().text}")
-        if found["layer"]:
-            layer = int(found["layer"])
+        if match["layer"]:
+            layer = int(match["layer"])
             if layer in named:
                 raise ValueError(f"{name}={shown(text)} names layer {layer} twice; name it once")
             named[layer] = tiers[0]
         else:
-            rows += [tiers] * int(found["count"] or 1)
+            rows += [tiers] * int(match["count"] or 1)
     if (rows and named) or not (rows or named) or len(rows) > MAX_LAYERS:
         raise ValueError(f"{name}={shown(text)} must be {TiersByLayer().text}")
     return rows, named
 
 
 def write_table(tiers: Sequence[str]) -> str:
-    """The same for one precision per layer, equal neighbours together: `2*fp16 26*int4 2*fp16`."""
+    """Text of a table with one precision per layer, equal neighbours joined: `2*fp16 26*int4 2*fp16`."""
     runs: list[tuple[str, int]] = []
     for tier in tiers:
         last = runs.pop() if runs and runs[-1][0] == tier else (tier, 0)
@@ -81,7 +81,7 @@ class ByLayer(Policy):
     protect_tier: TierText = "fp16"
 
     def other_tier(self, text: str) -> Tier:
-        """The format that a precision of some layers stands for. Default: what it says."""
+        """Format of a precision of some layers. Default: the precision's own."""
         return Tier.parse(text)
 
     def spread(self) -> None:
@@ -93,26 +93,26 @@ class ByLayer(Policy):
         if self.tiers_by_layer is None and not self.protect_layers:
             return
         rows, named = ([], {}) if self.tiers_by_layer is None else read_table(self.tiers_by_layer)
-        found = [] if rows else [self.tiers[0]]
+        used = [] if rows else [self.tiers[0]]
 
         def index(text: str) -> int:
             tier = self.other_tier(text)
-            if tier not in found:
-                found.append(tier)
-            return found.index(tier)
+            if tier not in used:
+                used.append(tier)
+            return used.index(tier)
 
         table = TierTable(
             rows=tuple(tuple(map(index, row)) for row in rows),
             named={layer: index(text) for layer, text in named.items()},
             protected={layer: index(self.protect_tier) for layer in self.protect_layers},
         )
-        if len(found) > MAX_TIERS:
-            names = ", ".join(tier.name for tier in found)
+        if len(used) > MAX_TIERS:
+            names = ", ".join(tier.name for tier in used)
             raise ValueError(
-                f"the layers have {len(found)} precisions ({names}), but a cache holds {MAX_TIERS}; give fewer "
+                f"the layers have {len(used)} precisions ({names}), but a cache holds {MAX_TIERS}; give fewer "
                 "different ones"
             )
-        self.tiers, self.by_layer = tuple(found), table
+        self.tiers, self.by_layer = tuple(used), table
 
     def check_model(self, num_layers: int, num_kv_heads: int) -> None:
         super().check_model(num_layers, num_kv_heads)

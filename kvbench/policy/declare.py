@@ -1,4 +1,4 @@
-"""What a method declares beside its tiers: attention statistics, residual buffer, reads, layers that differ. Methods
+"""Declarations of a method beside its tiers: attention statistics, residual buffer, reads, layers that differ. Methods
 import these from `kvbench.policy`."""
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ ALL_QUERIES = -1  # in a ScoreSpec: every prompt query counts
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """A second pass over a prompt while it is still uncompressed, made for what it shows and not kept.
+    """A second pass over a prompt while it is still uncompressed; its tokens are measured and not kept.
 
     The model is asked to repeat the prompt and is fed what it would answer, in parts: behind the whole prompt it reads
     a request, what closes a user's turn in the prompt, and a part of the prompt again. A statistic finds the passes
@@ -42,7 +42,7 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreSpec:
-    """What tokens are measured by, and which of it is kept.
+    """The statistic that scores tokens, and the numbers of it that pages keep.
 
     Args:
         statistic: What turns a layer's tensors into scores; `Probability`, what queries attend to a key with, unless
@@ -124,23 +124,23 @@ class ScoreSpec:
 
     @property
     def measures_prompts(self) -> bool:
-        """Whether a prompt's tokens get scores."""
+        """True if a prompt's tokens get scores."""
         return self.prefill_queries != 0 or not self.statistic.by_queries
 
     @property
     def orders_channels(self) -> bool:
-        """Whether the channels of a prompt's keys are measured too, so that plans put them into an order."""
+        """True if the channels of a prompt's keys are scored too, so that plans order them."""
         return self.statistic.answers("of_channels")
 
     @property
     def only_keys_and_values(self) -> bool:
-        """Whether a prompt's keys and values are all that is looked at, so that they can be scored at any time."""
+        """True if a prompt's scores depend on its keys and values alone, so that they can be computed at any time."""
         return not (self.prefill_queries or self.slot_queries or self.statistic.needs - {"before_rope"})
 
 
 @dataclass(frozen=True)
 class Compaction:
-    """When `Policy.plan_compact` evicts many tokens at once; a subclass has a rule of its own.
+    """Trigger of `Policy.plan_compact`, which evicts many tokens at once; subclasses override the rule.
 
     Args:
         every: Most tokens of a sequence that come in between two of them.
@@ -186,7 +186,7 @@ class Residual:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadSpec:
-    """Which pages decode steps read, for methods that keep every token and read some of them.
+    """Selection of the pages that decode steps read, for methods that keep every token and read some of them.
 
     Every page carries the smallest and the largest value of each key channel. A step reads the pages with the largest
     bound on a logit, sum over channels of max(q * smallest, q * largest), and always the newest page.
@@ -212,7 +212,7 @@ class ReadSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class CodeBooks:
-    """What a calibration found of a model for tiers of the codes `book_channels` (keys) and `book` (values).
+    """Calibrated tables of a model for tiers of the codes `book_channels` (keys) and `book` (values).
 
     Args:
         keys: Per layer, the level of each key code, in ascending order and from 0 to 255.
@@ -229,7 +229,7 @@ class CodeBooks:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadScales:
-    """What keys and values are divided by before they become floats of 8 bits, and multiplied by as they are read.
+    """Divisors of keys and values before they become 8-bit floats; multiplied back on reading.
 
     Args:
         keys: Per layer, one number for all of its keys, or one for each KV head; those of other formats do not count.
@@ -242,7 +242,7 @@ class HeadScales:
 
 @dataclass(frozen=True, kw_only=True)
 class TierTable:
-    """Which of a method's tiers its tier 0 stands for, layer by layer.
+    """Tiers that stand for a method's tier 0, layer by layer or head by head.
 
     Args:
         rows: One per layer: a tier, or one per KV head; empty = all have tier 0.
@@ -268,14 +268,14 @@ class TierTable:
             )
         chosen = _counted("tiers_by_layer", self.named, num_layers)
         chosen |= _counted("protect_layers", self.protected, num_layers)
-        found = [(chosen[layer],) if layer in chosen else row for layer, row in enumerate(rows)]
-        for layer, row in enumerate(found):
+        by_layer = [(chosen[layer],) if layer in chosen else row for layer, row in enumerate(rows)]
+        for layer, row in enumerate(by_layer):
             if len(row) not in (1, num_kv_heads):
                 raise NotForModel(
                     f"method.tiers_by_layer has {len(row)} heads in layer {layer}, but the model has {num_kv_heads} KV "
                     "heads; give one precision for each, or one for all"
                 )
-        return tuple(row * num_kv_heads if len(row) == 1 else row for row in found)
+        return tuple(row * num_kv_heads if len(row) == 1 else row for row in by_layer)
 
 
 def _counted(setting: str, layers: Mapping[int, int], num_layers: int) -> dict[int, int]:
@@ -284,14 +284,14 @@ def _counted(setting: str, layers: Mapping[int, int], num_layers: int) -> dict[i
     Raises:
         NotForModel: A layer does not exist, or is named twice.
     """
-    found: dict[int, int] = {}
+    tier_of: dict[int, int] = {}
     for layer, tier in layers.items():
         if not -num_layers <= layer < num_layers:
             raise NotForModel(
                 f"method.{setting} names layer {layer}, but the model has layers 0 to {num_layers - 1}, of which -1 is "
                 "the last; name one of these"
             )
-        if layer % num_layers in found:
+        if layer % num_layers in tier_of:
             raise NotForModel(f"method.{setting} names layer {layer % num_layers} twice; name it once")
-        found[layer % num_layers] = tier
-    return found
+        tier_of[layer % num_layers] = tier
+    return tier_of

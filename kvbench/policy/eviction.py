@@ -1,5 +1,5 @@
-"""What lists may hold while decoding, how they get back to it by evictions of many tokens at once, and which tokens no
-eviction takes beside those that a method keeps itself."""
+"""Slots that lists may hold while decoding, the bulk evictions that keep them to it, and tokens that no eviction takes
+beside those that a method keeps itself."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,20 +13,20 @@ from kvbench.policy.ranking import rank_descending
 from kvbench.policy.views import DecodeView
 
 
-def prompt_share(view: DecodeView, budget: Budget, given: Tensor | None = None) -> Tensor:
-    """int64 [S, L, H]: what each list may hold now, from what the prompt's plan gave it, or what counts as `given`.
+def prompt_share(view: DecodeView, budget: Budget, base: Tensor | None = None) -> Tensor:
+    """int64 [S, L, H]: slots that each list may hold now, from its share of the prompt's plan, or from `base`.
 
     With a ratio budget a list's share grows with the sequence (a prompt too short to have a share gets the ratio);
     otherwise it stays, and a prompt that fitted the budget grows up to it first.
     """
-    given = view.prompt_slots if given is None else given
+    base = view.prompt_slots if base is None else base
     seen, prompt = view.tokens_seen[:, None, None], view.prompt_tokens[:, None, None]
     if budget.unit == "ratio":
         # The one token that is kept of a prompt too short for the ratio is no share of it, or nothing would ever go.
         grown = (seen.double() * budget.value + 1e-9).long()  # as `Budget.tokens` does
-        return torch.where(prompt * budget.value < 1, grown, given * seen // prompt)
+        return torch.where(prompt * budget.value < 1, grown, base * seen // prompt)
     allowed = view.budget_tokens(budget)[:, None, None]
-    return torch.where(prompt <= allowed, allowed, given)
+    return torch.where(prompt <= allowed, allowed, base)
 
 
 def answer_share(view: DecodeView, budget: Budget) -> Tensor:
@@ -81,17 +81,17 @@ Protect = Literal["none", "sinks", "instruction", "prompt", "answer"]
 
 @dataclass(frozen=True)
 class Protection:
-    """What is protected, of a prompt and while decoding."""
+    """Protected tokens of a prompt and of an answer."""
 
     of: Protect = "none"
     tokens: int = 4
 
-    def check(self, given: object, budget: Budget, no_eviction: str) -> None:
-        """Refuses what cannot be protected of a budget, which was written as `given`; `no_eviction` says what to set so
+    def check(self, text: object, budget: Budget, no_eviction: str) -> None:
+        """Refuses what cannot be protected of a budget, which was written as `text`; `no_eviction` says what to set so
         that the method evicts while decoding, and is empty where it does."""
         if self.of in ("prompt", "answer") and budget.of_seen:
             raise ValueError(
-                f"budget={given} is a share of all tokens seen, of which protect={self.of} keeps a part whole; set "
+                f"budget={text} is a share of all tokens seen, of which protect={self.of} keeps a part whole; set "
                 "protect to none, sinks or instruction, or give a ratio"
             )
         if self.of in ("prompt", "answer") and no_eviction:
@@ -100,7 +100,7 @@ class Protection:
             )
         if self.of == "instruction" and budget.unit == "bytes":
             raise ValueError(
-                f"budget={given} counts the whole cache, and how long the instruction is that protect=instruction "
+                f"budget={text} counts the whole cache, and how long the instruction is that protect=instruction "
                 "keeps differs from text to text; give a ratio or tokens"
             )
 
@@ -137,18 +137,18 @@ class Protection:
         return pos < (first[:, None, None, None] if isinstance(first, Tensor) else first)
 
 
-def seen_share(view: DecodeView, budget: Budget, protection: Protection, ahead: int = 0) -> Tensor:
-    """int64 [S, L, H]: what each list may hold of a share of all tokens seen once the incoming token and `ahead` more
-    are among them, in proportion to what the prompt's plan gave it. Their mean keeps to the share, and what protected
-    first tokens took of a prompt beyond it does not grow."""
+def seen_share(view: DecodeView, budget: Budget, protection: Protection, lookahead: int = 0) -> Tensor:
+    """int64 [S, L, H]: slots per list of a budget that is a share of all tokens seen, with the incoming token and
+    `lookahead` more among them, in proportion to the prompt's plan. Their mean keeps to the share; slots that protected
+    first tokens took of a prompt beyond it do not grow."""
 
     def allowed(tokens: Tensor) -> Tensor:
         return (tokens.double() * budget.value + 1e-9).long().clamp(min=1)  # as `Budget.tokens` does
 
-    given, of_prompt = view.prompt_slots, allowed(view.prompt_tokens)
+    share, of_prompt = view.prompt_slots, allowed(view.prompt_tokens)
     if protection.is_first:
-        given = given * of_prompt[:, None, None] // protection.room(view, of_prompt)[:, None, None]
-    return given * allowed(view.tokens_seen + 1 + ahead)[:, None, None] // of_prompt[:, None, None]
+        share = share * of_prompt[:, None, None] // protection.room(view, of_prompt)[:, None, None]
+    return share * allowed(view.tokens_seen + 1 + lookahead)[:, None, None] // of_prompt[:, None, None]
 
 
 def displace_lightest(
@@ -181,5 +181,5 @@ def displace_lightest(
     slot = lightest.slot
     if not grows:
         oldest = view.argmin(0, by="pos", before=before, first=first, over_layer=over_layer)
-        slot = torch.where(lightest.found, slot, oldest.slot)
+        slot = torch.where(lightest.exists, slot, oldest.slot)
     return DecodePlan(slot=torch.where(view.num_slots(0) >= target, slot, APPEND))  # -1, too, where none may go

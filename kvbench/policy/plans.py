@@ -1,4 +1,4 @@
-"""What a policy answers with, as tensors over lists. Methods import these from `kvbench.policy`.
+"""Plans of a policy, as tensors over lists. Methods import these from `kvbench.policy`.
 
 The cache holds every plan to the rules below, in every run; a plan that breaks one ends the run with a ValueError.
 """
@@ -14,7 +14,7 @@ APPEND = -1  # in a DecodePlan: a new slot at the end of the tier
 
 @dataclass(kw_only=True)
 class PrefillPlan:
-    """Where each prompt token goes.
+    """Tier or eviction of each prompt token.
 
     Args:
         tier_of: int8 (or wider integers) [V, H, N]: the tier of each token, or `EVICT`. Every head keeps at least one.
@@ -39,7 +39,7 @@ class Extreme:
     pos: Tensor
 
     @cached_property
-    def found(self) -> Tensor:
+    def exists(self) -> Tensor:
         """bool [S, L, H]: an eligible slot existed."""
         return self.slot >= 0
 
@@ -57,7 +57,7 @@ class SlotArrays:
 
 @dataclass(kw_only=True)
 class DecodePlan:
-    """What happens in one decode step; every field is int64 [S, L, H], or None for its default everywhere.
+    """Plan of one decode step; every field is int64 [S, L, H], or None for its default everywhere.
 
     Args:
         slot: Slot of tier `tier` that the incoming token takes, one that its list holds, or `APPEND`. The token there

@@ -1,4 +1,4 @@
-"""What a scorer of another package takes: settings as Python has them, and the rotary embedding beside a module."""
+"""Adapters for scorers of another package: settings as Python values, and an attention module's rotary embedding."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ import torch
 
 
 def value_of(text: str) -> bool | int | float | str:
-    """What a setting says, as Python has it."""
+    """Python value of a setting's text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
@@ -19,7 +19,7 @@ def value_of(text: str) -> bool | int | float | str:
 
 
 @contextmanager
-def rotary_beside(module: torch.nn.Module, rotary: torch.nn.Module | None) -> Iterator[None]:
+def attached_rotary(module: torch.nn.Module, rotary: torch.nn.Module | None) -> Iterator[None]:
     """Lets an attention module have the model's rotary embedding for a while, where kvpress looks for it."""
     missing = rotary is not None and not hasattr(module, "rotary_emb")
     if missing:

@@ -1,4 +1,4 @@
-"""What all methods share that rank a prompt's tokens and keep the best."""
+"""Base of the methods that rank a prompt's tokens and keep the best."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -38,7 +38,7 @@ class Ranked(ByLayer):
 
         first, last = always(budget)                    # tokens at the ends stay
         score = ranking(view)[..., first:-last]         # the others compete: by default with what `rank_by` declared
-        own = shares.own(score, budget - first - last)  # how many of them each list keeps
+        own = shares.targets(score, budget - first - last)  # how many of them each list keeps
         keep = rank_descending(score) < own
 
     With `decode_every` all held tokens are ranked again before every so many steps, and lists go back to their share.
@@ -67,7 +67,7 @@ class Ranked(ByLayer):
         alpha: Share of a head's budget that `ada`, `global` and `table` do not touch, in [0, 1].
         beta: Steepness of a pyramid: the last layer keeps base / beta beside what always stays; >= 1.
         table: Weights for `allocation=table`, >= 0, one per layer and KV head: a path, or a list of lists.
-        chunk: Rank chunks of so many consecutive tokens by their mean: they stay or go together, but for one per head
+        chunk: Rank chunks of so many consecutive tokens by their mean: they stay or go together, except one per head
             that `cut_chunk` is about. 1 = single tokens.
         cut_chunk: A chunk that the budget has room for in part stays in part, so that the budget is met; false = it
             goes, and up to `chunk` - 1 tokens per head stay unspent.
@@ -183,8 +183,8 @@ class Ranked(ByLayer):
     # What a subclass may say.
 
     def always(self, budget: int) -> tuple[int, int]:
-        """How many first and last tokens of a prompt stay whatever their score is; the first ones come first where the
-        budget holds not all of them. Default: none."""
+        """Numbers of first and last tokens of a prompt that stay whatever their score; first ones take precedence where
+        the budget is too small for all. Default: none."""
         return 0, 0
 
     def last_tokens(self) -> int:
@@ -196,7 +196,7 @@ class Ranked(ByLayer):
         return view.score
 
     def layer_weights(self, view: PrefillView) -> Tensor:
-        """fp64 [L], >= 0: what each layer of a prompt is worth, for `allocation=preference`; the view has them all."""
+        """fp64 [L], >= 0: worth of each layer of a prompt, for `allocation=preference`; the view has them all."""
         raise NotImplementedError(f"{type(self).__name__} does not define layer_weights")
 
     def prompt_budget(self, view: PrefillView) -> int:
@@ -206,12 +206,12 @@ class Ranked(ByLayer):
         return max(view.budget_tokens(self._budget), min(first, view.num_tokens))
 
     def make_stages(self) -> TwoStages:
-        """How `value_aware` chooses. Default: as CriticalKV."""
+        """The selection of `value_aware`. Default: as CriticalKV."""
         return TwoStages()
 
     @property
     def evicts_later(self) -> bool:
-        """Whether held tokens are ranked again behind the prompt. Known once `Ranked.declare` has read the budget."""
+        """True if held tokens are ranked again behind the prompt. Valid once `Ranked.declare` has read the budget."""
         return bool(self.decode_every) or self._budget.of_seen
 
     @property
@@ -220,7 +220,8 @@ class Ranked(ByLayer):
 
     @property
     def no_eviction(self) -> str:
-        """What to set so that the method evicts while decoding; empty = it does. Asked before `declare` has ended."""
+        """Settings that make the method evict while decoding, for messages; empty = it does. Read before `declare` has
+        ended."""
         settable = type(self).__dataclass_fields__["decode_every"].init
         remedy = "set decode_every" if settable else "the method decides about prompts alone, so set protect=none"
         return "" if self.decode_every else remedy
@@ -245,12 +246,12 @@ class Ranked(ByLayer):
         free = slice(first, view.num_tokens - last)
         score, held = self._scores(view, free), _held(view, free)
         # A head without a token would be none; where nothing stays anyhow, each begins with its best one.
-        own = self.shares.own(view, score, budget - first - last, int(first + last == 0), self.layer_weights)
+        counts = self.shares.targets(view, score, budget - first - last, int(first + last == 0), self.layer_weights)
         if self.value_aware:
             mean = self.per_query(score, view.num_tokens)
-            chosen = self.stages.choose(mean, view.extra["norm"][..., free], held, own)
+            chosen = self.stages.choose(mean, view.extra["norm"][..., free], held, counts)
         else:
-            chosen = rank_descending(score) < own
+            chosen = rank_descending(score) < counts
         if not self.cut_chunk:
             chosen = whole_chunks(chosen, held, self.chunk, may_be_none=first + last > 0)
         keep = torch.ones(*view.filled(0).shape, dtype=torch.bool, device=score.device)
@@ -298,13 +299,13 @@ class Ranked(ByLayer):
 
     def _first_held(self, view: DecodeView) -> int | Tensor:
         """First tokens that stay, of a prompt and behind it: int64 [S] where sequences differ, else one number."""
-        own, protected = self.always(MAX_TOKENS)[0], self.protection.first_held(view)
-        return protected.clamp(min=own) if isinstance(protected, Tensor) else max(own, protected)
+        first, protected = self.always(MAX_TOKENS)[0], self.protection.first_held(view)
+        return protected.clamp(min=first) if isinstance(protected, Tensor) else max(first, protected)
 
-    def _seen_target(self, view: DecodeView, window: int | Tensor, ahead: int = 0) -> Tensor:
-        """int64 [S, L, H]: tokens that a list may hold once the incoming one and `ahead` more are there: its share of
-        all tokens seen, and what stays whatever that is."""
-        target = seen_share(view, self._budget, self.protection, ahead)
+    def _seen_target(self, view: DecodeView, window: int | Tensor, lookahead: int = 0) -> Tensor:
+        """int64 [S, L, H]: tokens that a list may hold with the incoming one and `lookahead` more: its share of all
+        tokens seen, and at least what always stays."""
+        target = seen_share(view, self._budget, self.protection, lookahead)
         for least in (window, self._first_held(view) + 1):
             target = target.clamp(min=least) if isinstance(least, int) else torch.maximum(target, least[:, None, None])
         return target
@@ -313,7 +314,8 @@ class Ranked(ByLayer):
         return self.shrink(view)
 
     def shrink(self, view: DecodeView, score: Tensor | None = None) -> CompactPlan:
-        """Every list goes back to its share, or to what reaches the threshold; what is protected stays."""
+        """Bulk eviction of every list down to its share, or to the tokens that reach the threshold; protected tokens
+        stay."""
         slots, window = view.slots(0), self.last_tokens()
         stays = self.protection.slots(view, slots.pos) & slots.valid
         if self._budget.of_seen:
@@ -330,7 +332,8 @@ class Ranked(ByLayer):
         return CompactPlan(keep=[(ranked >= self.threshold) | stays | best])
 
     def _share(self, view: DecodeView) -> Tensor:
-        """int64 [S, L, H]: `prompt_share`; what first tokens took beyond the budget does not grow with the sequence."""
+        """int64 [S, L, H]: `prompt_share`; slots that first tokens took beyond the budget do not grow with the
+        sequence."""
         if not self.protection.is_first:
             return prompt_share(view, self._budget)
         allowed = view.budget_tokens(self._budget)
@@ -371,13 +374,13 @@ class Ranked(ByLayer):
             return self.within_budget(extent, floor=floor)
         if self.compaction is None:
             return self.within_budget(extent)
-        stays, given = self.last_tokens(), extent.allowed(self._budget, extent.tokens_seen)
+        stays, allowed = self.last_tokens(), extent.allowed(self._budget, extent.tokens_seen)
         if self.protect == "prompt":
             return of_answer(extent, self._budget, stays, self.compaction.every)
         if self.protect == "answer" and extent.new_tokens:
             # Where lists share the budget, some hold little else, others their share.
-            stays = max(stays, extent.new_tokens + (given if self.budget_is_mean else 0))
-        stays = max(stays, self.protection.first(extent.instruction_tokens), given)
+            stays = max(stays, extent.new_tokens + (allowed if self.budget_is_mean else 0))
+        stays = max(stays, self.protection.first(extent.instruction_tokens), allowed)
         most = stays + self.compaction.every + self.shares.spare_pages * extent.page_tokens
         return replace(self.within_budget(extent), end_mean=(0, most))
 

@@ -78,7 +78,7 @@ def pyramid_budgets(
 
 
 def share_with_cap(weight: Tensor, total: int, cap: int, at_least: int = 1) -> list[int]:
-    """Whole shares proportional to `weight` [L], none above `cap`; what a cap cuts off is shared again among the
+    """Whole shares proportional to `weight` [L], none above `cap`; the excess over a cap is shared again among the
     others.
 
     Args:
@@ -114,7 +114,7 @@ def num_blocks(held: Count, block: int) -> Count:
 
 
 def keep_blocks(cost: Tensor, held: Tensor, block: int, surplus: Tensor | int) -> Tensor:
-    """Which slots stay when `surplus` blocks become free, cheapest blocks first; bool [..., M, n].
+    """Mask of slots that stay when `surplus` blocks become free, cheapest blocks first; bool [..., M, n].
 
     Freeing e blocks of a list costs the metric of the last slot that has to go, slots going in ascending order; the
     first block is freed once as many slots are gone as its last block holds. Lists compete with the others of their
@@ -175,26 +175,26 @@ class TwoStages:
     first: float = 0.5
     epsilon: float = 1e-4
 
-    def choose(self, score: Tensor, norm: Tensor, held: Tensor, own: Tensor) -> Tensor:
-        """bool [V, H, n]: the `own` tokens of each list; scores below 0 count from the smallest."""
+    def choose(self, score: Tensor, norm: Tensor, held: Tensor, counts: Tensor) -> Tensor:
+        """bool [V, H, n]: the `counts` tokens of each list; scores below 0 count from the smallest."""
         score = score - score.masked_fill(~held, float("inf")).amin(-1, keepdim=True).clamp(max=0)
-        first = rank_descending(score) < (own * self.first).long()
+        first = rank_descending(score) < (counts * self.first).long()
         worth = ((score + self.epsilon) * norm).masked_fill(~held, float("-inf"))
-        return rank_descending(worth.masked_fill(first, float("inf"))) < own
+        return rank_descending(worth.masked_fill(first, float("inf"))) < counts
 
 
-def uniform(seed: int, *place: Tensor) -> Tensor:
+def uniform(seed: int, *indices: Tensor) -> Tensor:
     """Numbers drawn evenly between 0 and 1: the same in any batch and on any device, and without the host.
 
     Args:
         seed: A whole number, at most 2**63 - 1.
-        place: int64 tensors that broadcast: whose numbers these are.
+        indices: int64 tensors that broadcast: whose numbers these are.
 
     Returns:
         fp32 in their common shape, never 0; one of 2**24 values.
     """
-    mixed = torch.full((), seed, dtype=torch.int64, device=place[0].device)
-    for number in place:  # overflow wraps, as meant
+    mixed = torch.full((), seed, dtype=torch.int64, device=indices[0].device)
+    for number in indices:  # overflow wraps, as meant
         mixed = (mixed + number + 1) * 0x5851F42D4C957F2D
         mixed = mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)
         mixed = mixed * 0x2545F4914F6CDD1D

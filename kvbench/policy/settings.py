@@ -13,7 +13,7 @@ from kvbench.rules import Readable, Whole, declared
 
 @dataclass(frozen=True)
 class TierRule(Readable):
-    """What `Tier.parse` reads."""
+    """Rule of settings that `Tier.parse` reads."""
 
     text = f"a precision: {', '.join(NAMED)}, k<bits>v<bits> such as k8v4, or lloyd-k<bits>v<bits>"
 
@@ -90,20 +90,20 @@ def check_chunk(policy: Policy, chunk: int | None) -> None:
     raise ValueError(f"prefill.chunk={chunk} does not go with {name}, which {reason}; {remedy}")
 
 
-def check_chunk_place(chunk: int | None, num_places: int, num_processes: int) -> None:
+def check_chunk_devices(chunk: int | None, num_devices: int, num_processes: int) -> None:
     """Refuses `prefill.chunk` where a chunk's past lies in several places.
 
     Args:
         chunk: Tokens of a prompt that are read at once; None = all.
-        num_places: Devices that share the layers.
+        num_devices: Devices that share the layers.
         num_processes: Processes that share the heads.
 
     Raises:
         ValueError: Names the settings, the rule and the remedy.
     """
-    if chunk is None or (num_places < 2 and num_processes < 2):
+    if chunk is None or (num_devices < 2 and num_processes < 2):
         return
-    spread, other = f"model.device spreads its layers over {num_places} devices", "name one device"
+    spread, other = f"model.device spreads its layers over {num_devices} devices", "name one device"
     if num_processes > 1:
         spread, other = f"model.tensor_parallel={num_processes} divides its heads", "model.tensor_parallel=null"
     raise ValueError(

@@ -1,4 +1,4 @@
-"""What a method may rank tokens by: a `Statistic` turns one layer's tensors into numbers per KV head and token.
+"""Statistics that methods rank tokens by: a `Statistic` turns one layer's tensors into numbers per KV head and token.
 
 A statistic sees queries, keys and values, so that the policy need not: the store runs it and shows the policy its
 numbers. It is a frozen dataclass whose fields are its settings; two are the same measurement when class and fields are.
@@ -20,7 +20,7 @@ Answer = Literal["of_slots", "of_token", "of_step", "of_channels"]
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What the model called a layer's attention with while it read a prompt.
+    """Arguments of the model's call of a layer's attention during a prompt.
 
     Args:
         module: The model's own attention module.
@@ -37,7 +37,7 @@ class AttentionCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """What one layer computed of one pass over a prompt that was read already; see `Probe`.
+    """Tensors of one layer from a second pass over a prompt; see `Probe`.
 
     Args:
         first, end: The pass repeated the prompt's tokens from `first` up to `end`.
@@ -52,7 +52,7 @@ class Replay:
 
 
 class LayerTensors(ABC):
-    """What a statistic sees of one layer of one sequence: a whole prompt, or the slots that its pages hold.
+    """Tensors of one layer of one sequence, as a statistic reads them: a whole prompt, or the slots of its pages.
 
     Slots come in the order of their positions, with keys and values as the pages give them back. KV heads that hold
     different numbers of slots come in separate calls, so that no entry here is padding.
@@ -84,7 +84,7 @@ class LayerTensors(ABC):
         """The last queries [Hq, w, D], with their rotary positions `q_pos`: of a prompt those that the ScoreSpec's
         `prefill_queries` counts, at a bulk eviction its `slot_queries` (multiplied by the model's factor on logits, so
         that `scale` is 1); fewer where fewer were seen. Query heads of one KV head follow one another."""
-        return self._given(
+        return self._require(
             self._q,
             "queries",
             "declare how many: self.score_by(..., prefill_queries=32), and slot_queries=32 for of_slots",
@@ -98,19 +98,19 @@ class LayerTensors(ABC):
     @property
     def output_projection(self) -> Tensor:
         """[Hq, D, E]: a query head's part of the output is its attention output times its matrix."""
-        return self._given(self._output_projection, "output projection", "add 'output_projection' to its needs")
+        return self._require(self._output_projection, "output projection", "add 'output_projection' to its needs")
 
     @property
     def hidden_states(self) -> Tensor:
         """[n, E] what the layer's projections were computed from; of a prompt only."""
-        found = self._call.hidden_states if self._call is not None and "hidden_states" in self._needs else None
-        return self._given(found, "hidden states", "add 'hidden_states' to its needs, and use them in of_prompt")
+        states = self._call.hidden_states if self._call is not None and "hidden_states" in self._needs else None
+        return self._require(states, "hidden states", "add 'hidden_states' to its needs, and use them in of_prompt")
 
     @property
     def attention_call(self) -> AttentionCall:
-        """What the model called the layer's attention with, of a prompt only; for bridges to code of others."""
+        """Arguments of the model's call of the layer's attention, of a prompt only; for bridges to other packages."""
         if self._call is None or "attention_call" not in self._needs:
-            self._given(None, "call of attention", "add 'attention_call' to its needs, and use it in of_prompt")
+            self._require(None, "call of attention", "add 'attention_call' to its needs, and use it in of_prompt")
         assert self._call is not None
         return self._call
 
@@ -118,7 +118,7 @@ class LayerTensors(ABC):
     def replays(self) -> tuple[Replay, ...]:
         """The passes that the ScoreSpec's `probe` asked for, in the order of what they repeat; of a prompt only."""
         remedy = "set probe of the ScoreSpec, add 'replays' to its needs, and use them in of_prompt"
-        self._given(self._replays[0].k if self._replays else None, "second pass over the prompt", remedy)
+        self._require(self._replays[0].k if self._replays else None, "second pass over the prompt", remedy)
         return self._replays
 
     @abstractmethod
@@ -131,7 +131,7 @@ class LayerTensors(ABC):
         """fp32 [H, n]: minus the queries that attend to a key with less than 1 / (keys they see); of a prompt only."""
 
     @abstractmethod
-    def turned(self, x: Tensor, position: Tensor) -> Tensor:
+    def rotated(self, x: Tensor, position: Tensor) -> Tensor:
         """x [..., D] with rotary positions put on (negative ones take them off), fp32; `position` broadcasts against
         x[..., 0]. For statistics that declare `before_rope`."""
 
@@ -167,7 +167,7 @@ class LayerTensors(ABC):
         """x [Hq, ...] as [H, Hq / H, ...]."""
         return x.unflatten(0, (self.k.shape[0], -1))
 
-    def _given(self, tensor: Tensor | None, what: str, remedy: str) -> Tensor:
+    def _require(self, tensor: Tensor | None, what: str, remedy: str) -> Tensor:
         if tensor is None:
             raise ValueError(f"the statistic looks at the {what}, which it did not ask for; {remedy}")
         return tensor
@@ -210,7 +210,7 @@ class Statistic(ABC):
         """fp32 [H, n], or with names in `also` [1 + len(also), H, n]; finite where the tensors are."""
 
     def of_slots(self, seen: LayerTensors) -> Tensor:
-        """The same for the slots of pages."""
+        """Numbers of the slots of pages."""
         raise NotImplementedError(f"{type(self).__name__} does not define of_slots")
 
     def of_token(self, k: Tensor, v: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ class Statistic(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not define of_token")
 
     def of_step(self, probability: Tensor, num_keys: Tensor, step: Tensor) -> Tensor:
-        """What a decode step adds to tracked scores under `decode_update`.
+        """Summand of a decode step for tracked scores under `decode_update`.
 
         Args:
             probability: fp32 [S, H, n], the group reduced.
@@ -229,17 +229,17 @@ class Statistic(ABC):
         return probability
 
     def of_channels(self, seen: LayerTensors) -> Tensor:
-        """fp32 [H, D]: what each channel of the keys of a prompt is worth; the plan finds it as `view.channels`."""
+        """fp32 [H, D]: worth of each channel of the keys of a prompt; plans get it as `view.channels`."""
         raise NotImplementedError(f"{type(self).__name__} does not define of_channels")
 
     def answers(self, what: Answer) -> bool:
-        """Whether it defines one of the optional answers."""
+        """True if it defines an optional method."""
         return getattr(type(self), what) is not getattr(Statistic, what)
 
 
 @dataclass(frozen=True)
 class Probability(Statistic):
-    """What queries attend to a key with."""
+    """Attention probability of a key, reduced over queries."""
 
     by_queries: ClassVar[bool] = True
     in_chunks: ClassVar[bool] = True
@@ -311,10 +311,10 @@ class WithValueNorms(Statistic):
             object.__setattr__(self, name, value)  # what other classes know of themselves, it has from an object
 
     def of_prompt(self, seen: LayerTensors) -> Tensor:
-        return self._beside(self.ranks.of_prompt(seen), seen)
+        return self._with_norms(self.ranks.of_prompt(seen), seen)
 
     def of_slots(self, seen: LayerTensors) -> Tensor:
-        return self._beside(self.ranks.of_slots(seen), seen)
+        return self._with_norms(self.ranks.of_slots(seen), seen)
 
     def of_token(self, k: Tensor, v: Tensor) -> Tensor:
         return self.ranks.of_token(k, v)
@@ -328,9 +328,9 @@ class WithValueNorms(Statistic):
     def answers(self, what: Answer) -> bool:
         return self.ranks.answers(what)
 
-    def _beside(self, found: Tensor, seen: LayerTensors) -> Tensor:
+    def _with_norms(self, score: Tensor, seen: LayerTensors) -> Tensor:
         shape = seen.k.shape[:2]
-        return torch.cat([found.view(-1, *shape), self._norm(seen)[None]])
+        return torch.cat([score.view(-1, *shape), self._norm(seen)[None]])
 
     def _norm(self, seen: LayerTensors) -> Tensor:
         """fp32 [H, n], one query head at a time: a head's projected values are as wide as the model."""

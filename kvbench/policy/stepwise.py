@@ -1,4 +1,4 @@
-"""What the methods share that make room for each new token: one goes at every step, from the first on."""
+"""Base of the methods that make room for each new token: one goes at every step, from the first on."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -42,8 +42,8 @@ class Stepwise(Ranked):
         return self.make_room(view)
 
     def make_room(self, view: DecodeView, over_layer: bool = False) -> DecodePlan:
-        """The lightest token of each list that is full makes room; what is protected stays. With a threshold it goes
-        once its score, per query that counted, is below it, however full the list is.
+        """The lightest token of each full list makes room; protected ones stay. With a threshold it goes once its
+        score, per query that counted, is below it, however full the list is.
 
         Args:
             view: The view.
@@ -69,7 +69,7 @@ class Stepwise(Ranked):
             full = view.num_slots(0) > (view.prompt_tokens + allowed)[:, None, None]
         else:  # whatever a list's share is: from the prompt's end on one comes and one goes
             full = (view.tokens_seen > torch.maximum(view.prompt_tokens, allowed))[:, None, None]
-        goes = lightest.found & full
+        goes = lightest.exists & full
         if self.threshold is not None:
             goes = goes & (lightest.value < self.threshold)
         return DecodePlan(slot=torch.where(goes, lightest.slot, APPEND))
@@ -90,6 +90,6 @@ class Stepwise(Ranked):
             return of_answer(extent, self._budget, 0, 1)
         spare, new = 1, extent.new_tokens
         if self.protect == "answer":
-            given = extent.allowed(self._budget, extent.prompt_tokens)
-            spare += new if self.budget_is_mean else max(0, new - given)
+            allowed = extent.allowed(self._budget, extent.prompt_tokens)
+            spare += new if self.budget_is_mean else max(0, new - allowed)
         return self.within_budget(extent, at_end=spare)

@@ -29,7 +29,7 @@ CodeName = Literal[
     "book",
     "book_channels",
 ]
-Turned = Literal["none", "keys", "both", "llama.cpp"]
+Rotated = Literal["none", "keys", "both", "llama.cpp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Tier:
         v_code: Likewise for values.
         k_apart: Of `book_channels` keys: elements of each vector whose rest is kept apart, in 16 bits and a byte.
         v_apart: Likewise of `book` values.
-        turned: The channels are rotated before they are coded, and back on the way out: of `none`, `keys`, or `both`
+        rotated: The channels are rotated before they are coded, and back on the way out: of `none`, `keys`, or `both`
             keys and values; `llama.cpp`: of what is coded, as it does. The store rotates all tiers of a method alike.
         k_kept: Share of the key channels that is stored, in (0, 1]: the first of the order that the plan of a prompt
             gives (`PrefillPlan.channels`); attention takes the others for 0. Below 1 for keys of 16 bits only.
@@ -76,7 +76,7 @@ class Tier:
     v_code: CodeName = ""
     k_apart: int = 0
     v_apart: int = 0
-    turned: Turned = "none"
+    rotated: Rotated = "none"
     k_kept: Annotated[float, Number(0, 1, above=True)] = 1.0
     native: bool = False
 
@@ -109,18 +109,18 @@ class Tier:
     @property
     def has_form(self) -> bool:
         """The format says itself how its codes are made; `symmetric` and splits are not for its user to choose."""
-        return bool(self.k_code or self.v_code) or self.turned != "none" or self == NAMED["int8_per_token_head"]
+        return bool(self.k_code or self.v_code) or self.rotated != "none" or self == NAMED["int8_per_token_head"]
 
     def key_channels(self, head_dim: int) -> int:
         """Channels of a key that are stored."""
         return max(1, math.ceil(self.k_kept * head_dim - 1e-9))
 
     def split_by_bits(self, splits: dict[int, int]) -> "Tier":
-        """The same tier with each side's vectors cut into `splits[bits]` groups; sides of other bits stay whole."""
+        """This tier with each side's vectors cut into `splits[bits]` groups; sides of other bits stay whole."""
         return replace(self, k_splits=splits.get(self.k_bits, 1), v_splits=splits.get(self.v_bits, 1))
 
     def per_channel(self, group: int, **more: int) -> "Tier":
-        """The same tier with scales of keys per channel over so many tokens, and other fields; formats that say their
+        """This tier with scales of keys per channel over so many tokens, and other fields; formats that define their
         scales themselves, or have none, stay."""
         if self.native or self.fp8 or self.has_form or min(self.k_bits, self.v_bits) == 16:
             return self
@@ -167,7 +167,7 @@ def _lloyd(k_bits: int, v_bits: int) -> Tier:
     for side, bits in (("k_bits", k_bits), ("v_bits", v_bits)):
         if bits not in (2, 3, 4):
             raise ValueError(f"{side}={bits} has no codebook; choose 2, 3 or 4 bits")
-    return Tier(k_bits=k_bits, v_bits=v_bits, k_code="lloyd", v_code="lloyd", turned="both")
+    return Tier(k_bits=k_bits, v_bits=v_bits, k_code="lloyd", v_code="lloyd", rotated="both")
 
 
 def _ggml(keys: str, values: str) -> Tier:
@@ -176,7 +176,7 @@ def _ggml(keys: str, values: str) -> Tier:
     for side, name in (("k", keys), ("v", values)):
         if name in GGML:
             sides |= {f"{side}_bits": GGML[name], f"{side}_group": GGML_BLOCK, f"{side}_code": name}
-    return Tier(**sides, turned="llama.cpp")
+    return Tier(**sides, rotated="llama.cpp")
 
 
 # Formats with a name. Those of serving engines have the names that vLLM gives them (vllm/config/cache.py), SGLang
@@ -190,11 +190,11 @@ NAMED: dict[str, Tier] = {
     "fp8_per_token_head": Tier(k_bits=8, v_bits=8, k_code="e4m3_scaled", v_code="e4m3_scaled"),
     "fp8_e5m2": Tier(k_bits=8, v_bits=8, k_code="e5m2", v_code="e5m2"),
     "int8_per_token_head": Tier(k_bits=8, v_bits=8, symmetric=True),
-    "int4_per_token_head": Tier(k_bits=4, v_bits=4, k_code="zero_point", v_code="zero_point", turned="both"),
+    "int4_per_token_head": Tier(k_bits=4, v_bits=4, k_code="zero_point", v_code="zero_point", rotated="both"),
     "turboquant_k8v4": Tier(k_bits=8, v_bits=4, fp8=True),
-    "turboquant_4bit": Tier(k_bits=4, v_bits=4, k_code="lloyd", turned="keys"),
-    "turboquant_k3v4": Tier(k_bits=3, v_bits=4, k_code="lloyd", turned="keys"),
-    "turboquant_3bit": Tier(k_bits=3, v_bits=3, k_code="lloyd", turned="keys"),
+    "turboquant_4bit": Tier(k_bits=4, v_bits=4, k_code="lloyd", rotated="keys"),
+    "turboquant_k3v4": Tier(k_bits=3, v_bits=4, k_code="lloyd", rotated="keys"),
+    "turboquant_3bit": Tier(k_bits=3, v_bits=3, k_code="lloyd", rotated="keys"),
     "nvfp4": Tier(k_bits=4, v_bits=4, k_group=16, v_group=16, k_code="nvfp4", v_code="nvfp4"),
     "nvfp4_4over6": Tier(k_bits=4, v_bits=4, k_group=16, v_group=16, k_code="nvfp4_4over6", v_code="nvfp4_4over6"),
     "mxfp4": Tier(k_bits=4, v_bits=4, k_group=32, v_group=32, k_code="mxfp4", v_code="mxfp4"),

@@ -1,5 +1,5 @@
-"""What a policy sees when it plans: copies, so that nothing it does with them reaches the cache. Methods import these
-from `kvbench.policy`."""
+"""Views that a policy plans from: copies, so that nothing done with them reaches the cache. Methods import these from
+`kvbench.policy`."""
 
 from abc import ABC, abstractmethod
 from typing import Any, Literal, Self
@@ -14,13 +14,13 @@ GONE = torch.finfo(torch.float32).min  # the score of a token of a prompt that a
 
 
 class View(ABC):
-    """What a policy sees. It is shown a copy (`shown`), whose attributes it cannot set."""
+    """Base of the views of a policy, which gets a copy (`shown`) whose attributes it cannot set."""
 
     _is_shown = False
     _shown: Any = None
 
     def shown(self) -> Self:
-        """The view of the same for a policy, whose tensors are nobody else's."""
+        """Copy of the view for a policy, whose tensors are shared with nothing."""
         if self._shown is None:
             self._shown = self.anew()
         return self._shown
@@ -42,8 +42,8 @@ class View(ABC):
 
 
 class PrefillView(View):
-    """What a policy sees of one prompt, or of as much of it as was read so far (`prefill.chunk`): then some of its
-    tokens are gone, and whatever the plan says of them, they stay so.
+    """View of one prompt, or of as much of it as was read so far (`prefill.chunk`): then some of its tokens are gone,
+    and stay so whatever the plan says of them.
 
     Args:
         num_tokens: Prompt length N; of a prompt that is read in chunks, of what was read so far.
@@ -90,8 +90,8 @@ class PrefillView(View):
         self._score, self._channels = score, channels
 
     def _copied(self) -> dict[str, Any]:
-        found = {name: x.clone() if isinstance(x, Tensor) else x for name, x in vars(self).items()}
-        return found | {"extra": {name: x.clone() for name, x in self.extra.items()}}
+        fields = {name: x.clone() if isinstance(x, Tensor) else x for name, x in vars(self).items()}
+        return fields | {"extra": {name: x.clone() for name, x in self.extra.items()}}
 
     @property
     def score(self) -> Tensor:
@@ -109,7 +109,7 @@ class PrefillView(View):
 
     @property
     def channels(self) -> Tensor:
-        """What each key channel is worth, fp32 [V, H, D].
+        """Worth of each key channel, fp32 [V, H, D].
 
         Raises:
             ValueError: The policy's statistic does not say.
@@ -135,7 +135,7 @@ class PrefillView(View):
 
 
 class DecodeView(View):
-    """What a policy sees before a decode step, for all live sequences (S), layers (L) and KV heads (H) together.
+    """View before a decode step of all live sequences (S), layers (L) and KV heads (H) together.
 
     The cache's view implements it. Scores are those of the steps before.
 

@@ -1,4 +1,4 @@
-"""What a setting may be: type, range and unit, declared once beside the field that holds it, in words and in code.
+"""Rules of settings: type, range and unit, declared once beside the field that holds it, in words and in code.
 
 A field says it in its annotation: `window: Annotated[int, Whole(1, unit="tokens")] = 32`. A `bool`, a `Literal`, and an
 `int`, `float` or `str` without more, need no rule of their own. `| None` allows None beside it.
@@ -18,7 +18,7 @@ MAX_BYTES = 2**50
 
 
 class Rule(ABC):
-    """What one setting may be."""
+    """Values that one setting may have."""
 
     unit: str = ""
     """What a number counts: `tokens`, `layers`, `bits`, ...; empty where it counts nothing."""
@@ -26,7 +26,7 @@ class Rule(ABC):
     @property
     @abstractmethod
     def text(self) -> str:
-        """What is allowed, as the end of `x must be ...`."""
+        """Allowed values, as the end of `x must be ...`."""
 
     @abstractmethod
     def fits(self, value: object) -> bool:
@@ -47,7 +47,7 @@ class Rule(ABC):
 
 
 class Readable(Rule):
-    """What a function reads; a subclass defines `check`, which lets it refuse the rest in its own words."""
+    """Values that a function reads; a subclass defines `check`, which lets it refuse the rest in its own words."""
 
     def fits(self, value: object) -> bool:
         try:
@@ -220,7 +220,7 @@ class Text(Rule):
 
 @dataclass(frozen=True)
 class Form(Rule):
-    """A value of a form that a function knows, and what it is in words."""
+    """A value that a function accepts, and its form in words."""
 
     text: str = ""
     fits: Callable[[object], bool] = bool  # type: ignore[assignment]  # a field in place of a method
@@ -255,7 +255,7 @@ PLAIN: Mapping[object, Rule] = {bool: FLAG, int: Whole(), float: Number(), str: 
 
 
 class Declared:
-    """What is declared of one field, by its annotation, evaluated, with what `Annotated` adds."""
+    """Declaration of one field: its annotation, evaluated, with what `Annotated` adds."""
 
     def __init__(self, name: str, annotation: object) -> None:
         self.name = name
@@ -269,7 +269,7 @@ class Declared:
 
     @property
     def text(self) -> str:
-        """What is allowed, in words, where a rule says it."""
+        """Allowed values, in words, where a rule has them."""
         return (self.rule.text if self.rule else "a value") + (", or null" if self.optional else "")
 
     def read(self, value: Any) -> Any:
@@ -314,7 +314,7 @@ def declared(kind: type) -> Mapping[str, Declared]:
 
 
 def check_settings(held: object, prefix: str = "") -> None:
-    """Refuses an object one of whose settings may not be what it is.
+    """Refuses an object with a setting outside its rule.
 
     Args:
         held: A dataclass object.
@@ -333,7 +333,7 @@ def is_same(value: object, other: object) -> bool:
 
 
 def is_half(text: str) -> bool:
-    """Whether a text holds half of a character pair (a lone surrogate), which no tokenizer reads and no file holds."""
+    """True if a text holds half of a character pair (a lone surrogate), which no tokenizer reads and no file holds."""
     return not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
@@ -350,8 +350,8 @@ def _parts(annotation: object) -> tuple[list[Rule], list[object]]:
         rules, kinds = _parts(inner)
         return [item for item in more if isinstance(item, Rule)] + rules, kinds
     if get_origin(annotation) in (Union, types.UnionType):
-        found = [_parts(item) for item in get_args(annotation)]
-        return [rule for rules, _ in found for rule in rules], [kind for _, kinds in found for kind in kinds]
+        members = [_parts(item) for item in get_args(annotation)]
+        return [rule for rules, _ in members for rule in rules], [kind for _, kinds in members for kind in kinds]
     return [], [annotation]
 
 

@@ -30,7 +30,7 @@ class Through:
 
 @dataclass(frozen=True)
 class Unless:
-    """Mark of a setting that counts as it stands, unless it is what every run had before there was the setting.
+    """Mark of a setting that counts in the identity, unless it is what every run had before there was the setting.
 
     Args:
         value: What they had.
@@ -49,12 +49,12 @@ def marks_of(kind: type) -> dict[str, Mark | None]:
 
 
 def counted(settings: Any) -> dict[str, Any]:
-    """Settings that count as they stand, by field; those of a nested dataclass likewise.
+    """Settings that count in the identity, by field, those of a nested dataclass included.
 
     Args:
         settings: A dataclass object. A nested one whose fields are all marked is left out.
     """
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name, mark in marks_of(type(settings)).items():
         value = getattr(settings, name)
         if isinstance(mark, Outside | Through) or (isinstance(mark, Unless) and value == mark.value):
@@ -63,8 +63,8 @@ def counted(settings: Any) -> dict[str, Any]:
             value = counted(value)
             if not value:
                 continue
-        found[name] = value
-    return found
+        entries[name] = value
+    return entries
 
 
 def unmarked(settings: Mapping[str, Any], marks: Mapping[str, Mark]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Files that a setting, or a folder that may be anybody's, names."""
+"""Files named by a setting, or by a folder of unknown origin."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""The global modes of torch and of its libraries that decide how numbers come out, whoever set them.
+"""Global modes of torch and of its libraries that change how numbers come out.
 
 A mode holds for a whole process. One that the user's script or environment sets before a run counts in the run's
 identity (`counted`). One that a method's module, a plan or a grader switches would change the runs of every other
@@ -76,12 +76,12 @@ def read(quick: bool = False) -> Modes:
     Args:
         quick: Leave out the variables, and what only a sum can tell; for what is done at every step.
     """
-    found: dict[str, object] = {} if quick else {name: os.environ.get(name) for name in VARIABLES}
+    values: dict[str, object] = {} if quick else {name: os.environ.get(name) for name in VARIABLES}
     if "torch" in sys.modules:
         for name, mode in _torch_modes().items():
             if not (quick and name == _FLUSH):
-                found[name] = mode.read()
-    return found
+                values[name] = mode.read()
+    return values
 
 
 def counted() -> dict[str, str]:
@@ -94,7 +94,7 @@ def counted() -> dict[str, str]:
 
 
 def changed_since(before: Modes) -> str:
-    """What was changed since `read`, with both values, once all is as it was before; empty where nothing was."""
+    """Modes that changed since `read`, with both values, once all are restored; empty where none did."""
     now = read(quick=_FLUSH not in before)
     changed = [name for name in before if now[name] != before[name] and not {now[name], before[name]} <= {*_FULL}]
     for name in changed:
@@ -168,8 +168,8 @@ def _torch_modes() -> dict[str, _Mode]:
 
     def of_attribute(path: str, usual: tuple[Any, ...] | None) -> _Mode:
         owner, _, name = path.rpartition(".")
-        place = attrgetter(owner)(torch)
-        return _Mode(lambda: getattr(place, name), lambda value: setattr(place, name, value), usual)
+        parent = attrgetter(owner)(torch)
+        return _Mode(lambda: getattr(parent, name), lambda value: setattr(parent, name, value), usual)
 
     def of_autocast(device: str, usual: torch.dtype) -> _Mode:
         def write(value: tuple[bool, torch.dtype]) -> None:
@@ -186,11 +186,11 @@ def _torch_modes() -> dict[str, _Mode]:
     def set_device(value: torch.device) -> None:
         torch.set_default_device(None if value.type == "cpu" else value)  # None costs nothing at every call
 
-    found = {path: of_attribute(path, usual) for path, usual in _ATTRIBUTES.items()}
+    by_path = {path: of_attribute(path, usual) for path, usual in _ATTRIBUTES.items()}
     for path, (setter, usual) in _FUNCTIONS.items():
-        found[path] = _Mode(attrgetter(path)(torch), attrgetter(setter)(torch), usual)
-    found["get_default_device"] = _Mode(torch.get_default_device, set_device, ("cpu",))
-    found["set_autocast_enabled.cpu"] = of_autocast("cpu", torch.bfloat16)
-    found["set_autocast_enabled.cuda"] = of_autocast("cuda", torch.float16)
-    found["set_flush_denormal"] = _Mode(flushes, torch.set_flush_denormal, (False,))
-    return {f"torch.{name}": mode for name, mode in found.items()}
+        by_path[path] = _Mode(attrgetter(path)(torch), attrgetter(setter)(torch), usual)
+    by_path["get_default_device"] = _Mode(torch.get_default_device, set_device, ("cpu",))
+    by_path["set_autocast_enabled.cpu"] = of_autocast("cpu", torch.bfloat16)
+    by_path["set_autocast_enabled.cuda"] = of_autocast("cuda", torch.float16)
+    by_path["set_flush_denormal"] = _Mode(flushes, torch.set_flush_denormal, (False,))
+    return {f"torch.{name}": mode for name, mode in by_path.items()}

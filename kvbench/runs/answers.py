@@ -17,8 +17,8 @@ from kvbench.show.pace import Pace
 from kvbench.show.progress import Progress
 
 if TYPE_CHECKING:
+    from kvbench.engine.cross_run_batch import Step
     from kvbench.engine.engine import Engine
-    from kvbench.engine.joined import Step
     from kvbench.tasks.taskset import TaskSet
 
 ASKED_AGAIN = 32  # requests of a session whose answers are compared with those in another order
@@ -96,7 +96,9 @@ def record_answers(
             progress.step(numbers)
             graders.hand_out()
 
-        steps = engine.running(requests, on_outcome=on_outcome, on_step=on_step, sizing=task.requests, own=own)
+        steps = engine.running(
+            requests, on_outcome=on_outcome, on_step=on_step, sizing=task.requests, force_generated=own
+        )
         with closing(steps):  # closes its rows where others end this run
             for due in steps:
                 pace.pause()

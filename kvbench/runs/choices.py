@@ -75,7 +75,7 @@ def describe_model(model: LoadedModel) -> dict[str, Any]:
     """The description of the model in a document."""
     from kvbench.engine.supported import model_shape
 
-    shape = model_shape(model.model, model.places)
+    shape = model_shape(model.model, model.device_spans)
     return {
         "name": model.name,
         "fingerprint": model.fingerprint,

@@ -93,7 +93,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        from kvbench.policy import check_chunk_place
+        from kvbench.policy import check_chunk_devices
         from kvbench.tasks.task import Limit
 
         Limit.read(self.limit)
@@ -111,7 +111,7 @@ class RunConfig:
         if self.prefill.chunk is not None:  # what is no device or no number of processes is refused by its loader
             devices, processes = self.model.get("device"), self.model.get("tensor_parallel")
             places = len(devices) if isinstance(devices, list) else 1
-            check_chunk_place(self.prefill.chunk, places, processes if isinstance(processes, int) else 1)
+            check_chunk_devices(self.prefill.chunk, places, processes if isinstance(processes, int) else 1)
 
     @classmethod
     def read(cls, cfg: "Mapping[str, Any] | RunConfig") -> "RunConfig":

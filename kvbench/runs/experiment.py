@@ -247,8 +247,8 @@ def _placement(config: RunConfig, model: "LoadedModel") -> dict[str, Any]:
         found["quantisation"] = model.quantisation
     if model.tensor_parallel > 1:
         found["tensor_parallel"] = model.tensor_parallel
-    if model.places and config.store.budget_bytes is not None:
-        found["layers_per_device"] = [count for _, count in model.places]
+    if model.device_spans and config.store.budget_bytes is not None:
+        found["layers_per_device"] = [count for _, count in model.device_spans]
     return found
 
 

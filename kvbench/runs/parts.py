@@ -126,9 +126,11 @@ class Loaders:
         Raises:
             ValueError: Names the task, the model and the remedy.
         """
-        from kvbench.tasks import check_chat, needs_chat
+        from kvbench.tasks import check_chat, requires_chat
 
-        if needs_chat(config.task) and config.model.get("kind") == "hf":  # others' tokenizers come with their weights
+        if (
+            requires_chat(config.task) and config.model.get("kind") == "hf"
+        ):  # others' tokenizers come with their weights
             from kvbench.models.load import load_outline
 
             check_chat(config.task, load_outline(config.model), config.protocol)
@@ -208,7 +210,7 @@ class Loaders:
         from kvbench.engine.supported import check_supported
 
         if (outline := self._outline(group)) is not None:
-            check_supported(outline.model, len(outline.places), outline.tensor_parallel)
+            check_supported(outline.model, len(outline.device_spans), outline.tensor_parallel)
 
     def load_task(
         self, group: Mapping[str, Any], model: "LoadedModel", *, limit: int | str | None, seed: int, protocol: Mapping

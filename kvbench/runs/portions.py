@@ -17,7 +17,7 @@ from kvbench.runs.sessions import Origin, describe, says_what_ended_it, session_
 from kvbench.show.progress import Progress
 
 if TYPE_CHECKING:
-    from kvbench.engine.joined import Step
+    from kvbench.engine.cross_run_batch import Step
     from kvbench.engine.requests import Request
 
 Found = dict[Key, SampleRecord]

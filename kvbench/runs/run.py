@@ -30,7 +30,7 @@ from kvbench.runs.sessions import Origin, describe, other_machine, says_what_end
 from kvbench.show.progress import Progress, note
 
 if TYPE_CHECKING:
-    from kvbench.engine.joined import Step
+    from kvbench.engine.cross_run_batch import Step
     from kvbench.engine.requests import Request
 
 MAX_LISTED = 100  # rows of broken data that run.json names; all are counted

@@ -81,7 +81,7 @@ def describe(experiment: Experiment, record: RunRecord, origin: Origin) -> None:
     record.metrics = record.metrics or summary.metrics((), experiment.task.metrics, experiment.task.primary)
     record.protocol, record.backend, record.seed = experiment.task.protocol, experiment.backend, experiment.config.seed
     record.versions, record.git = provenance.versions(), provenance.git_state()
-    devices = [experiment.model.device, *(device for device, _ in experiment.model.places)]
+    devices = [experiment.model.device, *(device for device, _ in experiment.model.device_spans)]
     record.machine = provenance.machine(*devices, processes=experiment.model.tensor_parallel)
 
 

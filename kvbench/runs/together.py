@@ -3,9 +3,9 @@
 The runs take turns, prompt by prompt: the first that comes to a prompt reads it, the others' stores are given what the
 model computed (`engine/prompt_cache.py`), and then it is dropped. The full cache, which others are compared with, goes
 first, behind runs for which no other can measure a prompt. Where no answer depends on its neighbours, steps of few rows
-are made in one pass of the model, those of several runs together (`engine/joined.py`). What a run computes, and in
-which order, is what it does by itself; so are its records, to the bit. One run that is compared with the full cache is
-two of them.
+are made in one pass of the model, those of several runs together (`engine/cross_run_batch.py`). What a run computes,
+and in which order, is what it does by itself; so are its records, to the bit. One run that is compared with the full
+cache is two of them.
 """
 
 import math
@@ -41,8 +41,8 @@ from kvbench.show.progress import Progress
 
 if TYPE_CHECKING:
     from kvbench.cache.store import CompressedStore
+    from kvbench.engine.cross_run_batch import Step
     from kvbench.engine.engine import Engine
-    from kvbench.engine.joined import Step
     from kvbench.engine.prompt_cache import PromptCache
 
 Ends = Iterator[tuple[int, Run | Exception]]  # numbers of runs, and how they ended
@@ -336,8 +336,8 @@ class _Together:
 
     def _decode(self, lanes: list[_Lane]) -> Iterator[_Lane]:
         """Make the steps that are due, until none is; gives the runs that have ended."""
+        from kvbench.engine.cross_run_batch import join
         from kvbench.engine.engine import AUTO_ROWS
-        from kvbench.engine.joined import join
 
         while steps := [lane.step for lane in lanes if lane.step is not None]:
             join(steps, AUTO_ROWS)

@@ -1,5 +1,4 @@
-"""The bytes of a row, counted: what a method plans is asked once for lists that cannot differ, and lists that hold the
-same are one.
+"""The bytes of a row, counted: a plan is made once for lists that cannot differ, and lists that hold the same are one.
 
 A plan that treats two lists of the same content in two ways is acted out in all of them (`kvbench.sizing.shadow`), so
 that no method has to say what it does.
@@ -58,17 +57,17 @@ def count(
     Raises:
         ValueError: The method does not fit the model.
     """
-    asked = policy, shape, prompt_tokens, new_tokens, options
-    if not all(each.is_whole for each in (shape, *shape.beside)):
-        return act_out(*asked, is_even=is_even)
-    store = shadow_store(*asked, is_even=is_even)
+    sizes = policy, shape, prompt_tokens, new_tokens, options
+    if not all(each.is_whole for each in (shape, *shape.other_kinds)):
+        return act_out(*sizes, is_even=is_even)
+    store = shadow_store(*sizes, is_even=is_even)
     row = store.open_row()
     try:
         _fill(store, row, prompt_tokens, new_tokens, replace(options or StoreOptions(), budget_bytes=None))
-        for each in store.beside:
+        for each in store.other_kinds:
             _fill(each, row, prompt_tokens, new_tokens, StoreOptions())
     except Unlike:
-        return act_out(*asked, is_even=is_even)
+        return act_out(*sizes, is_even=is_even)
     return store.ledger.itemise(row)
 
 
@@ -119,17 +118,17 @@ def _plans(store: CompressedStore, row: int, num_tokens: int, new_tokens: int) -
     store.ledger.begin_prompt(row, num_tokens, new_tokens)
 
     def plan(layers: Sequence[int]) -> list[LayerPlan]:
-        given, worth = (None if x is None else x.expand(len(layers), *x.shape) for x in (score, channels))
-        made, begins = store.prompts.plan(row, layers, heads, num_tokens, given, channels=worth)
+        scores, worth = (None if x is None else x.expand(len(layers), *x.shape) for x in (score, channels))
+        made, begins = store.prompts.plan(row, layers, heads, num_tokens, scores, channels=worth)
         return [(tier_of, None if begins is None else begins[i]) for i, tier_of in enumerate(made.tier_of)]
 
     if policy.scope == "model":
         return plan(range(num_layers))
-    found: list[LayerPlan] = []
+    plans: list[LayerPlan] = []
     with _noted(policy) as looks:
         for layer in range(num_layers):
-            found += plan([layer]) if looks or not layer else found[:1]
-    return found
+            plans += plan([layer]) if looks or not layer else plans[:1]
+    return plans
 
 
 @contextmanager
@@ -189,7 +188,7 @@ def _stepped(
         output_projections=None,
         softmax=PLAIN,
         window=None,
-        beside=(),
+        other_kinds=(),
         numbers=(),
         state_bytes=0,
         shared={},
@@ -197,13 +196,13 @@ def _stepped(
     options = replace(options, key_offset="none")  # a table of other layers; how much lists hold does not depend on it
     is_even = store.backend.is_even  # type: ignore[attr-defined]
     few = shadow_store(kinds.policy(), shape, prompt_tokens, new_tokens, options, is_even=is_even)
-    own = few.open_row()
+    few_row = few.open_row()
     nothing = torch.zeros(1, 1, 1, dtype=shape.dtype).expand(1, prompt_tokens, 1)
     for layer in range(number):
-        few.place_layer(own, layer, ScoredLayer(nothing, nothing))
+        few.write_layer(few_row, layer, ScoredLayer(nothing, nothing))
     for _ in range(new_tokens):
-        shadow_step(few, [own])
-    each = few.holding.parts[0].lists(own)
+        shadow_step(few, [few_row])
+    each = few.holding.parts[0].lists(few_row)
     return [few.pages.held(tier, each)[kinds.kind.flatten()] for tier in range(len(few.pages.formats))]
 
 
@@ -235,7 +234,7 @@ class _Kinds:
         self.first = torch.tensor(first)
 
     def policy(self) -> Policy:
-        """The policy for a store of one list of each kind, which asks the real one about all lists."""
+        """Policy for a store of one list of each kind, which plans with the real one over all lists."""
         few = copy(self._policy)
         # What is said of heads and layers of the model, and a budget of its bytes, is not about these.
         vars(few).update(scope="head", granularity="kv_head", limit=None, codebooks=None, head_scales=None)
@@ -279,10 +278,10 @@ class _Kinds:
         if x.shape[1:3] != self.kind.shape:
             raise Unlike  # a plan of another form, which the store refuses
         lists = x.flatten(1, 2)
-        found = lists[:, self.first]
-        if len(self.first) < lists.shape[1] and not torch.equal(found[:, self.kind.flatten()], lists):
+        first = lists[:, self.first]
+        if len(self.first) < lists.shape[1] and not torch.equal(first[:, self.kind.flatten()], lists):
             raise Unlike
-        return found[:, :, None]
+        return first[:, :, None]
 
 
 @dataclass(frozen=True)
@@ -311,7 +310,7 @@ class _AllLists(SlotsView):
         return {**vars(self), "_arrays": {}}
 
     def __getattr__(self, name: str) -> Tensor:
-        """What few policies ask for."""
+        """Attributes that few policies read."""
         if name == "prompt_slots":
             return self._of(self._few.prompt_slots)
         if name == "instruction_tokens":
@@ -344,10 +343,10 @@ class _AllLists(SlotsView):
         if over_layer:  # a mean over heads, of each layer that differs
             layers, which = self._kind.unique(dim=0, return_inverse=True)
             each = _AllLists(self._few, self._budgets, layers)
-            found = super(_AllLists, each)._search(tier, by, over_layer=True, **conditions)
-            return _picked(found, lambda x: x[:, which])
+            extreme = super(_AllLists, each)._search(tier, by, over_layer=True, **conditions)
+            return _picked(extreme, lambda x: x[:, which])
         return _picked(self._few._search(tier, by, **conditions), self._of)
 
 
-def _picked(found: Extreme, of: Any) -> Extreme:
-    return Extreme(value=of(found.value), slot=of(found.slot), pos=of(found.pos))
+def _picked(extreme: Extreme, of: Any) -> Extreme:
+    return Extreme(value=of(extreme.value), slot=of(extreme.slot), pos=of(extreme.pos))

@@ -1,5 +1,5 @@
-"""What a method would hold on a deep model, from shallow ones of the same heads and length: within 1 % of `project`, in
-a fraction of its time.
+"""Bytes of a method on a deep model, from shallow ones of the same heads and length: within 1 % of `project`, in a
+fraction of its time.
 
 Bytes are a line over layers once a method's exceptions (first or last ones, of another precision) are all there. Two
 small caches say which line; nothing here knows what a method does.
@@ -35,22 +35,22 @@ def outline(
     Raises:
         ValueError: The method does not fit the model.
     """
-    asked = policy, shape, prompt_tokens, new_tokens
+    sizes = policy, shape, prompt_tokens, new_tokens
     budget = getattr(policy, "budget", None)
     if shape.num_layers <= LAYERS[1] or isinstance(budget, str):
-        return _whole(*asked, shares)  # a budget in bytes is one for all layers
+        return _whole(*sizes, shares)  # a budget in bytes is one for all layers
     few, more = (replace(shape, num_layers=layers) for layers in LAYERS)
     try:
         most = FEW_STEPS if prompt_tokens > LONG_TOKENS else STEPS
         steps = new_tokens if prompt_tokens + new_tokens <= EXACT_TOKENS else min(most, new_tokens)
         if _text_decides(policy, few, prompt_tokens, steps):
-            return project_shares(*asked, shares) if shares else None
+            return project_shares(*sizes, shares) if shares else None
         base, deep = (run(policy, one, prompt_tokens, 0, None, is_even=True) for one in (few, more))
         later = run(policy, few, prompt_tokens, steps, None, is_even=True) if steps else base
         is_alike = abs(deep.resident_bytes / base.resident_bytes * LAYERS[0] / LAYERS[1] - 1) < SAME
         deeper = None if is_alike or not steps else run(policy, more, prompt_tokens, steps, None, is_even=True)
     except ValueError:  # its settings are for so many layers; else it says again what is wrong
-        return _whole(*asked, shares)
+        return _whole(*sizes, shares)
     each = (shape.num_layers - LAYERS[0]) / (LAYERS[1] - LAYERS[0])
 
     def at(name: str) -> int:
@@ -70,7 +70,7 @@ def _whole(policy: Policy, shape: ModelShape, prompt: int, new: int, shares: Seq
 
 
 def _text_decides(policy: Policy, shape: ModelShape, prompt_tokens: int, steps: int) -> bool:
-    """What attention looks like moves the bytes of a prompt, or of the steps behind it."""
+    """True if the attention pattern changes the bytes of a prompt, or of the steps behind it."""
     if not (policy.score.measures_prompts or policy.score.decode_update):
         return False
     is_one = False
@@ -81,7 +81,9 @@ def _text_decides(policy: Policy, shape: ModelShape, prompt_tokens: int, steps: 
         is_one = is_one_number(least, most)
         if not is_one and prompt_tokens > EXACT_TOKENS:
             return True  # thresholds of a long prompt hardly come to one number again, and to see it takes long
-        own = shape.own_fp16_bytes(tokens + new)
-        if is_one and not keeps_all(policy, least, own):  # it has begun to decide, and alike: so it does at any length
+        full_bytes = shape.layers_fp16_bytes(tokens + new)
+        if is_one and not keeps_all(
+            policy, least, full_bytes
+        ):  # it has begun to decide, and alike: so it does at any length
             return False
     return not is_one

@@ -14,7 +14,7 @@ import torch
 from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.policy import Policy
 from kvbench.sizing.count import count
-from kvbench.sizing.shadow import place_prompt, shadow_store
+from kvbench.sizing.shadow import fill_prompt, shadow_store
 
 SAME = 0.01  # two projections this close are one number: how even attention is then decides about nothing but slack
 GLANCE_TOKENS = 1024  # a prompt long enough to tell whether it decides
@@ -58,35 +58,35 @@ def project(
     Raises:
         ValueError: The method does not fit the model.
     """
-    asked = policy, shape, prompt_tokens, new_tokens, options
+    sizes = policy, shape, prompt_tokens, new_tokens, options
     least, most = _both(policy, shape, min(prompt_tokens, GLANCE_TOKENS), 0, options)
     measures = policy.score.measures_prompts or policy.score.decode_update
     is_one = is_one_number(least, most)
-    own = shape.own_fp16_bytes(min(prompt_tokens, GLANCE_TOKENS))
-    if is_one and not (measures and prompt_tokens > GLANCE_TOKENS and keeps_all(policy, least, own)):
+    full_bytes = shape.layers_fp16_bytes(min(prompt_tokens, GLANCE_TOKENS))
+    if is_one and not (measures and prompt_tokens > GLANCE_TOKENS and keeps_all(policy, least, full_bytes)):
         # Then it is one at any length, and half the work shows which. A method that keeps all of a short prompt may be
         # one whose windows are longer, and decides later.
-        only = run(*asked, is_even=True)
+        only = run(*sizes, is_even=True)
         return only, only
     if is_one or not shares:
-        least, most = _both(*asked)
+        least, most = _both(*sizes)
         if not shares or is_one_number(least, most):
             return least, most
     only = project_shares(policy, shape, prompt_tokens, new_tokens, shares, options)
     return only, only
 
 
-def _both(*asked: Any) -> tuple[Projection, Projection]:
+def _both(*sizes: Any) -> tuple[Projection, Projection]:
     """Both ends of attention, for what `project` is asked."""
-    peaked, even = (run(*asked, is_even=is_even) for is_even in (False, True))
+    peaked, even = (run(*sizes, is_even=is_even) for is_even in (False, True))
     return (peaked, even) if peaked.resident_bytes < even.resident_bytes else (even, peaked)
 
 
-def keeps_all(policy: Policy, found: Projection, fp16_bytes: int) -> bool:
+def keeps_all(policy: Policy, projection: Projection, fp16_bytes: int) -> bool:
     """True where as much is held as of all tokens, whose keys and values take `fp16_bytes` in the layers on which the
     method acts; a method that holds less has begun to decide."""
     bits = min(tier.k_bits + tier.v_bits for tier in policy.tiers)  # of a key's and a value's number
-    return 32 * found.items["payload_bytes"] >= bits * fp16_bytes
+    return 32 * projection.items["payload_bytes"] >= bits * fp16_bytes
 
 
 def is_one_number(least: Projection, most: Projection) -> bool:
@@ -117,13 +117,13 @@ def project_shares(
     row = store.open_row(new_tokens=0)  # windows are filled as by a prompt of all tokens
     for tier, (share, fmt) in enumerate(zip(shares, store.pages.formats, strict=True)):
         placed = store.pages.tier_map
-        own = lists if placed is None else placed.where(tier, 1)  # lists that hold any in it
-        spread = ((torch.arange(len(own)) + 0.5) / max(1, len(own)) - 0.5) * fmt.tokens_per_page
-        each = share * tokens * len(lists) / max(1, len(own))
+        used = lists if placed is None else placed.where(tier, 1)  # lists that hold any in it
+        spread = ((torch.arange(len(used)) + 0.5) / max(1, len(used)) - 0.5) * fmt.tokens_per_page
+        each = share * tokens * len(lists) / max(1, len(used))
         slots = (each + (spread if tier % 2 else -spread)).round().long()
-        store.pages.table.reserve(own, tier, slots.clamp(min=0) if share else torch.zeros_like(own))
-    for windows in store.beside:
-        place_prompt(windows, row, tokens)
+        store.pages.table.reserve(used, tier, slots.clamp(min=0) if share else torch.zeros_like(used))
+    for windows in store.other_kinds:
+        fill_prompt(windows, row, tokens)
     return Projection(items=store.ledger.itemise(row), fp16_bytes=shape.fp16_bytes(tokens), measured=True)
 
 

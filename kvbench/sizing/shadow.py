@@ -37,37 +37,37 @@ def act_out(
     one: every list of every layer takes every token."""
     store = shadow_store(policy, shape, prompt_tokens, new_tokens, options, is_even=is_even)
     row = store.open_row()
-    place_prompt(store, row, prompt_tokens)
+    fill_prompt(store, row, prompt_tokens)
     for _ in range(new_tokens):
         shadow_step(store, [row])
     return store.ledger.itemise(row)
 
 
-def place_prompt(store: CompressedStore, row: int, num_tokens: int) -> None:
+def fill_prompt(store: CompressedStore, row: int, num_tokens: int) -> None:
     """Puts a prompt that is not there into an empty row of a `shadow_store`."""
     shape = store.shape
     prompt = torch.zeros(1, 1, 1, dtype=shape.dtype).expand(shape.num_kv_heads, num_tokens, 1)
     score, channels = measured(store, num_tokens)
     for layer in range(shape.num_layers):
-        store.place_layer(row, layer, ScoredLayer(prompt, prompt, score, channels=channels))
-    for each in store.beside:
-        place_prompt(each, row, num_tokens)
+        store.write_layer(row, layer, ScoredLayer(prompt, prompt, score, channels=channels))
+    for each in store.other_kinds:
+        fill_prompt(each, row, num_tokens)
 
 
 def measured(store: CompressedStore, num_tokens: int) -> tuple[Tensor | None, Tensor | None]:
-    """What is measured of each layer of a prompt that is not there: the score and the channels of a `ScoredLayer`."""
+    """Placeholder measurements of each layer of a prompt: the score and the channels of a `ScoredLayer`."""
     spec, shape, heads = store.policy.score, store.shape, store.shape.num_kv_heads
     backend = store.backend
     assert isinstance(backend, Shadow), "of a shadow_store"
     score = _prompt_scores(spec, num_tokens, backend.is_even)
-    given = None if score is None else score.expand(heads * store.copies, -1)
-    if given is not None and (also := spec.statistic.also):
-        given = given.expand(1 + len(also), -1, -1)
-    if given is not None and store.policy.scope != "head" and hasattr(store.policy, "budget"):
+    scores = None if score is None else score.expand(heads * store.copies, -1)
+    if scores is not None and (also := spec.statistic.also):
+        scores = scores.expand(1 + len(also), -1, -1)
+    if scores is not None and store.policy.scope != "head" and hasattr(store.policy, "budget"):
         # Heads that compete for a budget get unequal shares, and pages that are not full.
-        share = torch.linspace(0.5, 1.5, given.shape[-2])[:, None]  # of each list, whatever else is ranked beside
-        given = given * share * torch.rand(given.shape, generator=torch.Generator().manual_seed(0))
-    return given, torch.zeros(heads, shape.head_dim) if spec.orders_channels else None
+        share = torch.linspace(0.5, 1.5, scores.shape[-2])[:, None]  # of each list, whatever else is ranked beside
+        scores = scores * share * torch.rand(scores.shape, generator=torch.Generator().manual_seed(0))
+    return scores, torch.zeros(heads, shape.head_dim) if spec.orders_channels else None
 
 
 def shadow_step(store: CompressedStore, rows: Sequence[int]) -> None:
@@ -93,7 +93,7 @@ def shadow_store(
 ) -> CompressedStore:
     """A store for so many rows that holds no keys and values; queries attend to all tokens alike, or to one."""
     policy = copy(policy)
-    policy.tiers = tuple(replace(tier, turned="none") for tier in policy.tiers)
+    policy.tiers = tuple(replace(tier, rotated="none") for tier in policy.tiers)
     if policy.score.measures_prompts and not isinstance(policy.score.statistic, Probability | BelowUniform):
         policy.score = replace(policy.score, statistic=standing_for(policy.score.statistic))
     return CompressedStore(
@@ -113,8 +113,8 @@ def _nowhere(shape: ModelShape) -> ModelShape:
     return replace(
         shape,
         device=CPU,
-        places=tuple(replace(place, device=CPU) for place in shape.places),
-        beside=tuple(map(_nowhere, shape.beside)),
+        device_spans=tuple(replace(span, device=CPU) for span in shape.device_spans),
+        other_kinds=tuple(map(_nowhere, shape.other_kinds)),
         # Keys have one channel, which nobody looks at: it turns by no angle.
         inv_freq=None if shape.inv_freq is None else torch.zeros(0),
     )
@@ -147,7 +147,7 @@ _ALIKE = {
 
 
 def _prompt_scores(spec: ScoreSpec, num_tokens: int, is_even: bool) -> Tensor | None:
-    """fp32 [N]: what the queries of a prompt give its keys, as `Shadow` says; None where no query counts."""
+    """fp32 [N]: scores of a prompt's keys from its queries, as `Shadow` says; None where no query counts."""
     if not spec.measures_prompts:
         return None
     if spec.statistic.extremes is not None:
@@ -200,7 +200,7 @@ class Shadow(Backend):
             field = self._fields[fmt, name] = torch.cat([field, more])
         return field
 
-    def _ignore(self, *given: Any, **named: Any) -> None:
+    def _ignore(self, *operands: Any, **named: Any) -> None:
         """There are no keys, no values and no bounds to write."""
 
     write_keys = write_values = widen_bounds = _ignore
@@ -224,7 +224,13 @@ class Shadow(Backend):
         field.index_add_(0, tier.ids[live], scores.unflatten(-1, (-1, tokens))[live])
 
     def paged_decode(
-        self, q: Tensor, pages: Tensor, tiers: list[TierPages], *given: Any, group: Reduce | None = None, **named: Any
+        self,
+        q: Tensor,
+        pages: Tensor,
+        tiers: list[TierPages],
+        *operands: Any,
+        group: Reduce | None = None,
+        **named: Any,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         return torch.zeros(q.shape), torch.zeros(q.shape[:2]), [] if group is None else self._attention(tiers)
 
@@ -233,7 +239,7 @@ class Shadow(Backend):
         nothing = torch.zeros(*(live := _live(tier)).shape, 1)
         return nothing, nothing, live
 
-    def choose_pages(self, q: Tensor, pages: Tensor, tier: TierPages, *given: Any) -> TierPages:
+    def choose_pages(self, q: Tensor, pages: Tensor, tier: TierPages, *operands: Any) -> TierPages:
         return tier  # what is read is not what is held
 
     def _attention(self, tiers: list[TierPages]) -> list[Tensor]:
@@ -241,12 +247,12 @@ class Shadow(Backend):
         held = torch.stack([tier.num_k for tier in tiers]).sum(0)
         if self.is_even:
             return [_live(tier) / held[..., None] for tier in tiers]
-        found, before = [], torch.zeros_like(held)
+        shares, before = [], torch.zeros_like(held)
         for tier in tiers:
             live = _live(tier)
-            found.append((live & (before == 0)[..., None] & (torch.arange(live.shape[-1]) == 0)).float())
+            shares.append((live & (before == 0)[..., None] & (torch.arange(live.shape[-1]) == 0)).float())
             before = before + tier.num_k
-        return found
+        return shares
 
 
 def _live(tier: TierPages) -> Tensor:

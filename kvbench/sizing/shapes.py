@@ -1,5 +1,5 @@
-"""The shape that a projection must know of a model: a preset of config/shapes.yaml, or what a run reads of it in a
-config.json or in the header of a GGUF file."""
+"""Model shapes for a projection: a preset of config/shapes.yaml, or a run's reading of a config.json or of the header
+of a GGUF file."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -46,11 +46,11 @@ class NamedShape:
     def is_plain(self) -> bool:
         """True if every layer holds keys and values of the whole text."""
         shape = self.store_shape
-        return shape.is_uniform and not (shape.beside or shape.shared or shape.keys_only)
+        return shape.is_uniform and not (shape.other_kinds or shape.shared or shape.keys_only)
 
     @property
-    def place(self) -> str:
-        """What `model.path` of a run takes: the file, the folder, or the name of the page."""
+    def path(self) -> str:
+        """Value for `model.path` of a run: the file, the folder, or the name of the page."""
         return self.source.removesuffix(", the header").removesuffix("/config.json")
 
     @property
@@ -103,13 +103,13 @@ def sized(
         keys_only=latent,
     )
     if windows or states:
-        beside: tuple[ModelShape, ...] = ()
+        other_kinds: tuple[ModelShape, ...] = ()
         if windows:
             numbers = tuple(range(layers, layers + windows["layers"]))
             window = Window(windows["tokens"], bool(windows.get("in_chunks")))
-            beside = (replace(shape, num_layers=len(numbers), numbers=numbers, window=window, inv_freq=None),)
+            other_kinds = (replace(shape, num_layers=len(numbers), numbers=numbers, window=window, inv_freq=None),)
         state_bytes = states["layers"] * states["bytes"] if states else 0
-        shape = replace(shape, numbers=tuple(range(layers)), beside=beside, state_bytes=state_bytes)
+        shape = replace(shape, numbers=tuple(range(layers)), other_kinds=other_kinds, state_bytes=state_bytes)
     return NamedShape(
         name=name,
         source=source,
@@ -122,10 +122,10 @@ def sized(
 
 def size_of_weights(key: str, value: object) -> float:
     """Read a setting that is the bytes of weights: a number, or text such as 4.5GiB; ValueError for others."""
-    found = read_size(value) if isinstance(value, str) else value
-    if not Number(0, above=True).fits(found):
+    size = read_size(value) if isinstance(value, str) else value
+    if not Number(0, above=True).fits(size):
         raise ValueError(f"{key}={value!r} is no number of bytes; write one, or text such as 4.5GiB")
-    return float(found)  # type: ignore[arg-type]  # a number fits
+    return float(size)  # type: ignore[arg-type]  # a number fits
 
 
 @cache

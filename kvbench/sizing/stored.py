@@ -46,13 +46,14 @@ def usual_settings(method: str) -> dict[str, Any]:
 
 @cache
 def _usual(method: str, *folders: Path) -> dict[str, Any]:
-    """The same; folders of the user's own come and go within a process, and may have a method of the same name."""
+    """Usual settings by folders; folders of the user's own come and go within a process, and may have a method of the
+    same name."""
     return as_dict(method_settings(method)) if method in files.options("method") else {}
 
 
 def changed_settings(method: str, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a stored method that are not those of its configuration today; what it had and today's code has
-    no more is left out, so that runs of two versions of the code find each other."""
+    """Settings of a stored method that are not those of its configuration today; settings that today's code lacks are
+    left out, so that runs of two versions of the code find each other."""
     usual = usual_settings(method)
     return {name: value for name, value in stored.items() if name in usual and value != usual[name]}
 

@@ -30,11 +30,11 @@ def over_tokens(
         part for array in arrays for part in np.split(array, range(block, len(array) - len(array) % block, block))
     ]
     blocks = [part for part in blocks if len(part)]
-    found = Estimate(value=float(statistic(np.concatenate(blocks))), num_samples=len(blocks))
+    result = Estimate(value=float(statistic(np.concatenate(blocks))), num_samples=len(blocks))
     if len(blocks) >= FEWEST_SAMPLES:
         random = np.random.default_rng(SEED)
         draws = random.integers(len(blocks), size=(RESAMPLES, len(blocks)))
-        values = [statistic(np.concatenate([blocks[place] for place in draw])) for draw in draws]
-        found.low, found.high = (float(end) for end in np.quantile(values, (0.025, 0.975)))
-        found.interval = BLOCKS
-    return found
+        values = [statistic(np.concatenate([blocks[index] for index in draw])) for draw in draws]
+        result.low, result.high = (float(end) for end in np.quantile(values, (0.025, 0.975)))
+        result.interval = BLOCKS
+    return result

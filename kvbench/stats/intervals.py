@@ -10,7 +10,7 @@ from kvbench.stats import studentised
 from kvbench.stats.strata import Strata, Weighting, has_spread, unit_of, weighed
 
 Z_95 = 1.959963984540054  # two-sided 95 % point of the normal distribution
-YES_NO = (0.0, 1.0)
+BINARY = (0.0, 1.0)
 WILSON, NEWCOMBE, BOOTSTRAP, FEW_DIFFER = "wilson", "newcombe", "studentised bootstrap", "clopper-pearson"
 
 
@@ -95,7 +95,7 @@ def correlation(groups: Sequence[Sequence[tuple[float, float]]], weights: Strata
     sums = [0.0, 0.0, 0.0]  # covariance and both variances of the weighted rates
     for group, weight in zip(groups, shares, strict=True):
         counts = [sum(pair == kind for pair in group) for kind in ((1, 1), (1, 0), (0, 1), (0, 0))]
-        rates = [(counts[0] + counts[place]) / len(group) for place in (1, 2)]
+        rates = [(counts[0] + counts[index]) / len(group) for index in (1, 2)]
         first, second = (rate * (1 - rate) * weight**2 / len(group) for rate in rates)
         parts = (_phi(*counts) * math.sqrt(first * second), first, second)
         sums = [known + part for known, part in zip(sums, parts, strict=True)]
@@ -118,15 +118,15 @@ def estimate(
     """
     finite = [[value for value in values if math.isfinite(value)] for values in strata.values()]
     num_nonfinite += sum(map(len, strata.values())) - sum(map(len, finite))
-    found = weighed(finite, weighting)
-    if not found.values:
+    groups = weighed(finite, weighting)
+    if not groups.values:
         return Estimate(num_nonfinite=num_nonfinite)
-    result = Estimate(value=float(found.mean()), num_samples=found.count, num_nonfinite=num_nonfinite)
-    if all(item in YES_NO for item in found.flat):
-        result.low, result.high = rate_interval(found)
+    result = Estimate(value=float(groups.mean()), num_samples=groups.count, num_nonfinite=num_nonfinite)
+    if all(item in BINARY for item in groups.flat):
+        result.low, result.high = rate_interval(groups)
         result.interval = WILSON
         return result
-    ends = _graded(found)
+    ends = _graded(groups)
     if ends is not None:
         low, high = bounds or (-math.inf, math.inf)
         result.low, result.high = max(low, ends[0]), min(high, ends[1])
@@ -134,32 +134,32 @@ def estimate(
     return result
 
 
-def _graded(found: Strata) -> tuple[float, float] | None:
+def _graded(strata: Strata) -> tuple[float, float] | None:
     """Interval of a weighted mean of values that are not all yes or no. A subset that is all right has no spread, yet
     doubt remains: it contributes Wilson's interval. The others contribute one bootstrap interval together."""
-    same = [bool(all(item in YES_NO for item in values)) and not has_spread(values) for values in found.values]
+    same = [bool(all(item in BINARY for item in values)) and not has_spread(values) for values in strata.values]
     if not any(same):
-        return studentised.interval(found)
-    rest = [(v, w) for v, w, is_same in zip(found.values, found.weights, same, strict=True) if not is_same]
+        return studentised.interval(strata)
+    rest = [(v, w) for v, w, is_same in zip(strata.values, strata.weights, same, strict=True) if not is_same]
     share = sum(weight for _, weight in rest)
     others = Strata(tuple(values for values, _ in rest), tuple(weight / share for _, weight in rest))
     ends = studentised.interval(others)
     if ends is None:
         return None
-    sure = [(v, w) for v, w, is_same in zip(found.values, found.weights, same, strict=True) if is_same]
+    sure = [(v, w) for v, w, is_same in zip(strata.values, strata.weights, same, strict=True) if is_same]
     parts = [(float(v.mean()), *wilson(float(v.sum()), len(v))) for v, _ in sure] + [(float(others.mean()), *ends)]
     below, above = mover(parts, [*(weight for _, weight in sure), share])
-    value = float(found.mean())
+    value = float(strata.mean())
     return value - below, value + above
 
 
-def rate_interval(found: Strata) -> tuple[float, float]:
+def rate_interval(strata: Strata) -> tuple[float, float]:
     """Wilson's interval of a weighted mean of rates."""
-    if found.weighs_samples_alike:
-        return wilson(float(found.flat.sum()), found.count)
-    value = float(found.mean())
-    parts = [(float(item.mean()), *wilson(float(item.sum()), len(item))) for item in found.values]
-    below, above = mover(parts, found.weights)
+    if strata.weighs_samples_alike:
+        return wilson(float(strata.flat.sum()), strata.count)
+    value = float(strata.mean())
+    parts = [(float(item.mean()), *wilson(float(item.sum()), len(item))) for item in strata.values]
+    below, above = mover(parts, strata.weights)
     return max(0.0, value - below), min(1.0, value + above)
 
 

@@ -20,14 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.stats import studentised, yes_no
-from kvbench.stats.intervals import BOOTSTRAP, FEW_DIFFER, NEWCOMBE, YES_NO, Z_95, Estimate, mover, newcombe, wilson
-from kvbench.stats.signs import DRAWS, sign_flip
+from kvbench.stats import binomial, studentised
+from kvbench.stats.intervals import BINARY, BOOTSTRAP, FEW_DIFFER, NEWCOMBE, Z_95, Estimate, mover, newcombe, wilson
+from kvbench.stats.sign_test import DRAWS, sign_flip
 from kvbench.stats.strata import FEWEST_SAMPLES, Strata, Weighting, standard_error, weighed
 from kvbench.stats.studentised import LEVEL, RESAMPLES, SEED, resamples_for
 
 ALPHA = 1 - LEVEL
-POWER = yes_no.POWER
+POWER = binomial.POWER
 MOST_TIMES = 1e9  # a difference that is this many times smaller than what the samples show is shown by none
 FEWEST_DIFFERENT = 6  # fewer than six differing samples, all one way, are no p < 0.05: 2 * 0.5^6 = 0.03
 Pair = tuple[float, float]
@@ -70,7 +70,7 @@ class Paired:
         return standard_error(self.strata) if self.strata.count >= FEWEST_SAMPLES else None
 
     def among(self, num_tests: int) -> "Paired":
-        """The same, as one of so many tests."""
+        """This test as one of so many."""
         return replace(self, num_tests=num_tests)
 
     def _t(self, resamples: int) -> np.ndarray:
@@ -85,9 +85,9 @@ class Paired:
             return None
         t = (self.value - null) / self.error[0]
         draws = self._t(resamples_for(self.num_tests, self.resamples))
-        place = int(np.searchsorted(draws, t, "left" if above else "right"))
-        found = len(draws) - place if above else place
-        p = (1 + found) / (1 + len(draws))
+        rank = int(np.searchsorted(draws, t, "left" if above else "right"))
+        reached = len(draws) - rank if above else rank
+        p = (1 + reached) / (1 + len(draws))
         if null == 0 or p >= ALPHA:
             return p
         # Of few samples no tail is known: the signs about the null are the second witness, as they are about zero.
@@ -115,7 +115,8 @@ class Paired:
         return max(flipped, min(1.0, 2 * min(tails[0], tails[1])))
 
     def p_beyond(self, margin: float) -> float | None:
-        """Two-sided p value of a difference that is no larger than a margin; `p` with margin 0, None likewise."""
+        """Two-sided p value of a difference that is no larger than a margin; `p` with margin 0, None where that is
+        None."""
         if margin == 0:
             return self.p
         if abs(self.value) <= margin or self.few_differ:
@@ -139,7 +140,7 @@ class Paired:
                 lost, gained = (float(each[sign * self.strata.flat * side > 0].sum()) * count for side in (1, -1))
                 gained = gained if self.pairs is not None else 0.0
                 whole = min(count, math.ceil(lost - 1e-9))
-                sides.append(yes_no.within(whole, min(count - whole, int(gained + 1e-9)), count, margin))
+                sides.append(binomial.within(whole, min(count - whole, int(gained + 1e-9)), count, margin))
             return max(sides)
         above, below = self._tail(-margin, True), self._tail(margin, False)
         return None if above is None or below is None else max(above, below)
@@ -147,10 +148,10 @@ class Paired:
     @cached_property
     def interval(self) -> tuple[tuple[float, float] | None, str]:
         """95 % interval of the mean and how it was computed; None and an empty name where nothing can be said."""
-        found, name = self._raw_interval()
-        if found is None or self.p is None:
+        ends, name = self._raw_interval()
+        if ends is None or self.p is None:
             return None, ""
-        low, high = found
+        low, high = ends
         if self.bounded:
             low, high = max(-1.0, low), min(1.0, high)
         if self.p >= ALPHA:
@@ -161,9 +162,9 @@ class Paired:
         if self.pairs is not None:
             return self._newcombe(), NEWCOMBE
         if self.error is not None and not self.few_differ:
-            found = studentised.ends(self._t(self.resamples), self.value, self.error[0])
-            if found is not None:
-                return found, BOOTSTRAP
+            ends = studentised.ends(self._t(self.resamples), self.value, self.error[0])
+            if ends is not None:
+                return ends, BOOTSTRAP
         if self.bounded:
             return self._clopper_pearson(), FEW_DIFFER
         return None, ""
@@ -223,7 +224,7 @@ class Paired:
         """The smallest true difference that `p` shows with 80 % probability, below a level that is divided by the rows
         corrected together; None where it cannot be known, or none would."""
         if self.pairs is not None or self.few_differ:
-            return yes_no.detectable(self.churn, int(self.strata.effective_count + 1e-9), level)
+            return binomial.detectable(self.churn, int(self.strata.effective_count + 1e-9), level)
         if self.error is None or 2.0 ** (1 - self.num_different) >= level:
             return None
         return self.error[0] * _noncentral(self.error[1], level)
@@ -232,20 +233,20 @@ class Paired:
         """Number of samples that would show a true difference of this size with 80 % probability, at the churn or the
         spread seen here; None where that is not known, or without bounds."""
         if self.pairs is not None or self.few_differ:
-            return yes_no.samples_needed(difference, self.churn, level)
+            return binomial.samples_needed(difference, self.churn, level)
         if self.error is None:
             return None
-        found = self.strata.count
+        count = self.strata.count
         for _ in range(20):  # the t quantile depends weakly on the number looked for
-            shows = _noncentral(max(2.0, found - 1.0), level) * self.error[0]
+            shows = _noncentral(max(2.0, count - 1.0), level) * self.error[0]
             if not shows < MOST_TIMES * difference:
                 return None
             ratio = shows / difference
             wanted = max(FEWEST_SAMPLES, math.ceil(self.strata.count * ratio**2))
-            if wanted == found:
+            if wanted == count:
                 break
-            found = wanted
-        return found
+            count = wanted
+        return count
 
     def needed_equal(self, margin: float, level: float) -> int | None:
         """Number of samples at which a run that does not differ is found within a margin with 80 % probability, by two
@@ -258,7 +259,7 @@ class Paired:
 
         if self.pairs is not None or self.few_differ:
             spread = math.sqrt(self.churn)
-            at_margin = math.sqrt(yes_no.restricted_churn(self.churn, margin) - margin**2)
+            at_margin = math.sqrt(binomial.restricted_churn(self.churn, margin) - margin**2)
         elif self.error is not None:
             spread = at_margin = self.error[0] * math.sqrt(self.strata.count)
         else:
@@ -289,10 +290,10 @@ def difference(
 ) -> Paired:
     """Pair the values of two runs on the same samples, first minus second; `bounded` ones are in [0, 1]."""
     both = [list(zip(a.tolist(), b.tolist(), strict=True)) for a, b in zip(mine.values, theirs.values, strict=True)]
-    is_yes_no = bounded and bool(np.isin(mine.flat, YES_NO).all() and np.isin(theirs.flat, YES_NO).all())
+    is_binary = bounded and bool(np.isin(mine.flat, BINARY).all() and np.isin(theirs.flat, BINARY).all())
     return Paired(
         strata=Strata(tuple(a - b for a, b in zip(mine.values, theirs.values, strict=True)), mine.weights),
-        pairs=both if is_yes_no else None,
+        pairs=both if is_binary else None,
         bounded=bounded,
         resamples=resamples,
         seed=seed,
@@ -313,14 +314,14 @@ def paired(groups: Mapping[str, Sequence[Pair]], weighting: Weighting = "subset"
 
 def paired_difference(groups: Mapping[str, Sequence[Pair]], weighting: Weighting = "subset") -> Estimate:
     """Weighted mean difference (first - second) of scores in [0, 1], with its 95 % interval; empty without a pair."""
-    found = paired(groups, weighting)
-    return Estimate() if found is None else found.estimate()
+    result = paired(groups, weighting)
+    return Estimate() if result is None else result.estimate()
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
     """The p values after Holm's correction for having asked all of them; one that is not known counts as 1."""
     # Four lines of numpy: statsmodels' multipletests looks for garbage in the whole process at each call.
     known = np.array([1.0 if p is None else p for p in p_values])
-    order, found = np.argsort(known), np.empty(len(known))
-    found[order] = np.maximum.accumulate(known[order] * np.arange(len(known), 0, -1)).clip(max=1.0)
-    return [None if p is None else float(q) for p, q in zip(p_values, found, strict=True)]
+    order, adjusted = np.argsort(known), np.empty(len(known))
+    adjusted[order] = np.maximum.accumulate(known[order] * np.arange(len(known), 0, -1)).clip(max=1.0)
+    return [None if p is None else float(q) for p, q in zip(p_values, adjusted, strict=True)]

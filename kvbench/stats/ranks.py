@@ -58,8 +58,10 @@ def agreement(
         return [rng.multinomial(size, [1 / size] * size, resamples) / size for size in sizes]
 
     draws = drawn(mine.sizes)
-    found = spearman(_resampled(mine, draws), _resampled(theirs, draws if same_questions else drawn(theirs.sizes)))
-    known = found[~np.isnan(found)]
+    correlations = spearman(
+        _resampled(mine, draws), _resampled(theirs, draws if same_questions else drawn(theirs.sizes))
+    )
+    known = correlations[~np.isnan(correlations)]
     interval = None
     if min(*mine.sizes, *theirs.sizes) > 1 and len(known) >= (1 - MOST_UNDEFINED) * resamples and not np.isnan(value):
         low, high = np.quantile(known, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
@@ -82,7 +84,9 @@ def _rounded(means: np.ndarray, strata: Strata) -> np.ndarray:
 
 def _resampled(strata: Strata, draws: list[np.ndarray]) -> np.ndarray:
     """Weighted means [resamples, runs], given the share of each question in each resample."""
-    parts = [weight * share @ own for weight, share, own in zip(strata.weights, draws, strata.values, strict=True)]
+    parts = [
+        weight * share @ values for weight, share, values in zip(strata.weights, draws, strata.values, strict=True)
+    ]
     return _rounded(sum(parts), strata)
 
 
@@ -92,9 +96,9 @@ def _between_halves(strata: Strata, rng: np.random.Generator) -> float | None:
         return None
     first, second = [], []
     for size in strata.sizes:
-        place = rng.permuted(np.tile(np.arange(size), (NUM_SPLITS, 1)), axis=1)
+        order = rng.permuted(np.tile(np.arange(size), (NUM_SPLITS, 1)), axis=1)
         half = size // 2
-        first.append((place < half) / half)
-        second.append((place >= half) / (size - half))
-    found = spearman(_resampled(strata, first), _resampled(strata, second))
-    return None if np.isnan(found).all() else float(np.nanmean(found))
+        first.append((order < half) / half)
+        second.append((order >= half) / (size - half))
+    correlations = spearman(_resampled(strata, first), _resampled(strata, second))
+    return None if np.isnan(correlations).all() else float(np.nanmean(correlations))

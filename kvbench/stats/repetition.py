@@ -1,4 +1,4 @@
-"""How much a text says again: repeated n-grams, the longest loop in it, and whether it ends in one."""
+"""Repetition in a text: repeated n-grams, the longest loop in it, and whether it ends in one."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ def repeated_share(ids: Sequence[int]) -> float:
 
     Source: Welleck et al. 2020 (arXiv 1908.04319), seq-rep-n.
     """
-    grams = [tuple(ids[place : place + GRAM]) for place in range(len(ids) - GRAM + 1)]
+    grams = [tuple(ids[start : start + GRAM]) for start in range(len(ids) - GRAM + 1)]
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 
 
@@ -35,7 +35,7 @@ def longest_loop(ids: Sequence[int]) -> int:
 
 
 def ends_in_loop(ids: Sequence[int]) -> bool:
-    """Whether a text ends in a loop: in the same 1 to 512 tokens three times in a row or more, 16 tokens in all at
+    """True if a text ends in a loop: in the same 1 to 512 tokens three times in a row or more, 16 tokens in all at
     least; a last round that is cut short counts with its tokens.
 
     Source: Holtzman et al. 2020 (arXiv 1904.09751), repetition at the end of a generation.

@@ -62,7 +62,7 @@ class Share:
         return self.gap.test
 
     def among(self, num_tests: int) -> "Share":
-        """The same, as one of so many tests."""
+        """This test as one of so many."""
         return replace(self, gap=self.gap.among(num_tests))
 
     def p_beyond(self, margin: float) -> float | None:
@@ -70,7 +70,7 @@ class Share:
         return self.gap.p_beyond(margin * self.whole)
 
     def p_within(self, margin: float) -> float | None:
-        """As `Paired.p_within`, likewise."""
+        """As `Paired.p_within`, with a margin in shares of the whole as it was measured."""
         return self.gap.p_within(margin * self.whole)
 
     def detectable(self, level: float = ALPHA) -> float | None:
@@ -79,21 +79,21 @@ class Share:
         return None if least is None else least / self.whole
 
     def needed(self, difference: float, level: float = ALPHA) -> int | None:
-        """As `Paired.needed`, likewise."""
+        """As `Paired.needed`, in shares of the whole."""
         return self.gap.needed(difference * self.whole, level)
 
     def needed_equal(self, margin: float, level: float) -> int | None:
-        """As `Paired.needed_equal`, likewise."""
+        """As `Paired.needed_equal`, in shares of the whole."""
         return self.gap.needed_equal(margin * self.whole, level)
 
     @cached_property
     def interval(self) -> tuple[Ends | None, str]:
         """95 % interval and how it was computed; None and an empty name where nothing can be said, or where the whole
         may be 0. It reaches 0 wherever the test does not exclude a difference of 0."""
-        found, name = self._raw_interval()
-        if found is None or self.gap.p is None:
+        ends, name = self._raw_interval()
+        if ends is None or self.gap.p is None:
             return None, ""
-        low, high = found
+        low, high = ends
         if self.gap.bounded:
             low = max(-1.0, low)
         if self.gap.p >= ALPHA:
@@ -104,8 +104,8 @@ class Share:
         if self.gap.pairs is not None:
             return self._of_rates(), MOVER_R
         if self.gap.few_differ:
-            found, name = self.gap.interval
-            return None if found is None else (found[0] / self.whole, found[1] / self.whole), name
+            ends, name = self.gap.interval
+            return None if ends is None else (ends[0] / self.whole, ends[1] / self.whole), name
         return self._fieller(), FIELLER
 
     def _fieller(self) -> Ends | None:
@@ -150,15 +150,15 @@ class Share:
     def _ends(self, both: float, below: Ends, above: Ends) -> Ends | None:
         """The two shares, less 1, at reaches of `mine` and `theirs`, in `_unit`, and their correlation; None where the
         whole's own interval has 0."""
-        mine, whole, found = float(self.mine.mean()) / self._unit, self.whole / self._unit, []
+        mine, whole, roots = float(self.mine.mean()) / self._unit, self.whole / self._unit, []
         for sign, (reach, of_whole) in ((-1, below), (1, above)):
             rest = whole**2 - of_whole**2
             if rest <= 0:
                 return None
             middle = mine * whole - both * reach * of_whole
             root = math.sqrt(max(0.0, middle**2 - rest * (mine**2 - reach**2)))
-            found.append((middle + sign * root) / rest - 1)
-        return found[0], found[1]
+            roots.append((middle + sign * root) / rest - 1)
+        return roots[0], roots[1]
 
 
 Difference = Paired | Share
@@ -180,5 +180,5 @@ def share(mine: Strata, theirs: Strata, **how: Any) -> Share | None:
 
 def share_of_pairs(groups: Mapping[str, Sequence[Pair]], weighting: Weighting = "subset", **how: Any) -> Share | None:
     """`share` of the pairs of each subset, weighed as `weighed` says; None also without a pair."""
-    columns = [[[pair[place] for pair in pairs] for pairs in groups.values() if pairs] for place in (0, 1)]
+    columns = [[[pair[side] for pair in pairs] for pairs in groups.values() if pairs] for side in (0, 1)]
     return share(weighed(columns[0], weighting), weighed(columns[1], weighting), **how) if columns[0] else None

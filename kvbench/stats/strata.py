@@ -57,11 +57,11 @@ class Strata:
 
     def mean(self) -> np.ndarray | float:
         """The weighted mean, a number for each column."""
-        found = sum(w * v.mean(axis=0) for w, v in zip(self.weights, self.values, strict=True))
-        return found if self.values[0].ndim > 1 else float(found)
+        mean = sum(w * v.mean(axis=0) for w, v in zip(self.weights, self.values, strict=True))
+        return mean if self.values[0].ndim > 1 else float(mean)
 
     def map(self, change: Callable[[np.ndarray], np.ndarray]) -> "Strata":
-        """The same subsets with each one's values changed by a function."""
+        """These subsets with each one's values changed by a function."""
         return Strata(tuple(map(change, self.values)), self.weights)
 
 

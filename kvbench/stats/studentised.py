@@ -32,8 +32,8 @@ def resamples_for(num_tests: int, least: int = RESAMPLES) -> int:
 def _pools(sizes: tuple[int, ...]) -> list[list[int]]:
     """For each subset the subsets whose residuals it draws from: itself, or all small ones together."""
     small = [index for index, size in enumerate(sizes) if size < SMALL]
-    for index in sorted(range(len(sizes)), key=lambda place: sizes[place]):
-        if not small or sum(sizes[place] for place in small) >= SMALL:
+    for index in sorted(range(len(sizes)), key=lambda index: sizes[index]):
+        if not small or sum(sizes[group] for group in small) >= SMALL:
             break
         if index not in small:
             small.append(index)
@@ -50,7 +50,7 @@ def _counts(size: int, pool: int, resamples: int, seed: int) -> np.ndarray:
     if key not in _kept:
         _kept[key] = _drawn(*key)
     _kept.move_to_end(key)
-    while len(_kept) > 1 and sum(found.nbytes for found in _kept.values()) > KEPT_BYTES:
+    while len(_kept) > 1 and sum(counts.nbytes for counts in _kept.values()) > KEPT_BYTES:
         _kept.popitem(last=False)
     return _kept[key]
 
@@ -58,12 +58,12 @@ def _counts(size: int, pool: int, resamples: int, seed: int) -> np.ndarray:
 def _drawn(size: int, pool: int, resamples: int, seed: int) -> np.ndarray:
     """Counts how often each of `pool` residuals is drawn when `size` are, uint16 [resamples, pool]."""
     rng = np.random.default_rng(seed)
-    found = np.empty((resamples, pool), dtype=np.uint16)
+    counts = np.empty((resamples, pool), dtype=np.uint16)
     for start in range(0, resamples, BLOCK):
         count = min(BLOCK, resamples - start)
         drawn = rng.integers(0, pool, (count, size)) + pool * np.arange(count)[:, None]
-        found[start : start + count] = np.bincount(drawn.ravel(), minlength=count * pool).reshape(count, pool)
-    return found
+        counts[start : start + count] = np.bincount(drawn.ravel(), minlength=count * pool).reshape(count, pool)
+    return counts
 
 
 def _stretched(values: np.ndarray) -> np.ndarray:
@@ -80,15 +80,15 @@ def t_blocks(strata: Strata, resamples: int, seed: int) -> Iterator[np.ndarray]:
     residuals = [values / unit for values in residuals]
     parts = []
     for index, pool in enumerate(pools):
-        own = np.concatenate([residuals[place] for place in pool])
+        pooled = np.concatenate([residuals[stratum] for stratum in pool])
         # Another seed for each subset, or two subsets of one size would draw alike.
-        counts = _counts(sizes[index], len(own), resamples, seed * 1009 + index)
-        parts.append((counts, own, own**2, strata.weights[index], sizes[index]))
+        counts = _counts(sizes[index], len(pooled), resamples, seed * 1009 + index)
+        parts.append((counts, pooled, pooled**2, strata.weights[index], sizes[index]))
     for start in range(0, resamples, BLOCK):
         mean = variance = np.zeros(())
-        for counts, own, squares, weight, size in parts:
+        for counts, pooled, squares, weight, size in parts:
             drawn = counts[start : start + BLOCK].astype(float)
-            middle = drawn @ own / size
+            middle = drawn @ pooled / size
             spread = np.maximum(drawn @ squares / size - middle**2, 0.0) / (size - 1)
             mean = mean + weight * middle
             variance = variance + weight**2 * spread
@@ -119,15 +119,15 @@ def interval(
     error = standard_error(strata)
     if error is None or strata.count < FEWEST_SAMPLES:
         return None
-    found = ends(np.sort(t_statistics(strata, resamples, seed)), float(strata.mean()), error[0])
-    return found and (max(found[0], within[0]), min(found[1], within[1]))
+    result = ends(np.sort(t_statistics(strata, resamples, seed)), float(strata.mean()), error[0])
+    return result and (max(result[0], within[0]), min(result[1], within[1]))
 
 
 def quantiles(t: np.ndarray) -> tuple[float, float]:
     """The t statistics, of some in order, beyond which 2.5 % lie below and above."""
     # The last resample, from the outside, whose p value is too large.
-    place = max(1, math.ceil((1 - LEVEL) / 2 * (len(t) + 1) - 1e-9) - 1)
-    return float(t[place - 1]), float(t[-place])
+    rank = max(1, math.ceil((1 - LEVEL) / 2 * (len(t) + 1) - 1e-9) - 1)
+    return float(t[rank - 1]), float(t[-rank])
 
 
 def ends(t: np.ndarray, middle: float, error: float) -> tuple[float, float] | None:

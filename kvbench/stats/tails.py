@@ -9,7 +9,7 @@ KL_TAILS = {"kl_99": 0.99, "kl_999": 0.999}
 
 
 def fewest(share: float) -> int:
-    """Values that a quantile needs: with fewer, it would be the largest of them but for rounding."""
+    """Values that a quantile needs: with fewer, it would be the largest of them up to rounding."""
     return round(1 / (1 - share))
 
 

@@ -1,4 +1,4 @@
-"""The tasks: what a model is asked, and how its answers are scored."""
+"""Tasks: their prompts, and the scores of answers."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -51,12 +51,12 @@ def settings_class(task_cfg: Mapping[str, Any]) -> type[Task]:
     name, harness = task_cfg.get("name"), task_cfg.get("harness")
     if harness not in (None, HARNESS):
         raise unknown_name("task.harness", harness, (HARNESS,))
-    place = "harness.HarnessTask" if harness else BENCHMARKS.get(str(name))
-    if place is None:
+    location = "harness.HarnessTask" if harness else BENCHMARKS.get(str(name))
+    if location is None:
         raise unknown_name("task.name", name, BENCHMARKS)
-    module, _, kind = place.rpartition(".")
-    found: type[Task] = getattr(import_module(f"kvbench.tasks.{module}"), kind)
-    return found
+    module, _, kind = location.rpartition(".")
+    task_class: type[Task] = getattr(import_module(f"kvbench.tasks.{module}"), kind)
+    return task_class
 
 
 def _task(task_cfg: Mapping[str, Any]) -> Task:
@@ -109,7 +109,7 @@ def load_task(
     return loaded
 
 
-def needs_chat(task_cfg: Mapping[str, Any]) -> bool:
+def requires_chat(task_cfg: Mapping[str, Any]) -> bool:
     """True for a task whose prompts not every chat template can hold."""
     return settings_class(task_cfg).check_chat is not Task.check_chat
 

@@ -42,8 +42,9 @@ def after_thinking(text: str, opened: bool = False) -> str | None:
     return None if opened or _START_OF_THOUGHT in text else text
 
 
-def found_in(text: str, find: Callable[[str], T | None], opened: bool = False) -> T | None:
-    """The final answer that `find` finds behind the thoughts; None for none, and where the thoughts have no end.
+def final_answer(text: str, find: Callable[[str], T | None], opened: bool = False) -> T | None:
+    """The answer that `find` extracts from the text behind the thoughts; None for none, and where the thoughts have no
+    end.
 
     Characters that nobody sees are no part of an answer."""
     rest = after_thinking(text, opened)
@@ -51,7 +52,7 @@ def found_in(text: str, find: Callable[[str], T | None], opened: bool = False) -
 
 
 def visible(text: str) -> str:
-    """The text without the characters that nobody sees."""
+    """The text without invisible characters."""
     return _INVISIBLE.sub("", text)
 
 
@@ -88,7 +89,7 @@ def last_boxed(text: str) -> str | None:
     Braces are balanced; `\\boxed 5` gives the next word, as TeX would nearly do, and `\\boxed5` the number.
     """
     boxes = list(_BOX.finditer(text))
-    opening = {found.start(1) for found in boxes if found[1]}
+    opening = {box.start(1) for box in boxes if box[1]}
     ends: dict[int, int] = {}  # where a box opens -> where it ends
     open_braces: list[int] = []
     for sign in _BRACE.finditer(text) if opening else ():
@@ -96,10 +97,10 @@ def last_boxed(text: str) -> str | None:
             open_braces.append(sign.start())
         elif sign[0] == "}" and open_braces and (start := open_braces.pop()) in opening:
             ends[start] = sign.start()
-    for found in reversed(boxes):
-        if found[1] and found.start(1) in ends:
-            return text[found.end() : ends[found.start(1)]].strip()
-        if word := found[2] or found[3]:
+    for box in reversed(boxes):
+        if box[1] and box.start(1) in ends:
+            return text[box.end() : ends[box.start(1)]].strip()
+        if word := box[2] or box[3]:
             return word.strip("$.")
     return None
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-_AGAIN_S = 1.0  # what swallows the first alarm gets another
+_REPEAT_S = 1.0  # what swallows the first alarm gets another
 
 
 class OutOfTime(BaseException):
@@ -33,7 +33,7 @@ def time_limit(limit_s: float | None) -> Iterator[None]:
 
     before = signal.signal(signal.SIGALRM, stop)
     try:
-        signal.setitimer(signal.ITIMER_REAL, limit_s, _AGAIN_S)
+        signal.setitimer(signal.ITIMER_REAL, limit_s, _REPEAT_S)
         try:
             yield
         finally:

@@ -34,7 +34,7 @@ class NoSystemMessage(ValueError):
 
 
 def check_template(model: "LoadedModel", protocol: Protocol) -> None:
-    """Try out a model's chat template with what a protocol tells it.
+    """Try out a model's chat template with the settings of a protocol.
 
     Raises:
         ValueError: The protocol switches thinking and the template has no switch for it; or the template cannot be
@@ -48,8 +48,8 @@ def check_template(model: "LoadedModel", protocol: Protocol) -> None:
     shown = render_chat(model, [{"role": "user", "content": _SAID}], protocol)
     if _words(_SAID) not in _words(shown):  # some write it in capitals, or part its lines otherwise
         raise _faulty(model, _drops(shown))
-    if found := re.search(r"<[^<>]* at 0x[0-9a-f]+>", shown):
-        raise _faulty(model, f"writes {found[0]!r}, the address of an object, which is another one at every start")
+    if match := re.search(r"<[^<>]* at 0x[0-9a-f]+>", shown):
+        raise _faulty(model, f"writes {match[0]!r}, the address of an object, which is another one at every start")
     if (system := protocol.system) is None:
         return
     try:
@@ -66,14 +66,14 @@ def check_template(model: "LoadedModel", protocol: Protocol) -> None:
 
 
 def system_messages(protocol: Protocol) -> list[dict[str, str]]:
-    """The messages before those of a chat: what the system says, where it says something."""
+    """Messages before those of a chat: the protocol's system message, where there is one."""
     return [] if protocol.system is None else [{"role": "system", "content": protocol.system}]
 
 
 def render_chat(
     model: "LoadedModel", messages: list[dict[str, str]], protocol: Protocol, add_generation_prompt: bool = True
 ) -> str:
-    """The text that a chat template makes of messages.
+    """Text of messages under a chat template.
 
     Args:
         model: Its tokenizer has the template.
@@ -85,11 +85,11 @@ def render_chat(
         ValueError: The template is faulty, refuses the messages, takes far too long or too much memory, or makes far
             more text than it was given.
     """
-    given = sum(len(message["content"]) for message in messages)
+    num_chars = sum(len(message["content"]) for message in messages)
     now = datetime.fromisoformat(protocol.date)
     # In English whatever the locale, which decides the names that strftime gives.
-    told: dict[str, Any] = {"date_string": f"{now.day:02} {_MONTHS[now.month - 1]} {now.year}"}
-    told |= {} if protocol.thinking is None else {"enable_thinking": protocol.thinking}
+    variables: dict[str, Any] = {"date_string": f"{now.day:02} {_MONTHS[now.month - 1]} {now.year}"}
+    variables |= {} if protocol.thinking is None else {"enable_thinking": protocol.thinking}
     try:
         with time_limit(RENDER_LIMIT_S), memory_limit(RENDER_LIMIT_BYTES), _same_always(now):
             rendered = model.tokenizer.apply_chat_template(
@@ -97,18 +97,18 @@ def render_chat(
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
-                **told,
+                **variables,
             )
     except OutOfTime:
-        fault = f"takes longer than {RENDER_LIMIT_S:g} s for a conversation of {given} characters"
+        fault = f"takes longer than {RENDER_LIMIT_S:g} s for a conversation of {num_chars} characters"
         raise _faulty(model, fault) from None
     except Exception as error:
         # A template is a program of the model's maker: it may fail with any error, or raise one of its own.
         reason = " ".join(str(error).split())[:300] or REASONS.get(type(error), "no message")
         raise _faulty(model, f"cannot be rendered ({type(error).__name__}: {reason})") from error
     assert isinstance(rendered, str), "tokenize=False gives text"
-    if len(rendered) > _MAX_TEMPLATE_CHARS + 8 * given:
-        raise _faulty(model, f"makes {len(rendered)} characters of a conversation of {given}")
+    if len(rendered) > _MAX_TEMPLATE_CHARS + 8 * num_chars:
+        raise _faulty(model, f"makes {len(rendered)} characters of a conversation of {num_chars}")
     if len(rendered) < len(messages[-1]["content"].strip()):
         raise _faulty(model, _drops(rendered))
     if is_half(rendered):
@@ -132,8 +132,8 @@ def _faulty(model: "LoadedModel", fault: str) -> ValueError:
 
 @contextmanager
 def _same_always(now: datetime) -> Iterator[None]:
-    """Let chat templates find this time where they ask transformers (`strftime_now`), which takes no function, and the
-    same random numbers (Jinja's `random` and `lipsum`)."""
+    """Fix the time that chat templates get from transformers (`strftime_now`), which takes no function, and the random
+    numbers of Jinja (`random` and `lipsum`)."""
     from transformers.utils import chat_template_utils
 
     class Stopped(datetime):

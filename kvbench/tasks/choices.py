@@ -1,4 +1,4 @@
-"""Requests that ask for the log-likelihoods of continuations instead of an answer."""
+"""Requests for the log-likelihoods of continuations instead of an answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,8 +21,8 @@ class ChoiceSet(TaskSet):
     def score_choices(self, request: Request, choices: list[dict]) -> dict[str, float]:
         """See `TaskSet`: 1 when no other choice is as likely as the right one."""
         likely = [choice["loglikelihood"] for choice in choices]
-        place = self.right[request.sample_id]
-        return {"score": float(all(likely[place] > other for at, other in enumerate(likely) if at != place))}
+        right = self.right[request.sample_id]
+        return {"score": float(all(likely[right] > other for at, other in enumerate(likely) if at != right))}
 
 
 def with_choices(request: Request, model: "LoadedModel", continuations: Sequence[str], gold: int) -> Request:
@@ -85,8 +85,8 @@ def choice_request(
     tails = []
     for continuation in continuations:
         continuation = prompt[len(stripped) :] + continuation
-        joined = tokenizer.encode(stripped + continuation, add_special_tokens=not rendered)
-        tail = joined[len(head) :] if joined[: len(head)] == head else []
+        whole = tokenizer.encode(stripped + continuation, add_special_tokens=not rendered)
+        tail = whole[len(head) :] if whole[: len(head)] == head else []
         tails.append(tuple(tail or tokenizer.encode(continuation, add_special_tokens=False)))
     shortest, longest = min(map(len, tails)), max(map(len, tails))
     # The last token of a continuation is only predicted, never read.

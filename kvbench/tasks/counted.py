@@ -1,4 +1,4 @@
-"""What a task adds to the `code` of a run's identity: files of the user's own, their libraries, the interpreter."""
+"""A task's part of the `code` of a run's identity: files of the user's own, their libraries, the interpreter."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -55,22 +55,24 @@ def _of_harness(group: Mapping[str, Any], task: "HarnessTaskSet") -> dict[str, s
     yamls = {
         each for entry in _entries(name, index) if entry.yaml_path for each in _included(entry.yaml_path.resolve())
     }
-    named = {found for path in yamls for found in _functions(path)}
-    files = {found for found in named if isinstance(found, Path)}
+    named = {reference for path in yamls for reference in _functions(path)}
+    files = {reference for reference in named if isinstance(reference, Path)}
     # A module that lm-eval loads by its path has that as its name, and is reached by its file.
-    modules = {found for found in named if isinstance(found, str)}
+    modules = {reference for reference in named if isinstance(reference, str)}
     modules |= {kind.__module__ for each in tasks for kind in type(each).__mro__ if os.sep not in kind.__module__}
     modules |= {imported for path in files for imported in code.names_imported(path)}
     reached = code.users_files(modules, room="kvbench.tasks")
-    own = {_name_of(path, include_path): path for path in {*yamls, *files} if not code.is_library(path)} | reached
-    code.check_unchanged(own)
+    files_by_name = {
+        _name_of(path, include_path): path for path in {*yamls, *files} if not code.is_library(path)
+    } | reached
+    code.check_unchanged(files_by_name)
     inside = {"lm-eval", *(path.stem for path in files), *(module.partition(".")[0] for module in reached)}
     imported = code.libraries({*files, *reached.values()})
-    is_run = any(path.suffix == ".py" for path in own.values()) or any(
+    is_run = any(path.suffix == ".py" for path in files_by_name.values()) or any(
         getattr(each, "UNSAFE_CODE", False) for each in tasks
     )
     return {
-        **({"task": code.hash_files(own)} if own else {}),
+        **({"task": code.hash_files(files_by_name)} if files_by_name else {}),
         **{f"task:{library}": version for library, version in imported.items() if library not in inside},
         **(code.interpreter() if is_run else {}),
     }
@@ -86,7 +88,7 @@ def _name_of(path: Path, include_path: str | None) -> str:
 
 def _entries(name: str, index: Mapping[str, Any]) -> Iterable[Any]:
     """The entries of lm-eval's index that a task, a group or a tag stands for: its own, and those of all members."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     todo: list[Any] = [name]
     while todo:
         item = todo.pop()
@@ -94,11 +96,11 @@ def _entries(name: str, index: Mapping[str, Any]) -> Iterable[Any]:
             todo += item
         elif isinstance(item, Mapping):  # a member with changes, or a group that a group defines itself
             todo += [item.get("group"), item.get("task")]
-        elif item in index and item not in found:
-            found[item] = index[item]
+        elif item in index and item not in entries:
+            entries[item] = index[item]
             todo += [key for key, entry in index.items() if item in entry.tags and entry.kind.name != "TAG"]
             todo.append((index[item].cfg or {}).get("task"))
-    return found.values()
+    return entries.values()
 
 
 def _included(path: Path) -> Iterator[Path]:

@@ -155,7 +155,7 @@ class Fetch:
         paths = sorted(path for path in self.folder.rglob("*") if path.is_file() and path.name != MANIFEST)
         source = f"{repo} at {commit}"
         hashes = {path.relative_to(self.folder).as_posix(): sha256_of(path) for path in paths}
-        self._note({name: {"sha256": found, "source": source} for name, found in hashes.items()})
+        self._note({name: {"sha256": digest, "source": source} for name, digest in hashes.items()})
         self.say(f"{len(paths)} files of {source} in {self.folder}")
 
     def _note(self, manifest: Mapping[str, dict]) -> None:
@@ -184,11 +184,11 @@ def _from_hub(file: DataFile) -> tuple[bytes, str]:
         commits[f"{repo}/{path}"] = commit = _commit(repo)
         return _download(repo, path, commit)
 
-    found = first_on_hub(file, get)
-    if isinstance(found, str):
-        raise ValueError(f"{file.name} cannot be fetched ({found}). By hand: {file.by_hand}")
-    source, place = found
-    return b"".join(line + b"\n" for line in source.lines), f"{place} at {commits[place]}"
+    result = first_on_hub(file, get)
+    if isinstance(result, str):
+        raise ValueError(f"{file.name} cannot be fetched ({result}). By hand: {file.by_hand}")
+    source, repo = result
+    return b"".join(line + b"\n" for line in source.lines), f"{repo} at {commits[repo]}"
 
 
 def _commit(repo: str) -> str:
@@ -209,12 +209,12 @@ def _download(repo: str, path: str, commit: str) -> Path:
         raise ValueError("there is no such file")
     local = Path(hf_hub_download(repo, path, repo_type="dataset", revision=commit))
     if stated[0].lfs is not None:
-        wanted, found = stated[0].lfs.sha256, sha256_of(local)
+        wanted, digest = stated[0].lfs.sha256, sha256_of(local)
     else:  # small files are known by git's own hash
         content = local.read_bytes()
-        wanted, found = stated[0].blob_id, hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-    if wanted != found:
-        raise ValueError(f"what came has the hash {found[:16]}..., the hub states {wanted[:16]}...; try again")
+        wanted, digest = stated[0].blob_id, hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    if wanted != digest:
+        raise ValueError(f"what came has the hash {digest[:16]}..., the hub states {wanted[:16]}...; try again")
     return local
 
 

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class DataFile:
-    """One file of a benchmark: what it holds and where it may be.
+    """One file of a benchmark: its contents and its possible locations.
 
     Args:
         task: Name of the task, for messages.
@@ -32,7 +32,7 @@ class DataFile:
         url: Address of a gzip file that holds it, for what is not on the hub.
         official: SHA-256 of the authors' own file, where it is known.
         by_hand: How to get it otherwise, an imperative.
-        asked: Its rows are asked; False where they are examples in front of those.
+        has_questions: Its rows are questions; False where they are examples in front of those.
     """
 
     task: str
@@ -49,7 +49,7 @@ class DataFile:
     url: str = ""
     official: str = ""
     by_hand: str
-    asked: bool = True
+    has_questions: bool = True
 
     @property
     def name(self) -> str:
@@ -57,7 +57,7 @@ class DataFile:
         return self.stems[0]
 
     @property
-    def called(self) -> str:
+    def label(self) -> str:
         """Its name in messages."""
         return self.part or self.name
 
@@ -77,15 +77,15 @@ class MissingDataError(ValueError):
 
 def read_each(names: Iterable[str], read: Callable[[str], T]) -> dict[str, T]:
     """Read the parts of a benchmark; the MissingDataError names every part that is missing."""
-    found, missing = {}, []
+    contents, missing = {}, []
     for name in names:
         try:
-            found[name] = read(name)
+            contents[name] = read(name)
         except MissingDataError as error:
             missing.append(error)
     if missing:
         raise MissingDataError(missing[0].text, *(part for error in missing for part in error.parts))
-    return found
+    return contents
 
 
 def find_rows(file: DataFile, data_dir: str | None) -> Rows:
@@ -99,18 +99,18 @@ def find_rows(file: DataFile, data_dir: str | None) -> Rows:
     """
     looked = []
     elsewhere = (_in_local_files, _in_hub_cache, _in_datasets_cache, _on_hub)
-    for place in (in_folder, *(elsewhere if file.key or not data_dir else ())):
-        found = place(file, data_dir)
-        if isinstance(found, Source):
-            return read_rows(found, file.check)
-        looked += [found] if found else []
+    for search in (in_folder, *(elsewhere if file.key or not data_dir else ())):
+        source = search(file, data_dir)
+        if isinstance(source, Source):
+            return read_rows(source, file.check)
+        looked += [source] if source else []
     raise _missing(file, looked, data_dir)
 
 
 def at_hand(file: DataFile, data_dir: str | None) -> bool:
     """Tell whether a file's rows lie in a folder or in the local caches; nothing is read or fetched."""
-    places = (in_folder, _in_local_files, _in_hub_cache, _in_datasets_cache)
-    return any(isinstance(place(file, data_dir), Source) for place in places)
+    searches = (in_folder, _in_local_files, _in_hub_cache, _in_datasets_cache)
+    return any(isinstance(search(file, data_dir), Source) for search in searches)
 
 
 def check_folder(files: Sequence[DataFile], data_dir: str | None) -> None:
@@ -120,9 +120,9 @@ def check_folder(files: Sequence[DataFile], data_dir: str | None) -> None:
         MissingDataError: It has none.
         ValueError: See `find_rows`.
     """
-    found = [in_folder(file, data_dir) for file in files] if data_dir else []
-    if found and not any(isinstance(source, Source) for source in found):
-        raise MissingDataError(_missing(files[0], [str(found[0])], data_dir).text, *(file.called for file in files))
+    sources = [in_folder(file, data_dir) for file in files] if data_dir else []
+    if sources and not any(isinstance(source, Source) for source in sources):
+        raise MissingDataError(_missing(files[0], [str(sources[0])], data_dir).text, *(file.label for file in files))
 
 
 def _missing(file: DataFile, looked: Sequence[str], data_dir: str | None) -> MissingDataError:
@@ -137,7 +137,7 @@ def _missing(file: DataFile, looked: Sequence[str], data_dir: str | None) -> Mis
             f"set task.data_dir={file.task}{other}. Without it, `kvbench task=longctx` runs on generated data."
         )
 
-    return MissingDataError(text, file.called)
+    return MissingDataError(text, file.label)
 
 
 def in_folder(file: DataFile, folder: str | None) -> Source | str:
@@ -155,16 +155,16 @@ def in_folder(file: DataFile, folder: str | None) -> Source | str:
             f"{file.name}.jsonl"
         )
     listed = [file.list_file] if file.list_file else []
-    for place in (root, root / file.task):  # a folder of the task's own, so that one word serves a sweep over tasks
-        for path in (*paths_in(place, file), *(place / name for name in listed)):
+    for base in (root, root / file.task):  # a folder of the task's own, so that one word serves a sweep over tasks
+        for path in (*paths_in(base, file), *(base / name for name in listed)):
             if path.is_file():
                 return source_of(path) or ""
     # Names such as `test` may be another benchmark's in a folder above: the task's own folder comes first.
-    places = [place / part for place in (root / file.task, root) for part in ("", "data")]
-    for place in places:
-        if (found := find_source(place, file.stems) or _as_on_hub(file, place)) is not None:
-            return found
-    left = {path: step for place in places for path, step in unread(place, file.stems).items()}
+    folders = [base / part for base in (root / file.task, root) for part in ("", "data")]
+    for base in folders:
+        if (source := find_source(base, file.stems) or _as_on_hub(file, base)) is not None:
+            return source
+    left = {path: step for base in folders for path, step in unread(base, file.stems).items()}
     for path, step in left.items():
         if any(path.name.startswith(f"{stem}.") for stem in file.stems):
             raise ValueError(
@@ -175,12 +175,12 @@ def in_folder(file: DataFile, folder: str | None) -> Source | str:
     return f"task.data_dir={folder} (no {names} there, in its data/ or in its {file.task}/{at_hand})"
 
 
-def _as_on_hub(file: DataFile, place: Path) -> Source | None:
+def _as_on_hub(file: DataFile, folder: Path) -> Source | None:
     """The rows of a file in a copy of a repository of the hub, or of the folder in it that has the file."""
     for _, name in file.hub:
-        for path in (place / name, *(() if file.key else (place / PurePosixPath(name).name,))):
-            if path.is_file() and (found := hub_source(path, file.name)) is not None:
-                return found
+        for path in (folder / name, *(() if file.key else (folder / PurePosixPath(name).name,))):
+            if path.is_file() and (source := hub_source(path, file.name)) is not None:
+                return source
     return None
 
 
@@ -190,8 +190,8 @@ def paths_in(folder: Path, file: DataFile) -> list[Path]:
 
 
 def _in_local_files(file: DataFile, _: str | None) -> Source | str:
-    found = next((path for path in file.local if path.is_file()), None)
-    return Source(str(found), file_lines(found)) if found else " or ".join(map(str, file.local))
+    local = next((path for path in file.local if path.is_file()), None)
+    return Source(str(local), file_lines(local)) if local else " or ".join(map(str, file.local))
 
 
 def _in_hub_cache(file: DataFile, _: str | None) -> Source | str:
@@ -241,8 +241,8 @@ def _on_hub(file: DataFile, _: str | None) -> Source | str:
     # The hub's own client retries for half a minute on a machine without a network.
     if not hub_reachable():
         return "the hub (it cannot be reached from here)"
-    found = first_on_hub(file, lambda repo, name: Path(hf_hub_download(repo, name, repo_type="dataset")))
-    return f"the hub ({found})" if isinstance(found, str) else found[0]
+    result = first_on_hub(file, lambda repo, name: Path(hf_hub_download(repo, name, repo_type="dataset")))
+    return f"the hub ({result})" if isinstance(result, str) else result[0]
 
 
 def first_on_hub(file: DataFile, get: Callable[[str, str], Path]) -> tuple[Source, str] | str:

@@ -86,8 +86,8 @@ def find_source(folder: Path, stems: Sequence[str], *, one_row: bool = False) ->
         if parts:
             return _of_parts(parts)
     for path in sorted(folder.glob(f"*{ARCHIVE}")):
-        if path.is_file() and (found := source_of(path, stems, one_row=one_row)):
-            return found
+        if path.is_file() and (source := source_of(path, stems, one_row=one_row)):
+            return source
     return None
 
 
@@ -97,18 +97,18 @@ def unread(folder: Path, stems: Sequence[str]) -> dict[Path, str]:
     Args:
         stems: Names, without their ending, that are looked for: an archive counts whatever it is called.
     """
-    found = {}
+    steps = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        ending, is_called = path.suffix.lower(), any(path.name.startswith(f"{stem}.") for stem in stems)
+        ending, has_stem = path.suffix.lower(), any(path.name.startswith(f"{stem}.") for stem in stems)
         if not path.is_file():
             continue
-        if ending in UNPACK and (is_called or not is_rows(path.name)):
-            found[path] = "unpack it"
+        if ending in UNPACK and (has_stem or not is_rows(path.name)):
+            steps[path] = "unpack it"
         elif ending == ARCHIVE:
-            found[path] = f"it holds no {stems[0]}.jsonl"
-        elif ending in CONVERT and is_called:
-            found[path] = "write its rows as JSON lines"
-    return found
+            steps[path] = f"it holds no {stems[0]}.jsonl"
+        elif ending in CONVERT and has_stem:
+            steps[path] = "write its rows as JSON lines"
+    return steps
 
 
 def lines_of(path: Path, one_row: bool = False) -> Iterator[bytes]:
@@ -143,7 +143,7 @@ def read_json(path: Path) -> Any:
 
 
 def _endings() -> Iterator[str]:
-    """What the name of a file with rows may end in, best first."""
+    """Endings of the names of files with rows, best first."""
     yield from FORMATS
     for ending in JSON:
         yield from (f"{ending}{packed}" for packed in PACKERS)

@@ -31,14 +31,14 @@ def paragraphs() -> tuple[str, ...]:
             "this interpreter has none; install the full standard library (Debian: libpython3-stdlib), or run another "
             "task"
         ) from error
-    found: dict[str, None] = {}
+    texts: dict[str, None] = {}
     for name in sorted(topics):
         for block in re.split(r"\n\s*\n", topics[name]):
             text = " ".join(block.split()).removeprefix("* ")
             ends, long = text.endswith((".", ":")), len(text.split()) >= MIN_PARAGRAPH_WORDS
             if ends and long and len(_PROSE.findall(text)) >= MIN_PROSE_SHARE * len(text) and not _CODE.search(text):
-                found.setdefault(text)
-    return tuple(found)
+                texts.setdefault(text)
+    return tuple(texts)
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ MAX_DEPTH = 16  # brackets inside of brackets
 _SIGN = re.compile(r"\\[{}]|[()\[\]{},]|\\.", re.DOTALL)
 
 
-def plain_signs(latex: str) -> str:
-    """The same with the hyphen for a minus, LaTeX's names of other signs, no sizes of brackets, and no marks between
+def plain_symbols(latex: str) -> str:
+    """The text with the hyphen for a minus, LaTeX's names of other symbols, no sizes of brackets, and no marks between
     thousands but commas."""
     for sign, name in _NAMES.items():
         latex = latex.replace(sign, name)
@@ -50,7 +50,7 @@ def plain_signs(latex: str) -> str:
 
 def normalise(latex: str) -> str:
     """A light normal form for equality as text: no spaces, sizes, degrees or text commands; one kind of fraction."""
-    latex = _TEXT.sub(r"\1", plain_signs(latex).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
+    latex = _TEXT.sub(r"\1", plain_symbols(latex).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
     return _DEGREES.sub("", _DROPPED.sub("", latex).rstrip(".")).replace("\\%", "")
 
 
@@ -69,8 +69,8 @@ def form(latex: str) -> str:
             commas[depth] += 1
     if commas[0]:
         return "\\{\\}"
-    found = _ENCLOSED.fullmatch(bare)
-    return found[1] + found[2] if found and commas[1] and ends == 1 else ""
+    match = _ENCLOSED.fullmatch(bare)
+    return match[1] + match[2] if match and commas[1] and ends == 1 else ""
 
 
 def is_readable(latex: str) -> bool:
@@ -86,14 +86,14 @@ def is_readable(latex: str) -> bool:
 
 def _base(latex: str) -> str:
     """The base that a number names, as digits; empty without one."""
-    found = _BASE.search(normalise(latex))
-    return found[1] if found else ""
+    match = _BASE.search(normalise(latex))
+    return match[1] if match else ""
 
 
 def _relation(latex: str) -> str:
     """The relation that stands in front of everything, such as `ne` for `\\neq 5`; empty without one."""
-    found = _RELATION.match(normalise(latex))
-    return {"<": "lt", ">": "gt"}.get(found[0], found[0][1:3]) if found else ""
+    match = _RELATION.match(normalise(latex))
+    return {"<": "lt", ">": "gt"}.get(match[0], match[0][1:3]) if match else ""
 
 
 def equivalent(reference: str, answer: str) -> bool:
@@ -121,15 +121,15 @@ def equivalent(reference: str, answer: str) -> bool:
         return False
     if (base := _base(answer)) and base != (_base(reference) or "10"):
         return False
-    wanted, given = _UNIT_POWER.search(reference.strip()), _UNIT_POWER.search(answer.strip())
-    if wanted and given and wanted[1] != given[1]:
+    wanted, got = _UNIT_POWER.search(reference.strip()), _UNIT_POWER.search(answer.strip())
+    if wanted and got and wanted[1] != got[1]:
         return False
     forms = form(reference), form(answer)
     if all(forms) and ("()" in forms) and ("\\{\\}" in forms):
         return False
     if bool(_CLOSED_INFINITY.search(normalise(reference))) != bool(_CLOSED_INFINITY.search(normalise(answer))):
         return False
-    return verifier.shared.equal(plain_signs(reference), plain_signs(answer))
+    return verifier.shared.equal(plain_symbols(reference), plain_symbols(answer))
 
 
 def judge(reference: str, answer: str) -> bool | None:
@@ -151,4 +151,4 @@ def judge(reference: str, answer: str) -> bool | None:
 @cache
 def check_reference(reference: str) -> None:
     """Compare a reference with 0; raises TimeoutError where even that takes too long."""
-    verifier.shared.equal(plain_signs(reference), "0")
+    verifier.shared.equal(plain_symbols(reference), "0")

@@ -1,4 +1,4 @@
-"""Pieces of one long text, cut by tokens: what the tasks go on from that generate long answers or read streams."""
+"""Pieces of one long text, cut by tokens, for tasks that generate long answers or read streams."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,7 +10,7 @@ from kvbench.tasks.protocol import Protocol
 if TYPE_CHECKING:
     from kvbench.models.load import LoadedModel
 
-OWN = "kvbench"
+BUILT_IN = "kvbench"
 
 
 class LongText(NamedTuple):
@@ -31,7 +31,7 @@ class Passage(NamedTuple):
 def read_text(file: object) -> LongText:
     """The setting `task.file`: a text file of the user's, or None for the documentation that ships with Python."""
     if file is None:
-        return LongText("\n\n".join(paragraphs()), OWN)
+        return LongText("\n\n".join(paragraphs()), BUILT_IN)
     path = Path(str(file)).expanduser()
     if not path.is_file():
         raise ValueError(
@@ -51,9 +51,9 @@ def begin_ids(model: "LoadedModel") -> list[int]:
     """The special tokens that the tokenizer puts before a text; most have one or none."""
     with_special = model.tokenizer.encode("a", add_special_tokens=True)
     plain = model.tokenizer.encode("a", add_special_tokens=False)
-    for place in range(len(with_special) - len(plain) + 1):
-        if with_special[place : place + len(plain)] == plain:
-            return with_special[:place]
+    for start in range(len(with_special) - len(plain) + 1):
+        if with_special[start : start + len(plain)] == plain:
+            return with_special[:start]
     return []
 
 
@@ -77,17 +77,17 @@ def passages(
             f"the text {text.origin} has {len(ids)} tokens, and {items or 1} pieces of {step} take "
             f"{(start + (items or 1)) * step}; lower task.items or task.tokens, or give a longer text as task.file"
         )
-    found = []
-    for place in range(start, start + count):
-        piece = ids[place * step : (place + 1) * step]
+    result = []
+    for number in range(start, start + count):
+        piece = ids[number * step : (number + 1) * step]
         rest = piece[head - len(begin) :] if tail else []
         said = decode(model.tokenizer, rest, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        found.append(Passage((*begin, *piece), len(said.split()), len(said.encode())))
-    return found
+        result.append(Passage((*begin, *piece), len(said.split()), len(said.encode())))
+    return result
 
 
 def check_no_question(name: str, protocol: Protocol) -> None:
-    """Raises ValueError for a protocol that asks something of a question or a chat, of a task that has none."""
+    """Raises ValueError for a protocol with settings of questions or chats, of a task that has none."""
     if not protocol.query_aware:
         raise ValueError(
             f"protocol.query_aware=false compresses before a question is seen, and task={name} asks none; leave it at "

@@ -101,7 +101,7 @@ class Problems(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        form = self.told().get("form")
+        form = self.protocol_notes().get("form")
         if self.instruction is not None and form not in self.instructions:
             raise ValueError(
                 f"task.instruction={self.instruction} needs prompts with an instruction beside the problem, and those "
@@ -112,18 +112,18 @@ class Problems(Task):
     @property
     def moved(self) -> Instruction | None:
         """The instruction that stands at the other end than the form has it; None where it stays."""
-        known = self.instructions.get(self.told().get("form", ""))
+        known = self.instructions.get(self.protocol_notes().get("form", ""))
         return known if known and self.instruction not in (None, known.stands) else None
 
     def yamls(self) -> list[str]:
-        """The names of its YAMLs, one group of problems each; those of one form ask alike."""
+        """Names of its YAMLs, one group of problems each; those of one form have the same prompt."""
         return [f"kvbench_{self.name}"]
 
     def metadata(self, seed: int) -> dict[str, Any]:
         """The settings for the function that reads the data."""
         return {"data_dir": self.data_dir}
 
-    def told(self) -> dict[str, Any]:
+    def protocol_notes(self) -> dict[str, Any]:
         """Choices of this task that go into each result row; `form` among them where there are several."""
         return {}
 
@@ -184,15 +184,19 @@ class Problems(Task):
                 f"task={self.name} has no row that answers can be graded against; the last, {first['file']}:"
                 f"{first['line']}: {first['reason']}; compare the file with its release, or raise limit"
             )
-        asked = builders[0]
-        rules = {"chat_template": asked.chat, "max_new_tokens": asked.max_new_tokens, "truncation": "middle"}
-        return self.asked(
+        first_builder = builders[0]
+        rules = {
+            "chat_template": first_builder.chat,
+            "max_new_tokens": first_builder.max_new_tokens,
+            "truncation": "middle",
+        }
+        return self.task_set(
             ask,
             requests,
-            self.told()
+            self.protocol_notes()
             | ({"instruction": self.instruction} if self.moved else {})
             | rules
-            | {"thinking": asked.thinking, "thoughts": "not graded"},
+            | {"thinking": first_builder.thinking, "thoughts": "not graded"},
             {key: self.reference(doc) for key, (_, doc) in scored.items()},
             scorer_of(scored),
             quarantined=quarantined,

@@ -66,8 +66,8 @@ def generation_rules(
 
 def fitting(limit: object) -> int | None:
     """The tokens of a limit that is written as `fit:N`; None for any other."""
-    found = re.fullmatch(r"fit:([0-9]{1,9})", limit) if isinstance(limit, str) else None
-    return int(found[1]) if found else None
+    match = re.fullmatch(r"fit:([0-9]{1,9})", limit) if isinstance(limit, str) else None
+    return int(match[1]) if match else None
 
 
 def decode(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int], **options: bool) -> str:
@@ -246,10 +246,10 @@ class PromptBuilder:
         """See `thinking_label`."""
         return thinking_label(self.protocol, self.chat or self.rendered)
 
-    def told(self) -> dict[str, Any]:
-        """The note of result rows on how it asks."""
-        told: dict[str, Any] = {"chat": self.chat, "max_prompt_tokens": self.max_prompt_tokens, "truncation": "middle"}
-        return told | {"thinking": self.thinking, "thoughts": "not graded"}
+    def protocol_notes(self) -> dict[str, Any]:
+        """Fields of result rows about its prompts."""
+        notes: dict[str, Any] = {"chat": self.chat, "max_prompt_tokens": self.max_prompt_tokens, "truncation": "middle"}
+        return notes | {"thinking": self.thinking, "thoughts": "not graded"}
 
     def check_prefix(self) -> None:
         """Raises ValueError where the beginning of an answer would stand inside the thoughts of a model."""
@@ -267,7 +267,7 @@ class PromptBuilder:
     def turn(
         self, said: str, *, gold: str = "", answers: Sequence[str] = (), prefix: str = "", separator: str = "\n\n"
     ) -> Turn:
-        """Make a turn of a conversation: what the user says, behind `separator` where the prompt is no chat."""
+        """Make a turn of a conversation: the user's text, behind `separator` where the prompt is no chat."""
         if self.chat or self.rendered:
             text = between(self.model, said, self.protocol)
             text += prefix.lstrip() if text[-1:].isspace() else prefix
@@ -360,7 +360,7 @@ class PromptBuilder:
             return ()
         if not rendered[-1:].isspace() and not gold[:1].isspace():
             gold = " " + gold
-        joined = self._encode(rendered + gold, begins)
-        if joined[: len(ids)] == ids and len(joined) > len(ids):
-            return tuple(joined[len(ids) :])
+        whole = self._encode(rendered + gold, begins)
+        if whole[: len(ids)] == ids and len(whole) > len(ids):
+            return tuple(whole[len(ids) :])
         return tuple(self._plain(gold))

@@ -16,7 +16,7 @@ ID_FIELDS = ("_id", "id", "task_id", "unique_id")  # LongBench, AIME, EvalPlus, 
 
 
 class Rows(list[dict[str, Any]]):
-    """Checked rows of one subset, in the order of the file, with what lm-eval asks of a data set (`features`).
+    """Checked rows of one subset, in the order of the file, with the `features` that lm-eval reads of a data set.
 
     Args:
         rows: The rows that passed the check; `index` is the position in the file, so ids do not shift when a row is set
@@ -120,7 +120,7 @@ def read_rows(source: Source, check: RowCheck, max_line_bytes: int | None = None
 
 
 def _names(line: bytes, row: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    """Everything that tells a row from the others of its file: its content, and its id where it has one."""
+    """Keys that tell a row from the others of its file: its content, and its id where it has one."""
     yield "row", hashlib.sha256(line.strip()).digest()
     for key in ID_FIELDS:
         if isinstance(value := row.get(key), str | int):

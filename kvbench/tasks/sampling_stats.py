@@ -84,17 +84,17 @@ def sampling_statistics(
     """
     right: dict[str, list[float]] = {}
     subset_of: dict[str, str] = {}
-    asked: dict[str, int] = {}
+    repeats: dict[str, int] = {}
     answers: dict[str, list[dict]] = {}
     for record in records:
         key = record["sample_id"]
         subset_of[key] = record["subset"]
-        asked[key] = max(asked.get(key, 0), record.get("repeat", 0) + 1)
+        repeats[key] = max(repeats.get(key, 0), record.get("repeat", 0) + 1)
         right.setdefault(key, [])
         if record.get("status", "ok") == "ok":
             right[key].append(record["scores"][metric])
             answers.setdefault(key, []).append(record)
-    n = max(asked.values(), default=0)
+    n = max(repeats.values(), default=0)
     if n < 2:
         return {}
     whole = {key: values for key, values in right.items() if len(values) == n}

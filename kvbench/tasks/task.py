@@ -1,4 +1,4 @@
-"""A task: what may be set of it, what it reads, and how it becomes the requests of a run."""
+"""Base of tasks: their settings, their data, and the requests of a run."""
 
 import inspect
 import random
@@ -52,7 +52,7 @@ _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Let somebody see the long work that is done inside."""
+    """Report the progress of the long work that is done inside."""
     before = _watcher.set(watcher)
     try:
         yield
@@ -68,7 +68,7 @@ def long_work(label: str, steps: int) -> AbstractContextManager[Callable[[], Non
 
 @dataclass(frozen=True)
 class Limit:
-    """The samples of each subset that a run asks: at most `count` of them, or all `after` so many.
+    """The samples of each subset in a run: at most `count` of them, or all `after` so many.
 
     They are a random sample, or the `first` ones of the file: files are often sorted, by length or by topic, and their
     beginning is no sample of the benchmark. Those after the first 100 are none that `first:100` asks.
@@ -87,22 +87,22 @@ class Limit:
         """
         if value is None or isinstance(value, Limit):
             return value
-        found = re.fullmatch(r"(?:(first|after):)?(\d{1,9})", value) if isinstance(value, str) else None
-        count = int(found[2]) if found else value
+        match = re.fullmatch(r"(?:(first|after):)?(\d{1,9})", value) if isinstance(value, str) else None
+        count = int(match[2]) if match else value
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(
                 f"limit={value!r} is no number of samples; write a whole number for a random sample of each subset, "
                 "first:20 for the first 20, after:20 for all but these, or null for all samples"
             )
-        return cls(count, **({found[1]: True} if found and found[1] else {}))
+        return cls(count, **({match[1]: True} if match and match[1] else {}))
 
     @property
     def setting(self) -> int | str:
-        """How it is written."""
+        """The limit as the setting is written."""
         return f"first:{self.count}" if self.first else f"after:{self.count}" if self.after else self.count
 
     def of(self, total: int, subset: str) -> list[int]:
-        """The indices of the samples to ask, ascending, of a subset that has `total`.
+        """Indices of the samples to take, ascending, of a subset that has `total`.
 
         Every run draws the same ones, whatever its seed, and a larger limit keeps those of a smaller one.
         """
@@ -208,22 +208,22 @@ class Task(ABC):
             ValueError: As `data`, or a setting does not fit the model.
         """
 
-    def asked(
+    def task_set(
         self,
         ask: Ask,
         requests: list[Request],
-        told: Mapping[str, Any],
+        notes: Mapping[str, Any],
         references: Mapping[str, object] | None = None,
         scorer: Callable[[str, str], Mapping[str, float]] = lambda sample_id, answer: {},
         rows: Iterable[Rows] = (),
         **more: Any,
     ) -> TaskSet:
-        """Put together what an experiment gets.
+        """Task set of a run, from its requests and references.
 
         Args:
             ask: Its protocol goes into each result row.
-            requests: What is asked.
-            told: What else goes into each result row.
+            requests: The prompts.
+            notes: What else goes into each result row.
             references: Sample id -> what its answer is scored against, as JSON types; None where there is nothing.
             scorer: See `TaskSet`, as for `more`.
             rows: Where samples were read from; the rows that were set aside, the copies, and unused fields are named.
@@ -237,7 +237,7 @@ class Task(ABC):
         more.setdefault("sources", [source(some) for some in rows if some.file])
         more.setdefault("unused", [f"{Path(some.file).name}: {', '.join(some.unused)}" for some in rows if some.unused])
         return self.kind(
-            protocol=asdict(ask.protocol) | dict(told),
+            protocol=asdict(ask.protocol) | dict(notes),
             fingerprint=fingerprint(requests, references, self.folder()),
             requests=requests,
             scorer=scorer,

@@ -31,7 +31,7 @@ class MetricInfo:
 
 @dataclass(kw_only=True)
 class TaskSet:
-    """Everything that an experiment consumes of a task.
+    """Requests, references and scores of a task, for one experiment.
 
     Args:
         name: Name of the task.
@@ -86,14 +86,14 @@ class TaskSet:
         if not request.turns:
             return self.score(request, outcome.text)
         texts = [*(turn["text"] for turn in outcome.turns), outcome.text]
-        each = [self.score_turn(request, place, text) for place, text in enumerate(texts)]
+        each = [self.score_turn(request, number, text) for number, text in enumerate(texts)]
         return {name: fmean(scores[name] for scores in each) for name in self.metrics}
 
-    def score_turn(self, request: Request, place: int, text: str) -> dict[str, float]:
-        """Score one answer of a conversation; `place` counts them from 0, the rest as for `score`."""
+    def score_turn(self, request: Request, turn: int, text: str) -> dict[str, float]:
+        """Score one answer of a conversation; `turn` counts them from 0, the rest as for `score`."""
         if self.turn_scorer is None:
             raise NotImplementedError(f"task {self.name} has no conversations")
-        scores = self.turn_scorer(request.sample_id, place, graded_text(request, text))
+        scores = self.turn_scorer(request.sample_id, turn, graded_text(request, text))
         return {name: float(scores[name]) for name in self.metrics}
 
     def score_choices(self, request: Request, choices: list[dict]) -> dict[str, float]:
@@ -140,12 +140,12 @@ class TaskSet:
 
     def _by(self, records: list[dict], key: str) -> dict[str, dict]:
         """The scores by a key of `meta`: over several subsets, their mean as it is over all."""
-        found = {}
+        groups = {}
         for name, some in _group(records, lambda r: str(r["meta"][key])).items():
-            found[name] = whole = self._mean(some)
+            groups[name] = whole = self._mean(some)
             subsets = [self._mean(group) for group in _group(some, lambda r: r["subset"]).values()]
             whole |= {metric: self._over(subsets, metric) for metric in self.metrics}
-        return found
+        return groups
 
     def _over(self, subsets: Iterable[dict], metric: str) -> float | None:
         """The mean of a metric over subsets with the task's weights; None without samples."""
@@ -154,14 +154,14 @@ class TaskSet:
         return fmean((numbers[metric] for numbers in known), weights) if known else None
 
     def _by_turn(self, records: list[dict]) -> dict[str, dict]:
-        asked = {request.sample_id: request for request in self.requests}
+        by_id = {request.sample_id: request for request in self.requests}
         turns: dict[str, list[dict]] = {}
         for record in records:
-            request, failed = asked[record["sample_id"]], record.get("status", "ok") != "ok"
+            request, failed = by_id[record["sample_id"]], record.get("status", "ok") != "ok"
             texts = [*(turn["text"] for turn in record.get("turns", ())), record["text"]]
-            for place in range(len(request.turns) + 1):
-                scores = {} if failed else self.score_turn(request, place, texts[place])
-                turns.setdefault(str(place + 1), []).append(record | {"scores": scores})
+            for number in range(len(request.turns) + 1):
+                scores = {} if failed else self.score_turn(request, number, texts[number])
+                turns.setdefault(str(number + 1), []).append(record | {"scores": scores})
         return {turn: self._mean(group) for turn, group in turns.items()}
 
     def _mean(self, records: list[dict]) -> dict:
@@ -184,24 +184,24 @@ def _group(records: Iterable[dict], key: Callable[[dict], str]) -> dict[str, lis
 
 
 def fingerprint(requests: Iterable[Request], references: Mapping[str, object], folder: Path) -> str:
-    """Hash what decides a task's answers and scores.
+    """Hash the inputs and the code of a task's answers and scores.
 
     Args:
         requests: Their prompts, gold tokens, limits and stop rules count.
         references: Sample id -> what its answer is scored against, as JSON types.
-        folder: The benchmark's folder; its Python and YAML files count, but for the cage that programs run in, and so
-            do the modules of other folders of tasks that they import, at any remove. The versions of the libraries that
+        folder: The benchmark's folder; its Python and YAML files count, except for the cage of programs, and so do the
+            modules of other folders of tasks that they import, at any remove. The versions of the libraries that
             all these import count too.
     """
-    own = [*folder.rglob("*.py"), *folder.rglob("*.yaml")]
+    paths = [*folder.rglob("*.py"), *folder.rglob("*.yaml")]
     counted = {
-        path for path in (*own, *reached(own, "kvbench.tasks", folder.parent)) if "cage" not in path.parts[-2:-1]
+        path for path in (*paths, *reached(paths, "kvbench.tasks", folder.parent)) if "cage" not in path.parts[-2:-1]
     }
     files = {path.relative_to(folder.parent).as_posix(): path for path in sorted(counted)}
     digest = hashlib.sha256(hash_files(files).encode())
     digest.update(json.dumps(libraries(files.values())).encode())
     for request in requests:
-        asked = [
+        questions = [
             request.sample_id,
             request.subset,
             request.segments,
@@ -220,5 +220,5 @@ def fingerprint(requests: Iterable[Request], references: Mapping[str, object], f
             request.thoughts and dataclasses.astuple(request.thoughts),
             references[request.sample_id],
         ]
-        digest.update(json.dumps(asked, sort_keys=True).encode())
+        digest.update(json.dumps(questions, sort_keys=True).encode())
     return digest.hexdigest()

@@ -38,10 +38,10 @@ def token_statistics(records: Iterable[Mapping[str, Any]]) -> dict[str, dict]:
     """
     texts: list[dict[str, list[float]]] = []
     for record in records:
-        found = record.get("per_token")
-        if found and record["status"] == "ok" and not record.get("repeat"):
-            first = int(found["exact"][0])
-            text = {name: values[first:] for name, values in found.items()}
+        tokens = record.get("per_token")
+        if tokens and record["status"] == "ok" and not record.get("repeat"):
+            first = int(tokens["exact"][0])
+            text = {name: values[first:] for name, values in tokens.items()}
             nll, full = (np.array(text[name]) for name in ("nll", "nll_full"))
             texts.append(text | {"excess": (nll - full).tolist(), "dp": (np.exp(-nll) - np.exp(-full)).tolist()})
     count = sum(len(text["nll"]) for text in texts)

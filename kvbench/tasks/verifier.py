@@ -110,9 +110,9 @@ def _serve(cpu_s: float) -> None:
 
     setattr(grader, "sympy_numeric_eq", _relative(grader.sympy_numeric_eq))  # noqa: B010
     for line in sys.stdin:
-        gold, given = json.loads(line)
+        gold, answer = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
-        sides = [parse(f"\\boxed{{{latex}}}", parsing_timeout=None) for latex in (gold, given)]
+        sides = [parse(f"\\boxed{{{latex}}}", parsing_timeout=None) for latex in (gold, answer)]
         equal = bool(all(sides) and verify(*sides, float_rounding=DECIMALS, timeout_seconds=None))
         signal.setitimer(signal.ITIMER_PROF, 0)
         out.write(json.dumps(equal).encode() + b"\n")

@@ -74,10 +74,10 @@ def test_a_replay_tells_again_what_the_step_told():
     counts.log = None
     counts.collect()
     assert seen == [11] and found == []  # captured: its numbers are sent once it has run
-    counts.send_again(log)
+    counts.resend(log)
     for number in (6, 7):
         seen[0] += 1
         log.numbers.fill_(number)  # the device has run the step again
-        counts.send_again(log)
+        counts.resend(log)
     counts.collect()
     assert [now for now, _ in found] == [11, 12, 13] and len(found) == 3

@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbe
 from selection import few
 from store_helpers import make_store
 
-from kvbench.cache.layout import Place
+from kvbench.cache.layout import DeviceSpan
 from kvbench.cache.store import CompressedStore, PoolExhausted
 from kvbench.runs.choices import make_method
 
@@ -43,13 +43,13 @@ class Twins:
         self, method: str, pages: int | None = None, page_bytes: int | str = "auto", num_layers: int = 1
     ) -> None:
         self.layers = range(num_layers)
-        places = tuple(Place(torch.device("cpu"), 1) for _ in self.layers)
+        places = tuple(DeviceSpan(torch.device("cpu"), 1) for _ in self.layers)
         shape = {"num_layers": num_layers, "num_q_heads": HEADS * GROUP, "num_kv_heads": HEADS, "head_dim": DIM}
         shape |= {"rows": 3, "max_tokens": 24, "new_tokens": 16, "inv_freq": torch.ones(DIM // 2)}
 
         def made(backend: str, budget_bytes: int | None) -> CompressedStore:
             own = places if backend == "triton" and num_layers > 1 else ()
-            options = {"budget_bytes": budget_bytes, "page_bytes": page_bytes, "places": own}
+            options = {"budget_bytes": budget_bytes, "page_bytes": page_bytes, "device_spans": own}
             return make_store(make_method(method), **shape, **options, backend=backend)
 
         budget = None if pages is None else pages * made("torch", None).pages.pool.page_bytes

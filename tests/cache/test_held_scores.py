@@ -8,7 +8,7 @@ import torch
 from engine_helpers import comparable, engine, random_tokens, request
 from store_helpers import held_positions, make_store
 
-from kvbench.cache.again import SecondOpinion
+from kvbench.cache.replay_check import ReplayCheck
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.methods.keydiff import KeyDifference
 from kvbench.methods.r_kv import RKV
@@ -138,7 +138,7 @@ def test_the_ring_is_billed_and_forked():
     assert items["residual_bytes"] == 3 * 4 * DIM * 2 and items["residual_slack_bytes"] == 2 * 4 * DIM * 2
     assert items["resident_bytes"] == store.ledger.row_bytes(row)
     plain = make_store(RKV(budget=10, window=5, decode_every=0), num_q_heads=4, num_kv_heads=2, head_dim=DIM, rows=2)
-    assert store.holding.beside_bytes == 2 * 5 * 4 * DIM * 2 and plain.holding.beside_bytes == 0
+    assert store.holding.off_page_bytes == 2 * 5 * 4 * DIM * 2 and plain.holding.off_page_bytes == 0
     other = store.fork_row(row)
     rings = [store.holding.scores.queries.of(r, 0, 3) for r in (row, other)]
     assert torch.equal(*rings) and rings[0].abs().sum() > 0
@@ -171,7 +171,7 @@ def test_replayed_prompts_bring_their_queries(tiny_model):
 
 def test_hidden_states_and_projections_are_the_model_s(tiny_model, monkeypatch):
     """What a statistic is shown of a layer: the very input of its attention, and o_proj by query heads."""
-    monkeypatch.setattr(SecondOpinion, "of", lambda *_, **__: None)  # which would be asked, too
+    monkeypatch.setattr(ReplayCheck, "of", lambda *_, **__: None)  # which would be asked, too
     loaded, shown = tiny_model("llama", "gqa3", 64), []
 
     @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def test_hidden_states_and_projections_are_the_model_s(tiny_model, monkeypatch):
         needs: ClassVar = frozenset({"hidden_states", "output_projection", "before_rope"})
 
         def of_prompt(self, seen):
-            shown.append((seen.hidden_states, seen.output_projection, seen.turned(seen.k, -seen.pos)))
+            shown.append((seen.hidden_states, seen.output_projection, seen.rotated(seen.k, -seen.pos)))
             return seen.pos.float()
 
     class Reading(Scored):
@@ -191,7 +191,7 @@ def test_hidden_states_and_projections_are_the_model_s(tiny_model, monkeypatch):
 
     with engine(loaded, Reading(budget=9)) as running:
         running.runner.reserve(rows=1, prompt_tokens=20, new_tokens=2)
-        row, _ = running.runner.read(random_tokens(17), ahead=random_tokens(2))
+        row, _ = running.runner.read(random_tokens(17), lookahead=random_tokens(2))
         running.runner.step([row], [5])
         running.runner.close(row)
     assert len(shown) == 2  # once per layer; nothing is noted while decoding

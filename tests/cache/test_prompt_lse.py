@@ -4,7 +4,7 @@ import pytest
 import torch
 from engine_helpers import engine, random_tokens
 
-from kvbench.cache.again import SecondOpinion
+from kvbench.cache.replay_check import ReplayCheck
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.operands import PLAIN, ColumnSums
 from kvbench.methods.h2o import H2O
@@ -58,7 +58,7 @@ def kept(loaded, policy, backend, ahead=(), cut=False):
 def test_scores_of_all_queries_take_it(loaded, cut, monkeypatch):
     """H2O's scores are the same by one pass, once per layer, with tokens ahead that do not count; where it is not at
     hand it is made again."""
-    monkeypatch.setattr(SecondOpinion, "of", lambda *_, **__: None)  # which would be asked, too
+    monkeypatch.setattr(ReplayCheck, "of", lambda *_, **__: None)  # which would be asked, too
     one, policy = OnePass(), H2O(budget=30)
     got, want = (kept(loaded, policy, own, (5, 6, 7), cut) for own in (one, Backend()))
     assert one.summed == 2 and one.attended == (4 if cut else 2)

@@ -139,10 +139,10 @@ def test_a_format_may_turn_keys_alone_or_both_sides(tiny_model, turned):
     loaded = tiny_model("llama", "gqa3", 64)
     asked = [request("a", random_tokens(60), random_tokens(9, seed=2), gold=random_tokens(5, seed=3))]
     plain, other = (
-        answers(loaded, Uniform(tier=Tier(native=True, turned=how)), asked)["a", 0] for how in ("none", turned)
+        answers(loaded, Uniform(tier=Tier(native=True, rotated=how)), asked)["a", 0] for how in ("none", turned)
     )
     assert (plain.token_ids, plain.ledger) == (other.token_ids, other.ledger)
-    store = make_store(Uniform(tier=Tier(native=True, turned=turned)), head_dim=64)
+    store = make_store(Uniform(tier=Tier(native=True, rotated=turned)), head_dim=64)
     row, (k, v) = store.open_row(), torch.randn(2, 1, 20, 64)
     store.prefill_layer(row, 0, torch.randn(1, 20, 64), k, v, 0.125)
     held_k, held_v = store.pages.read(0, *store.pages.table.lookup(torch.zeros(20, dtype=int), 0, torch.arange(20)))

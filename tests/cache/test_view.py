@@ -7,7 +7,7 @@ import pytest
 import torch
 from store_helpers import make_store, read_random, step_random
 
-from kvbench.cache.layout import Place
+from kvbench.cache.layout import DeviceSpan
 from kvbench.cache.store import CompressedStore
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.tova import TOVA
@@ -36,13 +36,13 @@ class Scattered(Policy):
         return PrefillPlan(tier_of=tier_of.to(torch.int8), score=torch.randint(0, 4, shape, generator=make).float())
 
 
-def store_of(policy: Policy, backend: str, places: tuple[Place, ...] = ()) -> CompressedStore:
+def store_of(policy: Policy, backend: str, places: tuple[DeviceSpan, ...] = ()) -> CompressedStore:
     """Three rows of 2 layers and 2 heads."""
     shape = {"num_layers": LAYERS, "num_q_heads": HEADS, "num_kv_heads": HEADS, "head_dim": DIM}
-    return make_store(policy, **shape, rows=3, max_tokens=32, new_tokens=16, places=places, backend=backend)
+    return make_store(policy, **shape, rows=3, max_tokens=32, new_tokens=16, device_spans=places, backend=backend)
 
 
-def filled(policy: Policy, backend: str = "torch", places: tuple[Place, ...] = ()) -> CompressedStore:
+def filled(policy: Policy, backend: str = "torch", places: tuple[DeviceSpan, ...] = ()) -> CompressedStore:
     """Prompts of three lengths and four steps each."""
     make, store = torch.Generator().manual_seed(0), store_of(policy, backend, places)
     for length in PROMPTS:
@@ -56,7 +56,8 @@ def test_layers_in_two_places_look_like_one():
     """The fields of slots, the counts, and the means over the queries that count."""
     rows, cpu = torch.tensor([2, 0, 1]), torch.device("cpu")
     one, two = (
-        filled(Scattered(queries=3), places=places).view(rows) for places in ((), (Place(cpu, 1), Place(cpu, 1)))
+        filled(Scattered(queries=3), places=places).view(rows)
+        for places in ((), (DeviceSpan(cpu, 1), DeviceSpan(cpu, 1)))
     )
     for tier in range(2):
         assert torch.equal(one.num_slots(tier), two.num_slots(tier))
@@ -106,13 +107,13 @@ def test_searches_equal_plain_loops(backend, queries):
                     least, most = rule.get("first", 0), int(rule["before"][row]) if "before" in rule else math.inf
                     slots = [s for s in plain(view, tier, row, layer, head, queries) if least <= s[1] < most]
                     if not slots:
-                        assert not found.found[row, layer, head] and int(found.pos[row, layer, head]) == -1
+                        assert not found.exists[row, layer, head] and int(found.pos[row, layer, head]) == -1
                         continue
                     best = min(slots, key=lambda s: (s[number], s[1]))
                     assert (int(found.slot[row, layer, head]), int(found.pos[row, layer, head])) == best[:2]
                     assert (
                         float(found.value[row, layer, head]) == pytest.approx(best[number])
-                        and found.found[row, layer, head]
+                        and found.exists[row, layer, head]
                     )
         for position in ([0, 0, 0], [1, 2, 3], [12, 16, 27], [5, 0, 24]):
             found = view.find(tier, torch.tensor(position))

@@ -11,7 +11,7 @@ import pytest
 from engine_helpers import answers, comparable, random_tokens, request
 from open_settings import open_settings
 
-from kvbench.engine.following import follow
+from kvbench.engine.tensor_parallel import follow
 from kvbench.errors import NotForModel
 from kvbench.methods.diffkv import DiffKV
 from kvbench.methods.full import Full

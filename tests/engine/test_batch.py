@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from selection import method_of, per_path
 
 from kvbench.config.files import options
-from kvbench.engine.waiting import Clock, Waiting
+from kvbench.engine.request_queue import Clock, RequestQueue
 from kvbench.methods.full import Full
 from kvbench.methods.snapkv import SnapKV
 from kvbench.models.load import load_model
@@ -74,7 +74,7 @@ def together(loaded, policy, requests, budget_bytes: float, **given) -> tuple[di
         outcomes[outcome.sample_id, outcome.repeat] = comparable(outcome)
 
     with engine(loaded, policy, budget_bytes=int(budget_bytes), **layout(policy), **given) as running:
-        batch = running.open_batch(Waiting(requests), on_outcome=keep)
+        batch = running.open_batch(RequestQueue(requests), on_outcome=keep)
         finish(batch.answer())
         check_empty(running)
     return outcomes, batch.preemptions
@@ -159,7 +159,7 @@ def test_who_is_cancelled_leaves_at_once(by_row):
     """Also in the middle of its prompt; the others answer as ever, and no page stays."""
     requests = [request(str(index), random_tokens(40, seed=index), max_new_tokens=8) for index in range(3)]
     want, got = answers(by_row, Full(), requests, batch_size=1, prefill_chunk=16), {}
-    waiting = Waiting(requests)
+    waiting = RequestQueue(requests)
     with engine(by_row, Full(), prefill_chunk=16) as running:
         batch = running.open_batch(waiting, on_outcome=lambda one: got.update({(one.sample_id, 0): one}))
         finish(batch.advance())
@@ -181,7 +181,7 @@ def test_auto_takes_what_memory_takes(by_row, monkeypatch):
     for free, budget in ((1 << 40, None), (1 << 22, None), (1, None), (1, 1 << 30)):
         monkeypatch.setattr("kvbench.kernels.bench.machine.available_bytes", lambda _, free=free: free)
         with engine(by_row, Full(), batch_size="auto", budget_bytes=budget) as running:
-            most.append(running.open_batch(Waiting(requests), on_outcome=print).most)
+            most.append(running.open_batch(RequestQueue(requests), on_outcome=print).most)
     largest = max(one.num_samples + bool(one.gold) + len(one.choices) for one in requests)
     assert most[0] == most[3] == 32 // largest and 1 < most[1] < most[0] and most[2] == 1
 
@@ -189,7 +189,7 @@ def test_auto_takes_what_memory_takes(by_row, monkeypatch):
 def test_order_arrivals_and_groups():
     """First come those that gave up their place; nobody before it is there, and no group before the last has ended."""
     asked = mixed(5)
-    waiting = Waiting(asked, group=2)
+    waiting = RequestQueue(asked, group=2)
     assert [waiting.first(1).sample_id, waiting.take().sample_id, waiting.take().sample_id] == ["0", "0", "1"]
     assert waiting.first(1) is None and waiting.first(0).sample_id == "2"
     waiting.put_back(asked[:1])
@@ -198,7 +198,7 @@ def test_order_arrivals_and_groups():
     waiting.cancelled |= {"0", "2"}
     assert waiting.first(0).sample_id == "3" and len(waiting) == 2
     worked = [7.0]
-    later = Waiting(asked, arrivals_s=[0.0, 0.3, 0.3, 0.5, 1e9], clock=Clock(lambda: worked[0]))
+    later = RequestQueue(asked, arrivals_s=[0.0, 0.3, 0.3, 0.5, 1e9], clock=Clock(lambda: worked[0]))
     assert later.first(0).sample_id == "0" and later.take() and later.first(0) is None
     worked[0] += 0.25
     assert later.first(0) is None and later.clock.now_s() == 0.25
@@ -221,7 +221,7 @@ class BatchMachine(RuleBasedStateMachine):
         """A batch of up to four whose pool has room for one or two of the largest; some are there."""
         self.requests, self.want, most = _single(name)
         self.there, self.is_starved = there, False
-        self.waiting = Waiting(self.requests, arrivals_s=range(len(self.requests)))
+        self.waiting = RequestQueue(self.requests, arrivals_s=range(len(self.requests)))
         self.waiting.clock.now_s = lambda: self.there - 0.5
         self.got = {}
         given = {"batch_size": 4, "budget_bytes": int(most * room), "page_bytes": SMALL}

@@ -4,9 +4,9 @@ import pytest
 from engine_helpers import answers, engine, random_tokens, request
 
 from kvbench.cache.layout import StoreOptions
+from kvbench.engine.request_queue import RequestQueue
 from kvbench.engine.runner import Runner
 from kvbench.engine.supported import check_fit
-from kvbench.engine.waiting import Waiting
 from kvbench.methods.kv_compress import KVCompress
 from kvbench.models.load import load_model
 from kvbench.runs.answers import finish
@@ -51,7 +51,7 @@ def served(loaded, policy, requests, budget_bytes: int, monkeypatch=None) -> tup
         if monkeypatch is not None:
             monkeypatch.setattr(Runner, "compact", compact)
         batch = running.open_batch(
-            Waiting(requests), on_outcome=lambda one: found.update({(one.sample_id, one.repeat): one})
+            RequestQueue(requests), on_outcome=lambda one: found.update({(one.sample_id, one.repeat): one})
         )
         finish(batch.answer())
         assert running.store.pages.pool.num_used == 0 and running.runner.open_rows == []

@@ -14,8 +14,8 @@ from selection import few
 from kvbench.cache.pages import Pages
 from kvbench.engine import hf, sessions
 from kvbench.engine.decode_loop import DecodeLoop
+from kvbench.engine.request_queue import Clock, RequestQueue
 from kvbench.engine.runner import Runner
-from kvbench.engine.waiting import Clock, Waiting
 from kvbench.kernels.gpu import parts
 from kvbench.kernels.gpu.emulator import record
 from kvbench.models.load import load_model
@@ -189,7 +189,7 @@ def test_steps_that_were_captured_beforehand_are_all_replayed(smallest, method: 
     want = answers(smallest, policy, asked, backend="torch", capture=None, **settings)
     found = []
     with engine(smallest, policy, backend="triton", capture=record, **settings) as running:
-        batch = running.open_batch(Waiting(asked), on_outcome=found.append)
+        batch = running.open_batch(RequestQueue(asked), on_outcome=found.append)
         running.steps.warm_up(batch.most, asked[2].prompt)
         assert running.steps.counts["captures"] == 3 and running.store.pages.pool.num_used == 0
         list(batch.answer())
@@ -212,7 +212,7 @@ def test_a_run_ends_for_who_comes_in_it(smallest):
 
     policy = choices.make_method("full")
     with engine(smallest, policy, backend="triton", capture=record, batch_size=2, fidelity_max_tokens=0) as running:
-        waiting = Waiting(asked, arrivals_s=[0.0, 5.0], clock=clock)
+        waiting = RequestQueue(asked, arrivals_s=[0.0, 5.0], clock=clock)
         batch = running.open_batch(waiting, on_outcome=lambda _: None, on_step=on_step)
         before = running.steps.awaited
 

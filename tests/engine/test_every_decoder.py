@@ -68,7 +68,7 @@ def test_an_outline_is_refused_as_the_model_is(kind, document):
 def greedy(model, ids: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor, object]:
     """What transformers' own cache gives: the prompts with that many tokens behind, the logits that chose them, and the
     cache."""
-    cache, found, new = hf.own_cache(model, "dynamic"), [], ids
+    cache, found, new = hf.native_cache(model, "dynamic"), [], ids
     named = {hf.cache_name(type(model).forward): cache, "use_cache": True}
     with torch.no_grad():
         for _ in range(steps + 1):
@@ -115,7 +115,7 @@ def test_bytes_of_a_family_are_those_of_a_walk(kind, method):
     with run(tiny_model(kind), ids, method, **SETTINGS[method]) as (runner, rows, found):
         assert bool(torch.isfinite(found).all())
         held = sum(runner.report(row)[0]["resident_bytes"] for row in rows)
-        pools = [each.pages.pool for each in (runner.store, *runner.store.beside)]
+        pools = [each.pages.pool for each in (runner.store, *runner.store.other_kinds)]
         free = sum(pool.num_free * (pool.page_bytes + pool.free_list.element_size()) for pool in pools)
         layers = [vars(layer) for row in rows for layer in runner.states.of([row]).values()]
         states = [x for layer in layers for part in ("conv_states", "recurrent_states") for x in layer[part].values()]

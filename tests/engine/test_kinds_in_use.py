@@ -180,7 +180,7 @@ def test_a_refusal_comes_before_the_weights(kind, model, asked, message, folder_
 
 def window_of(runner, row):
     """What a row's windows hold, as plain torch reads it: the format, keys and values."""
-    (windows,) = runner.store.beside
+    (windows,) = runner.store.other_kinds
     pages, fmt = windows.pages, windows.pages.formats[0]
     lists = pages.lists_of(torch.tensor([row])).flatten()
     count = int(pages.table.num_slots[0, lists[0]])
@@ -209,7 +209,7 @@ def test_windows_take_the_precision_of_a_method_that_is_asked_to(small, kind, po
         runner_logits(loaded, policy, tokens, PROMPT, options=StoreOptions(windows=how)) for how in ("exact", "method")
     )
     most, least = sixteen.report(row)[0], fewer.report(row)[0]
-    assert fmt.slot.slot_bytes < 0.8 * sixteen.store.beside[0].pages.formats[0].slot.slot_bytes
+    assert fmt.slot.slot_bytes < 0.8 * sixteen.store.other_kinds[0].pages.formats[0].slot.slot_bytes
     assert least["full_layers_bytes"] == most["full_layers_bytes"]
     assert 0 < difference(logits, want) < 0.5
 

@@ -164,7 +164,7 @@ def test_gemma_3_goes_on_as_with_its_own_cache():
     """A real model with windows of 512: 200 greedy tokens behind a prompt of 2,000, in 16 bits."""
     settings = OmegaConf.to_container(read_config(CONF / "model" / "gemma-3-270m.yaml"))
     settings |= {"kind": "gguf", "path": os.environ.get("KVBENCH_TEST_GEMMA"), "device": "cpu", "dtype": "float32"}
-    if not settings["path"] and not read_settings(Source, settings["fetch"], "").place.exists():
+    if not settings["path"] and not read_settings(Source, settings["fetch"], "").path.exists():
         pytest.skip("gemma-3-270m is not in the cache (`python -m kvbench model=gemma-3-270m` fetches it)")
     loaded = load_model({key: value for key, value in settings.items() if key != "defaults"})
     text = "".join((ROOT / "docs" / name).read_text() for name in ("measures.md", "usage.md"))
@@ -207,7 +207,7 @@ def test_windows_are_billed_as_a_walk_over_their_pages_counts(small, policy, kin
     loaded, steps = small(kind), 20
     tokens = torch.tensor([random_tokens(PROMPT + steps, seed) for seed in range(2)])
     _, runner, rows = runner_logits(loaded, policy, tokens, PROMPT)
-    store, (windows,) = runner.store, runner.store.beside
+    store, (windows,) = runner.store, runner.store.other_kinds
     held, seen = {}, PROMPT + steps
     for row in rows:
         ledger, kept = runner.report(row)
@@ -245,7 +245,7 @@ def test_prompts_in_chunks_see_the_same_windows_and_states(small, kind, chunk):
     tokens = torch.tensor([random_tokens(110, seed) for seed in range(2)])
     found, runner, rows = runner_logits(loaded, Full(tier="native"), tokens, 100, chunk)
     assert difference(found, own_steps(loaded, tokens, 100)) < TOLERANCE["native"]
-    for windows in runner.store.beside:
+    for windows in runner.store.other_kinds:
         slots = windows.pages.table.num_slots[0, windows.pages.lists_of(torch.tensor(rows))]
         assert int(slots.max()) <= WINDOW
 
@@ -339,7 +339,7 @@ def test_states_are_billed_and_follow_their_rows(small, kind):
             assert ledger["fp16_bytes"] == whole + ledger["state_bytes"]
             assert ledger["full_layers_bytes"] + ledger["state_bytes"] == ledger["resident_bytes"]
         with pytest.raises(ValueError, match="3 tokens ahead cannot be read with a prompt where layers hold a state"):
-            runner.read(prompts_of(1)[0], ahead=(1, 2, 3))
+            runner.read(prompts_of(1)[0], lookahead=(1, 2, 3))
     finally:
         loaded.model.set_attn_implementation("sdpa")
     found = torch.stack([first[1], second[1], third[0]]), torch.stack([first[2], second[0], third[1]])

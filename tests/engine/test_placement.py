@@ -6,7 +6,7 @@ import transformers
 from engine_helpers import random_tokens
 from test_split_layers import CPU, in_two
 
-from kvbench.cache.layout import Place, StoreOptions
+from kvbench.cache.layout import DeviceSpan, StoreOptions
 from kvbench.cache.ranks import Ranks
 from kvbench.cache.store import CompressedStore
 from kvbench.engine import hf, placement
@@ -33,12 +33,12 @@ def outline(**overrides):
 def test_runs_of_layers_are_found_where_their_weights_lie(monkeypatch):
     """Layers on one device that follow one another are one place; a layer on two devices is refused by its number."""
     model = outline()
-    assert placement.places_of(model) == ()
+    assert placement.spans_of(model) == ()
     model.model.layers[2:].to_empty(device="cpu")
-    assert placement.places_of(model) == (Place(META, 2), Place(CPU, 2))
+    assert placement.spans_of(model) == (DeviceSpan(META, 2), DeviceSpan(CPU, 2))
     model.model.layers[1].mlp.to_empty(device="cpu")
     with pytest.raises(hf.UnsupportedModel, match=r"layer 1 lies on cpu and meta, .* give whole layers to each device"):
-        placement.places_of(model)
+        placement.spans_of(model)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -53,7 +53,7 @@ def test_every_module_gets_a_device(tied):
     for name, _ in model.named_parameters():
         assert sum(name.startswith(f"{module}.") for module in found) == 1, name
     assert Devices((CPU, CPU)).module_map(model) is None
-    assert Devices((first, last, last)).places(4) == ((first, 2), (last, 1), (last, 1))
+    assert Devices((first, last, last)).spans(4) == ((first, 2), (last, 1), (last, 1))
 
 
 def test_each_place_has_pages_of_its_own(tiny_model):
@@ -140,6 +140,6 @@ def test_prompts_are_replayed_only_where_they_were_read():
     plain = {"fingerprint": "weights", "dtype": torch.float32, "device": CPU, "name": "", "max_tokens": 1}
     plain |= {"model": None, "tokenizer": None, "chat_template": False}
     one = LoadedModel(**plain)
-    others = [LoadedModel(**plain, quantisation="int8"), LoadedModel(**plain, places=((CPU, 1), (META, 2)))]
+    others = [LoadedModel(**plain, quantisation="int8"), LoadedModel(**plain, device_spans=((CPU, 1), (META, 2)))]
     assert LoadedModel(**plain).decides == one.decides
     assert len({one.decides, *(other.decides for other in others)}) == 3

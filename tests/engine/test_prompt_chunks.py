@@ -74,7 +74,7 @@ def test_tokens_ahead_need_an_uncompressed_prompt(loaded):
     with engine(loaded, SNAPKV, prefill_chunk=32) as running:
         running.runner.reserve(rows=1, prompt_tokens=64, new_tokens=4)
         with pytest.raises(ValueError, match="2 tokens ahead .* 64 tokens in chunks of 32.*full_logits"):
-            running.runner.read(random_tokens(64), ahead=(1, 2))
+            running.runner.read(random_tokens(64), lookahead=(1, 2))
         assert running.runner.open_rows == []
 
 

@@ -73,7 +73,7 @@ def test_banned_tokens_never_come():
     assert drawn.count(0) + drawn.count(2) == 500
     assert drawn.count(0) == pytest.approx(125, abs=40)  # what is left keeps its shares: a quarter, sigma 9.7
     # It is a choice of its own, by the number that follows the first one's.
-    number = random_numbers(torch.tensor([5]), torch.tensor([7]), again=True)
+    number = random_numbers(torch.tensor([5]), torch.tensor([7]), retry=True)
     assert drawn[5] == (0 if number < 0.25 else 2)
     assert torch.equal(LOGITS, before)
 
@@ -125,7 +125,7 @@ def test_random_numbers_are_those_of_splitmix():
             (splitmix(seed, 2 * n + again) >> 11) / 2**53
             for seed, n in zip(seeds.tolist(), chosen.tolist(), strict=True)
         ]
-        assert random_numbers(seeds, chosen, again=again).tolist() == want
+        assert random_numbers(seeds, chosen, retry=again).tolist() == want
 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 1.0])

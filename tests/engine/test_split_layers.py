@@ -37,7 +37,7 @@ METHODS = {
 def in_two(loaded, first=1):
     """Returns the same model with its layers in two places, `first` of them in the first."""
     layers = loaded.model.config.num_hidden_layers
-    return replace(loaded, places=((CPU, first), (CPU, layers - first)))
+    return replace(loaded, device_spans=((CPU, first), (CPU, layers - first)))
 
 
 def requests():

@@ -16,7 +16,7 @@ from kvbench.evidence.frontier import Cost, Panel, Point
 from kvbench.results.measures import score
 from kvbench.stats import studentised
 from kvbench.stats.paired import ALPHA, difference
-from kvbench.stats.signs import sign_flips
+from kvbench.stats.sign_test import sign_flips
 from kvbench.stats.strata import Strata, weighed
 
 SIZES = {8: ((8,), (5, 3)), 24: ((24,), (16, 8)), 100: ((100,), (60, 30, 10)), 500: ((500,), (300, 150, 50))}

@@ -21,7 +21,7 @@ def test_a_scorer_gets_what_the_model_gives_its_layer(tiny_model):
     policy, seen = watching(KVPress, press="ProjectedPress", settings=["factor=2.5", "name=q"], budget=0.5)
     with engine(loaded, policy) as running:
         running.runner.reserve(rows=1, prompt_tokens=40, new_tokens=4)
-        running.runner.read(prompt, ahead=[5, 6, 7])
+        running.runner.read(prompt, lookahead=[5, 6, 7])
     layers = loaded.model.model.layers
     assert not any(hasattr(layer.self_attn, "rotary_emb") for layer in layers)
     with torch.no_grad():

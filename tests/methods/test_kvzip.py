@@ -8,7 +8,7 @@ from engine_helpers import answers, engine, random_tokens, request
 from store_helpers import make_store, watching
 from transformers import DynamicCache
 
-from kvbench.cache.again import SecondOpinion
+from kvbench.cache.replay_check import ReplayCheck
 from kvbench.kernels.operands import PLAIN, Softmax
 from kvbench.methods.full import Full
 from kvbench.methods.kvzip import KVzip, Reconstruction
@@ -89,7 +89,7 @@ def texts() -> tuple[str, str]:
 
 def test_a_pass_sees_the_whole_prompt(tiny_model, monkeypatch):
     """The queries that a statistic finds are those of transformers' own pass over prompt, request and part."""
-    monkeypatch.setattr(SecondOpinion, "of", lambda *_, **__: None)  # which would be asked, too
+    monkeypatch.setattr(ReplayCheck, "of", lambda *_, **__: None)  # which would be asked, too
     loaded, prompt, seen = tiny_model("llama", "gqa3", 64), random_tokens(50), []
 
     @dataclass(frozen=True)

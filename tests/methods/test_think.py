@@ -250,7 +250,7 @@ REFUSED = {
     "compact": ({"compaction": Compaction(4)}, "it cannot measure keys later"),
     "position": ({"position_mode": "pre_rope"}, "which are stored with their positions"),
     "granularity": ({"granularity": "q_head"}, "orders the channels of KV heads' keys"),
-    "turned": ({"tiers": (Tier(turned="keys"), Tier(k_kept=0.5))}, "mixes the key channels"),
+    "turned": ({"tiers": (Tier(rotated="keys"), Tier(k_kept=0.5))}, "mixes the key channels"),
 }
 
 

@@ -74,7 +74,7 @@ def test_a_fetch_that_is_cut_goes_on_with_the_next_part(index, stop):
     with pytest.raises(KeyboardInterrupt if isinstance(stop, KeyboardInterrupt) else MissingWeightsError):
         fetched.path_of(FETCH, "small", None)
     source = fetched.Source(**FETCH)
-    (parts,) = source.place.with_name(f"{source.place.name}.parts").glob("parts-2-*")
+    (parts,) = source.path.with_name(f"{source.path.name}.parts").glob("parts-2-*")
     with parts.open("ab") as stream:
         stream.write(b"half of a third part")
     index.asked.clear()
@@ -183,7 +183,7 @@ def test_a_name_loads_what_its_file_loads(index, tmp_path):
     with pytest.raises(ValueError, match="cannot read this GGUF file") as by_path:
         load_model({"kind": "gguf", "path": str(mine)})
     asked = {"kind": "gguf", "name": "small", "fetch": FETCH}
-    place = fetched.Source(**FETCH).place
+    place = fetched.Source(**FETCH).path
     for ask in (check_model, load_model):
         with pytest.raises(ValueError, match="cannot read this GGUF file") as by_name:
             ask(asked)

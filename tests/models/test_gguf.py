@@ -17,7 +17,7 @@ from kvbench.models.load import load_model, load_outline
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
+def native_cache(tmp_path, monkeypatch):
     """Gives the folder of conversions, which is this test's alone."""
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "models"
@@ -98,7 +98,7 @@ def direct(asked, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_converted_is_what_is_in_the_file(tmp_path, own_cache, monkeypatch, capfd, dtype):
+def test_what_is_converted_is_what_is_in_the_file(tmp_path, native_cache, monkeypatch, capfd, dtype):
     """The first load and the second one, which does not look into the file, give the same bits, tokens and fingerprint
     as the file itself; nothing draws a bar, and it is said once what was made, how large and where."""
     asked = write_gguf(tmp_path / "small.gguf", pre="smollm") | {"dtype": dtype}
@@ -106,34 +106,34 @@ def test_what_is_converted_is_what_is_in_the_file(tmp_path, own_cache, monkeypat
     assert "%" not in capfd.readouterr().err
     assert alike(load_model(asked), wanted)
     said = capfd.readouterr().err
-    assert f"small: converting it once, 0 MB in {own_cache}" in said and "%" not in said
+    assert f"small: converting it once, 0 MB in {native_cache}" in said and "%" not in said
     monkeypatch.setattr(gguf, "read_gguf", lambda *given: pytest.fail("it was read again"))
     assert (
         alike(load_model(asked), wanted) and load_outline(asked).tokenizer.get_vocab() == wanted.tokenizer.get_vocab()
     )
     assert capfd.readouterr().err == ""
-    assert len([path for path in own_cache.iterdir() if path.is_dir()]) == 1
+    assert len([path for path in native_cache.iterdir() if path.is_dir()]) == 1
 
 
-def test_a_conversion_that_does_not_fit_is_made_again(tmp_path, own_cache, monkeypatch, capfd):
+def test_a_conversion_that_does_not_fit_is_made_again(tmp_path, native_cache, monkeypatch, capfd):
     """One that was changed, and one by another version of the code; of another file there is another one."""
     monkeypatch.setattr(model_cache, "_SETTLED_NS", -1)
     asked = write_gguf(tmp_path / "small.gguf", pre="smollm")
     wanted = load_model(asked)
-    (folder,) = [path for path in own_cache.iterdir() if path.is_dir()]
+    (folder,) = [path for path in native_cache.iterdir() if path.is_dir()]
     (folder / "config.json").write_text("{}")
     assert alike(load_model(asked), wanted)
     assert "config.json is not as it was converted; it is made again" in capfd.readouterr().err
     monkeypatch.setattr(code, "versions", lambda names: dict.fromkeys(names, "0"))
     assert alike(load_model(asked), wanted)
     assert "another version of the converter made; it is made again" in capfd.readouterr().err
-    assert [path for path in own_cache.iterdir() if path.is_dir()] == [folder]
+    assert [path for path in native_cache.iterdir() if path.is_dir()] == [folder]
     write_gguf(tmp_path / "small.gguf", pre="smollm", words="c")
     assert load_model(asked).fingerprint != wanted.fingerprint
-    assert len([path for path in own_cache.iterdir() if path.is_dir()]) == 2
+    assert len([path for path in native_cache.iterdir() if path.is_dir()]) == 2
 
 
-def test_a_file_that_changes_while_it_is_converted_is_refused(tmp_path, own_cache, monkeypatch):
+def test_a_file_that_changes_while_it_is_converted_is_refused(tmp_path, native_cache, monkeypatch):
     """What was hashed must be what was read."""
     asked, read = write_gguf(tmp_path / "small.gguf", pre="smollm"), gguf.read_gguf
 
@@ -145,11 +145,11 @@ def test_a_file_that_changes_while_it_is_converted_is_refused(tmp_path, own_cach
     monkeypatch.setattr(gguf, "read_gguf", changing)
     with pytest.raises(ValueError, match=r"small.gguf was changed while it was loaded"):
         load_model(asked)
-    assert not [path for path in own_cache.iterdir() if path.is_dir()]
+    assert not [path for path in native_cache.iterdir() if path.is_dir()]
 
 
 @pytest.mark.parametrize("fault", ["full", "unwritable", "another tokenizer"])
-def test_a_conversion_that_cannot_be_kept_is_told(tmp_path, own_cache, monkeypatch, capfd, fault):
+def test_a_conversion_that_cannot_be_kept_is_told(tmp_path, native_cache, monkeypatch, capfd, fault):
     """The file is read at every load then; where its tokenizer is to blame, that is not tried again."""
     asked = write_gguf(tmp_path / "small.gguf", pre="smollm")
     wanted = direct(asked, monkeypatch)
@@ -157,8 +157,8 @@ def test_a_conversion_that_cannot_be_kept_is_told(tmp_path, own_cache, monkeypat
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
         why = r"small does not fit into .*models: converting it takes 0 MB and 0 MB are free"
     elif fault == "unwritable":
-        own_cache.parent.mkdir()
-        own_cache.write_text("no folder")
+        native_cache.parent.mkdir()
+        native_cache.write_text("no folder")
         why = "Not a directory"
     else:
         monkeypatch.setitem(conversions._TOLD, "chats", lambda tokenizer: tokenizer.name_or_path)
@@ -174,7 +174,7 @@ def test_a_conversion_that_cannot_be_kept_is_told(tmp_path, own_cache, monkeypat
     assert len(saved) == (fault == "another tokenizer")
 
 
-def test_a_conversion_that_changes_while_it_is_loaded_is_refused(tmp_path, own_cache, monkeypatch):
+def test_a_conversion_that_changes_while_it_is_loaded_is_refused(tmp_path, native_cache, monkeypatch):
     """As of the embedded model."""
     monkeypatch.setattr(model_cache, "_SETTLED_NS", -1)
     asked = write_gguf(tmp_path / "small.gguf", pre="smollm")

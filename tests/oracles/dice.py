@@ -152,7 +152,7 @@ class Dice(Policy):
                 want = min(options, default=(np.inf, -1, -1))
                 assert float(got.value[where]) == float(want[0])
                 assert (int(got.pos[where]), int(got.slot[where])) == want[1:]
-                assert bool(got.found[where]) == bool(options)
+                assert bool(got.exists[where]) == bool(options)
                 match = [j for j, s in enumerate(slots) if s.pos == int(position[i])]
                 assert int(found.slot[where]) == (match[0] if match else -1)
                 if match and scored:

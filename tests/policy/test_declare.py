@@ -39,7 +39,7 @@ class Unrotated(Ones):
     needs = frozenset({"before_rope"})
 
 
-BLOCKS = {"k_group": 32, "v_group": 32, "turned": "llama.cpp"}
+BLOCKS = {"k_group": 32, "v_group": 32, "rotated": "llama.cpp"}
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class Projected(Ones):
         ("k8v4", {"k_bits": 8, "v_bits": 4}),
         ("K1v16", {"k_bits": 1, "v_bits": 16}),
         ("k3v2", {"k_bits": 3, "v_bits": 2}),
-        ("LLOYD-k4v3", {"k_bits": 4, "v_bits": 3, "k_code": "lloyd", "v_code": "lloyd", "turned": "both"}),
+        ("LLOYD-k4v3", {"k_bits": 4, "v_bits": 3, "k_code": "lloyd", "v_code": "lloyd", "rotated": "both"}),
         ("Q8_0-iq4_nl", {"k_bits": 8, "v_bits": 4, **BLOCKS, "k_code": "q8_0", "v_code": "iq4_nl"}),
-        ("f16-q5_1", {"v_bits": 5, "v_group": 32, "v_code": "q5_1", "turned": "llama.cpp"}),
-        ("turboquant_3bit", {"k_bits": 3, "v_bits": 3, "k_code": "lloyd", "turned": "keys"}),
+        ("f16-q5_1", {"v_bits": 5, "v_group": 32, "v_code": "q5_1", "rotated": "llama.cpp"}),
+        ("turboquant_3bit", {"k_bits": 3, "v_bits": 3, "k_code": "lloyd", "rotated": "keys"}),
     ],
 )
 def test_names_of_precisions(text, tier):
@@ -146,7 +146,7 @@ def test_what_lies_at_an_edge_is_allowed(declare):
     [
         (lambda: Tier(k_bits=6), "k_bits=6 must be 1, 2, 3, 4, 5, 8 or 16 bits"),
         (lambda: Tier(k_bits=4, v_code="nf4"), "v_code='nf4' must be '', 'e4m3_scaled'"),
-        (lambda: Tier(turned="values"), "turned='values' must be 'none', 'keys', 'both' or 'llama.cpp'"),
+        (lambda: Tier(rotated="values"), "rotated='values' must be 'none', 'keys', 'both' or 'llama.cpp'"),
         (lambda: Tier(v_bits=17), "v_bits=17 must be 1"),
         (lambda: Tier(k_axis="head"), "k_axis='head' must be"),
         (lambda: Tier(k_axis="channel", k_group=7), "k_group=7 with k_axis='channel' must be >= 8"),

@@ -127,7 +127,7 @@ def test_what_a_model_lacks_is_refused_before_a_prompt(need):
         (lambda seen: seen.attention(), r"queries, which it did not ask for; .*prefill_queries=32"),
         (lambda seen: seen.hidden_states.sum(), "add 'hidden_states' to its needs"),
         (lambda seen: seen.output_projection.sum(), "add 'output_projection' to its needs"),
-        (lambda seen: seen.turned(seen.k, seen.pos), "add 'before_rope' to its needs"),
+        (lambda seen: seen.rotated(seen.k, seen.pos), "add 'before_rope' to its needs"),
     ],
 )
 def test_what_was_not_asked_for_is_not_there(look, remedy):

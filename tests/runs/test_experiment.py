@@ -195,7 +195,7 @@ def test_hash_sees_places_only_where_they_divide_a_limit(tmp_path):
 
     def digest(places, budget_bytes):
         parts = make_parts()
-        spread = altered(parts, load_model=lambda cfg: parts.load_model({**cfg, "places": places}))
+        spread = altered(parts, load_model=lambda cfg: parts.load_model({**cfg, "device_spans": places}))
         return prepared(tmp_path, spread, store__budget_bytes=budget_bytes).hash
 
     spread, other = [["cuda:0", 2], ["cuda:1", 2]], [["cuda:0", 1], ["cuda:1", 3]]

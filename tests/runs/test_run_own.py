@@ -21,9 +21,9 @@ def test_a_method_is_forced_to_give_the_full_caches_answers(tmp_path, monkeypatc
     engines, asked = [], {}
     real = FakeEngine.running
 
-    def running(self, requests, *, sizing=None, own=False, **named):
-        asked[self.policy.ratio] = own, {item.sample_id: item.gold for item in requests}, sizing
-        yield from real(self, requests, sizing=sizing, own=own, **named)
+    def running(self, requests, *, sizing=None, force_generated=False, **named):
+        asked[self.policy.ratio] = force_generated, {item.sample_id: item.gold for item in requests}, sizing
+        yield from real(self, requests, sizing=sizing, force_generated=force_generated, **named)
 
     monkeypatch.setattr(FakeEngine, "running", running)
     parts = make_parts(engines=engines, repeats=2)

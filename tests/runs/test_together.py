@@ -14,7 +14,7 @@ from test_run_real import compose, samples
 from kvbench.cli.endings import Stopped
 from kvbench.config import files
 from kvbench.config.methods import method_settings
-from kvbench.engine import hf, joined, sessions
+from kvbench.engine import cross_run_batch, hf, sessions
 from kvbench.results.journal import run_lock
 from kvbench.results.record import RunRecord
 from kvbench.runs.config import RunConfig
@@ -93,7 +93,7 @@ def test_each_prompt_is_read_once_and_the_records_are_those_of_single_runs(
         if isinstance(session, sessions.Prefill):
             read.append(session.num_prompt_tokens)
             held.append(shared[0].used_bytes)
-        joint.append(isinstance(session, joined._Pass))
+        joint.append(isinstance(session, cross_run_batch._Pass))
         return forward(model, session, *arguments)
 
     def noted(self, prompts):

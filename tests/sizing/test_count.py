@@ -31,9 +31,9 @@ LAYERS, HEADS = 3, 3
 SHAPE = replace(find_shape("smollm2-135m").store_shape, num_layers=LAYERS)
 WINDOWED = replace(SHAPE, num_layers=2, window=Window(64), numbers=(1, 3))
 SHAPES = {
-    "windows": replace(SHAPE, num_layers=2, numbers=(0, 2), beside=(WINDOWED,)),
+    "windows": replace(SHAPE, num_layers=2, numbers=(0, 2), other_kinds=(WINDOWED,)),
     "chunks": replace(
-        SHAPE, num_layers=2, numbers=(0, 2), beside=(replace(WINDOWED, window=Window(64, in_chunks=True)),)
+        SHAPE, num_layers=2, numbers=(0, 2), other_kinds=(replace(WINDOWED, window=Window(64, in_chunks=True)),)
     ),
     "states": replace(SHAPE, numbers=(0, 1, 2), state_bytes=4096),
     "shared": replace(SHAPE, numbers=(0, 1, 2), shared={3: 2, 4: 2}),
@@ -186,7 +186,7 @@ class Acting(kv.Policy):
 
     def plan_decode(self, view):
         goes, lightest = self.drops(view)
-        return kv.DecodePlan(slot=torch.where(goes & lightest.found, lightest.slot, kv.APPEND))
+        return kv.DecodePlan(slot=torch.where(goes & lightest.exists, lightest.slot, kv.APPEND))
 
 
 def by_layer(view):

@@ -94,8 +94,8 @@ def test_a_projection_is_what_a_run_holds(method):
 def test_a_model_may_lie_anywhere(method):
     """A projection lies here, wherever the model does that it is asked for: serving asked on a GPU, and mixed both."""
     here = find_shape("llama3-8b").store_shape
-    there = replace(here, device=torch.device("meta"), beside=(replace(here, device=torch.device("meta")),))
-    assert project(method, there, 300, 20) == project(method, replace(here, beside=(here,)), 300, 20)
+    there = replace(here, device=torch.device("meta"), other_kinds=(replace(here, device=torch.device("meta")),))
+    assert project(method, there, 300, 20) == project(method, replace(here, other_kinds=(here,)), 300, 20)
 
 
 def test_several_scores_of_lists_that_compete_are_projected():

@@ -12,7 +12,7 @@ from decoders import KINDS, MADE, PROMPT, RUN, run, tiny_model
 from gguf_bytes import write_gguf
 from selection import few
 
-from kvbench.engine.hf import own_cache_bytes
+from kvbench.engine.hf import native_cache_bytes
 from kvbench.engine.states import States
 from kvbench.engine.supported import check_supported, heads_of, layer_kinds, model_shape
 from kvbench.errors import UnsupportedModel
@@ -112,7 +112,7 @@ def test_windows_that_a_family_has_by_default_are_counted(fields, wanted, tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(fields))
     shape = find_shape(tmp_path / "config.json")
     assert shape.layers == full and not shape.is_plain
-    assert [(each.num_layers, each.window) for each in shape.store_shape.beside] == [(count, Window(window))]
+    assert [(each.num_layers, each.window) for each in shape.store_shape.other_kinds] == [(count, Window(window))]
     assert shape.store_shape.fp16_bytes(32768) == 4 * width * (full * 32768 + count * window)
 
 
@@ -148,7 +148,7 @@ def alike(shape: NamedShape) -> tuple:
     """What of a shape is counted."""
     store = shape.store_shape
     heads = store.num_layers, store.num_q_heads, store.num_kv_heads, store.head_dim, store.dtype, store.keys_only
-    beside = [(each.num_layers, each.window, each.num_kv_heads, each.head_dim) for each in store.beside]
+    beside = [(each.num_layers, each.window, each.num_kv_heads, each.head_dim) for each in store.other_kinds]
     states = shape.state_layers, store.state_bytes
     return heads, beside, states, store.inv_freq is None, shape.context, shape.parameters, store.fp16_bytes(LENGTH)
 
@@ -186,7 +186,7 @@ def test_a_folder_is_a_shape_and_what_is_neither_is_named(tmp_path):
         found = shape.store_shape
         assert (found.num_layers, found.num_q_heads, found.num_kv_heads, found.head_dim) == (2, 4, 2, 16)
         assert found.dtype == torch.float16 and shape.is_plain and shape.name == tmp_path.name
-        assert shape.place == str(tmp_path) and shape.context == 2048
+        assert shape.path == str(tmp_path) and shape.context == 2048
     with pytest.raises(ValueError, match=r"Did you mean llama3-8b\?.*A config.json"):
         find_shape("llama-3-8b")
 
@@ -222,10 +222,10 @@ def test_a_gguf_file_is_read_as_a_run_reads_it(tmp_path):
     windows = {"attention.sliding_window": 16, "attention.key_length": 16, "attention.value_length": 16}
     write_gguf(tmp_path / "small.gguf", kind="gemma3", blocks=6, fields=windows)
     shape = find_shape(tmp_path / "small.gguf")
-    assert shape.layers == 1 and [(each.num_layers, each.window) for each in shape.store_shape.beside] == [
+    assert shape.layers == 1 and [(each.num_layers, each.window) for each in shape.store_shape.other_kinds] == [
         (5, Window(16))
     ]
-    assert shape.name == "small" and shape.place == str(tmp_path / "small.gguf")
+    assert shape.name == "small" and shape.path == str(tmp_path / "small.gguf")
 
 
 def test_parameters_of_tied_weights_count_once(tmp_path):
@@ -252,4 +252,4 @@ def test_states_are_those_that_transformers_keeps():
             model(torch.arange(1, 8)[None], past_key_values=cache, use_cache=True)
         cache.layers = cache.layers[:1]
         shape = presets()[name]
-        assert shape.store_shape.state_bytes == shape.state_layers * own_cache_bytes(cache)
+        assert shape.store_shape.state_bytes == shape.state_layers * native_cache_bytes(cache)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.stats import yes_no
+from kvbench.stats import binomial
 from kvbench.stats.intervals import estimate, newcombe, wilson
 from kvbench.stats.paired import paired
 from kvbench.stats.ranks import agreement
@@ -90,8 +90,8 @@ def test_hopeless_fidelity_ends_no_run(size):
 def test_of_nothing_nothing_is_known():
     """Rates of no trial may be anything; a test of nothing shows nothing; what is no number is left out and counted."""
     assert wilson(0, 0) == (0.0, 1.0) and newcombe(0, 0, 0, 0) == (-1.0, 1.0)
-    assert yes_no.within(0, 0, 0, 0.01) == 1.0
-    assert yes_no.samples_needed(0.0, 0.1, 0.05) is None and yes_no.samples_needed(1e-300, 0.1, 0.05) is None
+    assert binomial.within(0, 0, 0, 0.01) == 1.0
+    assert binomial.samples_needed(0.0, 0.1, 0.05) is None and binomial.samples_needed(1e-300, 0.1, 0.05) is None
     found = estimate({"a": [math.nan, 1.0, math.inf], "b": [-math.inf]}, num_nonfinite=2)
     assert (found.value, found.num_samples, found.num_nonfinite) == (1.0, 1, 5)
 
@@ -102,7 +102,7 @@ def test_of_nothing_nothing_is_known():
 def test_what_no_test_can_be_of_is_refused(counts, margin):
     """A margin of nothing, and more changes than samples."""
     with pytest.raises(ValueError, match="margin=|lost="):
-        yes_no.within(*counts, margin)
+        binomial.within(*counts, margin)
 
 
 def test_a_difference_is_of_finite_values():

@@ -8,10 +8,10 @@ import pytest
 import scipy.stats
 from scipy.special import xlogy
 
+from kvbench.stats import binomial
 from kvbench.stats import paired as stats
-from kvbench.stats import yes_no
 from kvbench.stats.intervals import mover, newcombe
-from kvbench.stats.signs import sign_flip, sign_flips
+from kvbench.stats.sign_test import sign_flip, sign_flips
 from kvbench.stats.strata import standard_error, weighed
 
 
@@ -123,7 +123,7 @@ def test_power_is_the_whole_sum(count):
         for loss, churn in ((1e-9, 1e-6), (0.01, 0.05), (0.3, 0.97), (1.0, 1.0), (0.4, 0.1)):
             churn = max(loss, churn)
             want = np.sum(binom.pmf(differ, count, churn) * binom.cdf(most, differ, (churn - loss) / (2 * churn)))
-            assert yes_no.power(loss, churn, count, level) == pytest.approx(float(want), abs=1e-12)
+            assert binomial.power(loss, churn, count, level) == pytest.approx(float(want), abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -131,10 +131,10 @@ def test_power_is_the_whole_sum(count):
 )
 def test_samples_needed_have_the_power_and_fewer_have_not(loss, churn, level):
     """The number that is named shows the loss, one step less does not; a loss too small for a million has none."""
-    needed = yes_no.samples_needed(loss, churn, level)
-    assert yes_no.power(loss, churn, needed, level) >= 0.8
-    assert yes_no.power(loss, churn, needed - max(1, needed // 100), level) < 0.8
-    assert yes_no.samples_needed(loss / 1000, churn, level) is None
+    needed = binomial.samples_needed(loss, churn, level)
+    assert binomial.power(loss, churn, needed, level) >= 0.8
+    assert binomial.power(loss, churn, needed - max(1, needed // 100), level) < 0.8
+    assert binomial.samples_needed(loss / 1000, churn, level) is None
 
 
 @pytest.mark.parametrize(("count", "lost", "gained"), [(30, 0, 0), (30, 1, 0), (30, 1, 1), (100, 1, 0), (100, 9, 3)])
@@ -169,7 +169,7 @@ def test_samples_for_equal_have_the_power(lost, margin, level):
     shown = sum(
         n
         for (a, b), n in counts.items()
-        if max(yes_no.within(a, b, count, margin), yes_no.within(b, a, count, margin)) < level
+        if max(binomial.within(a, b, count, margin), binomial.within(b, a, count, margin)) < level
     )
     assert 0.75 <= shown / 400 <= 0.93
     values = np.random.default_rng(4).normal(0.0, 0.2, 400)
@@ -219,7 +219,7 @@ def test_within_a_margin_is_the_exact_probability(lost, gained, count):
     rate = rates[np.argmax(xlogy([[lost], [gained], [count - lost - gained]], shares).sum(axis=0))]
     rng = np.random.default_rng(0)
     a, b, _ = rng.multinomial(count, [rate + margin, rate, 1 - 2 * rate - margin], 40_000).T
-    assert yes_no.within(lost, gained, count, margin) == pytest.approx(np.mean(b - a >= gained - lost), abs=0.01)
+    assert binomial.within(lost, gained, count, margin) == pytest.approx(np.mean(b - a >= gained - lost), abs=0.01)
 
 
 def test_equality_of_identical_answers_needs_many_samples():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvbench.stats import studentised
-from kvbench.stats.signs import sign_flips
+from kvbench.stats.sign_test import sign_flips
 from kvbench.stats.strata import Strata, standard_error, weighed
 
 

@@ -124,7 +124,7 @@ def test_a_limit_that_fits_the_model(make_model, limit: str, longest: int) -> No
     """`fit:N` is N where a model of 100 tokens has room for it beside an answer of 16, else what no limit is; the notes
     of a run say which."""
     builder = PromptBuilder(make_model(max_tokens=100), AWARE, PLAIN, limit)
-    assert builder.told()["max_prompt_tokens"] == builder.max_prompt_tokens == longest
+    assert builder.protocol_notes()["max_prompt_tokens"] == builder.max_prompt_tokens == longest
     assert PromptBuilder(make_model(max_tokens=100), AWARE, PLAIN).max_prompt_tokens == 68
 
 

@@ -10,7 +10,7 @@ from kvbench.policy import Policy
 from kvbench.show.picture import STYLES, drawn, method_style, name_points, width_in
 from kvbench.show.progress import format_bytes
 from kvbench.sizing.project import is_one_number, project
-from kvbench.sizing.shadow import place_prompt, shadow_step, shadow_store
+from kvbench.sizing.shadow import fill_prompt, shadow_step, shadow_store
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,7 +67,7 @@ def reads_of(policy: Policy, shape: ModelShape, prompt: int, answer: int, store:
     """Bytes of slots and bounds that each step of an answer reads, of a method that chooses."""
     shadow = shadow_store(policy, shape, prompt, answer, store, is_even=True)
     row = shadow.open_row()
-    place_prompt(shadow, row, prompt)
+    fill_prompt(shadow, row, prompt)
     found, before = list[float](), 0.0
     for _ in range(answer):
         shadow_step(shadow, [row])

@@ -202,7 +202,7 @@ def _table(rows: Sequence[Row], shape: NamedShape, batch: int) -> Table:
     )
     if layers.keys_only:
         title = f"Bytes on {shape.name}: {shape.layers} layers of one latent vector of {layers.head_dim} channels"
-    there = {"windows": layers.beside, "states": layers.state_bytes}
+    there = {"windows": layers.other_kinds, "states": layers.state_bytes}
     beside = {name: items for name, items in BESIDE.items() if there[name]}
     parts, extra = PARTS | beside, ["% alone"] if beside else []
     table = terminal.plain_table(title)
@@ -228,7 +228,7 @@ def _alone(found: Projection, shape: NamedShape, length: int) -> str:
     if "window_bytes" not in found.items:
         return "-"
     beside = found.items["window_bytes"] + found.items["state_bytes"]
-    return f"{RESIDENT.scale * (found.resident_bytes - beside) / shape.store_shape.own_fp16_bytes(length):.1f}"
+    return f"{RESIDENT.scale * (found.resident_bytes - beside) / shape.store_shape.layers_fp16_bytes(length):.1f}"
 
 
 def _part(found: Projection, items: Sequence[str]) -> str:
@@ -244,9 +244,9 @@ def _notes(rows: Sequence[Row], shape: NamedShape, answer: int) -> list[str]:
         f"prompt. Shape: {shape.source}. The peak while a prompt is compressed, weights and activations do not count."
     ]
     others, layers = [], shape.store_shape
-    for window in dict.fromkeys(each.window for each in layers.beside if each.window is not None):
+    for window in dict.fromkeys(each.window for each in layers.other_kinds if each.window is not None):
         kept = "tokens of the last chunk of" if window.in_chunks else "last"
-        count = sum(each.num_layers for each in layers.beside if each.window == window)
+        count = sum(each.num_layers for each in layers.other_kinds if each.window == window)
         others.append(f"{count} more keep their {kept} {window.num_tokens} tokens")
     if shape.state_layers:
         others.append(f"{shape.state_layers} hold states of {format_bytes(layers.state_bytes)} together")

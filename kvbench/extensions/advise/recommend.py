@@ -190,7 +190,7 @@ def model_words(shape: NamedShape) -> list[str]:
     """The words of a run that choose the model: one of kvbench's own, a file, a folder, or the page of a preset."""
     if shape.name in files.options("model"):
         return [f"model={shape.name}"]
-    return [f"model={'gguf' if shape.place.endswith('.gguf') else 'hf'}", f"model.path={shape.place}"]
+    return [f"model={'gguf' if shape.path.endswith('.gguf') else 'hf'}", f"model.path={shape.path}"]
 
 
 def _flags(item: Advice) -> list[str]:

@@ -61,7 +61,7 @@ def answer(words: Sequence[str], context_tokens: int | None) -> list[str]:
 def _shape(words: Sequence[str]) -> tuple[NamedShape, str]:
     """The model of a command, where it is known or its files are there; else a usual one, and a word that says so."""
     path = next((word.partition("=")[2] for word in words if word.startswith("model.path=")), "")
-    if known := next((shape for shape in presets().values() if path and shape.place.lower() == path.lower()), None):
+    if known := next((shape for shape in presets().values() if path and shape.path.lower() == path.lower()), None):
         return known, ""
     if path and Path(path).expanduser().exists():
         return find_shape(path), ""

@@ -53,7 +53,7 @@ class Settings(Methods):
             find_shape(self.shape)
 
     @property
-    def rounds_told(self) -> int:
+    def reported_rounds(self) -> int:
         return len(self.methods)
 
     def cells(self, threads: list[int]) -> list[dict]:

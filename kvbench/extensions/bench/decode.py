@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 from kvbench.config.files import FULL
-from kvbench.engine.hf import OWN_CACHES
+from kvbench.engine.hf import NATIVE_CACHES
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.errors import unknown_name
 from kvbench.extensions.bench.decoders import (
@@ -214,7 +214,7 @@ def make_models(settings: Settings, device: str, notes: list[str]) -> dict[str, 
 
 def own_kinds(settings: Settings) -> dict[str, str]:
     """Names of the rows that are transformers' own, and the cache of each that can be had here."""
-    wanted = OWN_CACHES[1:] if settings.quantised else ()
+    wanted = NATIVE_CACHES[1:] if settings.quantised else ()
     known = [kind for kind in wanted if HAS_PACKAGE.get(kind.partition("-")[0], lambda: True)()]
     return {OWN: "dynamic"} | {f"{OWN} {kind}": kind for kind in known}
 

@@ -169,8 +169,8 @@ class Graphed:
 
 
 class OwnDecoder:
-    """transformers' own forward with one of its own caches (see `hf.own_cache`); all rows share one length, so nothing
-    is padded."""
+    """transformers' forward with one of its caches (`hf.native_cache`); all rows share one length, and nothing is
+    padded."""
 
     logits: Tensor
 
@@ -183,7 +183,7 @@ class OwnDecoder:
         hf.detach(self.loaded.model)
 
     def clear(self) -> None:
-        self.cache = hf.own_cache(self.loaded.model, self.kind, self.max_tokens)
+        self.cache = hf.native_cache(self.loaded.model, self.kind, self.max_tokens)
 
     def prefill(self, prompts: list[list[int]]) -> None:
         """Reads prompts of one length into an empty cache."""
@@ -202,11 +202,11 @@ class OwnDecoder:
         return out.logits[:, -1].float()
 
     def repeat(self, rows: int) -> None:
-        held = hf.own_cache_rows(self.cache)
+        held = hf.native_cache_rows(self.cache)
         self.cache.batch_select_indices(torch.arange(rows, device=self.loaded.device) % held)
 
     def cache_bytes(self) -> int:
-        return hf.own_cache_bytes(self.cache)
+        return hf.native_cache_bytes(self.cache)
 
 
 class StaticDecoder(OwnDecoder):

@@ -22,7 +22,7 @@ from kvbench.runs import choices
 
 PARTS = ("projections", "attention", "scores", "planning", "reserving", "writing", "rest")
 BY_PARTS = ", by parts"  # behind the name of a row whose calls are timed
-RESERVING = ("take", "reserve", "own", "own_all", "truncate", "compact")
+RESERVING = ("take", "reserve", "own", "unshare_all", "truncate", "compact")
 Call = tuple[Any, str, str]  # an object, the name of what is called of it, and the part that the call is
 
 
@@ -123,8 +123,8 @@ def timed(plain: Variant, runner: Runner, now: Callable[[], float]) -> Variant:
 def calls_of(runner: Runner) -> list[Call]:
     """The calls by which a runner's model and store do each part."""
     found: list[Call] = [(layer, "forward", "projections") for layer in matrices_of(runner.loaded)]
-    for store in (runner.store, *runner.store.beside):
-        found += [(store, name, "attention") for name in ("attend", "attend_again", "prompt_attention")]
+    for store in (runner.store, *runner.store.other_kinds):
+        found += [(store, name, "attention") for name in ("attend", "attend_stored", "prompt_attention")]
         found.append((store, "measure", "scores"))
         found += [(store.holding.plans, name, "planning") for name in ("prefill", "decode", "due", "compact")]
         for part in store.holding.parts:

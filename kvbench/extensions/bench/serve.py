@@ -17,8 +17,8 @@ import numpy as np
 from kvbench.cache.layout import StoreOptions
 from kvbench.config.files import FULL
 from kvbench.engine.engine import Engine
+from kvbench.engine.request_queue import Clock, RequestQueue
 from kvbench.engine.requests import Outcome, Request
-from kvbench.engine.waiting import Clock, Waiting
 from kvbench.extensions.bench import times
 from kvbench.extensions.bench.decode import OWN, Methods
 from kvbench.extensions.bench.simulated import Here, Simulated
@@ -90,7 +90,7 @@ class Settings(Methods):
         return [{"arrivals": self.arrivals, **rate, "kv_mb": self.kv_mb, "threads": threads[-1]} for rate in rates]
 
     @property
-    def rounds_told(self) -> int:
+    def reported_rounds(self) -> int:
         return len(self.methods) + (self.peers and not self.times)
 
     def prepare(self, bench: Bench) -> None:
@@ -256,7 +256,7 @@ class Serving:
         """Requests at once, and bytes for their pages: as many as the memory holds with all of an average request, or,
         where that is more, with tables and buffers in half of it, since few requests are at their end at once."""
         engine = make(store=options, batch_size=1)
-        engine.open_batch(Waiting(self._requests), on_outcome=print)
+        engine.open_batch(RequestQueue(self._requests), on_outcome=print)
         held = int(settings.kv_mb * 1e6)
         row = max(1, self._machine.row_bytes(engine))
         prompt, answer = (-(-sum(each) // len(self._load)) for each in list(zip(*self._load, strict=True))[1:])
@@ -329,7 +329,7 @@ class Serving:
         self._pages.append((self._clock.now_s(), step["cache_bytes"] * self._machine.share))
 
 
-class _Noting(Waiting):
+class _Noting(RequestQueue):
     """Requests that wait, with what is told when the prompt of one was read."""
 
     def __init__(self, *given: Any, on_read: Callable[[Request], None], **named: Any) -> None:

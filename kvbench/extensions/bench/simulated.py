@@ -24,7 +24,7 @@ from kvbench.kernels.bench.rounds import CLOCKS
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
 from kvbench.sizing.project import GLANCE_TOKENS, Projection, is_one_number, run
-from kvbench.sizing.shadow import Shadow, place_prompt, shadow_step, shadow_store
+from kvbench.sizing.shadow import Shadow, fill_prompt, shadow_step, shadow_store
 
 LAYERS = 4  # that are enough: what a step takes of them is the host's time
 ENDS = 4  # requests of the measured load whose bytes are compared
@@ -161,7 +161,7 @@ class _ShadowRunner(Runner):
     ) -> tuple[int, Tensor]:
         row = self._opened(self.store.open_row(new_tokens, min(instruction_tokens, len(prompt))))
         try:
-            place_prompt(self.store, row, len(prompt))
+            fill_prompt(self.store, row, len(prompt))
         except BaseException:
             self.close(row)
             raise

@@ -150,7 +150,7 @@ class _Queries(Looks):
     """Sums of queries and of the lengths of their pairs of channels."""
 
     def look(self, seen: LayerTensors) -> tuple[Tensor, ...]:
-        plain = seen.turned(seen.q, -seen.q_pos)
+        plain = seen.rotated(seen.q, -seen.q_pos)
         length = torch.hypot(*plain.chunk(2, -1))
         return (torch.cat([plain, length], -1).double().sum(1).flatten().cpu(),)
 
@@ -163,7 +163,7 @@ class _KeysAndValues(Looks):
     by_queries: ClassVar[bool] = False
 
     def look(self, seen: LayerTensors) -> tuple[Tensor, ...]:
-        keys = seen.turned(seen.k, -seen.pos)[:, self.sinks :].cpu()
+        keys = seen.rotated(seen.k, -seen.pos)[:, self.sinks :].cpu()
         return keys, seen.v[:, self.sinks :].float().cpu()
 
 

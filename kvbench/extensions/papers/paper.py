@@ -299,13 +299,13 @@ def _counted(jobs: Sequence[list[str]]) -> list[str]:
         runs, cfg = 1 + len(others), compose(words)
         name = suite.choice(words, "task")
         try:
-            limit, listed = Limit.read(cfg.limit), [file for file in data_files(cfg.task) if file.asked]
-            missing = [file.called for file in listed if not at_hand(file, cfg.task.get("data_dir"))]
+            limit, listed = Limit.read(cfg.limit), [file for file in data_files(cfg.task) if file.has_questions]
+            missing = [file.label for file in listed if not at_hand(file, cfg.task.get("data_dir"))]
         except ValueError as error:
             lines.append(f"! nothing is known of {runs} of {len(jobs)} runs: {error}")
             continue
         if listed and all(file.rows for file in listed):
-            samples = sum(len(limit.of(file.rows, file.called)) if limit else file.rows for file in listed)
+            samples = sum(len(limit.of(file.rows, file.label)) if limit else file.rows for file in listed)
             answers = samples * runs * cfg.protocol.num_samples
             lines.append(f"{name}: {samples} samples as published, through {runs} runs, {answers} answers")
         else:

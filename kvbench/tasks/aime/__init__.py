@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvbench.tasks.answers import TERM, found_in, graded, last_boxed, to_number
+from kvbench.tasks.answers import TERM, final_answer, graded, last_boxed, to_number
 from kvbench.tasks.files import DataFile, find_rows
-from kvbench.tasks.latex import judge, plain_signs
+from kvbench.tasks.latex import judge, plain_symbols
 from kvbench.tasks.problems import LAST, Instruction, Problems
 from kvbench.tasks.rows import Rows, text_field
 from kvbench.tasks.task import Draws
@@ -56,11 +56,11 @@ class Aime(Problems):
     def files(self) -> list[DataFile]:
         return [data_file(self.name)]
 
-    def told(self) -> dict[str, Any]:
+    def protocol_notes(self) -> dict[str, Any]:
         return {"form": "boxed"}
 
     def vote(self, text: str, opened: bool) -> str | None:
-        answer = found_in(text, find_gradable, opened)
+        answer = final_answer(text, find_gradable, opened)
         value = None if answer is None else to_integer(answer)
         return str(value) if value is not None else answer and bare_answer(answer)
 
@@ -103,7 +103,7 @@ def load(subset: str, data_dir: str | None = None, **_: object) -> dict[str, Row
 
 def bare_answer(latex: str) -> str:
     """The content of a box without degrees, units, dollars, a modulus, and what is said to be equal."""
-    text = _MODULUS.sub(" ", plain_signs(latex).replace("{,}", ","))
+    text = _MODULUS.sub(" ", plain_symbols(latex).replace("{,}", ","))
     text = _DEGREES.sub(" ", _WORDS.sub(" ", text)).replace("\\equiv", "=")
     return text.rpartition("=")[2].strip().rstrip(".")
 
@@ -119,10 +119,10 @@ def to_integer(text: str) -> int | None:
 
 def find_answer(text: str) -> str | None:
     """The last box; without a box, the number behind the last "answer is"; else None, as for an absurdly long one."""
-    found = last_boxed(text)
-    if found is None:
-        found = next(reversed(_PHRASE.findall(text)), None)
-    return None if found is None or len(found) > MAX_ANSWER_CHARS else found
+    answer = last_boxed(text)
+    if answer is None:
+        answer = next(reversed(_PHRASE.findall(text)), None)
+    return None if answer is None or len(answer) > MAX_ANSWER_CHARS else answer
 
 
 def is_right(reference: str, answer: str) -> bool | None:
@@ -150,7 +150,7 @@ def find_gradable(text: str) -> str | None:
 
 def grade(reference: str, text: str) -> dict[str, float]:
     """Score one answer."""
-    return graded(found_in(text, find_gradable), lambda answer: is_right(reference, answer))
+    return graded(final_answer(text, find_gradable), lambda answer: is_right(reference, answer))
 
 
 def process(doc: dict, results: list[str]) -> dict[str, float]:

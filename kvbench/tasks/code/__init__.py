@@ -22,7 +22,7 @@ from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.taskset import MetricInfo
 
 FORMS = ("complete", "chat")
-ASKED_BEHIND = "Write a self-contained Python script that solves the problem above, in a fenced code block."
+MOVED_INSTRUCTION = "Write a self-contained Python script that solves the problem above, in a fenced code block."
 _MAX_CAGES = 8  # more would only take memory: answers come one after the other
 
 
@@ -45,7 +45,7 @@ class CodeTask(Problems):
     }
     primary: ClassVar = "plus"
     meta_keys: ClassVar = ("task_id",)
-    instructions: ClassVar = {"chat": Instruction(FIRST, moved=ASKED_BEHIND)}
+    instructions: ClassVar = {"chat": Instruction(FIRST, moved=MOVED_INSTRUCTION)}
     grading_limit_s: ClassVar = None  # the cage ends a program
     grading_workers: ClassVar = min(len(os.sched_getaffinity(0)), _MAX_CAGES)
 
@@ -61,7 +61,7 @@ class CodeTask(Problems):
     def metadata(self, seed: int) -> dict[str, Any]:
         return {"data_dir": self.data_dir, "allow_code_execution": self.allow_code_execution}
 
-    def told(self) -> dict[str, Any]:
+    def protocol_notes(self) -> dict[str, Any]:
         return {"form": self.form}
 
     def reference(self, doc: dict) -> object:

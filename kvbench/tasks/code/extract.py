@@ -66,22 +66,22 @@ class _Search:
         continued = [self.answer, *blocks[-1:]]
         if not blocks:
             return self._continuation(self.answer) or self._whole(self.answer)
-        found = self._whole(self.answer)
+        program = self._whole(self.answer)
         for text in continued:
-            found = found or self._continuation(text)
+            program = program or self._continuation(text)
         for block in reversed(blocks):  # a block within a list is indented
-            found = found or self._whole(textwrap.dedent(block))
-        return found
+            program = program or self._whole(textwrap.dedent(block))
+        return program
 
     def _continuation(self, text: str) -> str | None:
         """The prompt, and of the text all that continues it."""
         for body in dict.fromkeys((text, _indented(text))):
             lines = f"{self.prompt}{body}".split("\n")
-            found = self._longest_from(lines, 0)
-            if found and defines(found[0], self.entry_point):
-                tree, end = found
-                given = self.prompt.count("\n")
-                always = sum(statement.lineno <= given for statement in tree.body)
+            longest = self._longest_from(lines, 0)
+            if longest and defines(longest[0], self.entry_point):
+                tree, end = longest
+                prompt_lines = self.prompt.count("\n")
+                always = sum(statement.lineno <= prompt_lines for statement in tree.body)
                 return self._needed(lines[:end], tree, always)
         return None
 
@@ -91,20 +91,20 @@ class _Search:
             return None
         lines = text.split("\n")
         regions = list(self._regions(lines))
-        place = max((at for at, (tree, _, _) in enumerate(regions) if defines(tree, self.entry_point)), default=None)
-        if place is None:
+        chosen = max((at for at, (tree, _, _) in enumerate(regions) if defines(tree, self.entry_point)), default=None)
+        if chosen is None:
             return None
         definition = rf"^(?:async )?def {re.escape(self.entry_point)}\b"
         head = re.split(definition, self.prompt, maxsplit=1, flags=re.MULTILINE)[0]
-        taken = {place}
+        taken = {chosen}
         while True:
             parts = [head, *("\n".join(lines[start:end]) for at, (_, start, end) in enumerate(regions) if at in taken)]
             whole = "\n".join(parts).split("\n")
             tree, _ = parse("\n".join(whole))
             if tree is None:
                 return "\n".join(whole) + "\n"  # a prompt without its docstring, or with code that is none
-            missing = needs(tree, self.entry_point).missing
-            more = {at for at, (tree, _, _) in enumerate(regions) if self._helps(tree, missing, at < place)} - taken
+            missing = dependencies(tree, self.entry_point).missing
+            more = {at for at, (tree, _, _) in enumerate(regions) if self._helps(tree, missing, at < chosen)} - taken
             if not more:
                 always = sum(statement.lineno <= head.count("\n") + 1 for statement in tree.body) if head.strip() else 0
                 return self._needed(whole, tree, always)
@@ -115,20 +115,20 @@ class _Search:
         return bool(bound & missing) and (before or self.entry_point not in bound)
 
     def _needed(self, lines: list[str], tree: ast.Module, always: int) -> str:
-        return without(lines, tree, needs(tree, self.entry_point, always).kept) + "\n"
+        return without(lines, tree, dependencies(tree, self.entry_point, always).kept) + "\n"
 
     def _regions(self, lines: list[str]) -> Iterator[tuple[ast.Module, int, int]]:
         """Runs of lines that parse, each as long as can be: the tree, and the first line and the one behind."""
-        place = 0
-        while place < len(lines) and self.left > 0:
-            line = lines[place]
-            found = None
+        number = 0
+        while number < len(lines) and self.left > 0:
+            line = lines[number]
+            region = None
             self.left -= len(line)
             if line.strip() and not line[0].isspace() and may_begin_code(line):
-                found = self._longest_from(lines, place)
-            if found:
-                yield found[0], place, found[1]
-            place = found[1] if found else place + 1
+                region = self._longest_from(lines, number)
+            if region:
+                yield region[0], number, region[1]
+            number = region[1] if region else number + 1
 
     def _longest_from(self, lines: list[str], start: int) -> tuple[ast.Module, int] | None:
         """The longest run of lines from one on that parses, and the line behind it; None when there is none."""
@@ -146,10 +146,10 @@ class _Search:
 def _blocks(answer: str) -> list[str]:
     """The contents of fenced blocks of Python or of no stated language; the last may lack its end."""
     fences = list(_FENCE.finditer(answer))
-    blocks, place = [], 0
-    while place < len(fences):
-        start = fences[place]
-        ends = (at for at in range(place + 1, len(fences)) if not fences[at][2] and fences[at][1].startswith(start[1]))
+    blocks, number = [], 0
+    while number < len(fences):
+        start = fences[number]
+        ends = (at for at in range(number + 1, len(fences)) if not fences[at][2] and fences[at][1].startswith(start[1]))
         end = next(ends, None)
         stop = fences[end].start() if end is not None else len(answer)
         # The end of an answer that began inside a block has no text behind it.
@@ -157,7 +157,7 @@ def _blocks(answer: str) -> list[str]:
             blocks.append(answer[start.end() : stop].strip("\n"))
         if end is None:
             break
-        place = end + 1
+        number = end + 1
     return blocks
 
 
@@ -181,8 +181,8 @@ def parse(text: str) -> tuple[ast.Module | None, int]:
 
 
 def _tree(text: str) -> ast.Module:
-    """What `ast.parse` gives or raises. Graders take turns; others who parse code in this process do not, and what they
-    disturbed is parsed again."""
+    """Tree of `ast.parse`, or its exception. Graders take turns; other threads that parse code in this process do not,
+    and a parse that they disturbed is repeated."""
     # What a compiler warns of in an answer is nobody's business here, and must not become an error.
     warnings.filterwarnings("ignore", module=re.escape(_FILE))
     # A null byte or half a surrogate pair is as wrong as another control character, and not an error of its own.
@@ -282,7 +282,7 @@ def _use(statement: ast.stmt, imported: set[str]) -> _Use:
 
 
 @dataclass(frozen=True)
-class Needs:
+class Dependencies:
     """The needs of a program for one of its names.
 
     Args:
@@ -294,8 +294,8 @@ class Needs:
     missing: set[str]
 
 
-def needs(tree: ast.Module, name: str, always: int = 0) -> Needs:
-    """Find the statements that a name needs; what only shows or tests it is left out.
+def dependencies(tree: ast.Module, name: str, always: int = 0) -> Dependencies:
+    """Find the statements that a name needs; demonstrations and tests of it are left out.
 
     A statement is needed that binds a needed name, or changes what one stands for, or sets something in a module
     (`sys.setrecursionlimit`), and so are the first ones (`always`). One that only uses the name (a print, an assertion,
@@ -328,7 +328,7 @@ def needs(tree: ast.Module, name: str, always: int = 0) -> Needs:
             reached.add(one)
             todo += by_name[one]
     bound = set().union(*(use.bound for use in uses))
-    return Needs(kept, reached - bound - _BUILTINS)
+    return Dependencies(kept, reached - bound - _BUILTINS)
 
 
 def without(lines: Sequence[str], tree: ast.Module, kept: set[int]) -> str:

@@ -13,7 +13,7 @@ from kvbench.tasks.code.cage.process import Limits, Output, guard_s
 from kvbench.tasks.code.cage.wire import WireError, decode
 from kvbench.tasks.code.dataset import CodeRow
 from kvbench.tasks.code.extract import build_program
-from kvbench.tasks.code.oracle import asks_whether_found, is_right
+from kvbench.tasks.code.oracle import is_match_question, is_right
 from kvbench.tasks.code.reference import Group, job, reference
 
 # Source: EvalPlus 0.3.1, config.py and eval/__init__.py: four times the reference's time but at least 1 s for a call,
@@ -83,10 +83,10 @@ def _run_group(task: str, row: CodeRow, program: str, group: Group, limits: Limi
     verdict: list[tuple[str, str]] = []
 
     def judge(output: Output) -> bool:
-        found = _judge(task, row, group, output)
-        if found is not None:
-            verdict.append(found)
-        return found is None
+        judged = _judge(task, row, group, output)
+        if judged is not None:
+            verdict.append(judged)
+        return judged is None
 
     room = 2 * group.sent_bytes + _SPARE_BYTES
     call_s = [max(_MIN_CALL_S, _CALL_FACTOR * cpu_s) for cpu_s in group.cpu_s]
@@ -131,7 +131,7 @@ def _judge(task: str, row: CodeRow, group: Group, output: Output) -> tuple[str, 
     expected = group.expected[output.index]
     if output.kind == "u":
         # Something, of whatever type, is all that these tasks ask for.
-        if asks_whether_found(task, row["entry_point"]):
+        if is_match_question(task, row["entry_point"]):
             return None if expected else ("fail", f"{where}: found something where nothing is")
         return "unsupported", f"{where}: {text}"
     try:

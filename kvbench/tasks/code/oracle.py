@@ -25,7 +25,7 @@ _SET_TASKS = frozenset(
     " Diff".split()
 )
 # These return a match object or None, or a bool: only whether they found something counts.
-FOUND_TASKS = frozenset(("check_str", "text_match_three", "text_starta_endb"))
+MATCH_TASKS = frozenset(("check_str", "text_match_three", "text_starta_endb"))
 
 
 def is_right(task: str, entry_point: str, inputs: Sequence[Value], output: Value, expected: Value, atol: float) -> bool:
@@ -36,11 +36,11 @@ def is_right(task: str, entry_point: str, inputs: Sequence[Value], output: Value
         entry_point: Name of the function, which names the problem.
         inputs: Arguments of the call.
         output: What the solution returned; builtin types.
-        expected: What the reference returned; for `FOUND_TASKS` whether it was not None.
+        expected: What the reference returned; for `MATCH_TASKS` whether it was not None.
         atol: Absolute tolerance; 0 means exact, but 1e-6 where the expected output is made of floats.
     """
     try:
-        if has_own_rule(task, entry_point):
+        if has_special_rule(task, entry_point):
             if task == "humaneval_plus":
                 return _is_root(inputs, output, atol)
             return _MBPP[entry_point](inputs, output, expected, atol)
@@ -49,14 +49,14 @@ def is_right(task: str, entry_point: str, inputs: Sequence[Value], output: Value
         return False  # an output of a kind for which the question makes no sense
 
 
-def has_own_rule(task: str, entry_point: str) -> bool:
-    """Tell whether a problem asks something else of an output than to be equal, or near, to the reference's."""
+def has_special_rule(task: str, entry_point: str) -> bool:
+    """True for a problem whose output is judged otherwise than by equality, or nearness, to the reference's."""
     return entry_point == "find_zero" if task == "humaneval_plus" else entry_point in _MBPP
 
 
-def asks_whether_found(task: str, entry_point: str) -> bool:
-    """Tell whether a problem only asks if something, of whatever type, was found."""
-    return task == "mbpp_plus" and entry_point in FOUND_TASKS
+def is_match_question(task: str, entry_point: str) -> bool:
+    """True for a problem whose output only says whether there is a match, of whatever type."""
+    return task == "mbpp_plus" and entry_point in MATCH_TASKS
 
 
 def _matches(output: object, expected: object, atol: float) -> bool:
@@ -119,7 +119,7 @@ _Judge = Callable[[Sequence[Value], Value, Value, float], bool]
 _MBPP: dict[str, _Judge] = {
     **dict.fromkeys(_SET_TASKS, lambda inputs, output, expected, atol: set(output) == set(expected)),
     **dict.fromkeys(
-        FOUND_TASKS,
+        MATCH_TASKS,
         lambda inputs, output, expected, atol: expected == (output if isinstance(output, bool) else output is not None),
     ),
     # Mbpp/164: the benchmark takes every answer; the statement does not say what makes numbers equivalent.

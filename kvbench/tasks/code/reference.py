@@ -19,7 +19,7 @@ from kvbench.tasks.code.cage import run as cage
 from kvbench.tasks.code.cage.process import Limits
 from kvbench.tasks.code.cage.wire import WireError, decode, encode
 from kvbench.tasks.code.dataset import CodeRow, restore_inputs
-from kvbench.tasks.code.oracle import asks_whether_found, has_own_rule
+from kvbench.tasks.code.oracle import has_special_rule, is_match_question
 from kvbench.tasks.task import long_work
 
 _CALL_S, _CPU_S, _WALL_S = 100.0, 400.0, 3600.0
@@ -39,11 +39,11 @@ class UnusableRow(ValueError):
 
 @dataclass(frozen=True)
 class Group:
-    """One set of inputs with what the reference made of it.
+    """One set of inputs with the reference's outputs.
 
     Args:
         calls: Arguments of each call.
-        expected: What each returned; for `FOUND_TASKS` whether it was not None; of a large output its `digest`.
+        expected: What each returned; for `MATCH_TASKS` whether it was not None; of a large output its `digest`.
         large: Which outputs are too large to send.
         cpu_s: CPU time of each call, in seconds.
         sent_bytes: Size of all outputs, as sent.
@@ -74,19 +74,19 @@ def reference(task: str, row: CodeRow, limits: Limits) -> list[Group]:
     inputs = [row["base_input"], row["plus_input"]]
     if task == "mbpp_plus":
         inputs = [restore_inputs(row["task_id"], calls) for calls in inputs]
-    found = _known(key)
-    if found is None:
+    entry = _known(key)
+    if entry is None:
         try:
             groups = [_run(task, row, [list(call) for call in calls], limits) for calls in inputs]
-            found = {
+            entry = {
                 "groups": [{name: value for name, value in vars(one).items() if name != "calls"} for one in groups]
             }
         except UnusableRow as error:
-            found = {"failed": str(error)}
-        _remember(key, found)
-    if "failed" in found:
-        raise UnusableRow(found["failed"])
-    return [Group([list(call) for call in calls], **one) for one, calls in zip(found["groups"], inputs, strict=True)]
+            entry = {"failed": str(error)}
+        _remember(key, entry)
+    if "failed" in entry:
+        raise UnusableRow(entry["failed"])
+    return [Group([list(call) for call in calls], **one) for one, calls in zip(entry["groups"], inputs, strict=True)]
 
 
 def unusable(task: str, rows: Iterable[tuple[int, CodeRow]]) -> dict[int, str]:
@@ -136,9 +136,9 @@ def _attempt(
     """The group; or what went wrong, and which outputs were too large to send."""
     program, entry_point, jobs = job(row["prompt"] + row["canonical_solution"], row["entry_point"], calls, large)
     report = cage.run(program, entry_point, jobs, allow_code_execution=True, call_s=_CALL_S, limits=limits)
-    found = asks_whether_found(task, row["entry_point"])
+    is_truth = is_match_question(task, row["entry_point"])
     outputs = report.outputs[1:]
-    wrong = [output for output in report.outputs if output.kind not in ("vu" if found or output.index < 0 else "v")]
+    wrong = [output for output in report.outputs if output.kind not in ("vu" if is_truth or output.index < 0 else "v")]
     if report.status != "done" or wrong:
         said = wrong[0].payload[:300].decode("utf-8", "replace") if wrong else report.message
         too_large = [output.kind == "u" and b"too large" in output.payload for output in outputs]
@@ -146,7 +146,7 @@ def _attempt(
         return None, f"{report.status}: {said}", too_large if fits and not any(large) else [False] * len(calls)
     expected: list[object] = []
     for number, output in enumerate(outputs):
-        if found:
+        if is_truth:
             expected.append(output.kind == "u" or decode(output.payload) is not None)
             continue
         try:
@@ -157,7 +157,7 @@ def _attempt(
             return None, str(error), [large or number == at for at, large in enumerate(large)]
         if large[number]:
             assert isinstance(value, list)  # `digest.digest` made it
-            if row["atol"] or value[1] or has_own_rule(task, row["entry_point"]):
+            if row["atol"] or value[1] or has_special_rule(task, row["entry_point"]):
                 return None, "its output is too large to be compared with a tolerance", [False] * len(calls)
         expected.append(value)
     sent_bytes = sum(len(output.payload) for output in outputs)
@@ -204,7 +204,7 @@ def _key(task: str, row: CodeRow, limits: Limits) -> str:
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 
-def _place(key: str) -> Path:
+def _cache_path(key: str) -> Path:
     return cache_root() / "code-references" / key[:2] / key
 
 
@@ -212,7 +212,7 @@ def _known(key: str) -> dict | None:
     if key in _memory:
         return _memory[key]
     try:
-        data = decode(zlib.decompress(_place(key).read_bytes()), max_nodes=1 << 40)
+        data = decode(zlib.decompress(_cache_path(key).read_bytes()), max_nodes=1 << 40)
     except (OSError, ValueError, zlib.error):
         return None
     if not isinstance(data, dict) or data.pop("key", None) != key:
@@ -225,19 +225,19 @@ def _ran(key: str) -> bool:
     if key in _memory:
         return "failed" not in _memory[key]
     try:
-        begin = zlib.decompressobj().decompress(_place(key).read_bytes(), len(_OUTPUTS))
+        begin = zlib.decompressobj().decompress(_cache_path(key).read_bytes(), len(_OUTPUTS))
     except (OSError, zlib.error):
         return False
     return begin == _OUTPUTS
 
 
-def _remember(key: str, found: dict) -> None:
+def _remember(key: str, entry: dict) -> None:
     """Keep a result; in the cache folder where that can be written, and no failure that another try may not have."""
-    _memory[key] = found
-    if "Error: " not in found.get("failed", "Error: ") or "MemoryError" in found.get("failed", ""):
+    _memory[key] = entry
+    if "Error: " not in entry.get("failed", "Error: ") or "MemoryError" in entry.get("failed", ""):
         return
     with contextlib.suppress(OSError, ValueError):
-        place = _place(key)
-        place.parent.mkdir(parents=True, exist_ok=True)
+        path = _cache_path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
         # One that was cut off or mixed with another does not pass `_known`, and is computed again.
-        place.write_bytes(zlib.compress(encode({**found, "key": key}, max_bytes=1 << 31), 1))
+        path.write_bytes(zlib.compress(encode({**entry, "key": key}, max_bytes=1 << 31), 1))

@@ -56,7 +56,7 @@ class Custom(Task):
     def data(self, seed: int, protocol: Protocol) -> Rows:
         named = [("task", item.name) for item in fields(self)] + [("protocol", item.name) for item in fields(protocol)]
         settings = [f"{group}.{name}" for group, name in named if name not in _FREE_FIELDS]
-        return read_file(self.file, self.metric, needs_context=not protocol.query_aware, settings=settings)
+        return read_file(self.file, self.metric, requires_context=not protocol.query_aware, settings=settings)
 
     def load(self, ask: Ask) -> TaskSet:
         rows, metric = self.data(ask.seed, ask.protocol), self.metric
@@ -66,25 +66,25 @@ class Custom(Task):
             subsets.setdefault(row["subset"], []).append(row)
         chosen = [row for name, some in subsets.items() for row in ask.drawn(some, name)]
         requests = [asker.choices(row) if metric == CHOICE else asker.answer(row) for row in chosen]
-        asked = {request.sample_id: row for request, row in zip(requests, chosen, strict=True)}
+        rows_by_id = {request.sample_id: row for request, row in zip(requests, chosen, strict=True)}
 
-        def score_turn(sample_id: str, place: int, answer: str) -> dict[str, float]:
-            row = asked[sample_id]
-            answers = row["turns"][place - 1]["answers"] if place else row["answers"]
+        def score_turn(sample_id: str, turn: int, answer: str) -> dict[str, float]:
+            row = rows_by_id[sample_id]
+            answers = row["turns"][turn - 1]["answers"] if turn else row["answers"]
             return {"score": grade(metric, answer, answers)}
 
-        told: dict[str, Any] = {"file": Path(rows.file).name, "metric": metric, "split": "before the question"}
-        told |= {"chat": asker.chat, "separator": self.separator, "answer_prefix": self.answer_prefix}
-        return self.asked(
+        notes: dict[str, Any] = {"file": Path(rows.file).name, "metric": metric, "split": "before the question"}
+        notes |= {"chat": asker.chat, "separator": self.separator, "answer_prefix": self.answer_prefix}
+        return self.task_set(
             ask,
             requests,
-            told | {"truncation": "middle", "thoughts": "not graded"},
-            {key: [metric, row["answers"], row["turns"]] for key, row in asked.items()},
+            notes | {"truncation": "middle", "thoughts": "not graded"},
+            {key: [metric, row["answers"], row["turns"]] for key, row in rows_by_id.items()},
             lambda sample_id, answer: score_turn(sample_id, 0, answer),
             metrics={"score": MetricInfo(True, CHOICE_MEANING if metric == CHOICE else SCORES[metric][1])},
             turn_scorer=score_turn,
             rows=[rows],
-            right={key: row["choices"].index(row["answers"][0]) for key, row in asked.items() if row["choices"]},
+            right={key: row["choices"].index(row["answers"][0]) for key, row in rows_by_id.items() if row["choices"]},
         )
 
 
@@ -116,7 +116,7 @@ class _Asker:
         )
 
     def _right(self, row: dict[str, Any]) -> dict[str, Any]:
-        """How the answer to a row or turn begins, and what is right."""
+        """Beginning of the answer to a row or turn, and the right answers."""
         answers = row["answers"]
         return {"prefix": self.prefix, "answers": answers, "gold": answers[0] if self.forces else ""}
 
@@ -152,23 +152,23 @@ class _Asker:
         return (self.separator.join(before), self.separator + last) if before else ("", last)
 
     def _rendered(self, messages: list[dict[str, str]], question: str) -> tuple[str, str]:
-        told = system_messages(self.protocol)
-        if told and messages[0]["role"] == "system":  # templates take one
-            told[0]["content"] += "\n\n" + messages[0]["content"]
+        system = system_messages(self.protocol)
+        if system and messages[0]["role"] == "system":  # templates take one
+            system[0]["content"] += "\n\n" + messages[0]["content"]
             messages = messages[1:]
-        text = render_chat(self.model, [*told, *messages], self.protocol)
-        place = text.rfind(question.strip())
-        if place < 0:
+        text = render_chat(self.model, [*system, *messages], self.protocol)
+        start = text.rfind(question.strip())
+        if start < 0:
             if not self.protocol.query_aware:
                 raise ValueError(
                     f"protocol.query_aware=false needs the question inside the chat template unchanged, but the "
                     f"template of model {self.model.name} alters it; set protocol.chat_template=never"
                 )
-            place = len(text)
-        return text[:place], text[place:]
+            start = len(text)
+        return text[:start], text[start:]
 
 
 def _known(row: dict[str, Any]) -> dict[str, Any]:
-    """What a request is called, and what its record keeps of the row."""
+    """Id of a request, and the fields of the row that its record keeps."""
     kept = {key: row[key] for key in ("index", "id", "answers")}
     return {"sample_id": f"{row['subset']}/{row['index']}", "subset": row["subset"], "meta": kept}

@@ -18,7 +18,7 @@ TURN_FIELDS, MESSAGE_FIELDS = ("question", "answers", "answer"), ("role", "conte
 _MISSPELT = 0.85  # share of a field's letters, so that `turn` and `anwsers` are, and `question_id` is not
 
 
-def read_file(file: str, metric: str, needs_context: bool, settings: Collection[str]) -> Rows:
+def read_file(file: str, metric: str, requires_context: bool, settings: Collection[str]) -> Rows:
     """Read the rows of the setting `task.file`; as `check_row` otherwise."""
     path = Path(file).expanduser()
     if not path.is_file():
@@ -33,7 +33,7 @@ def read_file(file: str, metric: str, needs_context: bool, settings: Collection[
     def check(row: Mapping[str, Any]) -> dict[str, Any]:
         row = with_question(row)
         unused.update(dict.fromkeys(unused_fields(row, metric, settings)))
-        return check_row(row, metric=metric, needs_context=needs_context)
+        return check_row(row, metric=metric, requires_context=requires_context)
 
     rows = read_rows(source, check, MAX_LINE_BYTES)
     rows.unused = list(unused)
@@ -88,7 +88,7 @@ def _unknown(
     return unread
 
 
-def check_row(row: Mapping[str, Any], *, metric: str, needs_context: bool) -> dict[str, Any]:
+def check_row(row: Mapping[str, Any], *, metric: str, requires_context: bool) -> dict[str, Any]:
     """Check the object of a line.
 
     Args:
@@ -97,22 +97,22 @@ def check_row(row: Mapping[str, Any], *, metric: str, needs_context: bool) -> di
             `choices`, and `answers` is one of them or its place from 0. `turns`, further questions with their answers,
             makes it a conversation. `subset` and `id` may be there.
         metric: What the row is graded by.
-        needs_context: The context is compressed before the question is seen.
+        requires_context: The context is compressed before the question is seen.
     """
     messages = _messages(row["messages"]) if row.get("messages") is not None else None
     if messages is not None and (row.get("question") is not None or row.get("context") is not None):
         raise ValueError("a row has either messages, or context and question")
     context = "" if messages is not None else _text("context", row.get("context", ""), may_be_empty=True)
     question = messages[-1]["content"] if messages is not None else _text("question", row.get("question"))
-    if needs_context and not context.strip() and len(messages or ()) < 2:
+    if requires_context and not context.strip() and len(messages or ()) < 2:
         raise ValueError("no context, and protocol.query_aware=false compresses it before the question is seen")
     choices = [] if metric != CHOICE else _texts("choices", row.get("choices"))
-    given = row["answers"] if row.get("answers") is not None else row.get("answer")
-    if metric == CHOICE and isinstance(given, int) and not isinstance(given, bool):
-        if not 0 <= given < len(choices):
-            raise ValueError(f"field answers is {given}, and the places of its {len(choices)} choices begin with 0")
-        given = choices[given]
-    answers = _texts("answers", given)
+    stated = row["answers"] if row.get("answers") is not None else row.get("answer")
+    if metric == CHOICE and isinstance(stated, int) and not isinstance(stated, bool):
+        if not 0 <= stated < len(choices):
+            raise ValueError(f"field answers is {stated}, and the places of its {len(choices)} choices begin with 0")
+        stated = choices[stated]
+    answers = _texts("answers", stated)
     if metric == CHOICE and (len(choices) < 2 or len(set(choices)) < len(choices) or answers[0] not in choices):
         raise ValueError("field choices must be two or more different texts, with the answer among them")
     check_answers(metric, answers)
@@ -135,8 +135,8 @@ def _turns(value: object, metric: str) -> list[dict[str, Any]]:
         raise ValueError("field turns must be a list of objects with question and answers")
     turns = []
     for item in value:
-        given = item["answers"] if item.get("answers") is not None else item.get("answer")
-        answers = _texts("turns.answers", given)
+        stated = item["answers"] if item.get("answers") is not None else item.get("answer")
+        answers = _texts("turns.answers", stated)
         turns.append({"question": _text("turns.question", item.get("question")), "answers": answers})
         check_answers(metric, answers)
     return turns

@@ -37,14 +37,14 @@ class DriftSet(TaskSet):
         """As `TaskSet`, and `free`: each score over the free answers."""
         records = list(records)
         result = super().aggregate(records)
-        found: dict[str, dict[str, list[float]]] = {name: {} for name in self.metrics}
+        by_metric: dict[str, dict[str, list[float]]] = {name: {} for name in self.metrics}
         for record in records:
             if record["status"] == "ok":
                 for name in self.metrics:
-                    found[name].setdefault(record["sample_id"], []).append(record["scores"][name])
+                    by_metric[name].setdefault(record["sample_id"], []).append(record["scores"][name])
         result["free"] = {
             name: asdict(estimate({"": [sum(v) / len(v) for v in values.values()]}, bounds=(0.0, 1.0)))
-            for name, values in found.items()
+            for name, values in by_metric.items()
             if values
         }
         return result
@@ -111,5 +111,5 @@ class Drift(Task):
             )
             for index, piece in enumerate(passages(model, text, prompt_tokens, 0, items))
         ]
-        told = {"tokens": tokens, "prompt_tokens": prompt_tokens, "items": items, "text": text.origin, "chat": False}
-        return self.asked(ask, requests, told | {"end": "not before the last token"})
+        notes = {"tokens": tokens, "prompt_tokens": prompt_tokens, "items": items, "text": text.origin, "chat": False}
+        return self.task_set(ask, requests, notes | {"end": "not before the last token"})

@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Annotated, Any, ClassVar
 
 from kvbench.rules import Choice
-from kvbench.tasks.answers import NUMBER, TERM, found_in, graded, last_boxed, to_number
+from kvbench.tasks.answers import NUMBER, TERM, final_answer, graded, last_boxed, to_number
 from kvbench.tasks.files import DataFile, find_rows
 from kvbench.tasks.problems import LAST, Instruction, Problems
 from kvbench.tasks.rows import Rows, text_field
@@ -115,7 +115,7 @@ class Gsm8k(Problems):
     def metadata(self, seed: int) -> dict[str, Any]:
         return {"data_dir": self.data_dir, "seed": seed}
 
-    def told(self) -> dict[str, Any]:
+    def protocol_notes(self) -> dict[str, Any]:
         return {"form": self.form, "split": "after the examples"}
 
 
@@ -131,7 +131,7 @@ def data_file(split: str) -> DataFile:
         prepared=("gsm8k", "main", split),
         official=official,
         by_hand=f"put {split}.jsonl of the repository openai/grade-school-math (grade_school_math/data) into a folder",
-        asked=split == "test",
+        has_questions=split == "test",
     )
 
 
@@ -192,12 +192,12 @@ def find_answer(text: str, last: bool = False) -> Decimal | None:
         answer by where a pattern ends, which a broken cache finds often.
     """
     for pattern in _MARKS:
-        found = pattern.findall(text)
-        if found:
-            return to_number(found[-1 if last else 0])
+        matches = pattern.findall(text)
+        if matches:
+            return to_number(matches[-1 if last else 0])
     boxed = last_boxed(text)
-    found = _TERM.findall(boxed if boxed is not None else text) or _TERM.findall(text)
-    return to_number(found[-1]) if found else None
+    matches = _TERM.findall(boxed if boxed is not None else text) or _TERM.findall(text)
+    return to_number(matches[-1]) if matches else None
 
 
 def is_marked(text: str) -> bool:
@@ -213,8 +213,8 @@ def has_several(text: str) -> bool:
 
 def grade(reference: str, text: str, *, last: bool) -> dict[str, float]:
     """Score one answer; for `last` see `find_answer`."""
-    value = found_in(text, lambda rest: find_answer(rest, last))
-    marked, several = (bool(found_in(text, tell)) for tell in (is_marked, has_several))
+    value = final_answer(text, lambda rest: find_answer(rest, last))
+    marked, several = (bool(final_answer(text, tell)) for tell in (is_marked, has_several))
     return graded(value, lambda number: number == to_number(reference), marked, several)
 
 

@@ -80,14 +80,14 @@ class HarnessTask(Task):
         """See `Task`; None where the data are made with a tokenizer, and there is none yet."""
         folders = [self.include_path] if self.include_path else []
         manager = manager_of([self.name], folders)
-        told = dict(self.metadata or {})
+        metadata = dict(self.metadata or {})
         if any((entry.cfg or {}).get("custom_dataset") for entry in manager.task_index.values()):
             if tokenizer is None:
                 return None
-            if own := str(getattr(tokenizer, "name_or_path", "") or ""):
-                told = {"tokenizer": own} | told
-        if told:
-            manager = manager_of([self.name], folders, metadata=told)
+            if tokenizer_name := str(getattr(tokenizer, "name_or_path", "") or ""):
+                metadata = {"tokenizer": tokenizer_name} | metadata
+        if metadata:
+            manager = manager_of([self.name], folders, metadata=metadata)
         state = random.getstate()
         random.seed(seed)  # some tasks shuffle their choices with the global generator
         try:
@@ -142,7 +142,7 @@ class HarnessTask(Task):
             rules["max_new_tokens"] = requests[0].max_new_tokens if requests else None
         if self.metric is not None and self.metric not in metrics:
             raise unknown_name("task.metric", self.metric, metrics)
-        return self.asked(
+        return self.task_set(
             ask,
             requests,
             rules,
@@ -169,8 +169,8 @@ class HarnessTask(Task):
         return rendered
 
     def _requests(self, ask: Ask, leaf: str, task: "LmEvalTask", rendered: bool) -> "list[tuple[Request, Doc]]":
-        """The requests of a task's documents that a run asks, each with what scores it."""
-        found = []
+        """Requests of a task's documents, each with its scorer."""
+        requests = []
         for doc_id, doc in ask.drawn(list(enumerate(task.eval_docs)), leaf):
             try:
                 text = task.fewshot_context(
@@ -182,8 +182,8 @@ class HarnessTask(Task):
                     chat_template=partial(render_chat, ask.model, protocol=ask.protocol) if rendered else None,
                     gen_prefix=task.doc_to_prefix(doc),
                 )
-                told = {"metadata": (leaf, doc_id, 1), "apply_chat_template": rendered}
-                made = task.construct_requests(doc=doc, ctx=text, **told)
+                named = {"metadata": (leaf, doc_id, 1), "apply_chat_template": rendered}
+                made = task.construct_requests(doc=doc, ctx=text, **named)
             except (ValueError, OSError, MemoryError):  # among them what `render_chat` says
                 raise
             except Exception as error:
@@ -193,8 +193,8 @@ class HarnessTask(Task):
                 raise ValueError(f"task.name={leaf} scores its choices behind more than one prompt; {_OTHER_WAY}")
             one = Doc(leaf, task, doc, instances, rendered)
             build = self._generation if task.OUTPUT_TYPE == "generate_until" else self._choices
-            found.append((build(ask, f"{leaf}/{doc_id}", one), one))
-        return found
+            requests.append((build(ask, f"{leaf}/{doc_id}", one), one))
+        return requests
 
     def _border(self, ask: Ask, one: Doc, text: str) -> int:
         """The place where the question begins; the end of the prompt when the protocol does not divide it."""
@@ -218,10 +218,10 @@ class HarnessTask(Task):
     def _context(self, doc: dict, question: str) -> str:
         """The text that the question of a document is about, as it stands in it; empty where there is none."""
         for name in CONTEXT_FIELDS if self.context_field is None else (self.context_field,):
-            found = doc.get(name)
+            context = doc.get(name)
             # A field that ends the question is the question.
-            if isinstance(found, str) and found.strip() in question and not question.endswith(found.strip()):
-                return found.strip()
+            if isinstance(context, str) and context.strip() in question and not question.endswith(context.strip()):
+                return context.strip()
         return ""
 
     def _generation(self, ask: Ask, sample_id: str, one: Doc) -> Request:

@@ -26,13 +26,13 @@ _TAGS = re.compile(rb"^[\"']?tag[\"']?:([^\n]*(?:\n[ \t]*-[^\n]*)*)", re.MULTILI
 @cache
 def _files(root: Path) -> list[Path]:
     """Every YAML below a folder, and every file that YAMLs include, in lm-eval's own order."""
-    found = [
+    paths = [
         Path(folder, name)
         for folder, _, names in os.walk(root)
         for name in names
         if name.endswith((".yaml", ".yml", "_yaml"))
     ]
-    return sorted(found, key=lambda path: path.as_posix())
+    return sorted(paths, key=lambda path: path.as_posix())
 
 
 def folders_of(name: str, roots: Iterable[Path]) -> list[Path]:
@@ -79,26 +79,26 @@ def manager_of(
     """
     from lm_eval.tasks import TaskManager
 
-    own = [Path(path).expanduser() for path in include_path]
-    for path in own:
+    include = [Path(path).expanduser() for path in include_path]
+    for path in include:
         if not path.is_dir():
             raise ValueError(f"task.include_path={path} is not a folder; give one that holds task YAMLs")
-    roots = [*own, lmeval_tasks_folder(), *extra]
+    roots = [*include, lmeval_tasks_folder(), *extra]
     folders: dict[Path, None] = {}
     seen: set[str] = set()
     todo = list(names)
     while todo:
         for name in todo:
-            found = folders_of(name, roots)
-            if not found:
+            matches = folders_of(name, roots)
+            if not matches:
                 raise _unknown(name, roots)
-            folders |= dict.fromkeys(found)
+            folders |= dict.fromkeys(matches)
         seen |= set(todo)
         with quiet():
             # Later folders win, so the user's own come last.
-            ordered = sorted(folders, key=lambda folder: any(folder.is_relative_to(root) for root in own))
-            told = {} if metadata is None else {"metadata": dict(metadata)}
-            manager = (kind or TaskManager)(include_defaults=False, include_path=ordered, **told)
+            ordered = sorted(folders, key=lambda folder: any(folder.is_relative_to(root) for root in include))
+            extra_args = {} if metadata is None else {"metadata": dict(metadata)}
+            manager = (kind or TaskManager)(include_defaults=False, include_path=ordered, **extra_args)
         children = {child for entry in manager.task_index.values() for child in _members(entry)}
         todo = sorted(children - set(manager.task_index) - seen)
     return manager
@@ -111,7 +111,7 @@ def _members(entry: Any) -> list[str]:
 
 
 def _unknown(name: str, roots: Iterable[Path]) -> ValueError:
-    known = {found.decode() for root in roots for path in _files(root) for found in _NAME.findall(path.read_bytes())}
+    known = {match.decode() for root in roots for path in _files(root) for match in _NAME.findall(path.read_bytes())}
     near = get_close_matches(name, known, n=5, cutoff=0.5)
     hint = f" Near: {', '.join(near)}." if near else ""
     return ValueError(
@@ -261,12 +261,12 @@ def _offline() -> Iterator[None]:
     import datasets
     from huggingface_hub import constants
 
-    places = [(constants, "HF_HUB_OFFLINE"), (datasets.config, "HF_HUB_OFFLINE")]
-    before = [getattr(place, key) for place, key in places]
+    flags = [(constants, "HF_HUB_OFFLINE"), (datasets.config, "HF_HUB_OFFLINE")]
+    before = [getattr(owner, key) for owner, key in flags]
     try:
-        for place, key in places:
-            setattr(place, key, True)
+        for owner, key in flags:
+            setattr(owner, key, True)
         yield
     finally:
-        for (place, key), value in zip(places, before, strict=True):
-            setattr(place, key, value)
+        for (owner, key), value in zip(flags, before, strict=True):
+            setattr(owner, key, value)

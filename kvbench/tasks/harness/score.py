@@ -38,13 +38,13 @@ class Doc:
         A metric behind a named filter is called `metric,filter`."""
         for instance, response in zip(self.instances, responses, strict=True):
             instance.resps, instance.filtered_resps = [response], {}
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for ensemble in self.task._filters:
             ensemble.apply(self.instances)
             filtered = [instance.filtered_resps[ensemble.name] for instance in self.instances]
             scored = self.task.process_results(self.doc, filtered)
-            found |= {_key(metric, ensemble.name): value for metric, value in scored.items()}
-        return found
+            results |= {_key(metric, ensemble.name): value for metric, value in scored.items()}
+        return results
 
 
 def _key(metric: str, filter_name: str) -> str:
@@ -67,7 +67,7 @@ def common_metrics(tasks: "Mapping[str, Task]") -> dict[str, MetricInfo]:
         ValueError: There is none.
     """
     each = [_means(task) for task in tasks.values()]
-    names = [name for name in each[0] if all(name in found for found in each)] if each else []
+    names = [name for name in each[0] if all(name in scores for scores in each)] if each else []
     if not names:
         reported = sorted({name for task in tasks.values() for name in task.aggregation()})
         raise ValueError(
@@ -94,10 +94,10 @@ class HarnessTaskSet(TaskSet):
     def score_choices(self, request: Request, choices: list[dict]) -> dict[str, float]:
         return self._take(request, self.docs[request.sample_id].score_choices(choices))
 
-    def _take(self, request: Request, found: Mapping[str, Any]) -> dict[str, float]:
+    def _take(self, request: Request, measured: Mapping[str, Any]) -> dict[str, float]:
         scores = {}
         for name in self.metrics:
-            value = found.get(name)
+            value = measured.get(name)
             if not isinstance(value, SupportsFloat):
                 raise ValueError(f"lm-eval gives no number for {name} of {request.sample_id}, but {value!r}")
             scores[name] = float(value)
@@ -119,8 +119,8 @@ class HarnessTaskSet(TaskSet):
             if record.get("status", "ok") != "ok" or record.get("repeat", 0) or OUT_OF_TIME in record.get("flags", ()):
                 continue  # the last would take as long once more
             doc = self.docs[record["sample_id"]]
-            found = doc.score_choices(record["choices"]) if record.get("choices") else doc.score_text(record["text"])
-            for name, value in found.items():
+            scores = doc.score_choices(record["choices"]) if record.get("choices") else doc.score_text(record["text"])
+            for name, value in scores.items():
                 collected.setdefault(doc.leaf, {}).setdefault(name, []).append(value)
         return super().aggregate(records) | {
             "lm_eval": {leaf: self._reported(leaf, c) for leaf, c in collected.items()}

@@ -93,10 +93,10 @@ class InfiniteBench(Task):
         return read_each(self.chosen[0], lambda name: find_rows(data_file(name), self.data_dir))
 
     def load(self, ask: Ask) -> TaskSet:
-        found = self.data(ask.seed, ask.protocol)
+        rows_by_subset = self.data(ask.seed, ask.protocol)
         requests: list[Request] = []
         right: dict[str, tuple[str, str]] = {}
-        for name, rows in found.items():
+        for name, rows in rows_by_subset.items():
             subset = SUBSETS[name]
             prefix = f"\n\n{subset.prefix}" if self.answer_prefix and subset.prefix else ""
             tokens = subset.answer_tokens if prefix else WHOLE_ANSWER_TOKENS
@@ -116,13 +116,13 @@ class InfiniteBench(Task):
                 )
                 requests.append(request)
                 right[request.sample_id] = name, row["answer"]
-        return self.asked(
+        return self.task_set(
             ask,
             requests,
-            builder.told() | {"answer_prefix": self.answer_prefix, "split": "after the text"},
+            builder.protocol_notes() | {"answer_prefix": self.answer_prefix, "split": "after the text"},
             right,
             lambda sample_id, answer: {"score": float(is_right(*right[sample_id], answer))},
-            rows=found.values(),
+            rows=rows_by_subset.values(),
             missing=self.chosen[1],
         )
 
@@ -152,7 +152,7 @@ def data_file(subset: str) -> DataFile:
 def check_row(row: Mapping[str, object]) -> dict[str, Any]:
     """Check the object of a line: `context` (in some copies `content`), `input`, `answer` (a text, or the first of a
     list)."""
-    given = row.get("answer")
-    answer = given[0] if isinstance(given, list) and given else given
+    value = row.get("answer")
+    answer = value[0] if isinstance(value, list) and value else value
     texts = {"context": text_field(row, "context", "content"), "input": text_field(row, "input")}
     return texts | {"answer": text_field({"answer": answer}, "answer").strip()}

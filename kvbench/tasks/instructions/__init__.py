@@ -38,7 +38,7 @@ _SHOW = "Here is a text. You need not remember it.\n\n"
 
 @dataclass(frozen=True, kw_only=True)
 class TwoRules(Task):
-    """The task; what the protocol's system says stands before the instructions.
+    """The task; the protocol's system message stands before the instructions.
 
     Args:
         pairs: Which two kinds of instructions.
@@ -79,24 +79,24 @@ class TwoRules(Task):
         check_lengths(lengths, ask, self.turns)
         text = self.data(ask.seed, ask.protocol)
         requests: list[Request] = []
-        told: dict[str, tuple[Instructions, list[str]]] = {}
+        by_sample: dict[str, tuple[Instructions, list[str]]] = {}
         for pair in pairs:
             for length in lengths:
                 for index in range(items):
                     rng = Random(f"kvbench/instructions/{ask.seed}/{pair}/{index}")
                     topics = rng.sample(sorted(TOPICS), self.turns)
-                    given = draw(pair, topics, index, rng)
+                    instructions = draw(pair, topics, index, rng)
                     start = rng.randrange(len(text.words))
-                    turned = replace(text, words=text.words[start:] + text.words[:start])
+                    rotated = replace(text, words=text.words[start:] + text.words[:start])
                     meta: dict[str, Any] = {"pair": pair, "length": length, "index": index}
-                    meta["instructions"] = [rule.text for rule in given.rules]
+                    meta["instructions"] = [rule.text for rule in instructions.rules]
                     sample_id = f"{pair}/{length}/{index}"
-                    requests.append(_request(ask, given, topics, turned, sample_id, meta))
-                    told[sample_id] = given, topics
+                    requests.append(_request(ask, instructions, topics, rotated, sample_id, meta))
+                    by_sample[sample_id] = instructions, topics
 
-        def score(sample_id: str, place: int, answer: str) -> dict[str, float]:
-            given, topics = told[sample_id]
-            first, second, content = given.follow(TOPICS[topics[place]], answer)
+        def score(sample_id: str, turn: int, answer: str) -> dict[str, float]:
+            instructions, topics = by_sample[sample_id]
+            first, second, content = instructions.follow(TOPICS[topics[turn]], answer)
             return {
                 "score": float(first and second),
                 "first": float(first),
@@ -104,13 +104,13 @@ class TwoRules(Task):
                 "content": content,
             }
 
-        asked: dict[str, Any] = {"pairs": pairs, "lengths": lengths, "items": items, "turns": self.turns}
-        asked |= {"seed": ask.seed, "split": "before the question", "chat": requests[0].thoughts is not None}
-        return self.asked(
+        notes: dict[str, Any] = {"pairs": pairs, "lengths": lengths, "items": items, "turns": self.turns}
+        notes |= {"seed": ask.seed, "split": "before the question", "chat": requests[0].thoughts is not None}
+        return self.task_set(
             ask,
             requests,
-            asked | {"essays": text.origin},
-            {key: [given.text, names] for key, (given, names) in told.items()},
+            notes | {"essays": text.origin},
+            {key: [instructions.text, names] for key, (instructions, names) in by_sample.items()},
             lambda sample_id, answer: score(sample_id, 0, answer),
             turn_scorer=score,
             by=("pair", "length"),
@@ -129,15 +129,17 @@ def _in_words_of_the_task(model: "LoadedModel") -> Iterator[None]:
         ) from error
 
 
-def _request(ask: Ask, given: Instructions, names: Sequence[str], text: Essays, sample_id: str, meta: dict) -> Request:
+def _request(
+    ask: Ask, instructions: Instructions, names: Sequence[str], text: Essays, sample_id: str, meta: dict
+) -> Request:
     """A conversation about the lists of these names, with as much text as fits into its length."""
-    system = given.text if ask.protocol.system is None else f"{ask.protocol.system}\n\n{given.text}"
+    system = instructions.text if ask.protocol.system is None else f"{ask.protocol.system}\n\n{instructions.text}"
     with _in_words_of_the_task(ask.model):
         builder = uncut(replace(ask, protocol=replace(ask.protocol, system=system)), ANSWER_TOKENS)
     prefix = "" if builder.chat else "\nAnswer:"
     first, *later = (TOPICS[name] for name in names)
     turns = [
-        builder.turn(topic.question, gold=given.right(topic), answers=[given.right(topic)], prefix=prefix)
+        builder.turn(topic.question, gold=instructions.right(topic), answers=[instructions.right(topic)], prefix=prefix)
         for topic in later
     ]
     others = sum(len(turn.tokens) for turn in turns) + builder.max_new_tokens * (len(turns) + 1)
@@ -162,7 +164,7 @@ def _request(ask: Ask, given: Instructions, names: Sequence[str], text: Essays, 
         subset=meta["pair"],
         context=context(words),
         question=question,
-        gold=given.right(first),
+        gold=instructions.right(first),
         prefix=prefix,
         meta=meta,
         turns=turns,

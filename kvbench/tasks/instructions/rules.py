@@ -1,4 +1,4 @@
-"""The instructions: what they say, whether an answer follows them, and an answer that does.
+"""Instructions: their text, whether an answer follows them, and an answer that does.
 
 A rule is followed only by an answer that also answers: one that names half of the list or more. So an answer that
 repeats one word, or says nothing, follows nothing, and neither does the one that everybody would give, which breaks

@@ -1,4 +1,4 @@
-"""The questions: short lists that everybody knows, in five languages."""
+"""Questions: short lists of common knowledge, in five languages."""
 
 import re
 import unicodedata

@@ -112,7 +112,7 @@ class LongBench(Task):
                 request = make_request(task, builder, doc, subset, self.next_line)
                 requests.append(request)
                 scored[request.sample_id] = (task, doc)
-        return self.asked(
+        return self.task_set(
             ask,
             requests,
             {"truncation": "middle", "split": "after the context", "thoughts": "not graded", "rules": rules},

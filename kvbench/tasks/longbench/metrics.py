@@ -49,13 +49,13 @@ def rouge(prediction: str, reference: str, all_classes: Sequence[str] | None = N
         return 0.0
     common: set[str] = set()
     # An answer that repeats itself has few different sentences.
-    different = {words: _places(words) for words in dict.fromkeys(map(tuple, predicted))}
+    different = {words: _positions(words) for words in dict.fromkeys(map(tuple, predicted))}
     for sentence in wanted:
         known = set(sentence)
-        for words, places in different.items():
+        for words, positions in different.items():
             # Most pairs of a long answer have no word that another pair has not found already.
-            if not (known & places.keys()) <= common:
-                common |= _common_words(sentence, words, places)
+            if not (known & positions.keys()) <= common:
+                common |= _common_words(sentence, words, positions)
     precision = len(common) / len(set().union(*predicted))
     recall = len(common) / len(set().union(*wanted))
     return 2 * precision * recall / (precision + recall + 1e-8)
@@ -66,15 +66,15 @@ def _sentences(text: str) -> list[list[str]]:
     return [" ".join(piece.split()).split(" ") for piece in text.split(".") if piece]
 
 
-def _places(words: Sequence[str]) -> dict[str, list[int]]:
+def _positions(words: Sequence[str]) -> dict[str, list[int]]:
     """The places of each word."""
-    places: dict[str, list[int]] = {}
-    for place, word in enumerate(words):
-        places.setdefault(word, []).append(place)
-    return places
+    positions: dict[str, list[int]] = {}
+    for index, word in enumerate(words):
+        positions.setdefault(word, []).append(index)
+    return positions
 
 
-def _common_words(wanted: Sequence[str], predicted: Sequence[str], places: dict[str, list[int]]) -> set[str]:
+def _common_words(wanted: Sequence[str], predicted: Sequence[str], positions: dict[str, list[int]]) -> set[str]:
     """Words on one longest common subsequence: of several, the one that the package finds. `places` has where each word
     of `predicted` stands in it.
 
@@ -86,7 +86,7 @@ def _common_words(wanted: Sequence[str], predicted: Sequence[str], places: dict[
     Differs: the rows are kept, to go back through them. At a mismatch the package goes up where the length above is
         greater than the one to the left, which is where it grows in both rows.
     """
-    matches = {word: sum(1 << place for place in places.get(word, ())) for word in set(wanted)}
+    matches = {word: sum(1 << index for index in positions.get(word, ())) for word in set(wanted)}
     whole = (1 << len(predicted)) - 1
     still, grows, ups = whole, 0, []
     for word in wanted:
@@ -113,14 +113,14 @@ def classification(prediction: str, reference: str, all_classes: Sequence[str] |
     Class names that are a proper part of the right one are taken out first. The official code does so while it walks
     the same list, which skips the name after each one taken out; published scores contain that, so it is kept.
     """
-    found = [name for name in all_classes or () if name in prediction]
-    place = 0
-    while place < len(found):
-        if found[place] in reference and found[place] != reference:
+    names = [name for name in all_classes or () if name in prediction]
+    index = 0
+    while index < len(names):
+        if names[index] in reference and names[index] != reference:
             # Python's loop over the list moves on although the list has moved up. `remove` takes the first equal entry.
-            found.remove(found[place])
-        place += 1
-    return 1.0 / len(found) if reference in found else 0.0
+            names.remove(names[index])
+        index += 1
+    return 1.0 / len(names) if reference in names else 0.0
 
 
 def retrieval(prediction: str, reference: str, all_classes: Sequence[str] | None = None) -> float:

@@ -86,10 +86,10 @@ class LongBenchV2(Task):
                 request = with_choices(request, ask.model, continuations, LETTERS.index(answer))
             requests.append(request)
             answers[request.sample_id] = answer
-        return self.asked(
+        return self.task_set(
             ask,
             requests,
-            builder.told() | {"form": self.form, "split": "after the text"},
+            builder.protocol_notes() | {"form": self.form, "split": "after the text"},
             answers,
             lambda sample_id, text: {"score": float(letter_of(text) == answers[sample_id])},
             rows=[rows],
@@ -109,8 +109,8 @@ def letter_of(answer: str) -> str | None:
 
     Source: extract_answer of LongBench v2's pred.py, written from memory and not compared with the file.
     """
-    found = list(_ANSWER.finditer(answer.replace("*", "")))
-    return next((match[1] for match in found if match[1]), next((match[2] for match in found), None))
+    matches = list(_ANSWER.finditer(answer.replace("*", "")))
+    return next((match[1] for match in matches if match[1]), next((match[2] for match in matches), None))
 
 
 def check_row(row: Mapping[str, object]) -> dict[str, Any]:

@@ -88,9 +88,9 @@ class LongContext(Task):
                 )
                 requests.append(request)
                 scored[request.sample_id] = (task, doc)
-        told = {"length": length, "items": items, "seed": ask.seed, "split": "before the question"}
+        notes = {"length": length, "items": items, "seed": ask.seed, "split": "before the question"}
         references = {key: doc["answer"] for key, (_, doc) in scored.items()}
-        return self.asked(ask, requests, told | {"chat": builder.chat}, references, scorer_of(scored))
+        return self.task_set(ask, requests, notes | {"chat": builder.chat}, references, scorer_of(scored))
 
 
 def load(
@@ -122,8 +122,8 @@ def number_score(answer: str, reference: str) -> dict[str, float]:
         `score` and `exact`, which are the same here: 1 when the numbers are equal; `partial`: digits that are the
         reference's in the same place, as a share of the longer number.
     """
-    found, wanted = re.search(r"\d+", _THOUSANDS.sub("", answer)), reference.strip()
-    digits = found[0] if found else ""
+    match, wanted = re.search(r"\d+", _THOUSANDS.sub("", answer)), reference.strip()
+    digits = match[0] if match else ""
     exact = float(digits == wanted)
     same = sum(mine == right for mine, right in zip(digits, wanted, strict=False))
     return {"score": exact, "exact": exact, "partial": same / max(len(digits), len(wanted))}

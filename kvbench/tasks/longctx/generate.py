@@ -116,8 +116,8 @@ def _kv(rng: Random, depth: float, length: int, tokenizer: "PreTrainedTokenizerB
 
     def grow(num_rows: int) -> None:
         while len(rows) < num_rows:
-            turn, place = divmod(len(rows), len(keys))
-            rows.append((keys[place] + (f"-{turn + 1}" if turn else ""), value_of.randrange(1000, 10_000)))
+            turn, index = divmod(len(rows), len(keys))
+            rows.append((keys[index] + (f"-{turn + 1}" if turn else ""), value_of.randrange(1000, 10_000)))
 
     def context(num_rows: int) -> str:
         grow(num_rows)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from kvbench.rules import Choice, Several
-from kvbench.tasks.answers import found_in, graded, last_boxed
+from kvbench.tasks.answers import final_answer, graded, last_boxed
 from kvbench.tasks.files import DataFile, find_rows
 from kvbench.tasks.latex import judge, normalise
 from kvbench.tasks.lmeval import lmeval_tasks_folder
@@ -74,15 +74,15 @@ class Math500(Problems):
         end = "" if self.form == FORMS[0] else f"_{self.form}"
         return [f"kvbench_{part if part == MATH500 else f'math_{part}'}{end}" for part in self.parts()]
 
-    def told(self) -> dict[str, Any]:
-        told = {"form": self.form} | ({} if self.form == FORMS[0] else {"split": "after the examples"})
-        return told | ({} if self.levels is None else {"levels": sorted(listed(self.levels))})
+    def protocol_notes(self) -> dict[str, Any]:
+        notes = {"form": self.form} | ({} if self.form == FORMS[0] else {"split": "after the examples"})
+        return notes | ({} if self.levels is None else {"levels": sorted(listed(self.levels))})
 
     def asks(self, doc: dict) -> bool:
         return self.levels is None or doc["level"] in listed(self.levels)
 
     def vote(self, text: str, opened: bool) -> str | None:
-        answer = found_in(text, find_answer, opened)
+        answer = final_answer(text, find_answer, opened)
         return None if answer is None else normalise(answer)
 
 
@@ -107,8 +107,8 @@ class Math(Math500):
     def metadata(self, seed: int) -> dict[str, Any]:
         return super().metadata(seed) | {"split": self.split}
 
-    def told(self) -> dict[str, Any]:
-        return super().told() | ({} if self.split == SPLITS[0] else {"problems": self.split})
+    def protocol_notes(self) -> dict[str, Any]:
+        return super().protocol_notes() | ({} if self.split == SPLITS[0] else {"problems": self.split})
 
 
 def data_file(subset: str, split: str = SPLITS[0]) -> DataFile:
@@ -200,8 +200,8 @@ def load(
 
 def grade(reference: str, text: str) -> dict[str, float]:
     """Score one answer."""
-    answer, marked = found_in(text, find_answer), bool(found_in(text, is_marked))
-    return graded(answer, lambda found: judge(reference, found), marked)
+    answer, marked = final_answer(text, find_answer), bool(final_answer(text, is_marked))
+    return graded(answer, lambda other: judge(reference, other), marked)
 
 
 def process(doc: dict, results: list[str]) -> dict[str, float]:

@@ -131,7 +131,7 @@ def _mathematics(text: str) -> Iterator[_Span]:
 
 
 def _result(latex: str, whole: bool = False) -> str:
-    """What mathematics over several lines comes to: the last line; of a `whole` answer all, unless each goes on with an
+    """Result of mathematics over several lines: the last line; of a `whole` answer all, unless each goes on with an
     equals sign."""
     while len(latex) <= MAX_BLOCK_CHARS and (block := _BLOCK.fullmatch(latex)):
         rows = [bare for row in _rows(block[2]) if (bare := row.strip().rstrip(".,").strip())]

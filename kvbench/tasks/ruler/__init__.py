@@ -57,8 +57,8 @@ class Ruler(Task):
 
     def data(self, seed: int, protocol: Protocol) -> tuple[Essays, dict[str, Documents]]:
         names = name_list(self.tasks, GROUPS)
-        asked = [name for name in names if name in QA_FILES]
-        return essays(self.data_dir, needed=not asked), {name: documents(name, self.data_dir) for name in asked}
+        qa_names = [name for name in names if name in QA_FILES]
+        return essays(self.data_dir, needed=not qa_names), {name: documents(name, self.data_dir) for name in qa_names}
 
     @classmethod
     def reads_folder(cls, folder: str) -> bool:
@@ -99,12 +99,12 @@ class Ruler(Task):
             name, right = answers[sample_id]
             return {"score": DEFINITIONS[name].score(answer, right)}
 
-        told: dict[str, Any] = {"tasks": names, "lengths": lengths, "items": items, "seed": ask.seed}
-        told |= {"split": "before the question", "chat": builder.chat, "answer_prefix": self.answer_prefix}
-        return self.asked(
+        notes: dict[str, Any] = {"tasks": names, "lengths": lengths, "items": items, "seed": ask.seed}
+        notes |= {"split": "before the question", "chat": builder.chat, "answer_prefix": self.answer_prefix}
+        return self.task_set(
             ask,
             requests,
-            told | {"essays": text.origin, "words": vocabulary().origin},
+            notes | {"essays": text.origin, "words": vocabulary().origin},
             {key: list(right) for key, (_, right) in answers.items()},
             score,
             quarantined=left_out,

@@ -21,7 +21,7 @@ FEWEST_CODED_WORDS = 60
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
-def _found(text: str, answers: Sequence[str]) -> list[bool]:
+def _contained(text: str, answers: Sequence[str]) -> list[bool]:
     """Tell which answers stand in the text, whatever their case; control characters are line breaks, as in RULER."""
     clean = _CONTROL.sub("\n", text.strip()).strip().lower()
     return [answer.lower() in clean for answer in answers]
@@ -29,12 +29,12 @@ def _found(text: str, answers: Sequence[str]) -> list[bool]:
 
 def match_all(text: str, answers: Sequence[str]) -> float:
     """Share of the answers that stand in the text."""
-    return fmean(_found(text, answers))
+    return fmean(_contained(text, answers))
 
 
 def match_any(text: str, answers: Sequence[str]) -> float:
     """1 when one of the answers stands in the text; the score of question answering."""
-    return float(any(_found(text, answers)))
+    return float(any(_contained(text, answers)))
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,11 @@ class Document:
         return self.context + self.question + self.prefix
 
     def unbegun(self) -> "Document":
-        """The same, with the beginning of its answer left to the model."""
+        """This document with the beginning of its answer left to the model."""
         return replace(self, prefix="", gold=self.prefix + self.gold)
 
     def request(self, builder: PromptBuilder, sample_id: str, subset: str, meta: dict[str, Any]) -> Request:
-        """The request that asks it."""
+        """The request of its question."""
         if self.prefix:
             builder.check_prefix()
         return builder.build(
@@ -98,9 +98,9 @@ def check_lengths(lengths: list[int], ask: Ask, answers: int = 1) -> None:
     """Raises ValueError for a length that the model does not hold, beside the thoughts of so many answers."""
     model, thoughts = ask.model, answers * (ask.protocol.thinking_tokens or 0)
     if max(lengths) + thoughts > model.max_tokens:
-        beside = f" beside {thoughts} of thoughts (protocol.thinking_tokens)" if thoughts else ""
+        extra = f" beside {thoughts} of thoughts (protocol.thinking_tokens)" if thoughts else ""
         raise ValueError(
-            f"task.lengths={lengths}: {max(lengths)}{beside} does not fit model {model.name}, which holds "
+            f"task.lengths={lengths}: {max(lengths)}{extra} does not fit model {model.name}, which holds "
             f"{model.max_tokens} tokens; take shorter lengths"
         )
 

@@ -82,13 +82,13 @@ class Needle(Task):
                     sample_id, meta = f"{length}/{depth}/{index}", {"length": length, "depth": depth, "index": index}
                     requests.append(document.request(builder, sample_id, str(length), meta))
                     answers[sample_id] = document.answers
-        told: dict[str, Any] = {"lengths": lengths, "depths": depths, "items": items, "needles": self.needles}
-        told |= {"values": self.values, "seed": ask.seed, "split": "before the question", "chat": builder.chat}
-        return self.asked(
+        notes: dict[str, Any] = {"lengths": lengths, "depths": depths, "items": items, "needles": self.needles}
+        notes |= {"values": self.values, "seed": ask.seed, "split": "before the question", "chat": builder.chat}
+        return self.task_set(
             ask,
             requests,
-            told | {"answer_prefix": prefix, "essays": text.origin, "words": vocabulary().origin},
-            {key: list(found) for key, found in answers.items()},
+            notes | {"answer_prefix": prefix, "essays": text.origin, "words": vocabulary().origin},
+            {key: list(texts) for key, texts in answers.items()},
             lambda sample_id, answer: {"score": match_all(answer, answers[sample_id])},
             by=("length", "depth"),
         )
@@ -124,13 +124,13 @@ def write(
     # From a sentence's beginning on: behind the next word that ends one.
     ends = (at for at in range(start, start + len(text.words)) if text.words[at % len(text.words)].endswith("."))
     start = (next(ends, start) + 1) % len(text.words)
-    turned = replace(text, words=text.words[start:] + text.words[:start])
+    rotated = replace(text, words=text.words[start:] + text.words[:start])
     others = [rng.randrange(101) for _ in range(spec.num_keys - 1)]
     placed = sorted(zip([depth, *others], [needle(spec.values, *fact) for fact in keys.items()], strict=True))
     key, value = next(iter(keys.items()))
 
     def make(words: int) -> Document:
-        context = among_sentences(turned.sentences(words), [insert for _, insert in placed], [at for at, _ in placed])
+        context = among_sentences(rotated.sentences(words), [insert for _, insert in placed], [at for at, _ in placed])
         document = ask_for(spec, context, [key], [value])
         return document if with_prefix else document.unbegun()
 

@@ -1,4 +1,4 @@
-"""What writes RULER's documents: needles, variable tracking, counted words, and questions about documents.
+"""Writers of RULER's documents: needles, variable tracking, counted words, and questions about documents.
 
 Source: lm-eval 0.4.13, tasks/ruler, the port of RULER's scripts.
 """
@@ -105,20 +105,20 @@ def hide(spec: Needles, job: Job, units: int) -> Document:
         key = draw(spec.keys, rng)
         if key not in values:
             values[key] = [draw(spec.values, rng) for _ in range(spec.num_values)]
-    needles = [needle(spec.values, key, value) for key, found in values.items() for value in found]
+    needles = [needle(spec.values, key, value) for key, hidden in values.items() for value in hidden]
     Random(ORDER_SEED).shuffle(needles)
     if spec.haystack == "essay":
         depths = [round(100 * step / (NUM_DEPTHS - 1)) for step in range(NUM_DEPTHS)]
         context = among_sentences(job.essays.sentences(units), needles, sorted(rng.sample(depths, len(needles))))
     else:
         lines = [NOISE if spec.haystack == "repeat" else _other(spec, values, rng) for _ in range(units)]
-        places = sorted(rng.sample(range(units), len(needles)), reverse=True)
-        for place, text in zip(places, needles, strict=True):
-            lines.insert(place, text)
+        positions = sorted(rng.sample(range(units), len(needles)), reverse=True)
+        for position, text in zip(positions, needles, strict=True):
+            lines.insert(position, text)
         context = "\n".join(lines)
     keys = list(values)
-    asked = [keys[at] for at in rng.sample(range(spec.total_keys), spec.num_queries)]
-    return ask_for(spec, context, asked, [value for key in asked for value in values[key]])
+    queried = [keys[at] for at in rng.sample(range(spec.total_keys), spec.num_queries)]
+    return ask_for(spec, context, queried, [value for key in queried for value in values[key]])
 
 
 def _other(spec: Needles, keys: dict[str, list[str]], rng: Random) -> str:
@@ -140,8 +140,8 @@ def chain_text(rng: Random, units: int, letters: int) -> Document:
     if len(sentences) <= len(chain):
         pieces = [piece for noise in sentences for piece in noise.split(".")]
         sentences = [f"{piece}." if piece.strip() else piece for piece in pieces]
-    for moved, place in enumerate(sorted(rng.sample(range(len(sentences)), len(chain)))):
-        sentences.insert(place + moved, chain[moved])
+    for moved, position in enumerate(sorted(rng.sample(range(len(sentences)), len(chain)))):
+        sentences.insert(position + moved, chain[moved])
     context = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
     context += " ".join(sentences).replace(". \n", ".\n")
     question = f"\nQuestion: Find all variables that are assigned the value {value} in the text above."
@@ -153,8 +153,8 @@ def chain_text(rng: Random, units: int, letters: int) -> Document:
 
 def example(job: Job, units: int) -> str:
     """The worked example that stands before the text of variable tracking."""
-    found = chain_text(Random(f"{job.seed}/example"), units, EXAMPLE_LETTERS)
-    return f"{found.prompt} {found.gold}\n\n"
+    chain = chain_text(Random(f"{job.seed}/example"), units, EXAMPLE_LETTERS)
+    return f"{chain.prompt} {chain.gold}\n\n"
 
 
 def variable_tracking(job: Job, units: int) -> Document:
@@ -163,9 +163,9 @@ def variable_tracking(job: Job, units: int) -> Document:
     Differs: names are distinct; every item has a worked example of its own, where RULER puts other names into the same
         one; the example takes at most a third of a short prompt.
     """
-    found = chain_text(job.rng(), units, NAME_LETTERS)
-    context = f"{example(job, job.example_units)}\n\n{found.context}"
-    return Document(context, found.question, found.prefix, found.answers, found.gold)
+    chain = chain_text(job.rng(), units, NAME_LETTERS)
+    context = f"{example(job, job.example_units)}\n\n{chain.context}"
+    return Document(context, chain.question, chain.prefix, chain.answers, chain.gold)
 
 
 def common_words(job: Job, units: int) -> Document:
@@ -187,7 +187,7 @@ def common_words(job: Job, units: int) -> Document:
 
 
 def _numbered(words: list[str]) -> str:
-    return " ".join(f"{place}. {word}" for place, word in enumerate(words, 1))
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
 
 
 def frequent_words(job: Job, units: int) -> Document:
@@ -219,19 +219,19 @@ def frequent_words(job: Job, units: int) -> Document:
 
 def answer_question(job: Job, units: int) -> Document:
     """Write one document of `qa_1` or `qa_2`; units are documents in the prompt, at least those of the question."""
-    asked, texts = job.source.questions[job.index], job.source.texts
-    rng, missing = job.rng(), units - len(asked.documents)
+    item, texts = job.source.questions[job.index], job.source.texts
+    rng, missing = job.rng(), units - len(item.documents)
     if units >= len(texts):
         chosen = list(range(len(texts)))
-    elif missing > len(asked.near):
-        near = {*asked.documents, *asked.near}
-        others = [place for place in range(len(texts)) if place not in near]
-        chosen = [*asked.documents, *asked.near, *rng.sample(others, missing - len(asked.near))]
+    elif missing > len(item.near):
+        near = {*item.documents, *item.near}
+        others = [number for number in range(len(texts)) if number not in near]
+        chosen = [*item.documents, *item.near, *rng.sample(others, missing - len(item.near))]
     else:
-        chosen = [*asked.documents, *rng.sample(asked.near, max(0, missing))]
-    shown = [texts[place] for place in chosen]
+        chosen = [*item.documents, *rng.sample(item.near, max(0, missing))]
+    shown = [texts[number] for number in chosen]
     Random(ORDER_SEED).shuffle(shown)
-    body = "\n\n".join(f"Document {place}:\n{text}" for place, text in enumerate(shown, 1))
+    body = "\n\n".join(f"Document {number}:\n{text}" for number, text in enumerate(shown, 1))
     context = f"{_ANSWER_ONLY}\n\nThe following are given documents.\n\n{body}"
-    question = f"\n\n{_ANSWER_ONLY}\n\nQuestion: {asked.query}"
-    return Document(context, question, " Answer:", asked.answers, " " + asked.answers[0])
+    question = f"\n\n{_ANSWER_ONLY}\n\nQuestion: {item.query}"
+    return Document(context, question, " Answer:", item.answers, " " + item.answers[0])

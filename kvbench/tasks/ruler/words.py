@@ -16,7 +16,7 @@ from kvbench.tasks.formats import PACKERS, READ, find_source, read_json, source_
 from kvbench.tasks.haystack import paragraphs
 from kvbench.tasks.rows import Source
 
-OWN = "kvbench"
+BUILT_IN = "kvbench"
 ESSAYS = ("PaulGrahamEssays", "paul_graham_essays")  # names without their ending
 FOLDERS = ("ruler", "data", "needle", "instructions")  # below `task.data_dir`
 QA_FILES = {"qa_1": ("dev-v2.0.json", "squad.json"), "qa_2": ("hotpot_dev_distractor_v1.json", "hotpotqa.json")}
@@ -51,13 +51,13 @@ def vocabulary() -> Vocabulary:
     Ours are those of the documentation that ships with Python and compounds of two words, enough for a list of 128k
     tokens, and keys of two adjectives and a noun: with one there would be too few for a long haystack of keys.
     """
-    if (found := _wonderwords()) is not None:
-        return found
+    if (words := _wonderwords()) is not None:
+        return words
     from kvbench.tasks.longctx.generate import ADJECTIVES, NOUNS
 
     singles = sorted({word for text in paragraphs() for word in _WORD.findall(text)})
     compounds = [f"{first}-{second}" for first in (*ADJECTIVES, *NOUNS) for second in NOUNS if first != second]
-    return Vocabulary(tuple(ADJECTIVES), tuple(NOUNS), tuple(sorted({*singles, *compounds})), 2, OWN)
+    return Vocabulary(tuple(ADJECTIVES), tuple(NOUNS), tuple(sorted({*singles, *compounds})), 2, BUILT_IN)
 
 
 def _wonderwords() -> Vocabulary | None:
@@ -103,7 +103,7 @@ def essays(data_dir: str | None, *, needed: bool = True) -> Essays:
     """
     source = None if data_dir is None else _essay_source(data_dir, needed)
     if source is None:
-        return Essays(tuple(" ".join(paragraphs()).split()), OWN)
+        return Essays(tuple(" ".join(paragraphs()).split()), BUILT_IN)
     try:
         texts = [json.loads(line.removeprefix(BOM_UTF8))["text"] for line in source.lines if line.strip()]
         words = tuple(" ".join(texts).split())
@@ -121,17 +121,19 @@ def _essay_source(data_dir: str, needed: bool) -> Source | None:
     root = _root(data_dir)
     # As they were looked for when these names were the only ones.
     first = (f"{ESSAYS[0]}.json", f"{ESSAYS[1]}.json", f"{ESSAYS[1]}.jsonl")
-    path = next((path for place in (root, root / "ruler") for name in first if (path := place / name).is_file()), None)
+    path = next(
+        (path for folder in (root, root / "ruler") for name in first if (path := folder / name).is_file()), None
+    )
     if path is not None:
         return source_of(path, one_row=True)
-    places = [root, *(root / name for name in FOLDERS)]
-    found = next((one for place in places if (one := find_source(place, ESSAYS, one_row=True)) is not None), None)
-    if found is not None:
-        return found
-    left = {path: step for place in places for path, step in unread(place, ESSAYS).items()}
-    called = [path for path in left if path.name.startswith(tuple(f"{stem}." for stem in ESSAYS))]
-    if needed or called:
-        at_hand = "".join(f" At hand is {path}: {left[path]}." for path in called or left)
+    folders = [root, *(root / name for name in FOLDERS)]
+    source = next((one for folder in folders if (one := find_source(folder, ESSAYS, one_row=True)) is not None), None)
+    if source is not None:
+        return source
+    left = {path: step for folder in folders for path, step in unread(folder, ESSAYS).items()}
+    packed = [path for path in left if path.name.startswith(tuple(f"{stem}." for stem in ESSAYS))]
+    if needed or packed:
+        at_hand = "".join(f" At hand is {path}: {left[path]}." for path in packed or left)
         raise MissingDataError(
             f"task.data_dir={data_dir} has nothing that the task reads: no {ESSAYS[0]}.json or .jsonl there or in its "
             f"{', '.join(FOLDERS)}.{at_hand} Rows are read from {READ}; leave task.data_dir out to use text of "
@@ -144,8 +146,8 @@ def has_files(data_dir: str, names: Sequence[str]) -> bool:
     """Tell whether a folder has one of some files, in whatever format, readable or not; endings of names do not
     count."""
     stems = [name.removesuffix(".json") for name in names]
-    places = [_root(data_dir), *(_root(data_dir) / name for name in FOLDERS)]
-    return any(path.name.startswith(f"{stem}.") for place in places for path in place.glob("*") for stem in stems)
+    folders = [_root(data_dir), *(_root(data_dir) / name for name in FOLDERS)]
+    return any(path.name.startswith(f"{stem}.") for folder in folders for path in folder.glob("*") for stem in stems)
 
 
 def _root(data_dir: str) -> Path:
@@ -160,9 +162,11 @@ def _file(data_dir: str | None, names: Sequence[str]) -> Path | None:
         return None
     root = _root(data_dir)
     packed = [f"{name}{ending}" for name in names for ending in PACKERS]
-    places = [(place, name) for place in (root, root / "ruler") for name in names]
-    places += [(place, name) for place in (root, *(root / part for part in FOLDERS)) for name in (*names, *packed)]
-    return next((path for place, name in places if (path := place / name).is_file()), None)
+    candidates = [(folder, name) for folder in (root, root / "ruler") for name in names]
+    candidates += [
+        (folder, name) for folder in (root, *(root / part for part in FOLDERS)) for name in (*names, *packed)
+    ]
+    return next((path for folder, name in candidates if (path := folder / name).is_file()), None)
 
 
 @dataclass(frozen=True)
@@ -189,9 +193,9 @@ def documents(task: str, data_dir: str | None) -> Documents:
     names = QA_FILES[task]
     path = _file(data_dir, names)
     if path is None:
-        places = [_root(data_dir), *(_root(data_dir) / part for part in FOLDERS)] if data_dir else []
+        folders = [_root(data_dir), *(_root(data_dir) / part for part in FOLDERS)] if data_dir else []
         stems = [name.removesuffix(".json") for name in names]
-        left = {path: step for place in places for path, step in unread(place, stems).items()}
+        left = {path: step for folder in folders for path, step in unread(folder, stems).items()}
         at_hand = "".join(f" At hand is {path}: {step}." for path, step in left.items())
         raise MissingDataError(
             f"task=ruler has no data for {task}: it needs {' or '.join(names)} in task.data_dir={data_dir or 'FOLDER'}."
@@ -199,29 +203,29 @@ def documents(task: str, data_dir: str | None) -> Documents:
         )
     try:
         data = read_json(path)
-        found = _squad(data) if task == "qa_1" else _hotpot(data)
+        parsed = _squad(data) if task == "qa_1" else _hotpot(data)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is not the file that {task} needs ({type(error).__name__}: {error}); get it from {QA_URLS[task]}"
         ) from error
-    if not found[1]:
+    if not parsed[1]:
         raise ValueError(f"{path} holds no question that has an answer; get it from {QA_URLS[task]}")
-    return Documents(*found, str(path))
+    return Documents(*parsed, str(path))
 
 
 def _squad(data: dict) -> tuple[tuple[str, ...], tuple[Question, ...]]:
     texts = tuple(sorted({part["context"] for article in data["data"] for part in article["paragraphs"]}))
-    place = {text: at for at, text in enumerate(texts)}
+    index_of = {text: at for at, text in enumerate(texts)}
     questions = []
     for article in data["data"]:
-        all_parts = [place[part["context"]] for part in article["paragraphs"]]
+        all_parts = [index_of[part["context"]] for part in article["paragraphs"]]
         for part in article["paragraphs"]:
-            own = place[part["context"]]
-            near = tuple(at for at in all_parts if at != own)
+            index = index_of[part["context"]]
+            near = tuple(at for at in all_parts if at != index)
             questions += [
-                Question(asked["question"], tuple(answer["text"] for answer in asked["answers"]), (own,), near)
-                for asked in part["qas"]
-                if not asked.get("is_impossible")
+                Question(entry["question"], tuple(answer["text"] for answer in entry["answers"]), (index,), near)
+                for entry in part["qas"]
+                if not entry.get("is_impossible")
             ]
     return texts, tuple(questions)
 
@@ -231,9 +235,9 @@ def _hotpot(data: list[dict]) -> tuple[tuple[str, ...], tuple[Question, ...]]:
         return f"{title}\n{''.join(sentences)}"
 
     texts = tuple(sorted({text(*part) for row in data for part in row["context"]}))
-    place = {content: at for at, content in enumerate(texts)}
+    index_of = {content: at for at, content in enumerate(texts)}
     questions = tuple(
-        Question(row["question"], (row["answer"],), tuple(place[text(*part)] for part in row["context"]))
+        Question(row["question"], (row["answer"],), tuple(index_of[text(*part)] for part in row["context"]))
         for row in data
     )
     return texts, questions

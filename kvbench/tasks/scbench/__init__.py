@@ -92,18 +92,18 @@ class ScBench(Task):
         return read_each(self.chosen[0], lambda name: find_rows(data_file(name), self.data_dir))
 
     def load(self, ask: Ask) -> TaskSet:
-        found = self.data(ask.seed, ask.protocol)
+        rows_by_subset = self.data(ask.seed, ask.protocol)
         requests: list[Request] = []
         right: dict[str, tuple[str, list[list[str]]]] = {}
-        for name, rows in found.items():
+        for name, rows in rows_by_subset.items():
             subset = SUBSETS[name]
             rules = PromptRules(max_new_tokens=subset.answer_tokens, chat_template=True)
             builder = PromptBuilder(ask.model, ask.protocol, rules, self.max_prompt_tokens)
             for row in ask.drawn(rows, name):
-                asked = [(subset.ask.format(turn["input"]), turn["answers"]) for turn in row["turns"]]
-                parts = [asked] if self.form == TURNS else [[one] for one in asked]
-                for place, ((question, answers), *later) in enumerate(parts):
-                    sample_id = f"{name}/{row['index']}" + (f"/{place}" if self.form == REQUESTS else "")
+                questions = [(subset.ask.format(turn["input"]), turn["answers"]) for turn in row["turns"]]
+                parts = [questions] if self.form == TURNS else [[one] for one in questions]
+                for number, ((question, answers), *later) in enumerate(parts):
+                    sample_id = f"{name}/{row['index']}" + (f"/{number}" if self.form == REQUESTS else "")
                     requests.append(
                         builder.build(
                             sample_id=sample_id,
@@ -117,24 +117,24 @@ class ScBench(Task):
                     )
                     right[sample_id] = name, [answers, *(texts for _, texts in later)]
 
-        def score_turn(sample_id: str, place: int, answer: str) -> dict[str, float]:
+        def score_turn(sample_id: str, turn: int, answer: str) -> dict[str, float]:
             name, answers = right[sample_id]
-            return {"score": grade(SUBSETS[name], answers[place], answer)}
+            return {"score": grade(SUBSETS[name], answers[turn], answer)}
 
-        return self.asked(
+        return self.task_set(
             ask,
             requests,
-            builder.told() | {"form": self.form, "split": "after the context"},
+            builder.protocol_notes() | {"form": self.form, "split": "after the context"},
             right,
             lambda sample_id, answer: score_turn(sample_id, 0, answer),
             turn_scorer=score_turn,
-            rows=found.values(),
+            rows=rows_by_subset.values(),
             missing=self.chosen[1],
         )
 
 
 def _right(subset: Subset, answers: list[str]) -> dict[str, Any]:
-    """What is right, and the text that is forced for it."""
+    """The right answers, and the text that is forced for them."""
     return {"answers": answers, "gold": ", ".join(answers) if subset.all_of else answers[0]}
 
 
@@ -167,9 +167,9 @@ def check_row(row: Mapping[str, object]) -> dict[str, Any]:
         raise ValueError("field multi_turns must be a list of objects with input and answer")
     checked = []
     for turn in turns:
-        given = turn.get("answer")
-        texts = [str(one).strip() for one in (given if isinstance(given, list) else [given]) if one is not None]
+        value = turn.get("answer")
+        texts = [str(one).strip() for one in (value if isinstance(value, list) else [value]) if one is not None]
         if not texts or not all(texts):
-            raise ValueError(f"field multi_turns.answer must be a text or a list of texts, it is {given!r}")
+            raise ValueError(f"field multi_turns.answer must be a text or a list of texts, it is {value!r}")
         checked.append({"input": text_field(turn, "input").strip(), "answers": texts})
     return {"context": text_field(row, "context", "input"), "turns": checked}

@@ -65,7 +65,7 @@ def by_words(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class TextTask(Task):
-    """A task that forces texts and asks nothing."""
+    """A task that forces texts and has no questions."""
 
     metrics: ClassVar = {"accuracy": MetricInfo(True, "share of the measured tokens that are the model's first choice")}
     primary: ClassVar = "accuracy"
@@ -123,5 +123,5 @@ class Stream(TextTask):
             )
             for index, piece in enumerate(passages(model, text, prompt_tokens, tokens, items))
         ]
-        told = {"tokens": tokens, "prompt_tokens": prompt_tokens, "items": len(requests), "text": text.origin}
-        return self.asked(ask, requests, told | {"chat": False, "past_context": past})
+        notes = {"tokens": tokens, "prompt_tokens": prompt_tokens, "items": len(requests), "text": text.origin}
+        return self.task_set(ask, requests, notes | {"chat": False, "past_context": past})

@@ -66,5 +66,5 @@ class Perplexity(TextTask):
                     meta={"index": index, "seen": 1},
                 )
             )
-        told = {"chunk_tokens": size, "chunks": count, "text": text.origin, "chat": False}
-        return self.asked(ask, requests, told | {"measured": "second half of each chunk"})
+        notes = {"chunk_tokens": size, "chunks": count, "text": text.origin, "chat": False}
+        return self.task_set(ask, requests, notes | {"measured": "second half of each chunk"})

@@ -45,8 +45,8 @@ class Transcript(Task):
 
     @abstractmethod
     def write(self, seed: str, depth: float, count: int) -> Document:
-        """A transcript of so many requests, and one more; what it is about lies at `depth`, 0 to 1. The same seed gives
-        the same facts whatever the count."""
+        """A transcript of so many requests, and one more; its subject lies at `depth`, 0 to 1. The same seed gives the
+        same facts whatever the count."""
 
     @abstractmethod
     def grade(self, document: Document, answer: str) -> Mapping[str, float]:
@@ -77,11 +77,11 @@ class Transcript(Task):
                 meta = {"length": length, "index": index, "quarter": f"{int(4 * depth) + 1} of 4"}
                 requests.append(document.request(builder, sample_id, str(length), meta))
                 documents[sample_id] = document
-        told = {"lengths": lengths, "items": items, "seed": ask.seed, "split": "before the question"}
-        return self.asked(
+        notes = {"lengths": lengths, "items": items, "seed": ask.seed, "split": "before the question"}
+        return self.task_set(
             ask,
             requests,
-            told | {"chat": builder.chat},
+            notes | {"chat": builder.chat},
             {key: list(document.answers) for key, document in documents.items()},
             lambda sample_id, answer: self.grade(documents[sample_id], answer),
             by=("length", "quarter"),

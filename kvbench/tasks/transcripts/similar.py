@@ -60,19 +60,19 @@ class Similar(Transcript):
         rng = Random(seed)
         kind, thing, code = rng.choice(KINDS), rng.choice(THINGS), f"{rng.randrange(10_000, 100_000)}"
         wanted = rng.randrange(self.copies)
-        own = [_line(thing, rng) for _ in range(self.copies)]
+        lines = [_line(thing, rng) for _ in range(self.copies)]
         cases = [(k, t) for k in KINDS for t in THINGS if (k, t) != (kind, thing)]
         steps = [_step(*case, _line(case[1], rng)) for case in (rng.choice(cases) for _ in range(count - self.copies))]
         # The one that is asked for lies at the depth, the others before and behind it, as evenly as there is room.
         at = round(depth * len(steps))
-        places = [round(at * (place + 0.5) / max(1, wanted)) for place in range(wanted)] + [at]
+        positions = [round(at * (position + 0.5) / max(1, wanted)) for position in range(wanted)] + [at]
         rest = self.copies - wanted - 1
-        places += [at + round((len(steps) - at) * (place + 0.5) / max(1, rest)) for place in range(rest)]
-        for place, line in reversed(list(zip(places, own, strict=True))):
-            steps.insert(place, _step(kind, thing, line))
-        asked = f"Request: Repeat the {NUMBERS[wanted]} {kind} about {thing}, with {code} before it.\n"
-        gold = f" {code} {own[wanted]}"
-        return Document(_HEAD + "".join(steps), asked, "Answer:", (gold.strip(),), gold)
+        positions += [at + round((len(steps) - at) * (position + 0.5) / max(1, rest)) for position in range(rest)]
+        for position, line in reversed(list(zip(positions, lines, strict=True))):
+            steps.insert(position, _step(kind, thing, line))
+        question = f"Request: Repeat the {NUMBERS[wanted]} {kind} about {thing}, with {code} before it.\n"
+        gold = f" {code} {lines[wanted]}"
+        return Document(_HEAD + "".join(steps), question, "Answer:", (gold.strip(),), gold)
 
     def grade(self, document: Document, answer: str) -> Mapping[str, float]:
         return graded_line(answer, document.answers[0])

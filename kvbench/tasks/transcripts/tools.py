@@ -23,7 +23,7 @@ _HEAD = (
 
 @dataclass(frozen=True)
 class Service:
-    """What is looked up of a person, and what is then done with it."""
+    """A tool pair of the transcripts: one looks up a thing of a person, the other acts on it."""
 
     thing: str
     find: str  # the tool that looks it up
@@ -95,12 +95,12 @@ class Case:
     def looked_up(self) -> str:
         """The steps that looked it up."""
         call = {"name": self.service.find, "arguments": {"person": self.person}}
-        asked = f"Look up the {self.service.thing} of {self.person}."
-        return f"Request: {asked}\nCall: {json.dumps(call)}\nResult: {json.dumps(self.result)}\n"
+        request = f"Look up the {self.service.thing} of {self.person}."
+        return f"Request: {request}\nCall: {json.dumps(call)}\nResult: {json.dumps(self.result)}\n"
 
     @property
     def request(self) -> str:
-        """What is asked to be done with it."""
+        """The request to act on it."""
         return f"Request: {self.service.request.format(self.person, self.way)}\n"
 
     @property
@@ -132,17 +132,17 @@ class Tools(Transcript):
     def write(self, seed: str, depth: float, count: int) -> Document:
         rng = Random(seed)
         persons = rng.sample(NAMES, len(NAMES))
-        asked = Case.draw(rng.choice(SERVICES), persons[0], rng)
+        wanted = Case.draw(rng.choice(SERVICES), persons[0], rng)
         others = [
-            Case.draw(SERVICES[place] if place < len(SERVICES) else rng.choice(SERVICES), person, rng)
-            for place, person in enumerate(persons[1:count])
+            Case.draw(SERVICES[number] if number < len(SERVICES) else rng.choice(SERVICES), person, rng)
+            for number, person in enumerate(persons[1:count])
         ]
         steps = [case.looked_up + case.done for case in others]
-        steps.insert(len(SERVICES) + round(depth * (len(others) - len(SERVICES))), asked.looked_up)
+        steps.insert(len(SERVICES) + round(depth * (len(others) - len(SERVICES))), wanted.looked_up)
         schemas = [json.dumps(schema) for service in SERVICES for schema in service.schemas()]
-        right = json.dumps(asked.call)
+        right = json.dumps(wanted.call)
         return Document(
-            _HEAD + "\n".join(schemas) + "\n\n" + "".join(steps), asked.request, "Call:", (right,), f" {right}"
+            _HEAD + "\n".join(schemas) + "\n\n" + "".join(steps), wanted.request, "Call:", (right,), f" {right}"
         )
 
     def grade(self, document: Document, answer: str) -> Mapping[str, float]:
@@ -152,8 +152,8 @@ class Tools(Transcript):
 def graded_call(answer: str, right: Mapping[str, Any]) -> dict[str, float]:
     """The scores of a text that calls a tool: its first JSON object counts, whatever follows."""
     call = _first_object(answer)
-    given = call.get("arguments")
-    arguments: dict[str, Any] = given if isinstance(given, dict) else {}
+    stated = call.get("arguments")
+    arguments: dict[str, Any] = stated if isinstance(stated, dict) else {}
     tool = call.get("name") == right["name"]
     same = sum(_same(arguments.get(name), value) for name, value in right["arguments"].items())
     share = same / len(right["arguments"]) if tool else 0.0
@@ -169,10 +169,10 @@ def graded_call(answer: str, right: Mapping[str, Any]) -> dict[str, float]:
 def _first_object(text: str) -> dict[str, Any]:
     start = text.find("{")
     try:
-        found, _ = json.JSONDecoder().raw_decode(text, start) if start >= 0 else ({}, 0)
+        parsed, _ = json.JSONDecoder().raw_decode(text, start) if start >= 0 else ({}, 0)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 def _same(mine: object, right: object) -> bool:
@@ -182,7 +182,7 @@ def _same(mine: object, right: object) -> bool:
 
 
 def _allows(schema: Mapping[str, Any], call: Mapping[str, Any]) -> bool:
-    """Whether a call is one of a tool: its name, all that it requires, nothing else, each of its type."""
+    """True if a call is one of a tool: its name, all that it requires, nothing else, each of its type."""
     arguments = call.get("arguments")
     if call.get("name") != schema["name"] or not isinstance(arguments, dict):
         return False

@@ -158,7 +158,7 @@ def test_a_library_of_another_machine_is_built_again(small_source: Path, monkeyp
     (foreign := good.parent / "built").write_bytes(b"\x7fELF of a newer system")
     with monkeypatch.context() as patched:
         patched.setattr(build, "_compile", lambda compiler, source, target, flags: shutil.copy(foreign, target))
-        bad = build_library("tiny", TINY, small_source, again=True)
+        bad = build_library("tiny", TINY, small_source, rebuild=True)
         with pytest.raises(BuildError, match=r"cannot be loaded: .*set KVBENCH_CACHE .* or choose backend=torch"):
             load_tiny(small_source, patched)
     assert bad != good

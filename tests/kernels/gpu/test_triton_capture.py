@@ -172,7 +172,7 @@ def test_pages_of_all_lists_are_managed_without_reading_back(device):
             pages.page_ids(lists, 1, 3)
             pages.truncate(lists, 0, lists)
         pages.compact(lists, 1, keep, fmt)
-        change = ["_change_at_once"] if num_lists < 100 else ["_sum_needs", "_assign", "_commit"]
+        change = ["_change_at_once"] if num_lists < 100 else ["_sum_pages_needed", "_assign", "_commit"]
         assert device.launches == [*change, "_lookup", *change, "_pair_moves", "_move_listed", *change]
 
 
@@ -217,7 +217,7 @@ def test_kernels_compile_for_nvidia_and_amd_without_a_gpu(tmp_path):
             "_find_extreme",
             "_find_leaving",
             "_settle",
-            "_place",
+            "_locate",
             "_lookup",
             "_count_rows",
             "_tracked_slots",
@@ -226,7 +226,7 @@ def test_kernels_compile_for_nvidia_and_amd_without_a_gpu(tmp_path):
             "_write_key_groups",
             "_write_side",
             "_move_bytes",
-            "_sum_needs",
+            "_sum_pages_needed",
             "_assign",
             "_commit",
             "_pair_moves",

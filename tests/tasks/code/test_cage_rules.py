@@ -110,11 +110,11 @@ def test_root_gives_every_cage_a_user_of_its_own(mapped, users, tmp_path, monkey
     (tmp_path / "map").write_text(mapped + "\n")
     real = open
     monkeypatch.setattr("builtins.open", lambda path, *rest: real(tmp_path / "map" if "uid_map" in str(path) else path))
-    drawn = [mechanism._own_user() for _ in range(40)]
+    drawn = [mechanism._cage_user() for _ in range(40)]
     assert all(user in users for user in drawn) and len(set(drawn)) > 35
     (tmp_path / "map").write_text("0 1000 1\n")
     with pytest.raises(OSError, match="root has 1 users here"):
-        mechanism._own_user()
+        mechanism._cage_user()
 
 
 @pytest.mark.parametrize(

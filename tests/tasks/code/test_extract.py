@@ -9,7 +9,7 @@ import pytest
 from selection import FULL
 from tasks.code.answer_styles import cases
 
-from kvbench.tasks.code.extract import build_program, defines, needs, parse, without
+from kvbench.tasks.code.extract import build_program, defines, dependencies, parse, without
 
 STYLES = cases()
 ONE_EACH = {style: problem for style, problem, _ in STYLES}  # the others run in the exhaustive suite
@@ -113,14 +113,14 @@ except ImportError:
     quick = None
 """
     tree, _ = parse(text)
-    found = needs(tree, "f")
+    found = dependencies(tree, "f")
     kept = without(text.split("\n"), tree, found.kept)
     gone = ("json", 'write("x")', "other", "Rest", "result", "quick")
     assert [word for word in gone if word in kept] == []
     stays = ("annotations", "seed", "recursion", "memo[0]", "@cached", "class Box", "f.calls", "f = cached(f)", "clear")
     assert [word for word in stays if word not in kept] == []
     assert found.missing == {"n", "g"}
-    assert needs(parse("def f(): return eval('g()')\ndef g(): return 1\nx = f()")[0], "f").kept == {0, 1}
+    assert dependencies(parse("def f(): return eval('g()')\ndef g(): return 1\nx = f()")[0], "f").kept == {0, 1}
 
 
 @pytest.mark.parametrize(

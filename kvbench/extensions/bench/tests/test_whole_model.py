@@ -147,7 +147,7 @@ def test_all_decoders_give_the_same_logits(model, monkeypatch):
     variant = decode.static_variant(settings, model, prompts, answers)
     variant.call(0)
     assert variant.name == decode.STATIC and variant.extra["tokens_per_call"] == 2
-    monkeypatch.setattr(hf, "own_cache", lambda *given: (_ for _ in ()).throw(ImportError("no such cache")))
+    monkeypatch.setattr(hf, "native_cache", lambda *given: (_ for _ in ()).throw(ImportError("no such cache")))
     with pytest.raises(ImportError, match="no such cache"):
         decode.static_variant(settings, model, prompts, answers).check()
 

@@ -46,7 +46,7 @@ _A_THREAD = 0x00010000
 _AF_UNIX = 1
 # A program that catches everything swallows an alarm: the next comes after so much more CPU time. Kernels count it in
 # ticks, and an alarm may be a tick late.
-_AGAIN_S, _TICK_S = 0.1, 0.01
+_REPEAT_S, _TICK_S = 0.1, 0.01
 _cpu_s = time.process_time  # before a program can put another there
 _EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
 
@@ -148,7 +148,7 @@ def _guarded(
     start = _cpu_s()
     kind, payload = "v", b""
     try:
-        signal.setitimer(signal.ITIMER_PROF, limit_s, _AGAIN_S)
+        signal.setitimer(signal.ITIMER_PROF, limit_s, _REPEAT_S)
         signal.setitimer(signal.ITIMER_REAL, job["guard_s"][index + 1])
         value = work(*arguments)
         try:

@@ -106,7 +106,7 @@ def _build_root(libc: ctypes.CDLL, settings: dict) -> None:
 
 
 def _enter_namespaces(libc: ctypes.CDLL, settings: dict) -> None:
-    """Make the namespaces: this process is in all of them but that of processes, which begins with its next child.
+    """Make the namespaces: this process is in all of them except that of processes, which begins with its next child.
 
     With `user_namespace` there is one of users too, in which this process is nobody. The host's name stays outside.
     """
@@ -156,7 +156,7 @@ def _tie(libc: ctypes.CDLL, parent: int) -> None:
 
 
 def _drop_root(libc: ctypes.CDLL) -> None:
-    """Become nobody, for good, and keep of root's rights only that to end the cage."""
+    """Become user nobody, for good, and keep of root's rights only that to end the cage."""
     libc.prctl(8, 1, 0, 0, 0)  # PR_SET_KEEPCAPS
     _become_nobody()
     libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS

@@ -58,7 +58,7 @@ _THIRD_PARTY = ("site-packages", "dist-packages")
 
 
 @dataclass(frozen=True)
-class Needs:
+class VisibleFiles:
     """The files and folders that the cage shows: path in it -> path outside; of these folders `hidden` stay empty."""
 
     shown: dict[str, str]
@@ -106,7 +106,7 @@ def run_under(
         "max_bytes": limits.value_bytes,
         "rlimits": limits.rlimits(),
     }
-    user = _own_user() if os.geteuid() == 0 else None
+    user = _cage_user() if os.geteuid() == 0 else None
     settings = {
         "parent": os.getpid(),
         "wall_s": limits.wall_s + _LAST_S,
@@ -118,7 +118,7 @@ def run_under(
     return run_process(argv, run_as, encode(job, max_bytes=1 << 31), call_s, limits, on_output)
 
 
-def _own_user() -> int:
+def _cage_user() -> int:
     """A user for one cage: the kernel counts processes by user, and other cages and programs must not count."""
     with open("/proc/self/uid_map") as stream:
         mapped = [[int(field) for field in line.split()] for line in stream]
@@ -150,21 +150,21 @@ def bare_python() -> list[str]:
 
 
 @cache
-def interpreter_needs() -> Needs:
+def interpreter_files() -> VisibleFiles:
     """Find what the interpreter must see to start and to import its whole standard library; no other packages.
 
     Raises:
         OSError: The interpreter does not run.
     """
-    asked = subprocess.run([*bare_python(), _ASK], capture_output=True, env={}, cwd="/", check=False)
-    if asked.returncode:
-        said = asked.stderr.decode("utf-8", "replace").strip()[-300:]
+    ended = subprocess.run([*bare_python(), _ASK], capture_output=True, env={}, cwd="/", check=False)
+    if ended.returncode:
+        said = ended.stderr.decode("utf-8", "replace").strip()[-300:]
         raise OSError(f"{bare_python()[0]} does not say what it needs: {said}")
-    imported, loaded = json.loads(asked.stdout)
+    imported, loaded = json.loads(ended.stdout)
     return trace([bare_python()[0], *imported, *loaded, *_SYSTEM])
 
 
-def trace(paths: Iterable[str]) -> Needs:
+def trace(paths: Iterable[str]) -> VisibleFiles:
     """Find the files behind paths, so that the same names lead to the same files in the cage.
 
     A relative path is no file (the kernel's own library has such a name) and is left out.
@@ -178,16 +178,16 @@ def trace(paths: Iterable[str]) -> Needs:
         elif source != shown[above] + path.removeprefix(above):
             shown[source] = source  # the folder above holds a link to it
     folders = [f"{path}/{name}" for path in shown for name in _THIRD_PARTY]
-    return Needs(shown, [path for path in folders if os.path.isdir(path) and not os.path.islink(path)])
+    return VisibleFiles(shown, [path for path in folders if os.path.isdir(path) and not os.path.islink(path)])
 
 
 def _jail(limits: Limits, user: int | None) -> dict[str, object]:
-    settings = vars(interpreter_needs()) | {"scratch_bytes": limits.scratch_bytes, "user_namespace": user is None}
+    settings = vars(interpreter_files()) | {"scratch_bytes": limits.scratch_bytes, "user_namespace": user is None}
     return {"jail": settings | {"command": _program(user)}}
 
 
 def _bubblewrap(limits: Limits, user: int | None) -> dict[str, object]:
-    needs = interpreter_needs()
+    files = interpreter_files()
     argv = [shutil.which("bwrap") or "bwrap", *"--die-with-parent --clearenv --hostname cage --cap-drop ALL".split()]
     argv += "--unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try".split()
     if user is None:
@@ -197,12 +197,12 @@ def _bubblewrap(limits: Limits, user: int | None) -> dict[str, object]:
     # Before what is bound: the interpreter may be installed below a folder of that name.
     argv += ["--perms", "1777", "--size", str(limits.scratch_bytes), "--tmpfs", "/tmp"]
     devices = [f"/dev/{name}" for name in ("null", "zero", "random", "urandom")]
-    above = {str(parent) for path in (*needs.shown, *devices) for parent in Path(path).parents}
+    above = {str(parent) for path in (*files.shown, *devices) for parent in Path(path).parents}
     for path in sorted(above - {"/", "/tmp"}):
         argv += ["--perms", "755", "--dir", path]
-    for path, source in needs.shown.items():
+    for path, source in files.shown.items():
         argv += ["--ro-bind", source, path]
-    for path in needs.hidden:
+    for path in files.hidden:
         argv += ["--perms", "555", "--size", "4096", "--tmpfs", path, "--remount-ro", path]
     for path in devices:
         argv += ["--dev-bind", path, path]
@@ -212,9 +212,9 @@ def _bubblewrap(limits: Limits, user: int | None) -> dict[str, object]:
 @cache
 def mechanisms() -> dict[str, Mechanism]:
     """All mechanisms that could work for this user, the best kept first; whether one does, `probe` finds out."""
-    found = {"user namespaces": Mechanism(_jail), "namespaces by root": Mechanism(_jail, by_root=True)}
+    known = {"user namespaces": Mechanism(_jail), "namespaces by root": Mechanism(_jail, by_root=True)}
     if shutil.which("bwrap"):
         bubblewrap = {"bubblewrap": Mechanism(_bubblewrap), "bubblewrap by root": Mechanism(_bubblewrap, by_root=True)}
-        found = bubblewrap | found
+        known = bubblewrap | known
     # A namespace built by somebody who owns nothing fails for root where the interpreter is in root's home.
-    return {name: one for name, one in found.items() if os.geteuid() == 0 or not one.by_root}
+    return {name: one for name, one in known.items() if os.geteuid() == 0 or not one.by_root}

@@ -182,17 +182,17 @@ def what_is_missing(mechanism: Mechanism) -> list[str]:
 
 def _remove(paths: Iterable[str]) -> list[str]:
     """Delete the files that got out; gives those there were."""
-    found = [path for path in dict.fromkeys(paths) if os.path.isfile(path)]
-    for path in found:
+    existing = [path for path in dict.fromkeys(paths) if os.path.isfile(path)]
+    for path in existing:
         os.unlink(path)
-    return found
+    return existing
 
 
 def _judge(facts: dict, left_behind: list[str]) -> list[str]:
     # The cage has a temporary directory of its own under the same name; whether a file written there appears outside is
     # seen outside.
     wrote = [path for path in facts["wrote"] if os.path.normpath(path) != _SCRATCH]
-    found = {
+    checks = {
         "no user of its own": set(facts["ids"]) & {0} or facts["became_root"],
         "no network isolation": facts["connected"] or facts["connected_local"],
         "no file system of its own": facts["saw"] or wrote or left_behind,
@@ -210,7 +210,7 @@ def _judge(facts: dict, left_behind: list[str]) -> list[str]:
         "no /dev/null": not facts["devices"],
         "no temporary directory": facts["cwd"] != _SCRATCH,
     }
-    return [name for name, value in found.items() if value]
+    return [name for name, value in checks.items() if value]
 
 
 @contextmanager

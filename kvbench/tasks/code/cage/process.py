@@ -52,7 +52,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Output:
-    """The outcome of one call, as the cage says; `payload` comes from code nobody trusts.
+    """The outcome of one call, as the cage reports it; `payload` comes from untrusted code.
 
     Args:
         index: Number of the call; -1 is the loading of the program.
@@ -129,7 +129,7 @@ class Frames:
         fields = line.split(b" ")
         if len(fields) != 4 or fields[1] not in (b"v", b"e", b"t", b"u"):
             raise ValueError("a header that no report has")
-        index, elapsed_us, size = (int(fields[place]) for place in (0, 2, 3))
+        index, elapsed_us, size = (int(fields[column]) for column in (0, 2, 3))
         if index != self.num_outputs - 1 or not 0 <= size <= self.max_payload_bytes or elapsed_us < 0:
             raise ValueError("a report out of order or size")
         return index, fields[1].decode(), elapsed_us, size

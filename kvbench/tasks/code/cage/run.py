@@ -82,12 +82,12 @@ def map_bounded(
     after_each: Callable[[], None] = lambda: None,
 ) -> list[_Result]:
     """Grade many programs side by side, by default one per CPU core; `after_each` is called for each that is done."""
-    found = []
+    results = []
     with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)), thread_name_prefix="cage") as pool:
         for result in pool.map(function, items):
-            found.append(result)
+            results.append(result)
             after_each()
-    return found
+    return results
 
 
 def _setting(name: str) -> str | None:

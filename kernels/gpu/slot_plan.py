@@ -64,31 +64,31 @@ def _settle(
 
 
 @triton.jit
-def _place_tier(
-    table, goes_to, goes_at, first, page, inside, i, mask, which, given, count, width, tier: tl.constexpr,
+def _locate_tier(
+    table, goes_to, goes_at, first, page, inside, i, mask, which, settled, count, width, tier: tl.constexpr,
     T: tl.constexpr, REVERSED: tl.constexpr, TIER: tl.constexpr, MOVES: tl.constexpr, NAMED: tl.constexpr,
 ):  # fmt: skip
-    """Page and slot in it of what a step writes in one tier; see `_place`."""
-    at = given
+    """Page and slot in it of what a step writes in one tier; see `_locate`."""
+    at = settled
     live = mask
     if tier != TIER:
         if MOVES:
-            live = mask & (given >= 0) & (tl.load(goes_to + i, mask=mask, other=-1) == tier)
+            live = mask & (settled >= 0) & (tl.load(goes_to + i, mask=mask, other=-1) == tier)
         else:
             live = mask & (i < 0)
-        at = tl.zeros_like(given) - 1
+        at = tl.zeros_like(settled) - 1
         if NAMED:
             at = tl.load(goes_at + i, mask=mask, other=-1).to(tl.int64)
     at = tl.where(at < 0, tl.load(first + tier * count + i, mask=live & (at < 0), other=0), at)
     live = live & (at >= 0)  # -1: there were too few pages, and the step is given up
     at = tl.maximum(at, 0)
-    found = table_page(table, which, width, at // T, live, REVERSED)
-    tl.store(page + tier * count + i, tl.where(live, found, -1), mask=mask)
+    page_id = table_page(table, which, width, at // T, live, REVERSED)
+    tl.store(page + tier * count + i, tl.where(live, page_id, -1), mask=mask)
     tl.store(inside + tier * count + i, at % T, mask=mask)
 
 
 @triton.jit(do_not_specialize=["count", "width"])
-def _place(
+def _locate(
     lists, settled, goes_to, goes_at, first, entries, further, page, inside, count, width, TIER: tl.constexpr,
     TIERS: tl.constexpr, MOVES: tl.constexpr, NAMED: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr,
     T2: tl.constexpr, T3: tl.constexpr, BLOCK: tl.constexpr,
@@ -97,30 +97,30 @@ def _place(
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
     which = tl.load(lists + i, mask=mask, other=0).to(tl.int64)
-    given = tl.load(settled + i, mask=mask, other=-1)
-    _place_tier(
-        entries, goes_to, goes_at, first, page, inside, i, mask, which, given, count, width, 0, T0, False, TIER,
+    slot = tl.load(settled + i, mask=mask, other=-1)
+    _locate_tier(
+        entries, goes_to, goes_at, first, page, inside, i, mask, which, slot, count, width, 0, T0, False, TIER,
         MOVES, NAMED,
     )  # fmt: skip
     if TIERS > 1:
-        _place_tier(
-            entries, goes_to, goes_at, first, page, inside, i, mask, which, given, count, width, 1, T1, True, TIER,
+        _locate_tier(
+            entries, goes_to, goes_at, first, page, inside, i, mask, which, slot, count, width, 1, T1, True, TIER,
             MOVES, NAMED,
         )  # fmt: skip
     if TIERS > 2:
-        _place_tier(
-            further, goes_to, goes_at, first, page, inside, i, mask, which, given, count, width, 2, T2, False, TIER,
+        _locate_tier(
+            further, goes_to, goes_at, first, page, inside, i, mask, which, slot, count, width, 2, T2, False, TIER,
             MOVES, NAMED,
         )  # fmt: skip
     if TIERS > 3:
-        _place_tier(
-            further, goes_to, goes_at, first, page, inside, i, mask, which, given, count, width, 3, T3, True, TIER,
+        _locate_tier(
+            further, goes_to, goes_at, first, page, inside, i, mask, which, slot, count, width, 3, T3, True, TIER,
             MOVES, NAMED,
         )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placing:
+class SlotPlan:
     """A step's plan for the lists of some rows, on its way to the tables.
 
     Args:
@@ -154,8 +154,8 @@ class Placing:
 def settle(
     lists: Tensor, num_slots: Tensor, tier: int, slot: Tensor, goes_to: Tensor | None, goes_at: Tensor | None, *,
     acts: bool,
-) -> Placing:  # fmt: skip
-    """Holds a plan (whole numbers [M] of any type, as `Placing` has them) to the lists it is about, which hold
+) -> SlotPlan:  # fmt: skip
+    """Holds a plan (whole numbers [M] of any type, as `SlotPlan` has them) to the lists it is about, which hold
     `num_slots` int32 [tiers, all lists]; `acts`: slots may be overwritten at all."""
     slot = slot.reshape(-1).long().contiguous()
     goes_to, goes_at = (None if x is None else x.reshape(-1).long().contiguous() for x in (goes_to, goes_at))
@@ -167,14 +167,14 @@ def settle(
         slot if goes_at is None else goes_at, settled, wanted, broken, count, num_slots.shape[1], TIER=tier,
         TIERS=tiers, ACTS=acts, MOVES=goes_to is not None, NAMED=goes_at is not None, BLOCK=_BLOCK,
     )  # fmt: skip
-    return Placing(
+    return SlotPlan(
         lists=lists, tier=tier, slot=settled, goes_to=goes_to, goes_at=None if goes_to is None else goes_at,
         wanted=wanted, broken=broken,
     )  # fmt: skip
 
 
-def place(
-    plan: Placing, first: Tensor, entries: Tensor, further: Tensor, tokens_per_page: tuple[int, ...]
+def locate(
+    plan: SlotPlan, first: Tensor, entries: Tensor, further: Tensor, tokens_per_page: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
     """Page and slot in it, int64 [tiers, M], where a settled plan writes: in its tier what comes in, in the others what
     goes there; page -1 for nothing. `first`: int64 [tiers, M] first new slots of the lists."""
@@ -182,7 +182,7 @@ def place(
     tiers, count = plan.wanted.shape
     sizes = [*tokens_per_page, 1, 1, 1][:4]
     launch(
-        _place, (-(-count // _BLOCK),), plan.lists, plan.slot, plan.slot if plan.goes_to is None else plan.goes_to,
+        _locate, (-(-count // _BLOCK),), plan.lists, plan.slot, plan.slot if plan.goes_to is None else plan.goes_to,
         plan.slot if plan.goes_at is None else plan.goes_at, first, entries, further if further.numel() else entries,
         page, inside, count, entries.shape[1], TIER=plan.tier, TIERS=tiers, MOVES=plan.goes_to is not None,
         NAMED=plan.goes_at is not None, T0=sizes[0], T1=sizes[1], T2=sizes[2], T3=sizes[3], BLOCK=_BLOCK,

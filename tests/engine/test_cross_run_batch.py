@@ -9,8 +9,8 @@ from selection import method_of
 from test_request_alone import ABSENT, streamed  # noqa: F401
 
 from kvbench.cache.store import CompressedStore
-from kvbench.engine import hf, joined, sessions
-from kvbench.engine.joined import Step, join
+from kvbench.engine import cross_run_batch, hf, sessions
+from kvbench.engine.cross_run_batch import Step, join
 from kvbench.engine.requests import Request
 from kvbench.kernels.pool import PoolExhausted
 
@@ -66,7 +66,7 @@ def passes(monkeypatch):
     seen, forward = [], hf.forward
 
     def counted(model, session, ids, *arguments):
-        if isinstance(session, joined._Pass):
+        if isinstance(session, cross_run_batch._Pass):
             seen.append((len(ids), len(session.parts)))
         elif isinstance(session, sessions.Decode):
             seen.append((len(ids), 1))
@@ -124,7 +124,7 @@ def test_a_pass_without_memory_has_all_its_requests_begin_again(streamed, monkey
     alone = [answers(streamed, method_of(name), asked) for name in names]
 
     def scarce(model, session, *arguments):
-        if isinstance(session, joined._Pass) and len(raised) < 2:
+        if isinstance(session, cross_run_batch._Pass) and len(raised) < 2:
             raised.append(session)
             raise MemoryError("once")
         return forward(model, session, *arguments)

@@ -71,7 +71,7 @@ def test_a_plan_takes_the_slots_that_loops_say(case: tuple):
     table, lists = tables(tiers, held)
     want, after, broken = slow_take(table, tier, *plan, held, True)
     given = [None if x is None else torch.tensor(x, device=DEVICE) for x in plan]
-    page, inside, found = table.take(lists, tier, *given, acts=True, own_all=False, done=[])
+    page, inside, found = table.take(lists, tier, *given, acts=True, unshare_all=False, done=[])
     assert found.tolist() == broken
     assert table.num_slots.tolist() == after
     for each in range(tiers):
@@ -86,9 +86,9 @@ def test_a_method_that_does_not_act_may_only_append():
     held = [[1] * 12]
     table, lists = tables(1, held)
     slot = torch.tensor([0] + [-1] * 11, device=DEVICE)
-    _, inside, broken = table.take(lists, 0, slot, None, None, acts=False, own_all=False, done=[])
+    _, inside, broken = table.take(lists, 0, slot, None, None, acts=False, unshare_all=False, done=[])
     assert broken.tolist() == [1, 0, 0] and inside[0].tolist() == [1] * 12
-    page, inside, broken = table.take(lists, 0, None, None, None, acts=False, own_all=False, done=[])
+    page, inside, broken = table.take(lists, 0, None, None, None, acts=False, unshare_all=False, done=[])
     assert broken is None and inside[0].tolist() == [2] * 12 and page[0].min() >= 0
 
 
@@ -99,6 +99,6 @@ def test_what_was_taken_before_pages_run_out_is_told():
     done: list = []
     slot = torch.zeros(12, dtype=torch.int64, device=DEVICE)
     with pytest.raises(PoolExhausted, match="pages"):
-        table.take(lists, 0, slot, slot + 1, None, acts=True, own_all=False, done=done)
+        table.take(lists, 0, slot, slot + 1, None, acts=True, unshare_all=False, done=done)
     assert [(tier, before.tolist()) for _, tier, before in done] == [(0, [2] * 12)]
     assert table.num_slots.tolist() == held

@@ -1,4 +1,4 @@
-"""Requests that wait for their turn: in which order they come, and from when on."""
+"""Queue of requests: their order, and the time from which each may come."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,13 +8,13 @@ from kvbench.engine.requests import Request
 
 
 class Clock:
-    """Seconds since the first look, of which nobody waits for those until the next request comes: they are passed over.
+    """Clock of a run that skips idle time: seconds since the first look, without the waits for the next request.
 
     Args:
         tick: Seconds that work has taken so far, from any beginning; a simulation has its own.
 
     Attributes:
-        idle_s: Seconds that were passed over.
+        idle_s: Seconds that were skipped.
     """
 
     def __init__(self, tick: Callable[[], float] = time.perf_counter) -> None:
@@ -36,20 +36,19 @@ class Clock:
         self.idle_s = max(self.idle_s, at_s - self.busy_s() + 1e-9)
 
 
-class Waiting:
-    """Requests in their own order, which depends on nothing else: one that had to give up its place comes back to where
-    it was.
+class RequestQueue:
+    """Requests in their own order, which depends on nothing else: a preempted one comes back to its index.
 
     Args:
         requests: In the order in which they are answered.
         group: Requests that are answered together before the next ones begin; None = each comes as soon as there is
             room.
         arrivals_s: Seconds of the clock, ascending, at which each request is there; None = all are.
-        clock: Says how late it is.
+        clock: Clock of the run.
 
     Attributes:
-        cancelled: Requests that nobody waits for any longer.
-        read_s: When the prompt of each request had been read for the first time, so that its first token was known.
+        cancelled: Requests that were cancelled.
+        read_s: Time at which the prompt of each request was first read, so that its first token was known.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Waiting:
         clock: Clock | None = None,
     ) -> None:
         self.requests, self._group, self._arrivals_s, self.clock = requests, group, arrivals_s, clock or Clock()
-        self._places = {request.sample_id: place for place, request in enumerate(requests)}
+        self._index = {request.sample_id: index for index, request in enumerate(requests)}
         self._left = list(range(len(requests)))
         self._now = 0  # the group whose requests may come
         self.cancelled: set[str] = set()
@@ -70,9 +69,9 @@ class Waiting:
     def __len__(self) -> int:
         return len(self._left)
 
-    def place(self, sample_id: str) -> int:
-        """The place of a request in the order."""
-        return self._places[sample_id]
+    def index(self, sample_id: str) -> int:
+        """Index of a request in the order."""
+        return self._index[sample_id]
 
     def first(self, num_live: int) -> Request | None:
         """The next request, while `num_live` are being answered; None where it may not come yet."""
@@ -80,14 +79,14 @@ class Waiting:
             heappop(self._left)
         if not self._left:
             return None
-        place = self._left[0]
-        if self._group is not None and place // self._group != self._now:
+        index = self._left[0]
+        if self._group is not None and index // self._group != self._now:
             if num_live:
                 return None
-            self._now = place // self._group
-        if self._arrivals_s is not None and self._arrivals_s[place] > self.clock.now_s():
+            self._now = index // self._group
+        if self._arrivals_s is not None and self._arrivals_s[index] > self.clock.now_s():
             return None
-        return self.requests[place]
+        return self.requests[index]
 
     def take(self) -> Request:
         """Takes the request that `first` gave."""
@@ -100,7 +99,7 @@ class Waiting:
     def put_back(self, requests: Sequence[Request]) -> None:
         """Takes back requests that have to begin again."""
         for request in requests:
-            heappush(self._left, self._places[request.sample_id])
+            heappush(self._left, self._index[request.sample_id])
 
     def wait(self) -> None:
         """Passes over the time until the next request is there."""

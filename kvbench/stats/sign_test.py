@@ -32,11 +32,11 @@ def sign_flip(strata: Strata, *, draws: int = DRAWS, seed: int = 0) -> float:
     if math.prod((counts + 1).tolist()) <= MOST_EXACT:
         return min(1.0, _exact(units, counts, reach))
     rng = np.random.default_rng(seed)
-    found, block = 0, max(1, BLOCK_VALUES // len(units))
+    reached, block = 0, max(1, BLOCK_VALUES // len(units))
     for start in range(0, draws, block):
         flipped = 2.0 * rng.binomial(counts, 0.5, (min(block, draws - start), len(units))) - counts
-        found += int(np.sum(np.abs(flipped @ units) >= reach))
-    return (1 + found) / (1 + draws)
+        reached += int(np.sum(np.abs(flipped @ units) >= reach))
+    return (1 + reached) / (1 + draws)
 
 
 def _exact(units: np.ndarray, counts: np.ndarray, reach: float) -> float:
@@ -56,8 +56,8 @@ def sign_flips(strata: Strata, *, draws: int, seed: int = 0) -> np.ndarray:
     weighted = strata.flat * strata.per_sample[:, None]
     reach = np.abs(weighted.sum(axis=0)) - 1e-9 * np.abs(weighted).sum(axis=0)
     rng = np.random.default_rng(seed)
-    found, block = np.zeros(weighted.shape[1], dtype=int), max(1, BLOCK_VALUES // max(weighted.shape))
+    reached, block = np.zeros(weighted.shape[1], dtype=int), max(1, BLOCK_VALUES // max(weighted.shape))
     for start in range(0, draws, block):
-        signs = 2.0 * rng.integers(0, 2, (min(block, draws - start), len(weighted))) - 1
-        found += np.sum(np.abs(signs @ weighted) >= reach, axis=0)
-    return (1 + found) / (1 + draws)
+        flips = 2.0 * rng.integers(0, 2, (min(block, draws - start), len(weighted))) - 1
+        reached += np.sum(np.abs(flips @ weighted) >= reach, axis=0)
+    return (1 + reached) / (1 + draws)

@@ -1,10 +1,9 @@
-"""One model in several processes: the first one leads, the others do what it does.
+"""One model in several processes: the first one leads, the others follow its calls.
 
-The first process has the tasks, the journal and the requests. It tells the others which model to load and every call of
-its `Runner`, and all of them make it together, since each holds some of the heads. What a process raises for what it
-was asked (a bad setting, logits that are not finite), all raise alike, and the others wait for the next call. After
-anything else, such as memory that one of them lacks, they cannot be told any more: the process ends, and torchrun ends
-the others.
+The first process has the tasks, the journal and the requests. It broadcasts the model to load and every call of its
+`Runner`, and all processes make the call, since each holds some of the heads. Errors of a call itself (a bad setting,
+logits that are not finite) are raised by all alike, and the others wait for the next call. After any other error, such
+as one of them lacking memory, the processes are out of step: the process ends, and torchrun ends the others.
 """
 
 import weakref
@@ -17,7 +16,18 @@ from kvbench.models import processes
 from kvbench.models.load import LoadedModel, load_model
 
 # What all processes do together; whatever else a runner offers is made of these, or looks at this process alone.
-TOGETHER = ("reserve", "read", "full_logits", "append", "try_step", "compact", "fork", "close", "bytes", "report")
+COLLECTIVE_CALLS = (
+    "reserve",
+    "read",
+    "full_logits",
+    "append",
+    "try_step",
+    "compact",
+    "fork",
+    "close",
+    "bytes",
+    "report",
+)
 
 
 class OneProcessFailed(RuntimeError):
@@ -41,16 +51,16 @@ class LeadingRunner(Runner):
 
 
 def _led(name: str) -> Callable[..., Any]:
-    """A call of a `Runner` that the other processes are told of, unless it is part of one that they know."""
-    own = getattr(Runner, name)
+    """Call of a `Runner` that is broadcast to the other processes, unless it is part of one that was."""
+    method = getattr(Runner, name)
 
     def call(self: LeadingRunner, *args: Any, **named: Any) -> Any:
         if self._leads:
-            return own(self, *args, **named)
+            return method(self, *args, **named)
         processes.tell(("call", self._number, name, args, named))
         self._leads = True
         try:
-            return own(self, *args, **named)
+            return method(self, *args, **named)
         except Exception as error:
             if name == "reserve" or not is_out_of_memory(error):
                 raise
@@ -61,11 +71,11 @@ def _led(name: str) -> Callable[..., Any]:
         finally:
             self._leads = False
 
-    call.__name__, call.__doc__ = name, own.__doc__
+    call.__name__, call.__doc__ = name, method.__doc__
     return call
 
 
-for _name in TOGETHER:
+for _name in COLLECTIVE_CALLS:
     setattr(LeadingRunner, _name, _led(_name))
 
 
@@ -80,25 +90,25 @@ def follow() -> None:
     model: LoadedModel | None = None
     runners: dict[int, Runner] = {}
     while True:
-        kind, *told = processes.hear()
+        kind, *message = processes.hear()
         if kind == "end":
             return
         try:
             if kind == "load":
                 model = None
                 runners.clear()
-                model = load_model(told[0])
+                model = load_model(message[0])
             elif kind == "runner":
-                number, alive, args, named = told
+                number, alive, args, named = message
                 runners = {each: runners[each] for each in alive if each in runners}
                 assert model is not None, "a model is loaded before anything runs it"
                 runners[number] = Runner(model, *args, **named)
             else:
-                number, name, args, named = told
+                number, name, args, named = message
                 getattr(runners[number], name)(*args, **named)
         except (ValueError, NotFinite):
             continue  # the first process says so
         except Exception as error:
-            if kind == "call" and told[1] == "reserve" and is_out_of_memory(error):
+            if kind == "call" and message[1] == "reserve" and is_out_of_memory(error):
                 continue  # it may ask for less
             raise

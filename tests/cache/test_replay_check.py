@@ -11,7 +11,7 @@ from engine_helpers import answers, random_tokens, request
 from newcomer import Told
 from store_helpers import make_store, read_random, step_random
 
-from kvbench.cache.again import differ
+from kvbench.cache.replay_check import differ
 from kvbench.cache.store import CompressedStore
 from kvbench.errors import BrokenRule
 from kvbench.policy import EVICT, CompactPlan, DecodePlan, LayerTensors, Policy, PrefillPlan, ScoreSpec, Statistic
@@ -77,7 +77,7 @@ def run(policy: Policy, prompts: tuple[int, ...] = (12, 9, 7), steps: int = 3, l
     shape = {"num_layers": LAYERS, "num_q_heads": 2, "num_kv_heads": 2, "head_dim": 16}
     store = make_store(policy, **shape, rows=len(prompts), max_tokens=32, new_tokens=32, backend="torch")
     store.pages.counts.is_late = late
-    store.ask_again()
+    store.enable_replay_check()
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     rows = [read_random(store, length, generator) for length in prompts]

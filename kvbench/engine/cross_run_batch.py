@@ -1,4 +1,4 @@
-"""Decode steps of several caches in one pass of the model.
+"""Cross-run batch: decode steps of several caches in one pass of the model.
 
 Runs of one model under several methods have a batch each. Towards its end a batch has few rows, and a step of few rows
 costs nearly as much as one of many: so the small ones are fed to the model together, and only attention is each
@@ -32,7 +32,7 @@ class Step:
 
     Attributes:
         taken_s: Seconds that it took within a pass: those of its own attention, and of the rest its rows' share.
-        logits, bad, error: What the pass left of it.
+        logits, bad, error: Results of the pass.
     """
 
     runner: Runner
@@ -44,7 +44,7 @@ class Step:
     error: Exception | None = field(default=None, init=False)
 
     def finish(self) -> tuple[Tensor, dict[int, int]]:
-        """What `Runner.try_step` gives, or raises."""
+        """Result of `Runner.try_step`, or its exception."""
         if self.error is not None:
             error, self.error = self.error, None  # it holds every tensor of the pass that failed
             raise error
@@ -58,26 +58,26 @@ class _Pass(Session):
     """The steps of one pass, each with its session; a step whose cache raises an error is out of it from there on."""
 
     parts: list[tuple[Step, Decode, slice]]
-    own_s: dict[Step, float] = field(default_factory=dict)
+    attention_s: dict[Step, float] = field(default_factory=dict)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return self._each("attend", layer, q, k, v, scale)
 
-    def attend_again(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return self._each("attend_again", layer, q, k, v, scale)
+    def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return self._each("attend_stored", layer, q, k, v, scale)
 
     def _each(self, name: str, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        found = []
-        for step, own, rows in self.parts:
+        outputs = []
+        for step, session, rows in self.parts:
             begin, out = time.perf_counter(), None
             if step.error is None:
                 try:
-                    out = getattr(own, name)(layer, q[rows], k[rows], v[rows], scale)
+                    out = getattr(session, name)(layer, q[rows], k[rows], v[rows], scale)
                 except Exception as error:
                     step.error = error
-            found.append(q.new_zeros(*q[rows].shape[:3], v.shape[3]) if out is None else out)
-            self.own_s[step] = self.own_s.get(step, 0.0) + time.perf_counter() - begin
-        return cat(found)
+            outputs.append(q.new_zeros(*q[rows].shape[:3], v.shape[3]) if out is None else out)
+            self.attention_s[step] = self.attention_s.get(step, 0.0) + time.perf_counter() - begin
+        return cat(outputs)
 
     def trace(self, out: Tensor) -> Tensor:
         return out
@@ -107,7 +107,7 @@ def _groups(steps: Sequence[Step], most: int) -> list[list[Step]]:
 
 
 def _make(steps: Sequence[Step]) -> None:
-    """Makes steps in one pass. What one cache raises is its own step's error, and anything else every step's."""
+    """Makes steps in one pass. An exception of one cache is its own step's error, any other every step's."""
     begin, parts, end = time.perf_counter(), list[tuple[Step, Decode, slice]](), 0
     for step in steps:
         try:
@@ -131,7 +131,7 @@ def _make(steps: Sequence[Step]) -> None:
         for step, _, _ in parts:
             step.error = step.error or error
         return
-    rest_s = time.perf_counter() - begin - sum(whole.own_s.values())
+    rest_s = time.perf_counter() - begin - sum(whole.attention_s.values())
     for step, _, rows in parts:
         if step.error is None:
             step.runner.store.end_step()
@@ -139,4 +139,4 @@ def _make(steps: Sequence[Step]) -> None:
             if not are_finite:
                 at = (~finite[rows]).nonzero()[:, 0].tolist()
                 step.bad = {index: whole.first_bad_layer(rows.start + index) for index in at}
-        step.taken_s = whole.own_s[step] + rest_s * len(step.rows) / end
+        step.taken_s = whole.attention_s[step] + rest_s * len(step.rows) / end

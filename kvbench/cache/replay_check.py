@@ -1,7 +1,7 @@
-"""Asks a method again, now and then, what it was asked: a copy of it that knows of no earlier call.
+"""Replay check: repeats a call on a fresh copy of the policy, to catch hidden state and unseeded randomness.
 
-An answer that hangs on earlier calls or on chance is another one then. Such a method's numbers would hang on the order
-of the samples, and on which of them a resumed run computes.
+An answer that depends on earlier calls or on chance differs then. Such a method's numbers would depend on the order of
+the samples, and on the part of them that a resumed run computes.
 """
 
 import copy
@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-Asked = TypeVar("Asked")
+Subject = TypeVar("Subject")
 # Of every kind of call the first two are asked again, and then one of so many.
 EVERY = {"plan_prefill": 8, "of_prompt": 8, "plan_decode": 64, "compaction": 64, "plan_compact": 16}
 RULE = (
@@ -23,17 +23,17 @@ RULE = (
 NOISE = 1e-3  # share of an answer that may differ on a device, whose sums have no fixed order
 
 
-class SecondOpinion(Generic[Asked]):
-    """Copies of a policy or of a statistic as it is at first."""
+class ReplayCheck(Generic[Subject]):
+    """Fresh copies of a policy or of a statistic."""
 
-    def __init__(self, asked: Asked) -> None:
-        self._first = _copied(asked)
-        self._now: Asked | None = None
+    def __init__(self, subject: Subject) -> None:
+        self._first = _copied(subject)
+        self._now: Subject | None = None
         self._counts: Counter[str] = Counter()
 
-    def of(self, call: str, begins: bool = True) -> Asked | None:
-        """The copy to ask now, or None. Calls that `begin` nothing, such as those about a prompt's later layers, go to
-        the copy that was asked before, or to none."""
+    def of(self, call: str, begins: bool = True) -> Subject | None:
+        """Copy to call now, or None. Calls that `begin` nothing, such as those about a prompt's later layers, go to the
+        copy of the call before, or to none."""
         if begins:
             number = self._counts[call]
             self._counts[call] += 1
@@ -41,16 +41,16 @@ class SecondOpinion(Generic[Asked]):
         return self._now
 
     def number(self, call: str) -> int:
-        """How many such calls there were before this one."""
+        """Number of such calls before this one."""
         return self._counts[call] - 1
 
 
-def _copied(asked: Asked) -> Asked:
+def _copied(subject: Subject) -> Subject:
     """A copy; itself where it holds what cannot be copied, such as a generator, which then shows chance alone."""
     try:
-        return copy.deepcopy(asked)
+        return copy.deepcopy(subject)
     except Exception:  # whatever the parts of a class of anybody's raise
-        return asked
+        return subject
 
 
 def differ(one: object, other: object, most: float = 0.0) -> Tensor | bool:

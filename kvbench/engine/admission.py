@@ -1,4 +1,4 @@
-"""The needs of requests: rows, room for their tokens, what is forced of them, and a first segment that some share."""
+"""Admission of requests: rows, room for their tokens, forced answers, and a first segment that some share."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -20,41 +20,47 @@ class Forced:
     gold: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
     behind: tuple[int, ...] = ()
-    places: tuple[int, ...] = ()
+    indices: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, request: Request, answers: Sequence[Sequence[int]]) -> "Forced":
         """Puts the first answer and that of each turn together, up to the first that is empty."""
         gold: list[int] = []
         behind: list[int] = []
-        places: list[int] = []
+        indices: list[int] = []
         ends = []
-        for place, answer in enumerate(answers):
+        for number, answer in enumerate(answers):
             if not answer:
                 break
-            if place:
+            if number:
                 ends.append(len(gold))
-                behind += request.turns[place - 1].tokens
-            places += range(len(behind), len(behind) + len(answer))
+                behind += request.turns[number - 1].tokens
+            indices += range(len(behind), len(behind) + len(answer))
             behind += answer
             gold += answer
-        return cls(tuple(gold), tuple(ends), tuple(behind[:-1]), tuple(places))
+        return cls(tuple(gold), tuple(ends), tuple(behind[:-1]), tuple(indices))
 
 
 @dataclass(frozen=True)
-class Needs:
-    """The needs of the requests of one run: of each answer so many tokens are forced at most, None for all, 0 for none;
-    with `own`, the first answer that each request gets is forced, in place of its gold answer. `lengths` are the rotary
-    tables that depend on a text's length, and `chunk` the tokens of a prompt that are read at once, None for all."""
+class Admission:
+    """Rows and token room of the requests of one run, and the checks that admit them.
+
+    Args:
+        model: Model of the run.
+        fidelity_max_tokens: Most tokens of an answer that are forced; None for all, 0 for none.
+        force_generated: Force the first answer that each request gets, in place of its gold answer.
+        lengths: Rotary tables that depend on a text's length.
+        chunk: Tokens of a prompt that are read at once; None for all.
+    """
 
     model: LoadedModel
     fidelity_max_tokens: int | None
-    own: bool = False
+    force_generated: bool = False
     lengths: Lengths = Lengths()
     chunk: int | None = None
 
     def check(self, request: Request) -> None:
-        """Raises ValueError for a request that does not fit the model, or that asks for nothing."""
+        """Raises ValueError for a request that does not fit the model, or that wants no tokens."""
         if not 0 < request.num_prompt_tokens < self.model.max_tokens or not all(request.segments):
             raise ValueError(
                 f"{request.sample_id}: a prompt of {request.num_prompt_tokens} tokens (segments "
@@ -95,7 +101,7 @@ class Needs:
             "set protocol.query_aware=true": len(request.segments) > 1 and (table.grows or read <= table.border),
         }
         if table.grows:
-            remedies["set fidelity.max_tokens=0"] = self.own or bool(self.forced(request).gold)
+            remedies["set fidelity.max_tokens=0"] = self.force_generated or bool(self.forced(request).gold)
             if not (any(remedies.values()) or request.choices or request.turns):
                 return
             why = "it changes with every token"
@@ -113,11 +119,11 @@ class Needs:
         """Rows at once: for answers, for what is forced, for choices."""
         if not request.max_new_tokens:
             return bool(self.forced(request).gold) + len(request.choices)
-        return request.num_samples + bool(self.own or self.forced(request).gold) + len(request.choices)
+        return request.num_samples + bool(self.force_generated or self.forced(request).gold) + len(request.choices)
 
     def forced(self, request: Request) -> Forced:
         """The text that is forced from the start; beyond the model's context only where the request says so."""
-        if self.own and request.max_new_tokens:
+        if self.force_generated and request.max_new_tokens:
             return Forced()
         most = 1 << 62 if request.past_context else self.room(request) - 1
         if request.turns and request.max_new_tokens:
