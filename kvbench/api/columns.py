@@ -96,8 +96,8 @@ def _check_positions(positions: Tensor | None, kept: Tensor, before: Tensor, col
     counted = before + kept.long().cumsum(1) - 1
     by_column = torch.arange(columns, columns + kept.shape[1], device=kept.device)
     if positions.ndim >= 1 and positions.shape[-1] == kept.shape[1] and _broadcasts(positions, kept):
-        given = positions.to(kept.device)
-        if any(bool(((given == wanted) | ~kept).all()) for wanted in (counted, by_column)):
+        position_ids = positions.to(kept.device)
+        if any(bool(((position_ids == wanted) | ~kept).all()) for wanted in (counted, by_column)):
             return
     raise ValueError(
         f"position_ids of shape {tuple(positions.shape)} are not those of the text: a compressed cache counts tokens "

@@ -116,7 +116,7 @@ class CompressedCache(_Cache):
         kept = self._columns.of_prompt(tokens, mask, positions)
         self._clear()
         self._batch, batch.is_read = batch, True
-        prompts = [row[own].tolist() for row, own in zip(tokens, kept, strict=True)]
+        prompts = [row[row_mask].tolist() for row, row_mask in zip(tokens, kept, strict=True)]
         longest = max(map(len, prompts))
         if longest >= self._max_tokens:
             raise ValueError(f"a prompt of {longest} tokens leaves no room in the model's context, {self._max_tokens}")
@@ -152,22 +152,24 @@ class CompressedCache(_Cache):
             if width == 1:
                 logits = self._runner.step(self._rows, tokens[:, 0].tolist()).clone()  # not of inference mode
             else:
-                turns = [row[own].tolist() for row, own in zip(tokens, kept, strict=True)]
+                turns = [row[row_mask].tolist() for row, row_mask in zip(tokens, kept, strict=True)]
                 each = [self._runner.append(row, turn) for row, turn in zip(self._rows, turns, strict=True)]
                 logits = torch.stack(each)
         self._columns.append(tokens, kept)
         self._left -= width
         return logits
 
-    def _expect(self, asked: dict[str, Any], prompt: Tensor | None, most: int | None, returned: bool) -> "BatchCache":
+    def _expect(
+        self, arguments: dict[str, Any], prompt: Tensor | None, most: int | None, returned: bool
+    ) -> "BatchCache":
         """The cache with which `generate` reads a prompt (int64 [B, N]) and adds `most` tokens (None = it did not say;
         the last one is not read): a new one, or where it is given one that holds rows, that one; raises ValueError
         unless the next turn fits behind these."""
-        if (held := _taken(asked, self)) is not None:
+        if (held := _taken(arguments, self)) is not None:
             self._check_room(self._columns.check_conversation(prompt) + (most or 1) - 1)
             return held
-        new_tokens, is_given = self._room_tokens, any(asked.get(name) is self for name in hf.CACHE_NAMES)
-        if new_tokens is None and most is not None and not is_given and not returned:  # else another turn may come
+        new_tokens, is_passed = self._room_tokens, any(arguments.get(name) is self for name in hf.CACHE_NAMES)
+        if new_tokens is None and most is not None and not is_passed and not returned:  # else another turn may come
             new_tokens = max(0, most - 1)
         self._clear()
         self._batch = self._next_batch(new_tokens)
@@ -182,31 +184,31 @@ class CompressedCache(_Cache):
                 f"model's context is {self._max_tokens} tokens"
             )
 
-    def _forward(self, asked: dict[str, Any]) -> "CausalLMOutputWithPast":
+    def _forward(self, arguments: dict[str, Any]) -> "CausalLMOutputWithPast":
         """One call of the model's `forward`, with the arguments that it was given."""
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
-        tokens, batch = asked.get("input_ids"), _taken(asked, self)
+        tokens, batch = arguments.get("input_ids"), _taken(arguments, self)
         for name in ("use_cache", "inputs_embeds", "output_attentions", "output_hidden_states"):
-            check(name, asked.get(name))
-        if asked.get("labels") is not None:
+            check(name, arguments.get(name))
+        if arguments.get("labels") is not None:
             raise ValueError("labels: a loss needs every logit of an uncompressed pass; compute it outside the block")
         if tokens is None or tokens.ndim != 2 or not tokens.numel():
             raise ValueError("kvbench.compress needs input_ids of shape [batch, tokens], with at least one of each")
         goes_on = batch is not None and batch.is_read
-        last = asked.get("logits_to_keep")
+        last = arguments.get("logits_to_keep")
         if not (goes_on and tokens.shape[1] == 1) and not (isinstance(last, int) and last == 1):
             raise ValueError(
                 f"logits_to_keep={last!r}: inside kvbench.compress a prompt gives the logits "
                 "after its last token; pass logits_to_keep=1, as generate does"
             )
-        given_with = tokens.to(self._runner.device), asked.get("attention_mask"), asked.get("position_ids")
+        model_inputs = tokens.to(self._runner.device), arguments.get("attention_mask"), arguments.get("position_ids")
         if goes_on:
-            logits = self._go_on(*given_with)
+            logits = self._go_on(*model_inputs)
         else:
-            logits = self._begin(batch or self._next_batch(self._room_tokens), *given_with)
-        given: dict[str, Any] = {hf.generate_cache_name(): self._batch}
-        return CausalLMOutputWithPast(logits=logits[:, None], **given)
+            logits = self._begin(batch or self._next_batch(self._room_tokens), *model_inputs)
+        cache_field: dict[str, Any] = {hf.generate_cache_name(): self._batch}
+        return CausalLMOutputWithPast(logits=logits[:, None], **cache_field)
 
 
 class BatchCache(_Cache):
@@ -342,30 +344,34 @@ def _door(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., Any
 
 def _entry(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., Any]:
     """A `generate` that refuses what a compressed cache cannot do before anything is read, and begins a new cache."""
-    own: Any = model  # the types of transformers give `generate` to the classes of the models only
-    generate: Callable[..., Any] = own.generate
+    untyped: Any = model  # the types of transformers give `generate` to the classes of the models only
+    generate: Callable[..., Any] = untyped.generate
 
     @functools.wraps(generate)
     def entry(*args: Any, **kwargs: Any) -> Any:
-        asked = _arguments(type(own).generate, model, args, kwargs)
-        given = asked.get("generation_config")
-        sources = (asked, {} if given is None else vars(given), vars(model.generation_config))
+        arguments = _arguments(type(untyped).generate, model, args, kwargs)
+        generation_config = arguments.get("generation_config")
+        sources = (
+            arguments,
+            {} if generation_config is None else vars(generation_config),
+            vars(model.generation_config),
+        )
 
         def wanted(name: str, places: int = 3) -> Any:
             return next((source[name] for source in sources[:places] if source.get(name) is not None), None)
 
-        _taken(asked, cache)
+        _taken(arguments, cache)
         for name in REFUSED:
             if name not in hf.CACHE_NAMES:
                 check(name, wanted(name))
-        prompt = asked["inputs"] if asked.get("inputs") is not None else asked.get("input_ids")
+        prompt = arguments["inputs"] if arguments.get("inputs") is not None else arguments.get("input_ids")
         new_tokens = None
         if (most := wanted("max_new_tokens")) is not None:
             new_tokens = int(most)
         elif (length := wanted("max_length", places=2)) is not None and prompt is not None:
             new_tokens = int(length) - prompt.shape[1]  # a model's own may be a default that adds to the prompt
         with cache._lock:
-            batch = cache._expect(asked, prompt, new_tokens, bool(wanted("return_dict_in_generate")))
+            batch = cache._expect(arguments, prompt, new_tokens, bool(wanted("return_dict_in_generate")))
         kwargs = {name: value for name, value in kwargs.items() if name not in hf.CACHE_NAMES}
         return generate(*args, **kwargs | {hf.generate_cache_name(): batch})
 
@@ -381,32 +387,32 @@ def _arguments(
     return bound | bound.pop("kwargs", {})
 
 
-def _taken(asked: dict[str, Any], cache: CompressedCache) -> BatchCache | None:
+def _taken(arguments: dict[str, Any], cache: CompressedCache) -> BatchCache | None:
     """The cache of prompts that a call was handed, by itself or as the block's, which is that of the last ones; None
     where it has none, or the block's holds nothing. Refuses any other, under each of its names."""
-    found = None
+    batch = None
     for name in hf.CACHE_NAMES:
-        value = asked.get(name)
+        value = arguments.get(name)
         if isinstance(value, BatchCache) and value._cache is cache:
             value._check_held()
-            found = value
+            batch = value
         elif value is not cache:
             check(name, value)
         elif cache._rows:
-            found = cache._batch
-    return found
+            batch = cache._batch
+    return batch
 
 
 @contextmanager
 def _instead(model: "PreTrainedModel", name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Put a function in the place of an object's method for a while."""
-    own = vars(model)
-    had, before = name in own, own.get(name)
-    own[name] = function
+    attributes = vars(model)
+    had, before = name in attributes, attributes.get(name)
+    attributes[name] = function
     try:
         yield
     finally:
         if had:
-            own[name] = before
+            attributes[name] = before
         else:
-            del own[name]
+            del attributes[name]

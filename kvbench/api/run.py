@@ -49,8 +49,8 @@ class _Tables(ABC):
 
     @property
     def _records(self) -> list[RunRecord]:
-        found = [record for run in self._runs() for record in run.records]
-        return sorted(found, key=lambda record: record.method != FULL)
+        records = [record for run in self._runs() for record in run.records]
+        return sorted(records, key=lambda record: record.method != FULL)
 
     @property
     def table(self) -> str:
@@ -212,7 +212,7 @@ def run(
 
 
 def _run(
-    asked: Sequence[Mapping[str, Any]],
+    calls: Sequence[Mapping[str, Any]],
     config_dir: str | Path | None,
     *,
     policy: Policy | None = None,
@@ -228,14 +228,14 @@ def _run(
     """
     from kvbench.show import figure
 
-    own = list(files.own_folders()) if config_dir is None else [Path(config_dir).expanduser()]
-    asked, method_files = _without_files(asked)
-    own += [path for path in method_files if path not in own]
-    found: dict[int, Run | Exception] = {}
-    with files.with_own_folders(own):
+    config_dirs = list(files.own_folders()) if config_dir is None else [Path(config_dir).expanduser()]
+    calls, method_files = _without_files(calls)
+    config_dirs += [path for path in method_files if path not in config_dirs]
+    finished: dict[int, Run | Exception] = {}
+    with files.with_own_folders(config_dirs):
         sys.path += [folder for folder in files.import_folders(method_files) if folder not in sys.path]
         jobs = []
-        wanted, said = for_their_methods([_words(**each) for each in asked])
+        wanted, said = for_their_methods([_words(**each) for each in calls])
         for sentence in said:
             note(sentence)
         for words in wanted:
@@ -248,10 +248,10 @@ def _run(
             check_unchanged(provenance.method_files(policy_class(cfg.method._target_)))
             jobs.append(Asked(cfg=cfg, method=name, say=note, origin=Origin()))
         for numbers in groups([job.cfg for job in jobs]):
-            for place, ended in run_together([jobs[number] for number in numbers], loaders or _loaders()):
-                found[numbers[place]] = ended
+            for index, ended in run_together([jobs[number] for number in numbers], loaders or _loaders()):
+                finished[numbers[index]] = ended
     results = []
-    for _, ended in sorted(found.items()):
+    for _, ended in sorted(finished.items()):
         if isinstance(ended, Exception):
             raise ended
         results.append(result := Result(run=ended))
@@ -260,11 +260,11 @@ def _run(
     return results
 
 
-def _without_files(asked: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Path]]:
+def _without_files(calls: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Path]]:
     """The arguments of `run` with a method's name in place of its file; and these files."""
-    found = [one["method"] for one in asked if is_method_file(one["method"])]
-    named = [{**one, "method": Path(one["method"]).stem} if is_method_file(one["method"]) else one for one in asked]
-    return named, [Path(path).expanduser() for path in dict.fromkeys(found)]
+    method_files = [one["method"] for one in calls if is_method_file(one["method"])]
+    named = [{**one, "method": Path(one["method"]).stem} if is_method_file(one["method"]) else one for one in calls]
+    return named, [Path(path).expanduser() for path in dict.fromkeys(method_files)]
 
 
 def _words(
@@ -281,13 +281,13 @@ def _words(
 ) -> list[str]:
     """The arguments of `run` as words of the command line, the method first."""
     choices = {"method": method, "task": task, "model": model, "protocol": protocol}
-    asked = [f"{group}={name}" for group, name in choices.items()]
-    asked += words_of({"limit": limit, "results_dir": str(results_dir), "resume": resume})
-    known = every_setting(asked) if method_settings else []
+    words = [f"{group}={name}" for group, name in choices.items()]
+    words += words_of({"limit": limit, "results_dir": str(results_dir), "resume": resume})
+    known = every_setting(words) if method_settings else []
     elsewhere = {name.rpartition(".")[2] for name in known} - {name[7:] for name in known if name[:7] == "method."}
     others = {name: value for name, value in method_settings.items() if name in elsewhere}
-    own = {name: value for name, value in method_settings.items() if name not in elsewhere}
-    return asked + words_of({**(settings or {}), **others}) + words_of(own, "method.")
+    method_words = {name: value for name, value in method_settings.items() if name not in elsewhere}
+    return words + words_of({**(settings or {}), **others}) + words_of(method_words, "method.")
 
 
 def sweep(method: str | Sequence[str] = "diffkv", **choices: Any) -> Results:
@@ -306,6 +306,6 @@ def sweep(method: str | Sequence[str] = "diffkv", **choices: Any) -> Results:
     fixed = {name: tried.pop(name) for name in ("settings", "config_dir") if name in tried}
     lists = [value if isinstance(value, list | tuple) else [value] for value in tried.values()]
     if not all(lists):
-        raise ValueError(f"{next(key for key, found in zip(tried, lists, strict=True) if not found)}=[] is empty")
+        raise ValueError(f"{next(key for key, entries in zip(tried, lists, strict=True) if not entries)}=[] is empty")
     folder = fixed.pop("config_dir", None)
     return Results(results=_run([dict(zip(tried, each, strict=True)) | fixed for each in product(*lists)], folder))
