@@ -66,13 +66,13 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
     listed, plain = _own(name), dict[str, Any]()
     each = listed.get(EACH)
     for group in files.GROUPS if "defaults" in listed else ():
-        if len(found := choices(arguments, group)) < 2 or group in listed:
+        if len(chosen := choices(arguments, group)) < 2 or group in listed:
             continue
         if group != each:
-            raise ValueError(f"{name} takes one {group}, not {len(found)}; give the command once for each")
+            raise ValueError(f"{name} takes one {group}, not {len(chosen)}; give the command once for each")
         others = [word for word in arguments if word.partition("=")[0] != group]
-        parts = {choice: compose_command(name, [f"{group}={choice}", *others]) for choice in found}
-        composed = parts[found[0]]
+        parts = {choice: compose_command(name, [f"{group}={choice}", *others]) for choice in chosen}
+        composed = parts[chosen[0]]
         composed[EACH] = {choice: part[group] for choice, part in parts.items()}
         return composed
     bare = listed.get(BARE, [])
@@ -126,12 +126,14 @@ def _names_freely(listed: DictConfig, key: str) -> bool:
 
 def _check_keys(name: str, arguments: list[str]) -> None:
     """Name the first word whose key the command does not have; silent when all keys exist."""
-    own = _own(name)
+    config = _own(name)
     for word in arguments:
-        node: DictConfig | None = own
+        node: DictConfig | None = config
         prefix = ""
         top = word.lstrip("+~").partition("=")[0].partition(".")[0]
-        if "defaults" in own and top not in own:  # it takes an experiment's settings too, and `explain` knows those
+        if (
+            "defaults" in config and top not in config
+        ):  # it takes an experiment's settings too, and `explain` knows those
             continue
         for part in word.partition("=")[0].lstrip("+~").split("."):
             known = [prefix + str(item) for item in node if not str(item).startswith("_")] if node else []

@@ -44,12 +44,12 @@ def _process() -> tuple[str, int]:
 
 
 @contextmanager
-def at_home(place: Path, own: Sequence[Path]) -> Iterator[None]:
+def at_home(directory: Path, config_dirs: Sequence[Path]) -> Iterator[None]:
     """Let a worker find files and the user's own configuration as the process that started it does: workers may be
     started anywhere."""
-    os.chdir(place)
-    sys.path += [folder for folder in files.import_folders(own) if folder not in sys.path]
-    with files.with_own_folders(own):
+    os.chdir(directory)
+    sys.path += [folder for folder in files.import_folders(config_dirs) if folder not in sys.path]
+    with files.with_own_folders(config_dirs):
         yield
 
 
@@ -159,19 +159,19 @@ class Jobs:
             left = sweep.left_s()
             held = [stack.enter_context(ExitStack()) for _ in jobs]  # each job's folder
             records = [one.enter_context(sweep.job(job.number)) for one, job in zip(held, jobs, strict=True)]
-            for place, job in enumerate(jobs):
-                is_told = f", {format_seconds(left)} left" if left and not place else ""
-                self._note(job, f"{self._name(job)}: {job.label}{is_told}")
-            asked = [
+            for index, job in enumerate(jobs):
+                time_left = f", {format_seconds(left)} left" if left and not index else ""
+                self._note(job, f"{self._name(job)}: {job.label}{time_left}")
+            run_requests = [
                 Asked(cfg=job.cfg, method=job.method, say=partial(self._say_once, job), origin=job.origin)
                 for job in jobs
             ]
-            told: list[tuple[Exception, int]] = []  # with exit codes
+            reported: list[tuple[Exception, int]] = []  # with exit codes
             try:
-                for place, ended in run_together(asked, self.loaders):
-                    with logged(sweep.log, f"[{jobs[place].number}] "):
-                        self._write_down(jobs[place], sweep, records[place], ended, told)
-                    held[place].close()
+                for index, ended in run_together(run_requests, self.loaders):
+                    with logged(sweep.log, f"[{jobs[index].number}] "):
+                        self._write_down(jobs[index], sweep, records[index], ended, reported)
+                    held[index].close()
             except KeyboardInterrupt as stop:
                 for record in records:
                     if record.code is None:
@@ -182,7 +182,12 @@ class Jobs:
         return f"job {job.number}" + (f" of {len(self.labels)}" if self.labels else "")
 
     def _write_down(
-        self, job: "_Job", sweep: Sweep, record: JobRecord, ended: "Run | Exception", told: list[tuple[Exception, int]]
+        self,
+        job: "_Job",
+        sweep: Sweep,
+        record: JobRecord,
+        ended: "Run | Exception",
+        reported: list[tuple[Exception, int]],
     ) -> None:
         """Say how a job ended, and put it into its record; an error that has been told is not told again."""
         try:
@@ -205,13 +210,13 @@ class Jobs:
                 record.message, record.code = f"left out: {error}", 0
                 note(f"{self._name(job)}: {record.message}")
             else:
-                code = next((code for other, code in told if other is error), None)
+                code = next((code for other, code in reported if other is error), None)
                 if code is None:
-                    told.append((error, code := report(error)))
+                    reported.append((error, code := report(error)))
                 else:
                     note(f"{self._name(job)}: failed with the full cache's run, which it is compared with")
-                own_words = isinstance(error, ValueError | OSError) and f"{error}"
-                record.message, record.code = own_words or what_happened(error), code
+                text = isinstance(error, ValueError | OSError) and f"{error}"
+                record.message, record.code = text or what_happened(error), code
 
     @property
     def loaders(self) -> "Loaders":
@@ -235,8 +240,8 @@ class Jobs:
 
         settings = HydraConfig.get()
         choices = settings.runtime.choices
-        own = [*config_dir_flags(self.own), *settings.overrides.task]  # of a sweep, this job's own values
-        return choices["method"], Origin(command=own, experiment=choices.get("experiment") or "")
+        overrides = [*config_dir_flags(self.own), *settings.overrides.task]  # of a sweep, this job's own values
+        return choices["method"], Origin(command=overrides, experiment=choices.get("experiment") or "")
 
     def _note(self, job: "_Job", text: str) -> None:
         assert self.sweep is not None, "one experiment alone is no sweep"
@@ -291,8 +296,8 @@ def show_sweep(sweep: Sweep) -> int:
     named: dict[str, list[str]] = {}
     for number, state in states.items():
         if state != "done":
-            again = f"{OPEN.get(state)}; give the same command again to go on"
-            why = f"failed: {jobs[number].message}" if state == "failed" else again
+            resume_hint = f"{OPEN.get(state)}; give the same command again to go on"
+            why = f"failed: {jobs[number].message}" if state == "failed" else resume_hint
             named.setdefault(why, []).append(f"{number} ({labels[number]})" if number in labels else f"{number}")
     for why, which in list(named.items())[:MAX_NAMED]:
         more = f" and {len(which) - MAX_NAMED} more" if len(which) > MAX_NAMED else ""
@@ -312,8 +317,8 @@ def check_files(jobs: Sequence[Sequence[str]]) -> Path | None:
     for job in jobs:
         rest = (word for word in job if not word.startswith(("method", "hydra", "model", "batch_size")))
         tasks.setdefault(frozenset(rest), job)
-        own = (word for word in job if word.lstrip("+").startswith(("model", "experiment")))
-        models.setdefault(frozenset(own), job)
+        model_words = (word for word in job if word.lstrip("+").startswith(("model", "experiment")))
+        models.setdefault(frozenset(model_words), job)
     for job in tasks.values():
         loaders.check_task(composed(*job))
     for job in models.values():

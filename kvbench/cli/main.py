@@ -47,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         part = _keeps(arguments)
         kept = f"every finished {part} is kept. To go on" if part else "to start again"
-        again = shlex.join([*program(), *arguments])
-        endings.say(f"\nstopped by {str(stop) or 'SIGINT'}; {kept}: {again}")
+        resume_command = shlex.join([*program(), *arguments])
+        endings.say(f"\nstopped by {str(stop) or 'SIGINT'}; {kept}: {resume_command}")
         return endings.exit_code(stop)
     except BrokenPipeError:  # who reads has seen enough, as in `kvbench list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more on its way out
@@ -84,9 +84,9 @@ def _carry_out(arguments: list[str]) -> int:
     if "--version" in arguments:
         print(f"kvbench {kvbench.__version__}")
         return 0
-    own, arguments = words.take_config_dir(arguments)
-    words.refuse_stored_config(own, arguments)
-    with words.own_choices(own):
+    config_dirs, arguments = words.take_config_dir(arguments)
+    words.refuse_stored_config(config_dirs, arguments)
+    with words.own_choices(config_dirs):
         code = _command(arguments)
         sys.stdout.flush()  # here, where a reader that has gone can be told from a fault
     return code

@@ -66,14 +66,14 @@ def with_preset(arguments: Sequence[str]) -> list[str]:
 
     They are no files of Hydra's group of launchers: the plugins have files of the same names there.
     """
-    given = {word.partition("=")[0].lstrip("+") for word in arguments}
+    keys = {word.partition("=")[0].lstrip("+") for word in arguments}
     name = next((word.partition("=")[2] for word in arguments if word.startswith(f"{LAUNCHER}=")), "")
     if name not in files.options(PRESETS):
         return list(arguments)
     preset = flat(as_dict(read_config(files.path_of(PRESETS, name))))
     # Some plugins take any word of their engine's, which Hydra calls new; a word that no plugin takes is refused still.
-    own = [f"++{word}" if word.startswith("hydra.launcher.") else word for word in arguments]
-    return [*own, *(f"++{key}={json.dumps(value)}" for key, value in preset.items() if key not in given)]
+    words = [f"++{word}" if word.startswith("hydra.launcher.") else word for word in arguments]
+    return [*words, *(f"++{key}={json.dumps(value)}" for key, value in preset.items() if key not in keys)]
 
 
 def with_multirun(arguments: Sequence[str]) -> list[str]:
@@ -100,8 +100,8 @@ def _shows(arguments: Sequence[str]) -> bool:
 
 def hydra_folder(arguments: Sequence[str]) -> Path:
     """Find where Hydra puts its own file of a sweep (hydra.sweep.dir in conf/config.yaml)."""
-    given = [word.partition("=")[2].strip("'\"") for word in arguments if word.startswith("results_dir=")]
-    return Path(["results", *given][-1]) / FOLDER
+    folders = [word.partition("=")[2].strip("'\"") for word in arguments if word.startswith("results_dir=")]
+    return Path(["results", *folders][-1]) / FOLDER
 
 
 @dataclass(frozen=True)

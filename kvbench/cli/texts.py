@@ -119,9 +119,9 @@ def list_text(wanted: list[str], width: int = 100) -> str:
         names.append(name)
     lines = []
     for group in names or known:
-        found = tuple(files.options(group).items())
+        options = tuple(files.options(group).items())
         lines.append(f"{group}=  ({known[group]})")
-        lines += rows(found, width).splitlines() if found else ["  none yet"]
+        lines += rows(options, width).splitlines() if options else ["  none yet"]
         lines.append("")
     return "\n".join(lines).rstrip()
 
