@@ -47,22 +47,22 @@ def with_own_folders(folders: Sequence[Path]) -> Iterator[None]:
         ValueError: One is no folder, or it has a file by the name of one of kvbench's.
     """
     global _own_folders
-    before, found = _own_folders, tuple(Path(os.path.realpath(folder)) for folder in folders)
-    for folder, given in zip(found, folders, strict=True):
+    before, resolved = _own_folders, tuple(Path(os.path.realpath(folder)) for folder in folders)
+    for folder, named in zip(resolved, folders, strict=True):
         if one_file.is_method_file(folder):
             one_file.check_name(folder)
             one_file.target_of(folder)
         elif not folder.is_dir():
             raise ValueError(
-                f"--config-dir {given} is no folder; give one that has method/, task/, ... with YAML files"
+                f"--config-dir {named} is no folder; give one that has method/, task/, ... with YAML files"
             )
         for group in GROUPS:
             both = _paths(group, folder).keys() & {name for root in shipped_folders() for name in _paths(group, root)}
             if both:
                 name = min(both)
-                place = folder if one_file.is_method_file(folder) else f"{folder / group / name}.yaml"
-                raise ValueError(f"{place} has the name of kvbench's own {group}={name}; rename it")
-    _own_folders = found
+                path = folder if one_file.is_method_file(folder) else f"{folder / group / name}.yaml"
+                raise ValueError(f"{path} has the name of kvbench's own {group}={name}; rename it")
+    _own_folders = resolved
     try:
         yield
     finally:
@@ -173,7 +173,7 @@ def _fault(path: Path) -> str:
 def import_folders(folders: Sequence[Path]) -> list[str]:
     """Where the modules of the user's own folders, and of methods of one file, are imported from."""
     places = (folder.parent if one_file.is_method_file(folder) else folder for folder in folders)
-    return list(dict.fromkeys(os.path.realpath(place) for place in places))
+    return list(dict.fromkeys(os.path.realpath(path) for path in places))
 
 
 def path_of(group: str, name: str) -> Path:
@@ -183,11 +183,11 @@ def path_of(group: str, name: str) -> Path:
 
 def _paths(group: str, conf: Path | None = None) -> dict[str, Path]:
     """The files of a group by name, kvbench's own first."""
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for root in [conf] if conf else [*shipped_folders(), *_own_folders]:
         if one_file.is_method_file(root):
-            found |= {root.stem: root} if group == "method" else {}
+            paths |= {root.stem: root} if group == "method" else {}
             continue
         folder = root / group
-        found |= {str(path.relative_to(folder).with_suffix("")): path for path in sorted(folder.rglob("*.yaml"))}
-    return found
+        paths |= {str(path.relative_to(folder).with_suffix("")): path for path in sorted(folder.rglob("*.yaml"))}
+    return paths
