@@ -52,8 +52,8 @@ def _words(record: RunRecord) -> list[str]:
 
 def _may_set(record: RunRecord, *names: str) -> bool:
     """Whether settings may have been given: they were, or no command tells (from Python, or by an experiment file)."""
-    is_told = record.sessions and all(session.command for session in record.sessions) and not record.experiment
-    return not is_told or any(word.lstrip("+").startswith(names) for word in _words(record))
+    has_commands = record.sessions and all(session.command for session in record.sessions) and not record.experiment
+    return not has_commands or any(word.lstrip("+").startswith(names) for word in _words(record))
 
 
 def _has_neighbours(record: RunRecord) -> bool:

@@ -247,5 +247,5 @@ def _open_lock(path: Path) -> int:
 
 def _holder(descriptor: int) -> str | None:
     """The process that a lock file names, empty where none does; None where the file is no lock."""
-    found = HOLDER.fullmatch(os.pread(descriptor, 64, 0))
-    return None if found is None else found[1].decode("ascii")
+    match = HOLDER.fullmatch(os.pread(descriptor, 64, 0))
+    return None if match is None else match[1].decode("ascii")

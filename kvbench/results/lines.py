@@ -155,7 +155,7 @@ def read_samples(path: Path, run: str, *, sealed: bool = False) -> tuple[dict[Ke
     Raises:
         OSError: It is no regular file, cannot be read, or is no journal.
     """
-    found: dict[Key, SampleRecord] = {}
+    samples: dict[Key, SampleRecord] = {}
     loose: dict[Key, SampleRecord] = {}  # without a seal
     damaged = num_loose = 0
     for line in journal_lines(path, run, is_sealed=sealed):
@@ -166,5 +166,5 @@ def read_samples(path: Path, run: str, *, sealed: bool = False) -> tuple[dict[Ke
         num_loose += not line.is_sealed
         line.record["answer"] = answer_facts(line.record)
         line.record.pop("token_ids", None)
-        (found if line.is_sealed else loose).setdefault(key_of(line.record), line.record)
-    return (found, damaged + num_loose) if sealed else (loose, damaged)
+        (samples if line.is_sealed else loose).setdefault(key_of(line.record), line.record)
+    return (samples, damaged + num_loose) if sealed else (loose, damaged)

@@ -121,16 +121,16 @@ class Measure:
             return None
         part, name = self.in_run
         held = getattr(record, part)
-        found = held.get(name) if isinstance(held, dict) else getattr(held, name)
-        return found.value if isinstance(found, Estimate) else found
+        value = held.get(name) if isinstance(held, dict) else getattr(held, name)
+        return value.value if isinstance(value, Estimate) else value
 
 
 def at(record: SampleRecord, path: Path) -> float | None:
     """Follow keys to the number in a sample's record."""
-    found: Any = record  # a path may lead into any part
+    value: Any = record  # a path may lead into any part
     for key in path:
-        found = found[key]
-    return found
+        value = value[key]
+    return value
 
 
 # Of shares between 0 and 1, shown in points.

@@ -93,12 +93,12 @@ def _said(value: object) -> str:
 def versions() -> Versions:
     """Read the installed versions without importing the libraries."""
 
-    def found(distribution: str) -> str:
+    def version_of(distribution: str) -> str:
         with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)
         return ""
 
-    libraries = {name: found(name) for name in ("torch", "transformers", "lm_eval")}
+    libraries = {name: version_of(name) for name in ("torch", "transformers", "lm_eval")}
     return Versions(python=platform.python_version(), kvbench=VERSION, **libraries)
 
 
@@ -165,9 +165,9 @@ def code_files(*backends: str) -> dict[str, Path]:
     """
     package = package_folder()
     kernels = (package / "kernels").resolve()  # a link in a clone
-    own = (*ANSWER_KERNELS, *(BACKEND_FOLDERS.get(backend, backend) for backend in backends))
+    names = (*ANSWER_KERNELS, *(BACKEND_FOLDERS.get(backend, backend) for backend in backends))
     roots = {f"kvbench/{name}": package / name for name in ANSWER_FOLDERS}
-    roots |= {f"kernels/{name}": kernels / name for name in own}
+    roots |= {f"kernels/{name}": kernels / name for name in names}
     return {
         (name if path == root else f"{name}/{path.relative_to(root)}"): path
         for name, root in roots.items()
@@ -187,5 +187,5 @@ def method_files(policy_class: type) -> dict[str, Path]:
 
     The rest of kvbench counts for every method.
     """
-    own = policy_class.__module__
-    return users_files({cls.__module__ for cls in policy_class.__mro__}, room="kvbench.methods", own=own)
+    module = policy_class.__module__
+    return users_files({cls.__module__ for cls in policy_class.__mro__}, room="kvbench.methods", included=module)

@@ -285,7 +285,9 @@ class RunRecord:
     def contradiction(self) -> str:
         """Where its claims on what it is and on its metrics contradict its identity or the task's declaration; else
         empty."""
-        task, method = (found if isinstance(found := self.identity.get(part), dict) else {} for part in _SETTINGS)
+        task, method = (
+            part_settings if isinstance(part_settings := self.identity.get(part), dict) else {} for part in _SETTINGS
+        )
         name, posed = task.get("name", self.task), task.get("protocol")
         claims: dict[str, tuple[typing.Any, typing.Any]] = {"task": (self.task, name)}
         claims |= {
@@ -320,8 +322,8 @@ class RunRecord:
         each, metric = self.answers_each, self.metrics.get(self.primary)
         if self.counts.samples is not None or each is None:
             return self.counts.samples
-        asked, rest = divmod(self.counts.total, each)
-        return None if rest or not asked or (metric is not None and metric.num_samples > asked) else asked
+        count, rest = divmod(self.counts.total, each)
+        return None if rest or not count or (metric is not None and metric.num_samples > count) else count
 
     def note_backend(self, fallbacks: Iterable[str], graphs: dict[str, int], decodes: Iterable[str]) -> None:
         """Add what the backend of one session did; a run that goes on keeps what its earlier sessions named."""

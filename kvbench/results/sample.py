@@ -264,16 +264,16 @@ def read_line(line: bytes, run: str, *, is_sealed: bool = True) -> Line:
     try:
         record = read_json(line)
         _check(record)
-        found = record.pop("seal", None)
-        if found is None and is_sealed:
+        seal = record.pop("seal", None)
+        if seal is None and is_sealed:
             return Line(content=line, record=None, is_sealed=False, fault="line without a seal")
-        if found is not None and found != seal_of(record, run):
+        if seal is not None and seal != seal_of(record, run):
             return Line(content=line, record=None, fault="edited line, or line of another run,")
     except (Misfit, RecursionError) as error:
         return Line(content=line, record=None, fault=f"line that is no record ({_short(error)})")
     except ValueError:
         return Line(content=line, record=None, fault="unreadable line")
-    return Line(content=line, record=record, is_sealed=found is not None)
+    return Line(content=line, record=record, is_sealed=seal is not None)
 
 
 def _short(error: BaseException) -> str:
@@ -311,8 +311,8 @@ def check_scores(scores: Mapping[str, float | None]) -> None:
 def _ledgers(record: SampleRecord) -> Iterator[tuple[str, Mapping[str, float]]]:
     """The bytes of a record by their place: at its end, and at the end of each answer of a conversation."""
     yield "ledger", record["ledger"]
-    for place, turn in enumerate(record.get("turns", ())):
-        yield f"turns[{place}]", {name: turn[name] for name in ("resident_bytes", "fp16_bytes")}
+    for index, turn in enumerate(record.get("turns", ())):
+        yield f"turns[{index}]", {name: turn[name] for name in ("resident_bytes", "fp16_bytes")}
 
 
 def _check_range(where: str, value: float | None, most: float = math.inf) -> None:
@@ -326,10 +326,10 @@ def _check_range(where: str, value: float | None, most: float = math.inf) -> Non
 def answer_facts(record: SampleRecord) -> dict[str, float]:
     """What an answer's tokens say, those of a conversation together: `tokens`, how many there are, and `loops`, the
     share of the answers that end in a loop. Empty where there is no answer, or its tokens are not told."""
-    told = [*record.get("turns", ()), record]
-    if record["finish"] == "none" or not all("token_ids" in each for each in told):
+    parts = [*record.get("turns", ()), record]
+    if record["finish"] == "none" or not all("token_ids" in each for each in parts):
         return {}
-    ids = [each["token_ids"] for each in told]
+    ids = [each["token_ids"] for each in parts]
     return {"tokens": float(sum(map(len, ids))), "loops": sum(map(ends_in_loop, ids)) / len(ids)}
 
 

@@ -89,8 +89,8 @@ class Sweep:
         """Make the folder of a new sweep."""
         folder = results_dir / FOLDER / f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}-{os.getpid()}"
         for old in (results_dir / FOLDER).glob("*"):  # sweeps that were killed; this one has another folder
-            for place in (old, *old.glob("*")):
-                remove_litter(place)
+            for directory in (old, *old.glob("*")):
+                remove_litter(directory)
         durable.make_folder(folder)
         record = SweepRecord(command=command, started=now(), launcher=launcher, jobs=list(jobs), **_here())
         write_record(folder / "sweep.json", record)
@@ -120,8 +120,8 @@ class Sweep:
         """
         folder = self.folder / f"{number:04d}"
         with run_lock(folder):
-            place = {"host": host, "process": process} if process else _here()
-            record = JobRecord(number=number, started=now(), **place)
+            worker = {"host": host, "process": process} if process else _here()
+            record = JobRecord(number=number, started=now(), **worker)
             write_record(folder / "job.json", record)
             start = datetime.now()
             try:
@@ -132,14 +132,14 @@ class Sweep:
 
     def jobs(self) -> dict[int, JobRecord]:
         """The jobs that were begun, by number; a file that cannot be read counts as not begun."""
-        found = {}
+        records = {}
         for path in sorted(self.folder.glob("*/job[.]json")):
             try:
                 record = _load(path, JobRecord)
             except (ValueError, OSError):
                 continue
-            found[record.number] = record
-        return found
+            records[record.number] = record
+        return records
 
     def states(self) -> dict[int, State]:
         """Tell how every job stands. `lost`: it was begun and its process is gone without an ending, as after a
@@ -177,12 +177,12 @@ def sweeps(results_dir: Path) -> list[Sweep]:
 def own_sweep(results_dir: Path) -> Sweep:
     """The last sweep that this process started below a folder; of others, which may have started meanwhile, or whose
     record is damaged, nothing is needed."""
-    found, here = [], _here()
+    matching, here = [], _here()
     for one in sweeps(results_dir):
         with suppress(ValueError, OSError):
             record = one.record()
-            found += [one] if {"host": record.host, "process": record.process} == here else []
-    return found[-1]
+            matching += [one] if {"host": record.host, "process": record.process} == here else []
+    return matching[-1]
 
 
 def _here() -> dict[str, Any]:

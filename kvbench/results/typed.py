@@ -21,8 +21,8 @@ class Misfit(ValueError):
 class _Found(Exception):
     """A misfit while its place is still being put together, from the inside out."""
 
-    def __init__(self, what: str, place: str = "") -> None:
-        self.what, self.place = what, place
+    def __init__(self, what: str, path: str = "") -> None:
+        self.what, self.place = what, path
 
 
 def read_json(content: bytes) -> Any:
@@ -51,10 +51,10 @@ def parse(value: Any, kind: Any, where: str = "", *, null_numbers: bool = False)
     """
     try:
         return _reader(kind, null_numbers)(value)
-    except _Found as found:
-        place = f"{where}{found.place}" if where else found.place.removeprefix(".")
+    except _Found as error:
+        path = f"{where}{error.place}" if where else error.place.removeprefix(".")
         whole = "the file" if dataclasses.is_dataclass(kind) else "the line"
-        raise Misfit(f"{place or whole} {found.what}") from None
+        raise Misfit(f"{path or whole} {error.what}") from None
 
 
 @functools.cache
@@ -103,13 +103,13 @@ def _union(kinds: tuple, null_numbers: bool) -> Reader:
     def read(value: Any) -> Any:
         if value is None and has_none:
             return None
-        found = _Found("is empty")
+        failure = _Found("is empty")
         for reader in readers:
             try:
                 return reader(value)
             except _Found as error:
-                found = error
-        raise found
+                failure = error
+        raise failure
 
     return read
 
@@ -139,28 +139,28 @@ def _plain(kind: Any, null_numbers: bool) -> Reader:
 
 def _items(value: dict, readers: dict[str, Reader], other: Reader) -> dict:
     """What is under each key, by its reader or the other one."""
-    found = {}
+    result = {}
     for key, item in value.items():
         try:
-            found[key] = readers.get(key, other)(item)
+            result[key] = readers.get(key, other)(item)
         except _Found as error:
             error.place = f".{key}{error.place}"
             raise
-    return found
+    return result
 
 
 def _list(check: Reader, kind: Any, inner: Reader) -> Reader:
     def read(value: Any) -> Any:
         if kind in (int, str) and all(type(item) is kind for item in check(value)):  # thousands of token ids
             return value
-        found = []
-        for place, item in enumerate(check(value)):
+        items = []
+        for index, item in enumerate(check(value)):
             try:
-                found.append(inner(item))
+                items.append(inner(item))
             except _Found as error:
-                error.place = f"[{place}]{error.place}"
+                error.place = f"[{index}]{error.place}"
                 raise
-        return found
+        return items
 
     return read
 
@@ -183,7 +183,7 @@ def _fields(kind: Any) -> Reader:
                 raise _Found("is new", f".{key}")
         if missing := needed - value.keys():
             raise _Found("is missing", f".{min(missing)}")
-        found = _items(value, readers, _any)
-        return kind(**found) if is_made else value
+        values = _items(value, readers, _any)
+        return kind(**values) if is_made else value
 
     return read

@@ -72,22 +72,22 @@ def encode_line(content: Json) -> bytes:
 
 def check_writable(folder: Path, setting: str) -> None:
     """Refuse a folder that nothing can be written to, by its setting, before anything is computed; makes nothing."""
-    why, place = "", folder
+    why, path = "", folder
     while not why:
         try:
-            is_folder = stat.S_ISDIR(os.stat(place).st_mode)
+            is_folder = stat.S_ISDIR(os.stat(path).st_mode)
         except FileNotFoundError:
-            if os.path.islink(place):
-                why = f"{place} is a link to nothing"
-            place = place.parent
+            if os.path.islink(path):
+                why = f"{path} is a link to nothing"
+            path = path.parent
             continue
         except (OSError, ValueError) as error:
             why = f"{getattr(error, 'strerror', None) or error}"
             break
         if not is_folder:
-            why = f"{place} is no folder"
-        elif not os.access(place, os.W_OK | os.X_OK):
-            why = f"{place} is not writable"
+            why = f"{path} is no folder"
+        elif not os.access(path, os.W_OK | os.X_OK):
+            why = f"{path} is not writable"
         break
     if why:
         raise ValueError(f"{setting}={folder} cannot be written: {why}; give another folder")
@@ -102,8 +102,8 @@ def remove_litter(folder: Path, name: str | None = None) -> None:
     """Remove the temporary files of writers that were killed, of all files or of one; those of living writers stay."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            found = LITTER.fullmatch(entry.name)
-            if found and name in (None, found["name"]) and entry.is_file(follow_symlinks=False):
+            match = LITTER.fullmatch(entry.name)
+            if match and name in (None, match["name"]) and entry.is_file(follow_symlinks=False):
                 _remove_if_dead(Path(entry.path))
 
 
@@ -177,13 +177,13 @@ def write_file(path: Path, data: bytes) -> None:
     try:
         target = Path(os.path.realpath(path))
         durable.make_folder(target.parent)
-        found = os.stat(target) if os.path.lexists(target) else None
+        status = os.stat(target) if os.path.lexists(target) else None
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}; give another path") from error
-    if found is not None and not stat.S_ISREG(found.st_mode):
-        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no regular file"
+    if status is not None and not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "no regular file"
         raise ValueError(f"cannot write {path}: it is {kind}; give another path")
-    write_atomic(target, data, mode=None if found is None else stat.S_IMODE(found.st_mode))
+    write_atomic(target, data, mode=None if status is None else stat.S_IMODE(status.st_mode))
 
 
 def write_files(root: Path, contents: Mapping[Path, bytes]) -> list[Path]:
