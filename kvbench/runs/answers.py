@@ -114,7 +114,7 @@ def _ask_again(
     experiment: Experiment, requests: Sequence[Request], records: Mapping[Key, SampleRecord], session: Session
 ) -> "Generator[Request | Step, bool | None]":
     """Answer some of the requests once more, in another order, and count in the session which answers differ."""
-    asked = list(requests[:: -max(1, len(requests) // ASKED_AGAIN)])[:ASKED_AGAIN]
+    repeated = list(requests[:: -max(1, len(requests) // ASKED_AGAIN)])[:ASKED_AGAIN]
 
     def compare(outcome: Outcome) -> None:
         first = records.get((outcome.sample_id, outcome.repeat))
@@ -123,7 +123,7 @@ def _ask_again(
             same = first["status"] == outcome.status and list(first["token_ids"]) == list(outcome.token_ids)
             session.differing += not same
 
-    steps = experiment.engine.running(asked, on_outcome=compare, sizing=experiment.task.requests)
+    steps = experiment.engine.running(repeated, on_outcome=compare, sizing=experiment.task.requests)
     with closing(steps):
         for due in steps:
             while (yield due) and isinstance(due, Request):  # whoever has something written gets it once more

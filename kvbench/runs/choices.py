@@ -28,22 +28,22 @@ def read_choice(group: str, text: str, *more: str) -> dict[str, Any]:
         raise unknown_name(group, name, known)
     path = path_of(group, name)
     if is_method_file(path):
-        found: dict[str, Any] = {"_target_": target_of(path)}
+        content: dict[str, Any] = {"_target_": target_of(path)}
     else:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    settings = list(found)
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    settings = list(content)
     if group == "method":  # a file lists what differs from its class
         from kvbench.runs.parts import policy_class
 
-        settings = list(declared(policy_class(found["_target_"])))
+        settings = list(declared(policy_class(content["_target_"])))
     for change in changes:
         key, sign, value = change.partition("=")
         if not sign:
             said = f"{change} in {group}={text} cannot be read as key=value"
             raise ValueError(f"{said}; write {group}s as {name} KEY=VALUE")
         check_keys([key], settings, prefix=f"{group}.")
-        found[key] = yaml.safe_load(value)
-    return found
+        content[key] = yaml.safe_load(value)
+    return content
 
 
 def make_method(text: str) -> Policy:
@@ -102,11 +102,11 @@ def sample_tokens(model: LoadedModel, rows: int, length: int) -> list[list[int]]
             "rounds or steps"
         )
     texts = paragraphs()
-    found, at = [], 0
+    samples, at = [], 0
     for _ in range(rows):
         tokens: list[int] = []
         while len(tokens) < length:
             tokens += model.tokenizer(texts[at % len(texts)] + "\n\n", add_special_tokens=False)["input_ids"]
             at += 1
-        found.append(tokens[:length])
-    return found
+        samples.append(tokens[:length])
+    return samples

@@ -122,13 +122,13 @@ class RunConfig:
         """
         if isinstance(cfg, RunConfig):
             return cfg
-        given = as_dict(cfg)
+        values = as_dict(cfg)
         for name, kind in (("backend", BackendChoice), ("fidelity", Fidelity), ("prefill", Prefill)):
-            given[name] = read_settings(kind, given.get(name) or {}, f"{name}.")
-        given["store"] = store_options(given.get("store") or {})
-        given["shard"] = Shard.read(given.get("shard"))
-        given["prompt_cache_bytes"] = read_bytes("prompt_cache_bytes", given.get("prompt_cache_bytes", 0))
-        config = read_settings(cls, given)
+            values[name] = read_settings(kind, values.get(name) or {}, f"{name}.")
+        values["store"] = store_options(values.get("store") or {})
+        values["shard"] = Shard.read(values.get("shard"))
+        values["prompt_cache_bytes"] = read_bytes("prompt_cache_bytes", values.get("prompt_cache_bytes", 0))
+        config = read_settings(cls, values)
         check_writable(Path(config.results_dir), "results_dir")
         return config
 
@@ -166,42 +166,46 @@ def read_stored(folder: Path) -> dict[str, Any]:
         ValueError: Names the file, and the group that is missing or none.
     """
     path = folder / "config.yaml"
-    given = read_data(path)
+    settings = read_data(path)
     for item in fields(RunConfig):
         if item.default_factory is not MISSING:  # the groups
-            held = given.setdefault(item.name, {})
+            held = settings.setdefault(item.name, {})
             if not isinstance(held, dict) or (item.name in NEEDED and not held):
                 raise ValueError(
                     f"{path}: {item.name}={shown(held)} is no group of settings; restore the file, or run the "
                     "experiment again"
                 )
-    return given
+    return settings
 
 
-def store_options(given: Mapping[str, Any]) -> StoreOptions:
+def store_options(values: Mapping[str, Any]) -> StoreOptions:
     """Read the layout of memory that the `store` group asks for."""
-    options = as_dict(given)
+    options = as_dict(values)
     if isinstance(options.get("budget_bytes"), str):
         options["budget_bytes"] = read_bytes("store.budget_bytes", options["budget_bytes"])
-    found = read_settings(StoreOptions, options, "store.")
-    if found.key_offset in KINDS:
-        return found
+    parsed = read_settings(StoreOptions, options, "store.")
+    if parsed.key_offset in KINDS:
+        return parsed
     from kvbench.policy import read_table
 
     # The numbers themselves, so that a run's identity does not hang on a path.
-    return replace(found, key_offset=read_table(found.key_offset, "store.key_offset"))
+    return replace(parsed, key_offset=read_table(parsed.key_offset, "store.key_offset"))
 
 
 def read_bytes(key: str, value: object) -> int:
     """Read a setting in bytes: a whole number, or text such as 512MiB or 8GiB."""
     from kvbench.policy.budget import read_size
 
-    found = read_size(value) if isinstance(value, str) else value
-    if isinstance(found, bool) or not isinstance(found, int | float) or (found is value and isinstance(found, float)):
-        found = -1
-    if not 0 <= found <= MAX_BYTES:
+    num_bytes = read_size(value) if isinstance(value, str) else value
+    if (
+        isinstance(num_bytes, bool)
+        or not isinstance(num_bytes, int | float)
+        or (num_bytes is value and isinstance(num_bytes, float))
+    ):
+        num_bytes = -1
+    if not 0 <= num_bytes <= MAX_BYTES:
         raise ValueError(
             f"{key}={shown(value)} is no number of bytes; write a whole number up to {MAX_BYTES}, or text such as "
             "512MiB or 8GiB"
         )
-    return int(found)
+    return int(num_bytes)

@@ -104,16 +104,18 @@ def prepare(config: RunConfig, method: str, parts: Loaders, task: "TaskSet | Non
 
 
 def prepared(
-    asked: Iterable[tuple[Mapping[str, Any], str]], parts: Loaders, say: Callable[[str], None] = lambda text: None
+    run_requests: Iterable[tuple[Mapping[str, Any], str]],
+    parts: Loaders,
+    say: Callable[[str], None] = lambda text: None,
 ) -> list[Experiment]:
     """Prepare runs, each of a configuration and a method's name; `say` is told which cannot be, and why."""
-    found = []
-    for cfg, method in asked:
+    experiments = []
+    for cfg, method in run_requests:
         try:
-            found.append(prepare(RunConfig.read(cfg), method, parts))
+            experiments.append(prepare(RunConfig.read(cfg), method, parts))
         except ValueError as error:
             say(f"left out: {method}: {error}")
-    return found
+    return experiments
 
 
 def load_task(
@@ -148,11 +150,11 @@ def load_method(
     from kvbench.cache.rotation import check_rotation
     from kvbench.policy import check_chunk
 
-    method, found = calibration.apply(config.method)
-    own = {key: value for key, value in config.method.items() if key != calibration.KEY}
-    policy = parts.make_policy(own)
-    if found is not None:
-        calibration.check_values(found, policy)
+    method, calibrated = calibration.apply(config.method)
+    settings = {key: value for key, value in config.method.items() if key != calibration.KEY}
+    policy = parts.make_policy(settings)
+    if calibrated is not None:
+        calibration.check_values(calibrated, policy)
     check_chunk(policy, config.prefill.chunk)
     check_rotation(config.store.rotation, policy)
     check_key_offset(config.store.key_offset, policy, config.prefill.chunk)
@@ -160,8 +162,8 @@ def load_method(
     parts.check_fit(config, policy)
     parts.check_chat(config)
     model = parts.load_model(config.model)
-    if found is not None:
-        say(calibration.said(found))
+    if calibrated is not None:
+        say(calibration.said(calibrated))
         for remark in calibration.notes(config.method, model, policy):
             say(remark)
         config, policy = config.with_method(method), parts.make_policy(method)
@@ -175,15 +177,15 @@ def _ingredients(
     from kvbench.tasks.counted import code_of
     from kvbench.tasks.task import Limit
 
-    limit, found = Limit.read(config.limit), answering(config, policy, model, engine)
-    found["code"] = {**found["code"], **code_of(config.task, task)}
-    found["task"] = {
+    limit, ingredients = Limit.read(config.limit), answering(config, policy, model, engine)
+    ingredients["code"] = {**ingredients["code"], **code_of(config.task, task)}
+    ingredients["task"] = {
         "name": task.name,
         "fingerprint": task.fingerprint,
         "protocol": {key: value for key, value in task.protocol.items() if key not in NAMES_OF_FILES},
         "limit": limit and limit.setting,
     }
-    return {name: identity.canonical(found[name]) for name in sorted(found)}
+    return {name: identity.canonical(ingredients[name]) for name in sorted(ingredients)}
 
 
 def answering(config: RunConfig, policy: "Policy", model: "LoadedModel", engine: "Engine") -> dict[str, Any]:
@@ -201,10 +203,11 @@ def answering(config: RunConfig, policy: "Policy", model: "LoadedModel", engine:
 
     backend = engine.backend
     method_files = provenance.method_files(type(policy))
-    own = {name.partition(".")[0] for name in method_files}  # its files count, so no version of theirs has to
+    # the method's files count, so no version of their packages has to
+    method_modules = {name.partition(".")[0] for name in method_files}
     kernels = (backend.name, *matrices.kernels(model.linear))
     harness_imports = _harness_imports(*kernels)
-    method_imports = code.imports(method_files.values()) - own - harness_imports
+    method_imports = code.imports(method_files.values()) - method_modules - harness_imports
     return {
         "model": {
             "fingerprint": model.fingerprint,
@@ -242,14 +245,14 @@ def _placement(config: RunConfig, model: "LoadedModel") -> dict[str, Any]:
     Layers on several devices compute what they compute on one. Only a limit on the pool of pages is then one of each
     device, where a sample may fit or not. Heads in several processes are summed in another order.
     """
-    found: dict[str, Any] = {}
+    placement: dict[str, Any] = {}
     if model.quantisation:
-        found["quantisation"] = model.quantisation
+        placement["quantisation"] = model.quantisation
     if model.tensor_parallel > 1:
-        found["tensor_parallel"] = model.tensor_parallel
+        placement["tensor_parallel"] = model.tensor_parallel
     if model.places and config.store.budget_bytes is not None:
-        found["layers_per_device"] = [count for _, count in model.places]
-    return found
+        placement["layers_per_device"] = [count for _, count in model.places]
+    return placement
 
 
 @cache

@@ -105,9 +105,9 @@ def grade_outcome(task: "TaskSet", request: Request, outcome: Outcome) -> tuple[
     try:
         with time_limit(limit_s):
             asks = request.choices
-            found = task.score_choices(request, outcome.choices) if asks else task.score_outcome(request, outcome)
-            flags = [flag for flag in FLAGS if flag in found]
-            scores = {name: value for name, value in found.items() if name not in flags}
+            graded = task.score_choices(request, outcome.choices) if asks else task.score_outcome(request, outcome)
+            flags = [flag for flag in FLAGS if flag in graded]
+            scores = {name: value for name, value in graded.items() if name not in flags}
             check_scores(scores)
             return (dataclasses.replace(outcome, flags=flags) if flags else outcome), scores
     except OutOfTime:

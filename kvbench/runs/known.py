@@ -102,9 +102,11 @@ def digest_of(cfg: DictConfig, method: str) -> str | None:
     target, model, task = settings["method"].get("_target_"), settings["model"], settings["task"]
     if not (settings["resume"] is True and settings["tracker"] == "none" and settings["shard"] is None):
         return None
-    own = not str(target).startswith("kvbench.methods.") or task.get("include_path") or task.get("name") == "lm_eval"
-    place = model.get("path")
-    if own or (place is not None and not Path(str(place)).expanduser().exists()):
+    is_custom = (
+        not str(target).startswith("kvbench.methods.") or task.get("include_path") or task.get("name") == "lm_eval"
+    )
+    path = model.get("path")
+    if is_custom or (path is not None and not Path(str(path)).expanduser().exists()):
         return None
     named = list(_named_files({name: value for name, value in settings.items() if name != "results_dir"}))
     if len(named) > MOST_FILES:
@@ -149,10 +151,10 @@ def _stats(folder: Path) -> Iterator[_Stat]:
 
 def _stat(path: Path) -> _Stat:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return str(path), -1, -1
-    return str(path), found.st_size, found.st_mtime_ns
+    return str(path), status.st_size, status.st_mtime_ns
 
 
 def _state(folder: Path) -> list[list[int]]:

@@ -47,9 +47,9 @@ def make_policy(group: Mapping[str, Any]) -> "Policy":
         if not calibration.is_plain(value):
             why = "is no plain value; give a number, text, true, false, null or a list"
             raise ValueError(f"method.{name}={shown(value)} {why}")
-    found = policy_class(target)
+    cls = policy_class(target)
     with modes.kept(f"method._target_={target}"):
-        return read_settings(found, settings, "method.")
+        return read_settings(cls, settings, "method.")
 
 
 def policy_class(target: object) -> "type[Policy]":
@@ -63,12 +63,12 @@ def policy_class(target: object) -> "type[Policy]":
     module = ".".join(parts[:-1])
     try:
         with modes.kept(f"method._target_={target}", once=module):
-            found = getattr(import_module(module), parts[-1])
+            cls = getattr(import_module(module), parts[-1])
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{wrong}: {error}") from error
-    if not isinstance(found, type) or not issubclass(found, Policy) or not is_dataclass(found):
+    if not isinstance(cls, type) or not issubclass(cls, Policy) or not is_dataclass(cls):
         raise ValueError(f"{wrong}: it must be a dataclass derived from Policy")
-    return found
+    return cls
 
 
 def _compile_kernels() -> None:
@@ -172,8 +172,8 @@ class Loaders:
 
     def take_model(self, group: Mapping[str, Any], model: "LoadedModel") -> None:
         """Take a model that was loaded elsewhere as the one of a model group."""
-        for what, found in (("begun", ""), ("outline", model), ("model", model)):
-            self._kept(what, as_dict(group), repeat(found).__next__)
+        for what, value in (("begun", ""), ("outline", model), ("model", model)):
+            self._kept(what, as_dict(group), repeat(value).__next__)
 
     def load_model(self, group: Mapping[str, Any]) -> "LoadedModel":
         """The model of a model group."""
@@ -201,8 +201,8 @@ class Loaders:
                     raise
                 return None
 
-        found: LoadedModel | None = self._kept("outline", as_dict(group), load)
-        return found
+        outline: LoadedModel | None = self._kept("outline", as_dict(group), load)
+        return outline
 
     def _check_supported(self, group: Mapping[str, Any]) -> None:
         from kvbench.engine.supported import check_supported

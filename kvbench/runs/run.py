@@ -165,26 +165,26 @@ def _write_config(experiment: Experiment) -> None:
 
 def compute_shard(experiment: Experiment, shard: Shard, *, say: Callable[[str], None], origin: Origin) -> None:
     """Finish one shard of a run in a journal of its own. The run's lock is held at the start only, for a moment."""
-    folder, place = experiment.folder, shard.folder(experiment.folder)
+    folder, part = experiment.folder, shard.folder(experiment.folder)
     size = experiment.engine.group or 1
     requests = shard.part(experiment.task.requests, size)
     keys = keys_of(requests)
     if not keys:
         say(f"shard={shard} has nothing to do: the run has fewer batches of {size}")
         return
-    with run_lock(place, wait=True, say=say):
+    with run_lock(part, wait=True, say=say):
         with ExitStack() as stack:
             stack.enter_context(run_lock(folder, wait=True, say=say))
             journal, record = _opened(experiment, stack, say)
             shards.take_over(folder, journal, record, say)
-            shards.take(place, journal, record, say)
+            shards.take(part, journal, record, say)
             done = set(journal.records)
             if done.issuperset(keys):
                 return
             _write_config(experiment)
             describe(experiment, record, origin)
             _leave_open(experiment, record, journal)
-        finish(compute_portion(experiment, place, requests, done=done, say=say, origin=origin))
+        finish(compute_portion(experiment, part, requests, done=done, say=say, origin=origin))
 
 
 def _leave_open(experiment: Experiment, record: RunRecord, journal: Journal) -> None:
@@ -347,9 +347,9 @@ def plan(
     experiment = prepare(config, method, parts)
     asks_nothing = any(not (one.max_new_tokens or one.choices) for one in experiment.task.requests)
     if asks_nothing and (config.forces_own or config.fidelity.max_tokens == 0):
-        given = f"fidelity.on={OWN}" if config.forces_own else "fidelity.max_tokens=0"
+        forced = f"fidelity.on={OWN}" if config.forces_own else "fidelity.max_tokens=0"
         raise ValueError(
-            f"task={experiment.task.name} asks for no answer, and {given} leaves nothing to force either; set "
+            f"task={experiment.task.name} asks for no answer, and {forced} leaves nothing to force either; set "
             "fidelity.on=gold fidelity.max_tokens=null"
         )
     parts.try_out(experiment, say)

@@ -88,6 +88,6 @@ def describe(experiment: Experiment, record: RunRecord, origin: Origin) -> None:
 def other_machine(record: RunRecord) -> str:
     """Name what differs from the machine or the libraries of the last session; empty where nothing does."""
     before = record.sessions[-1] if record.sessions else Session()
-    found = record.machine.differences(before.machine) if record.machine else []
+    changes = record.machine.differences(before.machine) if record.machine else []
     was, now = (one.versions.python if one.versions else "" for one in (before, record))
-    return "; ".join(found + [f"Python {was} then, {now} now"] * (bool(was) and was != now))
+    return "; ".join(changes + [f"Python {was} then, {now} now"] * (bool(was) and was != now))

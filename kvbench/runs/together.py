@@ -65,7 +65,7 @@ def groups(cfgs: Iterable[Mapping[str, Any]]) -> list[list[int]]:
     A prompt that is read in chunks is another one for every method, several processes replay none, and a shard waits
     for others.
     """
-    found: dict[object, list[int]] = {}
+    by_key: dict[object, list[int]] = {}
     for number, cfg in enumerate(cfgs):
         key: object = number
         with suppress(ValueError):  # which its own run tells
@@ -73,8 +73,8 @@ def groups(cfgs: Iterable[Mapping[str, Any]]) -> list[list[int]]:
             if _can_share(config):
                 settings = config.settings()
                 key = repr([value for name, value in settings.items() if name not in APART])
-        found.setdefault(key, []).append(number)
-    return list(found.values())
+        by_key.setdefault(key, []).append(number)
+    return list(by_key.values())
 
 
 def _can_share(config: RunConfig) -> bool:
@@ -99,7 +99,7 @@ def needed_bytes(experiment: Experiment) -> tuple[int, int]:
     return row, int(row * (1 + shape.num_q_heads / (2 * shape.num_kv_heads)))
 
 
-def run_together(asked: Sequence[Asked], parts: Loaders, share: Share | None = None) -> Ends:
+def run_together(run_requests: Sequence[Asked], parts: Loaders, share: Share | None = None) -> Ends:
     """Runs of one group, and the full cache that they are compared with; gives each as soon as it has ended: one that
     fails ends alone.
 
@@ -111,14 +111,14 @@ def run_together(asked: Sequence[Asked], parts: Loaders, share: Share | None = N
     Raises:
         KeyboardInterrupt: A signal stopped them; everything finished is on disk.
     """
-    alone = dict(enumerate(asked))
-    shares = len(asked) > 1 or any(map(_with_full, asked))
+    alone = dict(enumerate(run_requests))
+    shares = len(run_requests) > 1 or any(map(_with_full, run_requests))
     if shares or share:
         from kvbench.engine.prompt_cache import PromptCache
 
         prompts = PromptCache()
         with parts.sharing(prompts):
-            for number, ended in _Together(asked, parts, prompts, share, shares).run():
+            for number, ended in _Together(run_requests, parts, prompts, share, shares).run():
                 if share or not isinstance(ended, RunLocked):
                     del alone[number]
                     yield number, ended
@@ -129,13 +129,13 @@ def run_together(asked: Sequence[Asked], parts: Loaders, share: Share | None = N
             yield number, error
 
 
-def run_one(asked: Asked, parts: Loaders) -> Run:
+def run_one(run_request: Asked, parts: Loaders) -> Run:
     """Run one experiment together with the full cache on the same samples, where that is not there yet.
 
     Raises:
         Exception: What ended it; see `run_experiment`.
     """
-    ((_, ended),) = run_together([asked], parts)
+    ((_, ended),) = run_together([run_request], parts)
     if isinstance(ended, Exception):
         raise ended
     return ended
@@ -153,7 +153,7 @@ class _Lane:
         self._steps: Steps | None = steps
         self._engine: Engine | None = wanted.experiment.engine
         requests = wanted.experiment.task.requests
-        self._places = {request.sample_id: place for place, request in enumerate(requests)}
+        self._places = {request.sample_id: index for index, request in enumerate(requests)}
 
     def go(self) -> None:
         """Read the next prompt, or take a step, and go on to what is due next."""
@@ -214,9 +214,9 @@ class _Together:
     """One call of `run_together`, for more runs than one unless `share` says what to take of one."""
 
     def __init__(
-        self, asked: Sequence[Asked], parts: Loaders, prompts: "PromptCache", share: Share | None, shares: bool
+        self, run_requests: Sequence[Asked], parts: Loaders, prompts: "PromptCache", share: Share | None, shares: bool
     ) -> None:
-        self._asked, self._parts, self._prompts, self._share, self._shares = asked, parts, prompts, share, shares
+        self._asked, self._parts, self._prompts, self._share, self._shares = run_requests, parts, prompts, share, shares
         self._lanes: dict[Path, _Lane] = {}  # by the folder of the run, in the order of their turns
         self._at_once, self._room_bytes = sys.maxsize, sys.maxsize
         self._rows: int | None = None  # requests of a run at once, where no answer depends on it
@@ -279,8 +279,8 @@ class _Together:
         experiment.engine.gives_steps = self._at_once > 1
         if self._share is not None:
             computing = self._share.compute(experiment, say=wanted.say, origin=wanted.origin, shown=self._show)
-            record, found = yield from computing
-            return Run(record=record, samples=list(found.values()), folder=experiment.folder)
+            record, samples = yield from computing
+            return Run(record=record, samples=list(samples.values()), folder=experiment.folder)
         return (
             yield from execute(
                 experiment,
@@ -348,10 +348,10 @@ class _Together:
     def _turn(self, lanes: list[_Lane], turns: Sequence[_Lane]) -> Iterator[_Lane]:
         """Let some of the runs go on to their next prompt; gives those that have ended, and takes them out."""
         turns = list(turns)
-        for place, lane in enumerate(turns):
+        for index, lane in enumerate(turns):
             for other in lanes:
                 other.write()  # or they would wait for a whole round
-            self._prompts.others = [store for other in turns[place + 1 :] for store in other.stores]
+            self._prompts.others = [store for other in turns[index + 1 :] for store in other.stores]
             if lane.ended is None:
                 lane.go()
             yield from self._ended(lanes)

@@ -41,10 +41,10 @@ def try_out(experiment: Any, make_engine: "Callable[..., Engine]", say: Callable
         where = f"on {len(request.prompt)} tokens of {request.sample_id}, before anything else is run"
         if outcome.status != "ok":
             raise BrokenRule(f"method {experiment.method}, {where}: {outcome.status}: {outcome.message}")
-        if found := complaint(experiment.policy, asdict(outcome)):
+        if broken := complaint(experiment.policy, asdict(outcome)):
             if not cut:
-                raise BrokenRule(f"method {experiment.method}, {where}: {found}")
-            say(f"! method {experiment.method}, {where}: {found}; the run fails where that is so of whole prompts")
+                raise BrokenRule(f"method {experiment.method}, {where}: {broken}")
+            say(f"! method {experiment.method}, {where}: {broken}; the run fails where that is so of whole prompts")
 
 
 def _short(request: Request) -> Request:

@@ -19,8 +19,8 @@ def complaint(policy: Policy, record: Mapping[str, Any]) -> str | None:
     bounds = policy.bounds(extent(kept)) if "prompt_slots" in kept else None
     if bounds is None:
         return None
-    if found := _of_prompt(bounds, kept) or _at_end(bounds, kept):
-        return found
+    if text := _of_prompt(bounds, kept) or _at_end(bounds, kept):
+        return text
     resident = record.get("ledger", {}).get("resident_bytes", 0)
     if resident > bounds.resident_bytes:
         return f"{resident} bytes held at the end, but the budget allows {bounds.resident_bytes:g}"
@@ -29,8 +29,8 @@ def complaint(policy: Policy, record: Mapping[str, Any]) -> str | None:
 
 def extent(kept: Kept) -> Extent:
     """The lengths of a sequence from a record's `kept`; one without an answer ends with its prompt."""
-    given = {"tokens_seen": kept["prompt_tokens"]} | dict(kept)
-    return Extent(**{item.name: given[item.name] for item in fields(Extent) if item.name in given})
+    values = {"tokens_seen": kept["prompt_tokens"]} | dict(kept)
+    return Extent(**{item.name: values[item.name] for item in fields(Extent) if item.name in values})
 
 
 def _of_prompt(bounds: Bounds, kept: Kept) -> str | None:
@@ -40,9 +40,9 @@ def _of_prompt(bounds: Bounds, kept: Kept) -> str | None:
     sizes = bounds.prompt_sizes
     for count, (least, most) in [(mean, bounds.prompt_mean), *((count, bounds.prompt) for count in lists)]:
         if not least <= count <= most or (sizes and not set(lists) <= set(sizes)):
-            asked = _said(count, least, most) if not sizes else " or ".join(map(str, sorted(set(sizes))))
+            required = _said(count, least, most) if not sizes else " or ".join(map(str, sorted(set(sizes))))
             held = f"a head kept {count:g} of {kept['prompt_tokens']} prompt tokens ({mean:g} on average)"
-            return f"{held}, but {bounds.why} {asked}"
+            return f"{held}, but {bounds.why} {required}"
     return None
 
 
