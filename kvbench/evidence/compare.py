@@ -61,7 +61,7 @@ def _compare(
     has_verdicts: bool = True,
 ) -> list[ComparedRun]:
     """Compare pairs of curves; those without a common sample get a note. `why` there is no verdict: `unfit`."""
-    found, margin = [], margin_of(cfg, what)
+    rows, margin = [], margin_of(cfg, what)
     for mine, theirs in sides:
         try:
             pairs = replace(pair(mine, theirs, what), unfit=why)
@@ -69,7 +69,7 @@ def _compare(
             notes.append(f"not compared: {error}")
             continue
         is_full = theirs.run is not None and theirs.run.method == FULL
-        found.append(
+        rows.append(
             ComparedRun(
                 what=what,
                 pairs=pairs,
@@ -84,11 +84,11 @@ def _compare(
         if mine.run and theirs.run and mine.run.conditions != theirs.run.conditions:
             both = f"{mine.label} and {theirs.label}"
             notes.append(f"{both} ran with another batch size or backend, which adds noise")
-    for row in found:
-        row.num_family = len(found)
+    for row in rows:
+        row.num_family = len(rows)
     if has_verdicts:
-        correct(found)
-    return found
+        correct(rows)
+    return rows
 
 
 def compare_group(group: Group, cfg: DictConfig, *, has_verdicts: bool = True) -> tuple[list[ComparedRun], list[str]]:
@@ -203,9 +203,9 @@ def texts(tables: Sequence[tuple[Group, list[ComparedRun], list[str]]], cfg: Dic
     for group, rows, said in tables:
         yield Text()
         if rows:
-            beside = " and ".join(dict.fromkeys(row.pairs.theirs.label for row in rows))
+            references = " and ".join(dict.fromkeys(row.pairs.theirs.label for row in rows))
             direction = "higher" if rows[0].what.higher_is_better else "lower"
-            title = f"{group.title}: {rows[0].what.title} ({direction} is better), difference to {beside}"
+            title = f"{group.title}: {rows[0].what.title} ({direction} is better), difference to {references}"
             yield from notes(filter(None, [rows[0].pairs.unfit]))
             columns, names = list(_columns(rows).items()), [row.label for row in rows]
             yield Grid(title=title, names=names, columns=columns, ends=("verdict", "would\nshow"))
@@ -257,12 +257,12 @@ def record_of(group: Group, row: ComparedRun) -> dict[str, Cell]:
 def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
     """The comparisons of all groups, corrected together; raises ValueError where there is none."""
     tables = [(group, *compare_group(group, cfg)) for group in groups]
-    rows = [row for _, found, _ in tables for row in found]
+    rows = [row for _, table_rows, _ in tables for row in table_rows]
     if not rows:
         reasons = [note for group, _, said in tables for note in (*said, *group.notes)]
         raise ValueError(f"nothing to compare. {sentences(reasons) or 'There is only one run.'}")
     correct(rows)
-    frame = frame_of(record_of(group, row) for group, found, _ in tables for row in found)
+    frame = frame_of(record_of(group, row) for group, table_rows, _ in tables for row in table_rows)
     frame.attrs["notes"] = [text for group, _, said in tables for text in (*group.notes, *said)]
     return Found(parts=list(texts(tables, cfg)), frame=frame, names_files=False)
 

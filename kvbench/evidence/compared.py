@@ -66,9 +66,9 @@ class ComparedRun:
     def p_equal(self) -> float | None:
         """p value of the equivalence test, the largest that missing answers allow."""
         each = [self.found, *(self.extremes or ())]
-        found = [None if one is None else one.p_within(self.margin) for one in each]
-        known = [p for p in found if p is not None]
-        return max(known) if len(known) == len(found) else None
+        p_values = [None if one is None else one.p_within(self.margin) for one in each]
+        known = [p for p in p_values if p is not None]
+        return max(known) if len(known) == len(p_values) else None
 
     @property
     def detectable(self) -> float | None:

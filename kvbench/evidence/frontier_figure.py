@@ -120,8 +120,8 @@ def panels_figure(drawing: Drawing) -> "Figure":
     height = 0.95 + foot + 2.35 * rows
     best = [short_label(p.label) for p in drawing.points if drawing.standing.get(p.key) in (BEST, NEAR)]
     shown = [line.name for line in lines_of(drawing.methods())] + ([] if drawing.fits_one_panel else best)
-    beside = (NAMES_LEFT - 1) * (PANEL_IN if columns > 1 else 2 * PANEL_IN + NAMES_IN + BETWEEN_IN)
-    names = max([NAMES_IN, *(width_in(name, SIZE) + beside + RIGHT_IN for name in shown)])
+    other_width = (NAMES_LEFT - 1) * (PANEL_IN if columns > 1 else 2 * PANEL_IN + NAMES_IN + BETWEEN_IN)
+    names = max([NAMES_IN, *(width_in(name, SIZE) + other_width + RIGHT_IN for name in shown)])
     width = WIDTH_IN + columns * (names - NAMES_IN)  # wider where a name would lie beyond the edge
     made = Figure(figsize=(width, height))
     places = made.subplots(rows, columns, squeeze=False).ravel()

@@ -79,9 +79,9 @@ class StoredRun:
         is no number.
         """
         code = self.record.identity.get("code", {})
-        own = ("harness", "method", *OF_TASK)
-        shared = {name: found for name, found in code.items() if name.partition(":")[0] not in own}
-        libraries = " ".join(f"{name} {found}" for name, found in shared.items())
+        not_shared = ("harness", "method", *OF_TASK)
+        shared = {name: version for name, version in code.items() if name.partition(":")[0] not in not_shared}
+        libraries = " ".join(f"{name} {version}" for name, version in shared.items())
         return f"{code.get('harness', '')[:8]}-{hashlib.sha256(libraries.encode()).hexdigest()[:4]} {libraries}"
 
     @property
@@ -120,11 +120,11 @@ class Group:
         order = [conditions for conditions, _ in usual]
 
         def rank(run: StoredRun) -> tuple:
-            place = order.index(run.conditions) if run.conditions in order else len(order)
+            position = order.index(run.conditions) if run.conditions in order else len(order)
             is_fp16, store = str(run.settings.get("tier")) == "fp16", run.record.identity.get("store") or {}
             is_usual = all(store.get(name, value) == value for name, value in FULL_STORE.items())
             is_whole = run.apart != self.largest, not run.complete, not is_usual, -len(run.answered)
-            return *is_whole, not is_fp16, place, run.name
+            return *is_whole, not is_fp16, position, run.name
 
         return min((run for run in self.runs if run.method == FULL), key=rank, default=None)
 

@@ -75,7 +75,7 @@ def find_runs(
     for path in sorted(root.glob(RUNS)):
         name = path.parent.relative_to(root).as_posix()
         wanted = zip(name.split("/"), filters, strict=False)
-        if not all(lets_through(own, part) for part, own in wanted):
+        if not all(lets_through(pattern, part) for part, pattern in wanted):
             continue
         try:
             record = RunRecord.load(path.parent)
@@ -244,9 +244,9 @@ def _one_version(members: Sequence[StoredRun], code: str, notes: list[str]) -> l
     versions: dict[str, list[StoredRun]] = {}
     for run in members:
         versions.setdefault(run.version, []).append(run)
-    asked = [name for name in versions if code == "newest" or name.startswith(code)]
+    matching = [name for name in versions if code == "newest" or name.startswith(code)]
     # Scores first: a version whose runs have none yet, or ran out of memory in every answer, hides no other.
-    newest = {name: max((run.has_scores, run.record.started) for run in versions[name]) for name in asked}
+    newest = {name: max((run.has_scores, run.record.started) for run in versions[name]) for name in matching}
     chosen = max(newest, key=newest.__getitem__, default="")
     for name, others in sorted(versions.items()):
         if name != chosen:
@@ -279,8 +279,8 @@ def _latest(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
 
 def _newer(old: StoredRun, new: StoredRun) -> str:
     """Say what parts a run from an older one of the same method, setting and condition."""
-    found = list(differences(old.record.identity, new.record.identity))
-    others = "; ".join(f"{name} was {was} and is {now}" for name, was, now in found if not name.startswith("code."))
+    differing = list(differences(old.record.identity, new.record.identity))
+    others = "; ".join(f"{name} was {was} and is {now}" for name, was, now in differing if not name.startswith("code."))
     if others:
         return f"ran later with the same settings of the method ({safe(others, LINE_LENGTH)})"
     return "has the same settings and newer code of the method, or of the libraries that the method alone imports"

@@ -162,12 +162,12 @@ def _place_names(axes: "Axes", drawing: Drawing, ends: list[End], look: Look) ->
         adjust_text(texts, x=xs, y=ys, ax=axes, iter_lim=TURNS, expand=(1.2, 1.35), force_text=force)
         if not _overlap([text.get_window_extent() for text in texts]):
             break
-    for text, place, pixel in zip(texts, places, pixels, strict=True):
+    for text, anchor, pixel in zip(texts, places, pixels, strict=True):
         box = text.get_window_extent()
         nearest = np.clip(pixel, (box.x0, box.y0), (box.x1, box.y1))
         if np.hypot(*(nearest - pixel)) > line / 2:
             end = axes.transData.inverted().transform(nearest)
-            axes.plot(*zip(place, end, strict=True), color=INK, linewidth=0.4, alpha=0.7, zorder=2.5)
+            axes.plot(*zip(anchor, end, strict=True), color=INK, linewidth=0.4, alpha=0.7, zorder=2.5)
 
 
 def _overlap(boxes: "Sequence[Bbox]") -> bool:

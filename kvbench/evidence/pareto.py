@@ -38,26 +38,26 @@ def check(cfg: DictConfig) -> None:
 
 def look_of(cfg: DictConfig) -> Look:
     """Appearance of the pictures, from `figure` and `labels`; raises ValueError for a value out of range."""
-    given = dict(cfg.get("figure") or {})
+    settings = dict(cfg.get("figure") or {})
     for name in ("width", "size"):
-        if given.get(name) is not None and not POSITIVE.fits(given[name]):
-            raise ValueError(f"figure.{name}={given[name]} is not a number above 0")
+        if settings.get(name) is not None and not POSITIVE.fits(settings[name]):
+            raise ValueError(f"figure.{name}={settings[name]} is not a number above 0")
     labels = {str(key): str(value) for key, value in (cfg.get("labels") or {}).items()}
-    return Look(**given, labels=labels)
+    return Look(**settings, labels=labels)
 
 
 def panels_of(groups: Sequence[Group], cfg: DictConfig) -> list[Panel]:
     """One panel for each group with something to draw, and the averages over several; raises ValueError without any."""
-    found = []
+    panels = []
     for group in groups:
         if (panel := build(group, cfg)) is not None:
             if cfg.published:
                 add_published(group, panel)
-            found.append(panel)
-    if not found:
+            panels.append(panel)
+    if not panels:
         reasons = [note for group in groups for note in group.notes]
         raise ValueError(f"nothing can be drawn. {sentences(reasons)}")
-    return [*found, *averages(found)]
+    return [*panels, *averages(panels)]
 
 
 def axes_of(panel: Panel, cfg: DictConfig) -> list[str]:

@@ -40,19 +40,19 @@ class Total:
         """The setting: null, or any of the three by name; raises ValueError for others."""
         if value is None:
             return None
-        given: Any = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-        if not isinstance(given, Mapping):
+        settings: Any = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        if not isinstance(settings, Mapping):
             raise ValueError(
-                f"together={given} is none of its settings; write together={{}}, or for example "
+                f"together={settings} is none of its settings; write together={{}}, or for example "
                 "'together={context:32768,sequences:4,weights:{my-8b:4.5GiB}}'"
             )
-        if unknown := [name for name in given if name not in cls.__dataclass_fields__]:
+        if unknown := [name for name in settings if name not in cls.__dataclass_fields__]:
             raise unknown_name("together", unknown[0], list(cls.__dataclass_fields__))
-        context, sequences = given.get("context"), given.get("sequences", 1)
+        context, sequences = settings.get("context"), settings.get("sequences", 1)
         if context is not None:
             check_whole("together.context", context, 1)
-        given_sizes = given.get("weights") or {}
-        sizes = {str(name): size_of_weights(f"together.weights of {name}", size) for name, size in given_sizes.items()}
+        weights = settings.get("weights") or {}
+        sizes = {str(name): size_of_weights(f"together.weights of {name}", size) for name, size in weights.items()}
         return cls(context=context, sequences=check_whole("together.sequences", sequences, 1), weights=sizes)
 
     def weights_of(self, run: StoredRun) -> float | None:
@@ -90,14 +90,14 @@ def together(groups: Sequence[Group], cfg: DictConfig | Mapping) -> list[Group]:
     alike: dict[str, list[Group]] = {}
     for group in groups:
         alike.setdefault(_asked(group), []).append(group)
-    found = [_join(members, total) if len(members) > 1 else members[0] for members in alike.values()]
-    if not any(group.largest for group in found):
+    pooled = [_join(members, total) if len(members) > 1 else members[0] for members in alike.values()]
+    if not any(group.largest for group in pooled):
         titles = "; ".join(group.title for group in groups)
         raise ValueError(
             f"together: no two models were asked the same questions by the same version of the code ({titles}); run "
             "both with the same task, protocol and seed"
         )
-    return found
+    return pooled
 
 
 def _asked(group: Group) -> str:
@@ -113,18 +113,18 @@ def _join(groups: Sequence[Group], total: Total) -> Group:
     """One group of several: the samples that all models have, each with the bytes of weights and cache."""
     sizes: dict[str, float] = {}
     for group in groups:
-        found = total.weights_of(group.runs[0])
-        if found is None:
+        weights = total.weights_of(group.runs[0])
+        if weights is None:
             raise ValueError(
                 f"together: the weights of {group.model} are not known; give them, as in "
                 f"'together={{weights:{{{group.model}:4.5GiB}}}}'"
             )
-        sizes[group.model] = found
+        sizes[group.model] = weights
     if len(sizes) < len(groups):
         models = ", ".join(group.title for group in groups)
         raise ValueError(f"together: several groups of one model were asked the same ({models}); choose with models=")
     answers = [_right_answers(group) for group in groups]
-    same = {key for key in set.intersection(*map(set, answers)) if len({own[key] for own in answers}) == 1}
+    same = {key for key in set.intersection(*map(set, answers)) if len({answer[key] for answer in answers}) == 1}
     if not same:
         raise ValueError(
             f"together: {' and '.join(sizes)} share no sample with the same right answers; a task whose questions "

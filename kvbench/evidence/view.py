@@ -95,14 +95,14 @@ class View:
 
     def __call__(self, cfg: DictConfig) -> int:
         """Compute the view, then print and write it."""
-        found = self.found(cfg)
+        result = self.found(cfg)
         if "format" in cfg:
-            self._format(found, cfg)
+            self._format(result, cfg)
             return 0
         console = terminal.console(self.width)
-        show(found.parts, console)
-        written = self._drawn(found, cfg) if "kinds" in cfg else write_frame(found.frame, cfg.out)
-        terminal.print_paths(written if found.names_files else (), console)
+        show(result.parts, console)
+        written = self._drawn(result, cfg) if "kinds" in cfg else write_frame(result.frame, cfg.out)
+        terminal.print_paths(written if result.names_files else (), console)
         return 0
 
     def found(self, cfg: DictConfig) -> Found:
@@ -112,25 +112,25 @@ class View:
         against = (str(cfg.against),) if "against" in cfg else ()
         return self.compute(together(load_groups(cfg, also=against), cfg), cfg)
 
-    def _format(self, found: Found, cfg: DictConfig) -> None:
+    def _format(self, result: Found, cfg: DictConfig) -> None:
         """Write sheets, or the frame as CSV, into the file `out` or to the terminal."""
         if cfg.format == "csv":
-            content = csv_of(found.frame)
+            content = csv_of(result.frame)
         else:
             width = terminal.console(self.width).width if cfg.out is None else self.width
-            content = ("\n\n".join(FORMATS[cfg.format](sheet, width) for sheet in found.sheets) + "\n").encode()
+            content = ("\n\n".join(FORMATS[cfg.format](sheet, width) for sheet in result.sheets) + "\n").encode()
         if cfg.out is not None:
             write_file(Path(str(cfg.out)), content)
             print(cfg.out)
         else:
             print(content.decode(), end="")
 
-    def _drawn(self, found: Found, cfg: DictConfig) -> list[Path]:
+    def _drawn(self, result: Found, cfg: DictConfig) -> list[Path]:
         """Write CSV and figures."""
         root = Path(str(cfg.results_dir if cfg.out is None else cfg.out))
         folder = root / self.name if cfg.out is None else root
-        contents = {folder / f"{self.name}.csv": csv_of(found.frame)}
-        for title, end, draw in found.figures:
+        contents = {folder / f"{self.name}.csv": csv_of(result.frame)}
+        for title, end, draw in result.figures:
             for kind in patterns(cfg.kinds) or KINDS:
                 if (picture := draw(kind)) is not None:
                     name = folder_name(title.replace(" with ", "_")).lower()
@@ -174,8 +174,8 @@ def show(parts: Iterable[Part], console: Console) -> None:
         if isinstance(part, Text):
             console.print(part, soft_wrap=part.no_wrap)
             continue
-        for place, piece in enumerate(_pieces(part, console)):
-            if place:
+        for index, piece in enumerate(_pieces(part, console)):
+            if index:
                 console.print()
             console.print(_rendered(piece))
 
@@ -199,8 +199,8 @@ def _rendered(table: Grid) -> rich.table.Table:
     if table.heading is not None:
         terminal.add_names(made, table.heading, table.names)
         rows.insert(0, table.names)
-    for place, (name, _) in enumerate(table.columns, 1):
-        made.add_column(name, justify="right", no_wrap=not table.breaks or place == len(table.columns))
+    for number, (name, _) in enumerate(table.columns, 1):
+        made.add_column(name, justify="right", no_wrap=not table.breaks or number == len(table.columns))
     for cells in zip(*rows, strict=True):
         made.add_row(*cells)
     return made
