@@ -55,10 +55,10 @@ def method_style(method: str) -> tuple[str, str]:
     if method == FULL:
         return FULL_STYLE
     count = len(METHOD_COLOURS)
-    own = len(METHODS)  # a method from elsewhere has no marker and colour of one from here
-    rest = count * len(METHOD_MARKERS) - own
-    place = METHODS.index(method) if method in METHODS else own + crc32(method.encode(errors="replace")) % rest
-    row, column = divmod(place, count)
+    num_known = len(METHODS)  # a method from elsewhere has no marker and colour of one from here
+    rest = count * len(METHOD_MARKERS) - num_known
+    index = METHODS.index(method) if method in METHODS else num_known + crc32(method.encode(errors="replace")) % rest
+    row, column = divmod(index, count)
     return METHOD_COLOURS[column], METHOD_MARKERS[row]
 
 
@@ -154,14 +154,14 @@ def width_in(name: str, size: float) -> float:
 
 def legend_below(figure: "Figure", size: float) -> None:
     """Put one legend of all panels below a picture, in points of a size: each name once, in as many columns as fit."""
-    found: dict[str, Any] = {}
+    handles: dict[str, Any] = {}
     for panel in figure.axes:
         for handle, name in zip(*panel.get_legend_handles_labels(), strict=True):
-            found.setdefault(name, handle)
+            handles.setdefault(name, handle)
     line_in = 4.5 * size / 72  # a line before a name, and the room around both
-    columns = int(figure.get_figwidth() / (line_in + max((width_in(name, size) for name in found), default=0.0)))
+    columns = int(figure.get_figwidth() / (line_in + max((width_in(name, size) for name in handles), default=0.0)))
     where: dict[str, Any] = {"loc": "outside lower center", "ncols": max(1, columns)}
-    figure.legend(list(found.values()), list(found), frameon=False, fontsize=size, **where)
+    figure.legend(list(handles.values()), list(handles), frameon=False, fontsize=size, **where)
 
 
 def share_bars(rows: "Sequence[tuple[str, Mapping[str, float]]]", last: str, what: str) -> "Figure":
@@ -177,9 +177,9 @@ def share_bars(rows: "Sequence[tuple[str, Mapping[str, float]]]", last: str, wha
     made = Figure(figsize=(6.4, 0.9 + 0.24 * len(rows)), dpi=200, layout="constrained")
     axes, left = made.subplots(), [0.0] * len(rows)
     names = [*dict.fromkeys(name for _, parts in rows for name in parts if name != last), last]
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         widths = [100 * parts.get(name, 0.0) for _, parts in rows]
-        colour = GREY if name == last else COLOURS[place % len(COLOURS)]
+        colour = GREY if name == last else COLOURS[index % len(COLOURS)]
         axes.barh(range(len(rows)), widths, left=left, color=colour, label=name, edgecolor="white", lw=0.4)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.set(yticks=range(len(rows)), yticklabels=[name for name, _ in rows], xlim=(0, 100), xlabel=what)

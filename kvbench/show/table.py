@@ -82,8 +82,8 @@ def _difference(record: RunRecord) -> str:
 
 def _value(record: RunRecord, what: Measure, form: str, missing: float | None = None) -> str:
     """A measure in shown units; `missing` is the value of runs that do not have it."""
-    found = what.of_run(record)
-    value = missing if found is None else found
+    measured = what.of_run(record)
+    value = missing if measured is None else measured
     return NONE if value is None else format(what.scale * value, form)
 
 
@@ -240,8 +240,8 @@ def _by(records: Sequence[RunRecord]) -> list[Table]:
             continue
         rows = []
         for name, numbers in groups.items():
-            found = [r.task_aggregate.get("by", {}).get(key, {}).get(name, {}).get(r.primary) for r in records]
-            cells = [NONE if value is None else f"{SCORE.scale * value:.1f}" for value in found]
+            scores = [r.task_aggregate.get("by", {}).get(key, {}).get(name, {}).get(r.primary) for r in records]
+            cells = [NONE if value is None else f"{SCORE.scale * value:.1f}" for value in scores]
             rows.append((safe(name), [*cells, str(numbers["num_samples"])]))
         title = f"{last.primary or 'score'} by {safe(key)}, %"
         tables.append(across(title, safe(key), records, rows))
@@ -254,8 +254,8 @@ def _answer(record: RunRecord, name: str, form: str) -> str:
 
 
 def _sampled(record: RunRecord, name: str) -> str:
-    found = record.task_aggregate.get("sampling", {}).get(name)
-    return percent(Estimate(**found) if found else None)
+    estimate = record.task_aggregate.get("sampling", {}).get(name)
+    return percent(Estimate(**estimate) if estimate else None)
 
 
 def _answers(records: Sequence[RunRecord]) -> list[Table]:

@@ -41,8 +41,8 @@ class PlainConsole(Console):
 
 def console(width: int | None = None, *, file: TextIO | None = None) -> Console:
     """The console of a command: the terminal as wide as it is, anything else as wide as the command wants."""
-    found = PlainConsole(file=file)
-    return found if found.is_terminal or width is None else PlainConsole(file=file, width=width)
+    result = PlainConsole(file=file)
+    return result if result.is_terminal or width is None else PlainConsole(file=file, width=width)
 
 
 def plain_table(title: str | None = None, *, title_style: str | None = "bold") -> Table:

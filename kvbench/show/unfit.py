@@ -83,7 +83,9 @@ def flag_notes(runs: Mapping[str, Iterable[SampleRecord]]) -> list[str]:
     """Say how many answers of some runs, by label, were graded in another way than usual; a sentence for each way."""
     notes = []
     for flag, words in FLAGS.items():
-        counts = {label: Counter(flag in record.get("flags", ()) for record in own) for label, own in runs.items()}
-        each = [f"{label} {found[True]} of {found.total()}" for label, found in counts.items() if found[True]]
+        counts = {
+            label: Counter(flag in record.get("flags", ()) for record in records) for label, records in runs.items()
+        }
+        each = [f"{label} {counter[True]} of {counter.total()}" for label, counter in counts.items() if counter[True]]
         notes += [f"answers {words} (`{flag}`): {', '.join(each)}"] if each else []
     return notes
