@@ -37,7 +37,7 @@ FEW = 4  # a measurement with fewer than one in so many of another's samples doe
 HERE, STUDY, BYTES = "yours", "study", "bytes"
 WHOSE = {  # the evidence of a row, the best first
     HERE: "your runs, under results_dir",
-    STUDY: f"the repository's studies ({shipped.PLACE})",
+    STUDY: f"the repository's studies ({shipped.FOLDER})",
     BYTES: "counted, and nothing measured",
 }
 # What is listed where nothing was measured by anybody.
@@ -96,14 +96,14 @@ class Quality:
     """The folder of the repository's study that measured it; empty for others."""
 
 
-def counts(quality: Quality, asked: Asked) -> bool:
+def counts(quality: Quality, target: Asked) -> bool:
     """Whether a measurement is evidence for a model and a context: the own model's, or that of one of nearly its size
     on prompts of nearly the length."""
     if quality.own:
         return True
     known = presets().get(quality.model)
-    mine, theirs = asked.shape.parameters, known.parameters if known else None
-    if mine is None or theirs is None or asked.context_tokens > NEAR * quality.longest_tokens:
+    mine, theirs = target.shape.parameters, known.parameters if known else None
+    if mine is None or theirs is None or target.context_tokens > NEAR * quality.longest_tokens:
         return False
     return max(mine, theirs) <= NEAR * min(mine, theirs)
 
@@ -149,15 +149,17 @@ class Advice:
         if self.policy is None:
             return None
         answer = self.asked.answer_tokens
-        asked = self.policy, self.asked.shape.store_shape, self.asked.context_tokens - answer, answer
+        sizes = self.policy, self.asked.shape.store_shape, self.asked.context_tokens - answer, answer
         shares = tier_shares(chain.from_iterable(run.samples.values() for run in self.runs))
         try:
-            found = outline(*asked, shares)
-            if found is None and not shares:
-                found = outline(*asked, shipped.shares_in_study(self.method, self.policy, self.asked.shape.name)[0])
+            projections = outline(*sizes, shares)
+            if projections is None and not shares:
+                projections = outline(
+                    *sizes, shipped.shares_in_study(self.method, self.policy, self.asked.shape.name)[0]
+                )
         except ValueError:  # a table of heads, a window or a group that is for another shape
             return None
-        return found
+        return projections
 
     @property
     def total_bytes(self) -> int | None:
@@ -169,10 +171,10 @@ class Advice:
         """The measurement that counts: on the own model, where there is any; of one task that with the most samples;
         of tasks with as many samples, nearly, the one that leaves most loss open."""
         best = any(item.own for item in self.quality)
-        found = [item for item in self.quality if item.own == best]
-        most = max((item.num_samples for item in found), default=0)
-        found = [item for item in found if FEW * item.num_samples >= most]
-        return max(found, key=lambda item: (item.most is None, item.most or 0.0, item.lost), default=None)
+        best_known = [item for item in self.quality if item.own == best]
+        most = max((item.num_samples for item in best_known), default=0)
+        best_known = [item for item in best_known if FEW * item.num_samples >= most]
+        return max(best_known, key=lambda item: (item.most is None, item.most or 0.0, item.lost), default=None)
 
     @property
     def speed(self) -> Speed | None:
@@ -218,10 +220,10 @@ class Advice:
 
 
 def gather(
-    groups: list[Group], cfg: DictConfig, asked: Asked, speeds: Mapping[str, list[Speed]]
+    groups: list[Group], cfg: DictConfig, target: Asked, speeds: Mapping[str, list[Speed]]
 ) -> tuple[list[Advice], list[str]]:
     """Gather what is known of every method and setting, one entry each, and what must be known beside them."""
-    found: dict[str, Advice] = {}
+    advice: dict[str, Advice] = {}
     notes: list[str] = []
     is_study = shipped.is_study(cfg.results_dir)
     for group in groups:
@@ -237,41 +239,41 @@ def gather(
                 continue
             policy, identity = policy_of(run.record.identity), run.record.identity.get("method") or {}
             key = repr(policy) if policy is not None else f"{run.method} {identity}"
-            if key not in found:
-                found[key] = _entry(run.method, identity, policy, asked, speeds.get(key, []), run.label)
-            found[key].runs.append(run)
+            if key not in advice:
+                advice[key] = _entry(run.method, identity, policy, target, speeds.get(key, []), run.label)
+            advice[key].runs.append(run)
             if row := quality.get(run.name):
                 longest = max((record["num_prompt_tokens"] for record in run.samples.values()), default=0)
-                where = {"task": group.task, "model": group.model, "own": group.model == asked.shape.name}
+                where = {"task": group.task, "model": group.model, "own": group.model == target.shape.name}
                 where["study"] = str(cfg.results_dir) if is_study else ""
-                found[key].quality.append(
-                    _quality(row, asked.margin, whose=STUDY if is_study else HERE, longest_tokens=longest, **where)
+                advice[key].quality.append(
+                    _quality(row, target.margin, whose=STUDY if is_study else HERE, longest_tokens=longest, **where)
                 )
     if cfg.study and not is_study:
-        for label, quality_there in _of_study(cfg, asked):
-            _add(found, label, asked, speeds).quality.append(quality_there)
-    nothing = not any(item.quality for item in found.values())
-    far = not any(counts(quality, asked) for item in found.values() for quality in item.quality)
+        for label, quality_there in _of_study(cfg, target):
+            _add(advice, label, target, speeds).quality.append(quality_there)
+    nothing = not any(item.quality for item in advice.values())
+    far = not any(counts(quality, target) for item in advice.values() for quality in item.quality)
     for label in SHIPPED if far and not nothing else ():
         if _wanted(cfg.methods, label.split()[0]):
-            _add(found, label, asked, speeds)
+            _add(advice, label, target, speeds)
     for name in (FULL, *(COUNTED if nothing else ())):
-        if not any(item.method == name for item in found.values()) and (name == FULL or _wanted(cfg.methods, name)):
-            _add(found, name, asked, speeds)
-    return list(found.values()), list(dict.fromkeys(notes))
+        if not any(item.method == name for item in advice.values()) and (name == FULL or _wanted(cfg.methods, name)):
+            _add(advice, name, target, speeds)
+    return list(advice.values()), list(dict.fromkeys(notes))
 
 
-def _add(found: dict[str, Advice], label: str, asked: Asked, speeds: Mapping[str, list[Speed]]) -> Advice:
+def _add(advice: dict[str, Advice], label: str, target: Asked, speeds: Mapping[str, list[Speed]]) -> Advice:
     """The entry of a method in words such as `kivi bits=2`, a new one where there is none."""
     policy = make_method(label)
     key, method = repr(policy), label.split()[0]
-    if key not in found:
+    if key not in advice:
         settings = {name: getattr(policy, name, value) for name, value in usual_settings(method).items()}
-        found[key] = _entry(method, settings, policy, asked, speeds.get(key, []), label)
-    return found[key]
+        advice[key] = _entry(method, settings, policy, target, speeds.get(key, []), label)
+    return advice[key]
 
 
-def of_study(row: shipped.StudyLoss, what: Measure, asked: Asked) -> Quality:
+def of_study(row: shipped.StudyLoss, what: Measure, target: Asked) -> Quality:
     """A loss that a study of the repository measured, as evidence for what is asked."""
     sign = -1 if what.higher_is_better else 1
     least, most = sorted((sign * row.low, sign * row.high))
@@ -279,7 +281,7 @@ def of_study(row: shipped.StudyLoss, what: Measure, asked: Asked) -> Quality:
         task=row.task,
         model=row.model,
         whose=STUDY,
-        own=row.model == asked.shape.name,
+        own=row.model == target.shape.name,
         lost=sign * row.difference,
         least=least,
         most=most,
@@ -292,14 +294,14 @@ def of_study(row: shipped.StudyLoss, what: Measure, asked: Asked) -> Quality:
     )
 
 
-def _of_study(cfg: DictConfig, asked: Asked) -> Iterator[tuple[str, Quality]]:
+def _of_study(cfg: DictConfig, target: Asked) -> Iterator[tuple[str, Quality]]:
     """The losses of the repository's studies that the filters let through, by the words of their methods."""
     what = FIDELITY.get(str(cfg.metric), SCORE)
     for row in shipped.losses(str(cfg.metric)):
         named = {"models": row.model, "tasks": row.task, "methods": row.method}
         if not all(_wanted(cfg[name], value) for name, value in named.items()):
             continue
-        yield row.label, of_study(row, what, asked)
+        yield row.label, of_study(row, what, target)
 
 
 def _wanted(wanted: object, name: str) -> bool:
@@ -308,8 +310,13 @@ def _wanted(wanted: object, name: str) -> bool:
 
 
 def _entry(
-    method: str, stored: Mapping[str, Any], policy: Policy | None, asked: Asked, speeds: list[Speed], label: str
+    method: str, stored: Mapping[str, Any], policy: Policy | None, target: Asked, speeds: list[Speed], label: str
 ) -> Advice:
     return Advice(
-        asked=asked, label=label, method=method, settings=changed_settings(method, stored), policy=policy, speeds=speeds
+        asked=target,
+        label=label,
+        method=method,
+        settings=changed_settings(method, stored),
+        policy=policy,
+        speeds=speeds,
     )

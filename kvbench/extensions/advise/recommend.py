@@ -42,9 +42,9 @@ class Choice:
 def evidence_of(item: Advice) -> Quality | None:
     """The measurement of a method that counts for the model that is asked about: its own before that of a model near
     it, and of these the one with more samples; None where nothing near was measured."""
-    asked = item.asked
-    found = [quality for quality in item.quality if counts(quality, asked)]
-    return max(found, key=lambda quality: (quality.own, quality.num_samples), default=None)
+    target = item.asked
+    qualities = [quality for quality in item.quality if counts(quality, target)]
+    return max(qualities, key=lambda quality: (quality.own, quality.num_samples), default=None)
 
 
 def choose(ranked: Sequence[Advice]) -> Choice | None:
@@ -87,18 +87,18 @@ def _saves(item: Advice, full: int | None) -> bool:
     return full is None or (item.total_bytes or 0) < full
 
 
-def recommendation(ranked: Sequence[Advice], asked: Asked, card: Card | None) -> list[str]:
+def recommendation(ranked: Sequence[Advice], target: Asked, card: Card | None) -> list[str]:
     """The recommendation in lines of text; a line that begins with two spaces is a command to copy."""
-    shape, full = asked.shape, next((item for item in ranked if item.method == FULL), None)
-    lines = [_of_full(full, asked)] if full is not None else []
-    if shape.context and asked.context_tokens > shape.context:
+    shape, full = target.shape, next((item for item in ranked if item.method == FULL), None)
+    lines = [_of_full(full, target)] if full is not None else []
+    if shape.context and target.context_tokens > shape.context:
         lines.append(
-            f"{shape.name} was made for {shape.context} tokens, and context={asked.context_tokens} is more: what it "
+            f"{shape.name} was made for {shape.context} tokens, and context={target.context_tokens} is more: what it "
             f"says there is worth little with any cache. Ask with context={shape.context}."
         )
     choice = choose(ranked)
     if choice is None:
-        lines.append(_of_nothing(full, asked))
+        lines.append(_of_nothing(full, target))
         return _folded(lines)
     item, evidence = choice.item, choice.evidence
     assert item.total_bytes is not None, "what is ranked is counted"
@@ -109,45 +109,45 @@ def recommendation(ranked: Sequence[Advice], asked: Asked, card: Card | None) ->
     lines += ["", f"{word}: {safe(item.label)}. Its caches take {format_bytes(item.total_bytes)}{saved}."]
     if flags := _flags(item)[:MOST_FLAGS]:
         lines += ["In an engine:", *(f"  {line}" for line in flags)]
-    lines.append(_measured(choice, asked))
+    lines.append(_measured(choice, target))
     lines.append(_risk(evidence))
     if not choice.is_proven:
-        lines += _settling(choice, asked, card)
+        lines += _settling(choice, target, card)
     return _folded(lines)
 
 
-def _of_full(full: Advice, asked: Asked) -> str:
-    what = f"{asked.shape.name}, {asked.batch} x {asked.context_tokens} tokens: the full cache takes "
+def _of_full(full: Advice, target: Asked) -> str:
+    what = f"{target.shape.name}, {target.batch} x {target.context_tokens} tokens: the full cache takes "
     what += format_bytes(full.total_bytes)
-    if asked.memory_bytes is None:
+    if target.memory_bytes is None:
         return f"{what}."
-    room = format_bytes(max(0, asked.memory_bytes))
+    room = format_bytes(max(0, target.memory_bytes))
     return f"{what}, and {'fits' if _fits(full) else 'does not fit'} into the {room} that are free for caches."
 
 
-def _of_nothing(full: Advice | None, asked: Asked) -> str:
+def _of_nothing(full: Advice | None, target: Asked) -> str:
     if full is not None and _fits(full):
         return "Keep the full cache: nothing smaller that was measured loses as little as the margin allows."
-    if asked.memory_bytes is None or full is None or not full.total_bytes:
+    if target.memory_bytes is None or full is None or not full.total_bytes:
         return "Nothing can be recommended: no method is known to lose as little as the margin allows."
-    count = max(0, asked.memory_bytes) * asked.batch // full.total_bytes
+    count = max(0, target.memory_bytes) * target.batch // full.total_bytes
     return (
         f"Nothing that fits is known to lose as little as the margin allows. The full cache of {count} such sequences "
         "fits; or allow more loss with margin=."
     )
 
 
-def _measured(choice: Choice, asked: Asked) -> str:
-    evidence, name = choice.evidence, asked.shape.name
+def _measured(choice: Choice, target: Asked) -> str:
+    evidence, name = choice.evidence, target.shape.name
     if evidence is None:
         ships = "an engine ships it, and " if _flags(choice.item) else ""
         return (
-            f"Nothing counts as measured for {name} at {asked.context_tokens} tokens: neither it nor a model of nearly "
-            f"its size was. Why this one: {ships}of what fits it is the gentlest that lost nothing elsewhere."
+            f"Nothing counts as measured for {name} at {target.context_tokens} tokens: neither it nor a model of "
+            f"nearly its size was. Why this one: {ships}of what fits it is the gentlest that lost nothing elsewhere."
         )
     by = "your runs" if not evidence.study else evidence.study
     far = ""
-    if asked.context_tokens > 2 * evidence.longest_tokens:
+    if target.context_tokens > 2 * evidence.longest_tokens:
         far = f" Its prompts had up to {evidence.longest_tokens} tokens; longer ones may lose more."
     shown = f"{number(-evidence.lost, evidence.scale, signed=True)} {evidence.unit}"
     if evidence.least is not None and evidence.most is not None:
@@ -166,21 +166,21 @@ def _risk(evidence: Quality | None) -> str:
     return f"Risk: {shown}; at most {number(max(0.0, evidence.most), evidence.scale)} {evidence.unit} by 95 %."
 
 
-def _settling(choice: Choice, asked: Asked, card: Card | None) -> list[str]:
+def _settling(choice: Choice, target: Asked, card: Card | None) -> list[str]:
     """The one run that would settle it, and its time."""
     item, needed = choice.item, choice.evidence.needed if choice.evidence else None
     count = SAMPLES if needed is None or needed > MOST_SAMPLES else max(needed, SAMPLES)
     items = math.ceil(count / RULER_TASKS)
-    length = min(asked.context_tokens, asked.shape.context or asked.context_tokens)
+    length = min(target.context_tokens, target.shape.context or target.context_tokens)
     words = [f"method={item.method}", *(f"method.{name}={value}" for name, value in item.settings.items())]
-    words += ["task=ruler", f"task.lengths=[{length}]", f"task.items={items}", *model_words(asked.shape)]
+    words += ["task=ruler", f"task.lengths=[{length}]", f"task.items={items}", *model_words(target.shape)]
     words += ["model.device=cuda", "model.dtype=bfloat16"] if card else []
     lines = ["", f"This run would settle it, with {items * RULER_TASKS} questions of {length} tokens:"]
     lines.append("  " + shlex.join(["kvbench", *words]))
     if card is None:
         return [*lines, "gpu=NAME says how long it takes."]
     prompts = 2 * items * RULER_TASKS  # of the method and of the full cache
-    seconds = card.seconds(asked.shape, prompts, length - asked.answer_tokens, asked.answer_tokens)
+    seconds = card.seconds(target.shape, prompts, length - target.answer_tokens, target.answer_tokens)
     if seconds is not None:
         lines.append(f"It takes about {format_seconds(seconds)} on one {card.name}; that is computed, not measured.")
     return lines
@@ -199,7 +199,7 @@ def _flags(item: Advice) -> list[str]:
 
 def _folded(lines: Sequence[str]) -> list[str]:
     """The lines in so many columns, but for commands, which are copied."""
-    found: list[str] = []
+    result: list[str] = []
     for line in lines:
-        found += [line] if line.startswith("  ") or not line else textwrap.wrap(line, WIDTH, break_on_hyphens=False)
-    return found
+        result += [line] if line.startswith("  ") or not line else textwrap.wrap(line, WIDTH, break_on_hyphens=False)
+    return result

@@ -42,15 +42,15 @@ def answer(words: Sequence[str], context_tokens: int | None) -> list[str]:
         )
     if group._target_ == compose([f"method={FULL}"]).method._target_:
         return [*lines, "Loss: none; this is the full cache."]
-    found = [one for one in shipped.losses(SCORE.key) if repr(make_method(one.label)) == repr(policy)]
-    if not found:
+    matching = [one for one in shipped.losses(SCORE.key) if repr(make_method(one.label)) == repr(policy)]
+    if not matching:
         lines.append("Loss: not measured by the repository's studies; run=... measures it, as below.")
-    asked = Asked(shape=shape, context_tokens=tokens, answer_tokens=ANSWER, batch=1, memory_bytes=None, margin=0.01)
-    for one in found[:MOST_LOSSES]:
+    target = Asked(shape=shape, context_tokens=tokens, answer_tokens=ANSWER, batch=1, memory_bytes=None, margin=0.01)
+    for one in matching[:MOST_LOSSES]:
         difference, low, high = (
             number(value, SCORE.scale, signed=True) for value in (one.difference, one.low, one.high)
         )
-        is_near = counts(of_study(one, SCORE, asked), asked)
+        is_near = counts(of_study(one, SCORE, target), target)
         near = "" if is_near else "; another model or length, so no evidence for yours"
         lines.append(
             f"Loss: {difference} {SCORE.unit} [{low}, {high}] on {one.task} with {one.model}, n={one.samples}{near}."

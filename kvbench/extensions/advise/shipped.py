@@ -12,9 +12,9 @@ from kvbench.evidence.load import find_runs
 from kvbench.results.lines import read_samples
 from kvbench.sizing.stored import policy_of, tier_shares
 
-PLACE = "results/example"
-STUDY, BENCHMARKS = f"{PLACE}/study", f"{PLACE}/benchmarks"  # generated questions; real benchmarks
-ABSENT = f"The studies of the repository ({PLACE}) are not installed with the package; a clone has them."
+FOLDER = "results/example"
+STUDY, BENCHMARKS = f"{FOLDER}/study", f"{FOLDER}/benchmarks"  # generated questions; real benchmarks
+ABSENT = f"The studies of the repository ({FOLDER}) are not installed with the package; a clone has them."
 
 LONGEST_TOKENS = 1024  # of the first study's prompts
 POOLED = "mean over"  # both lengths, in its table
@@ -34,8 +34,8 @@ def shares_in_study(method: str, policy: object, model: str = "") -> tuple[list[
     """The shares of tiers that the studies measured of a method's policy, over all its runs on one model, and that
     model: the wanted one where it was measured; none where no study has such a run."""
     filters = (None, None, [method])
-    found = [one for root in study_folders() for one in find_runs(root, {}, filters)]
-    same = [one for one in found if repr(policy_of(one[1].identity)) == repr(policy)]
+    runs = [one for root in study_folders() for one in find_runs(root, {}, filters)]
+    same = [one for one in runs if repr(policy_of(one[1].identity)) == repr(policy)]
     names = [record.model for _, record in same]
     chosen = model if model in names else next(iter(names), "")
     samples = (
@@ -67,7 +67,7 @@ class StudyLoss(NamedTuple):
 
 def _rows(name: str) -> list[dict[str, str]]:
     """The rows of a table beside the studies; none where there is none."""
-    path = package_folder().parent / PLACE / name
+    path = package_folder().parent / FOLDER / name
     if not study_folders() or not path.is_file():
         return []
     with path.open(newline="", encoding="utf-8") as file:
