@@ -79,16 +79,18 @@ CASES = {
 def changes(method: str, case: Case, small: Mapping[str, int] = SMALL) -> dict:
     """The changes that a case makes to a method's settings."""
     listed = choices.read_choice("method", method)
-    own: dict[str, Any] = {item.name: item.default for item in fields(policy_class(listed["_target_"]))} | listed
-    found: dict[str, Any] = dict(TABLE.get(method, {}))
+    settings: dict[str, Any] = {item.name: item.default for item in fields(policy_class(listed["_target_"]))} | listed
+    changed: dict[str, Any] = dict(TABLE.get(method, {}))
     if case.small:
         for key, value in small.items():
-            is_count = isinstance(own.get(key), int) and not isinstance(own[key], bool) and own[key] > value
-            if is_count or (key in ("budget", "read_budget") and own.get(key) is not None):
-                found[key] = value
-    if case.one_tier and "alpha_h" in own:
-        found["alpha_h"] = own["alpha_l"]
-    return found
+            is_count = (
+                isinstance(settings.get(key), int) and not isinstance(settings[key], bool) and settings[key] > value
+            )
+            if is_count or (key in ("budget", "read_budget") and settings.get(key) is not None):
+                changed[key] = value
+    if case.one_tier and "alpha_h" in settings:
+        changed["alpha_h"] = settings["alpha_l"]
+    return changed
 
 
 @cache
@@ -119,10 +121,10 @@ def answer(
     how |= {"fidelity_max_tokens": None if at_length else 0, "fidelity_per_token": at_length, "capture": capture}
     how |= {"decode": decode} if backend == "triton" else {}
     engine = Engine(model, policy, **how)
-    found: list[Outcome] = []
-    engine.run(requests, on_outcome=found.append)
-    found.sort(key=lambda outcome: outcome.sample_id)
-    return found, engine.backend, engine.graphs
+    outcomes: list[Outcome] = []
+    engine.run(requests, on_outcome=outcomes.append)
+    outcomes.sort(key=lambda outcome: outcome.sample_id)
+    return outcomes, engine.backend, engine.graphs
 
 
 def differing(mine: Outcome, theirs: Outcome, nats: float = 0.0) -> int:
@@ -152,16 +154,16 @@ def check(
     for method in methods:
         for name in cases:
             try:
-                asked = partial(answer, model, method, CASES[name], at_length=graphs or not exact, decode=decode)
-                want, _, _ = asked("triton" if graphs else "torch")
+                run = partial(answer, model, method, CASES[name], at_length=graphs or not exact, decode=decode)
+                want, _, _ = run("triton" if graphs else "torch")
             except NotForModel as error:  # such as a package that it needs and that is not there
                 print(f"{method} is left out: {error}", file=sys.stderr)
                 break
             try:
-                got, backend, counts = asked("triton", capture_on(model.device) if graphs else None)
+                got, backend, counts = run("triton", capture_on(model.device) if graphs else None)
                 notes = _notes(backend)
                 if graphs:
-                    same, _, _ = asked("triton", capture_on(torch.device("cpu")))
+                    same, _, _ = run("triton", capture_on(torch.device("cpu")))
                     differ = sum(differing(*pair) for pair in zip(got, same, strict=True))
                     differ += sum(differing(*pair, LOW_PRECISION_NATS) for pair in zip(got, want, strict=True))
                     worst = float(differ + (not counts.get("replayed")))
@@ -222,8 +224,8 @@ def main(argv: list[str] | None = None) -> int:
         return in_shares("kvbench.extensions.bench.check_methods", [*words, *["--graphs"] * chosen.graphs], chosen.jobs)
     part, parts = (int(x) for x in chosen.share.split("/"))
     mine = chosen.method[part::parts]
-    found = check(chosen.device, chosen.dtype, mine, chosen.case, graphs=chosen.graphs, decode=chosen.decode)
-    return report(found, may_be_empty=parts > 1)
+    outcome = check(chosen.device, chosen.dtype, mine, chosen.case, graphs=chosen.graphs, decode=chosen.decode)
+    return report(outcome, may_be_empty=parts > 1)
 
 
 if __name__ == "__main__":

@@ -34,12 +34,12 @@ from kvbench.models import matrices
 from kvbench.models.load import LoadedModel
 from kvbench.runs import choices
 
-OWN = "transformers"
+PEER = "transformers"
 GRAPH = ", graph"  # behind the name of a row that replays its steps, as the engine does on a GPU
-STATIC = OWN + " static" + GRAPH  # on a GPU: what people who want speed run
+STATIC = PEER + " static" + GRAPH  # on a GPU: what people who want speed run
 # Behind the name of a row whose model's own matrices lie in another way than the model's that was asked for.
 MARKS = {linear: f", {linear}" for linear in matrices.LINEAR}
-BASELINES = (OWN, *(OWN + mark for mark in MARKS.values()), STATIC, FULL)
+BASELINES = (PEER, *(PEER + mark for mark in MARKS.values()), STATIC, FULL)
 # Of the largest logit. The first bound is for fp32 sums in another order, which the rounding of a new token's codes can
 # amplify; the second for `full`'s 16-bit keys and values beside transformers' own.
 REFERENCE_TOLERANCE = {torch.float32: 5e-3}
@@ -138,8 +138,8 @@ class Settings(WholeModel):
         super().check()
         if unknown := [linear for linear in self.linear if linear not in MARKS]:
             raise unknown_name("linear", unknown[0], MARKS)
-        own = choices.read_choice("model", self.model).get("linear", matrices.AUTO)
-        if len(set(self.linear)) != len(self.linear) or (self.linear and own != matrices.AUTO):
+        of_model = choices.read_choice("model", self.model).get("linear", matrices.AUTO)
+        if len(set(self.linear)) != len(self.linear) or (self.linear and of_model != matrices.AUTO):
             raise ValueError(
                 f"linear={self.linear} beside model={self.model} would time rows twice; name each way once, and leave "
                 "linear= out of model="
@@ -172,17 +172,19 @@ class Settings(WholeModel):
 
     def variants(self, bench: Bench, cell: dict) -> list[Variant]:
         bench.stage("reading prompts")
-        asked = replace(self, context=cell["context"], methods=[cell["method"]] if self.apart else self.methods)
+        settings = replace(self, context=cell["context"], methods=[cell["method"]] if self.apart else self.methods)
         if cell["phase"] == "decode":
-            found = [v for mark, own in self._models.items() for v in decode_variants(asked, own, cell["batch"], mark)]
-            return [*found, machine.product(bench.device, self._models[""].dtype)]
-        found = prompt_variants(asked, self._models)
-        for variant in found:
+            variants = [
+                v for mark, model in self._models.items() for v in decode_variants(settings, model, cell["batch"], mark)
+            ]
+            return [*variants, machine.product(bench.device, self._models[""].dtype)]
+        variants = prompt_variants(settings, self._models)
+        for variant in variants:
             variant.extra["peak_bytes"] = self._peaks.get(cell["context"], {}).get(variant.name)
-        return found
+        return variants
 
-    def finish(self, found: dict) -> None:
-        machine.tell_limits(found)
+    def finish(self, cell: dict) -> None:
+        machine.tell_limits(cell)
 
 
 def matrices_of(model: LoadedModel) -> list[Any]:
@@ -216,15 +218,15 @@ def own_kinds(settings: Settings) -> dict[str, str]:
     """Names of the rows that are transformers' own, and the cache of each that can be had here."""
     wanted = OWN_CACHES[1:] if settings.quantised else ()
     known = [kind for kind in wanted if HAS_PACKAGE.get(kind.partition("-")[0], lambda: True)()]
-    return {OWN: "dynamic"} | {f"{OWN} {kind}": kind for kind in known}
+    return {PEER: "dynamic"} | {f"{PEER} {kind}": kind for kind in known}
 
 
 def _own_decoders(settings: Settings, model: LoadedModel) -> dict[str, Decoder]:
-    found: dict[str, Decoder] = {}
+    decoders: dict[str, Decoder] = {}
     for name, kind in own_kinds(settings).items():
         with suppress(ImportError):  # this package, or transformers, has no such cache
-            found[name] = OwnDecoder(model, kind)
-    return found
+            decoders[name] = OwnDecoder(model, kind)
+    return decoders
 
 
 def decode_variants(settings: Settings, model: LoadedModel, batch: int, mark: str = "") -> list[Variant]:
@@ -279,8 +281,8 @@ def prompt_variants(settings: Settings, models: Mapping[str, LoadedModel]) -> li
         prompt = text[: settings.context]
         decoders = _own_decoders(settings, model)
         if exact is None:
-            decoders[OWN].prefill([prompt])
-            exact = decoders[OWN].logits.clone()
+            decoders[PEER].prefill([prompt])
+            exact = decoders[PEER].logits.clone()
         decoders |= {m: settings.decoder(model, m, rows=1, new_tokens=1) for m in settings.methods}
         bound = FULL_TOLERANCE.get(model.dtype, LOW_PRECISION_TOLERANCE)
         variants += [_reading(name + mark, each, prompt, exact, bound) for name, each in decoders.items()]
@@ -303,7 +305,7 @@ def _reading(name: str, decoder: Decoder, prompt: list[int], exact: Tensor, boun
 
 def measure_peaks(settings: Settings, bench: Bench) -> dict[str, int]:
     """Bytes that reading one prompt adds at its worst moment, its cache included; each in a fresh process."""
-    found = {}
+    peaks = {}
     kinds, ways = own_kinds(settings), {"": "", **{MARKS[linear]: f" linear={linear}" for linear in settings.linear}}
     for name, mark in [(name, mark) for mark in ways for name in [*kinds, *settings.methods]]:
         bench.stage(f"peak memory of a prompt, {name}{mark}")
@@ -313,11 +315,11 @@ def measure_peaks(settings: Settings, bench: Bench) -> dict[str, int]:
         command = [sys.executable, "-m", "kvbench.extensions.bench.decoders", json.dumps(order)]
         done = subprocess.run(command, capture_output=True, text=True)
         try:
-            found[name + mark] = int(json.loads(done.stdout.splitlines()[-1])["peak_bytes"])
+            peaks[name + mark] = int(json.loads(done.stdout.splitlines()[-1])["peak_bytes"])
         except (ValueError, IndexError, KeyError):
             reason = done.stderr.strip().splitlines()[-1:] or ["no message"]
             bench.notes.append(f"peak memory of {name}{mark} not measured: {reason[0][:200]}")
-    return found
+    return peaks
 
 
 if __name__ == "__main__":

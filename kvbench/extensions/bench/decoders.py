@@ -77,7 +77,7 @@ class StoreDecoder:
         self.focus()
         rows, logits = zip(*map(self.runner.read, prompts), strict=True)
         self._first, self.rows = prompts[0] if not self.rows else self._first, self.rows + list(rows)
-        self.logits = torch.cat([found[:1] for found in logits])
+        self.logits = torch.cat([row[:1] for row in logits])
 
     def repeat(self, rows: int) -> None:
         """Copies rows in turn until there are as many, in pages of their own: pages that rows share would be read from
@@ -107,13 +107,13 @@ class StoreDecoder:
         reference, as a share of the largest logit."""
         self.focus()
         row = self.runner.fork(self.rows[0], share=False)
-        found = self.runner.step([row], [token])[0].clone()
+        logits = self.runner.step([row], [token])[0].clone()
         self.runner.close(row)
         model, policy, options = self._made
         plain = Runner(model, policy, options=replace(options, budget_bytes=None), backend="torch")
         plain.reserve(rows=1, prompt_tokens=len(self._first), new_tokens=1)
         row, _ = plain.read(self._first)
-        return relative(found, plain.step([row], [token])[0])
+        return relative(logits, plain.step([row], [token])[0])
 
 
 class Graphed:
@@ -160,9 +160,9 @@ class Graphed:
         row = runner.fork(rows[0], share=False)
         expected = runner.step([row], [token])[0].clone()
         runner.close(row)
-        found = self.step([token] * len(rows))[0].clone()
+        logits = self.step([token] * len(rows))[0].clone()
         self.focus()
-        return relative(found, expected) if self.replays else float("inf")
+        return relative(logits, expected) if self.replays else float("inf")
 
     def cache_bytes(self) -> int:
         return self.decoder.cache_bytes()
@@ -250,9 +250,9 @@ def capture_on(device: torch.device) -> Capture:
 Decoder = StoreDecoder | OwnDecoder
 
 
-def relative(found: Tensor, exact: Tensor) -> float:
+def relative(logits: Tensor, exact: Tensor) -> float:
     """Largest difference as a share of the largest exact element."""
-    return float((found - exact).abs().max() / exact.abs().max())
+    return float((logits - exact).abs().max() / exact.abs().max())
 
 
 def reset(device: str) -> int:

@@ -47,18 +47,18 @@ def words_of(stage: Stage, folder: Path, dry: bool) -> list[str]:
 
 def describe(device: str) -> dict:
     """The machine and its libraries, for the record."""
-    found = machine.describe(device, gpu_backend(device))
+    description = machine.describe(device, gpu_backend(device))
     if device != "cpu":
-        own = torch.cuda.get_device_properties(device)
-        found |= {"memory_bytes": own.total_memory, "multiprocessors": own.multi_processor_count}
-        found["l2_bytes"] = getattr(own, "L2_cache_size", None)
-    return found
+        properties = torch.cuda.get_device_properties(device)
+        description |= {"memory_bytes": properties.total_memory, "multiprocessors": properties.multi_processor_count}
+        description["l2_bytes"] = getattr(properties, "L2_cache_size", None)
+    return description
 
 
 def _commit() -> str:
     """What is measured: what KVBENCH_COMMIT says, for a copy that came without its history, else what git says."""
-    if given := os.environ.get("KVBENCH_COMMIT"):
-        return given
+    if commit := os.environ.get("KVBENCH_COMMIT"):
+        return commit
     try:
         done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     except OSError:
@@ -113,8 +113,8 @@ def _without_places(log: Path) -> str:
     """What a stage printed, with files named from the repository's root and the libraries' folder on: where these lie
     on a machine is nobody's business."""
     text = log.read_text(encoding="utf-8", errors="replace")
-    for place in (os.getcwd(), *map(sysconfig.get_path, ("purelib", "platlib", "stdlib"))):
-        text = text.replace(f"{place}{os.sep}", "")
+    for folder in (os.getcwd(), *map(sysconfig.get_path, ("purelib", "platlib", "stdlib"))):
+        text = text.replace(f"{folder}{os.sep}", "")
     log.write_text(text, encoding="utf-8")
     return text
 

@@ -216,9 +216,9 @@ def _tables(document: dict) -> list[Table | Text]:
         noise = max((cell["twice"]["noise"] for cell in document["cells"] if cell.get("twice")), default=None)
         said = [] if noise is None else [Text(MANAGER_NOISE.format(100 * noise), style="dim")]
         return [Text(what, style="bold"), _manager(document["cells"]), *said, Text()]
-    if (own := SHOWN_APART.get(what)) is not None:
-        said = [Text(remark) for remark in own.remarks(document)]
-        return [Text(own.title(document), style="bold"), _table(*own.table(document["cells"])), *said, Text()]
+    if (view := SHOWN_APART.get(what)) is not None:
+        said = [Text(remark) for remark in view.remarks(document)]
+        return [Text(view.title(document), style="bold"), _table(*view.table(document["cells"])), *said, Text()]
     parts: list[Table | Text] = []
     for cell in document["cells"]:
         title = f"{what}: {label_of(cell['cell'])}"
@@ -284,8 +284,8 @@ def _speed(row: dict, base: str) -> dict | None:
 
 
 def _time(row: dict, base: str) -> dict | None:
-    found = _speed(row, base)
-    return found and inverted(found)
+    speed = _speed(row, base)
+    return speed and inverted(speed)
 
 
 def _rate_or_seconds(row: dict, base: str) -> dict:
@@ -322,8 +322,8 @@ def draw(document: dict, path: Path) -> Path | None:
     cells = [cell for cell in document["cells"] if cell["variants"]]
     if not cells:
         return None
-    if (own := SHOWN_APART.get(document["what"])) is not None:
-        write_atomic(path, picture_bytes(own.figure(document), "png"))
+    if (apart := SHOWN_APART.get(document["what"])) is not None:
+        write_atomic(path, picture_bytes(apart.figure(document), "png"))
         return path
     view = VIEWS[document["what"]]
     rows = [row for cell in cells for row in cell["variants"]]
@@ -332,9 +332,9 @@ def draw(document: dict, path: Path) -> Path | None:
     names = list(dict.fromkeys(shown))
     panels: dict[str, list[tuple[str, dict]]] = {}
     for cell in cells:
-        own = {key: value for key, value in cell["cell"].items() if key in view.panel}
+        panel_settings = {key: value for key, value in cell["cell"].items() if key in view.panel}
         rest = {key: value for key, value in cell["cell"].items() if key not in view.panel}
-        panels.setdefault(label_of(own), []).append((label_of(rest), cell))
+        panels.setdefault(label_of(panel_settings), []).append((label_of(rest), cell))
     series = list(dict.fromkeys(label for panel in panels.values() for label, _ in panel))
     across = min(3, len(panels))
     down = -(-len(panels) // across)
@@ -365,15 +365,15 @@ def _panel(
     for label, cell in panel:
         index = series.index(label)
         shift = 0.7 * ((index + 0.5) / len(series) - 0.5)
-        found = {row["name"]: (row, view.value(row, base)) for row in cell["variants"] if row["name"] in names}
-        points = [(names.index(name) + shift, row, value) for name, (row, value) in found.items() if value]
+        by_name = {row["name"]: (row, view.value(row, base)) for row in cell["variants"] if row["name"] in names}
+        points = [(names.index(name) + shift, row, value) for name, (row, value) in by_name.items() if value]
         middle, low, high = ([value[key] for _, _, value in points] for key in ("median", "q1", "q3"))
         ends = [np.subtract(middle, low), np.subtract(high, middle)]
         style: dict[str, Any] = {"linestyle": "none", "markersize": 5, "capsize": 2} | _style(index)
-        axes.errorbar(middle, [place for place, *_ in points], xerr=np.maximum(0.0, ends), label=label, **style)
-        for place, row, value in points:
+        axes.errorbar(middle, [height for height, *_ in points], xerr=np.maximum(0.0, ends), label=label, **style)
+        for height, row, value in points:
             where: dict[str, Any] = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
-            axes.annotate(view.note(row), (value["q3"], place), **where)
+            axes.annotate(view.note(row), (value["q3"], height), **where)
     if view.is_log:
         from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -393,5 +393,5 @@ def _panel(
 
 def _style(index: int) -> dict[str, Any]:
     """Colour and marker of a series; together they tell more apart than there are colours."""
-    colour, again = index % len(COLOURS), index // len(COLOURS)
-    return {"color": COLOURS[colour], "marker": MARKERS[(colour + 3 * again) % len(MARKERS)]}
+    colour, cycle = index % len(COLOURS), index // len(COLOURS)
+    return {"color": COLOURS[colour], "marker": MARKERS[(colour + 3 * cycle) % len(MARKERS)]}

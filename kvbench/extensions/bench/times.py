@@ -55,9 +55,9 @@ class Times:
         base = mean_s - per_token * mean_tokens
         per_row = np.polyfit(places, base, 1, w=np.sqrt(weight))[0] if len(places) > 1 else 0.0
 
-        def step_s(asked_rows: int, asked_tokens: int) -> float:
-            beyond = max(0.0, asked_rows - places[-1]) * max(0.0, per_row)
-            return float(np.interp(asked_rows, places, base) + beyond + per_token * asked_tokens)
+        def step_s(rows: int, tokens: int) -> float:
+            beyond = max(0.0, rows - places[-1]) * max(0.0, per_row)
+            return float(np.interp(rows, places, base) + beyond + per_token * tokens)
 
         self._steps = step_s
         length, seconds, count = np.array(self.prompts, dtype=float).T
@@ -143,10 +143,10 @@ def read_times(paths: Sequence[Path]) -> Measured:
 def _take(methods: dict[str, Times], cell: dict[str, Any], row: dict[str, Any]) -> None:
     """Adds what a row of a table measured to its method's times; a method's replayed steps go before its others."""
     if (times := row.get("times")) is not None:
-        found = methods[row["name"]]
-        found.steps += map(tuple, times["steps"])
-        found.prompts += map(tuple, times["prompts"])
-        found.ends += map(tuple, times["ends"])
+        times_of_method = methods[row["name"]]
+        times_of_method.steps += map(tuple, times["steps"])
+        times_of_method.prompts += map(tuple, times["prompts"])
+        times_of_method.ends += map(tuple, times["ends"])
     elif cell.get("phase") == "prompt":
         methods[row["name"]].prompts.append((cell["context"], row["median"], 1.0))
     elif cell.get("phase") == "decode":
