@@ -36,10 +36,10 @@ Advance = Callable[[], object]
 
 def gates(cfg: DictConfig) -> int:
     """Measures the gates and writes them; see conf/command/gates.yaml."""
-    own = cfg.gates
-    check_whole("gates.sinks", own.sinks, 0)
-    check_whole("gates.recent", own.recent, 1)
-    measure = partial(measure_gates, sinks=own.sinks, recent=own.recent)
+    settings = cfg.gates
+    check_whole("gates.sinks", settings.sinks, 0)
+    check_whole("gates.recent", settings.recent, 1)
+    measure = partial(measure_gates, sinks=settings.sinks, recent=settings.recent)
     return write_table(cfg, "gates", measure, "KV heads", "duo_attention method.table")
 
 
@@ -50,20 +50,20 @@ def centres(cfg: DictConfig) -> int:
 
 def books(cfg: DictConfig) -> int:
     """Measures the codebooks and writes them; see conf/command/books.yaml."""
-    own = cfg.books
-    check_whole("books.sinks", own.sinks, 0)
-    Number(0, 0.5).check("books.outside", own.outside)
-    measure = partial(measure_books, outside=own.outside, sinks=own.sinks)
+    settings = cfg.books
+    check_whole("books.sinks", settings.sinks, 0)
+    Number(0, 0.5).check("books.outside", settings.outside)
+    measure = partial(measure_books, outside=settings.outside, sinks=settings.sinks)
     return write_table(cfg, "books", measure, "numbers", "kvquant method.books", form=".6g")
 
 
 def scales(cfg: DictConfig) -> int:
     """Measures the scales of fp8 and writes them; see conf/command/scales.yaml."""
-    own = cfg.scales
-    check_name("scales.per", own.per, ("tensor", "head"))
-    check_name("scales.tokens", own.tokens, ("task", "random"))
-    seed = int(cfg.seed) if own.tokens == "random" else None
-    measure = partial(measure_scales, by_head=own.per == "head", seed=seed)
+    settings = cfg.scales
+    check_name("scales.per", settings.per, ("tensor", "head"))
+    check_name("scales.tokens", settings.tokens, ("task", "random"))
+    seed = int(cfg.seed) if settings.tokens == "random" else None
+    measure = partial(measure_scales, by_head=settings.per == "head", seed=seed)
     return write_table(cfg, "scales", measure, "numbers", "fp8 method.scales", form=".9g")
 
 
@@ -118,8 +118,8 @@ def measure_gates(
             tokens = torch.tensor([[*prompt, *request.gold[:-1]]], device=model.device)
             out = model(input_ids=tokens, output_attentions=True, logits_to_keep=1, use_cache=False)
             rows = torch.arange(len(prompt) - 1, tokens.shape[1], device=model.device)
-            place = torch.arange(tokens.shape[1], device=model.device)
-            far = (place >= sinks) & (place <= rows[:, None] - recent)
+            positions = torch.arange(tokens.shape[1], device=model.device)
+            far = (positions >= sinks) & (positions <= rows[:, None] - recent)
             for layer, number in enumerate(layers):
                 share = (out.attentions[number][0, :, rows].float() * far).sum(-1).mean(-1)  # [query heads]
                 total[layer] += share.view(num_kv_heads, -1).mean(1).cpu()
@@ -206,7 +206,7 @@ def measure_centres(loaded: "LoadedModel", requests: "Sequence[Request]", advanc
     """
     looks, prompts = _Queries(), [list(request.prompt) for request in requests]
     look_at(loaded, ScoreSpec(statistic=looks, prefill_queries=ALL_QUERIES), prompts, advance)
-    sums = [sum((own for (own,) in parts), torch.zeros(())) for _, parts in sorted(looks.found.items())]
+    sums = [sum((queries for (queries,) in parts), torch.zeros(())) for _, parts in sorted(looks.found.items())]
     return torch.stack(sums) / sum(map(len, prompts))
 
 
@@ -297,13 +297,13 @@ def _counts(x: Tensor, zero: Tensor, scale: Tensor) -> Tensor:
 def table_of(counts: Tensor, size: int) -> Tensor:
     """The levels that numbers are nearest to in the mean, by k-means in one dimension: int64 [size], ascending, each
     level once, from fp64 [255 * FINE + 1] how many numbers lie in each bin."""
-    place = torch.arange(len(counts), dtype=torch.float64) / FINE
-    number, total = (torch.cat([x.new_zeros(1), x.cumsum(0)]) for x in (counts, counts * place))
+    levels = torch.arange(len(counts), dtype=torch.float64) / FINE
+    number, total = (torch.cat([x.new_zeros(1), x.cumsum(0)]) for x in (counts, counts * levels))
     share = (torch.arange(size, dtype=torch.float64) + 0.5) / size * number[-1]
-    centre = place[torch.searchsorted(number[1:], share).clamp(max=len(place) - 1)]
+    centre = levels[torch.searchsorted(number[1:], share).clamp(max=len(levels) - 1)]
     for _ in range(ROUNDS):
-        edge = torch.searchsorted(place, (centre[1:] + centre[:-1]) / 2)
-        edge = torch.cat([edge.new_zeros(1), edge, edge.new_tensor([len(place)])])
+        edge = torch.searchsorted(levels, (centre[1:] + centre[:-1]) / 2)
+        edge = torch.cat([edge.new_zeros(1), edge, edge.new_tensor([len(levels)])])
         held = number[edge].diff()
         moved = torch.where(held > 0, total[edge].diff() / held.clamp(min=1), centre)
         if torch.equal(moved, centre):
