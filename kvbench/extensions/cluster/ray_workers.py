@@ -69,9 +69,9 @@ class Crew(Protocol):
 class Hand:
     """A worker in a process of its own, as an actor or otherwise."""
 
-    def __init__(self, jobs: Sequence[Sequence[str]], place: Path, own: tuple[Path, ...]) -> None:
-        self._jobs, self._own, self._stack = jobs, own, ExitStack()
-        self._stack.enter_context(at_home(place, own))
+    def __init__(self, jobs: Sequence[Sequence[str]], directory: Path, config_dirs: tuple[Path, ...]) -> None:
+        self._jobs, self._own, self._stack = jobs, config_dirs, ExitStack()
+        self._stack.enter_context(at_home(directory, config_dirs))
 
     @cached_property
     def _worker(self) -> "Worker":
@@ -131,22 +131,22 @@ def share_out(crew: Crew, items: "Sequence[Item]", sweep: Sweep, size: int) -> b
     Raises:
         ValueError: Workers die before they are ready.
     """
-    waiting, tries = deque(range(1, len(items) + 1)), Counter[int]()
+    pending, tries = deque(range(1, len(items) + 1)), Counter[int]()
     ready: deque[tuple[Member, Report]] = deque()
     held: dict[Member, tuple[int, JobRecord, ExitStack]] = {}
     early, failed = 0, list[int]()
     with ExitStack() as stack, Progress(f"{size} workers on Ray", len(items), unit="items") as progress:
-        while waiting or held:
-            while waiting and ready:
-                (member, at), number = ready.popleft(), waiting.popleft()
+        while pending or held:
+            while pending and ready:
+                (member, at), number = ready.popleft(), pending.popleft()
                 job = stack.enter_context(ExitStack())
                 held[member] = number, job.enter_context(sweep.job(number, at.host, at.process)), job
                 crew.give(member, items[number - 1], sweep.folder)
-            found = crew.next(WAIT_S)
+            message = crew.next(WAIT_S)
             progress.show()
-            if found is None:
+            if message is None:
                 continue
-            member, report = found
+            member, report = message
             number, record, job = held.pop(member, (0, JobRecord(), ExitStack()))
             if report is None:
                 early += not number
@@ -156,12 +156,12 @@ def share_out(crew: Crew, items: "Sequence[Item]", sweep: Sweep, size: int) -> b
                     )
                 if number:
                     tries[number] += 1
-                    given_up = tries[number] == MOST_TRIES
-                    what = f"the {MOST_TRIES}rd at it: it is given up" if given_up else "it goes to another"
+                    is_dropped = tries[number] == MOST_TRIES
+                    what = f"the {MOST_TRIES}rd at it: it is given up" if is_dropped else "it goes to another"
                     record.message = f"worker {record.process} on {record.host} died at {items[number - 1]}, {what}"
                     note(record.message)
-                    record.code = endings.EXIT_FAILED if given_up else None
-                    (failed.append if given_up else waiting.appendleft)(number)
+                    record.code = endings.EXIT_FAILED if is_dropped else None
+                    (failed.append if is_dropped else pending.appendleft)(number)
             else:
                 ready.append((member, report))
                 if number:
@@ -184,8 +184,8 @@ def check_same(items: "Sequence[Item]", jobs: "Jobs") -> None:
 
     known = {item.runs for item in items}
     for numbers in together.groups([job.cfg for job in jobs.waiting]):
-        asked = [(jobs.waiting[number].cfg, jobs.waiting[number].method) for number in numbers]
-        experiments = prepared(asked, jobs.loaders)
+        run_requests = [(jobs.waiting[number].cfg, jobs.waiting[number].method) for number in numbers]
+        experiments = prepared(run_requests, jobs.loaders)
         if experiments and digest(one.hash for one in experiments) not in known:
             raise ValueError(
                 f"this machine would make other runs of {experiments[0].task.name} than the workers on Ray did: it has "
@@ -245,10 +245,10 @@ class _OnRay:
 
     def items(self, member: Member, prompts: int) -> "list[Item]":
         """All items."""
-        found = _got(member.items.remote(prompts))
-        if found is None:
+        items = _got(member.items.remote(prompts))
+        if items is None:
             raise ValueError("the worker that read the tasks died; see Ray's logs")
-        return found
+        return items
 
     def give(self, member: Member, item: "Item", log: Path) -> None:
         """Call an actor."""
@@ -262,13 +262,13 @@ class _OnRay:
         return (self._asked.pop(ended[0]), _got(ended[0])) if ended else None
 
 
-def _got(asked: Any) -> Any:
+def _got(reference: Any) -> Any:
     """What a call gave; None where its actor died; raises what it raised."""
     import ray
     from ray.exceptions import RayError, RayTaskError
 
     try:
-        return ray.get(asked)
+        return ray.get(reference)
     except RayTaskError as error:
         raise error.cause from error
     except RayError:

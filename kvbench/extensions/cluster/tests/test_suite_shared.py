@@ -39,14 +39,14 @@ KEPT = ("hash", "status", "message", "metrics", "fidelity", "ledger", "kept", "c
 
 def left(results: Path) -> dict[str, object]:
     """What runs left, without times: the files of each, by its folder."""
-    found: dict[str, object] = {}
+    content: dict[str, object] = {}
     for path in sorted(results.glob("*/*/*/*/run.json")):
         rows = [json.loads(line) for line in (path.parent / "samples.jsonl").read_text().splitlines()]
         rows = [{key: value for key, value in row.items() if key not in ("timing", "seal")} for row in rows]
         record = json.loads(path.read_text())
         config = (path.parent / "config.yaml").read_text().replace(str(results.name), "")
-        found[path.parent.relative_to(results).as_posix()] = rows, config, {key: record[key] for key in KEPT}
-    return found
+        content[path.parent.relative_to(results).as_posix()] = rows, config, {key: record[key] for key in KEPT}
+    return content
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def test_items_of_workers_that_die_go_to_others(tmp_path, capsys):
     assert "died at 1/t/00000000/1-1, it goes to another" in capsys.readouterr().err
 
 
-def test_an_item_that_kills_every_worker_is_given_up(tmp_path, capsys):
+def test_an_item_that_kills_every_worker_is_dropped(tmp_path, capsys):
     """The others are done; a crew that never gets ready is told."""
     is_done, sweep = share(tmp_path, Workers({2: 9}))
     assert not is_done and list(sweep.states().values()) == ["done"] * 2 + ["failed"] + ["done"] * 3
@@ -224,17 +224,17 @@ class Forked:
         other.close()
         real, left = FakeEngine.answer, [3 if killed else -1]
 
-        def answer(*given):
+        def answer(*args):
             left[0] -= 1
             if not left[0]:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return real(*given)
+            return real(*args)
 
         FakeEngine.answer = answer
         hand = Hand(self.jobs, Path.cwd(), files.own_folders())
         while True:
-            name, *given = calls.recv()
-            calls.send(getattr(hand, name)(*given))
+            name, *args = calls.recv()
+            calls.send(getattr(hand, name)(*args))
 
     def items(self, member, prompts):
         """All items, behind the report that it is ready."""
@@ -285,8 +285,8 @@ def test_workers_that_are_killed_leave_what_one_process_leaves(quick, capsys, mo
     assert said.count("it goes to another") == 2 and "5/5 items" in said and crews[0].hired == 3
     assert "18 answers, " not in said, "nothing is timed before the join"
     assert left(Path("shared")) == left(Path("whole"))
-    items, joined = sweeps(Path("shared"))
-    assert set(items.states().values()) == set(joined.states().values()) == {"done"}
+    items, whole = sweeps(Path("shared"))
+    assert set(items.states().values()) == set(whole.states().values()) == {"done"}
     assert sum(job.num_done for job in items.jobs().values()) == 16, (
         "the first had written two; the second gave them anew"
     )
@@ -364,8 +364,8 @@ def test_three_workers_on_ray_of_which_two_are_killed(pair):
     if find_spec("ray") is None:
         pytest.skip("needs ray")
     folder, start, _, _ = pair
-    place = Path(tempfile.mkdtemp(prefix="kvr", dir="/tmp"))  # names of sockets must be short
-    child = start("results_dir=ray", "ray=3", "item_prompts=1", RAY_TMPDIR=str(place), RAY_AUTH_MODE="disabled")
+    ray_folder = Path(tempfile.mkdtemp(prefix="kvr", dir="/tmp"))  # names of sockets must be short
+    child = start("results_dir=ray", "ray=3", "item_prompts=1", RAY_TMPDIR=str(ray_folder), RAY_AUTH_MODE="disabled")
     killed, processes, end = list[int](), set[int](), time.monotonic() + 900
     while len(killed) < 2 and child.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
@@ -385,9 +385,9 @@ def test_three_workers_on_ray_of_which_two_are_killed(pair):
     assert left(folder / "ray") == left(folder / "whole")
     loads = Counter(
         path.name.split("-")[-1]
-        for path in place.rglob("worker-*.err")
+        for path in ray_folder.rglob("worker-*.err")
         for line in path.open()
         if "loading model" in line
     )
     assert 3 <= len(loads) <= 5 and set(loads.values()) == {1}  # who was killed may have loaded none
-    shutil.rmtree(place, ignore_errors=True)
+    shutil.rmtree(ray_folder, ignore_errors=True)
