@@ -62,11 +62,11 @@ def file_name(text: str) -> str:
 
 def gold_of(record: SampleRecord) -> list[str]:
     """The right answers; in journals of before, what the task kept beside the sample."""
-    found = record.get("gold")
-    if found is None:
+    gold = record.get("gold")
+    if gold is None:
         kept = record["meta"].get("answers", record["meta"].get("answer"))
-        found = kept if isinstance(kept, list) else [] if kept is None else [kept]
-    return [str(one) for one in found]
+        gold = kept if isinstance(kept, list) else [] if kept is None else [kept]
+    return [str(one) for one in gold]
 
 
 def write_lm_eval(runs: Sequence[Stored], to: Path) -> list[Path]:
@@ -79,7 +79,7 @@ def write_lm_eval(runs: Sequence[Stored], to: Path) -> list[Path]:
         made = {}
         for subset, samples in by_subset(run).items():
             path = folder / f"samples_{file_name(task_name(run, subset))}_{date}.jsonl"
-            lines = [json.dumps(sample_of(run, place, item)) for place, item in enumerate(samples)]
+            lines = [json.dumps(sample_of(run, index, item)) for index, item in enumerate(samples)]
             made[path] = "".join(f"{line}\n" for line in lines).encode()
         made[folder / f"results_{date}.json"] = json.dumps(plain(results_of(run)), indent=2, allow_nan=False).encode()
         written += write_files(to, made)
@@ -88,11 +88,11 @@ def write_lm_eval(runs: Sequence[Stored], to: Path) -> list[Path]:
 
 def first_answers(run: Stored, key: Callable[[SampleRecord], str]) -> dict[str, list[SampleRecord]]:
     """The first answer to each sample, which is all that others know, by a key of the sample."""
-    found: dict[str, list[SampleRecord]] = {}
+    by_sample: dict[str, list[SampleRecord]] = {}
     for sample in run.samples:
         if sample["repeat"] == 0:
-            found.setdefault(key(sample), []).append(sample)
-    return found
+            by_sample.setdefault(key(sample), []).append(sample)
+    return by_sample
 
 
 def by_subset(run: Stored) -> dict[str, list[SampleRecord]]:
@@ -148,7 +148,7 @@ def results_of(run: Stored) -> dict[str, Any]:
 
 def _scores(run: Stored, subsets: Sequence[str]) -> dict[str, Any]:
     """Means and standard errors as lm-eval names them; `N/A` where there is no standard error."""
-    found: dict[str, Any] = {}
+    scores: dict[str, Any] = {}
     chosen = [sample for sample in run.samples if sample["subset"] in subsets]
     for name in run.record.metrics:
         metric, _, filter_name = name.partition(",")
@@ -158,13 +158,13 @@ def _scores(run: Stored, subsets: Sequence[str]) -> dict[str, Any]:
             continue
         strata = weighed([list(part.values()) for part in values.values()], run.record.weighting)
         error = standard_error(strata)
-        found[f"{metric},{key}"] = float(strata.mean())
-        found[f"{metric}_stderr,{key}"] = error[0] if error else "N/A"
-        found["sample_len"] = strata.count
-    return found
+        scores[f"{metric},{key}"] = float(strata.mean())
+        scores[f"{metric}_stderr,{key}"] = error[0] if error else "N/A"
+        scores["sample_len"] = strata.count
+    return scores
 
 
-def sample_of(run: Stored, place: int, sample: SampleRecord) -> dict[str, Any]:
+def sample_of(run: Stored, position: int, sample: SampleRecord) -> dict[str, Any]:
     """One line of samples_TASK_DATE.jsonl."""
     gold, prompt = gold_of(sample), sample.get("prompt")
     doc = {"sample_id": sample["sample_id"], **sample["meta"]}
@@ -173,7 +173,7 @@ def sample_of(run: Stored, place: int, sample: SampleRecord) -> dict[str, Any]:
     scores: Mapping[str, float | None] = sample["scores"]
     index = sample["meta"].get("index")
     return {
-        "doc_id": index if isinstance(index, int) else place,
+        "doc_id": index if isinstance(index, int) else position,
         "doc": doc,
         "target": gold[0] if len(gold) == 1 else str(gold),
         "arguments": {"gen_args_0": {"arg_0": prompt["tail"] if prompt else ""}},
