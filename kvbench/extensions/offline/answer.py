@@ -88,11 +88,11 @@ def answer(
         if experiment.config.forces_own and run.reference is not None:
             experiment = experiment.forcing(full[run.reference])
         portion = shard.part(experiment.task.requests, experiment.engine.group or 1)
-        place = experiment.folder / f"{shard.number}-of-{shard.of}"
-        with run_lock(place):
-            _, found = finish(compute_portion(experiment, place, portion, done=(), say=note, origin=origin))
+        part = experiment.folder / f"{shard.number}-of-{shard.of}"
+        with run_lock(part):
+            _, samples = finish(compute_portion(experiment, part, portion, done=(), say=note, origin=origin))
         if run.method == FULL:
-            full[run.key] = list(found.values())
+            full[run.key] = list(samples.values())
 
 
 def _chosen(head: Head, methods: Sequence[str] | None) -> list[OfflineRun]:
@@ -113,14 +113,14 @@ def _prepare(
     head: Head, run: OfflineRun, requests: list[Request], parts: Loaders, folder: Path | None, answers: Path
 ) -> Experiment:
     """Load what a run needs, and work out what its answers are of."""
-    given = run.settings | {"results_dir": str(answers)}
+    settings = run.settings | {"results_dir": str(answers)}
     if folder is not None:
-        kept = {name: value for name, value in given["model"].items() if name in COMMON}
-        given["model"] = kept | {"kind": "hf", "path": str(folder), "name": head.model}
-    config, policy, model = load_method(RunConfig.read(given), parts, note)
-    if (found := tokenizer_hash(model.tokenizer)) != head.tokenizer:
+        kept = {name: value for name, value in settings["model"].items() if name in COMMON}
+        settings["model"] = kept | {"kind": "hf", "path": str(folder), "name": head.model}
+    config, policy, model = load_method(RunConfig.read(settings), parts, note)
+    if (tokenizer_digest := tokenizer_hash(model.tokenizer)) != head.tokenizer:
         raise ValueError(
-            f"the tokenizer of model {model.name} ({found[:12]}) is another one than that of the requests "
+            f"the tokenizer of model {model.name} ({tokenizer_digest[:12]}) is another one than that of the requests "
             f"({head.tokenizer[:12]}), so that their token ids stand for other words; give the same model, or ask again"
         )
     engine = parts.make_engine(config, model, policy)

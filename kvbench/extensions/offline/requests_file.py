@@ -93,27 +93,29 @@ def read(path: Path) -> tuple[Head, list[Request]]:
     Raises:
         ValueError: It is none, is of another version, or was damaged.
     """
-    again = "write it with `kvbench offline what=ask`, or copy it again"
+    remedy = "write it with `kvbench offline what=ask`, or copy it again"
     try:
         first, _, lines = path.read_bytes().partition(b"\n")
     except OSError as error:
-        raise ValueError(f"file={path} cannot be read: {error.strerror}; {again}") from error
+        raise ValueError(f"file={path} cannot be read: {error.strerror}; {remedy}") from error
     try:
         head: Head = parse(read_json(first), Head)
     except (Misfit, ValueError) as error:
-        raise ValueError(f"file={path} is no file of requests ({error}); {again}") from error
+        raise ValueError(f"file={path} is no file of requests ({error}); {remedy}") from error
     if head.format != FORMAT:
-        raise ValueError(f"file={path} has format {head.format}, and this kvbench reads {FORMAT}; {again}")
+        raise ValueError(f"file={path} has format {head.format}, and this kvbench reads {FORMAT}; {remedy}")
     if digest_of(lines) != head.requests:
-        raise ValueError(f"file={path} is damaged: its requests have another SHA-256 than its first line says; {again}")
+        raise ValueError(
+            f"file={path} is damaged: its requests have another SHA-256 than its first line says; {remedy}"
+        )
     return head, [_request(json.loads(line)) for line in lines.splitlines()]
 
 
 def _request(fields: Mapping[str, Any]) -> Request:
-    found = {name: _tuples(value) for name, value in fields.items() if name not in ("turns", "thoughts")}
+    values = {name: _tuples(value) for name, value in fields.items() if name not in ("turns", "thoughts")}
     thoughts = fields["thoughts"] and Thoughts(**{name: _tuples(value) for name, value in fields["thoughts"].items()})
     turns = tuple(Turn(**{name: _tuples(value) for name, value in turn.items()}) for turn in fields["turns"])
-    return Request(**found, thoughts=thoughts, turns=turns)
+    return Request(**values, thoughts=thoughts, turns=turns)
 
 
 def _tuples(value: Any) -> Any:
