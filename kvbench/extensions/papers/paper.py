@@ -43,14 +43,14 @@ NEUTRAL |= {"fidelity.on", "fidelity.max_tokens", "fidelity.per_token", "task.da
 def main(arguments: Sequence[str], sweep: suite.Sweeping) -> int:
     """Carry out `kvbench paper`; `sweep` runs words of a sweep with these jobs. Returns the exit code."""
     listed = read_config(files.path_of("command", GROUP))
-    own, others = list[str](), list[str]()
+    words, others = list[str](), list[str]()
     for word in arguments:
         key, sign, value = word.partition("=")
         if key == "task.data_dir":
-            own.append(f"data_dir={value}")
+            words.append(f"data_dir={value}")
         else:
-            (own if key in listed or not (sign or word.startswith("-")) else others).append(word)
-    cfg = commands.compose_command(GROUP, own)
+            (words if key in listed or not (sign or word.startswith("-")) else others).append(word)
+    cfg = commands.compose_command(GROUP, words)
     if cfg.paper is None:
         return _list_papers()
     paper = papers.find(str(cfg.paper))
@@ -117,8 +117,8 @@ def run(
         changed = [word for word in changed if not word.startswith("hydra")]
         write(paper, entry, cfg, beside.join(paper, entry, ran, changed))
     elif entry.cells:
-        found = [*_documents(further, began)]
-        write(paper, entry, cfg, beside_bench.join(paper, entry, found))
+        documents = [*_documents(further, began)]
+        write(paper, entry, cfg, beside_bench.join(paper, entry, documents))
     return max(codes)
 
 
@@ -149,11 +149,11 @@ def write_memory(paper: Paper, entry: Entry, cfg: DictConfig, ran: Sequence[besi
     """Write the sizes of an entry's runs as its paper counts them, next to the bytes that were resident."""
     from kvbench.extensions.papers import memory
 
-    if found := memory.sizes(paper, entry, ran):
+    if sizes := memory.sizes(paper, entry, ran):
         root, title = Path(str(cfg.results_dir)), f"{paper.name}, {entry.at}"
         contents = {
-            root / f"{entry.slug}_memory.md": memory.markdown(title, found).encode(),
-            root / f"{entry.slug}_memory.csv": memory.csv_of(found),
+            root / f"{entry.slug}_memory.md": memory.markdown(title, sizes).encode(),
+            root / f"{entry.slug}_memory.csv": memory.csv_of(sizes),
         }
         terminal.print_paths(write_files(root, contents), terminal.console())
 
@@ -172,13 +172,13 @@ def _documents(further: Sequence[tuple[str, list[str]]], began: float) -> Iterat
     from kvbench.kernels.bench.bench import read_document
 
     for name, words in further:
-        given = dict(word.partition("=")[::2] for word in words)
+        settings = dict(word.partition("=")[::2] for word in words)
         if name == "bench":
-            for path in sorted((Path(given["out"]) / given["what"]).glob("*/bench.json")):
+            for path in sorted((Path(settings["out"]) / settings["what"]).glob("*/bench.json")):
                 if path.stat().st_mtime >= began:
                     yield read_document(path)
-        elif name == BYTES and Path(given.get("out", "")).is_file():
-            with Path(given["out"]).open(newline="", encoding="utf-8") as file:
+        elif name == BYTES and Path(settings.get("out", "")).is_file():
+            with Path(settings["out"]).open(newline="", encoding="utf-8") as file:
                 yield {"what": BYTES, "rows": list(csv.DictReader(file))}
 
 
@@ -187,14 +187,14 @@ def jobs_of(paper: Paper, entry: Entry, cfg: DictConfig, others: Sequence[str]) 
     of_model = entry.rows(paper.printed_model(model_name(others)))
     rows = {row: line.replace("{results}", str(cfg.results_dir)) for row, line in of_model.items()}
     of_line = {tuple(sweeping.combinations(shlex.split(line))[0]): row for row, line in rows.items()}
-    asked = suite.Suite(every=entry.every, tasks=entry.tasks, methods=tuple(rows.values()))
-    return [(of_line.get(tuple(line), ""), job) for line, job in suite.by_method(asked, cfg, others)]
+    chosen = suite.Suite(every=entry.every, tasks=entry.tasks, methods=tuple(rows.values()))
+    return [(of_line.get(tuple(line), ""), job) for line, job in suite.by_method(chosen, cfg, others)]
 
 
 def model_name(words: Sequence[str]) -> str:
     """The name that a run's model will have: what stands behind the owner in a hub id, a folder's name, or a choice."""
-    given = {key: value for key, _, value in (word.partition("=") for word in words)}
-    return Path(given.get("model.path") or given.get("model", "")).name
+    settings = {key: value for key, _, value in (word.partition("=") for word in words)}
+    return Path(settings.get("model.path") or settings.get("model", "")).name
 
 
 def command_lines(
@@ -207,7 +207,7 @@ def command_lines(
         ValueError: Nothing of the entry has a setting of the user's, or it has no jobs for a launcher.
     """
     model = " ".join(word.removeprefix("model=").removeprefix("model.") for word in others if word[:5] == "model")
-    data, found, taken = suite.data_words(cfg), [], set[str]()
+    data, commands, taken = suite.data_words(cfg), [], set[str]()
     methods = ",".join(f"'{line}'" for line in dict.fromkeys(entry.rows().values()))
     for line in entry.then if lines is None else lines:
         name, *words = shlex.split(line.replace("{results}", str(cfg.results_dir)).replace("{at}", entry.slug))
@@ -220,7 +220,7 @@ def command_lines(
         mine = [word for word in others if is_run or word.partition("=")[0].partition(".")[0] in listed]
         mine = [word for word in mine if not word.startswith("hydra") and (is_run or not word.startswith("model"))]
         taken |= set(mine)
-        found.append((name, [*words, *mine, *(data if is_run else [])]))
+        commands.append((name, [*words, *mine, *(data if is_run else [])]))
     for word in () if entry.tasks else others:
         if word.startswith("hydra"):
             raise ValueError(
@@ -228,7 +228,7 @@ def command_lines(
             )
         if word not in taken and not word.startswith("model"):
             raise unknown_setting(word.partition("=")[0], read_config(files.path_of("command", GROUP)))
-    return found
+    return commands
 
 
 def _of_model(words: Sequence[str]) -> list[str]:
@@ -315,13 +315,13 @@ def _counted(jobs: Sequence[list[str]]) -> list[str]:
     return [*lines, f"how long and how large: plan={TIMED} times a few answers; so does the sweep before it begins"]
 
 
-def _ahead(asked: Sequence[tuple[DictConfig, str]]) -> list[str]:
+def _ahead(run_requests: Sequence[tuple[DictConfig, str]]) -> list[str]:
     """Say what is ahead of runs; gives why there is nothing to say of some, each reason once."""
     from kvbench.extensions.suite.preview import say
     from kvbench.runs.parts import Loaders
 
-    reasons = Counter(text.split(": ", 2)[-1] for text in say(asked, Loaders()))
-    return [f"! nothing is known of {count} of {len(asked)} runs: {reason}" for reason, count in reasons.items()]
+    reasons = Counter(text.split(": ", 2)[-1] for text in say(run_requests, Loaders()))
+    return [f"! nothing is known of {count} of {len(run_requests)} runs: {reason}" for reason, count in reasons.items()]
 
 
 def _calibrated(words: list[str]) -> list[tuple[DictConfig, str]]:
@@ -339,8 +339,8 @@ def _grid(words: list[str]) -> tuple[int, int]:
     from kvbench.runs.parts import make_policy
 
     cfg = commands.compose_command("calibrate", words)
-    asked = read_plan(cfg.calibrate, str(cfg._choices_.method), make_policy(cfg.method), rule=cfg.rule)
-    return sum(len(stage.values) for stage in asked.stages), asked.tuning_samples
+    plan = read_plan(cfg.calibrate, str(cfg._choices_.method), make_policy(cfg.method), rule=cfg.rule)
+    return sum(len(stage.values) for stage in plan.stages), plan.tuning_samples
 
 
 def _size(name: str, words: list[str]) -> str:

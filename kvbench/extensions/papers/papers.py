@@ -63,13 +63,13 @@ class Entry:
 
     def rows(self, model: str = "") -> dict[str, str]:
         """Printed row -> its line of words on a printed model, or on any other."""
-        found = {}
+        rows = {}
         for name, lines in self.methods.items():
             line = lines if isinstance(lines, str) else lines.get(model) or next(iter(lines.values()))
             swept = SWEPT.search(name)
             for value in swept[1].split(",") if swept else ("",):
-                found[SWEPT.sub(value, name)] = line.replace("{}", value)
-        return found
+                rows[SWEPT.sub(value, name)] = line.replace("{}", value)
+        return rows
 
     def reason(self, *names: str) -> str:
         """Why nothing answers a cell of this metric, method and row; empty where nothing is said."""
@@ -128,7 +128,7 @@ def find(key: str) -> Paper:
     """
     raw = _raw(check_name(GROUP, key, files.options(GROUP)))
     check_keys(raw, ("name", "models", "note", "entries"), prefix=f"{key}.yaml: ")
-    entries = tuple(_entry(key, given) for given in raw.get("entries", ()))
+    entries = tuple(_entry(key, content) for content in raw.get("entries", ()))
     about = files.options(GROUP)[key]
     return Paper(key=key, name=raw["name"], about=about, models=raw["models"], note=raw["note"], entries=entries)
 
@@ -144,20 +144,20 @@ def _raw(key: str) -> dict[str, Any]:
     return empty | as_dict(read_config(files.path_of(GROUP, key)))
 
 
-def _entry(key: str, given: Mapping[str, Any]) -> Entry:
+def _entry(key: str, content: Mapping[str, Any]) -> Entry:
     """An entry of a file; with `like: PAPER AT` it has what it does not say itself from there, or from an earlier one
     of its own paper with `like: AT`."""
     known = {item.name for item in fields(Entry)}
-    at = str(given.get("at"))
+    at = str(content.get("at"))
     prefix = f"{key}.yaml: {at}: "
-    check_keys(given, {*known, "like"}, prefix=prefix)
-    whole = dict(given)
+    check_keys(content, {*known, "like"}, prefix=prefix)
+    whole = dict(content)
     if like := whole.pop("like", ""):
         paper, _, other = like.partition(" ") if like.split()[0] not in KINDS else (key, "", like)
-        found = [one for one in _raw(paper)["entries"] if one.get("at") == other]
-        if not found:
+        others = [one for one in _raw(paper)["entries"] if one.get("at") == other]
+        if not others:
             raise ValueError(f"{prefix}like={like} names no entry; write PAPER AT, such as `diffkv table 1`")
-        whole = {name: value for name, value in found[0].items() if name != "cells"} | whole
+        whole = {name: value for name, value in others[0].items() if name != "cells"} | whole
         if inner := whole.pop("like", ""):
             raise ValueError(f"{prefix}like={like} is itself like {inner}; name that one")
     settings: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in whole.items()}
