@@ -62,19 +62,19 @@ def judge(full: Trial, trials: Sequence[tuple[str, Trial, bool]], rule: Rule) ->
     """Puts the measured trials on one frontier: label, trial, and True where the search found it."""
     runs = [_stored("full", full), *(_stored(label, trial) for label, trial, _ in trials)]
     group = Group(task=full.experiment.task.name, model=full.experiment.model.name, title="held-out samples", runs=runs)
-    asked = {"metric": rule.criterion, "quality": "difference", "margin": rule.margin, "incomplete": False}
-    panel = build(group, OmegaConf.create(asked | {"resamples": rule.resamples, "seed": rule.seed}))
+    settings = {"metric": rule.criterion, "quality": "difference", "margin": rule.margin, "incomplete": False}
+    panel = build(group, OmegaConf.create(settings | {"resamples": rule.resamples, "seed": rule.seed}))
     if panel is None:
         return Judged(panel=None, notes=group.notes)
-    labels = {label for label, _, is_found in trials if is_found}
-    found = [point for point in panel.points if point.label in labels]
+    labels = {label for label, _, is_searched in trials if is_searched}
+    searched = [point for point in panel.points if point.label in labels]
     hand = [point for point in panel.points if point.label not in labels and point.key != panel.reference]
-    beyond = _beyond(panel, found, hand)
+    beyond = _beyond(panel, searched, hand)
     named = {item.found.key for item in beyond}
-    maybe = [point for point in _unbeaten(panel, found, hand) if point.key not in named]
+    maybe = [point for point in _unbeaten(panel, searched, hand) if point.key not in named]
     small = f"n too small: {panel.num_samples} held-out samples prove nothing; raise search.held_out_samples"
     notes = [small] if panel.num_samples < FEWEST_SAMPLES else []
-    return Judged(panel=panel, found={point.key for point in found}, beyond=beyond, maybe=maybe, notes=notes)
+    return Judged(panel=panel, found={point.key for point in searched}, beyond=beyond, maybe=maybe, notes=notes)
 
 
 def _stored(label: str, trial: Trial) -> StoredRun:
@@ -97,14 +97,17 @@ def _stored(label: str, trial: Trial) -> StoredRun:
     return StoredRun(name=experiment.hash, record=record, samples=samples, total=len(experiment.keys), label=label)
 
 
-def _beyond(panel: Panel, found: Sequence[Point], hand: Sequence[Point]) -> list[Beyond]:
+def _beyond(panel: Panel, searched: Sequence[Point], hand: Sequence[Point]) -> list[Beyond]:
     """The points found that take the place of one on the frontier made by hand; `BETTER` is corrected (Holm) over all
     pairs of a point found and a dearer point made by hand."""
     sign = 1 if panel.what.higher_is_better else -1
     costs = [point.costs[RESIDENT.name] for point in hand]
     best = best_so_far([cost.value for cost in costs], [p.quality for p in hand], panel.what.higher_is_better)
     pairs = [
-        (mine, hand[index]) for mine in found for index in best if is_cheaper(mine.costs[RESIDENT.name], costs[index])
+        (mine, hand[index])
+        for mine in searched
+        for index in best
+        if is_cheaper(mine.costs[RESIDENT.name], costs[index])
     ]
     tests = [panel.difference(a, b) for a, b in pairs]
     corrected = holm([test.p if sign * test.value > 0 else 1.0 for test in tests])
@@ -119,12 +122,12 @@ def _beyond(panel: Panel, found: Sequence[Point], hand: Sequence[Point]) -> list
     return sorted(result, key=lambda item: (item.how != BETTER, -item.gain))
 
 
-def _unbeaten(panel: Panel, found: Sequence[Point], hand: Sequence[Point]) -> list[Point]:
+def _unbeaten(panel: Panel, searched: Sequence[Point], hand: Sequence[Point]) -> list[Point]:
     """The points found that no point made by hand, as cheap or cheaper, equals by the estimates; between the cheapest
     and the dearest of these."""
     sign = 1 if panel.what.higher_is_better else -1
     result = []
-    for point in found:
+    for point in searched:
         cheaper = [p for p in hand if p.costs[RESIDENT.name].value <= point.costs[RESIDENT.name].value]
         if cheaper and all(sign * other.quality < sign * point.quality for other in cheaper):
             result.append(point)
