@@ -43,10 +43,10 @@ class Item:
         Raises:
             ValueError: It is none.
         """
-        found = re.fullmatch(r"([0-9]{1,6})/([^/\s]+)/([0-9a-f]{8})/([0-9]{1,9})-([0-9]{1,9})", text)
-        if found is None or int(found[4]) > int(found[5]):
+        match = re.fullmatch(r"([0-9]{1,6})/([^/\s]+)/([0-9a-f]{8})/([0-9]{1,9})-([0-9]{1,9})", text)
+        if match is None or int(match[4]) > int(match[5]):
             raise ValueError(f"{text[:80]!r} is no item of a manifest, such as 2/gsm8k/3fa9c0d1/0-15; write it anew")
-        return cls(int(found[1]), found[2], found[3], int(found[4]), int(found[5]))
+        return cls(int(match[1]), match[2], match[3], int(match[4]), int(match[5]))
 
     def __str__(self) -> str:
         return f"{self.line}/{self.task}/{self.runs}/{self.first}-{self.last}"
@@ -94,8 +94,10 @@ class Worker:
 
     def __init__(self, jobs: Iterable[Sequence[str]], *, name: str = "worker", flags: Sequence[str] = ()) -> None:
         self.name = f"{re.sub('[^A-Za-z0-9_.-]', '-', name)[:60]}.{secrets.token_hex(4)}"
-        asked = [self._ask(list(words), list(flags)) for words in jobs]
-        self._lines = [[asked[number] for number in numbers] for numbers in groups([one.cfg for one in asked])]
+        run_requests = [self._ask(list(words), list(flags)) for words in jobs]
+        self._lines = [
+            [run_requests[number] for number in numbers] for numbers in groups([one.cfg for one in run_requests])
+        ]
         self._parts = parts.Loaders()
         self._known: dict[int, _Line] = {}
         self._there: dict[Path, dict] = {}
@@ -124,15 +126,15 @@ class Worker:
         Args:
             prompts: How many an item has, at least 1; more where a batch of the run has more.
         """
-        found = []
+        items = []
         for number in range(1, len(self._lines) + 1):
             line = self._line(number)
             size = -(-prompts // line.group) * line.group
             for start in range(0, line.prompts, size):
-                found.append(Item(number, line.task, line.runs, start, min(start + size, line.prompts) - 1))
-        if not found:
+                items.append(Item(number, line.task, line.runs, start, min(start + size, line.prompts) - 1))
+        if not items:
             raise ValueError("there are no items: no run can be prepared, as is said above; mend one")
-        return found
+        return items
 
     def work(self, items: Iterable[Item]) -> Done:
         """Finish items, those of a line together.
@@ -168,9 +170,9 @@ class Worker:
         """A line of work, looked at once; it is said why a run cannot be prepared, and is none of it."""
         if number not in self._known:
             known = self._known[number] = _Line()
-            for asked in self._lines[number - 1]:
-                for experiment in prepared([(asked.cfg, asked.method)], self._parts, note):
-                    known.asked.append(asked)
+            for run_request in self._lines[number - 1]:
+                for experiment in prepared([(run_request.cfg, run_request.method)], self._parts, note):
+                    known.asked.append(run_request)
                     known.hashes.append(experiment.hash)
                     known.task, known.prompts = experiment.task.name, len(experiment.task.requests)
                     known.group = experiment.engine.group or 1
