@@ -59,12 +59,12 @@ class Panels:
 
 def place_of(run: StoredRun) -> dict[SampleName, tuple[int, int]]:
     """Depth and length of a run's samples, as far as the task notes them as whole numbers."""
-    found = {}
+    cells = {}
     for record in run.samples.values():
         depth, length = record["meta"].get("depth"), record["meta"].get("length")
         if type(depth) is int and type(length) is int:
-            found[record["subset"], record["sample_id"]] = depth, length
-    return found
+            cells[record["subset"], record["sample_id"]] = depth, length
+    return cells
 
 
 def panels_of(group: Group, metric: str) -> Panels | None:
@@ -87,10 +87,10 @@ def panels_of(group: Group, metric: str) -> Panels | None:
         notes.append("there is no run of the full cache, so no differences are drawn")
     rows = []
     for run, mine in zip(runs, values, strict=True):
-        beside = against if run.method != FULL else None
+        reference = against if run.method != FULL else None
         for name in common:
             depth, length = places[name]
-            minus = mine[name] - beside[name] if beside else np.nan
+            minus = mine[name] - reference[name] if reference else np.nan
             rows.append({"run": run.label, "depth": depth, "length": length, "value": mine[name], "difference": minus})
     return Panels(title=group.title, what=what, samples=pd.DataFrame(rows), notes=notes)
 
@@ -175,11 +175,11 @@ def records(panels: Panels) -> Iterator[dict[str, Cell]]:
     """Every cell of every map, unrounded, with Wilson's or the bootstrap's 95 % interval."""
     bounds = (0.0, 1.0) if panels.what.bounded else None
     for (run, depth, length), cell in panels.samples.groupby(["run", "depth", "length"], sort=False):
-        found, minus = estimate({"": cell["value"].tolist()}, bounds=bounds), fmean(cell["difference"])
+        cell_estimate, minus = estimate({"": cell["value"].tolist()}, bounds=bounds), fmean(cell["difference"])
         yield (
             csv_row(group=panels.title, run=run, metric=panels.what.key, depth_percent=depth)
-            | csv_row(length_tokens=length, n=len(cell), value=found.value)
-            | csv_row(low=found.low, high=found.high, difference=None if minus != minus else minus)
+            | csv_row(length_tokens=length, n=len(cell), value=cell_estimate.value)
+            | csv_row(low=cell_estimate.low, high=cell_estimate.high, difference=None if minus != minus else minus)
         )
 
 

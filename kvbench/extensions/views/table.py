@@ -40,7 +40,7 @@ def sheet(table: PaperTable, cfg: DictConfig) -> Sheet:
     """The table with `cfg.digits` decimals, an interval in every cell with `cfg.intervals`, else the average's alone;
     with `cfg.by` as `method` a row for each subset, and a column for each run."""
     last = [] if cfg.intervals else [INTERVAL]
-    found = [[(words, False) for words in ("run", BYTES[table.held], *table.columns.values(), *last)]]
+    cells_by_row = [[(words, False) for words in ("run", BYTES[table.held], *table.columns.values(), *last)]]
     for row in table.rows:
         held = MISSING if (size := row.held(table.held)) is None else f"{size * table.held.scale:.1f}"
         cells = [(row.label, False), (held, False)]
@@ -50,18 +50,18 @@ def sheet(table: PaperTable, cfg: DictConfig) -> Sheet:
             cells.append((words, cell is not None and cell.is_best))
         if not cfg.intervals:
             cells.append((_interval(row.cells.get(AVERAGE), table, cfg), False))
-        found.append(cells)
-    is_turned = cfg.by == "method"
-    if is_turned:
-        found = [list(column) for column in zip(*found, strict=True)]
-        found[0][0] = ("subset", False)
+        cells_by_row.append(cells)
+    is_transposed = cfg.by == "method"
+    if is_transposed:
+        cells_by_row = [list(column) for column in zip(*cells_by_row, strict=True)]
+        cells_by_row[0][0] = ("subset", False)
     return Sheet(
         title=table.title,
         caption=f"{table.title}: {table.what.title}, {table.what.unit}.",
-        rows=found,
+        rows=cells_by_row,
         legend=partial(legend, table),
         unfit=table.unfit,
-        spans=() if is_turned else table.spans,
+        spans=() if is_transposed else table.spans,
     )
 
 
