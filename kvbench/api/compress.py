@@ -99,7 +99,7 @@ class CompressedCache(_Cache):
         self._runner.close_all()
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def _all_or_none(self) -> Iterator[None]:
         """All rows read what comes, or none is left."""
         try:
             yield
@@ -129,7 +129,7 @@ class CompressedCache(_Cache):
         self._left = keep_tables(lengths, {tokens.shape[1]}, min(limits), is_said=is_said)
         self._runner.reserve(rows=len(prompts), prompt_tokens=longest, new_tokens=max(1, *limits))
         logits = []
-        with self._together():
+        with self._all_or_none():
             for prompt, limit in zip(prompts, limits, strict=True):
                 row, read = self._runner.read(prompt, new_tokens=limit)  # its own, whatever the batch has room for
                 self._rows.append(row)
@@ -148,7 +148,7 @@ class CompressedCache(_Cache):
             )
         self._check_room(width)
         kept = self._columns.of_turn(tokens, mask, positions)
-        with self._together():
+        with self._all_or_none():
             if width == 1:
                 logits = self._runner.step(self._rows, tokens[:, 0].tolist()).clone()  # not of inference mode
             else:

@@ -26,7 +26,7 @@ from kvbench.results.record import RunRecord
 from kvbench.runs.parts import Loaders, policy_class
 from kvbench.runs.run import Run
 from kvbench.runs.sessions import Origin
-from kvbench.runs.together import Asked, groups, run_together
+from kvbench.runs.together import RunRequest, groups, run_cross_batch
 from kvbench.show.progress import note
 
 if TYPE_CHECKING:
@@ -228,11 +228,11 @@ def _run(
     """
     from kvbench.show import figure
 
-    config_dirs = list(files.own_folders()) if config_dir is None else [Path(config_dir).expanduser()]
+    config_dirs = list(files.config_dirs()) if config_dir is None else [Path(config_dir).expanduser()]
     calls, method_files = _without_files(calls)
     config_dirs += [path for path in method_files if path not in config_dirs]
     finished: dict[int, Run | Exception] = {}
-    with files.with_own_folders(config_dirs):
+    with files.with_config_dirs(config_dirs):
         sys.path += [folder for folder in files.import_folders(method_files) if folder not in sys.path]
         jobs = []
         wanted, said = for_their_methods([_words(**each) for each in calls])
@@ -246,9 +246,9 @@ def _run(
             if model is not None:
                 cfg.model = model
             check_unchanged(provenance.method_files(policy_class(cfg.method._target_)))
-            jobs.append(Asked(cfg=cfg, method=name, say=note, origin=Origin()))
+            jobs.append(RunRequest(cfg=cfg, method=name, say=note, origin=Origin()))
         for numbers in groups([job.cfg for job in jobs]):
-            for index, ended in run_together([jobs[number] for number in numbers], loaders or _loaders()):
+            for index, ended in run_cross_batch([jobs[number] for number in numbers], loaders or _loaders()):
                 finished[numbers[index]] = ended
     results = []
     for _, ended in sorted(finished.items()):

@@ -28,7 +28,7 @@ def compare(results_dir: str | Path = "results", **settings: Any) -> "DataFrame"
     Raises:
         ValueError: A setting is unknown, or there is nothing to compare.
     """
-    return comparing.main.found(_command("compare", results_dir, settings)).frame
+    return comparing.main.evaluate(_command("compare", results_dir, settings)).frame
 
 
 def table(results_dir: str | Path = "results", **settings: Any) -> "DataFrame":

@@ -36,7 +36,7 @@ def run(name: str, arguments: list[str], sweep: Sweep | None = None) -> int:
     Returns:
         Exit code.
     """
-    if _own(name).get(WORDS):
+    if _command_file(name).get(WORDS):
         return function_of(name)(arguments, sweep)
     cfg = compose_command(name, arguments)
     settings = OmegaConf.create({key: value for key, value in cfg.items() if key not in ("_target_", BARE)})
@@ -46,11 +46,11 @@ def run(name: str, arguments: list[str], sweep: Sweep | None = None) -> int:
 
 def function_of(name: str) -> Callable[..., int]:
     """The function that a command's own file names; what else is composed with it cannot name another."""
-    module, _, function = str(_own(name)["_target_"]).rpartition(".")
+    module, _, function = str(_command_file(name)["_target_"]).rpartition(".")
     return getattr(import_module(module), function)
 
 
-def _own(name: str) -> DictConfig:
+def _command_file(name: str) -> DictConfig:
     """A command's own file."""
     return read_config(files.path_of("command", name))
 
@@ -63,7 +63,7 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
     """
     from kvbench.config.compose import choices, compose
 
-    listed, plain = _own(name), dict[str, Any]()
+    listed, plain = _command_file(name), dict[str, Any]()
     each = listed.get(EACH)
     for group in files.GROUPS if "defaults" in listed else ():
         if len(chosen := choices(arguments, group)) < 2 or group in listed:
@@ -126,7 +126,7 @@ def _names_freely(listed: DictConfig, key: str) -> bool:
 
 def _check_keys(name: str, arguments: list[str]) -> None:
     """Name the first word whose key the command does not have; silent when all keys exist."""
-    config = _own(name)
+    config = _command_file(name)
     for word in arguments:
         node: DictConfig | None = config
         prefix = ""

@@ -49,7 +49,7 @@ def at_home(directory: Path, config_dirs: Sequence[Path]) -> Iterator[None]:
     started anywhere."""
     os.chdir(directory)
     sys.path += [folder for folder in files.import_folders(config_dirs) if folder not in sys.path]
-    with files.with_own_folders(config_dirs):
+    with files.with_config_dirs(config_dirs):
         yield
 
 
@@ -74,15 +74,15 @@ class Jobs:
     """A name for each job of the sweep; empty where they are not known before."""
     skip: bool = False
     """A method that is not for the model is left out: nobody named it, a pattern did."""
-    place: Path = field(default_factory=Path.cwd)
+    directory: Path = field(default_factory=Path.cwd)
     """Folder that relative paths are meant from."""
-    own: tuple[Path, ...] = field(default_factory=files.own_folders)
+    config_dirs: tuple[Path, ...] = field(default_factory=files.config_dirs)
     """The user's own folders of configuration."""
     home: tuple[str, int] = field(default_factory=_process)
     """The process that started it."""
     waits: bool = False
     """Jobs wait until `carry_out`, so that some may go together."""
-    waiting: "list[_Job]" = field(default_factory=list)
+    pending: "list[_Job]" = field(default_factory=list)
     """Those that do."""
     codes: list[int] = field(default_factory=list)
     """Exit code of a single experiment."""
@@ -105,23 +105,23 @@ class Jobs:
         number = settings.job.num + 1
         job = _Job(number, cfg, self.labels[number - 1] if self.labels else " ".join(words), *self._origin())
         if self.waits:
-            self.waiting.append(job)
+            self.pending.append(job)
             return
         with ExitStack() as stack:
             if _process() != self.home:
                 stack.enter_context(endings.stoppable())
-                stack.enter_context(at_home(self.place, self.own))
+                stack.enter_context(at_home(self.directory, self.config_dirs))
                 if str(cfg.model.get("device", "")) in ("auto", "cuda"):
                     gpus.claim()
             self._carry_out([job])
 
     def carry_out(self) -> None:
         """Run the jobs that waited."""
-        if self.waiting:
+        if self.pending:
             from kvbench.runs import together
 
-            for numbers in together.groups([job.cfg for job in self.waiting]):
-                self._carry_out([self.waiting[number] for number in numbers])
+            for numbers in together.groups([job.cfg for job in self.pending]):
+                self._carry_out([self.pending[number] for number in numbers])
 
     def _single(self, cfg: "DictConfig") -> int:
         """An experiment by itself: its tables and its picture; gives the exit code."""
@@ -136,9 +136,9 @@ class Jobs:
                 records = [record for record in (there.reference, there.record) if record is not None]
                 _show_one(records, there.folder, str(cfg.results_dir))
                 return 0
-            from kvbench.runs.together import Asked, run_one
+            from kvbench.runs.together import RunRequest, run_one
 
-            finished = run_one(Asked(cfg=cfg, method=method, say=note, origin=origin), self.loaders)
+            finished = run_one(RunRequest(cfg=cfg, method=method, say=note, origin=origin), self.loaders)
             if finished.ended:  # else the last shard shows the whole run
                 _draw(finished)
                 _show_one(finished.records, finished.folder, str(cfg.results_dir))
@@ -150,7 +150,7 @@ class Jobs:
     def _carry_out(self, jobs: "Sequence[_Job]") -> None:
         """Experiments of a sweep that go together, or one. Whatever becomes of each is written down; only a signal gets
         out of here, because the other experiments do not depend on these."""
-        from kvbench.runs.together import Asked, run_together
+        from kvbench.runs.together import RunRequest, run_cross_batch
 
         assert self.sweep is not None, "one experiment alone is no sweep"
         sweep = Sweep(self.sweep)
@@ -163,12 +163,12 @@ class Jobs:
                 time_left = f", {format_seconds(left)} left" if left and not index else ""
                 self._note(job, f"{self._name(job)}: {job.label}{time_left}")
             run_requests = [
-                Asked(cfg=job.cfg, method=job.method, say=partial(self._say_once, job), origin=job.origin)
+                RunRequest(cfg=job.cfg, method=job.method, say=partial(self._say_once, job), origin=job.origin)
                 for job in jobs
             ]
             reported: list[tuple[Exception, int]] = []  # with exit codes
             try:
-                for index, ended in run_together(run_requests, self.loaders):
+                for index, ended in run_cross_batch(run_requests, self.loaders):
                     with logged(sweep.log, f"[{jobs[index].number}] "):
                         self._write_down(jobs[index], sweep, records[index], ended, reported)
                     held[index].close()
@@ -240,7 +240,7 @@ class Jobs:
 
         settings = HydraConfig.get()
         choices = settings.runtime.choices
-        overrides = [*config_dir_flags(self.own), *settings.overrides.task]  # of a sweep, this job's own values
+        overrides = [*config_dir_flags(self.config_dirs), *settings.overrides.task]  # of a sweep, this job's own values
         return choices["method"], Origin(command=overrides, experiment=choices.get("experiment") or "")
 
     def _note(self, job: "_Job", text: str) -> None:

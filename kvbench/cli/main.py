@@ -86,7 +86,7 @@ def _carry_out(arguments: list[str]) -> int:
         return 0
     config_dirs, arguments = words.take_config_dir(arguments)
     words.refuse_stored_config(config_dirs, arguments)
-    with words.own_choices(config_dirs):
+    with words.config_dir_choices(config_dirs):
         code = _command(arguments)
         sys.stdout.flush()  # here, where a reader that has gone can be told from a fault
     return code

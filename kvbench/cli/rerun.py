@@ -12,9 +12,9 @@ from kvbench.results.lines import read_samples
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import SampleRecord, key_of
 from kvbench.runs import parts
-from kvbench.runs.config import AUTO, NONE, OWN, read_stored
+from kvbench.runs.config import AUTO, FULL_ANSWER, NONE, read_stored
 from kvbench.runs.sessions import Origin
-from kvbench.runs.together import Asked, run_one
+from kvbench.runs.together import RunRequest, run_one
 from kvbench.show import terminal
 from kvbench.show.progress import note
 
@@ -33,12 +33,12 @@ def main(cfg: DictConfig) -> int:
     if not cfg.trust:
         check_trust(settings, folder)
     # Where the full cache's answers are forced, it has to give them again.
-    reference = AUTO if settings["fidelity"].get("on") == OWN else NONE
+    reference = AUTO if settings["fidelity"].get("on") == FULL_ANSWER else NONE
     settings |= {"results_dir": str(_target(folder, cfg.results_dir)), "reference": reference, "resume": True}
     # A folder that may be anybody's does not decide where results are sent.
     settings |= {"shard": None, "tracker": NONE}
     origin = Origin(command=["rerun", str(folder)], experiment=stored.experiment)
-    repeated = run_one(Asked(cfg=settings, method=stored.method, say=note, origin=origin), parts.Loaders())
+    repeated = run_one(RunRequest(cfg=settings, method=stored.method, say=note, origin=origin), parts.Loaders())
     before, damaged = read_samples(folder / "samples.jsonl", stored.hash, sealed=stored.sealed)
     if damaged:
         note(f"{damaged} damaged lines of {folder}/samples.jsonl do not count")

@@ -195,7 +195,7 @@ def run(arguments: list[str], settings: Sequence[str], name: str, root: Path, li
         launcher = str(cfg.hydra.runtime.choices[LAUNCHER])
         with begin(arguments, launcher, words or [], listed.command if listed else arguments) as jobs:
             launching.sweep(loader, cfg, words, jobs.run)
-            if listed and jobs.waiting:
+            if listed and jobs.pending:
                 listed.announce(jobs)
             jobs.carry_out()
     return jobs.finish()

@@ -133,10 +133,10 @@ def with_names(word: str) -> tuple[str, list[Path]]:
 
 
 @contextmanager
-def own_choices(folders: Sequence[Path]) -> Iterator[None]:
+def config_dir_choices(folders: Sequence[Path]) -> Iterator[None]:
     """Let the choices of the user's own folders count like kvbench's."""
     # Modules of the user's own methods lie beside their YAMLs; at the end they hide nobody else's.
-    with files.with_own_folders(folders):
+    with files.with_config_dirs(folders):
         sys.path += [folder for folder in files.import_folders(folders) if folder not in sys.path]
         yield
 

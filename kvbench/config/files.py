@@ -31,23 +31,23 @@ SHARED = (
 
 
 DISPATCH = {"report": "view"}
-_own_folders: tuple[Path, ...] = ()  # of this process: what `--config-dir` named
+_config_dirs: tuple[Path, ...] = ()  # of this process: what `--config-dir` named
 
 
-def own_folders() -> tuple[Path, ...]:
+def config_dirs() -> tuple[Path, ...]:
     """The user's own folders with method/, task/, ... files, which add to the choices; and files of one method each."""
-    return _own_folders
+    return _config_dirs
 
 
 @contextmanager
-def with_own_folders(folders: Sequence[Path]) -> Iterator[None]:
+def with_config_dirs(folders: Sequence[Path]) -> Iterator[None]:
     """Let the choices of the user's own folders count like kvbench's.
 
     Raises:
         ValueError: One is no folder, or it has a file by the name of one of kvbench's.
     """
-    global _own_folders
-    before, resolved = _own_folders, tuple(Path(os.path.realpath(folder)) for folder in folders)
+    global _config_dirs
+    before, resolved = _config_dirs, tuple(Path(os.path.realpath(folder)) for folder in folders)
     for folder, named in zip(resolved, folders, strict=True):
         if one_file.is_method_file(folder):
             one_file.check_name(folder)
@@ -62,11 +62,11 @@ def with_own_folders(folders: Sequence[Path]) -> Iterator[None]:
                 name = min(both)
                 path = folder if one_file.is_method_file(folder) else f"{folder / group / name}.yaml"
                 raise ValueError(f"{path} has the name of kvbench's own {group}={name}; rename it")
-    _own_folders = resolved
+    _config_dirs = resolved
     try:
         yield
     finally:
-        _own_folders = before
+        _config_dirs = before
 
 
 def package_folder() -> Path:
@@ -160,7 +160,7 @@ def options(group: str, conf: Path | None = None) -> dict[str, str]:
 
 def _fault(path: Path) -> str:
     """Why a file of the user's own cannot be read, in brackets; empty where it can."""
-    if _own_folders and any(folder in path.parents for folder in _own_folders):  # a method's own file was checked
+    if _config_dirs and any(folder in path.parents for folder in _config_dirs):  # a method's own file was checked
         from kvbench.config.settings import read_config
 
         try:
@@ -184,7 +184,7 @@ def path_of(group: str, name: str) -> Path:
 def _paths(group: str, conf: Path | None = None) -> dict[str, Path]:
     """The files of a group by name, kvbench's own first."""
     paths: dict[str, Path] = {}
-    for root in [conf] if conf else [*shipped_folders(), *_own_folders]:
+    for root in [conf] if conf else [*shipped_folders(), *_config_dirs]:
         if one_file.is_method_file(root):
             paths |= {root.stem: root} if group == "method" else {}
             continue

@@ -78,7 +78,7 @@ class Folders(SearchPathPlugin):
         for element in search_path.get_path():
             if element.provider == "main":
                 element.path = _address(_root)
-        for provider, folders in (("extensions", extensions.conf_folders()), ("config-dir", files.own_folders())):
+        for provider, folders in (("extensions", extensions.conf_folders()), ("config-dir", files.config_dirs())):
             for folder in folders:
                 search_path.append(f"kvbench-{provider}", _address(folder))
 

@@ -31,17 +31,17 @@ class Between:
 
     titles: tuple[str, str]
     num_runs: int
-    found: Agreement
+    agreement: Agreement
 
     @property
     def words(self) -> str:
         """One line."""
         names = f"{self.titles[0]} and {self.titles[1]}"
-        if self.found.value is None:
+        if self.agreement.value is None:
             return f"{names}: one of them has no order of {self.num_runs} runs"
-        ends = NO_INTERVAL if self.found.interval is None else "[{:+.2f}, {:+.2f}]".format(*self.found.interval)
-        halves = ", ".join("unknown" if half is None else f"{half:+.2f}" for half in self.found.halves)
-        return f"{names}: {self.found.value:+.2f} {ends} over {self.num_runs} runs; each with itself: {halves}"
+        ends = NO_INTERVAL if self.agreement.interval is None else "[{:+.2f}, {:+.2f}]".format(*self.agreement.interval)
+        halves = ", ".join("unknown" if half is None else f"{half:+.2f}" for half in self.agreement.halves)
+        return f"{names}: {self.agreement.value:+.2f} {ends} over {self.num_runs} runs; each with itself: {halves}"
 
 
 def between(
@@ -65,7 +65,7 @@ def between(
         other = _strata(second, metric, [theirs[name] for name in keys])
         if len(keys) >= FEWEST_RUNS and one and other:
             both = agreement(one, other, resamples=cfg.resamples, seed=cfg.seed, same_questions=False)
-            result.append(Between(titles=(first.title, second.title), num_runs=len(keys), found=both))
+            result.append(Between(titles=(first.title, second.title), num_runs=len(keys), agreement=both))
     return result
 
 

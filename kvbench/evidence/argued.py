@@ -67,7 +67,7 @@ def largest(run: StoredRun, what: Measure) -> float | None:
     return max(curve_of(run, what).values.values(), default=None)
 
 
-def argued_table(group: Group, differences: Mapping[str, Difference | None]) -> dict[str, Any]:
+def traits_table(group: Group, differences: Mapping[str, Difference | None]) -> dict[str, Any]:
     """The table of a report: the tail, the first choices, and the answers of every run; columns that no run has are
     left out.
 

@@ -15,7 +15,7 @@ from kvbench.evidence.compared import EQUAL_LEVEL, ComparedRun, count, differenc
 from kvbench.evidence.load import Group, StoredRun, fits_settings, sentences
 from kvbench.evidence.samples import Change, Curve, NoCommonSample, changes, curve_of, measure, noise, pair
 from kvbench.evidence.settings import Bytes, bytes_wanted
-from kvbench.evidence.view import Found, Grid, Part, View, frame_of, line, notes
+from kvbench.evidence.view import Grid, Part, View, ViewResult, frame_of, line, notes
 from kvbench.results.measures import Measure
 from kvbench.show.csv_file import Cell, csv_row
 from kvbench.show.terminal import NO_INTERVAL, number, p_text
@@ -73,7 +73,7 @@ def _compare(
             ComparedRun(
                 what=what,
                 pairs=pairs,
-                found=pairs.paired(what, cfg.resamples, cfg.seed),
+                difference=pairs.paired(what, cfg.resamples, cfg.seed),
                 extremes=pairs.extremes(what, cfg.resamples, cfg.seed),
                 margin=margin,
                 null=margin if what.is_fidelity and is_full else 0.0,
@@ -162,9 +162,9 @@ def correct(rows: Sequence[ComparedRun]) -> None:
     """Correct the p values of a family, in place: those of a difference, and those of equality."""
     for row in rows:
         row.num_family = len(rows)
-        least = row.found.resamples
-        if resamples_for(len(rows), least) != resamples_for(row.found.num_tests, least):
-            row.found = row.found.among(len(rows))
+        least = row.difference.resamples
+        if resamples_for(len(rows), least) != resamples_for(row.difference.num_tests, least):
+            row.difference = row.difference.among(len(rows))
     for row, p, equal in zip(rows, holm([r.p for r in rows]), holm([r.p_equal for r in rows]), strict=True):
         row.p_holm, row.p_equal_holm = p, equal
 
@@ -242,7 +242,7 @@ def legend(num_family: int) -> list[str]:
 
 def record_of(group: Group, row: ComparedRun) -> dict[str, Cell]:
     """A row of the CSV with all its numbers, unrounded, in the metric's own unit."""
-    (low, high), kind = row.interval or (None, None), row.found.interval[1]
+    (low, high), kind = row.interval or (None, None), row.difference.interval[1]
     mine = row.run.record.hash[:12] if row.run else None
     tests = ("null", "p", "p_holm", "margin", "p_equal", "p_equal_holm", "detectable", "needed", "verdict")
     return (
@@ -250,11 +250,11 @@ def record_of(group: Group, row: ComparedRun) -> dict[str, Cell]:
         | csv_row(n=row.pairs.num_samples, of=row.pairs.total, difference=row.value, low=low, high=high)
         | csv_row(interval=kind, worst=row.worst, lost=row.num_lost, gained=row.num_gained)
         | argued.csv_cells(row.run, row.longer)
-        | {"test": row.found.test, **{name: getattr(row, name) for name in tests}}
+        | {"test": row.difference.test, **{name: getattr(row, name) for name in tests}}
     )
 
 
-def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
+def compute(groups: Sequence[Group], cfg: DictConfig) -> ViewResult:
     """The comparisons of all groups, corrected together; raises ValueError where there is none."""
     tables = [(group, *compare_group(group, cfg)) for group in groups]
     rows = [row for _, table_rows, _ in tables for row in table_rows]
@@ -264,7 +264,7 @@ def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
     correct(rows)
     frame = frame_of(record_of(group, row) for group, table_rows, _ in tables for row in table_rows)
     frame.attrs["notes"] = [text for group, _, said in tables for text in (*group.notes, *said)]
-    return Found(parts=list(texts(tables, cfg)), frame=frame, names_files=False)
+    return ViewResult(parts=list(texts(tables, cfg)), frame=frame, names_files=False)
 
 
 main = View(name="compare", compute=compute)

@@ -19,7 +19,7 @@ class ComparedRun:
 
     what: Measure
     pairs: Pairs
-    found: Difference
+    difference: Difference
     extremes: tuple[Difference | None, Difference | None] | None
     """The same with every missing answer as bad, and as good, as it can be: `Pairs.extremes`."""
     margin: float
@@ -50,22 +50,22 @@ class ComparedRun:
     @property
     def value(self) -> float:
         """Mean difference, run minus other, in the metric's unit."""
-        return self.found.value
+        return self.difference.value
 
     @property
     def interval(self) -> tuple[float, float] | None:
         """95 % interval of it; None where nothing can be said."""
-        return self.found.interval[0]
+        return self.difference.interval[0]
 
     @property
     def p(self) -> float | None:
         """Two-sided p value of a difference no larger than `null`."""
-        return self.found.p_beyond(self.null)
+        return self.difference.p_beyond(self.null)
 
     @property
     def p_equal(self) -> float | None:
         """p value of the equivalence test, the largest that missing answers allow."""
-        each = [self.found, *(self.extremes or ())]
+        each = [self.difference, *(self.extremes or ())]
         p_values = [None if one is None else one.p_within(self.margin) for one in each]
         known = [p for p in p_values if p is not None]
         return max(known) if len(known) == len(p_values) else None
@@ -73,13 +73,13 @@ class ComparedRun:
     @property
     def detectable(self) -> float | None:
         """Smallest true difference that the corrected test would have shown with 80 % probability."""
-        least = self.found.detectable(ALPHA / self.num_family)
+        least = self.difference.detectable(ALPHA / self.num_family)
         return None if least is None else least + self.null
 
     @property
     def needed(self) -> int | None:
         """Samples that would show a true difference of the margin's size with 80 % probability."""
-        return self.found.needed(self.margin, ALPHA / self.num_family)
+        return self.difference.needed(self.margin, ALPHA / self.num_family)
 
     @property
     def worst(self) -> float | None:

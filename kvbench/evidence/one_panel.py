@@ -92,7 +92,7 @@ def one_figure(drawing: Drawing, look: Look) -> "Figure":
     if outside > -EDGE_IN:
         left += outside + EDGE_IN
         axes.set_position((left / width, where[1], 1 - (left + 0.08) / width, where[3]))
-    _place_names(axes, drawing, ends, look)
+    _draw_names(axes, drawing, ends, look)
     return figure
 
 
@@ -140,7 +140,7 @@ def _legend(drawing: Drawing) -> "list[Line2D]":
     return handles
 
 
-def _place_names(axes: "Axes", drawing: Drawing, ends: list[End], look: Look) -> None:
+def _draw_names(axes: "Axes", drawing: Drawing, ends: list[End], look: Look) -> None:
     """Write the names beside their points, none over another."""
     from adjustText import adjust_text
     from matplotlib.patheffects import withStroke

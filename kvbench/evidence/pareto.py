@@ -16,7 +16,7 @@ from kvbench.evidence.load import Group, patterns, sentences
 from kvbench.evidence.one_panel import WHISKERS, Look
 from kvbench.evidence.settings import POSITIVE
 from kvbench.evidence.settings import check as check_settings
-from kvbench.evidence.view import Figure, Found, Grid, Part, View, frame_of, notes
+from kvbench.evidence.view import Figure, Grid, Part, View, ViewResult, frame_of, notes
 from kvbench.results.measures import COSTS, SCORE
 from kvbench.show.csv_file import Cell, csv_row
 from kvbench.show.terminal import NO_INTERVAL, number, span, three_digits
@@ -132,7 +132,7 @@ def records(panels: Sequence[Panel]) -> Iterator[dict[str, Cell]]:
             yield record
 
 
-def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
+def compute(groups: Sequence[Group], cfg: DictConfig) -> ViewResult:
     """The panels of all groups and averages, and the small ones of `by`; raises ValueError as `panels_of`."""
     panels = panels_of(groups, cfg)
     parts, figures = list[Part](), list[Figure]()
@@ -149,7 +149,7 @@ def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
     words = [f"[a, b]: 95 % interval, {ESTIMATORS}", *(f"{name}: {text}" for name, text in MEANING.items())]
     parts.append(Text("\n" + ". ".join(words) + ".", style="dim"))
     every = [*panels, *(panel for several in small.values() for panel in several)]
-    return Found(parts=parts, frame=frame_of(records(every)), figures=figures)
+    return ViewResult(parts=parts, frame=frame_of(records(every)), figures=figures)
 
 
 main = View(name="pareto", compute=compute, lists={}, check=check)

@@ -13,7 +13,7 @@ from rich.text import Text
 from kvbench.config.extensions import hooks
 from kvbench.config.files import FULL
 from kvbench.evidence import across, frontier_figure, pareto, view
-from kvbench.evidence.argued import argued_table, mean_of
+from kvbench.evidence.argued import mean_of, traits_table
 from kvbench.evidence.compare import compare_group, correct, legend
 from kvbench.evidence.compared import ComparedRun, count, difference, worst
 from kvbench.evidence.dominance import BEST, DOMINATED, MEANING, NEAR, standing
@@ -84,7 +84,7 @@ def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], list[d
                 "pictures": _pictures(panel, cfg) if panel else [],
                 "tiers": tier_bars(group),
                 "ledger": byte_bars(group),
-                "argued": argued_table(group, {row.run.name: row.longer for row in rows if row.run}),
+                "argued": traits_table(group, {row.run.name: row.longer for row in rows if row.run}),
                 "sections": [table for section in hooks("report.section") if (table := section(group))["rows"]],
                 "settings": settings_rows(group),
                 "environment": environment(group),

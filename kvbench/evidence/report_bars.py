@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from kvbench.evidence.load import Group, StoredRun
 from kvbench.results import summary
 from kvbench.results.measures import item_title, ledger_items
-from kvbench.show.picture import item_place
+from kvbench.show.picture import item_index
 from kvbench.show.progress import format_bytes
 from kvbench.sizing.stored import policy_of, tier_shares
 
@@ -59,7 +59,7 @@ def byte_bars(group: Group) -> dict:
         for label, ledger in ledgers.items()
     }
     there = dict.fromkeys(name for mine in items.values() for name in mine)
-    styles = {item_title(name): f"c{item_place(name)}" for name in there}  # the colours of result.png
+    styles = {item_title(name): f"c{item_index(name)}" for name in there}  # the colours of result.png
     widest = max((sum(mine.values()) for mine in items.values()), default=1.0)
     rows = []
     for label, mine in items.items():

@@ -30,7 +30,7 @@ def run_states(results_dir: Path) -> tuple[Counter[str], dict[Path, RunRecord]]:
     unreadable: dict[str, str] = {}
     states = []
     for folder, record in find_runs(results_dir, unreadable):
-        if record.status not in ("complete", "failed") and shards.found_in(folder):
+        if record.status not in ("complete", "failed") and shards.shards_in(folder):
             split[folder] = record
         if is_held(folder) or shards.at_work(folder):
             states.append("running")
@@ -41,7 +41,7 @@ def run_states(results_dir: Path) -> tuple[Counter[str], dict[Path, RunRecord]]:
 
 def show_shards(folder: Path, record: RunRecord, console: Console) -> None:
     """Print how the shards of one run stand: done, running, failed, stopped, lost (as after a kill) or left."""
-    begun = shards.found_in(folder)
+    begun = shards.shards_in(folder)
     of = sorted({shard.of for shard in begun})
     counts = record.counts
     console.print(

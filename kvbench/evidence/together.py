@@ -21,7 +21,7 @@ from kvbench.show.progress import format_bytes
 from kvbench.sizing.shapes import presets, size_of_weights
 
 # Of a protocol: what a model's own tokenizer and chat template decide.
-OWN = ("chat", "chat_template")
+MODEL_SETTINGS = ("chat", "chat_template")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def together(groups: Sequence[Group], cfg: DictConfig | Mapping) -> list[Group]:
         return list(groups)
     alike: dict[str, list[Group]] = {}
     for group in groups:
-        alike.setdefault(_asked(group), []).append(group)
+        alike.setdefault(_question_key(group), []).append(group)
     pooled = [_join(members, total) if len(members) > 1 else members[0] for members in alike.values()]
     if not any(group.largest for group in pooled):
         titles = "; ".join(group.title for group in groups)
@@ -100,11 +100,11 @@ def together(groups: Sequence[Group], cfg: DictConfig | Mapping) -> list[Group]:
     return pooled
 
 
-def _asked(group: Group) -> str:
+def _question_key(group: Group) -> str:
     """What groups of different models must share."""
     run = group.runs[0]
     identity, task = run.record.identity, run.record.identity.get("task", {})
-    protocol = {key: value for key, value in task.get("protocol", {}).items() if key not in OWN}
+    protocol = {key: value for key, value in task.get("protocol", {}).items() if key not in MODEL_SETTINGS}
     parts = [group.task, protocol, identity.get("generation"), identity.get("seed"), run.version]
     return json.dumps(parts, sort_keys=True)
 

@@ -55,7 +55,7 @@ Figure = tuple[str, str, Callable[[str], bytes | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class ViewResult:
     """What a view computes."""
 
     frame: "pd.DataFrame"
@@ -87,7 +87,7 @@ class View:
     """
 
     name: str
-    compute: Callable[[Sequence[Group], DictConfig], Found]
+    compute: Callable[[Sequence[Group], DictConfig], ViewResult]
     lists: Mapping[str, Collection[str]] = field(default_factory=lambda: {"kinds": KINDS})
     choices: Mapping[str, Collection[str]] = field(default_factory=dict)
     check: Callable[[DictConfig], object] = field(default=lambda cfg: None)
@@ -95,7 +95,7 @@ class View:
 
     def __call__(self, cfg: DictConfig) -> int:
         """Compute the view, then print and write it."""
-        result = self.found(cfg)
+        result = self.evaluate(cfg)
         if "format" in cfg:
             self._format(result, cfg)
             return 0
@@ -105,14 +105,14 @@ class View:
         terminal.print_paths(written if result.names_files else (), console)
         return 0
 
-    def found(self, cfg: DictConfig) -> Found:
+    def evaluate(self, cfg: DictConfig) -> ViewResult:
         """Check the settings before anything is read; then read the runs and compute the view."""
         check(cfg, self.lists, self.choices)
         self.check(cfg)
         against = (str(cfg.against),) if "against" in cfg else ()
         return self.compute(together(load_groups(cfg, also=against), cfg), cfg)
 
-    def _format(self, result: Found, cfg: DictConfig) -> None:
+    def _format(self, result: ViewResult, cfg: DictConfig) -> None:
         """Write sheets, or the frame as CSV, into the file `out` or to the terminal."""
         if cfg.format == "csv":
             content = csv_of(result.frame)
@@ -125,7 +125,7 @@ class View:
         else:
             print(content.decode(), end="")
 
-    def _drawn(self, result: Found, cfg: DictConfig) -> list[Path]:
+    def _drawn(self, result: ViewResult, cfg: DictConfig) -> list[Path]:
         """Write CSV and figures."""
         root = Path(str(cfg.results_dir if cfg.out is None else cfg.out))
         folder = root / self.name if cfg.out is None else root

@@ -86,7 +86,7 @@ def _has_helpers(record: RunRecord) -> bool:
     return record.task.startswith("lm_eval_") and _may_set(record, "task.include_path")
 
 
-def _has_own_module(record: RunRecord) -> bool:
+def _has_user_module(record: RunRecord) -> bool:
     """A method from outside of kvbench computed it, or shared its process: a full cache has the command of the run that
     needed it."""
     target = str((record.identity.get("method") or {}).get("_target_", ""))
@@ -180,7 +180,7 @@ FAULTS = (
         name="torch-modes",
         summary="modes of torch that a method's own module sets changed the numbers of every method of its process",
         mended=1,
-        affects=_has_own_module,
+        affects=_has_user_module,
     ),
     Fault(
         name="custom-gold",

@@ -89,7 +89,7 @@ class Counts:
     total: int = 0
     """Answers the run consists of."""
     samples: int | None = None
-    """Prompts the run consists of; None in records of before, of which `RunRecord.num_asked` knows it."""
+    """Prompts the run consists of; None in records of before, of which `RunRecord.num_prompts` knows it."""
     done: int = 0
     """Answers in the journal, of any status."""
     ok: int = 0
@@ -317,7 +317,7 @@ class RunRecord:
         return each if type(each) is int and each >= 1 else None
 
     @property
-    def num_asked(self) -> int | None:
+    def num_prompts(self) -> int | None:
         """Samples that the run consists of, answered or not; None where the record does not say."""
         each, metric = self.answers_each, self.metrics.get(self.primary)
         if self.counts.samples is not None or each is None:

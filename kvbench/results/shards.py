@@ -76,7 +76,7 @@ class Shard:
         return [item for start in starts for item in items[start : start + size]]
 
 
-def found_in(run: Path) -> dict[Shard, Path]:
+def shards_in(run: Path) -> dict[Shard, Path]:
     """The shards of a run that were begun, and their folders."""
     result = {}
     for part in (run / FOLDER).glob("*-of-*"):
@@ -122,7 +122,7 @@ def finished(run: Path, digest: str, keys: Container[Key]) -> dict[Key, SampleRe
 
 def at_work(run: Path) -> list[Shard]:
     """The shards of a run that processes work on."""
-    return [shard for shard, part in found_in(run).items() if is_held(part)]
+    return [shard for shard, part in shards_in(run).items() if is_held(part)]
 
 
 @contextmanager
@@ -153,7 +153,7 @@ def check_parts(run: Path, digest: str) -> None:
     Raises:
         ValueError: The record of a part names another run.
     """
-    for part in [*found_in(run).values(), *workers_in(run)]:
+    for part in [*shards_in(run).values(), *workers_in(run)]:
         with suppress(UnreadableRecord):
             part_record = RunRecord.load(part)
             if part_record is not None and part_record.hash and part_record.hash != digest:
@@ -184,7 +184,7 @@ def _set_aside(part: Path) -> None:
 
 def take_over(run: Path, journal: Journal, record: RunRecord, say: Callable[[str], None]) -> None:
     """Add to a run what its shards finished that nobody works on."""
-    for part in found_in(run).values():
+    for part in shards_in(run).values():
         with suppress(RunLocked), run_lock(part):
             take(part, journal, record, say)
     for part in workers_in(run):
@@ -236,7 +236,7 @@ def clear(run: Path, journal: Journal | None = None) -> None:
             read, are moved aside. None where the run starts again from nothing, and forgets all of it.
     """
     workers = workers_in(run)
-    for part in [*found_in(run).values(), *workers]:
+    for part in [*shards_in(run).values(), *workers]:
         if journal is not None:
             load_record(part, lambda text: None)
             if os.path.lexists(part / SAMPLES):

@@ -174,7 +174,7 @@ def sweeps(results_dir: Path) -> list[Sweep]:
     return [Sweep(path.parent) for path in sorted((results_dir / FOLDER).glob("*/sweep[.]json"))]
 
 
-def own_sweep(results_dir: Path) -> Sweep:
+def process_sweep(results_dir: Path) -> Sweep:
     """The last sweep that this process started below a folder; of others, which may have started meanwhile, or whose
     record is damaged, nothing is needed."""
     matching, here = [], _here()

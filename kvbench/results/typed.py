@@ -18,11 +18,11 @@ class Misfit(ValueError):
     """A value is not what its place is declared to hold."""
 
 
-class _Found(Exception):
+class _Mismatch(Exception):
     """A misfit while its place is still being put together, from the inside out."""
 
     def __init__(self, what: str, path: str = "") -> None:
-        self.what, self.place = what, path
+        self.what, self.path = what, path
 
 
 def read_json(content: bytes) -> Any:
@@ -51,8 +51,8 @@ def parse(value: Any, kind: Any, where: str = "", *, null_numbers: bool = False)
     """
     try:
         return _reader(kind, null_numbers)(value)
-    except _Found as error:
-        path = f"{where}{error.place}" if where else error.place.removeprefix(".")
+    except _Mismatch as error:
+        path = f"{where}{error.path}" if where else error.path.removeprefix(".")
         whole = "the file" if dataclasses.is_dataclass(kind) else "the line"
         raise Misfit(f"{path or whole} {error.what}") from None
 
@@ -87,12 +87,12 @@ def _any(value: Any) -> Any:
         level = [item for item in inside if isinstance(item, dict | list)]
         if not level:
             return value
-    raise _Found("is nested too deeply")
+    raise _Mismatch("is nested too deeply")
 
 
 def _literal(allowed: tuple, value: Any) -> Any:
     if value not in allowed:
-        raise _Found(f"is none of {', '.join(map(str, allowed))}")
+        raise _Mismatch(f"is none of {', '.join(map(str, allowed))}")
     return value
 
 
@@ -103,11 +103,11 @@ def _union(kinds: tuple, null_numbers: bool) -> Reader:
     def read(value: Any) -> Any:
         if value is None and has_none:
             return None
-        failure = _Found("is empty")
+        failure = _Mismatch("is empty")
         for reader in readers:
             try:
                 return reader(value)
-            except _Found as error:
+            except _Mismatch as error:
                 failure = error
         raise failure
 
@@ -123,7 +123,7 @@ def _plain(kind: Any, null_numbers: bool) -> Reader:
         if type(value) is kind and (not is_number or -LARGEST <= value <= LARGEST):
             return value  # nearly all of a journal
         if isinstance(value, int | float) and not -LARGEST <= value <= LARGEST:  # NaN neither
-            raise _Found("is too large")
+            raise _Mismatch("is too large")
         if isinstance(value, bool):
             fits = takes_bool
         elif value is None and takes_any_number:
@@ -131,7 +131,7 @@ def _plain(kind: Any, null_numbers: bool) -> Reader:
         else:
             fits = isinstance(value, int | float if takes_any_number else kind)
         if not fits:
-            raise _Found(f"is no {kind.__name__}")
+            raise _Mismatch(f"is no {kind.__name__}")
         return value
 
     return read
@@ -143,8 +143,8 @@ def _items(value: dict, readers: dict[str, Reader], other: Reader) -> dict:
     for key, item in value.items():
         try:
             result[key] = readers.get(key, other)(item)
-        except _Found as error:
-            error.place = f".{key}{error.place}"
+        except _Mismatch as error:
+            error.path = f".{key}{error.path}"
             raise
     return result
 
@@ -157,8 +157,8 @@ def _list(check: Reader, kind: Any, inner: Reader) -> Reader:
         for index, item in enumerate(check(value)):
             try:
                 items.append(inner(item))
-            except _Found as error:
-                error.place = f"[{index}]{error.place}"
+            except _Mismatch as error:
+                error.path = f"[{index}]{error.path}"
                 raise
         return items
 
@@ -177,12 +177,12 @@ def _fields(kind: Any) -> Reader:
 
     def read(value: Any) -> Any:
         if not isinstance(value, dict):
-            raise _Found("is no dict")
+            raise _Mismatch("is no dict")
         if is_made:
             for key in value.keys() - readers.keys():
-                raise _Found("is new", f".{key}")
+                raise _Mismatch("is new", f".{key}")
         if missing := needed - value.keys():
-            raise _Found("is missing", f".{min(missing)}")
+            raise _Mismatch("is missing", f".{min(missing)}")
         values = _items(value, readers, _any)
         return kind(**values) if is_made else value
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvbench.engine.joined import Step
     from kvbench.tasks.taskset import TaskSet
 
-ASKED_AGAIN = 32  # requests of a session whose answers are compared with those in another order
+ORDER_CHECK_REQUESTS = 32  # requests of a session whose answers are compared with those in another order
 Result = TypeVar("Result")
 Shown = Callable[[str, int, int], AbstractContextManager[Progress]]  # label, answers of the run, those that are there
 
@@ -59,7 +59,7 @@ def record_answers(
     *,
     done: Container[Key] = (),
     with_timing: bool = True,
-    own: bool = False,
+    force_generated: bool = False,
     pace: Pace | None = None,
 ) -> "Generator[Request | Step, bool | None]":
     """Run an engine on some requests of a task and write down every answer that is not in the journal yet; gives what
@@ -68,8 +68,8 @@ def record_answers(
     Args:
         done: Answers that another journal has; they are computed only where their batch needs them.
         with_timing: False leaves the times out, which say nothing where prompts are replayed.
-        own: Force each request's own answer in place of its gold answer.
-        pace: Is told what is read and decoded.
+        force_generated: Force each request's generated answer instead of its gold answer.
+        pace: Updated with what is read and decoded.
     """
     pace = pace or Pace(prompts=0, prompt_tokens=0, answers=0, most_steps=0.0)
     by_id = {request.sample_id: request for request in requests}
@@ -96,7 +96,9 @@ def record_answers(
             progress.step(numbers)
             graders.hand_out()
 
-        steps = engine.running(requests, on_outcome=on_outcome, on_step=on_step, sizing=task.requests, own=own)
+        steps = engine.running(
+            requests, on_outcome=on_outcome, on_step=on_step, sizing=task.requests, own=force_generated
+        )
         with closing(steps):  # closes its rows where others end this run
             for due in steps:
                 pace.pause()
@@ -110,11 +112,11 @@ def record_answers(
                 pace.read(due.num_prompt_tokens, due.num_samples)
 
 
-def _ask_again(
+def _check_order(
     experiment: Experiment, requests: Sequence[Request], records: Mapping[Key, SampleRecord], session: Session
 ) -> "Generator[Request | Step, bool | None]":
     """Answer some of the requests once more, in another order, and count in the session which answers differ."""
-    repeated = list(requests[:: -max(1, len(requests) // ASKED_AGAIN)])[:ASKED_AGAIN]
+    repeated = list(requests[:: -max(1, len(requests) // ORDER_CHECK_REQUESTS)])[:ORDER_CHECK_REQUESTS]
 
     def compare(outcome: Outcome) -> None:
         first = records.get((outcome.sample_id, outcome.repeat))
@@ -143,7 +145,7 @@ def compute_missing(
     all by default. What passes while it waits for its turn is none of the session's time."""
     task, before = experiment.task, len(journal.records)
     requests = task.requests if requests is None else requests
-    own = experiment.config.forces_own and experiment.method == FULL
+    force_generated = experiment.config.forces_full_answer and experiment.method == FULL
     keys = keys_of(requests)
     there = {key for key in keys if key in journal or key in done}
     todo = unfinished_groups(requests, experiment.engine.group, there)
@@ -156,9 +158,11 @@ def compute_missing(
     with shown(f"{experiment.method} on {task.name}", len(keys), len(there)) as progress:
         progress.follow(pace)
         try:
-            yield from record_answers(experiment.engine, task, todo, journal, progress, done=done, own=own, pace=pace)
+            yield from record_answers(
+                experiment.engine, task, todo, journal, progress, done=done, force_generated=force_generated, pace=pace
+            )
             if todo and experiment.engine.is_free:
-                yield from _ask_again(experiment, todo, journal.records, session)
+                yield from _check_order(experiment, todo, journal.records, session)
         finally:
             session.wall_s -= pace.paused_s
             session.num_done = len(journal.records) - before

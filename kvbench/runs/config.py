@@ -18,7 +18,7 @@ from kvbench.results.writing import check_writable
 from kvbench.rules import MAX_BYTES, Choice, Form, Whole, check_settings, shown
 from kvbench.rules.counting import Outside, Through
 
-GOLD, OWN = "gold", "own"  # which answer is forced: the task's, or the one that the full cache gives
+GOLD, FULL_ANSWER = "gold", "own"  # which answer is forced: the task's, or the one that the full cache gives
 AUTO, NONE = "auto", "none"
 NEEDED = ("method", "task", "model")  # groups of which no run has none
 
@@ -27,7 +27,7 @@ NEEDED = ("method", "task", "model")  # groups of which no run has none
 class Fidelity:
     """The answers that are forced and compared with the full cache, as conf/config.yaml says."""
 
-    on: Annotated[str, Choice((GOLD, OWN))] = GOLD
+    on: Annotated[str, Choice((GOLD, FULL_ANSWER))] = GOLD
     max_tokens: Annotated[int | None, Whole(0, unit="tokens")] = 256
     per_token: bool = False
 
@@ -133,9 +133,9 @@ class RunConfig:
         return config
 
     @property
-    def forces_own(self) -> bool:
+    def forces_full_answer(self) -> bool:
         """The full cache's own answers are forced."""
-        return self.fidelity.on == OWN and self.fidelity.max_tokens != 0
+        return self.fidelity.on == FULL_ANSWER and self.fidelity.max_tokens != 0
 
     def with_method(self, method: Mapping[str, Any]) -> "RunConfig":
         """The same settings with another method group."""

@@ -23,7 +23,7 @@ UNGRADED = "ungraded"
 _MESSAGE_CHARS = 300
 
 # What may wait for each worker; more makes the caller wait, so that answers do not pile up in memory.
-_WAITING_PER_WORKER = 4
+_PENDING_PER_WORKER = 4
 
 
 class GraderPool:
@@ -37,7 +37,7 @@ class GraderPool:
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self._todo: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._waiting: deque[tuple[Future[Any], Callable[[Any], None]]] = deque()
+        self._pending: deque[tuple[Future[Any], Callable[[Any], None]]] = deque()
         self._threads: list[threading.Thread] = []
         self._left = False
 
@@ -48,21 +48,21 @@ class GraderPool:
             take(work())
             return
         future: Future[Any] = Future()
-        self._waiting.append((future, take))
+        self._pending.append((future, take))
         if len(self._threads) < self.workers:
             # A pool of the standard library is waited for when the interpreter ends, however the run was stopped.
             self._threads.append(threading.Thread(target=self._work, name="grader", daemon=True))
             self._threads[-1].start()
         self._todo.put((work, future))
-        self.hand_out(len(self._waiting) - self.workers * _WAITING_PER_WORKER)
+        self.hand_out(len(self._pending) - self.workers * _PENDING_PER_WORKER)
 
     def hand_out(self, at_least: int = 0) -> None:
         """Hand out the results that are there, up to the first that is not; `at_least` so many are waited for."""
-        while self._waiting and (at_least > 0 or self._waiting[0][0].done()):
-            future, take = self._waiting[0]
+        while self._pending and (at_least > 0 or self._pending[0][0].done()):
+            future, take = self._pending[0]
             if not future.done():
                 wait((future,))  # an interruption here leaves the piece where it is
-            self._waiting.popleft()
+            self._pending.popleft()
             at_least -= 1
             take(future.result())
 
@@ -82,7 +82,7 @@ class GraderPool:
     ) -> None:
         try:
             if error is None:
-                self.hand_out(len(self._waiting))
+                self.hand_out(len(self._pending))
             else:
                 with suppress(JournalError):  # the first error is the one to tell
                     self.hand_out()

@@ -22,7 +22,7 @@ from kvbench.results.sample import SampleRecord
 from kvbench.results.shards import Shard
 from kvbench.results.writing import write_atomic
 from kvbench.runs.answers import Shown, compute_missing, finish
-from kvbench.runs.config import AUTO, NONE, OWN, RunConfig
+from kvbench.runs.config import AUTO, FULL_ANSWER, NONE, RunConfig
 from kvbench.runs.experiment import Experiment, keys_of, prepare
 from kvbench.runs.parts import Loaders
 from kvbench.runs.portions import compute_portion
@@ -58,7 +58,7 @@ class Wanted:
     @property
     def forces_full(self) -> bool:
         """It is forced to give the full cache's answers."""
-        return self.config.forces_own and self.method != FULL
+        return self.config.forces_full_answer and self.method != FULL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,15 +339,15 @@ def plan(
 ) -> Wanted:
     """Prepare a run, and say which rows of its data were set aside."""
     config = RunConfig.read(cfg)
-    if config.forces_own and method != FULL and config.reference != AUTO:
+    if config.forces_full_answer and method != FULL and config.reference != AUTO:
         raise ValueError(
-            f"fidelity.on={OWN} forces the full cache's answers, and reference={config.reference} makes none: set "
-            "reference=auto, or fidelity.max_tokens=0"
+            f"fidelity.on={FULL_ANSWER} forces the full cache's answers, and reference={config.reference} makes none: "
+            "set reference=auto, or fidelity.max_tokens=0"
         )
     experiment = prepare(config, method, parts)
     asks_nothing = any(not (one.max_new_tokens or one.choices) for one in experiment.task.requests)
-    if asks_nothing and (config.forces_own or config.fidelity.max_tokens == 0):
-        forced = f"fidelity.on={OWN}" if config.forces_own else "fidelity.max_tokens=0"
+    if asks_nothing and (config.forces_full_answer or config.fidelity.max_tokens == 0):
+        forced = f"fidelity.on={FULL_ANSWER}" if config.forces_full_answer else "fidelity.max_tokens=0"
         raise ValueError(
             f"task={experiment.task.name} asks for no answer, and {forced} leaves nothing to force either; set "
             "fidelity.on=gold fidelity.max_tokens=null"
@@ -381,11 +381,13 @@ def answers_to_force(config: RunConfig, full: Run | None) -> list[SampleRecord]:
     """The answers of the full cache, unless it has not run, has failed, or has shards to come."""
     if full is not None and not full.ended:
         raise ValueError(
-            f"shard={config.shard}: fidelity.on={OWN} forces the full cache's answers, and only {len(full.samples)} of "
-            f"{full.record.counts.total} are there; give this command again when every shard of full has ended"
+            f"shard={config.shard}: fidelity.on={FULL_ANSWER} forces the full cache's answers, and only "
+            f"{len(full.samples)} of {full.record.counts.total} are there; "
+            "give this command again when every shard of full has ended"
         )
     if full is None or full.record.status != "complete":
         raise ValueError(
-            f"fidelity.on={OWN} forces the full cache's answers, and there are none: see why the run of full failed"
+            f"fidelity.on={FULL_ANSWER} forces the full cache's answers, and there are none: see why the run "
+            "of full failed"
         )
     return full.samples

@@ -50,7 +50,7 @@ APART = ("method", "store", "fidelity", "reference", "tracker")  # settings that
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class RunRequest:
     """A run as it was asked for; the arguments of `run_experiment`."""
 
     cfg: Mapping[str, Any]
@@ -82,7 +82,7 @@ def _can_share(config: RunConfig) -> bool:
     return not (config.shard or config.prefill.chunk or config.model.get("tensor_parallel"))
 
 
-def _with_full(job: Asked) -> bool:
+def _with_full(job: RunRequest) -> bool:
     """True where a run by itself shares its prompts with the full cache that it is compared with."""
     with suppress(ValueError):  # which the run tells
         config = RunConfig.read(job.cfg)
@@ -99,7 +99,7 @@ def needed_bytes(experiment: Experiment) -> tuple[int, int]:
     return row, int(row * (1 + shape.num_q_heads / (2 * shape.num_kv_heads)))
 
 
-def run_together(run_requests: Sequence[Asked], parts: Loaders, share: Share | None = None) -> Ends:
+def run_cross_batch(run_requests: Sequence[RunRequest], parts: Loaders, share: Share | None = None) -> Ends:
     """Runs of one group, and the full cache that they are compared with; gives each as soon as it has ended: one that
     fails ends alone.
 
@@ -118,7 +118,7 @@ def run_together(run_requests: Sequence[Asked], parts: Loaders, share: Share | N
 
         prompts = PromptCache()
         with parts.sharing(prompts):
-            for number, ended in _Together(run_requests, parts, prompts, share, shares).run():
+            for number, ended in _CrossRunBatch(run_requests, parts, prompts, share, shares).run():
                 if share or not isinstance(ended, RunLocked):
                     del alone[number]
                     yield number, ended
@@ -129,13 +129,13 @@ def run_together(run_requests: Sequence[Asked], parts: Loaders, share: Share | N
             yield number, error
 
 
-def run_one(run_request: Asked, parts: Loaders) -> Run:
+def run_one(run_request: RunRequest, parts: Loaders) -> Run:
     """Run one experiment together with the full cache on the same samples, where that is not there yet.
 
     Raises:
         Exception: What ended it; see `run_experiment`.
     """
-    ((_, ended),) = run_together([run_request], parts)
+    ((_, ended),) = run_cross_batch([run_request], parts)
     if isinstance(ended, Exception):
         raise ended
     return ended
@@ -210,13 +210,24 @@ class _Lane:
         return self.ended
 
 
-class _Together:
-    """One call of `run_together`, for more runs than one unless `share` says what to take of one."""
+class _CrossRunBatch:
+    """One call of `run_cross_batch`, for more runs than one unless `share` says what to take of one."""
 
     def __init__(
-        self, run_requests: Sequence[Asked], parts: Loaders, prompts: "PromptCache", share: Share | None, shares: bool
+        self,
+        run_requests: Sequence[RunRequest],
+        parts: Loaders,
+        prompts: "PromptCache",
+        share: Share | None,
+        shares: bool,
     ) -> None:
-        self._asked, self._parts, self._prompts, self._share, self._shares = run_requests, parts, prompts, share, shares
+        self._run_requests, self._parts, self._prompts, self._share, self._shares = (
+            run_requests,
+            parts,
+            prompts,
+            share,
+            shares,
+        )
         self._lanes: dict[Path, _Lane] = {}  # by the folder of the run, in the order of their turns
         self._at_once, self._room_bytes = sys.maxsize, sys.maxsize
         self._rows: int | None = None  # requests of a run at once, where no answer depends on it
@@ -225,7 +236,7 @@ class _Together:
     def run(self) -> Ends:
         """Run all of them, so many at once that their caches fit into memory."""
         wanted: dict[int, Wanted] = {}
-        for number, job in enumerate(self._asked):
+        for number, job in enumerate(self._run_requests):
             try:
                 with nobody_leaves():
                     wanted[number] = plan(job.cfg, job.method, self._parts, job.say, job.origin)

@@ -13,7 +13,7 @@ from kvbench.show.picture import (
     HATCHES,
     ITEM_COLOURS,
     STYLES,
-    item_place,
+    item_index,
     lay_out,
     method_style,
     name_points,
@@ -95,7 +95,7 @@ def _bytes(axes: "Axes", records: Sequence[RunRecord]) -> "list[Text]":
             if count * scale < SLIGHT_PCT:  # it would be no more than a line
                 left += count * scale
                 continue
-            index = item_place(name)
+            index = item_index(name)
             style: dict[str, Any] = {"facecolor": ITEM_COLOURS[index], "edgecolor": "white"}
             style["hatch"] = HATCHES[index % len(HATCHES)]
             shown[name] = style

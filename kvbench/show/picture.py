@@ -70,7 +70,7 @@ ITEMS = (
 ITEM_COLOURS = (*COLOURS, PURPLE, BROWN, TEAL)
 
 
-def item_place(name: str) -> int:
+def item_index(name: str) -> int:
     """Place in `ITEM_COLOURS`, and modulo their number in `HATCHES`, of an item of the ledger, as `slack_bytes` is."""
     return ITEMS.index(name) if name in ITEMS else crc32(name.encode(errors="replace")) % len(COLOURS)
 

@@ -68,7 +68,7 @@ def _num(record: RunRecord) -> str:
     scored = metric.num_samples if metric else 0
     if record.counts.ok == record.counts.total:
         return f"{scored}"
-    return f"{scored} of {'?' if record.num_asked is None else record.num_asked}"
+    return f"{scored} of {'?' if record.num_prompts is None else record.num_prompts}"
 
 
 def _difference(record: RunRecord) -> str:

@@ -46,7 +46,7 @@ COUNTED = ("fp8", "int8", "int4", "kivi", "minikv", "snapkv", "pyramidkv", "h2o"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Target:
     """The question."""
 
     shape: NamedShape
@@ -76,7 +76,7 @@ class Quality:
     model: str
     whose: str
     """A key of `WHOSE`."""
-    own: bool
+    same_model: bool
     """It was measured on the model that is asked about."""
     lost: float
     """Mean loss, positive when worse."""
@@ -96,10 +96,10 @@ class Quality:
     """The folder of the repository's study that measured it; empty for others."""
 
 
-def counts(quality: Quality, target: Asked) -> bool:
+def counts(quality: Quality, target: Target) -> bool:
     """Whether a measurement is evidence for a model and a context: the own model's, or that of one of nearly its size
     on prompts of nearly the length."""
-    if quality.own:
+    if quality.same_model:
         return True
     known = presets().get(quality.model)
     mine, theirs = target.shape.parameters, known.parameters if known else None
@@ -113,7 +113,7 @@ def _quality(row: ComparedRun, margin: float, **where: Any) -> Quality:
     sign = -1 if row.what.higher_is_better else 1
     least = most = None
     if row.pairs.is_enough and not row.pairs.unfit:
-        intervals = [None if one is None else one.interval[0] for one in (row.found, *(row.extremes or ()))]
+        intervals = [None if one is None else one.interval[0] for one in (row.difference, *(row.extremes or ()))]
         least = None if row.interval is None else min(sign * end for end in row.interval)
         most = None if None in intervals else max(sign * end for ends in intervals if ends for end in ends)
     return Quality(
@@ -132,7 +132,7 @@ def _quality(row: ComparedRun, margin: float, **where: Any) -> Quality:
 class Advice:
     """Everything that is known of one method and setting."""
 
-    asked: Asked
+    target: Target
     label: str
     method: str
     settings: dict[str, Any]
@@ -148,14 +148,14 @@ class Advice:
         """One sequence on the model that is asked about; None where it cannot be known."""
         if self.policy is None:
             return None
-        answer = self.asked.answer_tokens
-        sizes = self.policy, self.asked.shape.store_shape, self.asked.context_tokens - answer, answer
+        answer = self.target.answer_tokens
+        sizes = self.policy, self.target.shape.store_shape, self.target.context_tokens - answer, answer
         shares = tier_shares(chain.from_iterable(run.samples.values() for run in self.runs))
         try:
             projections = outline(*sizes, shares)
             if projections is None and not shares:
                 projections = outline(
-                    *sizes, shipped.shares_in_study(self.method, self.policy, self.asked.shape.name)[0]
+                    *sizes, shipped.shares_in_study(self.method, self.policy, self.target.shape.name)[0]
                 )
         except ValueError:  # a table of heads, a window or a group that is for another shape
             return None
@@ -164,14 +164,14 @@ class Advice:
     @property
     def total_bytes(self) -> int | None:
         """Of all sequences."""
-        return None if self.bytes_of is None else self.asked.batch * self.bytes_of.resident_bytes
+        return None if self.bytes_of is None else self.target.batch * self.bytes_of.resident_bytes
 
     @cached_property
     def worst(self) -> Quality | None:
         """The measurement that counts: on the own model, where there is any; of one task that with the most samples;
         of tasks with as many samples, nearly, the one that leaves most loss open."""
-        best = any(item.own for item in self.quality)
-        best_known = [item for item in self.quality if item.own == best]
+        best = any(item.same_model for item in self.quality)
+        best_known = [item for item in self.quality if item.same_model == best]
         most = max((item.num_samples for item in best_known), default=0)
         best_known = [item for item in best_known if FEW * item.num_samples >= most]
         return max(best_known, key=lambda item: (item.most is None, item.most or 0.0, item.lost), default=None)
@@ -179,31 +179,31 @@ class Advice:
     @property
     def speed(self) -> Speed | None:
         """The measurement that is nearest to what is asked for: of the own model first, then of the nearest length."""
-        name, length = self.asked.shape.name, self.asked.context_tokens
+        name, length = self.target.shape.name, self.target.context_tokens
         near = lambda item: (item.model != name, abs(item.context_tokens - length))  # noqa: E731
         return min(self.speeds, key=near, default=None)
 
     @property
-    def own_rate(self) -> float:
+    def measured_rate(self) -> float:
         """Tokens per second on the model that is asked about; 0 where none were measured."""
-        return self.speed.tokens_per_s if self.speed and self.speed.model == self.asked.shape.name else 0.0
+        return self.speed.tokens_per_s if self.speed and self.speed.model == self.target.shape.name else 0.0
 
     @cached_property
     def says(self) -> str:
         """The most that can be said, a key of `MEANING`."""
-        worst, margin = self.worst, self.asked.margin
+        worst, margin = self.worst, self.target.margin
         if worst is not None and worst.least is not None and worst.least > margin:
             return LOSES  # first, since it needs no bytes
         if self.total_bytes is None:
             return UNSIZED
-        if self.asked.memory_bytes is not None and self.total_bytes > self.asked.memory_bytes:
+        if self.target.memory_bytes is not None and self.total_bytes > self.target.memory_bytes:
             return TOO_LARGE
         if self.method == FULL:
             return ADVISED
         if worst is None:
             return UNMEASURED
         if worst.most is not None and worst.most <= margin:
-            return ADVISED if worst.own else ELSEWHERE
+            return ADVISED if worst.same_model else ELSEWHERE
         return OPEN
 
     @property
@@ -216,11 +216,11 @@ class Advice:
         """For sorting, the best first: what is said, measured throughput, bytes; the loss of what loses more."""
         says = self.says
         size = (self.worst.lost if self.worst else 0.0) if says == LOSES else float(self.total_bytes or 0)
-        return list(MEANING).index(says), -self.own_rate, size, self.label
+        return list(MEANING).index(says), -self.measured_rate, size, self.label
 
 
 def gather(
-    groups: list[Group], cfg: DictConfig, target: Asked, speeds: Mapping[str, list[Speed]]
+    groups: list[Group], cfg: DictConfig, target: Target, speeds: Mapping[str, list[Speed]]
 ) -> tuple[list[Advice], list[str]]:
     """Gather what is known of every method and setting, one entry each, and what must be known beside them."""
     advice: dict[str, Advice] = {}
@@ -244,7 +244,7 @@ def gather(
             advice[key].runs.append(run)
             if row := quality.get(run.name):
                 longest = max((record["num_prompt_tokens"] for record in run.samples.values()), default=0)
-                where = {"task": group.task, "model": group.model, "own": group.model == target.shape.name}
+                where = {"task": group.task, "model": group.model, "same_model": group.model == target.shape.name}
                 where["study"] = str(cfg.results_dir) if is_study else ""
                 advice[key].quality.append(
                     _quality(row, target.margin, whose=STUDY if is_study else HERE, longest_tokens=longest, **where)
@@ -263,7 +263,7 @@ def gather(
     return list(advice.values()), list(dict.fromkeys(notes))
 
 
-def _add(advice: dict[str, Advice], label: str, target: Asked, speeds: Mapping[str, list[Speed]]) -> Advice:
+def _add(advice: dict[str, Advice], label: str, target: Target, speeds: Mapping[str, list[Speed]]) -> Advice:
     """The entry of a method in words such as `kivi bits=2`, a new one where there is none."""
     policy = make_method(label)
     key, method = repr(policy), label.split()[0]
@@ -273,7 +273,7 @@ def _add(advice: dict[str, Advice], label: str, target: Asked, speeds: Mapping[s
     return advice[key]
 
 
-def of_study(row: shipped.StudyLoss, what: Measure, target: Asked) -> Quality:
+def of_study(row: shipped.StudyLoss, what: Measure, target: Target) -> Quality:
     """A loss that a study of the repository measured, as evidence for what is asked."""
     sign = -1 if what.higher_is_better else 1
     least, most = sorted((sign * row.low, sign * row.high))
@@ -281,7 +281,7 @@ def of_study(row: shipped.StudyLoss, what: Measure, target: Asked) -> Quality:
         task=row.task,
         model=row.model,
         whose=STUDY,
-        own=row.model == target.shape.name,
+        same_model=row.model == target.shape.name,
         lost=sign * row.difference,
         least=least,
         most=most,
@@ -294,7 +294,7 @@ def of_study(row: shipped.StudyLoss, what: Measure, target: Asked) -> Quality:
     )
 
 
-def _of_study(cfg: DictConfig, target: Asked) -> Iterator[tuple[str, Quality]]:
+def _of_study(cfg: DictConfig, target: Target) -> Iterator[tuple[str, Quality]]:
     """The losses of the repository's studies that the filters let through, by the words of their methods."""
     what = FIDELITY.get(str(cfg.metric), SCORE)
     for row in shipped.losses(str(cfg.metric)):
@@ -310,10 +310,10 @@ def _wanted(wanted: object, name: str) -> bool:
 
 
 def _entry(
-    method: str, stored: Mapping[str, Any], policy: Policy | None, target: Asked, speeds: list[Speed], label: str
+    method: str, stored: Mapping[str, Any], policy: Policy | None, target: Target, speeds: list[Speed], label: str
 ) -> Advice:
     return Advice(
-        asked=target,
+        target=target,
         label=label,
         method=method,
         settings=changed_settings(method, stored),

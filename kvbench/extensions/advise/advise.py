@@ -26,9 +26,9 @@ from kvbench.extensions.advise.advice import (
     UNMEASURED,
     WHOSE,
     Advice,
-    Asked,
     Quality,
     Speed,
+    Target,
     gather,
 )
 from kvbench.extensions.advise.cards import Card, find_card
@@ -51,7 +51,7 @@ BENCHES = ("throughput", "decode")  # what of `kvbench bench` measures tokens pe
 def main(cfg: DictConfig) -> int:
     """Print the table."""
     card = None if cfg.gpu is None else find_card(cfg.gpu)
-    target, room = read_asked(cfg, card)
+    target, room = read_target(cfg, card)
     most = None if cfg.rows is None else check_whole("rows", cfg.rows, 1)
     for name in ("study", "why"):
         if not isinstance(cfg[name], bool):
@@ -60,7 +60,7 @@ def main(cfg: DictConfig) -> int:
     bench = Path(str(cfg.bench)) if cfg.bench is not None else Path(str(cfg.results_dir)) / "bench"
     speeds, notes = read_speeds(bench)
     with said_when_slow("reading runs and comparing them"):
-        groups, missing = _own_groups(comparing)
+        groups, missing = _stored_groups(comparing)
         advice, said = gather(groups, comparing, target, speeds)
     with said_when_slow(f"counting the bytes of {len(advice)} methods at {target.context_tokens} tokens"):
         ranked = sorted(advice, key=lambda item: item.rank)
@@ -88,7 +88,7 @@ def main(cfg: DictConfig) -> int:
     return 0
 
 
-def _own_groups(cfg: DictConfig) -> tuple[list[Group], list[str]]:
+def _stored_groups(cfg: DictConfig) -> tuple[list[Group], list[str]]:
     """The user's runs, or why there are none; others' evidence answers without them."""
     try:
         return load_groups(cfg), []
@@ -98,7 +98,7 @@ def _own_groups(cfg: DictConfig) -> tuple[list[Group], list[str]]:
         return [], [f"No run of yours counts: {error}.{hint} What follows is others' evidence, and counted bytes."]
 
 
-def read_asked(cfg: DictConfig, card: Card | None) -> tuple[Asked, str]:
+def read_target(cfg: DictConfig, card: Card | None) -> tuple[Target, str]:
     """Check the question; also says what the room for caches is."""
     context = read_tokens(cfg.context)
     Whole(0, context - 1, unit="tokens").check("answer", cfg.answer)
@@ -116,7 +116,7 @@ def read_asked(cfg: DictConfig, card: Card | None) -> tuple[Asked, str]:
             f"kvbench bytes model={cfg.model} says what each method would hold"
         )
     memory_bytes, room = _room(cfg, card, shape)
-    target = Asked(
+    target = Target(
         shape=shape,
         context_tokens=context,
         answer_tokens=cfg.answer,
@@ -185,7 +185,7 @@ def read_speeds(folder: Path) -> tuple[dict[str, list[Speed]], list[str]]:
 
 def show(
     ranked: Sequence[Advice],
-    target: Asked,
+    target: Target,
     notes: Sequence[str],
     room: str,
     card: Card | None,
@@ -205,7 +205,7 @@ def show(
         table.add_column(heading, justify="right", no_wrap=True)
     for item in ranked[:most]:
         speed = item.speed
-        rate = "-" if speed is None else f"{speed.tokens_per_s:.3g}{'' if item.own_rate else '*'}"
+        rate = "-" if speed is None else f"{speed.tokens_per_s:.3g}{'' if item.measured_rate else '*'}"
         table.add_row(
             safe(item.label, LINE_LENGTH),
             format_bytes(item.total_bytes),
@@ -248,14 +248,14 @@ def loss_text(item: Advice) -> str:
     worst = item.worst
     if worst is None:
         return "-"
-    scale, star = worst.scale, "" if worst.own else "*"
+    scale, star = worst.scale, "" if worst.same_model else "*"
     text = number(worst.lost, scale, signed=True)
     if worst.least is None or worst.most is None:
         return f"{text} {NO_INTERVAL}{star}"
     return f"{text} [{number(worst.least, scale, signed=True)}, {number(worst.most, scale, signed=True)}]{star}"
 
 
-def summary(ranked: Sequence[Advice], target: Asked) -> list[str]:
+def summary(ranked: Sequence[Advice], target: Target) -> list[str]:
     """Name the method that is advised, in a sentence."""
     lines = []
     if target.memory_bytes is not None:
@@ -274,7 +274,7 @@ def summary(ranked: Sequence[Advice], target: Asked) -> list[str]:
     ]
 
 
-def unknown(ranked: Sequence[Advice], target: Asked, has_speeds: bool) -> list[str]:
+def unknown(ranked: Sequence[Advice], target: Target, has_speeds: bool) -> list[str]:
     """Name what is not known, and the commands that would find out."""
     methods, name = [item for item in ranked if item.method != FULL], target.shape.name
     lines, model = [], recommend.model_words(target.shape)
@@ -290,7 +290,7 @@ def unknown(ranked: Sequence[Advice], target: Asked, has_speeds: bool) -> list[s
         needed, there = worst.needed, worst.num_samples
         more = f"about {needed} samples would tell (there are {there})" if needed else "more samples"
         lines.append(f"Too few samples to tell: {_named([item for _, item in undecided])}; {more}. To find out:")
-        on = [f"model={worst.model}"] if worst.own and worst.model in files.options("model") else model
+        on = [f"model={worst.model}"] if worst.same_model and worst.model in files.options("model") else model
         lines.append(_command(first, [*_task_words(worst.task), *on, "limit=null"]))
     longest = max((quality.longest_tokens for item in methods for quality in item.quality), default=0)
     if longest and target.context_tokens > FAR * longest:
@@ -299,7 +299,7 @@ def unknown(ranked: Sequence[Advice], target: Asked, has_speeds: bool) -> list[s
             "To find out:"
         )
         lines.append(_command(methods[0], ["task=ruler", f"task.lengths=[{target.context_tokens}]", *model]))
-    if slow := [item for item in methods if item.says != TOO_LARGE and not item.own_rate]:
+    if slow := [item for item in methods if item.says != TOO_LARGE and not item.measured_rate]:
         what = "No throughput was measured" + (f" on {name}" if has_speeds else "")
         named = [FULL, *(f'"{" ".join([item.method, *_words(item)])}"' for item in slow[:NAMED])]
         of = model[0].partition("=")[2] if len(model) == 1 else " ".join(word.removeprefix("model.") for word in model)
@@ -312,7 +312,7 @@ def unknown(ranked: Sequence[Advice], target: Asked, has_speeds: bool) -> list[s
     return lines
 
 
-def _is_open(worst: Quality, target: Asked) -> bool:
+def _is_open(worst: Quality, target: Target) -> bool:
     """Whether more samples may show that a method keeps to the margin: its estimate does, and so many can be had."""
     return worst.lost <= target.margin and (worst.needed or 0) <= recommend.MOST_SAMPLES
 
@@ -323,7 +323,7 @@ def _task_words(task: str) -> list[str]:
     return [f"task={task}", *([f"task.{AGREED}=true"] if AGREED in takes else [])]
 
 
-def _flags(item: Advice, target: Asked) -> list[str]:
+def _flags(item: Advice, target: Target) -> list[str]:
     """The flags of each engine that ships the method."""
     flags = [] if item.policy is None else flags_of(item.policy, target.shape.layers)
     return ["In an engine:", *(f"  {line}" for line in flags)] if flags else []

@@ -46,7 +46,7 @@ Row = tuple[str, int, Projection]  # what the row is, tokens of a sequence, its 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class SizedMethod:
     """A method, and what is known of the shares of its tiers where the text decides them."""
 
     name: str
@@ -86,7 +86,7 @@ def main(cfg: DictConfig) -> int:
     return 0
 
 
-def _counted(cfg: DictConfig) -> tuple[list[Row], NamedShape, list[str], list[Asked], list[int]]:
+def _counted(cfg: DictConfig) -> tuple[list[Row], NamedShape, list[str], list[SizedMethod], list[int]]:
     """Rows of a command's methods and lengths, its model, what must be known to read them, the methods, the lengths."""
     lengths = [int(x) for x in cfg.length] if isinstance(cfg.length, ListConfig) else [cfg.length]
     for length in lengths:
@@ -99,10 +99,12 @@ def _counted(cfg: DictConfig) -> tuple[list[Row], NamedShape, list[str], list[As
         methods = [_stored(Path(cfg.run), shape)]
     else:
         store = store_options(cfg.store)
-        methods = [Asked(name=name, policy=make_policy(method), store=store) for name, method in cfg._each_.items()]
+        methods = [
+            SizedMethod(name=name, policy=make_policy(method), store=store) for name, method in cfg._each_.items()
+        ]
         if cfg.methods is not None:
             made = {str(text): choices.make_method(text) for text in cfg.methods}
-            methods = [Asked(name=text, policy=policy, store=store) for text, policy in made.items()]
+            methods = [SizedMethod(name=text, policy=policy, store=store) for text, policy in made.items()]
     rows: list[Row] = []
     notes: list[str] = []
     with said_when_slow(f"counting the bytes of {', '.join(one.name for one in methods)}"):
@@ -123,7 +125,7 @@ def _kind_of_picture(path: str | None, answer: int) -> str:
     return kind
 
 
-def _stored(folder: Path, shape: NamedShape) -> Asked:
+def _stored(folder: Path, shape: NamedShape) -> SizedMethod:
     """The method of a stored run, and the shares that it measured; in its pages, where they hold slots of the shape."""
     record = RunRecord.load(folder)
     if record is None:
@@ -146,10 +148,12 @@ def _stored(folder: Path, shape: NamedShape) -> Asked:
     except ValueError as error:  # of the run's pages, or of what `project` refuses too
         note(f"with pages of store.page_bytes=auto, for that of the run does not fit: {error}")
         store = replace(store, page_bytes="auto")
-    return Asked(name=record.method, policy=policy, shares=tier_shares(samples.values()), store=store)
+    return SizedMethod(name=record.method, policy=policy, shares=tier_shares(samples.values()), store=store)
 
 
-def _of_method(method: Asked, shape: NamedShape, lengths: Sequence[int], answer: int) -> tuple[list[Row], list[str]]:
+def _of_method(
+    method: SizedMethod, shape: NamedShape, lengths: Sequence[int], answer: int
+) -> tuple[list[Row], list[str]]:
     """The rows of a method, and what must be known to read them."""
     name, rows, notes = method.name, list[Row](), list[str]()
     for length in lengths:
@@ -173,7 +177,7 @@ def _of_method(method: Asked, shape: NamedShape, lengths: Sequence[int], answer:
     return rows, notes
 
 
-def _known_elsewhere(method: Asked, shape: NamedShape, length: int, answer: int) -> tuple[list[Row], list[str]]:
+def _known_elsewhere(method: SizedMethod, shape: NamedShape, length: int, answer: int) -> tuple[list[Row], list[str]]:
     """Rows that others' numbers make of a method whose memory the text decides, and whose numbers they are."""
     name, rows, notes = method.name, list[Row](), list[str]()
     shares, model = shipped.shares_in_study(name, method.policy, shape.name)

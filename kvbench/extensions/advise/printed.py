@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from kvbench.extensions.advise import shipped
-from kvbench.extensions.advise.advice import Advice, Asked
+from kvbench.extensions.advise.advice import Advice, Target
 from kvbench.extensions.papers import published
 from kvbench.show import terminal
 from kvbench.show.progress import format_bytes
@@ -26,11 +26,11 @@ def studies(ranked: Sequence[Advice]) -> list[str]:
     return [f"Rows of the studies: {each}."] if each else []
 
 
-def carried(ranked: Sequence[Advice], target: Asked, metric: str) -> list[str]:
+def carried(ranked: Sequence[Advice], target: Target, metric: str) -> list[str]:
     """Say what the studies of other models allow to conclude for one that nobody measured, and what they do not: their
     common order of the methods, and how far one method's losses lie apart."""
     every = [quality for item in ranked for quality in item.quality]
-    if any(quality.own for quality in every) or not any(quality.study for quality in every):
+    if any(quality.same_model for quality in every) or not any(quality.study for quality in every):
         return []
     name = target.shape.name
     lines = [f"Nothing was measured on {name}. What may carry over is which method loses less, as far as others agree:"]
@@ -49,7 +49,7 @@ def carried(ranked: Sequence[Advice], target: Asked, metric: str) -> list[str]:
     return lines
 
 
-def show_printed(target: Asked, metric: str) -> None:
+def show_printed(target: Target, metric: str) -> None:
     """Print what papers printed for the model that is asked about, as far as it fits and loses little enough."""
     losses = [] if metric != "score" else published.losses(target.shape.name)
     if not losses:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvbench.config import files
 from kvbench.config.files import FULL
-from kvbench.extensions.advise.advice import Advice, Asked, Quality, counts
+from kvbench.extensions.advise.advice import Advice, Quality, Target, counts
 from kvbench.extensions.advise.cards import Card
 from kvbench.extensions.advise.engines import flags_of
 from kvbench.show.progress import format_bytes, format_seconds
@@ -42,9 +42,9 @@ class Choice:
 def evidence_of(item: Advice) -> Quality | None:
     """The measurement of a method that counts for the model that is asked about: its own before that of a model near
     it, and of these the one with more samples; None where nothing near was measured."""
-    target = item.asked
+    target = item.target
     qualities = [quality for quality in item.quality if counts(quality, target)]
-    return max(qualities, key=lambda quality: (quality.own, quality.num_samples), default=None)
+    return max(qualities, key=lambda quality: (quality.same_model, quality.num_samples), default=None)
 
 
 def choose(ranked: Sequence[Advice]) -> Choice | None:
@@ -54,14 +54,14 @@ def choose(ranked: Sequence[Advice]) -> Choice | None:
     full = next((item.total_bytes for item in ranked if item.method == FULL), None)
     fitting = [item for item in ranked if item.method != FULL and _fits(item) and _saves(item, full)]
     known = [(item, evidence) for item in fitting if (evidence := evidence_of(item)) is not None]
-    kept = [(item, evidence) for item, evidence in known if evidence.lost <= item.asked.margin]
-    proven = [(item, one) for item, one in kept if one.most is not None and one.most <= item.asked.margin]
+    kept = [(item, evidence) for item, evidence in known if evidence.lost <= item.target.margin]
+    proven = [(item, one) for item, one in kept if one.most is not None and one.most <= item.target.margin]
     if proven:
-        item, evidence = min(proven, key=lambda pair: (not pair[1].own, pair[0].total_bytes or 0))
+        item, evidence = min(proven, key=lambda pair: (not pair[1].same_model, pair[0].total_bytes or 0))
         return Choice(item=item, evidence=evidence, is_proven=True)
     if kept:
         item, evidence = min(
-            kept, key=lambda pair: (not pair[1].own, math.inf if pair[1].most is None else pair[1].most)
+            kept, key=lambda pair: (not pair[1].same_model, math.inf if pair[1].most is None else pair[1].most)
         )
         return Choice(item=item, evidence=evidence, is_proven=False)
     refuted = {id(item) for item, _ in known}
@@ -75,11 +75,11 @@ def choose(ranked: Sequence[Advice]) -> Choice | None:
 
 def _lost_elsewhere(item: Advice) -> bool:
     """Whether a method lost more than the margin wherever it was measured: no evidence here, and no reason to begin."""
-    return bool(item.quality) and all(quality.lost > item.asked.margin for quality in item.quality)
+    return bool(item.quality) and all(quality.lost > item.target.margin for quality in item.quality)
 
 
 def _fits(item: Advice) -> bool:
-    room = item.asked.memory_bytes
+    room = item.target.memory_bytes
     return item.total_bytes is not None and (room is None or item.total_bytes <= room)
 
 
@@ -87,7 +87,7 @@ def _saves(item: Advice, full: int | None) -> bool:
     return full is None or (item.total_bytes or 0) < full
 
 
-def recommendation(ranked: Sequence[Advice], target: Asked, card: Card | None) -> list[str]:
+def recommendation(ranked: Sequence[Advice], target: Target, card: Card | None) -> list[str]:
     """The recommendation in lines of text; a line that begins with two spaces is a command to copy."""
     shape, full = target.shape, next((item for item in ranked if item.method == FULL), None)
     lines = [_of_full(full, target)] if full is not None else []
@@ -116,7 +116,7 @@ def recommendation(ranked: Sequence[Advice], target: Asked, card: Card | None) -
     return _folded(lines)
 
 
-def _of_full(full: Advice, target: Asked) -> str:
+def _of_full(full: Advice, target: Target) -> str:
     what = f"{target.shape.name}, {target.batch} x {target.context_tokens} tokens: the full cache takes "
     what += format_bytes(full.total_bytes)
     if target.memory_bytes is None:
@@ -125,7 +125,7 @@ def _of_full(full: Advice, target: Asked) -> str:
     return f"{what}, and {'fits' if _fits(full) else 'does not fit'} into the {room} that are free for caches."
 
 
-def _of_nothing(full: Advice | None, target: Asked) -> str:
+def _of_nothing(full: Advice | None, target: Target) -> str:
     if full is not None and _fits(full):
         return "Keep the full cache: nothing smaller that was measured loses as little as the margin allows."
     if target.memory_bytes is None or full is None or not full.total_bytes:
@@ -137,7 +137,7 @@ def _of_nothing(full: Advice | None, target: Asked) -> str:
     )
 
 
-def _measured(choice: Choice, target: Asked) -> str:
+def _measured(choice: Choice, target: Target) -> str:
     evidence, name = choice.evidence, target.shape.name
     if evidence is None:
         ships = "an engine ships it, and " if _flags(choice.item) else ""
@@ -166,7 +166,7 @@ def _risk(evidence: Quality | None) -> str:
     return f"Risk: {shown}; at most {number(max(0.0, evidence.most), evidence.scale)} {evidence.unit} by 95 %."
 
 
-def _settling(choice: Choice, target: Asked, card: Card | None) -> list[str]:
+def _settling(choice: Choice, target: Target, card: Card | None) -> list[str]:
     """The one run that would settle it, and its time."""
     item, needed = choice.item, choice.evidence.needed if choice.evidence else None
     count = SAMPLES if needed is None or needed > MOST_SAMPLES else max(needed, SAMPLES)
@@ -194,7 +194,7 @@ def model_words(shape: NamedShape) -> list[str]:
 
 
 def _flags(item: Advice) -> list[str]:
-    return [] if item.policy is None else flags_of(item.policy, item.asked.shape.layers)
+    return [] if item.policy is None else flags_of(item.policy, item.target.shape.layers)
 
 
 def _folded(lines: Sequence[str]) -> list[str]:

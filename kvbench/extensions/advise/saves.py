@@ -6,7 +6,7 @@ from pathlib import Path
 from kvbench.config.compose import compose
 from kvbench.config.files import FULL
 from kvbench.extensions.advise import shipped
-from kvbench.extensions.advise.advice import Asked, counts, of_study
+from kvbench.extensions.advise.advice import Target, counts, of_study
 from kvbench.results.measures import SCORE
 from kvbench.runs.choices import make_method
 from kvbench.runs.parts import make_policy
@@ -45,7 +45,7 @@ def answer(words: Sequence[str], context_tokens: int | None) -> list[str]:
     matching = [one for one in shipped.losses(SCORE.key) if repr(make_method(one.label)) == repr(policy)]
     if not matching:
         lines.append("Loss: not measured by the repository's studies; run=... measures it, as below.")
-    target = Asked(shape=shape, context_tokens=tokens, answer_tokens=ANSWER, batch=1, memory_bytes=None, margin=0.01)
+    target = Target(shape=shape, context_tokens=tokens, answer_tokens=ANSWER, batch=1, memory_bytes=None, margin=0.01)
     for one in matching[:MOST_LOSSES]:
         difference, low, high = (
             number(value, SCORE.scale, signed=True) for value in (one.difference, one.low, one.high)

@@ -44,7 +44,7 @@ class Attention(Looks):
     share: float = 0.95
     top: int = 150
     mapped: frozenset[int] = frozenset()
-    found: dict[int, list[Any]] = field(default_factory=dict, compare=False)
+    collected: dict[int, list[Any]] = field(default_factory=dict, compare=False)
     needs: ClassVar[frozenset[Need]] = frozenset()
 
     def look(self, seen: LayerTensors) -> Any:
@@ -94,7 +94,7 @@ def measure(loaded: Any, prompts: Sequence[Sequence[int]], spec: Attention, adva
     look_at(
         loaded, ScoreSpec(statistic=spec, prefill_queries=ALL_QUERIES), [list(prompt) for prompt in prompts], advance
     )
-    return [list(layers) for layers in zip(*(parts for _, parts in sorted(spec.found.items())), strict=True)]
+    return [list(layers) for layers in zip(*(parts for _, parts in sorted(spec.collected.items())), strict=True)]
 
 
 def main(cfg: DictConfig) -> int:

@@ -95,7 +95,7 @@ class Settings(Methods):
                 continue
             arguments = policy, options, self._shape, self._text, int(cell["kv_mb"] * 1e6), self._counted[name]
             memory = Memory(self, bench, name, *arguments)
-            variants.append(Variant(name=name, call=memory.search, extra=memory.found))
+            variants.append(Variant(name=name, call=memory.search, extra=memory.result))
         return variants
 
 
@@ -123,11 +123,11 @@ class Memory:
         self._policy, self._options, self._shape, self._text = policy, options, shape, text
         self._counted = counted
         self._backend = get_backend(settings.kernels, shape.device) if text else None
-        self.found: dict[str, Any] = {"longest": settings.longest}
+        self.result: dict[str, Any] = {"longest": settings.longest}
 
     def search(self, _: int) -> None:
         """Counts, and then tries."""
-        settings, result = self._settings, self.found
+        settings, result = self._settings, self.result
         self._bench.stage(f"counting {self._name}")
         result["sequence_bytes"] = self._counted_bytes(settings.context)
         result["counted_batch"] = result["sequence_bytes"] and self._num_bytes // result["sequence_bytes"]

@@ -20,7 +20,7 @@ from kvbench.errors import unknown_name
 from kvbench.extensions.bench.decoders import (
     Decoder,
     Graphed,
-    OwnDecoder,
+    PeerDecoder,
     StaticDecoder,
     StoreDecoder,
     capture_on,
@@ -103,7 +103,7 @@ class WholeModel(Methods):
             for _ in range(self.steps):
                 decoder.step(list(next(tokens)))
 
-        loaded = decoder.loaded if isinstance(decoder, OwnDecoder) else decoder.runner.loaded
+        loaded = decoder.loaded if isinstance(decoder, PeerDecoder) else decoder.runner.loaded
         cache_bytes, numbers = decoder.cache_bytes(), matrix_numbers(loaded)
         extra |= {"tokens_per_call": len(answers) * self.steps, "cache_bytes": cache_bytes}
         extra |= {"flops_per_token": 2 * numbers}
@@ -214,18 +214,18 @@ def make_models(settings: Settings, device: str, notes: list[str]) -> dict[str, 
     return models
 
 
-def own_kinds(settings: Settings) -> dict[str, str]:
+def peer_kinds(settings: Settings) -> dict[str, str]:
     """Names of the rows that are transformers' own, and the cache of each that can be had here."""
     wanted = OWN_CACHES[1:] if settings.quantised else ()
     known = [kind for kind in wanted if HAS_PACKAGE.get(kind.partition("-")[0], lambda: True)()]
     return {PEER: "dynamic"} | {f"{PEER} {kind}": kind for kind in known}
 
 
-def _own_decoders(settings: Settings, model: LoadedModel) -> dict[str, Decoder]:
+def _peer_decoders(settings: Settings, model: LoadedModel) -> dict[str, Decoder]:
     decoders: dict[str, Decoder] = {}
-    for name, kind in own_kinds(settings).items():
+    for name, kind in peer_kinds(settings).items():
         with suppress(ImportError):  # this package, or transformers, has no such cache
-            decoders[name] = OwnDecoder(model, kind)
+            decoders[name] = PeerDecoder(model, kind)
     return decoders
 
 
@@ -237,7 +237,7 @@ def decode_variants(settings: Settings, model: LoadedModel, batch: int, mark: st
     prompts = [tokens[: settings.context] for tokens in text]
     answers = [tokens[settings.context :] for tokens in text]
     variants = []
-    for name, decoder in _own_decoders(settings, model).items():
+    for name, decoder in _peer_decoders(settings, model).items():
         decoder.prefill(prompts)
         variants.append(settings.stepping(name + mark, decoder, answers))
     if model.device.type != "cpu":
@@ -279,7 +279,7 @@ def prompt_variants(settings: Settings, models: Mapping[str, LoadedModel]) -> li
     for mark, model in models.items():
         text = choices.sample_tokens(model, 1, settings.context + 1)[0]
         prompt = text[: settings.context]
-        decoders = _own_decoders(settings, model)
+        decoders = _peer_decoders(settings, model)
         if exact is None:
             decoders[PEER].prefill([prompt])
             exact = decoders[PEER].logits.clone()
@@ -306,7 +306,7 @@ def _reading(name: str, decoder: Decoder, prompt: list[int], exact: Tensor, boun
 def measure_peaks(settings: Settings, bench: Bench) -> dict[str, int]:
     """Bytes that reading one prompt adds at its worst moment, its cache included; each in a fresh process."""
     peaks = {}
-    kinds, ways = own_kinds(settings), {"": "", **{MARKS[linear]: f" linear={linear}" for linear in settings.linear}}
+    kinds, ways = peer_kinds(settings), {"": "", **{MARKS[linear]: f" linear={linear}" for linear in settings.linear}}
     for name, mark in [(name, mark) for mark in ways for name in [*kinds, *settings.methods]]:
         bench.stage(f"peak memory of a prompt, {name}{mark}")
         order = {"model": settings.model + ways[mark], "device": bench.device, "context": settings.context}

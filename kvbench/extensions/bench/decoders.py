@@ -168,7 +168,7 @@ class Graphed:
         return self.decoder.cache_bytes()
 
 
-class OwnDecoder:
+class PeerDecoder:
     """transformers' own forward with one of its own caches (see `hf.own_cache`); all rows share one length, so nothing
     is padded."""
 
@@ -209,7 +209,7 @@ class OwnDecoder:
         return hf.own_cache_bytes(self.cache)
 
 
-class StaticDecoder(OwnDecoder):
+class StaticDecoder(PeerDecoder):
     """transformers' static cache, whose decode step is a CUDA graph on a GPU: how people serve a model without kvbench.
 
     The prompt is read eagerly; the first step after it is captured, every step is a replay. On a CPU steps are eager.
@@ -231,10 +231,10 @@ class StaticDecoder(OwnDecoder):
         """One token for every row; next logits fp32 [B, vocabulary], which the next step overwrites on a GPU."""
         self._ids.copy_(torch.tensor(tokens)[:, None])
         self._step()
-        return self._found
+        return self._outputs
 
     def _go(self) -> None:
-        self._found = self._run(self._ids)
+        self._outputs = self._run(self._ids)
 
 
 def capture_on(device: torch.device) -> Capture:
@@ -247,7 +247,7 @@ def capture_on(device: torch.device) -> Capture:
     return record
 
 
-Decoder = StoreDecoder | OwnDecoder
+Decoder = StoreDecoder | PeerDecoder
 
 
 def relative(logits: Tensor, exact: Tensor) -> float:
@@ -281,7 +281,7 @@ def peak_bytes(order: dict) -> int:
     text = choices.sample_tokens(model, 1, context)[0]
     decoder: Decoder
     if order["kind"]:
-        decoder = OwnDecoder(model, order["kind"])
+        decoder = PeerDecoder(model, order["kind"])
     else:
         decoder = StoreDecoder(model, order["name"], rows=1, context=context, new_tokens=1, kernels=order["kernels"])
     decoder.prefill([text[:WARM_TOKENS]])

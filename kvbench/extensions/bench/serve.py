@@ -136,9 +136,9 @@ class Settings(Methods):
             if self.times:
                 extra["measured"] = self._as_measured(cell, name)
             variants.append(Variant(name=name, call=serving.answer, before_round=serving.open, extra=extra))
-        return [*variants, self._own(bench, load, texts)] if self.peers and not self.times else variants
+        return [*variants, self._peer(bench, load, texts)] if self.peers and not self.times else variants
 
-    def _own(self, bench: Bench, load: Load, texts: list[list[int]]) -> Variant:
+    def _peer(self, bench: Bench, load: Load, texts: list[list[int]]) -> Variant:
         """transformers' own continuous batching; refused with the reason where it cannot be had."""
         try:
             if self.clock == "cpu":
@@ -158,11 +158,9 @@ class Settings(Methods):
 
     def _as_measured(self, cell: dict, method: str) -> dict | None:
         """What the files say of this very load, if they do."""
-        settings_asked = {"threads": None, **{name: getattr(self, name) for name in LOAD}}
+        wanted = {"threads": None, **{name: getattr(self, name) for name in LOAD}}
         for settings, there in self._measured.cells:
-            if {**settings, **there["cell"], "threads": None}.items() >= (
-                settings_asked | cell | {"threads": None}
-            ).items():
+            if {**settings, **there["cell"], "threads": None}.items() >= (wanted | cell | {"threads": None}).items():
                 for row in there["variants"]:
                     if row["name"] == method:
                         return {name: row[name] for name in ("tokens_per_s", "ttft_p50_s", "tpot_p50_s")}
@@ -272,7 +270,7 @@ class Serving:
         self._bench.stage(self._method)
         self._engine = self._make()
         self._clock = Clock(self._machine.tick)
-        self._waiting = _Noting(
+        self._queue = _Noting(
             self._requests, arrivals_s=[at for at, _, _ in self._load], clock=self._clock, on_read=self._note_prompt
         )
         self._ended: dict[str, tuple[float, int]] = {}
@@ -282,7 +280,7 @@ class Serving:
         self._pages: list[tuple[float, float]] = []
         self._busy_s = 0.0
         self._engine.end_ids = ()  # an answer has the length that the load says
-        self._batch = self._engine.open_batch(self._waiting, on_outcome=self._keep, on_step=self._note_step)
+        self._batch = self._engine.open_batch(self._queue, on_outcome=self._keep, on_step=self._note_step)
         self._engine.steps.warm_up(self._batch.most, max((each.prompt for each in self._requests), key=len))
 
     def answer(self, _: int) -> None:
@@ -291,7 +289,7 @@ class Serving:
             self._bench.stage(f"{self._method}, {len(self._ended)} of {len(self._requests)} requests")
         took = self._clock.now_s()
         arrived = {request.sample_id: at for request, (at, _, _) in zip(self._requests, self._load, strict=True)}
-        first = self._waiting.read_s
+        first = self._queue.read_s
         every = max(1, -(-len(self._pages) // POINTS))
         self.runs.append(
             {

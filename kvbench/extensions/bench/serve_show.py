@@ -39,12 +39,12 @@ def table(cells: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
         counts = [f"{_figure(row['mean_batch'], 1.0)} of {row['most_requests']}"]
         counts += [_figure(row[name], 1.0) for name in ("preemptions", "oom")]
         pages = format_bytes(max((held for _, held in row["pages"]), default=None))
-        extra = [_figure(row.get("compressions"), 1.0) for _ in squeezed] + [_beside(row) for _ in measured_column]
+        extra = [_figure(row.get("compressions"), 1.0) for _ in squeezed] + [_of_measured(row) for _ in measured_column]
         lines.append([when, row["name"], ttft, tpot, *rates, *counts, pages, *extra])
     return [*HEADINGS, *squeezed, *measured_column], lines
 
 
-def _beside(row: dict) -> str:
+def _of_measured(row: dict) -> str:
     """Tokens per second, and the median latencies, over what was measured."""
     return "/".join(f"{row[key] / row['measured'][key]:.2f}" for key in MEASURED) if row.get("measured") else "-"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.extensions.bench.decode import BASELINES, GRAPH, LENGTHS, PEER, PROMPT_BYTES, WholeModel
-from kvbench.extensions.bench.decoders import REFERENCE_ROWS, WARM_STEPS, Decoder, Graphed, OwnDecoder, capture_on
+from kvbench.extensions.bench.decoders import REFERENCE_ROWS, WARM_STEPS, Decoder, Graphed, PeerDecoder, capture_on
 from kvbench.kernels.bench.bench import Bench, main, setting
 from kvbench.kernels.bench.rounds import Variant, ratios
 from kvbench.models.load import LoadedModel
@@ -60,7 +60,7 @@ class Settings(WholeModel):
         for name in (PEER, *self.methods):
             bench.stage(f"filling {self.kv_mb} MB for {name}")
             arguments = (at, self._model, text, bench.notes)
-            variants += own_variants(*arguments) if name == PEER else store_variants(name, *arguments, prompts)
+            variants += peer_variants(*arguments) if name == PEER else store_variants(name, *arguments, prompts)
         return variants
 
     def finish(self, cell: dict) -> None:
@@ -84,9 +84,9 @@ def fitting(settings: Settings, sequence_bytes: int, name: str, notes: list[str]
     return min(batch, settings.max_batch)
 
 
-def own_variants(settings: Settings, model: LoadedModel, text: list[list[int]], notes: list[str]) -> list[Variant]:
+def peer_variants(settings: Settings, model: LoadedModel, text: list[list[int]], notes: list[str]) -> list[Variant]:
     """transformers' own cache, in the model's dtype, with as many sequences as fit at their final length."""
-    decoder = OwnDecoder(model)
+    decoder = PeerDecoder(model)
     decoder.prefill([tokens[: settings.context] for tokens in text])
     token_bytes = decoder.cache_bytes() / (len(text) * settings.context)
     batch = fitting(settings, round(token_bytes * (settings.context + settings.new_tokens)), PEER, notes)

@@ -43,5 +43,5 @@ def measure_offsets(loaded: "LoadedModel", requests: "Sequence[Request]", advanc
     """
     looks, prompts = _Keys(), [list(request.prompt) for request in requests]
     look_at(loaded, ScoreSpec(statistic=looks), prompts, advance)
-    sums = [sum((keys for (keys,) in parts), torch.zeros(())) for _, parts in sorted(looks.found.items())]
+    sums = [sum((keys for (keys,) in parts), torch.zeros(())) for _, parts in sorted(looks.collected.items())]
     return torch.stack(sums) / sum(map(len, prompts))

@@ -133,11 +133,11 @@ def measure_gates(
 class Looks(Statistic):
     """Sees every layer's tensors of a prompt as they were before the rotary embedding, and scores nothing."""
 
-    found: dict[int, list[tuple[Tensor, ...]]] = field(default_factory=dict, compare=False)
+    collected: dict[int, list[tuple[Tensor, ...]]] = field(default_factory=dict, compare=False)
     needs: ClassVar[frozenset[Need]] = frozenset({"before_rope"})
 
     def of_prompt(self, seen: LayerTensors) -> Tensor:
-        self.found.setdefault(seen.layer, []).append(self.look(seen))
+        self.collected.setdefault(seen.layer, []).append(self.look(seen))
         return torch.zeros(seen.k.shape[:2], device=seen.k.device)
 
     def look(self, seen: LayerTensors) -> tuple[Tensor, ...]:
@@ -206,7 +206,7 @@ def measure_centres(loaded: "LoadedModel", requests: "Sequence[Request]", advanc
     """
     looks, prompts = _Queries(), [list(request.prompt) for request in requests]
     look_at(loaded, ScoreSpec(statistic=looks, prefill_queries=ALL_QUERIES), prompts, advance)
-    sums = [sum((queries for (queries,) in parts), torch.zeros(())) for _, parts in sorted(looks.found.items())]
+    sums = [sum((queries for (queries,) in parts), torch.zeros(())) for _, parts in sorted(looks.collected.items())]
     return torch.stack(sums) / sum(map(len, prompts))
 
 
@@ -233,8 +233,8 @@ def measure_books(
         raise ValueError(f"books.sinks={sinks} leaves no token of any prompt; give less, or a longer task.length")
     look_at(loaded, ScoreSpec(statistic=looks), prompts, advance)
     rows = []
-    for layer in sorted(looks.found):
-        keys, values = (torch.cat(parts, 1) for parts in zip(*looks.found.pop(layer), strict=True))
+    for layer in sorted(looks.collected):
+        keys, values = (torch.cat(parts, 1) for parts in zip(*looks.collected.pop(layer), strict=True))
         rows.append(_books_of_layer(keys, values, outside))
     return torch.stack(rows)
 
@@ -268,7 +268,7 @@ def measure_scales(
         most = loaded.model.config.get_text_config().vocab_size
         prompts = [torch.randint(most, (len(prompt),), generator=make).tolist() for prompt in prompts]
     look_at(loaded, ScoreSpec(statistic=looks), prompts, advance)
-    largest = torch.stack([torch.stack([x for (x,) in parts]).amax(0) for _, parts in sorted(looks.found.items())])
+    largest = torch.stack([torch.stack([x for (x,) in parts]).amax(0) for _, parts in sorted(looks.collected.items())])
     if not by_head:
         largest = largest.amax(-1, keepdim=True)
     return (largest / torch.tensor(room)[:, None]).clamp(min=torch.finfo(torch.float32).eps).flatten(1)

@@ -25,7 +25,7 @@ def main(cfg: DictConfig) -> int:
     if cfg.place is None:
         raise ValueError("give a folder with method/NAME.yaml, or a Python file with one method: kvbench check mine")
     path = Path(str(cfg.place)).expanduser()
-    with files.with_own_folders([path]):  # refuses what is neither
+    with files.with_config_dirs([path]):  # refuses what is neither
         names = sorted(files.options("method", Path(os.path.realpath(path))))
     if not names:
         raise ValueError(f"{path} has no method/NAME.yaml; `kvbench help methods` shows what kvbench has")

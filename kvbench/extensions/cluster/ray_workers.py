@@ -70,7 +70,7 @@ class Hand:
     """A worker in a process of its own, as an actor or otherwise."""
 
     def __init__(self, jobs: Sequence[Sequence[str]], directory: Path, config_dirs: tuple[Path, ...]) -> None:
-        self._jobs, self._own, self._stack = jobs, config_dirs, ExitStack()
+        self._jobs, self._config_dirs, self._stack = jobs, config_dirs, ExitStack()
         self._stack.enter_context(at_home(directory, config_dirs))
 
     @cached_property
@@ -78,7 +78,7 @@ class Hand:
         """The worker, made by the first call: what is wrong with the jobs is an error of that."""
         from kvbench.extensions.suite.worker import Worker
 
-        return Worker(self._jobs, name="ray", flags=config_dir_flags(self._own))
+        return Worker(self._jobs, name="ray", flags=config_dir_flags(self._config_dirs))
 
     def ready(self) -> Report:
         """Say where it is, once it has read the jobs."""
@@ -183,8 +183,8 @@ def check_same(items: "Sequence[Item]", jobs: "Jobs") -> None:
     from kvbench.runs.experiment import prepared
 
     known = {item.runs for item in items}
-    for numbers in together.groups([job.cfg for job in jobs.waiting]):
-        run_requests = [(jobs.waiting[number].cfg, jobs.waiting[number].method) for number in numbers]
+    for numbers in together.groups([job.cfg for job in jobs.pending]):
+        run_requests = [(jobs.pending[number].cfg, jobs.pending[number].method) for number in numbers]
         experiments = prepared(run_requests, jobs.loaders)
         if experiments and digest(one.hash for one in experiments) not in known:
             raise ValueError(
@@ -234,13 +234,13 @@ class _OnRay:
 
         actor: Any = ray.remote(Hand)
         self._make = actor.options(max_restarts=0, **resources).remote
-        self._given = jobs, Path.cwd(), files.own_folders()
-        self._asked: dict[Any, Member] = {}  # by what Ray will give
+        self._arguments = jobs, Path.cwd(), files.config_dirs()
+        self._pending: dict[Any, Member] = {}  # by what Ray will give
 
     def hire(self) -> Member:
         """Start an actor."""
-        member = self._make(*self._given)
-        self._asked[member.ready.remote()] = member
+        member = self._make(*self._arguments)
+        self._pending[member.ready.remote()] = member
         return member
 
     def items(self, member: Member, prompts: int) -> "list[Item]":
@@ -252,14 +252,14 @@ class _OnRay:
 
     def give(self, member: Member, item: "Item", log: Path) -> None:
         """Call an actor."""
-        self._asked[member.work.remote(item, log.absolute())] = member
+        self._pending[member.work.remote(item, log.absolute())] = member
 
     def next(self, timeout_s: float) -> tuple[Member, Report | None] | None:
         """Wait for the first call that ends."""
         import ray
 
-        ended, _ = ray.wait(list(self._asked), num_returns=1, timeout=timeout_s)
-        return (self._asked.pop(ended[0]), _got(ended[0])) if ended else None
+        ended, _ = ray.wait(list(self._pending), num_returns=1, timeout=timeout_s)
+        return (self._pending.pop(ended[0]), _got(ended[0])) if ended else None
 
 
 def _got(reference: Any) -> Any:

@@ -23,7 +23,7 @@ from kvbench.results.journal import run_lock
 from kvbench.results.sample import SampleRecord
 from kvbench.results.shards import Shard
 from kvbench.runs.answers import finish
-from kvbench.runs.config import OWN, RunConfig
+from kvbench.runs.config import FULL_ANSWER, RunConfig
 from kvbench.runs.experiment import NAMES_OF_FILES, Experiment, answering, load_method
 from kvbench.runs.parts import Loaders
 from kvbench.runs.portions import compute_portion
@@ -85,7 +85,7 @@ def answer(
     for number, run in enumerate(runs, 1):
         note(f"{number} of {len(runs)}: {run.label}")
         experiment = _prepare(head, run, requests, parts, folder, answers)
-        if experiment.config.forces_own and run.reference is not None:
+        if experiment.config.forces_full_answer and run.reference is not None:
             experiment = experiment.forcing(full[run.reference])
         portion = shard.part(experiment.task.requests, experiment.engine.group or 1)
         part = experiment.folder / f"{shard.number}-of-{shard.of}"
@@ -105,7 +105,7 @@ def _chosen(head: Head, methods: Sequence[str] | None) -> list[OfflineRun]:
         if not fits:
             raise unknown_name("methods", pattern, [run.label for run in head.runs])
         wanted |= {run.key for run in fits}
-        wanted |= {run.reference for run in fits if run.reference and run.settings["fidelity"]["on"] == OWN}
+        wanted |= {run.reference for run in fits if run.reference and run.settings["fidelity"]["on"] == FULL_ANSWER}
     return [run for run in head.runs if run.key in wanted]
 
 

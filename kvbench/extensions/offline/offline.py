@@ -18,7 +18,7 @@ from kvbench.extensions.offline.requests_file import Head, OfflineRun, answers_f
 from kvbench.results.shards import Shard
 from kvbench.results.writing import plain
 from kvbench.runs import calibration
-from kvbench.runs.config import AUTO, OWN, RunConfig
+from kvbench.runs.config import AUTO, FULL_ANSWER, RunConfig
 from kvbench.runs.experiment import load_task
 from kvbench.runs.parts import Loaders
 from kvbench.show.progress import note
@@ -145,8 +145,8 @@ def _with_full(label: str, method: str, config: RunConfig, task: "TaskSet") -> l
         return OfflineRun(label=label, method=method, protocol=task.protocol, settings=settings, reference=reference)
 
     if method == FULL or config.reference != AUTO:
-        if method != FULL and config.forces_own:
-            raise ValueError(f"fidelity.on={OWN} forces the full cache's answers; set reference={AUTO}")
+        if method != FULL and config.forces_full_answer:
+            raise ValueError(f"fidelity.on={FULL_ANSWER} forces the full cache's answers; set reference={AUTO}")
         return [run(label, method, config)]
     full = run(FULL, FULL, config.of_full())
     return [full, run(label, method, config, full)]

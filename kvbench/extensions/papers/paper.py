@@ -18,13 +18,11 @@ from kvbench.cli import commands, sweeping
 from kvbench.config import files
 from kvbench.config.settings import read_config
 from kvbench.errors import unknown_setting
-from kvbench.extensions.papers import papers
-from kvbench.extensions.papers import printed as beside
-from kvbench.extensions.papers import printed_bench as beside_bench
+from kvbench.extensions.papers import papers, printed, printed_bench
 from kvbench.extensions.papers.papers import GROUP, KINDS, Entry, Paper
 from kvbench.extensions.papers.report_section import OTHER_MODEL
 from kvbench.extensions.suite import suite
-from kvbench.results.sweep import own_sweep
+from kvbench.results.sweep import process_sweep
 from kvbench.results.writing import write_files
 from kvbench.show import terminal
 from kvbench.show.picture import headed
@@ -115,10 +113,10 @@ def run(
     if entry.tasks and entry.cells:
         changed = [word for word in others if word.partition("=")[0].lstrip("+~") not in NEUTRAL]
         changed = [word for word in changed if not word.startswith("hydra")]
-        write(paper, entry, cfg, beside.join(paper, entry, ran, changed))
+        write(paper, entry, cfg, printed.join(paper, entry, ran, changed))
     elif entry.cells:
         documents = [*_documents(further, began)]
-        write(paper, entry, cfg, beside_bench.join(paper, entry, documents))
+        write(paper, entry, cfg, printed_bench.join(paper, entry, documents))
     return max(codes)
 
 
@@ -128,24 +126,24 @@ def heading_of(paper: Paper, entry: Entry, words: Sequence[str]) -> str:
     about = f"{paper.name}, {entry.at}, measured here"
     if not lines:
         is_counted = all(line.startswith(BYTES) for line in entry.then)
-        return f"{about}: {'counted, nothing was run' if is_counted else f'{beside.OTHER_MACHINE}, no model'}"
-    name, printed = model_name(words) or DEFAULT_MODEL, entry.printed(paper)["model"].unique()
+        return f"{about}: {'counted, nothing was run' if is_counted else f'{printed.OTHER_MACHINE}, no model'}"
+    name, models = model_name(words) or DEFAULT_MODEL, entry.printed(paper)["model"].unique()
     if paper.printed_model(name):
         return f"{about} with {name}, the paper's {paper.printed_model(name)}"
-    shown = printed if len(printed) and "all" not in printed else paper.models
+    shown = models if len(models) and "all" not in models else paper.models
     theirs = ", ".join(model for model in shown if model in paper.models)
     return f"{about}: {OTHER_MODEL}, {name} (the paper {f'has {theirs}' if theirs else 'names none'})"
 
 
-def ran_of(cfg: DictConfig, rows: Sequence[str]) -> list[beside.Ran]:
+def ran_of(cfg: DictConfig, rows: Sequence[str]) -> list[printed.Ran]:
     """The jobs of this process's last sweep, which stand for these rows."""
     root = Path(str(cfg.results_dir))
-    begun = own_sweep(root).jobs()
+    begun = process_sweep(root).jobs()
     folders = [begun[number].run if number in begun else "" for number in range(1, len(rows) + 1)]
-    return [beside.Ran(row, root / one if one else None) for row, one in zip(rows, folders, strict=True)]
+    return [printed.Ran(row, root / one if one else None) for row, one in zip(rows, folders, strict=True)]
 
 
-def write_memory(paper: Paper, entry: Entry, cfg: DictConfig, ran: Sequence[beside.Ran]) -> None:
+def write_memory(paper: Paper, entry: Entry, cfg: DictConfig, ran: Sequence[printed.Ran]) -> None:
     """Write the sizes of an entry's runs as its paper counts them, next to the bytes that were resident."""
     from kvbench.extensions.papers import memory
 
@@ -158,12 +156,12 @@ def write_memory(paper: Paper, entry: Entry, cfg: DictConfig, ran: Sequence[besi
         terminal.print_paths(write_files(root, contents), terminal.console())
 
 
-def write(paper: Paper, entry: Entry, cfg: DictConfig, cells: Sequence[beside.Cell]) -> None:
+def write(paper: Paper, entry: Entry, cfg: DictConfig, cells: Sequence[printed.Cell]) -> None:
     """Print the table of an entry, and write it."""
-    beside.show(paper, entry, cells)
+    printed.show(paper, entry, cells)
     root = Path(str(cfg.results_dir))
-    page = beside.markdown(paper, entry, cells).encode()
-    contents = {root / f"{entry.slug}.md": page, root / f"{entry.slug}.csv": beside.csv_of(cells)}
+    page = printed.markdown(paper, entry, cells).encode()
+    contents = {root / f"{entry.slug}.md": page, root / f"{entry.slug}.csv": printed.csv_of(cells)}
     terminal.print_paths(write_files(root, contents), terminal.console())
 
 
@@ -256,7 +254,7 @@ def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], argumen
             console.print(Text(f"{row or '(no printed row)'}: kvbench {shlex.join(words)}"), soft_wrap=True)
         if cfg.plan == TIMED:
             methods = [suite.choice(words, "method") for _, words in jobs]
-            lines += _ahead([(compose(words), name) for (_, words), name in zip(jobs, methods, strict=True)])
+            lines += _preflight([(compose(words), name) for (_, words), name in zip(jobs, methods, strict=True)])
         else:
             lines += _counted([words for _, words in jobs])
         each = f", each a job of {shlex.join(launcher)}" if launcher else ""
@@ -268,13 +266,13 @@ def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], argumen
             f"{'then ' if entry.tasks else ''}kvbench {files.spelled(name)} {shlex.join(words)}{_size(name, words)}"
         )
         if name == "calibrate" and cfg.plan == TIMED:
-            lines += _ahead(_calibrated(words))
+            lines += _preflight(_calibrated(words))
     if not entry.tasks:
         lines += [f"to start it: {start}", f"{IN_A_JOB} srun --gres=gpu:1 {start}"]
     if entry.took:
         lines.append(f"a small run of it took {entry.took}")
-    printed = entry.printed(paper)
-    named = {str(model): paper.models.get(str(model), "") for model in printed["model"].unique()}
+    rows = entry.printed(paper)
+    named = {str(model): paper.models.get(str(model), "") for model in rows["model"].unique()}
     if any(named.values()):
         lines.append("models of the printed cells; any other is never a match:")
     lines += [f"{model}: model=hf model.path={hub}" for model, hub in named.items() if hub]
@@ -315,7 +313,7 @@ def _counted(jobs: Sequence[list[str]]) -> list[str]:
     return [*lines, f"how long and how large: plan={TIMED} times a few answers; so does the sweep before it begins"]
 
 
-def _ahead(run_requests: Sequence[tuple[DictConfig, str]]) -> list[str]:
+def _preflight(run_requests: Sequence[tuple[DictConfig, str]]) -> list[str]:
     """Say what is ahead of runs; gives why there is nothing to say of some, each reason once."""
     from kvbench.extensions.suite.preview import say
     from kvbench.runs.parts import Loaders

@@ -39,7 +39,7 @@ class Entry:
             lines.
         example: Name in `examples.EXAMPLES`: what the paper draws, carried out by the store's own code and printed.
         measured: Printed metric -> what a further command says of it: `WHAT FIELD`, such as `throughput batch`, or
-            `throughput ratio full` (see `beside_bench`).
+            `throughput ratio full` (see `printed_bench`).
         differs: What of the paper's protocol is not known, or is another here.
         without: Printed row, method or metric -> why nothing here answers it.
         took: How long the commands took, on which machine.

@@ -56,7 +56,7 @@ def task_name(name: str) -> str:
     return TASKS.get(plain(name), plain(name))
 
 
-def places_of(locator: str) -> list[str]:
+def locators_of(locator: str) -> list[str]:
     """The places that a locator names: `Sec 7.3 / Figure 15a` is two, and `Figure 11 + 13` too."""
     locators: list[str] = []
     for part in re.split(r" [/+] ", locator):
@@ -99,14 +99,14 @@ def select(places: Sequence[str] | None = None, **wanted: Sequence[str] | None) 
             column, spelling = what.removesuffix("s"), SPELLINGS[what]
             result = result[result[column].isin(_fitting(what, names, rows()[column].unique(), spelling))]
     if places is not None:
-        known = {locator: places_of(locator) for locator in rows()["locator"].unique()}
+        known = {locator: locators_of(locator) for locator in rows()["locator"].unique()}
         each = list(dict.fromkeys(each_locator for there in known.values() for each_locator in there))
-        fits = _fitting("places", places, each, _place, end="[a-z]?$")
+        fits = _fitting("places", places, each, _locator, end="[a-z]?$")
         result = result[result["locator"].map(lambda locator: not fits.isdisjoint(known[locator]))]
     return result
 
 
-def _place(name: str) -> str:
+def _locator(name: str) -> str:
     """A table, a figure or a section in one spelling; the point in the number of a section counts."""
     return re.sub(r"^(sec)tion|^(fig)ure|^(tab)le", r"\1\2\3", re.sub(r"[^a-z0-9.]", "", name.lower()))
 
@@ -130,7 +130,7 @@ def conditions(stated: object) -> dict[str, str]:
     return dict(part.partition("=")[::2] for part in str(stated).split(";") if "=" in part)
 
 
-def beside_full(rows: "pd.DataFrame", table: list[str], column: str) -> "pd.DataFrame":
+def with_full(rows: "pd.DataFrame", table: list[str], column: str) -> "pd.DataFrame":
     """Rows of methods with the uncompressed cache's number of the same table, as `COLUMN_full`.
 
     Args:
@@ -146,7 +146,7 @@ def points(task: str, methods: Sequence[str]) -> list[PublishedPoint]:
     uncompressed cache beside them."""
     frame = rows()
     frame = frame[(frame["task"].map(task_name) == task_name(task)) & (frame["unit"] == "points")]
-    frame = beside_full(frame, ["paper", "locator", "model", "metric"], "value").dropna(subset=["value_full"])
+    frame = with_full(frame, ["paper", "locator", "model", "metric"], "value").dropna(subset=["value_full"])
     frame = frame[frame["method"].map(method_name).isin({method_name(name) for name in methods})]
     frame = frame[frame["memory_pct"] > 0].copy()
     frame["difference"] = (frame["value"] - frame["value_full"]) / 100
@@ -209,7 +209,7 @@ def losses(model: str) -> list[PrintedLoss]:
     """The settings that papers print for a model, under our name, with their memory and an uncompressed cache."""
     frame = of_model(model)
     frame = frame[frame["unit"] == "points"]
-    frame = beside_full(frame, ["paper", "locator", "model", "task", "metric"], "value").dropna(subset=["value_full"])
+    frame = with_full(frame, ["paper", "locator", "model", "task", "metric"], "value").dropna(subset=["value_full"])
     frame = frame[frame["memory_pct"] > 0].copy()
     frame["lost"] = (frame["value_full"] - frame["value"]) / 100
     each = frame.groupby(["paper", "locator", "model", "method", "variant"], sort=False)

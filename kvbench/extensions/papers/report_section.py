@@ -30,7 +30,7 @@ HEADINGS = ["run", "match", "printed in", "of", "setting there", "task", "theirs
 HEADINGS += [f"memory % there, {RESIDENT.short} % here", "conditions that differ"]
 
 
-def beside(group: Group) -> dict[str, Any]:
+def printed_table(group: Group) -> dict[str, Any]:
     """The table of a group as the page shows it; no rows where no paper printed anything of it."""
     rows = [row for run in group.runs if run.method != FULL for row in _rows(group, run)]
     rows.sort(key=lambda row: (row["style"] == "other", row["label"]))  # what is nearest to the paper first
@@ -50,7 +50,7 @@ def beside(group: Group) -> dict[str, Any]:
 def _rows(group: Group, run: StoredRun) -> Iterator[dict[str, Any]]:
     frame = published.rows()
     frame = frame[(frame["unit"] == "points") & frame["locator"].str.startswith("Table")]
-    frame = published.beside_full(frame, ["paper", "locator", "model", "task", "metric"], "printed")
+    frame = published.with_full(frame, ["paper", "locator", "model", "task", "metric"], "printed")
     mine = frame[frame["method"].map(method_name) == method_name(run.method)]
     models = set(published.of_model(run.record.model)["model"]) if run.record.model else set()
     known, held = _settings(run), summary.ledger(list(run.samples.values())).get(f"{RESIDENT.name}_ratio")

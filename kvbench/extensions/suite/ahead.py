@@ -22,7 +22,7 @@ TRIAL_ROWS = 4  # answers that are timed at once, at most
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ahead:
+class Preflight:
     """What is ahead of some runs of one task and model.
 
     Args:
@@ -52,11 +52,11 @@ class Ahead:
     device: str
 
 
-def look_ahead(
+def run_preflight(
     run_requests: Sequence[tuple[Mapping[str, Any], str]],
     parts: Loaders,
     say: Callable[[str], None] = lambda text: None,
-) -> Ahead | None:
+) -> Preflight | None:
     """Prepare runs of one task, and time a few answers of the full cache to a prompt of usual length.
 
     Args:
@@ -83,7 +83,7 @@ def look_ahead(
     most = fmean(lengths)
     gold = [min(len(one.gold), length) for one, length in zip(requests, lengths, strict=True) if one.gold]
     row, prompt = needed_bytes(first)
-    return Ahead(
+    return Preflight(
         task=first.task.name,
         runs=len(experiments),
         samples=len(requests),

@@ -9,24 +9,24 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from kvbench.cli.jobs import Jobs
-    from kvbench.extensions.suite.ahead import Ahead
+    from kvbench.extensions.suite.ahead import Preflight
     from kvbench.runs.parts import Loaders
 
 
 def announce(jobs: "Jobs") -> None:
     """Say what is ahead of the jobs that wait, task by task and in all."""
-    say([(job.cfg, job.method) for job in jobs.waiting], jobs.loaders)
+    say([(job.cfg, job.method) for job in jobs.pending], jobs.loaders)
 
 
 def say(run_requests: "Sequence[tuple[DictConfig, str]]", loaders: "Loaders") -> list[str]:
     """Say what is ahead of some runs, each by its configuration and the name of its method; gives which were left out,
     and why."""
-    from kvbench.extensions.suite.ahead import look_ahead
+    from kvbench.extensions.suite.ahead import run_preflight
     from kvbench.runs import together
 
     preflights, left_out = [], list[str]()
     for numbers in together.groups([cfg for cfg, _ in run_requests]):
-        if preflight := look_ahead([run_requests[number] for number in numbers], loaders, left_out.append):
+        if preflight := run_preflight([run_requests[number] for number in numbers], loaders, left_out.append):
             preflights.append(preflight)
             note(line(preflight))
     for text in total(preflights):
@@ -34,7 +34,7 @@ def say(run_requests: "Sequence[tuple[DictConfig, str]]", loaders: "Loaders") ->
     return left_out
 
 
-def line(preflight: "Ahead") -> str:
+def line(preflight: "Preflight") -> str:
     """One task."""
     there = f", {preflight.there} of them there" if preflight.there else ""
     return (
@@ -43,7 +43,7 @@ def line(preflight: "Ahead") -> str:
     )
 
 
-def total(preflights: "list[Ahead]") -> list[str]:
+def total(preflights: "list[Preflight]") -> list[str]:
     """All tasks together."""
     if not preflights:
         return []

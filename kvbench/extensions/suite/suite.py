@@ -58,7 +58,7 @@ def find(name: object) -> Suite:
 
 def main(arguments: Sequence[str], sweep: Sweeping) -> int:
     """Carry out `kvbench suite`; `sweep` runs words of a sweep with these jobs. Returns the exit code."""
-    cfg, others = own_words(GROUP, arguments)
+    cfg, others = split_words(GROUP, arguments)
     what = check_name("what", cfg.what, ("run", "status", "plan"))
     suite = find(cfg.suite)
     cfg.results_dir = cfg.results_dir or f"results/{cfg.suite}"
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str], sweep: Sweeping) -> int:
     return endings.EXIT_FAILED if check is None else run(suite, cfg, others, command, sweep, check)
 
 
-def own_words(command: str, arguments: Sequence[str]) -> tuple[DictConfig, list[str]]:
+def split_words(command: str, arguments: Sequence[str]) -> tuple[DictConfig, list[str]]:
     """The settings of a command that runs a suite, and the words that go to every run."""
     listed = read_config(files.path_of("command", command))
     words, others = list[str](), list[str]()
@@ -105,9 +105,9 @@ def run(
 ) -> int:
     """Run all jobs, and write the page; `command` is what the user gave, which goes on with it. `announce` is told the
     jobs before; it says what is ahead, where none is given."""
-    from kvbench.extensions.suite import preview as suite_ahead
+    from kvbench.extensions.suite import preview
 
-    announce = announce or suite_ahead.announce
+    announce = announce or preview.announce
     root = f"results_dir={cfg.results_dir}"
     listed = sweeping.Listed(command=command, jobs=jobs(suite, cfg, others), announce=announce)
     launcher = [word for word in others if word.startswith("hydra")]

@@ -17,7 +17,7 @@ from kvbench.runs import parts
 from kvbench.runs.experiment import prepared
 from kvbench.runs.portions import Share
 from kvbench.runs.sessions import Origin
-from kvbench.runs.together import Asked, groups, run_together
+from kvbench.runs.together import RunRequest, groups, run_cross_batch
 from kvbench.show.progress import note
 
 
@@ -68,7 +68,7 @@ class Done:
 class _Line:
     """A line of work as a worker finds it: the runs that can be prepared."""
 
-    asked: list[Asked] = field(default_factory=list)
+    run_requests: list[RunRequest] = field(default_factory=list)
     hashes: list[str] = field(default_factory=list)
     task: str = ""
     prompts: int = 0
@@ -102,7 +102,7 @@ class Worker:
         self._known: dict[int, _Line] = {}
         self._there: dict[Path, dict] = {}
 
-    def _ask(self, words: list[str], flags: list[str]) -> Asked:
+    def _ask(self, words: list[str], flags: list[str]) -> RunRequest:
         from omegaconf import open_dict
 
         from kvbench.config import calibrated
@@ -118,7 +118,7 @@ class Worker:
                 "another way to share a run; leave them out"
             )
         origin = Origin(command=[*flags, *words], experiment=chosen.get("experiment") or "", worker=self.name)
-        return Asked(cfg=cfg, method=chosen["method"], say=note, origin=origin)
+        return RunRequest(cfg=cfg, method=chosen["method"], say=note, origin=origin)
 
     def items(self, prompts: int) -> list[Item]:
         """List all work.
@@ -150,7 +150,7 @@ class Worker:
                 self._check(item)
                 places.update(range(item.first, item.last + 1))
             share = Share(places=sorted(places), there=self._there)
-            for _, ended in run_together(self._line(line).asked, self._parts, share):
+            for _, ended in run_cross_batch(self._line(line).run_requests, self._parts, share):
                 done.errors += [ended] if isinstance(ended, Exception) else []
             done.answers += share.answers
         done.work_s = time.perf_counter() - begin
@@ -172,7 +172,7 @@ class Worker:
             known = self._known[number] = _Line()
             for run_request in self._lines[number - 1]:
                 for experiment in prepared([(run_request.cfg, run_request.method)], self._parts, note):
-                    known.asked.append(run_request)
+                    known.run_requests.append(run_request)
                     known.hashes.append(experiment.hash)
                     known.task, known.prompts = experiment.task.name, len(experiment.task.requests)
                     known.group = experiment.engine.group or 1

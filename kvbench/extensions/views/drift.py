@@ -13,7 +13,7 @@ from rich.text import Text
 from kvbench.config.files import FULL
 from kvbench.errors import check_whole
 from kvbench.evidence.load import Group, StoredRun
-from kvbench.evidence.view import Found, Grid, Part, View, frame_of, line, notes
+from kvbench.evidence.view import Grid, Part, View, ViewResult, frame_of, line, notes
 from kvbench.results.measures import NATS_TOLERANCE
 from kvbench.results.sample import SampleRecord
 from kvbench.show.csv_file import Cell, csv_row
@@ -291,7 +291,7 @@ def _width(cfg: DictConfig) -> int | None:
     return None if cfg.width is None else check_whole("width", cfg.width, 1, ", or null")
 
 
-def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
+def compute(groups: Sequence[Group], cfg: DictConfig) -> ViewResult:
     """The curves of all groups; raises ValueError where no run says what was measured of every token."""
     several = [drawing for group in groups if (drawing := drawing_of(group, _width(cfg))) is not None]
     if not several:
@@ -302,7 +302,7 @@ def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
         )
     tolerance = "noise: the full cache beside itself (upper end of its interval), 0.0025 nats at least. "
     rule = "A method leaves it at the first bin from which on the lower end of its interval stays above."
-    return Found(
+    return ViewResult(
         parts=[*(part for drawing in several for part in texts(drawing)), line(tolerance + rule, style="dim")],
         frame=frame_of(record for drawing in several for record in records(drawing)),
         figures=[(drawing.title, "", partial(drawn, partial(figure, drawing), style=STYLE)) for drawing in several],

@@ -13,7 +13,7 @@ from rich.text import Text
 from kvbench.config.files import FULL
 from kvbench.evidence.load import Group, StoredRun
 from kvbench.evidence.samples import SampleName, curve_of, measure
-from kvbench.evidence.view import Found, Grid, Part, View, frame_of, notes
+from kvbench.evidence.view import Grid, Part, View, ViewResult, frame_of, notes
 from kvbench.results.measures import Measure
 from kvbench.show.csv_file import Cell, csv_row
 from kvbench.show.picture import BLUE, VERMILION, drawn
@@ -57,7 +57,7 @@ class Panels:
         return cells.agg(fmean).unstack()
 
 
-def place_of(run: StoredRun) -> dict[SampleName, tuple[int, int]]:
+def cells_of(run: StoredRun) -> dict[SampleName, tuple[int, int]]:
     """Depth and length of a run's samples, as far as the task notes them as whole numbers."""
     cells = {}
     for record in run.samples.values():
@@ -71,10 +71,10 @@ def panels_of(group: Group, metric: str) -> Panels | None:
     """The maps of a group by the metric of that name; None where its samples have no depth and length."""
     import pandas as pd
 
-    runs = [run for run in group.runs if place_of(run)]
+    runs = [run for run in group.runs if cells_of(run)]
     if not runs:
         return None
-    what, places = measure(metric, group), place_of(runs[0])
+    what, places = measure(metric, group), cells_of(runs[0])
     values = [curve_of(run, what).values for run in runs]
     common = [name for name in sorted(places, key=lambda name: (places[name], name)) if all(name in v for v in values)]
     if not common or any(len({places[name][side] for name in common}) > MOST for side in (0, 1)):
@@ -183,9 +183,9 @@ def records(panels: Panels) -> Iterator[dict[str, Cell]]:
         )
 
 
-def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
+def compute(groups: Sequence[Group], cfg: DictConfig) -> ViewResult:
     """The maps of all groups; raises ValueError where no run has depths and lengths."""
-    groups = [group for group in groups if any(place_of(run) for run in group.runs)]
+    groups = [group for group in groups if any(cells_of(run) for run in group.runs)]
     several = [panels for group in groups if (panels := panels_of(group, str(cfg.metric))) is not None]
     if not several:
         raise ValueError(
@@ -193,7 +193,7 @@ def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
             "`python -m kvbench task=needle` makes one"
         )
     words = "cell: mean over its samples (run minus full cache, the same samples); the CSV has n and 95 % intervals."
-    return Found(
+    return ViewResult(
         parts=[*(part for panels in several for part in tables(panels)), Text(words, style="dim")],
         frame=frame_of(record for panels in several for record in records(panels)),
         figures=[(panels.title, "", partial(drawn, partial(figure, panels), style=STYLE)) for panels in several],

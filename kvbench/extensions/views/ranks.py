@@ -16,7 +16,7 @@ from kvbench.evidence.frontier import Questions, question, together
 from kvbench.evidence.load import Group, patterns, sentences
 from kvbench.evidence.samples import Curve, by_subset, curve_of, measure, shared, strata_of
 from kvbench.evidence.settings import Bytes, bytes_wanted
-from kvbench.evidence.view import Found, Grid, Part, View, frame_of, line, notes
+from kvbench.evidence.view import Grid, Part, View, ViewResult, frame_of, line, notes
 from kvbench.results.measures import Measure
 from kvbench.show import terminal
 from kvbench.show.csv_file import Cell, csv_row
@@ -50,7 +50,7 @@ class Ranking:
     runs: "pd.DataFrame"
     """A row for each: its `run`, its mean as `value` and `other_value` in the measures' own units and directions, and
     its `rank` and `other_rank` by them, 1 for the best; ties share their mean."""
-    found: Agreement
+    agreement: Agreement
     num_questions: int
 
 
@@ -124,7 +124,7 @@ def _ranking(title: str, what: Two, parts: Sequence[_Values], cfg: DictConfig) -
         title=title,
         measures=what,
         runs=pd.DataFrame(runs, columns=["run", "value", "other_value", "rank", "other_rank"]),
-        found=agreement(merged[0], merged[1], resamples=cfg.resamples, seed=cfg.seed),
+        agreement=agreement(merged[0], merged[1], resamples=cfg.resamples, seed=cfg.seed),
         num_questions=merged[0].count,
     )
 
@@ -153,7 +153,7 @@ def rankings(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[Ranking], l
 def words(ranking: Ranking) -> list[str]:
     """Sentences on the correlation, and on how much of it the questions decide."""
     names = [what.title for what in ranking.measures]
-    agreement = ranking.found
+    agreement = ranking.agreement
     if agreement.value is None:
         return [f"no rank correlation: one of {' and '.join(names)} is the same for all {len(ranking.runs)} runs"]
     ends = terminal.NO_INTERVAL if agreement.interval is None else "[{:+.2f}, {:+.2f}]".format(*agreement.interval)
@@ -184,30 +184,31 @@ def records(ranking: Ranking) -> Iterator[dict[str, Cell]]:
     group = csv_row(group=ranking.title, n=ranking.num_questions)
     metric, other = (what.key for what in ranking.measures)
     for row in ranking.runs.to_dict("records"):
-        yield group | csv_row(run=row.pop("run"), metric=metric, other=other) | row | _correlation(ranking.found)
+        yield group | csv_row(run=row.pop("run"), metric=metric, other=other) | row | _correlation(ranking.agreement)
 
 
-def _between(groups: Sequence[Group], metric: str, cfg: DictConfig) -> Found:
+def _between(groups: Sequence[Group], metric: str, cfg: DictConfig) -> ViewResult:
     """Of one measure: whether the groups rank the runs alike."""
     pairs = between(groups, metric, cfg)
     if not pairs:
         raise ValueError(f"nothing to rank: no two of {len(groups)} groups share {FEWEST_RUNS} complete runs")
     legend = "\n[a, b]: 95 % percentile interval, the questions of each group resampled by themselves."
-    return Found(
+    return ViewResult(
         parts=[
             *(line(one.words) for one in pairs),
             *notes(note for group in groups for note in group.notes),
             Text(legend, style="dim"),
         ],
         frame=frame_of(
-            csv_row(group=one.titles[0], other=one.titles[1], metric=metric, n=one.num_runs) | _correlation(one.found)
+            csv_row(group=one.titles[0], other=one.titles[1], metric=metric, n=one.num_runs)
+            | _correlation(one.agreement)
             for one in pairs
         ),
         names_files=False,
     )
 
 
-def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
+def compute(groups: Sequence[Group], cfg: DictConfig) -> ViewResult:
     """The orders of all groups; raises ValueError where there is none."""
     if len(names := patterns(cfg.metrics) or []) == 1:
         return _between(groups, names[0], cfg)
@@ -216,7 +217,7 @@ def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
     if not ranked:
         raise ValueError(f"nothing to rank. {sentences(said)}")
     legend = "\n[a, b]: 95 % percentile interval, questions resampled with all their answers."
-    return Found(
+    return ViewResult(
         parts=[*(part for one in ranked for part in texts(one)), *notes(said), Text(legend, style="dim")],
         frame=frame_of(record for one in ranked for record in records(one)),
     )

@@ -6,7 +6,7 @@ from functools import partial
 from omegaconf import DictConfig
 
 from kvbench.evidence.load import Group
-from kvbench.evidence.view import Found, View, frame_of
+from kvbench.evidence.view import View, ViewResult, frame_of
 from kvbench.extensions.views.table_content import AVERAGE, Cell, PaperTable, tables_of
 from kvbench.results.measures import RESIDENT, TOTAL
 from kvbench.show.csv_file import Cell as CsvCell
@@ -109,10 +109,10 @@ def records(tables: Sequence[PaperTable]) -> Iterator[dict[str, CsvCell]]:
             )
 
 
-def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
+def compute(groups: Sequence[Group], cfg: DictConfig) -> ViewResult:
     """The tables of all groups."""
     tables = tables_of(groups, cfg)
-    return Found(sheets=[sheet(table, cfg) for table in tables], frame=frame_of(records(tables)))
+    return ViewResult(sheets=[sheet(table, cfg) for table in tables], frame=frame_of(records(tables)))
 
 
 main = View(name="table", compute=compute, choices={"by": BY, "format": (*FORMATS, "csv")}, check=check)

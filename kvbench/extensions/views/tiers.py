@@ -11,7 +11,7 @@ from rich.text import Text
 from kvbench.config.files import FULL
 from kvbench.evidence.load import Group, StoredRun
 from kvbench.evidence.report_bars import named, tier_names
-from kvbench.evidence.view import Found, Grid, View, frame_of, notes
+from kvbench.evidence.view import Grid, View, ViewResult, frame_of, notes
 from kvbench.show.csv_file import csv_row
 from kvbench.show.picture import drawn, share_bars
 from kvbench.show.terminal import number, span
@@ -74,7 +74,7 @@ def figure(all_shares: Sequence[Shares]) -> "Figure":
     return share_bars(rows, PRUNED, "% of the tokens over layers and KV heads, as an answer ends")
 
 
-def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
+def compute(groups: Sequence[Group], cfg: DictConfig) -> ViewResult:
     """The shares of every run; raises ValueError where no run says them."""
     all_shares = [
         shares for group in groups for run in group.runs if run.method != FULL and (shares := shares_of(group, run))
@@ -92,7 +92,7 @@ def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
         for shares in all_shares
         for name, estimate in shares.parts.items()
     ]
-    return Found(
+    return ViewResult(
         parts=[
             Grid(title=None, names=[shares.name for shares in all_shares], columns=columns),
             Text("[a, b]: 95 % interval over samples.", style="dim"),

@@ -133,9 +133,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     one_step = decoders.StoreDecoder.step
 
     def step(self, tokens):  # those behind the first one as that
-        if not hasattr(self, "found"):
-            self.found = one_step(self, tokens)
-        return self.found
+        if not hasattr(self, "step_result"):
+            self.step_result = one_step(self, tokens)
+        return self.step_result
 
     def row_bytes(self):  # what a full cache has; a method with less has more rows in as many bytes
         return torch.full((len(self.rows),), self.runner.shape.fp16_bytes(len(self._first)))

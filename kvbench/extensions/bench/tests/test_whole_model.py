@@ -9,7 +9,7 @@ from rich.console import Console
 from kvbench.engine import hf
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.extensions.bench import chunks, decode, show, throughput
-from kvbench.extensions.bench.decoders import OwnDecoder, StaticDecoder, StoreDecoder, peak_bytes
+from kvbench.extensions.bench.decoders import PeerDecoder, StaticDecoder, StoreDecoder, peak_bytes
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.bench import bench, machine
 from kvbench.models import matrices
@@ -91,7 +91,7 @@ def test_packed_and_plain_rows_are_shown_with_streamed_ones():
     kinds = {mark: type(model.model.model.layers[0].mlp.up_proj) for mark, model in models.items()}
     assert kinds == {"": matrices.StreamedLinear, ", packed": matrices.PackedLinear, ", plain": torch.nn.Linear}
     variants = decode.decode_variants(settings, models[", packed"], 1, ", packed")
-    assert [each.before_round.__self__.__class__ for each in variants] == [OwnDecoder, StoreDecoder]
+    assert [each.before_round.__self__.__class__ for each in variants] == [PeerDecoder, StoreDecoder]
     assert variants[0].before_round.__self__.loaded is models[", packed"]
     text = io.StringIO()
     Console(width=200, file=text).print(show.render(document))
@@ -128,7 +128,7 @@ def test_all_decoders_give_the_same_logits(model, monkeypatch):
     text = choices.sample_tokens(model, 2, 40)
     prompts, answers = [tokens[:32] for tokens in text], [tokens[32:] for tokens in text]
     steps = [[line[index] for line in answers] for index in range(4)]
-    peer = OwnDecoder(model)
+    peer = PeerDecoder(model)
     peer.prefill(prompts)
     expected = [peer.step(tokens) for tokens in steps]
     store = StoreDecoder(model, "full tier=native", rows=2, context=32, new_tokens=8, kernels="torch")

@@ -150,25 +150,25 @@ class Workers:
     """A crew in this process. `dies` names items, and how many workers die of each; one more dies before it has any."""
 
     def __init__(self, dies: dict[int, int], early: int = 0) -> None:
-        self.dies, self.early, self.told, self.hired = Counter(dies), early, [], 0
+        self.dies, self.early, self.reports, self.hired = Counter(dies), early, [], 0
         self.log: list[tuple[int, int]] = []
 
     def hire(self):
         """A worker, which dies at once as long as `early` says."""
         self.hired += 1
         self.early -= 1
-        self.told.append((self.hired, None if self.early >= 0 else Report(host="here", process=self.hired)))
+        self.reports.append((self.hired, None if self.early >= 0 else Report(host="here", process=self.hired)))
 
     def give(self, member, item, log):
         """Does an item, or dies."""
         self.log.append((member, item.first))
         self.dies[item.first] -= 1
         lives = Report(host="here", process=member, answers=3, work_s=0.5)
-        self.told.append((member, None if self.dies[item.first] >= 0 else lives))
+        self.reports.append((member, None if self.dies[item.first] >= 0 else lives))
 
     def next(self, timeout_s):
         """The oldest report; nothing now and then."""
-        return self.told.pop(0) if self.told and random.random() < 0.8 else None
+        return self.reports.pop(0) if self.reports and random.random() < 0.8 else None
 
 
 def share(tmp_path, crew, size=2, count=6):
@@ -231,7 +231,7 @@ class Forked:
             return real(*args)
 
         FakeEngine.answer = answer
-        hand = Hand(self.jobs, Path.cwd(), files.own_folders())
+        hand = Hand(self.jobs, Path.cwd(), files.config_dirs())
         while True:
             name, *args = calls.recv()
             calls.send(getattr(hand, name)(*args))
@@ -240,7 +240,7 @@ class Forked:
         """All items, behind the report that it is ready."""
         calls = self.members[member][0]
         calls.send(("items", prompts))
-        self.told = [(member, calls.recv())]
+        self.reports = [(member, calls.recv())]
         return calls.recv()
 
     def give(self, member, item, log):
@@ -249,8 +249,8 @@ class Forked:
 
     def next(self, timeout_s):
         """The first that has something to say, or is dead."""
-        if self.told:
-            return self.told.pop()
+        if self.reports:
+            return self.reports.pop()
         for member, (calls, _) in list(self.members.items()):
             if calls in multiprocessing.connection.wait([one for one, _ in self.members.values()], timeout_s):
                 try:
@@ -294,7 +294,7 @@ def test_workers_that_are_killed_leave_what_one_process_leaves(quick, capsys, mo
     with pytest.raises(
         ValueError, match="this machine would make other runs of fake than the workers on Ray did: it has"
     ):
-        check_same([Item(1, "fake", "00000000", 0, 8)], SimpleNamespace(waiting=[job], loaders=make_parts()))
+        check_same([Item(1, "fake", "00000000", 0, 8)], SimpleNamespace(pending=[job], loaders=make_parts()))
 
 
 PAIR = """# Two tasks of a random model.

@@ -3,8 +3,7 @@ but for bytes that are counted."""
 
 import pytest
 
-from kvbench.extensions.papers import papers
-from kvbench.extensions.papers import printed_bench as beside_bench
+from kvbench.extensions.papers import papers, printed_bench
 
 
 def document(what, device="AMD EPYC", model="Llama-2-7b-chat-hf", **cells):
@@ -25,8 +24,8 @@ def row(name, speed=1.0, **more):
 def cells(paper, at, *documents):
     """The cells of an entry by row and metric."""
     known = papers.find(paper)
-    joined_cells = beside_bench.join(known, known.find(*at.split()), documents)
-    return {(cell.row, cell.printed["metric"], cell.printed["value"]): cell for cell in joined_cells}
+    all_cells = printed_bench.join(known, known.find(*at.split()), documents)
+    return {(cell.row, cell.printed["metric"], cell.printed["value"]): cell for cell in all_cells}
 
 
 def test_a_speed_is_joined_with_the_row_and_the_cell_that_it_names():

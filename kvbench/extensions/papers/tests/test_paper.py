@@ -16,7 +16,7 @@ from kvbench.config.methods import method_settings
 from kvbench.config.settings import read_config
 from kvbench.extensions.papers import paper, papers
 from kvbench.extensions.papers import tables as paper_table
-from kvbench.results.sweep import Sweep, own_sweep, sweeps
+from kvbench.results.sweep import Sweep, process_sweep, sweeps
 from kvbench.runs.choices import read_choice
 from kvbench.runs.parts import make_policy
 from kvbench.show import figure
@@ -90,9 +90,9 @@ def test_only_this_processs_sweep_is_read(tmp_path):
     later.parent.mkdir()
     later.write_text((mine.folder / "sweep.json").read_text().replace(f'"process": {os.getpid()}', '"process": 1'))
     assert sweeps(tmp_path)[-1].folder == later.parent
-    assert own_sweep(tmp_path).folder == mine.folder
+    assert process_sweep(tmp_path).folder == mine.folder
     later.write_text('{"started": ')
-    assert own_sweep(tmp_path).folder == mine.folder, "another one's record is torn"
+    assert process_sweep(tmp_path).folder == mine.folder, "another one's record is torn"
 
 
 def test_what_would_run(toy, capsys):

@@ -10,8 +10,7 @@ from places import ROOT
 from stored import store, yes_no
 
 from kvbench.config import files
-from kvbench.extensions.papers import papers, published
-from kvbench.extensions.papers import printed as beside
+from kvbench.extensions.papers import papers, printed, published
 from kvbench.extensions.papers.papers import Entry, Paper
 from kvbench.extensions.papers.printed import Ran
 from kvbench.stats.intervals import wilson
@@ -54,7 +53,7 @@ def collected_places():
 
 def spelt(locator):
     """A locator with every place in full: `Figure 11 + 13` names two."""
-    return ", ".join(published.places_of(locator))
+    return ", ".join(published.locators_of(locator))
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the numbers as they were collected lie beside the repository alone")
@@ -113,7 +112,7 @@ def test_every_printed_row_of_a_table_has_a_line_or_a_reason(key):
         if not entry.at.startswith("table"):
             continue
         for _, line in entry.printed(paper).iterrows():
-            row = beside.row_of(line["method"], line["variant"])
+            row = printed.row_of(line["method"], line["variant"])
             assert row in entry.rows(line["model"]) or entry.reason(line["metric"], line["method"], row), (
                 entry.at,
                 row,
@@ -126,16 +125,16 @@ def test_every_printed_speed_and_size_has_a_counterpart_or_says_why(key):
     """What is no score has a number of a bench that is of its row, or a reason; no word of either is for nothing."""
     paper = papers.find(key)
     for entry in paper.entries:
-        printed = [] if entry.cannot else [line for _, line in entry.printed(paper).iterrows()]
+        lines = [] if entry.cannot else [line for _, line in entry.printed(paper).iterrows()]
         needed = set()
-        for line in printed:
-            row, metric = beside.row_of(line["method"], line["variant"]), line["metric"]
-            if line["unit"] == "points" or metric in beside.SHARES:
+        for line in lines:
+            row, metric = printed.row_of(line["method"], line["variant"]), line["metric"]
+            if line["unit"] == "points" or metric in printed.SHARES:
                 assert entry.tasks or entry.reason(metric), (entry.at, metric)
             elif not entry.reason(metric, line["method"], row):
                 assert metric in entry.measured and row in entry.rows(), (entry.at, metric, row)
                 needed.add(metric)
-        assert not printed or needed == set(entry.measured), entry.at
+        assert not lines or needed == set(entry.measured), entry.at
 
 
 SMALL = Paper(
@@ -164,8 +163,8 @@ def cells(root, model="Qwen2.5-7B-Instruct", changed=(), entry=ENTRY, **options)
     full = store(root, "full", {"": [1] * 835 + [0] * 165}, task="gsm8k", model=model, **options)
     kivi = store(root, "kivi", {"": [1] * 600 + [0] * 400}, task="gsm8k", model=model, **options)
     ran = [Ran("Full FP16", full), Ran("KIVI 2bit", kivi), Ran("SnapKV 50%", None)]
-    joined_cells = beside.join(SMALL, entry, ran, changed)
-    return {(c.printed["model"], c.row, c.printed["task"]): c for c in joined_cells}
+    all_cells = printed.join(SMALL, entry, ran, changed)
+    return {(c.printed["model"], c.row, c.printed["task"]): c for c in all_cells}
 
 
 def test_a_cell_is_reproduced_inside_our_interval_alone(tmp_path):
@@ -202,10 +201,8 @@ def test_subsets_and_averages_are_separate_cells(tmp_path):
     paper = papers.find("minikv")
     scores = {name: [0.25, 0.5, 0.75] * 5 for name in ("qasper_e", "lcc_e")}
     folder = store(tmp_path, "full", scores, task="longbench", model="Llama-2-7b-chat-hf")
-    joined_cells = beside.join(paper, paper.find("table", 1), [Ran("Full FP16", folder)], [])
-    mine = {
-        c.printed["task"]: c for c in joined_cells if (c.printed["model"], c.row) == ("LLaMA2-7B-chat", "Full FP16")
-    }
+    all_cells = printed.join(paper, paper.find("table", 1), [Ran("Full FP16", folder)], [])
+    mine = {c.printed["task"]: c for c in all_cells if (c.printed["model"], c.row) == ("LLaMA2-7B-chat", "Full FP16")}
     assert mine["Qasper"].ours.value == mine["LCC"].ours.value == pytest.approx(0.5)
     assert mine["Qasper"].verdict == "not reproduced" and mine["TREC"].verdict == "not run"
     assert mine["LongBench-E-avg13"].verdict == "not run", "two subsets are no mean of thirteen"
@@ -223,11 +220,9 @@ def test_a_printed_bound_is_judged_by_pairs(tmp_path, rate, verdict):
     mine = {"": [one * keep for one, keep in zip(right[""], kept, strict=True)]}
     run = store(tmp_path, "diffkv", mine, task="gsm8k", model=model)
     ran = [Ran("Full FP16", full), Ran("DiffKV K4V2", run)]
-    joined_cells = beside.join(paper, paper.find("figure", 8), ran, [])
+    all_cells = printed.join(paper, paper.find("figure", 8), ran, [])
     (cell,) = [
-        c
-        for c in joined_cells
-        if (c.printed["model"], c.row, c.printed["task"]) == ("Llama3-8B", "DiffKV K4V2", "GSM8K")
+        c for c in all_cells if (c.printed["model"], c.row, c.printed["task"]) == ("Llama3-8B", "DiffKV K4V2", "GSM8K")
     ]
     assert cell.verdict == verdict
     low, high = cell.ours.ends
@@ -239,21 +234,21 @@ def test_there_is_no_share_of_nothing(tmp_path):
     paper, model = papers.find("diffkv"), "Meta-Llama-3-8B-Instruct"
     folders = [store(tmp_path, name, {"": [0] * 5}, task="gsm8k", model=model) for name in ("full", "diffkv")]
     ran = list(map(Ran, ("Full FP16", "DiffKV K4V2"), folders))
-    (cell, *_) = beside.join(paper, paper.find("figure", 8), ran, [])
-    assert cell.verdict == "not run" and cell.note == beside.NO_SHARE
+    (cell, *_) = printed.join(paper, paper.find("figure", 8), ran, [])
+    assert cell.verdict == "not run" and cell.note == printed.NO_SHARE
 
 
 def test_the_tables_that_are_written(tmp_path):
     """A printed row has ours below it, once for a model that is none of the paper's; the CSV has every cell."""
     listed = list(cells(tmp_path, model="tiny").values())
-    lines = beside.grid(listed)
+    lines = printed.grid(listed)
     full = [line for line in lines if line[0] == "Full FP16"]
     assert lines[0][:3] == ["row", "model", "GSM8K"] and len(full) == 4
     ours = [line for line in lines if line[1] == "tiny, here"]
     assert len(ours) == 2 and ours[0][2].startswith("83.5 [81.1, 85.7] other model")
     assert any("not run" in line[1] for line in lines)
-    assert len(beside.csv_of(listed).splitlines()) == 1 + len(listed) == 109
-    page = beside.markdown(SMALL, ENTRY, listed)
+    assert len(printed.csv_of(listed).splitlines()) == 1 + len(listed) == 109
+    page = printed.markdown(SMALL, ENTRY, listed)
     assert "| Full FP16 | Qwen2.5-7B, printed | 83.5 |" in page and "never a match" in page
 
 

@@ -51,9 +51,9 @@ def test_command_shows_and_writes(tmp_path, capsys):
 def test_places_are_selected_by_number():
     """A table, a figure or a section in any spelling; a number without a letter is all its parts; one locator may name
     several; what is not there is answered."""
-    assert published.places_of("Sec 7.3 / Figure 15a") == ["Sec 7.3", "Figure 15a"]
-    assert published.places_of("Figure 11 + 13") == ["Figure 11", "Figure 13"]
-    assert published.places_of("Sec 4.4 + 5.2") == ["Sec 4.4", "Sec 5.2"]
+    assert published.locators_of("Sec 7.3 / Figure 15a") == ["Sec 7.3", "Figure 15a"]
+    assert published.locators_of("Figure 11 + 13") == ["Figure 11", "Figure 13"]
+    assert published.locators_of("Sec 4.4 + 5.2") == ["Sec 4.4", "Sec 5.2"]
     frame = published.select(papers=["diffkv"], places=["figure 15"])
     assert set(frame["locator"]) == {"Sec 7.3 / Figure 15a", "Sec 7.3 / Figure 15b"}
     assert len(published.select(papers=["diffkv"], places=["Figure9"])) == 3

@@ -12,9 +12,9 @@ from kvbench.extensions.papers.report_section import (
     NOT_COMPARED,
     OTHER_MODEL,
     OTHER_PROTOCOL,
-    beside,
     differences,
     fits,
+    printed_table,
 )
 
 SCORES = yes_no(0.7, {"gsm8k": 30}, seed=3)
@@ -24,7 +24,8 @@ def chapter(root):
     """The rows of the one group, as dicts by heading."""
     (group,) = load_groups(compose_command("report", [f"results_dir={root}"]))
     return [
-        dict(zip(report_papers.HEADINGS, [row["label"], *row["cells"]], strict=True)) for row in beside(group)["rows"]
+        dict(zip(report_papers.HEADINGS, [row["label"], *row["cells"]], strict=True))
+        for row in printed_table(group)["rows"]
     ]
 
 

@@ -4,7 +4,7 @@ import pytest
 from test_run_real import QUIET, compose
 
 from kvbench.config.compose import compose as compose_words
-from kvbench.extensions.suite.ahead import look_ahead
+from kvbench.extensions.suite.ahead import run_preflight
 from kvbench.runs.parts import Loaders
 from kvbench.runs.run import run_experiment
 
@@ -15,7 +15,7 @@ def test_preflight_of_two_runs_of_which_one_is_done(tmp_path):
     parts, full, snapkv = Loaders(), compose("full", tmp_path), compose("snapkv", tmp_path)
     task = parts.load_task(full.task, parts.load_model(full.model), limit=None, seed=full.seed, protocol=full.protocol)
     tokens = [request.num_prompt_tokens for request in task.requests]
-    preflight = look_ahead([(full, "full"), (snapkv, "snapkv")], parts)
+    preflight = run_preflight([(full, "full"), (snapkv, "snapkv")], parts)
     assert (preflight.task, preflight.runs, preflight.samples, preflight.answers, preflight.there) == (
         "longctx",
         2,
@@ -31,23 +31,23 @@ def test_preflight_of_two_runs_of_which_one_is_done(tmp_path):
     assert 12 * 300 < preflight.disk_bytes < 12 * 20_000
     assert not list(tmp_path.rglob("*"))
     run_experiment(full, method="full", parts=parts, **QUIET)
-    after = look_ahead([(full, "full"), (snapkv, "snapkv")], parts)
+    after = run_preflight([(full, "full"), (snapkv, "snapkv")], parts)
     assert (after.there, after.answers) == (6, 12) and after.disk_bytes == pytest.approx(
         preflight.disk_bytes / 2, rel=0.1
     )
     run_experiment(snapkv, method="snapkv", parts=parts, **QUIET)
-    done = look_ahead([(full, "full"), (snapkv, "snapkv")], parts)
+    done = run_preflight([(full, "full"), (snapkv, "snapkv")], parts)
     assert (done.there, done.usual_s, done.most_s, done.disk_bytes) == (12, 0.0, 0.0, 0)
     snapkv.method.budget = -1
-    assert look_ahead([(full, "full"), (snapkv, "snapkv")], parts).runs == 1
-    assert look_ahead([(snapkv, "snapkv")], parts) is None
+    assert run_preflight([(full, "full"), (snapkv, "snapkv")], parts).runs == 1
+    assert run_preflight([(snapkv, "snapkv")], parts) is None
 
 
 def test_a_task_that_only_forces_a_text_has_a_time_too(tmp_path):
     """It asks for no answer, and its tokens are read one by one all the same."""
     words = ["task=stream", "task.prompt_tokens=30", "task.tokens=50", "task.items=3", "method=full", "model=random"]
     cfg = compose_words([*words, "model.preset=tiny", "backend=torch", f"results_dir={tmp_path}"])
-    preflight = look_ahead([(cfg, "full")], Loaders())
+    preflight = run_preflight([(cfg, "full")], Loaders())
     assert preflight.samples == 3 and 0 < preflight.usual_s < 600
 
 
