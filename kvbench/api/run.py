@@ -12,8 +12,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.api.given import method_of, shared
 from kvbench.api.load import run_row, sample_row
+from kvbench.api.objects import method_of, shared
 from kvbench.config import calibrated, files
 from kvbench.config.code import check_unchanged
 from kvbench.config.compose import compose, for_their_methods, words_of
@@ -23,10 +23,10 @@ from kvbench.config.shorthand import every_setting
 from kvbench.policy import Policy
 from kvbench.results import provenance
 from kvbench.results.record import RunRecord
+from kvbench.runs.cross_run_batch import RunRequest, groups, run_cross_batch
 from kvbench.runs.parts import Loaders, policy_class
 from kvbench.runs.run import Run
 from kvbench.runs.sessions import Origin
-from kvbench.runs.together import RunRequest, groups, run_cross_batch
 from kvbench.show.progress import note
 
 if TYPE_CHECKING:

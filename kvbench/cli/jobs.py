@@ -1,7 +1,7 @@
 """The experiments of one command, wherever Hydra's launcher runs them: in this process, in others, on other machines.
 
-In this process those that can share the reading of prompts go together (`runs/together.py`), once Hydra has named all.
-Hydra has no way to hand back what became of a sweep's jobs. Each job therefore writes it down in the sweep's folder
+In this process, jobs that can share prefill run as one cross-run batch (`runs/cross_run_batch.py`) once Hydra has named
+all of them. Hydra cannot hand back the outcomes of a sweep's jobs: each job writes its outcome into the sweep's folder
 (`results/sweep.py`), and the process that started the sweep reads it there.
 """
 
@@ -118,9 +118,9 @@ class Jobs:
     def carry_out(self) -> None:
         """Run the jobs that waited."""
         if self.pending:
-            from kvbench.runs import together
+            from kvbench.runs import cross_run_batch
 
-            for numbers in together.groups([job.cfg for job in self.pending]):
+            for numbers in cross_run_batch.groups([job.cfg for job in self.pending]):
                 self._carry_out([self.pending[number] for number in numbers])
 
     def _single(self, cfg: "DictConfig") -> int:
@@ -136,7 +136,7 @@ class Jobs:
                 records = [record for record in (there.reference, there.record) if record is not None]
                 _show_one(records, there.folder, str(cfg.results_dir))
                 return 0
-            from kvbench.runs.together import RunRequest, run_one
+            from kvbench.runs.cross_run_batch import RunRequest, run_one
 
             finished = run_one(RunRequest(cfg=cfg, method=method, say=note, origin=origin), self.loaders)
             if finished.ended:  # else the last shard shows the whole run
@@ -150,7 +150,7 @@ class Jobs:
     def _carry_out(self, jobs: "Sequence[_Job]") -> None:
         """Experiments of a sweep that go together, or one. Whatever becomes of each is written down; only a signal gets
         out of here, because the other experiments do not depend on these."""
-        from kvbench.runs.together import RunRequest, run_cross_batch
+        from kvbench.runs.cross_run_batch import RunRequest, run_cross_batch
 
         assert self.sweep is not None, "one experiment alone is no sweep"
         sweep = Sweep(self.sweep)

@@ -13,8 +13,8 @@ from kvbench.results.record import RunRecord
 from kvbench.results.sample import SampleRecord, key_of
 from kvbench.runs import parts
 from kvbench.runs.config import AUTO, FULL_ANSWER, NONE, read_stored
+from kvbench.runs.cross_run_batch import RunRequest, run_one
 from kvbench.runs.sessions import Origin
-from kvbench.runs.together import RunRequest, run_one
 from kvbench.show import terminal
 from kvbench.show.progress import note
 

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from rich.text import Text
 
 from kvbench.config.files import FULL
-from kvbench.evidence import argued
+from kvbench.evidence import answer_traits
 from kvbench.evidence.budget_curves import OutOfRange, at_bytes, series_of
 from kvbench.evidence.compared import EQUAL_LEVEL, ComparedRun, count, difference, worst
 from kvbench.evidence.load import Group, StoredRun, fits_settings, sentences
@@ -78,7 +78,7 @@ def _compare(
                 margin=margin,
                 null=margin if what.is_fidelity and is_full else 0.0,
                 changes=changes(pairs, what, tolerance),
-                longer=argued.longer(mine.run, theirs.run, cfg.resamples, cfg.seed) if has_verdicts else None,
+                longer=answer_traits.longer(mine.run, theirs.run, cfg.resamples, cfg.seed) if has_verdicts else None,
             )
         )
         if mine.run and theirs.run and mine.run.conditions != theirs.run.conditions:
@@ -183,7 +183,7 @@ def _columns(rows: Sequence[ComparedRun]) -> dict[str, list[str]]:
         "p Holm": [p_text(row.p_holm) for row in rows],
         f"p equal\n+-{margin}": [p_text(row.p_equal_holm) for row in rows],
         "would\nshow": [number(row.detectable, what.scale) for row in rows],
-        **argued.columns([(row.run, row.longer) for row in rows]),
+        **answer_traits.columns([(row.run, row.longer) for row in rows]),
     }
 
 
@@ -249,7 +249,7 @@ def record_of(group: Group, row: ComparedRun) -> dict[str, Cell]:
         csv_row(group=group.title, run=row.label, hash=mine, against=row.pairs.theirs.label, metric=row.what.csv_name)
         | csv_row(n=row.pairs.num_samples, of=row.pairs.total, difference=row.value, low=low, high=high)
         | csv_row(interval=kind, worst=row.worst, lost=row.num_lost, gained=row.num_gained)
-        | argued.csv_cells(row.run, row.longer)
+        | answer_traits.csv_cells(row.run, row.longer)
         | {"test": row.difference.test, **{name: getattr(row, name) for name in tests}}
     )
 

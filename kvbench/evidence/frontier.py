@@ -379,7 +379,7 @@ def distinct(groups: Sequence[Questions]) -> Questions:
     return [sorted(by_subset[name]) for name in sorted(by_subset)]
 
 
-def together(questions: Sequence[Questions], values: Sequence[Strata]) -> Strata:
+def pool_strata(questions: Sequence[Questions], values: Sequence[Strata]) -> Strata:
     """The part that each distinct question adds to the mean of some groups' weighted means, in subsets as those of
     `distinct`; a question that is not in every group adds what it has. The values are those of each group's questions.
     """
@@ -405,10 +405,10 @@ def _mean_point(parts: Sequence[Point], questions: Sequence[Questions], what: Me
         if len(held) < len(parts):
             continue
         known = [cost.shares for cost in held if cost.shares is not None]
-        shares = together(questions, known) if len(known) == len(held) else None
+        shares = pool_strata(questions, known) if len(known) == len(held) else None
         low, high = (float(np.mean(ends)) for ends in zip(*(cost.within for cost in held), strict=True))
         costs[name] = Cost(value=float(np.mean([cost.value for cost in held])), shares=shares, within=(low, high))
-    scores = together(questions, [part.scores for part in parts])
+    scores = pool_strata(questions, [part.scores for part in parts])
     return replace(
         parts[0],
         scores=scores,

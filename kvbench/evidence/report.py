@@ -13,14 +13,14 @@ from rich.text import Text
 from kvbench.config.extensions import hooks
 from kvbench.config.files import FULL
 from kvbench.evidence import across, frontier_figure, pareto, view
-from kvbench.evidence.argued import mean_of, traits_table
+from kvbench.evidence.answer_traits import mean_of, traits_table
 from kvbench.evidence.compare import compare_group, correct, legend
 from kvbench.evidence.compared import ComparedRun, count, difference, worst
 from kvbench.evidence.dominance import BEST, DOMINATED, MEANING, NEAR, standing
 from kvbench.evidence.frontier import Panel, averages, build
 from kvbench.evidence.load import Group, StoredRun, load_groups
+from kvbench.evidence.model_pool import pool_models
 from kvbench.evidence.report_bars import byte_bars, bytes_of, tier_bars
-from kvbench.evidence.together import together
 from kvbench.results import summary
 from kvbench.results.measures import AVERAGE, PEAK, RESIDENT, SCORE, TIME, Measure
 from kvbench.results.writing import write_file, write_files
@@ -84,7 +84,7 @@ def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], list[d
                 "pictures": _pictures(panel, cfg) if panel else [],
                 "tiers": tier_bars(group),
                 "ledger": byte_bars(group),
-                "argued": traits_table(group, {row.run.name: row.longer for row in rows if row.run}),
+                "traits": traits_table(group, {row.run.name: row.longer for row in rows if row.run}),
                 "sections": [table for section in hooks("report.section") if (table := section(group))["rows"]],
                 "settings": settings_rows(group),
                 "environment": environment(group),
@@ -370,7 +370,7 @@ def reference_words(group: Group, rows: Sequence[ComparedRun]) -> str:
 def main(cfg: DictConfig) -> int:
     """Carry out `kvbench report`."""
     pareto.check(cfg)
-    groups = together(load_groups(cfg), cfg)
+    groups = pool_models(load_groups(cfg), cfg)
     items, means = gather(groups, cfg)
     made, cut = page(items, means, cfg, across.summaries(groups, [item["rows"] for item in items], cfg))
     if cfg.out is not None:

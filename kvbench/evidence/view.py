@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 from kvbench.evidence.load import Group, load_groups, patterns
+from kvbench.evidence.model_pool import pool_models
 from kvbench.evidence.settings import KINDS, check
-from kvbench.evidence.together import together
 from kvbench.results.identity import folder_name
 from kvbench.results.writing import write_file, write_files
 from kvbench.show import terminal
@@ -110,7 +110,7 @@ class View:
         check(cfg, self.lists, self.choices)
         self.check(cfg)
         against = (str(cfg.against),) if "against" in cfg else ()
-        return self.compute(together(load_groups(cfg, also=against), cfg), cfg)
+        return self.compute(pool_models(load_groups(cfg, also=against), cfg), cfg)
 
     def _format(self, result: ViewResult, cfg: DictConfig) -> None:
         """Write sheets, or the frame as CSV, into the file `out` or to the terminal."""

@@ -302,7 +302,7 @@ KEPT = Measure(
     scale=100.0,
 )
 COSTS = {measure.name: measure for measure in (*BYTES, TIME, KEPT)}  # what quality can be drawn against
-# The same where runs of several models stand together; `kvbench.evidence.together` adds it up.
+# The same where runs of several models stand together; `kvbench.evidence.model_pool` adds it up.
 TOTAL = Measure(
     name="total",
     title="bytes of weights and cache",

@@ -24,7 +24,7 @@ from findings import STUDY as SMALL
 
 from kvbench.cli.commands import compose_command
 from kvbench.evidence.across import between
-from kvbench.evidence.argued import mean_of
+from kvbench.evidence.answer_traits import mean_of
 from kvbench.evidence.load import Group, StoredRun, find_runs, load_groups
 from kvbench.evidence.samples import measure
 from kvbench.extensions.papers import published

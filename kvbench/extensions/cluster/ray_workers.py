@@ -179,11 +179,11 @@ def share_out(crew: Crew, items: "Sequence[Item]", sweep: Sweep, size: int) -> b
 def check_same(items: "Sequence[Item]", jobs: "Jobs") -> None:
     """Refuse to join where this process would make other runs than the workers made."""
     from kvbench.extensions.suite.worker import digest
-    from kvbench.runs import together
+    from kvbench.runs import cross_run_batch
     from kvbench.runs.experiment import prepared
 
     known = {item.runs for item in items}
-    for numbers in together.groups([job.cfg for job in jobs.pending]):
+    for numbers in cross_run_batch.groups([job.cfg for job in jobs.pending]):
         run_requests = [(jobs.pending[number].cfg, jobs.pending[number].method) for number in numbers]
         experiments = prepared(run_requests, jobs.loaders)
         if experiments and digest(one.hash for one in experiments) not in known:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from kvbench.cli.jobs import Jobs
-    from kvbench.extensions.suite.ahead import Preflight
+    from kvbench.extensions.suite.preflight import Preflight
     from kvbench.runs.parts import Loaders
 
 
@@ -21,11 +21,11 @@ def announce(jobs: "Jobs") -> None:
 def say(run_requests: "Sequence[tuple[DictConfig, str]]", loaders: "Loaders") -> list[str]:
     """Say what is ahead of some runs, each by its configuration and the name of its method; gives which were left out,
     and why."""
-    from kvbench.extensions.suite.ahead import run_preflight
-    from kvbench.runs import together
+    from kvbench.extensions.suite.preflight import run_preflight
+    from kvbench.runs import cross_run_batch
 
     preflights, left_out = [], list[str]()
-    for numbers in together.groups([cfg for cfg, _ in run_requests]):
+    for numbers in cross_run_batch.groups([cfg for cfg, _ in run_requests]):
         if preflight := run_preflight([run_requests[number] for number in numbers], loaders, left_out.append):
             preflights.append(preflight)
             note(line(preflight))

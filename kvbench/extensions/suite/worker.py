@@ -1,7 +1,7 @@
-"""Workers, each of which takes items of a manifest: prompts through all methods of a line of work.
+"""Workers that take items of a manifest: prompts through all methods of a line of work.
 
-A line is runs that go together (`runs/together.py`). A worker writes what it finishes into journals of its own in the
-folders of the runs (`results/shards.py`), and needs no lock. Whoever takes up a run then, adds them to its journal.
+A line is the runs of one cross-run batch (`runs/cross_run_batch.py`). A worker writes finished answers into a separate
+journal in each run's folder (`results/shards.py`) and needs no lock. The next process that resumes a run merges them.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ from itertools import groupby
 from pathlib import Path
 
 from kvbench.runs import parts
+from kvbench.runs.cross_run_batch import RunRequest, groups, run_cross_batch
 from kvbench.runs.experiment import prepared
 from kvbench.runs.portions import Share
 from kvbench.runs.sessions import Origin
-from kvbench.runs.together import RunRequest, groups, run_cross_batch
 from kvbench.show.progress import note
 
 

@@ -12,7 +12,7 @@ from scipy.stats import rankdata
 from kvbench.config.files import FULL
 from kvbench.evidence.across import between
 from kvbench.evidence.budget_curves import OutOfRange, at_bytes, series_of
-from kvbench.evidence.frontier import Questions, question, together
+from kvbench.evidence.frontier import Questions, pool_strata, question
 from kvbench.evidence.load import Group, patterns, sentences
 from kvbench.evidence.samples import Curve, by_subset, curve_of, measure, shared, strata_of
 from kvbench.evidence.settings import Bytes, bytes_wanted
@@ -115,7 +115,7 @@ def _ranking(title: str, what: Two, parts: Sequence[_Values], cfg: DictConfig) -
     questions, merged = [part.questions for part in parts], []
     runs: dict[str, Any] = {"run": [parts[0].labels[key] for key in keys]}
     for lead, side, item in zip(("", "other_"), (0, 1), what, strict=True):
-        columns = [together(questions, [part.columns[side][key] for part in parts]) for key in keys]
+        columns = [pool_strata(questions, [part.columns[side][key] for part in parts]) for key in keys]
         rows = zip(*(column.values for column in columns), strict=True)
         merged.append(Strata(tuple(_sign(item) * np.stack(row, axis=1) for row in rows), columns[0].weights))
         means = np.asarray(merged[-1].mean())

@@ -13,9 +13,9 @@ from kvbench.engine.requests import Outcome, Request
 from kvbench.results import shards
 from kvbench.results.provenance import machine
 from kvbench.results.record import RunRecord
+from kvbench.runs.cross_run_batch import needed_bytes
 from kvbench.runs.experiment import Experiment, keys_of, prepare, prepared
 from kvbench.runs.parts import Loaders
-from kvbench.runs.together import needed_bytes
 
 TRIAL_TOKENS = 16  # of an answer that is timed
 TRIAL_ROWS = 4  # answers that are timed at once, at most

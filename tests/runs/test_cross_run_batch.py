@@ -18,11 +18,11 @@ from kvbench.engine import hf, joined, sessions
 from kvbench.results.journal import run_lock
 from kvbench.results.record import RunRecord
 from kvbench.runs.config import RunConfig
+from kvbench.runs.cross_run_batch import RunRequest, groups, run_cross_batch, run_one
 from kvbench.runs.experiment import prepare
 from kvbench.runs.parts import Loaders
 from kvbench.runs.run import run_experiment
 from kvbench.runs.sessions import Origin
-from kvbench.runs.together import RunRequest, groups, run_cross_batch, run_one
 
 SEVERAL = ["kivi", "diffkv", "h2o", "quest", "kv_compress", "ada_snapkv", "streaming_llm"]
 

@@ -4,7 +4,7 @@ import pytest
 from test_run_real import QUIET, compose
 
 from kvbench.config.compose import compose as compose_words
-from kvbench.extensions.suite.ahead import run_preflight
+from kvbench.extensions.suite.preflight import run_preflight
 from kvbench.runs.parts import Loaders
 from kvbench.runs.run import run_experiment
 

@@ -78,7 +78,7 @@ class Total:
         return f"{self.sequences} times {each}"
 
 
-def together(groups: Sequence[Group], cfg: DictConfig | Mapping) -> list[Group]:
+def pool_models(groups: Sequence[Group], cfg: DictConfig | Mapping) -> list[Group]:
     """The groups, those of several models on the same questions as one each, where the setting `together` asks for it.
 
     Raises:
