@@ -9,7 +9,7 @@ from kvbench.cli.main import main
 from kvbench.evidence import compare, pareto, report
 from kvbench.evidence.dominance import standing
 from kvbench.evidence.load import load_groups
-from kvbench.evidence.model_pool import Total
+from kvbench.evidence.model_pool import Total, pool_models
 from kvbench.evidence.view import frame_of
 from kvbench.results.measures import TOTAL
 
