@@ -22,14 +22,14 @@ class Columns:
             self._tokens, self._kept = torch.cat([self._tokens, tokens], 1), torch.cat([self._kept, kept], 1)
 
     def of_prompt(self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Which tokens of a prompt (int64 [B, N]) are no padding, bool [B, N]: the last ones of every row."""
+        """Mask of the prompt tokens (int64 [B, N]) that are not padding, bool [B, N]: the last ones of every row."""
         kept = _kept(tokens, mask)
         _check_positions(positions, kept, torch.zeros(len(kept), 1, dtype=torch.int64, device=kept.device), 0)
         return kept
 
     def of_turn(self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Which tokens of a turn or a step (int64 [B, n]) are no padding, bool [B, n]; the mask is of these columns or
-        of all."""
+        """Mask of the tokens of a turn or step (int64 [B, n]) that are not padding, bool [B, n]; covers these columns
+        or all."""
         assert self._kept is not None, "a prompt was read"
         kept, width = torch.ones_like(tokens, dtype=torch.bool), tokens.shape[1]
         if mask is not None:
@@ -70,7 +70,7 @@ class Columns:
 
 
 def _kept(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """Which tokens (int64 [B, N]) are no padding, bool [B, N]: the last ones of every row."""
+    """Mask of the tokens (int64 [B, N]) that are not padding, bool [B, N]: the last ones of every row."""
     if mask is None:
         return torch.ones_like(tokens, dtype=torch.bool)
     if mask.shape != tokens.shape:

@@ -33,7 +33,7 @@ _IS_OURS = "_kvbench_door"
 
 
 class _Cache:
-    """What transformers asks a cache for."""
+    """Methods that transformers calls on a cache."""
 
     is_compileable = False  # before it compiles a decode step
     is_linear = (False,)  # since 5.24, of every layer: whether it has a state in place of keys and values
@@ -49,7 +49,7 @@ class _Cache:
 
 
 class CompressedCache(_Cache):
-    """What `compress` gives: the cache of the last prompts that were read, and how many bytes it holds."""
+    """Cache of the last prompts read, returned by `compress`, and the bytes that it holds."""
 
     def __init__(self, model: LoadedModel, policy: Policy, backend: str, room_tokens: int | None) -> None:
         self._max_tokens, self._room_tokens = model.max_tokens, room_tokens
@@ -62,7 +62,7 @@ class CompressedCache(_Cache):
         self._last: list[dict[str, int]] = []  # the ledgers of rows that are closed
 
     def bytes(self, row: int | None = None) -> dict[str, int]:
-        """What the cache holds, item by item; after the block, what it held at its end.
+        """Bytes of the cache, item by item; after the block, those at its end.
 
         Args:
             row: Of one row of the batch; None for the sum over all.
@@ -212,7 +212,7 @@ class CompressedCache(_Cache):
 
 
 class BatchCache(_Cache):
-    """What passes return as `past_key_values`: the cache of a batch of prompts, until others are read.
+    """Cache of a batch of prompts, returned by forward passes as `past_key_values`; valid until others are read.
 
     Args:
         cache: That of the block.
@@ -227,7 +227,7 @@ class BatchCache(_Cache):
         self.number, self.new_tokens, self.is_read, self._cache = number, new_tokens, False, cache
 
     def bytes(self, row: int | None = None) -> dict[str, int]:
-        """What the cache holds, as `CompressedCache.bytes` says; raises ValueError once other prompts were read."""
+        """Bytes of the cache, as `CompressedCache.bytes`; raises ValueError once other prompts were read."""
         self._check_last()
         return self._cache.bytes(row)
 
@@ -254,7 +254,7 @@ class BatchCache(_Cache):
 
 
 class _Block(AbstractContextManager[CompressedCache]):
-    """The `with` block that `compress` gives; whoever takes it for the cache is told what it is."""
+    """The `with` block that `compress` returns; used as if it were the cache, it raises an error that says so."""
 
     def __init__(self, block: AbstractContextManager[CompressedCache]) -> None:
         self._block = block

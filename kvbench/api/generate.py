@@ -168,7 +168,7 @@ def begin(
 
 
 def choose_policy(method: str | Policy, settings: Mapping[str, object]) -> Policy:
-    """The policy that a call asks for, by name with the settings that differ from the YAML's."""
+    """Policy of a call: a method by name, with settings that override its YAML."""
     if not isinstance(method, str):
         if settings:
             raise ValueError(

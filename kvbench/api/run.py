@@ -37,7 +37,7 @@ _WIDTH = 100  # columns of a table
 
 
 class _Tables(ABC):
-    """What one run and several of them show alike."""
+    """Tables common to one run and to several."""
 
     @abstractmethod
     def _runs(self) -> list[Run]: ...
@@ -88,7 +88,7 @@ class _Tables(ABC):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Result(_Tables):
-    """One run, beside the full cache on the same samples."""
+    """One run, compared with the full cache on the same samples."""
 
     run: Run
     """The records and samples as they were stored."""
@@ -108,7 +108,7 @@ class Result(_Tables):
 
     @property
     def folder(self) -> Path:
-        """Where the run lies."""
+        """Folder of the run."""
         return self.run.folder
 
     @property

@@ -39,7 +39,7 @@ def table(results_dir: str | Path = "results", **settings: Any) -> "DataFrame":
         **settings: Filters of `kvbench compare`: `tasks`, `models`, `methods`, `where`, `code`.
 
     Returns:
-        One row for each run, with `label`, which tells it from the others of its method, and the columns of `load`.
+        One row for each run, with `label`, unique among the runs of its method, and the columns of `load`.
 
     Raises:
         ValueError: A setting is unknown, or nothing fits.

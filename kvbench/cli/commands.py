@@ -1,4 +1,4 @@
-"""The commands beside `run`: each is one YAML in conf/command/ that names its function and lists its settings.
+"""Commands other than `run`: each is one YAML in conf/command/ that names its function and lists its settings.
 
 A command's YAML is its whole documentation: `kvbench <command> --help` prints it.
 """

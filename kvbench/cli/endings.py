@@ -1,5 +1,5 @@
-"""The endings of a command: an error is told the way its reader needs it; Ctrl-C, a terminal that is closed and a
-scheduler's SIGTERM are one ending."""
+"""Exit handling of a command: error messages by kind of error; Ctrl-C, a closed terminal and a scheduler's SIGTERM are
+handled alike."""
 
 import contextlib
 import os
@@ -32,8 +32,8 @@ class Stopped(KeyboardInterrupt):
 def stoppable() -> Iterator[None]:
     """Turn the first signal that ends a process into `Stopped`, so that files and bars are closed; end at the second.
 
-    A signal that is ignored (`nohup`, a shell's background) or that somebody else handles stays as it is. After a
-    signal the handlers stay for good: Python's own way out takes a moment too.
+    A signal that is ignored (`nohup`, a shell's background) or that somebody else handles is left
+    alone. After a signal the handlers stay installed, because the interpreter's shutdown takes a moment too.
     """
     seen: list[int] = []
     process = os.getpid()

@@ -70,7 +70,7 @@ def sweep(loader: ConfigLoader, cfg: DictConfig, jobs: list[list[str]] | None, t
     """Run a sweep with the launcher that its configuration names.
 
     Args:
-        loader: What composed it, and composes its jobs.
+        loader: Composed the sweep, and composes its jobs.
         cfg: Configuration of the sweep.
         jobs: Words of each job; None where the sweeper in `cfg` finds them.
         task: Runs the job of a configuration.
@@ -119,7 +119,7 @@ class ListSweeper(Sweeper):
 
 
 class Callbacks:
-    """Callbacks that `hydra.callbacks` names. What one raises is a warning, as under `hydra.main`."""
+    """Callbacks that `hydra.callbacks` names. An error in one becomes a warning, as under `hydra.main`."""
 
     def __init__(self, cfg: DictConfig) -> None:
         self.each = [instantiate(one) for one in (cfg.hydra.callbacks or {}).values()]

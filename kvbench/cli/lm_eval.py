@@ -54,9 +54,9 @@ def _flags(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def check_whole_texts(names: Sequence[str], arguments: Sequence[str]) -> None:
-    """Refuse tasks that ask for the likelihood of whole texts where the method has nothing to compress in them.
+    """Refuse tasks that score the likelihood of whole texts where the method has nothing to compress in them.
 
-    kvbench's model would refuse them too, but lm-eval may ask it after an hour of other tasks.
+    kvbench's model would refuse them too, but perhaps only after an hour of other tasks.
     """
     from kvbench.tasks.harness.find import leaves_of, manager_of
     from kvbench.tasks.lmeval import TASKS_FOLDER

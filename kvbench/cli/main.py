@@ -115,7 +115,7 @@ def _command(arguments: list[str]) -> int:
 
 
 def _help(command: str, rest: list[str], width: int) -> str:
-    """The text that is asked for: of the command, of what stands behind `help`, or of the choices beside `--help`."""
+    """Help text: of the command, of the topic after `help`, or of the choices given with `--help`."""
     if command not in ("help", "run"):
         return texts.command_help(command, width)
     chosen = [word for word in rest if command == "help" or word.partition("=")[0] in files.GROUPS]

@@ -46,7 +46,7 @@ def main(cfg: DictConfig) -> int:
 
 
 def _target(folder: Path, results_dir: str | None) -> Path:
-    """Where the new run goes: where the user says, else beside the results folder that has the stored one."""
+    """Results folder of the new run: the user's, else a sibling of the one that has the stored run."""
     parents = folder.absolute().parents  # of RESULTS/TASK/MODEL/METHOD/HASH
     root = parents[3] if len(parents) > 3 else Path("/")
     if not results_dir and not root.name:

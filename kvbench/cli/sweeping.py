@@ -53,7 +53,7 @@ def is_installed(launcher: str) -> bool:
 
 
 def _has_plugin(name: str) -> bool:
-    """True for a launcher of a plugin that kvbench does not know."""
+    """True for a launcher of a third-party plugin."""
     from hydra.core.config_store import ConfigStore
     from hydra.core.plugins import Plugins
 
@@ -85,7 +85,7 @@ def with_multirun(arguments: Sequence[str]) -> list[str]:
 
 
 def is_sweep(arguments: Sequence[str]) -> bool:
-    """True for a command line that runs a sweep: it says so, and does not ask for something to be shown instead."""
+    """True for a command line that runs a sweep and does not only print something."""
     return not _shows(arguments) and _is_declared(arguments)
 
 
@@ -168,7 +168,7 @@ def run(arguments: list[str], settings: Sequence[str], name: str, root: Path, li
     """Run a sweep.
 
     Args:
-        arguments: What the user wrote.
+        arguments: Words of the command line.
         settings: The settings in it, as Hydra reads them.
         name: The configuration to start from.
         root: Folder that has it.

@@ -94,7 +94,7 @@ def rows(pairs: "tuple[tuple[str, str], ...]", width: int, lead: str = "") -> st
 
 
 def needed() -> tuple[tuple[str, str], ...]:
-    """What people come for, of the commands that there are."""
+    """Common needs and the commands for them, as far as these are installed."""
     known = commands()
     return tuple((words, purpose) for command, words, purpose in NEEDED if command in known)
 

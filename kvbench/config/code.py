@@ -1,4 +1,4 @@
-"""What of source code an answer depends on: the files, what of them counts, and the libraries that they import."""
+"""Source code that an answer depends on: files, the parts of them that are hashed, and imported libraries."""
 
 import ast
 import hashlib
@@ -28,8 +28,8 @@ def sources(folder: Path) -> list[Path]:
 
 
 def meaning(path: Path) -> bytes:
-    """What of a source file counts: of Python the syntax tree without docstrings, so that comments, formatting and
-    documentation do not; of other files every byte."""
+    """Hashed content of a source file: of Python the syntax tree without docstrings, so that comments, formatting and
+    documentation do not count; of other files every byte."""
     content = path.read_bytes()
     return _meaning_of_python(content) if path.suffix == ".py" else content
 
@@ -47,7 +47,7 @@ def _meaning_of_python(content: bytes) -> bytes:
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.AST]:
-    """A module and its statements at any depth, a tenth of its nodes. Who is given one may change its body."""
+    """A module and its statements at any depth, a tenth of its nodes; the caller may change their bodies."""
     todo: list[ast.AST] = [tree]
     while todo:
         yield (node := todo.pop())
@@ -55,7 +55,7 @@ def _statements(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def _within(node: ast.AST) -> list[ast.AST]:
-    """What stands in a statement: statements, handlers and cases."""
+    """Children of a statement: statements, handlers and cases."""
     return [each for part in ("body", "handlers", "orelse", "finalbody", "cases") for each in getattr(node, part, ())]
 
 
@@ -255,7 +255,7 @@ def _installed(name: str) -> tuple[str, str]:
 
 @cache
 def _required(distribution: str) -> tuple[str, ...]:
-    """What a distribution requires, in its own lines; nothing where it is not installed."""
+    """Requirement lines of a distribution; none where it is not installed."""
     try:
         return tuple(importlib.metadata.requires(distribution) or ())
     except importlib.metadata.PackageNotFoundError:

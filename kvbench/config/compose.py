@@ -110,10 +110,10 @@ def words_of(settings: Mapping[str, object], prefix: str = "") -> list[str]:
 
 @contextmanager
 def explained(words: Sequence[str]) -> Iterator[None]:
-    """Raises what the configuration library raises as one message for the user.
+    """Re-raise an error of the configuration library as one message for the user.
 
     Args:
-        words: What the user wrote.
+        words: Words of the command line.
     """
     try:
         yield
@@ -165,7 +165,7 @@ def check_choices(arguments: Sequence[str]) -> None:
     is `full`.
 
     Raises:
-        ValueError: Names the group, what was asked for and what there is.
+        ValueError: Names the group, the requested choice and the existing ones.
     """
     for override in _parse(arguments):
         group = override.key_or_group

@@ -1,4 +1,4 @@
-"""Where the configuration files lie and what there is to choose from, found without importing anything heavy."""
+"""Locations of the configuration files and their choices, without importing anything heavy."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -159,7 +159,7 @@ def options(group: str, conf: Path | None = None) -> dict[str, str]:
 
 
 def _fault(path: Path) -> str:
-    """Why a file of the user's own cannot be read, in brackets; empty where it can."""
+    """Reason why a user's file cannot be read, in brackets; empty where it can."""
     if _config_dirs and any(folder in path.parents for folder in _config_dirs):  # a method's own file was checked
         from kvbench.config.settings import read_config
 
@@ -171,7 +171,7 @@ def _fault(path: Path) -> str:
 
 
 def import_folders(folders: Sequence[Path]) -> list[str]:
-    """Where the modules of the user's own folders, and of methods of one file, are imported from."""
+    """Folders that modules of `--config-dir` folders, and methods of one file, are imported from."""
     places = (folder.parent if one_file.is_method_file(folder) else folder for folder in folders)
     return list(dict.fromkeys(os.path.realpath(path) for path in places))
 

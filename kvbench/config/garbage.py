@@ -1,4 +1,4 @@
-"""How often Python looks for garbage: seldom while libraries are imported, which make many objects that all stay."""
+"""Garbage collection thresholds: high while libraries are imported, which make many objects that all stay."""
 
 import gc
 from collections.abc import Iterator

@@ -33,14 +33,14 @@ def method_settings(name: str) -> DictConfig:
 
 
 def read_method(path: Path) -> DictConfig:
-    """What the file of a method lists: its YAML, or the Python file that is all of it."""
+    """Settings that the file of a method lists: its YAML, or the Python file that is all of it."""
     if one_file.is_method_file(path):
         return OmegaConf.create({"_target_": one_file.target_of(path)})
     return read_config(path)
 
 
 def with_defaults(listed: DictConfig) -> DictConfig:
-    """What a method's file lists, behind the defaults of its class's other settings.
+    """Add the defaults of the class's other settings to those that a method's file lists.
 
     Settings that all methods share (`files.SHARED`) are there where the file lists them, or the class redefines them.
     """
@@ -84,7 +84,7 @@ def _read_class(module: str, wanted: ast.expr) -> Iterator[Default]:
     """The fields of a class, which an expression in a module names, and of its bases, theirs first.
 
     Raises:
-        UnreadableError: The source does not tell.
+        UnreadableError: The source does not define it statically.
     """
     source_module, node = _find(module, wanted)
     if not isinstance(node, ast.ClassDef):

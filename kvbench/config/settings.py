@@ -72,11 +72,11 @@ def faults_of(path: Path) -> Iterator[None]:
 
 
 def read_data(path: Path, name: str = "") -> dict[str, Any]:
-    """The content of a YAML file that may be anybody's: values and nothing that stands for others. An alias would let a
-    few bytes mean gigabytes, and `${...}` would read the environment.
+    """Read a YAML file from an untrusted source: plain values only. An alias could expand a few bytes to gigabytes, and
+    `${...}` would read the environment.
 
     Args:
-        name: What the file is called in messages; its path by default.
+        name: Name of the file in messages; its path by default.
 
     Raises:
         ValueError: It cannot be read, is too long or too deep, or holds something else than keys with values.
@@ -108,7 +108,7 @@ def read_data(path: Path, name: str = "") -> dict[str, Any]:
 
 
 def read_settings(kind: type[Kind], mapping: Mapping[str, Any], prefix: str = "", what: str | None = None) -> Kind:
-    """The settings object that a group of the configuration asks for; what the group lacks takes its default.
+    """Make the settings object of a group of the configuration; missing keys take their defaults.
 
     It reads every dataclass whose fields say in their annotations what they may be (`kvbench.rules`): a run, the store,
     a task, a protocol, a policy. The object checks its values when it is made. It holds them as they count, so that two
@@ -117,8 +117,8 @@ def read_settings(kind: type[Kind], mapping: Mapping[str, Any], prefix: str = ""
     Args:
         kind: The dataclass.
         mapping: The group; a list stands for a tuple, `???` for a value that is still to be given.
-        prefix: What stands before the names where the user writes them, for example `store.`.
-        what: What an unknown key is called in the message; a setting by default.
+        prefix: Prefix of the names as the user writes them, for example `store.`.
+        what: Noun for an unknown key in the message; a setting by default.
 
     Raises:
         ValueError: Names a setting that does not exist, that is wrong, or that is missing and has no default.

@@ -51,7 +51,7 @@ def between(
     in each group by itself.
 
     Args:
-        key: What is the same of a method in two groups.
+        key: Identifies a method across two groups.
     """
     curves: list[dict[str, Curve]] = []
     for group in groups:

@@ -1,5 +1,6 @@
-"""The numbers that people argue with beside a score: how much longer the answers are than another run's, how many end
-in a loop, and how far the worst tokens stray from the full cache. A mean hides all three."""
+"""Answer length against another run's, share of answers that end in a loop, and worst-token distance to the full cache.
+
+A mean score hides all three."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

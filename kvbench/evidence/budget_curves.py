@@ -43,8 +43,8 @@ def series_of(runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:
 
 
 def _word(value: object) -> str:
-    """What a value says beside a number: nothing of a budget or another number, or of one that is not set, but for the
-    unit of a share of all tokens seen, which is no step on the way from one share of a prompt to the next."""
+    """Non-numeric part of a value: empty for a budget, another number or an unset one, except for the unit of a share
+    of all tokens seen, which is not on one scale with shares of a prompt."""
     if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
         return ""
     text = str(value)
@@ -72,8 +72,8 @@ def _held(run: StoredRun, names: Sequence[SampleName], axis: Measure) -> np.ndar
 def at_bytes(name: str, runs: Sequence[StoredRun], what: Measure, wanted: Bytes, axis: Measure = RESIDENT) -> Curve:
     """The values of a method, whose runs are one series, at some bytes, or their mean over a range of bytes.
 
-    The bytes are in the unit of `axis`, percent of an FP16 full cache; two of them ask for the mean over the logarithm
-    of the bytes between them, which is the area under the budget curve divided by its width.
+    The bytes are in the unit of `axis`, percent of an FP16 full cache; for two of them it is the mean over the
+    logarithm of the bytes between them, which is the area under the budget curve divided by its width.
 
     Raises:
         OutOfRange: The runs do not span these bytes.

@@ -136,8 +136,8 @@ def compare_group(group: Group, cfg: DictConfig, *, has_verdicts: bool = True) -
 def _at_equal_bytes(
     group: Group, what: Measure, wanted: Bytes, name: str, notes: list[str]
 ) -> list[tuple[Curve, Curve]]:
-    """The methods' curves over their budgets at the same bytes, each beside the one of that name; the full cache is
-    what it is."""
+    """Each method's budget curve at the same bytes, paired with the other run of that name; the full cache is taken
+    unchanged."""
     curves: dict[str, Curve] = {}
     for title, runs in series_of([run for run in group.runs if run.method != FULL and run.complete]).items():
         try:

@@ -1,4 +1,4 @@
-"""One run beside another: the paired difference, its interval and tests, and the verdict that they allow."""
+"""Paired difference of two runs, its interval and tests, and the verdict that they allow."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ TOO_FEW, NO_VERDICT = "too few answers", "no verdict"
 
 @dataclass(kw_only=True)
 class ComparedRun:
-    """One run beside the run that it is compared with, and what the comparison proves."""
+    """One run, its reference, and the result of their comparison."""
 
     what: Measure
     pairs: Pairs
@@ -35,7 +35,7 @@ class ComparedRun:
     p_holm: float | None = None
     """`p` after Holm's correction over all rows of the command; None where it is not known."""
     p_equal_holm: float | None = None
-    """`p_equal`, likewise."""
+    """`p_equal` after the same correction."""
 
     @property
     def label(self) -> str:

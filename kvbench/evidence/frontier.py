@@ -1,6 +1,6 @@
 """Quality against cost: one point per run, measured on the samples that all runs have, and means over groups.
 
-Groups may ask the same questions: under other seeds, protocols or lengths. So a mean over groups resamples questions,
+Groups may share questions: under other seeds, protocols or lengths. So a mean over groups resamples questions,
 not rows: all answers to one question stay together, and n is the number of distinct questions.
 """
 
@@ -159,8 +159,8 @@ def score_interval(scores: Strata, what: Measure) -> Interval | None:
 
 
 def question(group: Group, sample: SampleName) -> Question:
-    """The question, whatever the length, the protocol or the batch: the same name with the same right answers, since a
-    generated task asks something else under another seed."""
+    """Key of a question, independent of length, protocol and batch: its name and its right answers, since a generated
+    task has other questions under another seed."""
     record = next((run.samples[sample[1], 0] for run in group.runs if (sample[1], 0) in run.samples), None)
     gold = json.dumps(record.get("gold") or "") if record else ""
     return group.task, sample[0], f"{sample[1]} {gold}"

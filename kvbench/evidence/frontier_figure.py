@@ -74,7 +74,7 @@ def _family(axes: "Axes", drawing: Drawing, title: str, methods: Methods, height
 
 
 def panels_words(drawing: Drawing) -> list[str]:
-    """The lines at the foot of the picture: what a reader must know to read it."""
+    """Lines at the foot of the picture: the legend and caveats needed to read it."""
     panel, full, words = drawing.panel, drawing.reference, []
     if full is not None:
         text = f"Black line: full cache, {panel.what.title} {full.score * drawing.scale:.3g}"

@@ -51,7 +51,7 @@ class StoredRun:
 
     @property
     def settings(self) -> dict:
-        """Everything a filter may ask for, by its short name."""
+        """Filterable settings by their short names."""
         identity = self.record.identity
         flat = {**identity.get("task", {}).get("protocol", {}), **identity.get("method", {})}
         return {**flat, "seed": self.record.seed} | {name: identity.get(name) for name in CONDITIONS}

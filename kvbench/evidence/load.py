@@ -1,5 +1,5 @@
-"""Stored runs with their samples, sorted into groups that may be compared: same model, same questions, same code. What
-fits no group is named, never mixed in.
+"""Stored runs with their samples, sorted into groups that may be compared: same model, same questions, same code. A
+run that fits no group is named, never mixed in.
 """
 
 import fnmatch
@@ -91,7 +91,7 @@ def load_groups(cfg: DictConfig, also: Sequence[str] = ()) -> list[Group]:
 
     Args:
         cfg: `results_dir`; `tasks`, `models`, `methods`, `where` and `code`, as in conf/command/compare.yaml.
-        also: Methods that the filters on method and settings let through in any case, beside the full cache.
+        also: Methods that pass the filters on method and settings in any case, as the full cache does.
 
     Raises:
         ValueError: The folder does not exist, or nothing in it fits the filters.
@@ -309,7 +309,7 @@ def _tell_apart(groups: Sequence[Group]) -> None:
 
 
 def _name(group: Group) -> None:
-    """Give every run a label: its method, and what tells it from the group's other runs of that method."""
+    """Label every run with its method and the settings that distinguish it from the group's other runs of it."""
     usual = Counter(run.conditions for run in group.runs).most_common(1)[0][0]
     for run in group.runs:
         mine, same = run.record.identity, [o.record.identity for o in group.runs if o.method == run.method]

@@ -1,9 +1,9 @@
 """Runs of several models on the same questions in one group, at equal bytes of weights and cache: is a compressed cache
 on a large model worth more than a full one on a small model?
 
-Models have tokenizers of their own, so their prompts differ. What must be the same is what was asked: the task, its
-protocol but for the chat, the seed, the name of each sample and its right answers. Samples that differ in these are
-left out, and said to be.
+Models have different tokenizers, so their prompts differ. The questions must be the same: the task, its protocol except
+for the chat template, the seed, the name of each sample and its right answers. Samples that differ in these are left
+out, with a note.
 """
 
 import json
@@ -26,7 +26,7 @@ MODEL_SETTINGS = ("chat", "chat_template")
 
 @dataclass(frozen=True, kw_only=True)
 class Total:
-    """What is added up: the setting `together`."""
+    """Setting `together`: the sequences and weights whose bytes are added up."""
 
     context: int | None = None
     """Tokens of each sequence; None for those of the samples."""
@@ -73,13 +73,13 @@ class Total:
 
     @property
     def words(self) -> str:
-        """What is added to the weights, in words."""
+        """Description of the cache bytes that are added to the weights."""
         each = "a sample's cache" if self.context is None else f"the cache of {self.context} tokens"
         return f"{self.sequences} times {each}"
 
 
 def pool_models(groups: Sequence[Group], cfg: DictConfig | Mapping) -> list[Group]:
-    """The groups, those of several models on the same questions as one each, where the setting `together` asks for it.
+    """Merge groups of several models on the same questions into one each, where the setting `together` is set.
 
     Raises:
         ValueError: The setting is wrong, the weights of a model are not known, or no two models were asked the same.
@@ -101,7 +101,7 @@ def pool_models(groups: Sequence[Group], cfg: DictConfig | Mapping) -> list[Grou
 
 
 def _question_key(group: Group) -> str:
-    """What groups of different models must share."""
+    """Key of the questions of a group: equal for groups of different models that can be pooled."""
     run = group.runs[0]
     identity, task = run.record.identity, run.record.identity.get("task", {})
     protocol = {key: value for key, value in task.get("protocol", {}).items() if key not in MODEL_SETTINGS}

@@ -210,8 +210,8 @@ def _paired(
 
 
 def pair(mine: Curve, theirs: Curve, what: Measure) -> Pairs:
-    """Put the run that is judged beside another one, on the samples both have; raises NoCommonSample without any, and
-    where the measure is a share of a mean that is 0."""
+    """Pair the judged run with another one on the samples that both have; raises NoCommonSample without any, and where
+    the measure is a share of a mean that is 0."""
     both = shared([mine, theirs])
     if not both:
         raise NoCommonSample(

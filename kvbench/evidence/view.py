@@ -56,7 +56,7 @@ Figure = tuple[str, str, Callable[[str], bytes | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class ViewResult:
-    """What a view computes."""
+    """Result of a view: its numbers, and the tables and figures made of them."""
 
     frame: "pd.DataFrame"
     """The numbers, unrounded, of dtype object; the CSV has the same columns and rows."""
@@ -159,7 +159,7 @@ def write_frame(frame: "pd.DataFrame", out: object) -> list[Path]:
 
 
 def notes(said: Iterable[str]) -> list[Part]:
-    """What must be known to read the numbers, a line for each."""
+    """Notes needed to read the numbers, a line for each."""
     return [line(f"! {note}") for note in said]
 
 

@@ -53,13 +53,13 @@ def direction(higher_is_better: bool) -> str:
 
 
 def contradiction(task: str, metrics: Mapping[str, tuple[bool, bool]], weighting: str) -> str:
-    """Say where the claims of a record contradict its task, with both values; empty where nothing does, and for a task
-    that kvbench does not declare.
+    """Describe where the claims of a record contradict its task, with both values; empty where none does, and for a
+    task that kvbench does not declare.
 
     Args:
         task: Name of the task, as the identity has it.
         metrics: Metric -> higher is better, is the primary one; of a run that has only begun there are none.
-        weighting: What weighs the same in a mean.
+        weighting: Units of equal weight in a mean.
     """
     primaries = [name for name, (_, is_primary) in metrics.items() if is_primary]
     if metrics and len(primaries) != 1:

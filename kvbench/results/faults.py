@@ -51,7 +51,7 @@ def _words(record: RunRecord) -> list[str]:
 
 
 def _may_set(record: RunRecord, *names: str) -> bool:
-    """Whether settings may have been given: they were, or no command tells (from Python, or by an experiment file)."""
+    """True where settings may have been given: they were, or no command line is stored (Python, an experiment file)."""
     has_commands = record.sessions and all(session.command for session in record.sessions) and not record.experiment
     return not has_commands or any(word.lstrip("+").startswith(names) for word in _words(record))
 

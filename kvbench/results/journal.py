@@ -33,12 +33,12 @@ class Journal:
     """The finished samples of one run, on disk.
 
     Opening reads what is there and repairs it; `damaged` then counts the lines that were dropped (their samples are
-    redone), which lie in `dropped` from then on. The caller knows that the folder is the run's.
+    redone), which lie in `dropped` from then on. The caller has checked that the folder is the run's.
 
     Args:
         path: The `samples.jsonl` of the run; made when absent, from the packed one where that is there.
         run: Hash of the run, which seals the lines.
-        keys: The answers that the run asks for; a line of another one is dropped. None takes whatever there is.
+        keys: The answers of the run; a line of another one is dropped. None takes all.
         warn: Gets a sentence for each of the first few dropped lines, and one for the others.
 
     Raises:

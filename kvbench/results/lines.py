@@ -1,7 +1,4 @@
-"""The lines of a journal: read within bounds, a piece at a time, packed ones too.
-
-`kvbench.results.sample` knows what is on a line.
-"""
+"""Bounded, incremental reader of a journal's lines, packed ones too; `kvbench.results.sample` parses a line."""
 
 import lzma
 import os
@@ -52,8 +49,7 @@ def read_lines(pieces: Iterable[bytes], run: str, *, is_sealed: bool = True) -> 
 
 
 def journal_lines(path: Path, run: str, *, is_sealed: bool = True) -> Iterator[Line]:
-    """Go through the lines of a journal, or of the packed one beside it where there is only that; none where there is
-    neither.
+    """Iterate over the lines of a journal, or of its packed copy where there is only that; none where there is neither.
 
     Runs that are kept for good may be packed: `xz samples.jsonl` makes `samples.jsonl.xz` of it, and `xz -d` undoes it.
     All streams of a packed one are read, as `xz -d` does.
@@ -125,10 +121,10 @@ def _unpacked(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _behind_padding(read: bytes, file: IO[bytes]) -> bytes:
-    """What follows a packed stream, behind the zeros that may stand there four by four; empty at the end of the file.
+    """Bytes after a packed stream and its zero padding (a multiple of four); empty at the end of the file.
 
     Args:
-        read: What was read already.
+        read: Bytes that were read already.
     """
     padding = 0
     while read or (read := file.read(PIECE_BYTES)):

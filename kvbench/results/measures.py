@@ -89,11 +89,11 @@ class Measure:
 
     @property
     def csv_name(self) -> str:
-        """What CSV files call it: the name in the record, and where it is of a part or a share, its own behind it."""
+        """Name in CSV files: the name in the record, followed by its own for a part or a share."""
         return f"{self.key}:{self.name}" if self.subsets or self.of else self.key
 
     def is_of(self, record: SampleRecord) -> bool:
-        """Whether a sample is of its subsets."""
+        """True for a sample of its subsets."""
         return not self.subsets or plain_subset(record["subset"]) in self.subsets
 
     @property

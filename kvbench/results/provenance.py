@@ -75,7 +75,7 @@ class Machine:
     recorded."""
 
     def differences(self, before: "Machine | None") -> list[str]:
-        """What differs from the machine of before and can move a number, with both values; nothing where that is
+        """Differences to the machine of before that can change a number, with both values; empty where that is
         unknown."""
         facts = {"device": "device", "host": "system", "num_threads": "threads", "torch_isa": "torch's instructions"}
         facts["modes"] = "modes of libraries"
@@ -149,7 +149,7 @@ def machine(device: object, *others: object, processes: int = 1) -> Machine:
 
 
 def wait_policy() -> str:
-    """How threads wait for one another: OMP_WAIT_POLICY, and GOMP_SPINCOUNT where that is set."""
+    """Wait policy of OpenMP threads: OMP_WAIT_POLICY, and GOMP_SPINCOUNT where that is set."""
     turns = os.environ.get("GOMP_SPINCOUNT")
     return " ".join(filter(None, [os.environ.get("OMP_WAIT_POLICY"), turns and f"GOMP_SPINCOUNT={turns}"]))
 
@@ -158,7 +158,7 @@ def code_files(*backends: str) -> dict[str, Path]:
     """List the source files that decide an answer, whatever the task and the method, by name.
 
     A task counts its own files (`TaskSet.fingerprint`) and a method its own (`method_files`): a new one of either must
-    not make the stored runs of the others stale. What reads, shows or fetches changes no answer.
+    not make the stored runs of the others stale. Code that reads, shows or fetches changes no answer.
 
     Args:
         backends: Names of those whose kernels run, for the cache and for the model's own products.

@@ -283,8 +283,8 @@ class RunRecord:
 
     @property
     def contradiction(self) -> str:
-        """Where its claims on what it is and on its metrics contradict its identity or the task's declaration; else
-        empty."""
+        """Contradictions between its claims (task, metrics) and its identity or the task's declaration; empty without
+        any."""
         task, method = (
             part_settings if isinstance(part_settings := self.identity.get(part), dict) else {} for part in _SETTINGS
         )

@@ -1,9 +1,10 @@
 """The record of one sample: a line of `samples.jsonl`, how it is made, and how it is read.
 
 A line is bound to its run by a seal, a digest over the run's hash and the rest of the line. It finds accidents and
-mix-ups: a line that was edited, or that another run wrote. It is no signature: who wants to forge a line can.
+mix-ups: a line that was edited, or that another run wrote. It is no signature and
+prevents no forgery.
 
-`kvbench.results.journal` decides when a line is written; nothing else knows what is on it.
+`kvbench.results.journal` decides when a line is written; the format of a line is defined here alone.
 """
 
 import hashlib
@@ -324,8 +325,8 @@ def _check_range(where: str, value: float | None, most: float = math.inf) -> Non
 
 
 def answer_facts(record: SampleRecord) -> dict[str, float]:
-    """What an answer's tokens say, those of a conversation together: `tokens`, how many there are, and `loops`, the
-    share of the answers that end in a loop. Empty where there is no answer, or its tokens are not told."""
+    """Facts of an answer's tokens, of a conversation's in sum: `tokens`, their number, and `loops`, the share of
+    answers that end in a loop. Empty where there is no answer, or its tokens are not stored."""
     parts = [*record.get("turns", ()), record]
     if record["finish"] == "none" or not all("token_ids" in each for each in parts):
         return {}

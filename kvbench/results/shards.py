@@ -7,14 +7,14 @@ results/<task>/<model>/<method>/<hash>/.shards/<i>-of-<n>/
 results/<task>/<model>/<method>/<hash>/.shards/<name>.<8 hex digits>/
     samples.jsonl, run.json   the same of a worker that was given items of a manifest (`runs/worker.py`), without a lock
 
-Which shard a sample was in is no part of what the run is. Whoever holds the run's lock takes over what the shards
-finished that nobody works on: a sample is on the disk in the run's journal before it goes from the shard's. A process
-that was killed thus loses nothing, whether its command is given again or not.
+The shard of a sample is not part of a run's identity. The process that holds the run's lock takes over finished samples
+of shards that no process works on: a sample is in the run's journal on disk before it leaves the shard's. A killed
+process thus loses nothing, whether its command is repeated or not.
 
-No two workers have one name, so each file has one writer. Nobody can tell whether a worker lives: its files are read
-and never changed, and they go when the run is complete.
+Worker names are unique, so each file has one writer. Whether a worker is alive cannot be determined: its files are read
+and never changed, and removed when the run is complete.
 
-What counts of a part are the lines that the run's hash seals. A `run.json` of it that cannot be read, as after a damage
+Only lines of a part that the run's hash seals count. A `run.json` of it that cannot be read, as after a damage
 of the disk, is moved to `run.unreadable.json`; lines that do not count stay in `samples.dropped.jsonl`.
 """
 
@@ -103,7 +103,7 @@ def of_workers(results_dir: Path) -> Counter[str]:
 
 
 def finished(run: Path, digest: str, keys: Container[Key]) -> dict[Key, SampleRecord]:
-    """Read which answers of a run anybody has finished, whoever may be writing meanwhile.
+    """Read the finished answers of a run from all its journals, also while others write to them.
 
     Args:
         digest: Hash of the run, which seals the lines.

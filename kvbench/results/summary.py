@@ -182,7 +182,7 @@ def sums(records: Iterable[SampleRecord], measure: Measure) -> tuple[float, floa
 
 
 def timing(records: Sequence[SampleRecord], wall_s: float) -> Timing:
-    """Speed over the records that ended well, beside the seconds spent on samples over all sessions."""
+    """Speed over the records that ended well, and the seconds spent on samples over all sessions."""
     ok = [record for record in records if record["status"] == "ok"]
     prefill, probe = _known(ok, PREFILL.above), _known(ok, lambda record: record["timing"]["probe_s"])
     tokens, seconds = sums(records, RATE)

@@ -1,4 +1,4 @@
-"""The records of a sweep beside its runs: which jobs it has, how each ended, and a log with time stamps.
+"""Records of a sweep, stored next to its runs: its jobs, the outcome of each, and a log with time stamps.
 
 results/.multirun/<start>-<process>/
     sweep.json      `SweepRecord` below

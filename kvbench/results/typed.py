@@ -1,4 +1,4 @@
-"""Checks that JSON has the types that a dataclass or a TypedDict declares. What lies on a disk may be anybody's."""
+"""Check that JSON has the types that a dataclass or a TypedDict declares: files on disk are untrusted."""
 
 import dataclasses
 import functools
@@ -15,11 +15,11 @@ Reader = Callable[[Any], Any]
 
 
 class Misfit(ValueError):
-    """A value is not what its place is declared to hold."""
+    """A value does not have its declared type."""
 
 
 class _Mismatch(Exception):
-    """A misfit while its place is still being put together, from the inside out."""
+    """A misfit whose path is still being assembled, from the innermost key outwards."""
 
     def __init__(self, what: str, path: str = "") -> None:
         self.what, self.path = what, path
@@ -59,7 +59,7 @@ def parse(value: Any, kind: Any, where: str = "", *, null_numbers: bool = False)
 
 @functools.cache
 def _reader(kind: Any, null_numbers: bool) -> Reader:
-    """What checks a value against a hint, made once per hint: a journal has a hundred values in each of its lines."""
+    """Checker of a value against a type hint, cached per hint: a line of a journal has a hundred values."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return _any
@@ -138,7 +138,7 @@ def _plain(kind: Any, null_numbers: bool) -> Reader:
 
 
 def _items(value: dict, readers: dict[str, Reader], other: Reader) -> dict:
-    """What is under each key, by its reader or the other one."""
+    """Read the value of each key with its reader, or with the default one."""
     result = {}
     for key, item in value.items():
         try:
@@ -166,7 +166,7 @@ def _list(check: Reader, kind: Any, inner: Reader) -> Reader:
 
 
 def _fields(kind: Any) -> Reader:
-    """For a TypedDict, which may have more keys and stays as it is, or a dataclass, which is made."""
+    """Reader of a TypedDict, which may have more keys and is returned unchanged, or of a dataclass, which is made."""
     is_made = dataclasses.is_dataclass(kind)
     readers = {name: _reader(hint, not is_made) for name, hint in typing.get_type_hints(kind).items()}
     if is_made:

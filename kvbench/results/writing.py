@@ -52,7 +52,7 @@ def write_record(path: Path, record: Any, read: Callable[[Any], object] | None =
     """Write a dataclass as JSON in one atomic step.
 
     Args:
-        read: Reads the JSON as whoever loads the file does; by its declared types where None.
+        read: Reads the JSON as the loader of the file does; by its declared types where None.
 
     Raises:
         RuntimeError: No reader would take it; the file is left as it is.
@@ -119,7 +119,7 @@ def _remove_if_dead(path: Path) -> None:
 
 
 def _open_temporary(path: Path, mode: int | None) -> tuple[int, Path]:
-    """A new, empty, locked file beside `path`: nobody else's, whatever lies there."""
+    """Make a new, empty, locked file next to `path`, never an existing one."""
     while True:
         temporary = path.with_name(f".{path.name[:NAME_LENGTH]}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

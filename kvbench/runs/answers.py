@@ -62,8 +62,9 @@ def record_answers(
     force_generated: bool = False,
     pace: Pace | None = None,
 ) -> "Generator[Request | Step, bool | None]":
-    """Run an engine on some requests of a task and write down every answer that is not in the journal yet; gives what
-    `Engine.running` does. Who sends True to a request has what was graded meanwhile written, and gets it once more.
+    """Run an engine on requests of a task and journal every answer that is not there yet; yields as `Engine.running`.
+
+    Send True to a yielded request to flush graded answers; the request is yielded once more.
 
     Args:
         done: Answers that another journal has; they are computed only where their batch needs them.
@@ -142,7 +143,7 @@ def compute_missing(
     shown: Shown = Progress,
 ) -> "Generator[Request | Step, bool | None]":
     """Run the engine over what is in no journal yet, as `record_answers` does; `requests` are whole groups of the run,
-    all by default. What passes while it waits for its turn is none of the session's time."""
+    all by default. Time spent waiting for its turn does not count as the session's."""
     task, before = experiment.task, len(journal.records)
     requests = task.requests if requests is None else requests
     force_generated = experiment.config.forces_full_answer and experiment.method == FULL

@@ -20,8 +20,8 @@ _STORE = "store."
 
 
 def read_choice(group: str, text: str, *more: str) -> dict[str, Any]:
-    """The settings of `group` (`method` or `model`) that a string asks for, a choice and then settings of it without
-    the group's name, such as `kivi bits=2`, and more settings likewise; ValueError where there is no such one."""
+    """Parse a choice of `group` (`method` or `model`) and its settings, without the group's name, from a string such as
+    `kivi bits=2`, with `more` settings in the same form; ValueError for an unknown one."""
     name, *changes = [*str(text).split(), *more] or [""]
     known = options(group)
     if name not in known:
@@ -47,14 +47,14 @@ def read_choice(group: str, text: str, *more: str) -> dict[str, Any]:
 
 
 def make_method(text: str) -> Policy:
-    """The policy that a string asks for."""
+    """Make the policy that a string describes."""
     from kvbench.runs.parts import make_policy
 
     return make_policy(read_choice("method", text))
 
 
 def make_cache(text: str) -> tuple[Policy, StoreOptions]:
-    """The policy and the layout of memory that a string asks for, such as `int4 store.rotation=hadamard`."""
+    """Make the policy and the store options that a string describes, such as `int4 store.rotation=hadamard`."""
     from kvbench.runs.config import store_options
 
     words = str(text).split()
@@ -65,7 +65,7 @@ def make_cache(text: str) -> tuple[Policy, StoreOptions]:
 
 
 def make_model(text: str, device: str) -> LoadedModel:
-    """The model that a string asks for, on a device."""
+    """Load the model that a string describes onto a device."""
     from kvbench.models.load import load_model
 
     return load_model(read_choice("model", text, f"device={device}"))

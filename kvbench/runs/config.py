@@ -146,8 +146,8 @@ class RunConfig:
 
         The byte budget is lifted: the reference says what the full cache answers, and a budget made for a compressed
         one would only make it fail. Nothing is rotated or shifted, and windows are exact, so that one reference serves
-        runs with and without. Prompts are read as in the experiment: in chunks, the full cache is the same but for the
-        rounding of its pages.
+        runs with and without. Prompts are read as in the experiment: in chunks, the full cache differs only
+        in the rounding of its pages.
         """
         from kvbench.config.methods import method_settings  # needs the library of settings; a bench has no run
 
@@ -179,7 +179,7 @@ def read_stored(folder: Path) -> dict[str, Any]:
 
 
 def store_options(values: Mapping[str, Any]) -> StoreOptions:
-    """Read the layout of memory that the `store` group asks for."""
+    """Read the store options of the `store` group."""
     options = as_dict(values)
     if isinstance(options.get("budget_bytes"), str):
         options["budget_bytes"] = read_bytes("store.budget_bytes", options["budget_bytes"])

@@ -1,11 +1,11 @@
-"""Several runs of one task and model side by side: each prompt is read once, for all of them.
+"""Cross-run batch: several runs of one task and model, with one prefill of each prompt for all of them.
 
-The runs take turns, prompt by prompt: the first that comes to a prompt reads it, the others' stores are given what the
-model computed (`engine/prompt_cache.py`), and then it is dropped. The full cache, which others are compared with, goes
-first, behind runs for which no other can measure a prompt. Where no answer depends on its neighbours, steps of few rows
-are made in one pass of the model, those of several runs together (`engine/joined.py`). What a run computes, and in
-which order, is what it does by itself; so are its records, to the bit. One run that is compared with the full cache is
-two of them.
+The runs advance in turns, prompt by prompt. The first run that reaches a prompt reads it; the other stores get the
+model's outputs from the prompt cache (`engine/prompt_cache.py`), which then drops them. The full cache, the reference
+of the others, goes first, after runs whose prompts no other run can measure. Where answers are independent of their
+neighbours in a batch, small decode steps of several runs share one model pass (`engine/joined.py`). Each run computes
+the same, in the same order, as alone; its records are equal to the bit. A single run that is compared with the full
+cache is a batch of two.
 """
 
 import math
@@ -51,7 +51,7 @@ APART = ("method", "store", "fidelity", "reference", "tracker")  # settings that
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """A run as it was asked for; the arguments of `run_experiment`."""
+    """Arguments of `run_experiment` for one run."""
 
     cfg: Mapping[str, Any]
     method: str
@@ -60,7 +60,7 @@ class RunRequest:
 
 
 def groups(cfgs: Iterable[Mapping[str, Any]]) -> list[list[int]]:
-    """Which runs can go together, by their numbers; a run that cannot is a group of its own.
+    """Group runs that can share a cross-run batch, by their numbers; a run that cannot is a group by itself.
 
     A prompt that is read in chunks is another one for every method, several processes replay none, and a shard waits
     for others.
@@ -100,13 +100,12 @@ def needed_bytes(experiment: Experiment) -> tuple[int, int]:
 
 
 def run_cross_batch(run_requests: Sequence[RunRequest], parts: Loaders, share: Share | None = None) -> Ends:
-    """Runs of one group, and the full cache that they are compared with; gives each as soon as it has ended: one that
-    fails ends alone.
+    """Run one group and the full cache that it is compared with; yields each run as it ends, also one that fails.
 
-    A run that another process has, or that is asked for twice, comes by itself in the end.
+    A run that another process holds, or a duplicate, is run alone at the end.
 
     Args:
-        share: What a worker takes of them; of a group that cannot go together, of one run after the other.
+        share: Prompts that a worker takes; runs that cannot share a batch are run one after the other.
 
     Raises:
         KeyboardInterrupt: A signal stopped them; everything finished is on disk.
@@ -133,7 +132,7 @@ def run_one(run_request: RunRequest, parts: Loaders) -> Run:
     """Run one experiment together with the full cache on the same samples, where that is not there yet.
 
     Raises:
-        Exception: What ended it; see `run_experiment`.
+        Exception: The error that ended it; see `run_experiment`.
     """
     ((_, ended),) = run_cross_batch([run_request], parts)
     if isinstance(ended, Exception):
@@ -202,7 +201,7 @@ class _Lane:
                 self._steps.throw(error)
 
     def wait(self) -> Generator[None, None, Run]:
-        """Wait for its end; raises what ended it."""
+        """Wait for its end; raises the error that ended it."""
         while self.ended is None:
             yield None
         if isinstance(self.ended, Exception):
@@ -211,7 +210,7 @@ class _Lane:
 
 
 class _CrossRunBatch:
-    """One call of `run_cross_batch`, for more runs than one unless `share` says what to take of one."""
+    """State of one call of `run_cross_batch`; of a single run only with `share`."""
 
     def __init__(
         self,

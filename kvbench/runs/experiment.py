@@ -82,7 +82,7 @@ def keys_of(requests: "Sequence[Request]") -> list[Key]:
 
 
 def prepare(config: RunConfig, method: str, parts: Loaders, task: "TaskSet | None" = None) -> Experiment:
-    """Load what the configuration names, but for a task at hand, and work out which run it is."""
+    """Load everything that the configuration names, or reuse `task`, and compute the run's hash."""
     config, policy, model = load_method(config, parts, note)
     if config.method.get(calibration.KEY) is None and (remedy := calibration.lacks(config.method, model.name)):
         note(remedy)
@@ -108,7 +108,7 @@ def prepared(
     parts: Loaders,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Experiment]:
-    """Prepare runs, each of a configuration and a method's name; `say` is told which cannot be, and why."""
+    """Prepare runs, each of a configuration and a method's name; `say` gets the reason of each that cannot be."""
     experiments = []
     for cfg, method in run_requests:
         try:
@@ -141,7 +141,7 @@ def load_task(
 def load_method(
     config: RunConfig, parts: Loaders, say: Callable[[str], None]
 ) -> "tuple[RunConfig, Policy, LoadedModel]":
-    """Make the policy and load the model; `say` is told what a calibration was made with and is not used with.
+    """Make the policy and load the model; `say` gets differences between this run and its calibration.
 
     The user's own settings are checked first, because a bad one should not cost a model load. The values of a
     calibration file are checked as data; a policy is made of them only after the file was found to be for this model.
@@ -189,7 +189,7 @@ def _ingredients(
 
 
 def answering(config: RunConfig, policy: "Policy", model: "LoadedModel", engine: "Engine") -> dict[str, Any]:
-    """What can change an answer to one and the same prompt: all of a run's identity but for its task.
+    """Ingredients that can change the answer to a given prompt: a run's identity without its task.
 
     How sums are formed counts as far as somebody chose it: builds of the kernels, torch's instruction set on a CPU, and
     modes of MKL and oneDNN. The number of threads and the processor do not, so that a run may go on elsewhere: they

@@ -1,5 +1,4 @@
-"""Grading beside the model: in a bounded number of threads, with the scores handed out in order, and so that no answer
-can stop a run."""
+"""Concurrent grading in a bounded number of threads: scores are delivered in order, and no answer can stop a run."""
 
 import dataclasses
 import queue

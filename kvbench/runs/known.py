@@ -1,9 +1,8 @@
-"""The run that a command ended with, found again before anything is loaded.
+"""Lookup of a command's finished run before anything is loaded.
 
-Which run a command means follows from its settings, code, libraries, files and machine, but only a loaded model and a
-loaded task say so in full (`runs/experiment.py`). What a command ended with is therefore noted in the folder of
-results, under a digest of all that could have changed the answer. A digest that is not there, or a run that is not as
-it was, means nothing: the command then goes the long way.
+The run of a command follows from its settings, code, libraries, files and machine, but its hash needs the loaded model
+and task (`runs/experiment.py`). The finished run is therefore noted in the folder of results under a digest of all that
+could change the answer. With an unknown digest, or a run that changed since, everything is loaded.
 """
 
 import hashlib
@@ -140,7 +139,7 @@ def _named_files(value: object) -> Iterator[_Stat]:
 
 
 def _stats(folder: Path) -> Iterator[_Stat]:
-    """Every file below a folder, links to folders followed, but for what Python writes."""
+    """Every file below a folder, links to folders followed, except bytecode."""
     for parent, inner, names in os.walk(folder, followlinks=True):
         inner[:] = [name for name in inner if name != "__pycache__" and name != "tests"]
         for number, name in enumerate(names):
@@ -163,7 +162,7 @@ def _state(folder: Path) -> list[list[int]]:
 
 
 def _processor() -> list[str]:
-    """What the first processor says of its name and its instructions."""
+    """Name and instruction sets of the first processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""A portion of a run's answers in a journal of its own, which one process writes."""
+"""A portion of a run's answers in a separate journal with one writer."""
 
 from collections.abc import Callable, Container, Generator, Sequence
 from contextlib import ExitStack, closing
@@ -28,8 +28,8 @@ class Share:
     """The prompts of some runs that a worker takes.
 
     Args:
-        places: Their places among the prompts of the run: whole groups.
-        there: What anybody had finished of each run when the worker first came to it, by the run's folder.
+        places: Their indices among the prompts of the run: whole groups.
+        there: Answers of each run, by its folder, that were finished when the worker first reached it.
     """
 
     places: Sequence[int]
@@ -40,7 +40,7 @@ class Share:
     def compute(
         self, experiment: Experiment, *, say: Callable[[str], None], origin: Origin, shown: Shown
     ) -> "Generator[Request | Step, bool | None, tuple[RunRecord, Samples]]":
-        """Finish this share of a run, in the worker's own journal of it; gives its record, and what there is now."""
+        """Finish this share of a run in the worker's journal; returns its record and all finished answers."""
         folder, requests = experiment.folder, [experiment.task.requests[index] for index in self.places]
         if folder not in self.there:
             self.there[folder] = shards.finished(folder, experiment.hash, frozenset(experiment.keys))
@@ -64,10 +64,10 @@ def compute_portion(
     origin: Origin,
     shown: Shown = Progress,
 ) -> "Generator[Request | Step, bool | None, tuple[RunRecord, Samples]]":
-    """Finish what is left of some requests of a run; gives each request before its prompt is read.
+    """Finish the remaining answers to some requests of a run; yields each request before its prompt is read.
 
     Args:
-        part: Folder of the portion, which nobody else writes to.
+        part: Folder of the portion; no other process writes to it.
         requests: Whole groups of the run.
         done: Answers that another journal has.
 

@@ -289,7 +289,7 @@ def run_experiment(
         parts: The loaders; runs that get the same ones share the last model, the last task and the prompts that were
             read. New ones by default.
         say: Takes one-line notes; stderr by default.
-        origin: What asked for it, for `run.json`.
+        origin: Command or caller, for `run.json`.
 
     Returns:
         The run. Its status is `failed` when its result must not be used.

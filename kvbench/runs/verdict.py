@@ -1,4 +1,4 @@
-"""The verdict of a run's records on its method: whether it held its promises, and what readers should know of it."""
+"""Verdict of a run's records on its method: kept budgets and promises, and remarks for readers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -66,7 +66,7 @@ def _said(count: float, least: float, most: float) -> str:
 
 
 def remark(policy: Policy, records: Sequence[Mapping[str, Any]]) -> str:
-    """Say what readers of a run should know of what its method did, from its samples' records; empty = nothing."""
+    """Remark for readers of a run on its method, from its samples' records; empty without one."""
     held: list[Kept] = [record["kept"] for record in records if record.get("kept")]
     if isinstance(policy, Ranked) and policy.threshold is not None and policy.protect != "prompt":
         return _of_threshold(policy.threshold, [(kept, policy.fewest_of_prompt(extent(kept))) for kept in held])

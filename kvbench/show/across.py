@@ -83,7 +83,7 @@ def statistic(estimate: dict | None, factor: float) -> str:
 
 
 def along_answers(records: Sequence[RunRecord]) -> list[Table]:
-    """Distance of the predictions from the full cache's along the answer, where answers are long enough to tell."""
+    """Distance of the predictions from the full cache's along the answer, where answers are long enough."""
     ranges = {one.first: one.last for record in records for one in record.drift}
     if max(ranges, default=0) < DRIFT_FROM:
         return []

@@ -16,7 +16,7 @@ POWER = (1.96 + 0.84) / 1.96  # the smallest difference that is shown with 80 %,
 
 
 def meaning(record: RunRecord, label: str, *, is_fit: bool) -> str:
-    """What one run's result means: its bytes, its loss with a bound, and the samples that would show 5 points."""
+    """Summary of one run's result: its bytes, its loss with a bound, and the samples needed to detect 5 points."""
     ratio = RESIDENT.of_run(record)
     said = f"{label}: {100 * ratio:.0f} % of the bytes" if ratio is not None else label
     if record.status == "failed":

@@ -85,7 +85,7 @@ def markdown(table: Sheet, width: int) -> str:
 
 
 def _escaped(words: str, stands_out: bool = False) -> str:
-    """A text that LaTeX prints as it is."""
+    """Escape a text for LaTeX."""
     shown = "".join(TEX.get(char, char) for char in words)
     return f"\\textbf{{{shown}}}" if stands_out else shown
 

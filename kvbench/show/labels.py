@@ -1,4 +1,4 @@
-"""Short names for runs in tables and pictures: the method, and what tells it from the other runs of that method."""
+"""Short names for runs in tables and pictures: the method, and the settings that distinguish it from its other runs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING

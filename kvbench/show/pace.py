@@ -1,4 +1,4 @@
-"""How fast runs read prompts and decode answers, and how long they will take for the rest."""
+"""Rates at which runs read prompts and decode answers, and the time left."""
 
 import time
 from collections import deque

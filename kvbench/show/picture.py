@@ -1,7 +1,7 @@
 """The colours, markers and hatches of all pictures, and the one way from a figure to the bytes of a file.
 
-Okabe and Ito's palette, with black for its yellow, which white paper swallows: told apart with every kind of colour
-blindness. Markers, lines and hatches say the same in black and white. Every text in a picture is drawn as it is.
+Okabe and Ito's palette, with black for its yellow, which is invisible on white: distinguishable with every kind of
+colour blindness. Markers, lines and hatches repeat it in black and white. Text in a picture is drawn literally.
 """
 
 import io
@@ -170,7 +170,7 @@ def share_bars(rows: "Sequence[tuple[str, Mapping[str, float]]]", last: str, wha
     Args:
         rows: Of each row its name, and name of a part -> its share of the row, in [0, 1].
         last: The part that stands in grey at the right.
-        what: What the shares are of, in words.
+        what: Noun that the shares are of.
     """
     from matplotlib.figure import Figure
 
@@ -227,7 +227,7 @@ def _write_plainly(figure: "Figure") -> None:
 def picture_bytes(figure: "Figure", kind: str, **options: Any) -> bytes:
     """Draw a figure, which has its canvas, as `png`, `svg` or `pdf`, with further options of `savefig`.
 
-    No text is a formula: a dollar in a name is a dollar. What no font can show becomes a question mark.
+    No text is a formula: a dollar in a name is a dollar. A character that no font has becomes a question mark.
     """
     import matplotlib as mpl
 

@@ -191,7 +191,7 @@ class Progress:
         self.show()
 
     def step(self, info: dict) -> None:
-        """Take what the engine tells after a decode step: `decode_tokens_per_s`, `cache_bytes`."""
+        """Update from the engine's numbers after a decode step: `decode_tokens_per_s`, `cache_bytes`."""
         self._rate = info.get("decode_tokens_per_s", self._rate)
         self._cache_bytes = info.get("cache_bytes", self._cache_bytes)
         self.show()

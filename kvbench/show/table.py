@@ -1,4 +1,4 @@
-"""The table at the end of a run: quality and cost of each method beside the full cache, on the terminal."""
+"""The table at the end of a run: quality and cost of each method and the full cache, on the terminal."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -233,7 +233,7 @@ def _fidelity_notes(record: RunRecord) -> list[str]:
 
 
 def _by(records: Sequence[RunRecord]) -> list[Table]:
-    """The score for each task, length or depth, where a task tells its samples apart so."""
+    """The score for each task, length or depth, where a task groups its samples by one."""
     last, tables = records[-1], []
     for key, groups in last.task_aggregate.get("by", {}).items():
         if len(groups) < 2:

@@ -27,7 +27,7 @@ class PlainConsole(Console):
         return super().render_str(visible(text), **options)
 
     def on_broken_pipe(self) -> None:
-        """Who reads has seen enough, as in `kvbench compare | head`; rich would call `sys.exit()`."""
+        """End quietly when the reader closes the pipe, as in `kvbench compare | head`; rich would call `sys.exit()`."""
         raise BrokenPipeError
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -40,7 +40,7 @@ class PlainConsole(Console):
 
 
 def console(width: int | None = None, *, file: TextIO | None = None) -> Console:
-    """The console of a command: the terminal as wide as it is, anything else as wide as the command wants."""
+    """The console of a command: the width of the terminal, else the width that the command requests."""
     result = PlainConsole(file=file)
     return result if result.is_terminal or width is None else PlainConsole(file=file, width=width)
 
@@ -51,7 +51,7 @@ def plain_table(title: str | None = None, *, title_style: str | None = "bold") -
 
 
 def add_names(table: Table, heading: str, names: Iterable[str]) -> None:
-    """Add a column of names, which gives way to other columns last: a name in pieces of some letters is none."""
+    """Add a column of names, which is narrowed last: a name broken into pieces cannot be read."""
     table.add_column(heading, overflow="fold", min_width=min(16, max(map(len, names), default=0)))
 
 
