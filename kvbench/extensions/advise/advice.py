@@ -1,4 +1,4 @@
-"""What is known of every method, for `kvbench advise`: losses, bytes, throughput, and whose evidence they are."""
+"""Evidence on every method for `kvbench advise`: losses, bytes, throughput, and their sources."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -47,7 +47,7 @@ COUNTED = ("fp8", "int8", "int4", "kivi", "minikv", "snapkv", "pyramidkv", "h2o"
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The question."""
+    """Deployment target: model, context, batch, memory and margin."""
 
     shape: NamedShape
     context_tokens: int
@@ -77,7 +77,7 @@ class Quality:
     whose: str
     """A key of `WHOSE`."""
     same_model: bool
-    """It was measured on the model that is asked about."""
+    """It was measured on the target model."""
     lost: float
     """Mean loss, positive when worse."""
     least: float | None
@@ -86,7 +86,7 @@ class Quality:
     """Largest loss that the interval leaves open, the missing answers as bad as they can be."""
     num_samples: int
     needed: int | None
-    """Samples that would tell; None where that is not known."""
+    """Samples needed to decide; None where that is not known."""
     longest_tokens: int
     """Of its prompts."""
     scale: float
@@ -97,8 +97,8 @@ class Quality:
 
 
 def counts(quality: Quality, target: Target) -> bool:
-    """Whether a measurement is evidence for a model and a context: the own model's, or that of one of nearly its size
-    on prompts of nearly the length."""
+    """True where a measurement is evidence for a model and a context: of the model itself, or of one of nearly its
+    size, on prompts of nearly the length."""
     if quality.same_model:
         return True
     known = presets().get(quality.model)
@@ -109,7 +109,7 @@ def counts(quality: Quality, target: Target) -> bool:
 
 
 def _quality(row: ComparedRun, margin: float, **where: Any) -> Quality:
-    """The loss that a comparison found; how many samples are needed, where those that are there do not tell."""
+    """Loss of a comparison, and the samples needed where the present ones do not decide."""
     sign = -1 if row.what.higher_is_better else 1
     least = most = None
     if row.pairs.is_enough and not row.pairs.unfit:
@@ -130,7 +130,7 @@ def _quality(row: ComparedRun, margin: float, **where: Any) -> Quality:
 
 @dataclass(kw_only=True)
 class Advice:
-    """Everything that is known of one method and setting."""
+    """Evidence on one method and setting."""
 
     target: Target
     label: str
@@ -145,7 +145,7 @@ class Advice:
 
     @cached_property
     def bytes_of(self) -> Projection | None:
-        """One sequence on the model that is asked about; None where it cannot be known."""
+        """Bytes of one sequence on the target model; None where they cannot be known."""
         if self.policy is None:
             return None
         answer = self.target.answer_tokens
@@ -168,7 +168,7 @@ class Advice:
 
     @cached_property
     def worst(self) -> Quality | None:
-        """The measurement that counts: on the own model, where there is any; of one task that with the most samples;
+        """The measurement that counts: on the same model, where there is any; of one task that with the most samples;
         of tasks with as many samples, nearly, the one that leaves most loss open."""
         best = any(item.same_model for item in self.quality)
         best_known = [item for item in self.quality if item.same_model == best]
@@ -178,14 +178,14 @@ class Advice:
 
     @property
     def speed(self) -> Speed | None:
-        """The measurement that is nearest to what is asked for: of the own model first, then of the nearest length."""
+        """The measurement nearest to the target: of the same model first, then of the nearest length."""
         name, length = self.target.shape.name, self.target.context_tokens
         near = lambda item: (item.model != name, abs(item.context_tokens - length))  # noqa: E731
         return min(self.speeds, key=near, default=None)
 
     @property
     def measured_rate(self) -> float:
-        """Tokens per second on the model that is asked about; 0 where none were measured."""
+        """Tokens per second on the target model; 0 where none were measured."""
         return self.speed.tokens_per_s if self.speed and self.speed.model == self.target.shape.name else 0.0
 
     @cached_property
@@ -274,7 +274,7 @@ def _add(advice: dict[str, Advice], label: str, target: Target, speeds: Mapping[
 
 
 def of_study(row: shipped.StudyLoss, what: Measure, target: Target) -> Quality:
-    """A loss that a study of the repository measured, as evidence for what is asked."""
+    """A loss that a study of the repository measured, as evidence for the target."""
     sign = -1 if what.higher_is_better else 1
     least, most = sorted((sign * row.low, sign * row.high))
     return Quality(

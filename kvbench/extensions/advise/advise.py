@@ -313,12 +313,12 @@ def unknown(ranked: Sequence[Advice], target: Target, has_speeds: bool) -> list[
 
 
 def _is_open(worst: Quality, target: Target) -> bool:
-    """Whether more samples may show that a method keeps to the margin: its estimate does, and so many can be had."""
+    """True where more samples may show that a method keeps to the margin: its estimate does, and few are needed."""
     return worst.lost <= target.margin and (worst.needed or 0) <= recommend.MOST_SAMPLES
 
 
 def _task_words(task: str) -> list[str]:
-    """The words of a run that choose a task, with the consent that it asks for where it runs the model's code."""
+    """Command-line words of a task, with the consent that it requires to run code of the model."""
     takes = read_config(files.path_of("task", task)) if task in files.options("task") else {}
     return [f"task={task}", *([f"task.{AGREED}=true"] if AGREED in takes else [])]
 

@@ -26,7 +26,7 @@ class Line:
     """Bytes over the tokens of an answer.
 
     Args:
-        name: What stands at its end.
+        name: Label at its end.
         method: The method, for its colour.
         tokens: Tokens of the answer at each point.
         counts: Bytes at each point.

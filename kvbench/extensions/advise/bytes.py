@@ -47,7 +47,7 @@ Row = tuple[str, int, Projection]  # what the row is, tokens of a sequence, its 
 
 @dataclass(frozen=True, kw_only=True)
 class SizedMethod:
-    """A method, and what is known of the shares of its tiers where the text decides them."""
+    """A method and, where the text decides them, the known shares of its tiers."""
 
     name: str
     policy: Policy
@@ -154,7 +154,7 @@ def _stored(folder: Path, shape: NamedShape) -> SizedMethod:
 def _of_method(
     method: SizedMethod, shape: NamedShape, lengths: Sequence[int], answer: int
 ) -> tuple[list[Row], list[str]]:
-    """The rows of a method, and what must be known to read them."""
+    """Rows of a method, and notes on them."""
     name, rows, notes = method.name, list[Row](), list[str]()
     for length in lengths:
         sizes = shape.store_shape, length - answer, answer, method.store

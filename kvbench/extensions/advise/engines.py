@@ -25,7 +25,7 @@ SCALES = "scales.tsv"  # which `kvbench calibrate what=scales` writes
 
 @dataclass
 class Reading:
-    """What a command of an engine means: words of a run, and what to know of them."""
+    """Translation of an engine's command: words of a run, and notes on them."""
 
     engine: str
     words: list[str] = field(default_factory=list)

@@ -1,5 +1,5 @@
-"""What `kvbench advise` says beside its table of others' evidence: which of the repository's studies it is from, what
-carries over to a model that nobody measured, and what papers print."""
+"""Notes of `kvbench advise` on evidence of others: the repository's studies, their validity for an unmeasured model,
+and papers' numbers."""
 
 import math
 from collections import Counter
@@ -19,7 +19,7 @@ PRINTED = 8  # rows of what papers print
 
 
 def studies(ranked: Sequence[Advice]) -> list[str]:
-    """Name the repository's studies whose losses stand in the table: where they lie, what was asked, of how many."""
+    """Name the repository's studies whose losses are in the table: folder, task and number of samples."""
     shown = [item.worst for item in ranked if item.worst and item.worst.study]
     named = Counter(f"{one.study} ({one.task} with {one.model}, n={one.num_samples})" for one in shown)
     each = "; ".join(f"{count} from {name}" for name, count in named.items())
@@ -50,7 +50,7 @@ def carried(ranked: Sequence[Advice], target: Target, metric: str) -> list[str]:
 
 
 def show_printed(target: Target, metric: str) -> None:
-    """Print what papers printed for the model that is asked about, as far as it fits and loses little enough."""
+    """Print papers' numbers for the target model, as far as they fit memory and margin."""
     losses = [] if metric != "score" else published.losses(target.shape.name)
     if not losses:
         return

@@ -29,8 +29,8 @@ class Choice:
     """The method that is recommended, or to be tried first.
 
     Args:
-        item: What is known of it.
-        evidence: The measurement that speaks for it; None where none counts for this model and context.
+        item: Evidence on it.
+        evidence: The measurement in its favour; None where none counts for this model and context.
         is_proven: The whole interval of its loss is within the margin.
     """
 
@@ -40,7 +40,7 @@ class Choice:
 
 
 def evidence_of(item: Advice) -> Quality | None:
-    """The measurement of a method that counts for the model that is asked about: its own before that of a model near
+    """The measurement of a method that counts for the target model: its own before that of a model near
     it, and of these the one with more samples; None where nothing near was measured."""
     target = item.target
     qualities = [quality for quality in item.quality if counts(quality, target)]
@@ -74,7 +74,8 @@ def choose(ranked: Sequence[Advice]) -> Choice | None:
 
 
 def _lost_elsewhere(item: Advice) -> bool:
-    """Whether a method lost more than the margin wherever it was measured: no evidence here, and no reason to begin."""
+    """True for a method that lost more than the margin wherever it was measured: no evidence for the target, and a
+    poor first choice."""
     return bool(item.quality) and all(quality.lost > item.target.margin for quality in item.quality)
 
 
@@ -198,7 +199,7 @@ def _flags(item: Advice) -> list[str]:
 
 
 def _folded(lines: Sequence[str]) -> list[str]:
-    """The lines in so many columns, but for commands, which are copied."""
+    """Wrap lines to `WIDTH` columns, except commands, which are meant to be copied."""
     result: list[str] = []
     for line in lines:
         result += [line] if line.startswith("  ") or not line else textwrap.wrap(line, WIDTH, break_on_hyphens=False)

@@ -20,11 +20,11 @@ MOST_LOSSES = 3
 
 
 def answer(words: Sequence[str], context_tokens: int | None) -> list[str]:
-    """What a setting holds of the full cache, and what was measured of it, in lines of text.
+    """Describe the share of the full cache that a setting holds, and its measured losses, in lines of text.
 
     Args:
-        words: The words of a run that the engine's command means.
-        context_tokens: Of one sequence, where the command says; else what the model was made for.
+        words: Words of the run that the engine's command translates to.
+        context_tokens: Tokens of one sequence, where the command sets them; else the model's context length.
     """
     group = compose([word for word in words if word.startswith("method")]).method
     policy = make_policy({name: value for name, value in group.items() if name != "scales"})

@@ -76,8 +76,8 @@ def _rows(name: str) -> list[dict[str, str]]:
 
 @cache
 def losses(metric: str) -> list[StudyLoss]:
-    """What the studies found of a metric, as their own tables have it: of the generated questions over both of their
-    lengths, of the benchmarks task by task. Empty where they are not there, or have no such metric."""
+    """Losses of a metric in the tables of the repository's studies: of the generated questions over both of their
+    lengths, of the benchmarks task by task. Empty where the studies are absent, or have no such metric."""
     pooled = [row for row in _rows("measures.csv") if row["group"].startswith(POOLED)]
     both = [{"study": STUDY, "task": "longctx", "model": row["group"].rpartition(" ")[2], **row} for row in pooled]
     both += [{"study": BENCHMARKS, **row} for row in _rows("benchmarks.csv")]
@@ -98,7 +98,7 @@ def losses(metric: str) -> list[StudyLoss]:
 
 
 class Order(NamedTuple):
-    """How far two models that were measured put the same methods in the same order."""
+    """Rank agreement of two measured models on the same methods."""
 
     runs: str
     """Which: all that both have, or those at one budget."""

@@ -90,7 +90,7 @@ def critical_tokens(probabilities: Tensor, share: float) -> Tensor:
 
 @torch.no_grad()
 def measure(loaded: Any, prompts: Sequence[Sequence[int]], spec: Attention, advance: Any = lambda: None) -> list:
-    """What `Attention` finds, prompt by prompt, layer by layer: a list of lists of `Seen`."""
+    """Run `Attention` on prompts; returns a list of lists of `Seen`, by prompt and layer."""
     look_at(
         loaded, ScoreSpec(statistic=spec, prefill_queries=ALL_QUERIES), [list(prompt) for prompt in prompts], advance
     )

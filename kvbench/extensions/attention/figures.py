@@ -215,7 +215,7 @@ def outliers(prompts: Prompts, share: float) -> Made:
 
 
 def persistence(prompts: Prompts, share: float) -> Made:
-    """How many of the heavy hitters of one part of the queries are heavy hitters of the parts behind it."""
+    """Share of the heavy hitters of one part of the queries that are heavy hitters of later parts."""
     shares = np.array([[_persisting(one.windows) for one in layers] for layers in prompts]).mean(0)  # [layers, parts]
     records = [
         csv_row(layer=layer, part=part + 3, share_still_heavy=float(shares[layer, part]))
@@ -250,8 +250,8 @@ def _persisting(windows: Tensor) -> list[float]:
 
 
 def steps(prompts: Prompts, share: float) -> Made:
-    """Which tokens are the heaviest of single heads at three steps of the end of the first prompt, and the share of
-    those of the first step that still are, of all prompts."""
+    """Heaviest tokens of single heads at three steps at the end of the first prompt, and over all prompts the share of
+    those of the first step that stay among them."""
     names = ("first", "middle", "last")
     stays = np.array([[_staying(one.heaviest).numpy() for one in layers] for layers in prompts]).mean(0)
     records = [

@@ -178,7 +178,7 @@ def check(
 
 
 def _notes(backend: Backend) -> str:
-    """What plain torch did, and what made the attention of steps, where that is not only Triton."""
+    """Operations that fell back to plain torch, and the attention kernels of steps, where these are not only Triton."""
     slow = f" (plain torch: {', '.join(sorted(backend.fallbacks))})" if backend.fallbacks else ""
     return slow + (f" (decode: {'; '.join(sorted(backend.decodes))})" if backend.decodes - {TRITON} else "")
 

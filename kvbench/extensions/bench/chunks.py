@@ -24,8 +24,8 @@ class LiveBytes(TorchDispatchMode):
     """Counts the memory behind tensors that operations make while it is on (`with LiveBytes() as live`): alive now, and
     the most at once since the last `restart`.
 
-    A view adds nothing to what it is a view of; what was there before does not count. What an operation needs inside
-    itself and gives back before it ends is not seen, such as the blocks of a fused attention.
+    A view adds nothing to its base; earlier tensors do not count. Memory that an operation allocates and frees inside
+    itself is not seen, such as the blocks of a fused attention.
     """
 
     def __init__(self) -> None:

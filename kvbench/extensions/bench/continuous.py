@@ -20,7 +20,7 @@ class ContinuousServing:
     so many bytes in the model's dtype, again for every call.
 
     Attributes:
-        runs: As `serve.Serving` has them, without what its manager does not tell: rows, pages, who gave way.
+        runs: As `serve.Serving` has them, without fields that its manager does not report: rows, pages, preemptions.
     """
 
     def __init__(

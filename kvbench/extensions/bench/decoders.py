@@ -35,9 +35,9 @@ class StoreDecoder:
     Args:
         model: The model, shared with other decoders.
         method: The method's string, see `choices.make_cache`.
-        kernels, decode: The backend's name, and what attends in its steps.
-        prompts: Keeps what was read of prompts, for decoders whose reading is not timed.
-        budget_bytes: What the cache's pool may take; None = no limit of its own.
+        kernels, decode: The backend's name, and its attention kernel of decode steps.
+        prompts: Prompt cache, for decoders whose prefill is not timed.
+        budget_bytes: Limit of the cache's pool; None = no limit of its own.
 
     Attributes:
         logits: Behind the prompts that were read last, fp32 [B, vocabulary].

@@ -1,11 +1,11 @@
 """Gathers the evidence of a GPU, stage by stage: `make gpu`, or `python -m kvbench.extensions.bench.evidence_gpu`.
 
-Every stage is a process of its own with a limit. What ended well is never run again; what failed is tried once more in
-a later call. A call ends before its minutes are over, so that it fits where a machine is lent by the call; the next one
-goes on, also on another machine of the same kind. Everything lies in one folder, results/gpu/<device>/: what each stage
-printed, the documents of the benches, and `state.json`. With --archive it comes as one file too, packed after every
-stage. A call that is killed loses the cell under way, and leaves no process. Needs torch, triton and transformers
-alone.
+Every stage is a separate process with a time limit. A stage that ended well is not repeated; one that failed is tried
+once more in a later call. A call ends before its minutes are over, so that it fits where a machine is lent by the call;
+the next one goes on, also on another machine of the same kind. Everything lies in one folder, results/gpu/<device>/:
+the output of each stage, the documents of the benches, and `state.json`. With --archive it comes as one file too,
+packed after every stage. A call that is killed loses the cell under way, and leaves no process. Needs torch, triton and
+transformers alone.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def describe(device: str) -> dict:
 
 
 def _commit() -> str:
-    """What is measured: what KVBENCH_COMMIT says, for a copy that came without its history, else what git says."""
+    """Commit that is measured: KVBENCH_COMMIT, for a copy without history, else that of git."""
     if commit := os.environ.get("KVBENCH_COMMIT"):
         return commit
     try:
@@ -110,8 +110,8 @@ def run_stage(stage: Stage, folder: Path, limit_s: float, dry: bool) -> int:
 
 
 def _without_places(log: Path) -> str:
-    """What a stage printed, with files named from the repository's root and the libraries' folder on: where these lie
-    on a machine is nobody's business."""
+    """Output of a stage with paths relative to the repository's root and the libraries' folder, so that it discloses no
+    paths of the machine."""
     text = log.read_text(encoding="utf-8", errors="replace")
     for folder in (os.getcwd(), *map(sysconfig.get_path, ("purelib", "platlib", "stdlib"))):
         text = text.replace(f"{folder}{os.sep}", "")

@@ -1,6 +1,6 @@
-"""Where the time of a prompt and of a decode step goes: the model's matrices, attention, scores, planning, reserving,
-writing, and the rest. Calls are timed where one part of the program asks another; what is called inside counts there
-alone, so that the parts of a step add up to it."""
+"""Time of a prompt and of a decode step by part: the model's matrices, attention, scores, planning, reserving, writing,
+and the rest. Calls are timed at the boundaries between parts; a nested call counts for the called part alone, so that
+the parts of a step add up to it."""
 
 import sys
 from collections import defaultdict
@@ -28,7 +28,7 @@ Call = tuple[Any, str, str]  # an object, the name of what is called of it, and 
 
 @dataclass(kw_only=True)
 class Settings(WholeModel):
-    """Where the time of a prompt and of a decode step goes, method by method."""
+    """Time of a prompt and of a decode step by part, for each method."""
 
     what = "parts"
     quick = {"context": 256, "rounds": 3, "steps": 2}
@@ -138,10 +138,10 @@ def calls_of(runner: Runner) -> list[Call]:
 
 
 class Clock:
-    """Seconds by part, of what is called itself: what a call asks of another part counts there.
+    """Exclusive seconds by part: a nested call of another part counts there.
 
     Attributes:
-        wait: Returns once the device has done what it was asked.
+        wait: Synchronises with the device.
     """
 
     def __init__(self, device: torch.device, now: Callable[[], float]) -> None:

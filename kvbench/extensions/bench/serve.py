@@ -107,7 +107,7 @@ class Settings(Methods):
 
     @cached_property
     def shares(self) -> dict[tuple[str, int], tuple[int, int]]:
-        """What `Serving` found of each method and memory: requests at once and bytes of pages, whatever the rate."""
+        """Results of `Serving` for each method and memory: concurrent requests and bytes of pages, over all rates."""
         return {}
 
     def timing(self, bench: Bench, cell: dict) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class Settings(Methods):
         return Variant(name=PEER, call=call, before_round=peer.open, extra=extra)
 
     def _as_measured(self, cell: dict, method: str) -> dict | None:
-        """What the files say of this very load, if they do."""
+        """Row of the measured documents for the same load, or None."""
         wanted = {"threads": None, **{name: getattr(self, name) for name in LOAD}}
         for settings, there in self._measured.cells:
             if {**settings, **there["cell"], "threads": None}.items() >= (wanted | cell | {"threads": None}).items():
@@ -330,7 +330,7 @@ class Serving:
 
 
 class _Noting(Waiting):
-    """Requests that wait, with what is told when the prompt of one was read."""
+    """Queue of requests that reports when the prompt of one was read."""
 
     def __init__(self, *args: Any, on_read: Callable[[Request], None], **named: Any) -> None:
         super().__init__(*args, **named)
@@ -342,8 +342,8 @@ class _Noting(Waiting):
 
 
 def figures(runs: list[dict], ttft_s: float, tpot_s: float) -> dict[str, Any]:
-    """What a row of the table says of its runs: percentiles of both latencies, rates per second, how many of the
-    requests that were answered within both targets (`goodput_per_s`), and pages over time of the first run."""
+    """Figures of a row of the table: percentiles of both latencies, rates per second, requests per second within both
+    targets (`goodput_per_s`), and pages over time of the first run."""
 
     def every(name: str) -> list:
         return [each for run in runs for each in run[name]]

@@ -50,7 +50,7 @@ def _of_measured(row: dict) -> str:
 
 
 def remarks(document: dict) -> list[str]:
-    """What each method sustains: the most requests per second that it answers in time at any rate."""
+    """Lines with the highest goodput of each method: requests per second answered in time, over all rates."""
     most: dict[str, float] = {}
     for row in (row for cell in document["cells"] for row in cell["variants"]):
         most[row["name"]] = max(most.get(row["name"], 0.0), row["goodput_per_s"])
@@ -66,7 +66,7 @@ def _figure(value: float | None, factor: float) -> str:
 
 
 def title(document: dict) -> str:
-    """What is shown, and of which machine."""
+    """Title of the bench and its machine."""
     where = document["environment"]
     if simulated := document.get("times_of"):
         return f"serve, simulated with times of {simulated}"

@@ -50,7 +50,7 @@ RATE_ROUNDS = 8  # rounds that the time left is told from
 @contextmanager
 def rounds_shown(what: str) -> Iterator[bench.Progress]:
     """Shows rounds done, what is being measured, and the time left, on a live bar on a terminal, else in a line now and
-    then; gives what a bench tells these."""
+    then; yields the callbacks of a bench."""
     live = LiveBar(sys.stderr, what, total=None) if sys.stderr.isatty() else None
     seen: deque[tuple[float, int]] = deque(maxlen=RATE_ROUNDS)
     spoken = time.monotonic(), ""
@@ -232,7 +232,7 @@ def _tables(document: dict) -> list[Table | Text]:
 
 
 def render(document: dict) -> Group:
-    """The tables of a document, and what a reader must know to read them right."""
+    """Tables of a document, and notes on them."""
     where = document["environment"]
     turns = f", GOMP_SPINCOUNT={where['gomp_spincount']}" if where.get("gomp_spincount") else ""
     first = (
@@ -392,6 +392,6 @@ def _panel(
 
 
 def _style(index: int) -> dict[str, Any]:
-    """Colour and marker of a series; together they tell more apart than there are colours."""
+    """Colour and marker of a series; their combinations distinguish more series than there are colours."""
     colour, cycle = index % len(COLOURS), index // len(COLOURS)
     return {"color": COLOURS[colour], "marker": MARKERS[(colour + 3 * cycle) % len(MARKERS)]}

@@ -1,8 +1,8 @@
-"""Serving that takes no time: the engine's own scheduler over a store without memory, with times that were measured.
+"""Simulated serving: the engine's scheduler over a store without memory, with measured times.
 
-Who joins, who gives way and what pages hold is decided by the code that serves (`engine.batch`, `engine.reading`, the
-page tables, the method). Only the model is not there: a prompt or a step puts tokens without numbers into the store,
-and the clock goes on by what it took where it was measured.
+Admission, preemption and page contents are decided by the code that serves (`engine.batch`, `engine.reading`, the page
+tables, the method). Only the model is absent: a prompt or a step puts tokens without values into the store, and the
+clock advances by the measured time.
 """
 
 from collections.abc import Sequence

@@ -18,7 +18,7 @@ PROMPT_GROUPS = 8  # of lengths, in what is kept of a load
 
 @dataclass
 class Times:
-    """What one method's steps and prompts took.
+    """Measured times of one method's steps and prompts.
 
     Args:
         steps: Rows, tokens that all of them hold together, seconds, and of how many steps this is the mean.
@@ -70,8 +70,8 @@ class Times:
 def summary(
     steps: Sequence[tuple[int, int, float]], prompts: Sequence[tuple[int, float]], ends: Sequence[tuple[int, int, int]]
 ) -> dict[str, list]:
-    """What a document keeps of a load, as `Times` takes it: means over steps of as many rows, those that hold less and
-    those that hold more apart, and over prompts of about one length."""
+    """Summarise a load for a document, as `Times` takes it: means over steps with equal rows, split into those that
+    hold less and more, and over prompts of about one length."""
     by_rows = defaultdict(list)
     for step in sorted(steps):
         by_rows[step[0]].append(step)
@@ -91,7 +91,7 @@ def _means(items: Sequence[tuple], groups: int) -> list[list[float]]:
 
 @dataclass
 class Measured:
-    """What bench documents of one model on one machine say."""
+    """Times in bench documents of one model on one machine."""
 
     shape: NamedShape
     max_tokens: int

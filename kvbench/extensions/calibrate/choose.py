@@ -142,7 +142,7 @@ def _lost(measured: Measured, rule: Rule) -> float | None:
 
 
 def _same(a: float, b: float) -> bool:
-    """Equal but for the order of sums: shares of right answers are."""
+    """True for values that are equal up to the order of summation."""
     return abs(a - b) < 1e-9
 
 

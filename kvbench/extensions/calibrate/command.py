@@ -229,8 +229,8 @@ def _judged(sweep: Sweep, plan: Plan, task: TaskSet, default: Trial, tuned: Meas
 
 
 def _earlier_looks(folder: Path, digest: str, held_out: str) -> int:
-    """Counts the other calibrations of the method, with another margin, grid or rule, that the same held-out samples
-    judged: who asks often enough is told yes by chance."""
+    """Count the other calibrations of the method, with another margin, grid or rule, judged on the same held-out
+    samples: repeated looks find a passing setting by chance."""
     count = 0
     for path in folder.glob("*/calibration.json"):
         try:

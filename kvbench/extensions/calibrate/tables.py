@@ -247,12 +247,13 @@ def measure_scales(
     seed: int | None = None,
     advance: Advance = lambda: None,
 ) -> Tensor:
-    """What each layer's keys and values are divided by to become e4m3 floats; the model gets its own attention back.
+    """Measure the scales by which each layer's keys and values are divided to become e4m3 floats; restores the model's
+    attention.
 
     Args:
         requests: Prompts.
         by_head: One number for each KV head; otherwise one for all of them.
-        seed: Random tokens take the prompts' places, and this says which; None = the prompts themselves.
+        seed: Seed of random tokens that replace the prompts; None = the prompts themselves.
 
     Returns:
         fp32 [layers, 2 or 2 x KV heads], those of keys first: the largest number over 448, the largest float; of random

@@ -1,7 +1,7 @@
 """A suite's items on Ray: an actor for each worker keeps the model loaded, and takes items from this process's queue.
 
-The items are the jobs of a sweep, so that `status` tells how they stand. An item whose worker dies goes to another, and
-a new worker comes in the dead one's place. What Ray does is behind `Crew`.
+The items are the jobs of a sweep, so that `status` shows their states. An item whose worker dies goes to another, and a
+new worker replaces the dead one. `Crew` is the interface to Ray.
 """
 
 import os
@@ -40,7 +40,7 @@ Member = Any  # what a crew names a worker by
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a worker says of an item, or, with neither answers nor seconds, that it is ready."""
+    """Report of a worker on an item or, with neither answers nor seconds, that it is ready."""
 
     host: str
     process: int
@@ -60,14 +60,14 @@ class Crew(Protocol):
         """All items, as a worker finds them."""
 
     def give(self, member: Member, item: "Item", log: Path) -> None:
-        """Let a worker that is ready do an item, and write what it says into a file."""
+        """Assign an item to a ready worker, with its output in a file."""
 
     def next(self, timeout_s: float) -> tuple[Member, Report | None] | None:
-        """Wait for the next report of any worker: None of one that died; None where nobody said anything."""
+        """Wait for the next report of any worker: its report is None where it died; None at the timeout."""
 
 
 class Hand:
-    """A worker in a process of its own, as an actor or otherwise."""
+    """A worker in a separate process, as an actor or otherwise."""
 
     def __init__(self, jobs: Sequence[Sequence[str]], directory: Path, config_dirs: tuple[Path, ...]) -> None:
         self._jobs, self._config_dirs, self._stack = jobs, config_dirs, ExitStack()
@@ -75,13 +75,13 @@ class Hand:
 
     @cached_property
     def _worker(self) -> "Worker":
-        """The worker, made by the first call: what is wrong with the jobs is an error of that."""
+        """The worker, made by the first call, which raises errors of the jobs."""
         from kvbench.extensions.suite.worker import Worker
 
         return Worker(self._jobs, name="ray", flags=config_dir_flags(self._config_dirs))
 
     def ready(self) -> Report:
-        """Say where it is, once it has read the jobs."""
+        """Report host and process, once the jobs are read."""
         assert self._worker
         return Report(host=socket.gethostname(), process=os.getpid())
 
@@ -90,7 +90,7 @@ class Hand:
         return self._worker.items(prompts)
 
     def work(self, item: "Item", folder: Path) -> Report:
-        """Do an item; what is said goes into a file of its own in a folder."""
+        """Do an item, with its output in a separate file in a folder."""
         with logged(folder / f"{self._worker.name}.log", f"[{item}] "):
             done = self._worker.work([item])
             for error in done.errors:
@@ -263,7 +263,7 @@ class _OnRay:
 
 
 def _got(reference: Any) -> Any:
-    """What a call gave; None where its actor died; raises what it raised."""
+    """Result of a remote call; None where its actor died; raises its error."""
     import ray
     from ray.exceptions import RayError, RayTaskError
 

@@ -87,7 +87,7 @@ def write_lm_eval(runs: Sequence[Stored], to: Path) -> list[Path]:
 
 
 def first_answers(run: Stored, key: Callable[[SampleRecord], str]) -> dict[str, list[SampleRecord]]:
-    """The first answer to each sample, which is all that others know, by a key of the sample."""
+    """First answer to each sample, the only one in other formats, by a key of the sample."""
     by_sample: dict[str, list[SampleRecord]] = {}
     for sample in run.samples:
         if sample["repeat"] == 0:

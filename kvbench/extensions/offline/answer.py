@@ -53,10 +53,10 @@ class OfflineLoaders(Loaders):
     """Loaders where a task's data and libraries need not be."""
 
     def check_task(self, config: Any) -> None:
-        """Whoever wrote the requests has checked it."""
+        """Do nothing: checked when the requests were written."""
 
     def check_chat(self, config: Any) -> None:
-        """Whoever wrote the requests has checked it."""
+        """Do nothing: checked when the requests were written."""
 
 
 @nobody_leaves()

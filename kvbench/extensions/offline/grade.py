@@ -93,7 +93,7 @@ def _task(head: Head, config: RunConfig, parts: Loaders) -> "tuple[TaskSet, Any]
 
 
 def _answered(answers: Path, run: OfflineRun, requests: str, keys: frozenset[Key]) -> list[Answered]:
-    """What was answered of a run, portions of one identity together."""
+    """Answers to a run, with portions of one identity merged."""
     by_hash: dict[str, Answered] = {}
     for part in sorted(path.parent for path in folder_of(answers, run).glob("*/*-of-*/run.json")):
         part_record = RunRecord.load(part)
@@ -121,7 +121,7 @@ def _where(answered: Answered) -> str:
 
 
 def _machine(answered: Answered) -> str:
-    """What the answers of two runs that are compared have in common."""
+    """Common machine of the answers of two compared runs."""
     same = {name: answered.record.identity[name] for name in ("model", "backend", "task")}
     return identity.hash_identity(same | {"harness": answered.record.identity["code"]["harness"]})
 
@@ -156,7 +156,7 @@ def _experiment(
 
 
 def _store(experiment: Experiment, answered: Answered) -> None:
-    """Grade the answers into the journal of the run, and write its record as far as the answers tell it."""
+    """Grade the answers into the journal of the run, and write the parts of its record that follow from the answers."""
     folder, answer_record, task = experiment.folder, answered.record, experiment.task
     with shards.whole_run_lock(folder, note):
         shards.check_parts(folder, experiment.hash)

@@ -1,7 +1,7 @@
 """The file of requests: one task's prompts as token ids, and the settings of the runs that answer them.
 
-Its first line is a JSON object, each other one a request. What is only graded stays behind: right answers as text, and
-what a task keeps with its samples.
+Its first line is a JSON object, each other one a request. Data for grading alone is not in it:
+right answers as text, and the metadata of a task's samples.
 """
 
 import hashlib

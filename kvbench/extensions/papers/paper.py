@@ -121,7 +121,7 @@ def run(
 
 
 def heading_of(paper: Paper, entry: Entry, words: Sequence[str]) -> str:
-    """What stands above the pictures of an entry: whose they are not."""
+    """Heading of the pictures of an entry, which says that they are not the paper's."""
     lines = [*entry.tasks, *(line for line in entry.then if "{model}" in line or not line.startswith(("bench", BYTES)))]
     about = f"{paper.name}, {entry.at}, measured here"
     if not lines:
@@ -166,7 +166,7 @@ def write(paper: Paper, entry: Entry, cfg: DictConfig, cells: Sequence[printed.C
 
 
 def _documents(further: Sequence[tuple[str, list[str]]], began: float) -> Iterator[dict[str, Any]]:
-    """What benches and tables of bytes wrote since a time."""
+    """Documents that benches and tables of bytes wrote since a time."""
     from kvbench.kernels.bench.bench import read_document
 
     for name, words in further:
@@ -332,7 +332,7 @@ def _calibrated(words: list[str]) -> list[tuple[DictConfig, str]]:
 
 
 def _grid(words: list[str]) -> tuple[int, int]:
-    """How many settings a calibration tries, and through how many samples of each subset."""
+    """Number of settings that a calibration tries, and of samples of each subset."""
     from kvbench.extensions.calibrate.plan import read_plan
     from kvbench.runs.parts import make_policy
 
@@ -342,7 +342,7 @@ def _grid(words: list[str]) -> tuple[int, int]:
 
 
 def _size(name: str, words: list[str]) -> str:
-    """How much a bench or a calibration measures, in words behind its command."""
+    """Size of a bench or a calibration, in words after its command."""
     if name == "bench":
         from kvbench.extensions.bench.command import settings_of
         from kvbench.kernels.bench.bench import Bench
@@ -391,7 +391,7 @@ def _list(paper: Paper) -> int:
 
 
 def here(entry: Entry) -> str:
-    """What makes an entry here, in a few words."""
+    """Means by which an entry is made here, in a few words."""
     if entry.cannot:
         return f"cannot be: {entry.cannot}"
     if entry.example:

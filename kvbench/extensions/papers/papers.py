@@ -26,7 +26,7 @@ class Entry:
 
     Args:
         at: Its kind and number, such as `table 1` and `figure 15a`.
-        shows: What it shows, in a few words.
+        shows: Its content, in a few words.
         cells: Locators of published.csv whose cells it holds, or whose prose states numbers of it.
         every, tasks: Words of every job, and lines of tasks, as a suite has them.
         methods: Name of a printed row -> line of words; or printed model -> line, of which another model takes the
@@ -37,13 +37,13 @@ class Entry:
         then: Lines of commands that run behind the jobs. `{results}` is the folder of results, `{at}` the entry as
             names of files have it, `{model}` the model as `bench` names it, and `{methods}` the list of the methods'
             lines.
-        example: Name in `examples.EXAMPLES`: what the paper draws, carried out by the store's own code and printed.
-        measured: Printed metric -> what a further command says of it: `WHAT FIELD`, such as `throughput batch`, or
-            `throughput ratio full` (see `printed_bench`).
-        differs: What of the paper's protocol is not known, or is another here.
-        without: Printed row, method or metric -> why nothing here answers it.
-        took: How long the commands took, on which machine.
-        cannot: Why there is no command and cannot be one.
+        example: Name in `examples.EXAMPLES`: the paper's drawing, carried out by the store's code and printed.
+        measured: Printed metric -> its counterpart in a further command's output: `WHAT FIELD`, such as
+            `throughput batch`, or `throughput ratio full` (see `printed_bench`).
+        differs: Parts of the paper's protocol that are not known, or differ here.
+        without: Printed row, method or metric -> reason why it has no counterpart here.
+        took: Time that the commands took, and the machine.
+        cannot: Reason why there cannot be a command.
     """
 
     at: str
@@ -72,7 +72,7 @@ class Entry:
         return rows
 
     def reason(self, *names: str) -> str:
-        """Why nothing answers a cell of this metric, method and row; empty where nothing is said."""
+        """Reason why a cell of this metric, method and row has no counterpart; empty where none is given."""
         return next((self.without[name] for name in names if name in self.without), "")
 
     def printed(self, paper: "Paper") -> "pd.DataFrame":
@@ -93,10 +93,10 @@ class Paper:
     Args:
         key: Its name on the command line: that of its file in conf/paper/.
         name: Its name in published.csv.
-        about: What it is.
+        about: Short description.
         models: Printed name of a model -> the hub id that stands for it.
         entries: In the paper's order, the tables first.
-        note: What a reader has to know of all entries.
+        note: Note on all entries.
     """
 
     key: str

@@ -255,7 +255,7 @@ def markdown(paper: Paper, entry: Entry, cells: Sequence[Cell]) -> str:
 
 
 def notes(entry: Entry, cells: Sequence[Cell]) -> list[str]:
-    """What must be known: each verdict that is there, how often, what it means; reasons; what is known to differ."""
+    """Notes on a table: each verdict with its count and meaning; reasons; known differences."""
     counts = {word: sum(cell.verdict == word for cell in cells) for word in MEANING}
     lines = [f"{word}: {count} of {len(cells)} cells; {MEANING[word]}" for word, count in counts.items() if count]
     reasons = dict.fromkeys((cell.row, cell.note) for cell in cells if cell.note and cell.verdict == CANNOT)

@@ -70,7 +70,7 @@ SPELLINGS = {"papers": plain, "models": plain, "methods": method_name, "tasks": 
 
 @cache
 def rows() -> "pd.DataFrame":
-    """Every printed number that kvbench knows, in the order of the papers' tables.
+    """All collected printed numbers, in the order of the papers' tables.
 
     A `locator` is a table, a section or the abstract, a `variant` the setting as the paper names it. `memory_pct` is in
     % of the uncompressed cache, NaN where the paper gives none; its kind is `nominal`, or `unstated`, where the paper
@@ -126,7 +126,7 @@ def _fitting(
 
 
 def conditions(stated: object) -> dict[str, str]:
-    """What a paper states of a cell, by the name of the condition."""
+    """Conditions that a paper states of a cell, by name."""
     return dict(part.partition("=")[::2] for part in str(stated).split(";") if "=" in part)
 
 
@@ -191,7 +191,7 @@ def shares(method: str, model: str) -> list[PrintedShare]:
 
 
 class PrintedLoss(NamedTuple):
-    """What a table prints of a method's setting on a model."""
+    """Loss and memory that a table prints for a method's setting on a model."""
 
     paper: str
     locator: str

@@ -76,8 +76,9 @@ def _rows(group: Group, run: StoredRun) -> Iterator[dict[str, Any]]:
 
 
 def fits(variant: str, known: Mapping[str, Any], of_seen: bool = False) -> bool | None:
-    """Whether a run has the setting that a paper names so; None where the name says nothing that can be compared. With
-    `of_seen` the paper's percentages are shares of all tokens seen."""
+    """True where a run has the setting of a paper's variant; None where its name says nothing that can be compared.
+
+    With `of_seen` the paper's percentages are shares of all tokens seen."""
     budget = known.get("budget")
     if share := re.match(r"(\d+(?:\.\d+)?)%$", variant):
         budget = known.get("read_budget", budget)

@@ -79,7 +79,7 @@ def _row(paper: Paper, entry: Entry) -> list[str]:
 
 
 def _details(paper: Paper) -> list[str]:
-    """What each entry runs, and what is known to differ."""
+    """Commands of each entry, and known differences."""
     parts = []
     for entry in paper.entries:
         if not (entry.tasks or entry.then or (entry.example and entry.differs)):

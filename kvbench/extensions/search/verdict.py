@@ -34,7 +34,7 @@ BETTER, AS_GOOD = "better", "as good"
 
 @dataclass(frozen=True, kw_only=True)
 class Beyond:
-    """A point that was found, beside one made by hand that costs more, and how much less it loses."""
+    """A point of the search, a costlier point made by hand, and how much less the first loses."""
 
     point: Point
     hand: Point

@@ -1,4 +1,4 @@
-"""What is ahead of runs that go together: answers, seconds by a rate that is measured, bytes of memory and disk."""
+"""Preflight of a cross-run batch: number of answers, seconds at a measured rate, bytes of memory and disk."""
 
 import json
 import time
@@ -23,7 +23,7 @@ TRIAL_ROWS = 4  # answers that are timed at once, at most
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """What is ahead of some runs of one task and model.
+    """Estimated work of runs of one task and model.
 
     Args:
         task: Its name.
@@ -65,7 +65,7 @@ def run_preflight(
         say: Called with the reason of each run that is left out.
 
     Returns:
-        What is ahead; None where no run can be prepared.
+        The preflight; None where no run can be prepared.
     """
     experiments = prepared(run_requests, parts, say)
     if not experiments:

@@ -1,4 +1,4 @@
-"""What a suite says before it starts: samples, time, memory and disk."""
+"""Announcement of a suite before it starts: samples, time, memory and disk."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def announce(jobs: "Jobs") -> None:
-    """Say what is ahead of the jobs that wait, task by task and in all."""
+    """Print the preflight of the pending jobs, task by task and in all."""
     say([(job.cfg, job.method) for job in jobs.pending], jobs.loaders)
 
 
 def say(run_requests: "Sequence[tuple[DictConfig, str]]", loaders: "Loaders") -> list[str]:
-    """Say what is ahead of some runs, each by its configuration and the name of its method; gives which were left out,
-    and why."""
+    """Print the preflight of runs, each given by its configuration and method name; returns the reasons of those left
+    out."""
     from kvbench.extensions.suite.preflight import run_preflight
     from kvbench.runs import cross_run_batch
 

@@ -103,8 +103,8 @@ def run(
     sweep: Sweeping,
     announce: "Callable[[Jobs], None] | None" = None,
 ) -> int:
-    """Run all jobs, and write the page; `command` is what the user gave, which goes on with it. `announce` is told the
-    jobs before; it says what is ahead, where none is given."""
+    """Run all jobs, and write the page; `command` is the user's command, which resumes it. `announce` is called
+    with the jobs first; by default it prints their preflight."""
     from kvbench.extensions.suite import preview
 
     announce = announce or preview.announce

@@ -54,7 +54,7 @@ class Item:
 
 @dataclass(kw_only=True)
 class Done:
-    """What became of some items."""
+    """Outcome of some items."""
 
     answers: int = 0
     """Answers that were computed."""
@@ -85,7 +85,7 @@ class Worker:
 
     Args:
         jobs: The words of each run.
-        name: What the names of its journals begin with.
+        name: Prefix of the names of its journals.
         flags: Words that stand before those of a run in its record.
 
     Raises:

@@ -1,8 +1,8 @@
 """`tracker=mlflow|wandb|tensorboard`: a finished run is handed on, from what lies on the disk.
 
-A tracker is told nothing while the model works, changes no answer, and cannot lose one: when it fails, the run is
-already stored, and the same command tries again. Where the numbers go is the tracker's own business (its environment
-variables). Nothing of it is imported unless it is asked for.
+A tracker gets nothing while the model works, changes no answer, and cannot lose one: when it fails, the run is already
+stored, and the same command tries again. Its environment variables decide where the numbers go. It is imported only
+where the setting names it.
 """
 
 import sys

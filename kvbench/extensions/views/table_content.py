@@ -51,7 +51,7 @@ class Row:
     """Column -> number; what is missing has none."""
 
     def held(self, what: Measure) -> float | None:
-        """What all samples hold: resident bytes as a share of an FP16 full cache of the same, or another measure."""
+        """Memory of all samples: resident bytes as a share of an FP16 full cache of the same, or another measure."""
         above, below = sums([record for run in self.runs for record in run.samples.values()], what)
         return above / below if above and below else None
 

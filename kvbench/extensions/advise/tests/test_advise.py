@@ -182,7 +182,7 @@ def test_without_a_run_others_evidence_answers_and_is_marked(tmp_path, monkeypat
 
 
 def test_nothing_is_advised_from_a_broken_reference(results, monkeypatch, capsys):
-    """Where the full cache's own answers cannot be judged, no interval counts, and the reason is said."""
+    """A full cache whose answers cannot be judged gives no intervals; the reason is printed."""
     monkeypatch.setattr(Group, "unfit", lambda self, what: "most answers of full were cut")
     rows, said, _ = advise(capsys, results, "methods=snapkv")
     assert rows["snapkv"].endswith("cannot tell") and "so none is advised" in said
@@ -226,7 +226,7 @@ def test_what_nobody_measured_has_the_order_of_others_and_not_their_losses(tmp_p
 
 
 def test_a_package_without_the_study_counts_bytes(tmp_path, monkeypatch, capsys):
-    """Where nothing was measured by anybody, methods stand with their bytes, and it is said where the study is."""
+    """Methods without any measurement are listed with their bytes, and a note names the study."""
     monkeypatch.setattr(shipped, "study_folders", list)
     shipped.losses.cache_clear()
     assert main([*WORDS[:-2], "why=true", f"results_dir={tmp_path}"]) == 0
@@ -269,7 +269,7 @@ def recommended(capsys, root, *words):
 
 
 def test_the_answer_is_one_recommendation(results, capsys):
-    """What is proven here: its bytes, what was measured, the risk with its bound, and no run that would settle it."""
+    """A proven recommendation: its bytes, measurements, the risk with its bound, and no further run."""
     lines, said = recommended(capsys, results)
     assert "Recommended: snapkv." in said and "n=240 (your runs)" in said
     assert re.search(r"Risk: no loss shown; at most [0-9.]+ points by 95 %", said)

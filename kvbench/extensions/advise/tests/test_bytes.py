@@ -140,7 +140,7 @@ def test_several_methods_are_one_table(tmp_path, capsys, method):
 
 
 def test_what_data_decide_has_the_rows_of_others_marked(tmp_path, capsys, monkeypatch):
-    """What the study measured lies between least and most, what papers printed is as they printed it, and both are
+    """Measured shares lie between least and most, printed ones equal the papers', and both are
     named; an installed package has no study, and says so."""
     out = tmp_path / "bytes.csv"
     words = ["bytes", "method=diffkv", "model=llama3-8b", "length=200", "answer=2", f"out={out}"]

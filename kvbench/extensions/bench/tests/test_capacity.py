@@ -1,4 +1,4 @@
-"""What fits into a memory: counted as the store counts, and tried with real pages."""
+"""Capacity of a memory: counted as the store counts, and tried with real pages."""
 
 import io
 

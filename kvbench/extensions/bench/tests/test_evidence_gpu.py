@@ -64,7 +64,7 @@ def runs(monkeypatch: pytest.MonkeyPatch, code: str) -> Stage:
 
 
 def test_a_stage_with_refusals_is_complete(tmp_path, monkeypatch):
-    """What names variants that could not be timed gives the same when it is run again, so it is not."""
+    """A stage that names variants which cannot be timed is complete: it would give the same again."""
     stage = runs(monkeypatch, f"raise SystemExit({bench.REFUSED})")
     assert go_on(tmp_path, 60, (stage,)) == []
     assert json.loads((tmp_path / "state.json").read_text())["python"]["rc"] == bench.REFUSED

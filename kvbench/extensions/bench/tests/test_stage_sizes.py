@@ -1,4 +1,4 @@
-"""What the stages of a GPU's evidence hold at their worst moment, counted on tensors without data."""
+"""Peak memory of the stages of a GPU's evidence, counted on tensors without data."""
 
 import importlib
 import weakref

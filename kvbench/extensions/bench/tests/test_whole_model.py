@@ -205,7 +205,7 @@ def test_timed_prompts_are_read_every_time(model):
 
 
 def test_a_prompt_is_read_once_for_all_methods(model, monkeypatch):
-    """Where its reading is not timed: each further method takes what was kept, and its cache is its own."""
+    """Untimed prefill: each further method reuses the kept prompt, with a cache of its own."""
     caches = []
 
     class Kept(PromptCache):

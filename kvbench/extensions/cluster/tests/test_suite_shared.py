@@ -38,7 +38,7 @@ KEPT = ("hash", "status", "message", "metrics", "fidelity", "ledger", "kept", "c
 
 
 def left(results: Path) -> dict[str, object]:
-    """What runs left, without times: the files of each, by its folder."""
+    """Files of each run without times, by its folder."""
     content: dict[str, object] = {}
     for path in sorted(results.glob("*/*/*/*/run.json")):
         rows = [json.loads(line) for line in (path.parent / "samples.jsonl").read_text().splitlines()]

@@ -104,7 +104,7 @@ def test_conversations_leave_whole(tmp_path):
 
 
 def test_columns_of_several_types_become_text(tmp_path):
-    """What one task calls a number and another a text is kept, as text."""
+    """A column that is a number in one task and a text in another is kept as text."""
     import pandas as pd
 
     from kvbench.extensions.export.export import parquet_bytes

@@ -122,7 +122,7 @@ def test_every_printed_row_of_a_table_has_a_line_or_a_reason(key):
 
 @pytest.mark.parametrize("key", sorted(files.options("paper")))
 def test_every_printed_speed_and_size_has_a_counterpart_or_says_why(key):
-    """What is no score has a number of a bench that is of its row, or a reason; no word of either is for nothing."""
+    """A number that is no score has a counterpart of a bench for its row, or a reason; none is unused."""
     paper = papers.find(key)
     for entry in paper.entries:
         lines = [] if entry.cannot else [line for _, line in entry.printed(paper).iterrows()]

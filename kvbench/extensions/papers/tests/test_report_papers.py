@@ -79,7 +79,7 @@ def test_longbench_e_is_not_longbench(tmp_path):
     ],
 )
 def test_settings_are_read_from_their_printed_names(variant, known, answer):
-    """What the name of a variant says, as far as it can be read; the rest is not known."""
+    """Settings parsed from the name of a variant, as far as possible; the rest is unknown."""
     assert fits(variant, known) is answer
 
 

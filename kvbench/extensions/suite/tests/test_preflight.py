@@ -1,4 +1,4 @@
-"""What is ahead of runs, on a tiny model: counted from the task, timed by a clock, less once answers are there."""
+"""Preflight of runs on a tiny model: counted from the task, timed by a clock, less once answers are there."""
 
 import pytest
 from test_run_real import QUIET, compose
