@@ -147,7 +147,7 @@ def begin(
     method: str | Policy,
     settings: Mapping[str, object],
 ) -> tuple[LoadedModel, Policy]:
-    """A model that somebody else loaded as the engine takes it, and the policy of a call, which fits it.
+    """Wrap a model loaded by the caller for the engine, and make the policy of a call for it.
 
     Its layers may lie on several devices. Its weights are not hashed: nothing that is kept depends on them.
     """

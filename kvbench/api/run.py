@@ -45,7 +45,7 @@ class _Tables(ABC):
     @property
     @abstractmethod
     def picture(self) -> Path:
-        """The picture of scores and bytes, a PNG file beside the results."""
+        """The picture of scores and bytes, a PNG file next to the results."""
 
     @property
     def _records(self) -> list[RunRecord]:

@@ -1,6 +1,6 @@
 """`kvbench help snapkv`: what one method, task, model, ... is, and each of its settings.
 
-What a setting may be comes from the class that declares it: type, range and unit are those that are checked.
+Type, range and unit of a setting come from the class that declares and checks them.
 """
 
 import inspect

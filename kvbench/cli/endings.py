@@ -32,7 +32,7 @@ class Stopped(KeyboardInterrupt):
 def stoppable() -> Iterator[None]:
     """Turn the first signal that ends a process into `Stopped`, so that files and bars are closed; end at the second.
 
-    A signal that is ignored (`nohup`, a shell's background) or that somebody else handles is left
+    A signal that is ignored (`nohup`, a shell's background) or that has another handler is left
     alone. After a signal the handlers stay installed, because the interpreter's shutdown takes a moment too.
     """
     seen: list[int] = []

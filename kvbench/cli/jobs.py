@@ -73,7 +73,7 @@ class Jobs:
     labels: list[str] = field(default_factory=list)
     """A name for each job of the sweep; empty where they are not known before."""
     skip: bool = False
-    """A method that is not for the model is left out: nobody named it, a pattern did."""
+    """A method that is not for the model is left out, because a pattern selected it, not a name."""
     directory: Path = field(default_factory=Path.cwd)
     """Folder that relative paths are meant from."""
     config_dirs: tuple[Path, ...] = field(default_factory=files.config_dirs)

@@ -28,8 +28,8 @@ def main(arguments: Sequence[str]) -> int:
     names = task_names(arguments)
     if names and _flags(arguments).model == "kvbench":
         check_whole_texts(names, arguments)
-    # lm-eval's command line takes no words: it reads sys.argv, and inserts `run` there. What it documents for programs,
-    # `simple_evaluate` and `evaluate`, parses no flags and writes neither results and samples nor the table.
+    # lm-eval's command line takes no words: it reads sys.argv, and inserts `run` there. Its documented functions,
+    # `simple_evaluate` and `evaluate`, parse no flags and write neither results and samples nor the table.
     before = sys.argv
     sys.argv = ["lm_eval", *arguments]
     try:

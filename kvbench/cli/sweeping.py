@@ -205,8 +205,7 @@ def run(arguments: list[str], settings: Sequence[str], name: str, root: Path, li
 def begin(arguments: list[str], launcher: str, words: list[list[str]], command: list[str]) -> Iterator[Jobs]:
     """Make a sweep's folder; look before whether the data and the models of all jobs are there.
 
-    What a launcher raises after jobs were begun is said and does not get out of here: the jobs have written down what
-    became of them.
+    An error of a launcher after jobs were begun is printed and not raised: the jobs have recorded their outcomes.
     """
     results_dir = check_files(words) or hydra_folder(arguments).parent
     check_writable(results_dir, "results_dir")

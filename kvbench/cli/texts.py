@@ -25,7 +25,7 @@ USAGES = {
     "help": "kvbench help [a command, a method, a task, a model, ...]",
 }
 TAGLINE = "kvbench: what does a compressed KV cache cost, in quality, bytes and time?"
-# What people come for, by purpose; each begins with the command that it needs.
+# Common needs by purpose; each begins with the command for it.
 NEEDED = (
     ("run", "method=snapkv budget=0.25", "measure a method beside the full cache: minutes"),
     ("run", "method=snapkv,kivi limit=8", "several methods, 8 samples of each subset"),

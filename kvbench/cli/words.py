@@ -32,7 +32,7 @@ FLAGS_WITH_VALUE = LONG_WITH_VALUE | {short for short, flag in SHORT.items() if 
 FLAGS = {*SHORT, *SHORT.values(), "--hydra-help", "--version", "--resolve"}
 SHOWING = {"--cfg", "--info", "--hydra-help", "--shell-completion"}  # flags that show something and run nothing
 
-# What lm-eval, kvpress and others call a setting -> what it is here.
+# Name of a setting in lm-eval, kvpress and others -> name here.
 HABITS = {
     "press": "method",
     "press_name": "method",
@@ -135,7 +135,7 @@ def with_names(word: str) -> tuple[str, list[Path]]:
 @contextmanager
 def config_dir_choices(folders: Sequence[Path]) -> Iterator[None]:
     """Let the choices of the user's own folders count like kvbench's."""
-    # Modules of the user's own methods lie beside their YAMLs; at the end they hide nobody else's.
+    # Modules of the user's methods lie next to their YAMLs; at the end of the path they shadow no other.
     with files.with_config_dirs(folders):
         sys.path += [folder for folder in files.import_folders(folders) if folder not in sys.path]
         yield

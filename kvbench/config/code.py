@@ -12,10 +12,10 @@ from pathlib import Path
 
 SOURCE_SUFFIXES = {".py", ".yaml", ".cpp", ".c", ".h", ".cu", ".jinja", ".json", ".txt"}
 # Libraries that compute no answer, prompt or score: they compose the settings, fetch, lock, read, put weights on their
-# devices, and show. What they hand on (resolved settings, weights, prompts, references) has hashes of its own. Every
+# devices, and show. Their outputs (resolved settings, weights, prompts, references) have hashes of their own. Every
 # library not named here counts.
 HANDS_ON = {"accelerate", "datasets", "filelock", "huggingface_hub", "hydra", "omegaconf", "pyarrow", "rich"}
-# Libraries whose requirements are a platform's and not a computation's: what kvbench takes of them, it imports itself.
+# Libraries whose requirements are a platform's and not a computation's: kvbench imports the parts that it uses.
 FRAMEWORKS = {"lm-eval", "tokenizers", "torch", "transformers"}
 LIBRARY_FOLDERS = frozenset({"site-packages", "dist-packages"})
 
@@ -126,7 +126,7 @@ def users_files(modules: Iterable[str], *, room: str, included: str = "") -> dic
     module: those of the user's own, and those of one room of kvbench. Methods, tasks and metrics count by this rule.
 
     Not among them are Python's own modules, installed libraries, whose versions count instead, and the rest of kvbench.
-    What a module imports under a name that it computes is not seen.
+    An import of a computed name is not seen.
 
     Args:
         modules: Where to begin.

@@ -34,7 +34,7 @@ STEPS = (
     (1, 3),
     (1,),
 )
-FEW = 12  # points whose names fit beside one panel
+FEW = 12  # points whose names fit next to one panel
 Methods = Mapping[str, Sequence[Point]]
 End = tuple[str, Point, str]  # a name, the point that it belongs to, a colour
 

@@ -77,7 +77,7 @@ class Point:
     """The drawn value: the paired difference to the full cache, or the share of its score that a measure may be; the
     score without one."""
     interval: Interval | None = None
-    """95 % interval of the quality; None where nothing can be said, and for the full cache beside itself."""
+    """95 % interval of the quality; None where it is unknown, and for the full cache against itself."""
     costs: dict[str, Cost]
     names: list[str] = field(default_factory=list)
     """Folders of the runs."""

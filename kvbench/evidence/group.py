@@ -30,7 +30,7 @@ class StoredRun:
     total: int | None
     """Answers the run consists of; None when the run was killed and no other run of its group tells."""
     label: str = ""
-    """Method and the settings that tell it from the other runs of its group."""
+    """Method and the settings that distinguish it from the other runs of its group."""
     apart: str = ""
     """Its model, in a group of several; else empty."""
 
@@ -102,7 +102,7 @@ class Group:
     task: str
     model: str
     title: str
-    """Task and model, and what tells this group from another of the same two."""
+    """Task and model, and the settings that distinguish this group from another of the same two."""
     runs: list[StoredRun] = field(default_factory=list)
     """At least one run, each with a finished sample, by method; complete or not."""
     notes: list[str] = field(default_factory=list)

@@ -43,7 +43,7 @@ class Entry:
 
     @property
     def state(self) -> str:
-        """`running`, `done`, `failed`, or `unfinished`: stopped or killed, with nobody at work on it."""
+        """`running`, `done`, `failed`, or `unfinished`: stopped or killed, with no process at work on it."""
         if is_held(self.folder) or shards.at_work(self.folder):
             return "running"
         return {"complete": "done", "failed": "failed"}.get(self.record.status, "unfinished")

@@ -82,7 +82,7 @@ def find_runs(
         except (ValueError, OSError) as error:
             left_out[name] = str(error)
             continue
-        if record is not None:  # else somebody removes the folder right now
+        if record is not None:  # else another process removes the folder right now
             yield path.parent, record
 
 

@@ -31,7 +31,7 @@ class Total:
     context: int | None = None
     """Tokens of each sequence; None for those of the samples."""
     sequences: int = 1
-    """Sequences that are held at once, beside one copy of the weights."""
+    """Concurrent sequences per copy of the weights."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """Model -> bytes of its weights, where they are to be other ones than the run's."""
 

@@ -141,11 +141,11 @@ def _legend(drawing: Drawing) -> "list[Line2D]":
 
 
 def _draw_names(axes: "Axes", drawing: Drawing, ends: list[End], look: Look) -> None:
-    """Write the names beside their points, none over another."""
+    """Write the names next to their points without overlaps."""
     from adjustText import adjust_text
     from matplotlib.patheffects import withStroke
 
-    getLogger("adjustText").setLevel(ERROR)  # it warns of names that are wider than the panel, which nobody can mend
+    getLogger("adjustText").setLevel(ERROR)  # it warns of names that are wider than the panel, which cannot be helped
     halo = [withStroke(linewidth=1.8, foreground="white")]
     places = [drawing.at(point) for _, point, _ in ends]
     pixels, line = axes.transData.transform(places), LINE_HEIGHT * look.size / 72 * axes.figure.dpi

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvbench.results.record import RunRecord
 
 MAX_BYTES = 2_000_000
-SHORTEST = 160  # characters of an answer below which it tells little
+SHORTEST = 160  # characters of an answer below which it shows little
 FEWEST = 5  # answers of a run
 LAST_TOKENS = 16  # of a projection's tokens, those that an answer added
 SETTING_LENGTH = 10_000  # characters of a setting; a table of numbers is a long one

@@ -139,7 +139,7 @@ class View:
 
 
 def frame_of(records: Iterable[Mapping[str, Cell]]) -> "pd.DataFrame":
-    """Records of one kind as a frame of dtype object: whole numbers stay whole beside None."""
+    """Records of one kind as a frame of dtype object: whole numbers stay whole next to None."""
     import pandas as pd
 
     return pd.DataFrame(list(records), dtype=object)

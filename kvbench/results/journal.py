@@ -170,7 +170,7 @@ def run_lock(folder: Path, *, wait: bool = False, say: Callable[[str], None] = l
     """Hold a run's folder for this process, made when absent; the kernel lets go when the process dies, however it
     dies.
 
-    What killed processes left half written in the folder is removed.
+    Partial files of killed processes in the folder are removed.
 
     Args:
         wait: Wait for the other process instead of refusing.

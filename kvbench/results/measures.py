@@ -191,7 +191,7 @@ DP = _fidelity("dp", "change of the forced token's probability", "RMS dp", "dp_r
 TOP1 = _fidelity("top1", "same first choice as the full cache", "top 1", "top1_agreement", **_SHARE)
 FIDELITY = {measure.name: measure for measure in (NLL, KL, KL_NEW, KL_99, KL_999, KL_MAX, DP, TOP1)}
 
-# What the answers are like, whatever they score; found in their tokens as a journal is read.
+# Traits of the answers apart from their scores, computed from their tokens as a journal is read.
 LENGTH = Measure(
     name="tokens",
     title="tokens of an answer",
@@ -221,13 +221,13 @@ def _of_full(name: str, title: str, short: str) -> Measure:
     )
 
 
-# Cache bytes per sample, beside an FP16 full cache of the same tokens; `run.json` has NAME_bytes and NAME_ratio.
+# Cache bytes per sample, relative to an FP16 full cache of the same tokens; `run.json` has NAME_bytes and NAME_ratio.
 RESIDENT = _of_full("resident", "resident bytes at the end", "resident")
 AVERAGE = Measure(
     name="average",
     title="bytes averaged over the answer",
     short="average",
-    numerator=("ledger", "average_ratio"),  # every decode step beside the FP16 cache of that step
+    numerator=("ledger", "average_ratio"),  # every decode step relative to the FP16 cache of that step
     in_run=("ledger", "average_ratio"),
     unit=PERCENT_OF_FULL,
     scale=100.0,
@@ -236,7 +236,7 @@ PEAK = _of_full("peak", "bytes at the worst moment", "peak")
 BYTES = (RESIDENT, AVERAGE, PEAK)
 # Of prompts that were read in chunks.
 ONE_SHOT_PEAK = _of_full("one_shot_peak", "bytes at the worst moment, had prompts been read at once", "peak at once")
-# Of models that have layers of other kinds beside those on which a method acts.
+# Of models that have layers of other kinds than those on which a method acts.
 FULL_LAYERS = Measure(
     name="full_layers",
     title="bytes of the layers that see everything",

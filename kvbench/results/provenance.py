@@ -16,9 +16,9 @@ from kvbench.config.files import package_folder
 from kvbench.config.version import VERSION
 from kvbench.rules import modes
 
-# What an answer depends on, beside the task, the method and the backend that runs: these folders of kvbench/ ...
+# Code that an answer depends on, besides the task, the method and the active backend: these folders of kvbench/ ...
 ANSWER_FOLDERS = ("policy", "cache", "engine", "models", "runs")
-# ... and these parts of kernels/. The reference counts for every backend, which takes from it what it has not itself.
+# ... and these parts of kernels/. The reference counts for every backend, which uses it for missing operations.
 ANSWER_KERNELS = (
     *("codes.py", "format.py", "pool.py", "table.py", "memory.py", "backend.py", "operands.py"),
     "reference",

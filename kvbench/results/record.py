@@ -231,7 +231,7 @@ class RunRecord:
     """What made the attention of decode steps, where the backend has a choice: cuda, triton or torch, and behind a
     colon why it was not what `backend.decode` says; empty elsewhere, and in records of before."""
     graphs: dict[str, int] = field(default_factory=dict)
-    """Decode steps of the last session that made any: `replayed` from a CUDA graph, `eager_in_runs` beside them, and
+    """Decode steps of the last session that made any: `replayed` from a CUDA graph, `eager_in_runs` between them, and
     `one_at_a_time`, for which the host waits; `captures`, and `failed_captures`, after one of which no graphs are used.
     Empty where none are from the beginning, as on a CPU."""
     seed: int = 0

@@ -22,7 +22,7 @@ from kvbench.stats.repetition import ends_in_loop
 Key = tuple[str, int]  # which sample, which of its answers
 SEAL_DIGITS = 16
 TAIL_LENGTH = 200  # characters
-TAIL_TOKENS = 256  # tokens that are decoded for them: a token is a character at least, but for parts of one
+TAIL_TOKENS = 256  # tokens that are decoded for them: a token is a character at least, except for parts of one
 LONGEST_LINE = 1 << 26  # bytes; the longest answers need a hundredth
 SHARES = {"top1_agreement", "gold_argmax_share", "gold_exact", "dp_rms"}  # of the fidelity
 ROUNDING = 1e-9  # by which a mean of shares may exceed them
@@ -120,7 +120,7 @@ class SampleRecord(TypedDict):
     the right answer can, and counts as wrong. `several`: it marks several unlike numbers as its answer, of which the
     task's form takes the first or the last. Absent without any, and in journals of before."""
     fidelity: dict[str, float | None] | None
-    """Teacher forcing on the gold answer, or on the full cache's own (`fidelity.on`), beside the full cache; None
+    """Teacher forcing on the gold answer, or on the full cache's own (`fidelity.on`), against the full cache; None
     without such an answer or when the status is not ok. `nll`, `nll_full`, `kl_mean`, `kl_99`, `kl_999`, `kl_max` (nats
     per token), `dp_rms` (root mean square of what the probability of the forced token changed by), `top1_agreement`,
     `gold_argmax_share` (shares), all over the same `num_measured` tokens: those that were predicted from the compressed

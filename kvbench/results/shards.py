@@ -127,7 +127,7 @@ def at_work(run: Path) -> list[Shard]:
 
 @contextmanager
 def whole_run_lock(run: Path, say: Callable[[str], None], *, wait: bool = True) -> Iterator[None]:
-    """Hold a run's folder when nobody works on a shard of it; wait for that, or raise RunLocked."""
+    """Lock a run's folder once no process works on a shard of it; wait for that, or raise RunLocked."""
     said = False
     while True:
         with run_lock(run, wait=wait, say=say):
@@ -183,7 +183,7 @@ def _set_aside(part: Path) -> None:
 
 
 def take_over(run: Path, journal: Journal, record: RunRecord, say: Callable[[str], None]) -> None:
-    """Add to a run what its shards finished that nobody works on."""
+    """Add to a run the finished samples of its shards that no process works on."""
     for part in shards_in(run).values():
         with suppress(RunLocked), run_lock(part):
             take(part, journal, record, say)

@@ -108,7 +108,7 @@ def remove_litter(folder: Path, name: str | None = None) -> None:
 
 
 def _remove_if_dead(path: Path) -> None:
-    """Remove a temporary file that nobody holds; the kernel lets go of a lock when the process dies."""
+    """Remove a temporary file without a lock; the kernel releases a lock when its process dies."""
     with contextlib.suppress(OSError):  # held, gone, or a file system without locks: leave it
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -127,7 +127,7 @@ def _open_temporary(path: Path, mode: int | None) -> tuple[int, Path]:
             descriptor = os.open(temporary, flags, 0o666 if mode is None else 0o600)
         except FileExistsError:
             continue
-        with contextlib.suppress(OSError):  # without locks, nobody removes it either
+        with contextlib.suppress(OSError):  # without locks, no process removes it either
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             return descriptor, temporary
@@ -137,7 +137,7 @@ def _open_temporary(path: Path, mode: int | None) -> tuple[int, Path]:
 def write_atomic(path: Path, data: bytes, *, mode: int | None = None) -> None:
     """Replace a file so that a reader, or a crash, sees the old content or the new one and never a mixture.
 
-    What a killed writer of the same file left behind is removed.
+    Temporary files of killed writers of the same file are removed.
 
     Args:
         path: File to write; its folder must exist. A link is replaced, not followed: see `write_file`.

@@ -129,7 +129,9 @@ def _check_order(
     steps = experiment.engine.running(repeated, on_outcome=compare, sizing=experiment.task.requests)
     with closing(steps):
         for due in steps:
-            while (yield due) and isinstance(due, Request):  # whoever has something written gets it once more
+            while (yield due) and isinstance(
+                due, Request
+            ):  # True flushes graded answers; the request is yielded once more
                 pass
 
 

@@ -101,7 +101,7 @@ def apply(method: Mapping[str, Any]) -> tuple[dict[str, Any], Calibration | None
     """
     changed = as_dict(method)
     where = changed.get(KEY)
-    if where is None or where == AUTO:  # which whoever composes a run resolves
+    if where is None or where == AUTO:  # resolved when a run is composed
         return changed, None
     calibration, setting = load(str(where)), f"method.calibration={where}"
     if calibration.content["target"] != changed["_target_"]:

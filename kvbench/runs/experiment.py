@@ -191,7 +191,7 @@ def _ingredients(
 def answering(config: RunConfig, policy: "Policy", model: "LoadedModel", engine: "Engine") -> dict[str, Any]:
     """Ingredients that can change the answer to a given prompt: a run's identity without its task.
 
-    How sums are formed counts as far as somebody chose it: builds of the kernels, torch's instruction set on a CPU, and
+    The order of sums counts as far as it was chosen: builds of the kernels, torch's instruction set on a CPU, and
     modes of MKL and oneDNN. The number of threads and the processor do not, so that a run may go on elsewhere: they
     move last digits alone, and `Machine` has them.
     """

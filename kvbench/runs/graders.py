@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 UNGRADED = "ungraded"
 _MESSAGE_CHARS = 300
 
-# What may wait for each worker; more makes the caller wait, so that answers do not pile up in memory.
+# Pending answers per worker; at more the caller waits, so that answers do not pile up in memory.
 _PENDING_PER_WORKER = 4
 
 

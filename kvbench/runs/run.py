@@ -85,8 +85,8 @@ class Run:
         return self.record.status in ("complete", "failed")
 
 
-# Steps of work on a run: each gives the request whose prompt is read next, a decode step that is due, or None where it
-# waits for another run. Who sends True, but behind a decode step, has its graded answers written in place of a step.
+# Steps of work on a run: each yields the request whose prompt is read next, a decode step that is due, or None while it
+# waits for another run. Send True to flush graded answers instead of advancing; not right after a decode step.
 Steps = Generator["Request | Step | None", bool | None, Run]
 Waits = Generator[None, None, Run | None]
 

@@ -75,14 +75,14 @@ def item_index(name: str) -> int:
     return ITEMS.index(name) if name in ITEMS else crc32(name.encode(errors="replace")) % len(COLOURS)
 
 
-# What a file would say of the program and the day is left out: the same results give the same bytes.
+# Program and date are left out of a file: the same results give the same bytes.
 METADATA: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
 METADATA["pdf"] = {"CreationDate": None, "Creator": None, "Producer": None}
 
 PLAIN: dict[Any, Any] = {"font.family": "DejaVu Sans", "svg.hashsalt": "kvbench", "svg.fonttype": "path"}
 
-LINE_HEIGHT = 1.3  # of a name beside a panel, in sizes of its text
-NAMES_LEFT = 1.035  # where names beside a panel begin, in widths of the panel
+LINE_HEIGHT = 1.3  # of a name next to a panel, in sizes of its text
+NAMES_LEFT = 1.035  # where names next to a panel begin, in widths of the panel
 _heading = ""  # of this process's pictures: what `headed` was given
 
 
@@ -165,7 +165,7 @@ def legend_below(figure: "Figure", size: float) -> None:
 
 
 def share_bars(rows: "Sequence[tuple[str, Mapping[str, float]]]", last: str, what: str) -> "Figure":
-    """A bar for each row, its shares beside one another.
+    """Stacked horizontal bars of shares, one for each row.
 
     Args:
         rows: Of each row its name, and name of a part -> its share of the row, in [0, 1].

@@ -145,7 +145,7 @@ class Progress:
         if self._live is not None:
             self._live.stop()
         elif self.done > self._first:
-            with suppress(OSError):  # what ended the work must be told, not that nobody listens any more
+            with suppress(OSError):  # the error that ended the work must be shown, not that stderr is closed
                 self._write(f"{self.label}: {self.state()}")
 
     def state(self) -> str:

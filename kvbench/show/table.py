@@ -38,7 +38,7 @@ from kvbench.stats.intervals import Estimate
 
 Cell = Callable[[RunRecord], str]
 KEPT = ("prompt_tokens", "tokens_seen", "prompt_slots", "lists")
-LIFTED = 0.05  # of the tokens: what answers must add to a prompt's share before it is told
+LIFTED = 0.05  # of the tokens: that answers must add to a prompt's share before it is shown
 ENDS = {
     "num_answers": ("answers", "{:.0f}"),
     "mean_tokens": ("mean tokens", "{:.1f}"),

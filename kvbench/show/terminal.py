@@ -19,7 +19,7 @@ class PlainConsole(Console):
     titles, notes and bars may come from anywhere."""
 
     def __init__(self, *, file: TextIO | None = None, width: int | None = None) -> None:
-        # In a notebook rich would show what it is told to write into a file.
+        # In a notebook rich would show output that is meant for a file.
         super().__init__(file=file, width=width, markup=False, emoji=False, force_jupyter=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
@@ -46,7 +46,7 @@ def console(width: int | None = None, *, file: TextIO | None = None) -> Console:
 
 
 def plain_table(title: str | None = None, *, title_style: str | None = "bold") -> Table:
-    """A table without lines, one space beside each column; the title stands above it, at the left."""
+    """A table without lines, one space between columns; the title is above it, at the left."""
     return Table(title=title, title_justify="left", title_style=title_style, box=None, padding=(0, 1), pad_edge=False)
 
 

@@ -33,14 +33,14 @@ MEANING = {  # the best first
     UNSIZED: "its method is not for this model, or keeps what the text decides",
 }
 NEAR = 4  # a model, or a context, up to this many times as large as one that was measured is near it
-FEW = 4  # a measurement with fewer than one in so many of another's samples does not count beside it
+FEW = 4  # a measurement with fewer than one in so many of another's samples does not count
 HERE, STUDY, BYTES = "yours", "study", "bytes"
 WHOSE = {  # the evidence of a row, the best first
     HERE: "your runs, under results_dir",
     STUDY: f"the repository's studies ({shipped.FOLDER})",
     BYTES: "counted, and nothing measured",
 }
-# What is listed where nothing was measured by anybody.
+# Methods that are listed where no measurement exists.
 SHIPPED = ("fp8", "engine_format tier=q8_0")  # of serving engines, where nothing was measured near the model
 COUNTED = ("fp8", "int8", "int4", "kivi", "minikv", "snapkv", "pyramidkv", "h2o", "streaming_llm", "turboquant_4bit")
 
@@ -222,7 +222,7 @@ class Advice:
 def gather(
     groups: list[Group], cfg: DictConfig, target: Target, speeds: Mapping[str, list[Speed]]
 ) -> tuple[list[Advice], list[str]]:
-    """Gather what is known of every method and setting, one entry each, and what must be known beside them."""
+    """Gather the evidence on every method and setting, one entry each, and notes on it."""
     advice: dict[str, Advice] = {}
     notes: list[str] = []
     is_study = shipped.is_study(cfg.results_dir)

@@ -27,7 +27,7 @@ def studies(ranked: Sequence[Advice]) -> list[str]:
 
 
 def carried(ranked: Sequence[Advice], target: Target, metric: str) -> list[str]:
-    """Say what the studies of other models allow to conclude for one that nobody measured, and what they do not: their
+    """Say which results of the studies of other models apply to an unmeasured one, and which do not: their
     common order of the methods, and how far one method's losses lie apart."""
     every = [quality for item in ranked for quality in item.quality]
     if any(quality.same_model for quality in every) or not any(quality.study for quality in every):

@@ -66,7 +66,7 @@ class StudyLoss(NamedTuple):
 
 
 def _rows(name: str) -> list[dict[str, str]]:
-    """The rows of a table beside the studies; none where there is none."""
+    """Rows of a table of the studies; none where the file is absent."""
     path = package_folder().parent / FOLDER / name
     if not study_folders() or not path.is_file():
         return []

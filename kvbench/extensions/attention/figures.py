@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 HEAVY = 0.2  # share of the tokens that count as heavy hitters
 BEHIND = 32  # last tokens of a prompt that stand for an answer
-MAPS = 4  # maps beside one another
+MAPS = 4  # maps in a row
 SHADES = "cividis"  # even in brightness
 LEAST = 1e-8  # of a score that is drawn on a scale of powers
 

@@ -40,8 +40,8 @@ SMALL = {"window": 8, "budget": 16, "sinks": 2, "recent": 8, "residual_tokens": 
 SMALL |= {"min_pages": 1, "dense_layers": 0, "obs_window": 4, "protected": 8, "skip_near": 2}
 # The same where the kernels in CUDA C++ attend, which take key groups of whole turns of 32 tokens.
 IN_TURNS = SMALL | {"group": 32, "residual_tokens": 32}
-# Tables of one model, of two layers with two KV heads of width 64: gates, mean queries, and books, whose levels are
-# those of nobody.
+# Tables of one model, of two layers with two KV heads of width 64: gates, mean queries, and books, with
+# arbitrary levels.
 _LEVELS = [code * 255 // (2**bits - 1) for bits in (2, 3, 4) for _ in "kv" for code in range(2**bits)]
 _SHARES = [[0.9, 0.1], [0.2, 0.8]]
 TABLE: dict[str, dict[str, list]] = {

@@ -1,4 +1,4 @@
-"""Whole-model decoding and prompt reading beside transformers' own cache, every method in the same rounds."""
+"""Whole-model decode and prefill compared with transformers' cache, every method in the same rounds."""
 
 import json
 import subprocess
@@ -41,12 +41,12 @@ STATIC = PEER + " static" + GRAPH  # on a GPU: what people who want speed run
 MARKS = {linear: f", {linear}" for linear in matrices.LINEAR}
 BASELINES = (PEER, *(PEER + mark for mark in MARKS.values()), STATIC, FULL)
 # Of the largest logit. The first bound is for fp32 sums in another order, which the rounding of a new token's codes can
-# amplify; the second for `full`'s 16-bit keys and values beside transformers' own.
+# amplify; the second for `full`'s 16-bit keys and values against transformers' cache.
 REFERENCE_TOLERANCE = {torch.float32: 5e-3}
 FULL_TOLERANCE = {torch.float32: 2e-2}
 LOW_PRECISION_TOLERANCE = 5e-2
 PROMPT_BYTES = 2 << 30  # of prompts that the model reads once for all methods
-# What the names of rows stand for.
+# Meaning of the names of rows.
 CACHES = "transformers is its growing cache (DynamicCache), in eager steps"
 STATIC_CACHE = (
     f"; {STATIC} is its static one (StaticCache), whose step is replayed from a CUDA graph, as kvbench's{GRAPH}"
@@ -117,7 +117,7 @@ class WholeModel(Methods):
 
 @dataclass(kw_only=True)
 class Settings(WholeModel):
-    """Whole-model decoding and prompt reading beside transformers' own cache."""
+    """Whole-model decode and prefill compared with transformers' cache."""
 
     what = "decode"
     quick = {"context": 1024, "batches": [1], "rounds": 3, "steps": 2, "prefill_rounds": 1, "peak": False}

@@ -34,7 +34,7 @@ from kvbench.kernels.dispatch import gpu_backend
 TRIES = 2  # of a stage, before it is given up
 LEAST_SHARE = 0.5  # of a stage's limit, or all that it took before, must be left of a call, or it is not begun
 CACHE_BYTES = 40 << 20  # of compiled kernels that go into the archive
-# Runs a command beside a shell that waits for the collector to let go of a pipe, as it does however it ends, and then
+# Runs a command next to a shell that waits for the collector to let go of a pipe, as it does however it ends, and then
 # ends the command's whole process group: what the command has started, too.
 GUARDED = 'exec 3<&0 </dev/null; (read -r _ <&3; kill -9 0) & exec "$@" 3<&-'
 

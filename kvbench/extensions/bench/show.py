@@ -44,7 +44,7 @@ SHOWN_APART: dict[str, Any] = {
 }  # tables and pictures of their own
 BASELINE_STYLE: dict[str, Any] = {"color": "black", "linewidth": 1.0, "linestyle": "--"}
 ROW_IN, POINT_IN, PANEL_IN = 0.3, 0.11, 4.4  # inches of a row, of a point in it, and of a panel without the names
-RATE_ROUNDS = 8  # rounds that the time left is told from
+RATE_ROUNDS = 8  # rounds that the time left is estimated from
 
 
 @contextmanager
@@ -80,8 +80,8 @@ def rounds_shown(what: str) -> Iterator[bench.Progress]:
 
 
 def publish(document: dict, path: Path) -> None:
-    """Prints the tables and writes what is not there yet: the JSON file `path`, and beside it table (.txt) and picture
-    (.png)."""
+    """Print the tables and write missing files: the JSON file `path`, and next to it a table (.txt) and
+    a picture (.png)."""
     bench.check_document(document)
     if not path.exists():
         bench.write(document, path)
@@ -124,7 +124,7 @@ def _share(row: dict) -> str:
 
 
 def _cost(row: dict) -> str:
-    """The further time that a row takes beside the variant it is a change of."""
+    """Additional time of a row over the variant that it changes."""
     if (versus := row.get("versus")) is None:
         return ""
     middle, low, high = (100 * (1 / versus[key] - 1) for key in ("median", "q3", "q1"))
@@ -259,7 +259,7 @@ class View:
     """The content of a bench's picture."""
 
     panel: tuple[str, ...]
-    """Names of what tells panels apart; what else tells cells apart tells the points of a row apart."""
+    """Settings that distinguish panels; other settings of cells distinguish the points of a row."""
     value: Callable[[dict, str], dict | None]
     """Median and quartiles of a row, given the name of the baseline; None = no point."""
     label: str

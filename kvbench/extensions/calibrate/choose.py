@@ -170,7 +170,7 @@ def why(name: str, values: Sequence[Number], measured: Sequence[Measured], best:
 
 
 def losses_by_value(points: Sequence[Measured], parameter: str) -> str:
-    """The settings beside a tuned one that are the same at every point, as `alpha_l=0`, or follow it."""
+    """The other settings that are the same at every point of a tuned one, as `alpha_l=0`, or follow it."""
     shown = {}
     for name in [name for name in points[0].settings if name != parameter]:
         values = [point.settings[name] for point in points]

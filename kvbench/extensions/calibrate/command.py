@@ -213,8 +213,7 @@ def _stage(
 
 
 def _judged(sweep: Sweep, plan: Plan, task: TaskSet, default: Trial, tuned: Measured) -> Choice:
-    """The chosen settings on samples that took no part in the choice, beside the full cache and the uncalibrated
-    method."""
+    """Measure the chosen settings on held-out samples, against the full cache and the uncalibrated method."""
     full, best = sweep.full(task), sweep.trial(tuned.settings, task)
     sweep.measure(_distinct([best, default, full]), f"{sweep.method}: held-out")
     if not default.records:  # the calibrated settings are the uncalibrated ones

@@ -65,7 +65,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that decides a calibration, beside the experiment's own settings; samples are counted per subset."""
+    """Settings of a calibration, in addition to the experiment's; samples are counted per subset."""
 
     stages: tuple[Stage, ...]
     raised: Mapping[str, tuple[str, Number]]

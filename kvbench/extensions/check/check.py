@@ -13,7 +13,7 @@ from kvbench.errors import unknown_name
 from kvbench.show.progress import note
 
 TESTS = "test_conformance*.py"
-# What holds for files of the repository alone: the list of its methods, and the style of their files.
+# Tests for files of the repository alone: the list of its methods, and the style of their files.
 OF_THE_REPOSITORY = (
     *("test_methods_are_found", "test_settings_file_is_complete", "test_method_files_are_short"),
     *("test_the_list_of_eviction_methods_is_long", "test_the_list_is_long"),

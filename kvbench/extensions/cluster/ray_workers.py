@@ -106,7 +106,7 @@ def carry_out(
     """Let workers on Ray do all items of a suite.
 
     Returns:
-        What holds the runs of this machine to those of the workers, before it joins these; None where items failed.
+        A check that the runs of this machine are those of the workers, to call before merging; None where items failed.
     """
     size, prompts = check_whole("ray", cfg.ray, 1), check_whole("item_prompts", cfg.item_prompts, 1)
     if find_spec("ray") is None:

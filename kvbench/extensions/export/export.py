@@ -7,9 +7,9 @@ tools read. `parquet`: a row for each run, and a row for each answer, for DuckDB
 Source: lm-eval 0.4.13, loggers/evaluation_tracker.py and evaluator.py; kvpress evaluation/evaluate.py (get_results_dir,
     save_config, _save_results) and benchmarks/ruler/calculate_metrics.py at 8bb29b9.
 Differs: lm-eval's `arguments` holds the end of the prompt, which is what a journal keeps; `prompt_hash` is over token
-    ids; `results` has `kvbench` beside lm-eval's keys: method, bytes, and the difference to the full cache. kvpress's
-    predictions.csv has no question and no answer prefix, which a journal does not keep; config.yaml has what was
-    measured, under `kvbench`. `compression_ratio` is the nominal one where the method's budget is a share of the
+    ids; `results` has `kvbench` in addition to lm-eval's keys: method, bytes, and the difference to the full cache.
+    kvpress's predictions.csv has no question and no answer prefix, which a journal does not keep; config.yaml has the
+    measurements under `kvbench`. `compression_ratio` is the nominal one where the method's budget is a share of the
     prompt, else one minus the share of bytes that was held.
 """
 
@@ -61,7 +61,7 @@ def file_name(text: str) -> str:
 
 
 def gold_of(record: SampleRecord) -> list[str]:
-    """The right answers; in journals of before, what the task kept beside the sample."""
+    """The right answers; in older journals, those that the task kept with the sample."""
     gold = record.get("gold")
     if gold is None:
         kept = record["meta"].get("answers", record["meta"].get("answer"))

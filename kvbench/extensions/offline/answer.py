@@ -1,8 +1,8 @@
 """Answers requests of a file with torch and transformers alone: `python -m kvbench.extensions.offline.answer FILE`.
 
 Each run's answers go into a journal, as a run's samples do, without scores: what was finished is kept, whatever ends
-the process. The journal's seal is over the identity of the answers, which has the digest of the requests in place of
-the task's fingerprint, so that nobody takes it for a run's.
+the process. The journal's seal is over the identity of the answers, which has the digest of the requests instead of
+the task's fingerprint, so that it is never taken for a run's.
 """
 
 import argparse

@@ -128,5 +128,5 @@ def folder_of(answers: Path, run: OfflineRun) -> Path:
 
 
 def answers_folder(file: Path, answers: object) -> Path:
-    """The folder of answers that a setting names; None = beside the file."""
+    """The folder of answers that a setting names; None = next to the file."""
     return Path(str(answers)) if answers else file.with_name(f"{file.stem}-answers")

@@ -1,4 +1,4 @@
-"""`kvbench paper`: the tables and figures of a paper by number, what runs them here, and the printed cells beside ours.
+"""`kvbench paper`: tables and figures of a paper by number, the commands that run them, and printed cells with ours.
 
 The jobs of an entry are a suite's, in one sweep; nothing here runs a model itself.
 """
@@ -86,7 +86,7 @@ def show_example(paper: Paper, entry: Entry) -> int:
 def run(
     paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], arguments: list[str], sweep: suite.Sweeping
 ) -> int:
-    """Run an entry's jobs, put the printed cells beside them, and carry out its further commands."""
+    """Run an entry's jobs, compare them with the printed cells, and carry out its further commands."""
     codes, began, heading = [0], time.time(), heading_of(paper, entry, others)
     further = command_lines(entry, cfg, others)  # now: a wrong word should not be told behind hours of work
     before = command_lines(entry, cfg, _of_model(others), entry.first)

@@ -1,4 +1,4 @@
-"""The papers beside kvbench: their tables and figures by number, and what makes each here (conf/paper/)."""
+"""Papers: their tables and figures by number, and the commands that make each here (conf/paper/)."""
 
 import re
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""The cells that a paper printed beside our runs, each with a verdict. Nothing is corrected and nothing is matched that
+"""Printed cells of a paper joined with our runs, each with a verdict. Nothing is corrected and nothing is matched that
 is not the same: another model or another protocol is named and is never a match.
 """
 
@@ -40,7 +40,7 @@ MEANING = {
 SHARES = {"share_of_FP16_accuracy", "share_of_full_cache_score"}
 BOUNDS = {"gt": 1, "ge": 1, "lt": -1, "up_to": -1}
 NO_SHARE = "a share of the full cache's score takes a run of it that scored above 0 on the same samples"
-ACROSS = 4  # tasks beside one another on a terminal
+ACROSS = 4  # tasks in a row on a terminal
 LATER = {"LeanKV": "DiffKV"}  # a method's name in an earlier paper of the same authors -> in the later one
 
 
@@ -53,7 +53,7 @@ class Ran(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A printed number with what we have beside it."""
+    """A printed number with our counterpart."""
 
     printed: Mapping[str, Any]
     """Its line of published.csv."""
@@ -76,7 +76,7 @@ class Cell:
 
 
 def join(paper: Paper, entry: Entry, ran: Sequence[Ran], changed: Sequence[str]) -> list[Cell]:
-    """Put our runs beside the printed cells of an entry.
+    """Join the printed cells of an entry with our runs.
 
     Args:
         ran: The entry's jobs.

@@ -1,4 +1,4 @@
-"""Printed speeds and sizes beside what a paper's further commands measured here: documents of `bench`, and tables of
+"""Printed speeds and sizes joined with the results of a paper's further commands: documents of `bench`, and tables of
 `bytes`. A speed is of its machine and its baseline, so none is ever a match; bytes that are counted can be one.
 """
 
@@ -24,7 +24,7 @@ Document = Mapping[str, Any]  # a document of a bench, or `{"what": "bytes", "ro
 
 
 def join(paper: Paper, entry: Entry, documents: Sequence[Document]) -> list[Cell]:
-    """Put what the commands of an entry left beside its printed cells."""
+    """Join the printed cells of an entry with the documents of its commands."""
     return [_cell(paper, entry, dict(line), documents) for _, line in entry.printed(paper).iterrows()]
 
 

@@ -142,8 +142,8 @@ def with_full(rows: "pd.DataFrame", table: list[str], column: str) -> "pd.DataFr
 
 
 def points(task: str, methods: Sequence[str]) -> list[PublishedPoint]:
-    """Printed scores of a task and methods, by our names, that can stand in a picture: a known memory share, and an
-    uncompressed cache beside them."""
+    """Printed scores of a task and methods, by our names, that can stand in a picture: with a known memory share, and
+    an uncompressed cache in the same table."""
     frame = rows()
     frame = frame[(frame["task"].map(task_name) == task_name(task)) & (frame["unit"] == "points")]
     frame = with_full(frame, ["paper", "locator", "model", "metric"], "value").dropna(subset=["value_full"])

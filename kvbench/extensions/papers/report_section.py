@@ -24,7 +24,7 @@ OF_SEEN = {("DiffKV", "Table 1"), ("DiffKV", "Table 3")}
 SETTINGS = {"alpha_h": "alpha_h", "alpha_l": "alpha_l", "bits": "bits", "group": "group", "residual": "residual_tokens"}
 SETTINGS |= {"pooling": "pool_kernel", "block": "block", "pyramid_depth": "depth", "window": "window"}
 SETTINGS |= {"max_prompt": "max_prompt_tokens", "max_gen": "max_new_tokens", "shots": "num_fewshot"}
-# What is no condition of a run here, but of the table or of its memory.
+# Conditions of a table or of its memory, which are none of a run here.
 NO_CONDITION = {"memory_source", "memory_basis", "benchmark_printed", "subsets", "C", "benchmark", "levels", "weights"}
 HEADINGS = ["run", "match", "printed in", "of", "setting there", "task", "theirs", "ours [95 %]"]
 HEADINGS += [f"memory % there, {RESIDENT.short} % here", "conditions that differ"]

@@ -2,7 +2,7 @@
 precision and allocation at once; the best are judged on samples that took no part in the search.
 
 Every setting that is tried has a journal of its own, named by the hash of the run that it is, and the study is a file
-beside them. A search that was stopped goes on; nothing that was measured is measured again.
+next to them. A search that was stopped goes on; nothing that was measured is measured again.
 """
 
 import warnings
@@ -172,9 +172,9 @@ def _sampler(cfg: DictConfig, begun: int) -> "optuna.samplers.BaseSampler":
 
 
 def _held_out(sweep: Sweep, wanted: Wanted, task: TaskSet, chosen: Sequence[Tried], hand: Sequence[Tried]) -> Judged:
-    """The winners beside the settings made by hand, on samples that nothing was chosen on."""
+    """Judge the winners against the settings made by hand, on held-out samples."""
     trials: dict[str, tuple[str, Trial, bool]] = {}
-    # What people chose before is theirs, however a search comes upon it.
+    # A setting made by hand counts as such, also where the search tries it.
     for item, is_searched in [*((item, True) for item in chosen), *((item, False) for item in hand)]:
         label = f"{item.method} {words(item.settings)}".strip()
         try:

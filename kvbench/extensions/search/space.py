@@ -78,7 +78,7 @@ def read_space(cfg: DictConfig) -> list[Searched]:
             continue
         settings = as_dict(method_settings(method))
         fields = declared(policy_class(settings["_target_"]))
-        # What every ranking method shares is varied where a method's file lists it: else it would be most of a space.
+        # Settings shared by all ranking methods are varied where a method's file lists them: else they would dominate.
         method_fields = {name: field for name, field in fields.items() if name in settings or name not in SHARED}
         knobs = tuple(knob for name, field in method_fields.items() if (knob := _knob(name, field, cfg, low, high)))
         rest = {name: value for name, value in settings.items() if name not in {knob.name for knob in knobs}}
@@ -129,7 +129,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """One method at settings, as they differ from its configuration, that the search tried or that somebody chose."""
+    """One method at settings, as they differ from its configuration, that the search tried or a user chose."""
 
     method: str
     settings: dict[str, Any]

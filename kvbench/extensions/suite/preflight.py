@@ -107,8 +107,8 @@ def _there(one: Experiment) -> int:
 
 
 def _timed(full: Experiment, parts: Loaders) -> tuple[float, float, float, float]:
-    """Seconds to read a token of a prompt, and to decode one of an answer; bytes of a record, and of each of its tokens
-    beside them: of a few answers to the prompt of median length, which is read once."""
+    """Time a few answers to the prompt of median length, which is read once: seconds per prompt token, seconds per
+    answer token, bytes of a record without tokens, and bytes per token."""
     requests = sorted(full.task.requests, key=lambda request: request.num_prompt_tokens)
     middle = requests[len(requests) // 2]
     tokens = min(TRIAL_TOKENS, middle.answer_tokens or TRIAL_TOKENS)  # a task of forced texts asks for no answer

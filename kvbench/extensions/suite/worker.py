@@ -30,7 +30,7 @@ class Item:
     task: str
     """Its task, for readers."""
     runs: str
-    """Digits of a hash over its runs: whoever would make other runs refuses the item."""
+    """Digits of a hash over its runs: a worker that would make other runs refuses the item."""
     first: int
     """Place of the first prompt, from 0."""
     last: int

@@ -1,4 +1,4 @@
-"""`kvbench report view=heatmap`: what a method finds at each depth of a text and each length, beside the full cache."""
+"""`kvbench report view=heatmap`: retrieval by depth in the text and length, against the full cache."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

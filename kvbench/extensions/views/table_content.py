@@ -63,7 +63,7 @@ class PaperTable:
     title: str
     what: Measure
     held: Measure
-    """What stands beside the name of a run: its bytes."""
+    """Text next to the name of a run: its bytes."""
     columns: dict[str, str]
     """Key -> heading; the last is the average."""
     spans: list[tuple[str, int]]

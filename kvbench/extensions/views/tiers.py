@@ -67,7 +67,7 @@ def shares_of(group: Group, run: StoredRun) -> Shares | None:
 
 
 def figure(all_shares: Sequence[Shares]) -> "Figure":
-    """A bar for each run, its precisions beside one another, what is pruned at the right."""
+    """A stacked bar of precisions for each run, with the pruned share at the right."""
     rows = [
         (shares.name, {name: estimate.value or 0.0 for name, estimate in shares.parts.items()}) for shares in all_shares
     ]
