@@ -36,7 +36,7 @@ class _Cache:
     """Methods that transformers calls on a cache."""
 
     is_compileable = False  # before it compiles a decode step
-    is_linear = (False,)  # since 5.24, of every layer: whether it has a state in place of keys and values
+    is_linear = (False,)  # since 5.24, of every layer: whether it has a state instead of keys and values
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise ValueError(

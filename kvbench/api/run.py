@@ -181,7 +181,7 @@ def run(
         config_dir: A folder with `method/NAME.yaml` of one's own, as `--config-dir` takes it.
         settings: Any other settings by the names of the command line, such as `{"task.subsets": ["trec"],
             "protocol.max_new_tokens": 64}`.
-        policy: A policy that was made already, in place of a method.
+        policy: A policy that was made already, instead of a method.
         tokenizer: That of a model that is loaded already.
         **method_settings: Settings of the method, such as `budget=0.25`, and others that one group alone has, such as
             `length=512` of the task.
@@ -223,8 +223,8 @@ def _run(
     all have ended.
 
     Args:
-        policy: In place of the method of each.
-        model: The group of a model that `loaders` have, in place of that of each.
+        policy: Instead of the method of each.
+        model: The group of a model that `loaders` have, instead of that of each.
     """
     from kvbench.show import figure
 
@@ -261,7 +261,7 @@ def _run(
 
 
 def _without_files(calls: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Path]]:
-    """The arguments of `run` with a method's name in place of its file; and these files."""
+    """The arguments of `run` with a method's name instead of its file; and these files."""
     method_files = [one["method"] for one in calls if is_method_file(one["method"])]
     named = [{**one, "method": Path(one["method"]).stem} if is_method_file(one["method"]) else one for one in calls]
     return named, [Path(path).expanduser() for path in dict.fromkeys(method_files)]

@@ -124,7 +124,7 @@ def take_config_dir(arguments: list[str]) -> tuple[list[Path], list[str]]:
 
 
 def with_names(word: str) -> tuple[str, list[Path]]:
-    """`method=FILE.py,snapkv` with the names of methods in place of their files; and these files."""
+    """`method=FILE.py,snapkv` with the names of methods instead of their files; and these files."""
     group, _, value = word.partition("=")
     parts = value.strip("[]'\"").split(",")
     paths = [Path(part).expanduser() for part in parts if part.endswith(SUFFIX)]

@@ -145,7 +145,7 @@ def read_samples(path: Path, run: str, *, sealed: bool = False) -> tuple[dict[Ke
             of before there were seals, and its lines count as they are.
 
     Returns:
-        Records by sample and repeat, with what their token ids say in place of these, and the number of lines that do
+        Records by sample and repeat, with what their token ids say instead of these, and the number of lines that do
         not count.
 
     Raises:

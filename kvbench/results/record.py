@@ -89,7 +89,7 @@ class Counts:
     total: int = 0
     """Answers the run consists of."""
     samples: int | None = None
-    """Prompts the run consists of; None in records of before, of which `RunRecord.num_prompts` knows it."""
+    """Prompts the run consists of; None in older records, of which `RunRecord.num_prompts` knows it."""
     done: int = 0
     """Answers in the journal, of any status."""
     ok: int = 0
@@ -207,7 +207,7 @@ class RunRecord:
     model_remark: str = ""
     """A wish for the model that could not be had, such as matrices packed for another processor; empty without one."""
     weights_bytes: int | None = None
-    """Bytes of the model's weights as they were loaded; None where that is not known, and in records of before."""
+    """Bytes of the model's weights as they were loaded; None where that is not known, and in older records."""
     prompt_only: bool = False
     """The method keeps whatever follows the prompt whole."""
     experiment: str = ""
@@ -215,9 +215,9 @@ class RunRecord:
     hash: str = ""
     """SHA-256 over `identity`; its first digits name the folder."""
     sealed: bool = False
-    """Every line of `samples.jsonl` has a seal, so that one without does not count; False in records of before."""
+    """Every line of `samples.jsonl` has a seal, so that one without does not count; False in older records."""
     revision: int = 0
-    """Of the code that began it: which faults were mended (`kvbench.results.faults`); 0 in records of before."""
+    """Of the code that began it: which faults were mended (`kvbench.results.faults`); 0 in older records."""
     identity: dict = field(default_factory=dict)
     """Everything that can change an answer; compare two of these to see why two runs are not the same run."""
     protocol: dict = field(default_factory=dict)
@@ -229,7 +229,7 @@ class RunRecord:
     any."""
     backend_decode: list[str] = field(default_factory=list)
     """What made the attention of decode steps, where the backend has a choice: cuda, triton or torch, and behind a
-    colon why it was not what `backend.decode` says; empty elsewhere, and in records of before."""
+    colon why it was not what `backend.decode` says; empty elsewhere, and in older records."""
     graphs: dict[str, int] = field(default_factory=dict)
     """Decode steps of the last session that made any: `replayed` from a CUDA graph, `eager_in_runs` between them, and
     `one_at_a_time`, for which the host waits; `captures`, and `failed_captures`, after one of which no graphs are used.

@@ -105,20 +105,20 @@ class SampleRecord(TypedDict):
     """Why the answer ended: `stop`, `eos`, `length`, or `none` without an answer."""
     first_end: NotRequired[int | None]
     """Tokens before the answer first wanted to end, where the task made it go on (`min_new_tokens`); None where it did
-    not want to. Not in journals of before."""
+    not want to. Not in older journals."""
     turns: NotRequired[list[TurnRecord]]
     """Of a conversation, the answers before the last one. The ledger is the last one's; its averages are over all."""
     gold: NotRequired[list[str]]
-    """The right answers, as the task has them; empty where it has none. Not in journals of before."""
+    """The right answers, as the task has them; empty where it has none. Not in older journals."""
     prompt: NotRequired[Prompt]
-    """The question; `kvbench show` makes the whole of it again. Not in journals of before."""
+    """The question; `kvbench show` makes the whole of it again. Not in older journals."""
     scores: dict[str, float | None]
     """Name of a metric -> score in [0, 1]; empty when the status is not ok."""
     flags: NotRequired[list[Literal["fallback", "out_of_time", "several"]]]
     """How the scores came about, where it is not the usual way. `fallback`: the answer marks nothing as its final
     answer, and its last number (or last mathematics) was graded. `out_of_time`: it could not be judged in time, while
     the right answer can, and counts as wrong. `several`: it marks several unlike numbers as its answer, of which the
-    task's form takes the first or the last. Absent without any, and in journals of before."""
+    task's form takes the first or the last. Absent without any, and in older journals."""
     fidelity: dict[str, float | None] | None
     """Teacher forcing on the gold answer, or on the full cache's own (`fidelity.on`), against the full cache; None
     without such an answer or when the status is not ok. `nll`, `nll_full`, `kl_mean`, `kl_99`, `kl_999`, `kl_max` (nats
@@ -133,7 +133,7 @@ class SampleRecord(TypedDict):
     of `nll`, `nll_full` and `kl` over the `tokens` of each bin, and how many had the `same_first_choice`."""
     per_token: NotRequired[dict[str, list[float]] | None]
     """The same token by token, with `fidelity.per_token`: `nll`, `nll_full`, `kl`, `same_first_choice`,
-    `right_first_choice`, `copied` (not in journals of before), each from the first token on, and `exact`, how many at
+    `right_first_choice`, `copied` (not in older journals), each from the first token on, and `exact`, how many at
     the beginning the means leave out."""
     choices: NotRequired[list[dict[str, float | bool]]]
     """One entry for each continuation that the task asked about: `loglikelihood` (nats), `greedy` (every token was the

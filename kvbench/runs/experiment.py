@@ -50,7 +50,7 @@ class Experiment:
         return self.engine.backend.name
 
     def forcing(self, records: Iterable[SampleRecord]) -> "Experiment":
-        """The same run with the answers of another forced in place of the gold ones; which run it is does not change.
+        """The same run with the answers of another forced instead of the gold ones; which run it is does not change.
 
         Args:
             records: Of the other run, with their token ids; a sample without an answer is forced to give none.

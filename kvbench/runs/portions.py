@@ -97,7 +97,7 @@ def compute_portion(
 
 
 def _as_one(sessions: Sequence[Session]) -> Session:
-    """One stretch of work in place of several of the same process, which a worker has for every item."""
+    """One stretch of work instead of several of the same process, which a worker has for every item."""
     return replace(
         sessions[-1],
         started=sessions[0].started,

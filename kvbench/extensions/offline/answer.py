@@ -68,7 +68,7 @@ def answer(
     Args:
         file: The requests.
         answers: Folder that the answers go into.
-        folder: The model's, in place of what the file names.
+        folder: The model's, instead of what the file names.
         methods: Patterns of methods or labels; None = all. The full cache joins them where its answers are forced.
         shard: The portion of the requests.
 

@@ -23,7 +23,7 @@ def jobs_of(*words, others=()):
 
 
 def test_a_suite_is_every_task_with_every_method(small):
-    """Task by task; a line's values are combined, and a line's word is put in place of the same word of all."""
+    """Task by task; a line's values are combined, and a line's word is put instead of the same word of all."""
     jobs = jobs_of()
     methods = ["method=full", "method=snapkv method.ratio=0.5", "method=snapkv method.ratio=0.25", "method=kivi"]
     assert jobs[:4] == [f"seed=3 limit=9 task=longctx {method} results_dir=r" for method in methods]
