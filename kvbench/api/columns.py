@@ -15,7 +15,7 @@ class Columns:
         return 0 if self._tokens is None else self._tokens.shape[1]
 
     def append(self, tokens: Tensor, kept: Tensor) -> None:
-        """Notes that columns were read."""
+        """Append columns that were read."""
         if self._tokens is None or self._kept is None:
             self._tokens, self._kept = tokens, kept
         else:
@@ -88,7 +88,7 @@ def _kept(tokens: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _check_positions(positions: Tensor | None, kept: Tensor, before: Tensor, columns: int) -> None:
-    """Raises ValueError unless positions [..., B or 1, n] are those of the text behind so many tokens (int64 [B, 1])
+    """Raise ValueError unless positions [..., B or 1, n] are those of the text behind so many tokens (int64 [B, 1])
     and columns: counted without padding, as generate does, or by column, as a model does that gets none. Those of
     padding may be any."""
     if positions is None:

@@ -1,6 +1,6 @@
 """transformers' own `generate` over a compressed cache.
 
-Inside `compress`, the model's `forward` is a door to a `Runner`: a prompt of a batch is read row by row without its
+Inside `compress`, the model's `forward` is redirected to a `Runner`: a prompt of a batch is read row by row without its
 padding, each later token is one step for all rows, and a later turn of a conversation is read behind what a row holds,
 as the engine does it. Only the object is changed, never its class, and the change ends with the block.
 """
@@ -92,7 +92,7 @@ class CompressedCache(_Cache):
         ]
 
     def _clear(self) -> None:
-        """Gives back the pages of the last batch, and remembers what they were."""
+        """Free the pages of the last batch, and keep its ledgers."""
         if self._rows:
             self._last = self._ledgers()
         self._rows, self._columns = [], Columns()
@@ -100,7 +100,7 @@ class CompressedCache(_Cache):
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
-        """All rows read what comes, or none is left."""
+        """Close all rows if reading fails for one."""
         try:
             yield
         except BaseException:
@@ -112,7 +112,7 @@ class CompressedCache(_Cache):
         return BatchCache(self, self._batch.number + 1, new_tokens)
 
     def _begin(self, batch: "BatchCache", tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Reads the prompts of a batch (int64 [B, N], padded at the left); logits [B, vocabulary] after them."""
+        """Read the prompts of a batch (int64 [B, N], padded at the left); logits [B, vocabulary] after them."""
         kept = self._columns.of_prompt(tokens, mask, positions)
         self._clear()
         self._batch, batch.is_read = batch, True
@@ -138,7 +138,7 @@ class CompressedCache(_Cache):
         return torch.stack(logits)
 
     def _go_on(self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Reads more of every row (int64 [B, n]): a step of one token, or the next turn of a conversation, which may
+        """Read more of every row (int64 [B, n]): a step of one token, or the next turn of a conversation, which may
         have padding in front; logits [B, vocabulary] after it."""
         width = tokens.shape[1]
         if len(tokens) != len(self._rows):
@@ -162,7 +162,7 @@ class CompressedCache(_Cache):
     def _expect(
         self, arguments: dict[str, Any], prompt: Tensor | None, most: int | None, returned: bool
     ) -> "BatchCache":
-        """The cache with which `generate` reads a prompt (int64 [B, N]) and adds `most` tokens (None = it did not say;
+        """The cache with which `generate` reads a prompt (int64 [B, N]) and adds `most` tokens (None = not set;
         the last one is not read): a new one, or where it is given one that holds rows, that one; raises ValueError
         unless the next turn fits behind these."""
         if (held := _taken(arguments, self)) is not None:
@@ -220,7 +220,7 @@ class BatchCache(_Cache):
         new_tokens: Most tokens that are read behind a prompt; None = all that the context has room for.
 
     Attributes:
-        is_read: The prompts were read; until then a `generate` has it that is about to read them.
+        is_read: The prompts were read; False until `generate` reads them.
     """
 
     def __init__(self, cache: CompressedCache, number: int, new_tokens: int | None) -> None:
@@ -328,7 +328,7 @@ def _compressed(
 
 
 def _door(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., Any]:
-    """A `forward` that goes through the cache, except where the cache's own runner calls it."""
+    """Wrap `forward` to go through the cache, except where the cache's runner calls it."""
     forward = model.forward
 
     @functools.wraps(forward)
@@ -343,7 +343,7 @@ def _door(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., Any
 
 
 def _entry(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., Any]:
-    """A `generate` that refuses what a compressed cache cannot do before anything is read, and begins a new cache."""
+    """Wrap `generate` to refuse unsupported arguments before anything is read, and to begin a new cache."""
     untyped: Any = model  # the types of transformers give `generate` to the classes of the models only
     generate: Callable[..., Any] = untyped.generate
 
@@ -381,15 +381,14 @@ def _entry(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., An
 def _arguments(
     method: Callable[..., Any], model: "PreTrainedModel", args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a call by name, as a method of the class calls them: one that a library put on the object may
-    hide that."""
+    """Arguments of a call by name, by the signature of the class's method: a library may have patched the object's."""
     bound = inspect.signature(method).bind(model, *args, **kwargs).arguments
     return bound | bound.pop("kwargs", {})
 
 
 def _taken(arguments: dict[str, Any], cache: CompressedCache) -> BatchCache | None:
-    """The cache of prompts that a call was handed, by itself or as the block's, which is that of the last ones; None
-    where it has none, or the block's holds nothing. Refuses any other, under each of its names."""
+    """Cache of prompts among the arguments of a call: itself or the block's, which is that of the last prompts; None
+    without one, or where the block's holds nothing. Any other cache is refused, under each of its names."""
     batch = None
     for name in hf.CACHE_NAMES:
         value = arguments.get(name)
@@ -405,7 +404,7 @@ def _taken(arguments: dict[str, Any], cache: CompressedCache) -> BatchCache | No
 
 @contextmanager
 def _instead(model: "PreTrainedModel", name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Put a function in the place of an object's method for a while."""
+    """Replace a method of an object by a function inside the block."""
     attributes = vars(model)
     had, before = name in attributes, attributes.get(name)
     attributes[name] = function

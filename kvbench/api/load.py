@@ -1,4 +1,4 @@
-"""Stored runs as a table of pandas."""
+"""Stored runs as a pandas DataFrame."""
 
 import warnings
 from collections.abc import Mapping

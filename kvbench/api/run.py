@@ -141,12 +141,12 @@ class Results(_Tables, Sequence[Result]):
 
 @cache
 def _loaders() -> Loaders:
-    """The runs of one process share the last model, the last task and the prompts that were read."""
+    """Loaders of the process: runs share the last model, the last task and the prompts that were read."""
     return Loaders()
 
 
 def release() -> None:
-    """Let go of the model, the task and the prompts that `run` keeps for the next run."""
+    """Release the model, the task and the prompts that `run` keeps for the next run."""
     _loaders.cache_clear()
 
 
@@ -219,8 +219,8 @@ def _run(
     model: Mapping[str, Any] | None = None,
     loaders: Loaders | None = None,
 ) -> list[Result]:
-    """Runs by the arguments of `run`, those that can go together together; raises what the first to fail raised, once
-    all have ended.
+    """Run calls with the arguments of `run`, in cross-run batches where possible; raises the error of the first that
+    failed, once all have ended.
 
     Args:
         policy: Instead of the method of each.

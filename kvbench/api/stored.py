@@ -1,4 +1,4 @@
-"""The answers of commands that run nothing, as data: `compare`, `table`, `bytes` and `list_methods`."""
+"""Results of commands that run nothing, as data: `compare`, `table`, `bytes` and `list_methods`."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -45,13 +45,13 @@ def run(name: str, arguments: list[str], sweep: Sweep | None = None) -> int:
 
 
 def function_of(name: str) -> Callable[..., int]:
-    """The function that a command's own file names; what else is composed with it cannot name another."""
+    """Function that a command's file names; anything composed with it cannot name another."""
     module, _, function = str(_command_file(name)["_target_"]).rpartition(".")
     return getattr(import_module(module), function)
 
 
 def _command_file(name: str) -> DictConfig:
-    """A command's own file."""
+    """Content of a command's file."""
     return read_config(files.path_of("command", name))
 
 

@@ -45,8 +45,7 @@ def _process() -> tuple[str, int]:
 
 @contextmanager
 def at_home(directory: Path, config_dirs: Sequence[Path]) -> Iterator[None]:
-    """Let a worker find files and the user's own configuration as the process that started it does: workers may be
-    started anywhere."""
+    """Give a worker the working directory, imports and configuration folders of the process that started it."""
     os.chdir(directory)
     sys.path += [folder for folder in files.import_folders(config_dirs) if folder not in sys.path]
     with files.with_config_dirs(config_dirs):
@@ -116,7 +115,7 @@ class Jobs:
             self._carry_out([job])
 
     def carry_out(self) -> None:
-        """Run the jobs that waited."""
+        """Run the pending jobs."""
         if self.pending:
             from kvbench.runs import cross_run_batch
 
@@ -124,7 +123,7 @@ class Jobs:
                 self._carry_out([self.pending[number] for number in numbers])
 
     def _single(self, cfg: "DictConfig") -> int:
-        """An experiment by itself: its tables and its picture; gives the exit code."""
+        """Run a single experiment with its tables and picture; returns the exit code."""
         from kvbench.runs import known
 
         try:
@@ -148,8 +147,8 @@ class Jobs:
         return _code(finished)
 
     def _carry_out(self, jobs: "Sequence[_Job]") -> None:
-        """Experiments of a sweep that go together, or one. Whatever becomes of each is written down; only a signal gets
-        out of here, because the other experiments do not depend on these."""
+        """Run one cross-run batch of a sweep, or one job. The outcome of each is recorded; only a signal is raised,
+        because other experiments do not depend on these."""
         from kvbench.runs.cross_run_batch import RunRequest, run_cross_batch
 
         assert self.sweep is not None, "one experiment alone is no sweep"
@@ -189,7 +188,7 @@ class Jobs:
         ended: "Run | Exception",
         reported: list[tuple[Exception, int]],
     ) -> None:
-        """Say how a job ended, and put it into its record; an error that has been told is not told again."""
+        """Print and record the end of a job; an error is reported once."""
         try:
             if isinstance(ended, Exception):
                 raise ended
@@ -224,7 +223,7 @@ class Jobs:
         return self._of_process()[0]
 
     def _of_process(self) -> "tuple[Loaders, set[str]]":
-        """The loaders and the notes that were said, which this command's jobs in one process share."""
+        """Loaders and printed notes that this command's jobs in one process share."""
         from kvbench.runs import parts
 
         if self.key not in _shared:
@@ -233,7 +232,7 @@ class Jobs:
         return _shared[self.key]
 
     def _origin(self) -> "tuple[str, Origin]":
-        """The method that Hydra's job at hand names, and its own words."""
+        """Method of Hydra's current job, and its words."""
         from hydra.core.hydra_config import HydraConfig
 
         from kvbench.runs.sessions import Origin
@@ -249,7 +248,7 @@ class Jobs:
             note(text)
 
     def _say_once(self, job: "_Job", text: str) -> None:
-        """A note of a sweep's job: one on what is there already is shorter, and said once in each process."""
+        """Print a note of a sweep's job; one on existing results is shorter, and printed once in each process."""
         if text.startswith("already there: "):
             text, (_, said) = text.removesuffix(" (resume=false runs it again)"), self._of_process()
             if text in said:
@@ -258,7 +257,7 @@ class Jobs:
         self._note(job, text)
 
     def finish(self) -> int:
-        """Let go of what jobs of this process shared; show what became of a sweep. Gives the worst exit code."""
+        """Release what jobs of this process shared; print the outcome of a sweep. Returns the worst exit code."""
         _shared.pop(self.key, None)
         if self.sweep is None:
             return max(self.codes, default=0)
@@ -268,8 +267,8 @@ class Jobs:
 
 
 def show_sweep(sweep: Sweep) -> int:
-    """Say what became of every job, show the table of all runs and one picture for each task and model; the worst exit
-    code, 1 for a job that ended without one, as after a kill."""
+    """Print the outcome of every job, the table of all runs and one picture for each task and model; returns the worst
+    exit code, 1 for a job that ended without one, as after a kill."""
     from kvbench.show import closing, figure, table
 
     jobs, states, root = sweep.jobs(), sweep.states(), sweep.results_dir
@@ -307,8 +306,8 @@ def show_sweep(sweep: Sweep) -> int:
 
 
 def check_files(jobs: Sequence[Sequence[str]]) -> Path | None:
-    """Refuse a sweep one of whose tasks or models has no files, before any job begins; gives the results folder of the
-    first job, if there is one."""
+    """Refuse a sweep one of whose tasks or models has no files, before any job begins; returns the results folder of
+    the first job, if there is one."""
     from kvbench.config.compose import compose
     from kvbench.runs import parts
 
@@ -327,7 +326,7 @@ def check_files(jobs: Sequence[Sequence[str]]) -> Path | None:
 
 
 def _show_one(records: "Sequence[RunRecord]", folder: Path, results_dir: str) -> None:
-    """Show the table of one experiment, where its files are, and what it means."""
+    """Print the table of one experiment, its files, and its summary."""
     from kvbench.show import closing, figure, table
 
     picture = folder / "result.png"

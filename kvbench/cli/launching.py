@@ -1,7 +1,7 @@
 """Runs and sweeps through the interfaces that Hydra has for plugins.
 
-`hydra.main` reads `sys.argv` and takes no words, so it cannot run what a preset, a suite or another method's setting
-has made of a command line.
+`hydra.main` reads `sys.argv` and takes no words, so it cannot run a command line that a preset, a suite or another
+method's setting has changed.
 """
 
 import itertools
@@ -41,7 +41,7 @@ def run_alone(loader: ConfigLoader, cfg: DictConfig, task: TaskFunction) -> None
 
 
 def planned(loader: ConfigLoader, cfg: DictConfig) -> list[list[str]] | None:
-    """The words of each job of a sweep; None where the sweeper of another distribution finds them on its way."""
+    """The words of each job of a sweep; None where a third-party sweeper determines them as it runs."""
     if not str(cfg.hydra.sweeper._target_).endswith(".BasicSweeper"):
         return None
     words = [f"{key}={value}" for key, value in (cfg.hydra.sweeper.params or {}).items()]
@@ -106,7 +106,7 @@ class ListSweeper(Sweeper):
         self.launcher = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
 
     def sweep(self, arguments: list[str]) -> None:
-        """Launch all jobs; raises what the first that failed raised."""
+        """Launch all jobs; raises the error of the first that failed."""
         folder = Path(self.config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, folder / "multirun.yaml")

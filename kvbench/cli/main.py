@@ -1,7 +1,7 @@
 """The command line: `kvbench [command] [key=value ...]`, or `python -m kvbench ...`.
 
-The first bare word is the command, everything else is Hydra's. A mistake of the user's is answered with one message
-that names what exists; a traceback means a fault of kvbench, or of the method that the last line names. Nothing
+The first bare word is the command, everything else is Hydra's. A user's error ends with one message that
+names what exists; a traceback means a fault of kvbench, or of the method that the last line names. Nothing
 heavy is imported before a run starts.
 """
 
@@ -58,8 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def leads() -> bool:
-    """Tell the first of the processes that torchrun started, which has the command, from the others, which do as it
-    says until it has ended."""
+    """True on rank 0, which runs the command; other ranks of torchrun follow it and return False at its end."""
     from kvbench.engine.following import follow
     from kvbench.models import processes
 
@@ -127,7 +126,7 @@ def _help(command: str, rest: list[str], width: int) -> str:
 
 
 def _keeps(arguments: list[str]) -> str:
-    """Unit of work that a stopped command keeps and goes on behind; empty where it starts again."""
+    """Unit of work that a stopped command keeps and resumes after; empty where it starts again."""
     command = words.split_command(arguments)[0]
     if command == "run":
         return "sample"
@@ -135,7 +134,8 @@ def _keeps(arguments: list[str]) -> str:
 
 
 def run_command(overrides: list[str], listed: "Listed | None" = None) -> int:
-    """Compose the configuration and run one experiment, or a sweep, whose jobs may be listed; the worst exit code."""
+    """Compose the configuration and run one experiment, or a sweep, whose jobs may be listed; returns the worst exit
+    code."""
     from kvbench.cli import showing, sweeping
     from kvbench.config.compose import check_choices, explained, with_swept_groups
     from kvbench.config.shorthand import long_form

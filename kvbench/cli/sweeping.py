@@ -94,12 +94,12 @@ def _is_declared(arguments: Sequence[str]) -> bool:
 
 
 def _shows(arguments: Sequence[str]) -> bool:
-    """True where a flag has something shown instead of run."""
+    """True where a flag prints something instead of a run."""
     return any(words.SHORT.get(flag, flag) in words.SHOWING for flag in (word.partition("=")[0] for word in arguments))
 
 
 def hydra_folder(arguments: Sequence[str]) -> Path:
-    """Find where Hydra puts its own file of a sweep (hydra.sweep.dir in conf/config.yaml)."""
+    """Folder of Hydra's file of a sweep (hydra.sweep.dir in conf/config.yaml)."""
     folders = [word.partition("=")[2].strip("'\"") for word in arguments if word.startswith("results_dir=")]
     return Path(["results", *folders][-1]) / FOLDER
 
@@ -135,8 +135,8 @@ def combinations(words: Sequence[str]) -> list[list[str]]:
 
 
 def job_labels(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """Name what sets each job apart, such as `snapkv budget=0.25`; its method in any case, and of words that always go
-    with one task the task alone."""
+    """Label each job by the words that differ, such as `snapkv budget=0.25`; its method in any case, and of words that
+    always go with one task the task alone."""
     common = Counter(word for job in jobs for word in set(job))
     holders = {word: {number for number, job in enumerate(jobs) if word in job} for word in common}
     labels = []
@@ -203,7 +203,7 @@ def run(arguments: list[str], settings: Sequence[str], name: str, root: Path, li
 
 @contextmanager
 def begin(arguments: list[str], launcher: str, words: list[list[str]], command: list[str]) -> Iterator[Jobs]:
-    """Make a sweep's folder; look before whether the data and the models of all jobs are there.
+    """Make a sweep's folder; check first that the data and the models of all jobs are there.
 
     An error of a launcher after jobs were begun is printed and not raised: the jobs have recorded their outcomes.
     """

@@ -1,4 +1,4 @@
-"""The words of a command line before Hydra reads them: the command, flags, and the habits that people bring from other
+"""The words of a command line before Hydra reads them: the command, flags, and the spellings of other
 tools."""
 
 import re
@@ -134,7 +134,7 @@ def with_names(word: str) -> tuple[str, list[Path]]:
 
 @contextmanager
 def config_dir_choices(folders: Sequence[Path]) -> Iterator[None]:
-    """Let the choices of the user's own folders count like kvbench's."""
+    """Add the choices of `--config-dir` folders to kvbench's inside the block."""
     # Modules of the user's methods lie next to their YAMLs; at the end of the path they shadow no other.
     with files.with_config_dirs(folders):
         sys.path += [folder for folder in files.import_folders(folders) if folder not in sys.path]
@@ -142,12 +142,12 @@ def config_dir_choices(folders: Sequence[Path]) -> Iterator[None]:
 
 
 def config_dir_flags(folders: Sequence[Path]) -> list[str]:
-    """The words that name the user's own folders again."""
+    """Command-line flags that name the `--config-dir` folders."""
     return [word for folder in folders for word in ("--config-dir", str(folder))]
 
 
 def refuse_stored_config(config_dirs: Sequence[Path], arguments: Sequence[str]) -> None:
-    """Refuse a folder of choices that has a config.yaml: Hydra would read kvbench's own in its place, without a word.
+    """Refuse a folder of choices that has a config.yaml: Hydra would silently read kvbench's own instead.
     The words may name one with `--config-path`."""
     folders = [("--config-dir", folder) for folder in config_dirs]
     for word, next_word in pairwise([*arguments, ""]):

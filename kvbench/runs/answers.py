@@ -1,4 +1,4 @@
-"""The engine over the samples of a run that are not there yet: every answer is graded and goes to a journal."""
+"""Compute the missing samples of a run: every answer is graded and written to a journal."""
 
 from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
@@ -27,7 +27,7 @@ Shown = Callable[[str, int, int], AbstractContextManager[Progress]]  # label, an
 
 
 def finish(steps: Generator[Any, None, Result]) -> Result:
-    """Goes through all steps of a piece of work at once, and gives what it returns."""
+    """Run a generator of steps to its end, and return its result."""
     while True:
         try:
             next(steps)
@@ -36,7 +36,7 @@ def finish(steps: Generator[Any, None, Result]) -> Result:
 
 
 def unfinished_groups(requests: Sequence[Request], size: int | None, journal: Container[Key]) -> list[Request]:
-    """The requests to give to the engine: whole groups that hold an unfinished answer.
+    """Whole groups of requests that hold an unfinished answer.
 
     Groups of so many requests, the engine's `group`, are fixed over the full list. A resumed run thus batches every
     sample with the same neighbours as an uninterrupted one, and computes the same numbers to the last bit, at the price
@@ -144,8 +144,8 @@ def compute_missing(
     done: Container[Key] = (),
     shown: Shown = Progress,
 ) -> "Generator[Request | Step, bool | None]":
-    """Run the engine over what is in no journal yet, as `record_answers` does; `requests` are whole groups of the run,
-    all by default. Time spent waiting for its turn does not count as the session's."""
+    """Run the engine on answers that no journal has yet, as `record_answers` does; `requests` are whole groups of the
+    run, all by default. Time spent waiting for its turn does not count as the session's."""
     task, before = experiment.task, len(journal.records)
     requests = task.requests if requests is None else requests
     force_generated = experiment.config.forces_full_answer and experiment.method == FULL

@@ -1,6 +1,6 @@
 """Calibrated settings of a method: the file that `kvbench calibrate` writes and `method.calibration=` reads.
 
-The file holds the settings that were found, what they were found with (model, data, code, the method's other settings),
+The file holds the chosen settings, their conditions (model, data, code, the method's other settings),
 every measurement of the grid, and the verdict on samples that took no part in the choice.
 """
 
@@ -59,7 +59,7 @@ def load(where: str) -> Calibration:
 
 
 def _check_content(setting: str, content: Mapping[str, Any]) -> None:
-    """Refuse what is more than data: the file may come from anywhere."""
+    """Refuse anything but data: the file is untrusted."""
     for part in ("settings", "replaces", "base"):
         values = content[part]
         if not isinstance(values, dict):
@@ -84,7 +84,7 @@ def _check_content(setting: str, content: Mapping[str, Any]) -> None:
 
 
 def is_plain(value: object, depth: int = 99) -> bool:
-    """Tell a scalar, or lists of these at most so deep, from anything else."""
+    """True for a scalar, or for lists of scalars at most `depth` deep."""
     if isinstance(value, list):
         return depth > 0 and all(is_plain(item, depth - 1) for item in value)
     return value is None or isinstance(value, bool | int | float | str)
@@ -118,14 +118,15 @@ def apply(method: Mapping[str, Any]) -> tuple[dict[str, Any], Calibration | None
 
 
 def said(calibration: Calibration) -> str:
-    """The settings that a file gives a run, in a line."""
+    """One line with the settings of a calibration file."""
     values = " ".join(f"{name}={value}" for name, value in calibration.settings.items())
     content = calibration.content
     return f"{content['method']}: {values}, calibrated for {content['model']['name']} ({calibration.path.name})"
 
 
 def lacks(method: Mapping[str, Any], model: str) -> str:
-    """Say that a method has the settings of its paper where files exist for other models; empty where it needs none."""
+    """Note that a method runs with its paper's settings where files exist for other models only; empty where it needs
+    none."""
     for _, content in of_method(method.get("_target_")):
         replaced = content["replaces"]
         if all(method.get(key) == replaced[key] for key in replaced):
@@ -136,7 +137,7 @@ def lacks(method: Mapping[str, Any], model: str) -> str:
 
 
 def notes(method: Mapping[str, Any], model: "LoadedModel", policy: "Policy") -> list[str]:
-    """Compare what a calibration was made with and what it is used with: a sentence for each difference that leaves the
+    """Compare the conditions of a calibration with those of its use: a sentence for each difference that leaves the
     file usable.
 
     Raises:
@@ -168,7 +169,7 @@ def notes(method: Mapping[str, Any], model: "LoadedModel", policy: "Policy") -> 
 
 
 def check_values(calibration: Calibration, policy: "Policy") -> None:
-    """Refuse a file one of whose values the method's setting may not have; nothing is built."""
+    """Refuse a file with a value out of the range of its setting; nothing is built."""
     known = declared(type(policy))
     for name, value in calibration.settings.items():
         try:

@@ -1,7 +1,7 @@
 """Models and methods that a bench names in one string, such as `snapkv budget=0.25`, and text to feed them.
 
-The files of conf/ are read as plain YAML, so that the benches run where torch, triton and transformers are all there
-is.
+The files of conf/ are read as plain YAML, so that the benches run where only torch, triton and transformers are
+installed.
 """
 
 from typing import Any
@@ -93,7 +93,7 @@ def describe_model(model: LoadedModel) -> dict[str, Any]:
 
 
 def sample_tokens(model: LoadedModel, rows: int, length: int) -> list[list[int]]:
-    """Prose for every row, a passage of its own each: real text, because on noise attention has no peaks."""
+    """Prompts of real prose, a different passage for each row: on noise, attention has no peaks."""
     from kvbench.tasks.haystack import paragraphs
 
     if length > model.max_tokens:

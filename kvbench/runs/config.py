@@ -58,7 +58,7 @@ class BackendChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that is set of a run; conf/config.yaml says what each setting means.
+    """Settings of a run; conf/config.yaml describes each.
 
     The groups `method`, `task`, `model` and `protocol` are mappings: the class that each of them names reads it.
     A setting is part of the run's identity as it stands, unless it is marked `Outside` or `Through`.
@@ -115,7 +115,7 @@ class RunConfig:
 
     @classmethod
     def read(cls, cfg: "Mapping[str, Any] | RunConfig") -> "RunConfig":
-        """Read a composed configuration, or a stored config.yaml; what it lacks takes its default.
+        """Read a composed configuration, or a stored config.yaml; missing settings take their defaults.
 
         Raises:
             ValueError: Names the setting, its value, the rule and the remedy; or the results folder cannot be written.
@@ -134,7 +134,7 @@ class RunConfig:
 
     @property
     def forces_full_answer(self) -> bool:
-        """The full cache's own answers are forced."""
+        """True where the full cache's generated answers are forced."""
         return self.fidelity.on == FULL_ANSWER and self.fidelity.max_tokens != 0
 
     def with_method(self, method: Mapping[str, Any]) -> "RunConfig":
@@ -144,10 +144,9 @@ class RunConfig:
     def of_full(self) -> "RunConfig":
         """The same experiment with the full cache.
 
-        The byte budget is lifted: the reference says what the full cache answers, and a budget made for a compressed
-        one would only make it fail. Nothing is rotated or shifted, and windows are exact, so that one reference serves
-        runs with and without. Prompts are read as in the experiment: in chunks, the full cache differs only
-        in the rounding of its pages.
+        The byte budget is lifted: a budget for a compressed cache would only make the reference fail. Nothing is
+        rotated or shifted, and windows are exact, so that one reference serves runs with and without. Prompts are read
+        as in the experiment: in chunks, the full cache differs only in the rounding of its pages.
         """
         from kvbench.config.methods import method_settings  # needs the library of settings; a bench has no run
 
@@ -160,7 +159,7 @@ class RunConfig:
 
 
 def read_stored(folder: Path) -> dict[str, Any]:
-    """The settings in the config.yaml of a stored run, which may be anybody's; what it lacks takes its default.
+    """Read the settings in the config.yaml of a stored run, which is untrusted; missing ones take their defaults.
 
     Raises:
         ValueError: Names the file, and the group that is missing or none.

@@ -141,9 +141,9 @@ def run_one(run_request: RunRequest, parts: Loaders) -> Run:
 
 
 class _Lane:
-    """A run that takes turns with others. `at` is the place of the prompt that it reads next, infinite while it waits
-    for another run; `step` the decode step that is due before; `ended` is what became of it; `number` that of the job
-    that asked, None of a reference."""
+    """A run in the rotation. `at` is the index of the prompt that it reads next, infinite while it waits for another
+    run; `step` the decode step that is due before; `ended` its outcome; `number` that of its job, None for a
+    reference."""
 
     def __init__(self, wanted: Wanted, steps: Steps, number: int | None) -> None:
         self.number, self.at = number, -math.inf
@@ -155,7 +155,7 @@ class _Lane:
         self._places = {request.sample_id: index for index, request in enumerate(requests)}
 
     def go(self) -> None:
-        """Read the next prompt, or take a step, and go on to what is due next."""
+        """Read the next prompt, or take a step, and advance to the next one."""
         self._go_on(None)
 
     def write(self) -> None:
@@ -190,12 +190,12 @@ class _Lane:
 
     @property
     def stores(self) -> "list[CompressedStore]":
-        """Its cache, where it stands before a prompt."""
+        """Its stores, where it is about to read a prompt."""
         waits = self.step is None and math.isfinite(self.at)
         return [self._engine.store] if self._engine is not None and waits else []
 
     def stop(self, error: BaseException) -> None:
-        """End it as if the error had been raised where it stands."""
+        """Raise an error inside it, at its current step."""
         if self._steps is not None:
             with suppress(BaseException):
                 self._steps.throw(error)
@@ -258,7 +258,7 @@ class _CrossRunBatch:
                     yield lane.number, lane.ended
 
     def _add(self, wanted: Wanted, number: int) -> None:
-        """Make the lane of a run, behind that of the full cache which it is compared with."""
+        """Make the lane of a run, after that of its full-cache reference."""
         full = None
         if wanted.with_full:
             with nobody_leaves():
@@ -309,8 +309,8 @@ class _CrossRunBatch:
         yield self._progress
 
     def _look_at_memory(self, experiment: Experiment) -> None:
-        """Leave half of the memory that is free to caches, of which none is taken to be smaller than the full one, and
-        to the prompt at hand: so many runs at once, and with `batch_size=auto` so many requests of each."""
+        """Set the number of concurrent runs, and with `batch_size=auto` of requests of each, so that their caches, each
+        counted as a full one, and the current prompt take half of the free memory."""
         from kvbench.kernels import memory
         from kvbench.kernels.bench import machine
 
@@ -325,7 +325,7 @@ class _CrossRunBatch:
         self._at_once = max(1, room // (row * rows))
 
     def _take_turns(self, lanes: list[_Lane]) -> Iterator[_Lane]:
-        """Let runs go prompt by prompt, in their order; gives each when it has ended."""
+        """Advance runs prompt by prompt, in their order; yields each when it has ended."""
         self._progress = Progress("", 0)
         try:
             yield from self._turn(lanes, lanes)  # opens them, up to the first prompt that is missing
@@ -345,7 +345,7 @@ class _CrossRunBatch:
             raise
 
     def _decode(self, lanes: list[_Lane]) -> Iterator[_Lane]:
-        """Make the steps that are due, until none is; gives the runs that have ended."""
+        """Make due decode steps until none is left; yields the runs that have ended."""
         from kvbench.engine.engine import AUTO_ROWS
         from kvbench.engine.joined import join
 
@@ -356,7 +356,7 @@ class _CrossRunBatch:
             yield from self._ended(lanes)
 
     def _turn(self, lanes: list[_Lane], turns: Sequence[_Lane]) -> Iterator[_Lane]:
-        """Let some of the runs go on to their next prompt; gives those that have ended, and takes them out."""
+        """Advance some of the runs to their next prompt; yields and removes those that have ended."""
         turns = list(turns)
         for index, lane in enumerate(turns):
             for other in lanes:
@@ -367,7 +367,7 @@ class _CrossRunBatch:
             yield from self._ended(lanes)
 
     def _ended(self, lanes: list[_Lane]) -> Iterator[_Lane]:
-        """Take out the runs that have ended."""
+        """Remove and yield the runs that have ended."""
         for ended in [lane for lane in lanes if lane.ended is not None]:
             lanes.remove(ended)
             yield ended

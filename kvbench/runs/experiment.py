@@ -1,4 +1,4 @@
-"""One run: its settings, its parts loaded, and the hash that says which run it is."""
+"""One run: its settings, its loaded parts, and the hash that identifies it."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,7 +32,7 @@ NAMES_OF_FILES = frozenset({"file", "text", "essays"})  # in a task's protocol; 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Everything one run needs, loaded and checked, with its place in the results."""
+    """Loaded and checked parts of one run, with its folder in the results."""
 
     config: RunConfig
     method: str
@@ -50,7 +50,7 @@ class Experiment:
         return self.engine.backend.name
 
     def forcing(self, records: Iterable[SampleRecord]) -> "Experiment":
-        """The same run with the answers of another forced instead of the gold ones; which run it is does not change.
+        """The same run, with the same hash, forced to the answers of another instead of the gold ones.
 
         Args:
             records: Of the other run, with their token ids; a sample without an answer is forced to give none.
@@ -173,7 +173,7 @@ def load_method(
 def _ingredients(
     config: RunConfig, policy: "Policy", model: "LoadedModel", task: "TaskSet", engine: "Engine"
 ) -> dict[str, Any]:
-    """Everything that can change an answer or its score, as JSON types."""
+    """Ingredients that can change an answer or its score, as JSON types."""
     from kvbench.tasks.counted import code_of
     from kvbench.tasks.task import Limit
 
@@ -240,9 +240,9 @@ def answering(config: RunConfig, policy: "Policy", model: "LoadedModel", engine:
 
 
 def _placement(config: RunConfig, model: "LoadedModel") -> dict[str, Any]:
-    """List what of a model's placement can change an answer.
+    """Parts of a model's placement that can change an answer.
 
-    Layers on several devices compute what they compute on one. Only a limit on the pool of pages is then one of each
+    Layers on several devices compute the same as on one. Only a limit on the pool of pages is then one of each
     device, where a sample may fit or not. Heads in several processes are summed in another order.
     """
     placement: dict[str, Any] = {}
@@ -262,7 +262,7 @@ def _harness_imports(*backends: str) -> frozenset[str]:
 
 
 def _method_settings(group: Mapping[str, Any], policy: "Policy") -> dict[str, Any]:
-    """Add the policy's own fields to the YAML, so that a default that is only in the code counts too."""
+    """Add the policy's fields to the YAML, so that a default that is only in the code counts too."""
     settings = {key: value for key, value in group.items() if key != calibration.KEY}  # which changes no answer
     held = {item.name: getattr(policy, item.name) for item in dataclasses.fields(policy) if item.init}
     marks = marks_of(type(policy))

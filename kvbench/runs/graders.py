@@ -26,10 +26,10 @@ _PENDING_PER_WORKER = 4
 
 
 class GraderPool:
-    """Does pieces of work in threads, if any, and hands their results to the caller's own thread, in the order of the
-    pieces.
+    """Thread pool that delivers results in the caller's thread, in the order of submission; without threads, it works
+    in the caller's.
 
-    It is a context: a block that ends waits for everything; one that is left by an error hands out what is done and
+    It is a context: at the end of the block it waits for everything; after an error it delivers finished results and
     waits for nothing. The threads do not keep a process alive.
     """
 
@@ -41,8 +41,8 @@ class GraderPool:
         self._left = False
 
     def do(self, work: Callable[[], Any], take: Callable[[Any], None]) -> None:
-        """Have a piece of work done in any thread; `take` gets its result in the caller's, now or in a later call or at
-        the end of the block. Raises what `take` raised, or an earlier `work`."""
+        """Submit a piece of work; `take` gets its result in the caller's thread, now, in a later call or at the end of
+        the block. Raises errors of `take` or of earlier work."""
         if not self.workers:
             take(work())
             return
@@ -56,7 +56,7 @@ class GraderPool:
         self.hand_out(len(self._pending) - self.workers * _PENDING_PER_WORKER)
 
     def hand_out(self, at_least: int = 0) -> None:
-        """Hand out the results that are there, up to the first that is not; `at_least` so many are waited for."""
+        """Deliver finished results in order, up to the first unfinished one; wait for `at_least` of them."""
         while self._pending and (at_least > 0 or self._pending[0][0].done()):
             future, take = self._pending[0]
             if not future.done():
@@ -123,7 +123,7 @@ def grade_outcome(task: "TaskSet", request: Request, outcome: Outcome) -> tuple[
 
 
 def _ends(task: "TaskSet", request: Request, text: str) -> bool:
-    """Tell whether the grader of a request judges a text in time."""
+    """True where the grader of a request judges a text in time."""
     with suppress(OutOfTime, Exception, SystemExit), time_limit(task.grading_limit_s):
         task.score(request, text)
         return True

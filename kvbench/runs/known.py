@@ -39,10 +39,10 @@ class Known:
     """A finished run and the full cache's that it is compared with.
 
     Args:
-        folder: Where the run lies.
+        folder: Folder of the run.
         record: Its run.json.
-        reference: The full cache's; None without one.
-        reference_folder: Where that lies.
+        reference: The full cache's run.json; None without one.
+        reference_folder: Folder of the full cache's run.
     """
 
     folder: Path
@@ -52,7 +52,7 @@ class Known:
 
 
 def find(digest: str | None, cfg: DictConfig) -> Known | None:
-    """The finished run that a configuration means, by its digest, if it is noted and is as it was."""
+    """Find the noted run of a configuration by its digest, if it is unchanged."""
     if digest is None:
         return None
     root = Path(str(cfg.results_dir))
@@ -77,7 +77,7 @@ def find(digest: str | None, cfg: DictConfig) -> Known | None:
 
 
 def keep(digest: str | None, cfg: DictConfig, folder: Path, record: RunRecord) -> None:
-    """Note which run a command ended with.
+    """Note the finished run of a command.
 
     Args:
         digest: That of its configuration before it ran: libraries set variables of their own.
@@ -95,8 +95,8 @@ def keep(digest: str | None, cfg: DictConfig, folder: Path, record: RunRecord) -
 
 
 def digest_of(cfg: DictConfig, method: str) -> str | None:
-    """A digest over all that can change what a command ends with; None where that cannot be told in a moment: code and
-    tasks of the user's own, models of the hub, shards, trackers, and runs that are to begin again."""
+    """Digest over everything that can change the run of a command; None where computing it takes long: user code and
+    tasks, models of the hub, shards, trackers, and `resume=false`."""
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
     target, model, task = settings["method"].get("_target_"), settings["model"], settings["task"]
     if not (settings["resume"] is True and settings["tracker"] == "none" and settings["shard"] is None):

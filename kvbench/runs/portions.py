@@ -97,7 +97,7 @@ def compute_portion(
 
 
 def _as_one(sessions: Sequence[Session]) -> Session:
-    """One stretch of work instead of several of the same process, which a worker has for every item."""
+    """Merge the sessions of one process, of which a worker has one for every item."""
     return replace(
         sessions[-1],
         started=sessions[0].started,

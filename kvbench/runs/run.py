@@ -38,7 +38,7 @@ MAX_LISTED = 100  # rows of broken data that run.json names; all are counted
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """A run that is asked for, prepared."""
+    """A requested run, prepared."""
 
     method: str
     experiment: Experiment
@@ -92,7 +92,7 @@ Waits = Generator[None, None, Run | None]
 
 
 def verdict(experiment: Experiment, records: Sequence[SampleRecord]) -> str:
-    """Say why the run must not be used, or return an empty string.
+    """Reason why the run must not be used; empty where there is none.
 
     A method that did nothing, and a run in which no sample ended well, would otherwise pass as a result.
     """
@@ -164,7 +164,7 @@ def _write_config(experiment: Experiment) -> None:
 
 
 def compute_shard(experiment: Experiment, shard: Shard, *, say: Callable[[str], None], origin: Origin) -> None:
-    """Finish one shard of a run in a journal of its own. The run's lock is held at the start only, for a moment."""
+    """Finish one shard of a run in a separate journal. The run's lock is held at the start only, for a moment."""
     folder, part = experiment.folder, shard.folder(experiment.folder)
     size = experiment.engine.group or 1
     requests = shard.part(experiment.task.requests, size)
@@ -205,7 +205,7 @@ def execute(
     wait: bool = True,
     shown: Shown = Progress,
 ) -> Steps:
-    """Bring one run to its end, whatever state it is found in, in steps: it stops before each prompt that it reads.
+    """Finish one run from any state, in steps: it yields before each prompt that it reads.
 
     It waits while other processes have the run or parts of it, and then takes what they have finished. A process that
     waits holds one run at a time, so however many of them work on the same runs, in whatever order, one of them can
@@ -328,7 +328,7 @@ def _at_hand(full: Run | None) -> Waits:
 
 
 def comparable(full: Run, say: Callable[[str], None]) -> Run | None:
-    """The full cache's run, if it can be compared with; says why not where it failed."""
+    """The full cache's run, if it can be compared with; prints the reason where it failed."""
     if full.record.status == "failed":
         say(f"no comparison with the full cache, whose run failed: {full.record.message}")
     return full if full.record.status == "complete" else None
@@ -337,7 +337,7 @@ def comparable(full: Run, say: Callable[[str], None]) -> Run | None:
 def plan(
     cfg: Mapping[str, Any] | RunConfig, method: str, parts: Loaders, say: Callable[[str], None], origin: Origin
 ) -> Wanted:
-    """Prepare a run, and say which rows of its data were set aside."""
+    """Prepare a run, and print which rows of its data were set aside."""
     config = RunConfig.read(cfg)
     if config.forces_full_answer and method != FULL and config.reference != AUTO:
         raise ValueError(
@@ -364,7 +364,7 @@ def plan(
 
 
 def conclude(wanted: Wanted, done: Run) -> Run:
-    """Hand a run that ended to the tracker; say of a shard what is missing."""
+    """Pass a finished run to the tracker; print what a shard still lacks."""
     config, counts = wanted.config, done.record.counts
     if done.ended:
         for track in extensions.hooks("tracker.track") if config.tracker != NONE else ():

@@ -1,4 +1,4 @@
-"""A method of the user's own on one short prompt, before the full cache takes minutes to read all of them."""
+"""Trial of a user's method on one short prompt, before the full cache takes minutes to read all of them."""
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -27,7 +27,7 @@ def try_out(experiment: Any, make_engine: "Callable[..., Engine]", say: Callable
 
     Raises:
         BrokenRule: Its numbers are not finite, or it keeps more or less than it declares.
-        Exception: Whatever the method raises.
+        Exception: Any error of the method.
     """
     target = str(experiment.config.method.get("_target_", ""))
     if target.startswith("kvbench.") or (RunRecord.load(experiment.folder) or RunRecord()).status == "complete":

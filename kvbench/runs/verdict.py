@@ -11,8 +11,8 @@ Kept = Mapping[str, Any]
 
 
 def complaint(policy: Policy, record: Mapping[str, Any]) -> str | None:
-    """Say in one line what is wrong when a sequence held more or less than its method promises (`Policy.bounds`), by a
-    sample's record (`kept` and `ledger`); None when nothing is, or nothing was counted."""
+    """One line on a sequence that held more or less than its method promises (`Policy.bounds`), by a sample's record
+    (`kept` and `ledger`); None when nothing is wrong, or nothing was counted."""
     kept: Kept = record.get("kept", {})
     if (ratio := kept.get("read_ratio", 0.0)) > 1:  # reading the bounds of pages costs bytes too
         return f"attention read {ratio:.3f} of the bytes it holds, which saves nothing"
@@ -34,7 +34,7 @@ def extent(kept: Kept) -> Extent:
 
 
 def _of_prompt(bounds: Bounds, kept: Kept) -> str | None:
-    """Find what is wrong behind the prompt."""
+    """Violation after the prompt."""
     mean = kept["prompt_slots"] / kept["lists"]
     lists = [float(kept[name]) for name in ("prompt_slots_max", "prompt_slots_min") if name in kept]
     sizes = bounds.prompt_sizes
@@ -47,7 +47,7 @@ def _of_prompt(bounds: Bounds, kept: Kept) -> str | None:
 
 
 def _at_end(bounds: Bounds, kept: Kept) -> str | None:
-    """Find what is wrong behind the last token."""
+    """Violation after the last token."""
     if (slots := kept.get("slots_per_tier")) is None:
         return None
     held, inside = sum(slots) / kept["lists"], sum(slots[tier] for tier in bounds.tiers) / kept["lists"]
@@ -74,7 +74,7 @@ def remark(policy: Policy, records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _of_threshold(threshold: float, samples: Sequence[tuple[Kept, int]]) -> str:
-    """Say what share of the prompts reached a threshold, and whether that was everything or nothing.
+    """Remark on the share of the prompts that reached a threshold, where that was everything or nothing.
 
     Args:
         samples: Of each sample its `kept`, and the tokens per list that stay whatever their score is.
@@ -92,7 +92,7 @@ def _of_threshold(threshold: float, samples: Sequence[tuple[Kept, int]]) -> str:
 
 
 def _of_tiers(policy: Policy, held: Sequence[Kept]) -> str:
-    """Say that a method with several tiers had use for one, and dropped nothing."""
+    """Remark on a method with several tiers that used one, and dropped nothing."""
     if len(policy.tiers) < 2 or any(kept.get("slot_ratio", 0) < 1 or "slots_per_tier" not in kept for kept in held):
         return ""
     slots = [sum(counts) for counts in zip(*(kept["slots_per_tier"] for kept in held), strict=True)]
@@ -103,7 +103,7 @@ def _of_tiers(policy: Policy, held: Sequence[Kept]) -> str:
 
 
 def _of_bits(policy: Policy, held: Sequence[Kept]) -> str:
-    """Say how many bits keys and values have on average."""
+    """Remark on the average bits of keys and values."""
     slots = [sum(counts) for counts in zip(*(kept["slots_per_tier"] for kept in held), strict=True)]
     if not sum(slots) or any(tier.native for tier in policy.tiers):
         return ""
