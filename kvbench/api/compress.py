@@ -320,14 +320,17 @@ def _compressed(
     loaded, policy = begin(model, None, method, settings)
     with hf.attached(model):
         cache = CompressedCache(loaded, policy, backend, room_tokens)
-        with _instead(model, "forward", _door(model, cache)), _instead(model, "generate", _entry(model, cache)):
+        with (
+            _patched(model, "forward", _wrapped_forward(model, cache)),
+            _patched(model, "generate", _wrapped_generate(model, cache)),
+        ):
             try:
                 yield cache
             finally:
                 cache._clear()
 
 
-def _door(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., Any]:
+def _wrapped_forward(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., Any]:
     """Wrap `forward` to go through the cache, except where the cache's runner calls it."""
     forward = model.forward
 
@@ -342,7 +345,7 @@ def _door(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., Any
     return door
 
 
-def _entry(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., Any]:
+def _wrapped_generate(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., Any]:
     """Wrap `generate` to refuse unsupported arguments before anything is read, and to begin a new cache."""
     untyped: Any = model  # the types of transformers give `generate` to the classes of the models only
     generate: Callable[..., Any] = untyped.generate
@@ -403,7 +406,7 @@ def _taken(arguments: dict[str, Any], cache: CompressedCache) -> BatchCache | No
 
 
 @contextmanager
-def _instead(model: "PreTrainedModel", name: str, function: Callable[..., Any]) -> Iterator[None]:
+def _patched(model: "PreTrainedModel", name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Replace a method of an object by a function inside the block."""
     attributes = vars(model)
     had, before = name in attributes, attributes.get(name)

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.environ.get("HYDRA_FULL_ERROR"):
         os.environ.setdefault("KVBENCH_DEBUG", "1")
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not leads():
+    if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not is_rank_zero():
         return 0
     try:
         with endings.stoppable(), garbage.seldom():
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return endings.report(error)
 
 
-def leads() -> bool:
+def is_rank_zero() -> bool:
     """True on rank 0, which runs the command; other ranks of torchrun follow it and return False at its end."""
     from kvbench.engine.following import follow
     from kvbench.models import processes

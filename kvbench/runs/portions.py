@@ -13,7 +13,7 @@ from kvbench.results.record import Counts, RunRecord, Session
 from kvbench.results.sample import Key, SampleRecord
 from kvbench.runs.answers import Shown, compute_missing
 from kvbench.runs.experiment import Experiment, keys_of
-from kvbench.runs.sessions import Origin, describe, says_what_ended_it, session_of
+from kvbench.runs.sessions import Origin, describe, recording_end, session_of
 from kvbench.show.progress import Progress
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def compute_portion(
     with ExitStack() as stack:
         journal = Journal(part / shards.SAMPLES, run=experiment.hash, keys=frozenset(experiment.keys), warn=say)
         stack.enter_context(closing(journal))
-        stack.enter_context(says_what_ended_it(part_record, part))
+        stack.enter_context(recording_end(part_record, part))
         with session_of(part_record, part, origin) as session:
             try:
                 yield from compute_missing(experiment, journal, session, requests=requests, done=done, shown=shown)

@@ -26,7 +26,7 @@ from kvbench.runs.config import AUTO, FULL_ANSWER, NONE, RunConfig
 from kvbench.runs.experiment import Experiment, keys_of, prepare
 from kvbench.runs.parts import Loaders
 from kvbench.runs.portions import compute_portion
-from kvbench.runs.sessions import Origin, describe, other_machine, says_what_ended_it, session_of
+from kvbench.runs.sessions import Origin, describe, other_machine, recording_end, session_of
 from kvbench.show.progress import Progress, note
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def execute(
             journal.clear()
             shards.clear(folder)
             record = RunRecord()
-        stack.enter_context(says_what_ended_it(record, folder))
+        stack.enter_context(recording_end(record, folder))
         before = dataclasses.asdict(record)
         shards.take_over(folder, journal, record, say)
         if any(key not in journal for key in experiment.keys):

@@ -52,7 +52,7 @@ def session_of(record: RunRecord, folder: Path, origin: Origin) -> Iterator[Sess
 
 
 @contextmanager
-def says_what_ended_it(record: RunRecord, folder: Path) -> Iterator[None]:
+def recording_end(record: RunRecord, folder: Path) -> Iterator[None]:
     """Record in a run's `run.json` the signal or error that ended it. A run that had ended is unchanged, and one that a
     full disk ended stays `running`."""
     try:
