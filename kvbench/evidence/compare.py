@@ -47,7 +47,7 @@ def find(group: Group, name: str, where: Mapping[str, object] | None = None) -> 
 
 
 def margin_of(cfg: DictConfig, what: Measure) -> float:
-    """The margin that was asked for, or the metric's own."""
+    """The margin of the setting, or the default of the metric."""
     return what.margin if cfg.margin is None else float(cfg.margin)
 
 
@@ -199,7 +199,7 @@ def change_lines(change: Change, scale: float, names: tuple[str, str]) -> list[s
 
 
 def texts(tables: Sequence[tuple[Group, list[ComparedRun], list[str]]], cfg: DictConfig) -> Iterator[Part]:
-    """One table for each group, what must be known to read it, and `cfg.regressions` answers that changed."""
+    """One table for each group, notes on it, and `cfg.regressions` answers that changed."""
     for group, rows, said in tables:
         yield Text()
         if rows:

@@ -114,7 +114,7 @@ class ComparedRun:
         return "cannot tell"
 
     def _stands(self) -> bool:
-        """Whatever the missing answers were, the difference would have the sign it has, beyond the null."""
+        """True where the difference keeps its sign beyond the null for any values of the missing answers."""
         if self.extremes is None:
             return True
         end = self.extremes[0 if self.value > 0 else 1]

@@ -121,7 +121,7 @@ class Panel:
 
     @cached_property
     def is_enough(self) -> bool:
-        """There are samples enough to say that one run is better than another."""
+        """True where there are enough samples to call one run better than another."""
         whole = all(np.isin(point.scores.flat, YES_NO).all() for point in self.points)
         return self.num_samples >= FEWEST_SAMPLES and (whole or min(map(len, self.questions)) > 1)
 
@@ -167,7 +167,7 @@ def question(group: Group, sample: SampleName) -> Question:
 
 
 def family(runs: Sequence[StoredRun]) -> str:
-    """Say what a method did in any of some runs: store fewer bits, keep fewer tokens, both or neither."""
+    """Family of a method by its runs: stores fewer bits, keeps fewer tokens, both or neither."""
     evicts = quantises = False
     for record in (record for run in runs for record in run.samples.values()):
         share = record["kept"].get("slot_ratio")

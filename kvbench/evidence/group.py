@@ -20,7 +20,7 @@ OF_TASK = ("task", "python")  # entries of a run's code, up to a colon, that say
 
 @dataclass(kw_only=True)
 class StoredRun:
-    """One run as it lies in the results folder."""
+    """One stored run with its samples."""
 
     name: str
     """Folder, relative to the results folder."""
@@ -41,12 +41,12 @@ class StoredRun:
 
     @property
     def complete(self) -> bool:
-        """Every answer is there."""
+        """True where every answer is there."""
         return self.record.status == "complete"
 
     @property
     def has_scores(self) -> bool:
-        """`run.json` has a score, as it does when a run ends or is stopped."""
+        """True where `run.json` has a score, which it gets when a run ends or is stopped."""
         return any(metric.value is not None for metric in self.record.metrics.values())
 
     @property
@@ -63,7 +63,7 @@ class StoredRun:
 
     @property
     def method_key(self) -> str:
-        """Method and its settings, which find the same thing in another group."""
+        """Method and its settings, the key of the run across groups."""
         settings = json.dumps([self.record.identity.get(part) for part in ("method", "store")], sort_keys=True)
         return f"{self.apart} {self.method} {settings}" if self.apart else f"{self.method} {settings}"
 
@@ -91,7 +91,7 @@ class StoredRun:
 
     @property
     def progress(self) -> str:
-        """Number of the answers that are there, in words: `12 of 24 answers`."""
+        """Progress in words: `12 of 24 answers`."""
         return f"{len(self.samples)} of {'an unknown number of' if self.total is None else self.total} answers"
 
 
@@ -114,8 +114,8 @@ class Group:
 
     @property
     def reference(self) -> StoredRun | None:
-        """The full-cache run, in the store that the reference of a run has, that lacks the fewest answers; of several
-        the FP16 one, under the conditions most of the others ran in. None without one."""
+        """The full-cache run with the store options of a reference that lacks the fewest answers; of several the FP16
+        one, under the most common conditions of the other runs. None without one."""
         usual = Counter(run.conditions for run in self.runs if run.method != FULL).most_common()
         order = [conditions for conditions, _ in usual]
 
@@ -129,7 +129,7 @@ class Group:
         return min((run for run in self.runs if run.method == FULL), key=rank, default=None)
 
     def unfit(self, what: Measure) -> str:
-        """Say why no run can be judged by a score of the full cache (`kvbench.show.unfit`); empty where it can."""
+        """Reason why no run can be judged by a score of the full cache (`kvbench.show.unfit`); empty where it can."""
         return unfit(self.reference.samples.values(), what) if self.reference else ""
 
     @property

@@ -50,14 +50,14 @@ class Entry:
 
     @property
     def label(self) -> str:
-        """The method and the settings that differ from its own."""
+        """Method, and settings that differ from its configuration."""
         method = self.record.method
         changed = changed_settings(method, self.record.identity.get("method") or {})
         return safe(" ".join([method, *(f"{key}={value}" for key, value in changed.items())]), NAME_LENGTH)
 
     @property
     def tags(self) -> list[str]:
-        """The words that the user has given it."""
+        """Tags set by the user."""
         with suppress(OSError, UnicodeDecodeError):
             return [safe(line, NAME_LENGTH) for line in (self.folder / TAGS).read_text(encoding="utf-8").split()]
         return []
@@ -113,7 +113,7 @@ def show(chosen: Sequence[Entry], most: int | None, console: Console) -> None:
 
 
 def tag(chosen: Sequence[Entry], word: str) -> str:
-    """Give runs a tag; says how many have it."""
+    """Tag runs; returns a line with their number."""
     TextRule().check("tag", word)
     if len(word.split()) != 1:
         raise ValueError(f"tag={word!r} must be one word")
@@ -123,7 +123,7 @@ def tag(chosen: Sequence[Entry], word: str) -> str:
 
 
 def delete(chosen: Sequence[Entry], sure: bool) -> str:
-    """Delete runs for good; says which. More than one needs `sure`.
+    """Delete runs for good; returns a line that names them. More than one needs `sure`.
 
     Raises:
         ValueError: A process is at work on one, or there are several and the user is not sure.
@@ -138,7 +138,7 @@ def delete(chosen: Sequence[Entry], sure: bool) -> str:
 
 
 def move(chosen: Sequence[Entry], target: Path) -> str:
-    """Move runs to another folder of results; says where.
+    """Move runs to another folder of results; returns a line that names it.
 
     Raises:
         ValueError: A process is at work on one, or it is there already.

@@ -153,7 +153,7 @@ def load_groups(cfg: DictConfig, also: Sequence[str] = ()) -> list[Group]:
 
 
 def _claimed(group: Group) -> list[str]:
-    """Say which claims of the runs on their metrics are taken as they stand."""
+    """Notes on claims of the runs on their metrics that are not checked."""
     claims = [{name: metric.higher_is_better for name, metric in run.record.metrics.items()} for run in group.runs]
     return list(dict.fromkeys(filter(None, (unchecked(group.task, one) for one in claims))))
 
@@ -175,7 +175,7 @@ def _nothing(cfg: DictConfig, root: Path, unreadable: Sequence[str]) -> str:
 
 
 def _question(run: StoredRun) -> str:
-    """Everything that two runs must share to be comparable, as text that can be sorted."""
+    """Sortable key that two runs must share to be comparable."""
     identity = run.record.identity
     task = {key: value for key, value in identity.get("task", {}).items() if key != "limit"}
     # Not the store: how large pages are changes no answer, and a byte budget is lifted for the full cache.
@@ -184,7 +184,7 @@ def _question(run: StoredRun) -> str:
 
 
 def _grader(run: StoredRun) -> dict[str, str]:
-    """The entries of a run's code that say how its answers are posed and scored."""
+    """Entries of a run's code hashes for prompts and scoring."""
     code = run.record.identity.get("code", {})
     return {key: value for key, value in code.items() if key.partition(":")[0] in OF_TASK}
 
@@ -213,7 +213,7 @@ def _sort(runs: Sequence[StoredRun], code: str) -> tuple[list[Group], list[str]]
 
 
 def _usable(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
-    """The runs whose samples count; says why the others do not. No other run may hide behind one that has none."""
+    """Runs whose samples count; notes the reasons of the others, so that none hides an older run."""
     for run in members:
         if run.record.status == "failed":
             notes.append(f"{run.name} FAILED and is left out: {run.record.message}")
@@ -224,7 +224,7 @@ def _usable(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
 
 def _agreed(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
     """The runs whose records claim of their metrics what most of those of the same question do: a task has one
-    direction of each, one primary metric and one weighting. Says what the others claim."""
+    direction of each, one primary metric and one weighting. Notes the claims of the others."""
 
     def claims(run: StoredRun) -> str:
         metrics = run.record.metrics.items()
@@ -259,7 +259,8 @@ def _one_version(members: Sequence[StoredRun], code: str, notes: list[str]) -> l
 
 
 def _latest(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
-    """The newest run of each method, setting and condition; says which are incomplete, or have lost answers since."""
+    """The newest run of each method, setting and condition; notes those that are incomplete, or have lost answers
+    since."""
     total = max((run.total for run in members if run.complete and run.total), default=None)
     kept: dict[str, StoredRun] = {}
     for run in members:
@@ -278,7 +279,7 @@ def _latest(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
 
 
 def _newer(old: StoredRun, new: StoredRun) -> str:
-    """Say what parts a run from an older one of the same method, setting and condition."""
+    """Note on the differences of a run to an older one of the same method, setting and condition."""
     differing = list(differences(old.record.identity, new.record.identity))
     others = "; ".join(f"{name} was {was} and is {now}" for name, was, now in differing if not name.startswith("code."))
     if others:
@@ -287,7 +288,7 @@ def _newer(old: StoredRun, new: StoredRun) -> str:
 
 
 def _tell_apart(groups: Sequence[Group]) -> None:
-    """Add to the titles what differs between groups of the same task and model."""
+    """Add the differing settings to the titles of groups of the same task and model."""
     for group in groups:
         twins = [other for other in groups if (other.task, other.model) == (group.task, group.model)]
         if len(twins) == 1:

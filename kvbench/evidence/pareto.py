@@ -61,12 +61,12 @@ def panels_of(groups: Sequence[Group], cfg: DictConfig) -> list[Panel]:
 
 
 def axes_of(panel: Panel, cfg: DictConfig) -> list[str]:
-    """The axes that are asked for, of those that a panel has; all of its own where it has none of these."""
+    """The requested axes that a panel has; all of its axes where it has none of these."""
     return [axis for axis in patterns(cfg.axes) or () if axis in panel.axes] or list(panel.axes)
 
 
 def add_published(group: Group, panel: Panel) -> None:
-    """Put what papers printed for the group's task and methods into its panel, and say so."""
+    """Add the printed numbers of papers for the group's task and methods to its panel, with a note."""
     methods = sorted({point.method for point in panel.points})
     is_whole = panel.what.part == SCORE.part and panel.what.of is None and not panel.what.subsets
     panel.published = []
@@ -80,7 +80,7 @@ def add_published(group: Group, panel: Panel) -> None:
 
 
 def texts(panel: Panel, axis: str) -> list[Part]:
-    """The points of one panel as a table, the cheapest first, and what must be known."""
+    """The points of one panel as a table, the cheapest first, and notes."""
     shown = sorted((p for p in panel.points if axis in p.costs), key=lambda p: p.costs[axis].value)
     places, cost = standing(panel, axis), panel.axes[axis]
 

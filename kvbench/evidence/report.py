@@ -66,7 +66,7 @@ def _small(png: bytes) -> bytes:
 
 
 def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], list[dict]]:
-    """Compute what the page shows: one part for each group, and one for each mean over groups."""
+    """Compute the parts of the page: one for each group, and one for each mean over groups."""
     compared = [compare_group(group, cfg) if group.reference else ([], []) for group in groups]
     panels = [build(group, cfg) for group in groups]
     for group, panel in zip(groups, panels, strict=True):
@@ -307,7 +307,7 @@ def environment(group: Group) -> list[tuple[str, str]]:
 
 
 def _batch(record: "RunRecord") -> str:
-    """The batch size of a run, or what its answers have of it."""
+    """Batch size of a run, or a note on how its answers depend on it."""
     if record.identity.get("batch") != "free":
         return str(record.identity.get("batch_size", "any: no answer depends on it"))
     num_repeated, differ = (

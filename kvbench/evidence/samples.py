@@ -31,12 +31,12 @@ ENOUGH = 0.9  # of the samples; a run that lacks more than a tenth of them prove
 
 
 class NoCommonSample(ValueError):
-    """Two runs share no sample, so nothing can be said about them."""
+    """Two runs share no sample and cannot be compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One value per sample, of a run or of what was made from several runs."""
+    """One value per sample, of a run or interpolated between several runs."""
 
     label: str
     values: dict[SampleName, float]
@@ -57,7 +57,7 @@ def _unknown_range(what: Measure) -> Range:
 
 
 def curve_of(run: StoredRun, what: Measure) -> Curve:
-    """The values of a run, and what the samples could be that did not end well: anything a score can be."""
+    """The values of a run, and the full range of a score for samples that did not end well."""
     by_sample: dict[SampleName, list[Range]] = {}
     others: set[SampleName] = set()
     for record in run.samples.values():
@@ -173,7 +173,7 @@ class Pairs:
 
     @property
     def is_enough(self) -> bool:
-        """At most a tenth of the samples is missing, and the full cache's answers are a ground."""
+        """True where at most a tenth of the samples is missing, and the full cache is fit as a reference."""
         return not self.unfit and self.num_samples >= ENOUGH * self.total
 
     def paired(self, what: Measure, resamples: int, seed: int) -> Difference:
@@ -225,7 +225,7 @@ def pair(mine: Curve, theirs: Curve, what: Measure) -> Pairs:
 
 
 def noise(group: Group, what: Measure) -> tuple[float, str]:
-    """The largest difference of a sample that is only numerical noise, and where it is from.
+    """The largest difference of a sample that is only numerical noise, and its source.
 
     Repetitions of the full cache with other batches or kernels measure the noise of the full cache.
     """

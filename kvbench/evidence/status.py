@@ -40,7 +40,7 @@ def run_states(results_dir: Path) -> tuple[Counter[str], dict[Path, RunRecord]]:
 
 
 def show_shards(folder: Path, record: RunRecord, console: Console) -> None:
-    """Print how the shards of one run stand: done, running, failed, stopped, lost (as after a kill) or left."""
+    """Print the states of the shards of one run: done, running, failed, stopped, lost (as after a kill) or left."""
     begun = shards.shards_in(folder)
     of = sorted({shard.of for shard in begun})
     counts = record.counts
@@ -53,7 +53,7 @@ def show_shards(folder: Path, record: RunRecord, console: Console) -> None:
 
 
 def _shard_state(part: Path | None) -> tuple[str, str]:
-    """The state of one shard, and what else is known of it."""
+    """State of one shard, and further facts."""
     try:
         record = RunRecord.load(part) if part else None
     except ValueError as error:
@@ -84,7 +84,7 @@ def counted(counts: "Counter[str] | Counter[State]") -> str:
 
 
 def show_sweep(sweep: Sweep, most: int | None, console: Console) -> None:
-    """Print how one sweep stands, and at most so many jobs of each kind, or all."""
+    """Print the state of one sweep, and at most so many jobs of each kind, or all."""
     record, states, jobs = sweep.record(), sweep.states(), sweep.jobs()
     counts = Counter({state: list(states.values()).count(state) for state in STATES})
     left = sweep.left_s() if counts["left"] or counts["running"] else None
@@ -112,7 +112,7 @@ def _more(state: State, job: JobRecord | None) -> str:
 
 
 def _changed(cfg: DictConfig, root: Path) -> str:
-    """Delete, move or tag runs, where that is asked for; says what was done."""
+    """Delete, move or tag runs, where a setting requests it; returns a line on it."""
     actions = [name for name in ("delete", "move", "tag") if cfg[name] is not None]
     if not actions:
         return ""

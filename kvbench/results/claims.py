@@ -80,8 +80,8 @@ def contradiction(task: str, metrics: Mapping[str, tuple[bool, bool]], weighting
 
 
 def unchecked(task: str, metrics: Mapping[str, bool]) -> str:
-    """Say what of a record's claims is taken as it stands: those of lm-eval's tasks, which only lm-eval itself can look
-    up. Empty for other tasks.
+    """Note on unchecked claims of a record: those of lm-eval's tasks, which only lm-eval can look up. Empty for other
+    tasks.
 
     Args:
         task: Name of the task.

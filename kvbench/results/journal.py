@@ -136,7 +136,7 @@ class Journal:
         return True
 
     def clear(self) -> None:
-        """Forget every record, for a run that is to start again from nothing."""
+        """Remove every record, for a run that starts again from nothing."""
         os.ftruncate(self._descriptor, 0)
         os.fsync(self._descriptor)
         self.records = {}
@@ -167,8 +167,7 @@ class Journal:
 
 @contextlib.contextmanager
 def run_lock(folder: Path, *, wait: bool = False, say: Callable[[str], None] = lambda text: None) -> Iterator[None]:
-    """Hold a run's folder for this process, made when absent; the kernel lets go when the process dies, however it
-    dies.
+    """Lock a run's folder for this process, made when absent; the kernel releases the lock when the process dies.
 
     Partial files of killed processes in the folder are removed.
 
@@ -214,7 +213,7 @@ def run_lock(folder: Path, *, wait: bool = False, say: Callable[[str], None] = l
 
 
 def is_held(folder: Path) -> bool:
-    """Tell whether a process holds a run's folder with `run_lock`; the lock is not taken and nothing is changed."""
+    """True where a process holds a run's folder with `run_lock`; the lock is not taken and nothing is changed."""
     try:
         descriptor = os.open(folder / ".lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -229,7 +228,7 @@ def is_held(folder: Path) -> bool:
 
 
 def _open_lock(path: Path) -> int:
-    """The lock file, never what a link names, and nothing but a regular file; it is not changed here.
+    """Open the lock file: a regular file, never through a link; it is not changed.
 
     Locks of this kind belong to the open file, so the file is never removed: a second process would lock another file
     of the same name.

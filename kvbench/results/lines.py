@@ -19,7 +19,7 @@ UNPACKER_BYTES = 1 << 28  # of memory for the unpacker; `xz -9` needs a quarter
 
 
 def read_lines(pieces: Iterable[bytes], run: str, *, is_sealed: bool = True) -> Iterator[Line]:
-    """Go through the content of a journal, line by line, holding one line of it at a time.
+    """Iterate over the lines of a journal, with one line in memory at a time.
 
     Args:
         pieces: The content, wherever it is cut.
@@ -99,7 +99,7 @@ def _pieces(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _unpacked(file: IO[bytes]) -> Iterator[bytes]:
-    """The content of a packed file, of which a few kilobytes could hold more than any memory."""
+    """Stream the content of a packed file, which may expand to more than the memory."""
     count = streams = 0
     rest = b""
     while rest or not streams:

@@ -103,8 +103,7 @@ def versions() -> Versions:
 
 
 def git_state() -> Git:
-    """Ask git about the repository kvbench runs from; a missing git, a wheel or a foreign repository give an empty
-    answer."""
+    """State of the repository that kvbench runs from; empty for a missing git, a wheel or a foreign repository."""
     root = package_folder().parent
 
     def ask(*arguments: str) -> str:

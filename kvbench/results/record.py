@@ -326,7 +326,7 @@ class RunRecord:
         return None if rest or not count or (metric is not None and metric.num_samples > count) else count
 
     def note_backend(self, fallbacks: Iterable[str], graphs: dict[str, int], decodes: Iterable[str]) -> None:
-        """Add what the backend of one session did; a run that goes on keeps what its earlier sessions named."""
+        """Merge the backend facts of one session with those of earlier sessions."""
         self.backend_fallbacks = sorted({*self.backend_fallbacks, *fallbacks})
         self.backend_decode = sorted({*self.backend_decode, *decodes})
         self.graphs = graphs or self.graphs

@@ -283,7 +283,7 @@ def _short(error: BaseException) -> str:
 
 
 def _check(record: Any) -> None:
-    """Raise Misfit for what is no whole record, or has a number that cannot be."""
+    """Raise Misfit for an incomplete record, or one with an impossible number."""
     parse(record, SampleRecord)
     check_scores(record["scores"])
     shares = record["fidelity"] or {}
@@ -300,7 +300,7 @@ def _check(record: Any) -> None:
 
 
 def check_scores(scores: Mapping[str, float | None]) -> None:
-    """Refuse a score outside [0, 1]; one that is not finite is another matter.
+    """Refuse a score outside [0, 1]; non-finite ones are handled elsewhere.
 
     Raises:
         ValueError: Names the score.
@@ -310,7 +310,7 @@ def check_scores(scores: Mapping[str, float | None]) -> None:
 
 
 def _ledgers(record: SampleRecord) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """The bytes of a record by their place: at its end, and at the end of each answer of a conversation."""
+    """The bytes of a record by location: at its end, and at the end of each answer of a conversation."""
     yield "ledger", record["ledger"]
     for index, turn in enumerate(record.get("turns", ())):
         yield f"turns[{index}]", {name: turn[name] for name in ("resident_bytes", "fp16_bytes")}

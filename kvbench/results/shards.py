@@ -93,7 +93,7 @@ def workers_in(run: Path) -> list[Path]:
 
 
 def of_workers(results_dir: Path) -> Counter[str]:
-    """Count what each worker has finished of runs that are not complete."""
+    """Count the finished answers of each worker in runs that are not complete."""
     counts: Counter[str] = Counter()
     for run in results_dir.glob("*/*/*/*"):
         for part in workers_in(run):
@@ -161,7 +161,7 @@ def check_parts(run: Path, digest: str) -> None:
 
 
 def load_record(part: Path, say: Callable[[str], None]) -> RunRecord | None:
-    """The record of a part whose lock is held; one that cannot be read is moved aside, and None as an absent one."""
+    """Load the record of a part whose lock is held; an unreadable one is moved aside and, as an absent one, None."""
     try:
         return RunRecord.load(part)
     except UnreadableRecord as error:
@@ -192,7 +192,7 @@ def take_over(run: Path, journal: Journal, record: RunRecord, say: Callable[[str
 
 
 def _take_of_worker(part: Path, journal: Journal, record: RunRecord, say: Callable[[str], None]) -> None:
-    """Add to a run what a worker, which may live, has finished so far."""
+    """Add to a run the finished samples of a worker, which may still be alive."""
     try:
         part_record = RunRecord.load(part)
     except UnreadableRecord as error:
@@ -211,7 +211,7 @@ def _take_of_worker(part: Path, journal: Journal, record: RunRecord, say: Callab
 
 
 def take(part: Path, journal: Journal, record: RunRecord, say: Callable[[str], None]) -> None:
-    """Add to a run what one shard finished. The caller holds the locks of the run and of the shard."""
+    """Add to a run the finished samples of one shard. The caller holds the locks of the run and of the shard."""
     part_record = load_record(part, say)
     if part_record is not None:
         record.sessions += [session for session in part_record.sessions if session not in record.sessions]
@@ -229,7 +229,7 @@ def take(part: Path, journal: Journal, record: RunRecord, say: Callable[[str], N
 
 
 def clear(run: Path, journal: Journal | None = None) -> None:
-    """Remove what the shards of a run left. The caller holds the run's lock, and no shard is at work.
+    """Remove the files of a run's shards. The caller holds the run's lock, and no shard is at work.
 
     Args:
         journal: The run's, which has what they finished: their lines that do not count, and records that cannot be

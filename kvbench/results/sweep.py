@@ -112,8 +112,8 @@ class Sweep:
 
     @contextmanager
     def job(self, number: int, host: str = "", process: int = 0) -> Iterator[JobRecord]:
-        """Hold a job's folder while it works; what the block writes into the record is saved at its end, however it
-        ends.
+        """Lock a job's folder while it works; changes of the record in the block are saved at its end, also after an
+        error.
 
         Args:
             host, process: Where it works; here, where nothing is said.
@@ -142,7 +142,7 @@ class Sweep:
         return records
 
     def states(self) -> dict[int, State]:
-        """Tell how every job stands. `lost`: it was begun and its process is gone without an ending, as after a
+        """State of every job. `lost`: it was begun and its process is gone without an ending, as after a
         kill."""
         begun = self.jobs()
         numbers = sorted({*range(1, len(self.record().jobs) + 1), *begun})
@@ -175,8 +175,8 @@ def sweeps(results_dir: Path) -> list[Sweep]:
 
 
 def process_sweep(results_dir: Path) -> Sweep:
-    """The last sweep that this process started below a folder; of others, which may have started meanwhile, or whose
-    record is damaged, nothing is needed."""
+    """The last sweep that this process started below a folder; sweeps of other processes and damaged records are
+    skipped."""
     matching, here = [], _here()
     for one in sweeps(results_dir):
         with suppress(ValueError, OSError):

@@ -80,7 +80,7 @@ def _reader(kind: Any, null_numbers: bool) -> Reader:
 
 
 def _any(value: Any) -> Any:
-    """Refuse what is nested so deeply that printing or comparing it might fail."""
+    """Refuse values nested so deeply that printing or comparing them might fail."""
     level: list[Any] = [[value]]
     for _ in range(DEEPEST + 1):
         inside = (x for item in level for x in (item.values() if isinstance(item, dict) else item))
@@ -115,7 +115,7 @@ def _union(kinds: tuple, null_numbers: bool) -> Reader:
 
 
 def _plain(kind: Any, null_numbers: bool) -> Reader:
-    """For a class of JSON; a truth value is no number."""
+    """Reader of a JSON class; a bool is no number."""
     takes_any_number, takes_bool = kind is float, kind is bool or (kind is float and null_numbers)
     is_number = kind in (int, float)
 

@@ -25,8 +25,8 @@ class JournalError(ValueError):
 
 
 def plain(value: Any) -> Json:
-    """Turn nested dicts, lists, tuples, scalars (also numpy's and torch's) and None into what strict JSON can hold:
-    with str keys, and None for NaN and infinity, which it has no word for.
+    """Turn nested dicts, lists, tuples, scalars (also numpy's and torch's) and None into strict JSON types:
+    with str keys, and None for NaN and infinity, which JSON lacks.
 
     Raises:
         TypeError: Any other type; the caller must say how it is to be written.
@@ -66,7 +66,7 @@ def write_record(path: Path, record: Any, read: Callable[[Any], object] | None =
 
 
 def encode_line(content: Json) -> bytes:
-    """Encode what `plain` gave as one line of ASCII JSON with its keys in the order given, newline included."""
+    """Encode the result of `plain` as one line of ASCII JSON with its keys in the order given, newline included."""
     return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
 
 
@@ -187,10 +187,10 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def write_files(root: Path, contents: Mapping[Path, bytes]) -> list[Path]:
-    """Write files into a folder that the user named; gives their paths.
+    """Write files into a folder that the user named; returns their paths.
 
-    Their names may be made of stored strings, and anybody may have left links in the folder: all of them have to lie
-    below it, or nothing is written.
+    Their names may contain stored strings, and the folder may contain foreign links: all paths must lie below it, or
+    nothing is written.
 
     Args:
         contents: Path of each file, which begins with `root`, and its content.
@@ -208,7 +208,7 @@ def write_files(root: Path, contents: Mapping[Path, bytes]) -> list[Path]:
 
 
 def write_error(path: Path | str, error: OSError) -> JournalError:
-    """Say why a file cannot be written and what to do."""
+    """Error for a file that cannot be written, with its remedy."""
     if is_full(error):
         why = "the disk is full; free some space"
     else:

@@ -1,4 +1,4 @@
-"""The last lines of a run: what its results mean, in a sentence for each method, and what to type next."""
+"""The last lines of a run: a summary sentence for each method, and the commands to run next."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The one picture of a run: quality against bytes, and what the bytes are."""
+"""Picture of a run: quality against bytes, and the items of these bytes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +32,7 @@ SLIGHT_PCT = 0.5  # of the FP16 cache: items below it are in the length of the b
 
 
 def _quality(axes: "Axes", records: Sequence[RunRecord]) -> list[tuple[str, tuple[float, float], str]]:
-    """Scores against bytes; gives what `name_points` needs to name each method's last point."""
+    """Draw scores against bytes; returns the arguments of `name_points` for each method's last point."""
     ends = []
     for method in dict.fromkeys(record.method for record in records):
         colour, marker = method_style(method)
@@ -135,7 +135,7 @@ def _make_room(axes: "Axes", named: "Sequence[Text]") -> None:
 
 
 def draw(records: Sequence[RunRecord], path: Path) -> Path:
-    """Draw the picture of one task's and model's runs into a PNG file, in one atomic step; gives its path.
+    """Draw the picture of one task's and model's runs into a PNG file, in one atomic step; returns its path.
 
     The same records give the same bytes on the same matplotlib.
     """

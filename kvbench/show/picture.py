@@ -71,7 +71,7 @@ ITEM_COLOURS = (*COLOURS, PURPLE, BROWN, TEAL)
 
 
 def item_index(name: str) -> int:
-    """Place in `ITEM_COLOURS`, and modulo their number in `HATCHES`, of an item of the ledger, as `slack_bytes` is."""
+    """Index in `ITEM_COLOURS`, and modulo their number in `HATCHES`, of an item of the ledger, as `slack_bytes` is."""
     return ITEMS.index(name) if name in ITEMS else crc32(name.encode(errors="replace")) % len(COLOURS)
 
 
@@ -203,7 +203,7 @@ def drawn(make: "Callable[[], Figure]", kind: str, style: Mapping[Any, Any], **o
 
 
 def lay_out(figure: "Figure") -> None:
-    """Give every part of a figure, which has its canvas, the place that it has when the figure is drawn."""
+    """Lay out a figure, which has its canvas, as it will be drawn."""
     import matplotlib as mpl
 
     _write_plainly(figure)
@@ -212,7 +212,7 @@ def lay_out(figure: "Figure") -> None:
 
 
 def _write_plainly(figure: "Figure") -> None:
-    """Let no text be a formula, and what no font can show a question mark."""
+    """Make every text literal, with a question mark for characters that no font has."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):

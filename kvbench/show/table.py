@@ -93,7 +93,7 @@ def _bytes(record: RunRecord, what: Measure) -> str:
 
 
 def _loses_to(record: RunRecord, chance: RunRecord) -> bool:
-    """True if a run scores less than another on as many samples, which holds no more bytes."""
+    """True if a run scores less than another run on as many samples that holds no more bytes."""
     both = [each.metrics.get(record.primary) for each in (record, chance)]
     held = [RESIDENT.of_run(each) for each in (record, chance)]
     if record.counts.total != chance.counts.total or None in held:
@@ -129,7 +129,7 @@ def _seen(record: RunRecord) -> str:
 
 
 def _shares(records: Sequence[RunRecord]) -> list[str]:
-    """Says how a share of the prompt became the share of the bytes that the table shows, where answers are long."""
+    """Note on how a share of the prompt became the shown share of the bytes, where answers are long."""
     said = []
     for label, record in zip(label_runs(records), records, strict=True):
         prompt, seen, slots, lists = (record.kept.get(name, 0.0) for name in KEPT)
@@ -145,7 +145,7 @@ def _shares(records: Sequence[RunRecord]) -> list[str]:
 
 
 def _speed_notes(records: Sequence[RunRecord]) -> list[str]:
-    """Says which speeds are no claim, and why."""
+    """Notes on speeds that are no claim, with reasons."""
     notes = []
     if slow := ", ".join(record.method for record in records if record.backend == "torch"):
         notes.append(f"Speed is no claim for {slow}: backend torch is the plain reference, made to be right.")
@@ -157,7 +157,7 @@ def _speed_notes(records: Sequence[RunRecord]) -> list[str]:
 
 
 def _notes(records: Sequence[RunRecord]) -> list[str]:
-    """Sentences without which the numbers are read wrong."""
+    """Notes without which the numbers would be misread."""
     notes = [LEGEND]
     if _chunked(records):
         notes.append(
@@ -218,7 +218,7 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
 
 
 def _fidelity_notes(record: RunRecord) -> list[str]:
-    """Says of NLL and KL that they are of fewer samples than the score."""
+    """Note where NLL and KL are of fewer samples than the score."""
     if KL.key not in record.fidelity:
         return []
     held = [(what.short, record.fidelity.get(what.key)) for what in (NLL, KL)]
@@ -259,7 +259,7 @@ def _sampled(record: RunRecord, name: str) -> str:
 
 
 def _answers(records: Sequence[RunRecord]) -> list[Table]:
-    """Ends of the answers, and what several answers to one problem say."""
+    """Ends of the answers, and statistics of several answers to one problem."""
     last = records[-1].task_aggregate
     tables = []
     if "answers" in last:

@@ -15,7 +15,7 @@ NO_INTERVAL = "[no interval]"  # in the place of an interval that cannot be comp
 
 
 class PlainConsole(Console):
-    """A console on which no text is an instruction, neither rich's markup nor a terminal's escape: names in tables,
+    """A console that interprets no text, neither rich's markup nor a terminal's escape: names in tables,
     titles, notes and bars may come from anywhere."""
 
     def __init__(self, *, file: TextIO | None = None, width: int | None = None) -> None:
@@ -56,7 +56,7 @@ def add_names(table: Table, heading: str, names: Iterable[str]) -> None:
 
 
 def print_paths(paths: Sequence[Path], target: Console) -> None:
-    """Name the files that were written, each on one line that a terminal can take as a path."""
+    """Print the paths of written files, each on one line."""
     for path in paths:
         target.print(Text(str(path), overflow="fold"), soft_wrap=True)
 
