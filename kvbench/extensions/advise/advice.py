@@ -163,7 +163,7 @@ class Advice:
 
     @property
     def total_bytes(self) -> int | None:
-        """Of all sequences."""
+        """Bytes of all sequences."""
         return None if self.bytes_of is None else self.target.batch * self.bytes_of.resident_bytes
 
     @cached_property
@@ -190,7 +190,7 @@ class Advice:
 
     @cached_property
     def says(self) -> str:
-        """The most that can be said, a key of `MEANING`."""
+        """Strongest supported conclusion, a key of `MEANING`."""
         worst, margin = self.worst, self.target.margin
         if worst is not None and worst.least is not None and worst.least > margin:
             return LOSES  # first, since it needs no bytes
@@ -208,12 +208,12 @@ class Advice:
 
     @property
     def whose(self) -> str:
-        """Whose evidence there is, a key of `WHOSE`."""
+        """Source of the evidence, a key of `WHOSE`."""
         return BYTES if self.worst is None else self.worst.whose
 
     @property
     def rank(self) -> tuple:
-        """For sorting, the best first: what is said, measured throughput, bytes; the loss of what loses more."""
+        """Sort key, the best first: conclusion, measured throughput, bytes; the loss of methods that lose more."""
         says = self.says
         size = (self.worst.lost if self.worst else 0.0) if says == LOSES else float(self.total_bytes or 0)
         return list(MEANING).index(says), -self.measured_rate, size, self.label

@@ -1,5 +1,4 @@
-"""The command `advise`: which method fits a card and loses no more than is accepted, by whose evidence, and which run
-would settle it."""
+"""Command `advise`: methods that fit a card and a loss margin, their evidence, and the run that would decide."""
 
 import re
 import shlex
@@ -89,7 +88,7 @@ def main(cfg: DictConfig) -> int:
 
 
 def _stored_groups(cfg: DictConfig) -> tuple[list[Group], list[str]]:
-    """The user's runs, or why there are none; others' evidence answers without them."""
+    """The user's runs, or the reason why there are none; the repository's evidence is used without them."""
     try:
         return load_groups(cfg), []
     except ValueError as error:
@@ -99,7 +98,7 @@ def _stored_groups(cfg: DictConfig) -> tuple[list[Group], list[str]]:
 
 
 def read_target(cfg: DictConfig, card: Card | None) -> tuple[Target, str]:
-    """Check the question; also says what the room for caches is."""
+    """Check the settings of the target; also returns a description of the memory for caches."""
     context = read_tokens(cfg.context)
     Whole(0, context - 1, unit="tokens").check("answer", cfg.answer)
     Whole(1, 2**20, unit="sequences").check("batch", cfg.batch)
@@ -194,7 +193,7 @@ def show(
     most: int | None,
     metric: str,
 ) -> None:
-    """Print the table, at most `most` rows of it, and what must be known to read it."""
+    """Print the table, at most `most` rows of it, and notes."""
     console = terminal.console(80)
     memory = target.memory_bytes
     there = "" if memory is None else f", {format_bytes(max(0, memory))} for caches"
@@ -256,7 +255,7 @@ def loss_text(item: Advice) -> str:
 
 
 def summary(ranked: Sequence[Advice], target: Target) -> list[str]:
-    """Name the method that is advised, in a sentence."""
+    """One sentence that names the recommended method."""
     lines = []
     if target.memory_bytes is not None:
         fits = [item.says == ADVISED for item in ranked if item.method == FULL]
@@ -275,7 +274,7 @@ def summary(ranked: Sequence[Advice], target: Target) -> list[str]:
 
 
 def unknown(ranked: Sequence[Advice], target: Target, has_speeds: bool) -> list[str]:
-    """Name what is not known, and the commands that would find out."""
+    """Lines on unknowns, with commands that would measure them."""
     methods, name = [item for item in ranked if item.method != FULL], target.shape.name
     lines, model = [], recommend.model_words(target.shape)
     if elsewhere := [item for item in methods if item.says in (ELSEWHERE, UNMEASURED)]:

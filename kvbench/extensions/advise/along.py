@@ -1,4 +1,4 @@
-"""The picture of `bytes`: what methods hold, and what those read that choose, along an answer."""
+"""Picture of `bytes`: held bytes along an answer, and bytes read per step by methods that select."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The command `bytes`: what a method would hold on a model that is not here."""
+"""Command `bytes`: projected bytes of a method on a model that is not loaded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -87,7 +87,7 @@ def main(cfg: DictConfig) -> int:
 
 
 def _counted(cfg: DictConfig) -> tuple[list[Row], NamedShape, list[str], list[SizedMethod], list[int]]:
-    """Rows of a command's methods and lengths, its model, what must be known to read them, the methods, the lengths."""
+    """Rows of a command's methods and lengths, its model, notes, the methods, the lengths."""
     lengths = [int(x) for x in cfg.length] if isinstance(cfg.length, ListConfig) else [cfg.length]
     for length in lengths:
         Whole(1, MAX_TOKENS, unit="tokens").check("length", length)
@@ -178,7 +178,7 @@ def _of_method(
 
 
 def _known_elsewhere(method: SizedMethod, shape: NamedShape, length: int, answer: int) -> tuple[list[Row], list[str]]:
-    """Rows that others' numbers make of a method whose memory the text decides, and whose numbers they are."""
+    """Rows from published or stored shares of a method whose memory the text decides, and the source of the shares."""
     name, rows, notes = method.name, list[Row](), list[str]()
     shares, model = shipped.shares_in_study(name, method.policy, shape.name)
     if shares:

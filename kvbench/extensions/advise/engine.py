@@ -1,4 +1,4 @@
-"""The command `engine`: what the flags of a serving engine mean here."""
+"""Command `engine`: translation of a serving engine's flags."""
 
 import shlex
 
@@ -14,8 +14,7 @@ LONGEST = 2000  # of a command line that is shown
 
 
 def main(cfg: DictConfig) -> int:
-    """Print the setting that a command of an engine means, what it saves and the loss that is known; run it where
-    settings of a run are given."""
+    """Print the setting of an engine's command, its saving and known loss; run it where settings of a run are given."""
     if not cfg.command:
         raise ValueError('give the command of an engine in quotes: kvbench engine "llama-server -ctk q8_0 -ctv q8_0"')
     reading = read_command(str(cfg.command))

@@ -1,4 +1,4 @@
-"""Flags of serving engines: which setting of kvbench a command means, and which flags turn a setting on.
+"""Translation between flags of serving engines and settings of kvbench, in both directions.
 
 `engines.yaml` has every engine's words, with sources.
 """

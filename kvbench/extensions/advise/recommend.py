@@ -1,5 +1,5 @@
-"""One recommendation: the setting, its bytes, what was measured of it, the risk with its bound, and the run that would
-settle it."""
+"""One recommendation: the setting, its bytes, its measurements, the risk with its bound, and the run that would
+decide."""
 
 import math
 import shlex
@@ -168,7 +168,7 @@ def _risk(evidence: Quality | None) -> str:
 
 
 def _settling(choice: Choice, target: Target, card: Card | None) -> list[str]:
-    """The one run that would settle it, and its time."""
+    """The run that would decide, and its time."""
     item, needed = choice.item, choice.evidence.needed if choice.evidence else None
     count = SAMPLES if needed is None or needed > MOST_SAMPLES else max(needed, SAMPLES)
     items = math.ceil(count / RULER_TASKS)

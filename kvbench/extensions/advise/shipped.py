@@ -1,4 +1,4 @@
-"""The studies that come with the repository: others made their runs, and they are marked so wherever they count."""
+"""Studies that come with the repository; their runs are marked as others' evidence wherever they count."""
 
 import csv
 import os

@@ -1,4 +1,4 @@
-"""`kvbench calibrate what=attention` reads prompts with the full cache and draws what its attention is like, as papers
+"""`kvbench calibrate what=attention` reads prompts with the full cache and draws statistics of its attention, as papers
 do before they propose a method: how scores and values spread, how few tokens matter, which channels stand out, what
 persists."""
 

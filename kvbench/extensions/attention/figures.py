@@ -1,4 +1,4 @@
-"""The pictures of `kvbench calibrate what=attention`: each is made from what was seen of some prompts, layer by layer,
+"""The pictures of `kvbench calibrate what=attention`: each is made from `Seen` of some prompts, layer by layer,
 and has its numbers as records for a CSV and one sentence for the terminal."""
 
 from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ Prompts = Sequence[Sequence[Seen]]
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A picture before it is drawn: what draws its panels, its numbers, and a sentence."""
+    """A picture before it is drawn: the function for its panels, its numbers, and a sentence."""
 
     panels: Callable[["Sequence[Axes]"], None]
     size: tuple[float, float]

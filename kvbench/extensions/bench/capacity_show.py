@@ -76,12 +76,12 @@ def figure(document: dict) -> "Figure":
 
 
 def remarks(_: dict) -> list[str]:
-    """Nothing behind the table."""
+    """No remarks."""
     return []
 
 
 def title(document: dict) -> str:
-    """Of which model, and with how many tokens a sequence is counted."""
+    """Title: the model, and the tokens of a counted sequence."""
     settings = document["settings"]
     model = settings["shape"] or document["model"]["name"]
     return f"{model}: sequences of {settings['context']:,} + {settings['new_tokens']:,} tokens, and the longest prompt"

@@ -95,7 +95,7 @@ def changes(method: str, case: Case, small: Mapping[str, int] = SMALL) -> dict:
 
 @cache
 def small_model(device: str, dtype: str) -> LoadedModel:
-    """The model that answers."""
+    """Small model for the checks."""
     return choices.make_model(f"{MODEL} dtype={dtype}", device)
 
 

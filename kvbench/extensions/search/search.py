@@ -99,7 +99,7 @@ def _wanted(cfg: DictConfig) -> Wanted:
 
 
 def _search(sweep: Sweep, wanted: Wanted, task: TaskSet, full: Trial, result_folder: Path) -> list[Tried]:
-    """Try as many settings as are wanted; those of before count."""
+    """Try settings up to the wanted number; earlier trials count."""
     import optuna
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
@@ -128,7 +128,7 @@ def _search(sweep: Sweep, wanted: Wanted, task: TaskSet, full: Trial, result_fol
         return by_key[key]
 
     def objective(trial: "optuna.Trial") -> tuple[float, float]:
-        """Bytes and loss of what the sampler proposes."""
+        """Bytes and loss of the proposed setting."""
         method = trial.suggest_categorical("method", [item.method for item in wanted.space])
         settings = next(item for item in wanted.space if item.method == method).suggest(trial)
         trial.set_user_attr("method", method)

@@ -1,5 +1,5 @@
-"""The space of a search, as methods declare it, and the settings in it: what was tried, which of it is worth another
-look, and what people chose, which a search has to beat."""
+"""The space of a search, as methods declare it, and the settings in it: those tried, those worth a
+held-out trial, and those made by hand, which a search has to beat."""
 
 import fnmatch
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class Knob:
     options: tuple[Any, ...] = ()
 
     def suggest(self, trial: "optuna.Trial", method: str) -> Any:
-        """A value."""
+        """Suggest a value."""
         name = f"{method}.{self.name}"
         if self.options:
             return self.options[trial.suggest_categorical(name, tuple(range(len(self.options))))]
@@ -51,18 +51,19 @@ class Knob:
 
 @dataclass(frozen=True, kw_only=True)
 class Searched:
-    """One method, by the name of its configuration, and what is varied of it."""
+    """One method, by the name of its configuration, and its varied settings."""
 
     method: str
     knobs: tuple[Knob, ...]
 
     def suggest(self, trial: "optuna.Trial") -> dict[str, Any]:
-        """Values for all of its knobs."""
+        """Suggest values for all of its knobs."""
         return {knob.name: knob.suggest(trial, self.method) for knob in self.knobs}
 
 
 def read_space(cfg: DictConfig) -> list[Searched]:
-    """The methods of a search with what is varied of each; ValueError for what does not exist or cannot be varied.
+    """The methods of a search with the varied settings of each; ValueError for one that does not exist or cannot be
+    varied.
 
     Two configurations of one class that differ in nothing but what is varied are one, the first by name.
     """
@@ -168,7 +169,7 @@ def winners(tried: Sequence[Tried], wanted: Wanted) -> list[Tried]:
 
 def by_hand(results_dir: Path, task: str, model: str, wanted: Wanted) -> tuple[list[Tried], str]:
     """The settings of the stored runs of a task and model, `most` at most, the best first; the shipped ones of the
-    searched methods where none is stored. And where they are from: `STORED` or `SHIPPED`."""
+    searched methods where none is stored. Also their source: `STORED` or `SHIPPED`."""
     by_label: dict[str, tuple[float, float, Tried]] = {}
     what, most = LOSSES[wanted.plan.rule.criterion].measure, wanted.cfg.by_hand
     for path in sorted((results_dir / folder_name(task) / folder_name(model)).glob("*/*/run.json")):

@@ -1,5 +1,5 @@
 """The end of a search: is a point beyond the settings made by hand, judged on held-out samples by the code of `pareto`;
-and what is printed and written of it."""
+and its printed and written form."""
 
 import dataclasses
 import json
@@ -98,7 +98,7 @@ def _stored(label: str, trial: Trial) -> StoredRun:
 
 
 def _beyond(panel: Panel, searched: Sequence[Point], hand: Sequence[Point]) -> list[Beyond]:
-    """The points found that take the place of one on the frontier made by hand; `BETTER` is corrected (Holm) over all
+    """Points of the search that dominate one on the frontier made by hand; `BETTER` is corrected (Holm) over all
     pairs of a point found and a dearer point made by hand."""
     sign = 1 if panel.what.higher_is_better else -1
     costs = [point.costs[RESIDENT.name] for point in hand]

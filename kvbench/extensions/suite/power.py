@@ -1,4 +1,4 @@
-"""`kvbench suite plan`: how many samples a verdict takes, at the disagreement of the runs so far."""
+"""`kvbench suite plan`: number of samples that a verdict needs, at the disagreement of the runs so far."""
 
 from collections.abc import Sequence
 

@@ -17,7 +17,7 @@ MOST_BYTES = 1 << 26  # of a selection: a million items
 
 
 def write_manifest(cfg: DictConfig, jobs: Sequence[Sequence[str]]) -> int:
-    """Write all items of a suite into a file, one a line. Gives the exit code."""
+    """Write all items of a suite into a file, one a line. Returns the exit code."""
     from kvbench.extensions.suite.worker import Worker
 
     prompts = check_whole("item_prompts", cfg.item_prompts, 1)
@@ -28,7 +28,7 @@ def write_manifest(cfg: DictConfig, jobs: Sequence[Sequence[str]]) -> int:
 
 
 def take(cfg: DictConfig, jobs: Sequence[Sequence[str]]) -> int:
-    """Finish the items that a file names, as one worker. Gives the exit code."""
+    """Finish the items that a file names, as one worker. Returns the exit code."""
     from kvbench.extensions.suite.worker import Item, Worker
 
     path = Path(cfg.selection)

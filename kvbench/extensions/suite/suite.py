@@ -148,7 +148,7 @@ def data_words(cfg: DictConfig) -> list[str]:
 
 
 def _tasks(suite: Suite, cfg: DictConfig) -> list[list[str]]:
-    """The lines of tasks that are wanted, with what the user says of data and of code for those that take it."""
+    """The selected lines of tasks, with the user's settings of data and code for those that take them."""
     lines = [shlex.split(line) for line in suite.tasks]
     wanted = patterns(cfg.tasks)
     names = [choice(line, "task") for line in lines]
@@ -176,7 +176,7 @@ def _tasks(suite: Suite, cfg: DictConfig) -> list[list[str]]:
 
 
 def _reads_folder(task_cfg: DictConfig, folder: str) -> bool:
-    """Tell whether a task takes the suite's folder of data; one that can do without takes it where it has some."""
+    """True where a task takes the suite's folder of data; for an optional one, where the folder has data for it."""
     from kvbench.tasks import settings_class
 
     # A task without a name is refused where its job is composed.
@@ -201,7 +201,7 @@ def _methods(suite: Suite, cfg: DictConfig) -> list[list[str]]:
 
 
 def plan(cfg: DictConfig, others: Sequence[str]) -> int:
-    """Say how many samples a verdict takes."""
+    """Print the number of samples that a verdict needs."""
     from kvbench.extensions.suite import power
 
     words = [f"{name}=[{','.join(names)}]" for name in ("tasks", "methods") if (names := patterns(cfg[name]))]

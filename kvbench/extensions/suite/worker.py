@@ -76,7 +76,7 @@ class _Line:
 
     @property
     def runs(self) -> str:
-        """The digits that name them."""
+        """Digits of the hash over its runs."""
         return digest(self.hashes) if self.hashes else "none"
 
 
@@ -167,7 +167,7 @@ class Worker:
             )
 
     def _line(self, number: int) -> _Line:
-        """A line of work, looked at once; it is said why a run cannot be prepared, and is none of it."""
+        """Prepare a line of work, once; a run that cannot be prepared is left out, with a note."""
         if number not in self._known:
             known = self._known[number] = _Line()
             for run_request in self._lines[number - 1]:

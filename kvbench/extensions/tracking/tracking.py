@@ -1,4 +1,4 @@
-"""`tracker=mlflow|wandb|tensorboard`: a finished run is handed on, from what lies on the disk.
+"""`tracker=mlflow|wandb|tensorboard`: a finished run is passed to a tracker from its stored files.
 
 A tracker gets nothing while the model works, changes no answer, and cannot lose one: when it fails, the run is already
 stored, and the same command tries again. Its environment variables decide where the numbers go. It is imported only
@@ -40,7 +40,7 @@ def track(
     folder: Path,
     say: Callable[[str], None],
 ) -> None:
-    """Hand a run and its nested settings to a tracker. Handing it on again replaces it."""
+    """Pass a run and its nested settings to a tracker; a repeated call replaces it."""
     name = f"{record.method} on {record.task} with {record.model}"
     try:
         config = {key: value for key, value in flat(settings).items() if key not in NOT_SETTINGS}

@@ -45,7 +45,7 @@ class Curve:
 
     @property
     def prompt_only(self) -> bool:
-        """The method keeps whatever follows the prompt whole."""
+        """True where the method keeps all tokens after the prompt."""
         return self.run.record.prompt_only and self.run.method != FULL
 
 
@@ -66,12 +66,12 @@ class Drawing:
 
     @property
     def judged(self) -> bool:
-        """There are enough samples to say where a method leaves the band."""
+        """True where there are enough samples to judge where a method leaves the band."""
         return any(values[KL].low is not None for curve in self.curves for values in curve.bins.values())
 
 
 def texts_of(run: StoredRun) -> dict[tuple[str, str], SampleRecord]:
-    """The records of a run that say what was measured of every token, one for each sample."""
+    """The records of a run with measurements of every token, one for each sample."""
     return {
         (record["subset"], record["sample_id"]): record
         for (_, repeat), record in sorted(run.samples.items())
@@ -252,7 +252,7 @@ def _draw_curve(
 
 
 def texts(drawing: Drawing) -> list[Part]:
-    """The curves as a table, where each run leaves the noise band, and what must be known."""
+    """The curves as a table, where each run leaves the noise band, and notes."""
 
     def cell(values: Mapping[str, Estimate] | None) -> str:
         kl, same = (values[KL].value, values[SAME].value) if values else (None, None)
@@ -292,7 +292,7 @@ def _width(cfg: DictConfig) -> int | None:
 
 
 def compute(groups: Sequence[Group], cfg: DictConfig) -> ViewResult:
-    """The curves of all groups; raises ValueError where no run says what was measured of every token."""
+    """The curves of all groups; raises ValueError where no run has measurements of every token."""
     several = [drawing for group in groups if (drawing := drawing_of(group, _width(cfg))) is not None]
     if not several:
         raise ValueError(

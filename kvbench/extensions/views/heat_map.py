@@ -96,7 +96,7 @@ def panels_of(group: Group, metric: str) -> Panels | None:
 
 
 def figure(panels: Panels) -> "Figure":
-    """A row for each run: its values to the left, and what it differs from the full cache to the right."""
+    """A row for each run: its values to the left, and the difference to the full cache to the right."""
     import matplotlib as mpl
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
@@ -156,7 +156,7 @@ def _map(
 
 
 def tables(panels: Panels) -> list[Part]:
-    """The maps as tables, and what must be known."""
+    """The maps as tables, and notes."""
     scale, parts = panels.what.scale, list[Part]()
     for run in panels.runs:
         values, differences = panels.grid(run), panels.grid(run, "difference")

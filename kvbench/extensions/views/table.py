@@ -66,7 +66,7 @@ def sheet(table: PaperTable, cfg: DictConfig) -> Sheet:
 
 
 def legend(table: PaperTable, mark: str) -> list[str]:
-    """Sentences that must be known to read the table."""
+    """Notes to the table."""
     lines = [
         f"{table.what.title}, {table.what.unit}; {'higher' if table.what.higher_is_better else 'lower'} is better. "
         f"{BYTES[table.held]}: {table.held.title}, {table.held.unit}. {MISSING}: not there."
@@ -88,7 +88,7 @@ def legend(table: PaperTable, mark: str) -> list[str]:
 
 
 def check(cfg: DictConfig) -> None:
-    """Raises ValueError where there are more decimals than a score has."""
+    """Raise ValueError where there are more decimals than a score has."""
     if cfg.digits > LONGEST:
         raise ValueError(f"digits={cfg.digits} is more than {LONGEST}; take fewer decimals")
 

@@ -1,5 +1,5 @@
 """The numbers of a paper's table: rows are runs, columns are subsets, categories, lengths, or whole and cut
-prompts, and what is best in each.
+prompts, and the best of each column.
 
 Groups that differ in nothing but their subsets (or, by length, in their length) make one table, so that subsets may be
 run one by one.
@@ -109,7 +109,7 @@ def _merged(groups: Sequence[Group], by: str) -> list[list[Group]]:
 
 
 def _column_of(group: Group, by: str) -> Callable[[SampleRecord], str]:
-    """Gives the function that says in which column a sample belongs."""
+    """Function from a sample to its column."""
     if by == "category":
         return lambda record: category_of(group.task, record["subset"])
     if by == "cut":

@@ -43,7 +43,7 @@ class Shares:
 
 
 def shares_of(group: Group, run: StoredRun) -> Shares | None:
-    """The shares of a run when its answers ended; None where no sample says them."""
+    """The shares of a run when its answers ended; None where no sample has them."""
     held: dict[str, dict[str, list[float]]] = {}
     names = cache(partial(tier_names, run))  # which makes the method again
     for record in run.samples.values():
@@ -75,7 +75,7 @@ def figure(all_shares: Sequence[Shares]) -> "Figure":
 
 
 def compute(groups: Sequence[Group], cfg: DictConfig) -> ViewResult:
-    """The shares of every run; raises ValueError where no run says them."""
+    """The shares of every run; raises ValueError where no run has them."""
     all_shares = [
         shares for group in groups for run in group.runs if run.method != FULL and (shares := shares_of(group, run))
     ]
