@@ -108,7 +108,7 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
     try:
         composed = compose(arguments, name=f"command/{files.full_command(name)}", with_choices=True)
     except ValueError:
-        _check_keys(name, arguments)  # it knows the command's own settings, so its error is the plainer one
+        _check_keys(name, arguments)  # it checks the command's settings, so its error is plainer
         raise
     composed.update(plain)
     for (mapping, key), value in named:

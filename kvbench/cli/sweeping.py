@@ -109,7 +109,7 @@ class Listed:
     """A sweep whose jobs are listed, and are not the combinations of its words."""
 
     command: list[str]
-    """What the user wrote behind `kvbench`, which goes on with it."""
+    """Words after `kvbench` that resume it."""
     jobs: list[list[str]]
     """The words of each job."""
     announce: "Callable[[Jobs], None]"

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbench.config import extensions, one_file
 
-FULL = "full"  # conf/method/full.yaml: the one method the harness knows by name, the reference of every other
+FULL = "full"  # conf/method/full.yaml: the reference of every other method, the only name in the harness
 # The store of the full cache that others are compared with, whatever theirs is: see `RunConfig.of_full`.
 FULL_STORE: Mapping[str, Any] = {"budget_bytes": None, "rotation": "none", "windows": "exact", "key_offset": "none"}
 AGREED = "allow_code_execution"  # the setting of tasks that run code of the model, by which the user agrees to it

@@ -105,9 +105,9 @@ class Panel:
     resamples: int = RESAMPLES
     seed: int = SEED
     unfit: str = ""
-    """Why the full cache's answers are no ground for a standing; empty where they are."""
+    """Reason why the full cache is unfit as a reference; empty where it is fit."""
     axes: Mapping[str, Measure] = field(default_factory=lambda: COSTS)
-    """What it can be drawn against."""
+    """Costs that it can be drawn against."""
     band: Interval | None = None
     """The range in which the full cache lands when it is run again with another batch size or backend."""
     notes: list[str] = field(default_factory=list)

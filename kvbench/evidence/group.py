@@ -28,7 +28,7 @@ class StoredRun:
     samples: dict[Key, SampleRecord]
     """Whole journal records, of any status."""
     total: int | None
-    """Answers the run consists of; None when the run was killed and no other run of its group tells."""
+    """Answers the run consists of; None when the run was killed and no other run of its group has the number."""
     label: str = ""
     """Method and the settings that distinguish it from the other runs of its group."""
     apart: str = ""
@@ -110,7 +110,7 @@ class Group:
     largest: str = ""
     """The model with the most bytes of weights, in a group of several; else empty."""
     axes: Mapping[str, Measure] = field(default_factory=lambda: COSTS)
-    """What its quality can be drawn against."""
+    """Costs that its quality can be drawn against."""
 
     @property
     def reference(self) -> StoredRun | None:

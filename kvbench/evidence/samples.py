@@ -164,7 +164,7 @@ class Pairs:
     total: int
     """Samples at least one of the two was asked or is still to be asked."""
     unfit: str = ""
-    """Why the full cache's answers are no ground for a verdict (`Group.unfit`); empty where they are."""
+    """Reason why the full cache is unfit as a reference (`Group.unfit`); empty where it is fit."""
 
     @property
     def num_samples(self) -> int:

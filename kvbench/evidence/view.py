@@ -44,7 +44,7 @@ class Grid:
     heading: str | None = "run"
     """Of the names; None for a table without them."""
     breaks: bool = False
-    """Where the terminal is narrow, an interval goes below its number, in all columns but the last."""
+    """On a narrow terminal, an interval goes below its number, in all columns but the last."""
     ends: Sequence[str] = ()
     """Headings behind which a table that is too wide for the terminal goes on as another, the first one first."""
 

@@ -24,15 +24,16 @@ class Fault:
 
     name: str
     summary: str
-    """What was wrong, as a clause."""
+    """The fault, as a clause."""
     mended: int
     """Revision of the first records without it."""
     affects: Callable[[RunRecord], bool]
     """A record's numbers may be wrong."""
     seen: Callable[[SampleRecord], bool] | None = None
-    """An answer that may be graded wrong, where the samples can be looked at; None where no answer tells."""
+    """An answer that may be graded wrong, where the samples can be looked at; None where no answer can be graded wrong
+    by it."""
     unlike: Callable[[RunRecord], set[str]] | None = None
-    """What must differ, within a run or between runs that are read together, for there to be a fault; None: nothing."""
+    """Property that must differ, within a run or between runs read together, for a fault; None: no condition."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -195,7 +195,7 @@ class RunRecord:
     status: typing.Literal["running", "stopped", "complete", "failed"] = "running"
     """`running` (also after a kill), `stopped` (by a signal that can be answered), `complete`, or `failed`."""
     message: str = ""
-    """Why it failed, or which signal stopped it."""
+    """Error or signal that ended it."""
     remark: str = ""
     """A word of the method on its work that readers should know, such as the share that a threshold kept."""
     task: str = ""
@@ -228,7 +228,7 @@ class RunRecord:
     """Operations that plain torch did because the backend has no kernel for them; speed is no claim where there are
     any."""
     backend_decode: list[str] = field(default_factory=list)
-    """What made the attention of decode steps, where the backend has a choice: cuda, triton or torch, and behind a
+    """Attention kernel of decode steps, where the backend has a choice: cuda, triton or torch, and behind a
     colon why it was not what `backend.decode` says; empty elsewhere, and in older records."""
     graphs: dict[str, int] = field(default_factory=dict)
     """Decode steps of the last session that made any: `replayed` from a CUDA graph, `eager_in_runs` between them, and

@@ -68,7 +68,7 @@ class TurnRecord(TypedDict):
     token_ids: list[int]
     """Its tokens."""
     finish: str
-    """Why it ended."""
+    """Reason of its end."""
     gold: list[str]
     """The right answers to it."""
     resident_bytes: int
@@ -102,7 +102,7 @@ class SampleRecord(TypedDict):
     answer: NotRequired[dict[str, float]]
     """Never on a line: what `read_samples` found in the tokens that it leaves out (`answer_facts`)."""
     finish: str
-    """Why the answer ended: `stop`, `eos`, `length`, or `none` without an answer."""
+    """Reason of the answer's end: `stop`, `eos`, `length`, or `none` without an answer."""
     first_end: NotRequired[int | None]
     """Tokens before the answer first wanted to end, where the task made it go on (`min_new_tokens`); None where it did
     not want to. Not in older journals."""
@@ -115,7 +115,7 @@ class SampleRecord(TypedDict):
     scores: dict[str, float | None]
     """Name of a metric -> score in [0, 1]; empty when the status is not ok."""
     flags: NotRequired[list[Literal["fallback", "out_of_time", "several"]]]
-    """How the scores came about, where it is not the usual way. `fallback`: the answer marks nothing as its final
+    """Unusual ways of grading. `fallback`: the answer marks nothing as its final
     answer, and its last number (or last mathematics) was graded. `out_of_time`: it could not be judged in time, while
     the right answer can, and counts as wrong. `several`: it marks several unlike numbers as its answer, of which the
     task's form takes the first or the last. Absent without any, and in older journals."""
@@ -159,7 +159,7 @@ class SampleRecord(TypedDict):
     nan_layer: int | None
     """First layer whose attention output was not finite; -1: the logits only; None unless the status is `nan`."""
     message: str
-    """Why the status is not ok, for people; else empty."""
+    """Readable reason of a status other than ok; else empty."""
     protocol: dict[str, Any]
     """Every choice of how the task is posed and scored."""
     meta: dict[str, Any]
@@ -255,7 +255,7 @@ class Line:
     is_sealed: bool = True
     """The record had a seal."""
     fault: str = ""
-    """Why it does not count: `torn line`, ..."""
+    """Reason why it does not count: `torn line`, ..."""
 
 
 def read_line(line: bytes, run: str, *, is_sealed: bool = True) -> Line:

@@ -49,7 +49,7 @@ class JobRecord:
     """Exit code: 0 done, 1 the run failed, 2 it cannot be carried out, 128 + n stopped by signal n; None before the
     end."""
     message: str = ""
-    """Why it failed."""
+    """Error that ended it."""
     run: str = ""
     """Folder of its run, relative to the results folder; empty where there is none."""
     reference: str = ""

@@ -68,7 +68,7 @@ def groups(cfgs: Iterable[Mapping[str, Any]]) -> list[list[int]]:
     by_key: dict[object, list[int]] = {}
     for number, cfg in enumerate(cfgs):
         key: object = number
-        with suppress(ValueError):  # which its own run tells
+        with suppress(ValueError):  # raised again by the run itself
             config = RunConfig.read(cfg)
             if _can_share(config):
                 settings = config.settings()
@@ -84,7 +84,7 @@ def _can_share(config: RunConfig) -> bool:
 
 def _with_full(job: RunRequest) -> bool:
     """True where a run by itself shares its prompts with the full cache that it is compared with."""
-    with suppress(ValueError):  # which the run tells
+    with suppress(ValueError):  # raised again by the run itself
         config = RunConfig.read(job.cfg)
         # prompt_cache_bytes keeps prompts for later jobs of the process, which those of a call are not.
         return config.reference == AUTO and job.method != FULL and _can_share(config) and not config.prompt_cache_bytes

@@ -101,7 +101,7 @@ class Order(NamedTuple):
     """Rank agreement of two measured models on the same methods."""
 
     runs: str
-    """Which: all that both have, or those at one budget."""
+    """The compared methods: all that both have, or those at one budget."""
     num_methods: int
     places: tuple[str, str]
     """Task and model of each."""

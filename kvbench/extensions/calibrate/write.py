@@ -83,7 +83,7 @@ class Result:
     choice: Choice | None = None
     """None when a stage found no value that is good enough."""
     data: dict = field(default_factory=dict)
-    """Which problems these are: `sources`, `settings` and `remark`."""
+    """The problems: `sources`, `settings` and `remark`."""
     sets: dict = field(default_factory=dict)
     """`tuning` and `held_out`: fingerprint, number and names of the samples."""
     false_confirmations: float | None = None

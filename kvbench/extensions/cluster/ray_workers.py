@@ -47,7 +47,7 @@ class Report:
     answers: int = 0
     work_s: float = 0.0
     message: str = ""
-    """What ended single runs; empty where nothing did."""
+    """Errors that ended single runs; empty without any."""
 
 
 class Crew(Protocol):

@@ -38,7 +38,7 @@ class Answered:
     """Answers of one run from like machines."""
 
     record: RunRecord
-    """Where they were computed: identity, device, libraries, sessions of all portions."""
+    """Record of their computation: identity, device, libraries, sessions of all portions."""
     samples: dict[Key, SampleRecord]
     """Without scores."""
 

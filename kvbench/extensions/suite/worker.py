@@ -61,7 +61,7 @@ class Done:
     work_s: float = 0.0
     """Seconds that it took."""
     errors: list[Exception] = field(default_factory=list)
-    """What ended single runs; the others are finished."""
+    """Errors that ended single runs; the others are finished."""
 
 
 @dataclass

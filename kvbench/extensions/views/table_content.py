@@ -71,7 +71,7 @@ class PaperTable:
     rows: list[Row]
     notes: list[str]
     unfit: list[str]
-    """Why there is no best of a column: sentences that are said before the table."""
+    """Reasons why a column has no best: sentences printed before the table."""
 
 
 def tables_of(groups: Sequence[Group], cfg: Mapping) -> list[PaperTable]:

@@ -105,7 +105,7 @@ def test_words_are_read_as_they_are_written():
 
 
 def test_keys_before_the_rotary_embedding_are_rotated_to_their_tokens():
-    """A key that attention reads of KVQ4, behind 32 tokens of another format, is turned to its token, but for the
+    """A key that attention reads of KVQ4, behind 32 tokens of another format, is rotated to its token, except for the
     step between two of sixteen levels of its channel."""
     k, v = torch.randn(2, 3, 2, 96, 64, generator=torch.Generator().manual_seed(1)).unbind()
     held = caches.build_caches("K16V16+K4V2+KVQ4", k, v, Backend(), num_buffers=1, seed=0)

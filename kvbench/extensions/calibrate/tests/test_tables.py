@@ -100,7 +100,7 @@ def table_of(numbers, size):
 
 @pytest.mark.parametrize("size", [4, 8, 16])
 def test_tables_are_those_of_k_means(size):
-    """Every level is the mean of what lies nearest to it, but for rounding, and no level that moves by three is
+    """Every level is the mean of what lies nearest to it, except for rounding, and no level that moves by three is
     better; a good deal better than levels that are equally far apart."""
     dice = random.Random(size)
     numbers = [

@@ -1,4 +1,4 @@
-"""A suite's work in items: whoever does them, and whoever dies, the runs are those of one process."""
+"""A suite's work in items: for any workers, also some that die, the runs are those of one process."""
 
 import fcntl
 import json

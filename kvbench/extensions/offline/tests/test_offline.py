@@ -20,7 +20,7 @@ from kvbench.results.record import RunRecord
 MODEL = ["model=random", "model.preset=tiny", "model.max_tokens=2048", "backend=torch"]
 TASK = ["task=longctx", "task.length=256", "task.kinds=[passkey,kv]", "limit=2", "protocol.max_new_tokens=6"]
 SMALL = [*MODEL, *TASK, "fidelity.max_tokens=8"]
-# What no machine need have that answers. None in sys.modules is what a missing library is to whoever imports it.
+# Libraries that an answering machine need not have. None in sys.modules makes an import fail as a missing library does.
 ABSENT = ("hydra", "omegaconf", "lm_eval", "datasets", "gguf", "pandas", "scipy", "rich", "matplotlib", "accelerate")
 # Answers twice: in a child that is killed behind its second answer, and then whole.
 PROGRAM = f"""

@@ -1,5 +1,5 @@
 """Printed speeds and sizes beside what benches measured: the right row and cell, in the printed unit, and never a match
-but for bytes that are counted."""
+except for counted bytes."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def cells(paper, at, *documents):
     return {(cell.row, cell.printed["metric"], cell.printed["value"]): cell for cell in all_cells}
 
 
-def test_a_speed_is_joined_with_the_row_and_the_cell_that_it_names():
+def test_a_speed_has_the_row_and_the_cell_that_it_names():
     """Of two batches that of the printed one; the length is another, which is told; quartiles are no interval of a
     match."""
     bench = document("decode", b1=[row("diffkv", 9.0)], b8=[row("diffkv", 1.4), row("full")])
