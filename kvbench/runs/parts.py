@@ -201,8 +201,8 @@ class Loaders:
                     raise
                 return None
 
-        outline: LoadedModel | None = self._kept("outline", as_dict(group), load)
-        return outline
+        model: LoadedModel | None = self._kept("outline", as_dict(group), load)
+        return model
 
     def _check_supported(self, group: Mapping[str, Any]) -> None:
         from kvbench.engine.supported import check_supported

@@ -143,15 +143,17 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     for done in (prefill, step, row_bytes):
         monkeypatch.setattr(decoders.StoreDecoder, done.__name__, done)
     everything = torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True)
-    with everything, without_data(), parts.recording(lambda *_: None), Card() as device:
+    with everything, without_data(), parts.recording(lambda *_: None), Card() as live_card:
 
         def make_model(text: str, device: str) -> LoadedModel:
             model = bare_model(text)
-            device.peak_bytes = device.live_bytes  # the model is made beside an outline, which takes none of a card
+            live_card.peak_bytes = (
+                live_card.live_bytes
+            )  # the model is made beside an outline, which takes none of a card
             return model
 
         monkeypatch.setattr(choices, "make_model", make_model)
-        yield device
+        yield live_card
 
 
 def cells_of(stage) -> list[tuple]:
