@@ -260,7 +260,7 @@ def test_rows_of_an_entry():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("content", "message"),
     [
         ({"at": "table 9", "shows": ""}, "table 9: an entry has tasks or then, or `example`, or `cannot`"),
         ({"at": "chart 1", "shows": "", "cannot": "x"}, "at must begin with one of table, figure, claim"),
