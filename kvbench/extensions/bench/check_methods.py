@@ -103,8 +103,8 @@ def answer(
     model: LoadedModel, method: str, case: Case, backend: str, capture: Capture | None = None, at_length: bool = False,
     decode: str = TRITON,
 ) -> tuple[list[Outcome], Backend, dict[str, int]]:  # fmt: skip
-    """The outcomes of a case in order, the backend, and how steps were made: one by one, or by what captures them; as
-    short as the case says, or at length, of given tokens."""
+    """Run a case: outcomes in order, the backend, and the kinds of steps (eager or captured). Answers are as short as
+    the case sets, or long, of given tokens."""
     changed = changes(method, case, SMALL if decode == TRITON else IN_TURNS)
     words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in changed.items())
     policy = choices.make_method(f"{method} {words}")
@@ -147,8 +147,8 @@ def farther(mine: Outcome, theirs: Outcome) -> float:
 def check(
     device: str, dtype: str, methods: list[str], cases: list[str], *, graphs: bool = False, decode: str = TRITON
 ) -> Iterator[Finding]:
-    """Answers every case with both backends, or with graphs, with what stands for them, and one by one, and compares;
-    where no graph was replayed, that is no success."""
+    """Compare answers of every case between both backends, or between captured and eager steps; without a replayed
+    graph the check fails."""
     model = small_model(device, dtype)
     exact = graphs or dtype == "float32"
     for method in methods:

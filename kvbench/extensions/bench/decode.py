@@ -96,7 +96,7 @@ class WholeModel(Methods):
 
     def stepping(self, name: str, decoder: Decoder | Graphed, answers: list[list[int]], **extra: Any) -> Variant:
         """`steps` decode steps at a time, with the tokens of each row that follow the prompts, which the decoder has
-        read; every timing goes on where the last one stopped."""
+        read; every timing continues from the last one."""
         tokens = zip(*answers, strict=True)
 
         def call(_: int) -> None:
@@ -198,8 +198,7 @@ def matrix_numbers(model: LoadedModel) -> int:
 
 
 def make_models(settings: Settings, device: str, notes: list[str]) -> dict[str, LoadedModel]:
-    """The model by what its rows have behind their names: nothing, and those of `MARKS` that are wanted and can be
-    had."""
+    """Models by the suffix of their rows' names: an empty one, and those of `MARKS` that are wanted and available."""
     models = {"": choices.make_model(settings.model, device)}
     notes += filter(None, [models[""].remark])
     for linear in settings.linear:

@@ -1,4 +1,4 @@
-"""Two ways to decode that a bench drives step by step: kvbench's runner, and transformers with a cache of its own.
+"""Two ways to decode that a bench drives step by step: kvbench's runner, and transformers with one of its caches.
 
 Run as a module it reads one prompt and prints the bytes that this added at its worst moment, as JSON: `python -m
 kvbench.extensions.bench.decoders '{"model": "smollm2-135m", "device": "cpu", "context": 4096, "name": "full", ...}'`
@@ -30,7 +30,7 @@ REFERENCE_ROWS = 1  # a copy of a row, for one step that is compared with the re
 
 
 class StoreDecoder:
-    """A runner whose rows all take a step together, token by token from outside.
+    """A runner whose rows step together, with tokens from the caller.
 
     Args:
         model: The model, shared with other decoders.
@@ -179,7 +179,7 @@ class PeerDecoder:
         self.clear()
 
     def focus(self) -> None:
-        """Gives the shared model its own attention."""
+        """Restore the attention of the shared model."""
         hf.detach(self.loaded.model)
 
     def clear(self) -> None:

@@ -73,8 +73,8 @@ def read_state(folder: Path) -> dict[str, dict]:
 
 
 def left_over(stages: tuple[Stage, ...], state: dict[str, dict]) -> list[Stage]:
-    """The stages that are still to be done, in order: neither complete nor given up. Complete is also what names some
-    variants that could not be timed: again would give the same."""
+    """Remaining stages, in order: neither complete nor given up. A stage whose variants could not be timed is complete:
+    a repetition would give the same."""
     known = {stage.name: state.get(stage.name, {}) for stage in stages}
     return [
         stage
@@ -126,9 +126,9 @@ def go_on(
     dry: bool = False,
     keep: Callable[[], object] = lambda: None,
 ) -> list[Stage]:
-    """Does stages until all are done or the time is over, and calls `keep` behind each; gives those that are left.
-    `state.json` in the folder says what was done. A stage that the end of a call cut short goes on in the next one,
-    where its bench writes cells."""
+    """Run stages until all are done or the time is over, with `keep` called after each; returns those that are left.
+    `state.json` in the folder records the state of each. A stage that the end of a call cut short is resumed in the
+    next one, if its bench writes cells."""
     begin = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     state = read_state(folder)
@@ -153,7 +153,7 @@ def go_on(
 
 
 def unpack(archive: Path, results: Path) -> None:
-    """Puts back what an earlier call packed, on a machine that has nothing of it."""
+    """Unpack the archive of an earlier call on a new machine."""
     with tarfile.open(archive) as packed:
         packed.extractall(results, filter="data")
 
@@ -174,7 +174,7 @@ def pack(folder: Path, archive: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Goes on with the evidence; 0 when nothing is left and all ended well, 1 otherwise, 2 without a GPU."""
+    """Continue the evidence; returns 0 when nothing is left and all ended well, 1 otherwise, 2 without a GPU."""
     parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}", description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=9.0, help="what this call may take")
     parser.add_argument("--results", type=Path, default=Path("results/gpu"), help="folder; a device has its own in it")

@@ -80,7 +80,7 @@ class Settings(WholeModel):
         return variants
 
     def finish(self, cell: dict) -> None:
-        """Makes of the seconds of each round the shares of its parts; those of the warming round go."""
+        """Convert the seconds of each round into shares of its parts; the warm-up round is dropped."""
         for row in cell["variants"]:
             if "parts" in row:
                 rounds = row["parts"][-len(row["seconds"]) :]

@@ -147,7 +147,7 @@ def _baseline(name: str, model: dict | None) -> str:
 
 
 def _cell_table(document: dict, cell: dict) -> Table:
-    """One row per variant, also of those that were refused; what no variant has is no column."""
+    """One row per variant, refused ones included; columns that no variant has are left out."""
     rows: list[dict] = cell["variants"]
     more: dict[str, Callable[[dict], str]]
     names = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
@@ -315,7 +315,7 @@ VIEWS = {
 
 
 def draw(document: dict, path: Path) -> Path | None:
-    """Draws the picture and writes it in one atomic step; nothing for a document without timings."""
+    """Draw the picture and write it in one atomic step; does nothing for a document without timings."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

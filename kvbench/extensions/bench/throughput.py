@@ -134,7 +134,7 @@ def answers_of(settings: Settings, text: list[list[int]], batch: int) -> list[li
 def _filled(
     settings: Settings, name: str, decoder: Decoder, text: list[list[int]], batch: int, **extra: Any
 ) -> Variant:
-    """The variant of a decoder that gets as many sequences as fit, copies of those that it has read."""
+    """Variant of a decoder with as many sequences as fit, copies of those that it has read."""
     decoder.repeat(batch)
     return settings.stepping(name, decoder, answers_of(settings, text, batch), batch=batch, **extra)
 

@@ -40,7 +40,7 @@ class Times:
         return float(self._prompts @ (1.0, tokens, tokens**2))
 
     def fit(self) -> "Times":
-        """Makes the look-ups; raises ValueError where nothing was measured."""
+        """Build the lookup tables; raises ValueError without measurements."""
         from scipy.optimize import nnls  # a simulation asks for it; a machine that only measures may lack it
 
         if not self.steps or not self.prompts:

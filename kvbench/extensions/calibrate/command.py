@@ -116,7 +116,7 @@ def _parted(cfg: DictConfig) -> tuple[DictConfig, DictConfig, str, str, str]:
 
 
 def read_experiment(settings: dict, command: str) -> DictConfig:
-    """The experiment's own settings of a command that says by itself which samples there are."""
+    """Experiment settings of a command that selects its samples itself."""
     experiment = OmegaConf.create(settings)
     RunConfig.read(experiment)
     limit = Limit.read(experiment.limit)
@@ -132,7 +132,8 @@ def read_experiment(settings: dict, command: str) -> DictConfig:
 
 @contextmanager
 def opened(folder: Path, sweep: Sweep, decides: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-    """Locks a folder and gives the one in it that belongs to what decides, both without litter, and its full hash."""
+    """Lock a folder and its subfolder for the deciding settings, both without litter; yields the subfolder and its full
+    hash."""
     digest = identity.hash_identity({name: identity.canonical(value) for name, value in decides.items()})
     result_folder = folder / digest[: identity.HASH_DIGITS]
     with run_lock(folder, say=note):
@@ -167,8 +168,8 @@ def load_samples(cfg: DictConfig, plan: Plan, parts: Loaders, model: LoadedModel
 
 
 def _tune(sweep: Sweep, plan: Plan, task: TaskSet, result: Result) -> Measured | None:
-    """Chooses the settings one after the other: the choice of the last stage, or None at once when no value of a grid
-    is good enough. `result` takes the stages."""
+    """Choose the settings one after the other; returns the choice of the last stage, or None at once when no value of a
+    grid is good enough. The stages are appended to `result`."""
     full = sweep.full(task)
     chosen: dict[str, Number] = {}
     tuned = None

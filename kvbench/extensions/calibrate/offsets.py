@@ -1,4 +1,4 @@
-"""`calibrate what=offsets` measures the mean keys of a model, which `store.key_offset` takes off its keys."""
+"""`calibrate what=offsets` measures the mean keys of a model, which `store.key_offset` subtracts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class _Keys(Looks):
 
 @torch.no_grad()
 def measure_offsets(loaded: "LoadedModel", requests: "Sequence[Request]", advance: Advance = lambda: None) -> Tensor:
-    """The mean key of each KV head behind its rotary embedding; the model gets its own attention back.
+    """Measure the mean key of each KV head after its rotary embedding; restores the model's attention.
 
     Returns:
         fp64 [layers, KV heads x D]: the mean over all tokens of the prompts, each alike.

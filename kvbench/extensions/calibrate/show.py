@@ -154,7 +154,7 @@ def _held_out_table(result: Result, choice: Choice) -> Table:
 
 
 def draw(result: Result) -> list[Path]:
-    """Draws one column per tuned setting and writes `calibration.png` and `.svg`; the same calibration gives the same
+    """Draw one column per tuned setting and write `calibration.png` and `.svg`; the same calibration gives the same
     bytes on the same matplotlib."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -96,8 +96,8 @@ def write_table(
 def measure_gates(
     loaded: "LoadedModel", requests: "Sequence[Request]", sinks: int, recent: int, advance: Advance = lambda: None
 ) -> Tensor:
-    """The mean share of attention that answer positions give to tokens between the first `sinks` and the `recent` ones,
-    up to and with the position itself; the model gets its own attention back.
+    """Measure the mean share of attention of answer positions on tokens between the first `sinks` and the `recent`
+    ones, up to and including the position itself; restores the model's attention.
 
     Returns:
         fp32 [layers, KV heads] of those that see everything, in [0, 1]: the mean over the prompts, their answer
@@ -131,7 +131,7 @@ def measure_gates(
 
 @dataclass(frozen=True)
 class Looks(Statistic):
-    """Sees every layer's tensors of a prompt as they were before the rotary embedding, and scores nothing."""
+    """Statistic that collects every layer's tensors of a prompt before the rotary embedding, and scores nothing."""
 
     collected: dict[int, list[tuple[Tensor, ...]]] = field(default_factory=dict, compare=False)
     needs: ClassVar[frozenset[Need]] = frozenset({"before_rope"})
@@ -179,7 +179,7 @@ class _Largest(Looks):
 
 
 def look_at(loaded: "LoadedModel", score: ScoreSpec, prompts: list[list[int]], advance: Advance) -> None:
-    """Reads prompts under the full cache with a statistic that looks; the model gets its own attention back."""
+    """Read prompts under the full cache with a collecting statistic; restores the model's attention."""
     policy, before = Policy(), loaded.model.config.get_text_config()._attn_implementation
     policy.score = score
     try:
@@ -195,8 +195,8 @@ def look_at(loaded: "LoadedModel", score: ScoreSpec, prompts: list[list[int]], a
 
 @torch.no_grad()
 def measure_centres(loaded: "LoadedModel", requests: "Sequence[Request]", advance: Advance = lambda: None) -> Tensor:
-    """The mean query of each head before its rotary embedding, and the mean length of its pairs of channels; the model,
-    which needs a plain rotary embedding, gets its own attention back.
+    """Measure the mean query of each head before its rotary embedding, and the mean length of its pairs of channels;
+    needs a plain rotary embedding, and restores the model's attention.
 
     Returns:
         fp64 [layers, query heads x 3 D / 2]: per query head D numbers of the mean query, then D / 2 mean lengths.
@@ -214,8 +214,8 @@ def measure_centres(loaded: "LoadedModel", requests: "Sequence[Request]", advanc
 def measure_books(
     loaded: "LoadedModel", requests: "Sequence[Request]", outside: float, sinks: int, advance: Advance = lambda: None
 ) -> Tensor:
-    """The tables of each layer's codes, and the scale and zero of each of its key channels; the model, which needs a
-    plain rotary embedding, gets its own attention back.
+    """Measure the tables of each layer's codes, and the scale and zero of each of its key channels; needs a plain
+    rotary embedding, and restores the model's attention.
 
     Args:
         requests: Prompts; their keys and values are held all at once, in 8 bytes x channels x tokens.

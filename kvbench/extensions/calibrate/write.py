@@ -23,8 +23,8 @@ DIGITS = 5  # significant digits in the file for people; the JSON has them all
 
 @dataclass(kw_only=True)
 class StageResult:
-    """A stage, what was measured of each of its values and of the full cache on the tuning samples, and the index of
-    the choice, if any, with its reason."""
+    """A stage, the measurements of its values and of the full cache on the tuning samples, and the index of the choice,
+    if any, with its reason."""
 
     stage: Stage
     points: list[Measured]
@@ -62,14 +62,14 @@ class Choice:
         return self.held_out.within
 
     def refuted(self, rule: Rule) -> bool:
-        """The 95 % interval of the loss on the held-out samples lies above the margin."""
+        """True where the 95 % interval of the loss on the held-out samples lies above the margin."""
         low = self.held_out.losses[rule.criterion].low
         return low is not None and low > rule.margin
 
 
 @dataclass(kw_only=True)
 class Result:
-    """A calibration, as far as it got."""
+    """A calibration, possibly unfinished."""
 
     plan: Plan
     method: str

@@ -70,7 +70,7 @@ def gold_of(record: SampleRecord) -> list[str]:
 
 
 def write_lm_eval(runs: Sequence[Stored], to: Path) -> list[Path]:
-    """Write one folder for each run, `<model>__<method>__<hash>`, into a folder; gives the files."""
+    """Write one folder for each run, `<model>__<method>__<hash>`, into a folder; returns the files."""
     written: list[Path] = []
     for run in runs:
         record = run.record
@@ -194,7 +194,7 @@ def _hash(text: str) -> str:
 
 
 def write_parquet(runs: Sequence[Stored], to: Path) -> list[Path]:
-    """Write runs.parquet and samples.parquet into a folder; gives the two files."""
+    """Write runs.parquet and samples.parquet into a folder; returns the two files."""
     answers: list[dict[str, Any]] = []
     for run, sample in [(one, sample) for one in runs for sample in one.samples]:
         prompt = sample.get("prompt")
@@ -222,7 +222,7 @@ def parquet_bytes(rows: Sequence[dict[str, Any]]) -> bytes:
 
 
 def write_leaderboard(runs: Sequence[Stored], to: Path) -> list[Path]:
-    """Write one folder for each run of task=ruler and length, for a submission's `benchmark/`; gives the files."""
+    """Write one folder for each run of task=ruler and length, for a submission's `benchmark/`; returns the files."""
     chosen = [run for run in runs if run.record.task == RULER]
     if not chosen:
         there = ", ".join(sorted({run.record.task for run in runs}))
@@ -270,7 +270,7 @@ def folder_name(record: RunRecord, length: str) -> str:
 
 
 def _model(record: RunRecord) -> str:
-    """Slashes are two dashes there; what else a file name does not take is one."""
+    """Model name in a file name: slashes become two dashes, other forbidden characters one."""
     kept = "".join(char if char.isalnum() or char in ".-_" else "-" for char in record.model.replace("/", "--"))
     return kept.replace("__", "_").lstrip(".")[:80] or "model"
 

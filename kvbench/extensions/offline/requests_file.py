@@ -63,7 +63,7 @@ class Head:
 
 
 def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Hash of what token ids stand for: the words of the vocabulary, and the special ones; 64 hex digits."""
+    """Hash of the meaning of token ids: the vocabulary and the special tokens; 64 hex digits."""
     words = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     return combine_fingerprints([json.dumps(words), json.dumps(sorted(tokenizer.all_special_ids))])
 

@@ -1,5 +1,5 @@
 """The examples that papers draw, carried out on the store's pages and the methods' code: lines that `kvbench paper`
-prints. A test holds each to what the paper says of it."""
+prints. A test compares each with the paper."""
 
 from collections.abc import Callable
 
@@ -69,7 +69,7 @@ def diffkv_pages() -> list[str]:
 
 
 def kv_compress_blocks() -> list[str]:
-    """KV-Compress figure 5: a sequence of two heads with five and two KVs on blocks of two gives up two blocks.
+    """KV-Compress figure 5: a sequence of two heads with five and two KVs on blocks of two frees two blocks.
 
     The metrics are made up so that, as the text says, both come from the first head and a third from the second.
     """

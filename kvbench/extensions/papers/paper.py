@@ -136,7 +136,7 @@ def heading_of(paper: Paper, entry: Entry, words: Sequence[str]) -> str:
 
 
 def ran_of(cfg: DictConfig, rows: Sequence[str]) -> list[printed.Ran]:
-    """The jobs of this process's last sweep, which stand for these rows."""
+    """Jobs of this process's last sweep, by their rows."""
     root = Path(str(cfg.results_dir))
     begun = process_sweep(root).jobs()
     folders = [begun[number].run if number in begun else "" for number in range(1, len(rows) + 1)]
@@ -190,7 +190,7 @@ def jobs_of(paper: Paper, entry: Entry, cfg: DictConfig, others: Sequence[str]) 
 
 
 def model_name(words: Sequence[str]) -> str:
-    """The name that a run's model will have: what stands behind the owner in a hub id, a folder's name, or a choice."""
+    """Name that a run's model will have: a hub id without its owner, a folder's name, or a choice."""
     settings = {key: value for key, _, value in (word.partition("=") for word in words)}
     return Path(settings.get("model.path") or settings.get("model", "")).name
 
@@ -282,8 +282,8 @@ def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], argumen
 
 
 def _counted(jobs: Sequence[list[str]]) -> list[str]:
-    """Count the samples of jobs, task by task, as they are published, and name what of the data is not at hand; no
-    model is loaded, no row read and nothing fetched."""
+    """Count the samples of jobs, task by task, as they are published, and name missing data; no model is loaded, no row
+    read and nothing fetched."""
     from kvbench.config.compose import compose
     from kvbench.tasks import data_files
     from kvbench.tasks.files import at_hand
@@ -314,7 +314,7 @@ def _counted(jobs: Sequence[list[str]]) -> list[str]:
 
 
 def _preflight(run_requests: Sequence[tuple[DictConfig, str]]) -> list[str]:
-    """Say what is ahead of runs; gives why there is nothing to say of some, each reason once."""
+    """Print the preflight of runs; returns the reasons of those left out, each once."""
     from kvbench.extensions.suite.preview import say
     from kvbench.runs.parts import Loaders
 
@@ -323,7 +323,7 @@ def _preflight(run_requests: Sequence[tuple[DictConfig, str]]) -> list[str]:
 
 
 def _calibrated(words: list[str]) -> list[tuple[DictConfig, str]]:
-    """The runs of a calibration's grid, as far as what is ahead of them goes."""
+    """Runs of a calibration's grid, for the preflight."""
     from kvbench.config.compose import compose
 
     count, tuning = _grid(words)

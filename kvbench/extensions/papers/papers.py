@@ -145,8 +145,8 @@ def _raw(key: str) -> dict[str, Any]:
 
 
 def _entry(key: str, content: Mapping[str, Any]) -> Entry:
-    """An entry of a file; with `like: PAPER AT` it has what it does not say itself from there, or from an earlier one
-    of its own paper with `like: AT`."""
+    """Entry of a file; `like: PAPER AT` inherits missing keys from that entry, `like: AT` from an earlier one of the
+    same paper."""
     known = {item.name for item in fields(Entry)}
     at = str(content.get("at"))
     prefix = f"{key}.yaml: {at}: "

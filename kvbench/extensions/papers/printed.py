@@ -1,5 +1,5 @@
-"""Printed cells of a paper joined with our runs, each with a verdict. Nothing is corrected and nothing is matched that
-is not the same: another model or another protocol is named and is never a match.
+"""Printed cells of a paper joined with our runs, each with a verdict. No number is corrected, and only
+equal conditions match: another model or protocol is named and is never a match.
 """
 
 from collections.abc import Mapping, Sequence

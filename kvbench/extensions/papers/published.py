@@ -1,4 +1,4 @@
-"""`kvbench report view=published`: the numbers that papers printed, and where they stand. Not measured here."""
+"""`kvbench report view=published`: numbers printed in papers, with their locators; not measured here."""
 
 import csv
 import io
